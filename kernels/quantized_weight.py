@@ -29,19 +29,22 @@ class QuantizedWeight:
         codes: int8 or uint8 `[out_features, in_features]`.
         scales: float16 `[out_features, in_features / 32]`.
         minima: the same for 4 bits; None for 8 bits.
+        dtype: of the rows that it is multiplied with.
     """
 
     codes: torch.Tensor
     scales: torch.Tensor
     minima: torch.Tensor | None
+    dtype: torch.dtype
 
     @classmethod
-    def quantize(cls, weight: torch.Tensor, bits: int) -> QuantizedWeight:
+    def quantize(cls, weight: torch.Tensor, bits: int, dtype: torch.dtype | None = None) -> QuantizedWeight:
         """Round a weight.
 
         Args:
             weight: `[out_features, in_features]`, finite, of any floating-point dtype.
             bits: 8 or 4.
+            dtype: of the rows that it is multiplied with; None for that of the weight.
 
         Raises:
             ValueError: `in_features` is not a multiple of 32, or a group is beyond what float16 scales can express.
@@ -56,7 +59,9 @@ class QuantizedWeight:
         largest = torch.maximum(scales.abs(), minima.abs()).max() if out_features else torch.zeros(())
         if not largest <= _LARGEST_HALF:
             raise ValueError(f"weight: expected groups with scales of at most {_LARGEST_HALF:.0f}, got {largest:.3g}")
-        return cls(codes.view(out_features, -1), scales.half(), None if bits == 8 else minima.half())
+        return cls(
+            codes.view(out_features, -1), scales.half(), None if bits == 8 else minima.half(), dtype or weight.dtype
+        )
 
     @classmethod
     def concatenated(cls, weights: Iterable[QuantizedWeight]) -> QuantizedWeight:
@@ -69,12 +74,31 @@ class QuantizedWeight:
             torch.cat([each.codes for each in known]),
             torch.cat([each.scales for each in known]),
             torch.cat(minima) if minima else None,
+            known[0].dtype,
         )
 
     @property
-    def out_features(self) -> int:
-        """Number of features."""
+    def bits(self) -> int:
+        """Bits of a code."""
+        return 8 if self.minima is None else 4
+
+    @property
+    def shape(self) -> torch.Size:
+        """`[out_features, in_features]`."""
+        return self.codes.shape
+
+    def __len__(self) -> int:
         return len(self.codes)
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether all scales and minima are finite."""
+        return bool(self.scales.isfinite().all()) and (self.minima is None or bool(self.minima.isfinite().all()))
+
+    def rows(self, order: torch.Tensor) -> QuantizedWeight:
+        """Return features in another order."""
+        minima = None if self.minima is None else self.minima[order]
+        return QuantizedWeight(self.codes[order], self.scales[order], minima, self.dtype)
 
     def dequantize(self) -> torch.Tensor:
         """Return the weight in float32 `[out_features, in_features]`, each number rounded once."""
@@ -86,7 +110,7 @@ class QuantizedWeight:
 
     def padded(self, multiple: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Return codes, scales and minima, with features of zeros appended up to a multiple."""
-        num_more = -self.out_features % multiple
+        num_more = -len(self) % multiple
 
         def pad(numbers: torch.Tensor) -> torch.Tensor:
             return torch.cat((numbers, numbers.new_zeros(num_more, numbers.shape[1]))) if num_more else numbers

@@ -47,6 +47,7 @@ class GemmBackend(NamedTuple):
 
     Attributes:
         pack: packs weights `[features, in_features]`, concatenated by features, in an opaque format for `multiply`.
+            Those of `QUANTIZED_BITS` also take a `QuantizedWeight` of as many bits.
         multiply: takes contiguous rows `[num_rows, in_features]`, the packed weight, and a bias `[out_features]` or
             None. Returns `[num_rows, out_features]` in the rows' dtype.
         dtypes: dtypes of weights that it supports.
@@ -105,10 +106,12 @@ def _concat(pack: Callable[[torch.Tensor], Any]) -> Callable[..., Any]:
 
 
 def _quantize(bits: int) -> Callable[..., gemm.QuantizedPanels]:
-    """Quantize each weight before packing."""
-    return lambda *weights: gemm.QuantizedPanels(
-        [QuantizedWeight.quantize(each, bits) for each in weights], weights[0].dtype
-    )
+    """Quantize each weight before packing, unless it is quantized."""
+
+    def quantized(weight: torch.Tensor | QuantizedWeight) -> QuantizedWeight:
+        return weight if isinstance(weight, QuantizedWeight) else QuantizedWeight.quantize(weight, bits)
+
+    return lambda *weights: gemm.QuantizedPanels(map(quantized, weights), weights[0].dtype)
 
 
 def _as_it_is(weight: torch.Tensor) -> torch.Tensor:

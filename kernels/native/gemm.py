@@ -98,8 +98,8 @@ class QuantizedPanels(Panels):
     def __init__(self, weights: Iterable[QuantizedWeight], dtype: torch.dtype) -> None:
         whole = QuantizedWeight.concatenated(weights)
         self.dtype = dtype
-        self.format = Format.Q8 if whole.minima is None else Format.Q4
-        self.out_features = whole.out_features
+        self.format = Format.Q8 if whole.bits == 8 else Format.Q4
+        self.out_features = len(whole)
         num_features = _in_use().panel_features
         codes, scales, minima = whole.padded(num_features)
         num_panels, num_groups = len(scales) // num_features, scales.shape[1]

@@ -30,7 +30,7 @@ def fingerprint_model(module: PreTrainedModel, weights: str, *, is_exact: bool) 
 
     Args:
         module: the model, before its weights are repacked and before it is moved to a GPU.
-        weights: see `ModelConfig`.
+        weights: format of the weights of linear layers; see `ModelConfig`.
         is_exact: whether it will run in exact mode, in which the last bits of K/V differ.
     """
     start_s, num_bytes = time.perf_counter(), 0

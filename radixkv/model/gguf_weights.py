@@ -1,4 +1,14 @@
-"""Loads the weights of a GGUF file into a model of transformers, dequantized."""
+"""Loads the weights of a GGUF file into a model of transformers.
+
+On a CPU with compiled kernels, quantized weights of linear layers stay quantized:
+
+    in the file           in memory
+    Q4_0, Q4_1, Q8_0      the same codes, scales and minima
+    Q4_K                  the same codes; scales and minima of groups rounded to float16
+    other types           quantized to 8 bits (`q8`)
+
+All other weights are dequantized.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +18,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from radixkv.errors import ConfigError
+from radixkv.kernels.quantized_weight import GROUP_FEATURES, QuantizedWeight
+from radixkv.model.layers.packed_linear import keep_stored_weight
 from radixkv.model_files.gguf_config import ROPE_TENSORS
 from radixkv.model_files.gguf_file import FLOAT_TYPES, TENSOR_TYPES, GgufFile, GgufTensor
 
@@ -23,9 +36,15 @@ _CHUNK = 2**24  # numbers that are dequantized at once: in float32 they take 64 
 
 
 def load_gguf_weights(
-    file: GgufFile, model_class: type[PreTrainedModel], config: Any, dtype: torch.dtype, attention: str
+    file: GgufFile,
+    model_class: type[PreTrainedModel],
+    config: Any,
+    dtype: torch.dtype,
+    attention: str,
+    *,
+    keeps_quantized: bool = False,
 ) -> PreTrainedModel:
-    """Make a model with the weights of a file. Logs the types of its tensors, and the memory that they take.
+    """Make a model with the weights of a file. Logs the types of its tensors, and what becomes of them.
 
     Args:
         file: the file.
@@ -33,6 +52,7 @@ def load_gguf_weights(
         config: configuration that `model_config` made of this file.
         dtype: of all weights.
         attention: name of the attention function.
+        keeps_quantized: whether linear layers also get their weights in a quantized format, see `keep_stored_weight`.
 
     Raises:
         ConfigError: the file lacks a weight, has others as well, or has one of another shape.
@@ -41,7 +61,6 @@ def load_gguf_weights(
     _require_same(file, names)
     data = np.memmap(file.path, np.uint8, "r")
     weights = {name: _weight(file, gguf_name, data, config, dtype) for name, gguf_name in names.items()}
-    num_bytes = sum(each.nbytes for each in weights.values())
     module, info = model_class.from_pretrained(
         None,
         config=config,
@@ -54,14 +73,92 @@ def load_gguf_weights(
     wrong = [f"{kind} {sorted(info[kind])[:3]}" for kind in kinds if info.get(kind)]
     if wrong:
         raise ConfigError(f"{file.path}: the weights do not fit the metadata: {', '.join(wrong)}")
+    num_kept = 0
+    if keeps_quantized:
+        num_kept = _keep_quantized(module, file, names, data, config, dtype)
     sizes = ", ".join(f"{each / 1e6:.1f} MB in {kind}" for kind, each in file.num_bytes_by_type.items())
     _log.info(
-        "read a GGUF file with %s; its weights take %.1f MB in %s, since quantized ones are dequantized",
+        "read a GGUF file with %s; %d linear layers stay quantized, and other weights are dequantized to %s",
         sizes,
-        num_bytes / 1e6,
+        num_kept,
         str(dtype).removeprefix("torch."),
     )
     return module
+
+
+def _keep_quantized(
+    module: PreTrainedModel, file: GgufFile, names: dict[str, str], data: _Bytes, config: Any, dtype: torch.dtype
+) -> int:
+    """Keep the quantized weights of linear layers, and return their number."""
+    by_weight = {f"{name}.weight": part for name, part in module.named_modules() if isinstance(part, nn.Linear)}
+    head = module.get_output_embeddings()
+    if config.tie_word_embeddings and isinstance(head, nn.Linear):
+        embedding = module.get_input_embeddings()
+        name = next(name for name, part in module.named_modules() if part is embedding)
+        by_weight[f"{name}.weight"] = head
+    num_kept = 0
+    for name, layer in by_weight.items():
+        gguf_name = names.get(name)
+        if gguf_name is None or file.tensors[gguf_name].type in FLOAT_TYPES:
+            continue
+        if layer.in_features % GROUP_FEATURES == 0:
+            keep_stored_weight(layer, _quantized_weight(file, gguf_name, data, config, dtype))
+            num_kept += 1
+    return num_kept
+
+
+def _quantized_weight(file: GgufFile, name: str, data: _Bytes, config: Any, dtype: torch.dtype) -> QuantizedWeight:
+    """Return a weight in one of our formats, with its rows in the order of transformers."""
+    tensor = file.tensors[name]
+    num_groups = tensor.shape[1] // GROUP_FEATURES
+    rows = torch.from_numpy(np.array(data[tensor.offset : tensor.offset + tensor.num_bytes])).view(tensor.shape[0], -1)
+    quantized: QuantizedWeight | None = None
+    if tensor.type == "Q8_0":
+        blocks = rows.view(-1, num_groups, 34)
+        quantized = QuantizedWeight(
+            blocks[..., 2:].contiguous().view(torch.int8).flatten(1), _halves(blocks), None, dtype
+        )
+    elif tensor.type == "Q4_0":
+        blocks = rows.view(-1, num_groups, 18)
+        scales = _halves(blocks)
+        quantized = QuantizedWeight(_nibbles(blocks[..., 2:]).flatten(1), scales, -8 * scales, dtype)
+    elif tensor.type == "Q4_1":
+        blocks = rows.view(-1, num_groups, 20)
+        quantized = QuantizedWeight(
+            _nibbles(blocks[..., 4:]).flatten(1), _halves(blocks), _halves(blocks[..., 2:]), dtype
+        )
+    elif tensor.type == "Q4_K":
+        quantized = _from_q4_k(rows, dtype)
+    if quantized is None or not quantized.is_finite:
+        quantized = QuantizedWeight.quantize(_values(tensor, data, torch.float32), 8, dtype)
+    order = _row_order(file, name, len(quantized), config)
+    return quantized if order is None else quantized.rows(order)
+
+
+def _from_q4_k(rows: torch.Tensor, dtype: torch.dtype) -> QuantizedWeight:
+    """Read blocks of 256 numbers: a scale and a minimum of all, 6-bit factors of them for each 32, and codes."""
+    blocks = rows.view(len(rows), -1, 144)
+    packed = blocks[..., 4:16].int()
+    lower, upper, high = packed[..., :4], packed[..., 4:8], packed[..., 8:]
+    scales = torch.cat((lower & 63, (high & 15) | (lower >> 6) << 4), -1)
+    minima = torch.cat((upper & 63, (high >> 4) | (upper >> 6) << 4), -1)
+    codes = _nibbles(blocks[..., 16:].reshape(*blocks.shape[:2], 4, 32))
+    return QuantizedWeight(
+        codes.flatten(1),
+        (_halves(blocks).float()[..., None] * scales).half().flatten(1),
+        (-_halves(blocks[..., 2:]).float()[..., None] * minima).half().flatten(1),
+        dtype,
+    )
+
+
+def _halves(blocks: torch.Tensor) -> torch.Tensor:
+    """Return the float16 number at the beginning of each block."""
+    return blocks[..., :2].contiguous().view(torch.float16)[..., 0]
+
+
+def _nibbles(codes: torch.Tensor) -> torch.Tensor:
+    """Return the lower halves of bytes, and then the upper ones."""
+    return torch.cat((codes & 15, codes >> 4), -1)
 
 
 def _gguf_names(file: GgufFile, model_class: type[PreTrainedModel], config: Any) -> dict[str, str]:
@@ -101,17 +198,24 @@ def _weight(file: GgufFile, name: str, data: _Bytes, config: Any, dtype: torch.d
         # llama.cpp adds 1, which must be taken away before the numbers are rounded.
         return (_values(tensor, data, torch.float32) - 1).to(dtype)
     weight = _values(tensor, data, dtype)
-    if file.architecture == "llama" and ".attn_q." in name:
-        return _unpermuted(weight, config.num_attention_heads)
-    if file.architecture == "llama" and ".attn_k." in name:
-        return _unpermuted(weight, config.num_key_value_heads)
-    return weight
+    order = _row_order(file, name, len(weight), config)
+    return weight if order is None else weight[order]
 
 
-def _unpermuted(weight: torch.Tensor, num_heads: int) -> torch.Tensor:
-    """Return rows in the order of transformers, whose RoPE rotates halves of a head; llama.cpp's rotates neighbors."""
-    rest = weight.shape[1:]
-    return weight.reshape(num_heads, -1, 2, *rest).transpose(1, 2).reshape(-1, *rest)
+def _row_order(file: GgufFile, name: str, num_rows: int, config: Any) -> torch.Tensor | None:
+    """Return the rows of a tensor in the order of transformers; None if they are in that order.
+
+    The RoPE of transformers rotates halves of a head, and that of llama.cpp neighbors.
+    """
+    if file.architecture != "llama":
+        return None
+    if ".attn_q." in name:
+        num_heads = config.num_attention_heads
+    elif ".attn_k." in name:
+        num_heads = config.num_key_value_heads
+    else:
+        return None
+    return torch.arange(num_rows).view(num_heads, -1, 2).transpose(1, 2).flatten()
 
 
 def _values(tensor: GgufTensor, data: _Bytes, dtype: torch.dtype) -> torch.Tensor:

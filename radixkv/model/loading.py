@@ -123,7 +123,9 @@ def _load_module(
     if location.is_gguf:
         file = GgufFile.read(location.path)
         dtype = _dtype(config) or getattr(torch, file.dtype)
-        return load_gguf_weights(file, model_class, hf_config, dtype, ATTENTION_NAME)
+        # Other formats than the stored ones are quantized from the dequantized weights.
+        keeps_quantized = config.weights == "auto" and device.type == "cpu" and native_library() is not None
+        return load_gguf_weights(file, model_class, hf_config, dtype, ATTENTION_NAME, keeps_quantized=keeps_quantized)
     module, info = AutoModelForCausalLM.from_pretrained(
         directory,
         config=hf_config,

@@ -103,7 +103,7 @@ def _num_blocks_on_cpu(model: Model, kv_shape: KVShape, cache: CacheConfig) -> i
     available = available_bytes()
     if available is not None:
         pool_bytes = min(pool_bytes, int(_CPU_POOL_SHARE * available))
-    num_blocks = max(1, min(cache.num_blocks, pool_bytes // block_bytes))
+    num_blocks: int = max(1, min(cache.num_blocks, pool_bytes // block_bytes))
     if num_blocks < cache.num_blocks:
         _log.info(
             "the pool has %d tokens, which take %.1f MB next to a model of %.1f MB; cache.capacity_tokens sets another "

@@ -10,18 +10,22 @@ from transformers import AutoModelForCausalLM
 
 pytest.importorskip("gguf")
 
+import gguf
+
 from radixkv.compute.runner import Runner
 from radixkv.config import ModelConfig
 from radixkv.errors import ConfigError
 from radixkv.model.attention.attention_function import ATTENTION_NAME
 from radixkv.model.attention.torch_kernels import TorchKernels
-from radixkv.model.gguf_weights import load_gguf_weights
+from radixkv.model.gguf_weights import _from_q4_k, load_gguf_weights
+from radixkv.model.layers.packed_linear import stored_weight
 from radixkv.model.loading import load_model
 from radixkv.model_files.gguf_config import ARCHITECTURES
 from radixkv.model_files.gguf_file import GgufFile
 from radixkv.storage.device_pool import KVStorage
 from tests.model.test_model import assert_agree, blocks, chunk
 from tests.model_files.gguf_models import KINDS, VOCAB_SIZE, random_model, write_gguf
+from tests.processor import skip_without_kernels_for
 
 # transformers reads the others as other models: without biases, sizes of heads, RoPE scaling, windows or soft caps.
 READ_BY_TRANSFORMERS = ("llama", "mistral", "qwen2")
@@ -87,13 +91,64 @@ def test_logits_are_those_of_transformers_from_the_same_quantized_file(tmp_path,
     assert_agree(runner.run([chunk(tokens, 0, 60, np.arange(4, dtype=np.int32))]).logits[0], expected[-1])
 
 
+def linear_layers(module):
+    return {name: part for name, part in module.named_modules() if isinstance(part, torch.nn.Linear)}
+
+
+@pytest.mark.parametrize("tensor_type", ["F32", "Q8_0", "Q4_0", "Q4_1", "Q5_0"])
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "gemma3", "phi3"])
+def test_linear_layers_keep_the_codes_of_a_file(tmp_path, kind, tensor_type):
+    model = random_model(kind)
+    path = write_gguf(tmp_path / "model.gguf", model, kind, tensor_type)
+    inputs = GgufFile.read(path), type(model), model.config, torch.float32, "eager"
+    module = load_gguf_weights(*inputs, keeps_quantized=True)
+    for name, layer in linear_layers(module).items():
+        stored = stored_weight(layer)
+        if tensor_type == "F32":
+            assert stored is None
+            continue
+        assert stored is not None, name
+        assert stored.bits == (4 if tensor_type in ("Q4_0", "Q4_1") else 8)
+        error = (stored.dequantize() - layer.weight).norm() / layer.weight.norm()
+        assert error <= (1e-2 if tensor_type == "Q5_0" else 0), name
+    assert not any(stored_weight(layer) for layer in linear_layers(load_gguf_weights(*inputs)).values())
+
+
+def test_blocks_of_256_keep_their_codes():
+    """The package writes no such blocks, but reads them."""
+    generator = np.random.default_rng(0)
+    rows = generator.integers(0, 256, (6, 2, 144), dtype=np.uint8)
+    rows[..., :4] = generator.uniform(1e-4, 1e-2, (6, 2, 2)).astype(np.float16).view(np.uint8)
+    expected = torch.from_numpy(gguf.dequantize(rows.reshape(6, -1), gguf.GGMLQuantizationType.Q4_K))
+    weight = _from_q4_k(torch.from_numpy(rows.reshape(6, -1)), torch.float32)
+    assert (weight.shape, weight.scales.shape) == ((6, 512), (6, 16))
+    largest = 15 * weight.scales.abs() + weight.minima.abs()
+    bound = 2**-11 * largest.repeat_interleave(32, 1)  # scales and minima were rounded
+    assert ((weight.dequantize() - expected).abs() <= bound).all()
+
+
+@pytest.mark.parametrize(("tensor_type", "backend"), [("Q8_0", "q8"), ("Q4_1", "q4"), ("Q5_0", "q8"), ("F16", None)])
+@pytest.mark.parametrize("weights", ["auto", "q8", "q4"])
+def test_a_model_computes_with_the_codes_of_its_file(tmp_path, caplog, weights, tensor_type, backend):
+    skip_without_kernels_for("q4")
+    path = write_gguf(tmp_path / "model.gguf", random_model("llama"), "llama", tensor_type)
+    with caplog.at_level(logging.INFO):
+        model = load_model(ModelConfig(path=str(path), device="cpu", weights=weights))
+    (line,) = (each for each in caplog.messages if each.startswith("matmuls by library: "))
+    backends = {part.split()[0] for part in line.removeprefix("matmuls by library: ").split(", ")}
+    expected = {"auto": {backend}, "q8": {"q8"}, "q4": {"q4", "q8"}}[weights]  # q4 has a head in q8
+    assert backends == expected or (backend is None and weights == "auto")
+    plain = load_model(ModelConfig(path=str(path), device="cpu", weights="int8" if weights == "auto" else "auto"))
+    assert plain.fingerprint != model.fingerprint
+
+
 def test_quantized_weights_take_bfloat16_and_the_log_says_so(tmp_path, caplog):
     path = write_gguf(tmp_path / "model.gguf", random_model("llama"), "llama", "Q4_0")
     with caplog.at_level(logging.INFO):
         model = load_model(ModelConfig(path=str(path), device="cpu"))
     assert model.module.dtype == torch.bfloat16
     assert "MB in Q4_0" in caplog.text
-    assert "MB in bfloat16, since quantized ones are dequantized" in caplog.text
+    assert "other weights are dequantized to bfloat16" in caplog.text
 
 
 @pytest.mark.parametrize(

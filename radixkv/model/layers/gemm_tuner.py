@@ -115,6 +115,7 @@ class GemmTuner:
         share: float = _UNKNOWN_SHARE,
         *,
         is_head: bool = False,
+        stored: str | None = None,
     ) -> GemmChoice | None:
         """Return the GEMM backend for weights of this shape, dtype and strides.
 
@@ -127,13 +128,14 @@ class GemmTuner:
             backends: names of candidates; None for all that fit the configured weights.
             most_rows: maximum number of rows per call.
             share: the share of the model's weights that have this shape, 0 to 1.
-            is_head: whether the weight computes logits, which have at least 8 bits.
+            is_head: whether the weight computes logits; they are quantized to 8 bits if the other weights are to 4.
+            stored: quantized format of the weight in its file; None if it is not quantized there.
 
         Returns:
             The choice; None if no backend is batch-invariant.
         """
         if backends is None:
-            backends = self._candidates(weight, is_head)
+            backends = self._candidates(weight, is_head, stored)
         if backends[0] in QUANTIZED_BITS:  # nothing else is asked for, and it is batch-invariant
             return GemmChoice(backends[0])
         key = self._key(weight, bias, backends, most_rows)
@@ -147,10 +149,15 @@ class GemmTuner:
             self._known[key] = choice
         return self._known[key]
 
-    def _candidates(self, weight: torch.Tensor, is_head: bool) -> tuple[str, ...]:
-        if self._weights in QUANTIZED_BITS and gemm.multiplies_quantized(weight):
-            return ("q8",) if is_head else (self._weights,)
-        return ("int8",) if self._weights == "int8" else gemm_backends(weight)
+    def _candidates(self, weight: torch.Tensor, is_head: bool, stored: str | None) -> tuple[str, ...]:
+        name = self._weights
+        if name == "auto" and stored is not None:
+            name = stored
+        elif name == "q4" and is_head:
+            name = "q8"
+        if name in QUANTIZED_BITS and gemm.multiplies_quantized(weight):
+            return (name,)
+        return ("int8",) if name == "int8" else gemm_backends(weight)
 
     def _tried(
         self, weight: torch.Tensor, bias: torch.Tensor | None, backends: tuple[str, ...], most_rows: int, limit_s: float

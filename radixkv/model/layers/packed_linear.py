@@ -9,6 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -22,6 +23,7 @@ from radixkv.kernels.cpu.gemm_trial import GemmChoice
 from radixkv.kernels.cpu.row_tiles import SIZES, RowFunction, in_tiles, tiles_of
 from radixkv.kernels.native.gemm import Panels
 from radixkv.kernels.native.layer import Weights
+from radixkv.kernels.quantized_weight import QuantizedWeight
 from radixkv.model.layers.gemm_tuner import GemmTuner
 from radixkv.model.layers.replaced_parts import has_hooks
 
@@ -39,13 +41,15 @@ SILU = (nn.SiLU, SiLUActivation)
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
+_STORED = "stored_quantized_weight"  # attribute of a layer
+
 
 class Matmul:
     """A matmul of rows with packed weights, plus a bias, on a CPU.
 
     Args:
-        weights: `[out_features, in_features]` each; their outputs are concatenated in order. The originals are not
-            kept, unless the backend uses them as they are.
+        weights: `[out_features, in_features]` each, quantized ones for a backend that takes them; their outputs are
+            concatenated in order. The originals are not kept, unless the backend uses them as they are.
         bias: of all output features, or None.
         choice: the GEMM backend, and the row counts of its calls.
 
@@ -54,7 +58,9 @@ class Matmul:
             nothing is added.
     """
 
-    def __init__(self, weights: Sequence[torch.Tensor], bias: torch.Tensor | None, choice: GemmChoice) -> None:
+    def __init__(
+        self, weights: Sequence[torch.Tensor | QuantizedWeight], bias: torch.Tensor | None, choice: GemmChoice
+    ) -> None:
         backend = GEMM_BACKENDS[choice.backend]
         self.out_features = sum(map(len, weights))
         self.in_features = weights[0].shape[1]
@@ -119,6 +125,29 @@ class Matmul:
 
     def _in_calls(self, function: RowFunction, flat: torch.Tensor) -> torch.Tensor:
         return function(flat) if self._tiles is None else in_tiles(function, flat, self._tiles)
+
+
+def keep_stored_weight(layer: nn.Linear, weight: QuantizedWeight) -> None:
+    """Let `pack_linears` pack a weight as it was quantized in a file; the layer's own one is the dequantized weight."""
+    setattr(layer, _STORED, weight)
+
+
+def stored_weight(layer: nn.Module) -> QuantizedWeight | None:
+    """Return the weight of `keep_stored_weight`; None if there is none."""
+    found: QuantizedWeight | None = getattr(layer, _STORED, None)
+    return found
+
+
+class _Parameters(NamedTuple):
+    """Parameters of a linear layer; `stored` is its weight as a file has it, if it is quantized there."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    stored: QuantizedWeight | None
+
+    @property
+    def stored_format(self) -> str | None:
+        return None if self.stored is None else f"q{self.stored.bits}"
 
 
 class PackedLinear(nn.Module):
@@ -261,9 +290,9 @@ def merge_linears(module: PreTrainedModel) -> None:
         module: the model on its device, in evaluation mode.
     """
 
-    def make(parameters: Sequence[tuple[torch.Tensor, torch.Tensor | None]]) -> PlainMatmul:
-        biases = [bias for _, bias in parameters if bias is not None]
-        return PlainMatmul(torch.cat([weight for weight, _ in parameters]), torch.cat(biases) if biases else None)
+    def make(parameters: Sequence[_Parameters]) -> PlainMatmul:
+        biases = [each.bias for each in parameters if each.bias is not None]
+        return PlainMatmul(torch.cat([each.weight for each in parameters]), torch.cat(biases) if biases else None)
 
     uses = Counter(id(child) for part in module.modules() for child in part.children())
     for part in list(module.modules()):
@@ -307,7 +336,7 @@ class _Shares:
 
 def _num_weights(layer: nn.Module) -> int:
     known = _parameters(layer)
-    return 0 if known is None else known[0].numel()
+    return 0 if known is None else known.weight.numel()
 
 
 @cache
@@ -326,15 +355,19 @@ def _can_gate(layers: list[nn.Module], choices: GemmTuner, share: float) -> bool
     float32 they take 2 %, which is less than merging gains.
     """
     parameters = [_parameters(layer) for layer in layers]
-    if any(each is None or each[0].dtype != torch.bfloat16 for each in parameters):
+    if any(each is None or each.weight.dtype != torch.bfloat16 for each in parameters):
         return False
-    chosen = [choices.choose(*each, share=share) for each in parameters if each is not None]
+    chosen = [
+        choices.choose(each.weight, each.bias, share=share, stored=each.stored_format)
+        for each in parameters
+        if each is not None
+    ]
     return chosen[0] is not None and chosen[0] == chosen[1] and GEMM_BACKENDS[chosen[0].backend].gate is not None
 
 
 def _merged(
     layers: list[nn.Module],
-    make: Callable[[Sequence[tuple[torch.Tensor, torch.Tensor | None]]], Matmul | PlainMatmul | None],
+    make: Callable[[Sequence[_Parameters]], Matmul | PlainMatmul | None],
 ) -> list[PackedSlice]:
     """Merge linear layers that read the same rows. Returns their replacements; an empty list if they can't be merged.
 
@@ -344,18 +377,18 @@ def _merged(
     """
     parameters = [_parameters(layer) for layer in layers]
     known = [each for each in parameters if each is not None]
-    kinds = {(weight.shape[1], weight.dtype, bias is None) for weight, bias in known}
+    kinds = {(each.weight.shape[1], each.weight.dtype, each.bias is None, each.stored_format) for each in known}
     if len(known) < len(layers) or len(kinds) > 1:
         return []
     matmul = make(known)
     if matmul is None:
         return []
     joined = MergedMatmul(matmul)
-    ends = list(itertools.accumulate(weight.shape[0] for weight, _ in known))
+    ends = list(itertools.accumulate(len(each.weight) for each in known))
     return [PackedSlice(joined, start, end) for start, end in itertools.pairwise([0, *ends])]
 
 
-def _parameters(layer: nn.Module) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+def _parameters(layer: nn.Module) -> _Parameters | None:
     """Weight and bias of a layer that can be packed; None for a layer that must not be replaced."""
     if type(layer) not in (nn.Linear, Conv1D) or has_hooks(layer) or "forward" in vars(layer):
         return None
@@ -365,11 +398,11 @@ def _parameters(layer: nn.Module) -> tuple[torch.Tensor, torch.Tensor | None] | 
         weight = weight.t()
     if weight.dtype not in _DTYPES or (bias is not None and bias.dtype != weight.dtype) or not weight.numel():
         return None
-    return weight, bias
+    return _Parameters(weight, bias, stored_weight(layer))
 
 
 def _choose_matmul(
-    parameters: Sequence[tuple[torch.Tensor, torch.Tensor | None]],
+    parameters: Sequence[_Parameters],
     choices: GemmTuner,
     counts: Counter[str],
     share: float,
@@ -377,14 +410,17 @@ def _choose_matmul(
     is_head: bool = False,
 ) -> Matmul | None:
     """Pack weights and biases of one dtype as one, and count the backend. Returns None if they cannot be packed."""
-    weights = [weight for weight, _ in parameters]
-    biases = [bias for _, bias in parameters if bias is not None]
+    weights = [each.weight for each in parameters]
+    biases = [each.bias for each in parameters if each.bias is not None]
     # The choice for concatenated weights depends only on their shape, so they need not be concatenated for it.
     whole = weights[0] if len(weights) == 1 else weights[0].new_empty(sum(map(len, weights)), weights[0].shape[1])
     bias = torch.cat(biases) if len(biases) > 1 else next(iter(biases), None)
     most_rows = _LOGIT_ROWS if is_head else SIZES[-1]
-    choice = choices.choose(whole, bias, most_rows=most_rows, share=share, is_head=is_head)
+    choice = choices.choose(
+        whole, bias, most_rows=most_rows, share=share, is_head=is_head, stored=parameters[0].stored_format
+    )
     if choice is None:
         return None
     counts[choice.backend] += 1
-    return Matmul(weights, bias, choice)
+    is_as_stored = choice.backend == parameters[0].stored_format
+    return Matmul([each.stored if is_as_stored and each.stored else each.weight for each in parameters], bias, choice)
