@@ -94,7 +94,11 @@ class Evictor:
     def shortage(
         self, num_missing_blocks: int, tenant: str, usage: TenantUsage, num_spared_blocks: int = 0
     ) -> CapacityError:
-        """Return the error for a tenant for which `num_missing_blocks` blocks are missing."""
+        """Return the error for a tenant for which `num_missing_blocks` blocks are missing.
+
+        If other tenants have them, the message has no counts, not even `num_missing_blocks`, from which a tenant could
+        tell how many blocks others use. Statistics and metrics have the counts for operators.
+        """
         to_ceiling = usage.num_blocks_to_ceiling
         num_kept_blocks = self._tenants.num_blocks_kept_from(tenant)
         to_others = max(num_kept_blocks, num_spared_blocks)
@@ -104,9 +108,8 @@ class Evictor:
                 f"tenant, of which leases hold {usage.num_leased_blocks + usage.num_pinned_blocks}"
             )
         return OutOfBlocks(
-            f"blocks: expected {num_missing_blocks} more, got {self._pool.num_free} free and "
-            f"{self.num_evictable_blocks} evictable of {self._pool.num_blocks}, including those that would be reused"
-            + (f"; other tenants' floors protect {num_kept_blocks} of them" if num_kept_blocks else "")
+            f"blocks: expected enough of the pool's {self._pool.num_blocks} for this request, got too few; running "
+            "requests, held leases, public prefixes and floors have the others"
         )
 
     def make_room(self, num_blocks: int, tenant: str, usage: TenantUsage, windows: Sequence[WindowLease] = ()) -> None:

@@ -9,7 +9,7 @@ from radixkv.blocks import BlockIds
 from radixkv.cache.changes import Listener
 from radixkv.cache.node import Node
 from radixkv.cache.tenants import Tenants, TenantUsage
-from radixkv.errors import CapacityError, Cause, OutOfBlocks, QuotaExceeded
+from radixkv.errors import Cause, OutOfBlocks, QuotaExceeded
 from radixkv.tokens import TOKEN_BYTES
 
 
@@ -95,18 +95,21 @@ class HeldBlocks(Listener):
         Raises:
             QuotaExceeded, OutOfBlocks: the tenant, or all tenants together, would hold too many.
         """
-        kind: type[CapacityError] = QuotaExceeded
         if tenant is None:
-            whose, num_blocks, max_blocks, kind = "all tenants", self.num_blocks, self.max_blocks, OutOfBlocks
-        else:
-            usage = self._tenants[tenant]
-            own = usage.quota.max_held_blocks
-            whose, num_blocks = "this tenant", usage.num_held_blocks
-            max_blocks = self.max_blocks // 2 if own is None else own
-        if num_blocks + num_more_blocks > max_blocks:
-            raise kind(
-                f"hold_lease: expected at most {max_blocks} blocks in held leases of {whose}, got {num_blocks} and "
-                f"{num_more_blocks} more",
+            if self.num_blocks + num_more_blocks > self.max_blocks:
+                raise OutOfBlocks(  # without the blocks that other tenants hold
+                    f"hold_lease: expected at most {self.max_blocks} blocks in held leases of all tenants, got more "
+                    f"with the {num_more_blocks} of this one",
+                    cause=Cause.HOLD_LEASE,
+                )
+            return
+        usage = self._tenants[tenant]
+        own = usage.quota.max_held_blocks
+        max_blocks = self.max_blocks // 2 if own is None else own
+        if usage.num_held_blocks + num_more_blocks > max_blocks:
+            raise QuotaExceeded(
+                f"hold_lease: expected at most {max_blocks} blocks in held leases of this tenant, got "
+                f"{usage.num_held_blocks} and {num_more_blocks} more",
                 cause=Cause.HOLD_LEASE,
             )
 

@@ -232,10 +232,9 @@ class WindowPool:
             self.require_lasting_room(num_parts)
         room = self.num_parts - self.num_step_parts - self.num_reserved
         if num_parts > room:
-            raise OutOfBlocks(
-                f"parts of windowed layers: expected room for {num_parts} blocks more, got {max(0, room)} of "
-                f"{self.num_parts}, since running requests and public prefixes may need {self.num_reserved} and a "
-                f"step {self.num_step_parts}"
+            raise OutOfBlocks(  # without the parts that other tenants have
+                f"parts of windowed layers: expected room for {num_parts} blocks more of {self.num_parts}, got less, "
+                "since running requests and public prefixes may need the others"
             )
 
     def require_lasting_room(self, num_parts: int) -> None:
@@ -246,8 +245,8 @@ class WindowPool:
         """
         if not self.may_last(num_parts):
             raise OutOfBlocks(
-                f"parts of windowed layers: expected at most {self.max_lasting} that outlive their requests, got "
-                f"{num_parts} in addition to {self.num_lasting}"
+                f"parts of windowed layers: expected at most {self.max_lasting} that outlive their requests, got more "
+                f"with the {num_parts} of this one"
             )
 
     def may_last(self, num_parts: int) -> bool:

@@ -10,18 +10,24 @@ from radixkv.errors import ConfigError
 from radixkv.offload.block_keys import MAX_SECRET_BYTES
 from radixkv.offload.tiers.sealing import KEY_BYTES, TenantCiphers
 
+# A shorter secret could be guessed, offline, from a block that it authenticates.
+_MIN_SECRET_BYTES = 16
+
 
 def secret_of(config: TiersConfig) -> bytes:
     """Return a digest of the secret in `secret_file`; empty without a file.
 
     Raises:
-        ConfigError: the file can't be read, or is empty.
+        ConfigError: the file can't be read, or has fewer than 16 bytes without the white space around them.
     """
     if config.secret_file is None:
         return b""
     secret = read_named("tiers.secret_file", config.secret_file).strip()
-    if not secret:
-        raise ConfigError("tiers.secret_file: expected a secret in the file, got none")
+    if len(secret) < _MIN_SECRET_BYTES:
+        raise ConfigError(
+            "tiers.secret_file: expected 32 random bytes or more, such as from `openssl rand -hex 32`, got "
+            f"{len(secret)}"
+        )
     return blake2b(secret, digest_size=MAX_SECRET_BYTES).digest()
 
 

@@ -73,6 +73,7 @@ def _fleet(arguments: argparse.Namespace) -> None:
     from radixkv.service.server.auth.requirements import require_secure
     from radixkv.service.server.servicers.kv_sources import require_sources
     from radixkv.startup.requirements import require_protected
+    from radixkv.startup.secret_files import require_secret_files
     from radixkv.telemetry.otlp import require_exportable
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s", stream=sys.stderr)
@@ -86,6 +87,7 @@ def _fleet(arguments: argparse.Namespace) -> None:
     _require_private(arguments.replica_host, config)
     require_sources(config.kv_sources)
     require_protected(config)
+    require_secret_files(config)
     require_exportable(config.telemetry)
     config = with_port(config, config.server.port or _free_port(config.server.host))
     plan = FleetPlan(

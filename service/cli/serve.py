@@ -221,17 +221,7 @@ def _announce(model: ModelConfig) -> None:
     _logger.info("radixkv %s is starting: %s, device %s, dtype %s", __version__, described, model.device, model.dtype)
 
 
-def is_not_disconnect_noise(record: logging.LogRecord) -> bool:
-    """Return whether a log record of gRPC is worth keeping; a filter for its logger.
-
-    gRPC logs an error for each response that it can't deliver because the client has disconnected, so clients without
-    credentials could fill the log. Exceptions in handlers are logged as other records, which are kept.
-    """
-    return not record.getMessage().startswith("ExecuteBatchError raised in core")
-
-
 def _start_log(level: str, log_format: str) -> None:
-    logging.getLogger("grpc._cython.cygrpc").addFilter(is_not_disconnect_noise)
     handler = logging.StreamHandler(sys.stderr)
     text = logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s")
     handler.setFormatter(JsonLines() if log_format == "json" else text)

@@ -24,6 +24,7 @@ import grpc.aio
 from grpc._cython import cygrpc  # type: ignore[attr-defined]  # an extension module
 
 from radixkv.service.server.connections import close_connections
+from radixkv.service.server.grpc_log import drop_records_of_clients
 from radixkv.service.server.reset_floods import EARLY_S, ResetFloods
 from radixkv.startup.malloc import give_back_freed_memory
 
@@ -31,6 +32,7 @@ from radixkv.startup.malloc import give_back_freed_memory
 _PARTS = ("_MethodResolver", "_ServicerContext", "_handle_rpc", "_schedule_rpc_coro")
 _UNKNOWN_METHOD = "/"
 _FORGET_S = 5.0  # after a connection was closed, until its address may be that of another
+_LOG_PERIOD_S = 1.0
 
 _logger = logging.getLogger(__name__)
 
@@ -42,6 +44,7 @@ def make_server(options: Sequence[tuple[str, Any]], max_concurrent_calls: int) -
         options: Channel arguments of gRPC.
         max_concurrent_calls: Further calls are answered with RESOURCE_EXHAUSTED.
     """
+    drop_records_of_clients()
     original = cygrpc.AioServer
     if hasattr(original, "_make_request_call_future"):
         if all(hasattr(cygrpc, name) for name in _PARTS):
@@ -107,6 +110,8 @@ class AcceptingServer(cygrpc.AioServer):  # type: ignore[misc]  # grpcio's exten
         self._handlers: dict[str, object] = {}
         self._calls: set[asyncio.Task[None]] = set()  # the event loop itself holds only weak references to tasks
         self._floods = ResetFloods()
+        self._num_unlogged_floods = 0
+        self._next_log_s = 0.0
 
     def add_registered_method_handlers(self, handlers: Mapping[str, object]) -> None:
         """Register methods, by their full names such as `/package.Service/Method`."""
@@ -140,12 +145,28 @@ class AcceptingServer(cygrpc.AioServer):  # type: ignore[misc]  # grpcio's exten
 
     def _note_end(self, context: Any, peer: str, start_s: float, task: asyncio.Task[None]) -> None:
         self._calls.discard(task)
+        if not peer:  # its connection had ended when gRPC took up the call
+            return
         if context.done():
             self._floods.note_answer(peer)
         elif self._event_loop.time() - start_s < EARLY_S and self._floods.note_reset(peer):
-            _logger.warning("closing the connection of %s, which begins calls only to reset them", peer)
+            self._log_flood(peer)
             self._event_loop.run_in_executor(None, close_connections, frozenset({peer}))
             self._event_loop.call_later(_FORGET_S, self._forget, peer)
+
+    def _log_flood(self, peer: str) -> None:
+        """Log at most once per second, since a client can begin with a new connection as often as it likes."""
+        self._num_unlogged_floods += 1
+        now_s = self._event_loop.time()
+        if now_s >= self._next_log_s:
+            self._next_log_s = now_s + _LOG_PERIOD_S
+            _logger.warning(
+                "closing the connection of %s, which begins calls only to reset them; %d such connections since the "
+                "last of these lines",
+                peer,
+                self._num_unlogged_floods,
+            )
+            self._num_unlogged_floods = 0
 
     def _forget(self, peer: str) -> None:
         if self._floods.forget(peer):

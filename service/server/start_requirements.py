@@ -10,6 +10,7 @@ from radixkv.service.server.listen_address import require_free
 from radixkv.service.server.open_files import raise_open_files
 from radixkv.service.server.servicers.kv_sources import require_sources
 from radixkv.startup.requirements import require_usable
+from radixkv.startup.secret_files import require_secret_files
 from radixkv.telemetry.otlp import require_exportable
 
 
@@ -30,6 +31,7 @@ def require_startable(config: Config) -> None:
     require_role(config)
     require_sources(config.kv_sources)
     require_usable(config)
+    require_secret_files(config)
     require_exportable(config.telemetry)
 
 

@@ -90,7 +90,7 @@ def test_a_quota_names_another_bound_and_all_together_have_theirs() -> None:
     cache.held.require_room("", 1)
     keep(cache, "aaaa", OTHER)
     cache.held.require_room("other", 1)
-    with pytest.raises(OutOfBlocks, match="of all tenants, got 4 and 1 more"):
+    with pytest.raises(OutOfBlocks, match="of all tenants, got more with the 1 of this one"):
         cache.held.require_room(None, 1)
 
 

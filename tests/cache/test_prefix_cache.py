@@ -403,13 +403,21 @@ def test_a_failed_lease_changes_neither_counts_nor_order() -> None:
     held.close()
 
 
-def test_out_of_blocks_says_what_there_was() -> None:
-    cache = make_cache(num_blocks=4)
-    publish(cache, "abcd")
-    held = lease_text(cache, "XX")
-    with pytest.raises(OutOfBlocks, match="expected 1 more, got 2 free and 1 evictable of 4"):
-        lease_text(cache, "YYYYYYYYYYYYY")
-    held.close()
+def test_out_of_blocks_does_not_reveal_what_other_tenants_use() -> None:
+    messages = set()
+    for cached_text, held_text in (("", "XX"), ("abcd", "XX"), ("", "XXXXXXXXXXX")):
+        cache = make_cache(num_blocks=4)
+        if cached_text:
+            publish(cache, cached_text)
+        held = lease_text(cache, held_text)
+        with pytest.raises(OutOfBlocks) as caught:
+            lease_text(cache, "YYYYYYYYYYYYY")
+        messages.add(str(caught.value))
+        held.close()
+    assert messages == {
+        "blocks: expected enough of the pool's 4 for this request, got too few; running requests, held leases, public "
+        "prefixes and floors have the others"
+    }
 
 
 def test_what_a_lease_does_not_reuse_of_its_path_can_be_evicted_for_it() -> None:

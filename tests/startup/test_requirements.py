@@ -54,7 +54,7 @@ def test_without_a_secret_stores_and_servers_must_be_trusted(
     trusted = f"{'tiers' if key.startswith('tiers') else key}.trusted"
     assert f"or set {trusted} if nobody else can modify it" in str(caught.value)
     require_usable(Config.load(None, [*settings, f"{trusted}=true"]))
-    (tmp_path / "secret").write_text("a secret")
+    (tmp_path / "secret").write_text("a secret of 32 bytes, or more")
     require_usable(Config.load(None, [*settings, f"tiers.secret_file={tmp_path}/secret"]))
 
 
@@ -69,7 +69,7 @@ def test_an_encryption_key_protects_stores_but_not_transfers(tmp_path: Path) -> 
 def test_without_a_secret_the_directory_of_the_disk_tier_must_be_private(tmp_path: Path) -> None:
     (tmp_path / "disk").mkdir()
     (tmp_path / "disk").chmod(0o777)
-    (tmp_path / "secret").write_text("a secret")
+    (tmp_path / "secret").write_text("a secret of 32 bytes, or more")
     disk = f"tiers.disk_path={tmp_path}/disk"
     with pytest.raises(ConfigError, match=r"^tiers\.disk_path: expected a directory that only user"):
         require_usable(Config.load(None, [disk]))

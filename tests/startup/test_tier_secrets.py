@@ -17,7 +17,11 @@ def test_without_secret_files_there_is_no_secret_and_no_cipher() -> None:
 
 def test_white_space_around_a_secret_is_ignored(tmp_path: Path) -> None:
     secrets = []
-    for name, text in (("a", "between us"), ("b", " between us\n"), ("c", "between them")):
+    for name, text in (
+        ("a", "between the two of us"),
+        ("b", " between the two of us\n"),
+        ("c", "between the two of them"),
+    ):
         (tmp_path / name).write_text(text)
         secrets.append(secret_of(TiersConfig(secret_file=str(tmp_path / name))))
     assert secrets[0] == secrets[1] != secrets[2]
@@ -42,7 +46,14 @@ def test_a_key_makes_ciphers(tmp_path: Path) -> None:
             TiersConfig(secret_file="/dev/null"),
             "tiers.secret_file: expected a readable file, got /dev/null: not a regular file but a device",
         ),
-        (TiersConfig(secret_file="EMPTY"), "tiers.secret_file: expected a secret in the file, got none"),
+        (
+            TiersConfig(secret_file="EMPTY"),
+            "tiers.secret_file: expected 32 random bytes or more, such as from `openssl rand -hex 32`, got 0",
+        ),
+        (
+            TiersConfig(secret_file="SHORT"),
+            "tiers.secret_file: expected 32 random bytes or more, such as from `openssl rand -hex 32`, got 15",
+        ),
         (
             TiersConfig(encryption_key_file="/nowhere"),
             "tiers.encryption_key_file: expected a readable file, got /nowhere: No such file or directory",
@@ -59,5 +70,6 @@ def test_unusable_secret_files_are_rejected(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("EMPTY").touch()
+    Path("SHORT").write_text("  fifteen_letters\n")
     with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
         _ = secret_of(config), ciphers_of(config)

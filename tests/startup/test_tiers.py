@@ -376,7 +376,7 @@ def redis(folder: Path, *settings: str) -> contextlib.AbstractContextManager[Red
     return redis_server(folder, *settings)
 
 
-def secret_at(folder: Path, secret: str = "between us\n") -> str:
+def secret_at(folder: Path, secret: str = "between the two of us\n") -> str:
     (folder / "secret").write_text(secret)
     return f"tiers.secret_file={folder}/secret"
 
@@ -406,7 +406,7 @@ def test_servers_that_share_a_redis_find_each_other_s_blocks(checkpoint: Path, t
 @pytest.mark.parametrize("setting", ["cache.block_size=32", "tiers.secret_file="])
 def test_servers_that_differ_share_nothing(checkpoint: Path, tmp_path: Path, setting: str) -> None:
     secret = tmp_path / "secret"
-    secret.write_text("between us\n")
+    secret.write_text("between the two of us\n")
     with redis(tmp_path / "redis") as server:
         url = f"tiers.redis_url={server.url}"
         with engine(checkpoint, url, TRUSTED) as first:
@@ -478,7 +478,7 @@ def test_another_secret_makes_blocks_on_disk_useless(checkpoint: Path, tmp_path:
     disk = f"tiers.disk_path={tmp_path}/disk"
     with engine(checkpoint, disk, secret_at(tmp_path)) as first:
         before = ask(first, 1).logits
-    with engine(checkpoint, disk, secret_at(tmp_path, "a later one")) as second:
+    with engine(checkpoint, disk, secret_at(tmp_path, "a later one of theirs")) as second:
         settle(second)
         result = ask(second, 1)
         assert result.usage.cached_tokens == 0

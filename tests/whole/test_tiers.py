@@ -52,7 +52,7 @@ def test_evicted_blocks_on_disk_survive_kill_9(tmp_path: Path) -> None:
 def test_a_second_server_loads_what_the_first_one_stored_in_redis(tmp_path: Path) -> None:
     with redis_server(tmp_path) as redis:
         secret = tmp_path / "secret"
-        secret.write_text("between us")
+        secret.write_text("between the two of us")
         shared = ("--set", f"tiers.redis_url={redis.url}", "--set", f"tiers.secret_file={secret}")
         with serving(*shared) as (_, address), Client(address, timeout_s=PATIENCE_S) as client:
             cold = [logits_of(client.prefill(prompt, return_logits=True)) for prompt in _PROMPTS]

@@ -49,7 +49,7 @@ class Pair(NamedTuple):
         return held, KVSource(address=self.address, lease_id=held.lease_id, epoch=held.epoch)
 
 
-def secret_at(folder: Path, secret: str = "between us") -> tuple[str, str]:
+def secret_at(folder: Path, secret: str = "between the two of us") -> tuple[str, str]:
     (folder / "secret").write_text(secret)
     return "--set", f"tiers.secret_file={folder}/secret"
 
@@ -262,7 +262,7 @@ def test_kv_without_the_mac_of_the_servers_secret_is_computed(pair: Pair, tmp_pa
     tokens = prompt(113)
     _, source = pair.hold(tokens)
     expected, _ = generated(pair.prefill, tokens)
-    settings = (*fetching_from(pair.address), *secret_at(tmp_path, "a later secret"))
+    settings = (*fetching_from(pair.address), *secret_at(tmp_path, "a later secret of theirs"))
     with serving(*settings) as (_, address), Client(address, timeout_s=PATIENCE_S) as decode:
         answer, usage = generated(decode, tokens, source)
     assert answer == expected

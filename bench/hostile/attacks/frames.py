@@ -83,7 +83,7 @@ class RawConnection:
         path: str | bytes,
         message: bytes | None,
         announced_bytes: int | None = None,
-        headers: Mapping[str, str] | None = None,
+        headers: Mapping[str, str | bytes] | None = None,
         *,
         is_compressed: bool = False,
     ) -> int:
@@ -137,7 +137,7 @@ def frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
     return len(payload).to_bytes(3, "big") + bytes([kind, flags]) + stream.to_bytes(4, "big") + payload
 
 
-def block(path: str | bytes, headers: Mapping[str, str] | None = None) -> bytes:
+def block(path: str | bytes, headers: Mapping[str, str | bytes] | None = None) -> bytes:
     """Return the block of headers that begins a call of gRPC. Given headers take the place of the usual ones."""
     fields: dict[str, str | bytes] = {
         ":method": "POST",

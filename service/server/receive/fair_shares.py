@@ -104,7 +104,8 @@ class FairShares:
         share = self._share(own)
         if own and own + number > share:
             raise QueueFull(
-                f"service: expected at most {share} {self._unit} of this {key.kind.name.lower()}, got {own + number}",
+                f"service: expected at most an equal share of {self._limit} {self._unit} for this "
+                f"{key.kind.name.lower()}, got {own + number}",
                 retry_after_s=_RETRY_S,
             )
         if self._used + number > 2 * self._limit and self._used:

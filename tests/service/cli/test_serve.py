@@ -16,7 +16,7 @@ from radixkv.config.needed_package import missing_package
 from radixkv.errors import ConfigError, UnsupportedModel
 from radixkv.service.cli import serve
 from radixkv.service.cli.main import main
-from radixkv.service.cli.serve import JsonLines, is_not_disconnect_noise
+from radixkv.service.cli.serve import JsonLines
 from radixkv.service.client import Client
 from radixkv.startup.progress import StartProgress
 from tests.patience import PATIENCE_S, wait_until
@@ -327,11 +327,3 @@ def test_imports_are_left_alone_by_garbage_collection(monkeypatch):
     [(is_enabled, num_frozen)] = seen
     assert is_enabled
     assert num_frozen > 10_000
-
-
-def test_only_the_records_of_disconnected_clients_are_dropped_from_the_log_of_grpc():
-    def record(text):
-        return logging.LogRecord("grpc._cython.cygrpc", logging.ERROR, "", 0, text, ("/a/b",), None)
-
-    assert not is_not_disconnect_noise(record("ExecuteBatchError raised in core by servicer method [%s]"))
-    assert is_not_disconnect_noise(record("Unexpected [ValueError] raised by servicer method [%s]"))

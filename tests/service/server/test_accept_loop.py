@@ -147,6 +147,26 @@ def test_a_connection_that_begins_calls_only_to_reset_them_is_closed(caplog: pyt
     assert caplog.text.count("which begins calls only to reset them") == 1
 
 
+def test_floods_on_many_connections_are_logged_once_per_second(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    num_floods = 3
+    monkeypatch.setattr(accept_loop, "_LOG_PERIOD_S", PATIENCE_S)
+
+    async def run() -> None:
+        server, address = await started({"Echo": echo})
+        for _ in range(num_floods):
+            connection = await RawConnection.open(address, 65_535)
+            for _ in range(2 * MAX_RESETS):
+                connection.reset(connection.call("/test.Echo/Echo", None))
+            assert await connection.read_status(PATIENCE_S) == "closed"
+            connection.close()
+        await server.stop(None)
+
+    asyncio.run(run())
+    assert caplog.text.count("which begins calls only to reset them") == 1
+
+
 def test_a_connection_that_cancels_half_of_its_calls_stays_open(caplog: pytest.LogCaptureFixture) -> None:
     async def run() -> None:
         entered = asyncio.Event()

@@ -11,9 +11,22 @@ def test_a_tenant_alone_may_hold_everything():
     held = FairShares(100, "bytes")
     held.take(tenant("a"), 60)
     held.take(tenant("a"), 40)
-    with pytest.raises(QueueFull, match="expected at most 100 bytes of this tenant, got 101"):
+    with pytest.raises(QueueFull, match="expected at most an equal share of 100 bytes for this tenant, got 101"):
         held.take(tenant("a"), 1)
     assert held.used == 100
+
+
+def test_a_refusal_does_not_reveal_how_many_others_there_are():
+    messages = set()
+    for num_others in (1, 3):
+        held = FairShares(12, "calls")
+        for index in range(num_others):
+            held.take(tenant(f"other {index}"), 6 // num_others)
+        held.take(tenant("a"), 6)
+        with pytest.raises(QueueFull) as caught:
+            held.take(tenant("a"), 1)
+        messages.add(str(caught.value))
+    assert messages == {"service: expected at most an equal share of 12 calls for this tenant, got 7"}
 
 
 def test_a_tenant_within_its_share_is_not_refused_for_what_others_hold():
@@ -71,7 +84,7 @@ def test_accounts_of_two_kinds_with_one_name_have_two_shares():
     shares.take(QuotaKey(QuotaKind.CONNECTION, ""), 10)
     shares.take(tenant(""), 5)
     for account in (QuotaKey(QuotaKind.CONNECTION, ""), tenant("")):
-        with pytest.raises(QueueFull, match=f"expected at most 5 calls of this {account.kind.name.lower()}, got"):
+        with pytest.raises(QueueFull, match=f"equal share of 10 calls for this {account.kind.name.lower()}, got"):
             shares.take(account, 1)
 
 

@@ -238,8 +238,8 @@ def test_a_connection_with_all_calls_is_refused_and_another_one_has_its_share():
             return refusal.details(), last.details(), retry_after_ms(refusal)
 
     assert asyncio.run(run()) == (
-        "service: expected at most 4 calls in flight of this connection, got 5",
-        "service: expected at most 2 calls in flight of this connection, got 3",
+        "service: expected at most an equal share of 4 calls in flight for this connection, got 5",
+        "service: expected at most an equal share of 4 calls in flight for this connection, got 3",
         "1000",
     )
     assert kinds == [QueueFull] * 2
@@ -265,7 +265,10 @@ def test_connections_of_one_credential_share_its_calls(tmp_path):
             await asyncio.gather(*calls)
             return refusals
 
-    assert asyncio.run(run()) == ["service: expected at most 2 calls in flight of this credential, got 3"] * 2
+    assert (
+        asyncio.run(run())
+        == ["service: expected at most an equal share of 2 calls in flight for this credential, got 3"] * 2
+    )
 
 
 def test_a_conversation_ends_when_its_time_is_over():
