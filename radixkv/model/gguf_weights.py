@@ -13,7 +13,7 @@ All other weights are dequantized.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 _Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_CHUNK = 2**24  # numbers that are dequantized at once: in float32 they take 64 MiB
+_CHUNK = 2**20  # numbers that are dequantized at once: in float32 they take 4 MiB
 
 
 def load_gguf_weights(
@@ -57,8 +57,14 @@ def load_gguf_weights(
     Raises:
         ConfigError: the file lacks a weight, has others as well, or has one of another shape.
     """
-    names = _gguf_names(file, model_class, config)
+    with torch.device("meta"):
+        empty = model_class(config).state_dict()
+    names = _gguf_names(file, empty, config)
     _require_same(file, names)
+    for name, gguf_name in names.items():
+        expected, found = tuple(empty[name].shape), file.tensors[gguf_name].shape
+        if found != expected:
+            raise ConfigError(f"{file.path}: expected {gguf_name} of the shape {expected}, got {found}")
     data = np.memmap(file.path, np.uint8, "r")
     weights = {name: _weight(file, gguf_name, data, config, dtype) for name, gguf_name in names.items()}
     module, info = model_class.from_pretrained(
@@ -161,16 +167,14 @@ def _nibbles(codes: torch.Tensor) -> torch.Tensor:
     return torch.cat((codes & 15, codes >> 4), -1)
 
 
-def _gguf_names(file: GgufFile, model_class: type[PreTrainedModel], config: Any) -> dict[str, str]:
-    """Return the names in the file by those of transformers, for all weights of the model."""
+def _gguf_names(file: GgufFile, names_of_model: Iterable[str], config: Any) -> dict[str, str]:
+    """Return the names in the file by those of transformers, for all weights that a file has."""
     import gguf
 
     architectures = {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}
     name_map = gguf.get_tensor_name_map(architectures[file.architecture], config.num_hidden_layers)
-    with torch.device("meta"):
-        empty = model_class(config)
     names = {}
-    for name in empty.state_dict():
+    for name in names_of_model:
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         base, _, suffix = name.rpartition(".")
@@ -244,5 +248,6 @@ def _pieces(tensor: GgufTensor, data: _Bytes) -> Iterator[torch.Tensor]:
 def _dequantized(blocks: _Bytes, kind: str) -> np.ndarray[Any, Any]:
     import gguf
 
-    values: np.ndarray[Any, Any] = gguf.dequantize(blocks, gguf.GGMLQuantizationType[kind])
+    # As one row, because the package calls numpy for every 16 rows.
+    values: np.ndarray[Any, Any] = gguf.dequantize(blocks.reshape(1, -1), gguf.GGMLQuantizationType[kind])
     return np.ascontiguousarray(values)

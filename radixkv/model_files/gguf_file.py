@@ -53,9 +53,19 @@ FLOAT_TYPES = ("F32", "F16", "BF16")
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
+_MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _MAX_DIMENSIONS = 4
 _AGAIN = "download the file again"
+
+
+def has_magic(path: Path) -> bool:
+    """Whether a regular file begins as a GGUF file does. False if it can't be read."""
+    try:
+        with open(path, "rb") as file:
+            return file.read(4) == _MAGIC
+    except OSError:
+        return False
 
 
 class GgufTensor(NamedTuple):
@@ -162,7 +172,7 @@ class _Reader:
 
     def _read_start(self) -> tuple[int, int]:
         magic = self._data[:4]
-        if magic != b"GGUF":
+        if magic != _MAGIC:
             what = f"which begins with {magic!r} instead of GGUF"
             if self._data[:7] == b"version":
                 what += "; it seems to be a pointer of Git LFS: run git lfs pull"

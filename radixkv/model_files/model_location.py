@@ -11,7 +11,7 @@ from radixkv.config.needed_package import require_package
 from radixkv.errors import ConfigError
 from radixkv.model_files.gguf_config import model_config
 from radixkv.model_files.gguf_directory import gguf_directory
-from radixkv.model_files.gguf_file import GgufFile
+from radixkv.model_files.gguf_file import GgufFile, has_magic
 from radixkv.model_files.hub_cache import HubName, hub_cache
 
 _SUFFIX = ".gguf"
@@ -34,7 +34,7 @@ class ModelLocation:
     @property
     def is_gguf(self) -> bool:
         """Whether it is a GGUF file."""
-        return self.path.suffix == _SUFFIX
+        return self.path.is_file()
 
     def directory(self) -> Path:
         """Return a directory with config.json, the tokenizer, and, unless it is a GGUF file, the weights.
@@ -76,6 +76,18 @@ def locate(path: str | Path) -> ModelLocation:
     return _in_snapshot(name, snapshot)
 
 
+def files_directory(path: str | Path) -> Path:
+    """Return the directory with the tokenizer of a model, and with its config.json if it has one.
+
+    Args:
+        path: any directory, or see `locate`.
+
+    Raises:
+        ConfigError: there is no such model.
+    """
+    return Path(path) if os.path.isdir(path) else locate(path).directory()
+
+
 _EXPECTED = "`tiny`, a directory with a config.json, a GGUF file, or ORG/NAME of a downloaded model"
 
 
@@ -111,7 +123,7 @@ def check_servable(path: str | Path) -> int:
 
 
 def _file(path: Path) -> ModelLocation:
-    if path.suffix != _SUFFIX:
+    if path.suffix.lower() != _SUFFIX and not has_magic(path):  # other tools name files by their digests
         raise ConfigError(f"model.path: expected {_EXPECTED}, got the file {path}")
     return ModelLocation(path.stem, path)
 

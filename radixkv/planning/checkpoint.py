@@ -11,7 +11,7 @@ from radixkv.config.model_directory import INDEX, read_object, shown
 from radixkv.config.sequence_limit import NO_LIMIT, SequenceLimit, sequence_limit, use_long_factors
 from radixkv.errors import ConfigError
 from radixkv.model_files.gguf_config import model_config
-from radixkv.model_files.gguf_file import GgufFile
+from radixkv.model_files.gguf_file import GgufFile, has_magic
 from radixkv.model_files.hub_cache import HubName
 from radixkv.model_files.model_location import locate
 from radixkv.storage.kv_layout import FORMAT_OF_DTYPE, HeadKV, KVFormat
@@ -130,8 +130,9 @@ def read_checkpoint(path: str | Path, longrope: str = "short") -> Checkpoint:
 def _read(path: str | Path) -> tuple[Path, dict[str, Any], int | None]:
     """Return the file that describes a model, what is in it, and the size of the weights in memory."""
     # A name that is too long is no directory for `os.path`, and an OSError for `Path`.
-    is_directory, is_gguf = os.path.isdir(path), str(path).endswith(".gguf")
-    if is_gguf or (not is_directory and not os.path.isfile(path) and HubName.parse(str(path))):
+    is_directory, is_file = os.path.isdir(path), os.path.isfile(path)
+    is_gguf = has_magic(Path(path)) if is_file else str(path).lower().endswith(".gguf")
+    if is_gguf or (not is_directory and not is_file and HubName.parse(str(path))):
         location = locate(path)
         if location.is_gguf:
             described = GgufFile.read(location.path)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # both import gRPC, which --help and errors in arguments need
     from radixkv.service.client import Client
     from radixkv.service.client.requests import PromptOptions
 
-_ALTERNATIVES = "use --tokenizer, --bytes or --tokens"
+_ALTERNATIVES = "use --tokenizer DIR, --bytes or --tokens"
 
 
 @dataclass(frozen=True, slots=True)

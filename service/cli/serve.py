@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 
 from radixkv import __version__
 from radixkv.config import Config, ModelConfig, ServerConfig, TransferConfig
-from radixkv.model_files.model_location import check_servable, locate
+from radixkv.model_files.model_location import check_servable, files_directory
 from radixkv.service.cli.options import Option, add_options, flag
 from radixkv.startup.openmp_threads import bound_spinning
 from radixkv.startup.progress import StartProgress
@@ -176,7 +176,7 @@ def _warn_of_turn_end(model_path: str, eos_token_ids: Set[int]) -> None:
     """
     if model_path == "tiny":
         return
-    directory = locate(model_path).directory()
+    directory = files_directory(model_path)
     if not (directory / "tokenizer.json").is_file():
         return
     from radixkv.service.text.tokenizer import Tokenizer

@@ -10,8 +10,8 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-from radixkv.errors import UnknownTokenizer
-from radixkv.model_files.model_location import locate
+from radixkv.errors import ConfigError, UnknownTokenizer
+from radixkv.model_files.model_location import files_directory
 from radixkv.service.server.tokenizer_archive import tokenizer_archive
 from radixkv.service.text.tokenizer import Tokenizer
 
@@ -21,10 +21,17 @@ def files_of_model(model_path: str) -> Iterator[Path]:
     """Yield the directory with a model's config.json and tokenizer; for the embedded model, a temporary one.
 
     Args:
-        model_path: `tiny`, or see `locate`.
+        model_path: `tiny`, or see `files_directory`.
+
+    Raises:
+        UnknownTokenizer: the files are not there any more.
     """
     if model_path != "tiny":
-        yield locate(model_path).directory()
+        try:
+            directory = files_directory(model_path)
+        except ConfigError as error:
+            raise UnknownTokenizer(f"tokenizer: {error}") from error
+        yield directory
         return
     from radixkv.model.tiny_files import write_tiny_files
 
@@ -37,7 +44,7 @@ class ModelTokenizer:
     """Loads a model's tokenizer at most once, on the thread that first needs it. Thread-safe.
 
     Args:
-        model_path: `tiny`, or see `locate`; None for a model without files.
+        model_path: `tiny`, or see `files_directory`; None for a model without files.
     """
 
     def __init__(self, model_path: str | None) -> None:
@@ -116,5 +123,7 @@ class ModelTokenizer:
         try:
             with files_of_model(self._model_path) as directory:
                 return Tokenizer.load(directory)
+        except UnknownTokenizer as error:
+            return ValueError(str(error))
         except ValueError as error:
             return error

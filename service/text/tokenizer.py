@@ -69,13 +69,15 @@ class Tokenizer:
         """
         if os.path.isdir(source):
             return cls._of_directory(Path(source))
+        from radixkv.model_files.hub_cache import HubName
         from radixkv.model_files.model_location import locate
 
+        if not os.path.isfile(source) and not str(source).lower().endswith(".gguf") and not HubName.parse(str(source)):
+            raise ValueError(f"expected a directory with a tokenizer, got {source}")
         try:
             directory = locate(source).directory()
         except ConfigError as error:
-            reason = str(error).removeprefix("model.path: ")
-            raise ValueError(f"expected a directory with a tokenizer, got {source}: {reason}") from error
+            raise ValueError(str(error).removeprefix("model.path: ")) from error
         return cls._of_directory(directory)
 
     @classmethod

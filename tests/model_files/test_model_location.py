@@ -94,6 +94,12 @@ def test_a_gguf_file_is_named_without_its_suffix(tmp_path):
     assert (found.name, found.is_gguf) == ("model.Q4_K_M", True)
 
 
+@pytest.mark.parametrize("name", ["model.GGUF", "sha256-0123abcd"])
+def test_a_gguf_file_of_another_name_is_known_by_its_first_bytes(tmp_path, name):
+    (tmp_path / name).write_bytes(b"GGUF")
+    assert locate(tmp_path / name).is_gguf
+
+
 def test_a_name_of_the_hub_is_found_in_the_local_cache(hub):
     snapshot = write_snapshot(hub, "org/model", {"config.json": b"{}", "model.safetensors": bytes(7)})
     found = locate("org/model")

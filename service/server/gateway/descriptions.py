@@ -13,7 +13,7 @@ from radixkv.api.stats import EngineLoad, EngineStats
 from radixkv.config import Config, ModelConfig
 from radixkv.config.model_directory import read_object
 from radixkv.gateway import engine_common_pb2, vllm_engine_pb2
-from radixkv.model_files.model_location import locate
+from radixkv.model_files.model_location import files_directory, locate
 from radixkv.service.server.gateway.traffic import Traffic
 
 _MAX_INT32 = 2**31 - 1
@@ -99,7 +99,7 @@ def scheduler_load(limits: Limits, load: EngineLoad, traffic: Traffic, config: C
 
 
 def _directory(model: ModelConfig) -> Path | None:
-    return None if model.path == "tiny" else locate(model.path).directory()
+    return None if model.path == "tiny" else files_directory(model.path)
 
 
 def _path_of(model: ModelConfig) -> str:
