@@ -40,7 +40,7 @@ from radixkv.startup.adapters import adapter_source, load_adapters
 from radixkv.startup.attention_choice import attention_kernels
 from radixkv.startup.first_launches import launch_all
 from radixkv.startup.graph_check import drop_wrong_graphs
-from radixkv.startup.malloc import keep_freed_memory, use_huge_pages
+from radixkv.startup.malloc import give_back_freed_memory, keep_freed_memory, use_huge_pages
 from radixkv.startup.mkl import fix_summation_order
 from radixkv.startup.model_check import check_model
 from radixkv.startup.openmp_threads import end_own_threads
@@ -91,6 +91,7 @@ def build_engine(
     keep_freed_memory()  # before loading, which copies each weight of a model on a CPU
     progress.begin("loading the model")
     model = load_model(dataclasses.replace(config.model, max_adapters=config.max_adapters), progress.report)
+    give_back_freed_memory()  # of weights before they were packed
     _note_model(model, progress)
     kv_shape = model.kv_shape.stored_as(config.cache.kv_dtype)
     progress.begin("checking attention and the model")
