@@ -13,7 +13,7 @@ BLOCK_ID_BYTES = 4
 
 
 class BlockCopy(NamedTuple):
-    """A copy of block `source` to block `target`, to make before a step because both begin with the same tokens."""
+    """A copy of block `source` to block `target`, made before a step because both begin with the same tokens."""
 
     source: int
     target: int

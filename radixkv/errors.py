@@ -1,7 +1,7 @@
 """The errors of the engine, the server and the commands.
 
     RadixKVError
-    ├── RequestError                 the request is wrong and would be wrong again
+    ├── RequestError                 the request is invalid; retrying it does not help
     │   ├── InvalidAdapter
     │   ├── InvalidRequest
     │   ├── InvalidCredential
@@ -14,7 +14,7 @@
     │   ├── UnknownEventNumber
     │   ├── UnknownTokenizer
     │   └── SwitchedOff
-    ├── CapacityError                the service is full now; `retry_after_s` says when to come back
+    ├── CapacityError                the service is full now; `retry_after_s` says when to retry
     │   ├── NoReplica
     │   ├── OutOfBlocks
     │   ├── OutOfMemory
@@ -23,20 +23,20 @@
     │   ├── TooManyAdapters
     │   ├── TooManyReaders
     │   └── QuotaExceeded
-    ├── LifecycleError               something was used outside its life
+    ├── LifecycleError               an object was used after its end, or a deadline passed
     │   ├── LeaseClosed
     │   ├── DoubleRelease
     │   ├── DeadlineExceeded
     │   ├── Draining
     │   ├── EventsLost
     │   └── StepHangs
-    ├── KVSourceError                K/V can't be fetched from another server now
+    ├── KVSourceError                K/V cannot be fetched from another server now
     │   ├── KVOfOtherPrompt
-    │   └── KVSourceUnusable         trying again does not help
+    │   └── KVSourceUnusable         retrying does not help
     │       └── KVFormatDiffers
-    ├── ConfigError                  the service can't start like this
+    ├── ConfigError                  the service cannot start with this configuration
     │   └── UnsupportedModel
-    ├── StoreError                   a store of blocks can't do this; requests go on without it
+    ├── StoreError                   a call to a tier failed; requests continue without it
     │   ├── StoreBusy
     │   ├── StoreClosed
     │   ├── StoreLate
@@ -44,14 +44,14 @@
     │   └── StoreUnavailable
     ├── StepFailed                   a forward pass raised; its requests failed, the engine continues
     │   └── NotFinite
-    └── InvariantViolation           a bug of ours
+    └── InvariantViolation           a bug of radixkv
 
 `radixkv.service.server.status` maps each to a gRPC status. Messages name the field, what was expected and what came;
 they never carry token ids or another tenant's name.
 
 Not in this tree: the exceptions of the clients (`radixkv.service.client.errors`), one for each gRPC status. A missing
-package is a ModuleNotFoundError (`radixkv.service.missing_package`), wrong arguments of a client are a ValueError or a
-TypeError, and modules have exceptions of their own for what is caught nearby.
+package is a ModuleNotFoundError (`radixkv.service.missing_package`), and invalid arguments to a client raise ValueError
+or TypeError. Exceptions that never leave a module or its package are defined there.
 """
 
 from __future__ import annotations
@@ -60,17 +60,17 @@ import enum
 
 
 class Cause(enum.Enum):
-    """Why a call was rejected, where clients need to know more than the status. Values are part of the protocol."""
+    """Why a call was rejected, where the status alone does not tell a client. The values are part of the protocol."""
 
-    KV_SOURCE = "kv_source"  # the server that holds the lease
-    HOLD_LEASE = "hold_lease"  # as many leases are held, or blocks in them, as may be
+    KV_SOURCE = "kv_source"  # K/V cannot be fetched from the server that holds the lease
+    HOLD_LEASE = "hold_lease"  # the maximum number of held leases, or of blocks in them, is reached
 
 
 class RadixKVError(Exception):
     """Root of this tree.
 
     Attributes:
-        cause: see `Cause`; None where class and status tell enough.
+        cause: see `Cause`; None where the class and the status are enough.
     """
 
     cause: Cause | None = None
@@ -82,7 +82,7 @@ class RadixKVError(Exception):
 
 
 class RequestError(RadixKVError):
-    """The request is invalid, and would be invalid again."""
+    """The request is invalid. Retrying it does not help."""
 
 
 class InvalidAdapter(RequestError):
@@ -178,7 +178,7 @@ class QuotaExceeded(CapacityError):
 
 
 class LifecycleError(RadixKVError):
-    """An object was used after its end."""
+    """An object was used after its end, or an operation did not finish in time."""
 
 
 class LeaseClosed(LifecycleError):
@@ -186,7 +186,7 @@ class LeaseClosed(LifecycleError):
 
 
 class DoubleRelease(LifecycleError):
-    """A block was released that is not leased."""
+    """A block that is not leased was released."""
 
 
 class DeadlineExceeded(LifecycleError):

@@ -46,11 +46,11 @@ def plain(tokens: bytes | bytearray) -> bytes:
 class InvocationMarks:
     """A mark for each invoked adapter: a unique number in the upper bits of a token id.
 
-    So equal tokens that were computed with different weights differ in the tree, exact to the token, and what precedes
-    an invocation is cached once for the base model and all its adapters.
+    Equal tokens that were computed with different weights therefore differ in the tree, and the tokens before an
+    invocation are cached once for the base model and all its adapters.
 
-    Marks depend on the content of an adapter and are never reused: an adapter that is loaded again finds what is still
-    cached. They are only valid in this process. Thread-safe.
+    An adapter's mark depends on its content and is never reused, so an adapter that is loaded again finds its tokens
+    that are still cached. Marks are only valid in this process. Thread-safe.
     """
 
     def __init__(self) -> None:

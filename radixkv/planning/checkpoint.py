@@ -49,8 +49,8 @@ class Checkpoint:
     Attributes:
         num_layers: `num_hidden_layers`, without layers of short convolutions; of LongCat-Flash twice its `num_layers`.
         num_query_heads: `num_attention_heads`.
-        num_kv_heads: `num_key_value_heads`; the number of query heads if only that is there. Of layers of full
-            attention if the others differ, and so is `head_dim`.
+        num_kv_heads: `num_key_value_heads`; the number of query heads if only that is there. If layers of sliding
+            attention differ, this and `head_dim` describe the layers of full attention.
         head_dim: `head_dim`, or `hidden_size` divided by the query heads; `v_head_dim` of latent attention.
         mla_rank: `kv_lora_rank`.
         rope_dim: `qk_rope_head_dim` of latent attention.
@@ -82,7 +82,7 @@ class Checkpoint:
 def read_checkpoint(path: str | Path, longrope: str = "short") -> Checkpoint:
     """Read a model's config.json and the size of its weights, or both from a GGUF file.
 
-    The text part of a multimodal model is read. GPT-2's names (`n_layer`, `n_head`, `n_embd`) are known too.
+    The text part of a multimodal model is read. GPT-2's names (`n_layer`, `n_head`, `n_embd`) are accepted.
 
     Args:
         path: a directory with a config.json, or the file itself; or another place that `locate` knows.

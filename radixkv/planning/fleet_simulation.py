@@ -67,7 +67,7 @@ class FleetSimulation:
         load_spread: computed tokens of the busiest replica divided by the mean.
         busy: mean fraction of the time in which a replica computed.
         ttft_p50_s, ttft_p99_s: seconds from arrival to the end of the prefill.
-        new_homes: number of prefixes that were computed on another replica, too, because of their demand.
+        new_homes: number of times that a prefix was computed on one more replica because of its demand.
         seconds: wall time of the replay.
     """
 
@@ -103,8 +103,8 @@ def simulate_fleet(
 ) -> FleetSimulation:
     """Replay a trace through a fleet on the trace's clock. The same arguments give the same counts everywhere.
 
-    Each replica computes one prompt at a time, in order, in a time proportional to its uncached tokens. The router sees
-    events after a delay, and what it sent. Every request is answered, however long it waits.
+    Each replica computes one prompt at a time, in order, in a time proportional to its uncached tokens. The router
+    receives events after a delay, and knows immediately which requests it sent. No request times out.
 
     Args:
         requests: the trace, in the order of its times.
@@ -112,9 +112,9 @@ def simulate_fleet(
         routing: one of `ROUTINGS`.
         policy: eviction policy of the caches; not `optimal`.
         block_size: tokens per block, of caches and events.
-        probation_share: of the caches, see `PrefixCache`.
-        weights: of the policy `prefix`.
-        on_request: called after each request that was sent.
+        probation_share: see `PrefixCache`.
+        weights: weights of the policy `prefix`.
+        on_request: called after each request is sent.
 
     Raises:
         ConfigError: an argument is invalid.
@@ -134,7 +134,7 @@ def check_fleet(fleet: Fleet, *, routing: str, policy: str, block_size: int = TO
     """Check the arguments of `simulate_fleet` before anything is replayed.
 
     Raises:
-        ConfigError: they would be refused. The message names the argument.
+        ConfigError: an argument is invalid. The message names it.
     """
     check_simulation(policy=policy, capacity_tokens=fleet.capacity_tokens, block_size=block_size)
     if policy == OPTIMAL:
@@ -154,7 +154,7 @@ class SimulatedRequest:
     """A request that was sent to a replica.
 
     Attributes:
-        index: in the trace.
+        index: index in the trace.
         arrival_s: time of arrival.
         tokens: the prompt, little-endian uint32 bytes.
         route: the decision of the router.
@@ -170,16 +170,16 @@ class SimulatedReplica:
     """Computes whole prompts in order of arrival, in a time proportional to their uncached tokens.
 
     Args:
-        name: of the replica.
-        num_blocks, block_size, policy, probation_share: of its cache; a block of its events is one of its pool.
-        namespace: of all requests.
-        identities: published names of namespaces, as the router has them.
+        name: name of the replica.
+        num_blocks, block_size, policy, probation_share: arguments of its cache. Its events have the same block size.
+        namespace: the namespace of all requests.
+        identities: published names of namespaces, shared with the router.
         compute_s: seconds per computed token.
-        clock: seconds of the simulation.
+        clock: returns the time of the simulation in seconds.
 
     Attributes:
-        computed_tokens, cached_tokens: of the finished prompts.
-        waits_s: times from arrival to the end of each.
+        computed_tokens, cached_tokens: totals of the finished prompts.
+        waits_s: for each finished prompt, the time from its arrival to the end of its prefill.
     """
 
     def __init__(
@@ -204,7 +204,7 @@ class SimulatedReplica:
         self._clock = clock
         self._queue: deque[SimulatedRequest] = deque()
         self._running: tuple[SimulatedRequest, Lease | None, int] | None = None
-        self._log = EventLog(clock=lambda: clock() + 1.0)  # from 1: number 0 asks for a snapshot
+        self._log = EventLog(clock=lambda: clock() + 1.0)  # starts at 1, since number 0 requests a snapshot
         self._feed = TreeFeed(self._log, block_size, block_size, identities)
         self._read = self._log.start
         self._cache = PrefixCache(
@@ -229,15 +229,16 @@ class SimulatedReplica:
         return self._read
 
     def send(self, job: SimulatedRequest) -> float | None:
-        """Put a request into the queue. Returns when its computing ends, if it begins at once."""
+        """Queue a request. Return when its prefill ends, or None if another prefill is running."""
         self._queue.append(job)
         return self._begin() if self._running is None else None
 
     def end(self) -> tuple[SimulatedRequest, int, float | None]:
-        """End the request that is computed, and begin the next.
+        """Finish the running request and start the next one.
 
         Returns:
-            The request, the tokens that it computed, and when the next one ends; None if there is none.
+            The finished request, its computed tokens, and the time at which the next request will finish; None instead
+            of a time if no request is queued.
         """
         assert self._running is not None
         job, lease, computed_tokens = self._running
@@ -314,29 +315,29 @@ class _FleetReplay:
         route = self.router.route(self._namespace, tokens)
         self.router.remember()
         self.num_new_homes += route.is_new_home
-        place = int(route.name)
-        self._note(place, self.replicas[place].send(SimulatedRequest(index, self.now_s, tokens, route)))
+        number = int(route.name)
+        self._schedule(number, self.replicas[number].send(SimulatedRequest(index, self.now_s, tokens, route)))
 
     def run_until(self, end_s: float) -> None:
         """Process all events up to a time."""
         while self._due and self._due[0][0] <= end_s:
-            self.now_s, _, place, batch = heapq.heappop(self._due)
-            replica = self.replicas[place]
+            self.now_s, _, number, batch = heapq.heappop(self._due)
+            replica = self.replicas[number]
             if batch is not None:
                 self.router.read(replica.name, batch)
                 continue
             job, computed_tokens, next_end_s = replica.end()
             self.router.finished(job.route, computed_tokens)
             for events in replica.take_events():
-                self._note(place, self.now_s + self._event_delay_s, events)
-            self._note(place, next_end_s)
+                self._schedule(number, self.now_s + self._event_delay_s, events)
+            self._schedule(number, next_end_s)
         if end_s < float("inf"):
             self.now_s = end_s
 
-    def _note(self, place: int, when_s: float | None, batch: EventBatch | None = None) -> None:
+    def _schedule(self, number: int, when_s: float | None, batch: EventBatch | None = None) -> None:
         if when_s is not None:
             self._num_due += 1
-            heapq.heappush(self._due, (when_s, self._num_due, place, batch))
+            heapq.heappush(self._due, (when_s, self._num_due, number, batch))
 
     def _clock(self) -> float:
         return self.now_s

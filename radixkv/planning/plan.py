@@ -39,7 +39,7 @@ class BlockUse:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks that the sequence takes, the last one perhaps partly filled."""
+        """Blocks that the sequence needs, including a partly filled last one."""
         return -(-self.num_tokens // self.block_size)
 
     @property
@@ -49,7 +49,7 @@ class BlockUse:
 
     @property
     def free_tokens(self) -> int:
-        """Wasted slots: those of the last block that stay empty."""
+        """Unused token slots of the last block."""
         return self.num_blocks * self.block_size - self.num_tokens
 
 
@@ -183,8 +183,8 @@ class DecodingCost:
     """Work of one multi-head attention layer while it decodes, without and with a K/V cache.
 
     The first new token needs the whole prompt either way. For each later token, a layer with a cache computes one row;
-    without a cache it computes the whole sequence again. Counted are the four projections and the two GEMMs of
-    attention, each as a full rectangle, with two FLOPs per multiply-add.
+    without a cache it computes the whole sequence again. The counts include the four projections and the two GEMMs of
+    attention, without savings from the causal mask, with two FLOPs per multiply-add.
 
     Attributes:
         prompt_tokens: tokens before the first new one, at least 1.
@@ -261,9 +261,9 @@ def _sum_of_squares(last: int) -> int:
     return last * (last + 1) * (2 * last + 1) // 6
 
 
-def _require_at_least(name: str, value: int, least: int) -> None:
-    if value < least:
-        raise ConfigError(f"{name}: expected at least {least}, got {value}")
+def _require_at_least(name: str, value: int, minimum: int) -> None:
+    if value < minimum:
+        raise ConfigError(f"{name}: expected at least {minimum}, got {value}")
 
 
 def _require_positive(name: str, value: float) -> None:

@@ -26,16 +26,17 @@ _TRANSPOSED = re.compile(r"\.(c_attn|c_proj|c_fc|q_attn)\.weight$")  # GPT-2's a
 def quantized_weights_bytes(path: str | Path, weights: str) -> int:
     """Return the bytes of a model's weights in a quantized format.
 
-    Every matrix of a linear layer is rounded, except in q8 and q4 those whose input features are not a multiple of 32;
-    embeddings, norms and experts keep the dtype of the files. A head that is also an embedding is held twice: rounded,
-    and as it is. Layers are recognized by their names in transformers. Padding is not counted.
+    Every matrix of a linear layer is quantized. In q8 and q4, matrices whose number of input features is not a multiple
+    of 32 are an exception. Embeddings, norms and experts keep the dtype of the files. If the head shares its matrix with
+    the embedding, the matrix is stored twice, quantized and in the dtype of the files. Layers are recognized by their
+    names in transformers. Padding is not counted.
 
     Args:
         path: a directory with safetensors, or a file in it.
         weights: `q8`, `q4` or `int8`, as for `model.weights`.
 
     Raises:
-        ConfigError: there are none, or one can't be read. The message names it.
+        ConfigError: there are no safetensors, or a file cannot be read. The message names the directory or the file.
     """
     directory = Path(path) if Path(path).is_dir() else Path(path).parent
     files = sorted(directory.glob("model*.safetensors")) or sorted(directory.glob("*.safetensors"))
@@ -79,7 +80,7 @@ def _rounded_bytes(shape: list[int], num_bytes: int, weights: str) -> int:
 
 
 def _header(file: Path) -> dict[str, Any]:
-    """Read what a safetensors file says of its tensors."""
+    """Read the header of a safetensors file: the dtypes, shapes and offsets of its tensors."""
     try:
         with file.open("rb") as opened:
             length = int.from_bytes(opened.read(8), "little")

@@ -223,7 +223,7 @@ def check_simulation(
     """Check the arguments of `simulate` before anything is replayed.
 
     Raises:
-        ConfigError: `simulate` would refuse them. The message names the argument.
+        ConfigError: an argument is invalid. The message names it.
     """
     if policy not in SIMULATED_POLICIES:
         raise ConfigError(f"policy: expected one of {', '.join(SIMULATED_POLICIES)}, got {policy}")
@@ -238,10 +238,10 @@ def _total_blocks(
     requests: Sequence[TraceRequest], num_blocks: int, block_size: int, tiers: Sequence[TierCapacity]
 ) -> int:
     """Return the number of blocks of the device and all tiers together, but at most those of all prompts."""
-    most = sum(-(-request.input_length // block_size) for request in requests)
+    max_blocks = sum(-(-request.input_length // block_size) for request in requests)
     if any(tier.capacity_tokens is None for tier in tiers):
-        return most
-    return min(most, num_blocks + sum((tier.capacity_tokens or 0) // block_size for tier in tiers))
+        return max_blocks
+    return min(max_blocks, num_blocks + sum((tier.capacity_tokens or 0) // block_size for tier in tiers))
 
 
 def _next_uses(requests: Sequence[TraceRequest]) -> list[npt.NDArray[np.int32]]:

@@ -34,7 +34,7 @@ class TextRequest:
 
     Attributes:
         where: its place in the file, for error messages.
-        time_s: seconds since 1970; None if the file does not say so.
+        time_s: seconds since 1970; None if the file does not contain it.
         prompt: a text, or the messages of a chat.
         answer: text of the answer; None if there is none.
         tools: functions that the model may call, in the form of OpenAI's API.

@@ -59,21 +59,21 @@ class TierUsage:
 class SimulatedTiers:
     """Tiers that store blocks immediately, with the real `OffloadIndex`.
 
-    It follows the engine: look up before the lease, save what the lease evicts, then load.
+    The order of calls is that of the engine: look up before the lease, save the blocks that it evicts, then load.
 
     Args:
-        rooms: the tiers, the fastest first. Capacities are rounded down to whole blocks.
+        tiers: the tiers, the fastest first. Capacities are rounded down to whole blocks.
         block_size: tokens per block.
 
     Attributes:
-        index: to listen to the cache.
+        index: the index, which is a listener of the cache.
         cached_tokens, written_blocks: see `TierUsage`, by name.
     """
 
-    def __init__(self, rooms: Sequence[TierCapacity], block_size: int) -> None:
-        self._rooms = rooms
+    def __init__(self, tiers: Sequence[TierCapacity], block_size: int) -> None:
+        self._tiers = tiers
         self._block_size = block_size
-        tier_indexes = [TierIndex(room.name, _num_blocks(room, block_size)) for room in rooms]
+        tier_indexes = [TierIndex(tier.name, _num_blocks(tier, block_size)) for tier in tiers]
         self.index = OffloadIndex(tier_indexes, self._key_blocks, block_size)
         self.cached_tokens: Counter[str] = Counter()
         self.written_blocks: Counter[str] = Counter()
@@ -111,14 +111,14 @@ class SimulatedTiers:
         """Return the use of each tier."""
         return tuple(
             TierUsage(
-                room.name,
-                room.capacity_tokens,
-                self.cached_tokens[room.name],
-                self.cached_tokens[room.name] / num_prompt_tokens,
-                self.written_blocks[room.name],
-                len(self.index.tiers[room.name]),
+                tier.name,
+                tier.capacity_tokens,
+                self.cached_tokens[tier.name],
+                self.cached_tokens[tier.name] / num_prompt_tokens,
+                self.written_blocks[tier.name],
+                len(self.index.tiers[tier.name]),
             )
-            for room in self._rooms
+            for tier in self._tiers
         )
 
     def _key_blocks(self, namespace: Namespace, tokens: bytes, parent: bytes | None = None) -> Iterator[KeyedBlock]:
@@ -154,23 +154,23 @@ def tier_capacity_tokens(name: str, num_bytes: int, token_bytes: int, block_size
     return num_bytes // slot_bytes * block_size
 
 
-def check_tiers(rooms: Sequence[TierCapacity], block_size: int) -> None:
+def check_tiers(tiers: Sequence[TierCapacity], block_size: int) -> None:
     """Validate tiers before anything is replayed.
 
     Raises:
         ConfigError: two tiers have the same name, or one is smaller than a block.
     """
-    names = [room.name for room in rooms]
+    names = [tier.name for tier in tiers]
     for name in names:
         if names.count(name) > 1:
             raise ConfigError(f"tier {name}: expected each tier once, got {names.count(name)}")
-    for room in rooms:
-        if not _num_blocks(room, block_size):
+    for tier in tiers:
+        if not _num_blocks(tier, block_size):
             raise ConfigError(
-                f"tier {room.name}: expected room for at least a block of {block_size} tokens, "
-                f"got {room.capacity_tokens} tokens"
+                f"tier {tier.name}: expected room for at least a block of {block_size} tokens, "
+                f"got {tier.capacity_tokens} tokens"
             )
 
 
-def _num_blocks(room: TierCapacity, block_size: int) -> int:
-    return _UNBOUNDED_BLOCKS if room.capacity_tokens is None else room.capacity_tokens // block_size
+def _num_blocks(tier: TierCapacity, block_size: int) -> int:
+    return _UNBOUNDED_BLOCKS if tier.capacity_tokens is None else tier.capacity_tokens // block_size

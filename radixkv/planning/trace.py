@@ -1,7 +1,8 @@
 """Request traces: reads them in any of the known formats, and generates the tokens of each prompt from its ids.
 
-A trace says when each request came, how many tokens its prompt has, and which ids its blocks have: equal ids at the
-beginning of two prompts are equal tokens. `radixkv/planning/trace_formats.py` is the table of formats.
+A trace contains the arrival time of each request, the length of its prompt in tokens, and the ids of its blocks. If two
+prompts begin with the same ids, they begin with the same tokens. `radixkv/planning/trace_formats.py` has the table of
+formats.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class TraceRequest:
         timestamp_ms: arrival time, counted from the start of the trace.
         input_length: prompt tokens, `tokens_per_id * (len(hash_ids) - 1) < input_length <= tokens_per_id *
             len(hash_ids)`.
-        output_length: generated tokens; 0 if the trace does not say so.
+        output_length: generated tokens; 0 if the trace does not contain it.
         hash_ids: ids of the prompt's blocks, in prompt order, each in `[0, 2**64)`.
         tokens_per_id: tokens of an id; the last one covers the rest of the prompt.
     """
@@ -74,16 +75,16 @@ def load_trace(
 ) -> list[TraceRequest]:
     """Read a trace in the order of its timestamps, with a line in the log if that is not the order of the file.
 
-    Blank lines are skipped. A request without a timestamp comes with the one before it. Reading stops after `limit`
-    requests, so later lines may be damaged; events of vLLM are all read. Integer ids below 2**64 stay what they are;
-    other ids become hashes.
+    Blank lines are skipped. A request without a timestamp gets that of the request before it. Reading stops after
+    `limit` requests, so damaged lines after them are not noticed; events of vLLM are always read completely. Integer
+    ids below 2**64 are kept; other ids are replaced by hashes.
 
     Args:
         path: a file in one of the formats, plain or compressed with gzip, or a directory of such files. The first bytes
             decide, not the name.
-        limit: the most requests to read; None for all.
+        limit: maximum number of requests to read; None for all.
         format_name: a key of `FORMATS`, or `auto` to detect it by the first record.
-        tokens_per_id: tokens of an id, `[1, 2**16]`; None for what the file says, or for the format's usual number.
+        tokens_per_id: tokens per id, `[1, 2**16]`; None for the number in the file, or for the format's default.
         timestamps: the unit of the timestamps; None for the format's.
 
     Raises:
@@ -136,7 +137,7 @@ def block_tokens(
 
     Args:
         hash_id: `[0, 2**64)`.
-        tokens_per_id: number of tokens to make, at least 1.
+        tokens_per_id: number of tokens to generate, at least 1.
         vocab_size: token ids are in `[0, vocab_size)`; at most 2**32.
 
     Returns:
@@ -235,7 +236,7 @@ class _IdNumbers:
 def _numbered(
     index: int, request: RecordedRequest, tokens_per_id: int, trace_format: TraceFormat, numbers: _IdNumbers
 ) -> TraceRequest:
-    """Return a request whose ids cover its prompt; a rest after its ids gets an id that no other request has."""
+    """Return a request whose ids cover its prompt. Tokens after its ids get an id that no other request has."""
     num_ids, length = len(request.ids), request.input_length
     lengths = _lengths(num_ids, tokens_per_id, trace_format.may_end_after_ids)
     if length not in lengths:
@@ -270,9 +271,9 @@ def _fitting_tokens_per_id(recorded: Sequence[RecordedRequest], trace_format: Tr
 
 
 def _lengths(num_ids: int, tokens_per_id: int, may_end_after_ids: bool) -> range:
-    """Return the lengths that a prompt of so many ids can have."""
-    most = tokens_per_id * (num_ids + 1) - 1 if may_end_after_ids else tokens_per_id * num_ids
-    return range(tokens_per_id * max(num_ids - 1, 0) + 1, most + 1)
+    """Return the lengths that a prompt of `num_ids` ids can have."""
+    longest = tokens_per_id * (num_ids + 1) - 1 if may_end_after_ids else tokens_per_id * num_ids
+    return range(tokens_per_id * max(num_ids - 1, 0) + 1, longest + 1)
 
 
 def _in_order(
@@ -287,10 +288,10 @@ def _in_order(
         latest_ms = max(latest_ms, time_ms)
         times_ms.append(time_ms)
     if num_early and trace_format.is_in_order:
-        message = "trace %s: %d of %d requests have an earlier timestamp than one before them; they are sorted"
+        message = "trace %s: %d of %d requests have an earlier timestamp than a request before them; they are sorted"
         _logger.warning(message, path, num_early, len(requests))
     if num_untimed := sum(each.time_ms is None for each in recorded):
-        message = "trace %s: %d of %d requests have no timestamp; each comes with the one before it"
+        message = "trace %s: %d of %d requests have no timestamp; each gets that of the request before it"
         _logger.warning(message, path, num_untimed, len(requests))
     start_ms = min(times_ms) if min(times_ms) >= _CLOCK_MS else 0.0
     order = sorted(range(len(requests)), key=times_ms.__getitem__)

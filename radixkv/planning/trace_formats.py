@@ -8,8 +8,8 @@
 | `weka` | s | of complete blocks only, local to a session | in the file, 64 |
 | `vllm` | s | hashes of blocks in BlockStored events | in the events |
 
-A reader turns records into `RecordedRequest`s. `radixkv/planning/trace.py` makes the requests of a simulation from
-them: ids of any kind become numbers, and the order that of the timestamps.
+A reader turns records into `RecordedRequest`s. `radixkv/planning/trace.py` turns these into the requests of a
+simulation: it replaces ids of any kind by numbers, and sorts the requests by timestamp.
 """
 
 from __future__ import annotations
@@ -35,21 +35,22 @@ _TEXT_FIELDS = ("messages", "conversations", "conversation", "prompt", "text", "
 _CONVERT = "convert it with `radixkv trace FILE --tokenizer DIR --output TRACE`"
 _EVENTS = frozenset({"BlockStored", "BlockRemoved", "AllBlocksCleared"})
 _DEVICE_MEDIA = (None, "gpu", "GPU")
-_SAME_REQUEST_S = 2.0  # a prefill goes on after a step, a decoded block follows in 16 steps; a person takes longer
+# A chunk of a prefill follows after one step, and a decoded block after 16 steps; the next turn of a chat takes longer.
+_SAME_REQUEST_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedRequest:
-    """One request as its format has it.
+    """One request, with the values of its format.
 
     Attributes:
         where: its place in the file, for error messages.
-        time_ms: when it came; None if it came with the request before it.
+        time_ms: arrival time; None for that of the request before it.
         input_length: prompt tokens.
         output_length: generated tokens; 0 if that is not known.
         ids: of the prompt's blocks: int, str or bytes.
         scope: requests share equal ids only if they have the same scope.
-        tokens_per_id: tokens of an id; None if the file does not say so.
+        tokens_per_id: tokens per id; None if the file does not contain it.
     """
 
     where: str
@@ -67,14 +68,14 @@ class TraceFormat:
 
     Attributes:
         name: value of `--format`.
-        about: one line for people.
+        about: description in one line.
         is_format_of: whether a file whose first record is this one has this format.
         read: yields requests from the records of a file, whose timestamps have this unit.
         time_unit: the usual unit of its timestamps.
-        tokens_per_id: tokens of an id if the file does not say so; None for the power of two that fits all requests,
-            512 if that does.
+        tokens_per_id: tokens per id if the file does not contain it; None for the power of two that fits all requests,
+            512 if that fits.
         may_end_after_ids: whether a prompt may end up to one block after its ids, with tokens that no other one shares.
-        is_in_order: whether the file is supposed to have the order of the timestamps.
+        is_in_order: whether files of this format are expected to be sorted by timestamp.
     """
 
     name: str
@@ -101,7 +102,7 @@ def detect_format(record: Record) -> TraceFormat:
     return next((each for each in FORMATS.values() if each.is_format_of(fields)), FORMATS["mooncake"])
 
 
-# Mooncake, and what has its fields
+# Mooncake, and formats with the same fields
 
 
 def _read_mooncake(records: Iterable[Record], unit: TimeUnit, *, trace: str) -> Iterator[RecordedRequest]:
@@ -264,7 +265,7 @@ def _weka_requests(
 
 @dataclass(slots=True)
 class _Chain:
-    """A prompt that BlockStored events wrote, which may go on."""
+    """A prompt whose blocks were stored by BlockStored events. Later events may extend it."""
 
     where: str
     time_ms: float | None
@@ -290,9 +291,10 @@ def _is_event_name(value: object) -> bool:
 def _read_vllm(records: Iterable[Record], unit: TimeUnit) -> Iterator[RecordedRequest]:
     """Yield a request for each prompt whose blocks were stored.
 
-    An event without a parent begins a prompt. One with a parent belongs to a prompt that begins with the blocks up to
-    that parent: it is the request that wrote the parent itself, if that was in an earlier step and at most two seconds
-    ago, since chunks of a prefill and decoded blocks are stored one after the other; otherwise it is another request.
+    An event without a parent begins a prompt. The prompt of an event with a parent begins with the blocks up to that
+    parent. The event belongs to the request that stored the parent if that happened in an earlier step and at most two
+    seconds before, since chunks of a prefill and decoded blocks are stored one after the other. Otherwise the event
+    begins another request.
     """
     chains: list[_Chain] = []
     parents: dict[int | str | bytes, int | str | bytes | None] = {}
@@ -306,7 +308,7 @@ def _read_vllm(records: Iterable[Record], unit: TimeUnit) -> Iterator[RecordedRe
         if event_group != group:  # of a model with several kinds of layers: the first kind counts
             continue
         chain = None if parent is None else last_blocks.get(parent)
-        if parent is None or chain is None or not _goes_on(chain, where, time_ms):
+        if parent is None or chain is None or not _continues(chain, where, time_ms):
             chain = _Chain(where, time_ms, _path(parent, parents), tokens_per_id, where, time_ms)
             chains.append(chain)
         else:
@@ -325,7 +327,7 @@ def _read_vllm(records: Iterable[Record], unit: TimeUnit) -> Iterator[RecordedRe
         )
 
 
-def _goes_on(chain: _Chain, where: str, time_ms: float | None) -> bool:
+def _continues(chain: _Chain, where: str, time_ms: float | None) -> bool:
     if time_ms is None or chain.last_ms is None or chain.last_where == where:
         return False
     return time_ms - chain.last_ms <= 1000 * _SAME_REQUEST_S
@@ -388,7 +390,7 @@ _STORED_FIELDS = (
 def _stored(
     event: dict[str, Any] | list[Any], where: str
 ) -> tuple[Sequence[int | str | bytes], int | str | bytes | None, int, object]:
-    """Return hashes, parent, tokens of a block and group of a BlockStored event; no hashes if it is of another tier."""
+    """Return hashes, parent, tokens per block and group of a BlockStored event; no hashes for an event of a tier."""
     fields = event if isinstance(event, dict) else dict(zip(_STORED_FIELDS, event, strict=False))
     if fields.get("medium") not in _DEVICE_MEDIA:
         return (), None, 1, None
@@ -420,13 +422,13 @@ def _field(fields: Mapping[str, Any], name: str, where: str, trace: str) -> obje
         raise ConfigError(message) from None
 
 
-def _integer(value: object, name: str, least: int, where: str, most: int = MAX_PROMPT_TOKENS) -> int:
+def _integer(value: object, name: str, minimum: int, where: str, maximum: int = MAX_PROMPT_TOKENS) -> int:
     if isinstance(value, float) and value.is_integer() and abs(value) < _MAX_INTEGER:
         value = int(value)
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ConfigError(f"{where}: {name}: expected an integer of at least {least}, got {shown(value)}")
-    if value > most:
-        raise ConfigError(f"{where}: {name}: expected at most {most:,}, got {shown(value)}")
+    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+        raise ConfigError(f"{where}: {name}: expected an integer of at least {minimum}, got {shown(value)}")
+    if value > maximum:
+        raise ConfigError(f"{where}: {name}: expected at most {maximum:,}, got {shown(value)}")
     return value
 
 
@@ -446,10 +448,10 @@ def _time_ms(value: object, name: str, where: str, unit: TimeUnit) -> float | No
     return value if unit == "ms" else value * TIME_UNITS[unit]
 
 
-def _ids(value: object, name: str, least: int, where: str) -> Sequence[int | str | bytes]:
-    """Return ids of any kind. Whole floats, as some writers of JSON make of integers, count as integers."""
-    if not isinstance(value, list) or len(value) < least:
-        raise ConfigError(f"{where}: {name}: expected a list{' of at least one id' * least}, got {shown(value)}")
+def _ids(value: object, name: str, minimum: int, where: str) -> Sequence[int | str | bytes]:
+    """Return ids of any kind. Floats without a fraction count as integers, since some JSON writers produce them."""
+    if not isinstance(value, list) or len(value) < minimum:
+        raise ConfigError(f"{where}: {name}: expected a list{' of at least one id' * minimum}, got {shown(value)}")
     if {int, str, bytes}.issuperset(map(type, value)):
         return value
     ids: list[int | str | bytes] = []

@@ -1,8 +1,8 @@
 """The records of a file: its JSON values or msgpack messages, one after the other, each with its place in the file.
 
-A file has JSON lines, one or several whole JSON documents, or concatenated msgpack messages; plain or compressed with
-gzip. The first bytes decide, not the name. A directory stands for its `*.json`, `*.jsonl` and `*.msgpack` files, also
-with `.gz`, in the order of their names.
+A file contains JSON lines, one or several whole JSON documents, or concatenated msgpack messages, and may be compressed
+with gzip. The format is detected by the first bytes, not by the name. For a directory, its `*.json`, `*.jsonl` and
+`*.msgpack` files, also with `.gz`, are read in the order of their names.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ class Record(NamedTuple):
 
 
 def read_records(path: Path) -> Iterator[Record]:
-    """Yield the values of a file or of the files in a directory, without blank lines. A list of objects, if it is the
-    first value of a file, counts as its objects.
+    """Yield the values of a file or of the files in a directory, without blank lines.
 
+    If the first value of a file is a list of objects, the objects are yielded one by one.
     Raises:
         ConfigError: a file can't be read, unpacked or decoded, or a value is longer than `MAX_VALUE_BYTES`. The message
             names the line.

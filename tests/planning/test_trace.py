@@ -53,7 +53,7 @@ def test_requests_out_of_order_are_sorted_and_one_line_says_so(
         (9, 9),
     ]
     assert caplog.messages == [
-        f"trace {file}: 2 of 5 requests have an earlier timestamp than one before them; they are sorted"
+        f"trace {file}: 2 of 5 requests have an earlier timestamp than a request before them; they are sorted"
     ]
 
 
@@ -67,7 +67,9 @@ def test_a_missing_timestamp_or_output_length_is_no_error(tmp_path: Path, caplog
         (27, 0),
         (99, 52),
     ]
-    assert caplog.messages == [f"trace {file}: 3 of 5 requests have no timestamp; each comes with the one before it"]
+    assert caplog.messages == [
+        f"trace {file}: 3 of 5 requests have no timestamp; each gets that of the request before it"
+    ]
 
 
 def test_timestamps_of_the_day_are_counted_from_the_first(tmp_path: Path) -> None:

@@ -60,7 +60,7 @@ def test_simulate_reads_other_formats_by_detection_or_by_name(capsys, caplog, tm
         assert main(arguments) == 0
         found.append(json.loads(capsys.readouterr().out)[0]["cached_tokens"])
     assert found == [32, 32, 32]
-    sorted_line = f"trace {file}: 1 of 2 requests have an earlier timestamp than one before them; they are sorted"
+    sorted_line = f"trace {file}: 1 of 2 requests have an earlier timestamp than a request before them; they are sorted"
     assert caplog.messages == [sorted_line] * 3
     assert "'azure'" in usage_error(capsys, "simulate", str(file), "--capacity-tokens", "1k", "--format", "azure")
 
