@@ -12,8 +12,9 @@ DEFAULT_MAX_TENANTS = 100  # in statistics, unless the caller requests another n
 
 @dataclass(frozen=True, slots=True)
 class BlockStats:
-    """Blocks by state. `total == free + withheld + leased + published`; `pinned`, `retained` and `on_probation` are in
-    `published`.
+    """Blocks by state.
+
+    `total == free + withheld + leased + published`. `published` includes `pinned`, `retained` and `on_probation`.
 
     Attributes:
         total: blocks of the pool.

@@ -29,10 +29,10 @@ class EvictionPolicy(Listener):
         return node.last_used_s
 
     def num_offered_blocks(self, leaf: Node) -> int:
-        """Return how many blocks may be evicted from a leaf's end before it needs a new key: at least one, by default
-        all.
+        """Return how many blocks may be evicted from a leaf's end before it needs a new key.
 
-        Called for the first leaf of the queue when blocks are needed.
+        The number is at least one, and by default that of all its blocks. The method is called for the first leaf of
+        the queue when blocks are needed.
         """
         return leaf.num_blocks
 

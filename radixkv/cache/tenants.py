@@ -41,8 +41,7 @@ class RecentTenants(OrderedDict[str, _V]):
         self[tenant] = value
 
     def forget_idle(self) -> None:
-        """If there are too many tenants, examine the two oldest: forget those that are idle, move the others to the
-        end.
+        """Examine the two oldest tenants if there are too many: drop those that are idle, move the others to the end.
 
         Complexity: O(1).
         """

@@ -98,12 +98,11 @@ class WindowLease:
         self._parting = range(self._first_block(upto), -(-upto // self._pool.block_size))
 
     def cover(self, block_ids: BlockIds, start: int, end: int, copy: BlockCopy | None = None) -> Cover:
-        """Pin what a step needs that computes the tokens `[start, end)`, and allocate parts for the blocks that it
-        writes.
+        """Pin the parts that a step reads, and allocate parts for the blocks that it writes.
 
         Args:
             block_ids: int32, the blocks of at least `end` tokens.
-            start, end: the tokens. Those before are computed.
+            start, end: the step computes the tokens `[start, end)`. Earlier tokens are already computed.
             copy: a copy of a block that is made first: its target holds the token before `start`.
 
         Raises:

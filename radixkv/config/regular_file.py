@@ -1,4 +1,4 @@
-"""Reads files that may be replaced while the service runs, without waiting for what is not a regular file."""
+"""Reads files that may be replaced while the service runs. Files that are not regular are refused without waiting."""
 
 from __future__ import annotations
 

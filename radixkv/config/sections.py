@@ -313,7 +313,7 @@ class GatewayConfig:
 
     Attributes:
         enabled: whether the service is available.
-        tenant: tenant of all requests of the gateway, which passes on no tenants, salts or users.
+        tenant: tenant of all requests of the gateway, which does not transmit tenants, salts or users.
         model_name: name of the model in the gateway's requests. Empty: the model's own name.
     """
 

@@ -15,7 +15,7 @@ from radixkv.namespace import Namespace
 
 _BEGINNING = bytes(HASH_BYTES)
 _SALT_BYTES = 16
-_MAX_NAMESPACES = 4096  # to cache; others are recomputed in 2 us
+_MAX_NAMESPACES = 4096  # cached identities; computing one takes 2 us
 
 
 class NamespaceIdentity(NamedTuple):
@@ -34,7 +34,7 @@ class Identities:
     """Maps each namespace to a root of its hash chains and an opaque name.
 
     One namespace, that of a tenant without adapter and salt, can be matched by anyone who knows the tokens. The names
-    of all others are derived from their fields with a secret key.
+    of all other namespaces are derived from their fields with a secret key.
 
     Args:
         tenant: the tenant of the namespace that can be matched by tokens.
@@ -48,7 +48,8 @@ class Identities:
         self.of = lru_cache(maxsize=_MAX_NAMESPACES)(self._of)
 
     def _of(self, namespace: Namespace) -> NamespaceIdentity:
-        if namespace[1:] == (self._tenant, "", "", ""):  # below a public prefix its tokens are not all of a prompt
+        # Below a public prefix, a tree has only the later tokens of prompts.
+        if namespace[1:] == (self._tenant, "", "", ""):
             return NamespaceIdentity(_BEGINNING, "")
         digest = blake2b(key=self._key, digest_size=_SALT_BYTES + HASH_BYTES)
         for field in namespace:

@@ -44,7 +44,7 @@ class Curve:
     """The server's end of CURVE on one connection.
 
     Args:
-        keys: of the server, and of the readers that may connect.
+        keys: the keys of the server, and of the readers that may connect.
         socket_type, peer_types: as for `Null`.
     """
 
@@ -67,7 +67,7 @@ class Curve:
         self._own_nonce = 0
 
     def begin(self) -> bytes:
-        """Return nothing, since the peer begins."""
+        """Return no command, since the peer sends the first one."""
         return b""
 
     def shake(self, command: bytes) -> bytes:
@@ -101,10 +101,10 @@ class Curve:
 
     def _welcome(self, data: bytes) -> bytes:
         if len(data) != _HELLO.size:
-            raise ZmtpError("HELLO has another length than in CURVE")
+            raise ZmtpError("HELLO has an invalid length")
         version, _, self._peer_key, nonce, box = _HELLO.unpack(data)
         if version != _VERSION:
-            raise ZmtpError("the peer speaks another version of CURVE")
+            raise ZmtpError("the peer uses another version of CURVE")
         shared = _checked(lambda: self._sodium.crypto_box_beforenm(self._peer_key, self._keys.secret_key))
         self._open(b"CurveZMQHELLO---", nonce + box, shared)
         own_key, self._own_secret = self._sodium.crypto_box_keypair()
@@ -116,27 +116,27 @@ class Curve:
     def _initiated(self, data: bytes) -> bytes:
         cookie, data = data[:_COOKIE_BYTES], data[_COOKIE_BYTES:]
         if cookie != self._cookie:
-            raise ZmtpError("INITIATE does not have the cookie of WELCOME")
+            raise ZmtpError("INITIATE does not contain the cookie of WELCOME")
         self._shared = _checked(lambda: self._sodium.crypto_box_beforenm(self._peer_key, self._own_secret))
         plain = self._open(b"CurveZMQINITIATE", data, self._shared)
         if len(plain) < _VOUCH.size:
-            raise ZmtpError("INITIATE is shorter than in CURVE")
+            raise ZmtpError("INITIATE is too short")
         permanent_key, nonce, box = _VOUCH.unpack_from(plain)
         shared = _checked(lambda: self._sodium.crypto_box_beforenm(permanent_key, self._own_secret))
         vouched = _checked(lambda: self._sodium.crypto_box_open_afternm(box, b"VOUCH---" + nonce, shared))
         own_permanent_key = self._sodium.crypto_scalarmult_base(self._keys.secret_key)
         if vouched != self._peer_key + own_permanent_key or permanent_key not in self._keys.allowed:
-            raise ZmtpError("the peer has no key that may connect", frame_head(COMMAND, len(_REFUSAL)) + _REFUSAL)
+            raise ZmtpError("the peer's key is not allowed to connect", frame_head(COMMAND, len(_REFUSAL)) + _REFUSAL)
         require_peer_type(plain[_VOUCH.size :], self._peer_types)
         self.is_ready = True
         return command_body(b"READY", self._seal(b"CurveZMQREADY---", metadata(self._socket_type)))
 
     def _open(self, prefix: bytes, data: bytes, shared: bytes) -> bytes:
-        """Decrypt a nonce and a box of the peer. Nonces must increase, so that no command can be sent again."""
+        """Decrypt a box of the peer, after its nonce. Nonces must increase, so that no command can be replayed."""
         nonce, box = data[:_NONCE_BYTES], data[_NONCE_BYTES:]
         number = int.from_bytes(nonce, "big")
         if len(nonce) < _NONCE_BYTES or number <= self._peer_nonce:
-            raise ZmtpError("a nonce is not larger than the one before")
+            raise ZmtpError("a nonce is not larger than the previous one")
         plain = _checked(lambda: self._sodium.crypto_box_open_afternm(box, prefix + nonce, shared))
         self._peer_nonce = number
         return plain

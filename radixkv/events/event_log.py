@@ -13,13 +13,13 @@ MAX_BLOCKS = 500_000  # 36 MB of tokens and hashes, in events of blocks of 16
 
 
 class EventLog:
-    """A ring of batches. One thread appends; any thread reads, with a number of its own.
+    """A ring of batches. One thread appends; any thread reads, from the number that it chooses.
 
-        numbers     start │ forgotten │ first ........... last │ not yet
+        numbers     start │  dropped  │ first ........... last │ future
                           │           └──── can be read ────┘  │
 
-    Numbers start at the microseconds since 1970, so that they are larger after each restart: a reader with a number
-    from before a restart is refused, and never mistaken for one that has read current batches.
+    Numbers start at the microseconds since 1970, so that they are larger after each restart. A number from before a
+    restart is therefore always recognized and refused.
 
     Args:
         max_batches: maximum number of kept batches.
@@ -85,8 +85,8 @@ class EventLog:
         """
         if not self.first - 1 <= after <= self.last:
             raise UnknownEventNumber(
-                f"start_sequence_number: expected 0, or {self.first - 1} to {self.last} of this life of the service, "
-                f"got {after}"
+                f"start_sequence_number: expected 0, or {self.first - 1} to {self.last} since the last start of the "
+                f"service, got {after}"
             )
 
     def after(self, number: int) -> EventBatch | None:
@@ -99,7 +99,9 @@ class EventLog:
             return None
         batch = self._ring[(number + 1) % len(self._ring)]
         if batch is None or batch.sequence_number != number + 1:
-            raise EventsLost(f"events: expected a reader of the last {len(self._ring)} batches, got one that is behind")
+            raise EventsLost(
+                f"events: expected a reader that is at most {len(self._ring)} batches behind, got one further behind"
+            )
         return batch
 
     def listen(self, listener: Callable[[], None]) -> None:

@@ -1,4 +1,4 @@
-"""One connection of a reader over ZMQ: its socket, its protocol, and what it reads."""
+"""One connection of a reader over ZMQ: its socket, its protocol, and its reader of the log."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _KEEPALIVE = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 6}
 
 
 class LogReader(Protocol):
-    """Takes the messages of a peer, and has messages for it."""
+    """Receives the messages of a peer, and returns messages from the log for it."""
 
     @property
     def is_busy(self) -> bool:
-        """Whether no message of the peer may be read yet."""
+        """Whether the next message of the peer must wait."""
         ...
 
     def receive(self, frames: Sequence[bytes]) -> None:
@@ -41,8 +41,8 @@ class PeerConnection:
 
     Args:
         connection: an accepted socket, which is owned by this object from then on.
-        protocol: of this connection.
-        reader: of the messages.
+        protocol: the protocol of this connection.
+        reader: handles the messages of the peer.
         now_s: monotonic time in seconds.
 
     Attributes:
@@ -69,7 +69,7 @@ class PeerConnection:
         return self._connection.fileno()
 
     def note(self, events: int) -> None:
-        """Take the events of the socket that a selector has reported."""
+        """Record the events of the socket that a selector has reported."""
         self._is_readable = self._is_readable or bool(events & selectors.EVENT_READ)
 
     @property
@@ -84,7 +84,7 @@ class PeerConnection:
 
     @property
     def waits_for(self) -> int:
-        """The event of a selector after which there may be work."""
+        """The events of the socket for which a selector must wait."""
         return selectors.EVENT_WRITE if self._unsent or self._reader.is_busy else selectors.EVENT_READ
 
     def is_late(self, now_s: float) -> bool:
@@ -121,7 +121,7 @@ class PeerConnection:
         return True
 
     def close(self, reply: bytes = b"") -> None:
-        """Close the connection. `reply` is sent if the socket takes it at once, and nothing was sent in part."""
+        """Close the connection. `reply` is sent first if the socket accepts it at once and no message is half sent."""
         if reply and not self._unsent:
             with contextlib.suppress(OSError):
                 self._connection.send(reply)
@@ -134,7 +134,7 @@ class PeerConnection:
             self._is_readable = False
             return False
         if not data:
-            raise ZmtpError("the peer has left")
+            raise ZmtpError("the peer has disconnected")
         self._is_readable = len(data) == READ_BYTES
         self._protocol.feed(data)
         return True

@@ -10,17 +10,17 @@ from radixkv.events.event_log import EventLog
 
 SEQUENCE_BYTES = 8
 _END = (-1).to_bytes(SEQUENCE_BYTES, "big", signed=True)
-_MAX_PAYLOADS = 32  # that are cached: 6 MB if a step stores 2,048 blocks of 16 tokens
+_MAX_PAYLOADS = 32  # cached payloads: 6 MB if a step stores 2,048 blocks of 16 tokens
 
 Message = tuple[bytes, bytes, bytes]
 
 
 class PublishedBatches:
-    """Writes batches as `(topic, sequence, payload)`. Sequences count from 0 in each life of the process.
+    """Writes batches as `(topic, sequence, payload)`. Sequence numbers begin with 0 at each start of the process.
 
     Args:
         log: the batches.
-        topic: of all messages.
+        topic: the topic of all messages.
         payload: serializes a batch.
 
     Attributes:

@@ -15,12 +15,12 @@ from radixkv.events.event_log import EventLog
 from radixkv.events.snapshot import Snapshot
 from radixkv.events.tree_feed import TreeFeed
 
-# Batches that all readers of a loop get per second, and in one burst. gRPC takes 60 us for each, so all readers
-# together take at most 1/16 of the time of the loop, and 2 ms at once. If that is not enough, they lag behind.
+# Maximum number of batches for all readers of a loop together, per second and in one burst. gRPC takes 60 us per batch,
+# so they take at most 1/16 of the time of the loop, and 2 ms at once. If that is not enough, the readers fall behind.
 MAX_BATCHES_PER_S = 1000
 _MAX_BATCHES_AT_ONCE = 32
 
-# Readers per loop. There are few routers, and a thousand readers would take up the loop.
+# Readers per loop. There are few routers, and a thousand readers would overload the loop.
 MAX_READERS = 64
 
 
@@ -117,9 +117,9 @@ class EventReader:
 class EventReaders:
     """The readers on one event loop. A new batch wakes the loop once, whatever their number.
 
-    The state of a reader is the number of its last batch. Nothing is queued for it, so a slow reader uses no memory; it
-    gets `EventsLost` when the batch after its own was dropped. All readers together get
-    `MAX_BATCHES_PER_S`, one after the other, so that requests on the same loop go on.
+    The state of a reader is the number of its last batch. Batches are not queued for readers, so a slow reader uses no
+    memory; it gets `EventsLost` when the batch after its last one has been dropped. All readers together get at most
+    `MAX_BATCHES_PER_S`, one after the other, so that requests on the same loop are not delayed.
 
     Create and use it inside the event loop.
     """
@@ -155,7 +155,7 @@ class EventReaders:
         if start:
             self._log.require(start)
         if self._source.num_readers >= MAX_READERS:
-            raise TooManyReaders(f"events: expected at most {MAX_READERS} readers, got one more")
+            raise TooManyReaders(f"events: expected at most {MAX_READERS} readers, got {MAX_READERS + 1}")
         self._source.num_readers += 1
         return EventReader(self._read(start), self._leave)
 

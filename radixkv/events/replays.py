@@ -1,4 +1,4 @@
-"""Sends kept batches again to readers over ZMQ that missed some."""
+"""Replays kept batches to readers over ZMQ that missed some."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _logger = logging.getLogger(__name__)
 class ReplayReader:
     """Answers the replay requests of one reader, one after the other.
 
-        request   [b"", first sequence wanted]
-        answers   [b"", topic, sequence, payload] ..., then [b"", topic, -1, b""]
+        request   [b"", first sequence number]
+        responses [b"", topic, sequence, payload] ..., then [b"", topic, -1, b""]
 
-    Requests are not read during a replay, so a reader can't make them pile up.
+    Requests are not read during a replay, so they cannot accumulate.
 
     Args:
-        batches: what was published.
+        batches: the published batches.
         note_malformed: is called for each malformed request, which is not answered.
     """
 

@@ -22,7 +22,7 @@ class StoredRun(NamedTuple):
         cache_salt: as in `BlocksStored`.
         before: packed hash of the block before the run, or `root`.
         hashes: packed hashes.
-        num_shared: number of blocks, from the first on, that other runs may have as well.
+        num_shared: number of leading blocks that other runs may contain as well.
         tail: tokens before the node in the event block in which it begins.
         tokens: tokens of the node.
     """
@@ -43,7 +43,7 @@ class Snapshot:
         sequence_number: the number of that batch.
         runs: parents before children.
         block_size: tokens of an event block.
-        known: blocks in stores.
+        known: the blocks in stores that are tracked.
 
     Attributes:
         sequence_number: see above.
@@ -90,11 +90,11 @@ class Snapshot:
         for block in self._known:
             for store in block.stores:
                 runs.setdefault((store, block.cache_salt), []).append(block.hashes)
-        most = _MAX_STORED_PART_BLOCKS * HASH_BYTES
+        max_bytes = _MAX_STORED_PART_BLOCKS * HASH_BYTES
         for (store, cache_salt), each in runs.items():
             hashes = b"".join(each)
-            for start in range(0, len(hashes), most):
-                yield BlocksStored(None, hashes[start : start + most], b"", self._block_size, cache_salt, store)
+            for start in range(0, len(hashes), max_bytes):
+                yield BlocksStored(None, hashes[start : start + max_bytes], b"", self._block_size, cache_salt, store)
 
     def _piece(self, run: StoredRun, start: int, end: int) -> BlocksStored:
         """Return the blocks `[start, end)` of a run."""

@@ -41,9 +41,9 @@ class StoreFeed(StoreListener):
 
         met: key ─▶ hashes        stored, removed: key ─▶ event of these hashes, with the store's name
 
-    Stores only know keys, so a block is reported when a prompt with it is evicted from the device or finds it in a
-    store. Blocks that an earlier process left on a disk, or another one in a shared store, are not reported before. A
-    block is tracked as long as a store has it.
+    Stores know only the keys of blocks, not their tokens. A block is therefore reported when a prompt that contains it
+    is evicted from the device, or finds it in a store. Until then, blocks that another process has written to a disk or
+    to a shared store are not reported. A block is tracked as long as a store has it.
 
     Args:
         tier_indexes: the stores, by name.

@@ -123,14 +123,14 @@ class StoredBlocks:
         """Return the stored blocks of a node without pending changes.
 
         Returns:
-            The packed hash before its event blocks, their packed hashes, and how many of these, from the first on,
-            siblings may have as well.
+            The packed hash before its event blocks, their packed hashes, and the number of leading blocks that siblings
+            may have as well.
         """
         run = self._runs[node]
         return run.before, run.hashes, self._num_counted(run.phase, len(run.hashes) // HASH_BYTES)
 
     def _num_counted(self, phase: int, num_hashes: int) -> int:
-        """Count the blocks of a run that siblings may have, too: those that end inside the first pool block."""
+        """Count the blocks of a run that siblings may have as well: those that end inside the first pool block."""
         first_end = self._block_size - phase
         if first_end >= self._pool_block_size:
             return 0

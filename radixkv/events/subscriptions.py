@@ -1,4 +1,4 @@
-"""What one subscriber over ZMQ has subscribed to, and how far it has read."""
+"""The subscriptions of one subscriber over ZMQ, and its position in the log."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ class SubscriptionReader:
         subscription   [1 and a prefix of the topic], or [0 and the prefix] to cancel it
         messages       [topic, sequence, payload]
 
-    There is no queue of messages: a slow subscriber is behind in the log, and continues with the oldest batch that is
-    kept when it was passed. Subscriptions to other topics are forgotten, so the memory of a subscriber has a bound.
+    Messages are not queued: a slow subscriber falls behind in the log. If its next batch has been dropped, it continues
+    with the oldest batch that is kept. Subscriptions to other topics are ignored, so the memory per subscriber is
+    bounded.
 
     Args:
-        batches: what is published.
+        batches: the published batches.
     """
 
     is_busy = False
@@ -39,7 +40,7 @@ class SubscriptionReader:
             ZmtpError: it is not a subscription.
         """
         if len(frames) != 1 or not frames[0] or frames[0][0] not in (_SUBSCRIBE, _CANCEL):
-            raise ZmtpError("a subscriber sent something else than a subscription")
+            raise ZmtpError("a subscriber sent a message that is not a subscription")
         prefix = frames[0][1:]
         if not self._batches.topic.startswith(prefix):
             return

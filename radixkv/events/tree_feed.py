@@ -22,7 +22,9 @@ from radixkv.offload.index.offload_index import OffloadIndex
 from radixkv.tokens import TOKEN_BYTES
 
 MAX_STEP_BLOCKS = 2048  # 0.6 ms
-_MAX_SNAPSHOT_AGE = 1000  # in batches; a reader of an older snapshot would read more than a new one has
+_MAX_SNAPSHOT_AGE = (
+    1000  # in batches; after an older snapshot, a reader would have to read more than a new snapshot has
+)
 
 _logger = logging.getLogger(__name__)
 
@@ -42,7 +44,7 @@ class TreeFeed(Listener):
         block_size: tokens per event block.
         pool_block_size: tokens per block of the pool.
         identities: published names of namespaces.
-        max_step_blocks: maximum number of blocks hashed per step; more than steps compute, or the backlog grows.
+        max_step_blocks: maximum number of blocks hashed per step. If steps compute more, the backlog grows.
         marks: tokens that invoked adapters computed. They are not published, since no reader could match them.
 
     Attributes:
@@ -118,7 +120,7 @@ class TreeFeed(Listener):
             try:
                 self._publish()
             except Exception:
-                _logger.exception("events end: they could not be published")
+                _logger.exception("cache events could not be published; the event log ends")
                 self.close(InvariantViolation("events: they could not be published; the server's log has the cause"))
 
     def _publish(self) -> None:

@@ -20,14 +20,14 @@ _BACKLOG = 128
 
 @dataclass(frozen=True, slots=True)
 class ZmqAddress:
-    """An address that was resolved, so that what was checked is what is bound.
+    """A resolved address. The check and the later bind use the same resolution.
 
     Attributes:
-        key: of the configuration, which errors name.
-        endpoint: as configured.
-        family: of the socket.
-        bound: what to bind: a path, or host and port and what IPv6 adds.
-        is_local: whether only processes of this machine can connect.
+        key: the configuration key, for error messages.
+        endpoint: the configured endpoint.
+        family: address family of the socket.
+        bound: the argument of `socket.bind`: a path, or a tuple that starts with host and port.
+        is_local: whether only processes on this machine can connect.
     """
 
     key: str
@@ -38,7 +38,7 @@ class ZmqAddress:
 
     @classmethod
     def of(cls, key: str, endpoint: str) -> ZmqAddress:
-        """Resolve an endpoint of the configuration. `*` as host means all interfaces, as port a free one.
+        """Resolve an endpoint of the configuration. `*` as host means all interfaces, and `*` as port a free port.
 
         Raises:
             ConfigError: it is not an address; the message names the key.
@@ -57,7 +57,9 @@ class ZmqAddress:
             found = socket.getaddrinfo(host, number, type=socket.SOCK_STREAM)
         except (OSError, UnicodeError, ValueError) as error:
             raise _unusable(key, endpoint, error) from error
-        family, _, _, _, bound = min(found, key=lambda each: each[0] != socket.AF_INET)  # as ZMQ's own clients prefer
+        family, _, _, _, bound = min(
+            found, key=lambda each: each[0] != socket.AF_INET
+        )  # IPv4 first, as in libzmq's clients
         is_local = ipaddress.ip_address(str(bound[0]).partition("%")[0]).is_loopback
         return cls(key, endpoint, family, bound, is_local)
 

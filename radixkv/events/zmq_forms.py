@@ -3,8 +3,8 @@
     array       ["BlockStored", hashes, parent, tokens, block size, lora id, medium, lora name, extra keys]
     map         {"type": "BlockStored", "block_hashes": hashes, ...}, also called plain_map
 
-Source: vLLM's `KVEventBatch`. Blocks that may not be matched by tokens, such as those of salted prompts, are left out:
-readers over ZMQ have no credentials of a tenant, and could not compute the name of a namespace, which is secret.
+Source: vLLM's `KVEventBatch`. Blocks that must not be matched by tokens alone, such as those of salted prompts, are
+omitted: readers over ZMQ have no credentials, and cannot compute the secret name of a namespace.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ import numpy as np
 
 from radixkv.api.events import AllCleared, BlocksStored, Event, EventBatch
 
-_MEDIUM = "GPU"  # the pool that the model attends to, wherever it is
+_MEDIUM = "GPU"  # vLLM's name for the pool that attention reads, on any device
 _RANK = 0
 
 
 def array_payload(batch: EventBatch) -> bytes:
-    """Write the events of a batch that need no isolation, as arrays; maybe none."""
+    """Write the events of a batch that need no isolation as arrays. The payload may have no events."""
     return _payload(batch, [_as_array(event) for event in batch.device_events if _is_plain(event)])
 
 
 def map_payload(batch: EventBatch) -> bytes:
-    """Write the events of a batch that need no isolation, as maps; maybe none."""
+    """Write the events of a batch that need no isolation as maps. The payload may have no events."""
     return _payload(batch, [_as_map(event) for event in batch.device_events if _is_plain(event)])
 
 

@@ -12,7 +12,7 @@ from radixkv.events.zmtp import Security, ZmtpConnection, ZmtpError
 
 MAX_PEERS = 256
 
-# In a turn. A unit is a message, a frame, or what a socket takes at once, and takes about 10 us.
+# Units of work per turn. A unit is a message, a frame, or one call of the socket, and takes about 10 us.
 _MAX_UNITS = 64
 _MAX_ACCEPTED = 8
 
@@ -20,13 +20,13 @@ _MAX_ACCEPTED = 8
 class ZmqPort:
     """Serves the peers of one address. Nothing here blocks.
 
-    Peers take turns with one unit of work each. Beyond `MAX_PEERS` connections, the oldest one whose handshake has not
-    finished is closed, or else the new one.
+    Peers take turns with one unit of work each. Beyond `MAX_PEERS` connections, the oldest connection without a
+    finished handshake is closed, or the new one if all have finished it.
 
     Args:
-        address: is bound, and released by `close`.
-        make_security: makes the security mechanism of a new connection.
-        make_reader: makes what reads the log for a new connection.
+        address: the address to bind. `close` releases it.
+        make_security: creates the security mechanism of a new connection.
+        make_reader: creates the reader of the log for a new connection.
 
     Attributes:
         endpoint: the address, with the port that was bound.
@@ -48,7 +48,7 @@ class ZmqPort:
         self._peers: deque[PeerConnection] = deque()
 
     def register(self, selector: selectors.BaseSelector) -> None:
-        """Wait for connections and their events with a selector, whose keys have functions of the events as data."""
+        """Register all sockets with a selector. The data of each key is a function to call with the events."""
         self._selector = selector
         selector.register(self._listener, selectors.EVENT_READ, lambda _: None)
 
@@ -67,7 +67,7 @@ class ZmqPort:
         for _ in range(_MAX_ACCEPTED):
             try:
                 connection, _ = self._listener.accept()
-            except OSError:  # there is none, or there are too many open files
+            except OSError:  # no connection waits, or there are too many open files
                 return
             if len(self._peers) >= MAX_PEERS and not self._end_unfinished():
                 connection.close()
@@ -75,14 +75,14 @@ class ZmqPort:
             protocol = ZmtpConnection(self._make_security())
             try:
                 peer = PeerConnection(connection, protocol, self._make_reader(), now_s)
-            except OSError:  # it has ended already
+            except OSError:  # the peer has already disconnected
                 connection.close()
                 continue
             self._selector.register(peer, peer.waits_for, peer.note)
             self._peers.append(peer)
 
     def serve(self, now_s: float) -> bool:
-        """Do a turn's work. Returns whether there may be more."""
+        """Do the work of one turn. Return whether more work may be left."""
         num_left, num_idle = _MAX_UNITS, 0
         while num_left and num_idle < len(self._peers):
             peer = self._peers[0]

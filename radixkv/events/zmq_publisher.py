@@ -23,11 +23,11 @@ from radixkv.events.zmq_forms import PAYLOADS
 from radixkv.events.zmq_port import ZmqPort
 from radixkv.events.zmtp import Null, Security
 
-# Turns of the thread begin at least this long apart, so that peers get a bounded number of units of work per second,
-# which take a tenth of a core, whatever they send.
+# Minimum time between the beginnings of two turns of the thread. It bounds the units of work per second, so that the
+# thread takes at most a tenth of a core, whatever peers send.
 _TURN_S = 0.01
-_CHECK_PERIOD_S = 1.0  # of connections that are late
-_FLUSH_S = 0.5  # for the last messages to leave
+_CHECK_PERIOD_S = 1.0  # between checks for connections that are late
+_FLUSH_S = 0.5  # for sending the last messages
 _JOIN_S = 3.0
 
 _logger = logging.getLogger(__name__)
@@ -36,12 +36,12 @@ _logger = logging.getLogger(__name__)
 class ZmqPublisher:
     """Publishes each batch as `[topic, sequence, payload]` to subscribers, and again on request; see `ReplayReader`.
 
-    The engine's thread wakes this thread with one byte unless it is awake, and never blocks. A peer can't make this
-    thread block, nor take more than a bounded amount of its memory and time; see `ZmqPort`. A slow subscriber loses
-    messages, sees a gap in the sequence, and requests a replay.
+    The engine's thread wakes this thread with one byte unless it is awake, and never blocks. No peer can block this
+    thread, or take more than a bounded amount of its memory and time; see `ZmqPort`. A slow subscriber loses messages,
+    sees a gap in the sequence numbers, and can request a replay.
 
     Args:
-        source: the log, which records events from now on.
+        source: the log. Recording of events is switched on.
         config: `zmq_endpoint` is not None.
 
     Attributes:
@@ -96,14 +96,14 @@ class ZmqPublisher:
             _logger.warning("the thread that publishes events did not end within %g s", _JOIN_S)
 
     def _wake(self) -> None:
-        """Wake the thread. Called on the engine's."""
+        """Wake this thread. Called on the engine's thread."""
         if not self._is_waking:
             self._is_waking = True
             with contextlib.suppress(OSError):  # the publisher was closed, or is about to wake
                 self._wake_writer.send(b"!")
 
     def _awake(self, _: int) -> None:
-        """Take the bytes that woke the thread. The flag is reset before the log is read, so no batch is missed."""
+        """Read the bytes that woke the thread. The flag is reset before the log is read, so that no batch is missed."""
         with contextlib.suppress(BlockingIOError):
             self._wake_reader.recv(4096)
         self._is_waking = False
@@ -116,7 +116,7 @@ class ZmqPublisher:
                     port.register(selector)
                 self._take_turns(selector)
         except Exception:
-            _logger.exception("events are published over ZMQ no more")
+            _logger.exception("the thread that publishes events over ZMQ failed; no more events are published over ZMQ")
         finally:
             for port in self._ports:
                 port.close()
@@ -141,7 +141,7 @@ class ZmqPublisher:
             time.sleep(_TURN_S)
 
     def _turn(self, selector: selectors.BaseSelector, timeout_s: float | None) -> bool:
-        """Wait for something to do, and do a bounded part of it. Returns whether there may be more."""
+        """Wait for work, and do a bounded part of it. Return whether more work may be left."""
         for key, events in selector.select(timeout_s):
             key.data(events)
         now_s = time.monotonic()
@@ -152,7 +152,10 @@ class ZmqPublisher:
 
 
 def _security(config: EventsConfig) -> Callable[[bytes, tuple[bytes, ...]], Security]:
-    """Return what makes the security mechanism of a connection, from a socket type and the types that may connect."""
+    """Return a function that creates the security mechanism of a connection.
+
+    Its arguments are the socket type of this end, and the socket types that may connect.
+    """
     keys = read_curve_keys(config)
     if keys is None:
         return Null
@@ -168,7 +171,7 @@ def require_addresses(config: EventsConfig) -> list[ZmqAddress]:
         The addresses.
 
     Raises:
-        ConfigError: one can't; the message names the key.
+        ConfigError: an address or a key cannot be used. The message names the configuration key.
     """
     read_curve_keys(config)
     endpoints = {"zmq_endpoint": config.zmq_endpoint, "replay_endpoint": config.replay_endpoint}

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Protocol
 
-# A handshake with CURVE takes 600 bytes, a request for a replay 10, a subscription as many as the topic has.
+# A handshake with CURVE takes 600 bytes, a replay request 10, and a subscription the length of the topic.
 MAX_FRAME_BYTES = 4096
 MAX_FRAMES = 4
 READ_BYTES = 4096
@@ -35,7 +35,7 @@ class ZmtpError(Exception):
     """A peer has violated the protocol or a limit, or is not allowed. Its connection must be closed.
 
     Attributes:
-        reply: bytes to send before that, if the connection takes them.
+        reply: bytes to send before closing, if the connection accepts them at once.
     """
 
     def __init__(self, reason: str, reply: bytes = b"") -> None:
@@ -44,11 +44,11 @@ class ZmtpError(Exception):
 
 
 class Security(Protocol):
-    """The security mechanism of one connection: its handshake, and what it does to messages.
+    """The security mechanism of one connection: its handshake, and its encryption of messages.
 
     Attributes:
         name: as in the greeting.
-        is_server: whether the greeting says that this end is the server of the mechanism.
+        is_server: whether this end is the server of the mechanism, as stated in the greeting.
         is_ready: whether the handshake has finished, so that messages may be exchanged.
     """
 
@@ -61,7 +61,7 @@ class Security(Protocol):
         ...
 
     def shake(self, command: bytes) -> bytes:
-        """Take the body of a command of the handshake. Returns that of the answer; empty to send none.
+        """Handle the body of a handshake command. Return the body of the response; empty to send none.
 
         Raises:
             ZmtpError: the peer is not allowed, or the command is invalid.
@@ -69,7 +69,7 @@ class Security(Protocol):
         ...
 
     def opened(self, flags: int, body: bytes) -> tuple[int, bytes]:
-        """Return flags and body of a frame of a peer. Raises ZmtpError if it was not written by that peer."""
+        """Return the flags and the body of a peer's frame. Raises ZmtpError if the peer did not write it."""
         ...
 
     def sealed(self, frames: Sequence[bytes], *, is_command: bool = False) -> list[bytes]:
@@ -125,7 +125,7 @@ class ZmtpConnection:
         flags, body = frame
         if not self._security.is_ready:
             if not flags & COMMAND:
-                raise ZmtpError("a message came before the handshake had finished")
+                raise ZmtpError("the peer sent a message before the handshake was finished")
             answer = self._security.shake(body)
             if answer:
                 self.replies += frame_head(COMMAND, len(answer)) + answer
@@ -142,7 +142,7 @@ class ZmtpConnection:
         if given[:1] not in (b"", b"\xff") or (len(given) > 9 and not given[9] & 1):
             raise ZmtpError("the greeting is not that of ZMTP")
         if len(given) > len(_SIGNATURE) and given[len(_SIGNATURE)] < _MAJOR_VERSION:
-            raise ZmtpError("the peer speaks ZMTP before version 3")
+            raise ZmtpError("the peer uses a version of ZMTP before 3")
         if len(given) < _GREETING_BYTES:
             return False
         if given[12:32].rstrip(b"\0") != self._security.name:
@@ -228,11 +228,11 @@ class Null:
         return b""
 
     def opened(self, flags: int, body: bytes) -> tuple[int, bytes]:
-        """Return them as they are."""
+        """Return the arguments unchanged."""
         return flags, body
 
     def sealed(self, frames: Sequence[bytes], *, is_command: bool = False) -> list[bytes]:
-        """Return the frames with their heads. Long frames stay pieces of their own, so that they are not copied."""
+        """Return the frames with their headers. Long frames are separate pieces, so that they are not copied."""
         pieces = []
         for flags, frame in flagged(frames, is_command=is_command):
             pieces += [frame_head(flags, len(frame)), frame]
@@ -247,7 +247,7 @@ def flagged(frames: Sequence[bytes], *, is_command: bool) -> list[tuple[int, byt
 
 
 def frame_head(flags: int, num_bytes: int) -> bytes:
-    """Return the bytes before the body of a frame."""
+    """Return the header of a frame."""
     if num_bytes <= _SHORT_FRAME_BYTES:
         return bytes([flags, num_bytes])
     return bytes([flags | _LONG]) + num_bytes.to_bytes(8, "big")
@@ -262,7 +262,7 @@ def split_command(body: bytes) -> tuple[bytes, bytes]:
     """Return the name and the data of a command.
 
     Raises:
-        ZmtpError: it is shorter than its name.
+        ZmtpError: the command is shorter than its name.
     """
     end = 1 + (body[0] if body else 0)
     if not 1 < end <= len(body):
@@ -291,4 +291,4 @@ def require_peer_type(data: bytes, peer_types: Collection[bytes]) -> None:
                 raise ZmtpError("a socket of this type can't connect to this port")
             return
         data = data[end:]
-    raise ZmtpError("the peer does not tell its socket type")
+    raise ZmtpError("the peer does not state its socket type")

@@ -27,9 +27,9 @@ def quantized_weights_bytes(path: str | Path, weights: str) -> int:
     """Return the bytes of a model's weights in a quantized format.
 
     Every matrix of a linear layer is quantized. In q8 and q4, matrices whose number of input features is not a multiple
-    of 32 are an exception. Embeddings, norms and experts keep the dtype of the files. If the head shares its matrix with
-    the embedding, the matrix is stored twice, quantized and in the dtype of the files. Layers are recognized by their
-    names in transformers. Padding is not counted.
+    of 32 are an exception. Embeddings, norms and experts keep the dtype of the files. If the head and the embedding
+    share a matrix, it is stored twice, quantized and in the dtype of the files. Layers are recognized by their names in
+    transformers. Padding is not counted.
 
     Args:
         path: a directory with safetensors, or a file in it.

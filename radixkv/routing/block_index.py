@@ -16,7 +16,7 @@ class BlockIndex:
         hash ──▶ shard [hash & 255] ──▶ 0b0101: holders 0 and 2
 
     Removing a holder is O(1): its bit is ignored from then on. `sweep` clears such bits later, one shard at a time, and
-    only then reuses them. So no call takes long, however many blocks there are.
+    only then reuses them. No call therefore takes long, whatever the number of blocks.
 
     Args:
         max_blocks: maximum number of blocks. Further blocks are not recorded: matches become shorter, never wrong.
@@ -58,7 +58,7 @@ class BlockIndex:
         """Add blocks of a holder; new ones only up to `max_blocks` in all, if given. Complexity: O(blocks)."""
         max_blocks = self._max_blocks if max_blocks is None else max_blocks
         if self.num_blocks + len(hashes) > max_blocks:
-            hashes = self._with_room(hashes, max_blocks)
+            hashes = self._recordable(hashes, max_blocks)
         shards, same = self._shards, self._same
         bit = same.setdefault(bit, bit)
         for block in hashes:
@@ -124,8 +124,8 @@ class BlockIndex:
         """Return the bits of a block's holders."""
         return self._shards[block & _LOW].get(block, 0) & self._live
 
-    def _with_room(self, hashes: Sequence[int], max_blocks: int) -> list[int]:
-        """Return the known blocks among these, and as many new ones as there is room for."""
+    def _recordable(self, hashes: Sequence[int], max_blocks: int) -> list[int]:
+        """Return the hashes that are in the index, and as many new ones as it has space for."""
         left = max_blocks - self.num_blocks
         kept = []
         for block in hashes:

@@ -1,4 +1,4 @@
-"""What a router knows of a replica when it routes a request."""
+"""The state of a replica that a router considers when it routes a request."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ class Hits(NamedTuple):
     """Prompt tokens that a replica need not compute, by tier. The tiers follow each other in the prompt.
 
     Attributes:
-        device: cached on its device, or sent there a moment ago.
-        host: in its host memory.
-        disk: on its disk.
-        remote: in the shared store.
+        device: tokens that are cached on its device, or were recently sent there.
+        host: tokens in its host memory.
+        disk: tokens on its disk.
+        remote: tokens in the shared store.
     """
 
     device: int = 0
@@ -32,13 +32,13 @@ NO_HITS = Hits()
 
 @dataclass(frozen=True, slots=True)
 class TokenTimes:
-    """The times per token on a replica. Of live servers only `compute_s` is measured so far.
+    """The times per token on a replica, in seconds. For live servers, only `compute_s` is measured so far.
 
     Attributes:
-        compute_s: to compute a token.
-        host_s: to load its K/V from host memory.
-        disk_s: from the disk.
-        remote_s: from the shared store.
+        compute_s: time to compute a token.
+        host_s: time to load its K/V from host memory.
+        disk_s: time to load its K/V from the disk.
+        remote_s: time to load its K/V from the shared store.
     """
 
     compute_s: float = 1e-4
@@ -47,7 +47,9 @@ class TokenTimes:
     remote_s: float = 2e-5
 
     def seconds(self, prompt_tokens: int, hits: Hits) -> float:
-        """Return the time to compute and load the K/V of a prompt. What loads slower than it computes is computed.
+        """Return the time to compute and load the K/V of a prompt.
+
+        Tokens in a tier that is slower than computing are computed instead of loaded.
 
         >>> TokenTimes(compute_s=1, host_s=0.5, disk_s=3).seconds(10, Hits(device=2, host=4, disk=1))
         6.0
@@ -70,7 +72,7 @@ class Candidate(NamedTuple):
     """A replica that may get a request. A tuple, because each decision creates one per replica.
 
     Attributes:
-        name: of the replica.
+        name: name of the replica.
         hits: prompt tokens that it has.
         queue_tokens: tokens that it computes before this request.
         recent_tokens: tokens that it computed recently, with exponentially decaying weights.

@@ -24,7 +24,7 @@ class EventCursor:
     After a gap, all batches are ignored until a snapshot begins, which may happen at any time.
 
     Attributes:
-        number: of the last batch that was read, to subscribe from; 0 to request a snapshot.
+        number: number of the last batch that was read, from which to subscribe; 0 to request a snapshot.
     """
 
     def __init__(self) -> None:

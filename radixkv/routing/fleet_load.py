@@ -14,7 +14,7 @@ _MIN_AGE_S = 1e-3
 
 
 class _Sent(NamedTuple):
-    """An unfinished request: its tokens to compute, when it was sent, and its tenant."""
+    """An unfinished request: the number of tokens to compute, the time at which it was sent, and its tenant."""
 
     num_tokens: int
     then_s: float
@@ -54,11 +54,11 @@ class _Load:
 class FleetLoad:
     """Counts the tokens of unfinished and of recent requests per replica.
 
-    A router that counts what it sends does not send everything to the replica that was idle a moment ago.
+    A router that counts its own requests does not send all of them to a replica that was idle when last observed.
 
     Args:
         half_life_s: half-life of recent tokens in seconds.
-        lost_s: seconds after which a request is forgotten whose end was never reported.
+        lost_s: seconds after which a request is dropped if its end has not been reported.
         clock: seconds, never going back.
     """
 
@@ -74,11 +74,11 @@ class FleetLoad:
         self._clock = clock
         self._then_s = clock()
         self._loads: dict[str, _Load] = {}
-        self._oldest_s = self._then_s  # no request that is not finished was sent before
+        self._oldest_s = self._then_s  # no unfinished request was sent before this time
         self._tickets = itertools.count(1)
 
     def join(self, name: str) -> None:
-        """Add a replica. It counts as if it had computed as much as the others, or all would go there at first."""
+        """Add a replica. Its recent tokens start at the mean of the others, so that it does not get all requests."""
         self._loads.pop(name, None)
         self._age()
         recent = [load.recent_tokens for load in self._loads.values()]
@@ -107,9 +107,9 @@ class FleetLoad:
         """Record the end of a request. An unknown ticket or replica is ignored.
 
         Args:
-            name: of the replica.
-            ticket: of `sent`.
-            computed_tokens: tokens that were computed; None if they are as expected.
+            name: name of the replica.
+            ticket: the ticket that `sent` returned.
+            computed_tokens: number of tokens that were computed; None if it is as expected.
 
         Returns:
             Whether the request was in flight.
@@ -133,17 +133,17 @@ class FleetLoad:
         """Return the tokens that replicas compute before a request, and their recent tokens.
 
         A replica serves its tenants in turn: until it has computed the request and the earlier ones of this tenant, it
-        computes at most as many tokens for each other tenant. So a tenant that floods a replica does not drive the
-        requests of others away from it.
+        computes at most as many tokens for each other tenant. A replica that one tenant floods is therefore not
+        overloaded for the others, and still gets their requests.
 
         Args:
-            names: of the replicas.
-            tenant: of the request.
-            tokens: tokens of the request that each replica would compute.
+            names: names of the replicas.
+            tenant: tenant of the request.
+            tokens: for each replica, the number of tokens of the request that it would compute.
 
         Returns:
-            For each replica the tokens that it computes before the request, and its recent tokens with exponentially
-            decaying weights.
+            For each replica, the number of tokens that it computes before the request, and its recent tokens with
+            exponentially decaying weights.
 
         Complexity: O(replicas + tenants with requests there).
         """

@@ -14,8 +14,8 @@ from radixkv.routing.block_index import BlockIndex
 from radixkv.routing.candidate import Hits
 from radixkv.routing.event_cursor import EventCursor, Verdict
 
-# Indices of tiers, by their names in events. Stores of other packages are ignored: it is not known whether replicas
-# share them, or how fast they are.
+# Indices of tiers, by their names in events. Stores of other packages are ignored, because the router does not know
+# whether replicas share them, or how fast they are.
 _NUM_TIERS = 4
 _DEVICE, _HOST, _DISK, _SHARED = range(_NUM_TIERS)
 _TIERS = {DEVICE: _DEVICE, "host": _HOST, "disk": _DISK, "redis": _SHARED, "mooncake": _SHARED}
@@ -25,14 +25,17 @@ _EXPECT_S = 30.0
 
 
 class _ReplicaBits:
-    """The holder bits of one replica: of its tiers, and of recently sent prompts. 0 if there never were any blocks."""
+    """The holder bits of one replica: those of its tiers, and of prompts that were recently sent to it.
+
+    A bit is 0 until there are blocks.
+    """
 
     __slots__ = ("current", "cursor", "previous", "tiers")
 
     def __init__(self) -> None:
         self.cursor = EventCursor()
         self.tiers = [0] * _NUM_TIERS
-        self.current = self.previous = 0  # sent in this period of `expect_s`, and in the previous one
+        self.current = self.previous = 0  # prompts sent in this period of `expect_s`, and in the previous one
 
     @property
     def expected(self) -> int:
@@ -41,16 +44,17 @@ class _ReplicaBits:
 
 
 class FleetView:
-    """Tracks which replica has which blocks, from its events and for a short time from what it was sent.
+    """Tracks which replica has which blocks, from its events and from the prompts that were recently sent to it.
 
         events of a replica ──▶ cursor ──▶ bits of its tiers ──┐
         requests sent to it ──────────▶ bits, for 30 to 60 s ──┴─▶ match: hits of each replica
 
-    A prefix that was just sent to a replica is expected there until its events arrive, so that the next request for it
-    follows. An expectation expires: only events say that the replica has computed the prefix.
+    A prefix that was just sent to a replica is expected there until its events arrive, so that the next request with
+    this prefix is routed to the same replica. An expectation expires, because only events show that the replica has
+    computed the prefix.
 
-    Blocks that one replica reports in a shared store can be loaded by all. Stores evict prompts from their ends, too.
-    If one has a gap because a save failed, a match may be too long.
+    Blocks that one replica reports in a shared store can be loaded by all replicas. Stores also evict prompts from
+    their ends. If a prompt has a gap in a store because a save failed, a match may be too long.
 
     A view is not thread-safe.
 
@@ -110,8 +114,8 @@ class FleetView:
         """Apply a batch of events of a replica.
 
         Args:
-            name: of the replica.
-            batch: the next one of its log.
+            name: name of the replica.
+            batch: the next batch of its log.
 
         Returns:
             False if batches are missing: subscribe again from 0, for a snapshot.
@@ -136,8 +140,8 @@ class FleetView:
         """Record that a prompt was sent to a replica, which will have its blocks.
 
         Args:
-            name: of the replica.
-            hashes: of the prompt's blocks.
+            name: name of the replica.
+            hashes: hashes of the prompt's blocks.
             num_matched: number of leading blocks that `match` found on its device.
 
         Complexity: O(blocks that it does not have).
@@ -152,7 +156,7 @@ class FleetView:
     def tidy(self) -> None:
         """Expire old expectations, and sweep a part of the removed holders.
 
-        Methods that change the view do this, too. If they are rarely called, call it several times per second.
+        Methods that change the view also do this. If they are rarely called, call `tidy` several times per second.
         """
         now_s = self._clock()
         if now_s >= self._period_end_s:
@@ -168,8 +172,8 @@ class FleetView:
         """Match a prompt with each replica: consecutive blocks from its beginning, each in its fastest tier.
 
         Args:
-            hashes: of the prompt's blocks.
-            names: replicas.
+            hashes: hashes of the prompt's blocks.
+            names: names of the replicas.
 
         Complexity: O(blocks + replicas * changes of holders along the prompt).
         """
@@ -220,7 +224,7 @@ class FleetView:
         for tier in (_DEVICE,) if is_purge else range(_NUM_TIERS):
             self.index.forget_holder(known.tiers[tier])
             known.tiers[tier] = 0
-        if is_purge:  # a snapshot does not contain what is still being computed
+        if is_purge:  # after a snapshot, expectations remain: it does not contain prompts that are still computed
             self._end_period(known)
             self._end_period(known)
 

@@ -1,4 +1,4 @@
-"""Routing policies: pure functions from what is known of the replicas to the one that gets a request."""
+"""Routing policies: pure functions from the state of the replicas to the replica that gets a request."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ class RoutingWeights:
     """The weights of the policy `prefix`.
 
     Attributes:
-        least_match_tokens: a shorter cached prefix is ignored. All prompts of a model may share some hundred tokens,
-            and would all be sent where the first of them went.
+        least_match_tokens: a shorter cached prefix is ignored. All prompts of a model may share a few hundred tokens,
+            and would otherwise all be sent to the same replica.
         queue_weight: cost of a second in the queue relative to a second of computing. Waiting delays one request;
-            computing again what is cached on another replica delays all requests.
+            recomputing tokens that are cached on another replica delays all requests.
         balance: fraction of the recently computed tokens of a replica that counts as if it were still in the queue. It
             balances the load of replicas whose queues are empty.
         home_share: fraction of a replica's time that requests for one prefix may take before another replica computes
             the prefix as well.
-        slack_s: costs that differ by less are equal. The prefix then decides, in the same way in every router.
+        slack_s: costs that differ by less count as equal. The hash of the prefix then decides, equally in every router.
     """
 
     least_match_tokens: int = 1024
@@ -60,9 +60,9 @@ class ReplicaChoice:
     """The replica that gets a request.
 
     Attributes:
-        index: of the candidate.
+        index: index of the candidate.
         hits: prompt tokens that it has.
-        cost_s: cost of the request there, in seconds.
+        cost_s: cost of the request on this replica, in seconds.
         is_new_home: whether it computes a prefix that other replicas have, since demand exceeds what they can serve.
     """
 
@@ -84,13 +84,13 @@ def choose(
 ) -> ReplicaChoice:
     """Choose the replica with the lowest cost: the time to compute or load the prompt there, and the time in the queue.
 
-    If the demand for a prefix exceeds what the replicas that have it can serve, the others are treated as if they had
-    it: the least loaded one computes it once more and becomes another home of the prefix.
+    If the demand for a prefix exceeds what the replicas that have it can serve, the other replicas are treated as if
+    they had it. The least loaded one then computes the prefix, and becomes another home of it.
 
     Args:
-        prompt: of the request.
+        prompt: the prompt of the request.
         candidates: replicas that may get it. Their order does not matter.
-        weights: of the cost.
+        weights: weights of the cost.
 
     Returns:
         The choice, the same one for the same arguments.
@@ -136,8 +136,8 @@ def make_routing(name: str, weights: RoutingWeights = DEFAULT_WEIGHTS, seed: int
             prefix, and among equals the one with the shortest queue. `threshold` does so if that prefix is at least 0.3
             of the prompt, and otherwise takes the shortest queue. `least-loaded` always takes the shortest queue.
             `round-robin` and `random` ignore caches and queues.
-        weights: of `prefix`.
-        seed: of `random`.
+        weights: weights of `prefix`.
+        seed: seed of `random`.
 
     Raises:
         ConfigError: the name is unknown.

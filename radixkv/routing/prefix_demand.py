@@ -15,7 +15,7 @@ class PrefixDemand:
     """Estimates how many replicas the requests for each recent prefix would keep busy.
 
     Args:
-        memory_s: time constant of the average: work of `t` seconds ago has the weight `exp(-t / memory_s)`.
+        memory_s: time constant of the average: work from `t` seconds ago has the weight `exp(-t / memory_s)`.
         max_prefixes: number of prefixes to track; the least recently requested one is dropped.
         clock: seconds, never going back.
     """
@@ -30,7 +30,9 @@ class PrefixDemand:
         self._memory_s = memory_s
         self._max_prefixes = max_prefixes
         self._clock = clock
-        self._work: OrderedDict[int, tuple[float, float]] = OrderedDict()  # seconds of work, as of a time
+        self._work: OrderedDict[int, tuple[float, float]] = (
+            OrderedDict()
+        )  # seconds of work, and the time at which they were computed
 
     def __len__(self) -> int:
         return len(self._work)

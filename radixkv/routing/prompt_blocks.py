@@ -18,17 +18,18 @@ class PromptBlocks:
     The last token is excluded, since it is always computed.
 
     Args:
-        namespace: of the request.
+        namespace: namespace of the request.
         tokens: the prompt, little-endian uint32 bytes.
-        block_size: tokens of an event block.
-        identities: root hashes of namespaces. With the key of the replicas, all namespaces match their events; with
-            another key, only the namespace that is published without a secret does, and others match what was sent.
+        block_size: tokens per event block.
+        identities: root hashes of namespaces. With the key of the replicas, prompts of all namespaces match their
+            events. With another key, only prompts of the namespace that is published without a secret do; prompts of
+            other namespaces match only prompts that this router has sent.
 
     Raises:
         InvalidRequest: `tokens` is not whole tokens.
 
     Attributes:
-        num_tokens: of the prompt.
+        num_tokens: length of the prompt.
     """
 
     def __init__(self, namespace: Namespace, tokens: bytes, block_size: int, identities: Identities) -> None:
@@ -45,7 +46,7 @@ class PromptBlocks:
         """Whether all blocks have been hashed."""
         return len(self.hashes) == self._num_blocks
 
-    def hash_on(self, num_blocks: int = _STRIDE) -> list[int]:
+    def hash_next(self, num_blocks: int = _STRIDE) -> list[int]:
         """Hash the next blocks and return their hashes. Complexity: 0.2 us per block of 16 tokens."""
         start = len(self.hashes)
         end = min(start + num_blocks, self._num_blocks)
@@ -59,5 +60,5 @@ class PromptBlocks:
 
     def all(self) -> list[int]:
         """Hash the remaining blocks, and return all hashes."""
-        self.hash_on(self._num_blocks - len(self.hashes))
+        self.hash_next(self._num_blocks - len(self.hashes))
         return self.hashes

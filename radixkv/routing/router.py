@@ -21,7 +21,7 @@ class Route:
     """The replica to which a request is sent.
 
     Attributes:
-        name: of the replica.
+        name: name of the replica.
         hits: prompt tokens that it is expected to have.
         is_new_home: whether it computes a prefix that other replicas have, since they can't serve all requests for it.
         ticket: identifies the request in `finished`.
@@ -44,8 +44,8 @@ class Router:
                                load: queues ────────────────┼─▶ policy ──▶ replica; view and load expect it there
                                demand for the prefix ───────┘
 
-    It is not thread-safe. The slowest step for a new prompt, hashing and recording all of its blocks, is done after the
-    choice: by `remember`, or at the latest by the next call.
+    It is not thread-safe. The slowest step for a new prompt, hashing and recording all of its blocks, happens after the
+    choice: in `remember`, or at the latest in the next call.
 
     Args:
         view: the cached blocks of the replicas.
@@ -95,10 +95,10 @@ class Router:
         return self.view.read(name, batch)
 
     def route(self, namespace: Namespace, tokens: bytes, avoid: Container[str] = ()) -> Route:
-        """Choose a replica. From the next call on, its prompt is expected there.
+        """Choose a replica. From the next call on, the prompt is expected on it.
 
         Args:
-            namespace: of the request. Only blocks of this namespace match.
+            namespace: namespace of the request. Only blocks of this namespace match.
             tokens: the prompt, little-endian uint32 bytes.
             avoid: replicas that must not be chosen, such as one that just failed.
 
@@ -134,8 +134,8 @@ class Router:
         """Record the end of a request, successful or not. Calling it again does nothing.
 
         Args:
-            route: of the request.
-            computed_tokens: tokens that the replica computed; None if that is not known.
+            route: the route of the request.
+            computed_tokens: number of tokens that the replica computed; None if unknown.
 
         Returns:
             Whether the request was in flight.
@@ -146,7 +146,7 @@ class Router:
         self, blocks: PromptBlocks, names: list[str], tenant: str
     ) -> tuple[list[Candidate], RoutedPrompt, int]:
         """Match the prompt with each replica, hashing its blocks only as far as any replica has them."""
-        while not blocks.is_all and self.view.index.holders_of(blocks.hash_on()[-1]):
+        while not blocks.is_all and self.view.index.holders_of(blocks.hash_next()[-1]):
             pass
         hits = self.view.match(blocks.hashes, names)
         totals = [sum(found) for found in hits]

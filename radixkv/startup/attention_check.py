@@ -76,9 +76,7 @@ def _check_kind(trial: _Trial, kind: AttentionKind, use: AttentionUse) -> None:
 
 
 def _parts_agree(trial: _Trial, kind: AttentionKind, shape: KVShape, what: Literal["values", "scores"]) -> bool:
-    """Whether results at once and in parts are bitwise identical, on inputs whose values or scores are sensitive to
-    cancellation.
-    """
+    """Whether results at once and in parts are bitwise identical, on inputs that are sensitive to cancellation."""
     inputs = sensitive_attention(what, trial.num_tokens, kind.num_query_heads, shape.num_kv_heads, shape.head_dim)
     # A latent pool stores one tensor as keys and values. Since all queries are zeros here, the keys change no score.
     if shape.is_latent and what == "values":

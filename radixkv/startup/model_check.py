@@ -136,8 +136,10 @@ def _first_inexact_module(runner: Runner, tokens: bytes) -> str:
 
 @torch.inference_mode()
 def _own_logits(model: Model, tokens: bytes, ends: list[int], attention: str = "eager") -> torch.Tensor:
-    """Compute a prompt with transformers' own attention. Returns the logits before each of `ends`, float32
-    `[len(ends), vocab_size]`.
+    """Compute a prompt with transformers' own attention.
+
+    Returns:
+        The logits before each of `ends`, float32 `[len(ends), vocab_size]`.
     """
     input_ids = torch.from_numpy(np.frombuffer(tokens, dtype="<u4").astype(np.int64)).to(model.device)
     rows = torch.tensor(ends, device=model.device) - 1

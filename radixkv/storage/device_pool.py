@@ -50,9 +50,9 @@ class KVShape:
         num_layers: layers that store them.
         num_kv_heads: heads that K and V have; in the first layer, if layers differ.
         head_dim: elements of the key, and of the value, of one head; in the first layer, if layers differ.
-        dtype: of the elements.
+        dtype: data type of the elements.
         is_latent: whether one vector is key and value at once, as in latent attention (MLA).
-        heads: those of each layer if layers differ; empty if all are alike.
+        heads: the heads of each layer if layers differ; empty if all are alike.
     """
 
     num_layers: int
@@ -90,7 +90,7 @@ class KVShape:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of K and V of one token, all layers, scales included."""
+        """Bytes of K and V of one token in all layers, with scales."""
         if self.heads:
             return sum(self.of(layers).token_bytes for layers in self.alike)
         num_vectors = self.num_layers * (1 if self.is_latent else 2) * self.num_kv_heads
@@ -126,11 +126,12 @@ class KVStorage:
         num_blocks: blocks of each pool.
         block_size: tokens per block.
         pools: the blocks, zeroed; one pool for each K/V shape.
-        block_bytes: bytes of one block, all layers that store every token, scales included.
+        block_bytes: bytes of one block in all layers that store every token, with scales.
         groups: the layers of both kinds of pools; None if all layers store every token.
         part_pools: the pools of the windowed layers; empty if all layers store every token.
         num_parts: parts of each of these pools.
-        num_own_parts: parts that have memory of their own; the others share that of blocks. None if all have.
+        num_own_parts: number of parts with memory of their own; the others share the memory of blocks. None if all
+            parts have memory of their own.
         part_bytes: bytes of one part, all windowed layers.
         places: where each layer stores its K/V.
         kv_dtype: format of the stored elements, as `KVFormat` names it.
@@ -142,7 +143,7 @@ class KVStorage:
         is_by_layer: whether the memory is ordered by layer, see `KVPool`.
         groups: divides the layers; None if all store every token.
         num_parts: parts of the pools of the windowed layers.
-        num_own_parts: those that have memory of their own, if the others share that of blocks.
+        num_own_parts: number of parts with memory of their own, if the others share the memory of blocks.
 
     Raises:
         ConfigError: the device does not have enough memory.
@@ -204,8 +205,8 @@ class LayersByPool(NamedTuple):
     """The layers of each pool.
 
     Attributes:
-        whole: of each pool of layers that store every token; one pool without layers if there are none.
-        windowed: of each pool of windowed layers.
+        whole: the layers of each pool whose layers store every token; one empty tuple if there are none.
+        windowed: the layers of each pool of windowed layers.
     """
 
     whole: tuple[tuple[int, ...], ...]

@@ -11,9 +11,8 @@ from radixkv.errors import ConfigError
 _BITS = {"fp32": 32, "bf16": 16, "fp16": 16, "fp8": 8, "int8": 8, "fp4": 4, "int4": 4}
 _SCALE_BYTES = 4  # float32
 
-_BLOCKS_PER_PART = 8.0  # if blocks take no memory
-
-# Our names for the dtypes of config.json.
+_BLOCKS_PER_PART = 8.0  # if all layers are windowed, so that blocks take no memory
+# Names in `KVFormat` of the dtypes in config.json.
 FORMAT_OF_DTYPE = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
@@ -154,15 +153,15 @@ class LatentKV:
 
 @dataclass(frozen=True, slots=True)
 class MixedKV:
-    """Heads of layers with a sliding window, and other heads of the others.
+    """K and V of a model whose layers with a sliding window have other heads than its other layers.
 
     >>> layout = MixedKV(sliding=HeadKV(25, 8, 256), other=HeadKV(5, 2, 512))
     >>> layout.num_layers, layout.token_bytes(KVFormat("bf16"))
     (30, 225280)
 
     Attributes:
-        sliding: layers with a sliding window, whether it hides anything or not.
-        other: layers without.
+        sliding: layers with a sliding window of any size.
+        other: layers without a sliding window.
     """
 
     sliding: HeadKV
@@ -189,7 +188,7 @@ KVLayout = HeadKV | LatentKV | MixedKV
 
 
 class LayerShares(NamedTuple):
-    """The most tokens that layers hold, for each token that one pool of all layers would hold in the same memory.
+    """Capacities in tokens, relative to a single pool of all layers with the same memory.
 
     Attributes:
         windowed: layers with a sliding window.
@@ -201,11 +200,11 @@ class LayerShares(NamedTuple):
 
 
 def layer_shares(windowed: int, other: int) -> LayerShares:
-    """Return how much of the memory that they share windowed layers, and other layers, can have at most.
+    """Return the maximum capacities of windowed layers and of other layers that share their memory.
 
-    Windowed layers never need more tokens than the others hold, so they take at most what they would in one pool. The
-    others take what windowed layers leave. If all layers have a window, blocks take no memory, and there are enough for
-    prompts of eight windows.
+    Windowed layers never need more tokens than the other layers hold, so their maximum is the capacity of a single
+    pool. The maximum of the other layers is reached if they have all of the memory. If all layers have a window, blocks
+    take no memory, and there are eight times as many blocks as parts.
 
     >>> layer_shares(windowed=5, other=1)
     LayerShares(windowed=1.0, other=6.0)

@@ -1,4 +1,4 @@
-"""The layout of a payload (the bytes of one block outside the pool), and the bytes of some layers in it."""
+"""The layout of a payload, which is the bytes of one block outside the pool, and of a range of layers in it."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class LayerBytes:
         return Layers(first_layer, num_layers or num_left)
 
     def size_of(self, num_layers: int) -> int:
-        """Return the bytes of some layers."""
+        """Return the bytes of a number of layers."""
         return num_layers * (self.value_bytes + self.scale_bytes)
 
     def cut(self, payload: memoryview, layers: Layers) -> memoryview:

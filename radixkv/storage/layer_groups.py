@@ -11,8 +11,8 @@ class Place(NamedTuple):
     """The pool of a layer, and its index there.
 
     Attributes:
-        pool: index of the pool, among those of blocks and then those of parts.
-        layer: its index among the layers of that pool.
+        pool: index of the pool in the list of block pools, followed by the pools of parts.
+        layer: index of the layer among the layers of that pool.
     """
 
     pool: int
@@ -43,7 +43,7 @@ class LayerGroups:
 
         Args:
             windows: tokens that a query of each layer sees, its own included; None for all.
-            max_tokens: tokens of the longest sequence, which a window must be shorter than to count. None if unlimited.
+            max_tokens: length of the longest sequence; None if unlimited. A layer is windowed if its window is shorter.
         """
         hides = tuple(window is not None and (max_tokens is None or window < max_tokens) for window in windows)
         used = [window for window, is_windowed in zip(windows, hides, strict=True) if is_windowed]

@@ -1,4 +1,4 @@
-"""Returns the memory of blocks that hold nothing to the operating system."""
+"""Returns the memory of free blocks to the operating system."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ _log = logging.getLogger(__name__)
 
 
 def release_pages(pool: KVPool, is_free: npt.NDArray[np.bool_], is_touched: npt.NDArray[np.bool_]) -> bool:
-    """Return the pages of free blocks of a pool on a CPU. They hold zeros when they are used again.
+    """Return the pages of free blocks of a pool on a CPU to the system. They contain zeros when they are used again.
 
-    A page that a block in use shares stays.
+    A page that also contains a part of a block in use is kept.
 
     Args:
         pool: the pool.
-        is_free: bool `[num_blocks]`, whether each block holds nothing.
+        is_free: bool `[num_blocks]`, whether each block is free.
         is_touched: bool `[num_blocks]`, whether each block may have pages.
 
     Returns:
-        Whether the system has taken them. If not, they stay, and nothing else is wrong.
+        Whether the system accepted the pages. If not, they stay allocated, which does no harm.
 
     Complexity: a call for each run of adjacent free blocks, layer and head; by block, for each run.
     """
@@ -46,7 +46,7 @@ def release_pages(pool: KVPool, is_free: npt.NDArray[np.bool_], is_touched: npt.
 
 
 def use_small_pages(pool: KVPool) -> None:
-    """Keep the system from joining the pages of a pool on a CPU into large ones, of which it would release none."""
+    """Prevent transparent huge pages in a pool on a CPU, since `release_pages` could not release them."""
     memory = pool.blocks.untyped_storage()
     start = -(-memory.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
     size = (memory.data_ptr() + memory.nbytes()) // mmap.PAGESIZE * mmap.PAGESIZE - start

@@ -1,4 +1,4 @@
-"""The memory of recurrent states, which layers keep per sequence in addition to K/V."""
+"""The memory of recurrent states, which some layers keep per sequence instead of K/V."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class StateShape:
 
     Attributes:
         num_layers: layers that keep a state.
-        num_inputs: inputs that each of them keeps.
+        num_inputs: number of inputs that each of them keeps.
         num_channels: elements of an input.
-        dtype: of the elements.
+        dtype: data type of the elements.
     """
 
     num_layers: int

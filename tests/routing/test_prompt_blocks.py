@@ -31,7 +31,7 @@ def test_the_last_token_is_not_looked_for() -> None:
 
 def test_hashing_in_parts_gives_the_same() -> None:
     blocks = PromptBlocks(BASE, tokens(41), 4, Identities("", KEY))
-    parts = [blocks.hash_on(3), blocks.hash_on(1), blocks.hash_on(100), blocks.hash_on()]
+    parts = [blocks.hash_next(3), blocks.hash_next(1), blocks.hash_next(100), blocks.hash_next()]
     assert [len(part) for part in parts] == [3, 1, 6, 0]
     assert blocks.is_all
     assert [each for part in parts for each in part] == blocks.hashes == hashes(BASE, tokens(41))

@@ -206,7 +206,7 @@ def test_a_request_that_is_refused_leaves_no_trace() -> None:
 
 def test_no_more_is_hashed_than_some_replica_has(monkeypatch: pytest.MonkeyPatch) -> None:
     hashed = []
-    real = PromptBlocks.hash_on
+    real = PromptBlocks.hash_next
 
     def counting(blocks: PromptBlocks, num_blocks: int = 64) -> list[int]:
         new = real(blocks, num_blocks)
@@ -215,7 +215,7 @@ def test_no_more_is_hashed_than_some_replica_has(monkeypatch: pytest.MonkeyPatch
 
     fleet = Fleet("a")
     fleet.join("b", prompt(1, 0, prefix_tokens=SIZE * 100))
-    monkeypatch.setattr(PromptBlocks, "hash_on", counting)
+    monkeypatch.setattr(PromptBlocks, "hash_next", counting)
     monkeypatch.setattr(PromptBlocks, "all", lambda blocks: blocks.hashes)
     fleet.route(prompt(1, 1, prefix_tokens=SIZE * 100, own_tokens=SIZE * 5000))
     assert hashed == [64, 64]
