@@ -46,8 +46,8 @@
     │   └── NotFinite
     └── InvariantViolation           a bug of radixkv
 
-`radixkv.service.server.status` maps each to a gRPC status. Messages name the field, what was expected and what came;
-they never carry token ids or another tenant's name.
+`radixkv.service.server.status` maps each to a gRPC status. Messages contain the field, the expected and the actual
+value; they never contain token ids or another tenant's name.
 
 Not in this tree: the exceptions of the clients (`radixkv.service.client.errors`), one for each gRPC status. A missing
 package is a ModuleNotFoundError (`radixkv.service.missing_package`), and invalid arguments to a client raise ValueError

@@ -21,8 +21,8 @@ class EvictedPrefixes(Listener):
 
     Prefixes of an adapter that is being drained are remembered as well; other purged prefixes are not.
 
-    A fingerprint only explains a miss and never decides what is reused. So a collision causes a wrong `miss_reason` in
-    one response, and nothing else.
+    A fingerprint only explains a miss and never decides which tokens are reused. The only effect of a collision is a
+    wrong `miss_reason` in one response.
 
     Args:
         capacity: prefixes to remember.

@@ -14,7 +14,7 @@ from radixkv.tokens import TOKEN_BYTES, prefix_fingerprint
 # `python -m bench.windows.traffic` compares initial shares. With this one, passed parts take almost as much as in one
 # pool of all layers.
 _FIRST_SHARE = 0.85
-_SHADOW = 1 / 4  # of the memory: evictions are remembered until so many other blocks were evicted
+_SHADOW = 1 / 4  # of the memory: an eviction is remembered until blocks of this size have been evicted after it
 _PART_WEIGHT = 1.5
 _MAX_WEIGHT = 8.0
 

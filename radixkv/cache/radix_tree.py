@@ -72,7 +72,7 @@ class RadixTree:
 
     Args:
         owner: namespace, counters and block size of all its nodes.
-        root_run: what the root holds.
+        root_run: the tokens and blocks of the root.
 
     Attributes:
         root: the node above all others.

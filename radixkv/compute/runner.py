@@ -118,11 +118,11 @@ class Runner:
         if self.model.device.type != "cpu":
             return f"a model on {self.model.device.type}, where it is not tested yet"
         if self.model.state_shape is not None:
-            return "a model with layers that keep a state, which has seen all tokens"
+            return "a model with recurrent layers, whose state depends on all tokens"
         if self.model.kv_shape.heads:
-            return "a model whose layers store K/V of different shapes, of which it would keep different tokens"
+            return "a model whose layers store K/V of different shapes, which cannot drop the same tokens"
         if any(kind.window is not None for kind in self.model.attention_kinds):
-            return "a model with sliding windows, whose own rule says what is seen"
+            return "a model with sliding windows, which already limit the visible tokens"
         return ""
 
     @property

@@ -10,13 +10,13 @@ _LONGROPE = ("longrope", "su")  # `su` in older files
 
 
 class SequenceLimit(NamedTuple):
-    """Bound of the tokens of a sequence, such that the K/V of a token depend on the tokens before it alone.
+    """Maximum length of a sequence. Up to this length, the K/V of a token depend only on the token and those before it.
 
     Attributes:
-        max_tokens: the bound; None if the configuration states none.
-        stated_tokens: what the configuration states, or promises by its RoPE scaling; None if it states nothing.
-        reason: why the bound is below `stated_tokens`, as a clause; empty if it is not.
-        remedy: what to do about it, as a clause; empty if there is nothing to do.
+        max_tokens: the maximum; None if the configuration states none.
+        stated_tokens: the length that config.json states or that its RoPE scaling implies; None if it states none.
+        reason: why the maximum is below `stated_tokens`, as a clause; empty if it is not.
+        remedy: how to serve longer sequences, as a clause; empty if that is not possible.
     """
 
     max_tokens: int | None = None
@@ -26,7 +26,7 @@ class SequenceLimit(NamedTuple):
 
     @property
     def explanation(self) -> str:
-        """Reason and remedy in one line; empty if the bound is what the configuration states."""
+        """Reason and remedy in one line; empty if there is no reason."""
         return f"{self.reason}; {self.remedy}" if self.reason else ""
 
 
@@ -34,10 +34,10 @@ NO_LIMIT = SequenceLimit()
 
 
 def sequence_limit(config: Mapping[str, Any]) -> SequenceLimit:
-    """Return the bound of a model.
+    """Return the maximum sequence length of a model.
 
-    With two RoPE variants, the rotation of every token, and so its K/V, depends on the longest position in the sequence
-    once that exceeds a limit. Cached K/V would be wrong there.
+    With two variants of RoPE, dynamic scaling and longrope, the rotation of every token depends on the length of the
+    sequence if that exceeds a limit. Cached K/V would then be wrong.
 
     Args:
         config: the entries of config.json, of its part for text if it has several. `rope_parameters` may also have its
@@ -56,10 +56,10 @@ def sequence_limit(config: Mapping[str, Any]) -> SequenceLimit:
 
 
 def use_long_factors(config: Mapping[str, Any]) -> bool:
-    """Make the RoPE tables of a configuration use their long factors at all positions. Returns whether there are any.
+    """Make the RoPE tables of a configuration use their long factors at all positions. Return whether there are any.
 
-    This changes the K/V of every token. The tables are changed in place, so that they are part of whatever identifies
-    the model by its configuration.
+    This changes the K/V of every token. The tables are changed in place, so that a fingerprint of the configuration
+    includes the change.
     """
     is_longrope = False
     for rope in _ropes(config):

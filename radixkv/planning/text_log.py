@@ -51,7 +51,7 @@ def text_requests(record: Record) -> Iterator[TextRequest]:
     """Yield the requests of a record: one, or one per answer of a chat.
 
     Raises:
-        ConfigError: the record has no text. The message names the line, what was expected and what came.
+        ConfigError: the record has no text. The message names the line, the expected and the actual fields.
     """
     where, fields = record
     if not isinstance(fields, dict):

@@ -89,7 +89,7 @@ def load_trace(
 
     Raises:
         ConfigError: the file can't be read or decompressed, holds no request, has lengths or text instead of ids, or a
-            line is not a request. The message names the line, the field, what was expected and what came.
+            line is not a request. The message names the line and the field, the expected and the actual value.
     """
     if limit is not None and limit < 1:
         raise ConfigError(f"trace limit: expected at least 1, got {limit}")

@@ -53,7 +53,7 @@ def require_protected(config: Config) -> None:
             section = "tiers" if key.startswith("tiers.") else key
             raise ConfigError(
                 f"{key}: expected tiers.secret_file, so that K/V that others have modified is not used, got none; use "
-                f"the same secret on all servers, or set {section}.trusted if nobody else can modify it"
+                f"the same secret on all servers, or set {section}.trusted if no one else can modify it"
             )
 
 

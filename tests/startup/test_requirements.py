@@ -52,7 +52,7 @@ def test_without_a_secret_stores_and_servers_must_be_trusted(
         require_usable(Config.load(None, settings))
     key = str(caught.value).partition(":")[0]
     trusted = f"{'tiers' if key.startswith('tiers') else key}.trusted"
-    assert f"or set {trusted} if nobody else can modify it" in str(caught.value)
+    assert f"or set {trusted} if no one else can modify it" in str(caught.value)
     require_usable(Config.load(None, [*settings, f"{trusted}=true"]))
     (tmp_path / "secret").write_text("a secret of 32 bytes, or more")
     require_usable(Config.load(None, [*settings, f"tiers.secret_file={tmp_path}/secret"]))

@@ -44,7 +44,7 @@ class OffloadIndex(Listener):
             └────────── committed ◀── loaded ◀── find ────────────────────────────────┘
 
     Only whole blocks are stored: a partly filled block is recomputed. Every evicted block is stored in every tier that
-    does not hold it yet, whether it was ever reused or not; docs/LOG.md says why ("what is worth writing"). A full tier
+    does not hold it yet, whether it was reused or not; docs/LOG.md explains it ("what is worth writing"). A full tier
     evicts the block that left the device longest ago, and retained blocks last. Shared stores get a block when it is
     published, so that other servers find it.
 

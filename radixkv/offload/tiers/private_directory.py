@@ -31,8 +31,8 @@ def require_private(directory: Path) -> None:
         raise ConfigError(
             f"tiers.disk_path: expected a directory that only user {os.geteuid()} can write, got {path} of user "
             f"{status.st_uid} with mode {stat.S_IMODE(status.st_mode):04o}; set tiers.secret_file, so that blocks that "
-            "others have modified are not used, change the owner and the mode, or, if nobody else can write there, set "
-            "tiers.trusted"
+            "others have modified are not used, change the owner and the mode, or, if no other user can write there, "
+            "set tiers.trusted"
         )
 
 
