@@ -155,7 +155,7 @@ class EventReaders:
         if start:
             self._log.require(start)
         if self._source.num_readers >= MAX_READERS:
-            raise TooManyReaders(f"events: expected at most {MAX_READERS} readers, got {MAX_READERS + 1}")
+            raise TooManyReaders(f"events: expected at most {MAX_READERS} readers, got one more")
         self._source.num_readers += 1
         return EventReader(self._read(start), self._leave)
 
