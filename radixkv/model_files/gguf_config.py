@@ -63,6 +63,7 @@ _OWN_KEYS = {
 _NEUTRAL = {"expert_count": 0, "expert_used_count": 0, "attention.causal": True, "pooling_type": 0}
 # Gemma's largest models scale queries by the width of a head's share of the hidden size; the file does not say so.
 _GEMMA_27B_LAYERS = {"gemma2": 46, "gemma3": 62}
+_MAX_LAYERS, _MAX_HEAD_DIM = 1000, 4096  # beyond any model; a damaged file may have more
 _GEMMA3_PERIOD = 6  # one of so many layers has full attention
 # Llama 3.1 and later: RoPE scaling whose file states the factors only.
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -87,7 +88,8 @@ def generation_config(file: GgufFile) -> dict[str, Any]:
 def _end_token_ids(file: GgufFile) -> Iterator[int]:
     metadata = file.metadata
     named = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
-    tokens, types = metadata.get("tokenizer.ggml.tokens", ()), metadata.get("tokenizer.ggml.token_type", ())
+    arrays = (metadata.get(f"tokenizer.ggml.{name}") for name in ("tokens", "token_type"))
+    tokens, types = (each if isinstance(each, tuple) else () for each in arrays)
     by_text = [
         index
         for index, (token, kind) in enumerate(zip(tokens, types, strict=False))
@@ -113,8 +115,12 @@ class _Metadata:
         model_type, class_name = ARCHITECTURES[self._architecture]
         config: dict[str, Any] = {"architectures": [class_name], "model_type": model_type}
         config |= {name: self._positive(key) for key, name in _KEYS.items()}
+        if config["num_hidden_layers"] > _MAX_LAYERS:
+            raise self._unsupported("block_count", config["num_hidden_layers"], f"at most {_MAX_LAYERS}")
         num_heads = config["num_attention_heads"]
         head_dim = self._value("attention.key_length", int, config["hidden_size"] // num_heads)
+        if not 0 < head_dim <= _MAX_HEAD_DIM:
+            raise self._unsupported("attention.key_length", head_dim, f"1 to {_MAX_HEAD_DIM}")
         if (value_dim := self._value("attention.value_length", int, head_dim)) != head_dim:
             raise self._unsupported("attention.value_length", value_dim, f"{head_dim}, as for keys")
         embeddings = self._file.tensors.get("token_embd.weight")
@@ -183,6 +189,8 @@ class _Metadata:
     def _rope(self, config: dict[str, Any]) -> dict[str, Any]:
         is_gemma3 = self._architecture == "gemma3"
         theta = self._value("rope.freq_base", float, 1_000_000.0 if is_gemma3 else 10_000.0)
+        if theta <= 1:
+            raise self._unsupported("rope.freq_base", theta, "more than 1")
         rope = {"rope_theta": theta, **self._scaling(config, theta)}
         if is_gemma3:
             local_theta = self._value("rope.freq_base_swa", float, 10_000.0)
@@ -197,7 +205,7 @@ class _Metadata:
         kind = self._value("rope.scaling.type", str, "none")
         factor = self._value("rope.scaling.factor", float, self._value("rope.scale_linear", float, 1.0))
         original = self._value("rope.scaling.original_context_length", int, None)
-        if "rope_factors_long.weight" in factors and self._architecture == "phi3":
+        if len(factors) == 2 and "rope_freqs.weight" not in factors and self._architecture == "phi3":
             return self._longrope(config, factors)
         if "rope_freqs.weight" in factors and self._architecture == "llama" and kind == "none":
             return self._llama3(config, theta, factors["rope_freqs.weight"])
@@ -216,6 +224,8 @@ class _Metadata:
 
     def _longrope(self, config: dict[str, Any], factors: Mapping[str, tuple[float, ...]]) -> dict[str, Any]:
         original, most = config["original_max_position_embeddings"], config["max_position_embeddings"]
+        if original <= 1:
+            raise self._unsupported("rope.scaling.original_context_length", original, "more than 1")
         expected = math.sqrt(1 + math.log(most / original) / math.log(original)) if most > original else 1.0
         scale = self._value("rope.scaling.attn_factor", float, expected)
         return {

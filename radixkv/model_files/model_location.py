@@ -85,7 +85,13 @@ def files_directory(path: str | Path) -> Path:
     Raises:
         ConfigError: there is no such model.
     """
-    return Path(path) if os.path.isdir(path) else locate(path).directory()
+    if os.path.isdir(path):
+        return Path(path)
+    name = None if os.path.isfile(path) else HubName.parse(str(path))
+    snapshot = None if name is None else name.snapshot()
+    if snapshot is not None and (snapshot / "tokenizer.json").is_file():  # it may be all that was downloaded
+        return snapshot
+    return locate(path).directory()
 
 
 _EXPECTED = "`tiny`, a directory with a config.json, a GGUF file, or ORG/NAME of a downloaded model"

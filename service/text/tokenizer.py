@@ -70,12 +70,12 @@ class Tokenizer:
         if os.path.isdir(source):
             return cls._of_directory(Path(source))
         from radixkv.model_files.hub_cache import HubName
-        from radixkv.model_files.model_location import locate
+        from radixkv.model_files.model_location import files_directory
 
         if not os.path.isfile(source) and not str(source).lower().endswith(".gguf") and not HubName.parse(str(source)):
             raise ValueError(f"expected a directory with a tokenizer, got {source}")
         try:
-            directory = locate(source).directory()
+            directory = files_directory(source)
         except ConfigError as error:
             raise ValueError(str(error).removeprefix("model.path: ")) from error
         return cls._of_directory(directory)

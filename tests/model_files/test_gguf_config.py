@@ -1,3 +1,5 @@
+import json
+import random
 from pathlib import Path
 
 import pytest
@@ -5,6 +7,7 @@ import pytest
 from radixkv.errors import ConfigError, UnsupportedModel
 from radixkv.model_files.gguf_config import ARCHITECTURES, generation_config, model_config
 from radixkv.model_files.gguf_file import GgufFile, GgufTensor
+from radixkv.model_files.gguf_tokenizer import tokenizer_files
 
 MATRIX = GgufTensor((1000, 64), "Q4_0", 0, 0)
 VALUES = {
@@ -119,6 +122,9 @@ def test_hyperparameters_that_are_not_served_are_refused_by_name(values, message
         ({"block_count": None}, "llama.block_count: expected a positive number, got none"),
         ({"embedding_length": 0}, "llama.embedding_length: expected a positive number, got none"),
         ({"block_count": "2"}, "llama.block_count: expected int, got '2'"),
+        ({"block_count": 2**31}, "llama.block_count: expected at most 1000, got 2147483648"),
+        ({"attention__head_count": 128}, "llama.attention.key_length: expected 1 to 4096, got 0"),
+        ({"rope__freq_base": 0.0}, "llama.rope.freq_base: expected more than 1, got 0.0"),
         ({"rope__freq_base": float("nan")}, "llama.rope.freq_base: expected float, got nan"),
         ({"tensors": ()}, "expected a matrix token_embd.weight, got none"),
     ],
@@ -149,3 +155,25 @@ def test_every_architecture_has_a_class_of_transformers():
     transformers = pytest.importorskip("transformers")
     for model_type, name in ARCHITECTURES.values():
         assert getattr(transformers, name).config_class.model_type in (model_type, model_type.removesuffix("_text"))
+
+
+def test_whatever_a_file_says_is_read_or_refused():
+    """Values of other types and ranges, for every key of every architecture."""
+    dice = random.Random(3)
+    odd = (0, 1, -1, 2**40, 0.0, -2.5, float("nan"), float("inf"), True, "x", "", (), (1, 2), ("a",), (3, 3, 3))
+    keys = [*VALUES, "attention.key_length", "attention.value_length", "attention.sliding_window", "rope.freq_base"]
+    keys += ["rope.dimension_count", "rope.scaling.type", "rope.scaling.factor", "final_logit_softcapping"]
+    keys += ["rope.scaling.original_context_length", "rope.scaling.attn_factor", "rope.scale_linear", "other"]
+    tokenizer = ("tokens", "token_type", "eos_token_id", "eot_token_id", "model", "pre", "merges", "scores")
+    outcomes = set()
+    for _ in range(4000):
+        architecture = dice.choice([*ARCHITECTURES])
+        changed = {key.replace(".", "__"): dice.choice(odd) for key in dice.sample(keys, dice.choice((0, 1, 2)))}
+        given = file(architecture, tokenizer={key: dice.choice(odd) for key in dice.sample(tokenizer, 2)}, **changed)
+        try:
+            json.dumps([model_config(given), generation_config(given)])
+            tokenizer_files(given)
+            outcomes.add("read")
+        except ConfigError:
+            outcomes.add("refused")
+    assert outcomes == {"read", "refused"}

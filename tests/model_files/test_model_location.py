@@ -4,7 +4,7 @@ import os
 import pytest
 
 from radixkv.errors import ConfigError
-from radixkv.model_files.model_location import check_servable, locate
+from radixkv.model_files.model_location import check_servable, files_directory, locate
 
 SHARDS = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors", "c": "model-1.safetensors"}}
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -190,3 +190,11 @@ def test_a_damaged_reference_leads_nowhere(hub):
         reference.write_bytes(content)
         with pytest.raises(ConfigError, match="has no revision main"):
             locate("org/model")
+
+
+def test_a_tokenizer_may_be_all_that_was_downloaded(hub, tmp_path):
+    snapshot = write_snapshot(hub, "org/model", {"tokenizer.json": b"{}"})
+    assert files_directory("org/model") == snapshot
+    assert files_directory(tmp_path) == tmp_path
+    with pytest.raises(ConfigError, match="to download it, hf download org/other"):
+        files_directory("org/other")
