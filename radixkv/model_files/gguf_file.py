@@ -1,7 +1,7 @@
 """Reads the header of a GGUF file: its metadata, and where each tensor is.
 
-The package gguf has a reader too, which makes several arrays of each string: it took 4.1 s of CPU time for a vocabulary of
-49,000 tokens, and this one 0.09 s.
+The package gguf has a reader too, which makes several arrays of each string: it took 4.1 s of CPU time for a vocabulary
+of 49,000 tokens, and this one 0.09 s.
 
     offset 0   GGUF, version, number of tensors, number of keys
                keys and values: hyperparameters, vocabulary, chat template

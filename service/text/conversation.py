@@ -118,6 +118,9 @@ def _message(message: object, place: str) -> dict[str, Any]:
         copy = {"thinking": reasoning, **copy, "reasoning_content": reasoning}
     if has_null:
         copy["content"] = None
+    if not isinstance(copy.get("content", ""), str | list | None):  # a template would write it in Python's notation
+        kind = type(copy["content"]).__name__
+        raise ValueError(f"{place}.content: expected text, a list of parts of the type text, or null, got {kind}")
     if isinstance(copy.get("content"), list):
         copy["content"] = Parts(_part(each, f"{place}.content[{index}]") for index, each in enumerate(copy["content"]))
         if copy.get("tool_calls"):  # a template that omits it would not be noticed

@@ -108,6 +108,12 @@ def test_parts_next_to_tool_calls_are_not_lost():
     assert "assistant: Hello\nyou<tool_call>" in render(QWEN, USER, calling)
 
 
+@pytest.mark.parametrize("content", [5, 0, True, {"a": 1}, {}])
+def test_contents_of_other_types_are_refused(content):
+    with pytest.raises(ValueError, match=r"^messages\[1\]\.content: expected text, .*, or null, got (int|b|d)"):
+        render(CHATML, USER, {"role": "tool", "content": content})
+
+
 @pytest.mark.parametrize("part", [{"type": "image_url", "image_url": {"url": "x"}}, {"type": "text"}, 3, {"text": "x"}])
 def test_parts_other_than_text_are_refused(part):
     with pytest.raises(ValueError, match=r"^messages\[0\]\.content\[1\](\.text)?: expected "):
