@@ -993,8 +993,8 @@ OFFLOAD_MUTANTS = (
         "            pass\n",
     ),
     Mutant("offload/index/retention.py", "tenant if tenant in largest else next", "next"),
-    Mutant("offload/index/retention.py", "self._of_size[self._max_keys]", "self._of_size[min(self._of_size)]"),
-    Mutant("offload/index/retention.py", " or self._max_keys not in self._of_size:", ":"),
+    Mutant("offload/index/retention.py", "self._of_size[self._max_tenant_keys]", "self._of_size[min(self._of_size)]"),
+    Mutant("offload/index/retention.py", " or self._max_tenant_keys not in self._of_size:", ":"),
     Mutant("offload/index/retention.py", "            del self._of_size[before][tenant]\n", "            pass\n"),
     Mutant("offload/index/retention.py", "not tier_index.is_on_device(key) and ", ""),
     Mutant(

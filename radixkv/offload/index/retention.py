@@ -50,7 +50,7 @@ class RetentionHints:
         self._hints: dict[bytes, RetentionHint] = {}
         self._by_tenant: dict[str, OrderedDict[bytes, None]] = {}  # the latest last
         self._of_size: dict[int, dict[str, None]] = {}  # tenants by the number of their keys
-        self._max_keys = 0  # largest number of keys of one tenant
+        self._max_tenant_keys = 0  # keys of the tenant with the most
         self._owned = NamespaceKeys()
         self._ends: SortedSet[tuple[float, bytes]] = SortedSet()
 
@@ -124,7 +124,7 @@ class RetentionHints:
 
     def _oldest(self, tenant: str) -> bytes:
         """Return the key that is reset when a tenant adds one at the limit."""
-        largest = self._of_size[self._max_keys]
+        largest = self._of_size[self._max_tenant_keys]
         loser = tenant if tenant in largest else next(iter(largest))
         return next(iter(self._by_tenant[loser]))
 
@@ -136,8 +136,8 @@ class RetentionHints:
             del self._of_size[before][tenant]
             if not self._of_size[before]:
                 del self._of_size[before]
-        if after > self._max_keys or self._max_keys not in self._of_size:
-            self._max_keys = after
+        if after > self._max_tenant_keys or self._max_tenant_keys not in self._of_size:
+            self._max_tenant_keys = after
 
 
 class StoredRetention:
