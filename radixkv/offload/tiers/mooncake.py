@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -21,6 +24,14 @@ _NO_ROOM = -200
 _NOT_FOUND = -704
 _NOT_READY = -703
 _PROBE_S = 2.0
+# Connects from another process, which may take as long as importing Mooncake on a busy machine.
+_TRIAL_S = 10.0
+_TRIAL = """
+import os, sys
+from mooncake.store import MooncakeDistributedStore
+code = MooncakeDistributedStore().setup(sys.argv[1], "P2PHANDSHAKE", 0, 16 << 20, "tcp", "", sys.argv[2])
+os._exit(1 if code else 0)
+"""
 
 
 class MooncakeStore(StoreBackend):
@@ -28,6 +39,10 @@ class MooncakeStore(StoreBackend):
 
     The client connects at the first call. While the master is unavailable, each call waits for some seconds, and no
     time limit can be set, so this store must be used through a `GuardedStore`.
+
+    Mooncake's calls release the GIL, except for those that connect and disconnect. If a master accepts connections but
+    does not answer, these two would stop all threads of this process for up to 10 minutes. So another process connects
+    first, and the connection is abandoned if the master does not answer at the end.
 
     Args:
         master: `HOST:PORT` of the master.
@@ -94,10 +109,17 @@ class MooncakeStore(StoreBackend):
         return StoreSize(None, None, None)
 
     def close(self) -> None:
-        """Withdraw the contributed memory, and the objects in it."""
+        """Withdraw the contributed memory, and the objects in it, if the master answers within 2 s."""
         with self._lock:
             client, self._connected = self._connected, None
-        if client is not None:
+        if client is None:
+            return
+        question = threading.Thread(target=client.is_exist, args=(_PREFIX,), daemon=True)
+        question.start()
+        question.join(_PROBE_S)
+        if question.is_alive():
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(client))  # its destructor would disconnect, too
+        else:
             client.close()
 
     def _put(self, client: Any, each: BlockObject, is_there: bool) -> PutOutcome:
@@ -121,12 +143,28 @@ class MooncakeStore(StoreBackend):
         except OSError as error:
             reason = f"{self._master[0]}:{self._master[1]}: {error.strerror or error}"
             raise StoreUnavailable(f"tiers.mooncake_master: expected a master, got {reason}") from error
-        client = MooncakeDistributedStore()
         master = f"{self._master[0]}:{self._master[1]}"
+        _try_connection(host, master)
+        client = MooncakeDistributedStore()
         code = client.setup(host, "P2PHANDSHAKE", self._lent_bytes, self._buffer_bytes, "tcp", "", master)
         if code:
             raise StoreUnavailable(f"tiers.mooncake_master: expected a connection, got Mooncake's code {code}")
         return client
+
+
+def _try_connection(host: str, master: str) -> None:
+    """Connect to a master from another process.
+
+    Raises:
+        StoreUnavailable: the master does not answer, or refuses the connection.
+    """
+    trial = [sys.executable, "-c", _TRIAL, host, master]
+    try:
+        code = subprocess.run(trial, timeout=_TRIAL_S, capture_output=True, check=False).returncode
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise StoreUnavailable(f"tiers.mooncake_master: expected an answer, got {type(error).__name__}") from error
+    if code:
+        raise StoreUnavailable("tiers.mooncake_master: expected a connection, got an error of Mooncake")
 
 
 def _required(code: int, *expected: int) -> int:

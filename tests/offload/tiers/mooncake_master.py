@@ -33,8 +33,8 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def mooncake_master(port: int, *settings: str) -> Iterator[str]:
-    """Start a master; yields its address."""
+def mooncake_master(port: int, *settings: str, pids: list[int] | None = None) -> Iterator[str]:
+    """Start a master; yields its address, and appends its process id to `pids`."""
     package = importlib.util.find_spec("mooncake")
     assert package is not None
     assert package.origin is not None
@@ -47,6 +47,8 @@ def mooncake_master(port: int, *settings: str) -> Iterator[str]:
     ]
     command = [str(Path(package.origin).parent / "mooncake_master"), *flags]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    if pids is not None:
+        pids.append(process.pid)
 
     def answers() -> bool:
         assert process.poll() is None

@@ -10,6 +10,7 @@ import grpc
 import grpc.aio
 import pytest
 
+from bench.hostile.attacks.frames import SETTINGS, frame
 from radixkv.config import Config, ServerConfig
 from radixkv.service.fleet import replica_connection
 from radixkv.service.fleet.replica import replica_server
@@ -21,6 +22,8 @@ from tests.service.fake_engine import FakeEngine
 from tests.service.fleet.fake_connection import facts
 from tests.service.server.auth.certificates import Papers
 from tests.service.serving import becomes_true, serving
+
+SETTINGS_FRAME = frame(SETTINGS, 0, 0, b"")
 
 
 @contextlib.asynccontextmanager
@@ -78,6 +81,39 @@ def test_calls_to_a_lost_server_are_abandoned() -> None:
             assert not connection.is_up
             with pytest.raises(ReplicaLost, match="expected an answer, got none"):
                 await waiting
+
+    run(test)
+
+
+@pytest.mark.parametrize("greeting", [b"", SETTINGS_FRAME], ids=["silent", "connected"])
+@pytest.mark.parametrize("is_dripping", [False, True])
+def test_a_call_to_a_replica_that_accepts_but_does_not_answer_is_abandoned(
+    greeting: bytes, *, is_dripping: bool
+) -> None:
+    async def stall(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(greeting)
+        with contextlib.suppress(ConnectionError):
+            for byte in SETTINGS_FRAME * 1000 if is_dripping else b"":
+                writer.write(bytes([byte]))
+                await writer.drain()
+                await asyncio.sleep(0.02)
+            while await reader.read(65_536):
+                pass
+        writer.close()
+
+    async def test() -> None:
+        server = await asyncio.start_server(stall, "127.0.0.1", 0)
+        address = "{}:{}".format(*server.sockets[0].getsockname())
+        connection = ReplicaConnection(facts(address), HealthCheckTimes(0.01, 0.2))
+        prefill = connection.prefill.Prefill(prefill_pb2.PrefillRequest(token_ids=[1]), timeout=PATIENCE_S)
+        waiting = asyncio.ensure_future(connection.wait_for(prefill))
+        await connection.check()
+        assert not connection.is_up
+        with pytest.raises(ReplicaLost, match="expected an answer, got none"):
+            await waiting
+        assert prefill.cancelled()
+        await connection.close()
+        server.close()
 
     run(test)
 

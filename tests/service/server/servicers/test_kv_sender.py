@@ -270,7 +270,7 @@ class AlteredObject(NamedTuple):
         return [self.data]
 
 
-@pytest.mark.parametrize(("num_cases", "seed"), [(60, 1), pytest.param(2_000, 2, marks=pytest.mark.long)])
+@pytest.mark.parametrize(("num_cases", "seed"), [(60, 1), pytest.param(10_000, 2, marks=pytest.mark.long)])
 def test_no_block_that_a_peer_alters_is_used(num_cases: int, seed: int) -> None:
     chance = random.Random(seed)
     there = altered.world(is_sealed=False)
