@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import TypeVar
@@ -16,7 +17,7 @@ from radixkv.offload.tiers.block_store import Loan, PutResult, StoreBackend, Sto
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
-_CLOSE_PATIENCE_S = 10.0  # a call that blocks longer is abandoned
+_CLOSE_PATIENCE_S = 5.0  # for all calls together; those that block longer are abandoned
 
 
 class ThreadedStore:
@@ -70,8 +71,11 @@ class ThreadedStore:
         if self._is_closed:
             return
         self._is_closed = True
-        is_idle = [lane.close() for lane in (self._reads, self._writes)]
-        if all(is_idle):
+        lanes = (self._reads, self._writes)
+        for lane in lanes:
+            lane.close()
+        end_s = time.monotonic() + _CLOSE_PATIENCE_S
+        if all(lane.join(end_s) for lane in lanes):
             self._backend.close()
         else:
             _log.warning("store: a call is blocked, so the backend is left open")
@@ -108,14 +112,17 @@ class _Lane:
                 self._calls.put(lambda: self._answer(future, call))
         return future
 
-    def close(self) -> bool:
-        """Fail queued calls and stop the threads. Returns whether all have stopped."""
+    def close(self) -> None:
+        """Fail queued calls, and stop each thread after its current call."""
         with self._lock:
             self._is_closed = True
         for _ in self._threads:
             self._calls.put(None)
+
+    def join(self, end_s: float) -> bool:
+        """Wait for the threads until a monotonic time. Returns whether all have stopped."""
         for thread in self._threads:
-            thread.join(_CLOSE_PATIENCE_S)
+            thread.join(max(0.0, end_s - time.monotonic()))
         return not any(thread.is_alive() for thread in self._threads)
 
     def _run(self) -> None:

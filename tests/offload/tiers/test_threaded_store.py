@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 
 import pytest
 
@@ -159,6 +160,24 @@ def test_a_blocked_call_does_not_block_close(
     store.close()
     assert not backend.is_closed
     assert "a call is blocked" in caplog.text
+
+
+def test_all_blocked_calls_together_have_one_time_limit(backend: GatedBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 0.0
+
+    def join(_: threading.Thread, timeout: float) -> None:
+        nonlocal now_s
+        now_s += timeout
+
+    store = ThreadedStore(backend)
+    _ = store.get([]), store.get([]), store.put([])
+    wait_until(came(backend, "get", "get", "put"))
+    monkeypatch.setattr(threaded_store, "time", SimpleNamespace(monotonic=lambda: now_s))
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "join", join)
+        store.close()
+    assert now_s == threaded_store._CLOSE_PATIENCE_S
+    assert not backend.is_closed
 
 
 def test_an_error_of_a_store_is_the_answer(backend: GatedBackend) -> None:

@@ -90,16 +90,19 @@ def test_calls_to_a_lost_server_are_abandoned() -> None:
 def test_a_call_to_a_replica_that_accepts_but_does_not_answer_is_abandoned(
     greeting: bytes, *, is_dripping: bool
 ) -> None:
+    connections = set()
+
     async def stall(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(greeting)
-        with contextlib.suppress(ConnectionError):
+        connections.add(asyncio.current_task())
+        try:
+            writer.write(greeting)
             for byte in SETTINGS_FRAME * 1000 if is_dripping else b"":
                 writer.write(bytes([byte]))
-                await writer.drain()
                 await asyncio.sleep(0.02)
             while await reader.read(65_536):
                 pass
-        writer.close()
+        finally:
+            writer.transport.abort()
 
     async def test() -> None:
         server = await asyncio.start_server(stall, "127.0.0.1", 0)
@@ -114,6 +117,9 @@ def test_a_call_to_a_replica_that_accepts_but_does_not_answer_is_abandoned(
         assert prefill.cancelled()
         await connection.close()
         server.close()
+        for each in connections:
+            each.cancel()
+        await asyncio.gather(*connections, return_exceptions=True)
 
     run(test)
 
