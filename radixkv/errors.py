@@ -26,7 +26,7 @@
     ├── LifecycleError               an object was used after its end, or a deadline passed
     │   ├── LeaseClosed
     │   ├── DoubleRelease
-    │   ├── DeadlineExceeded
+    │   ├── DeadlinePassed
     │   ├── Draining
     │   ├── EventsLost
     │   └── StepHangs
@@ -189,7 +189,7 @@ class DoubleRelease(LifecycleError):
     """A block that is not leased was released."""
 
 
-class DeadlineExceeded(LifecycleError):
+class DeadlinePassed(LifecycleError):
     """The deadline of the request passed before its result was known."""
 
 

@@ -31,7 +31,7 @@ class _Array(Protocol):
     def __array__(self) -> npt.NDArray[Any]: ...
 
 
-TokenIds = Sequence[int] | _Array  # an `array.array` and a `range` are sequences, too
+TokenIds = Sequence[int] | _Array  # `array.array` and `range` are also sequences
 
 
 def pack_token_ids(token_ids: npt.ArrayLike) -> bytes:
@@ -52,7 +52,7 @@ def pack_token_ids(token_ids: npt.ArrayLike) -> bytes:
     """
     if isinstance(token_ids, str | bytes | bytearray | memoryview):
         raise TypeError(f"token_ids: expected integers, got {type(token_ids).__name__}")
-    if hasattr(token_ids, "cpu"):  # a torch tensor, maybe on another device
+    if hasattr(token_ids, "cpu"):  # a torch tensor, which may be on another device
         token_ids = token_ids.cpu()
     try:
         ids = np.asarray(token_ids)

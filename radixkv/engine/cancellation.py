@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from sortedcontainers import SortedList
 
 from radixkv.api.result import GenerationFuture
-from radixkv.errors import DeadlineExceeded, RadixKVError
+from radixkv.errors import DeadlinePassed, RadixKVError
 from radixkv.scheduling.request import Request
 
 
@@ -84,6 +84,6 @@ class Cancellations:
             yield self._deadlines[0][2], deadline_exceeded()
 
 
-def deadline_exceeded() -> DeadlineExceeded:
+def deadline_exceeded() -> DeadlinePassed:
     """Return the error of a request whose deadline has passed."""
-    return DeadlineExceeded("deadline: passed before the answer was known")
+    return DeadlinePassed("deadline: passed before the answer was known")

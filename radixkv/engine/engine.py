@@ -186,7 +186,7 @@ class Engine:
             RateExceeded: the tenant exceeds its rate of requests or tokens.
             BeyondCeiling: the request needs more blocks than its tenant may ever hold.
             Draining, StepHangs: the engine accepts no requests.
-            Later, through the future: OutOfBlocks, QuotaExceeded, DeadlineExceeded, StepFailed.
+            Later, through the future: OutOfBlocks, QuotaExceeded, DeadlinePassed, StepFailed.
         """
         future: Future[PrefillResult] = Future()
         prompt = None

@@ -27,8 +27,9 @@ if _version_not_supported:
 
 
 class VllmEngineStub(object):
-    """The part of vLLM's engine protocol, as the SMG gateway calls it, that radixkv speaks. Names and numbers are those of
-    smg-grpc-proto 0.4.28; comments say what radixkv does with a field. Methods that are not here are UNIMPLEMENTED.
+    """The part of vLLM's engine protocol, as the SMG gateway calls it, that radixkv implements. Names and numbers are those
+    of smg-grpc-proto 0.4.28; comments say what radixkv does with a field. Other methods are UNIMPLEMENTED, and a refused
+    field is INVALID_ARGUMENT.
     """
 
     def __init__(self, channel):
@@ -85,27 +86,28 @@ class VllmEngineStub(object):
 
 
 class VllmEngineServicer(object):
-    """The part of vLLM's engine protocol, as the SMG gateway calls it, that radixkv speaks. Names and numbers are those of
-    smg-grpc-proto 0.4.28; comments say what radixkv does with a field. Methods that are not here are UNIMPLEMENTED.
+    """The part of vLLM's engine protocol, as the SMG gateway calls it, that radixkv implements. Names and numbers are those
+    of smg-grpc-proto 0.4.28; comments say what radixkv does with a field. Other methods are UNIMPLEMENTED, and a refused
+    field is INVALID_ARGUMENT.
     """
 
     def Generate(self, request, context):
-        """Answers a prompt. Streamed: a chunk with the news of each step, then a Complete for each answer. Otherwise only
-        the Completes.
+        """Generate completions of a prompt. With `stream`, send a chunk with the new tokens of each step, then a
+        GenerateComplete for each completion; otherwise send only the latter.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Abort(self, request, context):
-        """Ends running requests. Ids that are not running are ignored.
+        """Abort running requests. Ids of other requests are ignored.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def HealthCheck(self, request, context):
-        """Tells whether requests are taken, as grpc.health.v1 does.
+        """Report whether requests are accepted, as grpc.health.v1 does.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -130,22 +132,23 @@ class VllmEngineServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetTokenizer(self, request, context):
-        """Hands out the files of the model's tokenizer.
+        """Stream the files of the model's tokenizer.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def SubscribeKvEvents(self, request, context):
-        """Tells what is cached for the gateway's tenant, and each second how full the engine is. A number of another life of
-        the service, or one that is forgotten, is OUT_OF_RANGE at once; falling behind is DATA_LOSS.
+        """Stream the changes to what is cached for the gateway's tenant, and a load record every second. OUT_OF_RANGE if the
+        number is from before a restart of the server, or the following batches are no longer kept. The stream ends with
+        DATA_LOSS if the gateway reads too slowly.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def FlushCache(self, request, context):
-        """Forgets what is cached for the gateway's tenant.
+        """Purge what is cached for the gateway's tenant.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -208,8 +211,9 @@ def add_VllmEngineServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class VllmEngine(object):
-    """The part of vLLM's engine protocol, as the SMG gateway calls it, that radixkv speaks. Names and numbers are those of
-    smg-grpc-proto 0.4.28; comments say what radixkv does with a field. Methods that are not here are UNIMPLEMENTED.
+    """The part of vLLM's engine protocol, as the SMG gateway calls it, that radixkv implements. Names and numbers are those
+    of smg-grpc-proto 0.4.28; comments say what radixkv does with a field. Other methods are UNIMPLEMENTED, and a refused
+    field is INVALID_ARGUMENT.
     """
 
     @staticmethod

@@ -11,7 +11,7 @@ from prometheus_client.registry import RestrictedRegistry
 from radixkv.api.miss_reason import MissReason
 from radixkv.api.result import Usage
 from radixkv.engine.observer import Observer
-from radixkv.errors import DeadlineExceeded, InvalidCredential, InvalidRequest, NotPermitted, QueueFull, RadixKVError
+from radixkv.errors import DeadlinePassed, InvalidCredential, InvalidRequest, NotPermitted, QueueFull, RadixKVError
 from radixkv.scheduling.request import Outcome, Request
 
 # Clients choose tenant names, and each name becomes a time series. Further tenants share the series `other`.
@@ -27,7 +27,7 @@ _REFUSAL_REASONS: tuple[tuple[type[RadixKVError], str], ...] = (
     (InvalidCredential, "unauthenticated"),
     (NotPermitted, "forbidden"),
     (InvalidRequest, "malformed"),
-    (DeadlineExceeded, "slow"),
+    (DeadlinePassed, "slow"),
     (QueueFull, "busy"),
 )
 _OTHER_REASON = "other"

@@ -2,5 +2,6 @@
 
 import os
 
-# Lines of gRPC's core, one for each broken call, repeat what strangers send. It reads this once, as it is imported.
+# gRPC's core would print a line on stderr for each broken call, with text that the peer chose. It reads this variable
+# once, when it is imported.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")

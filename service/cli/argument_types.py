@@ -1,4 +1,4 @@
-"""Parsers of option values: each returns the value of a text, or raises an error that says what it expected."""
+"""Parsers of option values: each converts the text to a value, or raises an error that says what was expected."""
 
 from __future__ import annotations
 

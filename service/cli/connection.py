@@ -1,4 +1,4 @@
-"""The options of a connection to a running service, which all commands that call one share, and the client for them."""
+"""The options of a connection to a running service, which several commands share, and the client for these options."""
 
 from __future__ import annotations
 
@@ -63,10 +63,10 @@ def client_of(arguments: argparse.Namespace) -> Client:
 
 
 def _token(arguments: argparse.Namespace) -> str | None:
-    """Return the token; it is never an argument, since other users of the machine can read those."""
+    """Return the token. It is never an argument, because other users of the machine can read arguments of processes."""
     if arguments.token_file is not None:
         token = Path(arguments.token_file).read_text(encoding="ascii", errors="replace").strip()
         if not token:
-            raise ConfigError(f"{arguments.token_file}: expected a token, got an empty file")
+            raise ConfigError(f"--token-file: {arguments.token_file} is empty; it must contain a token")
         return token
     return os.environ.get(TOKEN_VARIABLE) or None

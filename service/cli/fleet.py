@@ -41,7 +41,9 @@ _OPTIONS = (
     Option("--model", "tiny|DIR", None, "the embedded model, or a directory (default: tiny)"),
     Option("--host", "HOST", None, f"address to listen on (default: {_SERVER.host})"),
     Option("--port", "PORT", int, f"port to listen on; 0 picks a free one (default: {_SERVER.port})"),
-    Option("--replica-host", "H", None, "address that engines listen on; node: that of their machine", "127.0.0.1"),
+    Option(
+        "--replica-host", "H", None, "address that engines listen on; node: the address of their machine", "127.0.0.1"
+    ),
     Option("--cpus", "N", processors, "CPUs per engine", 1.0),
     Option("--gpus", "N", processors, "GPUs per engine", 0.0),
     Option("--ray-address", "A", None, "address of a running Ray cluster (default: starts its own)"),
@@ -80,7 +82,7 @@ def _fleet(arguments: argparse.Namespace) -> None:
     config = Config.load(arguments.config, [*arguments.set, *_settings(arguments)])
     if config.fleet.has_roles and arguments.replicas is not None:
         raise ConfigError("--replicas: can't be combined with fleet.prefill_replicas and fleet.decode_replicas")
-    least, most = _num_replicas(_DEFAULT_REPLICAS if arguments.replicas is None else arguments.replicas)
+    min_replicas, max_replicas = _num_replicas(_DEFAULT_REPLICAS if arguments.replicas is None else arguments.replicas)
     _require_fleet_keys(config)
     require_secure(config.server)
     require_free(config.server)
@@ -92,8 +94,8 @@ def _fleet(arguments: argparse.Namespace) -> None:
     config = with_port(config, config.server.port or _free_port(config.server.host))
     plan = FleetPlan(
         config,
-        least,
-        most,
+        min_replicas,
+        max_replicas,
         arguments.replica_host,
         arguments.cpus,
         arguments.gpus,
@@ -103,7 +105,7 @@ def _fleet(arguments: argparse.Namespace) -> None:
         check_servable(config.model.path)
     stop = threading.Event()
     with running_fleet(plan):
-        for number in (signal.SIGTERM, signal.SIGINT):  # after Ray, which has handlers of its own
+        for number in (signal.SIGTERM, signal.SIGINT):  # after Ray has set its own handlers
             signal.signal(number, lambda *_: stop.set())
         print(f"listening on {host_port(config.server.host, config.server.port)}", flush=True)
         stop.wait()
@@ -111,20 +113,22 @@ def _fleet(arguments: argparse.Namespace) -> None:
 
 def _num_replicas(text: str) -> tuple[int, int]:
     found = re.fullmatch(r"(\d{1,6})(?::(\d{1,6}))?", text)
-    least, most = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
-    if not 1 <= least <= most:
+    minimum, maximum = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
+    if not 1 <= minimum <= maximum:
         raise ConfigError(f"--replicas: expected N, or N:M with N of at least 1 and at most M, got {text!r}")
-    return least, most
+    return minimum, maximum
 
 
 def _require_fleet_keys(config: Config) -> None:
-    """Refuse keys that a fleet does not use, and one role for all replicas."""
+    """Refuse keys that a fleet does not support, and a single role for all replicas."""
     for section, key in _SINGLE_SERVER_KEYS:
         value = getattr(getattr(config, section), key)
         if value is not None:
-            raise ConfigError(f"{section}.{key}: expected none in a fleet, got {value}")
+            raise ConfigError(f"{section}.{key}: a fleet does not support it, got {value}; leave it out")
     if (role := config.transfer.role) != "both":
-        raise ConfigError(f"transfer.role: expected both in a fleet, which has --prefill-replicas, got {role}")
+        raise ConfigError(
+            f"transfer.role: expected both in a fleet, got {role}; use --prefill-replicas and --decode-replicas"
+        )
 
 
 def _require_private(host: str, config: Config) -> None:
@@ -143,8 +147,7 @@ def _require_private(host: str, config: Config) -> None:
             reason = f"{config.fleet.tls_ca}: {error.strerror}"
             raise ConfigError(f"fleet.tls_ca: expected a file of certificates in PEM, got {reason}") from error
         except ValueError as error:
-            reason = f"{config.fleet.tls_ca}, which has none"
-            raise ConfigError(f"fleet.tls_ca: expected a file of certificates in PEM, got {reason}") from error
+            raise ConfigError(f"fleet.tls_ca: {config.fleet.tls_ca} contains no certificates in PEM") from error
     if is_on_this_machine(host):
         return
     if not has_tls and server.tokens_file is not None:

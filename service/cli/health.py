@@ -13,7 +13,7 @@ from radixkv.service.cli.connection import add_connection, client_of
 from radixkv.service.cli.options import Option, add_options
 
 if TYPE_CHECKING:  # it imports gRPC, which --help and errors in arguments need not wait for
-    from radixkv.service.client.calls import ServingStatus
+    from radixkv.service.client.methods import ServingStatus
 
 _TIMEOUT_S = 5.0
 
@@ -57,8 +57,8 @@ def _status_over_tls(arguments: argparse.Namespace) -> ServingStatus | None:
     import grpc
     from google.protobuf.wrappers_pb2 import StringValue
 
-    from radixkv.service.client.calls import HEALTH_CHECK, ServingStatus
     from radixkv.service.client.connection import open_channel, server_name_options
+    from radixkv.service.client.methods import HEALTH_CHECK, ServingStatus
 
     try:
         certificate, name = _certificate_at(arguments.address, arguments.timeout_s)
@@ -90,5 +90,5 @@ def _certificate_at(address: str, timeout_s: float) -> tuple[str, str]:
     names = [value for kind, value in fields.get("subjectAltName", ()) if kind in ("DNS", "IP Address")]
     names += [value for part in fields.get("subject", ()) for kind, value in part if kind == "commonName"]
     if not names:
-        raise OSError("expected a certificate with a name, got one without")
+        raise OSError("the certificate has no name")
     return certificate, names[0]

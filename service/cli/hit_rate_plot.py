@@ -1,4 +1,4 @@
-"""A picture of simulations: hit rate against capacity, a line for each policy, the optimum above them."""
+"""A plot of simulations: hit rate against capacity, with one line per policy and one for the optimum."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _STYLE: Any = {
     "grid.color": _FAINT,
     "grid.linewidth": 0.8,
 }
-_LABEL_GAP = 0.042  # of the axes' height, between the names at the right
+_LABEL_GAP = 0.042  # minimum distance between the names at the right, as a fraction of the height of the axes
 
 
 def draw_hit_rates(path: Path, simulations: Sequence[Simulation], trace: str) -> None:
@@ -95,21 +95,21 @@ def _draw_curves(axes: Axes, curves: dict[str, list[Simulation]]) -> None:
 
 
 def _name_ends(axes: Axes, ends: list[tuple[float, str, str]]) -> None:
-    """Write each policy's name where its line ends, pushed apart where lines end together."""
+    """Write the name of each policy where its line ends, with at least `_LABEL_GAP` between two names."""
     low, high = axes.get_ylim()
-    places = sorted(((share - low) / (high - low), policy, color) for share, policy, color in ends)
-    heights = [place for place, _, _ in places]
+    labels = sorted(((share - low) / (high - low), policy, color) for share, policy, color in ends)
+    heights = [height for height, _, _ in labels]
     for index in range(len(heights) - 2, -1, -1):
         heights[index] = min(heights[index], heights[index + 1] - _LABEL_GAP)
     bottom = 0.0
-    for height, (_, policy, color) in zip(heights, places, strict=True):
+    for height, (_, policy, color) in zip(heights, labels, strict=True):
         bottom = max(height, bottom)
         axes.text(1.015, bottom, policy, transform=axes.transAxes, color=color, va="center")
         bottom += _LABEL_GAP
 
 
 def _spread(capacities: Sequence[int]) -> list[int]:
-    """Return the capacities that have room for a label: each at least a fifth above the one before."""
+    """Return the capacities that get a label: each is at least a fifth larger than the previous one."""
     kept: list[int] = []
     for capacity in capacities:
         if not kept or capacity >= 1.2 * kept[-1]:

@@ -15,7 +15,7 @@ from radixkv.service.cli.argument_types import whole
 from radixkv.service.cli.options import Option, flag
 from radixkv.storage.kv_layout import FORMAT_OF_DTYPE, HeadKV, KVFormat, KVLayout, LatentKV, MixedKV
 
-# The option and the name in config.json of each field of a Checkpoint that a layout needs.
+# For each field of a Checkpoint that a layout needs, the option and the name in config.json.
 _NAMES = {
     "num_layers": ("--layers", "num_hidden_layers"),
     "num_kv_heads": ("--kv-heads", "num_key_value_heads"),

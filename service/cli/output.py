@@ -108,7 +108,7 @@ def stats_table(stats: StatsResponse) -> str:
     if _is_global(stats):
         rows += _global_rows(stats)
     for tier in stats.tiers:
-        state = "" if tier.is_working else ", out of use"
+        state = "" if tier.is_working else ", disabled"
         moved = f"{tier.loaded_blocks} loaded, {tier.missed_blocks} missed, {tier.saved_blocks} saved"
         held = f"{tier.blocks} blocks, {tier.used_bytes} bytes; " if tier.HasField("blocks") else ""
         rows.append((f"tier {tier.tier}", f"{held}{moved}{state}"))

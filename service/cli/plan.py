@@ -226,23 +226,23 @@ def _transfer_section(arguments: argparse.Namespace, token_bytes: int) -> Report
 
 
 def _tier_section(arguments: argparse.Namespace, token_bytes: int) -> ReportSection | None:
-    rooms = tier_capacities(arguments.tiers, lambda subject: token_bytes, arguments.block_size)
+    tiers = tier_capacities(arguments.tiers, lambda subject: token_bytes, arguments.block_size)
     for option, numbers in (("--tier-gb-s", arguments.tier_gb_s), ("--tier-ms", arguments.tier_ms)):
-        unknown = set(numbers) - {room.name for room in rooms}
+        unknown = set(numbers) - {tier.name for tier in tiers}
         if unknown:
             raise ConfigError(f"{option}: expected names of --tier, got {min(unknown)}")
-    if not rooms:
+    if not tiers:
         return None
     rates = {"host": arguments.pcie_gb_s, "disk": _DISK_GB_S, **arguments.tier_gb_s}
     links = [
-        TierLink(rates.get(room.name, _NETWORK_GB_S) * GB, arguments.tier_ms.get(room.name, 0.0) / 1e3)
-        for room in rooms
+        TierLink(rates.get(tier.name, _NETWORK_GB_S) * GB, arguments.tier_ms.get(tier.name, 0.0) / 1e3)
+        for tier in tiers
     ]
     tokens_per_s = arguments.prefill_tokens_per_s
     if tokens_per_s is None and arguments.params_b is not None:
         tokens_per_s = 1e6 / recompute_us(arguments.params_b * 1e9, arguments.tflops * 1e12)
     return plan_report.tier_section(
-        rooms, links, block_size=arguments.block_size, token_bytes=token_bytes, tokens_per_s=tokens_per_s
+        tiers, links, block_size=arguments.block_size, token_bytes=token_bytes, tokens_per_s=tokens_per_s
     )
 
 

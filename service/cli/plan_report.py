@@ -59,7 +59,7 @@ def json_of(sections: Sequence[ReportSection]) -> str:
 
 
 def limit_section(limit: SequenceLimit, requested_tokens: int) -> ReportSection | None:
-    """Return how long a sequence may be; None if that is as long as the model states, and as requested."""
+    """Return the maximum length of a sequence; None if it is what the model states, and covers the requested length."""
     if limit.max_tokens is None or not (limit.reason or requested_tokens > limit.max_tokens):
         return None
     rows = [("served", f"at most {limit.max_tokens:,} tokens")]
@@ -330,7 +330,7 @@ class TierLink:
 
 
 def tier_section(
-    rooms: Sequence[TierCapacity],
+    tiers: Sequence[TierCapacity],
     links: Sequence[TierLink],
     *,
     block_size: int,
@@ -340,7 +340,7 @@ def tier_section(
     """Return one line per tier.
 
     Args:
-        rooms: capacities of the tiers.
+        tiers: names and capacities of the tiers.
         links: speeds of the tiers, in the same order.
         block_size: tokens per block.
         token_bytes: K/V bytes per token.
@@ -350,34 +350,34 @@ def tier_section(
     compute_us = None if tokens_per_s is None else block_size / tokens_per_s * 1e6
     rows: list[tuple[str, ...]] = [("", "tokens", "load a block", "compute it", "same time at", "loading pays")]
     fields: dict[str, int | float | None] = {}
-    for room, link in zip(rooms, links, strict=True):
+    for tier, link in zip(tiers, links, strict=True):
         transfer_us = load_us(block_bytes, link.bytes_per_s)
-        least = None
+        min_blocks = None
         if tokens_per_s is not None:
-            least = least_loaded_blocks(link, block_bytes, block_size, tokens_per_s)
+            min_blocks = min_loaded_blocks(link, block_bytes, block_size, tokens_per_s)
         latency = f" + {link.latency_s * 1e3:g} ms per call" if link.latency_s else ""
         rows.append(
             (
-                room.name,
-                "unbounded" if room.capacity_tokens is None else f"{room.capacity_tokens:,}",
+                tier.name,
+                "unbounded" if tier.capacity_tokens is None else f"{tier.capacity_tokens:,}",
                 f"{transfer_us:,.1f} us, {link.bytes_per_s / GB:g} GB/s{latency}",
                 "?" if compute_us is None else f"{compute_us:,.1f} us",
                 f"{link.bytes_per_s / token_bytes:,.0f} tokens/s",
-                _verdict(tokens_per_s, least, block_size),
+                _verdict(tokens_per_s, min_blocks, block_size),
             )
         )
         fields |= {
-            f"tier_{room.name}_capacity_tokens": room.capacity_tokens,
-            f"tier_{room.name}_load_us_per_block": transfer_us,
-            f"tier_{room.name}_compute_us_per_block": compute_us,
-            f"tier_{room.name}_latency_us": link.latency_s * 1e6,
-            f"tier_{room.name}_break_even_tokens_per_s": link.bytes_per_s / token_bytes,
-            f"tier_{room.name}_least_loaded_tokens": None if least is None else least * block_size,
+            f"tier_{tier.name}_capacity_tokens": tier.capacity_tokens,
+            f"tier_{tier.name}_load_us_per_block": transfer_us,
+            f"tier_{tier.name}_compute_us_per_block": compute_us,
+            f"tier_{tier.name}_latency_us": link.latency_s * 1e6,
+            f"tier_{tier.name}_break_even_tokens_per_s": link.bytes_per_s / token_bytes,
+            f"tier_{tier.name}_least_loaded_tokens": None if min_blocks is None else min_blocks * block_size,
         }
     return ReportSection(f"tiers, blocks of {block_size} tokens", rows, fields)
 
 
-def least_loaded_blocks(link: TierLink, block_bytes: int, block_size: int, tokens_per_s: float) -> int | None:
+def min_loaded_blocks(link: TierLink, block_bytes: int, block_size: int, tokens_per_s: float) -> int | None:
     """Return the shortest run of blocks that the engine would load; None if it would always compute.
 
     The engine's own `LoadOrCompute` decides, after it has measured these rates.
@@ -387,18 +387,18 @@ def least_loaded_blocks(link: TierLink, block_bytes: int, block_size: int, token
     for num_blocks in (1, _FAR_BLOCKS):
         choice.note_start("tier", num_blocks)
         choice.note_end("tier", num_blocks, link.latency_s + num_blocks * block_bytes / link.bytes_per_s)
-    least = 1 + bisect_left(
+    min_blocks = 1 + bisect_left(
         range(1, _MAX_RUN_BLOCKS + 1), 1, key=lambda length: min(1, choice.choose(0, ["tier"] * length).num_blocks)
     )
-    return least if least <= _MAX_RUN_BLOCKS else None
+    return min_blocks if min_blocks <= _MAX_RUN_BLOCKS else None
 
 
-def _verdict(tokens_per_s: float | None, least: int | None, block_size: int) -> str:
+def _verdict(tokens_per_s: float | None, min_blocks: int | None, block_size: int) -> str:
     if tokens_per_s is None:
         return "below that rate"
-    if least is None:
+    if min_blocks is None:
         return "never"
-    return "always" if least == 1 else f"from {least * block_size:,} tokens on"
+    return "always" if min_blocks == 1 else f"from {min_blocks * block_size:,} tokens on"
 
 
 def _size(num_bytes: int) -> str:

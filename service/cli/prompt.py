@@ -188,7 +188,7 @@ def _decoded(text: bytes) -> str:
         return text.decode("utf-8")
     except UnicodeDecodeError as error:
         raise ConfigError(
-            f"--text: expected text in UTF-8, got the byte {text[error.start]:#04x}; with --bytes, any bytes will do"
+            f"--text: expected text in UTF-8, got the byte {text[error.start]:#04x}; --bytes accepts any bytes"
         ) from error
 
 
@@ -203,7 +203,7 @@ def _text(text: str) -> bytes:
 def _read_text(path: str) -> bytes:
     text = _read(path)
     if not text:
-        raise argparse.ArgumentTypeError(f"expected text, got none from {'stdin' if path == '-' else path}")
+        raise argparse.ArgumentTypeError(f"{'stdin' if path == '-' else path} is empty; it must contain text")
     return text
 
 

@@ -132,7 +132,7 @@ def _serve(arguments: argparse.Namespace) -> None:
         try:
             _run(config, progress)
         finally:
-            gc.unfreeze()  # `run` does the same, but may not have been reached
+            gc.unfreeze()  # `run` does the same, unless an error occurred before it
 
 
 def _run(config: Config, progress: StartProgress) -> None:
@@ -172,7 +172,7 @@ def _run(config: Config, progress: StartProgress) -> None:
 def _warn_of_turn_end(model_path: str, eos_token_ids: Set[int]) -> None:
     """Log if the chat template of a model ends answers with a token that does not end a generation.
 
-    A tokenizer without `tokenizer.json` is not looked at, since loading it takes seconds.
+    Tokenizers without `tokenizer.json` are not checked, because loading them takes seconds.
     """
     if model_path == "tiny":
         return
@@ -183,12 +183,12 @@ def _warn_of_turn_end(model_path: str, eos_token_ids: Set[int]) -> None:
 
     try:
         end = Tokenizer.load(directory).turn_end()
-    except (ModuleNotFoundError, ValueError):  # callers who need the tokenizer get the reason
+    except (ModuleNotFoundError, ValueError):  # requests that need the tokenizer fail with the reason
         return
     if end is not None and end[1] not in eos_token_ids:
         _logger.warning(
             "the chat template ends answers with %s (%d), which neither generation_config.json nor config.json nor the "
-            "tokenizer names as end of sequence: if the model goes on after it, add it to eos_token_id in "
+            "tokenizer names as end of sequence: if the model continues after it, add it to eos_token_id in "
             "generation_config.json, or send it in stop_token_ids",
             *end,
         )
@@ -215,10 +215,10 @@ def _announce(model: ModelConfig) -> None:
     Raises:
         ConfigError: there is no such model, or it can't be served.
     """
-    described = "the embedded model tiny"
+    name = "the embedded model tiny"
     if model.path != "tiny":
-        described = f"{model.path} ({check_servable(model.path) / 1e9:.2f} GB of weights)"
-    _logger.info("radixkv %s is starting: %s, device %s, dtype %s", __version__, described, model.device, model.dtype)
+        name = f"{model.path} ({check_servable(model.path) / 1e9:.2f} GB of weights)"
+    _logger.info("radixkv %s is starting: %s, device %s, dtype %s", __version__, name, model.device, model.dtype)
 
 
 def _start_log(level: str, log_format: str) -> None:

@@ -78,7 +78,7 @@ def run_simulations(arguments: argparse.Namespace, tiers: Sequence[TierCapacity]
     """Replay the trace for each policy and capacity. A plot always includes the optimum. Returns the text to print.
 
     Raises:
-        ConfigError: an argument makes no sense; raised before anything is replayed.
+        ConfigError: an argument is invalid; raised before anything is replayed.
     """
     policies, capacities_tokens, block_size = arguments.policy, arguments.capacity_tokens, arguments.block_size
     for policy, capacity_tokens in itertools.product(policies, capacities_tokens):

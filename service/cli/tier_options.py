@@ -70,15 +70,15 @@ def tier_capacities(
     Raises:
         ConfigError: a size is in bytes without a model, two tiers have one name, or a tier is smaller than a block.
     """
-    rooms = []
+    capacities = []
     for size in sizes:
         num_tokens = size.num_tokens
         if size.num_bytes is not None:
             token_bytes = token_bytes_of(f"--tier {size.name} in bytes")
             num_tokens = tier_capacity_tokens(size.name, size.num_bytes, token_bytes, block_size)
-        rooms.append(TierCapacity(size.name, num_tokens))
-    check_tiers(rooms, block_size)
-    return rooms
+        capacities.append(TierCapacity(size.name, num_tokens))
+    check_tiers(capacities, block_size)
+    return capacities
 
 
 def _pairs(text: str) -> list[tuple[str, str]]:

@@ -23,10 +23,10 @@ _NUM_RANDOM_BYTES = 32
 
 
 _ROLES = (
-    Option("--tenant", "NAME", name, "a token of this tenant (default: none)"),
-    Option("--router", "all|NAME[,...]", name, "a token of a router, which may act for these tenants (default: none)"),
-    flag("--admin", "a token of an admin, for every call"),
-    flag("--reader", "a token for metrics and statistics only"),
+    Option("--tenant", "NAME", name, "make a token for this tenant (default: none)"),
+    Option("--router", "all|NAME[,...]", name, "make a token for a router that acts for these tenants (default: none)"),
+    flag("--admin", "make a token for an admin, who may make every call"),
+    flag("--reader", "make a token for metrics and statistics only"),
 )
 _NAME = Option("--name", "NAME", name, "name of the credential in the log", more={"required": True})
 _REST = (
@@ -84,10 +84,10 @@ def _toml(value: Any) -> str:
 
 
 def _add(path: Path, entry: str) -> None:
-    """Append an entry in one write, so that a server that reads the file at the same time sees all of it or none.
+    """Append an entry in one write, so that a server that reads the file at the same time sees the whole entry or none.
 
     Raises:
-        ConfigError: the file can't be read or written, or would not be a valid credentials file; then it is unchanged.
+        ConfigError: the file can't be read or written, or would not be a valid credentials file. The file is unchanged.
     """
     try:
         before = path.read_text(encoding="utf-8") if path.exists() else ""
@@ -97,7 +97,7 @@ def _add(path: Path, entry: str) -> None:
         with open(descriptor, "w", encoding="utf-8") as file:
             file.write(added)
     except UnicodeDecodeError as error:
-        raise ConfigError("--file: expected UTF-8, got something else") from error
+        raise ConfigError("--file: the file is not UTF-8") from error
     except OSError as error:
         reason = f"{path}: {error.strerror}"
         raise ConfigError(f"--file: expected a file that can be read and written, got {reason}") from error

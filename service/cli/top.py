@@ -66,7 +66,7 @@ class StatsSample(NamedTuple):
 def screen(
     now: StatsSample, before: StatsSample | None, num_columns: int = 120, num_lines: int | None = None
 ) -> list[str]:
-    """Return the lines of a screen. A tenant may not see global rates, requests and blocks, so its screen has none.
+    """Return the lines of a screen. A tenant may not see global rates, requests and blocks; its screen leaves them out.
 
     Args:
         now: the current sample.
@@ -178,7 +178,7 @@ def _blocks(stats: StatsResponse, num_columns: int) -> list[str]:
 
 def _store(tier: TierStats) -> str:
     blocks = f"{tier.blocks} blocks" if tier.HasField("blocks") else "shared"
-    state = "" if tier.is_working else "; out of use"
+    state = "" if tier.is_working else "; disabled"
     return f"in {tier.tier}  {blocks}; {tier.loaded_blocks} loaded, {tier.saved_blocks} saved so far{state}"
 
 
@@ -205,10 +205,10 @@ def _times(message: TimeStatsMessage) -> TimeStats:
 
 
 def _quantiles(times: TimeStats) -> str:
-    median_s, most_s = times.quantile_s(0.5), times.quantile_s(0.99)
-    if median_s is None or most_s is None:
+    p50_s, p99_s = times.quantile_s(0.5), times.quantile_s(0.99)
+    if p50_s is None or p99_s is None:
         return "-"
-    return f"p50 {1000 * median_s:.0f} ms, p99 {1000 * most_s:.0f} ms"
+    return f"p50 {1000 * p50_s:.0f} ms, p99 {1000 * p99_s:.0f} ms"
 
 
 def _percent(part: int, whole: int) -> str:

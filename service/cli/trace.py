@@ -1,4 +1,4 @@
-"""`radixkv trace`: makes a trace without text from a file of texts."""
+"""`radixkv trace`: converts a file of texts into a trace without text."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _OPTIONS = (
         more={"required": True},
     ),
     Option("--output", "FILE", None, "file to write; a name that ends in .gz is compressed", more={"required": True}),
-    Option("--tokens-per-id", "N", positive, "tokens of an id; reuse is found in steps of this size", 16),
+    Option("--tokens-per-id", "N", positive, "tokens per id; reuse can be simulated only in steps of this size", 16),
     Option("--limit", "N", positive, "convert only the first N requests (default: all)"),
 )
 
@@ -48,14 +48,14 @@ def add_arguments(trace: argparse.ArgumentParser) -> None:
 
 
 class _Blocks:
-    """Numbers for blocks of tokens: equal numbers for equal blocks after equal blocks, in order of first appearance."""
+    """Numbers token blocks in order of first appearance. Equal blocks with equal preceding blocks share a number."""
 
     def __init__(self, tokens_per_id: int) -> None:
         self._tokens_per_id = tokens_per_id
         self._numbers: dict[tuple[int, bytes], int] = {}
 
     def ids_of(self, token_ids: list[int]) -> list[int]:
-        """Return the ids of a prompt; the last one covers its rest."""
+        """Return the ids of the blocks of a prompt; the last block may be shorter."""
         tokens = np.array(token_ids, dtype=np.uint32)
         ids, before = [], -1
         for start in range(0, len(tokens), self._tokens_per_id):
@@ -66,7 +66,7 @@ class _Blocks:
 
 
 class _Encoder:
-    """Turns prompts into token ids, and remembers what the chat template refused."""
+    """Converts prompts to token ids, and counts those that the chat template rejects."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -74,7 +74,7 @@ class _Encoder:
         self.first_refused = ""
 
     def encode(self, request: TextRequest) -> list[int] | None:
-        """Return the token ids of a prompt; None if the chat template refuses it."""
+        """Return the token ids of a prompt; None if the chat template rejects it."""
         try:
             if isinstance(request.prompt, str):
                 return self._tokenizer.encode(request.prompt)
@@ -115,9 +115,7 @@ def _trace(arguments: argparse.Namespace) -> None:
     except OSError as error:
         raise ConfigError(f"--output: expected a file that can be written, got {output}: {error.strerror}") from error
     if not num_lines:
-        raise ConfigError(
-            f"{arguments.texts}: expected at least one prompt, got none{_refusals(encoder, ' that can be encoded')}"
-        )
+        raise ConfigError(f"{arguments.texts}: the file has no prompt{_refusals(encoder, ' that can be encoded')}")
     print(f"{num_lines:,} requests in {output}{_refusals(encoder, '')}", file=sys.stderr)
 
 

@@ -1,4 +1,4 @@
-"""The options of a trace: its file, its format, and what the file does not say about itself."""
+"""The options of a trace: its file, its format, and properties that the file does not state."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TRACE_OPTIONS = (
         "--tokens-per-id",
         "N",
         positive,
-        "tokens of an id of the trace (default: what the trace says, 16 for bailian, or the power of two that fits)",
+        "tokens per id of the trace (default: as the trace states, 16 for bailian, or the power of two that fits)",
     ),
     Option(
         "--timestamps",

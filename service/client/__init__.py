@@ -19,7 +19,7 @@ A call that fails raises a subclass of `ServiceError`, which is also a `grpc.Rpc
     │   └── OutOfRange         subscribe to events from 0
     ├── FailedPrecondition     change the configuration of the service or the tenant
     ├── NotFound               load the adapter, hold the lease or register the prefix first
-    ├── Unimplemented          switch the feature on in the service's configuration
+    ├── Unimplemented          enable the feature in the service's configuration
     ├── Unauthenticated        pass a valid token or certificate
     ├── PermissionDenied       use a credential that allows the call
     ├── ResourceExhausted      retry after `retry_after_s`, if that is not None

@@ -15,7 +15,7 @@ _NO_PROXY_VARIABLES = ("no_grpc_proxy", "no_proxy")
 
 
 def require_address(address: str) -> str:
-    """Check an address: gRPC would connect to port 443 if there is none, and take any port modulo 65536.
+    """Check an address. Without this check, gRPC would use port 443 if there is none, and any port modulo 65536.
 
     Returns:
         The address.
@@ -68,8 +68,8 @@ def proxy_variable(address: str, options: ChannelOptions = ()) -> str:
     Connections to this machine use no proxy, see `open_channel`.
 
     Args:
-        address: of the server.
-        options: of the channel; `grpc.enable_http_proxy` of 0 means no proxy.
+        address: address of the server.
+        options: options of the channel. If `grpc.enable_http_proxy` is 0, no proxy is used.
     """
     if not dict(options).get("grpc.enable_http_proxy", not is_on_this_machine(address)):
         return ""

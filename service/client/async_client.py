@@ -11,10 +11,10 @@ import grpc
 from google.protobuf.wrappers_pb2 import StringValue
 
 from radixkv.api.retention import Retention
-from radixkv.service.client import calls
+from radixkv.service.client import methods
 from radixkv.service.client.address import ChannelOptions
-from radixkv.service.client.calls import CALLS, Call, Request, Response, ServingStatus
 from radixkv.service.client.connection import Connection, File, require_timeout
+from radixkv.service.client.methods import METHODS, Method, Request, Response, ServingStatus
 from radixkv.service.client.requests import (
     GenerateOptions,
     PrefillOptions,
@@ -104,7 +104,7 @@ class AsyncClient:
         )
         self._is_closed = False
         self._channel = self._connection.open_async()
-        self._stubs = {call: call.bind(self._channel) for call in CALLS}
+        self._stubs = {method: method.bind(self._channel) for method in METHODS}
         self._served = AsyncServedTokenizer(self._tokenizer_chunks)
         self.public = AsyncPublicPrefixClient(self._call, self._served)
 
@@ -126,7 +126,7 @@ class AsyncClient:
     ) -> PrefillResponse:
         """Prefill one prompt; see `Client.prefill`. Cancelling the awaiting task cancels the request."""
         token_ids = await self._served.token_ids(prompt, timeout_s)
-        return await self._call(calls.PREFILL, prefill_request(token_ids, options), timeout_s)
+        return await self._call(methods.PREFILL, prefill_request(token_ids, options), timeout_s)
 
     @overload
     def generate(
@@ -171,15 +171,15 @@ class AsyncClient:
         """Return how many tokens a prefill would reuse now; see `Client.probe`."""
         token_ids = await self._served.token_ids(prompt)
         request = prompt_request(ProbeRequest, token_ids, tenant=tenant, adapter=adapter, salt=salt)
-        return await self._call(calls.PROBE, request)
+        return await self._call(methods.PROBE, request)
 
     async def release(self, lease_id: str, *, tenant: str = "") -> ReleaseResponse:
         """Release a held lease; see `Client.release`."""
-        return await self._call(calls.RELEASE, make_request(ReleaseRequest, lease_id=lease_id, tenant=tenant))
+        return await self._call(methods.RELEASE, make_request(ReleaseRequest, lease_id=lease_id, tenant=tenant))
 
     async def renew(self, lease_id: str, *, tenant: str = "") -> RenewResponse:
         """Restart the time to live of a held lease; see `Client.renew`."""
-        return await self._call(calls.RENEW, make_request(RenewRequest, lease_id=lease_id, tenant=tenant))
+        return await self._call(methods.RENEW, make_request(RenewRequest, lease_id=lease_id, tenant=tenant))
 
     def fetch_kv(
         self,
@@ -204,7 +204,7 @@ class AsyncClient:
             num_layers=num_layers,
             stores=stores,
         )
-        return self._stream(calls.FETCH_KV, request, self._connection.timeout_s(timeout_s))
+        return self._stream(methods.FETCH_KV, request, self._connection.timeout_s(timeout_s))
 
     async def retain(
         self, prompt: str | TokenIds, retention: Retention, *, tenant: str = "", adapter: str = "", salt: str = ""
@@ -212,7 +212,7 @@ class AsyncClient:
         """Set the retention priority of a cached range; see `Client.retain`."""
         token_ids = await self._served.token_ids(prompt)
         request = retain_request(token_ids, retention, tenant=tenant, adapter=adapter, salt=salt)
-        return await self._call(calls.RETAIN, request)
+        return await self._call(methods.RETAIN, request)
 
     async def purge(
         self,
@@ -223,7 +223,7 @@ class AsyncClient:
         everything: bool = False,
     ) -> PurgeResponse:
         """Drop everything that is cached for a tenant, an adapter or a salt; see `Client.purge`."""
-        return await self._call(calls.PURGE, purge_request(tenant, adapter, salt, everything=everything))
+        return await self._call(methods.PURGE, purge_request(tenant, adapter, salt, everything=everything))
 
     async def segments(
         self,
@@ -243,31 +243,31 @@ class AsyncClient:
             hottest_first=hottest_first,
             store=store,
         )
-        return await self._call(calls.LIST_SEGMENTS, request)
+        return await self._call(methods.LIST_SEGMENTS, request)
 
     async def stats(self, *, max_tenants: int | None = None, tenant: str | None = None) -> StatsResponse:
         """Return the contents of the cache and the counters of the server; see `Client.stats`."""
-        return await self._call(calls.STATS, make_request(StatsRequest, max_tenants=max_tenants, tenant=tenant))
+        return await self._call(methods.STATS, make_request(StatsRequest, max_tenants=max_tenants, tenant=tenant))
 
     async def load_adapter(self, name: str, path: str) -> LoadAdapterResponse:
         """Load a LoRA adapter; see `Client.load_adapter`."""
-        return await self._call(calls.LOAD_ADAPTER, make_request(LoadAdapterRequest, name=name, path=path))
+        return await self._call(methods.LOAD_ADAPTER, make_request(LoadAdapterRequest, name=name, path=path))
 
     async def unload_adapter(self, name: str) -> None:
         """Unload an adapter; see `Client.unload_adapter`."""
-        await self._call(calls.UNLOAD_ADAPTER, make_request(UnloadAdapterRequest, name=name))
+        await self._call(methods.UNLOAD_ADAPTER, make_request(UnloadAdapterRequest, name=name))
 
     async def adapters(self) -> ListAdaptersResponse:
         """List the adapters; see `Client.adapters`."""
-        return await self._call(calls.LIST_ADAPTERS, ListAdaptersRequest())
+        return await self._call(methods.LIST_ADAPTERS, ListAdaptersRequest())
 
     async def drain(self) -> None:
         """Shut the server down as SIGTERM does; see `Client.drain`."""
-        await self._call(calls.DRAIN, DrainRequest())
+        await self._call(methods.DRAIN, DrainRequest())
 
     async def health(self, service: str = "", *, timeout_s: float | None = None) -> ServingStatus:
         """Return whether the server accepts requests; see `Client.health`."""
-        response = await self._call(calls.HEALTH_CHECK, StringValue(value=service), timeout_s)
+        response = await self._call(methods.HEALTH_CHECK, StringValue(value=service), timeout_s)
         return ServingStatus(response.value)
 
     async def tokenizer(self) -> Tokenizer:
@@ -279,7 +279,7 @@ class AsyncClient:
     ) -> AsyncIterator[EventBatch]:
         """Subscribe to cache events; see `Client.subscribe`. Read the batches with `async for`."""
         request = make_request(SubscribeRequest, start_sequence_number=start_sequence_number, stores=stores)
-        return self._stream(calls.SUBSCRIBE, request, require_timeout(timeout_s))
+        return self._stream(methods.SUBSCRIBE, request, require_timeout(timeout_s))
 
     async def route(
         self,
@@ -290,13 +290,13 @@ class AsyncClient:
         salt: str = "",
         avoid: Iterable[str] = (),
     ) -> RouteResponse:
-        """Ask a fleet which replica a prompt should be sent to; see `Client.route`."""
+        """Ask a fleet which replica should get a prompt; see `Client.route`."""
         token_ids = await self._served.token_ids(prompt)
         request = prompt_request(RouteRequest, token_ids, tenant=tenant, adapter=adapter, salt=salt, avoid=avoid)
-        return await self._call(calls.ROUTE, request)
+        return await self._call(methods.ROUTE, request)
 
     def _generate(self, request: GenerateRequest, timeout_s: float | None) -> AsyncResponseStream[GenerateResponse]:
-        return self._stream(calls.GENERATE, request, self._connection.timeout_s(timeout_s))
+        return self._stream(methods.GENERATE, request, self._connection.timeout_s(timeout_s))
 
     def _generate_text(
         self, encode: Callable[[Tokenizer], list[int]], timeout_s: float | None, options: GenerateOptions
@@ -312,27 +312,29 @@ class AsyncClient:
         return AsyncTextAnswer(start)
 
     def _tokenizer_chunks(self, request: GetTokenizerRequest, timeout_s: float | None) -> AsyncIterator[TokenizerChunk]:
-        return self._stream(calls.GET_TOKENIZER, request, self._connection.timeout_s(timeout_s))
+        return self._stream(methods.GET_TOKENIZER, request, self._connection.timeout_s(timeout_s))
 
-    async def _call(self, call: Call[Request, Response], request: Request, timeout_s: float | None = None) -> Response:
-        """Make a call with one response. `timeout_s` is its deadline; None for the client's."""
+    async def _call(
+        self, method: Method[Request, Response], request: Request, timeout_s: float | None = None
+    ) -> Response:
+        """Make a call with one response. `timeout_s` is its deadline; None for the client's default."""
         self._require_open()
         timeout_s = self._connection.timeout_s(timeout_s)
-        metadata = self._connection.metadata(call, request)
+        metadata = self._connection.metadata(method, request)
         try:
-            response: Response = await self._stubs[call](request, timeout=timeout_s, metadata=metadata)
+            response: Response = await self._stubs[method](request, timeout=timeout_s, metadata=metadata)
         except grpc.RpcError as error:
-            raise self._connection.error_of(error, call, timeout_s) from None
+            raise self._connection.error_of(error, method, timeout_s) from None
         return response
 
     def _stream(
-        self, call: Call[Request, Response], request: Request, timeout_s: float | None
+        self, method: Method[Request, Response], request: Request, timeout_s: float | None
     ) -> AsyncResponseStream[Response]:
         """Make a call with a stream of responses. `timeout_s` is its deadline; None for none."""
         self._require_open()
-        metadata = self._connection.metadata(call, request)
-        responses = self._stubs[call](request, timeout=timeout_s, metadata=metadata)
-        return AsyncResponseStream(responses, lambda error: self._connection.error_of(error, call, timeout_s))
+        metadata = self._connection.metadata(method, request)
+        responses = self._stubs[method](request, timeout=timeout_s, metadata=metadata)
+        return AsyncResponseStream(responses, lambda error: self._connection.error_of(error, method, timeout_s))
 
     def _require_open(self) -> None:
         if self._is_closed:
@@ -342,7 +344,7 @@ class AsyncClient:
 class AsyncPublicPrefixClient:
     """The asyncio version of `PublicPrefixClient`, which `AsyncClient.public` returns."""
 
-    def __init__(self, call: Callable[[Call[Any, Any], Any], Awaitable[Any]], served: AsyncServedTokenizer) -> None:
+    def __init__(self, call: Callable[[Method[Any, Any], Any], Awaitable[Any]], served: AsyncServedTokenizer) -> None:
         self._call = call
         self._served = served
 
@@ -350,17 +352,17 @@ class AsyncPublicPrefixClient:
         """Register a public prefix; see `PublicPrefixClient.register`."""
         token_ids = await self._served.token_ids(prefix)
         request = prompt_request(RegisterPublicPrefixRequest, token_ids, name=name, adapter=adapter)
-        prefix_message: PublicPrefix = (await self._call(calls.REGISTER_PUBLIC_PREFIX, request)).public_prefix
+        prefix_message: PublicPrefix = (await self._call(methods.REGISTER_PUBLIC_PREFIX, request)).public_prefix
         return prefix_message
 
     async def unregister(self, name: str) -> PublicPrefix:
         """Unregister a public prefix; see `PublicPrefixClient.unregister`."""
         request = make_request(UnregisterPublicPrefixRequest, name=name)
-        prefix_message: PublicPrefix = (await self._call(calls.UNREGISTER_PUBLIC_PREFIX, request)).public_prefix
+        prefix_message: PublicPrefix = (await self._call(methods.UNREGISTER_PUBLIC_PREFIX, request)).public_prefix
         return prefix_message
 
     async def list(self) -> ListPublicPrefixesResponse:
         """List the registered public prefixes; see `PublicPrefixClient.list`."""
         request = ListPublicPrefixesRequest()
-        response: ListPublicPrefixesResponse = await self._call(calls.LIST_PUBLIC_PREFIXES, request)
+        response: ListPublicPrefixesResponse = await self._call(methods.LIST_PUBLIC_PREFIXES, request)
         return response

@@ -10,10 +10,10 @@ import grpc
 from google.protobuf.wrappers_pb2 import StringValue
 
 from radixkv.api.retention import Retention
-from radixkv.service.client import calls
+from radixkv.service.client import methods
 from radixkv.service.client.address import ChannelOptions
-from radixkv.service.client.calls import CALLS, Call, Request, Response, ServingStatus
 from radixkv.service.client.connection import Connection, File, require_timeout
+from radixkv.service.client.methods import METHODS, Method, Request, Response, ServingStatus
 from radixkv.service.client.requests import (
     GenerateOptions,
     PrefillOptions,
@@ -89,7 +89,7 @@ class Client:
 
         Args:
             address: `HOST:PORT` of the server.
-            timeout_s: deadline of calls that are given none; None for no deadline.
+            timeout_s: default deadline of calls in seconds; None for no deadline.
             retries: maximum number of retries of a call that fails with UNAVAILABLE, 0 to 4. gRPC waits up to 0.1 s
                 before the first retry and twice as long before each further one; the deadline covers all attempts. The
                 idempotent calls are retried: `prefill`, `generate` before its first tokens, `probe`, `renew`,
@@ -97,7 +97,8 @@ class Client:
             prefix_key_tokens: send the header `x-prefix-key` with prompts, a digest of tenant, adapter, salt and this
                 number of first tokens, so that a proxy that hashes it sends prompts with a common prefix to the same
                 server; 0 for no header.
-            tls_ca: PEM file with the authorities of the server's certificate; None for a connection without TLS.
+            tls_ca: PEM file with the authorities that may have signed the server's certificate; None for a connection
+                without TLS.
             token: bearer token that authenticates the client. Requires `tls_ca`, unless the server is on this machine.
             certificate, key: PEM files of the client's own certificate and its private key, for mutual TLS.
             options: gRPC channel options, which override those of the client.
@@ -121,7 +122,7 @@ class Client:
         )
         self._is_closed = False
         self._channel = self._connection.open()
-        self._stubs = {call: call.bind(self._channel) for call in CALLS}
+        self._stubs = {method: method.bind(self._channel) for method in METHODS}
         self._served = ServedTokenizer(self._tokenizer_chunks)
         self.public = PublicPrefixClient(self._call, self._served)
 
@@ -147,7 +148,7 @@ class Client:
             prompt: text, or token ids: a sequence of ints, an integer numpy array, an `array.array` or a torch tensor.
                 Text is encoded by the tokenizer of the served model, with the special tokens that the model expects.
                 The first text loads the tokenizer, see `tokenizer`; later ones need no further call.
-            timeout_s: deadline of this call, and of those that fetch the tokenizer.
+            timeout_s: deadline of this call in seconds, and of the calls that fetch the tokenizer.
             options: see `PrefillOptions`.
 
         Raises:
@@ -156,7 +157,9 @@ class Client:
                 type or range; no prompt was sent.
             ServiceError: the call failed; the subclass says how.
         """
-        return self._call(calls.PREFILL, prefill_request(self._served.token_ids(prompt, timeout_s), options), timeout_s)
+        return self._call(
+            methods.PREFILL, prefill_request(self._served.token_ids(prompt, timeout_s), options), timeout_s
+        )
 
     @overload
     def generate(
@@ -175,7 +178,7 @@ class Client:
 
         Args:
             prompt: text or token ids, as in `prefill`.
-            timeout_s: deadline of the whole call.
+            timeout_s: deadline of the whole call in seconds.
             options: see `GenerateOptions`.
 
         Returns:
@@ -207,7 +210,7 @@ class Client:
         Args:
             messages: in the format of OpenAI's API, such as `[{"role": "user", "content": "Hi"}]`.
             tools, documents, chat_template_kwargs: for the template; see `Tokenizer.encode_chat`.
-            timeout_s: deadline of the whole call, and of those that fetch the tokenizer.
+            timeout_s: deadline of the whole call in seconds, and of the calls that fetch the tokenizer.
             options: see `GenerateOptions`.
 
         Returns:
@@ -229,7 +232,7 @@ class Client:
         """Return how many tokens a prefill of this prompt would reuse now. Changes nothing. Raises like `prefill`."""
         token_ids = self._served.token_ids(prompt)
         request = prompt_request(ProbeRequest, token_ids, tenant=tenant, adapter=adapter, salt=salt)
-        return self._call(calls.PROBE, request)
+        return self._call(methods.PROBE, request)
 
     def release(self, lease_id: str, *, tenant: str = "") -> ReleaseResponse:
         """Release a lease that `prefill(hold_lease=True)` returned, so that the prompt's blocks may be evicted again.
@@ -243,10 +246,10 @@ class Client:
 
         Raises:
             TypeError, ValueError: an argument is not a string in UTF-8; nothing was sent.
-            NotFound: this tenant does not hold this lease, or not any more.
+            NotFound: this tenant does not hold this lease, or the lease has ended.
             ServiceError: the call failed; the subclass says how.
         """
-        return self._call(calls.RELEASE, make_request(ReleaseRequest, lease_id=lease_id, tenant=tenant))
+        return self._call(methods.RELEASE, make_request(ReleaseRequest, lease_id=lease_id, tenant=tenant))
 
     def renew(self, lease_id: str, *, tenant: str = "") -> RenewResponse:
         """Restart the time to live of a lease, which is `engine.held_lease_ttl_s` of the server.
@@ -256,7 +259,7 @@ class Client:
         Returns:
             `lease_expires_at`: when the lease ends unless it is renewed again.
         """
-        return self._call(calls.RENEW, make_request(RenewRequest, lease_id=lease_id, tenant=tenant))
+        return self._call(methods.RENEW, make_request(RenewRequest, lease_id=lease_id, tenant=tenant))
 
     def fetch_kv(
         self,
@@ -270,13 +273,13 @@ class Client:
         stores: Sequence[str] = (),
         timeout_s: float | None = None,
     ) -> Iterator[FetchKVResponse]:
-        """Read the K/V of a lease; `FetchKVResponse` describes the parts. The server sends as fast as they are read.
+        """Read the K/V of a lease as a stream of `FetchKVResponse`. The server sends them as fast as they are read.
 
         Args:
-            lease_id, tenant, epoch: those of the response that returned the lease; an epoch of 0 matches any.
+            lease_id, tenant, epoch: from the response that returned the lease; an epoch of 0 matches any.
             first_block: index of the first block to send.
             first_layer, num_layers: send only these layers of each block; 0 layers means all from the first one on.
-            stores: shared stores that the caller can read, too: blocks in them are sent as a reference.
+            stores: shared stores that the caller can read too. Blocks in them are sent as handles.
             timeout_s: deadline of the whole call; None for the client's.
 
         Raises:
@@ -293,15 +296,15 @@ class Client:
             num_layers=num_layers,
             stores=stores,
         )
-        return self._stream(calls.FETCH_KV, request, self._connection.timeout_s(timeout_s))
+        return self._stream(methods.FETCH_KV, request, self._connection.timeout_s(timeout_s))
 
     def retain(
         self, prompt: str | TokenIds, retention: Retention, *, tenant: str = "", adapter: str = "", salt: str = ""
     ) -> RetainResponse:
-        """Set the retention priority of a cached range, replacing the one that it had. Raises like `prefill`."""
+        """Set the retention priority of a cached range, replacing its previous one. Raises like `prefill`."""
         token_ids = self._served.token_ids(prompt)
         request = retain_request(token_ids, retention, tenant=tenant, adapter=adapter, salt=salt)
-        return self._call(calls.RETAIN, request)
+        return self._call(methods.RETAIN, request)
 
     def purge(
         self,
@@ -317,7 +320,7 @@ class Client:
             ValueError: neither a name nor `everything` is given, or both are.
             ServiceError: the call failed; the subclass says how.
         """
-        return self._call(calls.PURGE, purge_request(tenant, adapter, salt, everything=everything))
+        return self._call(methods.PURGE, purge_request(tenant, adapter, salt, everything=everything))
 
     def segments(
         self,
@@ -332,10 +335,10 @@ class Client:
 
         Args:
             tenant: list segments of this tenant; None for all tenants.
-            page_size: 1 to 1,000; None for 100. A page may have fewer segments although more follow.
+            page_size: 1 to 1,000; None for 100. A page may have fewer segments, even if more pages follow.
             page_token: `next_page_token` of the previous response, which is empty after the last page.
             hottest_first: return the hottest segments, up to 256, in one page.
-            store: list what this tier, such as `host`, holds of each namespace, instead of the device's segments.
+            store: list the blocks of each namespace in this tier, such as `host`, instead of segments on the device.
         """
         request = make_request(
             ListSegmentsRequest,
@@ -345,17 +348,17 @@ class Client:
             hottest_first=hottest_first,
             store=store,
         )
-        return self._call(calls.LIST_SEGMENTS, request)
+        return self._call(methods.LIST_SEGMENTS, request)
 
     def stats(self, *, max_tenants: int | None = None, tenant: str | None = None) -> StatsResponse:
         """Return the contents of the cache and the counters of the server.
 
         Args:
             max_tenants: number of tenants to list, those with the most blocks, at most 128; None for 100.
-            tenant: return only the statistics that this tenant may see; None for all. With a tenant's credential they
-                are always that tenant's.
+            tenant: return only the statistics that this tenant may see; None for all. With a tenant's credential, only
+                those of that tenant are returned in any case.
         """
-        return self._call(calls.STATS, make_request(StatsRequest, max_tenants=max_tenants, tenant=tenant))
+        return self._call(methods.STATS, make_request(StatsRequest, max_tenants=max_tenants, tenant=tenant))
 
     def load_adapter(self, name: str, path: str) -> LoadAdapterResponse:
         """Load a LoRA adapter, or replace the one with this name. Requests that already run keep the previous weights.
@@ -370,16 +373,16 @@ class Client:
             Unimplemented: the server has no adapters, or no directory for them.
             PermissionDenied: the client is not an admin.
         """
-        return self._call(calls.LOAD_ADAPTER, make_request(LoadAdapterRequest, name=name, path=path))
+        return self._call(methods.LOAD_ADAPTER, make_request(LoadAdapterRequest, name=name, path=path))
 
     def unload_adapter(self, name: str) -> None:
-        """Unload an adapter. What is cached with it is freed, unless it is loaded under another name, too.
+        """Unload an adapter. The tokens cached with it are freed, unless the adapter is also loaded under another name.
 
         Raises:
             NotFound: no adapter has this name.
             PermissionDenied: the client is not an admin.
         """
-        self._call(calls.UNLOAD_ADAPTER, make_request(UnloadAdapterRequest, name=name))
+        self._call(methods.UNLOAD_ADAPTER, make_request(UnloadAdapterRequest, name=name))
 
     def adapters(self) -> ListAdaptersResponse:
         """List the adapters that are loaded or draining, with their memory, requests and cached tokens.
@@ -387,7 +390,7 @@ class Client:
         Raises:
             PermissionDenied: the client is neither an admin nor a reader.
         """
-        return self._call(calls.LIST_ADAPTERS, ListAdaptersRequest())
+        return self._call(methods.LIST_ADAPTERS, ListAdaptersRequest())
 
     def drain(self) -> None:
         """Shut the server down as SIGTERM does: it refuses new requests, finishes running ones and exits.
@@ -397,7 +400,7 @@ class Client:
         Raises:
             PermissionDenied: the client is not an admin.
         """
-        self._call(calls.DRAIN, DrainRequest())
+        self._call(methods.DRAIN, DrainRequest())
 
     def health(self, service: str = "", *, timeout_s: float | None = None) -> ServingStatus:
         """Return whether the server accepts requests. Needs no credential.
@@ -411,7 +414,7 @@ class Client:
             Unimplemented: the server has no gRPC health service.
             Unavailable: the server can't be reached.
         """
-        response = self._call(calls.HEALTH_CHECK, StringValue(value=service), timeout_s)
+        response = self._call(methods.HEALTH_CHECK, StringValue(value=service), timeout_s)
         return ServingStatus(response.value)
 
     def tokenizer(self) -> Tokenizer:
@@ -436,8 +439,8 @@ class Client:
         Args:
             start_sequence_number: number of the last batch that was read, after which the stream continues; 0 to begin
                 with a `snapshot` of all cached blocks.
-            stores: also report what the tiers below the device store: events with a `tier`.
-            timeout_s: deadline of this call; the client's own does not apply.
+            stores: also return events of the tiers below the device, which have a `tier`.
+            timeout_s: deadline of this call in seconds; the client's default does not apply.
 
         Raises:
             ValueError: the number is out of range.
@@ -445,7 +448,7 @@ class Client:
             Unavailable: the server has stopped.
         """
         request = make_request(SubscribeRequest, start_sequence_number=start_sequence_number, stores=stores)
-        return self._stream(calls.SUBSCRIBE, request, require_timeout(timeout_s))
+        return self._stream(methods.SUBSCRIBE, request, require_timeout(timeout_s))
 
     def route(
         self,
@@ -456,7 +459,7 @@ class Client:
         salt: str = "",
         avoid: Iterable[str] = (),
     ) -> RouteResponse:
-        """Ask a fleet which replica a prompt should be sent to. Ask once per request, since the fleet counts it.
+        """Ask a fleet which replica should get a prompt. Call it once per request: the fleet counts each call as load.
 
         Args:
             prompt, tenant, adapter, salt: those of the request.
@@ -469,13 +472,13 @@ class Client:
         """
         token_ids = self._served.token_ids(prompt)
         request = prompt_request(RouteRequest, token_ids, tenant=tenant, adapter=adapter, salt=salt, avoid=avoid)
-        return self._call(calls.ROUTE, request)
+        return self._call(methods.ROUTE, request)
 
     def _generate(
         self, token_ids: TokenIds, timeout_s: float | None, options: GenerateOptions
     ) -> ResponseStream[GenerateResponse]:
         request = generate_request(token_ids, options)
-        return self._stream(calls.GENERATE, request, self._connection.timeout_s(timeout_s))
+        return self._stream(methods.GENERATE, request, self._connection.timeout_s(timeout_s))
 
     def _generate_text(
         self, tokenizer: Tokenizer, token_ids: list[int], timeout_s: float | None, options: GenerateOptions
@@ -484,27 +487,27 @@ class Client:
         return TextAnswer(responses, new_text(tokenizer, token_ids, options))
 
     def _tokenizer_chunks(self, request: GetTokenizerRequest, timeout_s: float | None) -> Iterator[TokenizerChunk]:
-        return self._stream(calls.GET_TOKENIZER, request, self._connection.timeout_s(timeout_s))
+        return self._stream(methods.GET_TOKENIZER, request, self._connection.timeout_s(timeout_s))
 
-    def _call(self, call: Call[Request, Response], request: Request, timeout_s: float | None = None) -> Response:
-        """Make a call with one response. `timeout_s` is its deadline; None for the client's."""
+    def _call(self, method: Method[Request, Response], request: Request, timeout_s: float | None = None) -> Response:
+        """Make a call with one response. `timeout_s` is its deadline; None for the client's default."""
         self._require_open()
         timeout_s = self._connection.timeout_s(timeout_s)
-        metadata = self._connection.metadata(call, request)
+        metadata = self._connection.metadata(method, request)
         try:
-            response: Response = self._stubs[call](request, timeout=timeout_s, metadata=metadata)
+            response: Response = self._stubs[method](request, timeout=timeout_s, metadata=metadata)
         except grpc.RpcError as error:
-            raise self._connection.error_of(error, call, timeout_s) from None
+            raise self._connection.error_of(error, method, timeout_s) from None
         return response
 
     def _stream(
-        self, call: Call[Request, Response], request: Request, timeout_s: float | None
+        self, method: Method[Request, Response], request: Request, timeout_s: float | None
     ) -> ResponseStream[Response]:
         """Make a call with a stream of responses. `timeout_s` is its deadline; None for none."""
         self._require_open()
-        metadata = self._connection.metadata(call, request)
-        responses = self._stubs[call](request, timeout=timeout_s, metadata=metadata)
-        return ResponseStream(responses, lambda error: self._connection.error_of(error, call, timeout_s))
+        metadata = self._connection.metadata(method, request)
+        responses = self._stubs[method](request, timeout=timeout_s, metadata=metadata)
+        return ResponseStream(responses, lambda error: self._connection.error_of(error, method, timeout_s))
 
     def _require_open(self) -> None:
         if self._is_closed:
@@ -512,14 +515,14 @@ class Client:
 
 
 class PublicPrefixClient:
-    """The calls about public prefixes, such as system prompts, which all tenants share. `Client.public` is one.
+    """The calls about public prefixes, such as system prompts, which all tenants share; see `Client.public`.
 
     Args:
-        call: makes a call of the table, see `Client._call`.
+        call: makes a call, see `Client._call`.
         served: the tokenizer of the served model.
     """
 
-    def __init__(self, call: Callable[[Call[Any, Any], Any], Any], served: ServedTokenizer) -> None:
+    def __init__(self, call: Callable[[Method[Any, Any], Any], Any], served: ServedTokenizer) -> None:
         self._call = call
         self._served = served
 
@@ -528,8 +531,9 @@ class PublicPrefixClient:
 
         Args:
             name: its name, which no other public prefix has.
-            prefix: text or token ids, at least one block of them; see `Client.prefill`. A prompt that continues the
-                text may be tokenized differently around its end, so that the last token or two are not shared.
+            prefix: text or token ids, at least one block of tokens; see `Client.prefill`. A prompt that continues the
+                text may be tokenized differently where the prefix ends, so that the last one or two tokens are not
+                shared.
             adapter: name of a loaded adapter; empty for the base model.
 
         Raises:
@@ -538,16 +542,16 @@ class PublicPrefixClient:
         """
         token_ids = self._served.token_ids(prefix)
         request = prompt_request(RegisterPublicPrefixRequest, token_ids, name=name, adapter=adapter)
-        prefix_message: PublicPrefix = self._call(calls.REGISTER_PUBLIC_PREFIX, request).public_prefix
+        prefix_message: PublicPrefix = self._call(methods.REGISTER_PUBLIC_PREFIX, request).public_prefix
         return prefix_message
 
     def unregister(self, name: str) -> PublicPrefix:
-        """Unregister a public prefix, which new requests no longer use. Returns it. Raises like `register`."""
+        """Unregister a public prefix, so that new requests do not use it, and return it. Raises like `register`."""
         request = make_request(UnregisterPublicPrefixRequest, name=name)
-        prefix_message: PublicPrefix = self._call(calls.UNREGISTER_PUBLIC_PREFIX, request).public_prefix
+        prefix_message: PublicPrefix = self._call(methods.UNREGISTER_PUBLIC_PREFIX, request).public_prefix
         return prefix_message
 
     def list(self) -> ListPublicPrefixesResponse:
         """List the registered public prefixes. Raises like `register`."""
-        response: ListPublicPrefixesResponse = self._call(calls.LIST_PUBLIC_PREFIXES, ListPublicPrefixesRequest())
+        response: ListPublicPrefixesResponse = self._call(methods.LIST_PUBLIC_PREFIXES, ListPublicPrefixesRequest())
         return response

@@ -12,8 +12,8 @@ import grpc
 import grpc.aio
 
 from radixkv.service.client.address import ChannelOptions, is_on_this_machine, proxy_variable, require_address
-from radixkv.service.client.calls import CALLS, Call
 from radixkv.service.client.diagnosis import Diagnosis
+from radixkv.service.client.methods import METHODS, Method
 from radixkv.service.client.prefix_key import HEADER, prefix_key
 
 File = str | PathLike[str]
@@ -75,23 +75,23 @@ class Connection:
         return open_async_channel(self._address, self._credentials, self._options)
 
     def timeout_s(self, timeout_s: float | None) -> float | None:
-        """Return the deadline of a call in seconds: its own, or else that of the client.
+        """Return the deadline of a call in seconds: its own, or else the default of the client.
 
         Raises:
             ValueError: it is not a positive number.
         """
         return self._timeout_s if timeout_s is None else require_timeout(timeout_s)
 
-    def metadata(self, call: Call[Any, Any], request: Any) -> Metadata:
+    def metadata(self, method: Method[Any, Any], request: Any) -> Metadata:
         """Return the metadata of a call: the token, and the prefix key of the prompt."""
-        if call.prompt_of is None or not self._prefix_key_tokens:
+        if method.prompt_of is None or not self._prefix_key_tokens:
             return self._metadata
-        key = prefix_key(call.prompt_of(request), self._prefix_key_tokens)
+        key = prefix_key(method.prompt_of(request), self._prefix_key_tokens)
         return (*self._metadata, (HEADER, key))
 
-    def error_of(self, error: grpc.RpcError, call: Call[Any, Any], timeout_s: float | None) -> grpc.RpcError:
+    def error_of(self, error: grpc.RpcError, method: Method[Any, Any], timeout_s: float | None) -> grpc.RpcError:
         """Return the exception that the client raises for an error of gRPC; see `Diagnosis.error_of`."""
-        return self._diagnosis.error_of(error, call.name, timeout_s)
+        return self._diagnosis.error_of(error, method.name, timeout_s)
 
 
 def require_timeout(timeout_s: float | None) -> float | None:
@@ -109,7 +109,7 @@ def require_timeout(timeout_s: float | None) -> float | None:
 
 
 def channel_options(options: ChannelOptions, retries: int) -> list[tuple[str, Any]]:
-    """Merge the caller's channel options over the default ones: messages of any size, and retries of any size.
+    """Return the default channel options, which allow messages and retries of any size, overridden by the caller's.
 
     Raises:
         ValueError: `retries` is not a whole number from 0 to `MAX_RETRIES`.
@@ -125,7 +125,7 @@ def channel_options(options: ChannelOptions, retries: int) -> list[tuple[str, An
 
 
 def server_name_options(server_name: str) -> ChannelOptions:
-    """Return the options of a channel to a server whose certificate has this name; empty for that of its address."""
+    """Return the options of a channel to a server whose certificate has this name; empty for that of the address."""
     return (("grpc.ssl_target_name_override", server_name),) if server_name else ()
 
 
@@ -154,7 +154,7 @@ def tls_credentials(tls_ca: File, certificate: File | None = None, key: File | N
     """Return the credentials of a connection with TLS, or with mutual TLS if there is a certificate.
 
     Args:
-        tls_ca: PEM file with the authorities of the server's certificate.
+        tls_ca: PEM file with the authorities that may have signed the server's certificate.
         certificate: PEM file with the client's own certificate chain; None for none.
         key: PEM file with its private key; None for none.
 
@@ -175,9 +175,9 @@ def tls_credentials(tls_ca: File, certificate: File | None = None, key: File | N
 def _require_consistent(
     address: str, tls_ca: File | None, token: str | None, certificate: File | None, key: File | None
 ) -> None:
-    """Refuse credentials without those that they need, and tokens that would leave this machine unencrypted."""
+    """Refuse incomplete credentials, and tokens that would be sent to another machine unencrypted."""
     if (certificate is None) is not (key is None):
-        raise ValueError("certificate, key: expected both or neither, got one")
+        raise ValueError("certificate, key: each requires the other")
     if certificate is not None and tls_ca is None:
         raise ValueError("tls_ca: required with a certificate")
     if token is not None and not (token.isascii() and token.isprintable() and token.split() == [token]):
@@ -188,7 +188,7 @@ def _require_consistent(
 
 
 def _require_certificates(authorities: bytes) -> None:
-    """Refuse authorities that gRPC would refuse at the first call only, after lines of its own on stderr."""
+    """Refuse a file without certificates. gRPC would fail only at the first call, and print errors on stderr."""
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cadata=authorities.decode("ascii", "ignore"))
     except (ssl.SSLError, ValueError):
@@ -196,7 +196,7 @@ def _require_certificates(authorities: bytes) -> None:
 
 
 def _require_pair(certificate: File, key: File) -> None:
-    """Refuse a certificate and key that do not match, which gRPC would silently not use."""
+    """Refuse a certificate and a key that do not match. gRPC would silently connect without them."""
     try:
         # Without a password callback, OpenSSL would ask for the password of a key on the terminal.
         ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_cert_chain(certificate, key, password=lambda: b"")
@@ -219,5 +219,5 @@ def _service_config(retries: int) -> str:
         "backoffMultiplier": 2,
         "retryableStatusCodes": ["UNAVAILABLE"],
     }
-    methods = [{"service": call.service, "method": call.name} for call in CALLS if call.is_idempotent]
+    methods = [{"service": each.service, "method": each.name} for each in METHODS if each.is_idempotent]
     return json.dumps({"methodConfig": [{"name": methods, "retryPolicy": policy}]})

@@ -47,7 +47,7 @@ _REASONS_WITHOUT_CONNECTION = tuple(
     for pattern, text in (
         (
             r"connection refused|no such file or directory",
-            "nothing answers at {address}; is `radixkv serve` running there?",
+            "no server is listening at {address}; is `radixkv serve` running there?",
         ),
         (
             r"certificate_verify_failed.*(expired|not yet valid)",
@@ -98,7 +98,7 @@ class Diagnosis:
     """Explains failed calls to one server.
 
     Attributes:
-        address: of the server.
+        address: address of the server.
         has_tls: whether the connection uses TLS.
         has_certificate: whether the client authenticates with a certificate.
         proxy: environment variable that names the HTTP proxy in use; empty for none.
@@ -113,7 +113,7 @@ class Diagnosis:
         """Return the exception that a client raises for an error of gRPC.
 
         Args:
-            error: of a call that has ended.
+            error: the error of a call that has ended.
             call: name of the call, such as `Prefill`.
             timeout_s: its deadline in seconds; None if it had none.
 
@@ -160,7 +160,7 @@ class Diagnosis:
         if kind is errors.DeadlineExceeded:
             return kind, self._deadline_exceeded(details, call, timeout_s)
         if kind is errors.Cancelled and _CANCELLED_HERE.search(details):
-            return kind, f"{call} was cancelled by this program, which cancelled the call or closed the client"
+            return kind, f"{call} was cancelled, because this program cancelled the call or closed the client"
         if kind is errors.Unimplemented and _NO_METHOD.search(details):
             return kind, (
                 f"the service at {self.address} does not offer {call}: it is disabled, or this is another server"
@@ -208,11 +208,11 @@ class Diagnosis:
             )
         if direction == "Received":
             return (
-                f"the answer has {num_bytes} bytes, more than the {limit} that this client accepts; raise its channel "
-                "option `grpc.max_receive_message_length`, or ask for less, such as no logits"
+                f"the response has {num_bytes} bytes, more than the {limit} that this client accepts; raise its "
+                "channel option `grpc.max_receive_message_length`, or request less, such as no logits"
             )
         if side == "SERVER":
-            return f"the answer has {num_bytes} bytes, more than the {limit} that {self.address} sends; ask for less"
+            return f"the response has {num_bytes} bytes, more than the {limit} that {self.address} sends; request less"
         return (
             f"the request has {num_bytes} bytes, more than the {limit} that this client sends; raise its channel "
             "option `grpc.max_send_message_length`, or send a shorter prompt"

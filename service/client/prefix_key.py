@@ -14,12 +14,12 @@ _TOKEN_BYTES = 4
 def prefix_key(request: Prompt, num_tokens: int) -> str:
     """Return the digest of a request's tenant, adapter, salt and first tokens.
 
-    Requests with the same of these have the same key, whatever follows in the prompt. The key is a routing hint: it
-    identifies nothing.
+    Requests for which all of these are equal have the same key, whatever follows in the prompt. The key is only a
+    routing hint: other requests may have the same key.
 
     Args:
         request: the message with the prompt.
-        num_tokens: tokens that the key covers, at least 1. A shorter prompt is covered whole.
+        num_tokens: number of first tokens that the key covers, at least 1; all tokens of a shorter prompt.
     """
     digest = xxhash.xxh3_64()
     for name in (request.tenant, request.adapter, request.salt):

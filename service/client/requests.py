@@ -101,15 +101,16 @@ class GenerateOptions(PromptOptions, total=False):
         logit_bias: added to the logits of these token ids, at most 1,024 of them; -100 to 100, default none.
         logprobs: return the log probability of each generated token and of this number of most likely tokens, 0 to 100;
             default none.
-        prompt_logprobs: the same for each token of the prompt except the first, in the first response; the whole prompt
-            is computed. Default none.
-        n: number of completions of the prompt, 1 to 64, told apart by `index`; default 1.
-        json_schema: JSON schema that each completion follows. At most one of this and the next three may be given.
+        prompt_logprobs: the same for each prompt token except the first, in the first response. The whole prompt is
+            computed, even if it is cached. Default none.
+        n: number of completions of the prompt, 1 to 64, each with its own `index`; default 1.
+        json_schema: JSON schema that each completion follows. At most one of `json_schema`, `regex`, `grammar` and
+            `json_object` may be given.
         regex: regular expression that the whole text of each completion matches.
         grammar: grammar of each completion, in the syntax of Lark or llama.cpp.
         json_object: whether each completion is a JSON object.
-        kv_source: a held lease on another server, from which the K/V of the prompt are fetched; default none.
-        compression: keep only some of the prompt's K/V while generating, which changes the completion; default none.
+        kv_source: a held lease on another server, from which the K/V of the prompt is fetched; default none.
+        compression: keep only some K/V entries after the prompt, which changes the completion; default none.
     """
 
     max_new_tokens: int | None

@@ -14,7 +14,8 @@ Explain = Callable[[grpc.RpcError], grpc.RpcError]
 class ResponseStream(Generator[Response, None, None]):
     """The responses of a streaming call. Closing it cancels the call, even before the first response was read.
 
-    A plain generator does not cancel in that case: closing one that has not started runs none of its body.
+    A plain generator would not cancel the call in that case: closing a generator that has not started does not run its
+    body.
 
     Args:
         call: the call, made by a stub of `grpc`.
@@ -40,7 +41,7 @@ class ResponseStream(Generator[Response, None, None]):
 
 
 class AsyncResponseStream(AsyncGenerator[Response, None]):
-    """The same for asyncio; see `ResponseStream`.
+    """The asyncio version of `ResponseStream`.
 
     Args:
         call: the call, made by a stub of `grpc.aio`.

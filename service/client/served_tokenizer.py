@@ -27,7 +27,7 @@ class ServedTokenizer:
         self._digest = ""
 
     def load(self, timeout_s: float | None = None) -> Tokenizer:
-        """Ask the server for the digest of its tokenizer, and load the tokenizer unless that one is loaded.
+        """Ask the server for the digest of its tokenizer, and load the tokenizer unless it is already loaded.
 
         Raises what `Client.tokenizer` does.
         """
@@ -59,7 +59,7 @@ class ServedTokenizer:
 
 
 class AsyncServedTokenizer:
-    """The same for asyncio; see `ServedTokenizer`. Files are read and text is encoded on worker threads."""
+    """The asyncio version of `ServedTokenizer`. Files are read and text is encoded on worker threads."""
 
     def __init__(self, fetch: Callable[[GetTokenizerRequest, float | None], AsyncIterator[TokenizerChunk]]) -> None:
         self._fetch = fetch

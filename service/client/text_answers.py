@@ -27,7 +27,7 @@ class TextChunk:
 
     @property
     def index(self) -> int:
-        """Which of the `n` completions it belongs to."""
+        """Index of the completion that it belongs to, from 0 to `n - 1`."""
         return self.response.index
 
     @property
@@ -52,7 +52,7 @@ class TextChunk:
 
     @property
     def miss_reason(self) -> str | None:
-        """Why no more of the prompt was reused: the name of a `MissReason` in the last chunk; None before."""
+        """In the last chunk, the name of the `MissReason` why no more of the prompt was reused; None before."""
         return _enum_name(MissReason, self.response.miss_reason) if self.finished else None
 
 
@@ -110,7 +110,7 @@ class TextAnswer(Iterator[TextChunk]):
 
 
 class AsyncTextAnswer(AsyncIterator[TextChunk]):
-    """The same for asyncio; see `TextAnswer`. The prompt is encoded and sent when the completion is first read.
+    """The asyncio version of `TextAnswer`. The prompt is encoded and sent when the completion is first read.
 
     Args:
         start: encodes the prompt and makes the call; returns the server's responses and a function that returns a

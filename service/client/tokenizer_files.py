@@ -30,7 +30,7 @@ class ArchiveReader:
     """Assembles the zip archive that the responses of `GetTokenizer` carry, and unpacks it.
 
     Attributes:
-        digest: the SHA-256 that the server sent; empty before.
+        digest: the SHA-256 that the server sent; empty until it has arrived.
     """
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class ArchiveReader:
         """
         self._num_bytes += len(chunk.data)
         if self._num_bytes > MAX_BYTES:
-            raise ValueError(f"tokenizer: expected a zip of at most {MAX_BYTES} bytes, got more")
+            raise ValueError(f"tokenizer: the zip archive is larger than {MAX_BYTES} bytes")
         self._pieces.append(chunk.data)
         self.digest = chunk.sha256 or self.digest
 
@@ -112,11 +112,11 @@ def _unpack(data: bytes, directory: Path) -> None:
                     content = file.read(bytes_left + 1)  # the size that an entry declares may be wrong
                 bytes_left -= len(content)
                 if bytes_left < 0:
-                    raise ValueError(f"tokenizer: expected at most {MAX_BYTES} bytes of files, got more")
+                    raise ValueError(f"tokenizer: the files in the zip archive are larger than {MAX_BYTES} bytes")
                 (directory / entry.filename).parent.mkdir(exist_ok=True)
                 (directory / entry.filename).write_bytes(content)
     except _ZIP_ERRORS as error:
-        raise ValueError(f"tokenizer: expected a zip archive, got {len(data)} bytes of something else") from error
+        raise ValueError(f"tokenizer: the {len(data)} bytes that the server sent are no valid zip archive") from error
 
 
 def _folder() -> Path:

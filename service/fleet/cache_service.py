@@ -37,7 +37,7 @@ class FleetCacheService:
     """
 
     def __init__(self, list_replicas: ListReplicas) -> None:
-        self._roll_call = list_replicas
+        self._list_replicas = list_replicas
 
     @property
     def methods(self) -> Mapping[str, Callable[[Any, Context], Awaitable[Any]]]:
@@ -48,17 +48,17 @@ class FleetCacheService:
         """Purge namespaces on all replicas. The call succeeds only if it did on each of them."""
         require_names(tenant=request.tenant, adapter=request.adapter, salt=request.salt)
         async with replica_errors_as_status(context):
-            answers, failures = await self._ask_all(
+            responses, failures = await self._call_all(
                 lambda connection: connection.cache.Purge(request, **call_options(connection, context))
             )
             if failures:
-                raise _incomplete(failures, len(answers))
+                raise _incomplete(failures, len(responses))
         response = cache_pb2.PurgeResponse()
         deleted: dict[str, list[cache_pb2.DeletedBlocks]] = {}
-        for answer in answers.values():
-            response.freed_blocks += answer.freed_blocks
-            response.pinned_blocks += answer.pinned_blocks
-            for each in answer.stores:
+        for part in responses.values():
+            response.freed_blocks += part.freed_blocks
+            response.pinned_blocks += part.pinned_blocks
+            for each in part.stores:
                 deleted.setdefault(each.store, []).append(each)
         for store, numbers in deleted.items():
             is_known = all(each.HasField("blocks") for each in numbers)
@@ -70,57 +70,57 @@ class FleetCacheService:
         """Return the sum of the statistics of all replicas, and the statistics of each."""
         require_names(tenant=request.tenant)
         async with replica_errors_as_status(context):
-            answers, failures = await self._ask_all(
+            responses, failures = await self._call_all(
                 lambda connection: connection.cache.Stats(request, **call_options(connection, context))
             )
-            if not answers:
+            if not responses:
                 raise _incomplete(failures, 0)
         max_tenants = request.max_tenants if request.HasField("max_tenants") else DEFAULT_MAX_TENANTS
-        response = summed(answers.values(), max_tenants)
-        for address, answer in answers.items():
-            response.replicas.add(address=address).stats.CopyFrom(answer)
+        response = summed(responses.values(), max_tenants)
+        for address, part in responses.items():
+            response.replicas.add(address=address).stats.CopyFrom(part)
         for address, failure in failures.items():
             response.replicas.add(address=address, error=_reason(failure))
         return response
 
-    async def _ask_all(
-        self, ask: Callable[[ReplicaConnection], Awaitable[Any]]
+    async def _call_all(
+        self, make_call: Callable[[ReplicaConnection], Awaitable[Any]]
     ) -> tuple[dict[str, Any], dict[str, grpc.aio.AioRpcError | ReplicaLost]]:
         """Call each replica. Returns the responses and the failures by address."""
-        connections = await self._roll_call()
+        connections = await self._list_replicas()
         if not connections:
-            raise NoReplica("replicas: expected at least one, got none")
+            raise NoReplica("replicas: none is available")
 
         async def one(connection: ReplicaConnection) -> Any:
             connection.num_calls += 1
             try:
-                return await connection.wait_for(ask(connection))
+                return await connection.wait_for(make_call(connection))
             except (grpc.aio.AioRpcError, ReplicaLost) as failure:
                 return failure
             finally:
                 connection.num_calls -= 1
 
-        answers: dict[str, Any] = {}
+        responses: dict[str, Any] = {}
         failures: dict[str, grpc.aio.AioRpcError | ReplicaLost] = {}
-        for connection, answer in zip(connections, await asyncio.gather(*map(one, connections)), strict=True):
-            if isinstance(answer, (grpc.aio.AioRpcError, ReplicaLost)):
-                failures[connection.facts.address] = answer
+        for connection, result in zip(connections, await asyncio.gather(*map(one, connections)), strict=True):
+            if isinstance(result, (grpc.aio.AioRpcError, ReplicaLost)):
+                failures[connection.facts.address] = result
             else:
-                answers[connection.facts.address] = answer
-        return answers, failures
+                responses[connection.facts.address] = result
+        return responses, failures
 
 
-def summed(answers: Iterable[cache_pb2.StatsResponse], max_tenants: int) -> cache_pb2.StatsResponse:
+def summed(responses: Iterable[cache_pb2.StatsResponse], max_tenants: int) -> cache_pb2.StatsResponse:
     """Add up the statistics of replicas.
 
-    What several replicas have, such as a namespace or a segment, counts several times. A fleet has no epoch. A number
-    that one of the replicas omits, such as the bytes of a store, is omitted.
+    A namespace or a segment that several replicas have counts several times. A fleet has no epoch. A number that one of
+    the replicas omits, such as the bytes of a store, is omitted.
 
     Args:
-        answers: of the replicas, at least one.
+        responses: the responses of the replicas, at least one.
         max_tenants: number of tenants to list, those with the most blocks.
     """
-    parts = list(answers)
+    parts = list(responses)
     total = cache_pb2.StatsResponse()
     _add(total, parts)
     total.ClearField("epoch")
@@ -132,11 +132,11 @@ def summed(answers: Iterable[cache_pb2.StatsResponse], max_tenants: int) -> cach
 
 
 def _incomplete(failures: Mapping[str, grpc.aio.AioRpcError | ReplicaLost], num_done: int) -> ReplicaRefusal:
-    """Return the error of a call that failed on some replicas: their own status if all refused it alike."""
+    """Return the error of a call that failed on some replicas: their status if all failed with the same one."""
     codes = {each.code() if isinstance(each, grpc.aio.AioRpcError) else None for each in failures.values()}
     code = codes.pop() if len(codes) == 1 and not num_done else None
     failed = "; ".join(f"{address} ({_reason(failure)})" for address, failure in sorted(failures.items()))
-    details = f"replicas: expected an answer of all {len(failures) + num_done}, got none of {failed}: ask again"
+    details = f"replicas: {len(failures)} of {len(failures) + num_done} failed, retry the call: {failed}"
     return ReplicaRefusal(code or grpc.StatusCode.UNAVAILABLE, details)
 
 
@@ -161,10 +161,10 @@ def _add(total: Message, parts: Sequence[Message]) -> None:
                 for key, number in each.items():
                     getattr(total, name)[key] += number
         elif field.message_type is not None:
-            there = [getattr(part, name) for part in parts if part.HasField(name)]
-            if there:
+            present = [getattr(part, name) for part in parts if part.HasField(name)]
+            if present:
                 getattr(total, name).SetInParent()
-                _add(getattr(total, name), there)
+                _add(getattr(total, name), present)
         elif field.is_repeated:
             getattr(total, name).extend(map(sum, zip(*(each for each in values if each), strict=True)))
         elif field.type == FieldDescriptor.TYPE_BOOL:

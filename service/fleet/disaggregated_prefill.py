@@ -17,7 +17,7 @@ from radixkv.service.fleet.routing_request import RoutedRequest, RoutingRequest
 from radixkv.v1 import prefill_pb2
 
 CallOptions = Callable[[ReplicaConnection], dict[str, Any]]
-"""Returns deadline and metadata of a call to a replica."""
+"""Returns the deadline and the metadata of a call to a replica."""
 
 _MAX_SOURCES = 3
 _RELEASE_S = 5.0
@@ -49,51 +49,51 @@ class DisaggregatedPrefill:
     replica, the decode replica prefills the prompt itself. In exact mode all of these give bitwise identical results.
 
     Args:
-        computing: forwards calls to prefill replicas.
-        generating: forwards calls to decode replicas.
+        prefill_forwarder: forwards calls to prefill replicas.
+        decode_forwarder: forwards calls to decode replicas.
 
     Attributes:
-        generating: see above.
+        decode_forwarder: see above.
     """
 
-    def __init__(self, computing: Forwarder, generating: Forwarder) -> None:
-        self._computing = computing
-        self.generating = generating
+    def __init__(self, prefill_forwarder: Forwarder, decode_forwarder: Forwarder) -> None:
+        self._prefill_forwarder = prefill_forwarder
+        self.decode_forwarder = decode_forwarder
         self._releases: set[asyncio.Task[None]] = set()
 
     async def stream(
-        self, request: prefill_pb2.GenerateRequest, question: Callable[[], RoutingRequest], call_options: CallOptions
+        self, request: prefill_pb2.GenerateRequest, new_prompt: Callable[[], RoutingRequest], call_options: CallOptions
     ) -> AsyncGenerator[tuple[RoutedRequest, prefill_pb2.GenerateResponse], None]:
         """Generate. Yields each response with the decode replica.
 
         Args:
             request: without a `kv_source`.
-            question: returns a new routing request for the prompt.
+            new_prompt: returns a new routing request for the prompt.
             call_options: returns the deadline and the metadata of a call to a replica.
 
         Raises:
             ReplicaRefusal: a replica refused the call, or no replica can be reached.
             NoReplica: there is no decode replica.
         """
-        computed = question()
-        generated = question()
+        prefill_prompt = new_prompt()
+        decode_prompt = new_prompt()
         for num_left in range(_MAX_SOURCES, -1, -1):
             lease = None
             if num_left and _can_disaggregate(request):
-                lease = await self._compute(request, computed, call_options)
+                lease = await self._prefill(request, prefill_prompt, call_options)
             has_begun = False
             try:
-                async with contextlib.aclosing(self._parts(request, generated, lease, call_options)) as parts:
-                    async for routed, part in parts:
+                async with contextlib.aclosing(self._decode(request, decode_prompt, lease, call_options)) as responses:
+                    async for routed, response in responses:
                         if lease is not None and not has_begun:
                             self._release(lease)
                         has_begun = True
-                        yield routed, with_prefill_usage(part, None if lease is None else lease.answer)
+                        yield routed, with_prefill_usage(response, None if lease is None else lease.response)
                 return
             except (ReplicaRefusal, SourceLost) as failure:
                 if lease is None or has_begun or not _is_of_source(failure):
                     raise
-                computed.avoid.add(lease.connection.facts.address)
+                prefill_prompt.avoid.add(lease.connection.facts.address)
             finally:
                 if lease is not None and not has_begun:
                     self._release(lease)
@@ -102,16 +102,16 @@ class DisaggregatedPrefill:
         """Wait until all leases are released."""
         await asyncio.gather(*self._releases)
 
-    async def _compute(
-        self, request: prefill_pb2.GenerateRequest, question: RoutingRequest, call_options: CallOptions
+    async def _prefill(
+        self, request: prefill_pb2.GenerateRequest, prompt: RoutingRequest, call_options: CallOptions
     ) -> _SourceLease | None:
         """Prefill a prompt and hold its lease. Returns None if no replica can, or if the K/V were purged."""
-        asked = prefill_pb2.PrefillRequest()
-        asked.CopyFrom(request.prefill)
-        asked.hold_lease = True
+        sent = prefill_pb2.PrefillRequest()
+        sent.CopyFrom(request.prefill)
+        sent.hold_lease = True
         try:
-            routed, answer = await self._computing.answer(
-                question, lambda connection: connection.prefill.Prefill(asked, **call_options(connection))
+            routed, response = await self._prefill_forwarder.call(
+                prompt, lambda connection: connection.prefill.Prefill(sent, **call_options(connection))
             )
         except NoReplica:
             return None
@@ -119,28 +119,28 @@ class DisaggregatedPrefill:
             if refusal.code is grpc.StatusCode.UNAVAILABLE or refusal.is_of(Cause.HOLD_LEASE):
                 return None
             raise
-        routed.finish(answer.usage.computed_tokens)
-        return _SourceLease(routed.connection, request.prefill.tenant, answer) if answer.lease_id else None
+        routed.finish(response.usage.computed_tokens)
+        return _SourceLease(routed.connection, request.prefill.tenant, response) if response.lease_id else None
 
-    def _parts(
+    def _decode(
         self,
         request: prefill_pb2.GenerateRequest,
-        question: RoutingRequest,
+        prompt: RoutingRequest,
         lease: _SourceLease | None,
         call_options: CallOptions,
     ) -> AsyncGenerator[tuple[RoutedRequest, prefill_pb2.GenerateResponse], None]:
-        asked = prefill_pb2.GenerateRequest()
-        asked.CopyFrom(request)
+        sent = prefill_pb2.GenerateRequest()
+        sent.CopyFrom(request)
         if lease is not None:
-            asked.kv_source.CopyFrom(lease.source)
+            sent.kv_source.CopyFrom(lease.source)
 
-        def ask(connection: ReplicaConnection) -> _WatchedCall:
+        def make_call(connection: ReplicaConnection) -> _WatchedCall:
             return _WatchedCall(
-                connection.prefill.Generate(asked, **call_options(connection)),
+                connection.prefill.Generate(sent, **call_options(connection)),
                 None if lease is None else lease.connection,
             )
 
-        return self.generating.stream(question, ask)
+        return self.decode_forwarder.stream(prompt, make_call)
 
     def _release(self, lease: _SourceLease) -> None:
         """Release a lease in the background. If that fails, the lease expires."""
@@ -154,23 +154,23 @@ class _SourceLease:
 
     Attributes:
         connection: to the replica.
-        answer: the response that returned the lease.
+        response: the response that returned the lease.
     """
 
-    def __init__(self, connection: ReplicaConnection, tenant: str, answer: prefill_pb2.PrefillResponse) -> None:
+    def __init__(self, connection: ReplicaConnection, tenant: str, response: prefill_pb2.PrefillResponse) -> None:
         self.connection = connection
-        self.answer = answer
+        self.response = response
         self._tenant = tenant
 
     @property
     def source(self) -> prefill_pb2.KVSource:
         """The lease as the `kv_source` of a request."""
         address = self.connection.facts.address
-        return prefill_pb2.KVSource(address=address, lease_id=self.answer.lease_id, epoch=self.answer.epoch)
+        return prefill_pb2.KVSource(address=address, lease_id=self.response.lease_id, epoch=self.response.epoch)
 
     async def release(self) -> None:
         """Release it."""
-        request = prefill_pb2.ReleaseRequest(lease_id=self.answer.lease_id, tenant=self._tenant)
+        request = prefill_pb2.ReleaseRequest(lease_id=self.response.lease_id, tenant=self._tenant)
         self.connection.num_calls += 1
         try:
             await self.connection.wait_for(
@@ -183,7 +183,7 @@ class _SourceLease:
 
 
 class _WatchedCall:
-    """A stream of responses; the first one also depends on the replica that its K/V are fetched from."""
+    """A stream of responses. Until the first one has arrived, it also watches the replica that has the K/V."""
 
     def __init__(self, call: Any, source: ReplicaConnection | None) -> None:
         self._call = call
@@ -193,7 +193,7 @@ class _WatchedCall:
         """Read the next response.
 
         Raises:
-            SourceLost: the source no longer answers health checks, and there was no response yet.
+            SourceLost: the source no longer answers health checks, and no response has arrived yet.
         """
         if self._source is None:
             return await self._call.read()
@@ -214,8 +214,8 @@ def with_prefill_usage(
 ) -> prefill_pb2.GenerateResponse:
     """Attach the prefill usage and times to a response of the decode replica.
 
-    To the client, the fleet is one server: the reused tokens are those of the prefill replica. Times and written tokens
-    of both replicas add up.
+    The client sees the fleet as one server: the reused tokens are those of the prefill replica, and times and written
+    tokens are the sums of both replicas.
 
     Args:
         part: response of the decode replica; changed in place.

@@ -1,4 +1,4 @@
-"""Keeps a router's view of one live server up to date, by its event stream."""
+"""Keeps a router's view of one live server up to date with the server's event stream."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class EventSubscription:
               │      └── from 0 ─────────────┤ OUT_OF_RANGE, DATA_LOSS: the number is too old, or from before a restart
               └── after a pause ─────────────┘ the connection ended
 
-    While the connection is down, the view keeps its state, since the server probably still has these blocks. After
+    While the connection is down, the view keeps the blocks of the server, because it probably still has them. After
     `forget_s` seconds they are removed.
 
     Args:
@@ -51,12 +51,12 @@ class EventSubscription:
         client: of the server; not closed.
         view: of the fleet; used on the same event loop.
         forget_s: seconds without a stream after which the blocks of the server are removed from the view.
-        sleep: waits, in seconds.
-        clock: seconds, never going back.
+        sleep: sleeps for a number of seconds.
+        clock: a monotonic clock in seconds.
 
     Attributes:
-        num_gaps: times that batches were missing or the number was unknown.
-        num_breaks: times that the connection ended.
+        num_gaps: how many times batches were missing, or the server did not know the number.
+        num_breaks: how many times the connection ended.
     """
 
     def __init__(

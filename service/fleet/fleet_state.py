@@ -1,4 +1,4 @@
-"""The state of a fleet's router: the connections to the replicas, and what is known of their caches and load."""
+"""The state of a fleet's router: the connections to the replicas, and a view of their caches and load."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ class FleetState:
 
         Ray: replicas ──────▶ update ─▶ a connection each ─┬─ events ─▶ view ─┐
                                                           └─ health          ├─▶ route ─▶ policy of radixkv.routing
-        answers ─▶ finish ─▶ queues, measured times ─────────────────────────┘
+        responses ─▶ finish ─▶ queues, measured times ───────────────────────┘
 
-    It is used on one event loop.
+    For use on one event loop.
 
     Args:
         connect: opens the connection to a replica.
         routing: name of the routing policy.
         weights: of the policy `prefix`.
-        clock: seconds, never going back.
+        clock: a monotonic clock in seconds.
     """
 
     def __init__(
@@ -75,17 +75,17 @@ class FleetState:
         return self._router is not None and name in self._connections and self._router.view.is_in_step(name)
 
     def update(self, replicas: Iterable[ReplicaFacts]) -> None:
-        """Add and remove replicas, so that these remain."""
-        there = {facts.address: facts for facts in replicas}
+        """Add and remove replicas, so that the fleet has exactly these."""
+        current = {facts.address: facts for facts in replicas}
         for name, connection in list(self._connections.items()):
-            if there.get(name) != connection.facts:
+            if current.get(name) != connection.facts:
                 self._leave(name)
-        for name, facts in there.items():
+        for name, facts in current.items():
             if name not in self._connections:
                 self._join(facts)
 
-    def route(self, question: RoutingRequest) -> RoutedRequest:
-        """Choose the replica of a request, whose prompt is expected there from then on.
+    def route(self, prompt: RoutingRequest) -> RoutedRequest:
+        """Choose the replica of a request. From then on, the router expects the prompt in the cache of this replica.
 
         A replica that does not answer health checks is chosen only if there is no other.
 
@@ -94,21 +94,21 @@ class FleetState:
             NoReplica: no replica is left.
             UnknownLease: the replica that its K/V are to be fetched from is not in the fleet.
         """
-        if question.source and question.source not in self._connections:
-            raise UnknownLease("kv_source.address: expected that of a replica, got another, or of one that has ended")
+        if prompt.source and prompt.source not in self._connections:
+            raise UnknownLease("kv_source.address: it is not the address of a replica, or that replica has ended")
         silent = {name for name, connection in self._connections.items() if not connection.is_up}
-        left = self._connections.keys() - question.avoid
+        left = self._connections.keys() - prompt.avoid
         if self._router is None or not left:
-            raise NoReplica("replicas: expected one that may get the request, got none")
-        avoid = question.avoid | silent if left - silent else question.avoid
-        if question.source and self._connections.keys() - avoid - {question.source}:
-            avoid = avoid | {question.source}
-        namespace = Namespace(self._fingerprint, question.tenant, question.adapter, question.salt)
-        route = self._router.route(namespace, question.tokens, avoid)
+            raise NoReplica("replicas: there is none that may get the request")
+        avoid = prompt.avoid | silent if left - silent else prompt.avoid
+        if prompt.source and self._connections.keys() - avoid - {prompt.source}:
+            avoid = avoid | {prompt.source}
+        namespace = Namespace(self._fingerprint, prompt.tenant, prompt.adapter, prompt.salt)
+        route = self._router.route(namespace, prompt.tokens, avoid)
         asyncio.get_running_loop().call_soon(self._router.remember)
         connection = self._connections[route.name]
         num_replicas = len(self._connections.keys() - avoid)
-        left_tokens = len(question.tokens) // TOKEN_BYTES - route.hits.total + route.queue_tokens
+        left_tokens = len(prompt.tokens) // TOKEN_BYTES - route.hits.total + route.queue_tokens
         seconds = left_tokens * self._times.of(route.name).compute_s
         return RoutedRequest(
             connection, route, self._reason(route), seconds, num_replicas, partial(self._finish, route, self._clock())
@@ -149,9 +149,9 @@ class FleetState:
         closing.add_done_callback(self._closing.discard)
         _log.info("replica %s: left, %d in all", name, len(self._connections))
 
-    def _finish(self, route: Route, asked_s: float, computed_tokens: int | None) -> None:
+    def _finish(self, route: Route, sent_s: float, computed_tokens: int | None) -> None:
         if self._router is not None and self._router.finished(route, computed_tokens):
-            self._times.note(route.name, asked_s, computed_tokens)
+            self._times.note(route.name, sent_s, computed_tokens)
 
     def _reason(self, route: Route) -> RoutingReason:
         if route.is_new_home:
@@ -163,9 +163,9 @@ class FleetState:
 
 
 def _log_failure(name: str, stream: asyncio.Task[None]) -> None:
-    """Log why the events of a replica can't be followed. It still gets requests, by what it was sent before."""
+    """Log why the events of a replica can't be read. The router still knows which prompts it has sent there."""
     if not stream.cancelled() and stream.exception() is not None:
-        _log.error("replica %s: its events can't be followed", name, exc_info=stream.exception())
+        _log.error("replica %s: its events can't be read", name, exc_info=stream.exception())
 
 
 async def _close(connection: ReplicaConnection, stream: asyncio.Task[None], watch: asyncio.Task[None]) -> None:

@@ -53,7 +53,7 @@ class Forwarder:
         choose: chooses a replica; raises NoReplica if none is left.
         wait_s: seconds for which a call waits for a replica while there is none.
         sleep: sleeps for a number of seconds.
-        clock: seconds, never going back.
+        clock: a monotonic clock in seconds.
 
     Attributes:
         num_retries: number of calls that were retried on another replica.
@@ -72,14 +72,14 @@ class Forwarder:
         self._sleep = sleep
         self._clock = clock
 
-    async def answer(
-        self, question: RoutingRequest, ask: Callable[[ReplicaConnection], Awaitable[Any]]
+    async def call(
+        self, prompt: RoutingRequest, make_call: Callable[[ReplicaConnection], Awaitable[Any]]
     ) -> tuple[RoutedRequest, Any]:
         """Make a call with one response.
 
         Args:
-            question: the prompt to route.
-            ask: makes the call on a replica.
+            prompt: the prompt to route.
+            make_call: makes the call on a replica.
 
         Returns:
             The replica, and its response. The caller must call `RoutedRequest.finish`.
@@ -90,13 +90,13 @@ class Forwarder:
         """
         failure: ReplicaRefusal | None = None
         while True:
-            routed = await self.routed(question, failure)
+            routed = await self.routed(prompt, failure)
             routed.connection.num_calls += 1
             try:
-                return routed, await routed.connection.wait_for(ask(routed.connection))
+                return routed, await routed.connection.wait_for(make_call(routed.connection))
             except (grpc.aio.AioRpcError, ReplicaLost) as error:
                 routed.finish(None)
-                failure = await self._failure(question, routed, error)
+                failure = await self._failure(prompt, routed, error)
             except BaseException:
                 routed.finish(None)
                 raise
@@ -104,17 +104,17 @@ class Forwarder:
                 routed.connection.num_calls -= 1
 
     async def stream(
-        self, question: RoutingRequest, ask: Callable[[ReplicaConnection], Any]
+        self, prompt: RoutingRequest, make_call: Callable[[ReplicaConnection], Any]
     ) -> AsyncGenerator[tuple[RoutedRequest, Any], None]:
-        """Make a call with a stream of responses; see `answer`. Yields each response with the replica.
+        """Make a call with a stream of responses; see `call`. Yields each response with the replica.
 
         Raises:
             ReplicaRefusal: also if the replica is lost after its first response.
         """
         failure: ReplicaRefusal | None = None
         while True:
-            routed = await self.routed(question, failure)
-            call, num_parts = ask(routed.connection), 0
+            routed = await self.routed(prompt, failure)
+            call, num_parts = make_call(routed.connection), 0
             routed.connection.num_calls += 1
             try:
                 while (part := await routed.connection.wait_for(call.read())) is not grpc.aio.EOF:  # type: ignore[attr-defined]
@@ -122,23 +122,23 @@ class Forwarder:
                     yield routed, part
                 return
             except (grpc.aio.AioRpcError, ReplicaLost) as error:
-                failure = await self._failure(question, routed, error, has_begun=num_parts > 0)
+                failure = await self._failure(prompt, routed, error, has_begun=num_parts > 0)
             finally:
                 routed.connection.num_calls -= 1
                 routed.finish(None)
                 call.cancel()
 
-    async def routed(self, question: RoutingRequest, failure: ReplicaRefusal | None = None) -> RoutedRequest:
+    async def routed(self, prompt: RoutingRequest, failure: ReplicaRefusal | None = None) -> RoutedRequest:
         """Choose a replica; if there is none, wait for one to start.
 
         Raises:
-            ReplicaRefusal: there is none in time; it is `failure`.
-            NoReplica: there is none in time, and no `failure`.
+            ReplicaRefusal: `failure`, if there is no replica in time.
+            NoReplica: there is no replica in time, and `failure` is None.
         """
         end_s = self._clock() + self._wait_s
         while True:
             try:
-                return await self._choose(question)
+                return await self._choose(prompt)
             except NoReplica:
                 if self._clock() >= end_s:
                     if failure is not None:
@@ -147,9 +147,9 @@ class Forwarder:
             await self._sleep(_PAUSE_S)
 
     async def _failure(
-        self, question: RoutingRequest, routed: RoutedRequest, error: Exception, *, has_begun: bool = False
+        self, prompt: RoutingRequest, routed: RoutedRequest, error: Exception, *, has_begun: bool = False
     ) -> ReplicaRefusal:
-        """Return why a call failed if it may be retried on another replica; otherwise raise it."""
+        """Return the error of a call that may be retried on another replica; otherwise raise it."""
         if isinstance(error, grpc.aio.AioRpcError):
             trailing: tuple[Any, ...] = tuple(error.trailing_metadata() or ())
             refusal = ReplicaRefusal(error.code(), error.details() or "", trailing)
@@ -160,9 +160,10 @@ class Forwarder:
         if has_begun:
             raise ReplicaRefusal(
                 grpc.StatusCode.UNAVAILABLE,
-                f"replica {routed.name}: expected the rest of the answer, got none; ask again with what has come",
+                f"replica {routed.name}: it was lost in the middle of the response; send the request again, with the "
+                "received tokens appended to the prompt",
             ) from error
         await routed.connection.check()
-        question.avoid.add(routed.name)
+        prompt.avoid.add(routed.name)
         self.num_retries += 1
         return refusal

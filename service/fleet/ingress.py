@@ -32,36 +32,36 @@ class Ingress:
         server: configuration of the server.
         fleet: configuration of routing.
         replicas: Ray handle of the replicas, or of the prefill replicas if they have roles.
-        generating: Ray handle of the decode replicas; None if replicas have no roles.
+        decode_replicas: Ray handle of the decode replicas; None if replicas have no roles.
     """
 
     async def __init__(  # type: ignore[misc]  # Ray awaits it
-        self, server: ServerConfig, fleet: FleetConfig, replicas: Any, generating: Any = None
+        self, server: ServerConfig, fleet: FleetConfig, replicas: Any, decode_replicas: Any = None
     ) -> None:
         self._replicas = replicas
-        self._all = (replicas,) if generating is None else (replicas, generating)
+        self._all = (replicas,) if decode_replicas is None else (replicas, decode_replicas)
         self._wait_s = fleet.start_timeout_s
         first = await self._first(self.choose)
         first.finish(0)
         forwarder, disaggregated = Forwarder(self.choose, self._wait_s), None
-        if generating is not None:
-            choose = partial(_choice, generating, self._wait_s)
+        if decode_replicas is not None:
+            choose = partial(_choose_replica, decode_replicas, self._wait_s)
             (await self._first(choose)).finish(0)
-            # Decode replicas can prefill, too, so do not wait long for prefill replicas.
-            patience_s = min(self._wait_s, fleet.health_timeout_s)
-            computing = Forwarder(partial(_choice, replicas, patience_s), patience_s)
-            disaggregated = DisaggregatedPrefill(computing, Forwarder(choose, self._wait_s))
+            # Decode replicas can also prefill, so calls do not wait long for prefill replicas.
+            max_wait_s = min(self._wait_s, fleet.health_timeout_s)
+            prefill_forwarder = Forwarder(partial(_choose_replica, replicas, max_wait_s), max_wait_s)
+            disaggregated = DisaggregatedPrefill(prefill_forwarder, Forwarder(choose, self._wait_s))
         self._server = IngressServer(server, first.connection.facts, forwarder, self.connections, disaggregated)
         self._address = await self._server.start()
         _log.info("ingress listens on %s", self._address)
 
-    async def choose(self, question: RoutingRequest) -> RoutedRequest:
-        """Choose a replica, or a prefill replica if they have roles, by Ray's router.
+    async def choose(self, prompt: RoutingRequest) -> RoutedRequest:
+        """Choose a replica with Ray's router; if replicas have roles, a prefill replica.
 
         Raises:
             NoReplica: there is none, or none that the request does not avoid.
         """
-        return await _choice(self._replicas, self._wait_s, question)
+        return await _choose_replica(self._replicas, self._wait_s, prompt)
 
     async def connections(self) -> list[ReplicaConnection]:
         """Return the connections to all replicas, of all roles."""
@@ -76,7 +76,7 @@ class Ingress:
     async def check_health(self) -> None:
         """Raise an error if the process should be replaced. Ray calls this every few seconds."""
         if self._server.has_ended:
-            raise RuntimeError("ingress: expected it to serve, got one that has ended")
+            raise RuntimeError("ingress: gRPC has stopped serving")
 
     async def __del__(self) -> None:
         """Let running calls finish, then stop."""
@@ -92,18 +92,18 @@ class Ingress:
                 await asyncio.sleep(0)
 
 
-async def _choice(replicas: Any, wait_s: float, question: RoutingRequest) -> RoutedRequest:
-    """Choose one of the replicas of a handle by Ray's router. No request is sent through Ray."""
-    question.answer = None
+async def _choose_replica(replicas: Any, wait_s: float, prompt: RoutingRequest) -> RoutedRequest:
+    """Choose one of the replicas of a handle with Ray's router. No request is sent through Ray."""
+    prompt.routed = None
     try:
         async with (
             asyncio.timeout(wait_s),
             # Ray need not reserve a slot: replicas have their own queues, and report how many requests wait.
-            replicas.choose_replica(question, _reserve=False),
+            replicas.choose_replica(prompt, _reserve=False),
         ):
             pass
     except TimeoutError as error:
-        raise NoReplica(f"replicas: expected one within {wait_s:g} s, got none") from error
-    if question.answer is None:
-        raise NoReplica("replicas: expected one, got none")
-    return question.answer
+        raise NoReplica(f"replicas: none was available within {wait_s:g} s") from error
+    if prompt.routed is None:
+        raise NoReplica("replicas: none is available")
+    return prompt.routed

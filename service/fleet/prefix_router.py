@@ -16,16 +16,16 @@ from radixkv.service.fleet.routing_request import ReplicaListing, RoutingRequest
 class PrefixRouter(RequestRouter):  # type: ignore[misc]  # Ray is untyped here
     """Chooses the replica with the lowest cost for a request, by the caches of the replicas.
 
-    Ray reports which replicas there are; everything else comes from the replicas over gRPC, see `FleetState`. A call
-    whose first argument is a `RoutingRequest` or a `ReplicaListing` is answered in that argument; any other call goes
-    to any replica.
+    Ray reports which replicas there are; everything else comes from the replicas over gRPC, see `FleetState`. If the
+    first argument of a call is a `RoutingRequest` or a `ReplicaListing`, the result is stored in that argument. Any
+    other call may go to any replica.
     """
 
     def initialize_state(self, **kwargs: Any) -> None:
         """Read the values of the section `fleet`, which Ray passes as JSON."""
-        patience = HealthCheckTimes(answer_s=kwargs["health_timeout_s"])
+        health_checks = HealthCheckTimes(timeout_s=kwargs["health_timeout_s"])
         self._fleet_state = FleetState(
-            lambda facts: ReplicaConnection(facts, patience, tls_ca=kwargs["tls_ca"], tls_name=kwargs["tls_name"]),
+            lambda facts: ReplicaConnection(facts, health_checks, tls_ca=kwargs["tls_ca"], tls_name=kwargs["tls_name"]),
             routing=kwargs["routing"],
             weights=RoutingWeights(least_match_tokens=kwargs["least_match_tokens"]),
         )
@@ -47,11 +47,11 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]  # Ray is untyped here
             NoReplica: the request avoids all replicas.
             InvalidRequest: its prompt is empty.
         """
-        asked = pending_request.args[:1] if pending_request is not None else []
-        if asked and isinstance(asked[0], ReplicaListing):
-            asked[0].connections = self._fleet_state.connections
-        if not asked or not isinstance(asked[0], RoutingRequest):
+        argument = pending_request.args[0] if pending_request is not None and pending_request.args else None
+        if isinstance(argument, ReplicaListing):
+            argument.connections = self._fleet_state.connections
+        if not isinstance(argument, RoutingRequest):
             return [candidate_replicas]
-        routed = self._fleet_state.route(asked[0])
-        asked[0].answer = routed
+        routed = self._fleet_state.route(argument)
+        argument.routed = routed
         return [[self._by_address[routed.name]]]

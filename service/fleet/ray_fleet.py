@@ -46,15 +46,15 @@ class FleetPlan:
 
     Attributes:
         config: of each engine; its section `server` is that of the ingress.
-        least_replicas, most_replicas: bounds of autoscaling. Ignored if `config.fleet` has numbers of replicas by role.
-        replica_host: address that replicas listen on; `node` for that of their machine.
+        min_replicas, max_replicas: bounds of autoscaling. Ignored if `config.fleet` has numbers of replicas by role.
+        replica_host: address that replicas listen on; `node` for the address of their machine.
         cpus, gpus: per replica.
-        ray_address: of a running Ray cluster; None to start one on this machine for this process alone.
+        ray_address: address of a running Ray cluster; None to start one on this machine for this process alone.
     """
 
     config: Config
-    least_replicas: int
-    most_replicas: int
+    min_replicas: int
+    max_replicas: int
     replica_host: str = _LOCAL
     cpus: float = 1.0
     gpus: float = 0.0
@@ -84,7 +84,7 @@ def running_fleet(plan: FleetPlan) -> Iterator[None]:
         except RuntimeError as error:
             messages = "\n".join(each.message for each in serve.status().applications[APPLICATION].deployments.values())
             serve.delete(APPLICATION)
-            raise ConfigError(f"fleet: expected replicas that start, got {_cause(messages)}") from error
+            raise ConfigError(f"fleet: its replicas can't start: {_cause(messages)}") from error
         try:
             yield
         finally:
@@ -114,20 +114,20 @@ def listen_on_loopback() -> None:
 def _cause(messages: str) -> str:
     """Return the last error of this package in the status messages of a deployment.
 
-    >>> _cause("... radixkv.errors.ConfigError: model.device: expected cuda, got none\\n  more")
-    'model.device: expected cuda, got none'
+    >>> _cause("... radixkv.errors.ConfigError: model.device: there is no GPU\\n  more")
+    'model.device: there is no GPU'
     >>> _cause("out of luck")
-    'others: see the logs of Ray'
+    'see the logs of Ray'
     """
     found = re.findall(r"radixkv\.errors\.\w+: (.+)", messages)
-    return found[-1] if found else "others: see the logs of Ray"
+    return found[-1] if found else "see the logs of Ray"
 
 
 def _ray_options(plan: FleetPlan) -> dict[str, Any]:
     quiet = {"log_to_driver": False, "logging_level": logging.WARNING}
     if plan.ray_address is not None:
         return {"address": plan.ray_address, "namespace": APPLICATION, **quiet}
-    cpus = max(os.cpu_count() or 1, round(sum(each.most for each in _deployments(plan)) * plan.cpus + 0.5))
+    cpus = max(os.cpu_count() or 1, round(sum(each.max_replicas for each in _deployments(plan)) * plan.cpus + 0.5))
     return {
         "address": "local",
         "namespace": APPLICATION,
@@ -165,14 +165,14 @@ def _application(plan: FleetPlan) -> Any:
     secrets = FleetSecrets.make()
     replicas = []
     for deployment in _deployments(plan):
-        number: dict[str, Any] = {"num_replicas": deployment.least}
-        if deployment.most > deployment.least:
+        number: dict[str, Any] = {"num_replicas": deployment.min_replicas}
+        if deployment.max_replicas > deployment.min_replicas:
             policy = AutoscalingPolicy(
                 policy_function=_POLICY, policy_kwargs={"calls_per_replica": fleet.calls_per_replica}
             )
             scaling = AutoscalingConfig(
-                min_replicas=deployment.least,
-                max_replicas=deployment.most,
+                min_replicas=deployment.min_replicas,
+                max_replicas=deployment.max_replicas,
                 policy=policy,
                 upscale_delay_s=fleet.grow_after_s,
                 downscale_delay_s=fleet.shrink_after_s,
@@ -204,15 +204,15 @@ class _Deployment(NamedTuple):
 
     name: str
     role: str
-    least: int
-    most: int
+    min_replicas: int
+    max_replicas: int
 
 
 def _deployments(plan: FleetPlan) -> list[_Deployment]:
     """Return the deployments of a plan; prefill replicas come first."""
     fleet = plan.config.fleet
     if fleet.prefill_replicas is None or fleet.decode_replicas is None:
-        return [_Deployment("Replica", plan.config.transfer.role, plan.least_replicas, plan.most_replicas)]
+        return [_Deployment("Replica", plan.config.transfer.role, plan.min_replicas, plan.max_replicas)]
     return [
         _Deployment("Prefill", "prefill", fleet.prefill_replicas, fleet.prefill_replicas),
         _Deployment("Decode", "decode", fleet.decode_replicas, fleet.decode_replicas),

@@ -21,7 +21,8 @@ from radixkv.telemetry.otlp import exported_spans
 CALLS = "calls"
 """Name of the metric that a fleet is autoscaled by."""
 
-# The ingress uses at most two of these, clients that use `Route` the rest.
+# The limit on calls of a replica, as a multiple of `max_calls`. The ingress makes at most twice `max_calls` calls; the
+# rest is for clients that use `Route`.
 _TIMES_MAX_CALLS = 4
 _MAX_INT32 = 2**31 - 1
 _YEAR_S = 366 * 24 * 3600
@@ -92,9 +93,9 @@ class Replica:
     async def check_health(self) -> None:
         """Raise an error if the process should be replaced. Ray calls this every few seconds."""
         if self._server.has_ended:
-            raise RuntimeError("server: expected it to serve, got one that has ended")
+            raise RuntimeError("server: gRPC has stopped serving")
         if not self._engine.is_healthy:
-            raise RuntimeError("engine: expected steps that end, got one that hangs, or several that failed")
+            raise RuntimeError("engine: a step has stalled, or several steps have failed")
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Return the number of running and waiting requests. Ray calls this every few seconds."""
@@ -118,9 +119,9 @@ def replica_server(config: Config, host: str) -> ServerConfig:
     """Return the configuration of a replica's server: a free port, and TLS only if `fleet.tls_ca` is set.
 
     Client certificates end at the ingress, which authenticates to replicas with a token. To a replica, all clients of
-    the ingress are one client on one connection. The ingress limits their calls to twice `max_calls` in all, and their
-    duration to `max_deadline_s`. The limits of replicas are higher, so that no call is refused because of the calls of
-    another client, or ends with the connection because another client reads slowly.
+    the ingress are one client on one connection. The ingress limits the number of their calls to twice `max_calls`, and
+    their duration to `max_deadline_s`. The limits of replicas are higher, so that a replica neither refuses a call
+    because of other clients' calls, nor closes the connection because another client reads slowly.
     """
     has_tls = config.fleet.tls_ca is not None
     max_calls = min(_TIMES_MAX_CALLS * config.server.max_calls, _MAX_INT32)
@@ -152,9 +153,9 @@ class ReplicasForLoad:
     def __call__(self, context: Any) -> tuple[int, dict[str, Any]]:
         """Return the number of replicas, and no state. `context` is Ray's `AutoscalingContext`."""
         calls = (context.aggregated_metrics or {}).get(CALLS, {})
-        wanted = math.ceil(sum(calls.values()) / self._calls_per_replica)
-        most, least = context.capacity_adjusted_max_replicas, context.capacity_adjusted_min_replicas
-        return max(least, min(most, wanted)), {}
+        num_replicas = math.ceil(sum(calls.values()) / self._calls_per_replica)
+        max_replicas, min_replicas = context.capacity_adjusted_max_replicas, context.capacity_adjusted_min_replicas
+        return max(min_replicas, min(max_replicas, num_replicas)), {}
 
 
 def _address_of_node() -> str:

@@ -13,13 +13,13 @@ import grpc
 import grpc.aio
 from google.protobuf.wrappers_pb2 import StringValue
 
-from radixkv.service.client.calls import HEALTH_CHECK, ServingStatus
 from radixkv.service.client.connection import (
     channel_options,
     open_async_channel,
     server_name_options,
     tls_credentials,
 )
+from radixkv.service.client.methods import HEALTH_CHECK, ServingStatus
 from radixkv.service.client.response_stream import AsyncResponseStream
 from radixkv.service.fleet.replica_facts import ReplicaFacts
 from radixkv.v1 import events_pb2
@@ -29,7 +29,7 @@ from radixkv.v1.model_pb2_grpc import ModelServiceStub
 from radixkv.v1.prefill_pb2_grpc import PrefillServiceStub
 
 _PERIOD_S = 0.05
-# Any other status of a health check means that the replica responds.
+# With any other status of a health check, the replica counts as alive.
 _NO_RESPONSE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 # Middleboxes may have dropped a connection that was idle for minutes.
 _IDLE_MS = 60_000
@@ -49,11 +49,11 @@ class HealthCheckTimes:
 
     Attributes:
         period_s: seconds between two checks.
-        answer_s: timeout in seconds, after which the replica counts as lost until it responds again.
+        timeout_s: timeout in seconds, after which the replica counts as lost until it responds again.
     """
 
     period_s: float = 0.5
-    answer_s: float = 3.0
+    timeout_s: float = 3.0
 
 
 class ReplicaConnection:
@@ -62,15 +62,15 @@ class ReplicaConnection:
         calls of clients ───── one channel ────▶ replica
         health, events ─────── another ────────▶
 
-    A replica whose machine fails or whose process is suspended closes no connection. So it is checked periodically, and
-    calls that wait for a replica that no longer responds are abandoned. Health checks and events have their own
-    channel, so that no number or size of calls delays them.
+    If the machine of a replica fails, or its process is suspended, no connection is closed. So the replica is checked
+    periodically, and calls that wait for a replica that no longer responds are abandoned. Health checks and events have
+    their own channel, so that calls do not delay them, however many or large they are.
 
     Create it inside the event loop that uses it.
 
     Args:
         facts: properties of the replica.
-        patience: times of health checks.
+        health_checks: times of health checks.
         sleep: sleeps for a number of seconds.
         tls_ca: PEM file with the authorities of its certificate; None for no TLS.
         tls_name: name in its certificate; empty for its address.
@@ -80,16 +80,16 @@ class ReplicaConnection:
 
     Attributes:
         facts: see above.
-        is_up: whether it accepts requests, by its last health check.
+        is_up: whether it accepted requests at its last health check.
         num_calls: number of calls in flight, maintained by the callers.
         prefill, cache, model: stubs of its services.
-        metadata: to send with each call.
+        metadata: is sent with each call.
     """
 
     def __init__(
         self,
         facts: ReplicaFacts,
-        patience: HealthCheckTimes = HealthCheckTimes(),
+        health_checks: HealthCheckTimes = HealthCheckTimes(),
         sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
         tls_ca: str | None = None,
         tls_name: str = "",
@@ -97,7 +97,7 @@ class ReplicaConnection:
         self.facts = facts
         self.is_up = True  # according to Ray
         self.num_calls = 0
-        self._patience = patience
+        self._health_checks = health_checks
         self._sleep = sleep
         self._lost = asyncio.Event()
         credentials = None if tls_ca is None else tls_credentials(tls_ca)
@@ -124,17 +124,17 @@ class ReplicaConnection:
         """Check the health of the replica until cancelled."""
         while True:
             await self.check()
-            await self._sleep(self._patience.period_s)
+            await self._sleep(self._health_checks.period_s)
 
     async def check(self) -> None:
         """Check the health of the replica once. If it refuses the check, it is alive and keeps its state."""
         try:
-            response = await self._check_health(StringValue(), timeout=self._patience.answer_s)
+            response = await self._check_health(StringValue(), timeout=self._health_checks.timeout_s)
             self.is_up = ServingStatus(response.value) is ServingStatus.SERVING
         except grpc.aio.AioRpcError as error:
             if error.code() in _NO_RESPONSE:
                 if self.is_up:
-                    _log.warning("replica %s: expected an answer to a health check, got none", self._name)
+                    _log.warning("replica %s: it did not answer a health check", self._name)
                 self.is_up = False
                 self._lost.set()
                 return
@@ -148,21 +148,21 @@ class ReplicaConnection:
             ReplicaLost: it no longer does; the awaited call is cancelled.
         """
         lost = asyncio.ensure_future(self._lost.wait())
-        asked = asyncio.ensure_future(awaitable)
+        call = asyncio.ensure_future(awaitable)
         try:
-            await asyncio.wait((lost, asked), return_when=asyncio.FIRST_COMPLETED)
-            if not asked.done():
-                raise ReplicaLost(f"replica {self._name}: expected an answer, got none, nor one to health checks")
-            return asked.result()
+            await asyncio.wait((lost, call), return_when=asyncio.FIRST_COMPLETED)
+            if not call.done():
+                raise ReplicaLost(f"replica {self._name}: it answers neither the call nor health checks")
+            return call.result()
         finally:
             lost.cancel()
-            if not asked.done():
-                asked.cancel()
+            if not call.done():
+                call.cancel()
                 with contextlib.suppress(asyncio.CancelledError, grpc.RpcError, StopAsyncIteration):
-                    await asked
+                    await call
 
     async def finish(self) -> None:
-        """Wait until no call is in flight. A draining replica leaves the fleet before its last response."""
+        """Wait until no call is in flight. Ray removes a draining replica before it has sent its last response."""
         while self.num_calls:
             await self._sleep(_PERIOD_S)
 

@@ -31,21 +31,21 @@ class _Speed:
 class ReplicaSpeeds:
     """Measures the compute time per token of each replica.
 
-    A replica computes several prompts concurrently, so the latency of one depends on how many there are. What counts is
-    the time between two responses, or since the request if that was sent later:
+    A replica computes several prompts concurrently, so the latency of one depends on their number. Therefore the time
+    between two responses is measured, or the time since the request if that was sent later:
 
-        asked    a     b
-                 ├─────┼─────────┤ response to a, which took all of this
-                       └─────────┼───┤ response to b, which took this
+        sent     a     b
+                 ├─────┼─────────┤ the response to a: all of this time counts
+                       └─────────┼───┤ the response to b: only the time since the response to a counts
                                      idle
 
-    Measurements on a busy machine vary. Replicas that take less than twice the time of the fastest one count as equal,
-    with their mean: a prompt that is sent to a slightly faster replica would lose more time in its queue than it gains.
-    A slower replica has its own time, which decays within about a minute if it gets no prompts, so that it is tried
-    again.
+    Measurements on a busy machine vary. Replicas that take less than twice the time of the fastest one count as equally
+    fast, with their mean time: a prompt that is sent to a slightly faster replica would lose more time in its queue
+    than it gains. A slower replica has its own time. If it gets no prompts, this time decays within about a minute, so
+    that it is tried again.
 
     Args:
-        clock: seconds, never going back.
+        clock: a monotonic clock in seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -63,19 +63,19 @@ class ReplicaSpeeds:
         compute_s = self._fastest_s + kept * (speed.compute_s - self._fastest_s)
         return self._equals if compute_s < _EQUAL_FACTOR * self._fastest_s else TokenTimes(compute_s=compute_s)
 
-    def note(self, name: str, asked_s: float, computed_tokens: int | None) -> None:
+    def note(self, name: str, sent_s: float, computed_tokens: int | None) -> None:
         """Record a response that has just arrived. Failures and short prompts are not measured.
 
         Args:
             name: of the replica.
-            asked_s: time of the request, by the clock.
+            sent_s: time of the request, by the clock.
             computed_tokens: of the prompt; None if the call failed.
 
         Complexity: O(replicas).
         """
         speed = self._speeds.setdefault(name, _Speed())
         now_s = self._clock()
-        busy_s = now_s - max(asked_s, speed.last_response_s)
+        busy_s = now_s - max(sent_s, speed.last_response_s)
         speed.last_response_s = now_s
         if computed_tokens is not None and computed_tokens >= _MIN_TOKENS and busy_s > 0:
             speed.tokens = _DECAY * speed.tokens + computed_tokens
@@ -90,5 +90,5 @@ class ReplicaSpeeds:
     def _compare(self) -> None:
         known = [speed.compute_s for speed in self._speeds.values() if speed.tokens]
         self._fastest_s = min(known, default=0.0)
-        alike = [compute_s for compute_s in known if compute_s < _EQUAL_FACTOR * self._fastest_s]
-        self._equals = TokenTimes(compute_s=sum(alike) / len(alike)) if alike else DEFAULT_TIMES
+        equal = [compute_s for compute_s in known if compute_s < _EQUAL_FACTOR * self._fastest_s]
+        self._equals = TokenTimes(compute_s=sum(equal) / len(equal)) if equal else DEFAULT_TIMES

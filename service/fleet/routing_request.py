@@ -12,7 +12,7 @@ from radixkv.v1 import fleet_pb2
 
 
 class RoutingReason(Enum):
-    """Why a replica was chosen; the values of the wire."""
+    """Why a replica was chosen; the values are those of the .proto file."""
 
     LOAD = fleet_pb2.ROUTED_BY_LOAD
     PREFIX = fleet_pb2.ROUTED_BY_PREFIX
@@ -30,7 +30,8 @@ class RoutedRequest:
         reason: why it was chosen.
         seconds: expected time until the prompt is computed.
         num_replicas: number of candidates.
-        finish: to be called when the prompt was computed or failed, with the computed tokens or None.
+        finish: must be called when the prompt was computed, with the number of computed tokens, or has failed, with
+            None.
     """
 
     connection: ReplicaConnection
@@ -56,7 +57,7 @@ class RoutingRequest:
         avoid: addresses of replicas that must not be chosen.
         source: address of the replica that its K/V are fetched from, which is chosen only if there is no other; empty
             for none.
-        answer: the result, set by the router.
+        routed: the result, set by the router.
     """
 
     tokens: bytes = field(repr=False)
@@ -65,7 +66,7 @@ class RoutingRequest:
     salt: str = ""
     avoid: set[str] = field(default_factory=set)
     source: str = ""
-    answer: RoutedRequest | None = None
+    routed: RoutedRequest | None = None
 
 
 @dataclass(slots=True)

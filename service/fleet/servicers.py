@@ -43,20 +43,20 @@ class FleetPrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
     def __init__(self, forwarder: Forwarder, disaggregated: DisaggregatedPrefill | None = None) -> None:
         self._forwarder = forwarder
         self._disaggregated = disaggregated
-        self._generating = forwarder if disaggregated is None else disaggregated.generating
+        self._decode_forwarder = forwarder if disaggregated is None else disaggregated.decode_forwarder
 
     async def Prefill(self, request: prefill_pb2.PrefillRequest, context: Context) -> prefill_pb2.PrefillResponse:  # noqa: N802
         """Prefill a prompt on a replica."""
         if request.hold_lease:
-            raise _ask_a_replica("hold_lease")
-        question = _question(request)
+            raise _only_on_replicas("hold_lease")
+        prompt = _routing_request(request)
         async with replica_errors_as_status(context):
-            routed, answer = await self._forwarder.answer(
-                question, lambda connection: connection.prefill.Prefill(request, **call_options(connection, context))
+            response: prefill_pb2.PrefillResponse
+            routed, response = await self._forwarder.call(
+                prompt, lambda connection: connection.prefill.Prefill(request, **call_options(connection, context))
             )
-        routed.finish(answer.usage.computed_tokens)
+        routed.finish(response.usage.computed_tokens)
         _name(routed, context)
-        response: prefill_pb2.PrefillResponse = answer
         return response
 
     async def Generate(  # noqa: N802
@@ -75,21 +75,23 @@ class FleetPrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         self, request: prefill_pb2.GenerateRequest, context: Context
     ) -> AsyncGenerator[tuple[RoutedRequest, prefill_pb2.GenerateResponse], None]:
         """Return a stream of responses, each with the replica that generates."""
-        question = _question(request.prefill, "prefill.token_ids")
+        prompt = _routing_request(request.prefill, "prefill.token_ids")
         if self._disaggregated is not None:
             if not request.HasField("kv_source"):
                 read_sampling(request)
                 read_num_completions(request)  # validate before anything is computed
                 return self._disaggregated.stream(
-                    request, lambda: _question(request.prefill), lambda connection: call_options(connection, context)
+                    request,
+                    lambda: _routing_request(request.prefill),
+                    lambda connection: call_options(connection, context),
                 )
-            there = _question(request.prefill)
-            there.source = _source(request)
-            (await self._forwarder.routed(there)).finish(0)  # refuses addresses that are not replicas
+            source_prompt = _routing_request(request.prefill)
+            source_prompt.source = _source(request)
+            (await self._forwarder.routed(source_prompt)).finish(0)  # refuses addresses that are not replicas
         elif request.HasField("kv_source"):
-            question.source = _source(request)
-        return self._generating.stream(
-            question,
+            prompt.source = _source(request)
+        return self._decode_forwarder.stream(
+            prompt,
             lambda connection: connection.prefill.Generate(
                 _without_own_source(connection, request), **call_options(connection, context)
             ),
@@ -98,28 +100,28 @@ class FleetPrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
     async def Probe(self, request: prefill_pb2.ProbeRequest, context: Context) -> prefill_pb2.ProbeResponse:  # noqa: N802
         """Probe the replica that would get the prompt."""
         async with replica_errors_as_status(context):
-            routed, answer = await self._forwarder.answer(
-                _question(request),
+            response: prefill_pb2.ProbeResponse
+            routed, response = await self._forwarder.call(
+                _routing_request(request),
                 lambda connection: connection.prefill.Probe(request, **call_options(connection, context)),
             )
         routed.finish(0)
         _name(routed, context)
-        response: prefill_pb2.ProbeResponse = answer
         return response
 
     async def Release(self, request: prefill_pb2.ReleaseRequest, context: Context) -> prefill_pb2.ReleaseResponse:  # noqa: N802
         """Refuse the call: only the replica that holds a lease can answer it."""
-        raise _ask_a_replica("Release")
+        raise _only_on_replicas("Release")
 
     async def Renew(self, request: prefill_pb2.RenewRequest, context: Context) -> prefill_pb2.RenewResponse:  # noqa: N802
         """Refuse the call: only the replica that holds a lease can answer it."""
-        raise _ask_a_replica("Renew")
+        raise _only_on_replicas("Renew")
 
     async def FetchKV(  # noqa: N802
         self, request: prefill_pb2.FetchKVRequest, context: Context
     ) -> AsyncIterator[prefill_pb2.FetchKVResponse]:
         """Refuse the call: only the replica that holds a lease can answer it."""
-        raise _ask_a_replica("FetchKV")
+        raise _only_on_replicas("FetchKV")
         yield  # makes this method a stream
 
 
@@ -134,11 +136,11 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
         self._forwarder = forwarder
 
     async def Route(self, request: fleet_pb2.RouteRequest, context: Context) -> fleet_pb2.RouteResponse:  # noqa: N802
-        """Choose a replica. The prompt counts as its load for the expected time to compute it."""
-        question = _question(request)
-        question.avoid.update(request.avoid)
+        """Choose a replica. For the time that computing the prompt should take, it counts as load of this replica."""
+        prompt = _routing_request(request)
+        prompt.avoid.update(request.avoid)
         async with replica_errors_as_status(context):
-            routed = await self._forwarder.routed(question)
+            routed = await self._forwarder.routed(prompt)
         asyncio.get_running_loop().call_later(routed.seconds, routed.finish, None)
         return fleet_pb2.RouteResponse(
             address=routed.name,
@@ -183,7 +185,7 @@ def add_partial_service(
 
     def refusal(name: str) -> Any:
         async def refuse(request: object, context: Context) -> None:
-            raise _ask_a_replica(name)
+            raise _only_on_replicas(name)
 
         return refuse
 
@@ -198,11 +200,11 @@ def add_partial_service(
     add_handlers(server, service.full_name, handlers)
 
 
-def _ask_a_replica(subject: str) -> SwitchedOff:
-    return SwitchedOff(f"{subject}: expected a call to a replica, whose address Route tells, got one to the fleet")
+def _only_on_replicas(subject: str) -> SwitchedOff:
+    return SwitchedOff(f"{subject}: a fleet does not offer it; call a replica, whose address `Route` returns")
 
 
-def _question(request: _Prompt, field: str = "token_ids") -> RoutingRequest:
+def _routing_request(request: _Prompt, field: str = "token_ids") -> RoutingRequest:
     require_names(tenant=request.tenant, adapter=request.adapter, salt=request.salt)
     tokens = read_token_ids(request)
     if not tokens:
@@ -214,7 +216,7 @@ def _source(request: prefill_pb2.GenerateRequest) -> str:
     """Return the address in the `kv_source` of a request."""
     address: str = request.kv_source.address
     if not address:
-        raise InvalidRequest("kv_source.address: expected that of a replica, got none")
+        raise InvalidRequest("kv_source.address: it is empty; it must be the address of a replica")
     return address
 
 
@@ -245,7 +247,7 @@ def _name(routed: RoutedRequest, context: Context) -> None:
 
 @contextlib.asynccontextmanager
 async def replica_errors_as_status(context: Context) -> AsyncIterator[None]:
-    """Return the status of the replica to the client."""
+    """Pass errors of replicas on to the client, with their status."""
     try:
         yield
     except ReplicaRefusal as refusal:

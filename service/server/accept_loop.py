@@ -1,15 +1,15 @@
-"""How gRPC's asyncio server accepts calls: one loop for each method, none of which bytes from the network can end.
+"""Accepts the calls of gRPC's asyncio server in one loop per method, so that no bytes from the network end a loop.
 
-From grpcio 1.84 on, one loop accepts the calls of all methods, and decodes the path of a call to a method that is not
-registered outside of any error handling. A path that is not UTF-8 raises UnicodeDecodeError there, which shuts the
-server down: a single packet from a client without credentials aborts the calls of all clients. Before 1.84 the path is
-decoded in the call's own task, which fails alone.
+From grpcio 1.84 on, one loop accepts the calls of all methods. If a method is not registered, this loop decodes the
+path of the call outside of any error handling. A path that is not UTF-8 raises UnicodeDecodeError there, which shuts
+the server down: a single packet from a client without credentials aborts the calls of all clients. Before 1.84 the path
+is decoded in the task of the call, which fails alone.
 
-`AcceptingServer` replaces that loop. The path of a registered method is known without decoding it, and each call to
-anything else is answered with UNIMPLEMENTED, whatever its path is. Hence all methods must be registered, as generated
-code does; handlers that are only generic are never called. The calls of a method that floods the server do not delay
-the acceptance of others, and the cost of a call does not grow with the number of methods. Connections that begin calls
-only to reset them are closed, and their further calls are dropped.
+`AcceptingServer` replaces that loop. It knows the paths of registered methods without decoding them, and answers any
+other call with UNIMPLEMENTED, whatever its path is. Hence all methods must be registered, as generated code does;
+handlers that are only generic are never called. A flood of calls to one method does not delay calls to others, and the
+cost of a call does not grow with the number of methods. Connections that begin calls only to reset them are closed, and
+their further calls are dropped.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from radixkv.service.server.grpc_log import drop_records_of_clients
 from radixkv.service.server.reset_floods import EARLY_S, ResetFloods
 from radixkv.startup.malloc import give_back_freed_memory
 
-# What grpcio 1.84 and 1.85 name the parts of their loop. Other versions accept calls as they do by themselves.
+# The names of the parts of the loop in grpcio 1.84 and 1.85. Other versions use their own loop.
 _PARTS = ("_MethodResolver", "_ServicerContext", "_handle_rpc", "_schedule_rpc_coro")
 _UNKNOWN_METHOD = "/"
-_FORGET_S = 5.0  # after a connection was closed, until its address may be that of another
+_FORGET_S = 5.0  # time after a connection was closed until another one may have its address
 _LOG_PERIOD_S = 1.0
 
 _logger = logging.getLogger(__name__)
 
 
 def make_server(options: Sequence[tuple[str, Any]], max_concurrent_calls: int) -> grpc.aio.Server:
-    """Return an asyncio gRPC server without services, as `grpc.aio.server` does, that invalid paths do not end.
+    """Return an asyncio gRPC server without services, like `grpc.aio.server`, which invalid paths do not shut down.
 
     Args:
         options: Channel arguments of gRPC.
@@ -51,8 +51,8 @@ def make_server(options: Sequence[tuple[str, Any]], max_concurrent_calls: int) -
             cygrpc.AioServer = AcceptingServer
         else:
             _logger.warning(
-                "grpcio %s accepts calls in a way that radixkv does not know: a call whose path is not UTF-8 may end "
-                "the server; grpcio 1.85 is known to work",
+                "grpcio %s accepts calls in a way that radixkv does not know: a call whose path is not UTF-8 may shut "
+                "the server down; grpcio 1.85 is known to work",
                 grpc.__version__,
             )
     try:
@@ -62,7 +62,7 @@ def make_server(options: Sequence[tuple[str, Any]], max_concurrent_calls: int) -
 
 
 class HandlerRegistry(Protocol):
-    """Takes the handlers of services: a gRPC server, or what wraps the handlers for one."""
+    """An object that services register their handlers with: a gRPC server, or a wrapper around one."""
 
     def add_generic_rpc_handlers(self, handlers: Sequence[Any]) -> None:
         """Register handlers by a function that looks them up."""
@@ -88,7 +88,7 @@ def add_handlers(
 
 
 class AcceptingServer(cygrpc.AioServer):  # type: ignore[misc]  # grpcio's extension module has no types
-    """The part of `grpc.aio.Server` that is written in Cython, with a loop for each method that accepts its calls.
+    """The Cython part of `grpc.aio.Server`, with one loop per method that accepts its calls.
 
     The arguments are those of `cygrpc.AioServer`; `max_concurrent_calls` bounds the calls of all methods together.
     """
@@ -119,10 +119,10 @@ class AcceptingServer(cygrpc.AioServer):  # type: ignore[misc]  # grpcio's exten
         super().add_registered_method_handlers(handlers)
 
     def _make_request_call_future(self, method: bytes | None) -> asyncio.Task[None]:
-        """Return the loop that accepts the calls of a method, or with None those of all unregistered ones.
+        """Return the loop that accepts the calls of a method; None means those of all unregistered methods.
 
-        grpcio awaits this as if it were the next call. It ends when the server shuts down, with the error that grpcio
-        expects then.
+        grpcio awaits the loop as if it were the next call. The loop ends when the server shuts down, with the error
+        that grpcio then expects.
         """
         return self._event_loop.create_task(self._accept(method))
 

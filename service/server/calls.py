@@ -1,4 +1,4 @@
-"""The calls in flight: their context, callbacks at their end, and waiting for them when the server drains."""
+"""The calls in flight: callbacks that run when a call ends, and waiting for all calls when the server drains."""
 
 from __future__ import annotations
 

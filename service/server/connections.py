@@ -37,12 +37,12 @@ async def end_connections(ports: Collection[int], timeout_s: float) -> None:
         open ──▶ every byte acknowledged ──▶ FIN ──▶ closed by the client
                                                      (or by us after the timeout)
 
-    A client reads everything that was sent before it sees the end. The server must not answer calls any more, except
-    by refusing them, and should be stopped afterwards. Does nothing on systems other than Linux.
+    A client reads everything that was sent before it sees the end of the connection. From now on, the server must
+    refuse all calls, and it should be stopped afterwards. Does nothing on systems other than Linux.
 
     Args:
         ports: listening ports of gRPC servers in this process.
-        timeout_s: seconds that clients have to read what was sent and to close the connection, before it is closed.
+        timeout_s: seconds for clients to read what was sent and to close the connection; then it is closed here.
     """
     if sys.platform != "linux":
         return
@@ -166,13 +166,13 @@ def close_connections(peers: Set[str]) -> int:
     Returns:
         Number of connections that were shut down. Complexity: O(open files).
     """
-    wanted = {_address(peer) for peer in peers}
+    addresses = {_address(peer) for peer in peers}
     num_closed = 0
     for name in os.listdir("/dev/fd"):
         # A file that was closed meanwhile, or is not a connection, raises.
         with contextlib.suppress(OSError, ValueError), _duplicate(int(name)) as connection:
             host, port = connection.getpeername()[:2]
-            if (host.removeprefix(_MAPPED), port) in wanted:
+            if (host.removeprefix(_MAPPED), port) in addresses:
                 connection.shutdown(socket.SHUT_RDWR)
                 num_closed += 1
     return num_closed

@@ -29,8 +29,8 @@ def require_publishable(config: EventsConfig, *, is_insecure: bool = False, has_
 
     Args:
         config: the addresses and keys.
-        is_insecure: whether everyone who can reach an address may read.
-        has_tokens: whether callers of the service need a credential. The log then points out that readers need none.
+        is_insecure: whether every process that can reach an address may read the events.
+        has_tokens: whether callers of the service need a credential. If they do, the log warns that readers need none.
 
     Raises:
         ConfigError: a package is missing (the message names the extra), an address cannot be bound, a reader that can
@@ -40,7 +40,7 @@ def require_publishable(config: EventsConfig, *, is_insecure: bool = False, has_
     if config.zmq_endpoint is None:
         for key in ("replay_endpoint", "curve_key_file", "curve_clients"):
             if getattr(config, key) is not None:
-                raise ConfigError(f"events.zmq_endpoint: expected an address with events.{key}, got none")
+                raise ConfigError(f"events.{key}: requires events.zmq_endpoint")
         return
     require_package("events.zmq_endpoint", "msgpack", "msgpack", "events")
     from radixkv.events.zmq_publisher import require_addresses

@@ -21,7 +21,7 @@ from radixkv.errors import RadixKVError
 from radixkv.service.server.auth.authorizer import Authorizer
 from radixkv.service.server.auth.revocation import Revocation
 from radixkv.service.server.calls import Context, when_over
-from radixkv.service.server.receive.receiver import Call, Parse, Receiver
+from radixkv.service.server.receive.receiver import InFlightCall, Parse, Receiver
 from radixkv.service.server.status import status_of, trailing_metadata_of
 
 if TYPE_CHECKING:  # generic in the stubs of gRPC only
@@ -29,7 +29,7 @@ if TYPE_CHECKING:  # generic in the stubs of gRPC only
     GenericHandler = grpc.GenericRpcHandler[Any, Any]
 CountRefusal = Callable[[RadixKVError], None]
 
-# Streams that end only with the service. A drain ends them, and does not wait for callers that do not read.
+# Streams that end only with the service. A drain ends them, and does not wait for clients that do not read.
 _ENDLESS = (
     "/grpc.health.v1.Health/Watch",
     "/radixkv.v1.EventService/Subscribe",
@@ -45,8 +45,8 @@ _logger = logging.getLogger(__name__)
 class GuardedServer:
     """Registers services with a gRPC server. Pass it to the generated functions `add_...Servicer_to_server`.
 
-    Handlers are registered with gRPC as if their requests were streams, which looks the same on the wire. The handler
-    then reads the request itself, and can refuse a call before its request was received.
+    Handlers are registered with gRPC as if their requests were streams, which is the same on the wire. So the handler
+    reads the request itself, and can refuse a call before its request is received.
 
     Args:
         server: the gRPC server.
@@ -125,7 +125,7 @@ class GuardedServer:
         return stream
 
     def _self_writing(self, method: str, handler: Handler) -> Any:
-        """Wrap a servicer that writes its responses itself instead of yielding them, as some generated base classes."""
+        """Wrap a servicer that writes its responses itself instead of yielding them."""
         servicer: Any = handler.unary_stream
         parse: Any = handler.request_deserializer
 
@@ -161,7 +161,7 @@ class GuardedServer:
 
         return converse
 
-    def _revocation(self, call: Call, request: Any = None) -> Revocation:
+    def _revocation(self, call: InFlightCall, request: Any = None) -> Revocation:
         """Return the context in which a stream runs as long as its caller may make the call."""
         identity = call.authorization.identity
         if identity is None or identity.is_anyone:
@@ -176,7 +176,7 @@ class GuardedServer:
 
         return Revocation(require_authorized)
 
-    def _begin(self, method: str, context: Context, *, is_endless: bool = False) -> Call:
+    def _begin(self, method: str, context: Context, *, is_endless: bool = False) -> InFlightCall:
         """Authorize and count a call."""
         try:
             authorization = self._authorizer.authorize(method, context)
@@ -187,7 +187,7 @@ class GuardedServer:
 
     async def _receive(
         self, method: str, parse: Parse, context: Context, *, is_endless: bool | None = None
-    ) -> tuple[Call, Any]:
+    ) -> tuple[InFlightCall, Any]:
         """Authorize and count a call, and receive its request."""
         call = self._begin(method, context, is_endless=method in _ENDLESS if is_endless is None else is_endless)
         try:
@@ -196,7 +196,7 @@ class GuardedServer:
             self._count(error)
             raise
 
-    async def _receive_all(self, call: Call, parse: Parse) -> AsyncGenerator[Any, None]:
+    async def _receive_all(self, call: InFlightCall, parse: Parse) -> AsyncGenerator[Any, None]:
         try:
             async with contextlib.aclosing(self._receiver.receive_all(call, parse)) as requests:
                 async for request in requests:
@@ -205,7 +205,7 @@ class GuardedServer:
             self._count(error)
             raise
 
-    def _send(self, call: Call, response: bytes) -> bytes:
+    def _send(self, call: InFlightCall, response: bytes) -> bytes:
         try:
             return self._receiver.send(call, response)
         except RadixKVError as error:

@@ -1,7 +1,8 @@
-"""Refuses HTTP requests that a browser sends under a name that is not that of this server: DNS rebinding.
+"""Protects against DNS rebinding: refuses HTTP requests whose header `Host` does not name this server.
 
-A page of `evil.example` whose name resolves to 127.0.0.1 a second later may read every answer of a server on this
-machine, as both have the same origin. Its requests still name `evil.example` as the host.
+If the name `evil.example` first resolves to an attacker's server and later to 127.0.0.1, a browser treats the server on
+this machine as the origin of the attacker's page, so that the page may read its responses. The requests of the page
+still have the header `Host: evil.example`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ _HOST = re.compile(r"(?:\[(?P<ipv6>[0-9A-Fa-f:.]+)\]|(?P<name>[\w.-]+?))\.?(?::\
 
 
 class HostCheck:
-    """Decides which hosts a request may name.
+    """Decides which values of the header `Host` are accepted.
 
     ```
                             this machine's names   `server.metrics_hosts`   other IP addresses   other names
@@ -27,7 +28,7 @@ class HostCheck:
     network, hosts are set  yes                    yes                      yes                  no
     ```
 
-    Orchestrators probe by IP address, which no page of a browser can be rebound to.
+    IP addresses are accepted on a network because orchestrators probe by IP address, and DNS rebinding requires a name.
 
     Args:
         config: the address that the port listens on, and the names that are allowed.
@@ -38,7 +39,7 @@ class HostCheck:
         self._is_local = is_on_this_machine(config.host)
 
     def allows(self, header: str | None) -> bool:
-        """Return whether a request with this header `Host` may be answered. Browsers always send one."""
+        """Return whether a request with this header `Host` may be answered. Browsers always send the header."""
         if header is None:
             return True
         found = _HOST.fullmatch(header.strip())
@@ -59,12 +60,12 @@ def _is_address(host: str) -> bool:
 
 
 def with_host_check(app: WSGIApplication, check: HostCheck) -> WSGIApplication:
-    """Answer requests that name another host with 421, and pass on the others."""
+    """Answer requests with another `Host` with 421, and pass on all others."""
 
     def answer(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
         if check.allows(environ.get("HTTP_HOST")):
             return app(environ, start_response)
-        text = b"the Host of this request is not a name of this server; server.metrics_hosts allows more names\n"
+        text = b"the header Host of this request does not name this server; server.metrics_hosts allows more names\n"
         headers = [("Content-Type", "text/plain; charset=utf-8"), ("Content-Length", str(len(text)))]
         start_response("421 Misdirected Request", headers)
         return [] if environ["REQUEST_METHOD"] == "HEAD" else [text]

@@ -12,7 +12,7 @@ MAX_CALLS = 32
 
 
 class HottestSegments:
-    """Compares segments, one engine call at a time, and keeps the hottest.
+    """Compares the segments of a cache, one engine call at a time, and keeps the hottest ones.
 
         while (future := hottest.next_call(engine.segments)) is not None:
             hottest.add(future.result())

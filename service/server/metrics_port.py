@@ -72,7 +72,7 @@ class Telemetry:
         """Serve the metrics port while the context lasts, including while the service starts and drains.
 
         With credentials, everything but `OPEN_PATHS` needs the token of an admin or a reader. With TLS, it is HTTPS.
-        `HostCheck` says which hosts a request may name.
+        Requests must pass `HostCheck`.
 
         Args:
             engine: the engine to report on; None if it does not exist yet and is passed to `watch` later.
@@ -152,7 +152,7 @@ class MetricsApp:
     |---|---|
     | / | a page that draws what is cached, from /state.json |
     | /metrics | all metrics, or those that `?name[]=NAME` names |
-    | /healthz | 200 while the service starts, serves or drains, and 503 if only a restart of the process helps |
+    | /healthz | 200 while the service starts, serves or drains; 503 if only a restart of the process can fix it |
     | /readyz | 200 while requests are accepted, else 503: send requests to another server |
 
     Any other path is 404. While the service starts, the page is 503, and the metrics are those of the process.
@@ -203,8 +203,8 @@ class MetricsApp:
 
 _MAX_CONNECTIONS = 64  # each has a thread
 _REQUEST_S = 5.0  # maximum time from accepting a connection until its request has arrived
-_ANSWER_S = 30.0  # maximum time from then until the response was read
-_LEAVE_S = 1.0  # maximum time until the thread of a closed connection ends
+_RESPONSE_S = 30.0  # maximum time from then until the response was read
+_THREAD_END_S = 1.0  # maximum time until the thread of a closed connection ends
 
 
 class _Connections:
@@ -212,30 +212,30 @@ class _Connections:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._asking: dict[socket.socket, float] = {}  # with their deadlines, the oldest first
-        self._answered: dict[socket.socket, float] = {}  # the same
+        self._awaiting_request: dict[socket.socket, float] = {}  # with their deadlines, the oldest first
+        self._responding: dict[socket.socket, float] = {}  # the same
 
     def add(self, connection: socket.socket) -> None:
         """Add a connection whose request has not arrived yet."""
         with self._lock:
-            self._asking[connection] = time.monotonic() + _REQUEST_S
+            self._awaiting_request[connection] = time.monotonic() + _REQUEST_S
 
     def note_request(self, connection: socket.socket) -> None:
         """Record that the request of a connection has arrived."""
         with self._lock:
-            if self._asking.pop(connection, None) is not None:
-                self._answered[connection] = time.monotonic() + _ANSWER_S
+            if self._awaiting_request.pop(connection, None) is not None:
+                self._responding[connection] = time.monotonic() + _RESPONSE_S
 
     def discard(self, connection: socket.socket) -> None:
         """Remove a connection that was closed."""
         with self._lock:
-            self._asking.pop(connection, None)
-            self._answered.pop(connection, None)
+            self._awaiting_request.pop(connection, None)
+            self._responding.pop(connection, None)
 
     def end_late(self) -> None:
         """Close connections that exceed their deadline."""
         now_s = time.monotonic()
-        for connections in (self._asking, self._answered):
+        for connections in (self._awaiting_request, self._responding):
             with self._lock:
                 late = [connection for connection, end_s in connections.items() if end_s <= now_s]
             for connection in late:
@@ -244,7 +244,7 @@ class _Connections:
     def end_oldest(self) -> None:
         """Close the oldest connection whose request has not arrived, or else the oldest of the others."""
         with self._lock:
-            oldest = next(iter({**self._asking, **self._answered}), None)
+            oldest = next(iter({**self._awaiting_request, **self._responding}), None)
         if oldest is not None:
             self._end(oldest)
 
@@ -281,7 +281,7 @@ class _Server(ThreadingMixIn, WSGIServer):
         """Handle a connection on a thread. At the limit, close the oldest connection whose request has not arrived."""
         if not self._slots.acquire(blocking=False):
             self.connections.end_oldest()
-            if not self._slots.acquire(timeout=_LEAVE_S):
+            if not self._slots.acquire(timeout=_THREAD_END_S):
                 self.shutdown_request(request)
                 return
         self.connections.add(request)
@@ -313,7 +313,7 @@ class _Server(ThreadingMixIn, WSGIServer):
 class _Handler(WSGIRequestHandler):
     """Reads a request without logging it."""
 
-    timeout = _ANSWER_S  # seconds that a single read or write may block
+    timeout = _RESPONSE_S  # seconds that a single read or write may block
     server: _Server
 
     def parse_request(self) -> bool:
@@ -327,7 +327,7 @@ class _Handler(WSGIRequestHandler):
 
 
 def _process_tracing() -> Observer | None:
-    """Return an observer that records spans if the process has set up OpenTelemetry, as `opentelemetry-instrument`."""
+    """Return an observer that records spans if OpenTelemetry is set up, as `opentelemetry-instrument` does."""
     if sys.modules.get("opentelemetry") is None:  # it is not imported, so it is not set up
         return None
     from opentelemetry import trace

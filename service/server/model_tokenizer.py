@@ -67,14 +67,16 @@ class ModelTokenizer:
         with self._lock:
             if self._archive is None:
                 if self._model_path is None:
-                    raise UnknownTokenizer("tokenizer: expected one with the model, got a model without files")
+                    raise UnknownTokenizer("tokenizer: the served model has no files, and so no tokenizer")
                 with files_of_model(self._model_path) as directory:
                     data = tokenizer_archive(directory)
                 self._archive = data, hashlib.sha256(data).hexdigest()
             return self._archive
 
     async def archived(self) -> tuple[bytes, str]:
-        """Return what `archive` returns. One thread reads the files, however many callers wait. On one event loop."""
+        """Return what `archive` returns. One thread reads the files, however many calls wait for them.
+        For use on one event loop.
+        """
         if self._archive is not None:
             return self._archive
         if self._archiving is None:
@@ -101,7 +103,7 @@ class ModelTokenizer:
             return self._loaded
 
     async def loaded(self) -> Tokenizer:
-        """Return the tokenizer as `load` does. One thread loads it, however many callers wait.
+        """Return the tokenizer as `load` does. One thread loads it, however many calls wait for it.
 
         For use on one event loop.
         """
@@ -119,7 +121,7 @@ class ModelTokenizer:
 
     def _load(self) -> Tokenizer | ValueError:
         if self._model_path is None:
-            return ValueError("expected one with the model, got a model without files")
+            return ValueError("the served model has no files, and so no tokenizer")
         try:
             with files_of_model(self._model_path) as directory:
                 return Tokenizer.load(directory)

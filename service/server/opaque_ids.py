@@ -9,7 +9,8 @@ from functools import lru_cache
 from radixkv.errors import InvalidRequest
 from radixkv.namespace import Namespace
 
-# Per process: a server that replaces another one in the process reads its tokens and gives the same numbers.
+# One secret per process, so that a server that replaces another one in the same process accepts its page tokens and
+# returns the same segment ids.
 _SECRET = secrets.token_bytes(32)
 _MAX_EXACT = 2**53 - 1  # the largest integer that every language represents exactly
 _NAMESPACE_ID_BYTES = 6
@@ -41,7 +42,7 @@ class NamespaceIds:
 
 
 class SegmentIds:
-    """Numbers of segments, which hide their positions: positions are assigned in turn, over all tenants.
+    """Numbers of segments, which hide their positions, because positions are assigned in order over all tenants.
 
     Two of a million segments have the same number with a probability of 1 in 18,000.
 
@@ -114,4 +115,4 @@ class PageTokens:
 
 
 def _foreign() -> InvalidRequest:
-    return InvalidRequest("page_token: expected one that this service made since its start, got another")
+    return InvalidRequest("page_token: this service did not make it, or has restarted since; start with the first page")

@@ -7,7 +7,7 @@ import resource
 
 from radixkv.config import ServerConfig
 
-# Files of the libraries and of tiers, the connections of the metrics port (64), and those of the event ports (512).
+# For files of libraries and tiers, up to 64 connections to the metrics port, and up to 512 to the event ports.
 RESERVED_FILES = 1024
 
 _logger = logging.getLogger(__name__)
@@ -16,7 +16,7 @@ _logger = logging.getLogger(__name__)
 def raise_open_files(config: ServerConfig) -> None:
     """Raise the limit of open files as far as `server.max_connections` needs and the system allows.
 
-    If it does not allow enough, the log says so once, and `max_connections` is lower than configured.
+    If the system does not allow enough, a warning is logged, and `max_connections` is lower than configured.
     """
     limit = _raised_limit(config.max_connections + RESERVED_FILES)
     if limit is not None and max_connections(config) < config.max_connections:
@@ -50,9 +50,9 @@ def _raised_limit(num_files: int) -> int | None:
     if limit is None or limit >= num_files:
         return limit
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = num_files if hard == resource.RLIM_INFINITY else min(num_files, hard)
+    raised = num_files if hard == resource.RLIM_INFINITY else min(num_files, hard)
     try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (raised, hard))
     except (OSError, ValueError):  # macOS refuses more than kern.maxfilesperproc
         return limit
-    return wanted
+    return raised

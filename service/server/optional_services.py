@@ -21,8 +21,8 @@ AddService = Callable[[GuardedServer, SharedParts], str]
 def optional_services(engine: Engine, config: Config) -> list[AddService]:
     """Return functions that add the services which the configuration enables.
 
-    The gateway's messages have the names of another project's, and a process can have only one copy of them. So they
-    are imported only where they are served.
+    The names of the gateway's messages are also registered by the package smg-grpc-proto, and a process can register
+    them only once. So they are imported only if the gateway is enabled.
     """
     if not config.gateway.enabled:
         return []

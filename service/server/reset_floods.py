@@ -1,21 +1,19 @@
-"""Recognizes connections that begin calls only to reset them: HTTP/2 rapid reset (CVE-2023-44487).
+"""Detects connections that begin calls only to reset them: HTTP/2 rapid reset (CVE-2023-44487).
 
-A reset frees its stream for the client at once, while the server has yet to take up and end the call, so the limit of
-concurrent calls per connection does not bound this work.
+After a reset, the client may immediately begin another call, while the server still has to accept and end the first
+one. So the limit on concurrent calls per connection does not bound this work.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 
-# A connection is closed when it has reset this many calls more than it has let the server answer. Envoy closes one that
-# has reset half of 500.
+# A connection is closed when it has reset this many more calls than the server has answered on it. For comparison,
+# Envoy closes a connection that has reset half of 500 calls.
 MAX_RESETS = 100
-
-# A call that was taken up for longer counts as abandoned, as by a deadline of the client, and not as reset.
+# A call that is reset later than this after it was accepted does not count; its deadline may have passed.
 EARLY_S = 0.1
-
-_MAX_CONNECTIONS = 4096  # that are remembered
+_MAX_CONNECTIONS = 4096  # maximum number of connections that are remembered
 
 
 class ResetFloods:
@@ -37,7 +35,7 @@ class ResetFloods:
         """Record that a connection has reset a call early.
 
         Returns:
-            Whether the connection must be closed, which is true once.
+            Whether the connection must now be closed. True only once per connection.
         """
         number = self._num_resets.pop(peer, 0) + 1
         if peer in self._closed:
@@ -49,14 +47,14 @@ class ResetFloods:
         return True
 
     def is_closed(self, peer: str) -> bool:
-        """Whether a connection must be closed, or was. Its further calls need no answer."""
+        """Whether a connection has been or is being closed, so that its further calls need no response."""
         return peer in self._closed
 
     def forget(self, peer: str) -> bool:
         """Forget a connection that was closed a while ago, since its address may be used again.
 
         Returns:
-            Whether the flood is over: no other connection was closed lately.
+            Whether the flood is over, that is, no other connection was closed recently.
         """
         self._closed.pop(peer, None)
         return not self._closed

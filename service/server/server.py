@@ -72,7 +72,7 @@ class Server:
     Args:
         engine: answers requests.
         config: addresses, limits and the drain timeout.
-        model_path: where the model's tokenizer files are: `tiny` or a directory; None for a model without files.
+        model_path: `tiny` or the directory with the model's tokenizer; None for a model without files.
         services: add further services; see `optional_services`.
         gateway_tenant: the tenant that owns the gateway's data.
         count_refusal: is called with the exception of each call that is refused before it reaches the engine.
@@ -194,7 +194,7 @@ class Server:
             self._health_watch.cancel()
         self._health.leave()
         if self._engine.events is not None:
-            self._engine.events.close(Draining("service: expected to be serving, got draining"))
+            self._engine.events.close(Draining("service: shutting down"))
         loop = asyncio.get_running_loop()
         end_s = loop.time() + self._config.drain_timeout_s
         try:
@@ -280,7 +280,7 @@ async def serve_until_signal(
     """
     server = make_server()
     for number in (signal.SIGTERM, signal.SIGINT):
-        # further signals change nothing: the drain ends by itself
+        # Further signals have no effect, because the drain ends after its timeout.
         asyncio.get_running_loop().add_signal_handler(number, server.stop.set)
     log_missing_services()
     address = await server.start()
@@ -295,6 +295,6 @@ async def serve_until_signal(
     else:
         _logger.warning("stopped; not all requests were answered")
     if not engine.is_alive:
-        raise InvariantViolation("engine: expected its thread to run until the server stops, got a thread that ended")
+        raise InvariantViolation("engine: its thread ended while the server was running")
     if has_ended:
-        raise InvariantViolation("server: expected gRPC to serve until the server stops, got a server that ended")
+        raise InvariantViolation("server: gRPC stopped serving while the server was running")

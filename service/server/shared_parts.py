@@ -17,7 +17,7 @@ class SharedParts:
     Attributes:
         readers: subscriptions to cache events; None if the engine logs none.
         tokenizer: the model's tokenizer.
-        grammars: compiles the grammars that constrain generation.
+        grammars: compiler of the grammars that constrain completions.
         held_bytes: limits the bytes that requests and unsent responses hold in memory.
     """
 

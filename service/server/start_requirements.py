@@ -43,6 +43,6 @@ def require_role(config: Config) -> None:
     """
     role = config.transfer.role
     if role == "decode" and not config.kv_sources:
-        raise ConfigError(f"transfer.role: expected sections kv_sources to fetch from with {role}, got none")
+        raise ConfigError(f"transfer.role: the role {role} requires a section kv_sources to fetch from")
     if role == "prefill" and config.gateway.enabled:
-        raise ConfigError(f"transfer.role: expected gateway.enabled=false with {role}, because the gateway generates")
+        raise ConfigError(f"transfer.role: the role {role} requires gateway.enabled=false, because gateways generate")

@@ -10,7 +10,7 @@ from radixkv.errors import (
     BeyondCeiling,
     CapacityError,
     ConfigError,
-    DeadlineExceeded,
+    DeadlinePassed,
     Draining,
     EventsLost,
     InvalidCredential,
@@ -37,7 +37,7 @@ from radixkv.errors import (
 # A class that is not in the table has the status of its nearest ancestor.
 STATUS: dict[type[RadixKVError], grpc.StatusCode] = {
     RequestError: grpc.StatusCode.INVALID_ARGUMENT,
-    BeyondCeiling: grpc.StatusCode.FAILED_PRECONDITION,  # the request is valid, and trying again does not help
+    BeyondCeiling: grpc.StatusCode.FAILED_PRECONDITION,  # the request is valid, but a retry does not help
     InvalidCredential: grpc.StatusCode.UNAUTHENTICATED,
     NotPermitted: grpc.StatusCode.PERMISSION_DENIED,
     UnknownAdapter: grpc.StatusCode.NOT_FOUND,
@@ -49,7 +49,7 @@ STATUS: dict[type[RadixKVError], grpc.StatusCode] = {
     CapacityError: grpc.StatusCode.RESOURCE_EXHAUSTED,
     NoReplica: grpc.StatusCode.UNAVAILABLE,
     LifecycleError: grpc.StatusCode.INTERNAL,  # the service misused an object of its own
-    DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
+    DeadlinePassed: grpc.StatusCode.DEADLINE_EXCEEDED,
     Draining: grpc.StatusCode.UNAVAILABLE,
     KVSourceError: grpc.StatusCode.UNAVAILABLE,
     KVOfOtherPrompt: grpc.StatusCode.INVALID_ARGUMENT,

@@ -38,7 +38,7 @@ TEMPLATES = "additional_chat_templates"
 MAX_FILES = 50  # clients and routers accept no more
 
 _LONG_AGO = (1980, 1, 1, 0, 0, 0)
-# Files that are kept next to a converted tokenizer, which consists of files of its own.
+# Files of the model's directory that the archive has in addition to those of a converted tokenizer.
 _KEPT_WHEN_CONVERTED = ("config.json", "generation_config.json")
 
 _logger = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ def tokenizer_archive(directory: str | Path) -> bytes:
     folder = Path(directory)
     files = {name: read_regular(folder / name) for name in NAMES if (folder / name).is_file()}
     if not set(files) & set(_VOCABULARIES):
-        raise UnknownTokenizer("tokenizer: expected one in the model's directory, such as tokenizer.json, got none")
+        raise UnknownTokenizer("tokenizer: the model's directory has none; add its files, such as tokenizer.json")
     for path in sorted((folder / TEMPLATES).glob("*.jinja"))[: MAX_FILES - len(files)]:
         files[f"{TEMPLATES}/{path.name}"] = read_regular(path)
     if "tokenizer.json" not in files and (converted := _converted(folder)) is not None:

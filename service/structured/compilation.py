@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # llguidance is needed only where a request has a grammar
 class Compilation:
     """A grammar that a thread compiles, and that any number of calls on an event loop wait for.
 
-        queued ── begin ─▶ being compiled ── end ─▶ over
+        queued ── begin ─▶ compiling ── end ─▶ over
 
     Args:
         text: the grammar as the caller wrote it.
@@ -41,7 +41,7 @@ class Compilation:
         return self._outcome.done()
 
     def begin(self) -> None:
-        """Record that it leaves the queue."""
+        """Record that compiling has begun."""
         self._started_s.set_result(self._clock())
 
     def end(self, outcome: GrammarConstraint | BaseException) -> None:
@@ -49,7 +49,7 @@ class Compilation:
         self._outcome.set_result(outcome)
 
     async def constraint(self, limit_s: float) -> GrammarConstraint:
-        """Wait until it leaves the queue, and then until it is compiled, at most `limit_s` each.
+        """Wait until compiling has begun, and then until it has ended, at most `limit_s` each.
 
         Raises:
             InvalidRequest: compiling takes longer.
@@ -57,11 +57,9 @@ class Compilation:
             BaseException: the error that compiling raised.
         """
         if not await _is_done(self._started_s, limit_s):
-            raise QueueFull(f"{self.text.field}: expected its turn within {limit_s:g} s, got other grammars before it")
+            raise QueueFull(f"{self.text.field}: other grammars were compiled for {limit_s:g} s; try again later")
         if not await _is_done(self._outcome, self._started_s.result() + limit_s - self._clock()):
-            raise InvalidRequest(
-                f"{self.text.field}: expected one that compiles in {limit_s:g} s, got one that takes longer"
-            )
+            raise InvalidRequest(f"{self.text.field}: compiling it takes more than {limit_s:g} s; use a simpler one")
         outcome = self._outcome.result()
         if isinstance(outcome, BaseException):
             raise outcome.with_traceback(None)  # otherwise every raise would lengthen the traceback

@@ -35,7 +35,7 @@ _logger = logging.getLogger(__name__)
 
 
 class Grammars:
-    """Compiles grammars for one model. Quota keys take turns. For use on one event loop.
+    """Compiles grammars for one model, one per quota key in turn. For use on one event loop.
 
     Args:
         tokenizer: the model's tokenizer; loaded for the first grammar.
@@ -58,14 +58,15 @@ class Grammars:
     async def constrain(self, sampling: Sampling, text: GrammarText | None, key: QuotaKey) -> Sampling:
         """Return the sampling options with the constraint of a grammar; unchanged options without a grammar.
 
-        A grammar is compiled once per quota key, as long as it stays in the cache. The first ones wait until the
-        tokenizer is loaded, which does not count: `MAX_COMPILE_S` bounds the time in the queue, and then the time to
-        compile.
+        A grammar is compiled once per quota key, as long as it stays in the cache. `MAX_COMPILE_S` bounds the time in
+        the queue, and then the time to compile. The first grammars also wait until the tokenizer is loaded, for which
+        there is no limit.
 
         Raises:
             InvalidRequest: no completion can follow the grammar, the model has no suitable tokenizer, or llguidance is
                 not installed. The message names the field.
-            QueueFull: too many grammars wait, also of this key, earlier ones took too long, or no thread starts.
+            QueueFull: too many grammars are queued and this key has its share of them, earlier ones took too long, or
+                no thread can be started.
         """
         if text is None:
             return sampling
@@ -91,7 +92,7 @@ class Grammars:
             threading.Thread(target=self._compile_all, name="radixkv-grammars", daemon=True).start()
         except RuntimeError as error:
             _logger.warning("a request has a grammar, but no thread can be started to compile it: %s", error)
-            raise QueueFull(f"{field}: expected a thread to compile it, got too many threads") from error
+            raise QueueFull(f"{field}: no thread can be started to compile it; try again later") from error
         finally:
             threading.stack_size(before_bytes)
 
@@ -145,6 +146,4 @@ class Grammars:
             _logger.warning(
                 "a request has a grammar, but the model has no suitable tokenizer: %s", error
             )  # may name paths
-            raise InvalidRequest(
-                f"{field}: expected a model whose tokenizer llguidance reads, got one without"
-            ) from error
+            raise InvalidRequest(f"{field}: the model has no tokenizer that llguidance can read") from error

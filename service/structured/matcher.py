@@ -13,8 +13,8 @@ from radixkv.errors import InvalidRequest
 from radixkv.service.structured.grammar_text import GrammarText, in_a_line
 from radixkv.service.structured.vocabulary import Vocabulary
 
-# A request whose token mask takes longer delays all requests of its step, and is refused.
-MAX_SEARCH_S = 1.0
+# Computing a token mask delays all requests of the step. A request whose mask takes longer is refused.
+MAX_MASK_S = 1.0
 
 _WORD = 32
 _LIMITS = LLParserLimits(verbose_errors=False)  # otherwise error messages contain tokens of the completion
@@ -42,10 +42,10 @@ class GrammarConstraint:
         self._matcher = LLMatcher(vocabulary.tokens, text.lark(), limits=_LIMITS, log_level=_SILENT)
         if self._matcher.is_error():
             reason = in_a_line(self._matcher.get_error())
-            raise InvalidRequest(f"{self._field}: expected one that llguidance can follow, got {reason}")
+            raise InvalidRequest(f"{self._field}: llguidance can't use it: {reason}")
         first = self.start(frozenset())
         if first.is_finished:
-            raise InvalidRequest(f"{self._field}: expected one that allows a token, got one that allows none")
+            raise InvalidRequest(f"{self._field}: it allows no token at all")
         first.allowed()
 
     def start(self, stop_token_ids: Set[int]) -> GrammarMatcher:
@@ -82,10 +82,10 @@ class GrammarMatcher:
 
     def allowed(self) -> npt.NDArray[np.bool_]:
         """Return the mask of tokens that may follow."""
-        found = self._find()
-        if isinstance(found, InvalidRequest):
-            raise found
-        return found[0]
+        mask = self._cached_mask()
+        if isinstance(mask, InvalidRequest):
+            raise mask
+        return mask[0]
 
     def accept(self, token_id: int) -> None:
         """Append the next token."""
@@ -99,27 +99,27 @@ class GrammarMatcher:
             return False
         if self._matcher.is_stopped():
             return True
-        found = self._find()  # for some grammars this is known only after computing the mask
-        return not isinstance(found, InvalidRequest) and found[1]
+        mask = self._cached_mask()  # for some grammars this is known only after computing the mask
+        return not isinstance(mask, InvalidRequest) and mask[1]
 
-    def _find(self) -> tuple[npt.NDArray[np.bool_], bool] | InvalidRequest:
+    def _cached_mask(self) -> tuple[npt.NDArray[np.bool_], bool] | InvalidRequest:
         """Return the mask and whether only the end may follow, or the error; computed once per token."""
         if self._mask is None:
-            self._mask = self._search()
+            self._mask = self._compute_mask()
         return self._mask
 
-    def _search(self) -> tuple[npt.NDArray[np.bool_], bool] | InvalidRequest:
+    def _compute_mask(self) -> tuple[npt.NDArray[np.bool_], bool] | InvalidRequest:
         words = np.zeros(self._vocab_size // _WORD + 1, dtype="<u4")
         started_s = self._clock()
         if not self._matcher.is_error():
             self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
         if self._matcher.is_error():
             reason = in_a_line(self._matcher.get_error())
-            return InvalidRequest(f"{self._field}: expected one whose token mask can be computed, got {reason}")
+            return InvalidRequest(f"{self._field}: its token mask can't be computed: {reason}")
         took_s = self._clock() - started_s
-        if took_s > MAX_SEARCH_S:
+        if took_s > MAX_MASK_S:
             return InvalidRequest(
-                f"{self._field}: expected one whose token mask takes at most {MAX_SEARCH_S:g} s, got {took_s:.1f} s"
+                f"{self._field}: expected one whose token mask takes at most {MAX_MASK_S:g} s, got {took_s:.1f} s"
             )
         bits = np.unpackbits(words.view(np.uint8), bitorder="little", count=self._vocab_size + 1).view(np.bool_)
         allowed, can_end = bits[:-1], bool(bits[-1])
@@ -128,6 +128,6 @@ class GrammarMatcher:
             allowed[self._ends] = True
         elif not allowed.any():
             return InvalidRequest(
-                f"{self._field}: expected one that every completion can follow to its end, got a dead end"
+                f"{self._field}: it has a dead end: no token may follow, and the completion may not end"
             )
         return allowed, is_last

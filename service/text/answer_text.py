@@ -14,7 +14,7 @@ class AnswerText:
     Args:
         stream: a new stream of the tokenizer.
         stops: stop strings, none of them empty.
-        min_tokens: a stop string that is complete within this number of tokens does not count.
+        min_tokens: stop strings that are completed by one of the first `min_tokens` tokens do not count.
 
     Attributes:
         num_tokens: tokens so far, including the one that completed a stop string, and none after it.
@@ -28,7 +28,7 @@ class AnswerText:
 
     @property
     def matched(self) -> str | None:
-        """The stop string that was found; None before."""
+        """The stop string that was found; None if there is none so far."""
         return self._stop.matched
 
     def put(self, token_ids: Sequence[int]) -> str:

@@ -19,7 +19,7 @@ from jinja2.utils import Namespace
 
 from radixkv.service.text.conversation import Conversation, Parts, plain, with_longer_content, without_tool_calls
 
-# Variables of every template, which are arguments of their own.
+# Variables of every template that are separate arguments of `render`.
 _ARGUMENTS = ("messages", "tools", "documents", "add_generation_prompt")
 
 
@@ -65,10 +65,11 @@ class ChatTemplate:
     ) -> str:
         """Return the text of a conversation.
 
-        What the template would drop is refused: the conversation is rendered again without each of tools, documents and
-        tool calls, and with other contents, and each time the text must differ. Contents of a role are checked until
-        the template has written one. Of several forms of the messages, see `radixkv.service.text.conversation`, the
-        first one of which nothing is dropped is used.
+        A conversation is refused if the template would drop a part of it. To find out, the conversation is rendered
+        again without the tools, without the documents, without the tool calls, and with other contents, and each
+        text must differ from the first. The contents of a role are checked until the template has written one. The
+        messages have several forms, see `radixkv.service.text.conversation`; the first form from which nothing is
+        dropped is used.
 
         Args:
             messages: at least one; see `Conversation`.
@@ -101,9 +102,9 @@ class ChatTemplate:
     def _checked(self, variables: dict[str, Any]) -> dict[str, Any]:
         for name, value in variables.items():
             if name in _ARGUMENTS:
-                raise ValueError(f"chat_template_kwargs: expected {name} as an argument of its own")
+                raise ValueError(f"chat_template_kwargs: {name} must be passed as a separate argument")
             if value is not None and name not in self._names:
-                raise ValueError(f"chat_template_kwargs: expected variables of the model's chat template, got {name}")
+                raise ValueError(f"chat_template_kwargs: the model's chat template has no variable {name}")
         return variables
 
     def _complete(self, conversation: Conversation, values: dict[str, Any]) -> str:
@@ -123,7 +124,7 @@ class ChatTemplate:
         return text
 
     def _require(self, text: str, what: str, altered: dict[str, Any]) -> None:
-        """Refuse a conversation whose altered values give the same text."""
+        """Raise ValueError if the altered values give the same text."""
         try:
             is_dropped = self._text(altered) == text
         except ValueError:
@@ -138,9 +139,9 @@ class ChatTemplate:
         try:
             return self._template.render(values)
         except jinja2.TemplateError as error:
-            raise ValueError(f"the model's chat template refuses these messages: {error}") from error
+            raise ValueError(f"the model's chat template rejects these messages: {error}") from error
         except Exception as error:  # a template may compute with values of unexpected types
-            raise ValueError(f"the model's chat template fails over these messages: {type(error).__name__}") from error
+            raise ValueError(f"the model's chat template failed with {type(error).__name__}") from error
 
 
 class _GenerationTag(jinja2.ext.Extension):
@@ -149,7 +150,7 @@ class _GenerationTag(jinja2.ext.Extension):
     tags = {"generation"}  # noqa: RUF012  Jinja requires this name and type
 
     def parse(self, parser: Parser) -> nodes.Node:
-        """Return the marked part in a scope of its own."""
+        """Return the marked part in its own scope."""
         line = next(parser.stream).lineno
         return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
 
@@ -165,7 +166,7 @@ class _Dict:
 
 
 class _Namespace(Namespace):
-    """`namespace` in templates, without attributes of Python's own."""
+    """`namespace` in templates, without access to Python's attributes."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:
         self, *others = args  # templates may use the name `self`

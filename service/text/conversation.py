@@ -1,7 +1,7 @@
 """The messages of a conversation, in the forms that chat templates accept.
 
-OpenAI's API, the conventions of transformers and the templates of models disagree in three points. Each way to settle
-them is one form of the messages. The first form is the one that most templates accept:
+OpenAI's API, transformers and the templates of models represent three things differently. Each combination of their
+representations is one form of the messages. The first form is the one that most templates accept:
 
 | in a message | in a form |
 |---|---|
@@ -17,9 +17,9 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
-# Names for the reasoning of a message. Templates read the first one, those of gpt-oss the second.
+# Keys of a message that may hold its reasoning. Templates read the first one; those of gpt-oss read the second one.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
-# Converts values of subclasses, such as members of an enumeration, to the JSON type.
+# Functions that convert values of subclasses, such as members of an enum, to the JSON type.
 _SCALARS: tuple[tuple[type, Callable[[Any], Any]], ...] = (
     (str, str.__str__),
     (int, int.__int__),
@@ -28,7 +28,7 @@ _SCALARS: tuple[tuple[type, Callable[[Any], Any]], ...] = (
 
 
 class Parts(list[dict[str, Any]]):
-    """Parts of a content. Conversion to text raises, because Python's notation of a list is never meant."""
+    """Parts of a content. Conversion to text raises: a prompt must not contain Python's notation of a list."""
 
     def __str__(self) -> NoReturn:
         raise TypeError("expected a template that iterates over the parts of a content, got one that writes them whole")
@@ -44,9 +44,9 @@ class Conversation:
             templates read, such as `tool_calls`. Other values of None count as absent.
 
     Raises:
-        TypeError: a message is no mapping, or contains a value that has no JSON type.
-        ValueError: there is no message, a part of a content is not text, or the arguments of a tool call are no JSON
-            object.
+        TypeError: a message is not a mapping, or contains a value that has no JSON type.
+        ValueError: there is no message, a part of a content is not text, or the arguments of a tool call are not a
+            JSON object.
     """
 
     def __init__(self, messages: Sequence[object]) -> None:
@@ -56,7 +56,7 @@ class Conversation:
 
     @property
     def roles(self) -> list[str]:
-        """The roles of messages that have a content and no tool calls. Templates may omit what precedes a call."""
+        """The roles of messages with content and without tool calls. Templates may omit content before a tool call."""
         found = [each["role"] for each in self._messages if _is_checked(each)]
         return list(dict.fromkeys(found))
 
@@ -82,7 +82,7 @@ def without_tool_calls(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any
 
 
 def with_longer_content(messages: Sequence[dict[str, Any]], role: str) -> list[dict[str, Any]]:
-    """Return messages whose contents of one role, see `Conversation.roles`, end in another character."""
+    """Return messages in which the contents of one role, see `Conversation.roles`, are one character longer."""
     return [_longer(each) if _is_checked(each) and each["role"] == role else each for each in messages]
 
 
@@ -123,7 +123,7 @@ def _message(message: object, place: str) -> dict[str, Any]:
         raise ValueError(f"{place}.content: expected text, a list of parts of the type text, or null, got {kind}")
     if isinstance(copy.get("content"), list):
         copy["content"] = Parts(_part(each, f"{place}.content[{index}]") for index, each in enumerate(copy["content"]))
-        if copy.get("tool_calls"):  # a template that omits it would not be noticed
+        if copy.get("tool_calls"):  # such contents are not checked, see `roles`, so a template may drop the parts
             copy["content"] = _joined(copy["content"])
     if copy.get("function_call"):
         raise ValueError(f"{place}.function_call: expected tool_calls, which replaced it in OpenAI's API")
@@ -162,7 +162,7 @@ def _tool_call(call: dict[str, Any], place: str) -> dict[str, Any]:
         parsed = json.loads(arguments or "{}")  # some servers send nothing for a function without parameters
     except (ValueError, RecursionError):
         parsed = None
-    if not isinstance(parsed, dict):  # the message must not contain any of it
+    if not isinstance(parsed, dict):  # the error message must not contain the arguments
         raise ValueError(f"{place}.arguments: expected a JSON object, got other text")
     return {**call, "arguments": parsed}
 

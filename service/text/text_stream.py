@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from radixkv.service.text.clean_up import CleanUp
 
-NUM_PROMPT_IDS = 5  # last tokens of a prompt, which affect the beginning of the completion's text
+NUM_PROMPT_IDS = 5  # number of last prompt tokens that are decoded with the completion, because they affect its text
 
 _BROKEN = "\ufffd"  # replaces bytes that are not valid UTF-8, or not yet
 _LONGEST_PART = 3  # bytes of an incomplete character, each of which may be shown as a character of its own
@@ -18,7 +18,7 @@ _MAX_IDS = 32
 class TextStream:
     """Detokenizes token by token, and never returns a part of a character.
 
-    A token's text depends on its neighbors, so the last few tokens are decoded again with each new one:
+    The text of a token depends on its neighbors, so the last few tokens are decoded again with each new one:
 
         ids    [ last complete text | new, incomplete ]
         text   ..... emitted ......)[ held back: ends in an incomplete character

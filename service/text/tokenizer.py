@@ -20,16 +20,16 @@ if TYPE_CHECKING:
     from radixkv.service.text.chat_template import ChatTemplate
 
 _EXTRA = "text"
-_DEFAULT = "default"  # the name of the chat template for conversations without tools
-_WITH_TOOLS = "tool_use"  # and that of the one with tools, where a model has several
+_DEFAULT = "default"  # name of the chat template for conversations without tools
+_WITH_TOOLS = "tool_use"  # name of the chat template for conversations with tools, in models that have several
 
 
 class Tokenizer:
     """Converts text to token ids and back. Special tokens have no text.
 
-    It needs the packages tokenizers and, for conversations, jinja2. Token ids, text and conversations are what
-    `AutoTokenizer` of transformers makes of them. Safe to share between threads as long as each answer has a text
-    stream of its own.
+    It needs the packages tokenizers and, for conversations, jinja2. Token ids, text and rendered conversations are the
+    same as with `AutoTokenizer` of transformers. Safe to share between threads, as long as each completion has its own
+    text stream.
 
     Args:
         backend: the tokenizer itself.
@@ -230,8 +230,8 @@ class Tokenizer:
             raise MissingPackage(missing_package("jinja2", _EXTRA), name="jinja2") from error
         name = _WITH_TOOLS if has_tools and _WITH_TOOLS in self._sources else _DEFAULT
         if name not in self._sources:
-            found = f"only {', '.join(sorted(self._sources))}" if self._sources else "one without"
-            raise ValueError(f"expected a tokenizer with a chat template, got {found}")
+            found = f"only {', '.join(sorted(self._sources))}" if self._sources else "none"
+            raise ValueError(f"expected a tokenizer with a default chat template, got {found}")
         if name not in self._templates:
             self._templates[name] = ChatTemplate(self._sources[name], self._special_tokens)
         return self._templates[name]

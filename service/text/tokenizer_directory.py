@@ -1,4 +1,4 @@
-"""Reads a directory with `tokenizer.json` as transformers does."""
+"""Reads a directory with `tokenizer.json` in the same way as transformers."""
 
 from __future__ import annotations
 

@@ -68,11 +68,6 @@ class SlowBackend:
         """Return the text of token ids without special tokens."""
         return str(self._model.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
-    def token_to_id(self, token: str) -> int | None:
-        """Return the id of a token; None if it is not in the vocabulary."""
-        token_id: int | None = self._model.convert_tokens_to_ids(token)
-        return token_id
-
     def id_to_token(self, token_id: int) -> str | None:
         """Return the token of an id; None if it is not in the vocabulary."""
         token: str | None = self._model.convert_ids_to_tokens(token_id)
@@ -84,7 +79,7 @@ class SlowBackend:
         Raises:
             ValueError: always.
         """
-        raise ValueError("expected a tokenizer of the package tokenizers, got one that only transformers can run")
+        raise ValueError("the tokenizer has no tokenizer.json; only transformers can run it")
 
 
 def _reason(directory: Path, error: Exception) -> str:

@@ -20,7 +20,7 @@ from radixkv.engine.observer import Observer
 from radixkv.errors import (
     CapacityError,
     Cause,
-    DeadlineExceeded,
+    DeadlinePassed,
     Draining,
     OutOfBlocks,
     QuotaExceeded,
@@ -388,7 +388,7 @@ class TestWaysOut:
         bench.core.step()
         bench.clock.now = 10.0
         bench.run()
-        assert isinstance(future.exception(0), DeadlineExceeded)
+        assert isinstance(future.exception(0), DeadlinePassed)
         assert len(bench.runner.steps) == 1
         assert bench.cache.pool.num_leased == 0
 
@@ -443,7 +443,7 @@ class TestWaysOut:
 
         bench.runner.run = slow_run  # type: ignore[method-assign]
         bench.run()
-        assert isinstance(future.exception(0), DeadlineExceeded)
+        assert isinstance(future.exception(0), DeadlinePassed)
         assert len(bench.core.held_leases) == 0
 
     def test_an_observer_that_raises_affects_no_request(self, caplog: pytest.LogCaptureFixture) -> None:

@@ -1426,6 +1426,8 @@ SERVICE_MUTANTS = (
     Mutant("service/server/metrics_port.py", "            self.connections.end_oldest()\n", ""),
     Mutant("service/server/metrics_port.py", "        self.connections.end_late()\n", "        pass\n"),
     Mutant(
-        "service/server/metrics_port.py", "{**self._asking, **self._answered}", "{**self._answered, **self._asking}"
+        "service/server/metrics_port.py",
+        "{**self._awaiting_request, **self._responding}",
+        "{**self._responding, **self._awaiting_request}",
     ),
 )

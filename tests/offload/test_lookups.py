@@ -7,7 +7,7 @@ import random
 import pytest
 
 from radixkv.api.result import PrefillResult
-from radixkv.errors import DeadlineExceeded, StoreLate, StoreUnavailable
+from radixkv.errors import DeadlinePassed, StoreLate, StoreUnavailable
 from radixkv.namespace import Namespace
 from radixkv.offload import offload
 from tests.core_bench import purge_at_once
@@ -148,7 +148,7 @@ def test_a_cancelled_or_late_request_does_not_wait_for_its_lookup() -> None:
     cancelled.cancel()
     bench.clock.now = 6.0
     bench.core.step()
-    with pytest.raises(DeadlineExceeded):
+    with pytest.raises(DeadlinePassed):
         late.result(0)
     bench.run()
     assert not bench.offload._lookups._num_open

@@ -17,7 +17,7 @@ from radixkv.api.retention import Grant, Retention
 from radixkv.api.segments import StoredNamespace
 from radixkv.compute.forward import Chunk
 from radixkv.compute.runner import StepResult
-from radixkv.errors import DeadlineExceeded, InvalidRequest, StoreLate, StorePaused, StoreUnavailable
+from radixkv.errors import DeadlinePassed, InvalidRequest, StoreLate, StorePaused, StoreUnavailable
 from radixkv.namespace import Namespace
 from radixkv.offload import offload
 from radixkv.offload.device_copies import CompleteCopy
@@ -380,7 +380,7 @@ def test_a_deadline_ends_a_request_that_waits_for_a_store() -> None:
     future = bench.submit(PROMPT, deadline_s=5.0)
     bench.clock.now = 6.0
     bench.core.step()
-    with pytest.raises(DeadlineExceeded):
+    with pytest.raises(DeadlinePassed):
         future.result(0)
     bench.run()
 

@@ -9,7 +9,7 @@ from concurrent.futures import Future
 import pytest
 
 from radixkv.api.params import PrefillParams
-from radixkv.errors import DeadlineExceeded
+from radixkv.errors import DeadlinePassed
 from radixkv.namespace import Namespace
 from radixkv.scheduling import single_flight
 from radixkv.scheduling.request import Request
@@ -159,7 +159,7 @@ def test_a_follower_takes_over_where_its_leader_ended(happens: Callable[[Bench, 
     happens(bench, leader)
     bench.run()
     if happens is pass_the_deadline:
-        assert isinstance(leader.exception(0), DeadlineExceeded)
+        assert isinstance(leader.exception(0), DeadlinePassed)
     assert [follower.result(0).next_token_id for follower in followers] == [
         next_token(tokens([*range(36), 100 + i])) for i in range(3)
     ]

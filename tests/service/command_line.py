@@ -1,4 +1,4 @@
-"""Runs of the `radixkv` command: in this process against a fake engine, or in processes of their own."""
+"""Runs the `radixkv` command in this process, against a fake engine, or in separate processes."""
 
 from __future__ import annotations
 

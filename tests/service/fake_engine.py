@@ -1,4 +1,4 @@
-"""The engine's contract without a model: answers are arithmetic on the token ids. No torch, no thread of its own."""
+"""An engine without a model: answers are computed from the token ids. It uses neither torch nor threads."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ class FakeEngine:
 
     def prefill(self, params) -> Future:
         if self.is_draining:
-            raise Draining("service: expected to be serving, got draining")
+            raise Draining("service: shutting down")
         if self.refusal is not None:
             raise self.refusal
         future = Future()
@@ -156,7 +156,7 @@ class FakeEngine:
     def generate(self, params, sampling, on_tokens, fetched=None) -> Future:
         """Tell token after token from a thread of its own; while gated, all but the last."""
         if self.is_draining:
-            raise Draining("service: expected to be serving, got draining")
+            raise Draining("service: shutting down")
         if self.refusal is not None:
             raise self.refusal
         sampling.validate(VOCAB_SIZE)

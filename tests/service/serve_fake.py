@@ -1,4 +1,4 @@
-"""`radixkv` with a fake engine in the real one's place: `python serve_fake.py GATE serve --port 0`.
+"""The `radixkv` command with a fake engine: `python serve_fake.py GATE serve --port 0`.
 
 GATE is `open`, or `shut`: then requests run until SIGUSR1 comes or until they are cancelled.
 """

@@ -13,7 +13,7 @@ from radixkv.api.miss_reason import MissReason
 from radixkv.api.params import PrefillParams
 from radixkv.api.sampling import Sampling
 from radixkv.errors import (
-    DeadlineExceeded,
+    DeadlinePassed,
     InvalidCredential,
     InvalidRequest,
     NotPermitted,
@@ -96,7 +96,7 @@ def test_every_reason_for_refused_calls_has_a_series_from_the_start() -> None:
         (InvalidCredential("x"), "unauthenticated"),
         (NotPermitted("x"), "forbidden"),
         (InvalidRequest("x"), "malformed"),
-        (DeadlineExceeded("x"), "slow"),
+        (DeadlinePassed("x"), "slow"),
         (QueueFull("x"), "busy"),
         (StepFailed("x"), "other"),
     ],

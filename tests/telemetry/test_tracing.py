@@ -17,7 +17,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ParentBased, Sampler
 from opentelemetry.trace import NoOpTracer, SpanKind, StatusCode
 
-from radixkv.errors import DeadlineExceeded, StepFailed
+from radixkv.errors import DeadlinePassed, StepFailed
 from radixkv.scheduling.request import Outcome
 from radixkv.telemetry.tracing import Tracing
 from radixkv.v1.prefill_pb2 import PrefillRequest
@@ -125,7 +125,7 @@ def test_the_span_of_a_failed_request_names_the_error(exported: Exported) -> Non
 
 
 def test_a_request_that_was_never_scheduled_has_no_cache_attributes(exported: Exported) -> None:
-    exported.tracing.request_ended(ended_request(), Outcome.FAILED, DeadlineExceeded("deadline: passed"), NOW_S)
+    exported.tracing.request_ended(ended_request(), Outcome.FAILED, DeadlinePassed("deadline: passed"), NOW_S)
     assert not {"radixkv.miss_reason", "radixkv.computed_tokens"} & set(exported.spans[-1].attributes or {})
 
 

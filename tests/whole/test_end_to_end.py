@@ -1,4 +1,4 @@
-"""The whole service: `radixkv serve` in a process of its own, and clients that connect over gRPC."""
+"""The whole service: `radixkv serve` in a separate process, and clients that connect over gRPC."""
 
 from __future__ import annotations
 

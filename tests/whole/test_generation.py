@@ -10,7 +10,7 @@ import pytest
 from radixkv.api.result import FinishReason, GenerateResult, GenerationFuture
 from radixkv.api.retention import Retention
 from radixkv.cache.tenants import Quota
-from radixkv.errors import DeadlineExceeded, OutOfBlocks, StepFailed
+from radixkv.errors import DeadlinePassed, OutOfBlocks, StepFailed
 from tests.core_bench import BLOCK_SIZE, Bench, purge_at_once
 from tests.fake_runner import next_token, tokens
 
@@ -234,7 +234,7 @@ class TestFinish:
         bench.clock.now = 6.0
         future.finish()
         bench.run()
-        assert isinstance(future.exception(0), DeadlineExceeded)
+        assert isinstance(future.exception(0), DeadlinePassed)
 
 
 class TestPressure:
@@ -445,7 +445,7 @@ class TestWaysOut:
             bench.core.step()
         bench.clock.now = 5.0
         bench.run()
-        assert isinstance(future.exception(0), DeadlineExceeded)
+        assert isinstance(future.exception(0), DeadlinePassed)
         assert len(future.told) == 5, "the last one was under way"
         assert bench.cache.pool.num_leased == 0
 

@@ -1,4 +1,4 @@
-"""The soak finds memory that grows and answers that are wrong, and a short one finds neither."""
+"""The soak detects growing memory and wrong answers, and a short soak of the service finds neither."""
 
 from __future__ import annotations
 

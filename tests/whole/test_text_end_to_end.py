@@ -1,4 +1,4 @@
-"""Text as input and output of a whole service: the embedded model's tokenizer, chats, stop strings."""
+"""Text input and output of a whole service: the embedded model's tokenizer, chats, stop strings."""
 
 from __future__ import annotations
 

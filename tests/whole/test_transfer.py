@@ -235,7 +235,7 @@ def test_an_unknown_lease_is_not_found(pair: Pair) -> None:
     code, details = refusal(pair.decode, tokens, wrong_epoch)
     assert (code, details) == (
         grpc.StatusCode.NOT_FOUND,
-        "kv_source: epoch: expected the current epoch of the service, got another",
+        "kv_source: epoch: this server has restarted since, so its leases are lost",
     )
     pair.prefill.release(source.lease_id, tenant=_TENANT)
     code, details = refusal(pair.decode, tokens, source)
@@ -247,7 +247,7 @@ def test_a_lease_of_another_prompt_or_tenant_is_refused(pair: Pair) -> None:
     code, details = refusal(pair.decode, prompt(105), source)
     assert (code, details) == (
         grpc.StatusCode.INVALID_ARGUMENT,
-        "kv_source: expected the K/V of this prompt, got a block that is foreign",
+        "kv_source: the lease is of another prompt, got a block that is foreign",
     )
     with pytest.raises(grpc.RpcError) as caught:
         list(pair.decode.generate(prompt(104), tenant="other", kv_source=source))
@@ -274,7 +274,7 @@ def test_only_configured_sources_are_contacted_and_an_unreachable_one_is_reporte
     unnamed = KVSource(address="127.0.0.1:2", lease_id=source.lease_id)
     assert refusal(pair.decode, prompt(107), unnamed) == (
         grpc.StatusCode.INVALID_ARGUMENT,
-        "kv_source.address: expected that of a section kv_sources here, got another",
+        "kv_source.address: no section kv_sources of this server has this address",
     )
     away = KVSource(address="127.0.0.1:1", lease_id=source.lease_id)
     code, details = refusal(pair.decode, prompt(107), away)

@@ -84,11 +84,11 @@ class CredentialAuthenticator:
         if headers or not self._has_certificates:
             return self._identify(headers)
         properties = context.auth_context()
-        for pem in properties.get("x509_pem_cert", ()):  # TLS has checked it only when the connection began
+        for pem in properties.get("x509_pem_cert", ()):  # TLS checks the expiry only when a connection begins
             if self._unix_time_s() >= expiry_of(pem):
-                raise InvalidCredential("certificate: expected one that is valid now, got one that has expired")
+                raise InvalidCredential("certificate: it has expired; reconnect with a new one")
         credential = self._credentials.get().of_certificate(_names_in_certificate(properties))
-        return self._valid(credential, "certificate: expected one with the name of a single credential, got another")
+        return self._valid(credential, "certificate: its names match no credential of this service, or several")
 
     def identify_header(self, authorization: str | None) -> Identity:
         """Return who sends a header; see `Authenticator`."""
@@ -99,15 +99,15 @@ class CredentialAuthenticator:
             raise InvalidCredential(f"{HEADER}: expected one bearer token, got {len(headers) or 'none'}")
         text = str(headers[0])
         if text[: len(_SCHEME)].lower() != _SCHEME:
-            raise InvalidCredential(f"{HEADER}: expected Bearer and a token, got something else")
+            raise InvalidCredential(f"{HEADER}: the header must be `Bearer TOKEN`")
         credential = self._credentials.get().of_token(text[len(_SCHEME) :].strip())
-        return self._valid(credential, f"{HEADER}: expected a token of this service, got another")
+        return self._valid(credential, f"{HEADER}: this service does not know the token")
 
     def _valid(self, credential: Credential | None, refusal: str) -> Identity:
         if credential is None:
             raise InvalidCredential(refusal)
         if credential.expires_at_s is not None and self._unix_time_s() >= credential.expires_at_s:
-            raise InvalidCredential("credential: expected one that is valid now, got one that has expired")
+            raise InvalidCredential("credential: it has expired; ask the operator for a new one")
         return credential.identity
 
 

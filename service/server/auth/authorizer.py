@@ -35,8 +35,8 @@ class Permission(Enum):
     ADMIN         no             no               no                      no       yes
     ```
 
-    A request that means all tenants because it names none requires the role admin with `TENANT`, and admin or reader
-    with `READ`.
+    A request that names no tenant, and therefore applies to all tenants, requires the role admin with `TENANT`, and
+    the role admin or reader with `READ`.
     """
 
     OPEN = "open"
@@ -55,7 +55,7 @@ class MethodRule:
     """Permission that one method requires, and where its request names a tenant.
 
     Attributes:
-        permission: what the caller needs.
+        permission: the permission that the caller needs.
         tenant_of: name of the field of the request whose message has the field `tenant`; empty for the request itself.
             Only used with `Permission.TENANT` and `Permission.READ`.
         is_logged: whether the log names the caller.
@@ -68,7 +68,7 @@ class MethodRule:
     has_tokens: bool = False
 
     def require_permission(self, caller: Identity, gateway_tenant: str) -> None:
-        """Refuse a caller that may not call the method, whatever its request says.
+        """Refuse a caller that may not call the method, whatever its request contains.
 
         Args:
             caller: the authenticated caller.
@@ -83,10 +83,10 @@ class MethodRule:
         if permission in (Permission.MODEL, Permission.TENANT) and role is Role.READER:
             raise NotPermitted("credential: expected the role tenant, router or admin, got reader")
         if permission is Permission.GATEWAY and not caller.may_act_for(gateway_tenant):
-            raise NotPermitted("credential: expected one that may act for the gateway's tenant, got another")
+            raise NotPermitted("credential: it may not act for the gateway's tenant")
         if permission is Permission.ALL_TENANTS and caller.tenants is not None:
             raise NotPermitted(
-                f"credential: expected a router that may name all tenants, or an admin, got a {role.value}"
+                f"credential: this call requires an admin, or a router for all tenants, got the role {role.value}"
             )
         if permission is Permission.OVERVIEW and role is not Role.READER:
             raise NotPermitted(f"credential: expected the role reader or admin, got {role.value}")
@@ -102,7 +102,7 @@ class MethodRule:
         """Write the caller's own tenant into a request that names none, and refuse a tenant it may not act for.
 
         Returns:
-            The tenant that owns the request; None if no tenant does, or if it means all tenants.
+            The tenant that owns the request; None if no tenant does, or if the request applies to all tenants.
 
         Raises:
             NotPermitted: the message never repeats the tenant that the request names.
@@ -117,10 +117,10 @@ class MethodRule:
             if own is not None and not message.tenant:
                 message.tenant = own
             elif not caller.may_act_for(message.tenant):
-                raise NotPermitted("tenant: expected one that this credential may act for, got another")
+                raise NotPermitted("tenant: this credential may not act for the tenant that the request names")
             elif caller.role is not Role.ADMIN and _means_all_tenants(message):
                 raise NotPermitted(
-                    f"tenant: expected one, since all tenants require the role admin, got none as {caller.role.value}"
+                    f"tenant: name one; a request for all tenants requires the role admin, got {caller.role.value}"
                 )
             if caller.role is not Role.ADMIN and getattr(message, "return_block_table", False):
                 raise NotPermitted(f"return_block_table: expected the role admin, got {caller.role.value}")
@@ -214,10 +214,10 @@ class Authorizer:
     ╰───────────── authorize ─────────────╯               ╰──────── Authorization.bind_tenant ────────╯
     ```
 
-    So a servicer can rely on the tenant that a request names. A method without a rule is UNIMPLEMENTED for everyone.
+    So a servicer can rely on the tenant that a request names. Methods without a rule are UNIMPLEMENTED for all callers.
 
     Args:
-        authenticator: finds out who calls.
+        authenticator: identifies the caller.
         roles: the roles that the port accepts.
         gateway_tenant: the tenant that owns the gateway's data.
         rules: the rule of each method.
@@ -236,7 +236,7 @@ class Authorizer:
         self._rules = rules
 
     def require_still(self, authorization: Authorization, context: Context, request: Any = None) -> None:
-        """Authorize a call again that began some time ago, by the credentials that are valid now.
+        """Authorize a running call again, by the credentials that are valid now.
 
         Args:
             authorization: returned by `authorize`.

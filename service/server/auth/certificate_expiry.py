@@ -34,7 +34,7 @@ def expiry_of(pem: bytes) -> float:
         _, _, end = _value(der, start)  # its beginning
         kind, start, end = _value(der, end)
     except IndexError:
-        raise ValueError("certificate: expected DER, got less of it") from None
+        raise ValueError("certificate: the DER data are incomplete") from None
     text = der[start:end].decode("ascii")
     time = datetime.strptime(text, "%y%m%d%H%M%SZ" if kind == _UTC_TIME else "%Y%m%d%H%M%SZ")
     return time.replace(tzinfo=UTC).timestamp()

@@ -60,7 +60,7 @@ class Credentials:
                 is_new &= self._by_certificate.setdefault(entry.certificate, entry) is entry
             if not is_new:
                 raise ConfigError(
-                    f"credentials {name!r}: expected a name, token and certificate of its own, got one of another entry"
+                    f"credentials {name!r}: another entry has the same name, token or certificate; each must be unique"
                 )
             names.add(name)
 
@@ -90,7 +90,7 @@ def read_credentials(path: str | Path) -> Credentials:
     try:
         text = read_named("server.tokens_file", path).decode()
     except UnicodeDecodeError:
-        raise ConfigError("server.tokens_file: expected UTF-8, got something else") from None
+        raise ConfigError("server.tokens_file: the file is not UTF-8") from None
     return parse_credentials(text)
 
 
@@ -105,29 +105,29 @@ def parse_credentials(text: str) -> Credentials:
     except (ValueError, RecursionError) as error:  # its message may quote the file, so only the line number is repeated
         line = re.search(r"\(at (line \d+), column \d+\)$", str(error))
         where = "" if line is None else f" in {line[1]}"
-        raise ConfigError(f"server.tokens_file: expected TOML, got something else{where}") from None
+        raise ConfigError(f"server.tokens_file: the file is not valid TOML{where}") from None
     entries = tree.get("credentials", [])
     if set(tree) - {"credentials"} or not isinstance(entries, list):
-        raise ConfigError("server.tokens_file: expected only entries [[credentials]], got others")
+        raise ConfigError("server.tokens_file: the file may have only entries [[credentials]]")
     if not entries:  # for example while the file is being written
-        raise ConfigError("server.tokens_file: expected at least one entry [[credentials]], got none")
+        raise ConfigError("server.tokens_file: the file has no entry [[credentials]]; at least one is required")
     return Credentials([_credential(index, entry) for index, entry in enumerate(entries, start=1)])
 
 
 def _credential(index: int, entry: Any) -> Credential:
     if not isinstance(entry, dict):
-        raise ConfigError(f"credentials, entry {index}: expected a table [[credentials]], got something else")
+        raise ConfigError(f"credentials, entry {index}: it must be a table [[credentials]]")
     name = entry.get("name")
     if not isinstance(name, str) or not name:
-        raise ConfigError(f"credentials, entry {index}: expected a name, got none")
+        raise ConfigError(f"credentials, entry {index}: `name` is missing")
     subject = f"credentials {name!r}"
     if unknown := sorted(set(entry) - _KEYS):
         raise ConfigError(f"{subject}: expected the keys {', '.join(sorted(_KEYS))}, got {', '.join(unknown)}")
     if ("token_sha256" in entry) is ("certificate" in entry):
-        raise ConfigError(f"{subject}: expected either token_sha256 or certificate, got both or none")
+        raise ConfigError(f"{subject}: requires either token_sha256 or certificate, and not both")
     certificate = entry.get("certificate")
     if certificate is not None and not (isinstance(certificate, str) and certificate):
-        raise ConfigError(f"{subject}: expected a name as certificate, got something else")
+        raise ConfigError(f"{subject}: `certificate` must be a name in the certificate")
     role = _role(subject, entry)
     return Credential(
         Identity(name, role, _tenants(subject, role, entry)),
@@ -141,7 +141,7 @@ def _role(subject: str, entry: Mapping[str, Any]) -> Role:
     try:
         return Role(entry.get("role", Role.TENANT.value))
     except ValueError:
-        raise ConfigError(f"{subject}: expected the role tenant, router, reader or admin, got another") from None
+        raise ConfigError(f"{subject}: `role` must be tenant, router, reader or admin") from None
 
 
 def _tenants(subject: str, role: Role, entry: Mapping[str, Any]) -> frozenset[str] | None:
@@ -149,14 +149,14 @@ def _tenants(subject: str, role: Role, entry: Mapping[str, Any]) -> frozenset[st
     tenants = entry.get("tenants")
     if role is Role.TENANT:
         if not isinstance(tenant, str) or tenants is not None:
-            raise ConfigError(f"{subject}: expected a tenant, the name of one, got none or more")
+            raise ConfigError(f"{subject}: the role tenant requires `tenant`, the name of one tenant, and no `tenants`")
         return frozenset({tenant})
     if role in OPERATORS:
         if tenant is not None or tenants is not None:
-            raise ConfigError(f"{subject}: expected no tenants with the role {role.value}, got some")
+            raise ConfigError(f"{subject}: the role {role.value} allows neither `tenant` nor `tenants`")
         return None if role is Role.ADMIN else frozenset()
     if tenant is not None or not (tenants == "all" or _is_list_of_names(tenants)):
-        raise ConfigError(f'{subject}: expected tenants, a list of names or "all", got something else')
+        raise ConfigError(f'{subject}: the role router requires `tenants`, a list of names or "all", and no `tenant`')
     return None if tenants == "all" else frozenset(tenants or ())
 
 
@@ -166,7 +166,7 @@ def _is_list_of_names(value: Any) -> bool:
 
 def _hash(subject: str, value: Any) -> bytes:
     if not isinstance(value, str) or len(value) != 64 or set(value) - _HASH_CHARS:
-        raise ConfigError(f"{subject}: expected token_sha256 of 64 hexadecimal digits, got something else")
+        raise ConfigError(f"{subject}: `token_sha256` must have 64 hexadecimal digits, in lower case")
     return bytes.fromhex(value)
 
 
@@ -175,5 +175,5 @@ def _expiry(subject: str, entry: Mapping[str, Any]) -> float | None:
     if expires is None:
         return None
     if not isinstance(expires, datetime):
-        raise ConfigError(f"{subject}: expected expires as a date and time, such as 2030-01-31T00:00:00Z, got another")
+        raise ConfigError(f"{subject}: `expires` must be a date and time, such as 2030-01-31T00:00:00Z")
     return (expires if expires.tzinfo else expires.replace(tzinfo=UTC)).timestamp()

@@ -24,7 +24,7 @@ class Identity:
     """An authenticated caller.
 
     Attributes:
-        name: name of the credential, for the log; never the name of a tenant.
+        name: name of the credential, for the log.
         role: the caller's role.
         tenants: tenants that it may act for; None for all. Exactly one with the role `TENANT`, none with `READER`.
         is_anyone: whether this is the identity of every caller, because the server has no credentials.
@@ -41,7 +41,7 @@ class Identity:
 
     @property
     def own_tenant(self) -> str | None:
-        """The tenant that is meant by a request that names none; None if such a request names the default tenant."""
+        """The tenant that a request without a tenant applies to; None if such a request means the unnamed tenant."""
         if self.role is not Role.TENANT or self.tenants is None:
             return None
         (tenant,) = self.tenants

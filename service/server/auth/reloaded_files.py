@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 from radixkv.errors import ConfigError
 
 PERIOD_S = 1.0
-# A check that takes longer is logged: a mount does not respond.
+# A check that takes longer is logged, because a mount seems not to respond.
 _MAX_CHECK_S = 10.0
 
 Value = TypeVar("Value")
@@ -34,7 +34,8 @@ class ReloadedFiles(Generic[Value]):
     Args:
         what: name of the value, for the log.
         paths: the files.
-        read: reads them. Messages of the ConfigError it raises have no secrets; those of other exceptions may.
+        read: reads the files. The message of a ConfigError that it raises is logged, so it must contain no secrets; for
+            other exceptions only the type is logged.
         clock: a monotonic clock in seconds.
         is_watched: whether to start the thread; without it, only `check` reads changed files.
 
@@ -67,7 +68,7 @@ class ReloadedFiles(Generic[Value]):
             threading.Thread(target=_watch, args=arguments, name="radixkv-files", daemon=True).start()
 
     def get(self) -> Value:
-        """Return the value of the last check that could use the files. Takes less than a microsecond."""
+        """Return the value that was last read successfully. Takes less than a microsecond."""
         started_s = self._check_started_s
         if started_s is not None and not self._is_blocked and self._clock() - started_s > _MAX_CHECK_S:
             self._is_blocked = True
@@ -120,7 +121,7 @@ def _watch(files: weakref.ref[ReloadedFiles[Any]], is_over: threading.Event) -> 
 
 
 def _stamp_of(path: Path) -> tuple[int, int, int] | None:
-    """Return what changes when a file, or the target of a link, is written or replaced; None if it is missing."""
+    """Return a value that changes when a file, or the target of a link, is written or replaced; None if missing."""
     try:
         status = path.stat()
     except OSError:

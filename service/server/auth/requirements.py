@@ -11,14 +11,14 @@ from radixkv.config import ServerConfig
 from radixkv.errors import ConfigError
 from radixkv.service.server.auth.server_auth import ServerAuth
 
-# Docker and Podman put these into every container.
+# Docker creates the first file in each container, Podman the second one.
 _CONTAINER_MARKS = (Path("/.dockerenv"), Path("/run/.containerenv"))
 
 _logger = logging.getLogger(__name__)
 
 
 def require_secure(config: ServerConfig, container_marks: Sequence[Path] = _CONTAINER_MARKS) -> None:
-    """Check who could reach the service without a credential, and read all files once.
+    """Refuse addresses that other machines could reach without a credential, and read all files once.
 
     ```
                           no TLS               TLS                    TLS and tokens_file
@@ -32,7 +32,7 @@ def require_secure(config: ServerConfig, container_marks: Sequence[Path] = _CONT
     Args:
         config: the addresses and credentials of the service.
         container_marks: files of which one exists inside a container. The loopback interface is then that of the
-            container, which the log points out.
+            container, and the log warns about it.
 
     Raises:
         ConfigError: the message names the key.
@@ -41,8 +41,7 @@ def require_secure(config: ServerConfig, container_marks: Sequence[Path] = _CONT
     has_credentials = config.tokens_file is not None
     if has_credentials and config.tls_certificate is None and not config.insecure:
         raise ConfigError(
-            "server.tokens_file: expected server.tls_certificate as well, or --insecure behind a proxy that terminates "
-            "TLS, got neither"
+            "server.tokens_file: requires server.tls_certificate, or --insecure behind a proxy that terminates TLS"
         )
     if not is_on_this_machine(config.host) and not has_credentials:
         if not config.insecure:
@@ -53,8 +52,9 @@ def require_secure(config: ServerConfig, container_marks: Sequence[Path] = _CONT
         _logger.warning("anyone who can reach %s may make every call: there are no credentials", config.host)
     if is_on_this_machine(config.host) and any(mark.exists() for mark in container_marks):
         _logger.warning(
-            "listening on %s of this container, which its published ports do not reach; to let others in, configure "
-            "TLS and tokens, or publish the ports to 127.0.0.1 of the host only and add --host 0.0.0.0 --insecure",
+            "listening on %s of this container, which its published ports do not reach; to accept connections from "
+            "outside, configure TLS and tokens, or publish the ports to 127.0.0.1 of the host only and add --host "
+            "0.0.0.0 --insecure",
             config.host,
         )
     ServerAuth(config)
@@ -76,8 +76,8 @@ def is_on_this_machine(host: str) -> bool:
 
 def _require_together(config: ServerConfig) -> None:
     if (config.tls_certificate is None) is not (config.tls_key is None):
-        raise ConfigError("server.tls_certificate, tls_key: expected both or neither, got one")
+        raise ConfigError("server.tls_certificate, tls_key: each requires the other")
     if config.client_ca is not None and config.tls_certificate is None:
-        raise ConfigError("server.client_ca: expected server.tls_certificate as well, got none")
+        raise ConfigError("server.client_ca: requires server.tls_certificate")
     if config.client_ca is not None and config.tokens_file is None:
-        raise ConfigError("server.client_ca: expected server.tokens_file, which maps certificates to callers, got none")
+        raise ConfigError("server.client_ca: requires server.tokens_file, which maps certificates to callers")

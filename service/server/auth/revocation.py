@@ -15,9 +15,10 @@ PERIOD_S = 1.0
 class Revocation:
     """An asynchronous context in which a call runs as long as its caller is authorized.
 
-    The call is checked once per second. When it is refused, whatever it waits for is cancelled, and the context raises
-    the refusal. A write that gRPC makes outside of the context is not cancelled, because gRPC would then send no
-    status: the refusal is raised after it. A call that is over within a second costs nothing but a timer.
+    The authorization is checked once per second. When it is refused, the await inside the context is cancelled, and the
+    context raises the refusal. A write that gRPC makes outside of the context is not cancelled, because gRPC would then
+    send no status; the refusal is raised after the write. For a call that ends within a second, the only cost is a
+    timer.
 
     Args:
         require_authorized: raises the refusal; None if every caller may make the call at any time.
@@ -40,11 +41,11 @@ class Revocation:
         self._is_writing = False
 
     def begin_write(self) -> None:
-        """Note that gRPC writes a response that is yielded to it."""
+        """Record that gRPC writes a response that is yielded to it."""
         self._is_writing = True
 
     def end_write(self) -> None:
-        """Note that gRPC asks for the next response. Raises the refusal if the call was refused meanwhile."""
+        """Record that the write has ended. Raises the refusal if the call was refused meanwhile."""
         self._is_writing = False
         if self._refusal is not None:
             raise self._refusal

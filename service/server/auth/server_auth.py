@@ -1,4 +1,4 @@
-"""How one server authenticates and authorizes its callers on each of its ports."""
+"""Authentication and authorization of the callers of one server, on each of its ports."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class ServerAuth:
 
 
 def credential_authenticator(config: ServerConfig) -> CredentialAuthenticator | None:
-    """Return what identifies callers by their credentials; None if the configuration has no file of credentials.
+    """Return the authenticator for the configured credentials; None if the configuration has no credentials file.
 
     Raises:
         ConfigError: the file cannot be used.

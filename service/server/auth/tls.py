@@ -76,20 +76,22 @@ def _read(config: ServerConfig) -> TlsFiles:
         # A key with a password would make OpenSSL ask for it on the terminal.
         context.load_cert_chain(str(config.tls_certificate), str(config.tls_key), password="")
     except (ssl.SSLError, ValueError) as error:
-        raise ConfigError("server.tls_key: expected the key of server.tls_certificate, both PEM, got others") from error
+        raise ConfigError(
+            "server.tls_key: it must be the private key of server.tls_certificate, both in PEM and without a password"
+        ) from error
     if config.client_ca is None:
         return TlsFiles(certificate, key, None, context)
     client_ca = _contents("client_ca", config.client_ca)
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_verify_locations(cadata=client_ca.decode("ascii"))
     except (ssl.SSLError, ValueError) as error:
-        raise ConfigError("server.client_ca: expected certificates, PEM, got something else") from error
+        raise ConfigError("server.client_ca: the file contains no readable certificates in PEM") from error
     return TlsFiles(certificate, key, client_ca, context)
 
 
 def _contents(key: str, path: str | None) -> bytes:
     if path is None:
-        raise ConfigError(f"server.{key}: expected a file, got none")
+        raise ConfigError(f"server.{key}: the file is not configured")
     return read_named(f"server.{key}", path)
 
 

@@ -22,7 +22,7 @@ _MAX_INT32 = 2**31 - 1
 def model_info(limits: Limits, eos_token_ids: Iterable[int], config: Config) -> vllm_engine_pb2.GetModelInfoResponse:
     """Describe the model, from its `config.json` if there is one."""
     directory = _directory(config.model)
-    described = {} if directory is None else read_object(directory / "config.json")
+    config_json = {} if directory is None else read_object(directory / "config.json")
     return vllm_engine_pb2.GetModelInfoResponse(
         model_path=_path_of(config.model),
         is_generation=True,
@@ -30,11 +30,11 @@ def model_info(limits: Limits, eos_token_ids: Iterable[int], config: Config) -> 
         vocab_size=limits.vocab_size,
         served_model_name=config.gateway.model_name or limits.model,
         tokenizer_path=config.model.path if directory is None else str(directory.resolve()),
-        model_type=str(described.get("model_type", "")),
-        architectures=map(str, described.get("architectures") or ()),
+        model_type=str(config_json.get("model_type", "")),
+        architectures=map(str, config_json.get("architectures") or ()),
         eos_token_ids=sorted(eos_token_ids),
-        pad_token_id=_token_id(described, "pad_token_id"),
-        bos_token_id=_token_id(described, "bos_token_id"),
+        pad_token_id=_token_id(config_json, "pad_token_id"),
+        bos_token_id=_token_id(config_json, "bos_token_id"),
         max_req_input_len=min(_MAX_INT32, limits.max_sequence_tokens - 1),
     )
 
@@ -106,6 +106,6 @@ def _path_of(model: ModelConfig) -> str:
     return model.path if model.path == "tiny" else str(locate(model.path).path.resolve())
 
 
-def _token_id(described: dict[str, Any], name: str) -> int:
-    token_id = described.get(name)
+def _token_id(config_json: dict[str, Any], name: str) -> int:
+    token_id = config_json.get(name)
     return token_id if isinstance(token_id, int) and 0 <= token_id <= _MAX_INT32 else 0

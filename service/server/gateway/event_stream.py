@@ -16,7 +16,7 @@ from radixkv.gateway import engine_common_pb2
 from radixkv.gateway.vllm_engine_pb2 import SchedulerLoad
 from radixkv.service.server.gateway.descriptions import load_record
 
-HEARTBEAT_S = 1.0  # a gateway skips servers that were silent for 15 s
+HEARTBEAT_S = 1.0  # the gateway sends nothing to servers that have been silent for 15 s
 
 _DEVICE = engine_common_pb2.KV_CACHE_TIER_DEVICE
 
@@ -46,7 +46,7 @@ class GatewayEvents:
         self._samples = itertools.count(1)
 
     async def messages(self) -> AsyncGenerator[engine_common_pb2.KvEventBatch, None]:
-        """Yield batches as they arrive, and a load record at once and per heartbeat. Raises what `batches` raises."""
+        """Yield batches as they arrive, a load record first, and one per heartbeat. Raises what `batches` raises."""
         clock = asyncio.get_running_loop().time
         next_load_s = clock()
         next_batch = asyncio.ensure_future(anext(self._batches))
@@ -69,7 +69,7 @@ class GatewayEvents:
                 await next_batch
 
     async def _load_message(self) -> engine_common_pb2.KvEventBatch | None:
-        """Return a load record; None before a sequence number is known, and while the engine does not answer."""
+        """Return a load record; None before a sequence number is known, and while the engine accepts no calls."""
         if self._number is None:
             return None
         try:

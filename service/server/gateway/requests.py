@@ -52,7 +52,7 @@ def read_generation(
 
     Args:
         request: the message.
-        limits: bound completions without a maximum length.
+        limits: determine how long a completion without a maximum length may be.
         tenant: the tenant that owns the gateway's data.
         remaining_s: seconds until the gateway's deadline; None without one.
         traceparent: the gateway's span; empty without one.
@@ -122,7 +122,7 @@ def _require_supported(request: vllm_engine_pb2.GenerateRequest) -> None:
     present += [name for name in _REFUSED_LISTS if getattr(request, name)]
     present += [name for name in _REFUSED_OF_SAMPLING if options.HasField(name)]
     if present:
-        raise InvalidRequest(f"{present[0]}: expected none, because radixkv does not support it, got one")
+        raise InvalidRequest(f"{present[0]}: radixkv does not support this field; leave it out")
     if request.WhichOneof("input") == "text":
         raise InvalidRequest("text: expected token ids in tokenized.input_ids, got text")
     if request.data_parallel_rank != 0:

@@ -44,7 +44,7 @@ def complete_response(
 
     Args:
         result: the completion.
-        start: number of its tokens that were sent before.
+        start: number of its tokens that have been sent before.
         index: index of the completion.
         matched_stop: the stop string that ended it, or empty.
         has_stop_token: whether a completion that stopped without a stop string ends with a stop token.
@@ -87,7 +87,7 @@ async def with_logprobs(
         response: the response, complete except for log probabilities.
         logprobs: one entry per token of the response, possibly more; empty if they were not requested.
         prompt: the tokens of the prompt.
-        prompt_logprobs: one entry per prompt token except the first; empty if they do not belong into this response.
+        prompt_logprobs: one entry per prompt token except the first; empty if this response must not have them.
 
     Returns:
         The response, as bytes if it is large.
@@ -109,7 +109,7 @@ async def with_logprobs(
 
 
 def _nested_pieces(number: int, part: Message, pieces_of: Mapping[int, Iterator[Message]]) -> Iterator[bytes]:
-    """Serialize a response part, the field `number`, with log probabilities, whose length precedes them."""
+    """Serialize the field `number` of a response: its length, the message `part`, and the log probabilities."""
     written = [part.SerializeToString()]
     for field_number, messages in pieces_of.items():
         pieces = [message.SerializeToString() for message in messages]

@@ -56,7 +56,7 @@ def add_gateway(server: GuardedServer, shared: SharedParts, engine: Engine, conf
 
 
 class GatewayServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
-    """Serves a gateway that tokenizes and chooses among servers."""
+    """Serves a gateway, which tokenizes prompts and chooses a server for each."""
 
     def __init__(self, engine: Engine, config: Config, shared: SharedParts) -> None:
         self._readers = shared.readers
@@ -104,11 +104,13 @@ class GatewayServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
                 future.add_done_callback(partial(stream.end, index))
             if call.is_aborted:  # while the tokenizer was being loaded
                 call.cancel()
-            async with contextlib.aclosing(self._parts(generation, call, stream, stops, stop_token_ids)) as parts:
-                async for part in parts:
-                    yield part
+            async with contextlib.aclosing(
+                self._responses(generation, call, stream, stops, stop_token_ids)
+            ) as responses:
+                async for response in responses:
+                    yield response
 
-    async def _parts(
+    async def _responses(
         self,
         generation: GatewayGeneration,
         call: RunningCall,
@@ -134,7 +136,7 @@ class GatewayServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
                         call.futures[index].finish()
                 if generation.is_streamed and token_ids:
                     num_sent[index] += len(token_ids)
-                    self._traffic.generated(len(token_ids))
+                    self._traffic.add_generated(len(token_ids))
                     chunk = chunk_response(token_ids, usages[index], index)
                     yield await self._with_logprobs(chunk, generation, tokens.logprobs, tokens.prompt_logprobs)
             for index in ended:
@@ -146,8 +148,8 @@ class GatewayServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
                 if stops is not None:
                     result, matched = stops.cut(index, result)
                 start = num_sent[index]
-                self._traffic.generated(len(result.token_ids) - start)
-                self._traffic.answered(result.usage)
+                self._traffic.add_generated(len(result.token_ids) - start)
+                self._traffic.add_prompt(result.usage)
                 prompt_logprobs = () if start else result.prompt_logprobs
                 logprobs = stream.take(index).logprobs
                 logprobs.extend(result.logprobs)
@@ -167,7 +169,7 @@ class GatewayServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         logprobs: LogprobTable,
         prompt_logprobs: Sequence[TokenLogprobs],
     ) -> vllm_engine_pb2.GenerateResponse | bytes:
-        """Add log probabilities of its tokens, and of the prompt if they belong into it, to a response."""
+        """Add the log probabilities of its tokens, and those of the prompt if it must have them, to a response."""
         return await with_logprobs(self._writer, response, logprobs, generation.params.tokens, prompt_logprobs)
 
     async def Abort(self, request: vllm_engine_pb2.AbortRequest, context: Context) -> vllm_engine_pb2.AbortResponse:  # noqa: N802
@@ -181,7 +183,7 @@ class GatewayServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         """Report whether new requests are accepted and steps succeed."""
         if self._engine.is_healthy:
             return vllm_engine_pb2.HealthCheckResponse(healthy=True, message="serving")
-        return vllm_engine_pb2.HealthCheckResponse(healthy=False, message="draining, or steps hang or keep failing")
+        return vllm_engine_pb2.HealthCheckResponse(healthy=False, message="draining, or steps stall or keep failing")
 
     async def GetModelInfo(  # noqa: N802
         self, request: vllm_engine_pb2.GetModelInfoRequest, context: Context
@@ -207,11 +209,11 @@ class GatewayServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     ) -> AsyncIterator[engine_common_pb2.KvEventBatch]:
         """Stream what is cached for the gateway's tenant, and the engine's load.
 
-        Initial metadata are sent at once, because the gateway waits for them, but not before its sequence number was
-        accepted: the gateway retries forever if it is refused after receiving them.
+        The gateway waits for the initial metadata, so they are sent before the first message. They are sent only after
+        the sequence number was accepted: if the call fails after the initial metadata, the gateway retries forever.
         """
         if self._readers is None:
-            await context.abort(grpc.StatusCode.UNIMPLEMENTED, "events: expected an engine with a log, got none")
+            await context.abort(grpc.StatusCode.UNIMPLEMENTED, "events: this server keeps no event log")
         async with contextlib.aclosing(self._readers.subscribe(request.start_sequence_number)) as batches:
             await context.send_initial_metadata(())
             stream = GatewayEvents(batches, 0 if request.load_records_before_first_batch else None, self._load)

@@ -26,11 +26,11 @@ class Traffic:
         self._rate_s = clock()
         self._rate_tokens = 0
 
-    def generated(self, num_tokens: int) -> None:
+    def add_generated(self, num_tokens: int) -> None:
         """Count generated tokens."""
         self._generated_tokens += num_tokens
 
-    def answered(self, usage: Usage) -> None:
+    def add_prompt(self, usage: Usage) -> None:
         """Count the prompt of a completion."""
         self._prompt_tokens += usage.prompt_tokens
         self._cached_tokens += usage.cached_tokens
@@ -41,7 +41,7 @@ class Traffic:
         return self._cached_tokens / self._prompt_tokens if self._prompt_tokens else 0.0
 
     def tokens_per_s(self) -> float:
-        """Return the generated tokens per second since the last measurement, at least one second ago."""
+        """Return the generated tokens per second, measured over periods of at least one second."""
         now_s = self._clock()
         if now_s - self._rate_s >= _PERIOD_S:
             self._rate = (self._generated_tokens - self._rate_tokens) / (now_s - self._rate_s)

@@ -33,7 +33,7 @@ class Page:
         self._policy = _policy(self._html.decode())
 
     def __call__(self, environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
-        """Serve one of `PATHS`; 405 for methods other than GET and HEAD, 503 if the engine does not answer."""
+        """Serve one of `PATHS`; 405 for methods other than GET and HEAD, 503 if the engine does not respond."""
         body: bytes | None
         if environ["REQUEST_METHOD"] not in ("GET", "HEAD"):
             status, kind, body = HTTPStatus.METHOD_NOT_ALLOWED, "text/plain", b"Method Not Allowed\n"
@@ -42,7 +42,7 @@ class Page:
         else:
             status, kind, body = HTTPStatus.OK, "application/json", self._feed.state()
         if body is None:
-            status, kind, body = HTTPStatus.SERVICE_UNAVAILABLE, "text/plain", b"the engine does not answer\n"
+            status, kind, body = HTTPStatus.SERVICE_UNAVAILABLE, "text/plain", b"the engine does not respond\n"
         headers = [
             ("Content-Type", f"{kind}; charset=utf-8"),
             ("Content-Length", str(len(body))),

@@ -32,7 +32,7 @@ _T = TypeVar("_T")
 
 
 class StateFeed:
-    """Returns the state that pages draw, computed at most twice per second however many pages poll.
+    """Returns the state that pages draw. It is computed at most twice per second, however many pages poll.
 
     A state takes at most 34 engine calls of less than 1 ms each. It has no tokens and no salts.
 
@@ -50,9 +50,9 @@ class StateFeed:
         self._fresh_until_s = -math.inf
 
     def state(self) -> bytes | None:
-        """Return the state as JSON; None if the engine does not answer in time. Thread-safe.
+        """Return the state as JSON; None if the engine does not respond in time. Thread-safe.
 
-        Concurrent callers get the same state, so none of them waits for a timeout of its own.
+        Concurrent calls return the same state, so that they do not wait for one timeout after the other.
         """
         with self._lock:
             if self._clock() >= self._fresh_until_s:

@@ -73,7 +73,7 @@ class FairShares:
         return self._used
 
     def available(self, key: QuotaKey) -> int:
-        """Return how many units a key that can do with fewer may take now: those that are free, or up to its share."""
+        """Return the number of units that `take` would grant a key now: the free ones, or those up to its share."""
         own = self._used_by.get(key, 0)
         up_to_share = self._share(own) - own
         return max(0, min(max(self._limit - self._used, up_to_share), 2 * self._limit - self._used))
@@ -92,7 +92,7 @@ class FairShares:
         self._used = after
 
     def release(self, key: QuotaKey, number: int) -> None:
-        """Give units back."""
+        """Return units that `take` granted."""
         self._used -= number
         left = self._used_by[key] - number
         if left:
@@ -110,7 +110,7 @@ class FairShares:
             )
         if self._used + number > 2 * self._limit and self._used:
             raise QueueFull(
-                f"service: expected at most {2 * self._limit} {self._unit}, got more", retry_after_s=_RETRY_S
+                f"service: more than {2 * self._limit} {self._unit} would be in use", retry_after_s=_RETRY_S
             )
 
     def _share(self, own: int) -> int:

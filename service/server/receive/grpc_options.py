@@ -34,11 +34,14 @@ def max_message_bytes(config: ServerConfig, limits: Limits) -> int:
 def grpc_options(config: ServerConfig, limits: Limits) -> list[tuple[str, Any]]:
     """Return the channel arguments of the gRPC server.
 
-    The flow-control window of a call is fixed, so that it bounds what a connection can leave in memory. It limits a
-    connection to one window per round trip, which is 3 MB/s at 20 ms.
+    The flow-control window is fixed, so that it bounds the unread bytes of a connection in memory. It also limits the
+    rate of a connection to one window per round trip, which is 3 MB/s at 20 ms.
     """
     return [
-        ("grpc.so_reuseport", 0),  # otherwise a second server on the port would receive half of the requests
+        (
+            "grpc.so_reuseport",
+            0,
+        ),  # otherwise a second server could bind the port and would receive half of the requests
         ("grpc.max_receive_message_length", max_message_bytes(config, limits)),
         ("grpc.max_send_message_length", -1),  # responses with logits may be large
         ("grpc.max_concurrent_streams", config.max_connection_calls),

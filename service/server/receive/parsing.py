@@ -89,7 +89,7 @@ def _field(data: memoryview, at: int) -> tuple[int, int, memoryview | None]:
         end = after + _NUM_BYTES[kind] if kind in _NUM_BYTES else len(data)
         payload = None
     if end > len(data):
-        raise DecodeError("expected a whole field, got a part of one")
+        raise DecodeError("the last field is incomplete")
     return end, key >> 3, payload
 
 
@@ -114,7 +114,7 @@ def _read_varint(data: memoryview, at: int) -> tuple[int, int]:
         value |= (byte & 0x7F) << 7 * index
         if byte < 0x80:
             return value, at + index + 1
-    raise DecodeError("expected a varint, got other bytes")
+    raise DecodeError("a varint is incomplete or longer than 10 bytes")
 
 
 def _varint(value: int) -> bytes:

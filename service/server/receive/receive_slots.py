@@ -6,7 +6,7 @@ import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable
 
-from radixkv.errors import DeadlineExceeded, QueueFull, RadixKVError
+from radixkv.errors import DeadlinePassed, QueueFull, RadixKVError
 from radixkv.service.server.receive.grpc_options import WINDOW_BYTES
 
 # While other calls wait for a slot, a message may take this long, so that slow senders cannot occupy the slots.
@@ -86,7 +86,7 @@ class SlotQueue:
 
         Raises:
             QueueFull: too many calls wait, most of them of this connection; or the message was slow while calls waited.
-            DeadlineExceeded: the message did not arrive within `timeout_s`.
+            DeadlinePassed: the message did not arrive within `timeout_s`.
         """
         if self._num_free:
             self._num_free -= 1
@@ -112,10 +112,12 @@ class SlotQueue:
     def _too_slow(self, seconds: float) -> RadixKVError:
         if seconds < self._timeout_s:
             return QueueFull(
-                f"message: expected to arrive within {_GRACE_S} s while other calls wait, got only a part of it",
+                f"message: only a part of it arrived within {_GRACE_S} s, the limit while other calls wait",
                 retry_after_s=_RETRY_S,
             )
-        return DeadlineExceeded(f"message: expected to arrive within {self._timeout_s:g} s, got only a part of it")
+        return DeadlinePassed(
+            f"message: only a part of it arrived within {self._timeout_s:g} s (`server.receive_timeout_s`)"
+        )
 
     async def _wait_for_slot(self, connection: str) -> None:
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -128,7 +130,7 @@ class SlotQueue:
             await turn
         except asyncio.CancelledError:
             if turn.done() and not turn.cancelled() and turn.exception() is None:
-                self._pass_on_slot()  # the slot was granted, but the caller is gone
+                self._pass_on_slot()  # the slot was granted, but the call was cancelled
             else:
                 self._remove(connection, turn)
             raise
@@ -154,7 +156,7 @@ class SlotQueue:
         self._remove(connection, turn)
         turn.set_exception(
             QueueFull(
-                f"service: expected at most {self._max_waiting} calls that wait to be received, got more",
+                f"service: more than {self._max_waiting} calls are waiting to be received",
                 retry_after_s=_RETRY_S,
             )
         )

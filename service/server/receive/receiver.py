@@ -12,7 +12,7 @@ from google.protobuf.message import DecodeError
 
 from radixkv.api.limits import Limits
 from radixkv.config import ServerConfig
-from radixkv.errors import DeadlineExceeded, Draining, InvalidRequest
+from radixkv.errors import DeadlinePassed, Draining, InvalidRequest
 from radixkv.service.server.auth.authorizer import Authorization
 from radixkv.service.server.calls import Context, InFlightCalls, current_call
 from radixkv.service.server.receive.fair_shares import FairShares, QuotaKey
@@ -37,13 +37,13 @@ _HEALTH = "/grpc.health.v1.Health/"
 Parse = Callable[[bytes], Any]
 
 
-class Call:
-    """What one call in flight holds: its place among the calls, and bytes of its request and unsent responses.
+class InFlightCall:
+    """The units that one call in flight is charged for: the call itself, and bytes of its request and unsent responses.
 
     Attributes:
         context: gRPC's context of the call.
         peer: the connection, as gRPC names it.
-        authorization: the caller and what it may do.
+        authorization: the caller and its permission.
         is_endless: whether the call ends only with the service, so that a drain does not wait for it.
     """
 
@@ -104,7 +104,7 @@ class Call:
 
 
 class Receiver:
-    """Bounds what callers can make the server hold, and for how long.
+    """Bounds the memory and the time that calls can take from the server.
 
         call ─▶ counted ─▶ slot ─▶ received ─▶ parsed ─▶ held until the call ends ─▶ response unsent ─▶ sent
              (FairShares)  (ReceiveSlots)  (large: in pieces, on a thread)  (FairShares)  (UnsentResponses)
@@ -135,7 +135,7 @@ class Receiver:
 
     @property
     def num_calls(self) -> int:
-        """Number of calls in flight that end by themselves, including those whose request has not arrived."""
+        """Number of calls in flight, including those whose request has not arrived, without endless streams."""
         return self._calls.used
 
     @property
@@ -147,12 +147,12 @@ class Receiver:
         """From now on refuse new calls, and calls whose request has not arrived. Health checks are still answered."""
         self._is_draining = True
 
-    def begin(self, context: Context, authorization: Authorization, *, is_endless: bool = False) -> Call:
+    def begin(self, context: Context, authorization: Authorization, *, is_endless: bool = False) -> InFlightCall:
         """Count a call until it ends.
 
         Raises:
             Draining: the server takes no new calls.
-            QueueFull: too many calls are in flight, also of this caller.
+            QueueFull: too many calls are in flight, and this caller has its share of them.
         """
         method = authorization.method
         self._require_accepting(method)
@@ -162,9 +162,9 @@ class Receiver:
             calls = self._watches
         else:
             calls = self._endless
-        return Call(self, context, authorization, calls, is_endless)
+        return InFlightCall(self, context, authorization, calls, is_endless)
 
-    async def receive(self, call: Call, parse: Parse) -> Any:
+    async def receive(self, call: InFlightCall, parse: Parse) -> Any:
         """Receive and parse the request of a call.
 
         Args:
@@ -178,13 +178,15 @@ class Receiver:
             Draining: the server takes no new calls.
             InvalidRequest: there is no message, it cannot be parsed, or it is large although it carries no prompt.
             NotPermitted: the caller may not act for the tenant that the request names.
-            QueueFull, DeadlineExceeded: it had to wait, or arrived too slowly; or too much is held for its tenant.
+            QueueFull: too many calls wait, the request arrived slowly while others waited, or too much is held for its
+                tenant.
+            DeadlinePassed: the request did not arrive within `server.receive_timeout_s`.
         """
         data = await self._slots.receive(call.peer, call.context.read)
         authorization = call.authorization
         self._require_accepting(authorization.method)  # a drain waits for requests that have arrived, and no others
         if data is grpc.aio.EOF:  # type: ignore[attr-defined]  # not in its stubs
-            raise InvalidRequest("request: expected one message, got none")
+            raise InvalidRequest("request: the call has no message")
         if not authorization.rule.has_prompts:
             _require_small(data)
         if not call.is_endless:
@@ -194,12 +196,12 @@ class Receiver:
         call.hold_request(tenant, len(data), response_bytes(request, self._vocab_size))
         return request
 
-    async def receive_all(self, call: Call, parse: Parse) -> AsyncGenerator[Any, None]:
-        """Receive and parse small messages until the caller sends no more. All have the time of one.
+    async def receive_all(self, call: InFlightCall, parse: Parse) -> AsyncGenerator[Any, None]:
+        """Receive and parse small messages until the caller ends its stream. One timeout applies to all of them.
 
         Raises:
             InvalidRequest: a message cannot be parsed, or is large.
-            DeadlineExceeded: the caller did not finish in time.
+            DeadlinePassed: the caller did not finish in time.
         """
         end_s = asyncio.get_running_loop().time() + self._timeout_s
         while True:
@@ -207,15 +209,15 @@ class Receiver:
                 async with asyncio.timeout_at(end_s):
                     data = await call.context.read()
             except TimeoutError as error:
-                raise DeadlineExceeded(
-                    f"messages: expected the last one within {self._timeout_s:g} s, got no end of the stream"
+                raise DeadlinePassed(
+                    f"messages: the stream did not end within {self._timeout_s:g} s (`server.receive_timeout_s`)"
                 ) from error
             if data is grpc.aio.EOF:  # type: ignore[attr-defined]  # not in its stubs
                 return
             _require_small(data)
             yield await self._parsed(parse, data)
 
-    def send(self, call: Call, response: bytes) -> bytes:
+    def send(self, call: InFlightCall, response: bytes) -> bytes:
         """Account for a serialized response that is passed to gRPC, and return it.
 
         Raises:
@@ -225,7 +227,7 @@ class Receiver:
         self._unsent.add(call.context)
         return response
 
-    async def send_all(self, call: Call, responses: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
+    async def send_all(self, call: InFlightCall, responses: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
         """Yield the messages of a streamed response. Each counts as unsent until gRPC asks for the next one."""
         async with contextlib.aclosing(responses):
             async for response in responses:
@@ -235,7 +237,7 @@ class Receiver:
                 finally:
                     self._unsent.discard(call.context)
 
-    def forget(self, call: Call) -> None:
+    def forget(self, call: InFlightCall) -> None:
         """Remove a call that has ended."""
         self.in_flight.discard(call)
         self._unsent.discard(call.context)

@@ -7,7 +7,7 @@ from typing import Any
 
 from radixkv.api.sampling import MAX_TOP_LOGPROBS
 
-# The engine's numbers, the serialized message, and gRPC's copy.
+# Copies in the engine's result, the serialized message, and gRPC.
 _NUM_COPIES = 3
 _LOGIT_BYTES = 4
 # A log probability with its token: 8 bytes in the engine, at most 13 in a message.

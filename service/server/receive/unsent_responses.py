@@ -18,9 +18,9 @@ _logger = logging.getLogger(__name__)
 class UnsentResponses:
     """Closes connections that leave a response unread for too long.
 
-    gRPC neither reports how much of a response was sent nor takes it back. The memory it holds for a caller is freed
-    when the connection is closed. A response that looks unread is checked twice, because a busy event loop is notified
-    late of responses that were sent. For use on one event loop.
+    gRPC does not report how much of a response was sent, and cannot cancel a response that it has accepted. Its memory
+    is freed only when the connection is closed. A response that seems unread is checked twice, because a busy event
+    loop is notified late of responses that were sent. For use on one event loop.
 
     Args:
         timeout_s: seconds that a response may remain unsent.

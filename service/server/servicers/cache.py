@@ -47,7 +47,7 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
         """Set the retention priority of a cached range."""
         caller, retention = read_caller(request), read_retention(request)
         if retention is None:
-            raise InvalidRequest("retention: expected one, got none")
+            raise InvalidRequest("retention: it is required")
         future = self._engine.retain(read_token_ids(request), retention, caller)
         retained = await result_of(self._engine, self._mailbox, future)
         return cache_pb2.RetainResponse(retained=grant_message(retained))
@@ -82,7 +82,7 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
     async def LoadAdapter(  # noqa: N802
         self, request: cache_pb2.LoadAdapterRequest, context: Context
     ) -> cache_pb2.LoadAdapterResponse:
-        """Load an adapter under a name, after its files were checked. A load continues if its caller is gone."""
+        """Check the files of an adapter and load it under a name. Cancelling the call does not stop the load."""
         _require_adapter_name(request.name)
         future = self._engine.adapters.load(request.name, request.path)
         loaded = await result_of(self._engine, self._mailbox, future)
@@ -101,7 +101,7 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
     async def ListAdapters(  # noqa: N802
         self, request: cache_pb2.ListAdaptersRequest, context: Context
     ) -> cache_pb2.ListAdaptersResponse:
-        """List the adapters, including those that are being drained."""
+        """List the adapters, including those that are draining."""
         adapters = await result_of(self._engine, self._mailbox, self._engine.adapters.listing())
         return cache_pb2.ListAdaptersResponse(
             adapters=map(adapter_message, adapters), max_adapters=self._engine.adapters.max_adapters
@@ -110,7 +110,7 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
     async def RegisterPublicPrefix(  # noqa: N802
         self, request: cache_pb2.RegisterPublicPrefixRequest, context: Context
     ) -> cache_pb2.RegisterPublicPrefixResponse:
-        """Make a prefix public as soon as it is computed. A registration continues if its caller is gone."""
+        """Compute a prefix and make it public. Cancelling the call does not stop the registration."""
         require_names(name=request.name, adapter=request.adapter)
         future = self._engine.public.register(request.name, read_token_ids(request), request.adapter)
         status = await result_of(self._engine, self._mailbox, future)
@@ -146,4 +146,4 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
 def _require_adapter_name(name: str) -> None:
     require_names(name=name)
     if not name:
-        raise InvalidRequest("name: expected the name of an adapter, got an empty one, which is the model itself")
+        raise InvalidRequest("name: it is empty, and the empty name means the base model")

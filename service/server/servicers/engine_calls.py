@@ -1,4 +1,4 @@
-"""What servicers need for calling the engine: deadlines and metadata of a call, and awaiting the engine's result."""
+"""Helpers for calling the engine: the deadline and the metadata of a call, and awaiting the engine's result."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ async def result_of(engine: Engine, mailbox: Mailbox, future: Future[Result]) ->
     try:
         await done
     except asyncio.CancelledError:
-        future.cancel()  # the caller is gone
+        future.cancel()  # the call was cancelled
         raise
     if future.cancelled():
         raise engine.cancellation

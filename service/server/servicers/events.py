@@ -32,7 +32,7 @@ class EventServicer(events_pb2_grpc.EventServiceServicer):
     async def Subscribe(self, request: events_pb2.SubscribeRequest, context: Context) -> AsyncIterator[bytes]:  # noqa: N802
         """Stream batches until the caller cancels or the service stops."""
         async with contextlib.aclosing(self._readers.subscribe(request.start_sequence_number)) as batches:
-            await context.send_initial_metadata(())  # tells the caller at once that its sequence number was accepted
+            await context.send_initial_metadata(())  # so that the client knows that its sequence number was accepted
             async for batch in batches:
                 yield self._written(batch, request.stores)
 

@@ -29,12 +29,12 @@ Response = prefill_pb2.GenerateResponse | bytes
 class GenerateCall:
     """Runs the completions of one prompt and yields their responses.
 
-        start ─▶ one request to the engine per completion ─▶ TokenStream ─▶ responses: chunks, then a last one each
+        start ─▶ one request to the engine per completion ─▶ TokenStream ─▶ responses: chunks, then a last response each
         close ─▶ cancels completions that still run
 
     Args:
-        engine: generates.
-        mailbox: delivers its results.
+        engine: generates the completions.
+        mailbox: delivers the engine's results.
         writer: serializes large responses.
         held_bytes: counts the bytes of unsent tokens.
         params: the prompt.
@@ -85,10 +85,10 @@ class GenerateCall:
         """Cancel completions that still run, and drop unsent tokens."""
         self._stream.close()
         self._cancel()
-        self._futures.clear()  # their callbacks refer to the stream, and so would the call
+        self._futures.clear()  # otherwise the call would refer to the stream through their callbacks
 
     async def _chunk(self, index: int) -> Response | None:
-        """Return a response with the new tokens of a completion; None if none of them belong to it."""
+        """Return a response with the new tokens of a completion; None if all of them follow a stop string."""
         tokens = self._stream.take(index)
         token_ids = tokens.token_ids
         if self._stops is not None:

@@ -84,7 +84,7 @@ def add_health(server: GuardedServer, health: HealthStatus) -> None:
 
 
 class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # not typed
-    """Reports whether the server, and each of its services, accepts requests. To be used inside the event loop.
+    """Reports whether the server, and each of its services, accepts requests. For use on one event loop.
 
     Args:
         health: the status to report.
@@ -99,9 +99,7 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # n
         """Return the status of a service; NOT_FOUND for an unknown one."""
         status = self._status_of(request.service)
         if status == _UNKNOWN:
-            await context.abort(
-                grpc.StatusCode.NOT_FOUND, "service: expected the name of a service, got an unknown one"
-            )
+            await context.abort(grpc.StatusCode.NOT_FOUND, "service: this server has no service of that name")
         return health_pb2.HealthCheckResponse(status=status)
 
     async def List(self, request: Any, context: Context) -> Any:  # noqa: N802

@@ -10,7 +10,7 @@ class HealthStatus:
     """The health status of a server and of each of its services. For use on one event loop.
 
     Attributes:
-        names: names of the services; the empty name stands for the server itself.
+        names: names of the services; the empty name means the server itself.
         is_serving: whether they accept requests; the same for all of them.
         changed: set when `names` or `is_serving` changes, and then replaced by a new event.
     """

@@ -43,11 +43,11 @@ if TYPE_CHECKING:  # the engine needs torch; these modules do not
 _OTHER_PROMPT = (ObjectFault.FOREIGN, ObjectFault.OTHER_TOKENS)
 # A stream that breaks off is resumed, up to this number of attempts.
 _MAX_ATTEMPTS = 3
-# A source that sends no whole block for this long is given up, and so is one that takes longer for all of them.
-# The blocks that are missing then are computed.
+# Fetching stops if the source sends no whole block for _MAX_BLOCK_S, or if all blocks take longer than _MAX_FETCH_S.
+# The missing blocks are computed.
 _MAX_BLOCK_S = 10.0
 _MAX_FETCH_S = 60.0
-# Refusals of the other server that a retry does not cure.
+# Errors of the other server that a retry does not fix.
 _INVALID = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.OUT_OF_RANGE)
 _UNUSABLE = (
     grpc.StatusCode.FAILED_PRECONDITION,
@@ -63,9 +63,9 @@ _log = logging.getLogger(__name__)
 class KVFetcher:
     """Fetches the blocks that are not cached here, and verifies that each belongs to the tokens of the prompt.
 
-    The bytes of fetched K/V are limited. No call waits for memory, because generations that wait for the device hold
-    it: blocks for which there is none are computed instead. A single tenant can use half of the limit; the other half
-    is left for tenants below an equal share.
+    The bytes of fetched K/V are limited by `transfer.max_fetching_bytes`. No call waits for this memory, because it is
+    held by requests that wait for the device: blocks that exceed the limit are computed instead. A single tenant can
+    use half of the limit; the other half is left for tenants below an equal share.
 
     Args:
         engine: knows the blocks of a prompt, and which of them are cached.
@@ -89,27 +89,27 @@ class KVFetcher:
         Args:
             params: the prompt.
             source: the server and lease that have its K/V.
-            authorization: the header of the call. This server's fleet may name any source.
+            authorization: the header of the call. Calls of this server's fleet may name any source.
 
         Returns:
-            The blocks; None if there is no memory for any, the whole prompt is cached here, or the source has nothing
-            that is missing.
+            The blocks; None if there is no memory for any, the whole prompt is cached here, or the source has none of
+            the missing blocks.
 
         Raises:
-            SwitchedOff: this service does not fetch K/V, or the source does not send any.
+            SwitchedOff: this server does not fetch K/V, or the source does not send any.
             InvalidRequest: no section `kv_sources` has this address, the request disables the cache, or the source
                 refuses it as invalid.
             UnknownLease: the lease is no longer held by the source, or the source was restarted.
             KVOfOtherPrompt: the lease is of another prompt.
             KVFormatDiffers: the source has another model, other dtypes, or another block size.
-            KVSourceUnusable: the source refuses this server, or its certificates are unusable.
+            KVSourceUnusable: the source refuses this server's credentials, or the certificates cannot be used.
             KVSourceError: the source cannot be reached.
         """
         transfer = self._engine.transfer
         if transfer is None:
-            raise SwitchedOff("kv_source: expected a service with sections kv_sources, got one without")
+            raise SwitchedOff("kv_source: this server fetches no K/V; add a section kv_sources to its configuration")
         if not params.read_cache:
-            raise InvalidRequest("kv_source: expected none with read_cache=false, got one")
+            raise InvalidRequest("kv_source: can't be combined with read_cache=false")
         client = self._sources.client_of(source.address, _fleet(transfer, authorization))
         wanted = transfer.wanted(params.tokens, params.caller)
         probed = await result_of(self._engine, self._mailbox, self._engine.probe(params.tokens, params.caller))
@@ -132,7 +132,7 @@ class KVFetcher:
         if not payloads:
             return None
         fetched = FetchedBlocks(first_block, missing[: len(payloads)], payloads)
-        # The engine frees it on its own thread, after copying it or when the request ends.
+        # The engine's thread frees the blocks, after copying them or when the request ends.
         weakref.finalize(fetched, self._mailbox.post, self._fetched.release, key, len(payloads) * num_bytes)
         return fetched
 
@@ -202,9 +202,7 @@ class _Stream:
             if isinstance(payload, ObjectFault):
                 self._transfer.rejected.add([payload])
                 if payload in _OTHER_PROMPT and not verified:
-                    raise KVOfOtherPrompt(
-                        f"kv_source: expected the K/V of this prompt, got a block that is {payload.value}"
-                    )
+                    raise KVOfOtherPrompt(f"kv_source: the lease is of another prompt ({payload.value})")
             if not isinstance(payload, memoryview):
                 break
             verified.append(payload)
@@ -233,7 +231,7 @@ class _Stream:
                     raise _translated(error) from error
             else:
                 return
-        raise KVSourceError("kv_source: expected the K/V of the whole lease, got a stream that broke off each time")
+        raise KVSourceError(f"kv_source: the stream of K/V broke off in each of {_MAX_ATTEMPTS} attempts")
 
     async def _receive(self, index: int, end: int, stores: Sequence[str]) -> AsyncGenerator[int]:
         """Read one stream of blocks. After each block, yields the index of the next one.
@@ -276,7 +274,7 @@ class _Stream:
                 index += 1
                 block_end_s = loop.time() + _MAX_BLOCK_S
                 yield index
-            if data:  # the stream ended, or went on, in the middle of a block
+            if data:  # the stream ended, or continued with the next block, in the middle of a block
                 self._payloads[index] = ObjectFault.CUT
         finally:
             await responses.aclose()
@@ -284,12 +282,12 @@ class _Stream:
     async def _next(
         self, responses: AsyncGenerator[prefill_pb2.FetchKVResponse], block_end_s: float
     ) -> prefill_pb2.FetchKVResponse | None:
-        """Return the next response, None after the last one. Raises TimeoutError if it comes too late."""
+        """Return the next response; None after the last one. Raises TimeoutError if it is late."""
         async with asyncio.timeout_at(min(block_end_s, self._end_s)):
             return await anext(responses, None)
 
     async def _load(self, store: str) -> None:
-        """Load the blocks of which the source sent handles. Blocks that are missing or invalid are left out."""
+        """Load the blocks for which the source sent handles. Missing and invalid blocks keep their handle."""
         indices = [index for index, each in enumerate(self._payloads) if each == _InStore(store)]
         if not indices:
             return
@@ -316,7 +314,7 @@ class _Stream:
 
     def _in_store(self, handle: prefill_pb2.KVHandle, wanted: KeyedBlock, stores: Sequence[str]) -> _InStore:
         if handle.store not in stores or handle.key != wanted.key:
-            raise KVOfOtherPrompt("kv_source: expected the K/V of this prompt, got a handle of another block or store")
+            raise KVOfOtherPrompt("kv_source: the source sent a handle of a block that is not of this prompt")
         return _InStore(handle.store)
 
     def _require_format(self, theirs: prefill_pb2.KVFormat) -> None:
@@ -332,7 +330,7 @@ class _Stream:
         ):
             if own != other:
                 raise KVFormatDiffers(f"kv_source: expected K/V with the {name} {own}, got {other}")
-        raise KVFormatDiffers("kv_source: expected a server whose results are bitwise identical, got another one")
+        raise KVFormatDiffers("kv_source: the results of the source are not bitwise identical to those of this server")
 
 
 def _translated(error: grpc.aio.AioRpcError) -> Exception:
@@ -344,4 +342,4 @@ def _translated(error: grpc.aio.AioRpcError) -> Exception:
     if code in _INVALID:
         return InvalidRequest(f"kv_source: {details}", cause=Cause.KV_SOURCE)
     kind = KVSourceUnusable if code in _UNUSABLE else KVSourceError
-    return kind(f"kv_source: expected K/V of the lease, got {code.name}: {details}")
+    return kind(f"kv_source: FetchKV failed there with {code.name}: {details}")

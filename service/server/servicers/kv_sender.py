@@ -26,9 +26,9 @@ _MAX_STORES = 16
 
 
 class KVSender:
-    """Sends blocks as fast as the caller reads: the next ones are copied after the previous ones were sent.
+    """Sends blocks as fast as the caller reads: the next blocks are copied only after the previous ones were sent.
 
-    For a block that is in a store which the caller can read as well, it sends a handle and copies nothing.
+    For a block in a store that the caller can read too, it sends a handle and copies nothing.
     """
 
     def __init__(self, engine: Engine, mailbox: Mailbox) -> None:
@@ -47,10 +47,10 @@ class KVSender:
         transfer = self._engine.transfer
         epoch = self._engine.limits.epoch
         if transfer is None or not transfer.config.sends:
-            raise SwitchedOff("FetchKV: expected transfer.serve to be on, got a service without it")
+            raise SwitchedOff("FetchKV: this server does not send K/V; set transfer.serve in its configuration")
         require_names(tenant=request.tenant, lease_id=request.lease_id)
         if request.epoch not in (0, epoch):
-            raise UnknownLease("epoch: expected the current epoch of the service, got another")
+            raise UnknownLease("epoch: this server has restarted since, so its leases are lost")
         layers = transfer.layer_bytes.range_of(request.first_layer, request.num_layers)
         stores = _stores(request, transfer)
         found = await result_of(self._engine, self._mailbox, transfer.blocks_of(request.lease_id, request.tenant))
@@ -65,8 +65,8 @@ class KVSender:
             handles = await self._handles(transfer, stores, found, indices)
             left = [index for index in indices if index not in handles]
             copied = transfer.objects(request.lease_id, request.tenant, found, left, layers)
-            came = await result_of(self._engine, self._mailbox, copied)
-            objects = dict(zip(left, await asyncio.to_thread(_packed, came), strict=True))
+            copies = await result_of(self._engine, self._mailbox, copied)
+            objects = dict(zip(left, await asyncio.to_thread(_packed, copies), strict=True))
             for index in indices:
                 if index in handles:
                     yield prefill_pb2.FetchKVResponse(block=index, handle=handles[index])
@@ -78,20 +78,20 @@ class KVSender:
     async def _handles(
         self, transfer: Transfer, stores: Sequence[str], found: LeaseBlocks, indices: Sequence[int]
     ) -> dict[int, prefill_pb2.KVHandle]:
-        """Find the blocks that are in a shared store. A store that does not answer counts as empty."""
+        """Find the blocks that are in a shared store. A store that does not respond counts as empty."""
         handles: dict[int, prefill_pb2.KVHandle] = {}
         for store in stores:
             left = [index for index in indices if index not in handles]
             future = transfer.stores.exists(store, [found.blocks[index] for index in left])
-            are_there = await result_of(self._engine, self._mailbox, future)
-            for index, is_there in zip(left, are_there or [False] * len(left), strict=True):
-                if is_there:
+            found_blocks = await result_of(self._engine, self._mailbox, future)
+            for index, is_found in zip(left, found_blocks or [False] * len(left), strict=True):
+                if is_found:
                     handles[index] = prefill_pb2.KVHandle(store=store, key=found.blocks[index].key)
         return handles
 
 
 def _packed(objects: Sequence[BlockObject]) -> list[bytes]:
-    """Return the bytes of objects. This waits for their copies, and authenticating takes as long as copying."""
+    """Return the bytes of objects. It waits until they are copied; authenticating them takes as long again."""
     return [b"".join(each.pieces()) for each in objects]
 
 
@@ -100,7 +100,7 @@ def _stores(request: prefill_pb2.FetchKVRequest, transfer: Transfer) -> list[str
     if not request.stores:
         return []
     if request.first_layer or request.num_layers:
-        raise InvalidRequest("stores: expected none with a range of layers, because stores hold whole blocks, got some")
+        raise InvalidRequest("stores: can't be combined with a range of layers, because stores hold whole blocks")
     if len(request.stores) > _MAX_STORES:
         raise InvalidRequest(f"stores: expected at most {_MAX_STORES}, got {len(request.stores)}")
     return [name for name in transfer.stores.names() if name in request.stores]

@@ -54,7 +54,7 @@ class KVSources:
             if address in self._configs:
                 other, _ = self._configs[address]
                 raise ConfigError(
-                    f"kv_sources.{name}.address: expected an address of its own, got that of kv_sources.{other}"
+                    f"kv_sources.{name}.address: kv_sources.{other} has the same address; each must be unique"
                 )
             self._configs[address] = (name, config)
             self._tokens[address] = token
@@ -68,14 +68,14 @@ class KVSources:
 
         Args:
             address: the server's address.
-            fleet: this server's fleet, if it is the caller; it may name addresses that no section has.
+            fleet: this server's fleet, if the fleet makes the call; it may name addresses that no section has.
 
         Raises:
             InvalidRequest: no section has this address, or it is malformed.
             KVSourceUnusable: its certificates have become unusable. The log has the cause, which may name files.
         """
         if address not in self._configs and fleet is None:
-            raise InvalidRequest("kv_source.address: expected that of a section kv_sources here, got another")
+            raise InvalidRequest("kv_source.address: no section kv_sources of this server has this address")
         if address not in self._clients:
             _require_address(address)
             name = f"kv_sources.{self._configs[address][0]}" if address in self._configs else "fleet"
@@ -84,7 +84,7 @@ class KVSources:
             except (OSError, ValueError) as error:
                 _logger.error("%s: %s", name, error)
                 raise KVSourceUnusable(
-                    "kv_source: expected usable certificates for it, got others; the server's log has the cause"
+                    "kv_source: this server's certificates for it cannot be used; the server's log has the cause"
                 ) from error
         return self._clients[address]
 
@@ -136,7 +136,7 @@ def _token(name: str, config: KVSourceConfig) -> str | None:
     try:
         token = read_named(f"kv_sources.{name}.token_file", config.token_file).decode("ascii").strip()
     except UnicodeDecodeError:
-        raise ConfigError(f"kv_sources.{name}.token_file: expected a token in the file, got other bytes") from None
+        raise ConfigError(f"kv_sources.{name}.token_file: the file contains characters other than ASCII") from None
     if not token:
-        raise ConfigError(f"kv_sources.{name}.token_file: expected a token in the file, got none")
+        raise ConfigError(f"kv_sources.{name}.token_file: the file is empty; it must contain a token")
     return token

@@ -51,7 +51,7 @@ def require_names(**names: str) -> None:
 
 
 def new_request_id() -> str:
-    """Return a random id for a request whose caller gives none. Ids of requests are not secrets."""
+    """Return a random id for a request without one. Ids of requests are not secrets."""
     return f"{random.getrandbits(128):032x}"
 
 
@@ -81,7 +81,7 @@ def read_params(request: prefill_pb2.PrefillRequest, remaining_s: float | None, 
     if request.top_logprobs > MAX_TOP_LOGPROBS:
         raise InvalidRequest(f"top_logprobs: expected at most {MAX_TOP_LOGPROBS}, got {request.top_logprobs}")
     if request.return_block_table and not request.hold_lease:
-        raise InvalidRequest("return_block_table: expected hold_lease as well, got none")
+        raise InvalidRequest("return_block_table: requires hold_lease")
     return PrefillParams(
         tokens=read_token_ids(request),
         caller=read_caller(request),
@@ -108,7 +108,7 @@ def read_retention(request: prefill_pb2.PrefillRequest | cache_pb2.RetainRequest
         return None
     retention = request.retention
     if not retention.HasField("priority"):
-        raise InvalidRequest("retention.priority: expected 0 to 100, got none")
+        raise InvalidRequest("retention.priority: it is required, 0 to 100")
     ttl = retention.ttl
     if not 0 <= ttl.nanos < 1_000_000_000:
         raise InvalidRequest(f"retention.ttl.nanos: expected 0 to 999999999, got {ttl.nanos}")
@@ -127,7 +127,7 @@ def prefill_response(
 ) -> prefill_pb2.PrefillResponse:
     """Write the response to a prefill. Block size and epoch describe the blocks of a held lease.
 
-    Their physical ids are written only with `has_block_table`: neighboring ids show what other tenants allocate.
+    Physical block ids are written only with `has_block_table`: they reveal how many blocks other tenants allocate.
     """
     response = prefill_pb2.PrefillResponse(
         request_id=result.request_id,
@@ -237,7 +237,7 @@ def stats_response(limits: Limits, stats: EngineStats, tiers: Iterable[TierStats
 def tenant_stats_response(limits: Limits, stats: EngineStats, tenant: str) -> cache_pb2.StatsResponse:
     """Write what one tenant may see: its own statistics, the model and the size of the pool.
 
-    Sums over all tenants are left out, because subtracting one's own part would reveal the others'.
+    Sums over all tenants are left out, because a tenant could subtract its own share and learn that of the others.
     """
     mine = [each for each in stats.tenants if each.tenant == tenant]
     return cache_pb2.StatsResponse(

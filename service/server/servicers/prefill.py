@@ -80,7 +80,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         return prefill_response(result, limits.block_size, limits.epoch, has_block_table=request.return_block_table)
 
     def _release_unreported(self, future: Future[PrefillResult], caller: Caller, context: Context) -> None:
-        """Release a held lease whose id did not reach the caller: the response was refused, or the caller left."""
+        """Release a held lease whose id did not reach the caller, because the call was refused or cancelled."""
         if not (context.done() and context.code() in (None, grpc.StatusCode.OK)):
             future.add_done_callback(partial(self._release, caller))
 
@@ -149,13 +149,9 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
             yield response
 
     def _require_role(self, call: str) -> None:
-        """Refuse a call that the role of this server excludes.
-
-        Raises:
-            SwitchedOff: it does.
-        """
+        """Raise SwitchedOff if the role of this server excludes a call."""
         if call == _REFUSED_CALLS[self._role]:
-            raise SwitchedOff(f"{call}: expected a server whose transfer.role allows it, got one with {self._role}")
+            raise SwitchedOff(f"{call}: this server does not offer it, because its transfer.role is {self._role}")
 
     def _seconds_left(self, context: Context) -> float:
         return self._deadlines.seconds_left(context.time_remaining())

@@ -8,7 +8,8 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from radixkv.api.result import TokenLogprobs
 
-# Log probabilities that are serialized at once, in less than 1 ms; on the event loop if a response has no more.
+# Number of log probabilities that are serialized at once, in less than 1 ms. Responses with no more than this are
+# serialized on the event loop.
 PIECE_NUMBERS = 1024
 # Large responses that are serialized at the same time; each occupies a thread.
 _MAX_WRITING = 2

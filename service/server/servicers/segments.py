@@ -19,7 +19,8 @@ if TYPE_CHECKING:  # the engine needs torch; this module does not
 
 DEFAULT_PAGE_SIZE = 100
 MAX_PAGE_SIZE = 1000
-# Engine calls per page. A tenant with few of very many segments or namespaces gets pages with few of them, or none.
+# Maximum number of engine calls per page. If a tenant has few of very many segments or namespaces, a page may have few
+# entries or none, even if more pages follow.
 MAX_CALLS = 64
 
 
@@ -53,9 +54,9 @@ class SegmentLister:
             raise InvalidRequest(f"page_size: expected 1 to {max_page_size}, got {page_size}")
         if request.hottest_first:
             if request.store:
-                raise InvalidRequest("store: expected none with hottest_first, got one")
+                raise InvalidRequest("store: can't be combined with hottest_first")
             if request.page_token:
-                raise InvalidRequest("page_token: expected none with hottest_first, got one")
+                raise InvalidRequest("page_token: can't be combined with hottest_first")
             return await self._hottest(tenant, page_size)
         position = self._page_tokens.position_of(request.page_token)
         if request.store:

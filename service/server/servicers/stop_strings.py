@@ -104,7 +104,7 @@ async def stop_strings(
         loaded = await tokenizer.loaded()
     except ValueError as error:
         _logger.warning("a request has stop strings, but the model has no tokenizer: %s", error)  # may name local paths
-        raise InvalidRequest("stop: expected a model with a tokenizer, got one without") from error
+        raise InvalidRequest("stop: the model has no tokenizer, which stop strings require") from error
     prompt_ids = np.frombuffer(params.tokens[-NUM_PROMPT_IDS * TOKEN_BYTES :], dtype="<u4").tolist()
     different = tuple(dict.fromkeys(stops))
     return StopStrings(

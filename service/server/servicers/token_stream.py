@@ -80,9 +80,10 @@ class TokenStream:
         self._mailbox.post(self._add, index, tokens, True)
 
     def keep(self, index: int, tokens: GeneratedTokens) -> None:
-        """Add tokens of a completion that is sent as a whole, if they have log probabilities, which the result lacks.
+        """Add tokens of a completion that is sent as a whole, but only if they have log probabilities.
 
-        They do not count as an update. Called on the engine's thread.
+        The result lacks the log probabilities of these tokens, so they are collected here. They do not count as an
+        update. Called on the engine's thread.
         """
         if tokens.logprobs:
             self._mailbox.post(self._add, index, tokens, False)
@@ -94,7 +95,8 @@ class TokenStream:
     async def get(self) -> tuple[Collection[int], list[int]]:
         """Wait for updates, and return the completions with new tokens since the last call, and those that ended.
 
-        A completion that ended is not among those with new tokens. Tokens that were taken before have been sent.
+        A completion that ended is not among those with new tokens. Call this only when the tokens that were taken
+        before have been sent.
 
         Raises:
             QueueFull: too much is held for the quota key.
@@ -133,7 +135,7 @@ class TokenStream:
     def close(self) -> None:
         """Drop all tokens, including those that arrive later, and the function that cancels the completions."""
         self._is_closed = True
-        self._cancel = None  # it belongs to the owner of the stream: a cycle that only the garbage collector would free
+        self._cancel = None  # it refers to the owner of the stream, which would be a reference cycle
         self._drop_unsent()
         self._release(self._sending_bytes)
         self._sending_bytes = 0

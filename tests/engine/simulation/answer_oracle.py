@@ -23,7 +23,7 @@ from radixkv.api.result import (
 )
 from radixkv.compute.forward import Chunk
 from radixkv.engine.sampler import read_logprob_rows
-from radixkv.errors import CapacityError, DeadlineExceeded, Draining, InvalidRequest, StepFailed
+from radixkv.errors import CapacityError, DeadlinePassed, Draining, InvalidRequest, StepFailed
 from radixkv.namespace import PUBLIC_TENANT
 from radixkv.scheduling.request import Request
 from tests.engine.simulation.engine_events import Ask
@@ -163,7 +163,7 @@ class Asked:
 
     def _judge_error(self, error: BaseException, now_s: float, is_closed: bool) -> None:
         """Whether blocks were really missing is checked when the engine reports it."""
-        if isinstance(error, DeadlineExceeded):
+        if isinstance(error, DeadlinePassed):
             assert self.ask.deadline_s is not None
             assert self.ask.deadline_s <= now_s
         elif isinstance(error, StepFailed):

@@ -28,7 +28,7 @@ INTERESTING = {
     "copies",
     "evicted blocks",
     "failed steps",
-    "failed with DeadlineExceeded",
+    "failed with DeadlinePassed",
     "failed with Draining",
     "failed with InvalidRequest",
     "failed with OutOfBlocks",

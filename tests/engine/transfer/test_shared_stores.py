@@ -47,7 +47,7 @@ def test_a_block_with_other_tokens_is_not_a_copy() -> None:
 def test_a_store_that_fails_has_nothing() -> None:
     bench, stores = stored()
     block = next(bench.index.key_blocks(Namespace("fake"), tokens(PROMPT)))
-    bench.stores["redis"].error = StoreUnavailable("redis: expected an answer, got none")
+    bench.stores["redis"].error = StoreUnavailable("redis: it answers neither the call nor health checks")
     there, loaded = stores.exists("redis", [block]), stores.load("redis", [block])
     bench.stores["redis"].run()
     assert (there.result(), loaded.result()) == (None, [Absence.UNAVAILABLE])

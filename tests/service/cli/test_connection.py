@@ -24,7 +24,7 @@ def test_a_refusal_is_one_line_and_exit_code_1(capsys):
 def test_an_unreachable_server_is_one_line_and_exit_code_1(capsys):
     assert main(["stats", "--address", "127.0.0.1:1", "--timeout-s", "5"]) == 1
     assert capsys.readouterr().err == (
-        "radixkv: UNAVAILABLE: nothing answers at 127.0.0.1:1; is `radixkv serve` running there?\n"
+        "radixkv: UNAVAILABLE: no server is listening at 127.0.0.1:1; is `radixkv serve` running there?\n"
     )
 
 
@@ -105,7 +105,7 @@ def test_a_token_comes_from_a_file_or_the_environment(tmp_path, monkeypatch, cap
     ("content", "message"),
     [
         (None, "--token-file: expected a readable file, got "),
-        ("\n", "none.token: expected a token, got an empty file"),
+        ("\n", "none.token is empty; it must contain a token"),
         ("two words", "token: expected printable"),
     ],
 )

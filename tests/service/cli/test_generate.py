@@ -1,4 +1,4 @@
-"""`radixkv generate`: options, and what is printed of an answer as it comes."""
+"""`radixkv generate`: options, and the printed output while tokens arrive."""
 
 import io
 import json

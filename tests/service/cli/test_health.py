@@ -1,4 +1,4 @@
-"""`radixkv health`: exit codes that scripts and health checks of containers go by."""
+"""`radixkv health`: exit codes for scripts and container health checks."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def test_version(capsys):
         (["prefill", "--address", "a", "--tokens", ""], "--tokens: expected integers"),
         (["prefill", "--text", ""], "--text: expected text, got an empty string"),
         (["generate", "--chat", "--text", ""], "--text: expected text, got an empty string"),
-        (["prefill", "--text-file", "/dev/null"], "--text-file: expected text, got none from /dev/null"),
+        (["prefill", "--text-file", "/dev/null"], "argument --text-file: /dev/null is empty; it must contain text"),
         (["prefill", "--text-file", "/none.txt"], "--text-file: expected a file, got /none.txt: No such file or"),
         (["prefill", "--tokens-file", "/none.txt"], "--tokens-file: expected a file, got /none.txt: No such file or"),
         (["generate", "--tokens", "1", "--json-schema", "/none.json"], "got '/none.json': no such file"),

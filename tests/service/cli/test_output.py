@@ -150,7 +150,7 @@ def test_a_stats_table_shows_each_tier_and_whether_it_works():
     stats.tiers.add(tier="disk", saved_blocks=205)
     host, disk = (line for line in stats_table(stats).splitlines() if line.startswith("tier "))
     assert host.split(maxsplit=2)[2] == "201 blocks, 202 bytes; 203 loaded, 204 missed, 0 saved"
-    assert disk.endswith("205 saved, out of use")
+    assert disk.endswith("205 saved, disabled")
 
 
 def test_a_name_can_not_give_orders_to_a_terminal():
@@ -171,7 +171,7 @@ def test_a_stats_table_shows_the_tiers_below_the_device():
     tenant = TenantStats(tenant="acme", cached_blocks=3, stored_blocks={"host": 4, "redis": 0})
     table = stats_table(StatsResponse(tiers=tiers, tenants=[tenant]))
     assert "4 blocks, 5 bytes; 0 loaded" in table
-    assert "6 loaded, 0 missed, 0 saved, out of use" in table
+    assert "6 loaded, 0 missed, 0 saved, disabled" in table
     assert "3 blocks, 4 in host, 0 cached tokens" in table
 
 

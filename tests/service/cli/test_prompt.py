@@ -65,7 +65,7 @@ LONG = 5000 * "n"  # more than a name may have
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--text", "a\udcff"], "--text: expected text in UTF-8, got the byte 0xff; with --bytes, any bytes will do"),
+        (["--text", "a\udcff"], "--text: expected text in UTF-8, got the byte 0xff; --bytes accepts any bytes"),
         (["--tokens", "1", "--bytes"], "--bytes: requires --text or --text-file, got --tokens"),
         (["--tokens", "1", "--chat"], "--chat: requires --text or --text-file, got --tokens"),
         (["--tokens", "1", "--tokenizer", "x"], "--tokenizer: requires --text or --text-file, got --tokens"),
@@ -95,7 +95,7 @@ def test_a_chat_goes_through_the_template(system):
 
 def test_a_tokenizer_without_a_template_refuses_a_chat():
     arguments = make_parser().parse_args(["generate", "--text", "hi", "--chat"])
-    with pytest.raises(ConfigError, match="--chat: expected a tokenizer with a chat template, got one without"):
+    with pytest.raises(ConfigError, match="--chat: expected a tokenizer with a default chat template, got none"):
         prompt_of(arguments, SimpleNamespace(tokenizer=byte_fallback))
 
 

@@ -28,7 +28,7 @@ from tests.service.text.tokenizers import write_tiny
     ("arguments", "message"),
     [
         (["--port", "70000"], "server.port: expected 0 to 65535, got 70000"),
-        (["--role", "decode"], "transfer.role: expected sections kv_sources to fetch from with decode, got none"),
+        (["--role", "decode"], "transfer.role: the role decode requires a section kv_sources to fetch from"),
         (
             ["--set", "kv_sources.a.address=127.0.0.1:1", "--set", "kv_sources.a.tls_ca=/nowhere.pem"],
             "kv_sources.a.tls_ca: expected a file of certificates in PEM, got ",

@@ -49,7 +49,7 @@ def test_a_name_that_is_taken_leaves_the_file_as_it_is_and_prints_no_token(capsy
     assert main(["token", "new", "--name", "acme", "--admin", "--file", str(file)]) == 2
     out, err = capsys.readouterr()
     assert (out, file.read_text()) == ("", before)
-    assert "expected a name, token and certificate of its own" in err
+    assert "another entry has the same name, token or certificate" in err
 
 
 def test_a_file_that_can_not_be_written_is_one_line(capsys, tmp_path):
@@ -61,7 +61,7 @@ def test_a_file_that_is_no_text_stays_as_it_is(capsys, tmp_path):
     file = tmp_path / "tokens.toml"
     file.write_bytes(b"\xff")
     assert main(["token", "new", "--name", "a", "--admin", "--file", str(file)]) == 2
-    assert capsys.readouterr().err == "radixkv: --file: expected UTF-8, got something else\n"
+    assert capsys.readouterr().err == "radixkv: --file: the file is not UTF-8\n"
     assert file.read_bytes() == b"\xff"
 
 

@@ -179,7 +179,7 @@ def test_a_screen_shows_the_tiers_below_the_device() -> None:
     now.stats.tenants[0].stored_blocks["host"] = 5
     lines = screen(now, None)
     assert "in host  7 blocks; 2 loaded, 9 saved so far" in lines
-    assert "in redis  shared; 0 loaded, 0 saved so far; out of use" in lines
+    assert "in redis  shared; 0 loaded, 0 saved so far; disabled" in lines
     head, row = (line.split() for line in lines[lines.index("") :] if line.strip().startswith(("tenant", "ac")))
     assert head == ["tenant", "blocks", "pinned", "retained", "evicted", "in", "host", "in", "redis", "hit", "rate"]
     assert row[1:] == ["30", "0", "0", "4", "5", "0", "75.0", "%"]

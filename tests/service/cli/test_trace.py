@@ -1,4 +1,4 @@
-"""`radixkv trace`: texts become a trace whose hit rates are those of their tokens, and which has no text."""
+"""`radixkv trace`: the trace has the hit rates of the texts, and contains no text."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_chats_that_the_template_refuses_are_left_out_and_counted(tmp_path: Path
     assert err.startswith(f"1 requests in {output}; 2 left out, the first one: {texts}:2: ")
     texts.write_text(bad)
     assert convert(texts, tokenizer, output) == 2
-    assert "expected at least one prompt, got none that can be encoded; 1 left out" in capsys.readouterr().err
+    assert "texts: the file has no prompt that can be encoded" in capsys.readouterr().err
 
 
 def test_a_model_without_a_chat_template_takes_the_contents(tmp_path: Path, tokenizer: Path) -> None:
@@ -145,7 +145,7 @@ def test_a_limit_and_the_tokens_of_an_id_are_options(tmp_path: Path, tokenizer: 
     ("text", "options", "message"),
     [
         ("{}", [], "texts:1: expected text in one of the fields"),
-        ("", [], "texts: expected at least one prompt, got none"),
+        ("", [], "texts: the file has no prompt"),
         ("a,b\n", [], "A table of lengths does not say"),
         ('{"prompt": "x"}', ["--tokens-per-id", "65537"], "--tokens-per-id: expected 1 to 65536, got 65537"),
         ('{"prompt": "x"}', ["--tokenizer", "/nowhere"], "--tokenizer: "),

@@ -13,7 +13,7 @@ from radixkv.service.client import Client
         ("127.0.0.1:1", {"token": "two words"}, "token: expected printable ASCII"),
         ("127.0.0.1:1", {"token": ""}, "token: expected printable ASCII"),
         ("127.0.0.1:1", {"token": "line\n"}, "token: expected printable ASCII"),
-        ("127.0.0.1:1", {"certificate": "c.pem"}, "certificate, key: expected both or neither"),
+        ("127.0.0.1:1", {"certificate": "c.pem"}, "certificate, key: each requires the other"),
         ("127.0.0.1:1", {"certificate": "c.pem", "key": "k.pem"}, "tls_ca: required with a certificate"),
     ],
 )

@@ -1,4 +1,4 @@
-"""The exceptions of both clients: their tree, their fields, and what each failure is called, over real connections."""
+"""The exceptions of both clients: their hierarchy, their fields, and the exception of each failure."""
 
 from __future__ import annotations
 
@@ -219,7 +219,7 @@ def test_nothing_that_listens(closed_address: str, call: Call) -> None:
     error = error_of(call, closed_address)
     assert type(error) is ConnectError
     assert error.code() is grpc.StatusCode.UNAVAILABLE
-    assert str(error) == f"nothing answers at {closed_address}; is `radixkv serve` running there?"
+    assert str(error) == f"no server is listening at {closed_address}; is `radixkv serve` running there?"
 
 
 @pytest.mark.parametrize("call", UNARY)
@@ -328,7 +328,7 @@ def test_messages_beyond_a_limit(address: str, call: Call) -> None:
             [1],
             {"tenant": "logits"},
             {"options": [("grpc.max_receive_message_length", 2_000)]},
-            r"the answer has 5,\d+ bytes, more than the 2,000 that this client accepts; .*`grpc\.max_receive_message",
+            r"the response has 5,\d+ bytes, more than the 2,000 that this client accepts; .*`grpc\.max_receive_message",
         ),
         (
             [1] * 100,
@@ -371,7 +371,7 @@ def test_a_stream_that_another_thread_closes(address: str) -> None:
     stream = client.generate([1], tenant="late")
     assert next(stream).token_ids == [1]
     threading.Timer(0.1, client.close).start()
-    with pytest.raises(Cancelled, match=r"^Generate was cancelled by this program"):
+    with pytest.raises(Cancelled, match=r"^Generate was cancelled, because this program"):
         next(stream)
 
 

@@ -1,4 +1,4 @@
-"""The header `x-prefix-key`, by which proxies send prompts with a common prefix to the same server."""
+"""The header `x-prefix-key`, with which proxies route prompts with a common prefix to one server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Response streams cancel their call when they are closed, also before anything was read."""
+"""Response streams cancel their call when they are closed, even before anything was read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Replicas without servers, for tests of what routes to them."""
+"""Fake replicas without servers, for tests of routing."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class FakeConnection:
     async def wait_for(self, awaitable: Awaitable):
         if self.is_lost:
             asyncio.ensure_future(awaitable).cancel()
-            raise ReplicaLost("replica: expected an answer, got none")
+            raise ReplicaLost("replica: it answers neither the call nor health checks")
         return await awaitable
 
     async def finish(self) -> None:

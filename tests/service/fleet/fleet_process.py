@@ -1,4 +1,4 @@
-"""`radixkv fleet` for tests: a process of its own, with all that Ray starts for it."""
+"""Runs `radixkv fleet` in a separate process, with the processes of Ray."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A server whose streams are scripted, with a clock that only pauses move."""
+"""A server with scripted streams, and a clock that only pauses advance."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two steps of a generation, and what goes wrong between them, with replicas that answer what a test says."""
+"""The two steps of a generation and failures between them, with replicas with scripted responses."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ class Replicas:
             connection.prefill.Release = lambda request, name=name, **_: self.release(name, request)
         self.forwarder = Forwarder(self.choose, 0.0)
 
-    async def choose(self, question: RoutingRequest) -> Any:
+    async def choose(self, prompt: RoutingRequest) -> Any:
         for name, connection in self.connections.items():
-            if name not in question.avoid:
+            if name not in prompt.avoid:
                 return SimpleNamespace(name=name, connection=connection, finish=lambda *_: None)
-        raise NoReplica("replicas: expected one, got none")
+        raise NoReplica("replicas: none is available")
 
     async def prefill(self, name: str, request: PrefillRequest) -> PrefillResponse:
         self.requests.append((name, request))
@@ -194,7 +194,7 @@ def test_after_three_lost_leases_the_one_that_generates_computes() -> None:
 
 def test_an_answer_that_has_begun_is_not_begun_again() -> None:
     split = Split(Replicas(p=["lease"]), Replicas(d=[[ANSWER[0], GONE]], e=[ANSWER]))
-    with pytest.raises(ReplicaRefusal, match="expected the rest of the answer, got none"):
+    with pytest.raises(ReplicaRefusal, match="it was lost in the middle of the response"):
         split.answer()
     assert split.sources == [("d", "lease")]
     assert split.computing.released == [("p", "lease")]

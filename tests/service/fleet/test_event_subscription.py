@@ -1,4 +1,4 @@
-"""Views of live servers on loopback: in step, after gaps, lives and cuts."""
+"""Views of servers on loopback stay current after gaps, restarts and cut connections."""
 
 from __future__ import annotations
 

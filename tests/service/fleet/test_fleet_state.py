@@ -183,7 +183,7 @@ def test_what_one_computed_another_one_decodes() -> None:
         (other,) = {"a", "b"} - {home}
         assert seen.state.route(RoutingRequest(tokens(0), source=home)).name == other
         assert seen.state.route(RoutingRequest(tokens(0), source=home, avoid={other})).name == home
-        with pytest.raises(UnknownLease, match=r"kv_source\.address: expected that of a replica"):
+        with pytest.raises(UnknownLease, match=r"kv_source\.address: it is not the address of a replica"):
             seen.state.route(RoutingRequest(tokens(0), source="c"))
         await seen.state.close()
 

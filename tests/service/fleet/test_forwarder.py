@@ -26,13 +26,13 @@ class Fleet:
         self.now_s = 0.0
         self.forwarder = Forwarder(self.choose, 5.0, self.sleep, lambda: self.now_s)
 
-    async def choose(self, question):
+    async def choose(self, prompt):
         for name, connection in self.connections.items():
-            if name not in question.avoid:
+            if name not in prompt.avoid:
                 return SimpleNamespace(
                     name=name, connection=connection, finish=lambda *_, name=name: self.finished.append(name)
                 )
-        raise NoReplica("replicas: expected one, got none")
+        raise NoReplica("replicas: none is available")
 
     async def sleep(self, seconds) -> None:
         self.now_s += seconds
@@ -73,7 +73,7 @@ class FakeCall:
 
 
 def answered(fleet: Fleet):
-    routed, answer = asyncio.run(fleet.forwarder.answer(RoutingRequest(b"1234"), fleet.ask))
+    routed, answer = asyncio.run(fleet.forwarder.call(RoutingRequest(b"1234"), fleet.ask))
     return routed.name, answer
 
 
@@ -135,7 +135,7 @@ def test_a_stream_without_responses_is_retried_on_another_replica() -> None:
 
 def test_a_stream_that_has_begun_ends_with_its_replica() -> None:
     fleet = Fleet(a=["one", GONE], b=["one", "two"])
-    with pytest.raises(ReplicaRefusal, match="expected the rest of the answer, got none") as refusal:
+    with pytest.raises(ReplicaRefusal, match="it was lost in the middle of the response") as refusal:
         asyncio.run(fleet.parts())
     assert refusal.value.code is grpc.StatusCode.UNAVAILABLE
     assert fleet.asked == ["a"]

@@ -1,4 +1,4 @@
-"""The ingress with a handle that is none of Ray's."""
+"""The ingress with a fake of Ray's handle."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class Handle:
         self.is_there = asyncio.Event()
 
     @contextlib.asynccontextmanager
-    async def choose_replica(self, question, *, _reserve):
+    async def choose_replica(self, prompt, *, _reserve):
         assert not _reserve
         await self.is_there.wait()
-        if isinstance(question, ReplicaListing):
-            question.connections = self.state.connections
+        if isinstance(prompt, ReplicaListing):
+            prompt.connections = self.state.connections
         else:
-            question.answer = self.state.route(question)
+            prompt.routed = self.state.route(prompt)
         yield
 
 
@@ -49,7 +49,7 @@ def test_the_ingress_listens_once_a_replica_is_there() -> None:
         with pytest.raises(NoReplica):
             await ingress.choose(RoutingRequest(b"1234", avoid={"a"}))
         handle.is_there.clear()
-        with pytest.raises(NoReplica, match=r"expected one within 0\.05 s"):
+        with pytest.raises(NoReplica, match=r"none was available within 0\.05 s"):
             await ingress.choose(RoutingRequest(b"1234"))
         assert await ingress.connections() == []
         await ingress.__del__()

@@ -80,8 +80,8 @@ async def fleet(num_replicas: int = 2, answer_s: float = 10.0, **config):
         stack.push_async_callback(state.close)
         state.update(facts_of(address) for address in engines)
 
-        async def choose(question):
-            return state.route(question)
+        async def choose(prompt):
+            return state.route(prompt)
 
         forwarder = Forwarder(choose, 0.5)
 
@@ -163,7 +163,7 @@ def test_what_a_fleet_has_not_is_refused_with_a_way_out() -> None:
                 with pytest.raises(grpc.aio.AioRpcError) as refused:
                     await call
                 assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED
-                assert "expected a call to a replica, whose address Route tells" in refused.value.details()
+                assert "a fleet does not offer it; call a replica" in refused.value.details()
             with pytest.raises(grpc.aio.AioRpcError) as refused:
                 await anext(client.subscribe())
             assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED
@@ -177,7 +177,7 @@ def test_a_source_of_kv_has_an_address() -> None:
             with pytest.raises(grpc.aio.AioRpcError) as refused:
                 await anext(client.generate(PROMPT, kv_source=prefill_pb2.KVSource(lease_id="a", epoch=1)))
             assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-            assert refused.value.details() == "kv_source.address: expected that of a replica, got none"
+            assert refused.value.details() == "kv_source.address: it is empty; it must be the address of a replica"
             (engine,) = served.engines.values()
             assert engine.params == []
 
@@ -204,10 +204,10 @@ def test_a_replica_that_drains_or_hangs_is_passed_over() -> None:
             first = next(iter(served.engines))
             served.engines[first].is_draining = True
 
-            async def choose(question):
-                """Go to the first replica unless the question avoids it."""
-                avoid = question.avoid or served.engines.keys() - {first}
-                return served.state.route(RoutingRequest(question.tokens, avoid=set(avoid)))
+            async def choose(prompt):
+                """Go to the first replica unless the prompt avoids it."""
+                avoid = prompt.avoid or served.engines.keys() - {first}
+                return served.state.route(RoutingRequest(prompt.tokens, avoid=set(avoid)))
 
             served.forwarder._choose = choose
             assert (await client.prefill(PROMPT)).next_token_id == next_token_of(PROMPT)

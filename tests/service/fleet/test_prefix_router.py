@@ -22,14 +22,14 @@ def test_a_question_is_answered_and_other_calls_go_anywhere() -> None:
         router.initialize_state(routing="prefix", least_match_tokens=8, health_timeout_s=1.0, tls_ca=None, tls_name="")
         router._fleet_state.update([facts("127.0.0.1:1"), facts("127.0.0.1:2")])
         router._by_address = {name: f"replica at {name}" for name in router._fleet_state.names}
-        question = RoutingRequest(bytes(400))
-        chosen = await router.choose_replicas(["any"], SimpleNamespace(args=[question]))
-        assert chosen == [[f"replica at {question.answer.name}"]]
+        prompt = RoutingRequest(bytes(400))
+        chosen = await router.choose_replicas(["any"], SimpleNamespace(args=[prompt]))
+        assert chosen == [[f"replica at {prompt.routed.name}"]]
         for other in (None, SimpleNamespace(args=[]), SimpleNamespace(args=["something"])):
             assert await router.choose_replicas(["any"], other) == [["any"]]
-        question.avoid.update(router._fleet_state.names)
+        prompt.avoid.update(router._fleet_state.names)
         with pytest.raises(NoReplica):
-            await router.choose_replicas(["any"], SimpleNamespace(args=[question]))
+            await router.choose_replicas(["any"], SimpleNamespace(args=[prompt]))
         await router._fleet_state.close()
 
     asyncio.run(test())

@@ -1,4 +1,4 @@
-"""No bytes from a client end the server, which accepts the calls of all its methods."""
+"""No bytes from a client shut the server down."""
 
 from __future__ import annotations
 
@@ -205,7 +205,7 @@ def test_an_unknown_version_of_grpcio_serves_with_a_warning(
 
     with caplog.at_level(logging.WARNING):
         assert asyncio.run(run()) == b"x"
-    assert "a call whose path is not UTF-8 may end the server" in caplog.text
+    assert "a call whose path is not UTF-8 may shut the server down" in caplog.text
 
 
 async def started(methods: dict[str, Handler], max_concurrent_calls: int = 100) -> tuple[grpc.aio.Server, str]:

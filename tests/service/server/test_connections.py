@@ -1,4 +1,4 @@
-"""The end of a drain, as callers see it whose calls are on their way when the server stops."""
+"""The end of a drain, for callers whose calls are in flight when the server stops."""
 
 from __future__ import annotations
 

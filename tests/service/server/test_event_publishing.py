@@ -22,7 +22,7 @@ def test_a_missing_package_names_the_extra(monkeypatch):
 
 
 def test_a_replay_needs_something_to_replay():
-    with pytest.raises(ConfigError, match=r"^events.zmq_endpoint: expected an address with events.replay_endpoint"):
+    with pytest.raises(ConfigError, match=r"^events\.replay_endpoint: requires events\.zmq_endpoint"):
         require_publishable(EventsConfig(replay_endpoint=ANYWHERE))
 
 
@@ -97,5 +97,5 @@ def test_addresses_of_this_machine_need_no_key(endpoint, caplog):
 
 
 def test_a_key_needs_an_address():
-    with pytest.raises(ConfigError, match=r"^events.zmq_endpoint: expected an address with events.curve_key_file"):
+    with pytest.raises(ConfigError, match=r"^events\.curve_key_file: requires events\.zmq_endpoint"):
         require_publishable(EventsConfig(curve_key_file="server.key_secret"))

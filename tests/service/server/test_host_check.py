@@ -1,4 +1,4 @@
-"""Which hosts a request to the metrics port may name."""
+"""The hosts that a request to the metrics port may name."""
 
 from __future__ import annotations
 

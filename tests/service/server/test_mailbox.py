@@ -1,4 +1,4 @@
-"""Calls from other threads run on the loop: all of them, in order, with few wake-ups."""
+"""Calls from other threads run on the event loop: all of them, in order, with few wake-ups."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def test_a_refusal_is_not_kept(tmp_path):
 
 
 def test_a_model_without_files_has_no_tokenizer():
-    with pytest.raises(UnknownTokenizer, match="got a model without files"):
+    with pytest.raises(UnknownTokenizer, match="the served model has no files"):
         ModelTokenizer(None).archive()
 
 
@@ -92,5 +92,5 @@ def test_a_tokenizer_that_can_not_be_loaded_is_tried_once(tmp_path, monkeypatch)
     monkeypatch.setattr(module.Tokenizer, "load", lambda *_: pytest.fail("again"))
     with pytest.raises(ValueError, match="expected a directory with a tokenizer"):
         tokenizer.load()
-    with pytest.raises(ValueError, match="got a model without files"):
+    with pytest.raises(ValueError, match="the served model has no files"):
         ModelTokenizer(None).load()

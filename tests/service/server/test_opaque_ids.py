@@ -43,7 +43,7 @@ def test_another_token_is_refused() -> None:
     own = tokens.token(7)
     changed = f"{int(own, 16) ^ 1:032x}"
     for token in ("x", "7", "00", own[:-2], own + "00", changed, own[16:] + own[:16], PageTokens(8).token(7)):
-        with pytest.raises(InvalidRequest, match="page_token: expected one that this service made"):
+        with pytest.raises(InvalidRequest, match="page_token: this service did not make it"):
             tokens.position_of(token)
 
 

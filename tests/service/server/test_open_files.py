@@ -1,4 +1,4 @@
-"""The limit of open files is raised as far as possible, and bounds the connections otherwise."""
+"""The limit of open files is raised if possible; otherwise it limits the connections."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which connections count as floods of resets."""
+"""Which connections count as reset floods."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ def test_an_engine_whose_thread_ends_ends_the_process_after_its_last_answer(monk
             engine.is_alive = False
             engine.futures[0].cancel()
             refusal = await refusal_of(waiting)
-        with pytest.raises(InvariantViolation, match="a thread that ended"):
+        with pytest.raises(InvariantViolation, match="its thread ended"):
             await asyncio.wait_for(ending, PATIENCE_S)
         return refusal.code()
 

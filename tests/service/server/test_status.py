@@ -39,7 +39,7 @@ EXPECTED = {
     "QuotaExceeded": "RESOURCE_EXHAUSTED",
     "LeaseClosed": "INTERNAL",
     "DoubleRelease": "INTERNAL",
-    "DeadlineExceeded": "DEADLINE_EXCEEDED",
+    "DeadlinePassed": "DEADLINE_EXCEEDED",
     "Draining": "UNAVAILABLE",
     "EventsLost": "DATA_LOSS",
     "StepHangs": "UNAVAILABLE",

@@ -1,4 +1,4 @@
-"""Whether a text follows a grammar, byte by byte."""
+"""Checks whether a text matches a grammar, byte by byte."""
 
 from __future__ import annotations
 

@@ -146,20 +146,20 @@ def test_conversations_are_those_of_transformers(chatting, chat, add_generation_
             text = theirs.apply_chat_template(chat, tokenize=False, add_generation_prompt=is_prompt, **extra, **kwargs)
             assert ids == theirs.encode(text, add_special_tokens=False)
         else:
-            with pytest.raises(ValueError, match=r"drops (tools|documents|tool_calls):|variables of the"):
+            with pytest.raises(ValueError, match=r"drops (tools|documents|tool_calls):|template has no variable"):
                 ours.encode_chat(chat, add_generation_prompt=is_prompt, **extra, chat_template_kwargs=kwargs)
 
 
 @pytest.mark.parametrize(
     ("source", "messages", "message"),
     [
-        (GEMMA, [{"role": "system", "content": "x"}], "refuses these messages: System role not supported"),
-        (CHATML, [{"role": ["x"], "content": "y"}], "fails over these messages: TypeError"),
-        (CHATML, [{"role": "user"}], "refuses these messages: .* has no attribute 'content'"),
+        (GEMMA, [{"role": "system", "content": "x"}], "rejects these messages: System role not supported"),
+        (CHATML, [{"role": ["x"], "content": "y"}], "failed with TypeError"),
+        (CHATML, [{"role": "user"}], "rejects these messages: .* has no attribute 'content'"),
         (CHATML, [], "expected at least one message, got none"),
-        ("{{ ''.__class__.mro() }}", [{"role": "user"}], "refuses these messages: .* is unsafe"),
-        ("{% set n = namespace(_x=1) %}", [{"role": "user"}], "refuses these messages: a name in a namespace"),
-        ("{{ messages.append(1) }}", [{"role": "user"}], "refuses these messages: access to attribute 'append'"),
+        ("{{ ''.__class__.mro() }}", [{"role": "user"}], "rejects these messages: .* is unsafe"),
+        ("{% set n = namespace(_x=1) %}", [{"role": "user"}], "rejects these messages: a name in a namespace"),
+        ("{{ messages.append(1) }}", [{"role": "user"}], "rejects these messages: access to attribute 'append'"),
     ],
 )
 def test_what_a_template_refuses_is_said_without_the_messages(source, messages, message):

@@ -20,7 +20,7 @@ def test_text_becomes_tokens_and_text_again():
 
 def test_the_definition_is_that_of_the_package_tokenizers():
     assert json.loads(byte_level().definition)["model"]["type"] == "BPE"
-    with pytest.raises(ValueError, match="expected a tokenizer of the package tokenizers, got one that only "):
+    with pytest.raises(ValueError, match="only transformers can run it"):
         _ = Tokenizer(SlowBackend(object())).definition
 
 
@@ -57,7 +57,7 @@ def test_only_a_special_token_directly_after_the_answer_ends_it(tmp_path, templa
 
 def test_a_tokenizer_without_a_chat_template_refuses_a_chat():
     assert not byte_fallback().has_chat_template
-    with pytest.raises(ValueError, match="expected a tokenizer with a chat template, got one without"):
+    with pytest.raises(ValueError, match="expected a tokenizer with a default chat template, got none"):
         byte_fallback().encode_chat([{"role": "user", "content": "hi"}])
 
 
@@ -123,7 +123,7 @@ def test_a_model_with_several_templates_has_one_for_tools(tmp_path):
     assert tokenizer.decode(tokenizer.encode_chat(CHAT)) == "hi"
     assert tokenizer.decode(tokenizer.encode_chat(CHAT, tools=[{"name": "weather"}])) == "weather: hi"
     (tmp_path / "chat_template.jinja").unlink()
-    with pytest.raises(ValueError, match="expected a tokenizer with a chat template, got only tool_use"):
+    with pytest.raises(ValueError, match="expected a tokenizer with a default chat template, got only tool_use"):
         Tokenizer.load(tmp_path).encode_chat(CHAT)
 
 

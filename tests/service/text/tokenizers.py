@@ -1,4 +1,4 @@
-"""Small tokenizers of the kinds that models have, made on the spot, in the files that models are published with."""
+"""Small tokenizers of all kinds, generated in the file formats of published models."""
 
 from __future__ import annotations
 

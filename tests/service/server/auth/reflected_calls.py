@@ -1,4 +1,4 @@
-"""Calls of methods that a server describes by reflection, without their generated code."""
+"""Calls methods that a server describes by reflection, without generated code."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def test_a_credential_is_taken_until_it_expires():
     text = entry_of("acme", 'tenant = "a"') + "expires = 2001-09-09T01:46:40Z\n"
     header = f"Bearer {TOKENS['acme']}"
     assert callers(text, now_s=1e9 - 1).identify_header(header).name == "acme credential"
-    with pytest.raises(InvalidCredential, match="got one that has expired"):
+    with pytest.raises(InvalidCredential, match="it has expired"):
         callers(text, now_s=1e9).identify_header(header)
 
 
@@ -53,7 +53,7 @@ def test_a_certificate_is_known_by_its_uri_its_dns_name_or_its_common_name(kind)
 
 def test_other_names_of_a_certificate_say_nothing():
     known = callers(entry_of_certificate("a", 'role = "admin"'), has_certificates=True)
-    with pytest.raises(InvalidCredential, match="certificate: expected one with the name of a single credential"):
+    with pytest.raises(InvalidCredential, match="certificate: its names match no credential"):
         known.identify_call(Call(peer_email=["a"], x509_subject=["a"]))
 
 

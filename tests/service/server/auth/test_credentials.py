@@ -55,31 +55,31 @@ def test_an_expiry_without_a_zone_is_in_utc(text, seconds):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("x = 1\ny = z secret", "expected TOML, got something else in line 2$"),
-        pytest.param("x = " + "[" * 10_000, "expected TOML", id="deep"),
-        pytest.param("x = " + "9" * 10_000, "expected TOML", id="long"),
-        ("other = 1", r"expected only entries \[\[credentials\]\]"),
-        ("credentials = 1", r"expected only entries \[\[credentials\]\]"),
-        ("credentials = [1]", "entry 1: expected a table"),
-        (entry(name=None), "entry 1: expected a name"),
+        ("x = 1\ny = z secret", "the file is not valid TOML in line 2$"),
+        pytest.param("x = " + "[" * 10_000, "the file is not valid TOML", id="deep"),
+        pytest.param("x = " + "9" * 10_000, "the file is not valid TOML", id="long"),
+        ("other = 1", r"the file may have only entries \[\[credentials\]\]"),
+        ("credentials = 1", r"the file may have only entries \[\[credentials\]\]"),
+        ("credentials = [1]", "entry 1: it must be a table"),
+        (entry(name=None), "entry 1: `name` is missing"),
         (entry(token='"secret"'), "got token$"),
-        (entry(token_sha256=None), "expected either token_sha256 or certificate"),
-        (entry(certificate='"c"'), "expected either token_sha256 or certificate"),
-        (entry(token_sha256=None, certificate="1"), "expected a name as certificate"),
-        (entry(token_sha256='"secret"'), "expected token_sha256 of 64 hexadecimal digits"),
-        (entry(token_sha256="1"), "expected token_sha256 of 64 hexadecimal digits"),
-        (entry(role='"boss"'), "expected the role tenant, router, reader or admin"),
-        (entry(role="[]"), "expected the role tenant, router, reader or admin"),
-        (entry(tenant=None), "expected a tenant, the name of one"),
-        (entry(tenants='["a"]'), "expected a tenant, the name of one"),
-        (entry(role='"admin"'), "expected no tenants"),
-        (entry(role='"reader"'), "expected no tenants"),
-        (entry(role='"router"'), "expected tenants, a list of names"),
-        (entry(role='"router"', tenant=None, tenants="[]"), "expected tenants, a list of names"),
-        (entry(role='"router"', tenant=None, tenants='"a"'), "expected tenants, a list of names"),
-        (entry(expires="2030-01-01"), "expected expires as a date and time"),
-        (entry() + entry(name='"m"'), "credentials 'm': expected a name, token and certificate of its own"),
-        (entry() + entry(token_sha256=f'"{"0b" * 32}"'), "expected a name, token and certificate of its own"),
+        (entry(token_sha256=None), "requires either token_sha256 or certificate"),
+        (entry(certificate='"c"'), "requires either token_sha256 or certificate"),
+        (entry(token_sha256=None, certificate="1"), "`certificate` must be a name"),
+        (entry(token_sha256='"secret"'), "`token_sha256` must have 64 hexadecimal digits"),
+        (entry(token_sha256="1"), "`token_sha256` must have 64 hexadecimal digits"),
+        (entry(role='"boss"'), "`role` must be tenant, router, reader or admin"),
+        (entry(role="[]"), "`role` must be tenant, router, reader or admin"),
+        (entry(tenant=None), "the role tenant requires `tenant`"),
+        (entry(tenants='["a"]'), "the role tenant requires `tenant`"),
+        (entry(role='"admin"'), "allows neither `tenant` nor `tenants`"),
+        (entry(role='"reader"'), "allows neither `tenant` nor `tenants`"),
+        (entry(role='"router"'), "requires `tenants`, a list of names"),
+        (entry(role='"router"', tenant=None, tenants="[]"), "requires `tenants`, a list of names"),
+        (entry(role='"router"', tenant=None, tenants='"a"'), "requires `tenants`, a list of names"),
+        (entry(expires="2030-01-01"), "`expires` must be a date and time"),
+        (entry() + entry(name='"m"'), "credentials 'm': another entry has the same name, token or certificate"),
+        (entry() + entry(token_sha256=f'"{"0b" * 32}"'), "another entry has the same name, token or certificate"),
     ],
 )
 def test_what_can_not_be_meant_is_refused_without_its_values(text, message):
@@ -94,5 +94,5 @@ def test_a_file_that_can_not_be_read_is_named_by_its_key(tmp_path):
     ):
         read_credentials(tmp_path / "none.toml")
     (tmp_path / "latin.toml").write_bytes(b"# \xff")
-    with pytest.raises(ConfigError, match=r"server\.tokens_file: expected UTF-8"):
+    with pytest.raises(ConfigError, match=r"server\.tokens_file: the file is not UTF-8"):
         read_credentials(tmp_path / "latin.toml")

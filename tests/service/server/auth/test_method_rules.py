@@ -1,4 +1,4 @@
-"""The table of RPCs, walked through reflection: every method of every port, called with every credential."""
+"""The table of RPCs: every method of every port is called with every credential."""
 
 import asyncio
 

@@ -51,7 +51,7 @@ def test_a_server_on_the_loopback_of_a_container_says_how_to_let_others_in(caplo
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
 def test_tokens_are_not_taken_in_the_clear(papers, host):
-    with pytest.raises(ConfigError, match=r"server\.tokens_file: expected server\.tls_certificate as well"):
+    with pytest.raises(ConfigError, match=r"server\.tokens_file: requires server\.tls_certificate"):
         require_secure(ServerConfig(host=host, tokens_file=papers.tls["tokens_file"]))
 
 
@@ -63,10 +63,10 @@ def test_behind_a_proxy_that_ends_tls_tokens_are_still_asked_for(papers, caplog)
 @pytest.mark.parametrize(
     ("left", "message"),
     [
-        ({"tls_certificate", "tokens_file"}, r"server\.tls_certificate, tls_key: expected both or neither"),
-        ({"tls_key"}, r"server\.tls_certificate, tls_key: expected both or neither"),
-        ({"client_ca", "tokens_file"}, r"server\.client_ca: expected server\.tls_certificate"),
-        ({"client_ca", "tls_certificate", "tls_key"}, r"server\.client_ca: expected server\.tokens_file"),
+        ({"tls_certificate", "tokens_file"}, r"server\.tls_certificate, tls_key: each requires the other"),
+        ({"tls_key"}, r"server\.tls_certificate, tls_key: each requires the other"),
+        ({"client_ca", "tokens_file"}, r"server\.client_ca: requires server\.tls_certificate"),
+        ({"client_ca", "tls_certificate", "tls_key"}, r"server\.client_ca: requires server\.tokens_file"),
     ],
 )
 def test_keys_that_need_others_are_refused_alone(papers, left, message):
@@ -77,5 +77,5 @@ def test_keys_that_need_others_are_refused_alone(papers, left, message):
 def test_files_are_read_before_a_model_is_loaded(papers, tmp_path):
     broken = tmp_path / "tokens.toml"
     broken.write_text("credentials = 1")
-    with pytest.raises(ConfigError, match=r"server\.tokens_file: expected only entries"):
+    with pytest.raises(ConfigError, match=r"server\.tokens_file: the file may have only entries"):
         require_secure(ServerConfig(**{**papers.tls, "tokens_file": str(broken)}))

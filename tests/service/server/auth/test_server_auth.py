@@ -1,4 +1,4 @@
-"""Two ports of one server: requests, and calls of admins."""
+"""The request port and the admin port of one server."""
 
 import asyncio
 

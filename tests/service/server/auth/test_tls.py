@@ -243,7 +243,7 @@ def test_a_key_of_another_certificate_is_refused_at_start_and_later_leaves_the_o
     assert tls.https() is before
     assert "TLS certificates: the changed files cannot be used" in caplog.text
     assert "PRIVATE KEY" not in caplog.text
-    with pytest.raises(ConfigError, match=r"server\.tls_key: expected the key of server\.tls_certificate"):
+    with pytest.raises(ConfigError, match=r"server\.tls_key: it must be the private key of server\.tls_certificate"):
         Tls(ServerConfig(**papers.tls))
 
 
@@ -255,7 +255,7 @@ def test_a_missing_file_is_named_by_its_key(papers, key):
 
 def test_authorities_that_are_none_are_refused(papers):
     (papers.folder / "client_ca.pem").write_text("nothing")
-    with pytest.raises(ConfigError, match=r"server\.client_ca: expected certificates"):
+    with pytest.raises(ConfigError, match=r"server\.client_ca: the file contains no readable certificates"):
         Tls(ServerConfig(**papers.mutual_tls))
 
 

@@ -1,4 +1,4 @@
-"""Descriptions of model, process and load, as the gateway is told them."""
+"""The descriptions of model, process and load that the gateway receives."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""Events of what is cached, as the gateway reads them over the wire."""
+"""Cache events that the gateway receives."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""The gateway's fields, one by one: other defaults than ours, and refusals by name."""
+"""The fields of the gateway's requests: defaults that differ from ours, and refusals with the field's name."""
 
 import numpy as np
 import pytest
@@ -144,7 +144,7 @@ def test_neutral_values_pass():
     ],
 )
 def test_what_a_request_may_not_ask_for(field, value):
-    with pytest.raises(InvalidRequest, match=rf"^{field}: expected .*, got "):
+    with pytest.raises(InvalidRequest, match=rf"^{field}: (expected .*, got |radixkv does not support this field)"):
         asked(**{field: value})
 
 
@@ -160,7 +160,7 @@ def test_what_a_request_may_not_ask_for(field, value):
     ],
 )
 def test_what_sampling_may_not_ask_for(field, value):
-    with pytest.raises(InvalidRequest, match=rf"^{field}: expected .*, got "):
+    with pytest.raises(InvalidRequest, match=rf"^{field}: (expected .*, got |radixkv does not support this field)"):
         sampling_of(**{field: value})
 
 
@@ -168,7 +168,7 @@ def test_what_sampling_may_not_ask_for(field, value):
     ("field", "value"), [("logprobs", -1), ("logprobs", 101), ("prompt_logprobs", -1), ("min_p", 1.5), ("top_p", -0.5)]
 )
 def test_values_out_of_range_are_left_to_the_engine_which_names_them(field, value):
-    with pytest.raises(InvalidRequest, match=rf"^{field}: expected .*, got "):
+    with pytest.raises(InvalidRequest, match=rf"^{field}: (expected .*, got |radixkv does not support this field)"):
         sampling_of(**{field: value}).validate(LIMITS.vocab_size)
 
 

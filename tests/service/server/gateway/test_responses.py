@@ -1,4 +1,4 @@
-"""Tokens and answers as the gateway reads them."""
+"""Tokens and final responses for the gateway."""
 
 import asyncio
 import dataclasses

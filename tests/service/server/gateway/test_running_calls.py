@@ -1,4 +1,4 @@
-"""Calls by their request's id: aborted while they run, forgotten when they end."""
+"""Calls are found by request id, aborted while they run, and removed when they end."""
 
 from radixkv.api.result import GenerationFuture
 from radixkv.service.server.gateway.running_calls import RunningCalls

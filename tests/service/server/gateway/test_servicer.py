@@ -291,7 +291,7 @@ def test_an_unexpected_error_keeps_its_text_to_itself():
 def test_a_refusal_names_the_field():
     refusal = talking(lambda stub, *_: refusal_of(stub.Generate(request(structural_tag="{}"))))
     assert refusal.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert refusal.details().startswith("structural_tag: expected none")
+    assert refusal.details().startswith("structural_tag: radixkv does not support")
 
 
 @pytest.mark.parametrize("method", ["Embed", "StartProfile", "StopProfile"])

@@ -1,4 +1,4 @@
-"""A headless Chromium, steered over its DevTools protocol on a pair of pipes."""
+"""A headless Chromium, controlled over its DevTools protocol through two pipes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page over HTTP, and in a browser where there is one: what it shows against what the engine holds."""
+"""The page over HTTP, and in a browser if there is one: it shows the state of the engine."""
 
 from __future__ import annotations
 
@@ -85,10 +85,10 @@ def test_the_state_is_json_that_nobody_keeps(address):
     assert json.loads(text)["model"] == "fake"
 
 
-def test_an_engine_that_does_not_answer_is_told_as_503(address, engine, monkeypatch):
+def test_an_engine_that_does_not_respond_gives_503(address, engine, monkeypatch):
     monkeypatch.setattr(state_feed, "_TIMEOUT_S", 0.01)
     engine.is_hanging = True
-    assert get(address, "/state.json")[:2] == (503, "the engine does not answer\n")
+    assert get(address, "/state.json")[:2] == (503, "the engine does not respond\n")
     assert get(address, "/")[0] == 200
 
 
@@ -166,7 +166,7 @@ def test_a_browser_draws_what_the_engine_holds(address, engine, tmp_path):
 def test_a_browser_draws_what_stores_hold(address, engine, tmp_path):
     engine.offload = SimpleNamespace(stats=lambda: [TierStats("host", False, 7, 700, 1000, *range(9))])
     page = shown(address, tmp_path)
-    assert "host: 7 blocks, out of use" in page.texts["states"]
+    assert "host: 7 blocks, disabled" in page.texts["states"]
     assert "in host" in page.texts["tenants"]
 
 
@@ -176,12 +176,12 @@ def test_a_browser_says_when_nothing_is_cached(address, tmp_path):
 
 
 @in_a_browser
-def test_a_browser_says_when_the_engine_does_not_answer(address, engine, tmp_path, monkeypatch):
+def test_a_browser_says_when_the_engine_does_not_respond(address, engine, tmp_path, monkeypatch):
     monkeypatch.setattr(state_feed, "_TIMEOUT_S", 0.01)
     engine.is_hanging = True
     page = shown(address, tmp_path)
-    assert page.texts["alert"].startswith("No answer from the service: the engine is busy")
-    assert (page.texts["state"], "main" in page.hidden) == ("no answer", True)
+    assert page.texts["alert"].startswith("No response from the service: the engine is busy")
+    assert (page.texts["state"], "main" in page.hidden) == ("no response", True)
 
 
 @in_a_browser
@@ -190,7 +190,7 @@ def test_a_browser_asks_for_a_token_where_one_is_needed(engine, tmp_path):
     settings = (f"server.tokens_file={json.dumps(str(tmp_path / 'tokens.toml'))}", "server.insecure=true")
     with serving(engine, *settings) as address:
         page = shown(address, tmp_path / "profile")
-    assert page.texts["alert"] == "This page needs the token of a reader or an admin."
+    assert page.texts["alert"] == "This page requires the token of a reader or an admin."
     assert (page.texts["state"], "main" in page.hidden) == ("locked", True)
 
 

@@ -1,4 +1,4 @@
-"""The page in a real browser, at the widths of a phone, a tablet and a screen, in light and in dark colours."""
+"""The page in a browser, at the widths of a phone, a tablet and a desktop, in light and dark colors."""
 
 from __future__ import annotations
 

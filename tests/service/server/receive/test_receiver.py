@@ -1,4 +1,4 @@
-"""The way in and out, over a real server: raw connections send what no client does."""
+"""Received and sent messages of a real server; raw connections violate the protocol."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_a_message_that_does_not_come_is_given_up():
 
     code, details = asyncio.run(run())
     assert code is grpc.StatusCode.DEADLINE_EXCEEDED
-    assert details == "message: expected to arrive within 0.05 s, got only a part of it"
+    assert details == "message: only a part of it arrived within 0.05 s (`server.receive_timeout_s`)"
 
 
 def test_a_call_without_a_message_is_refused():
@@ -52,7 +52,7 @@ def test_a_call_without_a_message_is_refused():
             await channel.close()
             return refusal.code(), refusal.details()
 
-    assert asyncio.run(run()) == (grpc.StatusCode.INVALID_ARGUMENT, "request: expected one message, got none")
+    assert asyncio.run(run()) == (grpc.StatusCode.INVALID_ARGUMENT, "request: the call has no message")
 
 
 def test_a_message_that_comes_when_no_new_calls_are_taken_is_refused():

@@ -2,7 +2,7 @@ import asyncio
 
 import pytest
 
-from radixkv.errors import DeadlineExceeded
+from radixkv.errors import DeadlinePassed
 from radixkv.service.server.receive import receive_slots
 from radixkv.service.server.receive.grpc_options import WINDOW_BYTES
 from radixkv.service.server.receive.receive_slots import ReceiveSlots
@@ -84,7 +84,7 @@ def test_a_connection_whose_message_does_not_arrive_uses_the_slots_for_large_one
         senders, come = Senders(timeout_s=0.01), asyncio.Event()
         for name in ("slow", "small"):
             await senders.send(name, SMALL)
-        with pytest.raises(DeadlineExceeded):
+        with pytest.raises(DeadlinePassed):
             await senders.start("slow", asyncio.Event())
         slow = senders.start("slow", come)
         await rest()

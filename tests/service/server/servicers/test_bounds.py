@@ -1,4 +1,4 @@
-"""Every numeric bound that the comments of the .proto files give holds at its ends, and not one step beyond."""
+"""Every numeric bound in the comments of the .proto files: the limit is accepted, and the next value is refused."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ def test_a_list_counts_tokens_and_requests_and_tells_what_drains() -> None:
 @pytest.mark.parametrize(
     ("name", "path", "code", "message"),
     [
-        ("", "one", grpc.StatusCode.INVALID_ARGUMENT, "name: expected the name of an adapter, got an empty one"),
+        ("", "one", grpc.StatusCode.INVALID_ARGUMENT, "name: it is empty"),
         ("x" * 257, "one", grpc.StatusCode.INVALID_ARGUMENT, "name: expected at most 256 characters"),
         ("law", "broken", grpc.StatusCode.INVALID_ARGUMENT, "adapter_config.json: expected a file"),
         ("fifth", "five", grpc.StatusCode.RESOURCE_EXHAUSTED, "adapters: expected at most 4 different ones"),

@@ -1,4 +1,4 @@
-"""Generation over the wire: what is streamed, what is refused, and how it ends."""
+"""Generation over gRPC: streaming, refusals, and the ends of streams."""
 
 import asyncio
 import concurrent.futures

@@ -1,4 +1,4 @@
-"""The health service: what it reports, and that a watcher that reads nothing blocks no other caller."""
+"""The health service: its states, and a watcher that reads nothing blocks no other caller."""
 
 from __future__ import annotations
 

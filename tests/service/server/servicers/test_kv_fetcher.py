@@ -1,4 +1,4 @@
-"""Sources of K/V that stall: what they did not send in time is computed."""
+"""Sources of K/V that stall: K/V that does not arrive in time is computed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""FetchKV as it leaves a server, and as `KVFetcher` of another one takes it, over real connections."""
+"""FetchKV of one server and `KVFetcher` of another one, over real connections."""
 
 from __future__ import annotations
 
@@ -234,7 +234,7 @@ def test_a_stream_that_breaks_off_goes_on_where_it_was(monkeypatch: pytest.Monke
 def test_a_stream_that_breaks_off_each_time_is_given_up() -> None:
     sending = FakeTransfer()
     sending.faults = [RuntimeError("broken")] * 9
-    with pytest.raises(KVSourceError, match="got INTERNAL") as caught:
+    with pytest.raises(KVSourceError, match="INTERNAL") as caught:
         fetched(sending)
     assert caught.value.cause is Cause.KV_SOURCE
 
@@ -324,7 +324,7 @@ def test_a_lease_of_another_prompt_is_an_error_that_no_retry_cures() -> None:
     sending = FakeTransfer()
     others = [BlockObject(bytes(32), bytes(32), 0, each.tokens, payload_of(0)) for each in blocks()]
     sending.faults = [None, lambda _: others]
-    with pytest.raises(KVOfOtherPrompt, match="expected the K/V of this prompt") as caught:
+    with pytest.raises(KVOfOtherPrompt, match="the lease is of another prompt") as caught:
         fetched(sending)
     assert status_of(caught.value) is grpc.StatusCode.INVALID_ARGUMENT
     assert caught.value.cause is Cause.KV_SOURCE
@@ -383,7 +383,7 @@ def test_a_handle_of_another_block_is_found() -> None:
     other = [each._replace(key=bytes(32)) for each in blocks()]
     sending.faults = [lambda found: LeaseBlocks(other, found.block_ids)]
     sending.stores.exists = lambda name, asked: ended([True] * len(asked))
-    with pytest.raises(KVOfOtherPrompt, match="got a handle of another block or store"):
+    with pytest.raises(KVOfOtherPrompt, match="a handle of a block that is not of this prompt"):
         fetched(sending, stores=FakeStores(there=()))
 
 
@@ -444,7 +444,7 @@ def test_handles_name_a_store_of_the_caller() -> None:
         ({"num_layers": 6}, "num_layers: expected at most 5 from layer 0 on, got 6"),
         (
             {"num_layers": 1, "stores": ["redis"]},
-            "stores: expected none with a range of layers, because stores hold whole blocks, got some",
+            "stores: can't be combined with a range of layers, because stores hold whole blocks",
         ),
         ({"stores": ["redis"] * 17}, "stores: expected at most 16, got 17"),
     ],

@@ -27,7 +27,7 @@ def test_a_connection_is_made_once() -> None:
         sources = KVSources({"a": KVSourceConfig(HERE)})
         client = sources.client_of(HERE)
         assert sources.client_of(HERE) is client
-        with pytest.raises(InvalidRequest, match=r"kv_source\.address: expected that of a section"):
+        with pytest.raises(InvalidRequest, match=r"kv_source\.address: no section kv_sources"):
             sources.client_of("127.0.0.1:50052")
         await client.close()
 
@@ -54,7 +54,9 @@ def test_what_is_no_address_is_told_so(address) -> None:
 
 
 def test_callers_are_not_told_of_files_of_a_fleet_that_are_gone(tmp_path: Path, caplog) -> None:
-    with pytest.raises(KVSourceUnusable, match=r"^kv_source: expected usable certificates for it") as caught:
+    with pytest.raises(
+        KVSourceUnusable, match=r"^kv_source: this server's certificates for it cannot be used"
+    ) as caught:
         KVSources({}).client_of(HERE, FleetAccess("fleet", b"key", str(tmp_path / "gone"), ""))
     assert str(tmp_path) not in str(caught.value)
     assert f"fleet: [Errno 2] No such file or directory: '{tmp_path}" in caplog.text
@@ -84,7 +86,7 @@ def test_a_token_comes_from_a_file(tmp_path: Path, made_clients: list[dict[str, 
 def test_files_that_can_not_be_used_are_named(tmp_path: Path) -> None:
     (tmp_path / "empty").write_text(" \n")
     for name in ("absent", "empty"):
-        with pytest.raises(ConfigError, match=r"kv_sources\.a\.token_file: expected a"):
+        with pytest.raises(ConfigError, match=r"kv_sources\.a\.token_file: "):
             KVSources({"a": KVSourceConfig(HERE, token_file=str(tmp_path / name))})
 
 
@@ -104,9 +106,7 @@ def test_certificates_that_can_not_be_used_are_refused_before_anyone_asks(tmp_pa
 
 
 def test_two_sections_of_one_address_are_refused() -> None:
-    with pytest.raises(
-        ConfigError, match=r"^kv_sources\.b\.address: expected an address of its own, got that of kv_sources\.a"
-    ):
+    with pytest.raises(ConfigError, match=r"^kv_sources\.b\.address: kv_sources\.a has the same address"):
         require_sources({"a": KVSourceConfig(HERE), "b": KVSourceConfig(HERE)})
 
 
@@ -115,7 +115,9 @@ def test_callers_are_not_told_of_files_that_are_gone(tmp_path: Path, caplog: pyt
     trustme.CA().cert_pem.write_to_path(ca)
     sources = KVSources({"a": KVSourceConfig(HERE, tls_ca=str(ca))})
     ca.unlink()
-    with pytest.raises(KVSourceUnusable, match=r"^kv_source: expected usable certificates for it") as caught:
+    with pytest.raises(
+        KVSourceUnusable, match=r"^kv_source: this server's certificates for it cannot be used"
+    ) as caught:
         sources.client_of(HERE)
     assert str(tmp_path) not in str(caught.value)
     assert str(tmp_path) in caplog.text

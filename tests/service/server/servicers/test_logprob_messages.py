@@ -1,4 +1,4 @@
-"""Parts of answers with log probabilities: few of them in a message, many as bytes that say the same."""
+"""Responses with log probabilities: as messages if there are few, and as equivalent bytes if there are many."""
 
 from __future__ import annotations
 

@@ -59,4 +59,4 @@ def test_a_model_without_a_tokenizer_is_not_found(tmp_path):
     for model_path in (str(tmp_path), None):
         error = asking(model_path, refused)
         assert error.code() is grpc.StatusCode.NOT_FOUND
-        assert error.details().startswith("tokenizer: expected one ")
+        assert error.details().startswith("tokenizer: the ")

@@ -241,7 +241,7 @@ def test_a_retention_without_a_priority_is_refused():
             (await refusal_of(call(RetainRequest(token_ids=[1], retention=RetentionMessage())))).details(),
         ]
 
-    assert calling(talk) == ["retention: expected one, got none", "retention.priority: expected 0 to 100, got none"]
+    assert calling(talk) == ["retention: it is required", "retention.priority: it is required, 0 to 100"]
 
 
 @pytest.mark.parametrize("nanos", [-1, 10**9])
@@ -565,7 +565,7 @@ def test_a_server_refuses_the_calls_that_its_role_excludes(role: str, refused: s
     assert asyncio.run(run()) == {
         name: (
             grpc.StatusCode.UNIMPLEMENTED,
-            f"{name}: expected a server whose transfer.role allows it, got one with {role}",
+            f"{name}: this server does not offer it, because its transfer.role is {role}",
         )
         for name in refused
     }

@@ -1,4 +1,4 @@
-"""ListSegments over a real connection: the server's side, the clients' side and what lies between."""
+"""ListSegments over a real connection: the server's side and the clients' side."""
 
 from __future__ import annotations
 

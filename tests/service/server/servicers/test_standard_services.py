@@ -1,4 +1,4 @@
-"""gRPC's own packages next to a server: newer versions with more methods, and none at all."""
+"""gRPC's own packages on a server: newer versions with more methods, and missing packages."""
 
 from __future__ import annotations
 

@@ -70,5 +70,5 @@ def test_a_store_that_is_not_there_is_named(engine):
 
     unknown, hottest, long_name = serve_and_call(engine, talk)
     assert unknown == "store: expected one of host, got 'attic'"
-    assert hottest.startswith("store: expected none with hottest_first")
+    assert hottest.startswith("store: can't be combined with hottest_first")
     assert long_name.startswith("store: expected at most")

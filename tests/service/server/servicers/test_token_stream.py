@@ -1,4 +1,4 @@
-"""Tokens on their way to a slow reader: what is held, and what happens when it is too much."""
+"""Tokens for a slow reader: how many are buffered, and what happens when there are too many."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table of calls against the .proto files, and the health check against the package that the client replaces."""
+"""The table of methods agrees with the .proto files, and the health check with gRPC's own package."""
 
 import grpc
 import pytest
@@ -6,8 +6,8 @@ from google.protobuf.wrappers_pb2 import StringValue
 from grpc_health.v1 import health_pb2
 
 from radixkv.service.client import Client
-from radixkv.service.client.calls import CALLS, HEALTH_CHECK, ServingStatus
 from radixkv.service.client.errors import ConnectError
+from radixkv.service.client.methods import HEALTH_CHECK, METHODS, ServingStatus
 from radixkv.v1 import cache_pb2, events_pb2, fleet_pb2, model_pb2, prefill_pb2
 from tests.patience import PATIENCE_S
 from tests.service.fake_engine import FakeEngine
@@ -23,16 +23,20 @@ def test_the_table_has_every_method_of_the_protos_with_its_messages() -> None:
         for method in service.methods
     }
     in_table = {
-        (call.service, call.name): (call.request.DESCRIPTOR.name, call.response.DESCRIPTOR.name, call.is_streaming)
-        for call in CALLS
-        if call is not HEALTH_CHECK
+        (method.service, method.name): (
+            method.request.DESCRIPTOR.name,
+            method.response.DESCRIPTOR.name,
+            method.is_streaming,
+        )
+        for method in METHODS
+        if method is not HEALTH_CHECK
     }
     assert in_table == declared
-    assert len(CALLS) == len(in_table) + 1
+    assert len(METHODS) == len(in_table) + 1
 
 
 def test_only_idempotent_calls_are_retried() -> None:
-    assert {call.name for call in CALLS if not call.is_idempotent} == {
+    assert {method.name for method in METHODS if not method.is_idempotent} == {
         "Release",
         "FetchKV",
         "Purge",

@@ -1,4 +1,4 @@
-"""The table of calls: every gRPC method that the clients use, with its messages and whether it may be retried."""
+"""The table of gRPC methods that the clients call, with their messages and whether gRPC may retry them."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ Response = TypeVar("Response", bound=Message)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Call(Generic[Request, Response]):
+class Method(Generic[Request, Response]):
     """One gRPC method.
 
     Attributes:
         service: full name of the gRPC service.
         name: name of the method.
         request, response: its message classes.
-        is_streaming: whether the server answers with a stream of responses.
-        is_idempotent: whether two calls have the effect of one, so that gRPC may retry it.
-        prompt_of: returns the part of a request that has the prompt, whose prefix key is sent along; None if calls send
-            no prefix key.
+        is_streaming: whether the server responds with a stream of messages.
+        is_idempotent: whether two calls have the same effect as one, so that gRPC may retry a call.
+        prompt_of: returns the part of a request that has the prompt, from which the prefix key is computed; None if
+            calls send no prefix key.
     """
 
     service: str
@@ -76,10 +76,10 @@ _EVENTS = "radixkv.v1.EventService"
 _FLEET = "radixkv.v1.FleetService"
 _HEALTH = "grpc.health.v1.Health"
 
-PREFILL = Call(
+PREFILL = Method(
     _PREFILL, "Prefill", prefill.PrefillRequest, prefill.PrefillResponse, is_idempotent=True, prompt_of=_itself
 )
-GENERATE = Call(
+GENERATE = Method(
     _PREFILL,
     "Generate",
     prefill.GenerateRequest,
@@ -88,34 +88,38 @@ GENERATE = Call(
     is_idempotent=True,
     prompt_of=_nested,
 )
-PROBE = Call(_PREFILL, "Probe", prefill.ProbeRequest, prefill.ProbeResponse, is_idempotent=True, prompt_of=_itself)
-RELEASE = Call(_PREFILL, "Release", prefill.ReleaseRequest, prefill.ReleaseResponse)  # a second one finds no lease
-RENEW = Call(_PREFILL, "Renew", prefill.RenewRequest, prefill.RenewResponse, is_idempotent=True)
-FETCH_KV = Call(_PREFILL, "FetchKV", prefill.FetchKVRequest, prefill.FetchKVResponse, is_streaming=True)
+PROBE = Method(_PREFILL, "Probe", prefill.ProbeRequest, prefill.ProbeResponse, is_idempotent=True, prompt_of=_itself)
+RELEASE = Method(_PREFILL, "Release", prefill.ReleaseRequest, prefill.ReleaseResponse)  # a second one finds no lease
+RENEW = Method(_PREFILL, "Renew", prefill.RenewRequest, prefill.RenewResponse, is_idempotent=True)
+FETCH_KV = Method(_PREFILL, "FetchKV", prefill.FetchKVRequest, prefill.FetchKVResponse, is_streaming=True)
 
-RETAIN = Call(_CACHE, "Retain", cache.RetainRequest, cache.RetainResponse, is_idempotent=True, prompt_of=_itself)
-PURGE = Call(_CACHE, "Purge", cache.PurgeRequest, cache.PurgeResponse)  # a second one counts no blocks
-STATS = Call(_CACHE, "Stats", cache.StatsRequest, cache.StatsResponse, is_idempotent=True)
-LIST_SEGMENTS = Call(_CACHE, "ListSegments", cache.ListSegmentsRequest, cache.ListSegmentsResponse, is_idempotent=True)
-LOAD_ADAPTER = Call(_CACHE, "LoadAdapter", cache.LoadAdapterRequest, cache.LoadAdapterResponse)
-UNLOAD_ADAPTER = Call(_CACHE, "UnloadAdapter", cache.UnloadAdapterRequest, cache.UnloadAdapterResponse)
-LIST_ADAPTERS = Call(_CACHE, "ListAdapters", cache.ListAdaptersRequest, cache.ListAdaptersResponse, is_idempotent=True)
-REGISTER_PUBLIC_PREFIX = Call(
+RETAIN = Method(_CACHE, "Retain", cache.RetainRequest, cache.RetainResponse, is_idempotent=True, prompt_of=_itself)
+PURGE = Method(_CACHE, "Purge", cache.PurgeRequest, cache.PurgeResponse)  # a second one counts no blocks
+STATS = Method(_CACHE, "Stats", cache.StatsRequest, cache.StatsResponse, is_idempotent=True)
+LIST_SEGMENTS = Method(
+    _CACHE, "ListSegments", cache.ListSegmentsRequest, cache.ListSegmentsResponse, is_idempotent=True
+)
+LOAD_ADAPTER = Method(_CACHE, "LoadAdapter", cache.LoadAdapterRequest, cache.LoadAdapterResponse)
+UNLOAD_ADAPTER = Method(_CACHE, "UnloadAdapter", cache.UnloadAdapterRequest, cache.UnloadAdapterResponse)
+LIST_ADAPTERS = Method(
+    _CACHE, "ListAdapters", cache.ListAdaptersRequest, cache.ListAdaptersResponse, is_idempotent=True
+)
+REGISTER_PUBLIC_PREFIX = Method(
     _CACHE, "RegisterPublicPrefix", cache.RegisterPublicPrefixRequest, cache.RegisterPublicPrefixResponse
 )
-UNREGISTER_PUBLIC_PREFIX = Call(
+UNREGISTER_PUBLIC_PREFIX = Method(
     _CACHE, "UnregisterPublicPrefix", cache.UnregisterPublicPrefixRequest, cache.UnregisterPublicPrefixResponse
 )
-LIST_PUBLIC_PREFIXES = Call(
+LIST_PUBLIC_PREFIXES = Method(
     _CACHE,
     "ListPublicPrefixes",
     cache.ListPublicPrefixesRequest,
     cache.ListPublicPrefixesResponse,
     is_idempotent=True,
 )
-DRAIN = Call(_CACHE, "Drain", cache.DrainRequest, cache.DrainResponse)
+DRAIN = Method(_CACHE, "Drain", cache.DrainRequest, cache.DrainResponse)
 
-GET_TOKENIZER = Call(
+GET_TOKENIZER = Method(
     _MODEL,
     "GetTokenizer",
     model_pb2.GetTokenizerRequest,
@@ -123,14 +127,14 @@ GET_TOKENIZER = Call(
     is_streaming=True,
     is_idempotent=True,
 )
-SUBSCRIBE = Call(_EVENTS, "Subscribe", events_pb2.SubscribeRequest, events_pb2.EventBatch, is_streaming=True)
-ROUTE = Call(_FLEET, "Route", fleet_pb2.RouteRequest, fleet_pb2.RouteResponse)
+SUBSCRIBE = Method(_EVENTS, "Subscribe", events_pb2.SubscribeRequest, events_pb2.EventBatch, is_streaming=True)
+ROUTE = Method(_FLEET, "Route", fleet_pb2.RouteRequest, fleet_pb2.RouteResponse)
 
 # HealthCheckRequest is one string and HealthCheckResponse one enum, both with field number 1. On the wire they equal
 # these wrappers, so clients do not need the package grpcio-health-checking. The number is a `ServingStatus`.
-HEALTH_CHECK = Call(_HEALTH, "Check", StringValue, Int32Value)
+HEALTH_CHECK = Method(_HEALTH, "Check", StringValue, Int32Value)
 
-CALLS: tuple[Call[Any, Any], ...] = (
+METHODS: tuple[Method[Any, Any], ...] = (
     PREFILL,
     GENERATE,
     PROBE,
