@@ -1,4 +1,4 @@
-"""Directories that appear complete or not at all."""
+"""Creates directories atomically, with their contents."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def atomic_directory(target: Path) -> Iterator[Path]:
         target: must not exist, unless it is an empty directory. Its parent is created.
 
     Raises:
-        FileExistsError: there is something of this name, perhaps only since the block began.
+        FileExistsError: the target exists. Another process may have created it during the block.
         OSError: the directory can't be created.
     """
     target.parent.mkdir(parents=True, exist_ok=True)

@@ -13,7 +13,7 @@ from radixkv.errors import ConfigError
 from radixkv.model_files.gguf_file import GgufFile
 from radixkv.model_files.model_location import ModelLocation, check_servable, locate
 
-# Of a snapshot. Weights in other formats, code and pictures are not copied.
+# Files of a snapshot that are copied. Weights in other formats, code and images are not.
 _COPIED = (".json", ".safetensors", ".model", ".txt", ".jinja", ".tiktoken")
 _TEMPLATES = "additional_chat_templates"
 
@@ -21,15 +21,15 @@ _TEMPLATES = "additional_chat_templates"
 def convert(source: str, directory: str, dtype: str = "auto") -> int:
     """Write a directory with config.json, safetensors, the tokenizer and the chat template of a model.
 
-    The directory appears when it is complete. Of a GGUF file, the weights are dequantized.
+    The directory is created atomically, when it is complete. The weights of a GGUF file are dequantized.
 
     Args:
         source: a GGUF file, or another place that `locate` knows.
-        directory: to be written; must not exist.
-        dtype: of the weights; `auto` keeps that of a checkpoint, and is bfloat16 for quantized weights.
+        directory: the directory to create; it must not exist.
+        dtype: data type of the weights; `auto` keeps that of a checkpoint, and is bfloat16 for quantized weights.
 
     Returns:
-        The bytes of the weights.
+        The size of the weights in bytes.
 
     Raises:
         ConfigError: the model can't be read, or the directory exists or can't be written.

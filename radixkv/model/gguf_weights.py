@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 _Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_CHUNK = 2**20  # numbers that are dequantized at once: in float32 they take 4 MiB
+_CHUNK = 2**20  # number of elements that are dequantized at once: 4 MiB in float32
 
 
 def load_gguf_weights(
@@ -44,18 +44,18 @@ def load_gguf_weights(
     *,
     keeps_quantized: bool = False,
 ) -> PreTrainedModel:
-    """Make a model with the weights of a file. Logs the types of its tensors, and what becomes of them.
+    """Create a model with the weights of a file. Logs the types of its tensors, and how many stay quantized.
 
     Args:
         file: the file.
         model_class: class of the model.
         config: configuration that `model_config` made of this file.
-        dtype: of all weights.
+        dtype: data type of all weights.
         attention: name of the attention function.
         keeps_quantized: whether linear layers also get their weights in a quantized format, see `keep_stored_weight`.
 
     Raises:
-        ConfigError: the file lacks a weight, has others as well, or has one of another shape.
+        ConfigError: a weight is missing, is unknown, or has the wrong shape.
     """
     with torch.device("meta"):
         empty = model_class(config).state_dict()
@@ -114,7 +114,7 @@ def _keep_quantized(
 
 
 def _quantized_weight(file: GgufFile, name: str, data: _Bytes, config: Any, dtype: torch.dtype) -> QuantizedWeight:
-    """Return a weight in one of our formats, with its rows in the order of transformers."""
+    """Return a weight in a format of radixkv's kernels, with its rows in the order of transformers."""
     tensor = file.tensors[name]
     num_groups = tensor.shape[1] // GROUP_FEATURES
     rows = torch.from_numpy(np.array(data[tensor.offset : tensor.offset + tensor.num_bytes])).view(tensor.shape[0], -1)
@@ -142,7 +142,7 @@ def _quantized_weight(file: GgufFile, name: str, data: _Bytes, config: Any, dtyp
 
 
 def _from_q4_k(rows: torch.Tensor, dtype: torch.dtype) -> QuantizedWeight:
-    """Read blocks of 256 numbers: a scale and a minimum of all, 6-bit factors of them for each 32, and codes."""
+    """Read blocks of 256 elements: a scale and a minimum per block, their 6-bit factors per 32 elements, and codes."""
     blocks = rows.view(len(rows), -1, 144)
     packed = blocks[..., 4:16].int()
     lower, upper, high = packed[..., :4], packed[..., 4:8], packed[..., 8:]
@@ -163,7 +163,7 @@ def _halves(blocks: torch.Tensor) -> torch.Tensor:
 
 
 def _nibbles(codes: torch.Tensor) -> torch.Tensor:
-    """Return the lower halves of bytes, and then the upper ones."""
+    """Return the lower four bits of all bytes, then the upper four bits."""
     return torch.cat((codes & 15, codes >> 4), -1)
 
 
@@ -196,10 +196,10 @@ def _require_same(file: GgufFile, names: dict[str, str]) -> None:
 
 
 def _weight(file: GgufFile, name: str, data: _Bytes, config: Any, dtype: torch.dtype) -> torch.Tensor:
-    """Return a weight as transformers has it."""
+    """Return a weight in the form that transformers uses."""
     tensor = file.tensors[name]
     if file.architecture.startswith("gemma") and name.endswith("norm.weight"):
-        # llama.cpp adds 1, which must be taken away before the numbers are rounded.
+        # llama.cpp stores 1 + weight. The 1 must be subtracted before rounding.
         return (_values(tensor, data, torch.float32) - 1).to(dtype)
     weight = _values(tensor, data, dtype)
     order = _row_order(file, name, len(weight), config)
@@ -209,7 +209,7 @@ def _weight(file: GgufFile, name: str, data: _Bytes, config: Any, dtype: torch.d
 def _row_order(file: GgufFile, name: str, num_rows: int, config: Any) -> torch.Tensor | None:
     """Return the rows of a tensor in the order of transformers; None if they are in that order.
 
-    The RoPE of transformers rotates halves of a head, and that of llama.cpp neighbors.
+    The RoPE of transformers pairs elements of the two halves of a head, and that of llama.cpp adjacent elements.
     """
     if file.architecture != "llama":
         return None
@@ -223,7 +223,7 @@ def _row_order(file: GgufFile, name: str, num_rows: int, config: Any) -> torch.T
 
 
 def _values(tensor: GgufTensor, data: _Bytes, dtype: torch.dtype) -> torch.Tensor:
-    """Return the numbers of a tensor in `dtype`."""
+    """Return the elements of a tensor in `dtype`."""
     values = torch.empty(tensor.shape, dtype=dtype)
     flat, end = values.view(-1), 0
     for piece in _pieces(tensor, data):
@@ -233,7 +233,7 @@ def _values(tensor: GgufTensor, data: _Bytes, dtype: torch.dtype) -> torch.Tenso
 
 
 def _pieces(tensor: GgufTensor, data: _Bytes) -> Iterator[torch.Tensor]:
-    """Iterate over the numbers of a tensor, in whole blocks."""
+    """Iterate over the elements of a tensor, in whole blocks."""
     per_block, block_bytes = next((each[1:] for each in TENSOR_TYPES.values() if each[0] == tensor.type), (1, 1))
     blocks = data[tensor.offset : tensor.offset + tensor.num_bytes].reshape(-1, block_bytes)
     step = max(1, _CHUNK // per_block)

@@ -1,7 +1,7 @@
 """config.json and generation_config.json from the metadata of a GGUF file.
 
-transformers reads GGUF files too, but leaves out what its table does not list, such as RoPE scaling, and serves another
-model without a word. Here, a hyperparameter that is not known is refused.
+transformers can also read GGUF files, but it silently ignores hyperparameters that are not in its table, such as RoPE
+scaling, and then computes another model. Here, a file with an unknown hyperparameter is refused.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from radixkv.errors import ConfigError, UnsupportedModel
 from radixkv.model_files.gguf_file import GgufFile
 
-# Model type and class of transformers by architecture. Mistral's models have the architecture llama, too.
+# Model type and class of transformers by architecture. Mistral's models also have the architecture llama.
 ARCHITECTURES = {
     "llama": ("llama", "LlamaForCausalLM"),
     "qwen2": ("qwen2", "Qwen2ForCausalLM"),
@@ -25,9 +25,9 @@ ARCHITECTURES = {
 }
 # RoPE factors that files store as tensors; they become a part of config.json.
 ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
-# Tokens that end a turn, for files whose metadata names only the end of a document, as llama.cpp does.
+# Tokens that end a turn, as in llama.cpp. The metadata of some files only names the token that ends a document.
 _TURN_ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>")
-_CONTROL = 3  # in tokenizer.ggml.token_type
+_CONTROL = 3  # value in tokenizer.ggml.token_type
 
 _KEYS = {
     "context_length": "max_position_embeddings",
@@ -37,7 +37,7 @@ _KEYS = {
     "attention.head_count": "num_attention_heads",
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
 }
-# Keys that are read below, or change nothing.
+# Keys that are read below, or have no effect.
 _OTHER_KEYS = {
     "vocab_size",
     "attention.head_count_kv",
@@ -59,13 +59,13 @@ _OWN_KEYS = {
     "gemma3": {"attention.sliding_window", "final_logit_softcapping", "rope.freq_base_swa"},
     "phi3": {"attention.sliding_window"},
 }
-# Without an effect at these values.
+# Keys that have no effect if they have these values.
 _NEUTRAL = {"expert_count": 0, "expert_used_count": 0, "attention.causal": True, "pooling_type": 0}
-# Gemma's largest models scale queries by the width of a head's share of the hidden size; the file does not say so.
+# Gemma's largest models scale queries by hidden size / heads instead of the head size. Files do not contain the scale.
 _GEMMA_27B_LAYERS = {"gemma2": 46, "gemma3": 62}
 _MAX_LAYERS, _MAX_HEAD_DIM = 1000, 4096  # beyond any model; a damaged file may have more
-_GEMMA3_PERIOD = 6  # one of so many layers has full attention
-# Llama 3.1 and later: RoPE scaling whose file states the factors only.
+_GEMMA3_PERIOD = 6  # one layer of six has full attention
+# RoPE scaling of Llama 3.1 and later. Files contain only the resulting factors.
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
@@ -73,14 +73,14 @@ def model_config(file: GgufFile) -> dict[str, Any]:
     """Return the entries of config.json.
 
     Raises:
-        UnsupportedModel: the architecture, or a hyperparameter, is not served.
+        UnsupportedModel: the architecture or a hyperparameter is not supported.
         ConfigError: a hyperparameter is missing or has another type.
     """
     return _Metadata(file).config()
 
 
 def generation_config(file: GgufFile) -> dict[str, Any]:
-    """Return the entries of generation_config.json: every token that ends a document or a turn, and others."""
+    """Return the entries of generation_config.json: all tokens that end a document or a turn, and BOS and padding."""
     ids = {name: file.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "padding")}
     return {"bos_token_id": ids["bos"], "pad_token_id": ids["padding"], "eos_token_id": list(_end_token_ids(file))}
 
@@ -125,9 +125,7 @@ class _Metadata:
             raise self._unsupported("attention.value_length", value_dim, f"{head_dim}, as for keys")
         embeddings = self._file.tensors.get("token_embd.weight")
         if embeddings is None or len(embeddings.shape) != 2:
-            raise ConfigError(
-                f"{self._file.path}: expected a matrix token_embd.weight, got none: a file of weights only?"
-            )
+            raise ConfigError(f"{self._file.path}: expected a matrix token_embd.weight, got none")
         config |= {
             "head_dim": head_dim,
             "num_key_value_heads": self._value("attention.head_count_kv", int, num_heads),
@@ -237,7 +235,7 @@ class _Metadata:
         }
 
     def _llama3(self, config: dict[str, Any], theta: float, factors: tuple[float, ...]) -> dict[str, Any]:
-        """Return the parameters from which Llama 3.1's factors follow; a file has only the factors."""
+        """Return Llama 3.1's RoPE parameters, after a check that they give the factors in the file."""
         if all(each == 1.0 for each in factors):
             return {"rope_type": "default"}
         rope = {"rope_type": "llama3", "factor": max(factors), **_LLAMA3}
@@ -268,7 +266,7 @@ class _Metadata:
         return value
 
     def _value(self, key: str, kind: type, default: Any) -> Any:
-        """Return a value, or of an array that has one for each layer the one that is the same for all."""
+        """Return a value. An array with one value per layer is accepted if all values are equal."""
         value = self._file.metadata.get(self._prefix + key, default)
         if isinstance(value, tuple) and value and set(value) == {value[0]}:
             value = value[0]
@@ -301,13 +299,13 @@ def _nothing(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _layer_types(config: Mapping[str, Any], period: int) -> list[str]:
-    """Return the kinds of layers, of which the last of each period has full attention."""
+    """Return the kinds of layers. The last layer of each period has full attention."""
     kinds = ("sliding_attention", "full_attention")
     return [kinds[(layer + 1) % period == 0] for layer in range(config["num_hidden_layers"])]
 
 
 def _llama3_factors(rope: Mapping[str, Any], theta: float, head_dim: int) -> list[float]:
-    """Return what llama.cpp stores of this RoPE scaling: by how much each frequency is divided."""
+    """Return the factors of this RoPE scaling that llama.cpp stores: the divisor of each frequency."""
     low, high, original = rope["low_freq_factor"], rope["high_freq_factor"], rope["original_max_position_embeddings"]
     factors = []
     for index in range(0, head_dim, 2):

@@ -1,4 +1,4 @@
-"""The files of a model directory, without weights, made from a GGUF file."""
+"""Creates the files of a model directory, without weights, from a GGUF file."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from radixkv.model_files.gguf_config import generation_config, model_config
 from radixkv.model_files.gguf_file import GgufFile
 from radixkv.model_files.gguf_tokenizer import tokenizer_files
 
-_FORMAT = 1  # counts changes of what is made from a file
+_FORMAT = 1  # incremented when this module writes other files
 
 
 def gguf_directory(path: Path) -> Path:
     """Return a directory with config.json, generation_config.json, the tokenizer and the chat template of a GGUF file.
 
-    It is made the first time, and kept in `$XDG_CACHE_HOME/radixkv/gguf`, or in a temporary directory if that is not
-    writable. A file that was replaced gets a new one.
+    It is created at the first call, and kept in `$XDG_CACHE_HOME/radixkv/gguf`, or in a temporary directory if that is
+    not writable. If the file is replaced, a new directory is created.
 
     Args:
         path: an existing file.

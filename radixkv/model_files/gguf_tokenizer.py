@@ -1,8 +1,7 @@
-"""The tokenizer of a GGUF file, in the files that the package tokenizers and transformers read.
+"""Converts the tokenizer of a GGUF file to files that the package tokenizers and transformers read.
 
-A GGUF file has a vocabulary, and names how text is divided before it is encoded. transformers converts it as well, but
-without what llama.cpp knows by the name alone: digits that are split, vocabularies whose tokens need no merges, and
-tokens at the beginning.
+A GGUF file contains a vocabulary and the name of a pre-tokenizer. transformers converts them as well, but without the
+rules that llama.cpp derives from the name: splitting of digits, vocabularies that need no merges, and BOS tokens.
 """
 
 from __future__ import annotations
@@ -32,15 +31,15 @@ _OTHERS_WITH_SLASH = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
 @dataclass(frozen=True, slots=True)
-class _Division:
-    """How text is divided into words, for a name in `tokenizer.ggml.pre`, as in llama.cpp.
+class _PreTokenizer:
+    """The rules for a name in `tokenizer.ggml.pre`, as in llama.cpp, by which text is split into words before BPE.
 
     Attributes:
-        pattern: of words; empty for that of GPT-2.
+        pattern: regular expression of a word; empty for that of GPT-2.
         splits_digits: whether each digit is a word.
-        ignores_merges: whether a word that is a token needs no merges.
-        adds_bos: whether text begins with the token of its beginning, where the file does not say.
-        composes: whether characters are composed first (NFC).
+        ignores_merges: whether a word that is a token is used without merges.
+        adds_bos: whether a BOS token is added if the file does not specify it.
+        composes: whether text is normalized first (NFC).
     """
 
     pattern: str = ""
@@ -50,14 +49,14 @@ class _Division:
     composes: bool = False
 
 
-_CL100K = _Division(rf"{_ENGLISH}|{_WORDS}|\p{{N}}{{1,3}}|{_OTHERS}")
-_LLAMA3 = _Division(_CL100K.pattern, ignores_merges=True, adds_bos=True)
-_QWEN2 = _Division(rf"{_ENGLISH}|{_WORDS}|\p{{N}}|{_OTHERS}", composes=True)
-_TEKKEN = _Division(rf"{_CASED[0]}|{_CASED[1]}|\p{{N}}|{_OTHERS_WITH_SLASH}", ignores_merges=True, adds_bos=True)
-_O200K = _Division(rf"{_CASED[0]}{_ENGLISH}?|{_CASED[1]}{_ENGLISH}?|\p{{N}}{{1,3}}|{_OTHERS_WITH_SLASH}")
-_DIVISIONS = {
-    **dict.fromkeys(("gpt-2", "gpt2"), _Division()),
-    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell"), _Division(splits_digits=True)),
+_CL100K = _PreTokenizer(rf"{_ENGLISH}|{_WORDS}|\p{{N}}{{1,3}}|{_OTHERS}")
+_LLAMA3 = _PreTokenizer(_CL100K.pattern, ignores_merges=True, adds_bos=True)
+_QWEN2 = _PreTokenizer(rf"{_ENGLISH}|{_WORDS}|\p{{N}}|{_OTHERS}", composes=True)
+_TEKKEN = _PreTokenizer(rf"{_CASED[0]}|{_CASED[1]}|\p{{N}}|{_OTHERS_WITH_SLASH}", ignores_merges=True, adds_bos=True)
+_O200K = _PreTokenizer(rf"{_CASED[0]}{_ENGLISH}?|{_CASED[1]}{_ENGLISH}?|\p{{N}}{{1,3}}|{_OTHERS_WITH_SLASH}")
+_PRE_TOKENIZERS = {
+    **dict.fromkeys(("gpt-2", "gpt2"), _PreTokenizer()),
+    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell"), _PreTokenizer(splits_digits=True)),
     **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral"), _LLAMA3),
     **dict.fromkeys(("dbrx", "smaug-bpe"), _CL100K),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), _QWEN2),
@@ -92,7 +91,7 @@ def tokenizer_files(file: GgufFile) -> dict[str, bytes]:
         raise
     except ModuleNotFoundError as error:
         raise ConfigError(f"{file.path}: to read its tokenizer, {missing_package('tokenizers', 'text')}") from error
-    except Exception as error:  # the package tokenizers raises no narrower type
+    except Exception as error:  # the package tokenizers raises plain Exception
         raise ConfigError(f"{file.path}: its tokenizer is damaged: {str(error)[:200]}: {_ELSEWHERE}") from error
     settings = json.dumps(vocabulary.settings(), ensure_ascii=False, indent=1)
     return {"tokenizer.json": text.encode(), "tokenizer_config.json": settings.encode(), **_templates(file)}
@@ -122,31 +121,31 @@ class _Vocabulary:
         self._adds_bos = bool(values.get("add_bos_token", values["model"] == "llama"))
 
     def byte_level(self) -> Tokenizer:
-        """Make a byte-level BPE."""
+        """Create a byte-level BPE tokenizer."""
         from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-        division = self._division()
-        self._adds_bos = bool(self._values.get("add_bos_token", division.adds_bos))
+        rules = self._pre_tokenizer()
+        self._adds_bos = bool(self._values.get("add_bos_token", rules.adds_bos))
         merges = [tuple(each.split(" ", 1)) for each in self._values.get("merges", ())]
         vocab = {token: index for index, token in enumerate(self._tokens)}
-        tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=division.ignores_merges))
-        if division.composes:
+        tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=rules.ignores_merges))
+        if rules.composes:
             tokenizer.normalizer = normalizers.NFC()
         parts: list[pre_tokenizers.PreTokenizer] = []
-        if division.splits_digits:
+        if rules.splits_digits:
             parts.append(pre_tokenizers.Digits(individual_digits=True))
-        if division.pattern:
-            parts.append(pre_tokenizers.Split(Regex(division.pattern), behavior="isolated"))
-        parts.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not division.pattern))
+        if rules.pattern:
+            parts.append(pre_tokenizers.Split(Regex(rules.pattern), behavior="isolated"))
+        parts.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not rules.pattern))
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence(parts)
         tokenizer.decoder = decoders.ByteLevel()
         return tokenizer
 
     def sentencepiece(self) -> Tokenizer:
-        """Make a BPE of SentencePiece, with bytes for unknown characters."""
+        """Create a SentencePiece BPE tokenizer with byte fallback."""
         from tokenizers import Tokenizer, decoders, models, normalizers
 
-        if self._is_gemma:  # tokens of spaces are written as they appear in text
+        if self._is_gemma:  # its vocabulary has tokens of several spaces, written as spaces
             self._tokens = [_SPACE * len(each) if each and not each.strip(" ") else each for each in self._tokens]
         vocab = {token: index for index, token in enumerate(self._tokens)}
         unknown = self._token("unknown_token_id")
@@ -164,7 +163,7 @@ class _Vocabulary:
         return tokenizer
 
     def add_tokens(self, tokenizer: Tokenizer) -> None:
-        """Add the tokens that are never divided, and the tokens at the beginning and the end of a text."""
+        """Add the control and user-defined tokens, which are never split, and the post-processor for BOS and EOS."""
         from tokenizers import AddedToken
         from tokenizers.processors import TemplateProcessing
 
@@ -197,16 +196,16 @@ class _Vocabulary:
             **({} if length is None else {"model_max_length": length}),
         }
 
-    def _division(self) -> _Division:
+    def _pre_tokenizer(self) -> _PreTokenizer:
         name = self._values.get("pre")
-        if name is None and self._file.architecture in ("qwen2", "qwen3"):  # of files before 2024
+        if name is None and self._file.architecture in ("qwen2", "qwen3"):  # files from before 2024
             return _QWEN2
-        if name not in _DIVISIONS:
+        if name not in _PRE_TOKENIZERS:
             raise ConfigError(
-                f"{self._file.path}: tokenizer.ggml.pre: expected one of {', '.join(_DIVISIONS)}, got "
+                f"{self._file.path}: tokenizer.ggml.pre: expected one of {', '.join(_PRE_TOKENIZERS)}, got "
                 f"{name or 'none'}: {_ELSEWHERE}, or convert it to GGUF again"
             )
-        return _DIVISIONS[name]
+        return _PRE_TOKENIZERS[name]
 
     def _token(self, key: str) -> str | None:
         token_id = self._values.get(key)
@@ -215,7 +214,7 @@ class _Vocabulary:
         return self._tokens[token_id]
 
     def _merges(self, vocab: Mapping[str, int]) -> list[tuple[str, str]]:
-        """Return the pairs of tokens that make another one, in the order in which SentencePiece would merge them.
+        """Return the pairs of tokens that form another one, in the order in which SentencePiece would merge them.
 
         Complexity: one look-up for each character of the vocabulary.
         """

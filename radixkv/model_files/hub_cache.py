@@ -23,7 +23,7 @@ class HubName:
 
     Attributes:
         repository: `ORG/NAME`.
-        revision: a branch, a tag or the beginning of a path such as `refs/pr/1`, or a commit.
+        revision: a branch, a tag, a reference such as `refs/pr/1`, or a commit.
     """
 
     repository: str
@@ -55,7 +55,7 @@ class HubName:
 
 
 def hub_cache() -> Path:
-    """Return the directory of the cache, which the variables HF_HUB_CACHE, HF_HOME and XDG_CACHE_HOME move."""
+    """Return the directory of the cache, as the variables HF_HUB_CACHE, HF_HOME and XDG_CACHE_HOME determine it."""
     environment = os.environ
     cache = environment.get("HF_HUB_CACHE") or environment.get("HUGGINGFACE_HUB_CACHE")
     if cache is None or not cache:

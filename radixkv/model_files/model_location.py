@@ -1,4 +1,4 @@
-"""Where the files of a model are: in a directory, in a GGUF file, or in the local cache of Hugging Face."""
+"""Finds the files of a model: a directory, a GGUF file, or a model in the local cache of Hugging Face."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _SUFFIX = ".gguf"
 
 @dataclass(frozen=True, slots=True)
 class ModelLocation:
-    """Files that exist.
+    """The location of a model whose files exist.
 
     Attributes:
-        name: of the model: that of the directory, of the file without `.gguf`, or the one on the Hub.
+        name: name of the model: that of the directory, of the file without `.gguf`, or the one on the Hub.
         path: a directory, or a GGUF file.
         hub_name: the name on the Hub by which it was found; None for a path.
     """
@@ -52,7 +52,7 @@ def locate(path: str | Path) -> ModelLocation:
         path: a directory with a config.json, a GGUF file, or `ORG/NAME` or `ORG/NAME@REVISION` of the Hub.
 
     Raises:
-        ConfigError: there is none. The message says what was searched, and how to get the model.
+        ConfigError: no model was found. The message names the searched places, and how to get the model.
     """
     text = str(path)
     if os.path.isfile(text):  # unlike Path, it accepts names that are too long

@@ -44,8 +44,8 @@ def choose_num_blocks(
 ) -> int:
     """Return the number of blocks of the pool.
 
-    Without `cache.capacity_tokens` the pool on a CPU has 131,072 tokens, or what 1 GiB or twice the size of the weights
-    holds, whichever is larger, if that is fewer; and it never takes more than half of the memory that is available.
+    Without `cache.capacity_tokens`, the pool on a CPU has 131,072 tokens, or fewer to respect two bounds: its size is
+    at most 1 GiB or twice the size of the weights, whichever is larger, and at most half of the available memory.
 
     Without `cache.capacity_tokens` a GPU's pool takes the rest of `cache.memory_share` of its memory, after the
     weights, other programs, adapters, and the memory of recorded steps and of the largest step. To find out what these
@@ -106,7 +106,7 @@ def _num_blocks_on_cpu(model: Model, kv_shape: KVShape, cache: CacheConfig) -> i
     num_blocks: int = max(1, min(cache.num_blocks, pool_bytes // block_bytes))
     if num_blocks < cache.num_blocks:
         _log.info(
-            "the pool has %d tokens, which take %.1f MB next to a model of %.1f MB; cache.capacity_tokens sets another "
+            "the pool has %d tokens and takes %.1f MB, next to a model of %.1f MB; cache.capacity_tokens sets another "
             "number",
             num_blocks * cache.block_size,
             num_blocks * block_bytes / 1e6,

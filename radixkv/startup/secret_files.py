@@ -1,4 +1,4 @@
-"""The files of a configuration that have secrets, and whether other users can read or write them."""
+"""Checks whether other users can read or write the files with secrets that a configuration names."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _log = logging.getLogger(__name__)
 def require_secret_files(config: Config) -> None:
     """Refuse files with secrets that every user can write, and log a warning for those that every user can read.
 
-    Reading is no reason to refuse, because Kubernetes mounts secrets with the mode 0644 in a container of one user. The
-    contents of the files are not read.
+    Readable files are not refused, because Kubernetes mounts secrets with the mode 0644 in containers with one user.
+    The contents of the files are not read.
 
     Raises:
         ConfigError: the message names the key and the path.
@@ -36,7 +36,7 @@ def require_secret_files(config: Config) -> None:
 
 
 def _secret_files(config: Config) -> Iterator[tuple[str, str]]:
-    """Iterate over the keys that name such files, and their paths."""
+    """Iterate over the keys that name files with secrets, and their paths."""
     files = {
         "server.tls_key": config.server.tls_key,
         "events.curve_key_file": config.events.curve_key_file,

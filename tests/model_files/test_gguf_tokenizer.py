@@ -97,7 +97,7 @@ def test_characters_are_composed_for_qwen(tmp_path):
         assert (tokenizer.encode("e\u0301") == tokenizer.encode("\u00e9")) is is_composed
 
 
-def test_old_files_of_qwen_do_not_name_the_division(tmp_path):
+def test_old_files_of_qwen_do_not_name_the_pre_tokenizer(tmp_path):
     values = byte_level_values()
     del values["pre"]
     assert load(tmp_path, values, "qwen2").encode("a") == byte_level().encode("a")

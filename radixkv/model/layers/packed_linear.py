@@ -128,7 +128,7 @@ class Matmul:
 
 
 def keep_stored_weight(layer: nn.Linear, weight: QuantizedWeight) -> None:
-    """Let `pack_linears` pack a weight as it was quantized in a file; the layer's own one is the dequantized weight."""
+    """Store a weight as it was quantized in a file, for `pack_linears`. The layer's own weight is dequantized."""
     setattr(layer, _STORED, weight)
 
 
@@ -139,7 +139,7 @@ def stored_weight(layer: nn.Module) -> QuantizedWeight | None:
 
 
 class _Parameters(NamedTuple):
-    """Parameters of a linear layer; `stored` is its weight as a file has it, if it is quantized there."""
+    """Parameters of a linear layer. `stored` is its weight as it was quantized in a file, if it was."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None
