@@ -59,21 +59,21 @@ def locate(path: str | Path) -> ModelLocation:
         return _file(Path(text))
     if os.path.isdir(text):
         return _in_directory(Path(text))
+    name = HubName.parse(text)
+    snapshot = None if name is None else name.snapshot()
+    if name is not None and snapshot is not None:
+        return _in_snapshot(name, snapshot)
     if text.lower().endswith(_SUFFIX):
         raise ConfigError(
             f"model.path: expected a GGUF file, got {text}, which does not exist: download one, for example by "
             "hf download ORG/NAME FILE.gguf --local-dir ."
         )
-    name = HubName.parse(text)
     if name is None:
         raise ConfigError(f"model.path: expected {_EXPECTED}, got {text}")
-    snapshot = name.snapshot()
-    if snapshot is None:
-        raise ConfigError(
-            f"model.path: expected {_EXPECTED}, got {text}: there is no such directory, and {hub_cache()} has no "
-            f"revision {name.revision} of such a model: to download it, {name.download}"
-        )
-    return _in_snapshot(name, snapshot)
+    raise ConfigError(
+        f"model.path: expected {_EXPECTED}, got {text}: there is no such directory, and {hub_cache()} has no "
+        f"revision {name.revision} of such a model: to download it, {name.download}"
+    )
 
 
 def files_directory(path: str | Path) -> Path:

@@ -88,6 +88,13 @@ def test_a_missing_gguf_file_is_refused_with_a_way_to_get_one(tmp_path):
         locate(tmp_path / "model.gguf")
 
 
+def test_a_repository_may_be_named_like_a_gguf_file(hub):
+    snapshot = write_snapshot(hub, "org/model.gguf", {"config.json": b"{}"})
+    assert locate("org/model.gguf").path == snapshot
+    with pytest.raises(ConfigError, match="which does not exist: download one"):
+        locate("org/other.gguf")
+
+
 def test_a_gguf_file_is_named_without_its_suffix(tmp_path):
     (tmp_path / "model.Q4_K_M.gguf").write_text("")
     found = locate(tmp_path / "model.Q4_K_M.gguf")
