@@ -1,5 +1,6 @@
 import json
 import random
+import struct
 from pathlib import Path
 
 import pytest
@@ -177,3 +178,35 @@ def test_whatever_a_file_says_is_read_or_refused():
         except ConfigError:
             outcomes.add("refused")
     assert outcomes == {"read", "refused"}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "tensors", "outcome"),
+    [
+        ("llama", {"rope_freqs": (1.0,) * 8}, "default"),
+        ("llama", {"rope_freqs": (1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 8.0)}, "rope_freqs.weight: expected those of Ll"),
+        (
+            "llama",
+            {"rope_freqs": (1.0,) * 7 + (float("nan"),)},
+            "rope_freqs.weight: expected those of Llama 3.1, got o",
+        ),
+        ("llama", {"rope_freqs": (1.0, 8.0)}, "rope_freqs.weight: expected those of Llama 3.1, got other factors"),
+        ("llama", {"rope_factors_long": (1.0,) * 8}, "rope_factors_long.weight: expected RoPE without factors"),
+        ("qwen2", {"rope_freqs": (1.0,) * 8}, "rope_freqs.weight: expected RoPE without factors, got a tensor"),
+        ("phi3", {"rope_factors_short": (1.0,) * 8}, "rope_factors_short.weight: expected RoPE without factors"),
+        ("phi3", {"rope_factors_short": (1.0,) * 8, "rope_factors_long": (2.0,) * 8}, "longrope"),
+    ],
+)
+def test_rope_factors_that_are_tensors(tmp_path, architecture, tensors, outcome):
+    given = file(architecture)
+    (tmp_path / "model.gguf").write_bytes(b"".join(struct.pack(f"<{len(each)}f", *each) for each in tensors.values()))
+    offset, entries = 0, dict(given.tensors)
+    for name, values in tensors.items():
+        entries[f"{name}.weight"] = GgufTensor((len(values),), "F32", offset, 4 * len(values))
+        offset += 4 * len(values)
+    given = GgufFile(tmp_path / "model.gguf", given.metadata, entries)
+    if ":" in outcome:
+        with pytest.raises(UnsupportedModel, match=outcome):
+            model_config(given)
+    else:
+        assert model_config(given)["rope_parameters"]["rope_type"] == outcome
