@@ -10,7 +10,7 @@ DEMO_MINUTES ?= 5
 .PHONY: help demo gateway-demo fleet-demo test test-long install-matrix stress exact campaign soak mutants check bench gpu proto clean
 
 help:
-	@echo "make demo      replay 1,000 requests with and without the cache, draw build/demo/ttft.png;"
+	@echo "make demo      ask a small model questions about a document, with and without the cache; draw build/demo/ttft.png;"
 	@echo "               at most $(DEMO_MINUTES) minutes (DEMO_MINUTES=N), after installing $(SIZE_demo)"
 	@echo "make gateway-demo  two servers behind the SMG gateway, OpenAI's client, and a server that is killed; 20 seconds,"
 	@echo "               after installing $(SIZE_gateway-demo)"
@@ -40,7 +40,7 @@ help:
 	@echo "PIP_ARGS=... passes other arguments to pip install."
 
 # What a target installs: extras of pyproject.toml, and the size of the whole environment with them (du -sh).
-EXTRAS_demo         := engine,plot
+EXTRAS_demo         := engine,plot,text
 EXTRAS_gateway-demo := engine,gateway
 EXTRAS_fleet-demo   := ray
 EXTRAS_all          := all
@@ -66,11 +66,9 @@ $(VENV)/.installed-%: pyproject.toml
 installed = $(or $(wildcard $(STAMP)),$(VENV)/.installed-$(1))
 
 demo: $(call installed,demo)
-	@echo "demo: 1,000 requests with the cache, then a sample without it: at most $(DEMO_MINUTES) minutes"
+	@echo "demo: questions about a document, with the cache and without it: at most $(DEMO_MINUTES) minutes"
 	@mkdir -p build/demo
-	@$(PY) -m bench.replay --workload shared-prefix --requests 1000 --prefix-tokens 2048 --suffix-tokens 64 \
-		--time-limit-s $$(( $(DEMO_MINUTES) * 60 )) \
-		--progress --json build/demo/replay.json --plot build/demo/ttft.png
+	@$(PY) -m bench.demo --time-limit-s $$(( $(DEMO_MINUTES) * 60 )) --json build/demo/replay.json --plot build/demo/ttft.png
 
 gateway-demo: $(call installed,gateway-demo)
 	@$(PY) -m bench.gateway_demo

@@ -18,6 +18,7 @@ from bench.parts.workloads import (
     trace_arrivals,
 )
 from radixkv.config.needed_package import missing_package
+from radixkv.errors import ConfigError
 from radixkv.planning.trace import load_trace
 
 DEFAULT_CONCURRENCY = 4
@@ -49,6 +50,7 @@ class ReplayOptions:
     prefix_tokens: int
     suffix_tokens: int
     groups: int
+    tokenizer: str | None
     trace: Path | None
     limit: int | None
     scale: float
@@ -70,10 +72,22 @@ class ReplayOptions:
         """Make the whole workload.
 
         Raises:
-            ConfigError: the trace can't be read.
+            ConfigError: the trace or the tokenizer can't be read.
         """
         if self.trace is not None:
             items = mooncake(load_trace(self.trace, limit=self.limit), self.vocab_size, self.scale)
+        elif self.tokenizer is not None:
+            from bench.parts.document_questions import document_questions
+            from radixkv.service.text.tokenizer import Tokenizer  # needs the extra text
+
+            try:
+                tokenizer = Tokenizer.load(self.tokenizer)
+            except ValueError as error:
+                raise ConfigError(f"--tokenizer: {error}") from error
+            try:
+                items = document_questions(tokenizer, self.requests)
+            except ValueError as error:  # no chat template
+                raise ConfigError(f"--tokenizer: {error}") from error
         else:
             items = shared_prefix(
                 self.requests, self.prefix_tokens, self.suffix_tokens, self.groups, self.vocab_size, self.seed
@@ -86,7 +100,9 @@ class ReplayOptions:
     def describe_workload(self, items: Sequence[WorkItem]) -> str:
         """Describe what is sent, for people."""
         num_tokens = sum(len(item.token_ids) for item in items)
-        if self.trace is None:
+        if self.tokenizer is not None:
+            kind = "questions about one document"
+        elif self.trace is None:
             groups = "1 group" if self.groups == 1 else f"{self.groups:,} groups"
             kind = f"{self.prefix_tokens:,} shared + {self.suffix_tokens:,} own tokens each, {groups}"
         else:
@@ -132,13 +148,17 @@ def _is_open_loop(args: argparse.Namespace) -> bool:
 
 def _conflict(args: argparse.Namespace) -> str | None:
     is_trace = args.workload == "mooncake"
+    is_document = args.workload == "document"
     starts_server = args.address is None
     rules = (
         (is_trace and args.trace is None, "--workload mooncake needs --trace FILE"),
-        (is_trace and args.requests is not None, "--requests is for shared-prefix; a trace takes --limit"),
+        (is_document and args.tokenizer is None, "--workload document needs --tokenizer SOURCE"),
+        (not is_document and args.tokenizer is not None, "--tokenizer needs --workload document"),
+        (is_document and args.public_prefix, "--public-prefix is for shared-prefix"),
+        (is_trace and args.requests is not None, "--requests is for the other workloads; a trace takes --limit"),
         (is_trace and args.public_prefix, "--public-prefix is for shared-prefix"),
         (not is_trace and args.trace is not None, "--trace needs --workload mooncake"),
-        (not is_trace and args.limit is not None, "--limit is for mooncake; shared-prefix takes --requests"),
+        (not is_trace and args.limit is not None, "--limit is for mooncake; other workloads take --requests"),
         (not is_trace and args.pace == "trace", "--pace trace needs --workload mooncake"),
         (args.rate is not None and args.pace == "trace", "--rate and --pace trace exclude each other"),
         (args.pace != "trace" and args.speedup != 1, "--speedup needs --pace trace"),
@@ -162,9 +182,11 @@ def _parser() -> argparse.ArgumentParser:
         description="Replay traffic with the cache, then without it, on the same server; compare.",
         allow_abbrev=False,
     )
-    parser.add_argument("--workload", required=True, choices=("shared-prefix", "mooncake"))
+    parser.add_argument("--workload", required=True, choices=("shared-prefix", "document", "mooncake"))
+    asked = parser.add_argument_group("document")
+    asked.add_argument("--tokenizer", metavar="SOURCE", help="of the model: a directory, a GGUF file or ORG/NAME")
     shared = parser.add_argument_group("shared-prefix")
-    shared.add_argument("--requests", type=_whole(1), metavar="N", help=f"default {DEFAULT_REQUESTS}")
+    shared.add_argument("--requests", type=_whole(1), metavar="N", help=f"also of document; default {DEFAULT_REQUESTS}")
     shared.add_argument("--prefix-tokens", type=_whole(0), default=2048, metavar="N", help="default 2048")
     shared.add_argument("--suffix-tokens", type=_whole(1), default=64, metavar="N", help="default 64")
     shared.add_argument("--groups", type=_whole(1), default=1, metavar="N", help="different prefixes; default 1")

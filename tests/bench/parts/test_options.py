@@ -23,9 +23,11 @@ def test_defaults() -> None:
     [
         (["--workload", "other"], "invalid choice: 'other'"),
         (["--workload", "mooncake"], "--workload mooncake needs --trace FILE"),
-        ([*TRACE, "--requests", "5"], "--requests is for shared-prefix; a trace takes --limit"),
+        ([*TRACE, "--requests", "5"], "--requests is for the other workloads; a trace takes --limit"),
         ([*SHARED, "--trace", "t"], "--trace needs --workload mooncake"),
-        ([*SHARED, "--limit", "5"], "--limit is for mooncake; shared-prefix takes --requests"),
+        ([*SHARED, "--limit", "5"], "--limit is for mooncake; other workloads take --requests"),
+        (["--workload", "document"], "--workload document needs --tokenizer SOURCE"),
+        ([*SHARED, "--tokenizer", "t"], "--tokenizer needs --workload document"),
         ([*SHARED, "--pace", "trace"], "--pace trace needs --workload mooncake"),
         ([*TRACE, "--pace", "trace", "--rate", "5"], "--rate and --pace trace exclude each other"),
         ([*TRACE, "--speedup", "2"], "--speedup needs --pace trace"),
