@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -22,6 +24,7 @@ _BATCH_BYTES = 16 << 20  # per pipeline; the server buffers as much of the repli
 _SCAN_COUNT = 1000
 _TOUCHED_AT_ONCE = 1000
 _PREFIX = b"radixkv:1:"
+_OTHER_REPLY_BYTES = 1 << 20  # of a scan, or of a thousand touches
 DEFAULT_TTL_S = 86_400.0
 
 
@@ -35,7 +38,7 @@ class RedisStore(StoreBackend):
         url: `redis://[USER:PASSWORD@]HOST:PORT/DB`, `rediss://` for TLS, or `unix://PATH`.
         object_bytes: size of the largest object.
         ttl_s: time after which an unused object expires.
-        timeout_s: for connecting, and for each reply.
+        timeout_s: for connecting, and for each reply from the last byte sent to the last byte received.
         purge_timeout_s: for all replies of a purge together, since a server may send replies to a scan endlessly.
 
     Raises:
@@ -61,6 +64,9 @@ class RedisStore(StoreBackend):
             )
         except ValueError as error:  # its message may contain the password
             raise ConfigError("tiers.redis_url: expected redis://HOST:PORT/DB, got something else") from error
+        max_reply_bytes = max(_BATCH_BYTES, object_bytes) + _OTHER_REPLY_BYTES
+        pool = self._client.connection_pool
+        pool.connection_class = _bounded(pool.connection_class, timeout_s, max_reply_bytes)
 
     def put(self, objects: Sequence[BlockObject], victims: Sequence[bytes] = ()) -> PutResult:
         """Store objects in pipelines, except those that are stored already. Redis evicts, and ignores `victims`."""
@@ -152,7 +158,11 @@ class RedisStore(StoreBackend):
         return PutOutcome.TOO_LARGE if each.num_bytes > self._object_bytes else PutOutcome.ALREADY_THERE
 
     def _get(self, keys: Sequence[bytes]) -> list[bytes | None]:
-        found: list[bytes | None] = self._client.execute_command("MGET", *map(_name, keys))
+        """Read objects up to the size of the largest. What others wrote may have 512 MB, and is rejected later."""
+        pipeline = self._client.pipeline(transaction=False)
+        for key in keys:
+            pipeline.execute_command("GETRANGE", _name(key), 0, self._object_bytes)
+        found = [_bytes_of(answer) or None for answer in pipeline.execute(raise_on_error=False)]
         there = [key for key, data in zip(keys, found, strict=True) if data is not None]
         if there:
             self._pipelined("PEXPIRE", there, self._ttl_ms)
@@ -175,6 +185,65 @@ class RedisStore(StoreBackend):
             return call()
         except (RedisError, OSError) as error:  # some messages contain the URL
             raise StoreUnavailable(f"tiers.redis_url: expected an answer, got {type(error).__name__}") from error
+
+
+class _BoundedSocket:
+    """A socket on which a reply takes a bounded time and has a bounded number of bytes.
+
+    The time limit of a socket starts again with each byte, and a server may send bytes without end.
+
+    Args:
+        connection: the socket.
+        limit_s: time for each reply, from the end of the request.
+        max_bytes: maximum number of bytes that are received until more is sent.
+    """
+
+    def __init__(self, connection: Any, limit_s: float, max_bytes: int) -> None:
+        self._connection = connection
+        self._limit_s = limit_s
+        self._max_bytes = max_bytes
+        self._begin()
+
+    def sendall(self, data: bytes) -> None:
+        """Send a request, or a part of it."""
+        self._connection.sendall(data)
+        self._begin()
+
+    def recv(self, num_bytes: int, flags: int = 0) -> bytes:
+        """Receive a part of the reply. Raises OSError beyond the limits. With flags, it only peeks."""
+        data: bytes = self._connection.recv(num_bytes, flags)
+        if not flags:
+            self._count(len(data))
+        return data
+
+    def recv_into(self, buffer: bytearray, *sizes: int) -> int:
+        """Receive as `recv`."""
+        number: int = self._connection.recv_into(buffer, *sizes)
+        self._count(number)
+        return number
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._connection, name)
+
+    def _begin(self) -> None:
+        self._end_s = time.monotonic() + self._limit_s
+        self._num_left = self._max_bytes
+
+    def _count(self, num_bytes: int) -> None:
+        self._num_left -= num_bytes
+        if self._num_left < 0 or time.monotonic() > self._end_s:
+            code = errno.EMSGSIZE if self._num_left < 0 else errno.ECONNABORTED
+            raise OSError(code, os.strerror(code))
+
+
+def _bounded(kind: Any, limit_s: float, max_bytes: int) -> Any:
+    """Return a class of connections with bounded replies."""
+
+    class BoundedConnection(kind):  # type: ignore[misc]  # the class depends on the scheme of the URL
+        def _connect(self) -> Any:
+            return _BoundedSocket(super()._connect(), limit_s, max_bytes)
+
+    return BoundedConnection
 
 
 def _bytes_of(answer: bytes | RedisError) -> bytes:

@@ -3,7 +3,8 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ import redis
 from radixkv.errors import ConfigError, StoreUnavailable
 from radixkv.offload.tiers.block_store import PutOutcome
 from radixkv.offload.tiers.redis import RedisStore
-from tests.patience import wait_until
+from tests.patience import PATIENCE_S, wait_until
 
 from .blocks import KEYS, OBJECT_BYTES, block, key_of, stored
 from .redis_server import SERVER, WHY_NOT, RedisServer, redis_server
@@ -206,6 +207,61 @@ def test_a_connection_that_ends_in_the_middle_of_an_object_is_an_error() -> None
         store = RedisStore(f"redis://127.0.0.1:{listener.getsockname()[1]}/0", OBJECT_BYTES, timeout_s=60.0)
         with contextlib.closing(store), pytest.raises(StoreUnavailable, match="got ConnectionError"):
             store.get([key_of(1)])
+
+
+def test_a_value_that_is_larger_than_any_object_is_not_read(server: RedisServer, client: redis.Redis) -> None:
+    store = store_of(server)
+    store.put([block(1), block(2)])
+    [name] = [name for name in client.scan_iter() if name.endswith(key_of(1).hex().encode())]
+    client.setrange(name, 100_000_000, b"x")
+    large, sound = got(store, 1, 2)
+    assert large is not None
+    assert len(large) == OBJECT_BYTES + 1  # more than any object has, so it is rejected
+    assert sound == stored(2)
+
+
+def drip(connection: socket.socket) -> None:
+    while True:
+        connection.sendall(b"+")
+        time.sleep(0.02)
+
+
+def endless_string(connection: socket.socket) -> None:
+    connection.sendall(b"$8000000000\r\n")
+    while True:
+        connection.sendall(bytes(1_000_000))
+
+
+def endless_array(connection: socket.socket) -> None:
+    connection.sendall(b"*1000000000\r\n")
+    while True:
+        connection.sendall(b"$1\r\nx\r\n" * 10_000)
+
+
+def endless_line(connection: socket.socket) -> None:
+    while True:
+        connection.sendall(b"+" * 1_000_000)
+
+
+@pytest.mark.parametrize(
+    ("answer", "timeout_s"), [(drip, 0.2), (endless_string, 60.0), (endless_array, 60.0), (endless_line, 60.0)]
+)
+def test_a_reply_that_never_ends_is_given_up(answer: Callable[[socket.socket], None], timeout_s: float) -> None:
+    def serve() -> None:
+        connection, _ = listener.accept()
+        with connection, contextlib.suppress(OSError):
+            connection.recv(65_536)
+            answer(connection)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        server = threading.Thread(target=serve)
+        server.start()
+        store = RedisStore(f"redis://127.0.0.1:{listener.getsockname()[1]}/0", OBJECT_BYTES, timeout_s=timeout_s)
+        with pytest.raises(StoreUnavailable, match=r"tiers\.redis_url: expected an answer, got ConnectionError"):
+            store.get([key_of(1)])
+        server.join(PATIENCE_S)
+        assert not server.is_alive()
+        store.close()
 
 
 def test_a_url_of_something_else_is_refused_without_its_words() -> None:
