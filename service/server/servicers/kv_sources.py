@@ -17,6 +17,10 @@ if TYPE_CHECKING:  # the engine needs torch; this module does not
     from radixkv.engine.engine import Engine
     from radixkv.engine.transfer.transfer import FleetAccess
 
+# A response of FetchKV has at most 1 MiB of a block. Clients accept larger messages by default, such as logits.
+_MAX_RESPONSE_BYTES = 4 << 20
+_OPTIONS = (("grpc.max_receive_message_length", _MAX_RESPONSE_BYTES),)
+
 _logger = logging.getLogger(__name__)
 
 
@@ -91,7 +95,7 @@ class KVSources:
     def _connected(self, address: str, fleet: FleetAccess | None) -> AsyncClient:
         if address in self._configs:
             _, config = self._configs[address]
-            return AsyncClient(address, tls_ca=config.tls_ca, token=self._tokens[address])
+            return AsyncClient(address, tls_ca=config.tls_ca, token=self._tokens[address], options=_OPTIONS)
         assert fleet is not None
         return _member(address, fleet)
 
@@ -109,7 +113,9 @@ def _member(address: str, fleet: FleetAccess) -> AsyncClient:
     """Connect to another server of a fleet. Without TLS, the token is sent only to servers on this machine."""
     is_shown = fleet.tls_ca is not None or is_on_this_machine(address)
     token = fleet.token if is_shown else None
-    return AsyncClient(address, tls_ca=fleet.tls_ca, token=token, options=server_name_options(fleet.tls_name))
+    return AsyncClient(
+        address, tls_ca=fleet.tls_ca, token=token, options=(*_OPTIONS, *server_name_options(fleet.tls_name))
+    )
 
 
 def _require_address(address: str) -> None:

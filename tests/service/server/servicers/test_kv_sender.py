@@ -270,6 +270,17 @@ class AlteredObject(NamedTuple):
         return [self.data]
 
 
+def test_a_message_that_is_larger_than_any_is_not_received(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Peer(FakeTransfer):
+        def objects(self, *_: Any) -> Any:
+            return ended([AlteredObject(bytes(8 << 20))] * NUM_BLOCKS)
+
+    monkeypatch.setattr(kv_sender, "_MAX_DATA_BYTES", 8 << 20)
+    with pytest.raises(KVSourceError, match="RESOURCE_EXHAUSTED") as caught:
+        fetched(Peer())
+    assert caught.value.cause is Cause.KV_SOURCE
+
+
 @pytest.mark.parametrize(("num_cases", "seed"), [(60, 1), pytest.param(10_000, 2, marks=pytest.mark.long)])
 def test_no_block_that_a_peer_alters_is_used(num_cases: int, seed: int) -> None:
     chance = random.Random(seed)
