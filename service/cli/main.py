@@ -34,6 +34,7 @@ COMMANDS = {
     "fleet": "serve a model with several engines on Ray until SIGTERM",
     "prefill": "prefill one prompt",
     "generate": "generate from a prompt",
+    "chat": "chat with a model in the terminal",
     "health": "check whether a service accepts requests",
     "purge": "drop what is cached for a tenant, an adapter or a salt",
     "stats": "show what the cache holds and the counters of the service",
