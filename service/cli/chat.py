@@ -109,7 +109,7 @@ class Conversation:
         except ConnectError:
             raise
         except ServiceError as error:
-            print(f"radixkv: {error}", file=sys.stderr)
+            print(f"radixkv: {error.code().name}: {error}", file=sys.stderr)
             self._messages.pop()
         except (TypeError, ValueError) as error:
             raise ConfigError(f"chat: {error}") from error

@@ -47,7 +47,7 @@ def test_a_system_message_begins_each_conversation(capsys, monkeypatch):
 
 
 def test_a_turn_that_fails_is_reported_and_forgotten(capsys, monkeypatch):
-    engine, code, out, err = converse(capsys, monkeypatch, ["hi", "again"], "--top-p", "2")
+    _, code, out, err = converse(capsys, monkeypatch, ["hi", "again"], "--top-p", "2")
     assert (code, out) == (0, "")
     assert err == 2 * "radixkv: INVALID_ARGUMENT: top_p: expected more than 0 and at most 1, got 2.0\n"
     asked = []
