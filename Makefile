@@ -1,10 +1,10 @@
-# Every target makes the virtual environment if it is missing, and installs what it needs there.
+# Every target creates the virtual environment if it is missing, and installs its requirements there.
 PYTHON ?= python3
 VENV   ?= .venv
 PY     := $(VENV)/bin/python
 STAMP  := $(VENV)/.installed-all
 
-# The most minutes that `make demo` takes once everything is installed.
+# Maximum minutes of `make demo` after the installation.
 DEMO_MINUTES ?= 5
 
 .PHONY: help demo gateway-demo fleet-demo test test-long install-matrix stress exact campaign soak mutants check bench gpu proto clean
@@ -12,34 +12,36 @@ DEMO_MINUTES ?= 5
 help:
 	@echo "make demo      ask a small model questions about a document, with and without the cache; draw build/demo/ttft.png;"
 	@echo "               at most $(DEMO_MINUTES) minutes (DEMO_MINUTES=N), after installing $(SIZE_demo)"
-	@echo "make gateway-demo  two servers behind the SMG gateway, OpenAI's client, and a server that is killed; 20 seconds,"
-	@echo "               after installing $(SIZE_gateway-demo)"
-	@echo "make fleet-demo  a fleet of two on Ray, and a replica that is killed; 2 minutes, after installing $(SIZE_fleet-demo)"
+	@echo "make gateway-demo  run two servers behind the SMG gateway, call them with OpenAI's client and kill a server;"
+	@echo "               20 seconds, after installing $(SIZE_gateway-demo)"
+	@echo "make fleet-demo  run a fleet of two replicas on Ray and kill one; 2 minutes, after installing $(SIZE_fleet-demo)"
 	@echo
 	@echo "The targets below install $(SIZE_all)."
 	@echo "make test      run the tests: about 12 minutes on two cores"
-	@echo "make test-long run the tests that \`make test\` leaves out, since they take long for what they prove: more random"
-	@echo "               cases, benchmarks, gateways and routers of other projects; about 12 minutes on two cores"
+	@echo "make test-long run slower tests, which \`make test\` leaves out: more random cases, benchmarks, gateways and routers"
+	@echo "               of other projects; about 12 minutes on two cores"
 	@echo "make check     lint, format check, types"
-	@echo "make install-matrix  install each set of extras that the docs name into a clean environment, and use it; about an"
-	@echo "               hour, or some of them: SETS=\"'' engine engine,text engine@oldest\""
-	@echo "make stress    random walks against oracles: STEPS=1000000 of the cache, ENGINE_SEEDS=2000 of the engine, SEED=0"
-	@echo "make exact     does a hit change a bit? CASES=1000 for each dtype of model and pool"
-	@echo "make campaign  CALLS=50000 real calls that are cancelled, late or killed: nothing leaks, no answer is wrong"
-	@echo "make soak      MINUTES=60 of mixed calls next to a Redis that is restarted: memory does not grow after 10 minutes, no"
-	@echo "               answer is wrong, everything is returned"
-	@echo "make mutants   break cache and engine in small ways: a test must fail each time; about 20 minutes"
-	@echo "make bench     replay, rpc, batching, bookkeeping and step_gap, into build/bench/; with TRACE=FILE also tree and the trace's replay"
-	@echo "make gpu       on a GPU, into build/gpu/: PART=product, look (two minutes), prefill, kernels or peers (nine minutes each)"
+	@echo "make install-matrix  install each documented set of extras into a clean environment, and use it; about an hour,"
+	@echo "               or only some sets: SETS=\"'' engine engine,text engine@oldest\""
+	@echo "make stress    compare random walks with oracles: STEPS=1000000 of the cache, ENGINE_SEEDS=2000 of the engine, SEED=0"
+	@echo "make exact     check that a hit never changes a bit: CASES=1000 for each dtype of model and pool"
+	@echo "make campaign  make CALLS=50000 calls that are cancelled, late or killed, and check for leaks and wrong responses"
+	@echo "make soak      make mixed calls for MINUTES=60 while a Redis is restarted, and check that memory does not grow after"
+	@echo "               10 minutes, no response is wrong and everything is freed"
+	@echo "make mutants   change cache and engine in small ways, and check that a test fails each time; about 20 minutes"
+	@echo "make bench     run replay, rpc, batching, bookkeeping and step_gap, into build/bench/; with TRACE=FILE also tree and a"
+	@echo "               replay of the trace"
+	@echo "make gpu       run on a GPU, into build/gpu/: PART=product, look (two minutes), prefill, kernels or peers (nine minutes"
+	@echo "               each)"
 	@echo "make proto     regenerate radixkv/v1 and radixkv/gateway from proto/"
 	@echo
 	@echo "make clean     remove build/ and $(VENV)"
 	@echo
-	@echo "Sizes are those with PyTorch's CPU build. On Linux pip's default build brings several GB of CUDA libraries;"
-	@echo "TORCH_INDEX_URL=URL, the index that PyTorch's installation page names for CPUs, avoids them."
+	@echo "Sizes are those with PyTorch's CPU build. On Linux, pip's default build includes several GB of CUDA libraries. To"
+	@echo "avoid them, set TORCH_INDEX_URL to the index that PyTorch's installation page names for CPUs."
 	@echo "PIP_ARGS=... passes other arguments to pip install."
 
-# What a target installs: extras of pyproject.toml, and the size of the whole environment with them (du -sh).
+# Extras of pyproject.toml that a target installs, and the size of the whole environment with them (du -sh).
 EXTRAS_demo         := engine,plot,text
 EXTRAS_gateway-demo := engine,gateway
 EXTRAS_fleet-demo   := ray
@@ -52,17 +54,18 @@ SIZE_all          := 3 GB
 PIP_INSTALL = PIP_ROOT_USER_ACTION=ignore $(PY) -m pip install --disable-pip-version-check --no-warn-script-location \
 	$(if $(TORCH_INDEX_URL),--extra-index-url $(TORCH_INDEX_URL)) $(PIP_ARGS)
 
-# pip shows its progress; its warnings are kept in a file, and shown where it fails. The kernels are compiled here, so that the first server starts as quickly as the next ones.
+# pip shows its progress. Its warnings are stored in a file, which is shown if the installation fails. The kernels are
+# compiled here, so that the first start of a server is not slower.
 $(VENV)/.installed-%: pyproject.toml
 	@echo "installing radixkv[$(EXTRAS_$*)] into $(VENV), once, for some minutes:"
 	@echo "$(SIZE_$*) with PyTorch's CPU build (see make help)"
 	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	@$(PIP_INSTALL) --editable '.[$(EXTRAS_$*)]' 2> $@.log || { cat $@.log >&2; exit 1; }
-	@echo "compiling kernels for this processor, where it has a compiler: about a minute"
+	@echo "compiling kernels for this processor, if there is a compiler: about a minute"
 	@$(PY) -c 'from radixkv.model.on_cpu import native_library; native_library()'
 	@touch $@
 
-# `all` has what the demos of one machine need.
+# `all` includes the extras of `demo` and `gateway-demo`.
 installed = $(or $(wildcard $(STAMP)),$(VENV)/.installed-$(1))
 
 demo: $(call installed,demo)
@@ -79,8 +82,8 @@ fleet-demo: $(VENV)/.installed-fleet-demo
 # One more than the number of cores, since tests wait for servers, and at most four.
 WORKERS ?= $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$((cores < 4 ? cores + 1 : 4)))
 
-# Test files run in parallel. A worker that dies ends the run. Idle OpenMP threads must not spin, since they share the
-# cores with other workers: spinning makes tests with two threads three times as slow.
+# Test files run in parallel. If a worker dies, the run ends. Idle OpenMP threads must not spin, because they share the
+# cores with other workers: with spinning, tests with two threads take three times as long.
 PYTEST = OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(PY) -m pytest --quiet --numprocesses $(WORKERS) --dist loadfile --max-worker-restart 0
 test: $(STAMP)
 	$(PYTEST) -m "not slow and not long"
@@ -119,7 +122,7 @@ soak: $(STAMP)
 mutants: $(STAMP)
 	$(PY) -m tests.mutants.mutation_check
 
-# TRACE is any file that `radixkv simulate` reads.
+# TRACE is a trace file for `radixkv simulate`.
 bench: $(STAMP)
 	mkdir -p build/bench
 	$(PY) -m bench.replay --workload shared-prefix --groups 8 --requests 400 --prefix-tokens 1024 --suffix-tokens 64 \
@@ -134,8 +137,8 @@ ifdef TRACE
 		--set cache.capacity_tokens=524288 --json build/bench/mooncake.json
 endif
 
-# PART is product, look, prefill, kernels or peers; all of them if it is not given. SGLANG is a folder with SGLang's unpacked
-# wheel. Without make: python -m bench.gpu, which needs no installation.
+# PART is product, look, prefill, kernels or peers; by default all of them run. SGLANG is a folder with SGLang's unpacked
+# wheel. Without make, run python -m bench.gpu, which needs no installation.
 gpu: $(STAMP)
 	$(PY) -m bench.gpu --out build/gpu $(if $(PART),--part $(PART)) $(if $(SGLANG),--sglang $(SGLANG))
 

@@ -1,7 +1,8 @@
-"""Compiles the C++ kernels when radixkv is installed or packed on Linux x86-64; all else is in pyproject.toml.
+"""Compiles the C++ kernels when radixkv is installed or packaged on Linux x86-64. pyproject.toml has everything else.
 
-One library for each variant (`kernels/native/variants.py`), which is loaded with ctypes and knows nothing of Python, so
-a wheel is for all versions of Python 3. Without GCC the installation has no libraries, and the first start compiles.
+Each variant (`kernels/native/variants.py`) is compiled into one library. Libraries are loaded with ctypes and do not
+use Python's C API, so a wheel works with all versions of Python 3. Without GCC the installation contains no libraries,
+and the first start compiles them.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 from setuptools.errors import CompileError
 
-sys.path.insert(0, str(Path(__file__).parent))  # build front ends leave it out
+sys.path.insert(0, str(Path(__file__).parent))  # build front ends do not add it
 
 from radixkv.kernels.native.compiler import NotCompiled, compile_kernels, is_current, library_name
 from radixkv.kernels.native.variants import VARIANTS
@@ -28,7 +29,7 @@ _IS_SUPPORTED = platform.system() == "Linux" and platform.machine() == "x86_64"
 
 
 class BuildKernels(build_ext):
-    """Compiles the variants side by side, with the options of `compiler.py` rather than those of Python itself."""
+    """Compiles the variants in parallel, with the options of `compiler.py` instead of those of Python's build."""
 
     def initialize_options(self) -> None:
         super().initialize_options()
@@ -42,7 +43,7 @@ class BuildKernels(build_ext):
         if is_current(file, variant):
             return
         file.parent.mkdir(parents=True, exist_ok=True)
-        in_place = Path(self.get_ext_filename(ext.name))  # of an earlier editable installation
+        in_place = Path(self.get_ext_filename(ext.name))  # compiled by an earlier editable installation
         if is_current(in_place, variant):
             self.copy_file(in_place, file)
             return
@@ -55,7 +56,7 @@ class BuildKernels(build_ext):
 
 
 class PackKernels(bdist_wheel):
-    """Marks a wheel with libraries as one for all versions of Python 3 on this platform."""
+    """Tags a wheel that contains libraries for all versions of Python 3 on this platform."""
 
     def get_tag(self) -> tuple[str, str, str]:
         python, abi, platform_tag = super().get_tag()

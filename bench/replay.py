@@ -3,7 +3,7 @@
 A run makes three passes on one server: a short warm-up under its own tenant; the traffic under a tenant that is new for
 this run, so that it starts cold on a running server too; and the same traffic with the cache switched off. Every answer
 is checked. Time limits, SIGINT and SIGTERM end a pass early; the report then covers the requests that were answered,
-and says so. The exit status is 0 if all answers came and were right, 1 if not, 2 if too little was measured to compare,
+and says so. The exit status is 0 if all answers arrived and were correct, 1 if not, 2 if too little was measured,
 and 130 (SIGINT) or 143 (SIGTERM) after an interruption.
 """
 

@@ -106,7 +106,7 @@ class SharedPrefixCase:
 def measure(case: SharedPrefixCase, rounds: int) -> Row:
     """Return medians in milliseconds of a thread's time, of rounds in turn."""
     if not torch.equal(case.attend(is_shared=True), case.attend(is_shared=False)):
-        raise SystemExit("shared blocks: expected the bits of blocks of one's own, got others")
+        raise SystemExit("shared blocks: the bits differ from those with separate blocks")
     error = (case.attend(is_shared=True).float() - case.attend_contiguous().float()).abs().max().item()
     if not error < (1e-5 if case.query.dtype == torch.float32 else 0.05):
         raise SystemExit(f"shared blocks: expected what torch's fused attention computes, got {error:.2g} apart")

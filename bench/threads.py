@@ -1,4 +1,4 @@
-"""Measures what a number of threads costs on a quiet machine and on a busy one.
+"""Measures latency by number of threads, on a quiet machine and on a busy one.
 
     python -m bench.threads --threads 1 2 --against ../other-checkout --json FILE
 

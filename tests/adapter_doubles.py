@@ -1,4 +1,4 @@
-"""Stand-ins for the device side of adapters: a directory's name is its content."""
+"""Test doubles for the device side of adapters. The name of a directory stands for its content."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Constraints for tests that know no text."""
+"""Simple constraints for tests without a tokenizer."""
 
 from __future__ import annotations
 

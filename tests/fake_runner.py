@@ -1,4 +1,4 @@
-"""A runner without a model: K and V are the adapter and a token's whole prefix, so any wrong reuse is seen at once."""
+"""A runner without a model: K and V encode the adapter and the whole prefix, so wrong reuse is detected at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stand-ins that make a test's inputs readable: prompts spelled as text, a clock that is moved by hand."""
+"""Fakes that make test inputs readable: prompts spelled as text, and a clock that tests set."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Abilities of the processor that runs the tests."""
+"""Features of the processor that runs the tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Marks on the tokens that invoked adapters compute."""
+"""Marks on tokens computed by invoked adapters."""
 
 from __future__ import annotations
 

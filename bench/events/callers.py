@@ -1,4 +1,4 @@
-"""Callers of `EventService.Subscribe` in a process of their own: some read slowly, some never, some are refused.
+"""Subscribers of `EventService.Subscribe` in a separate process: some read slowly, some never, some are refused.
 
     python -m bench.events.callers ADDRESS COUNT
 

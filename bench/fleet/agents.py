@@ -1,4 +1,4 @@
-"""A synthetic trace of agents that call tools, with statistics that are written down."""
+"""A synthetic trace of agents that call tools, with documented statistics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A gRPC server that sends bytes and does nothing else: what a stream costs by itself.
+"""A gRPC server that only sends bytes, to measure the cost of a stream.
 
     python -m bench.fleet.bare_stream
 

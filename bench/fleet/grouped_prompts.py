@@ -1,4 +1,4 @@
-"""Prompts in groups that begin alike, as llm-d's benchmark of routing has them, and their answers."""
+"""Groups of prompts with a common prefix, as in llm-d's benchmark of routing, and their answers."""
 
 from __future__ import annotations
 

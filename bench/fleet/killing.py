@@ -1,4 +1,4 @@
-"""Kills a replica of a fleet under load, and judges the answers."""
+"""Kills a replica of a fleet under load, and checks the answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Processes of a fleet, as Linux knows them."""
+"""Finds the operating system processes of a fleet."""
 
 from __future__ import annotations
 

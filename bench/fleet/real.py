@@ -161,7 +161,7 @@ def _wait_for_all(fleet: FleetProcess, replicas: int) -> None:
     end_s = time.monotonic() + MAX_RESTART_S
     while len(fleet.replicas()) < replicas:
         if time.monotonic() > end_s:
-            raise ConfigError(f"fleet: expected {replicas} replicas within {MAX_RESTART_S:g} s, got fewer")
+            raise ConfigError(f"fleet: not all {replicas} replicas were healthy within {MAX_RESTART_S:g} s")
         time.sleep(0.2)
 
 

@@ -98,7 +98,7 @@ async def _measure(addresses: Sequence[str], options: argparse.Namespace) -> lis
     for number in range(options.rounds):
         for name in list(_KNOWING) if number % 2 else list(_KNOWING)[::-1]:
             prompts = _prompts(options, number)
-            tokens = await _ask_all(addresses, prompts, options.concurrency, tells_stores=_KNOWING[name])
+            tokens = await _ask_all(addresses, prompts, options.concurrency, knows_stores=_KNOWING[name])
             rows.append({"router knows": name, "round": number, **tokens})
             print(", ".join(f"{key} {value}" for key, value in rows[-1].items()), flush=True)
     return rows
@@ -118,7 +118,7 @@ class _DeviceEvents:
 
 
 async def _ask_all(
-    addresses: Sequence[str], prompts: Sequence[list[int]], concurrency: int, *, tells_stores: bool
+    addresses: Sequence[str], prompts: Sequence[list[int]], concurrency: int, *, knows_stores: bool
 ) -> dict[str, Any]:
     """Purge the servers and send all prompts. Returns the numbers of cached and computed tokens."""
     view = FleetView(_EVENT_BLOCK_TOKENS)
@@ -143,7 +143,7 @@ async def _ask_all(
         streams = []
         for address, client in clients.items():
             router.join(address)
-            source = client if tells_stores else _DeviceEvents(client)
+            source = client if knows_stores else _DeviceEvents(client)
             streams.append(asyncio.create_task(EventSubscription(address, source, view).run()))
         try:
             while not all(map(view.is_in_step, addresses)):

@@ -1,1 +1,1 @@
-"""Everything that needs a GPU, in parts that fit ten minutes each: stages, their limits, and one file of results."""
+"""Benchmarks that need a GPU, in parts of at most ten minutes: stages, their limits, and one result file per part."""

@@ -1,4 +1,4 @@
-"""Runs one part of what needs a GPU, or all: `python -m bench.gpu --out FOLDER --part NAME`."""
+"""Runs one part of the GPU benchmarks, or all parts: `python -m bench.gpu --out FOLDER --part NAME`."""
 
 from bench.gpu.run import run_and_exit
 

@@ -1,4 +1,4 @@
-"""Triton kernels on a CPU, as the tests run them: through the interpreter."""
+"""Runs Triton kernels on a CPU through Triton's interpreter, as the tests do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The process of a trial on a machine without a GPU: Hopper's candidates, on the CPU, through the interpreter."""
+"""The process of a trial on a machine without a GPU: runs the candidates for Hopper in Triton's interpreter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Looks at a machine with a GPU: versions, clocks, compilers, imports. Each question has its own row.
+"""Examines a machine with a GPU: versions, clocks, compilers, imports. Each item has its own row.
 
 python -m bench.gpu.first_look --json build/first_look.json
 """

@@ -1,4 +1,4 @@
-"""The parts of a run on a GPU. Each is worth having alone, and its first rows are those that matter most.
+"""The parts of a run on a GPU. Each is useful alone, and measures the most important rows first.
 
 product   9 minutes  real servers over gRPC: bits, tiers, TTFT, decoding, out of memory; then kernels and their peers
 look      2 minutes  the machine, and whether the warp-specialized kernel runs at all

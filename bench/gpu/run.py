@@ -1,4 +1,4 @@
-"""Runs what needs a GPU, part by part: the product, a first look, time to first token, kernels, and peers.
+"""Runs the GPU benchmarks in parts: the product, a first look, time to first token, kernels, and peers.
 
     python -m bench.gpu --out build/gpu --part product        # nine minutes; real servers over gRPC
     python -m bench.gpu --out build/gpu --part product --only bits --seconds 150
@@ -8,9 +8,9 @@
 A run needs no installed radixkv and no network. A part ends within ten minutes. It writes one file, `PART.json`, which
 is replaced by a complete file after each row of each stage, so nothing that was measured is lost, however the run ends.
 
-Each stage is a process with its own time limit. A stage that lacks a module, fails or runs out of time says so, and the
-others run. Attention kernels are tried first, in processes of their own; later stages do without those that did not
-pass. Outside a git checkout, RADIXKV_COMMIT names the commit.
+Each stage is a process with its own time limit. If a stage lacks a module, fails or runs out of time, the file says so
+and the other stages run. Attention kernels are tried first, in separate processes; later stages do not use those that
+did not pass. Outside a git checkout, RADIXKV_COMMIT names the commit.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Runs a stage in a process of its own, and reports what it has written while it runs."""
+"""Runs a stage in a separate process, and reports its output while it runs."""
 
 from __future__ import annotations
 

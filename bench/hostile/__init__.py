@@ -1,1 +1,1 @@
-"""Attacks on a server of its own, with an innocent caller beside them: `python -m bench.hostile`."""
+"""Attacks on a server that this benchmark starts, next to an innocent client: `python -m bench.hostile`."""

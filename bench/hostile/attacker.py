@@ -2,7 +2,7 @@
 
 python -m bench.hostile.attacker NAME ADDRESS SECONDS SCALE
 
-It prepares, says so, waits for a line, attacks, and prints what it saw as JSON.
+It prepares the attack, prints a line, waits for a line on stdin, attacks, and prints its observations as JSON.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Measures an innocent client during bursts of calls to a gRPC server that only answers: what no service on it can fix.
+"""Measures an innocent client of an empty gRPC server during attacks: delays that no gRPC service can prevent.
 
 python -m bench.hostile.control [--attacks stalled unread cancels] [--seconds 8] [--equal-priority] [--json FILE]
 

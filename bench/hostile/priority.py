@@ -1,4 +1,4 @@
-"""The priority of attackers: they take what servers and innocents leave of the processors."""
+"""The priority of attackers: they use only the CPU time that servers and innocent clients leave."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One attack beside an innocent caller: latencies, refusals, memory, and the way back to idle."""
+"""One attack next to an innocent client: latencies, refusals, memory, and the return to idle."""
 
 from __future__ import annotations
 

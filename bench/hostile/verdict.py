@@ -1,4 +1,4 @@
-"""The bounds that an attack must leave to a server and to an innocent caller."""
+"""The bounds that a server and an innocent client must stay within during an attack."""
 
 from __future__ import annotations
 

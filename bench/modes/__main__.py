@@ -1,4 +1,4 @@
-"""Sends the same traffic through several ways of keeping K and V, and shows where more cache is not faster.
+"""Sends the same traffic through several ways of keeping K and V, and shows when more caching is not faster.
 
 python -m bench.modes [--redis URL] [--mooncake HOST:PORT] [--json FILE] [--plot FILE.png]
 

@@ -1,4 +1,4 @@
-"""A Redis that has nothing, and answers late or never."""
+"""A Redis server that is empty, and responds late or never."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Measures what a shared store that is slow, or never answers, adds to the time to first token.
+"""Measures how much a shared store that is slow or never responds adds to the time to first token.
 
     python -m bench.modes.slow_store [--json FILE]
 

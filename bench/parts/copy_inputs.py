@@ -1,4 +1,4 @@
-"""Inputs for kernels that only move numbers: new K/V for the pool, and whole blocks."""
+"""Inputs for kernels that only copy data: new K/V for the pool, and whole blocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Times first tokens over a gateway and directly, in turn."""
+"""Measures the time to first token through a gateway and directly, alternately."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Conversations of a demo, and what it prints of them."""
+"""Conversations of a demo, and their printed form."""
 
 from __future__ import annotations
 

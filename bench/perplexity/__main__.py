@@ -2,8 +2,8 @@
 
 python -m bench.perplexity --json bench/results/perplexity.json
 
-Each predictor is measured twice: knowing nothing at the start, and after reading the text that the model was trained
-on. A bigram model keeps learning while it reads; the embedded model's weights stay as they are.
+Each predictor is measured twice: without any training, and after reading the text that the model was trained on. A
+bigram model keeps learning while it reads; the weights of the embedded model do not change.
 """
 
 from __future__ import annotations

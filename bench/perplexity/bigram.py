@@ -1,4 +1,4 @@
-"""A bigram model of tokens: how often each token followed another one so far."""
+"""A bigram model of tokens, which counts how often each token has followed another one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A linear layer of 8 bits, multiplied so that any processor gives the numbers of one that can serve it."""
+"""An 8-bit linear layer whose results are exact on any processor, even if its int8 sums may saturate."""
 
 from __future__ import annotations
 

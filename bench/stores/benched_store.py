@@ -1,4 +1,4 @@
-"""Stores that are measured, each with a peer that moves the same bytes without it."""
+"""Stores that are measured, each with a peer that copies the same bytes without the store."""
 
 from __future__ import annotations
 

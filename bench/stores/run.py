@@ -1,4 +1,4 @@
-"""Measures what storing blocks costs, compared with moving their bytes."""
+"""Measures the time of saving and loading blocks, compared with copying their bytes."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ class Blocks:
         """Raise RuntimeError unless the store gives back what it was given."""
         self.load(tier, copies=True)
         if any(target.tobytes() != payload for target, payload in zip(self.targets, self.payloads, strict=True)):
-            raise RuntimeError("store: expected the bytes that it was given, got others")
+            raise RuntimeError("store: loaded bytes differ from the saved ones")
 
 
 def measure(store: BenchedStore, blocks: Blocks, num_rounds: int) -> list[StoreRow]:

@@ -1,4 +1,4 @@
-"""The text that the embedded model learns from, and the documents that it never sees: five novels, 65 books, two."""
+"""The training text of the embedded model, five novels and 65 books, and two held-out documents."""
 
 from __future__ import annotations
 

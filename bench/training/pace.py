@@ -1,4 +1,4 @@
-"""The pace of a run of training, by time or by steps, and its learning rate."""
+"""The progress of a training run, by time or by steps, and its learning rate schedule."""
 
 from __future__ import annotations
 

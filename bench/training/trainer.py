@@ -1,4 +1,4 @@
-"""A run of training: steps, progress, and checkpoints from which a killed run resumes."""
+"""A training run: steps, progress, and checkpoints from which a killed run resumes."""
 
 from __future__ import annotations
 

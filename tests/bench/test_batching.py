@@ -1,4 +1,4 @@
-"""Both ways of sending have the same tokens, and the numbers are those of the rounds."""
+"""Both ways of sending give the same tokens, and the numbers are those of the rounds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shares add up, and only new prompts that are computed right are measured."""
+"""Shares add up, and only new prompts with correct results are measured."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The gateway's demo answers every question though a server dies, and leaves nothing running."""
+"""The gateway demo answers every question although a server is killed, and leaves no process running."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A dry run: a wrong answer fails its row and no other, and a missing peer says why."""
+"""A dry run: a wrong answer fails only its row, and a missing peer has a reason."""
 
 from __future__ import annotations
 

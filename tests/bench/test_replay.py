@@ -1,4 +1,4 @@
-"""From the command line to the report, against a service that counts exactly."""
+"""`bench.replay`, from the command line to the report, against a service that counts exactly."""
 
 from __future__ import annotations
 

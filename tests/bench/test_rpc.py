@@ -1,4 +1,4 @@
-"""Both servers are called alike, and only answers that are right are timed."""
+"""Both servers get the same calls, and only correct responses are timed."""
 
 from __future__ import annotations
 

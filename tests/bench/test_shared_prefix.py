@@ -1,4 +1,4 @@
-"""Attention over shared blocks is compared with the same over blocks of one's own."""
+"""Attention over shared blocks is compared with attention over separate blocks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_other_bits_end_it(monkeypatch):
     case = SharedPrefixCase(2, 128, 70, 1, (6, 2, 32), torch.float32)
     attend = case.attend
     monkeypatch.setattr(case, "attend", lambda *, is_shared: attend(is_shared=is_shared) + is_shared * 1e-7)
-    with pytest.raises(SystemExit, match=r"^shared blocks: expected the bits of blocks of one's own, got others"):
+    with pytest.raises(SystemExit, match=r"^shared blocks: the bits differ from those with separate blocks"):
         measure(case, rounds=1)
 
 

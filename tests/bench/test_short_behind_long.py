@@ -1,4 +1,4 @@
-"""A prompt is held against the two steps that it may wait for, as probes saw them end."""
+"""The wait of a prompt is compared with the two steps that it may wait for, observed by probes."""
 
 from __future__ import annotations
 

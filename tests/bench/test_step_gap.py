@@ -1,4 +1,4 @@
-"""The gap is the host's work between the end of a step and the start of the next, and only that."""
+"""The gap is only the host's work between the end of a step and the start of the next one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The default policy learns from leaves that come back, and keys them by it. Blocks are four tokens."""
+"""The default policy, which learns from leaves that are used again. Blocks have four tokens."""
 
 from types import SimpleNamespace
 from typing import Any

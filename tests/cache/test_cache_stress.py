@@ -1,4 +1,4 @@
-"""Random walks over the cache, every step judged by the oracle: 62,000 steps. `make stress` takes more."""
+"""Random walks over the cache, checked by the oracle in every step: 62,000 steps. `make stress` makes more."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Namespaces stay apart whatever their names are, also while every hash collides."""
+"""Namespaces are isolated from each other whatever their names are, even if all hashes collide."""
 
 from __future__ import annotations
 

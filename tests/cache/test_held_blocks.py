@@ -1,4 +1,4 @@
-"""Blocks that held leases keep: each is counted once, bounded in all and for a tenant. Blocks are four tokens."""
+"""Blocks of held leases: each is counted once, with limits in total and per tenant. Blocks have four tokens."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Keys are words here, a token a character; the nodes filed under them only have to be told apart."""
+"""Keys are words here, with a token per character; the values are arbitrary nodes that can be told apart."""
 
 import random
 from bisect import bisect_left

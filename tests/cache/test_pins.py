@@ -1,4 +1,4 @@
-"""Holds of nodes, and the nodes that become one when nothing holds them any more. Blocks are four tokens."""
+"""Pins of nodes, and the merging of nodes that are no longer pinned. Blocks have four tokens."""
 
 from __future__ import annotations
 

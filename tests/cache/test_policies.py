@@ -1,4 +1,4 @@
-"""Orders of the classic policies, and what the mechanism tells a policy. Blocks are four tokens."""
+"""Eviction orders of the classic policies, and the events that policies receive. Blocks have four tokens."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Finds that end a probation, and those that do not. Blocks are of four tokens."""
+"""Lookups that end a probation, and lookups that do not. Blocks have four tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The order in which leaves on probation and others go. Blocks are of four tokens."""
+"""The eviction order of leaves on probation and other leaves. Blocks have four tokens."""
 
 from __future__ import annotations
 

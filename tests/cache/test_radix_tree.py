@@ -1,4 +1,4 @@
-"""The tree alone. Blocks are four tokens, a token is a character, and block ids count up as they are first used."""
+"""The tree alone. Blocks have four tokens, a token is a character, and block ids are assigned in ascending order."""
 
 import itertools
 import random

@@ -1,4 +1,4 @@
-"""Priorities of cached ranges: what they order, what they may cover, when they end. Blocks are four tokens."""
+"""Priorities of retained ranges: eviction order, limits and expiry. Blocks have four tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Places of segments. Blocks are four tokens, a token is a character."""
+"""Lookup of segments. Blocks have four tokens, and a token is a character."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""Floors, ceilings and what is counted for each tenant. Blocks are four tokens."""
+"""Minimum and maximum shares of tenants, and their counters. Blocks have four tokens."""
 
 from __future__ import annotations
 

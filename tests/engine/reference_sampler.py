@@ -1,4 +1,4 @@
-"""A sampler of one row at a time, written without the product's batched one, with which that must agree bit for bit."""
+"""A sampler of one row at a time, independent of the batched sampler, which must agree with it bit for bit."""
 
 from __future__ import annotations
 

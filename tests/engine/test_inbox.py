@@ -1,4 +1,4 @@
-"""Calls of other threads: each is run once, or cancelled."""
+"""Calls from other threads: each runs once or is cancelled."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Public prefixes of an engine over a fake runner, whose K and V know the tokens and the adapter that made them."""
+"""Public prefixes of an engine over a fake runner, whose K and V depend on the tokens and the adapter."""
 
 from __future__ import annotations
 

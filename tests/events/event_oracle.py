@@ -1,4 +1,4 @@
-"""Readers of a cache's events, and an oracle that compares what they know with what the trees hold."""
+"""Readers of cache events, and an oracle that compares their view with the trees."""
 
 from __future__ import annotations
 

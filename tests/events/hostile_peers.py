@@ -1,4 +1,4 @@
-"""Peers that try to exhaust the event ports: raw connections that speak ZMTP by hand, in a process of their own.
+"""Peers that try to exhaust the event ports over raw ZMTP connections, in a separate process.
 
 python -m tests.events.hostile_peers PUB_ENDPOINT REPLAY_ENDPOINT NUM_PEERS
 

@@ -1,4 +1,4 @@
-"""Dynamo's router reads our events over ZMQ and sends each prompt where it is cached."""
+"""Dynamo's router reads our events over ZMQ and sends each prompt to the server that has it cached."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Events tell what stores have, by the hashes that the blocks had on the device."""
+"""Events report the contents of stores, by the hashes that the blocks had on the device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What peers that speak ZMTP by hand can make the event ports do. Peers of libzmq are in test_zmq_publisher.py."""
+"""Peers with raw ZMTP connections at the event ports. Peers that use libzmq are in test_zmq_publisher.py."""
 
 from __future__ import annotations
 

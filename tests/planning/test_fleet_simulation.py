@@ -1,4 +1,4 @@
-"""Fleets whose right answer is known. Blocks are of 512 tokens, a server computes 512 tokens in a second."""
+"""Fleets with known results. Blocks have 512 tokens, and a server computes 512 tokens per second."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The planner gives published figures, each named by its case, and refuses arguments that make no sense."""
+"""The planner reproduces published figures, one per case, and refuses invalid arguments."""
 
 from __future__ import annotations
 

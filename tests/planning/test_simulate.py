@@ -1,4 +1,4 @@
-"""The simulator, and what the policies make of traffic whose right answer is known. Blocks are of 512 tokens."""
+"""The simulator, and eviction policies on traffic with known results. Blocks have 512 tokens."""
 
 from __future__ import annotations
 

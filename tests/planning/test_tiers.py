@@ -1,4 +1,4 @@
-"""Stores below the simulated cache: their hits and writes are those of an oracle that knows blocks and no tree."""
+"""Stores below the simulated cache: their hits and writes equal those of an oracle without a tree."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Traces are read or refused with a reason, and their tokens are the same everywhere."""
+"""Traces are read or refused with a reason, and their tokens are the same on every machine."""
 
 from __future__ import annotations
 

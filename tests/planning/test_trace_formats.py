@@ -1,4 +1,4 @@
-"""Every format is detected and read as it is meant: hit rates of `lru` equal an independent count of its requests."""
+"""Every format is detected and read correctly: hit rates of `lru` equal an independent count."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files become records whatever packs them, and what can't be read is refused with its place and the next step."""
+"""Compressed files are read, and unreadable ones are refused with the place and the remedy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Blocks and their holders, against sets."""
+"""The index of blocks and the servers that have them, compared with plain sets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sequence numbers: what fits, what is old, and what leaves a gap."""
+"""Sequence numbers: expected ones, old ones, and gaps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Queues and what was computed of late, on a clock that the tests move."""
+"""Queue lengths and recently computed tokens, with a clock that tests set."""
 
 from __future__ import annotations
 

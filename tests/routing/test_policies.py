@@ -1,4 +1,4 @@
-"""The rule: what it weighs, when a prefix gets another home, and what it does with equals."""
+"""The routing rule: its weights, when a prefix moves to another server, and ties."""
 
 from __future__ import annotations
 

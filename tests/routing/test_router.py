@@ -1,4 +1,4 @@
-"""The router as a whole: what it sends where, between events and after them."""
+"""The router as a whole: where it sends prompts, between events and after them."""
 
 from __future__ import annotations
 

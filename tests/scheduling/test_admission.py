@@ -1,4 +1,4 @@
-"""Admission of requests that had blocks before, in an engine core with a store."""
+"""Admission of preempted requests whose blocks are in a tier."""
 
 from __future__ import annotations
 

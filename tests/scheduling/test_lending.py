@@ -1,4 +1,4 @@
-"""Blocks of long prompts that short requests use meanwhile, in an engine core over a fake runner.
+"""Blocks of long prompts that are lent to short requests, in an engine core over a fake runner.
 
 The long prompt fills the pool of 64 blocks of 4 tokens, and a step computes 8 tokens.
 """

@@ -1,4 +1,4 @@
-"""Tenants share the steps by weight, and the requests of a tenant share its part."""
+"""Tenants share steps by weight, and the requests of a tenant share the tenant's part."""
 
 from __future__ import annotations
 

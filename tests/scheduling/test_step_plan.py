@@ -1,4 +1,4 @@
-"""One step's plan, without a scheduler, a cache or an engine."""
+"""The plan of one step, without a scheduler, a cache or an engine."""
 
 from __future__ import annotations
 

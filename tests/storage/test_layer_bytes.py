@@ -1,4 +1,4 @@
-"""Parts of payloads, against the tensors of the pool."""
+"""Parts of payloads, compared with the tensors of the pool."""
 
 from __future__ import annotations
 

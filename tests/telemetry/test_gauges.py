@@ -1,4 +1,4 @@
-"""A scrape asks the engine, and waits for the answer for a limited time."""
+"""A scrape reads gauges from the engine, and waits for a limited time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Asks server E whether a cache hit or other requests in the same batch change a bit of an answer.
+"""Checks on server E that neither a cache hit nor other requests in the same batch change a bit of an answer.
 
 python -m bench.gpu.product.bits --json build/bits.json
 """

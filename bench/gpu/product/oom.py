@@ -1,8 +1,8 @@
-"""Lets another process take the device's free memory while a server with an automatic pool is asked.
+"""Lets another process take the device's free memory while a server with an automatic pool processes requests.
 
     python -m bench.gpu.product.oom --json build/oom.json
 
-The server must stay alive and answer right: a step that does not fit is computed in smaller steps.
+The server must keep running and give correct answers: a step that does not fit is computed in smaller steps.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Attacks on a server, by what they aim at."""
+"""Attacks on a server, grouped by their target."""

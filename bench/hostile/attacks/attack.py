@@ -1,4 +1,4 @@
-"""An attack: what it prepares, what it does, and the server that it is for."""
+"""An attack: its preparation, its calls, and the server that it attacks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attacks by long prompts that are cut into many nodes."""
+"""Attacks by long prompts that are split into many tree nodes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A caller that speaks HTTP/2 by hand, and so can do what no client does."""
+"""A client that writes HTTP/2 frames itself, and can therefore violate the protocol."""
 
 from __future__ import annotations
 

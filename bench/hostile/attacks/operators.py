@@ -1,4 +1,4 @@
-"""Attacks by calls that compute nothing, and by what makes them slow."""
+"""Attacks by calls that compute nothing, and by cache contents that make such calls slow."""
 
 from __future__ import annotations
 

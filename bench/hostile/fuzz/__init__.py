@@ -1,1 +1,1 @@
-"""Mutated messages and raw connections, against a server of its own."""
+"""Fuzzing with mutated messages and raw connections, against a server that the benchmark starts."""

@@ -1,8 +1,9 @@
-"""Fuzzes a server of its own on loopback.
+"""Fuzzes a server that it starts on loopback.
 
 python -m bench.hostile.fuzz [--calls 100000] [--connections 10000] [--seed 1] [--json FILE]
 
-Exit status: 1 if a status came that should not, or the server's memory grew by more than 64 MB once it was warm.
+The exit status is 1 if a call ended with an undocumented status, or the server's memory grew by more than 64 MB after
+the warm-up.
 """
 
 from __future__ import annotations

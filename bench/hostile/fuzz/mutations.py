@@ -1,4 +1,4 @@
-"""Messages that are nearly right, made from right ones."""
+"""Mutates valid messages into almost valid ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bytes that no client of gRPC sends."""
+"""Byte sequences that violate HTTP/2 or gRPC."""
 
 from __future__ import annotations
 

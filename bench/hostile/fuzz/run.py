@@ -1,4 +1,4 @@
-"""One run: calls with mutated messages, then raw connections, and a right call in between."""
+"""A fuzzing run: calls with mutated messages, then raw connections, with valid calls in between."""
 
 from __future__ import annotations
 

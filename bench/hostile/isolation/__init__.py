@@ -1,1 +1,1 @@
-"""Searches for what one namespace can learn of another: at the cache, and by time over the wire."""
+"""Searches for information leaks between namespaces: cache hits, and response times."""

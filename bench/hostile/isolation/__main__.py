@@ -1,8 +1,8 @@
-"""Searches for cross-tenant hits at the cache, then times prompts over the wire, on a server of its own.
+"""Searches for cross-tenant hits in the cache, then times prompts over gRPC, on a server that it starts.
 
 python -m bench.hostile.isolation [--trials 1000000] [--samples 250] [--seed 1] [--json FILE]
 
-The exit status is 1 if something about another tenant was revealed, or if the searches could not have seen it.
+The exit status is 1 if something about another tenant was revealed, or if the search would not have detected a leak.
 """
 
 from __future__ import annotations

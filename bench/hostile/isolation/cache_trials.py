@@ -1,4 +1,4 @@
-"""Prompts that are cached in one namespace, looked up in others that differ by little."""
+"""Looks up prompts that are cached in one namespace in other, slightly different namespaces."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The test of Kolmogorov and Smirnov: whether two samples may come from one distribution."""
+"""The two-sample Kolmogorov-Smirnov test."""
 
 from __future__ import annotations
 

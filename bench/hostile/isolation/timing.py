@@ -1,4 +1,4 @@
-"""Times of prompts that another tenant has cached, that no tenant has, and that the caller has."""
+"""Compares the response times of prompts that another tenant, no tenant, or the caller has cached."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names the keyword by which a transformers model takes a cache, which depends on the version."""
+"""Finds the keyword argument with which a transformers model takes a cache, which depends on the version."""
 
 from __future__ import annotations
 

@@ -145,7 +145,7 @@ class Environments:
 
 
 def _rename(folder: Path, package: str, name: str, version: str) -> None:
-    """Let an installed package be found under another name too, by whoever asks for its version."""
+    """Make an installed package available under another name too, for callers that look up its version."""
     written = package.replace("-", "_")
     [installed] = folder.glob(f"lib/python3*/site-packages/{written}-*.dist-info")
     made = installed.parent / f"{name}-{version}.dist-info"

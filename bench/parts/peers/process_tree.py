@@ -1,4 +1,4 @@
-"""Processor time of a process and everything it started, and their end. Linux only, as it reads /proc."""
+"""CPU time of a process and its descendants, and their termination. Linux only, since it reads /proc."""
 
 from __future__ import annotations
 

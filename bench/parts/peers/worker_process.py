@@ -1,4 +1,4 @@
-"""A worker as the benchmark sees it: started, asked, and gone at the end."""
+"""A worker process: starts it, sends it tasks and stops it."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class WorkerProcess:
         if not isinstance(done, Done):
             raise WorkerFailed(f"{self.name}: {done}")
         if [len(ids) for ids in done.token_ids] != [task.new_tokens] * len(task.prompts):
-            raise WorkerFailed(f"{self.name}: expected {task.new_tokens} tokens for each prompt, got others")
+            raise WorkerFailed(f"{self.name}: the number of tokens of a prompt is not {task.new_tokens}")
         return PeerMeasurement(done, cpu_s(self._process.pid) - before_s)
 
     def stop(self) -> None:

@@ -1,4 +1,4 @@
-"""Callers keep a place or ask again."""
+"""Subscribers keep their places, and refused ones retry."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The process of a trial whose candidates are broken: one hangs, one crashes, one is wrong, and one is right."""
+"""The process of a trial with broken candidates: one hangs, one crashes, one is wrong and one is correct."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each choice measures what it names, and no kernel that the environment refuses."""
+"""Each variant measures what its name says, and no variant uses a kernel that the environment refuses."""
 
 from __future__ import annotations
 

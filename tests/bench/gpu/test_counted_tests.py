@@ -1,4 +1,4 @@
-"""Tests are counted by file, in a file that is whole after each of them."""
+"""Passed tests are counted per file, and the result file is complete after each of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A question that can't be answered has a reason, and the others are answered."""
+"""An item that can't be determined has a reason, and the other items are reported."""
 
 from __future__ import annotations
 

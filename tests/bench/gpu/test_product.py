@@ -1,4 +1,4 @@
-"""The product part runs dry from one end to the other, and each stage fails where an answer is wrong."""
+"""A dry run of the product part completes, and each stage fails if an answer is wrong."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stages succeed, fail or run out of time; the file is whole after each row, and no stage hinders another."""
+"""Stages succeed, fail or time out; the result file is complete after each row, and no stage affects another."""
 
 from __future__ import annotations
 

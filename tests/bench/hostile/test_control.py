@@ -1,4 +1,4 @@
-"""A short form of the control: an empty handler answers an innocent client during a burst."""
+"""A short form of the control: an empty handler serves an innocent client during a burst."""
 
 import json
 

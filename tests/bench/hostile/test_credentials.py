@@ -1,4 +1,4 @@
-"""Arms are measured in turn; a benchmark that lets strangers in would end with an error."""
+"""The servers are measured in turn, and the benchmark fails if a server admits unauthenticated callers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A gateway runs inside the block and is gone after it, and a failure to start says why."""
+"""A gateway runs in a `with` block and is stopped after it, and a failure to start has a reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every request is sent once, in the way asked for, and every answer is checked."""
+"""Every request is sent once, at its time, and every answer is checked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Options that can't work are refused before anything starts, and defaults are those of the help."""
+"""Invalid options are refused before anything starts, and the help states the defaults."""
 
 from __future__ import annotations
 

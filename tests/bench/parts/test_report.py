@@ -1,4 +1,4 @@
-"""Numbers are what their names say, and the table shows what the JSON says."""
+"""Numbers match their names, and the table matches the JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A started server runs inside the block and is gone after it, and a failure to start says why."""
+"""A server runs in a `with` block and is stopped after it, and a failure to start has a reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Workloads are the same for the same arguments, and what their names say."""
+"""Workloads are reproducible, and have the properties that their names state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Held-out documents are whole, and nowhere in what the model learns from."""
+"""Held-out documents are complete, and do not occur in the training text."""
 
 from __future__ import annotations
 

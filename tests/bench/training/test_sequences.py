@@ -1,4 +1,4 @@
-"""Rows are the same for the same step, cover the text evenly, and some of them are chats."""
+"""Rows are reproducible, cover the text evenly, and include chats."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run that was killed goes on as if it had not been."""
+"""A run that was killed resumes with the same results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random walks over the cache. An oracle judges every step, and a failing walk is shortened.
+"""Random walks over the cache. An oracle checks every step, and a failing walk is shortened.
 
 python -m tests.cache.walk.cache_walk --steps 1000000 --seed 1
 """

@@ -1,4 +1,4 @@
-"""Random operations in namespaces that differ by little, while every hash collides. Blocks tell whose K/V they hold.
+"""Random operations in similar namespaces while all hashes collide. Blocks record whose K/V they contain.
 
 python -m tests.cache.walk.collision_walk --operations 1000000 --seed 0
 """

@@ -1,4 +1,4 @@
-"""The independent count must itself be right: it is compared with the definition, word for word."""
+"""The independent count is compared with a literal implementation of its definition."""
 
 from __future__ import annotations
 

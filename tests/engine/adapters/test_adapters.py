@@ -1,4 +1,4 @@
-"""Adapters of an engine over a fake runner, whose K and V know the adapter that made them."""
+"""Adapters of an engine over a fake runner, whose K and V depend on the adapter."""
 
 from __future__ import annotations
 

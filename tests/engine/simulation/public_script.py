@@ -1,4 +1,4 @@
-"""Public prefixes in the scripts of a simulated engine: beginnings of later prompts, made public for some time."""
+"""Public prefixes in the scripts of a simulated engine: prefixes of later prompts, public for some time."""
 
 from __future__ import annotations
 

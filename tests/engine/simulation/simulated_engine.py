@@ -1,4 +1,4 @@
-"""A whole engine in virtual time, its callers, and an oracle that judges every step."""
+"""A whole engine in virtual time, its callers, and an oracle that checks every step."""
 
 from __future__ import annotations
 

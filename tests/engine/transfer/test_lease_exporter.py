@@ -1,4 +1,4 @@
-"""K/V of held leases: what is published of a prompt, in whole blocks, as long as the lease is held."""
+"""K/V of held leases: whole blocks of the prompt are available as long as the lease is held."""
 
 from __future__ import annotations
 

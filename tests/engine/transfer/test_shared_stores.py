@@ -1,4 +1,4 @@
-"""Blocks of shared stores by their handles: what is there, and what is loaded of it."""
+"""Handles of blocks in shared stores: which blocks exist, and which of them are loaded."""
 
 from __future__ import annotations
 

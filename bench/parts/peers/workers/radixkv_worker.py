@@ -1,4 +1,4 @@
-"""Runs radixkv: its server in a process of its own, asked over gRPC with its own client. The mode is exact or fast."""
+"""Runs radixkv: its server in a separate process, called over gRPC with its client. The mode is exact or fast."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ class Generate:
         start_s = time.perf_counter()
         if shared_tokens:
             if any(prompt[:shared_tokens] != self._prefix for prompt in prompts):
-                raise ValueError("shared_tokens: expected the prefix that filled the cache, got another")
+                raise ValueError("shared_tokens: the cache was filled with another prefix")
             cache = cached[cache_keyword(self._model)] = copy.deepcopy(self._cache)
             if len(prompts) > 1:
                 cache.batch_repeat_interleave(len(prompts))

@@ -1,4 +1,4 @@
-"""Each attack in small, on one server: it sees right statuses only, and leaves nothing behind."""
+"""A short form of each attack, on one server: all statuses are documented ones, and nothing is left behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Connections by hand, to a server that answers with given bytes."""
+"""The HTTP/2 client that writes its own frames, against a server that responds with given bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names the keyword by which a model takes a cache."""
+"""Finds the keyword argument with which a model takes a cache."""
 
 from __future__ import annotations
 

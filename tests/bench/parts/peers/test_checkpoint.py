@@ -1,4 +1,4 @@
-"""The checkpoints are the same each time, and hold the same numbers in both types."""
+"""Checkpoints are reproducible, and contain the same numbers in both dtypes."""
 
 from __future__ import annotations
 

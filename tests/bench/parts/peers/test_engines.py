@@ -1,4 +1,4 @@
-"""Checkpoints get their name when they are complete, and each engine's command names its own."""
+"""A checkpoint gets its final name when it is complete, and the command of each engine names its own checkpoint."""
 
 from __future__ import annotations
 

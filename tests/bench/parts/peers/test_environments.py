@@ -1,4 +1,4 @@
-"""Environments are made once, kept while their recipe stands, and tell why they can't be made."""
+"""Environments are created once and kept while their recipe is unchanged; failures have a reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A checkpoint is written for llama.cpp under its names, with rows in its order."""
+"""A checkpoint is written with llama.cpp's tensor names and row order."""
 
 from __future__ import annotations
 

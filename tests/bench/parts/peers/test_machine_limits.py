@@ -1,4 +1,4 @@
-"""The least time of a row: weights and shared keys once per step; arithmetic or memory, whichever takes longer."""
+"""The lower bound of a row: weights and shared keys once per step, limited by arithmetic or memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The picture is an SVG with a panel for each setting and a name for each engine, the same each time."""
+"""The plot is a reproducible SVG, with a panel per setting and a label per engine."""
 
 from __future__ import annotations
 

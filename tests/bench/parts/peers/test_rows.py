@@ -1,4 +1,4 @@
-"""Rows ask all engines the same, and count one unit."""
+"""All engines get the same requests for a row, and one unit of it is counted."""
 
 from __future__ import annotations
 

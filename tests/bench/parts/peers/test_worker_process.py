@@ -1,4 +1,4 @@
-"""A worker answers tasks, its failures are reported, and no process that it started is left."""
+"""A worker processes tasks, its failures are reported, and it leaves no process behind."""
 
 from __future__ import annotations
 

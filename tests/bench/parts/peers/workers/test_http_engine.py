@@ -1,4 +1,4 @@
-"""A served engine is waited for, asked, and gone at the end."""
+"""An HTTP engine is started, called and stopped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The worker asks llama.cpp's API, and fills every slot before a shared prefix is timed."""
+"""The worker uses llama.cpp's API, and fills every slot before a shared prefix is timed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The loop of a worker keeps stdout for answers, and outlives what a task raises."""
+"""The loop of a worker reserves stdout for responses, and continues after exceptions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The worker drives OpenVINO's pipeline step by step, without AMX where it can't be built with it."""
+"""The worker runs OpenVINO's pipeline step by step, and without AMX if the pipeline can't be built with it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Our own worker goes through the server, hits the second time, and gives the same tokens in both calls."""
+"""The worker of radixkv calls a server; its second call hits the cache and gives the same tokens."""
 
 from __future__ import annotations
 

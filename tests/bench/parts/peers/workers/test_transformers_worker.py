@@ -1,4 +1,4 @@
-"""Both ways of transformers give the same tokens, with a shared prefix and without."""
+"""Both modes of transformers give the same tokens, with a shared prefix and without."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_a_copied_cache_changes_no_token(model: Path) -> None:
         assert warm.token_ids == cold.token_ids
         assert warm.cached_tokens == [24] * 3
         assert all(0 < each <= warm.wall_s for each in warm.first_s)
-    with pytest.raises(ValueError, match="expected the prefix that filled the cache"):
+    with pytest.raises(ValueError, match="the cache was filled with another prefix"):
         engine.run(Task([[9] * 40], 1, shared_tokens=24))
     engine.close()
 

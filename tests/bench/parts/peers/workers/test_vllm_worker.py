@@ -1,4 +1,4 @@
-"""The worker asks vLLM's API for token ids, streamed or at once."""
+"""The worker requests token ids from vLLM's API, streamed or not."""
 
 from __future__ import annotations
 
