@@ -158,15 +158,27 @@ class RedisStore(StoreBackend):
         return PutOutcome.TOO_LARGE if each.num_bytes > self._object_bytes else PutOutcome.ALREADY_THERE
 
     def _get(self, keys: Sequence[bytes]) -> list[bytes | None]:
-        """Read objects up to the size of the largest. What others wrote may have 512 MB, and is rejected later."""
-        pipeline = self._client.pipeline(transaction=False)
-        for key in keys:
-            pipeline.execute_command("GETRANGE", _name(key), 0, self._object_bytes)
-        found = [_bytes_of(answer) or None for answer in pipeline.execute(raise_on_error=False)]
+        found: list[bytes | None]
+        try:
+            found = self._client.execute_command("MGET", *map(_name, keys))
+        except RedisError as error:
+            if not isinstance(error.__context__, _ReplyTooLarge):
+                raise
+            found = self._get_beginnings(keys)
         there = [key for key, data in zip(keys, found, strict=True) if data is not None]
         if there:
             self._pipelined("PEXPIRE", there, self._ttl_ms)
         return found
+
+    def _get_beginnings(self, keys: Sequence[bytes]) -> list[bytes | None]:
+        """Read values up to one byte more than the largest object has, since others have written larger ones there.
+
+        `MGET` is twice as fast, but has no limit.
+        """
+        pipeline = self._client.pipeline(transaction=False)
+        for key in keys:
+            pipeline.execute_command("GETRANGE", _name(key), 0, self._object_bytes)
+        return [_bytes_of(answer) or None for answer in pipeline.execute(raise_on_error=False)]
 
     def _pipelined(self, command: str, keys: Sequence[bytes], *arguments: int) -> list[Any]:
         if not keys:
@@ -185,6 +197,10 @@ class RedisStore(StoreBackend):
             return call()
         except (RedisError, OSError) as error:  # some messages contain the URL
             raise StoreUnavailable(f"tiers.redis_url: expected an answer, got {type(error).__name__}") from error
+
+
+class _ReplyTooLarge(OSError):
+    """A reply has more bytes than any should have."""
 
 
 class _BoundedSocket:
@@ -231,9 +247,10 @@ class _BoundedSocket:
 
     def _count(self, num_bytes: int) -> None:
         self._num_left -= num_bytes
-        if self._num_left < 0 or time.monotonic() > self._end_s:
-            code = errno.EMSGSIZE if self._num_left < 0 else errno.ECONNABORTED
-            raise OSError(code, os.strerror(code))
+        if self._num_left < 0:
+            raise _ReplyTooLarge(errno.EMSGSIZE, os.strerror(errno.EMSGSIZE))
+        if time.monotonic() > self._end_s:
+            raise OSError(errno.ECONNABORTED, os.strerror(errno.ECONNABORTED))
 
 
 def _bounded(kind: Any, limit_s: float, max_bytes: int) -> Any:

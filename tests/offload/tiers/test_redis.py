@@ -248,10 +248,12 @@ def endless_line(connection: socket.socket) -> None:
 )
 def test_a_reply_that_never_ends_is_given_up(answer: Callable[[socket.socket], None], timeout_s: float) -> None:
     def serve() -> None:
-        connection, _ = listener.accept()
-        with connection, contextlib.suppress(OSError):
-            connection.recv(65_536)
-            answer(connection)
+        while True:
+            connection, _ = listener.accept()
+            with connection, contextlib.suppress(OSError):
+                if connection.recv(65_536) == b"end":
+                    return
+                answer(connection)
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
         server = threading.Thread(target=serve)
@@ -259,7 +261,9 @@ def test_a_reply_that_never_ends_is_given_up(answer: Callable[[socket.socket], N
         store = RedisStore(f"redis://127.0.0.1:{listener.getsockname()[1]}/0", OBJECT_BYTES, timeout_s=timeout_s)
         with pytest.raises(StoreUnavailable, match=r"tiers\.redis_url: expected an answer, got ConnectionError"):
             store.get([key_of(1)])
-        server.join(PATIENCE_S)
+        with socket.create_connection(listener.getsockname()) as last:
+            last.sendall(b"end")
+            server.join(PATIENCE_S)
         assert not server.is_alive()
         store.close()
 
