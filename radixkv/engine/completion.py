@@ -251,8 +251,8 @@ class RequestCompleter:
             logits=prediction.logits,
             miss_reason=request.reuse.miss_reason,
             timing=_timing(request, now_s),
-            retained=self._retain(request, lease, now_s),
-            held_lease=self._hold(request, lease, now_s) if is_held else None,
+            retained=self._retain(request, lease),
+            held_lease=self._hold(request, lease) if is_held else None,
         )
 
     def _generate_result(
@@ -269,10 +269,10 @@ class RequestCompleter:
             finish_reason=finish_reason,
             miss_reason=request.reuse.miss_reason,
             timing=_timing(request, now_s),
-            retained=self._retain(request, request.lease, now_s),
+            retained=self._retain(request, request.lease),
         )
 
-    def _retain(self, request: Request, lease: Lease | None, now_s: float) -> Retained | None:
+    def _retain(self, request: Request, lease: Lease | None) -> Retained | None:
         """Apply the retention that a request asks for.
 
         A priority below the default applies only to tokens that this request published; tokens that other requests
@@ -292,7 +292,7 @@ class RequestCompleter:
             own_start = max(start, min(end, -(-written_from // block_size) * block_size))
         grant = self._retain_range(request, retention, start, own_start, only_raise=True)
         grant = grant.joined(self._retain_range(request, retention, own_start, end, only_raise=not is_lower))
-        return retained_until(grant, now_s)
+        return retained_until(grant, self._clock)
 
     def _retain_range(self, request: Request, retention: Retention, start: int, end: int, *, only_raise: bool) -> Grant:
         if start >= end:
@@ -300,17 +300,21 @@ class RequestCompleter:
         part = dataclasses.replace(retention, start=start, end=end)
         return self._cache.retain(request.namespace, request.prompt_tokens, part, only_raise=only_raise)
 
-    def _hold(self, request: Request, lease: Lease, now_s: float) -> HeldLease:
+    def _hold(self, request: Request, lease: Lease) -> HeldLease:
         block_ids = lease.block_ids
-        lease_id, expires_s = self._held_leases.hold(lease, request.tenant, now_s)
+        lease_id, expires_s = self._held_leases.hold(lease, request.tenant, self._clock())
         request.lease = None  # `held_leases` owns it
-        return HeldLease(lease_id, time.time() + expires_s - now_s, block_ids)
+        return HeldLease(lease_id, unix_time_of(expires_s, self._clock), block_ids)
 
 
-def retained_until(grant: Grant, now_s: float) -> Retained:
-    """Return a grant with its expiry in Unix time; `now_s` is the time on the clock of the grant."""
-    expires_s = grant.expires_s
-    return Retained(grant, None if expires_s is None else time.time() + expires_s - now_s)
+def unix_time_of(when_s: float, clock: Callable[[], float]) -> float:
+    """Return the Unix time at which a clock shows `when_s`; an earlier one if the thread waits between two readings."""
+    return time.time() + when_s - clock()
+
+
+def retained_until(grant: Grant, clock: Callable[[], float]) -> Retained:
+    """Return a grant with its expiry in Unix time; `clock` is the clock of the grant."""
+    return Retained(grant, None if grant.expires_s is None else unix_time_of(grant.expires_s, clock))
 
 
 def _timing(request: Request, now_s: float) -> Timing:

@@ -14,7 +14,7 @@ from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.compute.runner import Runner
 from radixkv.config import EngineConfig
 from radixkv.engine.cancellation import Cancellations
-from radixkv.engine.completion import RequestCompleter, retained_until
+from radixkv.engine.completion import RequestCompleter, retained_until, unix_time_of
 from radixkv.engine.compression import Compressor
 from radixkv.engine.observer import CompositeObserver, Observer
 from radixkv.engine.overlap import OverlapScheduler
@@ -252,8 +252,7 @@ class EngineCore:
 
     def renew(self, lease_id: str, tenant: str) -> float:
         """Extend a held lease; see `HeldLeases.renew`. Returns when it expires, in Unix time."""
-        now_s = self._clock()
-        return time.time() + self.held_leases.renew(lease_id, tenant, now_s) - now_s
+        return unix_time_of(self.held_leases.renew(lease_id, tenant, self._clock()), self._clock)
 
     def probe(self, namespace: Namespace, tokens: bytes, former: Sequence[PromptKey] = ()) -> ProbeResult:
         """Return what a prefill of this prompt would reuse now; see `Request.former`. Changes nothing."""
@@ -268,7 +267,7 @@ class EngineCore:
         grant = self.cache.retain(namespace, tokens, retention)
         if self._offload is not None:
             grant = self._offload.retain(namespace, tokens, retention, grant)
-        return retained_until(grant, self._clock())
+        return retained_until(grant, self._clock)
 
     def purging(
         self, *, tenant: str | None, adapter: str | None, salt: str | None

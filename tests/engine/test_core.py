@@ -276,6 +276,38 @@ class TestHeldLeases:
         bench.core.step()
         assert len(bench.core.held_leases) == 0
 
+    def test_no_reported_expiry_is_later_than_the_real_one(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The engine's thread waits for a second before each reading of a clock."""
+        bench = Bench(held_lease_ttl_s=50.0, max_tenant_held_leases=9)
+
+        class SlowClock:
+            now = 0.0
+
+            def __call__(self) -> float:
+                self.now += 1.0
+                return self.now
+
+        clock = SlowClock()
+        monkeypatch.setattr(type(bench.clock), "__call__", lambda _: clock())
+        monkeypatch.setattr(time, "time", clock)  # Unix time and the clock of the engine agree here
+        held = bench.prefill(range(8), hold_lease=True).held_lease
+        assert held is not None
+        real_s = bench.core.held_leases.next_expiry_s()
+        assert real_s is not None
+        assert held.expires_at_s <= real_s
+        reported_s = bench.core.renew(held.lease_id, "")
+        real_s = bench.core.held_leases.next_expiry_s()
+        assert real_s is not None
+        assert reported_s <= real_s
+        for retained in (
+            bench.prefill(range(8), retention=Retention(80, ttl_s=60)).retained,
+            bench.core.retain(Namespace("fake"), tokens(range(8)), Retention(80, ttl_s=60)),
+        ):
+            assert retained is not None
+            assert retained.expires_at_s is not None
+            assert retained.grant.expires_s is not None
+            assert retained.expires_at_s <= retained.grant.expires_s
+
     def test_only_its_tenant_renews_it_and_only_while_it_is_held(self) -> None:
         bench = Bench(held_lease_ttl_s=5.0)
         held = bench.prefill(range(8), tenant="a", hold_lease=True).held_lease

@@ -170,7 +170,13 @@ class Caller:
         if not held.lease_id:
             return "purged before it was held"
         if self._random.random() < 0.7:
-            await self._client.release(held.lease_id, tenant=tenant)
+            try:
+                await self._client.release(held.lease_id, tenant=tenant)
+            except grpc.aio.AioRpcError as error:
+                is_over = time.time() >= held.lease_expires_at.ToNanoseconds() / 1e9
+                if error.code() is grpc.StatusCode.NOT_FOUND and is_over:  # on a busy machine a call takes a second
+                    return "held too long"
+                raise
         return "held"
 
     async def _probe(self) -> str:

@@ -35,6 +35,7 @@ from bench.parts.adapter_files import write_adapters
 from radixkv.gateway.vllm_engine_pb2 import GenerateRequest, SamplingParams, TokenizedInput
 from radixkv.gateway.vllm_engine_pb2_grpc import VllmEngineStub
 from radixkv.service.client import AsyncClient
+from radixkv.v1.prefill_pb2 import TokenLogprobs
 from tests.offload.tiers.redis_server import SERVER, RedisServer
 from tests.patience import PATIENCE_S
 from tests.whole.campaign import (
@@ -153,13 +154,21 @@ class Report:
 
 
 async def answer_of(client: AsyncClient, ids: list[int], **options: Any) -> list[Any]:
-    """Return what a completion is compared by: tokens and log probabilities of each of its choices."""
-    choices: dict[int, list[Any]] = {}
+    """Return what a completion is compared by: of each choice its tokens, their log probabilities and the prompt's.
+
+    Into how many responses they are divided is not compared: while a response waits, further tokens join it.
+    """
+    choices: dict[int, tuple[list[int], list[Any], list[Any]]] = {}
     async for part in client.generate(ids, max_new_tokens=_NEW_TOKENS, **options):
-        choice = choices.setdefault(part.index, [])
-        choice += list(part.token_ids)
-        choice += [round(each.logprob, 4) for each in part.logprobs]
+        token_ids, logprobs, prompt_logprobs = choices.setdefault(part.index, ([], [], []))
+        token_ids += part.token_ids
+        logprobs += map(_numbers_of, part.logprobs)
+        prompt_logprobs += map(_numbers_of, part.prompt_logprobs)
     return sorted(choices.items())
+
+
+def _numbers_of(row: TokenLogprobs) -> tuple[float, list[tuple[int, float]]]:
+    return row.logprob, [(each.token_id, each.logprob) for each in row.top]
 
 
 class Mix:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import mmap
 import os
 from collections import Counter
+from collections.abc import AsyncIterator
+from typing import Any, cast
 
 import pytest
 
-from tests.whole.soak import MAX_GROWTH_BYTES, Report, Sample, growth_per_10k_calls, run_soak, sample
+from radixkv.service.client import AsyncClient
+from radixkv.v1.prefill_pb2 import GenerateResponse, TokenLogprobs
+from tests.whole.soak import MAX_GROWTH_BYTES, Report, Sample, answer_of, growth_per_10k_calls, run_soak, sample
 
 PASSED = "check passed, 0 leased, 0 pinned"
 
@@ -52,6 +57,46 @@ def test_wrong_answers_and_what_is_left_are_mistakes() -> None:
         "9 threads left",
     ]
     assert Report(last_words=PASSED).mistakes == ["expected at least 10 samples after the warm-up, got 0"]
+
+
+class ScriptedClient:
+    """Answers with the given responses."""
+
+    def __init__(self, *responses: GenerateResponse) -> None:
+        self._responses = responses
+
+    async def generate(self, _: list[int], **__: Any) -> AsyncIterator[GenerateResponse]:
+        for response in self._responses:
+            yield response
+
+
+def response(logprobs: dict[int, float], of_prompt: tuple[float, ...] = ()) -> GenerateResponse:
+    """A response with tokens and their log probabilities."""
+    rows = [TokenLogprobs(logprob=each) for each in logprobs.values()]
+    prompt_rows = [TokenLogprobs(logprob=each) for each in of_prompt]
+    return GenerateResponse(token_ids=list(logprobs), logprobs=rows, prompt_logprobs=prompt_rows)
+
+
+@pytest.mark.parametrize(
+    ("responses", "is_equal"),
+    [
+        ([response({5: -0.5}, (-1.5,)), response({6: -0.25})], True),
+        ([response({5: -0.5, 6: -0.25}, (-1.5,))], True),
+        ([response({5: -0.5, 7: -0.25}, (-1.5,))], False),
+        ([response({5: -0.5, 6: -0.26}, (-1.5,))], False),
+        ([response({5: -0.25, 6: -0.5}, (-1.5,))], False),
+        ([response({5: -0.5, 6: -0.25}, (-1.75,))], False),
+        ([response({5: -0.5, 6: -0.25})], False),
+    ],
+)
+def test_answers_are_compared_by_their_numbers_and_not_by_their_division(
+    responses: list[GenerateResponse], is_equal: bool
+) -> None:
+    first, second = (
+        asyncio.run(answer_of(cast("AsyncClient", ScriptedClient(*each)), [1]))
+        for each in ([response({5: -0.5}, (-1.5,)), response({6: -0.25})], responses)
+    )
+    assert (first == second) == is_equal
 
 
 def test_a_sample_reads_this_process() -> None:
