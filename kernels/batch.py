@@ -19,11 +19,11 @@ Ints: TypeAlias = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class PagedBatch:
-    """Token rows of one step, and the places of their K/V in the pool. Built once per step, read by all layers.
+    """Token rows of one step, and the slots of their K/V in the pool. Built once per step and read by all layers.
 
     Request `i` owns the packed token rows `[query_starts[i], query_starts[i + 1])`. They are the last rows of a
-    sequence of `kv_lens[i]` tokens; the tokens before them are its cached prefix. Position `p` of that sequence lives
-    in block `block_tables[i, p // block_size]` at offset `p % block_size`.
+    sequence of `kv_lens[i]` tokens; the tokens before them are its cached prefix. Position `p` of that sequence is
+    stored in block `block_tables[i, p // block_size]` at offset `p % block_size`.
 
         sequence 0   [ prefix: cached ............ )[ suffix )           kv_lens[0] tokens
         sequence 1   [ prefix )[ suffix )                                kv_lens[1] tokens
@@ -54,7 +54,7 @@ class PagedBatch:
         block_size: int,
         device: torch.device | str = "cpu",
     ) -> PagedBatch:
-        """Lay out one step.
+        """Build the batch of one step.
 
         >>> tables = [np.array([7, 2], dtype=np.int32), np.array([5], dtype=np.int32)]
         >>> batch = PagedBatch.build(query_lens=[3, 1], kv_lens=[20, 4], block_tables=tables, block_size=16)
@@ -98,7 +98,7 @@ class PagedBatch:
         return len(self.kv_lens)
 
     @property
-    def most_query_tokens(self) -> int:
+    def max_query_len(self) -> int:
         """Suffix tokens of the request with the longest suffix."""
         return int(self.query_lens.max())
 

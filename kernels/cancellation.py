@@ -1,6 +1,6 @@
-"""Makes cancellation-sensitive inputs, which reveal the summation order even in half precision.
+"""Generates cancellation-sensitive inputs, which reveal the summation order even in half precision.
 
-Values come in pairs whose products cancel. What remains is the rounding of the partial sums, which depends on the
+Values come in pairs whose products cancel. Only the rounding errors of the partial sums remain, and they depend on the
 order:
 
     row     [  3.1    0.7    3.1    0.7  ]
@@ -16,22 +16,22 @@ import torch
 CANCELLING_SCALE = 100.0
 NUM_CANCELLING_TOKENS = 128
 
-_LARGEST_EXPONENT = 6  # magnitudes from 1 to 64: sums far apart, and no overflow in float16
-_BIAS = 1e-4  # about what is left
+_LARGEST_EXPONENT = 6  # magnitudes from 1 to 64: rounding errors are large, and float16 does not overflow
+_BIAS = 1e-4  # about as large as the remaining rounding errors
 
 
 def sensitive_linear(
     weight: torch.Tensor, bias: torch.Tensor | None, num_rows: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Make rows, a weight and a bias for which the linear layer returns the bias, except for rounding of its sums.
+    """Generate rows, a weight and a bias for which a linear layer returns the bias, except for rounding errors.
 
     Args:
-        weight: `[out_features, in_features]`; its shape, dtype, device and strides are taken.
+        weight: `[out_features, in_features]`; the new weight has its shape, dtype, device and strides.
         bias: `[out_features]`, or None for none.
-        num_rows: rows to make.
+        num_rows: number of rows.
 
     Returns:
-        The rows `[num_rows, in_features]`, a new weight laid out like `weight`, and a new bias.
+        The rows `[num_rows, in_features]`, the new weight, and a new bias.
     """
     out_features, in_features = weight.shape
     generator = torch.Generator().manual_seed(0)
@@ -51,16 +51,16 @@ def sensitive_linear(
 def sensitive_attention(
     what: Literal["values", "scores"], num_tokens: int, num_query_heads: int, num_kv_heads: int, head_dim: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Make a query, a key and a value whose sums cancel, for attention.
+    """Generate a query, a key and a value for attention whose sums cancel.
 
     Args:
-        what: `values`: all keys are alike, and the values of each `NUM_CANCELLING_TOKENS` tokens add up to 0, also
-            where they are added up by themselves. `scores`: the terms of every score add up to 0; the scale
-            `CANCELLING_SCALE` makes their rounding visible.
-        num_tokens, num_query_heads, num_kv_heads, head_dim: shape, the last one at least 2.
+        what: `values`: all keys are equal, and the values of each group of `NUM_CANCELLING_TOKENS` tokens add up to 0.
+            `scores`: the terms of every score add up to 0; with the scale `CANCELLING_SCALE`, their rounding errors
+            change the result.
+        num_tokens, num_query_heads, num_kv_heads, head_dim: shape; `head_dim` is at least 2.
 
     Returns:
-        Float32 `[num_tokens, heads, head_dim]` each, with no more digits than bfloat16 has.
+        Float32 `[num_tokens, heads, head_dim]` each, exactly representable in bfloat16.
     """
     generator = torch.Generator().manual_seed(0)
     value = _magnitudes(generator, num_tokens, num_kv_heads, head_dim)

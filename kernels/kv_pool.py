@@ -1,12 +1,12 @@
-"""The pool: the memory that block ids point into.
+"""The pool of K/V blocks, in one of two layouts.
 
     by block   [ block 0 ............................ )[ block 1 ............................ )[ ...
                  values of all layers )[ their scales      values of all layers )[ their scales
 
     by layer   [ K of layer 0, head 0: block 0 )[ block 1 )[ ...   )[ K of layer 0, head 1: block 0 )[ ...
 
-By block, a block is one contiguous region in every dtype, so that a copy of a block is a copy of its bytes. By layer,
-adjacent blocks are adjacent in each head, so that a CPU attends over them where they are.
+Ordered by block, a block is one contiguous region in every dtype, so it can be copied as bytes. Ordered by layer,
+adjacent blocks are adjacent in each head, so attention on a CPU can read them in place.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ class KVPool:
 
     Attributes:
         dtype: float32, bfloat16, float16, float8_e4m3fn, int8 or int4.
-        head_dim: numbers in a key, and in a value, of one head.
+        head_dim: dimension of a key, and of a value, of one head.
         blocks: uint8, the bytes of each block: by block a contiguous `[num_blocks, block_bytes]`, by layer a strided
             `[num_blocks, num_layers, 2, num_kv_heads, bytes]`.
-        values: `[num_blocks, num_layers, 2, num_kv_heads, block_size, stored_dim]`; dim 2: 0 is K, 1 is V. Two int4
-            share a byte, so `stored_dim` is half of `head_dim` there. In a latent pool dim 2 has size 1: a vector is
-            key and value at once.
-        scales: float32 `[num_blocks, num_layers, 2, num_kv_heads, block_size]`, one for each stored vector; None if
-            the dtype is not quantized. In a latent pool dim 2 has size 1.
+        values: `[num_blocks, num_layers, 2, num_kv_heads, block_size, stored_dim]`; in dim 2, 0 is K and 1 is V. Two
+            int4 share a byte, so for int4 `stored_dim` is half of `head_dim`. In a latent pool dim 2 has size 1: the
+            same vector serves as key and as value.
+        scales: float32 `[num_blocks, num_layers, 2, num_kv_heads, block_size]`, one per stored vector; None if the
+            dtype is not quantized. In a latent pool dim 2 has size 1.
         is_by_layer: whether the memory is ordered by layer.
         is_rotated: whether `reference.hadamard_transform` is applied to vectors before they are stored, as for int4.
-            The callers of kernels apply it; attention kernels read and write stored vectors as they are.
+            The callers of kernels apply it; attention kernels use stored vectors without transforming them.
     """
 
     dtype: torch.dtype
@@ -70,12 +70,12 @@ class KVPool:
     ) -> KVPool:
         """Allocate blocks of zeros, or uninitialized blocks if `is_zeroed` is false.
 
-        A quantized pool is ordered by block, also if `is_by_layer` is true. On a CPU a page of zeros takes memory once
-        something is written into it. With `is_latent` one vector a head is stored, which is key and value at once.
+        A quantized pool is ordered by block even if `is_by_layer` is true. On a CPU a page of zeros takes memory only
+        after something is written to it. With `is_latent` one vector per head is stored, which is both key and value.
 
         Raises:
             MemoryError, RuntimeError: the device does not have enough memory.
-            ValueError: the dtype is not one that a pool stores, or is int4 with an odd `head_dim`.
+            ValueError: a pool does not support the dtype, or it is int4 with an odd `head_dim`.
         """
         size = (num_layers, 1 if is_latent else 2, num_kv_heads, block_size)
         num_vectors = math.prod(size)
@@ -104,31 +104,31 @@ class KVPool:
 
     @property
     def is_latent(self) -> bool:
-        """Whether a stored vector is key and value at once."""
+        """Whether a stored vector is both key and value."""
         return self.values.shape[2] == 1
 
     @property
     def num_kv_heads(self) -> int:
-        """Heads that K and V have."""
+        """KV heads."""
         return self.values.shape[3]
 
     @property
     def block_size(self) -> int:
-        """Tokens a block."""
+        """Tokens per block."""
         return self.values.shape[4]
 
     @property
     def block_strides(self) -> tuple[int, int]:
-        """Values, and scales, from a block to the next one. Ordered by block only; 0 where there are no scales.
+        """Strides of blocks in values, and in scales (0 without scales), of a pool that is ordered by block.
 
-        The strides of a pool of one block say something else.
+        They are computed, because torch may report other strides for a pool of one block.
         """
         block_bytes = self.blocks.shape[-1]
         return block_bytes // self.values.element_size(), block_bytes // _SCALE_BYTES if self.scales is not None else 0
 
 
 def _zero_pages(num_bytes: int) -> torch.Tensor:
-    """Map memory that the operating system fills with zeros when it is used: filling 1.6 GB takes 0.6 s."""
+    """Map memory that the operating system zeroes when it is first used. Zeroing 1.6 GB at once takes 0.6 s."""
     try:
         pages = mmap.mmap(-1, max(1, num_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, OverflowError, ValueError) as error:

@@ -6,11 +6,11 @@ from typing import NamedTuple
 
 
 class NormStyle(NamedTuple):
-    """The way from a normalized row in float32 to its values in the row's dtype.
+    """How a normalized float32 row is multiplied by the weight and rounded to the row's dtype.
 
     Attributes:
         weight_offset: added to the weight, in float32, before it is applied.
-        rounds_first: whether the row is rounded to its dtype before the weight is applied, and again after.
+        rounds_first: whether the row is rounded to its dtype before the weight is applied, in addition to after it.
     """
 
     weight_offset: float

@@ -1,9 +1,9 @@
-"""Quantizes K and V to 8 or 4 bits, with a float32 scale for each vector.
+"""Quantizes K and V to 8 or 4 bits, with a float32 scale per vector.
 
     vector  [ 0.3, -1.27, 0.02, ... ]  ->  scale = largest magnitude / 127,  values = round(vector / scale)
 
-The scale depends on the vector alone (dynamic, symmetric, no calibration), so a token's K and V are stored with the
-same bits whatever is stored with it.
+Quantization is dynamic and symmetric, without calibration. The scale depends only on the vector, so the stored bits of
+a token's K and V do not depend on other tokens.
 """
 
 from __future__ import annotations
@@ -12,25 +12,25 @@ import torch
 
 INT4: torch.dtype = torch.int4  # type: ignore[attr-defined]  # torch's annotations lack it
 
-# The largest magnitude of a quantized number. A vector is scaled so that its own largest becomes this.
+# The largest magnitude of each dtype. A vector is scaled so that its largest magnitude becomes this.
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0, INT4: 7.0}
 
-# The scale of a vector of zeros: the smallest by which a division does not overflow.
+# The scale of a vector of zeros: the smallest normal float32.
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 
 _PLAIN = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def is_quantized(dtype: torch.dtype) -> bool:
-    """Whether vectors of this dtype have scales."""
+    """Return whether vectors of this dtype are stored with scales."""
     return dtype in LARGEST
 
 
 def stored_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of the tensor that holds numbers of `dtype`. Two int4 share an int8.
+    """Return the dtype of the tensor that stores numbers of `dtype`. Two int4 share an int8.
 
     Raises:
-        ValueError: numbers of this dtype are not stored.
+        ValueError: the dtype is not supported.
     """
     if dtype not in _PLAIN and dtype not in LARGEST:
         names = ", ".join(str(known).removeprefix("torch.") for known in (*_PLAIN, *LARGEST))
@@ -39,13 +39,13 @@ def stored_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def stored_dim(head_dim: int, dtype: torch.dtype) -> int:
-    """Return the elements of the tensor that holds a vector of `head_dim` numbers.
+    """Return the number of elements that store a vector of `head_dim` numbers.
 
     >>> stored_dim(128, torch.int8), stored_dim(128, INT4)
     (128, 64)
 
     Raises:
-        ValueError: int4 and an odd `head_dim`.
+        ValueError: the dtype is int4, and `head_dim` is odd.
     """
     if dtype != INT4:
         return head_dim
@@ -55,7 +55,7 @@ def stored_dim(head_dim: int, dtype: torch.dtype) -> int:
 
 
 def quantize(vectors: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scale and round vectors. Rounds to nearest, ties to even.
+    """Quantize vectors. Rounds to nearest, ties to even.
 
     >>> quantize(torch.tensor([0.5, -1.27, 0.0]), torch.int8)
     (tensor([  50, -127,    0], dtype=torch.int8), tensor(0.0100))
@@ -65,8 +65,8 @@ def quantize(vectors: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, t
         dtype: float8_e4m3fn, int8 or int4.
 
     Returns:
-        Values `[..., stored_dim]` of the stored dtype, and float32 scales `[...]`. A vector with an infinity or a NaN
-        has a scale that is not finite.
+        Values `[..., stored_dim]` of the stored dtype, and float32 scales `[...]`. If a vector contains infinity or
+        NaN, its scale is not finite.
 
     Raises:
         ValueError: another dtype.
@@ -74,7 +74,8 @@ def quantize(vectors: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, t
     if dtype not in LARGEST:
         raise ValueError(f"dtype: expected one of {', '.join(map(str, LARGEST))}, got {dtype}")
     vectors = vectors.float()
-    # By a tensor: a GPU multiplies by the rounded reciprocal of a plain number, and so would be a bit off the kernel.
+    # The divisor is a tensor: on a GPU, torch multiplies by the rounded reciprocal of a Python number, which would give
+    # other bits than the kernel.
     largest = torch.full((), LARGEST[dtype], device=vectors.device)
     scales = (vectors.abs().amax(dim=-1) / largest).clamp_min(SMALLEST_SCALE)
     values = vectors / scales[..., None]
@@ -92,8 +93,8 @@ def dequantize(
     Args:
         values: `[..., stored_dim]`.
         scales: float32 `[...]`.
-        quantized: dtype that `quantize` was given.
-        dtype: dtype of the result, to which the products are rounded.
+        quantized: the dtype that was passed to `quantize`.
+        dtype: dtype of the result.
 
     Returns:
         A new tensor `[..., head_dim]` of `dtype`.

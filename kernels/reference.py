@@ -1,4 +1,4 @@
-"""Defines every kernel in plain torch: slow and obvious. The fast kernels are tested against these functions."""
+"""Reference implementations of all kernels in plain PyTorch, against which the fast kernels are tested."""
 
 from __future__ import annotations
 
@@ -20,18 +20,16 @@ def write_kv(
     layer: int,
     largest: torch.Tensor | None = None,
 ) -> None:
-    """Put the K and V of new tokens into their slots of one layer, in place.
-
-    Every other slot, layer and block keeps its bits.
+    """Write the K and V of new tokens into their slots of one layer, in place.
 
     Args:
-        key: `[num_tokens, num_kv_heads, head_dim]`, rounded or quantized to the pool's dtype on the way.
-        value: like `key`; None for a latent pool, where a key is its value.
+        key: `[num_tokens, num_kv_heads, head_dim]`; rounded or quantized to the pool's dtype.
+        value: like `key`; None for a latent pool, in which a key is also the value.
         slots: int64 `[num_tokens]`, `block_id * block_size + offset`, all different.
         pool: the K/V.
         layer: index into the pool's layers.
         largest: float32 `[num_tokens, num_kv_heads]`, the largest magnitude in K and V of all layers so far, NaN if
-            one was NaN. Updated in place with the magnitudes of this layer. None to leave that out.
+            one was NaN. Updated in place with the magnitudes of this layer. None if it is not needed.
     """
     written = (key,) if value is None else (key, value)
     if largest is not None:
@@ -60,10 +58,10 @@ def hadamard_transform(vectors: torch.Tensor, dtype: torch.dtype) -> torch.Tenso
 
     Args:
         vectors: `[num_tokens, num_heads, head_dim]`, floating point.
-        dtype: of the result; the sums are float32.
+        dtype: dtype of the result; the sums are float32.
 
     Returns:
-        A new tensor like `vectors`. A vector's bits depend on it alone.
+        A new tensor like `vectors`. The bits of a vector do not depend on other vectors.
     """
     part = hadamard_size(vectors.shape[-1])
     factor: float = part**-0.5
@@ -83,18 +81,18 @@ def paged_attention(
     batch: PagedBatch,
     scoring: Scoring,
 ) -> torch.Tensor:
-    """Attend causally from each request's suffix over its cached prefix and the suffix itself.
+    """Compute causal attention from each request's suffix to its cached prefix and to the suffix itself.
 
-    A token at position `p` sees positions `[0, p]`, or `(p - window, p]` with a window. Query head `h` reads KV head
-    `h // (num_query_heads // num_kv_heads)`. Slots at or past a request's `kv_len` are never read. The arithmetic is
-    float32.
+    A token at position `p` attends to positions `[0, p]`, or `(p - window, p]` with a window. Query head `h` reads KV
+    head `h // (num_query_heads // num_kv_heads)`. Slots at or past a request's `kv_len` are never read. The arithmetic
+    is float32.
 
     Args:
-        query: `[num_tokens, num_query_heads, head_dim]`, packed as `batch.query_starts` says.
+        query: `[num_tokens, num_query_heads, head_dim]`, packed according to `batch.query_starts`.
         pool: the K/V; the suffix is already written.
         layer: index into the pool's layers.
-        batch: which rows belong to which request and where its K/V live.
-        scoring: how scores are made, and which keys a query sees.
+        batch: the rows of each request, and the location of its K/V.
+        scoring: how scores are computed, and which keys a query attends to.
 
     Returns:
         A new tensor shaped and typed like `query`.
@@ -139,13 +137,13 @@ def copy_blocks(pool: KVPool, sources: torch.Tensor, targets: torch.Tensor) -> N
 
 
 def dequantize_blocks(pool: KVPool, layer: int, block_ids: torch.Tensor, dtype: torch.dtype) -> KVPool:
-    """Dequantize one layer of some blocks into a pool of its own.
+    """Dequantize one layer of some blocks into a new pool.
 
     Args:
         pool: the K/V, quantized.
         layer: index into the pool's layers.
         block_ids: int32 `[num_blocks]`.
-        dtype: dtype of the new pool, to which the products are rounded.
+        dtype: dtype of the new pool.
 
     Returns:
         A new pool of one layer, owned by the caller. Its block `i` is block `block_ids[i]` of `pool`.
@@ -165,7 +163,7 @@ def rms_norm(rows: torch.Tensor, weight: torch.Tensor | None, eps: float, style:
         rows: `[..., num_columns]`; the arithmetic is float32.
         weight: `[num_columns]`, or None for ones.
         eps: added to the mean of the squares.
-        style: what is done with the weight.
+        style: how the weight is applied.
 
     Returns:
         A new tensor like `rows`.
@@ -201,16 +199,16 @@ def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 
 
 def add_low_rank(
-    rows: torch.Tensor, out: torch.Tensor, chosen: torch.Tensor, down: torch.Tensor, up: torch.Tensor
+    rows: torch.Tensor, out: torch.Tensor, indices: torch.Tensor, down: torch.Tensor, up: torch.Tensor
 ) -> None:
     """Add `up @ (down @ row)` to some rows of a layer's output, in place. `down @ row` is rounded to the rows' dtype.
 
     Args:
         rows: `[num_rows, in_features]`.
         out: `[num_rows, out_features]`, like `rows` in dtype.
-        chosen: int64 `[n]`, rows to add to, all different.
+        indices: int64 `[n]`, indices of the rows to add to, all different.
         down: `[rank, in_features]`.
         up: `[out_features, rank]`.
     """
-    inner = functional.linear(rows[chosen].float(), down.float()).to(rows.dtype)
-    out[chosen] = (out[chosen].float() + functional.linear(inner.float(), up.float())).to(out.dtype)
+    inner = functional.linear(rows[indices].float(), down.float()).to(rows.dtype)
+    out[indices] = (out[indices].float() + functional.linear(inner.float(), up.float())).to(out.dtype)

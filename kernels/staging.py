@@ -18,7 +18,7 @@ def to_device(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
     waits for everything that was launched before it. PyTorch does not reuse the pinned memory before the copy is done.
 
     Args:
-        tensor: any shape. Do not change it afterwards: on a CPU it is returned itself.
+        tensor: any shape. Do not change it afterwards, because for a CPU it is returned itself.
         device: device of the result.
     """
     if torch.device(device).type != "cuda":

@@ -1,4 +1,4 @@
-"""Kernels for a CPU, made of PyTorch's and oneDNN's operations. `radixkv.kernels.native` has those in C++.
+"""CPU kernels built from the operations of PyTorch, MKL and oneDNN. `radixkv.kernels.native` has those in C++.
 
 Public API: `paged_attention`, `plan_cpu_attention`, `choose_gemm`.
 """

@@ -2,11 +2,11 @@
 
     pieces of a row   [ unit 0 )[ unit 1 )[ part )[ tail )      attended one by one, merged in this order
 
-`cpu_attention_plan` cuts the keys at fixed positions and joins rows of requests that share blocks. A row of the result
-depends on its token's prefix alone, bit for bit: the fused attention computes each row by itself, in an order that
-depends on its keys. But it takes 32 rows or more at a time, and one to three rows left over in another order, so rows
-come in multiples of 16. Half precision has different orders for few rows and for many, which agree on sums of a
-multiple of 32 numbers, so sums are padded to that.
+`attention_plan` splits the keys at fixed positions and joins rows of requests that share blocks. The bits of an output
+row depend only on the prefix of its token: the fused attention computes each row separately, in an order that depends
+on its keys. It computes blocks of 32 rows or more, however, and one to three remaining rows in another order, so the
+number of rows is padded to a multiple of 16. In half precision, the summation order depends on the number of rows
+unless the number of terms is a multiple of 32, so sums are padded to that.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from radixkv.kernels.kv_pool import KVPool
 from radixkv.kernels.quantization import dequantize
 from radixkv.kernels.scoring import Scoring
 
-# The fused attention shares out blocks of this many rows or more among threads: fewer are one block.
+# The fused attention distributes blocks of at least this many rows over threads. Fewer rows are one block.
 _ROWS_PER_BLOCK = 32
 
-# Scores held at once when a softcap rules out the fused attention: 64 MiB of float32.
+# Scores in memory at once if the fused attention can't be used because of a softcap: 64 MiB of float32.
 _SOFTCAP_SCORES = 1 << 24
 
 _fused_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
 def demand_of(query: torch.Tensor, pool: KVPool, scoring: Scoring) -> Demand:
-    """Return what a layer demands of its plan.
+    """Return the properties of a layer that its plan depends on.
 
     Args:
         query: `[num_tokens, num_query_heads, head_dim]`.
         pool: the K/V.
-        scoring: how scores are made, and which keys a query sees.
+        scoring: how scores are computed, and which keys a query attends to.
     """
     _, num_query_heads, head_dim = query.shape
     return Demand(
@@ -55,16 +55,16 @@ def paged_attention(
 ) -> torch.Tensor:
     """Compute `reference.paged_attention` in pieces.
 
-    Partial results are rounded to the queries' dtype, and merged in float32. Slots that are not written yet may hold
-    anything. Besides the result, memory is needed for the pieces of one group, see `cpu_attention_work`.
+    Partial results are rounded to the queries' dtype, and merged in float32. Slots that are not written yet may contain
+    any values, NaN included. Besides the result, memory is needed for the pieces of one group.
 
     Args:
-        query: `[num_tokens, num_query_heads, head_dim]`, packed as the batch's `query_starts` say; float32, bfloat16
-            or float16. K and V are rounded to this dtype.
+        query: `[num_tokens, num_query_heads, head_dim]`, packed according to the batch's `query_starts`; float32,
+            bfloat16 or float16. K and V are rounded to this dtype.
         pool: the K/V; the suffix is already written.
         layer: index into the pool's layers.
         groups: `plan_cpu_attention` of the batch, for `demand_of` these arguments.
-        scoring: how scores are made, and which keys a query sees.
+        scoring: how scores are computed, and which keys a query attends to.
 
     Returns:
         A new tensor shaped and typed like `query`.
@@ -84,11 +84,11 @@ def paged_attention(
 
 
 def _rows_of(query: torch.Tensor, num_kv_heads: int, group: Group) -> torch.Tensor:
-    """Make the query heads of each KV head rows of one matrix.
+    """Pack the query heads of each KV head into the rows of one matrix.
 
     Returns:
-        `[num_kv_heads, num_rows + padding, head_dim]`. The padding is zeros, so that any range of rows can be made
-        longer to a multiple of `ROWS_MULTIPLE`.
+        `[num_kv_heads, num_rows + padding, head_dim]`. The padding is zeros, so that any range of rows can be extended
+        to a multiple of `ROWS_MULTIPLE`.
     """
     _, num_query_heads, head_dim = query.shape
     if group.tokens is None:
@@ -110,12 +110,12 @@ def _fill_head_dim(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _missing_dims(head_dim: int, dtype: torch.dtype) -> int:
-    """Return the padding of the head dim to a length for which all processors add up in the same order."""
+    """Return the padding of the head dim to a length that all processors sum in the same order."""
     return 0 if dtype == torch.float32 else -head_dim % SUM_MULTIPLE
 
 
 def _attend_group(rows: torch.Tensor, pool: KVPool, layer: int, group: Group, scoring: Scoring) -> torch.Tensor:
-    """Attend from the rows of a group.
+    """Compute the attention of the rows of a group.
 
     Args:
         rows: `[num_kv_heads, num_rows + padding, head_dim]`.
@@ -149,7 +149,7 @@ def _attend_group(rows: torch.Tensor, pool: KVPool, layer: int, group: Group, sc
 def _attend_tails(
     rows: torch.Tensor, pool: KVPool, layer: int, group: Group, scoring: Scoring
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend from the rows of a group over their own tiles.
+    """Compute the attention of the rows of a group over the tails of their tiles.
 
     Returns:
         `[num_kv_heads, num_rows, head_dim]`, and the logarithms of the sums of weights, `[num_kv_heads, num_rows]`.
@@ -180,11 +180,11 @@ def _strip_kv(pool: KVPool, layer: int, strip: Strip, dtype: torch.dtype) -> tup
     else:
         kv = _copied(pool, layer, strip.block_ids, dtype)
     kv = torch.unflatten(kv, 2, (strip.num_units, strip.unit_tokens)).transpose(1, 2)
-    return kv[0], kv[-1]  # the same in a latent pool
+    return kv[0], kv[-1]  # in a latent pool both are the same tensor
 
 
 def _tail_kv(pool: KVPool, layer: int, tails: Tails, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Copy the keys and the values of tiles, `[num_tiles, num_kv_heads, num_keys, head_dim]` each. Unwritten: 0."""
+    """Copy keys and values of tiles, `[num_tiles, num_kv_heads, num_keys, head_dim]` each. Unwritten slots are 0."""
     kv = _copied(pool, layer, tails.block_ids, dtype)
     if tails.unwritten is not None:
         kv.index_fill_(2, tails.unwritten, 0)
@@ -213,19 +213,19 @@ def _copied(pool: KVPool, layer: int, block_ids: torch.Tensor, dtype: torch.dtyp
 def _attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scoring: Scoring
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend with the fused kernel.
+    """Compute attention with the fused kernel.
 
     Args:
         query: `[n, num_kv_heads, num_rows, head_dim]`, `num_rows` a multiple of `ROWS_MULTIPLE`.
         key, value: `[n, num_kv_heads, num_keys, head_dim]`.
-        mask: `[n, 1, num_rows, num_keys]`, added to the scores; None if every row sees every key.
-        scoring: how scores are made; no softcap.
+        mask: `[n, 1, num_rows, num_keys]`, added to the scores; None if every row attends to every key.
+        scoring: how scores are computed; without a softcap.
 
     Returns:
         Rows like `query`, and the logarithms of their sums of weights, float32 `[n, num_kv_heads, num_rows]`.
     """
     if query.shape[0] * query.shape[1] == 1 and query.shape[2] <= _ROWS_PER_BLOCK and torch.get_num_threads() > 1:
-        # The library would compute a single matmul on all its threads, and its sums in parts.
+        # The library would split the sums of a single matmul over its threads, so it gets two.
         query, key, value = (tensor.expand(2, -1, -1, -1) for tensor in (query, key, value))
         rows, lse = _fused_attention(query, key, value, attn_mask=mask, scale=scoring.scale)
         return rows[:1], lse[:1]
@@ -236,7 +236,7 @@ def _attend(
 def _attend_softcapped(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, scoring: Scoring
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute `_attend` with the scores spelled out: no fused kernel of torch takes a softcap.
+    """Compute `_attend` from separate operations, because no fused kernel of torch supports a softcap.
 
     Returns:
         Rows in float32, and zeros: these rows have no other piece.
@@ -258,11 +258,11 @@ def _attend_softcapped(
 
 
 def shares(lses: torch.Tensor) -> torch.Tensor:
-    """Turn logarithms of the sums of weights into shares of the softmax sum, in place.
+    """Replace logarithms of the sums of weights by shares of the softmax sum, in place.
 
     Args:
-        lses: `[num_pieces, num_kv_heads, num_rows]`, -inf where a row has no piece. Pieces that every row has
-            are the last ones: its tail, and its sink if there are sinks.
+        lses: `[num_pieces, num_kv_heads, num_rows]`, -inf where a row has no piece. The pieces that every row has
+            come last: its tail, and its sink if there are sinks.
     """
     weights = lses.sub_(lses.amax(0))
     for piece in torch.split(weights.view(-1), ELEMENTS_PER_CALL):
@@ -278,7 +278,7 @@ def merge(
 ) -> torch.Tensor:
     """Add up partial results, weighted by their share of the softmax sum, in the order of their positions.
 
-    Products and sums are separate operations: a processor may round both at once or one by one, depending on the place
+    Multiplication and addition are separate operations: in a fused operation, the rounding may depend on the position
     of a number in the tensor.
 
     Args:
@@ -300,7 +300,7 @@ def merge(
             merged = first_piece
         else:
             if merged is None:
-                # The only number that changes nothing it is added to, not even -0.0.
+                # Adding -0.0 leaves every number as it is, -0.0 included.
                 merged = shares.new_full(tail.shape, -0.0)
             merged[:, first:end].add_(first_piece)
         for piece in others:

@@ -1,4 +1,4 @@
-"""Plans paged attention on a CPU. Made once per step, read by every layer.
+"""Plans paged attention on a CPU, once per step for all layers with the same `Demand`.
 
 The keys of a row are split into pieces at fixed positions, independent of the batch and of the cache:
 
@@ -23,21 +23,22 @@ import torch
 from radixkv.kernels.batch import PagedBatch
 from radixkv.kernels.shared_prefix import prefix_order, runs_in_order
 
-# Keys that are attended at once. From 512 on, longer units are not faster: 2,048 keys took 0.215 ms in units of 512 and
-# 0.200 in one for 16 rows, 15.5 and 15.1 ms for 1,792 (2 heads of 64, float32, one thread), and are shared less often.
+# Keys of a unit. Longer units are hardly faster, and are shared less often: for 2,048 keys, 16 rows took 0.215 ms in
+# units of 512 and 0.200 ms in one unit; 1,792 rows took 15.5 and 15.1 ms (2 heads of 64, float32, one thread).
 UNIT_TOKENS = 512
 
-# Keys of a part. With parts of 128 keys, 512 new tokens took 10.2 ms, and 7.1 in bfloat16, compared with 9.0 and 4.8.
+# Keys of a part. For 512 new tokens, parts of 128 keys took 10.2 ms (bfloat16: 7.1 ms), and parts of 256 keys took
+# 9.0 ms (4.8 ms).
 PART_TOKENS = 256
 
-# Query tokens that see the same keys. A tile of 64 tokens has fewer masked keys, and needs twice the number of calls.
+# Query tokens that attend to the same keys. A tile of 64 tokens has fewer masked keys, but needs twice as many calls.
 TILE_TOKENS = 128
 
-# For matmuls of fewer than four rows, the library takes another code path, with another summation order.
+# With fewer than four rows, the library's matmul takes another code path, with another summation order.
 ROWS_MULTIPLE = 16
 
-# From 64 rows on, processors with AMX take another code path for half precision, which adds up 32 terms at a time. Sums
-# of other lengths round differently, so head dims and windows are padded with zeros.
+# From 64 rows on, the library uses another code path for half precision on processors with AMX, which adds up 32 terms
+# at a time. Sums of other lengths round differently, so head dims and windows are padded with zeros.
 SUM_MULTIPLE = 32
 
 
@@ -46,12 +47,11 @@ class Demand(NamedTuple):
 
     Attributes:
         group_size: query heads per KV head.
-        row_numbers: numbers in a row of all KV heads, `num_kv_heads * head_dim`.
+        row_numbers: elements of a row, over all KV heads: `num_kv_heads * head_dim`.
         dtype: dtype of the queries.
         window: the sliding window, None for full attention.
-        is_whole: whether a tile attends over all its keys at once: with a window, or where partial results can't be
-            merged.
-        reads_in_place: whether K and V of adjacent blocks can be read where they are.
+        is_whole: whether a tile attends to all its keys at once: with a window, or if partial results can't be merged.
+        reads_in_place: whether K and V of adjacent blocks can be read without copying them.
     """
 
     group_size: int
@@ -64,14 +64,14 @@ class Demand(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Strip:
-    """Units or parts that some rows of a group see as a whole.
+    """Consecutive units, or consecutive parts, to which some rows of a group attend without a mask.
 
     Attributes:
-        first_piece: place of the first one among the pieces of these rows.
-        num_units: units, or parts.
-        unit_tokens: keys of each.
-        first_row, end_row: rows of the group.
-        first_block: the first of the adjacent blocks where they lie; None if they are copied first.
+        first_piece: index of the first one among the pieces of these rows.
+        num_units: number of units or parts.
+        unit_tokens: keys of each unit or part.
+        first_row, end_row: range of the rows in the group.
+        first_block: the first of the adjacent blocks that are read in place; None if they are copied first.
         block_ids: int64, the blocks to copy; None if they are read in place.
     """
 
@@ -86,18 +86,18 @@ class Strip:
 
 @dataclass(frozen=True, slots=True)
 class Tails:
-    """Tiles of some requests of a group, each over its own last keys.
+    """The tails of tiles with the same number of rows and of keys: the last keys of each tile, which are masked.
 
     Attributes:
-        rows: int64 `[num_tiles * num_rows]`, rows of the group, each tile's filled up with its last one; None if they
-            are the first ones of the group.
-        num_tiles: tiles.
-        num_rows: rows of each, a multiple of `ROWS_MULTIPLE`.
-        block_ids: int64, the blocks of the keys, one tile after the other.
+        rows: int64 `[num_tiles * num_rows]`, indices of rows in the group; each tile is padded by repeating its last
+            row. None if these are the first rows of the group.
+        num_tiles: number of tiles.
+        num_rows: rows of each tile, a multiple of `ROWS_MULTIPLE`.
+        block_ids: int64, the blocks of the keys, tile by tile.
         first_key: keys to skip in the first block of each tile.
         num_keys: keys of each tile, a multiple of `SUM_MULTIPLE`.
-        unwritten: int64, which of the slots of these blocks may hold anything; None if there are none.
-        positions: int64 `[num_tiles, num_rows]`, of the rows.
+        unwritten: int64, the slots of these blocks that may contain any values; None if there are none.
+        positions: int64 `[num_tiles, num_rows]`, the position of each row.
         first_keys: int64 `[num_tiles]`, the position of each tile's first key.
         kept_mask: the `mask` of these tiles; None if it is too large to be kept.
     """
@@ -114,7 +114,7 @@ class Tails:
     kept_mask: torch.Tensor | None
 
     def mask(self, window: int | None, dtype: torch.dtype) -> torch.Tensor:
-        """Return `[num_tiles, 1, num_rows, num_keys]`: 0 where a row sees a key, and -inf elsewhere.
+        """Return `[num_tiles, 1, num_rows, num_keys]`: 0 where a row attends to a key, and -inf elsewhere.
 
         Args:
             window: the sliding window, None for full attention.
@@ -135,12 +135,12 @@ class Group:
     """Rows that are computed together.
 
     Attributes:
-        first_token, num_tokens: the tokens of the step, if they follow each other.
-        tokens: int64 `[num_tokens]`, the tokens of the step if they do not; else None.
-        num_pieces: the most units and parts that a row of the group sees.
+        first_token, num_tokens: the range of packed token rows of the step, if they are consecutive.
+        tokens: int64 `[num_tokens]`, the packed token rows of the step; None if they are consecutive.
+        num_pieces: the maximum number of units and parts of a row of the group.
         strips: ordered by their first piece.
-        tails: the tiles of these rows.
-        tail_rows: int64, where each row of the group is among the rows of all tails; None if these are the rows.
+        tails: the tails of the tiles of these rows.
+        tail_rows: int64, index of each row of the group among the rows of all tails; None if the order is the same.
     """
 
     first_token: int
@@ -154,14 +154,14 @@ class Group:
 
 _PARTS_PER_UNIT = UNIT_TOKENS // PART_TOKENS
 
-# Rows of a group, beyond which it is not worth more company, and numbers in its pieces or its mask: 64 MiB of float32.
+# Maximum rows of a group, and maximum elements of its pieces or of its mask: 64 MiB of float32.
 _GROUP_ROWS = 1024
 _GROUP_NUMBERS = 1 << 24
 
-# Tokens that are copied at once where K and V can't be read in place: 8 MiB of float32 for 2 heads of 64.
+# Tokens that are copied at once if K and V can't be read in place: 8 MiB of float32 for 2 heads of 64.
 _COPIED_TOKENS = 8192
 
-# Numbers in a mask that is kept for all layers; a larger one, of a tail with a long window, is made in each layer.
+# Maximum elements of a mask that is kept for all layers. A larger one, for a long window, is computed in each layer.
 _KEPT_MASK = 1 << 20
 
 
@@ -180,10 +180,10 @@ class _Members(NamedTuple):
     """The tiles of a group, in `prefix_order`.
 
     Attributes:
-        tiles: at least one.
+        tiles: at least one tile.
         tables: `[num_tiles, max_blocks]`, the blocks of each tile's request.
         num_parts: whole parts before each tile, `[num_tiles]`.
-        same_parts: how many of them each shares with the next one, `[num_tiles - 1]`.
+        same_parts: the number of these parts that each tile shares with the next one, `[num_tiles - 1]`.
         first_rows: the first row of each tile in the group, and the number of rows, `[num_tiles + 1]`.
     """
 
@@ -195,11 +195,11 @@ class _Members(NamedTuple):
 
 
 def plan_cpu_attention(batch: PagedBatch, demand: Demand) -> list[Group]:
-    """Lay out the attention of one step for the layers that make the same demand.
+    """Plan the attention of one step for the layers with the same `Demand`.
 
     Args:
         batch: the token rows of the step. The block size divides `TILE_TOKENS`.
-        demand: what the layers have in common.
+        demand: the properties that the layers have in common.
     """
     tiles = [*_tiles(batch, demand)]
     num_parts = np.array([_num_parts(tile, demand) for tile in tiles])
@@ -229,30 +229,30 @@ def _tiles(batch: PagedBatch, demand: Demand) -> Iterator[_QueryTile]:
 
 
 def _num_parts(tile: _QueryTile, demand: Demand) -> int:
-    """Return how many parts a tile sees as a whole, or in units."""
+    """Return the number of whole parts before a tile, those inside units included."""
     return 0 if demand.is_whole else tile.tile_start // PART_TOKENS
 
 
 def _num_pieces(num_parts: int) -> int:
-    """Return how many units and parts there are before a tile that follows `num_parts` parts."""
+    """Return the number of units, and parts outside units, in `num_parts` parts."""
     return num_parts // _PARTS_PER_UNIT + num_parts % _PARTS_PER_UNIT
 
 
 def _numbers_per_row(tile: _QueryTile, demand: Demand) -> int:
-    """Return the numbers in the pieces of a row or in its mask, whichever are more."""
+    """Return the elements of the pieces of a row, or of its mask, whichever are more."""
     pieces = _num_pieces(_num_parts(tile, demand)) + 1
     return max(pieces * demand.row_numbers, _num_keys(tile, demand))
 
 
 def _cut_into_groups(tiles: Sequence[_QueryTile], demand: Demand) -> Iterator[tuple[int, int]]:
-    """Cut tiles in order into groups of bounded size, `[first, end)`."""
-    first, rows, most = 0, 0, 0
+    """Split tiles, in order, into groups of bounded size, `[first, end)`."""
+    first, rows, max_numbers = 0, 0, 0
     for i, tile in enumerate(tiles):
         own_rows, own_numbers = (tile.end - tile.start) * demand.group_size, _numbers_per_row(tile, demand)
-        all_rows, most = rows + own_rows, max(most, own_numbers)
-        if rows and (all_rows > _GROUP_ROWS or all_rows * most > _GROUP_NUMBERS):
+        all_rows, max_numbers = rows + own_rows, max(max_numbers, own_numbers)
+        if rows and (all_rows > _GROUP_ROWS or all_rows * max_numbers > _GROUP_NUMBERS):
             yield first, i
-            first, all_rows, most = i, own_rows, own_numbers
+            first, all_rows, max_numbers = i, own_rows, own_numbers
         rows = all_rows
     yield first, len(tiles)
 
@@ -280,7 +280,7 @@ def _strips(block_size: int, demand: Demand, members: _Members) -> Iterator[Stri
         blocks = tables[first, first_unit * UNIT_TOKENS // block_size : end_unit * UNIT_TOKENS // block_size]
         rows = int(first_rows[first]), int(first_rows[end])
         yield from _in_place_or_copied(blocks, first_unit, UNIT_TOKENS, rows, block_size, demand)
-    # Tiles that see other units have other parts, although they may share the blocks.
+    # Tiles with a different number of units do not share parts, even if they share the blocks.
     same_parts = np.where(num_units[1:] == num_units[:-1], same_parts, 0)
     for first_part, end_part, first, end in runs_in_order(num_parts.tolist(), same_parts.tolist()):
         parts_in_units = int(num_units[first]) * _PARTS_PER_UNIT
@@ -300,14 +300,14 @@ def _in_place_or_copied(
     block_size: int,
     demand: Demand,
 ) -> Iterator[Strip]:
-    """Cut a run of units where their blocks are not adjacent."""
+    """Split a run of units into strips of adjacent blocks, read in place, and strips of copied blocks."""
     blocks_per_unit = unit_tokens // block_size
     by_unit = blocks.reshape(-1, blocks_per_unit)
     num_units = len(by_unit)
     is_in_place = np.full(num_units, demand.reads_in_place)
     is_in_place &= (by_unit[:, 1:] - by_unit[:, :-1] == 1).all(axis=1)
     follows = (by_unit[1:, 0] - by_unit[:-1, -1] == 1) & is_in_place[1:]
-    most_copied = max(1, _COPIED_TOKENS // unit_tokens)
+    max_copied = max(1, _COPIED_TOKENS // unit_tokens)
     first = 0
     while first < num_units:
         if is_in_place[first]:
@@ -316,7 +316,7 @@ def _in_place_or_copied(
             yield Strip(first_piece + first, end - first, unit_tokens, *rows, int(by_unit[first, 0]), None)
         else:
             others = np.flatnonzero(is_in_place[first:])
-            end = min(first + int(others[0]) if len(others) else num_units, first + most_copied)
+            end = min(first + int(others[0]) if len(others) else num_units, first + max_copied)
             copied = torch.from_numpy(by_unit[first:end].reshape(-1).astype(np.int64))
             yield Strip(first_piece + first, end - first, unit_tokens, *rows, None, copied)
         first = end
@@ -324,16 +324,16 @@ def _in_place_or_copied(
 
 def _tails(batch: PagedBatch, demand: Demand, members: _Members) -> tuple[tuple[Tails, ...], torch.Tensor | None]:
     first_rows = members.first_rows
-    alike: dict[tuple[int, int], list[int]] = {}  # tiles by the number of their rows and of their keys
+    by_shape: dict[tuple[int, int], list[int]] = {}  # tiles by their number of rows and of keys
     for i, tile in enumerate(members.tiles):
         num_rows = -(-int(first_rows[i + 1] - first_rows[i]) // ROWS_MULTIPLE) * ROWS_MULTIPLE
-        alike.setdefault((num_rows, _num_keys(tile, demand)), []).append(i)
+        by_shape.setdefault((num_rows, _num_keys(tile, demand)), []).append(i)
     tails, tail_rows, num_before = [], np.empty(int(first_rows[-1]), dtype=np.int64), 0
-    for (num_rows, num_keys), indices in alike.items():
-        most_tiles = max(1, _COPIED_TOKENS // num_keys)
-        for cut in range(0, len(indices), most_tiles):
-            chosen = indices[cut : cut + most_tiles]
-            tails.append(_tails_alike(batch, demand, members, chosen, num_rows, num_keys))
+    for (num_rows, num_keys), indices in by_shape.items():
+        max_tiles = max(1, _COPIED_TOKENS // num_keys)
+        for start in range(0, len(indices), max_tiles):
+            chosen = indices[start : start + max_tiles]
+            tails.append(_tails_of_shape(batch, demand, members, chosen, num_rows, num_keys))
             for i in chosen:
                 tail_rows[first_rows[i] : first_rows[i + 1]] = num_before + np.arange(first_rows[i + 1] - first_rows[i])
                 num_before += num_rows
@@ -342,23 +342,23 @@ def _tails(batch: PagedBatch, demand: Demand, members: _Members) -> tuple[tuple[
 
 
 def _num_keys(tile: _QueryTile, demand: Demand) -> int:
-    """Return the number of keys of a tile's own sums."""
+    """Return the number of keys in the tail of a tile."""
     return tile.tile_start + TILE_TOKENS - _first_key(tile, demand)
 
 
 def _first_key(tile: _QueryTile, demand: Demand) -> int:
-    """Return the first key of a tile's own sums."""
+    """Return the position of the first key in the tail of a tile."""
     if not demand.is_whole:
         return tile.tile_start // PART_TOKENS * PART_TOKENS
     return _first_visible(tile.tile_start, demand) // SUM_MULTIPLE * SUM_MULTIPLE
 
 
 def _first_visible(position: int, demand: Demand) -> int:
-    """Return the first position that a token sees."""
+    """Return the first position that a token attends to."""
     return 0 if demand.window is None else max(0, position + 1 - demand.window)
 
 
-def _tails_alike(
+def _tails_of_shape(
     batch: PagedBatch, demand: Demand, members: _Members, chosen: Sequence[int], num_rows: int, num_keys: int
 ) -> Tails:
     block_size, tiles = batch.block_size, [members.tiles[i] for i in chosen]
@@ -375,7 +375,7 @@ def _tails_alike(
     kv_lens = np.array([batch.kv_lens[tile.request] for tile in tiles])[:, None]
     in_table = np.minimum(places, (kv_lens - 1) // block_size)
     slots = (first_keys // block_size * block_size)[:, None] + np.arange(blocks_per_tile * block_size)
-    # Where a tile begins inside, what only its first positions would see may not be there any more.
+    # If the first rows of a tile are not computed, the keys that only they attend to may have been dropped.
     first_visible = np.array([_first_visible(tile.start, demand) for tile in tiles])[:, None]
     is_written = (slots < kv_lens) & (slots >= first_visible)
     tails = Tails(

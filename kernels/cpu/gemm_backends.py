@@ -35,7 +35,7 @@ _MKLDNN: Any = torch.ops.mkldnn
 _HINTED_ROWS = 64
 _HINTED_ROWS_OF_MKL = 512
 
-# Padding, stride, dilation and groups of a convolution of one pixel.
+# Padding, stride, dilation and groups of a 1x1 convolution.
 _ONE_PIXEL = ([0, 0], [1, 1], [1, 1], 1)
 
 Multiply = Callable[[torch.Tensor, Any, torch.Tensor | None], torch.Tensor]

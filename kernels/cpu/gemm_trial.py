@@ -33,8 +33,7 @@ _WEIGHED = (1, 8, 64, 512)
 _COLD = 2
 _CACHE_SIZE = Path("/sys/devices/system/cpu/cpu0/cache/index3/size")
 _CACHE_BYTES = 128 * 2**20  # if the system does not report it
-_MOST_COPIES = 32
-
+_MAX_COPIES = 32
 # Positions of rows at which results are compared: the start, the end, and another order.
 _NUM_PLACES = 3
 
@@ -82,7 +81,7 @@ def choose_gemm(
     backends: Sequence[str],
     *,
     is_exact: bool,
-    most_rows: int = SIZES[-1],
+    max_rows: int = SIZES[-1],
     limit_s: float = math.inf,
     clock: Callable[[], float] | None = None,
 ) -> GemmChoice | None:
@@ -100,7 +99,7 @@ def choose_gemm(
         bias: `[out_features]`, or None.
         backends: names of candidates.
         is_exact: whether only row counts with bitwise identical results may be used.
-        most_rows: maximum rows per call.
+        max_rows: maximum rows per call.
         limit_s: seconds after which nothing more is timed. Checks may take longer.
         clock: returns seconds; None for the clock of `Stopwatch.here`.
 
@@ -113,7 +112,7 @@ def choose_gemm(
     def left_s() -> float:
         return end_s - watch.now()
 
-    sizes = tuple(size for size in SIZES if size <= most_rows)
+    sizes = tuple(size for size in SIZES if size <= max_rows)
     num_timed = max(_PART, _MAX_TIMED_NUMBERS // weight.shape[1])
     rows, part, part_bias = sensitive_linear(weight[:num_timed], None if bias is None else bias[:num_timed], sizes[-1])
     weighed = [min(num_rows, sizes[-1]) for num_rows in _WEIGHED]
@@ -320,7 +319,7 @@ def cold_copies(name: str, weight: torch.Tensor, bias: torch.Tensor | None) -> l
 
 def _num_copies(weight: torch.Tensor) -> int:
     weight_bytes = max(1, weight.numel() * weight.element_size())
-    return min(_MOST_COPIES, -(-_COLD * _cache_bytes() // weight_bytes))
+    return min(_MAX_COPIES, -(-_COLD * _cache_bytes() // weight_bytes))
 
 
 @cache

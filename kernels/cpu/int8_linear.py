@@ -13,19 +13,19 @@ from typing import Any, NamedTuple
 import torch
 
 _LARGEST = 127
-_MOST_FEATURES = (2**31 - 1) // _LARGEST**2  # beyond that a sum may overflow
+_MAX_FEATURES = (2**31 - 1) // _LARGEST**2  # with more, a sum may overflow
 _SMALLEST_SCALE = 1e-30  # of a row of zeros
 _ONEDNN: Any = torch.ops.onednn
 _TRIED_FEATURES = (3, 64, 300)
 
 
 class Int8Weight(NamedTuple):
-    """A weight as oneDNN multiplies it.
+    """A weight in the format of oneDNN's int8 matmul.
 
     Attributes:
-        packed: integers, laid out by oneDNN.
+        packed: integers, packed by oneDNN.
         scales: float32 `[out_features]`.
-        zeros: int32 `[out_features]`, all 0: oneDNN asks for them.
+        zeros: int32 `[out_features]`, the zero points, all 0. oneDNN requires them.
     """
 
     packed: torch.Tensor
@@ -34,7 +34,7 @@ class Int8Weight(NamedTuple):
 
 
 def quantize_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Round each row to integers. The largest magnitude of a row becomes 127.
+    """Quantize each row to integers. The largest magnitude of a row becomes 127.
 
     >>> quantize_rows(torch.tensor([[1.0, -2.0, 0.5]]))[0]
     tensor([[  64, -127,   32]], dtype=torch.int8)
@@ -43,8 +43,8 @@ def quantize_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         rows: `[num_rows, num_columns]`.
 
     Returns:
-        int8 `[num_rows, num_columns]`, and float32 scales `[num_rows, 1]`. A row that is not finite has a scale that is
-        not finite.
+        int8 `[num_rows, num_columns]`, and float32 scales `[num_rows, 1]`. If a row contains NaN or infinity, so does
+        its scale.
     """
     wide = rows.float()
     largest = torch.maximum(wide.amax(1, keepdim=True), wide.amin(1, keepdim=True).neg_())
@@ -53,20 +53,20 @@ def quantize_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def pack_int8(weight: torch.Tensor) -> Int8Weight:
-    """Round a weight `[out_features, in_features]` and lay it out.
+    """Quantize and pack a weight `[out_features, in_features]`.
 
     Raises:
-        ValueError: it has too many input features to add up in 32 bits.
+        ValueError: it has so many input features that a 32-bit sum could overflow.
     """
-    if weight.shape[1] > _MOST_FEATURES:
-        raise ValueError(f"weight: expected at most {_MOST_FEATURES} input features, got {weight.shape[1]}")
+    if weight.shape[1] > _MAX_FEATURES:
+        raise ValueError(f"weight: expected at most {_MAX_FEATURES} input features, got {weight.shape[1]}")
     integers, scales = quantize_rows(weight)
     packed = _ONEDNN.qlinear_prepack(integers, None)
     return Int8Weight(packed, scales[:, 0].contiguous(), torch.zeros(weight.shape[0], dtype=torch.int32))
 
 
 def int8_linear(rows: torch.Tensor, weight: Int8Weight, bias: torch.Tensor | None) -> torch.Tensor:
-    """Multiply rows `[num_rows, in_features]`. Returns `[num_rows, out_features]` in the rows' dtype."""
+    """Apply the layer to rows `[num_rows, in_features]`. Returns `[num_rows, out_features]` in the rows' dtype."""
     integers, scales = quantize_rows(rows)
     output = _int8_matmul(integers, weight).mul_(scales)
     if bias is not None:
@@ -75,7 +75,7 @@ def int8_linear(rows: torch.Tensor, weight: Int8Weight, bias: torch.Tensor | Non
 
 
 def adds_integers_exactly() -> bool:
-    """Whether int8 matmuls are exact on this machine: without VNNI, sums of two products may saturate at 16 bits."""
+    """Return whether int8 matmuls are exact here: without VNNI, sums of two products may saturate at 16 bits."""
     if not torch._C._has_mkldnn:
         return False
     generator = torch.Generator().manual_seed(0)
@@ -91,7 +91,7 @@ def adds_integers_exactly() -> bool:
 
 
 def _int8_matmul(integers: torch.Tensor, weight: Int8Weight) -> torch.Tensor:
-    """The int8 matmul, times the weight's scales, in float32."""
+    """Return the int8 matmul, multiplied by the weight's scales, in float32."""
     output: torch.Tensor = _ONEDNN.qlinear_pointwise(
         integers, 1.0, 0, *weight, None, 1.0, 0, torch.float32, "none", [], ""
     )

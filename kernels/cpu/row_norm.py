@@ -1,4 +1,4 @@
-"""Normalizes each row by its root mean square, in few passes over memory. For CPUs."""
+"""RMS norm on a CPU, in few passes over memory."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from radixkv.kernels.norm_style import NormStyle
 
 
 def row_norm(rows: torch.Tensor, weight: torch.Tensor, eps: torch.Tensor, style: NormStyle) -> torch.Tensor:
-    """Compute RMS norm in float32. A row's bits do not depend on the number of rows, from two rows on.
+    """Compute RMS norm in float32. The bits of a row do not depend on the number of rows, if there are at least two.
 
-    Torch's own takes three times as long for 512 rows of 896, most of it for temporary tensors.
+    Torch's own function takes three times as long for 512 rows of 896, mostly to allocate temporary tensors.
 
     Args:
         rows: `[..., num_columns]`.

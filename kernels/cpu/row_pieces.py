@@ -1,10 +1,10 @@
-"""Computes elementwise functions so that a result's bits do not depend on its place in the tensor.
+"""Computes elementwise functions so that the bits of a result do not depend on its position in the tensor.
 
-Torch computes most of a tensor in vectors and the rest one by one, with another exponential, and splits large tensors
-among threads. Here each row is padded to whole vectors, and no thread gets a part of a row: a call has a number of rows
-that threads share evenly, or no more than one thread computes:
+Torch computes most of a tensor in vectors and the remaining elements one by one, with another implementation of the
+exponential, and it splits large tensors among threads. Here each row is padded to whole vectors, and no row is split
+among threads: either all threads of a call get the same number of rows, or one thread computes all of them:
 
-    [601, 100], 2 threads      rows of 128: a call of 600, 300 for each thread, and a call of 1
+    [601, 100], 2 threads      rows padded to 128: a call of 600, 300 for each thread, and a call of 1
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from typing import Any
 import torch
 from torch.nn.functional import pad
 
-VECTOR_ELEMENTS = 64  # two vectors of 64 bytes at once, of the smallest dtype
-ELEMENTS_PER_CALL = 32_768  # at::internal::GRAIN_SIZE: more are shared out to threads
+VECTOR_ELEMENTS = 64  # torch computes two vectors of 64 bytes at once; the smallest dtype has 2 bytes
+ELEMENTS_PER_CALL = 32_768  # at::internal::GRAIN_SIZE: torch splits larger tensors among threads
 
 
 def in_row_pieces(function: Callable[..., torch.Tensor], rows: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     """Compute `function(rows, *args, **kwargs)`, element by element.
 
     Args:
-        function: a function of each number by itself.
+        function: an elementwise function.
         rows: `[..., num_columns]`, at least one dimension.
         args, kwargs: further arguments of `function`.
 
@@ -44,7 +44,7 @@ def _rows_of_calls(num_rows: int, num_columns: int) -> list[int]:
     num_threads = torch.get_num_threads()
     shared = num_rows - num_rows % num_threads
     if num_threads > 1 and shared * num_columns < num_threads * ELEMENTS_PER_CALL:
-        shared = 0  # torch would take fewer threads, and split it otherwise
+        shared = 0  # torch would use fewer threads, and might split a row
     rows_per_call = max(1, ELEMENTS_PER_CALL // num_columns)
     rest = num_rows - shared
     calls = [shared] if shared else []

@@ -22,14 +22,14 @@ SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 512)
 
 
 class RowTiles:
-    """Covers any number of rows by calls of known numbers, as cheaply as possible.
+    """Finds the cheapest calls, of a few fixed row counts, that together cover a given number of rows.
 
     >>> tiles = RowTiles({2: 10.0, 16: 20.0, 64: 70.0})
     >>> tiles.cover(37), tiles.cover(3), tiles.cover(130)
     ((16, 16, 16), (16,), (64, 64, 2))
 
     Args:
-        costs: what a call with a number of rows costs, by that number; at least one.
+        costs: the cost of a call by its row count; at least one.
     """
 
     def __init__(self, costs: dict[int, float]) -> None:
@@ -37,7 +37,7 @@ class RowTiles:
         self._covers: dict[int, tuple[int, ...]] = {}
 
     def cover(self, num_rows: int) -> tuple[int, ...]:
-        """Return the rows of each call, in descending order. The last one may have rows to spare."""
+        """Return the row count of each call, in descending order. The last call may be padded."""
         found = self._covers.get(num_rows)
         if found is None:
             largest = max(self.costs)
@@ -46,12 +46,12 @@ class RowTiles:
         return found
 
     def cost(self, num_rows: int) -> float:
-        """Return what a number of rows costs."""
+        """Return the cost of a number of rows."""
         return sum(self.costs[size] for size in self.cover(num_rows))
 
     @cached_property
     def _cheapest(self) -> list[tuple[int, ...]]:
-        """The cheapest covers of 0 up to twice the largest number of rows."""
+        """The cheapest cover of each number of rows, from 0 to less than twice the largest row count."""
         best = [0.0]
         last = [0]
         for num_rows in range(1, 2 * max(self.costs)):
@@ -67,7 +67,7 @@ class RowTiles:
 
 @cache
 def tiles_of(costs: tuple[tuple[int, float], ...]) -> RowTiles:
-    """Return the tiles for pairs of a number of rows and its cost. Finding covers takes milliseconds: once."""
+    """Return the tiles for pairs of a row count and its cost. Cached, since finding the covers takes milliseconds."""
     return RowTiles(dict(costs))
 
 

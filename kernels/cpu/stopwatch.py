@@ -1,4 +1,4 @@
-"""Times calls on a machine that may have other work."""
+"""Times calls on a machine that may run other programs."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import NamedTuple
 
 import torch
 
-_FEWEST_CALLS, _MOST_CALLS = 2, 20
-_LEAST_S = 5e-3  # of all calls together but the first one: shorter ones are lost in what else the machine does
-_MOST_LOST_S = 0.03  # of all calls that waited
-
-# A call waited if its threads did for this time, and for this part of it: to wake a thread takes time, too.
+_MIN_CALLS, _MAX_CALLS = 2, 20
+_MIN_TOTAL_S = 5e-3  # of all calls but the first: shorter totals are mostly noise
+_MAX_LOST_S = 0.03  # total time of calls that waited, from which on the machine counts as busy
+# A call counts as one that waited if its threads waited for this time, and for this share of the call. Waking a thread
+# takes some time, too.
 _WAITED_S, _WAITED_SHARE = 2e-4, 0.25
 
 _THREADS = Path("/proc/self/task")
@@ -28,8 +28,8 @@ class Took(NamedTuple):
     """The time of a call.
 
     Attributes:
-        seconds: that it took.
-        has_waited: whether other programs had the processor for a part of it.
+        seconds: how long it took.
+        has_waited: whether its threads waited for a processor that other programs used.
     """
 
     seconds: float
@@ -40,8 +40,8 @@ class Stopwatch:
     """Times calls with rows.
 
     Args:
-        now: seconds.
-        waited: seconds for which threads of this process waited for a processor, as `waited_s` returns it.
+        now: the clock, in seconds.
+        waited: returns the seconds for which threads of this process waited for a processor; see `waited_s`.
 
     Attributes:
         now: as above.
@@ -54,50 +54,47 @@ class Stopwatch:
 
     @property
     def is_busy(self) -> bool:
-        """Whether calls that waited for a processor took 30 ms together, so that timings are unreliable.
-
-        With two threads a call takes as long as others may have a processor, 8 ms in place of 0.03; one thread wins.
-        """
-        return self._lost_s >= _MOST_LOST_S
+        """Whether timings are unreliable: calls that waited for a processor have taken at least 30 ms in total."""
+        return self._lost_s >= _MAX_LOST_S
 
     @classmethod
     def here(cls) -> Stopwatch:
-        """Return one for torch's threads. With one thread it measures CPU time, which other processes do not affect."""
+        """Return a stopwatch for torch's threads. With one thread it measures CPU time, to exclude other processes."""
         return cls(time.thread_time) if torch.get_num_threads() == 1 else cls(time.perf_counter, waited_s)
 
     def time(self, call: Call, rows: torch.Tensor) -> tuple[torch.Tensor, Took]:
-        """Call once. Returns the answer, and what it took."""
+        """Time one call. Returns its result and its time."""
         waited_s, start_s = self._waited(), self.now()
-        answer = call(rows)
+        result = call(rows)
         took_s = self.now() - start_s
         has_waited = self._waited() - waited_s > max(_WAITED_S, _WAITED_SHARE * took_s)
         self._lost_s += took_s * has_waited
-        return answer, Took(took_s, has_waited)
+        return result, Took(took_s, has_waited)
 
     def shortest(self, calls: Iterator[Call], rows: torch.Tensor, known: Sequence[Took] = ()) -> float:
-        """Return the seconds of the shortest call: preparing the first one and other programs only add to it.
+        """Return the seconds of the shortest call. Disturbances, and initialization in the first call, only add time.
 
-        Calls that waited do not count if there are others. On a busy machine two calls are enough.
+        Calls that waited are ignored if there are others. On a busy machine two calls are enough.
 
         Args:
-            calls: equal ones, to be made in turn.
-            rows: for each.
-            known: what some of them took already.
+            calls: equivalent functions, called in turn.
+            rows: the argument of each call.
+            known: times of calls that were made before.
         """
         took = list(known)
-        while len(took) < _FEWEST_CALLS or not (self.is_busy or _is_enough(took)):
+        while len(took) < _MIN_CALLS or not (self.is_busy or _is_enough(took)):
             took.append(self.time(next(calls), rows)[1])
         return min((each.seconds for each in took if not each.has_waited), default=min(took).seconds)
 
 
 def _is_enough(took: Sequence[Took]) -> bool:
     undisturbed = [each.seconds for each in took if not each.has_waited]
-    is_long = sum(undisturbed[1:]) >= _LEAST_S or len(undisturbed) >= _MOST_CALLS
-    return len(undisturbed) >= _FEWEST_CALLS and is_long
+    is_long = sum(undisturbed[1:]) >= _MIN_TOTAL_S or len(undisturbed) >= _MAX_CALLS
+    return len(undisturbed) >= _MIN_CALLS and is_long
 
 
 def waited_s() -> float:
-    """Return how long threads of this process were ready to run and had no processor, in seconds since they began.
+    """Return the total time for which threads of this process were ready to run but had no processor, in seconds.
 
     0 if the system does not report it.
     """

@@ -1,4 +1,4 @@
-"""Triton kernels, and what the host plans for them. Only a GPU needs the modules that import Triton.
+"""Triton kernels, and the plans that the host makes for them. Modules that import Triton are needed on a GPU only.
 
 Public API: `paged_attention`, `plan_attention`, `linear`, `rms_norm`.
 """

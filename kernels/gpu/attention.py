@@ -29,26 +29,26 @@ def paged_attention(
 ) -> torch.Tensor:
     """Compute `reference.paged_attention` in one launch, or in two if the plan splits.
 
-    Scores, softmax and sums are float32; the weights are rounded to the query's dtype before they meet V. Scales of a
-    quantized pool multiply the scores and the weights; K and V themselves are not dequantized. With a float16 query
-    the weights are bfloat16 then, since a small weight times a small scale underflows in float16.
+    Scores, softmax and sums are float32; the weights are rounded to the query's dtype before they are multiplied by V.
+    The scales of a quantized pool are applied to the scores and the weights, not to K and V. For float16 queries over a
+    quantized pool the weights are rounded to bfloat16, since a small weight times a small scale underflows in float16.
 
     Args:
-        query: `[num_tokens, num_query_heads, head_dim]` with a contiguous last dimension, packed as
-            `batch.query_starts` says; float32, bfloat16 or float16.
+        query: `[num_tokens, num_query_heads, head_dim]` with a contiguous last dimension, packed according to
+            `batch.query_starts`; float32, bfloat16 or float16.
         pool: the K/V; the suffix is already written. The block size is a power of two of at least 16.
         layer: index into the pool's layers.
         batch: the step that `plan` was made for.
         plan: `plan_attention` of `batch` for this window.
-        scoring: how scores are made, and which keys a query sees.
-        is_specialized: whether warps specialize. `hopper_attention.supports` must be true of these tensors.
+        scoring: how scores are computed, and which keys a query attends to.
+        is_specialized: whether to use the warp-specialized kernel; see `hopper_attention.supports`.
 
     Returns:
         A new contiguous tensor shaped and typed like `query`.
 
     Raises:
         ValueError: the last dimension of `query` is strided, `plan` was made for another window or another number of
-            query heads, or warps can't specialize for these tensors.
+            query heads, or the warp-specialized kernel does not support these tensors.
     """
     if query.stride(-1) != 1:
         raise ValueError("query: expected a contiguous last dimension, got a strided one")
@@ -62,7 +62,7 @@ def paged_attention(
         query.dtype, pool.dtype, head_dim, pool.block_size, plan.tile_rows
     ):
         raise ValueError(
-            f"plan: expected tensors for which warps can specialize, got queries in {query.dtype}, a pool of "
+            f"plan: the warp-specialized kernel does not support queries in {query.dtype} over a pool of "
             f"{pool.dtype} with {pool.block_size} tokens per block, a head dim of {head_dim} and {plan.tile_rows} rows "
             "per tile"
         )
@@ -86,12 +86,12 @@ def paged_attention(
     return output
 
 
-_INT4_A_WORD = 8
+_INT4_PER_WORD = 8
 
 
 @dataclass(frozen=True, slots=True)
 class _LaunchShape:
-    """Keys that a tile of queries reads at a time, and the warps and pipeline stages that do it."""
+    """Keys that a program reads per iteration, and the number of its warps and pipeline stages."""
 
     tile_keys: int
     num_warps: int
@@ -99,8 +99,8 @@ class _LaunchShape:
 
 
 def _launch_shape(dtype: torch.dtype, padded_dim: int, tile_rows: int) -> _LaunchShape:
-    """Return a shape that compiles for sm_90 without spills; `test_compile_sm90` holds it to that."""
-    if dtype == torch.float32:  # no tensor cores: every product passes through registers
+    """Return a shape that compiles for sm_90 without spills, which `test_compile_sm90` checks."""
+    if dtype == torch.float32:  # no tensor cores: matmuls pass through registers
         return _LaunchShape(tile_keys=16, num_warps=8, num_stages=2)
     if padded_dim > 128:
         return _LaunchShape(tile_keys=32, num_warps=4 if tile_rows == 16 else 8, num_stages=3)
@@ -125,7 +125,7 @@ def _launch(
     shape = _launch_shape(query.dtype, padded_dim, plan.tile_rows)
     value_stride, scale_stride = pool.block_strides
     values = pool.values
-    if pool.dtype == INT4 and head_dim % _INT4_A_WORD == 0:
+    if pool.dtype == INT4 and head_dim % _INT4_PER_WORD == 0:
         values, value_stride = values.view(torch.int32), value_stride // 4
     _attend_tile[(plan.work.shape[0], pool.num_kv_heads)](
         query,
@@ -193,7 +193,7 @@ def _attend_tile(  # type: ignore[no-untyped-def]
     TILE_KEYS: tl.constexpr,
     SCALE_COPIES: tl.constexpr,
 ):
-    """Attend from one tile of packed rows over one range of keys: an item of the plan, for one KV head."""
+    """Compute one work item of the plan for one KV head: attention of a tile of packed rows to a range of keys."""
     item = work + tl.program_id(0) * 8
     kv_head = tl.program_id(1)
     request = tl.load(item)
@@ -203,7 +203,7 @@ def _attend_tile(  # type: ignore[no-untyped-def]
     first_row = tl.load(item + 4)
     kv_start = tl.load(item + 5)
     kv_end = tl.load(item + 6)
-    if num_tokens == 0:  # recorded steps have room to spare
+    if num_tokens == 0:  # an idle item of a recorded step
         return
 
     rows = first_row + tl.arange(0, TILE_ROWS)
@@ -250,19 +250,20 @@ def _attend_tile(  # type: ignore[no-untyped-def]
         scores = tl.dot(q, k.T, input_precision="ieee")  # [TILE_ROWS, TILE_KEYS]
         is_written = positions < kv_end
         if scales is not None:
-            # One load of a number at least for each thread. Of fewer, each thread would load all that it multiplies.
+            # At least one number per thread. With fewer, each thread would load all the scales that it multiplies by.
             k_or_v = tl.arange(0, 2 * SCALE_COPIES) % 2
             both = tl.load(scales + scale_rows[:, None] + k_or_v[None, :] * V_ROWS, mask=is_written[:, None], other=0.0)
             if SCALE_COPIES == 2:
                 both, _ = tl.split(tl.permute(tl.reshape(both, (TILE_KEYS, 2, 2)), (0, 2, 1)))
             key_scales, value_scales = tl.split(both)
             scores = scores * key_scales[None, :]
-        # From the tile's own beginning: a subtraction for each row, not for each key. For 16 rows that takes registers.
+        # Positions relative to the tile need a subtraction per row instead of per key. For 16 rows, the registers are
+        # needed elsewhere.
         origin = 0 if TILE_ROWS == 16 else tile_start
         weights, row_max, row_sum, rescale = softmax_step(
             scores, positions - origin, query_positions - origin, row_max, row_sum, window, scale, softcap
         )
-        # Slots past the end may hold anything: a weight of 0 does not silence a NaN in V, so V is zeroed by position.
+        # Slots past the end may contain NaN, and 0 * NaN is NaN, so V is masked by position.
         value_mask = is_written[:, None] & is_stored_dim[None, :]
         v = tl.load(key_pointers + V_ROWS * STORED_DIM, mask=value_mask, other=0.0)
         if scales is not None:
@@ -273,9 +274,9 @@ def _attend_tile(  # type: ignore[no-untyped-def]
 
     safe_sum = tl.where(row_sum > 0, row_sum, 1.0)
     acc = acc / safe_sum[:, None]
-    if sinks is not None:  # before `partial` is loaded: after it, float32 with 64 dimensions spills
+    if sinks is not None:  # computed before `partial` is loaded; otherwise float32 with 64 dimensions spills
         shares = keys_share(row_max + tl.log2(safe_sum), sinks, heads)
-    partial = tl.load(item + 7)  # here, since it would take a register during the loop
+    partial = tl.load(item + 7)  # loaded only here, because it would occupy a register during the loop
     if partial < 0:
         if sinks is not None:
             acc *= shares[:, None]
@@ -283,15 +284,15 @@ def _attend_tile(  # type: ignore[no-untyped-def]
         tl.store(output + out_offsets[:, None] + dims[None, :], acc.to(output.dtype.element_ty), mask=is_number)
     else:
         part_rows = partial_rows(joined, is_joined, partial, TILE_ROWS).to(tl.int64) * NUM_KV_HEADS + kv_head
-        tl.store(partial_lses + part_rows, row_max + tl.log2(safe_sum), mask=is_row)  # -inf where nothing was seen
+        tl.store(partial_lses + part_rows, row_max + tl.log2(safe_sum), mask=is_row)  # -inf if no key was visible
         tl.store(partials + part_rows[:, None] * HEAD_DIM + dims[None, :], acc, mask=is_number)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def stored_numbers(values, dtype: tl.constexpr, NUMBERS_PER_VALUE: tl.constexpr, TILE_ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Turn what the pool stores, `[rows, dims // NUMBERS_PER_VALUE]`, into `dtype` `[rows, dims]`, exactly.
+    """Convert stored values `[rows, dims // NUMBERS_PER_VALUE]` to numbers `[rows, dims]` of `dtype`, exactly.
 
-    Through float32, since the interpreter does not convert integers to bfloat16.
+    They are converted through float32, since the interpreter does not convert integers to bfloat16.
     """
     if NUMBERS_PER_VALUE == 8:
         halves = tl.join(values, values >> 16)
@@ -305,16 +306,16 @@ def stored_numbers(values, dtype: tl.constexpr, NUMBERS_PER_VALUE: tl.constexpr,
             return values
         values = values.to(tl.float32)
     if TILE_ROWS == 16:
-        # A sum of one number, through which the compiler does not look: else small products load V in smaller pieces.
+        # A sum of one number hides the conversion from the compiler, which would otherwise load V in smaller pieces.
         values = tl.sum(tl.reshape(values, (values.shape[0], values.shape[1], 1)), 2)
     return values.to(dtype)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _nibble(words, SHIFT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the signed four bits from a bit on, as float32.
+    """Return the signed four-bit integers that start at bit `SHIFT` of each word, as float32.
 
-    They become the last digits of a float between 2^23 and 2^24: two instructions, where a conversion takes four.
+    The bits become the last ones of a float between 2^23 and 2^24: two instructions, where a conversion takes four.
     """
     bits = (words & (15 << SHIFT)) ^ (0x4B000000 + (8 << SHIFT))
     return bits.to(tl.float32, bitcast=True) * (1.0 / (1 << SHIFT)) - (8388608.0 / (1 << SHIFT) + 8.0)

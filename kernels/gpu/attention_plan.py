@@ -1,7 +1,7 @@
-"""Plans what each program of the paged attention kernel does. Made on the host once per step, read by every layer.
+"""Plans the work of each program of the paged attention kernel, on the host, once per step for all layers.
 
-tile 0     keys [ split 0 ......... )[ split 1 ..... )     two partial results, which the merge adds up
-tile 1     keys [ one item ..... )                         written to the output itself
+tile 0     keys [ split 0 ......... )[ split 1 ..... )     two partial results, which are merged
+tile 1     keys [ one item ..... )                         written to the output directly
 
 tile 2     keys [ read for both ... )[ one item )          two partial results
 tile 3     keys [ read for both ... )[ one item .... )     two partial results
@@ -22,40 +22,41 @@ from radixkv.kernels.gpu.attention_splits import HOPPER, KEY_ALIGNMENT_TOKENS, D
 from radixkv.kernels.gpu.joined_rows import Joins, join_rows, may_join, unit_tokens
 from radixkv.kernels.staging import to_device
 
-# An item of work and a merge that read no key and write nothing. They fill up the lists of a recorded step.
+# A work item and a merge that read no key and write nothing. They pad the lists of a recorded step.
 NO_WORK = (0, 0, 0, 0, 0, 1, 1, -1)
 NO_MERGE = (0, 0, 0, 0, 0)
 NO_ROW = (0, 0, 0)
 
-# In the place of an item's first token: its rows are joined rows.
+# Stands in the column of an item's first token if its rows are joined rows.
 JOINED = -1
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    """The work list of one step for all layers with as many query heads and the same window.
+    """The work list of one step for all layers with the same number of query heads and the same window.
 
     The queries of one request and one KV head are packed into rows: row `r` is query head `r % group_size` of the
     group, of suffix token `r // group_size`. A tile is `tile_rows` consecutive rows. A tile with many visible keys is
-    split: each split leaves a partial result for each row, and the merge adds them up.
+    split: each split writes a partial result for each row, and the partial results are merged.
 
-    Rows of several requests that see the same K/V may be joined to one tile over these keys. They leave partial
-    results in addition to those of their own tiles over the other keys.
+    Rows of several requests that attend to the same K/V may be joined in one tile for these keys. Its partial results
+    are merged with those of the requests' own tiles for the other keys.
 
     Attributes:
-        tile_rows: packed rows a program works on.
+        tile_rows: packed rows per program.
         group_size: query heads per KV head.
         window: the sliding window of these layers, None for full attention.
         work: int32 `[num_items, 8]` on the device, longest first. Columns: request, first packed token row of the
             request, suffix tokens of the request, prefix tokens, first row of the tile, first key position, end key
-            position, first row of the partial result or -1 when the item writes the output itself.
-            Of an item with joined rows: a request that has the keys, `JOINED`, end joined row, last key position, first
-            joined row, first key position, end key position, number of the split among those of each row.
+            position, first row of the partial result, or -1 if the item writes to the output directly.
+            Columns of an item with joined rows: a request whose block table has the keys, `JOINED`, end joined row,
+            last key position, first joined row, first key position, end key position, index of the split among those
+            of each row.
         merges: int32 `[num_merges, 5]` on the device. Columns: first packed token row of the request, suffix tokens,
             first row of the tile, first row of its first partial result, number of partial results.
-        joined_rows: int32 `[num_joined_rows, 3]` on the device. Columns: the row among those of all requests together,
-            its row in the first partial result of its tile, and the rows of that tile.
-        num_partial_rows: rows of all partial results of one KV head. Those of a tile follow each other.
+        joined_rows: int32 `[num_joined_rows, 3]` on the device. Columns: the packed row among those of all requests,
+            its row in the first partial result of its tile, and the number of rows of that tile.
+        num_partial_rows: rows of all partial results per KV head. Those of a tile are adjacent.
     """
 
     tile_rows: int
@@ -67,7 +68,7 @@ class AttentionPlan:
     num_partial_rows: int
 
     def with_idle_work(self) -> AttentionPlan:
-        """Return a copy with items that do nothing, like the plan of a recorded step with room to spare."""
+        """Return a copy with additional idle items, like the padded plan of a recorded step."""
         idle, no_merge = self.work.new_tensor([NO_WORK] * 3), self.merges.new_tensor([NO_MERGE] * 3)
         return replace(
             self,
@@ -82,12 +83,12 @@ _Rows: TypeAlias = npt.NDArray[np.int32]
 
 
 class _Tiles(NamedTuple):
-    """Tiles of packed rows, and the keys that each of them sees.
+    """Tiles of packed rows, and the keys that each of them attends to.
 
     Attributes:
         rows: int64 `[5, num_tiles]`, the first five columns of `AttentionPlan.work`.
-        num_rows: int64 `[num_tiles]`, rows that are not past the end of the request.
-        kv_start, kv_end: int64 `[num_tiles]`, key positions, half open.
+        num_rows: int64 `[num_tiles]`, rows of each tile that belong to the request.
+        kv_start, kv_end: int64 `[num_tiles]`, half-open ranges of key positions.
         last: int64 `[num_requests]`, the last tile of each request.
     """
 
@@ -110,35 +111,36 @@ def plan_attention(
     joins: bool = True,
     room: DeviceRoom = HOPPER,
 ) -> AttentionPlan:
-    """Lay out the attention of one step for the layers with as many query heads and the same window.
+    """Plan the attention of one step for layers with the same number of query heads and the same window.
 
-    With `tile_rows` and `split_tokens` given, a row's result depends on its position alone, to the bit: not on the rest
-    of the batch, nor on where its suffix began. Splits then begin at multiples of the split size from position 0.
+    If `tile_rows` and `split_tokens` are given, the bits of a row depend only on its prefix and its position: not on
+    the rest of the batch, nor on where its suffix begins. Splits then begin at multiples of the split size.
 
     Args:
         batch: the token rows of the step.
         num_query_heads: query heads of these layers, a multiple of `num_kv_heads`.
         num_kv_heads: KV heads of the pool.
         dtype: dtype of the queries.
-        window: tokens that a query sees, its own included; None for all.
-        tile_rows: 16, 64 or 128; None fits the batch, see `tile_rows_for`.
-        split_tokens: the most keys that a program reads, a multiple of 64; None spreads the batch over the device, see
-            `even_splits`.
-        joins: whether rows of requests that share K/V are joined. With a window that hides any key they are not.
-        room: the device, where the batch is spread over it.
+        window: tokens that a query attends to, including its own; None for all.
+        tile_rows: 16, 64 or 128; None chooses it for the batch, see `tile_rows_for`.
+        split_tokens: maximum number of keys per program, a multiple of 64; None distributes the keys evenly over the
+            device, see `even_splits`.
+        joins: whether rows of requests that share K/V are joined. They are not if the window hides any key.
+        room: the device that `even_splits` distributes the keys over.
 
     Returns:
-        A plan whose tensors live on the device of `batch.block_tables`.
+        A plan whose tensors are on the device of `batch.block_tables`.
 
     Raises:
-        ValueError: the head counts do not divide, or `split_tokens` is not a positive multiple of 64.
+        ValueError: `num_query_heads` is not a multiple of `num_kv_heads`, or `split_tokens` is not a positive multiple
+            of 64.
     """
     group_size, remainder = divmod(num_query_heads, num_kv_heads)
     if remainder or not group_size:
         raise ValueError(f"num_query_heads: expected a multiple of {num_kv_heads} KV heads, got {num_query_heads}")
     if tile_rows is None:
-        most_rows = group_size * batch.most_query_tokens
-        tile_rows = tile_rows_for(batch, group_size, dtype, window) if joins else fitting_tile_rows(most_rows, dtype)
+        max_rows = group_size * batch.max_query_len
+        tile_rows = tile_rows_for(batch, group_size, dtype, window) if joins else fitting_tile_rows(max_rows, dtype)
     if split_tokens is not None and (split_tokens < 1 or split_tokens % KEY_ALIGNMENT_TOKENS):
         raise ValueError(f"split_tokens: expected a positive multiple of {KEY_ALIGNMENT_TOKENS}, got {split_tokens}")
     tiles = _tiles(batch, group_size, tile_rows, window)
@@ -165,7 +167,7 @@ def plan_attention(
 
 
 def first_key(position: Ints, window: int | None) -> Ints:
-    """Return the first key position that tiles read whose first queries stand at `position`, `[num_tiles]`.
+    """Return the first key position that each tile reads, `[num_tiles]`, given the position of its first query.
 
     >>> first_key(np.array([10, 500]), window=100)
     array([  0, 384])
@@ -189,7 +191,7 @@ def _tiles(batch: PagedBatch, group_size: int, tile_rows: int, window: int | Non
 
 
 def _joins(batch: PagedBatch, tiles: _Tiles, group_size: int, tile_rows: int, unit_tokens: int) -> Joins | None:
-    """Join the last tiles of requests. A full tile reads its keys for as many rows as there can be."""
+    """Join the last tiles of requests. Full tiles are not joined: a program has no room for more rows."""
     last = tiles.last
     _, _, _, num_prefix_tokens, first_row = tiles.rows[:, last]
     positions = num_prefix_tokens + first_row // group_size
@@ -197,7 +199,7 @@ def _joins(batch: PagedBatch, tiles: _Tiles, group_size: int, tile_rows: int, un
 
 
 def _even_splits(tiles: _Tiles, joins: Joins | None, num_kv_heads: int, tile_rows: int, room: DeviceRoom) -> Splits:
-    """Spread the keys of all tiles over the device, those of joined rows included."""
+    """Distribute the keys of all tiles over the device, including those of joined rows."""
     num_keys, num_rows = tiles.kv_end - tiles.kv_start, tiles.num_rows
     if joins is not None:
         joined_keys, joined_rows = joins.tiles(tile_rows)
@@ -207,7 +209,7 @@ def _even_splits(tiles: _Tiles, joins: Joins | None, num_kv_heads: int, tile_row
         num_rows,
         num_kv_heads=num_kv_heads,
         tile_rows=tile_rows,
-        most_partials=room.most_partials(tiles.last.size, num_kv_heads, tile_rows),
+        max_partials=room.max_partials(tiles.last.size, num_kv_heads, tile_rows),
         room=room,
     )
 
@@ -215,16 +217,16 @@ def _even_splits(tiles: _Tiles, joins: Joins | None, num_kv_heads: int, tile_row
 def _cut(
     tiles: _Tiles, joins: Joins | None, group_size: int, tile_rows: int, splits: Splits
 ) -> tuple[_Rows, _Rows, _Rows, int]:
-    """Cut the keys of tiles into splits. Returns a plan's work, merges, joined rows, and rows of partial results."""
+    """Split the keys of tiles. Returns a plan's work, merges, joined rows, and number of rows of partial results."""
     num_splits = splits.counts(tiles.kv_start, tiles.kv_end)
-    tile, nth = repeat_indices(num_splits)  # each item's tile, and its place among the items of that tile
+    tile, nth = repeat_indices(num_splits)  # the tile of each item, and the index of the item in that tile
     kv_start, kv_end = splits.bounds(tiles.kv_start[tile], tiles.kv_end[tile], nth, num_splits[tile])
     if joins is not None:
         pieces, num_pieces = joins.pieces(tile_rows, splits)
         num_before = np.zeros_like(num_splits)
         num_before[tiles.last] = num_pieces
         num_splits += num_before
-        nth += num_before[tile]  # now among all that its rows see
+        nth += num_before[tile]  # now the index among all items of its rows, joined ones included
 
     num_partials = num_splits * (num_splits > 1)
     end_partial_row = np.cumsum(num_partials * tiles.num_rows)
@@ -235,7 +237,7 @@ def _cut(
     if joins is not None:
         work = np.concatenate((_joined_work(pieces), work))
         joined_rows = _joined_rows(tiles, tiles.last[joins.requests], first_partial_row, group_size)
-    work = work[np.argsort(work[:, 5] - work[:, 6], kind="stable")]  # longest first: the short ones fill the tail
+    work = work[np.argsort(work[:, 5] - work[:, 6], kind="stable")]  # longest first: short ones fill the last wave
 
     _, first_token, num_tokens, _, first_row = tiles.rows
     split = np.flatnonzero(num_partials)
@@ -262,28 +264,28 @@ def _as_rows(columns: Iterable[Ints]) -> _Rows:
 
 _TILE_ROWS = (16, 64, 128)
 
-# A larger tile must save a fifth of the keys that all tiles read together: requests that are not joined have more
-# empty rows in it. An estimate.
+# A larger tile must save a fifth of the keys that all tiles read, because requests that are not joined have more empty
+# rows in it. This is an estimate.
 _WORTH_OF_FEWER_ROWS = 1.25
 
 
-def fitting_tile_rows(most_rows: int, dtype: torch.dtype) -> int:
-    """Return the rows of a tile that the longest suffix fills. In float32, without tensor cores, larger tiles spill.
+def fitting_tile_rows(max_rows: int, dtype: torch.dtype) -> int:
+    """Return the rows per tile that fit the longest suffix. In float32, without tensor cores, larger tiles spill.
 
     Args:
-        most_rows: packed rows of the longest suffix of a batch.
+        max_rows: packed rows of the longest suffix of a batch.
         dtype: dtype of the queries.
 
-    >>> [fitting_tile_rows(most_rows, torch.bfloat16) for most_rows in (7, 40, 1000)]
+    >>> [fitting_tile_rows(max_rows, torch.bfloat16) for max_rows in (7, 40, 1000)]
     [16, 64, 128]
     """
-    if most_rows <= 16 or dtype == torch.float32:
+    if max_rows <= 16 or dtype == torch.float32:
         return 16
-    return 64 if most_rows <= 64 else 128
+    return 64 if max_rows <= 64 else 128
 
 
 def tile_rows_for(batch: PagedBatch, group_size: int, dtype: torch.dtype, window: int | None = None) -> int:
-    """Return the rows of a tile for a batch: more than the longest suffix fills, if enough rows can be joined.
+    """Return the rows per tile for a batch: more than fit the longest suffix, if enough rows can be joined.
 
     >>> tables = 40 * [np.arange(20, dtype=np.int32)]
     >>> batch = PagedBatch.build(40 * [1], 40 * [1200], tables, block_size=64)
@@ -296,15 +298,15 @@ def tile_rows_for(batch: PagedBatch, group_size: int, dtype: torch.dtype, window
         dtype: dtype of the queries.
         window: the sliding window of the layers, None for full attention.
     """
-    least = fitting_tile_rows(group_size * batch.most_query_tokens, dtype)
-    if least == _TILE_ROWS[-1] or dtype == torch.float32 or not may_join(batch, window):
-        return least
+    min_tile_rows = fitting_tile_rows(group_size * batch.max_query_len, dtype)
+    if min_tile_rows == _TILE_ROWS[-1] or dtype == torch.float32 or not may_join(batch, window):
+        return min_tile_rows
     kv_lens, num_tokens = np.array(batch.kv_lens), batch.query_lens
     unit = unit_tokens(batch.block_size)
     joins = join_rows(batch, num_tokens * group_size, kv_lens - num_tokens, _TILE_ROWS[-1], unit)
     if joins is None:
-        return least
+        return min_tile_rows
     own_keys = int((kv_lens - joins.end_keys).sum())
     num_keys = {tile_rows: own_keys + joins.num_tile_keys(tile_rows) for tile_rows in _TILE_ROWS}
-    enough = _WORTH_OF_FEWER_ROWS * num_keys[_TILE_ROWS[-1]]
-    return next(tile_rows for tile_rows in _TILE_ROWS if tile_rows >= least and num_keys[tile_rows] <= enough)
+    max_keys = _WORTH_OF_FEWER_ROWS * num_keys[_TILE_ROWS[-1]]
+    return next(rows for rows in _TILE_ROWS if rows >= min_tile_rows and num_keys[rows] <= max_keys)

@@ -80,13 +80,13 @@ class DeviceRoom:
         """Return the number of programs with tiles of `tile_rows` rows that the device runs at once."""
         return self.num_multiprocessors * self.cost(tile_rows).programs
 
-    def most_partials(self, num_requests: int, num_kv_heads: int, tile_rows: int) -> int:
+    def max_partials(self, num_requests: int, num_kv_heads: int, tile_rows: int) -> int:
         """Return the maximum number of partial results per KV head after `even_splits`, without those of joined rows.
 
         It is the number of programs that the device runs at once, but at least two per multiprocessor, divided by the
         KV heads, plus two per request.
 
-        >>> [DeviceRoom(132).most_partials(4, 8, tile_rows) for tile_rows in (16, 64, 128)]
+        >>> [DeviceRoom(132).max_partials(4, 8, tile_rows) for tile_rows in (16, 64, 128)]
         [74, 41, 41]
         """
         num_programs = max(self.num_programs(tile_rows), 2 * self.num_multiprocessors)
@@ -127,7 +127,7 @@ class Splits:
 
 
 def even_splits(
-    num_keys: Ints, num_rows: Ints, *, num_kv_heads: int, tile_rows: int, most_partials: int, room: DeviceRoom
+    num_keys: Ints, num_rows: Ints, *, num_kv_heads: int, tile_rows: int, max_partials: int, room: DeviceRoom
 ) -> Splits:
     """Choose how many keys a program reads, so that by an estimate the step ends earliest.
 
@@ -142,7 +142,7 @@ def even_splits(
         num_rows: rows of each tile, `[num_tiles]`.
         num_kv_heads: KV heads; each is computed by separate programs.
         tile_rows: rows of a tile.
-        most_partials: maximum number of partial results per KV head. Without any split there are none, so keys that are
+        max_partials: maximum number of partial results per KV head. Without any split there are none, so keys that are
             not split are always allowed.
         room: the device.
 
@@ -155,7 +155,7 @@ def even_splits(
     partials = np.where(counts > 1, counts, 0)
     bytes_moved = 2 * 4 * room.head_dim * num_kv_heads * (partials * num_rows).sum(1)
     took_us += np.where(partials.any(1), _MERGE_US + _PARTIAL_US * counts.max(1) + bytes_moved / _BYTES_PER_US, 0.0)
-    is_allowed = partials.sum(1) <= most_partials
+    is_allowed = partials.sum(1) <= max_partials
     is_allowed[0] = True
     best = int(sizes[np.argmin(np.where(is_allowed, took_us, np.inf))])
     return Splits(best * KEY_ALIGNMENT_TOKENS, is_even=True)

@@ -8,7 +8,7 @@ import triton.language as tl
 
 from radixkv.kernels.kv_pool import KVPool
 
-# 32-bit words a program: 16 KiB, eight 16-byte accesses a thread.
+# 32-bit words per program: 16 KiB, eight 16-byte accesses per thread.
 _SPAN_WORDS = 4096
 
 
@@ -28,14 +28,14 @@ def copy_blocks(pool: KVPool, sources: torch.Tensor, targets: torch.Tensor) -> N
     num_copies = sources.shape[0]
     if num_copies == 0:
         return
-    words = pool.blocks.view(torch.int32)  # [num_blocks, words a block]
+    words = pool.blocks.view(torch.int32)  # [num_blocks, words per block]
     block_words = words.shape[1]
     _copy_span[(num_copies, triton.cdiv(block_words, _SPAN_WORDS))](
         words, sources, targets, block_words, SPAN_WORDS=_SPAN_WORDS, num_warps=4, enable_fp_fusion=True
     )
 
 
-# Block ids may begin anywhere: they are rows of a longer tensor. Specialized, there would be a kernel for each parity.
+# Block ids are rows of a longer tensor, so their alignment varies. Triton would compile a kernel for each alignment.
 @triton.jit(do_not_specialize_on_alignment=["sources", "targets"])  # type: ignore[untyped-decorator]
 def _copy_span(words, sources, targets, block_words, SPAN_WORDS: tl.constexpr):  # type: ignore[no-untyped-def]
     """Copy one span of one block."""

@@ -8,7 +8,7 @@ import triton.language as tl
 
 from radixkv.kernels.kv_pool import KVPool
 
-# Vectors a program: 64 of 128 bfloat16 numbers make 16 KiB, eight 16-byte stores a thread.
+# Vectors per program: 64 vectors of 128 bfloat16 numbers are 16 KiB, eight 16-byte stores per thread.
 _TILE_VECTORS = 64
 
 
@@ -28,7 +28,7 @@ def dequantize_blocks(pool: KVPool, layer: int, block_ids: torch.Tensor, dtype: 
         ValueError: the pool is not quantized, or `block_ids` is strided.
     """
     if pool.scales is None:
-        raise ValueError(f"pool: expected a quantized one, got {pool.dtype}")
+        raise ValueError(f"pool: expected a quantized pool, got one of {pool.dtype}")
     if not block_ids.is_contiguous():
         raise ValueError("block_ids: expected a contiguous tensor, got a strided one")
     size = (block_ids.shape[0], 1, pool.num_kv_heads, pool.block_size, pool.head_dim)

@@ -17,7 +17,7 @@ def hadamard_transform(vectors: torch.Tensor, dtype: torch.dtype) -> torch.Tenso
 
     Args:
         vectors: `[num_tokens, num_heads, head_dim]` with a contiguous last dimension.
-        dtype: of the result.
+        dtype: dtype of the result.
 
     Raises:
         ValueError: the last dimension is strided.

@@ -4,10 +4,10 @@
     4 warps   compute           rows  0 to  63 of tile 0 | tile 1 | ...
     4 warps   compute           rows 64 to 127 of tile 0 | tile 1 | ...
 
-The tensor memory accelerator (TMA) loads a whole tile with one instruction. The compiler assigns the roles. It does so
-only for 4 warps, one loop with everything in it, all its tensors loaded through two-dimensional descriptors that the
-kernel itself makes, and no branch around the use of the results. Otherwise all warps do everything, and no warning
-says so: `test_compile_sm90` looks at the number of warps.
+The tensor memory accelerator (TMA) loads a whole tile with one instruction. The compiler assigns the roles, but only if
+the kernel has 4 warps and a single loop, loads all tensors through two-dimensional descriptors that it creates itself,
+and has no branch around the use of the results. Otherwise all warps do everything, without a warning, so
+`test_compile_sm90` checks the number of warps.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ TILE_ROWS = 128
 
 _TILE_KEYS = KEY_ALIGNMENT_TOKENS
 
-# Tiles of K, and of V, in shared memory: one in use, two on their way. With 128 dimensions that takes 193 of 227 KiB;
-# registers leave no room for a second program anyway. Two and four compile as well; which is fastest is not measured.
+# Tiles of K, and of V, in shared memory: one in use, two being loaded. With 128 dimensions they take 193 of 227 KiB; a
+# second program would not fit anyway, for lack of registers. Two and four compile as well; none of them is measured.
 _NUM_STAGES = 3
 
 _TMA_ALIGNMENT_BYTES = 16  # of addresses and strides
@@ -37,15 +37,15 @@ _TMA_ALIGNMENT_BYTES = 16  # of addresses and strides
 def supports(
     dtype: torch.dtype, kv_dtype: torch.dtype, head_dim: int, block_size: int, tile_rows: int = TILE_ROWS
 ) -> bool:
-    """Whether `launch` can compute this on a GPU that has TMA.
+    """Return whether `launch` supports these dtypes and sizes, on a GPU that has TMA.
 
-    It can't compute 256 dimensions, which spill, nor quantized pools: their scales lie between the values, so the
-    blocks are not rows of one matrix, and their products take other instructions.
+    It does not support 256 dimensions, which spill, nor quantized pools: their scales are stored between the values, so
+    the blocks are not rows of one matrix.
 
     Args:
         dtype: dtype of the queries.
         kv_dtype: dtype of the pool.
-        head_dim: numbers in a vector of one head.
+        head_dim: dimension of a head.
         block_size: tokens per block; a tile of keys must lie inside one block.
         tile_rows: rows of the plan's tiles.
     """
@@ -74,8 +74,7 @@ def launch(
 ) -> None:
     """Compute each item of the plan, and write it into the output or into the partial results.
 
-    The queries are copied first; see `pack_queries`. For each new token the copy reads and writes half the bytes that K
-    and V of `group_size` tokens have.
+    The queries are copied first; see `pack_queries`.
 
     Args:
         query: `[num_tokens, num_query_heads, head_dim]`, bfloat16 or float16.
@@ -125,11 +124,11 @@ def launch(
 
 
 def _allocate(size: int, alignment: int, stream: int | None) -> torch.Tensor:
-    """Allocate memory for the descriptors that the programs of a launch make. Torch aligns to 512 bytes."""
+    """Allocate memory for the descriptors that the programs of a launch create. Torch aligns it to 512 bytes."""
     return torch.empty(size, dtype=torch.uint8, device="cuda")
 
 
-# Specialized by these, a kernel would be compiled for several kinds of numbers, and perhaps have other bits.
+# Triton would compile several kernels for different values of these arguments, and their bits might differ.
 @triton.jit(  # type: ignore[untyped-decorator]
     do_not_specialize=[
         "num_tokens",
@@ -168,9 +167,9 @@ def _attend_tile_specialized(  # type: ignore[no-untyped-def]
     TILE_ROWS: tl.constexpr,
     TILE_KEYS: tl.constexpr,
 ):
-    """Attend from one tile of packed rows over one range of keys: an item of the plan, for one KV head.
+    """Compute one work item of the plan for one KV head: attention of a tile of packed rows to a range of keys.
 
-    The pool is a matrix here, whose rows are vectors; their numbers fit into int32 on any GPU that has TMA.
+    The pool is read as a matrix with one vector per row. Row numbers fit into int32 on any GPU that has TMA.
     """
     item = work + tl.program_id(0) * 8
     kv_head = tl.program_id(1)
@@ -195,15 +194,15 @@ def _attend_tile_specialized(  # type: ignore[no-untyped-def]
     last_block_row = tl.load(table + (kv_end - 1) // BLOCK_SIZE) * block_rows + first_key
     end_of_values = last_block_row + V_ROWS + (kv_end - 1) % BLOCK_SIZE + 1
 
-    # What a tile has past the end of its matrix arrives as 0: of dimensions, and of `last_values` also of slots. These
-    # may hold anything, and a weight of 0 does not silence a NaN in V.
+    # TMA fills the part of a tile past the end of its matrix with 0: dimensions, and in `last_values` also slots. Slots
+    # past the end may contain NaN, and 0 * NaN is NaN.
     queries = tl.make_tensor_descriptor(
         packed, [NUM_KV_HEADS * num_packed_rows, HEAD_DIM], [HEAD_DIM, 1], [TILE_ROWS, PADDED_DIM]
     )
     vectors = tl.make_tensor_descriptor(values, [num_pool_rows, HEAD_DIM], [HEAD_DIM, 1], [TILE_KEYS, PADDED_DIM])
     last_values = tl.make_tensor_descriptor(values, [end_of_values, HEAD_DIM], [HEAD_DIM, 1], [TILE_KEYS, PADDED_DIM])
 
-    # The last tile of a request goes on into rows of others, whose results are thrown away.
+    # The last tile of a request extends into the rows of other requests, whose results are not stored.
     packed_row = kv_head * num_packed_rows + tl.where(first_token < 0, num_tokens, first_token) * GROUP_SIZE + first_row
     q = queries.load([packed_row, 0])  # [TILE_ROWS, PADDED_DIM]
     row_max = tl.full([TILE_ROWS], float("-inf"), tl.float32)
@@ -214,7 +213,7 @@ def _attend_tile_specialized(  # type: ignore[no-untyped-def]
         key_row = tl.load(table + tile_start // BLOCK_SIZE) * block_rows + first_key + tile_start % BLOCK_SIZE
         k = vectors.load([key_row, 0])
         scores = tl.dot(q, k.T)  # [TILE_ROWS, TILE_KEYS]
-        # Positions from the tile's own beginning: a subtraction for each row, not for each key.
+        # Positions relative to the tile need a subtraction per row instead of per key.
         weights, row_max, row_sum, rescale = softmax_step(
             scores, keys, query_positions - tile_start, row_max, row_sum, window, scale, softcap
         )
@@ -224,7 +223,7 @@ def _attend_tile_specialized(  # type: ignore[no-untyped-def]
         v = tile_values.load([key_row + V_ROWS, 0])
         acc = tl.dot(weights.to(q.dtype), v, acc * rescale[:, None])
 
-    # Each item writes to one of two places. A branch would take the roles away.
+    # Each item writes to one of two places, chosen by masks. With a branch, the compiler would not assign the roles.
     safe_sum = tl.where(row_sum > 0, row_sum, 1.0)
     acc = acc / safe_sum[:, None]
     num_rows = tl.where(first_token < 0, num_request_tokens, num_request_tokens * GROUP_SIZE)
@@ -240,7 +239,7 @@ def _attend_tile_specialized(  # type: ignore[no-untyped-def]
     is_split = rows < tl.where(partial < 0, 0, num_rows)
     part_rows = partial_rows(joined_rows + rows * 3, is_joined, partial, TILE_ROWS).to(tl.int64)
     part_rows = part_rows * NUM_KV_HEADS + kv_head
-    tl.store(partial_lses + part_rows, row_max + tl.log2(safe_sum), mask=is_split)  # -inf where nothing was seen
+    tl.store(partial_lses + part_rows, row_max + tl.log2(safe_sum), mask=is_split)  # -inf if no key was visible
     tl.store(partials + part_rows[:, None] * HEAD_DIM + dims[None, :], acc, mask=is_split[:, None] & is_dim)
 
 
@@ -248,9 +247,7 @@ _PROGRAM_ROWS = 32
 
 
 def pack_queries(query: torch.Tensor, joined_rows: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
-    """Copy the queries one KV head after the other, each with all its packed rows and then the joined ones.
-
-    For each row the copy reads and writes `head_dim` numbers.
+    """Copy the queries so that the rows of each KV head are contiguous: all its packed rows, then the joined rows.
 
     Args:
         query: `[num_tokens, num_query_heads, head_dim]` with a contiguous last dimension.

@@ -1,16 +1,15 @@
-"""Linear layers on a GPU that are batch invariant: a row has the same bits, whatever else is in the batch.
+"""Batch-invariant linear layers on a GPU: the bits of a row do not depend on the other rows of the batch.
 
 A GEMM library chooses its tiles, and with them the order of summation, by the number of rows. Here every tile of the
-output walks the input features from the first to the last, in steps of the same size, with one accumulator per number:
+output adds up the input features from first to last, in steps of the same size, with one accumulator per number:
 
                  features ->           columns ->
     rows         [ 0 | 1 | 2 | .. )    [ tile | tile | .. )     tile = 0 + rows[0] @ weight[0] + rows[1] @ weight[1] ...
 
-The weight chooses the tile. Where many rows fill the GPU with larger tiles, which read less from the L2 cache, these
-may be taken instead: the order of summation is the same by construction, and a trial compares the bits of both.
+The tile size depends on the weight. If there are enough rows to fill the GPU with larger tiles, which read less from
+the L2 cache, they may be used: the order of summation is the same by construction, and a trial compares the bits.
 
-The kernel is persistent: each multiprocessor runs one program, and the programs share out the tiles. That decides where
-a tile is computed, not how.
+The kernel is persistent: each multiprocessor runs one program, and the tiles are distributed over the programs.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from radixkv.kernels.cancellation import sensitive_linear
 from radixkv.kernels.gpu.flat_rows import flat_rows
 
-# Tiles that follow each other stay within 8 tiles of rows (1024 rows), so that what 132 programs read at one time, 8
-# tiles of rows and 17 of columns, is a few MiB and stays in the L2 cache of 50 MiB.
+# Consecutive tiles stay within 8 tiles of rows (1024 rows). What 132 programs read at one time, 8 tiles of rows and 17
+# of columns, is then a few MiB, which fit into the L2 cache of 50 MiB.
 _GROUP_TILES = 8
 
 _TMA_ALIGNMENT_BYTES = 16  # of addresses and strides
@@ -38,18 +37,17 @@ _TRIED_ROWS = 300  # three tiles, the last one partly empty
 def linear(
     rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, has_large_tiles: bool = False
 ) -> torch.Tensor:
-    """Compute `torch.nn.functional.linear`, each row by itself, in one launch.
+    """Compute `torch.nn.functional.linear` in one launch.
 
-    Sums are float32, without TF32, and the bias is added before rounding. A row's bits depend on the row, the weight
-    and the bias alone.
+    Sums are float32, without TF32, and the bias is added before rounding. The bits of an output row depend only on the
+    row, the weight and the bias.
 
     Args:
-        rows: `[..., in_features]` in float32, bfloat16 or float16; any strides. Copied unless it is contiguous and
-            starts at a multiple of 16 bytes.
+        rows: `[..., in_features]` in float32, bfloat16 or float16; any strides. Copied unless they are contiguous and
+            start at a multiple of 16 bytes.
         weight: `[out_features, in_features]` like `rows`; any strides.
         bias: `[out_features]` like `rows`, or None.
-        has_large_tiles: whether many rows may be computed in larger tiles, for weights whose trial `tried_tiles` says
-            so.
+        has_large_tiles: whether larger tiles may be used for many rows; see `tried_tiles`.
 
     Returns:
         A new contiguous tensor `[..., out_features]` like `rows`; empty if there are no rows.
@@ -81,16 +79,16 @@ Tiles = Literal["both sizes", "one size"] | None
 def tried_tiles(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Tiles:
     """Check which tiles are batch-invariant on this GPU, for any row count and position.
 
-    `linear` fixes the order of summation. The trial finds out whether compiler and hardware keep to it, with inputs
-    that are sensitive to cancellation.
+    `linear` fixes the order of summation. The trial checks that compiler and hardware preserve it, with inputs that are
+    sensitive to cancellation.
 
     Args:
-        weight: `[out_features, in_features]` in the dtype, on the device and with the strides that are used later.
+        weight: `[out_features, in_features]`, with the dtype, device and strides that are used later.
         bias: `[out_features]`, or None.
 
     Returns:
-        `both sizes` if `linear` may take large tiles for many rows, `one size` if it must not, and None if rows depend
-        on the batch even then.
+        `both sizes` if `linear` may use large tiles for many rows, `one size` if it must not, and None if rows depend
+        on the batch even without large tiles.
     """
     rows, weight, bias = sensitive_linear(weight, bias, _TRIED_ROWS)
     whole = linear(rows, weight, bias)
@@ -107,7 +105,7 @@ def tried_tiles(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Tiles
 
 
 def _fills_device(num_rows: int, out_features: int, device: torch.device) -> bool:
-    """Whether large tiles are at least as many as the multiprocessors."""
+    """Return whether there are at least as many large tiles as multiprocessors."""
     num_tiles = triton.cdiv(num_rows, LARGE_TILE.rows) * triton.cdiv(out_features, LARGE_TILE.columns)
     return bool(num_tiles >= _num_multiprocessors(device))
 
@@ -124,17 +122,17 @@ Layout = Literal["in", "out"] | None
 
 
 def layout_of(weight: torch.Tensor) -> Layout:
-    """Choose how tiles are loaded, those of the rows included: a function of the weight.
+    """Choose how tiles of the weight and of the rows are loaded, by the weight.
 
     Args:
         weight: `[out_features, in_features]`.
 
     Returns:
         The contiguous dimension of a weight that the GPU's tensor memory accelerator (TMA) can read: `out` for
-        transposed views such as GPT-2's. None where tiles are loaded through pointers.
+        transposed views such as GPT-2's. None if tiles are loaded through pointers.
     """
     step = _TMA_ALIGNMENT_BYTES // weight.element_size()
-    # float32 matmuls pass through registers, which spilled when TMA loaded the tiles.
+    # float32 matmuls pass through registers, and spilled when TMA loaded the tiles.
     if weight.dtype == torch.float32 or weight.shape[1] % step or weight.data_ptr() % _TMA_ALIGNMENT_BYTES:
         return None
     out_stride, in_stride = weight.stride()
@@ -147,13 +145,13 @@ def layout_of(weight: torch.Tensor) -> Layout:
 
 @dataclass(frozen=True, slots=True)
 class TileShape:
-    """The part of a product that a program computes at a time.
+    """The part of a matmul that a program computes at a time.
 
     Attributes:
-        rows, columns: of the result.
-        features: of rows and weight, at each step of the sum.
-        num_warps: 4 or 8; tensor cores are used by four at a time.
-        num_stages: tiles of rows and weight in shared memory, all but one of them on their way.
+        rows, columns: rows and columns of the result.
+        features: input features per step of the sum.
+        num_warps: 4 or 8. A warp group of four warps shares the tensor cores.
+        num_stages: tiles of rows and of the weight in shared memory; all but one of them are being loaded.
     """
 
     rows: int
@@ -163,20 +161,20 @@ class TileShape:
     num_stages: int
 
 
-# Rows and weight of the same bytes give 4 times the products of a tile of 128 x 64. Compiled for sm_90 without spills.
+# Per byte that is loaded, this tile computes 2 times as much as one of 128 x 64. It compiles for sm_90 without spills.
 LARGE_TILE = TileShape(rows=128, columns=256, features=64, num_warps=8, num_stages=4)
 
 
 def tile_shape(out_features: int, dtype: torch.dtype, layout: Layout) -> TileShape:
     """Choose the tile by the weight, for any number of rows.
 
-    Wide tiles read less for each product. But a short suffix is one tile of rows, and then it is the tiles of columns
-    that share out the reading of the weight: an H100 that copies 3.0 TB/s with a latency of a microsecond (both
-    estimated) needs 3.0 MB on their way.
+    Wide tiles read less per multiplication. But a short suffix is a single tile of rows, so only the tiles of columns
+    distribute the reading of the weight over the GPU. With 3.0 TB/s and a latency of one microsecond (both estimated),
+    an H100 needs 3.0 MB in flight.
 
-    | loads | out_features | tile | weight on its way, KiB a tile x tiles |
+    | loads | out_features | tile | weight in flight, KiB per tile x tiles |
     |---|---|---|---|
-    | TMA | from 16384 | 128 x 256 x 64 | 96 x 64 and more: all that the memory gives |
+    | TMA | from 16384 | 128 x 256 x 64 | 96 x 64 and more: the whole bandwidth |
     | TMA | from 8192 | 128 x 128 x 64 | 80 x 64 to 127 |
     | TMA | from 2048 | 128 x 64 x 64 | 56 x 32 to 127 |
     | TMA | below | 128 x 32 x 64 | 28 x 1 to 63 |
@@ -184,10 +182,10 @@ def tile_shape(out_features: int, dtype: torch.dtype, layout: Layout) -> TileSha
     | pointers | below | 128 x 64 x 64 | |
     | pointers, float32 | all | 64 x 64 x 32 | |
 
-    TMA's stages fill the 227 KiB of shared memory of a multiprocessor, of which the result takes its share. Addresses
-    take registers: through pointers, 256 columns of odd features took 244 of 255. Without tensor cores a tile passes
-    through registers altogether; 64 x 64 makes 9 multiplications for each access to shared memory. `test_compile_sm90`
-    holds all of them to no spills.
+    With TMA, the stages and the result fill the 227 KiB of shared memory of a multiprocessor. With pointers, addresses
+    take registers: 256 columns with an odd number of features took 244 of 255. Without tensor cores, matmuls pass
+    through registers; 64 x 64 computes 9 multiplications per access to shared memory. `test_compile_sm90` checks that
+    none of them spills.
     """
     if dtype == torch.float32:
         return TileShape(rows=64, columns=64, features=32, num_warps=4, num_stages=4)
@@ -245,7 +243,7 @@ def _launch(
     )
 
 
-# Specialized, there would be one kernel for a single row, one for multiples of 16, and perhaps other bits.
+# Triton would compile one kernel for a single row and one for multiples of 16, and their bits might differ.
 @triton.jit(do_not_specialize=["num_rows"])  # type: ignore[untyped-decorator]
 def _multiply_tiles(  # type: ignore[no-untyped-def]
     rows,
@@ -263,10 +261,10 @@ def _multiply_tiles(  # type: ignore[no-untyped-def]
     TILE_FEATURES: tl.constexpr,
     GROUP_TILES: tl.constexpr,
 ):
-    """Compute every n-th tile of the result, n being the number of programs."""
+    """Compute every n-th tile of the result, where n is the number of programs."""
     num_row_tiles = tl.cdiv(num_rows, TILE_ROWS)
     num_tiles = num_row_tiles * tl.cdiv(OUT_FEATURES, TILE_COLUMNS)
-    # Flattened, the first loads of a tile are under way while the tile before is still being stored.
+    # With `flatten`, the first loads of a tile overlap with the stores of the previous tile.
     for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0), flatten=True):
         row, column = _place_of(tile, num_row_tiles, OUT_FEATURES, TILE_ROWS, TILE_COLUMNS, GROUP_TILES)
         acc = tl.zeros([TILE_ROWS, TILE_COLUMNS], tl.float32)
@@ -277,12 +275,12 @@ def _multiply_tiles(  # type: ignore[no-untyped-def]
                 w = _load_from(
                     weight, column, features, OUT_FEATURES, IN_FEATURES, OUT_STRIDE, IN_STRIDE, TILE_COLUMNS
                 ).T
-            else:  # what is past the end arrives as 0
+            else:  # TMA fills the part past the end with 0
                 r = rows.load([row, feature])
                 w = weight.load([column, feature]).T if LAYOUT == "in" else weight.load([feature, column])
             acc = tl.dot(r, w, acc, input_precision="ieee")  # [TILE_ROWS, TILE_COLUMNS]
 
-        # Computed again: kept over the inner loop it would take registers.
+        # Computed again, because keeping it during the inner loop would take registers.
         row, column = _place_of(tile, num_row_tiles, OUT_FEATURES, TILE_ROWS, TILE_COLUMNS, GROUP_TILES)
         out_rows = row + tl.arange(0, TILE_ROWS)
         columns = column + tl.arange(0, TILE_COLUMNS)
@@ -302,7 +300,7 @@ def _place_of(  # type: ignore[no-untyped-def]
     TILE_COLUMNS: tl.constexpr,
     GROUP_TILES: tl.constexpr,
 ):
-    """Return the first row and column of a tile: down through some tiles of rows, then on to the next columns."""
+    """Return the first row and column of a tile. Tiles are ordered by groups of rows, then columns, then rows."""
     tiles_per_group = GROUP_TILES * tl.cdiv(OUT_FEATURES, TILE_COLUMNS)
     first_row_tile = tile // tiles_per_group * GROUP_TILES
     num_in_group = tl.minimum(num_row_tiles - first_row_tile, GROUP_TILES)
@@ -321,7 +319,7 @@ def _load_from(  # type: ignore[no-untyped-def]
     FEATURE_STRIDE: tl.constexpr,
     NUM_LINES: tl.constexpr,
 ):
-    """Load some features of some lines of a matrix, `[NUM_LINES, TILE_FEATURES]`, 0 where it has none."""
+    """Load some features of some lines of a matrix, `[NUM_LINES, TILE_FEATURES]`, 0 past its end."""
     lines = first_line + tl.arange(0, NUM_LINES)
     pointers = matrix + lines.to(tl.int64)[:, None] * LINE_STRIDE + features.to(tl.int64)[None, :] * FEATURE_STRIDE
     return tl.load(pointers, mask=(lines < num_lines)[:, None] & (features < IN_FEATURES)[None, :], other=0.0)

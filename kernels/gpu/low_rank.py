@@ -2,12 +2,12 @@
 
     rows of one adapter     [ 16 rows )
     down                    all features, from the first to the last      ─▶ [16, rank], rounded
-    up                      512 columns, 64 at a time                     ─▶ added to the layer's product
+    up                      512 columns, 64 at a time                     ─▶ added to the layer's output
 
-Each program does both matmuls for 16 rows and 512 columns. The programs for other columns repeat the first one: it
-reads the same weights from the L2 cache, and for few rows a second launch with intermediate results in memory would
-take longer. Tiles depend on the weights alone, and sums walk the features in one order, so a row's bits do not depend
-on other rows.
+Each program computes both matmuls for 16 rows and 512 columns. Programs for other columns of the same rows repeat the
+first matmul. They read the weight from the L2 cache, which for few rows takes less time than a second launch would.
+Tiles depend only on the weights, and features are added up in a fixed order, so the bits of a row do not depend on
+other rows.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from radixkv.kernels.cancellation import sensitive_linear
 from radixkv.kernels.gpu.flat_rows import flat_rows
 from radixkv.kernels.staging import to_device
 
-# Rows of a program: the fewest of a tensor core. Always this number, so that a row's bits do not depend on the step.
+# Rows per program: the minimum of a tensor core. The number is fixed, so that a row's bits do not depend on the step.
 TILE_ROWS = 16
 
 
 @dataclass(frozen=True, slots=True)
 class LowRankStep:
-    """Rows of a step by adapter, and where the adapters' weights are. Built once per step, read by all layers.
+    """Rows of a step by adapter, and the addresses of the adapters' weights. Built once per step, read by all layers.
 
         adapters    [ 0 ............ )[ 1 ... )
-        order       [ 4 5 6 7 .. 30  31 2 3 40 )    rows of the step, those of an adapter one after the other
-        tiles       [ 16 )[ 16 )[ 2 )[ 3 )          each of rows of one adapter
+        order       [ 4 5 6 7 .. 30  31 2 3 40 )    rows of the step, grouped by adapter
+        tiles       [ 16 )[ 16 )[ 2 )[ 3 )          each has rows of one adapter
 
     Attributes:
         order: int32 `[num_rows]`, rows of the step.
@@ -54,7 +54,7 @@ class LowRankStep:
         addresses: npt.NDArray[np.int64],
         device: torch.device | str = "cpu",
     ) -> LowRankStep:
-        """Lay out a step.
+        """Build a step.
 
         >>> step = LowRankStep.build([[(4, 30), (2, 4)], [(40, 43)]], np.zeros((1, 2, 2), dtype=np.int64))
         >>> step.tiles.tolist()
@@ -101,7 +101,7 @@ def padded_rank(rank: int) -> int | None:
 def add_low_rank(rows: torch.Tensor, out: torch.Tensor, step: LowRankStep, site: int, rank: int) -> None:
     """Compute `reference.add_low_rank` for all adapters of a step, in place.
 
-    Sums are float32, without TF32. What `down` gives is rounded; what `up` gives is added before rounding.
+    Sums are float32, without TF32. The result of `down` is rounded; that of `up` is added to `out` before rounding.
 
     Args:
         rows: `[..., in_features]` in float32, bfloat16 or float16; any strides.
@@ -109,7 +109,7 @@ def add_low_rank(rows: torch.Tensor, out: torch.Tensor, step: LowRankStep, site:
         step: the rows of each adapter, and the addresses of its weights in the dtype of `rows`: `down`
             `[rank, in_features]` and `up` `[out_features, rank]`, contiguous, at multiples of 16 bytes.
         site: the index of the layer in `step.addresses`.
-        rank: one of `RANKS`, of all weights.
+        rank: the padded rank of all weights, one of `RANKS`.
 
     Raises:
         ValueError: the shapes or dtypes do not fit.
@@ -145,7 +145,7 @@ def add_low_rank(rows: torch.Tensor, out: torch.Tensor, step: LowRankStep, site:
 
 
 def low_rank_rows_agree(down: torch.Tensor, up: torch.Tensor) -> bool:
-    """Whether `add_low_rank` is batch-invariant on this GPU, for any row count and position.
+    """Return whether `add_low_rank` is batch-invariant on this GPU, for any row count and position.
 
     Args:
         down: `[rank, in_features]` with one of `RANKS`.
@@ -166,7 +166,7 @@ def low_rank_rows_agree(down: torch.Tensor, up: torch.Tensor) -> bool:
     return torch.equal(apart, whole) and all(torch.equal(added(n, [(0, n)]), whole[:n]) for n in (1, 5, 17))
 
 
-# Specialized, there would be one kernel for a single adapter, and another one for the first layer.
+# Triton would compile other kernels for a single adapter and for the first layer.
 @triton.jit(do_not_specialize=["site", "num_adapters"])  # type: ignore[untyped-decorator]
 def _add_tile(  # type: ignore[no-untyped-def]
     rows,
@@ -184,7 +184,7 @@ def _add_tile(  # type: ignore[no-untyped-def]
     TILE_COLUMNS: tl.constexpr,
     COLUMNS_PER_PROGRAM: tl.constexpr,
 ):
-    """Add to some columns of a tile of rows of one adapter."""
+    """Compute some columns of a tile of rows of one adapter."""
     tile = tiles + tl.program_id(0) * 3
     pair = addresses + (site * num_adapters + tl.load(tile + 2)).to(tl.int64) * 2
     down_address = tl.load(pair)

@@ -1,10 +1,10 @@
-"""Computes means and RMS norms of rows on a GPU, each row by itself.
+"""Batch-invariant means and RMS norms of rows on a GPU.
 
-A library gives a row to more threads when there are few rows, and to others when a view starts elsewhere. Here one
-program sums a row, in an order that depends on the number of columns alone:
+In a library, the number of threads per row depends on the number of rows and on the alignment of the tensor. Here one
+program sums a row, in an order that depends only on the number of columns:
 
     row          [ 0 .. 4095 | 4096 .. 8191 | .. )
-    4096 sums    + column by column, then added up in a tree
+    4096 sums    one per column of a block, over all blocks; then added up in a tree
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ import triton.language as tl
 from radixkv.kernels.gpu.flat_rows import flat_rows
 from radixkv.kernels.norm_style import TORCH, NormStyle
 
-# Columns at a time: 16 values a thread of 8 warps.
+# Columns per iteration: 16 values per thread of 8 warps.
 _MAX_BLOCK_COLUMNS = 4096
 _COLUMNS_PER_WARP = 512
 
 
 def row_mean(rows: torch.Tensor) -> torch.Tensor:
-    """Compute `rows.mean(-1, keepdim=True)`, each row by itself.
+    """Compute `rows.mean(-1, keepdim=True)`.
 
-    Sums are float32. A mean's bits depend on its row alone.
+    Sums are float32. The bits of a mean depend only on its row.
 
     Args:
         rows: `[..., num_columns]` in float32, bfloat16 or float16, with at least one column; any strides.
@@ -52,10 +52,10 @@ def row_mean(rows: torch.Tensor) -> torch.Tensor:
 
 
 def rms_norm(rows: torch.Tensor, weight: torch.Tensor | None, eps: float, style: NormStyle = TORCH) -> torch.Tensor:
-    """Compute `torch.nn.functional.rms_norm(rows, rows.shape[-1:], weight, eps)`, each row by itself.
+    """Compute `torch.nn.functional.rms_norm(rows, rows.shape[-1:], weight, eps)`.
 
-    Everything is float32 until the result is rounded. A row's bits depend on the row, the weight, `eps` and `style`
-    alone.
+    Everything is float32 until the result is rounded. The bits of an output row depend only on the row, the weight,
+    `eps` and `style`.
 
     Args:
         rows: `[..., num_columns]` in float32, bfloat16 or float16, with at least one column; any strides.
@@ -67,7 +67,7 @@ def rms_norm(rows: torch.Tensor, weight: torch.Tensor | None, eps: float, style:
         A new contiguous tensor like `rows`.
 
     Raises:
-        ValueError: `rows` has another dtype, no dimension, or no columns, or `weight` another shape or device.
+        ValueError: `rows` has another dtype, no dimension or no columns, or `weight` has another shape or device.
     """
     flat = flat_rows(rows)  # [num_rows, num_columns]
     output = torch.empty_like(flat)
@@ -170,7 +170,7 @@ def _norm_row(  # type: ignore[no-untyped-def]
     WEIGHT_OFFSET: tl.constexpr,
     ROUNDS_FIRST: tl.constexpr,
 ):
-    """Divide one row by the root of the mean of its squares; the row is read twice."""
+    """Normalize one row by its root mean square. The row is read twice."""
     offset = tl.program_id(0).to(tl.int64) * NUM_COLUMNS
     squares = tl.zeros([BLOCK_COLUMNS], tl.float32)
     for start in tl.range(0, NUM_COLUMNS, BLOCK_COLUMNS):
@@ -197,7 +197,7 @@ def _norm_row(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _load_values(rows, residual, offsets, is_column):  # type: ignore[no-untyped-def]
-    """Load a piece of a row as float32, with the residual added and rounded to the row's dtype if there is one."""
+    """Load part of a row as float32. If there is a residual, it is added, and the sum is rounded to the row's dtype."""
     values = tl.load(rows + offsets, mask=is_column, other=0.0).to(tl.float32)
     if residual is not None:
         values += tl.load(residual + offsets, mask=is_column, other=0.0).to(tl.float32)

@@ -16,8 +16,8 @@ _LOG2_E = 1.4426950408889634
 def base_2(scale: float, softcap: float | None) -> tuple[float, float | None]:
     """Return the scale and softcap of `softmax_step`, both in base-2 logarithms.
 
-    With c = softcap, c * tanh(s * scale / c) = c - 2c / (1 + 2^(s * 2 log2(e) scale / c)): one exp2, and right where it
-    overflows or vanishes.
+    With c = softcap, c * tanh(s * scale / c) = c - 2c / (1 + 2^(s * 2 log2(e) scale / c)). This takes one exp2, and is
+    correct if the exp2 overflows or underflows.
 
     Args:
         scale, softcap: see `Scoring`.
@@ -32,7 +32,7 @@ def base_2(scale: float, softcap: float | None) -> tuple[float, float | None]:
 
 @triton.jit
 def keys_share(lses, sinks, heads):  # type: ignore[no-untyped-def]
-    """Compute the keys' share of the softmax sum next to a sink, float32 `[rows]`. Once per row, after its last key.
+    """Compute the keys' share of a softmax sum that includes a sink, float32 `[rows]`, after the last key of a row.
 
     Args:
         lses: float32 `[rows]`, base-2 logarithms of the sums of the keys' weights.
@@ -46,21 +46,21 @@ def keys_share(lses, sinks, heads):  # type: ignore[no-untyped-def]
 def softmax_step(  # type: ignore[no-untyped-def]
     scores, positions, query_positions, row_max, row_sum, window, scale, softcap
 ):
-    """Take one more tile of keys into the softmax of some rows.
+    """Update the online softmax of some rows with a tile of keys.
 
     Args:
         scores: float32 `[rows, keys]`, the dot products.
-        positions: int32 `[keys]`, positions of the keys in their sequence, or from any point in it.
-        query_positions: int32 `[rows, 1]`, positions of the queries, from the same point.
+        positions: int32 `[keys]`, positions of the keys in their sequence, relative to any origin.
+        query_positions: int32 `[rows, 1]`, positions of the queries, relative to the same origin.
         row_max: float32 `[rows]`, the largest base-2 score so far; -inf before the first tile.
         row_sum: float32 `[rows]`, the sum of all weights so far, relative to `row_max`.
-        window: tokens that a query sees, its own included; None for all.
+        window: tokens that a query attends to, including its own; None for all.
         scale: see `base_2`.
         softcap: see `base_2`.
 
     Returns:
         The weights `[rows, keys]`, 0 for keys that are not visible; the new `row_max` and `row_sum`; and the factor
-        `[rows]` on earlier sums of weighted values.
+        `[rows]` by which earlier sums of weighted values must be multiplied.
     """
     if softcap is not None:
         scores = softcap - 2 * softcap / (1.0 + tl.exp2(scores * scale))
@@ -72,7 +72,7 @@ def softmax_step(  # type: ignore[no-untyped-def]
         visible = visible & (positions[None, :] > query_positions - window)
     scores = tl.where(visible, scores, float("-inf"))
 
-    # A row may have seen nothing yet: its maximum is then -inf, which must not be subtracted from itself.
+    # If no key has been visible to a row yet, its maximum is -inf, and -inf - (-inf) would be NaN.
     new_max = tl.maximum(row_max, tl.max(scores, 1) * to_log2)
     shift = tl.where(new_max == float("-inf"), 0.0, new_max)
     rescale = tl.exp2(row_max - shift)
@@ -88,9 +88,9 @@ class Partials:
     """Partial results of one layer. The attention kernel writes them, and the merge reads them.
 
     Attributes:
-        rows: float32 `[num_partial_rows, num_kv_heads, head_dim]`, attention of a row over the keys of one split.
-        lses: float32 `[num_partial_rows, num_kv_heads]`, base-2 logarithms of the sums of weights; -inf where nothing
-            was seen.
+        rows: float32 `[num_partial_rows, num_kv_heads, head_dim]`, attention of a row to the keys of one split.
+        lses: float32 `[num_partial_rows, num_kv_heads]`, base-2 logarithms of the sums of weights; -inf if no key was
+            visible.
     """
 
     rows: torch.Tensor
@@ -108,7 +108,7 @@ class Partials:
         Args:
             output: `[num_tokens, num_query_heads, head_dim]`, contiguous.
             plan: the plan that these partial results were allocated for.
-            sinks: see `Scoring`. A row's sink is counted here, once, not in each split.
+            sinks: see `Scoring`. The sink of a row is added here, once, and not in each split.
         """
         if not plan.num_partial_rows:
             return
@@ -144,7 +144,7 @@ def _merge_partials(  # type: ignore[no-untyped-def]
     TILE_ROWS: tl.constexpr,
     MERGE_ROWS: tl.constexpr,
 ):
-    """Add up the partial results of some rows of a split tile, weighted by their share of the softmax sum, in order."""
+    """Sum the partial results of some rows of a split tile in order, weighted by their share of the softmax sum."""
     item = merges + tl.program_id(0) * 5
     kv_head = tl.program_id(1)
     first_token = tl.load(item)
@@ -152,7 +152,7 @@ def _merge_partials(  # type: ignore[no-untyped-def]
     first_row = tl.load(item + 2)
     first_partial_row = tl.load(item + 3)
     num_partials = tl.load(item + 4)
-    if num_tokens == 0:  # recorded steps have room to spare
+    if num_tokens == 0:  # an idle merge of a recorded step
         return
 
     tile_rows = tl.program_id(2) * MERGE_ROWS + tl.arange(0, MERGE_ROWS)
@@ -166,7 +166,7 @@ def _merge_partials(  # type: ignore[no-untyped-def]
     for partial in range(num_partials):
         part_rows = (first_partial_row + partial * num_tile_rows + tile_rows).to(tl.int64) * NUM_KV_HEADS + kv_head
         total_max = tl.maximum(total_max, tl.load(partial_lses + part_rows, mask=is_row, other=float("-inf")))
-    shift = tl.where(total_max == float("-inf"), 0.0, total_max)  # only rows past the suffix see nothing at all
+    shift = tl.where(total_max == float("-inf"), 0.0, total_max)  # -inf only in rows past the suffix
     total = tl.zeros([MERGE_ROWS], tl.float32)
     acc = tl.zeros([MERGE_ROWS, PADDED_DIM], tl.float32)
     for partial in range(num_partials):
@@ -187,11 +187,11 @@ def _merge_partials(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def partial_rows(joined, is_joined, partial, TILE_ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Find the rows of the partial results that an item of work leaves, int32 `[TILE_ROWS]`.
+    """Return the rows of the partial results that a work item writes, int32 `[TILE_ROWS]`.
 
     Args:
         joined: pointers to `AttentionPlan.joined_rows` of the item's rows, `[TILE_ROWS]`.
-        is_joined: which of these rows there are and are joined, `[TILE_ROWS]`.
+        is_joined: which of these rows exist and are joined, `[TILE_ROWS]`.
         partial: the last column of the item.
     """
     first = tl.load(joined + 1, mask=is_joined, other=0)

@@ -1,4 +1,4 @@
-"""Computes the gate of an MLP on a GPU in one kernel. Each program computes a piece of a row."""
+"""Computes the SwiGLU activation of an MLP on a GPU in one kernel. Each program computes part of a row."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import triton.language as tl
 
 from radixkv.kernels.gpu.flat_rows import DTYPES
 
-# Columns of a program: 8 values a thread of 4 warps.
+# Columns per program: 8 values per thread of 4 warps.
 _MAX_BLOCK_COLUMNS = 1024
 _COLUMNS_PER_WARP = 256
 
@@ -18,14 +18,14 @@ def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 
     Args:
         gate: `[..., num_columns]` in float32, bfloat16 or float16, with at least one column. The halves of the output
-            of a merged linear layer are read where they are; other strides may cost a copy.
+            of a merged linear layer are read in place; tensors with other strides may be copied.
         up: like `gate`.
 
     Returns:
         A new contiguous tensor like `gate`.
 
     Raises:
-        ValueError: `gate` has another dtype, no dimension, or no columns, or `up` another shape, dtype or device.
+        ValueError: `gate` has another dtype, no dimension or no columns, or `up` has another shape, dtype or device.
     """
     if (up.shape, up.dtype, up.device) != (gate.shape, gate.dtype, gate.device):
         raise ValueError(
@@ -64,7 +64,7 @@ def _as_matrix(rows: torch.Tensor) -> tuple[torch.Tensor, int]:
         flat = flat.contiguous()
     if len(flat) > 1:
         return flat, flat.stride(0)
-    # The stride of a single row is arbitrary. The one that several rows would have spares a second compiled kernel.
+    # The stride of a single row is arbitrary. With the stride of several rows, no second kernel is compiled.
     return flat, rows.stride(-2) if rows.dim() > 1 else num_columns
 
 
@@ -78,7 +78,7 @@ def _gate_piece(  # type: ignore[no-untyped-def]
     NUM_COLUMNS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
 ):
-    """Gate a piece of one row."""
+    """Compute part of one row."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
     is_column = columns < NUM_COLUMNS

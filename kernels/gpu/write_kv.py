@@ -9,7 +9,7 @@ import triton.language as tl
 from radixkv.kernels.kv_pool import KVPool
 from radixkv.kernels.quantization import LARGEST, SMALLEST_SCALE
 
-# Tokens a program: rows of 128 bfloat16 values make 4 KiB of K and 4 KiB of V, contiguous in the pool within a block.
+# Tokens per program: their vectors of 128 bfloat16 values are 4 KiB of K and 4 KiB of V, contiguous within a block.
 _TILE_TOKENS = 16
 
 
@@ -24,21 +24,21 @@ def write_kv(
     """Compute `reference.write_kv` in one launch.
 
     Args:
-        key: `[num_tokens, num_kv_heads, head_dim]` with a contiguous last dimension, rounded or quantized to the
-            pool's dtype on the way.
+        key: `[num_tokens, num_kv_heads, head_dim]` with a contiguous last dimension; rounded or quantized to the
+            pool's dtype.
         value: like `key`.
         slots: int64 `[num_tokens]`, contiguous, `block_id * block_size + offset`, all different. A token with a
             negative slot is padding and is not written.
         pool: the K/V.
         layer: index into the pool's layers.
-        largest: float32 `[num_tokens, num_kv_heads]`, contiguous, or None; see `reference.write_kv`. Padding adds
-            nothing to it.
+        largest: float32 `[num_tokens, num_kv_heads]`, contiguous, or None; see `reference.write_kv`. Padding does not
+            change it.
 
     Raises:
         ValueError: the last dimension of `key` or `value` is strided, or the pool is latent.
     """
     if value is None or pool.is_latent:
-        raise ValueError("pool: expected one of keys and values, got a latent one")
+        raise ValueError("pool: expected a pool of keys and values, got a latent pool")
     if key.stride(-1) != 1 or value.stride(-1) != 1:
         raise ValueError("key, value: expected a contiguous last dimension, got a strided one")
     num_tokens = key.shape[0]
@@ -96,7 +96,7 @@ def _write_tile(  # type: ignore[no-untyped-def]
     SMALLEST_SCALE: tl.constexpr,
     TILE_TOKENS: tl.constexpr,
 ):
-    """Write K and V of some tokens of one KV head. A program has whole vectors, since each has its own scale."""
+    """Write K and V of some tokens of one KV head. A program writes whole vectors, since each has its own scale."""
     tokens = tl.program_id(0) * TILE_TOKENS + tl.arange(0, TILE_TOKENS)
     kv_head = tl.program_id(1).to(tl.int64)
     slot = tl.load(slots + tokens, mask=tokens < num_tokens, other=-1)
@@ -132,14 +132,14 @@ def _write_tile(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _larger(magnitudes, numbers):  # type: ignore[no-untyped-def]
-    """Return the larger of each magnitude and the numbers in its row; NaN if one is NaN, which a maximum would drop."""
+    """Return the maximum of each magnitude and those in its row. NaN if any is NaN, which `tl.max` ignores."""
     is_nan = (magnitudes != magnitudes) | (tl.max((numbers != numbers).to(tl.int32), 1) > 0)
     return tl.where(is_nan, float("nan"), tl.maximum(magnitudes, tl.max(tl.abs(numbers), 1)))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _scales(numbers, LARGEST: tl.constexpr, SMALLEST_SCALE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the scale of each row; NaN if the row holds a NaN, which a maximum would drop."""
+    """Return the scale of each row; NaN if the row contains NaN, which `tl.max` ignores."""
     scales = tl.maximum(tl.div_rn(tl.max(tl.abs(numbers), 1), LARGEST), SMALLEST_SCALE)
     has_nan = tl.max((numbers != numbers).to(tl.int32), 1) > 0
     return tl.where(has_nan, float("nan"), scales)
@@ -148,5 +148,5 @@ def _scales(numbers, LARGEST: tl.constexpr, SMALLEST_SCALE: tl.constexpr):  # ty
 @triton.jit
 def _round(numbers):  # type: ignore[no-untyped-def]
     """Round to the nearest integer, ties to even. NaN becomes 0."""
-    rounded = (numbers + 12582912.0) - 12582912.0  # 1.5 * 2**23: float32 has no digits after the point there
+    rounded = (numbers + 12582912.0) - 12582912.0  # 1.5 * 2**23: at this magnitude, float32 has no fractional bits
     return tl.where(rounded == rounded, rounded, 0.0).to(tl.int32)

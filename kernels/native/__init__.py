@@ -1,4 +1,4 @@
-"""Kernels in C++ for processors with AVX2 or AVX-512. `library.py` says when there are any.
+"""C++ kernels for processors with AVX2 or AVX-512. `library.py` finds, compiles and loads them.
 
 Public API: `load_library`, `NotCompiled`.
 """

@@ -1,4 +1,4 @@
-"""Checks tensors before their addresses are passed to C++, which trusts the dtype and shape that it is given."""
+"""Checks tensors before their addresses are passed to C++, which does not check dtypes and shapes."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import torch
 
 
 def address_of(name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> int:
-    """Return where a tensor's numbers begin.
+    """Return the address of a tensor's data.
 
     Args:
-        name: of the argument, for the message.
-        tensor: on a CPU.
-        dtype, shape: what C++ takes it to have.
+        name: name of the argument, for the error message.
+        tensor: a tensor on the CPU.
+        dtype, shape: the dtype and shape that the C++ code expects.
 
     Raises:
-        ValueError: it has another dtype or shape, or is not contiguous.
+        ValueError: the tensor has another dtype or shape, or is not contiguous.
     """
     if tensor.dtype != dtype or tensor.shape != shape or not tensor.is_contiguous():
         order = "contiguous" if tensor.is_contiguous() else "strided"

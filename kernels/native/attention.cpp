@@ -1,11 +1,11 @@
-// Paged attention over K and V where they lie, by vectors. `kernels/native/attention.py` calls it.
+// Paged attention with vector instructions, over K and V in place in the pool. `kernels/native/attention.py` calls it.
 //
 //   a row's keys   [ 0 .. 64 )[ 64 .. 128 ) ... [ .. its own position ]      blocks of 64 keys, in this order
 //
-// Each row keeps its largest score, its sum of weights and its weighted values, and meets one block of keys after the
-// other: at multiples of 64 positions, whatever is computed with it. A block of keys is laid out once for all rows that
-// see it, in tiles of up to kRows rows. No operation of a row depends on the others of its tile, so neither do its bits.
-// Keys that a row does not see have a weight of 0, which changes nothing.
+// Each row keeps its largest score, its sum of weights and its sum of weighted values, and processes one block of keys
+// after the other. Blocks begin at multiples of 64 positions in any batch. A block of keys is packed once for all rows
+// that attend to it, in tiles of up to kRows rows. No operation on a row depends on the other rows of its tile, so
+// neither do its bits. Keys that are not visible to a row have a weight of 0, which changes nothing.
 
 #include "attention.h"
 #include "threads.h"
@@ -13,12 +13,13 @@
 namespace {
 
 constexpr int kRows = kRegisters == 32 ? 8 : 6;
-constexpr int kAsks = 8;  // of a tile for parts of the next block
-// Few rows wait for K and V of float32: 16 tokens over 8,192 took 1.2 times as long without asking, 1 token 1.4 times.
-// Many rows are multiplied for longer than the next block is on its way, and asking takes 3 to 5 % of their time.
-constexpr int64_t kMostAskingRows = 128;
+constexpr int kPrefetchesPerTile = 8;  // calls of `prefetch` per tile of rows
+// With few rows, attention waits for float32 K and V from memory: without prefetching, 16 tokens over 8,192 took 1.2
+// times as long, and 1 token 1.4 times. With many rows, computing takes longer than loading the next block, and
+// prefetching would take 3 to 5 % of the time.
+constexpr int64_t kMaxPrefetchingRows = 128;
 
-// Multiplies in float32. A word is one number.
+// Arithmetic in float32. A word is one number.
 struct InFloat32 {
   using Word = float;
   static constexpr int kNumbers = 1;
@@ -31,7 +32,7 @@ struct InFloat32 {
 
   static Floats multiply_add(Floats sum, float a, Floats b) { return ::multiply_add(all(a), b, sum); }
 
-  // Values are read where they are, if they are floats in whole vectors; else they are copied as such.
+  // Values are read in place if they are float32 and whole vectors; otherwise they are converted and padded.
   static void pack_values(const void* const* rows, int num_keys, int64_t kind, int64_t head_dim, int dims,
                           float* packed, const float** values) {
     const bool is_in_place = kind == kFloat32 && head_dim % kLanes == 0;
@@ -49,7 +50,8 @@ struct InFloat32 {
 };
 
 #ifdef __AVX512BF16__
-// Multiplies pairs of bfloat16, and adds in float32. A word is two neighbours: of a vector, or of two keys' values.
+// Multiplies pairs of bfloat16, and adds in float32. A word is a pair: two adjacent numbers of a query or a key, or the
+// numbers of two keys' values in one dimension.
 struct InBfloat16 {
   using Word = uint32_t;
   static constexpr int kNumbers = 2;
@@ -84,7 +86,7 @@ struct InBfloat16 {
 };
 #endif
 
-// What one thread works with, for the rows of an item.
+// The memory of one thread for the rows of an item.
 template <class Arithmetic>
 struct Scratch {
   using Word = typename Arithmetic::Word;
@@ -115,32 +117,32 @@ struct Scratch {
   ~Scratch() { free(memory); }
   Scratch(const Scratch&) = delete;
 
-  const int words, dims;      // of a query in words, and of a result in numbers, both filled up to whole vectors
+  const int words, dims;      // words of a query, and numbers of a result, both padded to whole vectors
   char* memory;
   Word* query;                // [num_rows, words]
   Word* keys;                 // [kKeys / 16, words, 16 keys]
   Word* packed_values;
-  const Word* values[kKeys];  // of one key, or of two
+  const Word* values[kKeys];  // one per word: the values of one key, or of two
   Word* weights;              // [kRows, kKeys]
-  float* sums;                // [num_rows, dims], of weighted values
-  float* largest;             // [num_rows], of the scores times log2(e)
+  float* sums;                // [num_rows, dims], sums of weighted values
+  float* largest;             // [num_rows], largest scores, times log2(e)
   float* weight_sums;         // [num_rows, kLanes]
   float* scores;              // [kRows, kKeys]
   float* zeros;               // [dims]
-  Found here, next;           // of the block that is met, and of the one after it
-  int num_asked, num_at_once; // keys and values of `next` that were asked for, and how many are at a time
+  KeyPointers current, next;         // of the block that is processed, and of the one after it
+  int num_prefetched, num_per_call;  // keys and values of `next` that were prefetched, and how many one call prefetches
 
-  // Asks for some of the next block, so that it is in a cache when it is laid out.
-  void ask(int64_t bytes) {
-    for (const int end = std::min(2 * next.num_keys, num_asked + num_at_once); num_asked < end; num_asked++) {
-      const int at = num_asked - next.num_keys;
-      const char* from = static_cast<const char*>(at < 0 ? next.keys[num_asked] : next.values[at]);
+  // Prefetches part of the next block, so that it is in a cache when it is packed.
+  void prefetch(int64_t bytes) {
+    for (const int end = std::min(2 * next.num_keys, num_prefetched + num_per_call); num_prefetched < end; num_prefetched++) {
+      const int at = num_prefetched - next.num_keys;
+      const char* from = static_cast<const char*>(at < 0 ? next.keys[num_prefetched] : next.values[at]);
       for (int64_t i = 0; i < bytes; i += 64) _mm_prefetch(from + i, _MM_HINT_T1);
     }
   }
 };
 
-// Scores of `R` rows and two vectors of keys. A function of its own: inlined, its sums do not stay in registers.
+// Computes the scores of `R` rows and two vectors of keys. Not inlined, because its sums would then leave the registers.
 template <class Arithmetic, int R>
 __attribute__((noinline)) void score(const typename Arithmetic::Word* query, int64_t words,
                                      const typename Arithmetic::Word* keys, float* scores) {
@@ -164,16 +166,16 @@ __attribute__((noinline)) void score(const typename Arithmetic::Word* query, int
   }
 }
 
-// Shrinks what `R` rows have summed up, and adds weighted values, in `N` vectors of dimensions from `at` on.
+// Rescales the sums of `R` rows and adds weighted values to them, in `N` vectors of dimensions from `at` on.
 template <class Arithmetic, int R, int N>
 __attribute__((noinline)) void add_values(const typename Arithmetic::Word* weights, int64_t num_words,
                                           const typename Arithmetic::Word* const* values, int64_t at, int64_t dims,
-                                          const float* shrink, float* to) {
+                                          const float* rescale, float* to) {
   constexpr int kStride = kKeys / Arithmetic::kNumbers;
   Floats sums[R][N];
 #pragma GCC unroll 8
   for (int r = 0; r < R; r++) {
-    const Floats factor = all(shrink[r]);
+    const Floats factor = all(rescale[r]);
     sums[r][0] = load_floats(to + r * dims + at) * factor;
     if constexpr (N == 2) sums[r][1] = load_floats(to + r * dims + at + kLanes) * factor;
   }
@@ -193,29 +195,29 @@ __attribute__((noinline)) void add_values(const typename Arithmetic::Word* weigh
   }
 }
 
-// Lets `R` rows meet the keys [first_key, end_key), which are laid out: up to kKeys of them. Asks for some of the next
-// block before each product, which all at once would have to wait for.
-template <class Arithmetic, int R, bool kIsAsking>
-void meet(const Problem& problem, Scratch<Arithmetic>& scratch, int64_t row, const int32_t* positions, int first_key,
+// Attends from `R` rows to the keys [first_key, end_key), at most kKeys, which are packed. Prefetches part of the next
+// block before each matmul: a single large prefetch would stall.
+template <class Arithmetic, int R, bool kPrefetches>
+void attend_block(const Problem& problem, Scratch<Arithmetic>& scratch, int64_t row, const int32_t* positions, int first_key,
           int end_key) {
   const int window = static_cast<int>(problem.window);
   const int lowest = *std::min_element(positions, positions + R), highest = *std::max_element(positions, positions + R);
   const int last_key = std::min(end_key - 1, highest);
   if (last_key < first_key || (window && end_key <= lowest - window + 1)) return;
-  const int num_pairs = (last_key - first_key) / kPair + 1;  // of vectors of scores
+  const int num_pairs = (last_key - first_key) / kPair + 1;  // pairs of vectors of scores
   const bool is_masked = first_key + kKeys > std::min(lowest + 1, end_key) || (window && first_key <= highest - window);
   const int64_t vector_bytes = problem.head_dim * bytes_of(problem.kv_kind);
   for (int i = 0; i < num_pairs; i++) {
-    if constexpr (kIsAsking) scratch.ask(vector_bytes);
+    if constexpr (kPrefetches) scratch.prefetch(vector_bytes);
     score<Arithmetic, R>(scratch.query + row * scratch.words, scratch.words,
                          scratch.keys + static_cast<int64_t>(i) * kPair * scratch.words, scratch.scores + i * kPair);
   }
 
-  // A score is multiplied and rounded like the largest one, so that no difference is above 0, however large they are.
+  // Scores are multiplied and rounded like the largest one, so that no difference exceeds 0, however large they are.
   const double power = kLog2e * problem.scale;
   const float factor = problem.softcap ? 1.0f : static_cast<float>(power);
   const Floats cap_factor = all(problem.softcap ? static_cast<float>(2 * power / problem.softcap) : 0.0f);
-  float shrink[kLanes] = {};
+  float rescale[kLanes] = {};
   for (int r = 0; r < R; r++) {
     float* scores = scratch.scores + r * kKeys;
     Floats top = all(-INFINITY);
@@ -229,10 +231,10 @@ void meet(const Problem& problem, Scratch<Arithmetic>& scratch, int64_t row, con
     }
     float& largest = scratch.largest[row + r];
     const float now = std::max(largest, largest_of(top) * factor);
-    shrink[r] = largest - now;
+    rescale[r] = largest - now;
     largest = now;
   }
-  store_floats(shrink, exp2_of(load_floats(shrink)));
+  store_floats(rescale, exp2_of(load_floats(rescale)));
   for (int r = 0; r < R; r++) {
     const float* scores = scratch.scores + r * kKeys;
     const Floats largest = all(scratch.largest[row + r]);
@@ -242,7 +244,7 @@ void meet(const Problem& problem, Scratch<Arithmetic>& scratch, int64_t row, con
     Floats sum = all(0.0f);
     for (int i = 0; i < kKeys / kLanes; i += 4) sum = sum + ((x[i] + x[i + 1]) + (x[i + 2] + x[i + 3]));
     float* weight_sums = scratch.weight_sums + (row + r) * kLanes;
-    store_floats(weight_sums, multiply_add(load_floats(weight_sums), all(shrink[r]), sum));
+    store_floats(weight_sums, multiply_add(load_floats(weight_sums), all(rescale[r]), sum));
 #pragma GCC unroll 4
     for (int i = 0; i < kKeys / kPair; i++)
       Arithmetic::store_weights(scratch.weights + (r * kKeys + i * kPair) / Arithmetic::kNumbers, x[2 * i], x[2 * i + 1]);
@@ -252,37 +254,37 @@ void meet(const Problem& problem, Scratch<Arithmetic>& scratch, int64_t row, con
   float* sums = scratch.sums + row * scratch.dims;
   int at = 0;
   for (; at + 2 * kLanes <= scratch.dims; at += 2 * kLanes) {
-    if constexpr (kIsAsking) scratch.ask(vector_bytes);
-    add_values<Arithmetic, R, 2>(scratch.weights, num_words, scratch.values, at, scratch.dims, shrink, sums);
+    if constexpr (kPrefetches) scratch.prefetch(vector_bytes);
+    add_values<Arithmetic, R, 2>(scratch.weights, num_words, scratch.values, at, scratch.dims, rescale, sums);
   }
   if (at < scratch.dims)
-    add_values<Arithmetic, R, 1>(scratch.weights, num_words, scratch.values, at, scratch.dims, shrink, sums);
+    add_values<Arithmetic, R, 1>(scratch.weights, num_words, scratch.values, at, scratch.dims, rescale, sums);
 }
 
-template <class Arithmetic, int R, bool kIsAsking>
-void meet_tile(int num_rows, const Problem& problem, Scratch<Arithmetic>& scratch, int64_t row, const int32_t* positions,
+template <class Arithmetic, int R, bool kPrefetches>
+void attend_tile(int num_rows, const Problem& problem, Scratch<Arithmetic>& scratch, int64_t row, const int32_t* positions,
                int first_key, int end_key) {
   if constexpr (R > 1)
     if (num_rows < R)
-      return meet_tile<Arithmetic, R - 1, kIsAsking>(num_rows, problem, scratch, row, positions, first_key, end_key);
-  meet<Arithmetic, R, kIsAsking>(problem, scratch, row, positions, first_key, end_key);
+      return attend_tile<Arithmetic, R - 1, kPrefetches>(num_rows, problem, scratch, row, positions, first_key, end_key);
+  attend_block<Arithmetic, R, kPrefetches>(problem, scratch, row, positions, first_key, end_key);
 }
 
-// Lays out the keys that were found, and their values.
+// Packs the keys and values of the current block.
 template <class Arithmetic>
-void lay_out(const Problem& problem, Scratch<Arithmetic>& scratch) {
-  const Found& found = scratch.here;
-  for (int i = 0; i < found.num_keys; i += kLanes) {
+void pack_block(const Problem& problem, Scratch<Arithmetic>& scratch) {
+  const KeyPointers& pointers = scratch.current;
+  for (int i = 0; i < pointers.num_keys; i += kLanes) {
     float* to = reinterpret_cast<float*>(scratch.keys + static_cast<int64_t>(i) * scratch.words);
     for (int w = 0; w < scratch.words; w += kLanes) {
       Words rows[kLanes];
       for (int k = 0; k < kLanes; k++)
-        rows[k] = as_words(Arithmetic::load_row(found.keys[i + k], w, problem.kv_kind, problem.head_dim));
+        rows[k] = as_words(Arithmetic::load_row(pointers.keys[i + k], w, problem.kv_kind, problem.head_dim));
       transpose(rows);
       for (int k = 0; k < kLanes; k++) store_floats(to + (w + k) * kLanes, as_floats(rows[k]));
     }
   }
-  Arithmetic::pack_values(found.values, found.num_keys, problem.kv_kind, problem.head_dim, scratch.dims,
+  Arithmetic::pack_values(pointers.values, pointers.num_keys, problem.kv_kind, problem.head_dim, scratch.dims,
                           scratch.packed_values, scratch.values);
 }
 
@@ -297,7 +299,7 @@ void begin(const Problem& problem, const Item& item, const char* query, const fl
     float* to = reinterpret_cast<float*>(scratch.query + i * scratch.words);
     for (int w = 0; w < scratch.words; w += kLanes)
       store_floats(to + w, Arithmetic::load_row(from, w, problem.query_kind, problem.head_dim));
-    scratch.largest[i] = sinks ? sinks[head] * kLog2e : kNothingSeen;
+    scratch.largest[i] = sinks ? sinks[head] * kLog2e : kInitialMax;
     store_floats(scratch.weight_sums + i * kLanes, all(0.0f));
     if (sinks) scratch.weight_sums[i * kLanes] = 1.0f;
   }
@@ -313,7 +315,7 @@ void finish(const Problem& problem, const Item& item, const Scratch<Arithmetic>&
     const float sum = sum_of(load_floats(scratch.weight_sums + i * kLanes));
     for (int64_t d = 0; d < problem.head_dim; d += kLanes) {
       const Floats mean = load_floats(scratch.sums + i * scratch.dims + d) / all(sum);
-      // -0 becomes 0: whether a sum is one may depend on weights of 0 that were added to it.
+      // -0 becomes 0, because the sign of a zero sum may depend on weights of 0 that were added to it.
       store(output + number * bytes_of(problem.query_kind), d, problem.query_kind, first_lanes(problem.head_dim - d),
             mean + all(0.0f));
     }
@@ -324,23 +326,23 @@ template <class Arithmetic>
 void attend(const Problem& problem, const Item& item, const char* query, const char* key, const char* value,
             char* output, const float* sinks, Scratch<Arithmetic>& scratch) {
   begin(problem, item, query, sinks, scratch);
-  for (int s = item.first_step; s < item.end_step; s++) {
-    const Step& step = problem.steps[s];
-    const int64_t first = std::max<int64_t>(step.first_token * problem.group_size, item.first_row) - item.first_row;
-    const int64_t end = std::min<int64_t>(step.end_token * problem.group_size, item.end_row) - item.first_row;
+  for (int s = item.first_round; s < item.end_round; s++) {
+    const Round& round = problem.rounds[s];
+    const int64_t first = std::max<int64_t>(round.first_token * problem.group_size, item.first_row) - item.first_row;
+    const int64_t end = std::min<int64_t>(round.end_token * problem.group_size, item.end_row) - item.first_row;
     if (first >= end) continue;
-    const auto find_block = [&](int first_key, Found& found) {
-      const int end_key = std::min(step.end_key, first_key + kKeys);
-      find(problem, step, item.kv_head, key, value, first_key, end_key, scratch.zeros, found);
+    const auto find_block = [&](int first_key, KeyPointers& pointers) {
+      const int end_key = std::min(round.end_key, first_key + kKeys);
+      locate(problem, round, item.kv_head, key, value, first_key, end_key, scratch.zeros, pointers);
     };
-    const bool asks = problem.kv_kind == kFloat32 && end - first <= kMostAskingRows;
-    find_block(step.first_key, scratch.next);
-    for (int first_key = step.first_key; first_key < step.end_key; first_key += kKeys) {
-      const int end_key = std::min(step.end_key, first_key + kKeys);
-      scratch.here = scratch.next;
+    const bool prefetches = problem.kv_kind == kFloat32 && end - first <= kMaxPrefetchingRows;
+    find_block(round.first_key, scratch.next);
+    for (int first_key = round.first_key; first_key < round.end_key; first_key += kKeys) {
+      const int end_key = std::min(round.end_key, first_key + kKeys);
+      scratch.current = scratch.next;
       find_block(end_key, scratch.next);
-      scratch.num_asked = 0;
-      lay_out(problem, scratch);
+      scratch.num_prefetched = 0;
+      pack_block(problem, scratch);
       const int64_t num_tiles = (end - first + kRows - 1) / kRows;
       for (int64_t t = 0; t < num_tiles; t++) {
         const int64_t row = first + (end - first) * t / num_tiles;
@@ -348,12 +350,12 @@ void attend(const Problem& problem, const Item& item, const char* query, const c
         int32_t positions[kRows];
         for (int r = 0; r < num_rows; r++)
           positions[r] = problem.positions[(item.first_row + row + r) / problem.group_size];
-        if (asks) {
-          const int64_t to_ask = 2 * scratch.next.num_keys * (t + 1) / num_tiles - scratch.num_asked;
-          scratch.num_at_once = static_cast<int>((to_ask + kAsks - 1) / kAsks);
-          meet_tile<Arithmetic, kRows, true>(num_rows, problem, scratch, row, positions, first_key, end_key);
+        if (prefetches) {
+          const int64_t num_pending = 2 * scratch.next.num_keys * (t + 1) / num_tiles - scratch.num_prefetched;
+          scratch.num_per_call = static_cast<int>((num_pending + kPrefetchesPerTile - 1) / kPrefetchesPerTile);
+          attend_tile<Arithmetic, kRows, true>(num_rows, problem, scratch, row, positions, first_key, end_key);
         } else {
-          meet_tile<Arithmetic, kRows, false>(num_rows, problem, scratch, row, positions, first_key, end_key);
+          attend_tile<Arithmetic, kRows, false>(num_rows, problem, scratch, row, positions, first_key, end_key);
         }
       }
     }
@@ -365,7 +367,7 @@ template <class Arithmetic>
 void attend_all(const Problem& problem, const void* query, const void* key, const void* value, void* output,
                 const float* sinks) {
   parallel_items(problem.num_items, problem.num_threads, [&](Items& items) {
-    Scratch<Arithmetic> scratch(problem.most_rows, problem.head_dim);
+    Scratch<Arithmetic> scratch(problem.max_rows, problem.head_dim);
     for (int64_t i; items.next(i);)
       attend(problem, problem.items[i], static_cast<const char*>(query), static_cast<const char*>(key),
              static_cast<const char*>(value), static_cast<char*>(output), sinks, scratch);

@@ -1,4 +1,4 @@
-// What is attended to, and what the ways to do so have in common.
+// The arguments of attention, and functions that its two implementations share.
 #pragma once
 
 #include "vectors.h"
@@ -7,20 +7,20 @@
 #include <cmath>
 #include <cstdlib>
 
-// The fields are documented in `kernels/native/attention.py`. Rows are counted head by head: token * group_size + head.
-struct Step {
+// `kernels/native/attention.py` and `attention_work.py` document the fields. A row is token * group_size + head.
+struct Round {
   int32_t first_token, end_token, first_key, end_key, first_written, first_block;
 };
 
 struct Item {
-  int32_t kv_head, first_row, end_row, first_step, end_step;
+  int32_t kv_head, first_row, end_row, first_round, end_round;
 };
 
 struct Problem {
   const int32_t *tokens, *positions, *blocks;
-  const Step* steps;
+  const Round* rounds;
   const Item* items;
-  int64_t num_items, most_rows;
+  int64_t num_items, max_rows;
   int64_t num_kv_heads, group_size, head_dim, block_size;
   int64_t query_token_stride, query_head_stride, kv_head_stride, kv_block_stride;
   int64_t query_kind, kv_kind;
@@ -32,22 +32,22 @@ struct Problem {
 extern "C" void radixkv_attend(const Problem* problem, const void* query, const void* key, const void* value,
                                void* output, const float* sinks);
 
-constexpr int kKeys = 64;               // of a block, which rows meet at once
-constexpr int kPair = 2 * kLanes;       // keys whose scores are computed at once
-constexpr float kNothingSeen = -1e30f;  // finite, so that the difference of two is a number
+constexpr int kKeys = 64;              // keys per block
+constexpr int kPair = 2 * kLanes;      // keys whose scores are computed at once
+constexpr float kInitialMax = -1e30f;  // largest score before the first key; finite, so that differences are not NaN
 
-// Attends in tiles, if the processor has them and they can hold the numbers.
+// Computes attention in AMX tiles, if the processor has them and the queries are bfloat16. Returns whether it did.
 bool attend_in_tiles(const Problem& problem, const void* query, const void* key, const void* value, void* output,
                      const float* sinks);
 
-// Where keys of a block are, and their values; as many as there are vectors of scores to fill.
-struct Found {
+// Pointers to the keys of a block and to their values, padded to whole pairs of vectors of scores.
+struct KeyPointers {
   const void *keys[kKeys], *values[kKeys];
   int num_keys = 0;
 };
 
 #ifdef __AVX512BF16__
-// Loads 32 numbers of a vector from `at` on as bfloat16; those behind its end are 0.
+// Loads 32 numbers of a vector from `at` on as bfloat16, 0 past its end.
 inline Words load_pairs(const void* vector, int64_t at, int64_t kind, int64_t head_dim) {
   const int64_t left = head_dim - at;
   if (kind == kBfloat16) {
@@ -59,7 +59,7 @@ inline Words load_pairs(const void* vector, int64_t at, int64_t kind, int64_t he
   return (__m512i)_mm512_cvtne2ps_pbh(high, low);
 }
 
-// Makes words of the numbers of two vectors, the first ones' and then the others'.
+// Interleaves two vectors of 32 numbers: word i has number i of both. `first` has the words 0 to 15, `second` the others.
 struct Interleaved {
   Words first, second;
 
@@ -73,21 +73,21 @@ struct Interleaved {
 };
 #endif
 
-// Finds the keys [first_key, end_key) of a step, and their values. Keys that are not written are zeros.
-inline void find(const Problem& problem, const Step& step, int64_t kv_head, const char* key, const char* value,
-                 int first_key, int end_key, const float* zeros, Found& found) {
-  found.num_keys = (end_key - first_key + kPair - 1) / kPair * kPair;
-  for (int i = 0; i < found.num_keys; i++) {
+// Sets pointers to the keys [first_key, end_key) of a round and to their values. Unwritten keys point to zeros.
+inline void locate(const Problem& problem, const Round& round, int64_t kv_head, const char* key, const char* value,
+                 int first_key, int end_key, const float* zeros, KeyPointers& pointers) {
+  pointers.num_keys = (end_key - first_key + kPair - 1) / kPair * kPair;
+  for (int i = 0; i < pointers.num_keys; i++) {
     const int at = first_key + i;
-    if (at >= end_key || at < step.first_written) {
-      found.keys[i] = found.values[i] = zeros;
+    if (at >= end_key || at < round.first_written) {
+      pointers.keys[i] = pointers.values[i] = zeros;
       continue;
     }
-    const int64_t block = problem.blocks[step.first_block + at / problem.block_size - step.first_key / problem.block_size];
+    const int64_t block = problem.blocks[round.first_block + at / problem.block_size - round.first_key / problem.block_size];
     const int64_t number = kv_head * problem.kv_head_stride + block * problem.kv_block_stride +
                            at % problem.block_size * problem.head_dim;
-    found.keys[i] = key + number * bytes_of(problem.kv_kind);
-    found.values[i] = value + number * bytes_of(problem.kv_kind);
+    pointers.keys[i] = key + number * bytes_of(problem.kv_kind);
+    pointers.values[i] = value + number * bytes_of(problem.kv_kind);
   }
 }
 

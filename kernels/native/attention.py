@@ -1,4 +1,4 @@
-"""Calls the attention of `attention.cpp`."""
+"""Python interface of the attention kernel in `attention.cpp`."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _POINTER, _INT, _DOUBLE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
 
 
 class _Problem(ctypes.Structure):
-    """`Problem` of attention.cpp: all that layers have in common. Strides are counted in numbers."""
+    """`Problem` of attention.h: the arguments that layers have in common. Strides are in elements."""
 
     _fields_ = (
-        *((name, _POINTER) for name in ("tokens", "positions", "blocks", "steps", "items")),
-        *((name, _INT) for name in ("num_items", "most_rows")),
+        *((name, _POINTER) for name in ("tokens", "positions", "blocks", "rounds", "items")),
+        *((name, _INT) for name in ("num_items", "max_rows")),
         *((name, _INT) for name in ("num_kv_heads", "group_size", "head_dim", "block_size")),
         *((name, _INT) for name in ("query_token_stride", "query_head_stride", "kv_head_stride", "kv_block_stride")),
         *((name, _INT) for name in ("query_kind", "kv_kind")),
@@ -30,17 +30,17 @@ class _Problem(ctypes.Structure):
 
 
 def reads(pool: KVPool, dtype: torch.dtype) -> bool:
-    """Whether the kernel attends over a pool from queries of a dtype: none of both is quantized."""
+    """Return whether the kernel supports a pool and queries of a dtype: the pool must not be quantized."""
     return pool.dtype in KINDS and dtype in KINDS
 
 
 class Queries(NamedTuple):
-    """The layout of a layer's queries, `[num_tokens, num_heads, head_dim]`, the numbers of a head side by side.
+    """The layout of a layer's queries, `[num_tokens, num_heads, head_dim]` with a contiguous last dimension.
 
     Attributes:
         num_tokens, num_heads, head_dim: shape.
-        token_stride, head_stride: numbers from one token, or head, to the next.
-        dtype: of the numbers.
+        token_stride, head_stride: strides in elements.
+        dtype: dtype of the queries.
     """
 
     num_tokens: int
@@ -52,21 +52,21 @@ class Queries(NamedTuple):
 
     @classmethod
     def of(cls, query: torch.Tensor) -> Queries:
-        """Tell how queries lie whose last stride is 1."""
+        """Return the layout of queries whose last stride is 1."""
         num_tokens, num_heads, head_dim = query.shape
         return cls(num_tokens, num_heads, head_dim, query.stride(0), query.stride(1), query.dtype)
 
 
 class Attention:
-    """The attention of all layers like one, in one step.
+    """The attention of one step, for all layers with the same shapes and scoring.
 
     Args:
-        library: of `load_library`.
-        queries: of each of the layers.
-        pool: the K/V, which the kernel `reads`.
-        work: planned for these heads, and for the window of `scoring`.
+        library: returned by `load_library`.
+        queries: the layout of the queries of each layer.
+        pool: the K/V, for which `reads` is true.
+        work: the plan for these heads, and for the window of `scoring`.
         scoring: scale, window and softcap of the layers.
-        num_threads: threads that compute.
+        num_threads: number of threads.
     """
 
     def __init__(
@@ -78,11 +78,11 @@ class Attention:
         scoring: Scoring,
         num_threads: int,
     ) -> None:
-        values, arrays = pool.values, (work.tokens, work.positions, work.blocks, work.steps, work.items)
-        self._arrays = arrays  # what the pointers point at
+        values, arrays = pool.values, (work.tokens, work.positions, work.blocks, work.rounds, work.items)
+        self._arrays = arrays  # keeps the memory of the pointers alive
         self._problem = _Problem(
             *(array.ctypes.data for array in arrays),
-            *(len(work.items), work.most_rows),
+            *(len(work.items), work.max_rows),
             *(pool.num_kv_heads, queries.num_heads // pool.num_kv_heads, pool.head_dim, pool.block_size),
             *(queries.token_stride, queries.head_stride, values.stride(3), values.stride(0)),
             *(KINDS[queries.dtype], KINDS[pool.dtype]),
@@ -98,7 +98,7 @@ class Attention:
 
     @property
     def problem(self) -> int:
-        """The address of what layers have in common, for other functions in C++; valid as long as this object."""
+        """The address of the `Problem`, for other C++ functions; valid as long as this object."""
         return ctypes.addressof(self._problem)
 
     def pool_of(self, layer: int) -> tuple[int, int]:
@@ -109,12 +109,12 @@ class Attention:
     def __call__(self, query: torch.Tensor, layer: int, sinks: torch.Tensor | None) -> torch.Tensor:
         """Compute `reference.paged_attention`.
 
-        K and V are rounded to the dtype of the queries, and in bfloat16 weights are rounded too, if the processor
-        multiplies bfloat16; sums are float32. Besides the result, memory is needed for the rows of one item a thread.
+        K and V are rounded to the dtype of the queries. If the processor multiplies bfloat16, softmax weights are
+        rounded to bfloat16 too. Sums are float32. Besides the result, each thread needs memory for the rows of an item.
 
         Args:
-            query: of a layer, which lies as the queries that this was made for.
-            layer: its index in the pool.
+            query: the queries of a layer, with the layout that was passed to the constructor.
+            layer: index of the layer in the pool.
             sinks: float32 `[num_query_heads]`, or None.
         """
         output = query.new_empty(self._shape)

@@ -1,12 +1,12 @@
-"""Plans attention for `attention.cpp`. Made once per step, read by every layer that demands the same.
+"""Plans attention for `attention.cpp`, once per step for all layers with the same heads and window.
 
-Tokens are divided into tiles of 64 positions. A step here is a range of keys and all tiles that read it, because their
-requests have the same blocks there. So keys that requests share are read once for all of them:
+Tokens are divided into tiles of 64 positions. A round is a range of keys, and the tiles of all requests that share
+these keys, so that shared keys are read once:
 
     tokens   [ tile of request 0 )[ tile of request 1 )
-    steps    [ a shared prefix ...................... )  [ own keys of 0 )  [ own keys of 1 )
+    rounds   [ a shared prefix ...................... )  [ own keys of 0 )  [ own keys of 1 )
 
-An item is what one thread does at once: some rows of one KV head, over all their steps.
+An item is a unit of work for a thread: some rows of one KV head, in all their rounds.
 """
 
 from __future__ import annotations
@@ -24,18 +24,20 @@ from radixkv.kernels.shared_prefix import prefix_order, runs_in_order
 
 Ints = npt.NDArray[np.int32]
 
-# Keys that rows meet at once: kKeys of attention.cpp.
+# Keys per block: kKeys of attention.h.
 BLOCK_KEYS = 64
 
-# Numbers in the rows of an item: more lay out keys less often, fewer are shared out better and stay in a core's cache.
-# 448 rows of 64 took 2.77 ms in one item, 2.84 in items of 256 rows, 2.94 of 128 and 3.17 of 64 (bfloat16, 2,048 keys).
-_MOST_NUMBERS = 512 * 64
-# Of longer rows, as latents are: 64 tokens of 16 heads of 576 took 115 ms in items of 56 rows and 105 of 128 (bfloat16,
-# 8,192 keys), in float32 210 and 190. 192 rows and their sums do not fit into a core's cache, and gain 3 % at most.
-_MOST_LONG_ROWS = 128
-_FEWEST_ROWS = 32
-_ITEMS_A_THREAD = 2
-_TILE_ROWS = 8  # kRows of attention.cpp with AVX-512; it shares out rows evenly among tiles
+# Maximum number of elements in the rows of an item. Large items pack keys less often; small ones are distributed more
+# evenly and stay in a core's cache. 448 rows of 64 elements took 2.77 ms in one item, and 2.84, 2.94 and 3.17 ms in
+# items of 256, 128 and 64 rows (bfloat16, 2,048 keys).
+_MAX_ITEM_NUMBERS = 512 * 64
+# Items of longer rows, such as latents, may have this number of rows. 64 tokens of 16 heads of 576 took 115 ms in items
+# of 56 rows and 105 ms in items of 128 (bfloat16, 8,192 keys; in float32 210 and 190 ms). 192 rows and their sums do
+# not fit into a core's cache, and gain 3 % at most.
+_MAX_LONG_ROWS = 128
+_MIN_ITEM_ROWS = 32
+_ITEMS_PER_THREAD = 2
+_TILE_ROWS = 8  # kRows of attention.cpp with AVX-512, which distributes rows evenly over tiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,23 +45,23 @@ class AttentionWork:
     """The attention of a step, for layers with the same heads and window. All arrays are int32 and contiguous.
 
     Attributes:
-        tokens: `[num_tokens]`, the tokens of the step in the order of the tiles.
-        positions: `[num_tokens]`, their positions among the stored tokens of their requests.
-        blocks: block ids of all requests, one after the other.
-        steps: `[num_steps, 6]`: first and end of its tokens, first and end of its keys, the first key that is written,
-            and where in `blocks` the block of the first key is. Of each token in ascending order of keys.
-        items: `[num_items, 5]`: KV head, first and end of its rows, first and end of its steps. Row
+        tokens: `[num_tokens]`, the packed token rows of the step, in the order of the tiles.
+        positions: `[num_tokens]`, the position of each token in its sequence.
+        blocks: the block ids of all requests, concatenated.
+        rounds: `[num_rounds, 6]`. Columns: first and end token, first and end key, first written key, and the index in
+            `blocks` of the block of the first key. The rounds of a token are in ascending order of keys.
+        items: `[num_items, 5]`. Columns: KV head, first and end row, first and end round. A row is
             `token * group_size + head`.
     """
 
     tokens: Ints
     positions: Ints
     blocks: Ints
-    steps: Ints
+    rounds: Ints
     items: Ints
 
     @property
-    def most_rows(self) -> int:
+    def max_rows(self) -> int:
         """Rows of the largest item."""
         return int((self.items[:, 2] - self.items[:, 1]).max())
 
@@ -74,13 +76,13 @@ class _Tile(NamedTuple):
 
 
 class _Order(NamedTuple):
-    """Tiles, sorted so that those which share keys follow each other.
+    """Tiles, sorted so that tiles that share keys are adjacent.
 
     Attributes:
-        tiles: at least one.
-        num_units: units of keys before each tile that it may share, `[num_tiles]`.
-        same_units: how many of them it has in common with the next one, `[num_tiles - 1]`.
-        ends: the first token of each, and the number of tokens, `[num_tiles + 1]`.
+        tiles: at least one tile.
+        num_units: whole units of keys before each tile, which may be shared, `[num_tiles]`.
+        same_units: the number of these units that each tile shares with the next one, `[num_tiles - 1]`.
+        ends: the first token of each tile, and the number of tokens, `[num_tiles + 1]`.
     """
 
     tiles: Sequence[_Tile]
@@ -92,38 +94,38 @@ class _Order(NamedTuple):
 def plan_work(
     batch: PagedBatch, *, group_size: int, num_kv_heads: int, head_dim: int, window: int | None, num_threads: int
 ) -> AttentionWork:
-    """Lay out the attention of one step.
+    """Plan the attention of one step.
 
     Args:
         batch: the token rows of the step.
         group_size: query heads per KV head.
         num_kv_heads: KV heads of the pool.
-        head_dim: numbers of a head.
-        window: the sliding window; None for full attention. Windows share nothing.
-        num_threads: threads that share the items.
+        head_dim: dimension of a head.
+        window: the sliding window; None for full attention. With a window, no keys are shared.
+        num_threads: threads that the items are distributed over.
     """
     order = _order(batch, window)
-    rows_an_item = _rows_an_item(int(order.ends[-1]) * group_size, num_kv_heads, head_dim, num_threads)
-    steps: list[tuple[int, ...]] = []
+    rows_per_item = _rows_per_item(int(order.ends[-1]) * group_size, num_kv_heads, head_dim, num_threads)
+    rounds: list[tuple[int, ...]] = []
     items: list[tuple[int, ...]] = []
-    for first, end in _bundles(order.same_units):
-        first_step = len(steps)
-        steps += _steps(batch, order, first, end, window)
+    for first, end in _groups(order.same_units):
+        first_round = len(rounds)
+        rounds += _rounds(batch, order, first, end, window)
         first_row, end_row = int(order.ends[first]) * group_size, int(order.ends[end]) * group_size
-        for row in range(first_row, end_row, rows_an_item):
-            last = min(row + rows_an_item, end_row)
-            items += [(head, row, last, first_step, len(steps)) for head in range(num_kv_heads)]
+        for row in range(first_row, end_row, rows_per_item):
+            last = min(row + rows_per_item, end_row)
+            items += [(head, row, last, first_round, len(rounds)) for head in range(num_kv_heads)]
     return AttentionWork(
         _ints(np.concatenate([tile.first_token + np.arange(tile.end - tile.start) for tile in order.tiles])),
         _ints(np.concatenate([np.arange(tile.start, tile.end) for tile in order.tiles])),
         _ints(batch.host_tables).reshape(-1),
-        _ints(steps),
+        _ints(rounds),
         _ints(items),
     )
 
 
 def _unit_tokens(batch: PagedBatch) -> int:
-    """Return the keys that are shared together or not at all."""
+    """Return the number of keys of a unit: they are shared together or not at all."""
     return max(BLOCK_KEYS, batch.block_size)
 
 
@@ -136,18 +138,18 @@ def _order(batch: PagedBatch, window: int | None) -> _Order:
     return _Order(tiles, num_units[order], same_units, np.cumsum([0, *(tile.end - tile.start for tile in tiles)]))
 
 
-def _rows_an_item(num_rows: int, num_kv_heads: int, head_dim: int, num_threads: int) -> int:
-    most = max(_MOST_LONG_ROWS, _MOST_NUMBERS // head_dim // _TILE_ROWS * _TILE_ROWS)
+def _rows_per_item(num_rows: int, num_kv_heads: int, head_dim: int, num_threads: int) -> int:
+    max_rows = max(_MAX_LONG_ROWS, _MAX_ITEM_NUMBERS // head_dim // _TILE_ROWS * _TILE_ROWS)
     if num_threads == 1:
-        return most
-    evenly = -(-num_rows * num_kv_heads // (_ITEMS_A_THREAD * num_threads * _TILE_ROWS)) * _TILE_ROWS
-    return min(most, max(_FEWEST_ROWS, evenly))
+        return max_rows
+    evenly = -(-num_rows * num_kv_heads // (_ITEMS_PER_THREAD * num_threads * _TILE_ROWS)) * _TILE_ROWS
+    return min(max_rows, max(_MIN_ITEM_ROWS, evenly))
 
 
-def _steps(
+def _rounds(
     batch: PagedBatch, order: _Order, first: int, end: int, window: int | None
 ) -> Iterator[tuple[int, int, int, int, int, int]]:
-    """Make the steps of the tiles `[first, end)`: first those over shared keys, then each tile's own."""
+    """Yield the rounds of the tiles `[first, end)`: those over shared keys, then those over each tile's own keys."""
     unit_tokens, width = _unit_tokens(batch), int(batch.host_tables.shape[1])
     starts = order.ends[first:].tolist()
 
@@ -176,7 +178,7 @@ def _tiles(batch: PagedBatch) -> Iterator[_Tile]:
             yield _Tile(i, start, min(tile_start + BLOCK_KEYS, kv_len), first_token + start - prefix_len)
 
 
-def _bundles(same_units: npt.NDArray[np.int64]) -> Iterator[tuple[int, int]]:
-    """Cut tiles in order where neighbours share nothing: `[first, end)`."""
+def _groups(same_units: npt.NDArray[np.int64]) -> Iterator[tuple[int, int]]:
+    """Split tiles, in order, into groups `[first, end)` that share no keys."""
     cuts = [0, *(np.flatnonzero(same_units == 0) + 1).tolist(), len(same_units) + 1]
     yield from itertools.pairwise(cuts)

@@ -1,4 +1,4 @@
-// Memory for numbers, as long as its owner lives.
+// An uninitialized array, aligned to 64 bytes and freed by its destructor.
 #pragma once
 
 #include <cstdint>

@@ -1,7 +1,7 @@
 """Compiles the C++ files of this folder with GCC into one shared library for each variant.
 
-Installation (`setup.py`) and the first start (`library.py`) both call it, so that the same sources give the same bits
-wherever they were compiled. It needs nothing but Python.
+Installation (`setup.py`) and the first start (`library.py`) both call it, so that results have the same bits wherever
+the sources were compiled. It imports only Python's standard library.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from radixkv.kernels.native.variants import Variant
 
 _FOLDER = Path(__file__).parent
 _STAMP = "stamp.cpp"
-# Plain x86-64, whatever the compiler's default, plus a variant's own options. -ffp-contract=off: the bits of a result
-# must not depend on which multiplications and additions a compiler decides to fuse.
+# Baseline x86-64, whatever the compiler's default, plus the options of a variant. -ffp-contract=off, because the bits
+# of a result must not depend on which multiplications and additions a compiler fuses.
 _OPTIONS = ("-std=c++17", "-O3", "-march=x86-64", "-mtune=generic", "-ffp-contract=off", "-pthread", "-fPIC")
 _TIMEOUT_S = 300.0
 
 
 class NotCompiled(Exception):
-    """There are no compiled kernels for this machine. The message says why, and what to do about it."""
+    """There are no compiled kernels for this machine. The message gives the reason and the remedy."""
 
 
 def sources() -> list[str]:
@@ -36,7 +36,7 @@ def sources() -> list[str]:
 
 
 def digest_of(variant: Variant) -> str:
-    """Return 16 hexadecimal digits that name what a variant is compiled from: options and sources."""
+    """Return a digest, 16 hexadecimal digits, of the options and sources that a variant is compiled from."""
     return hashlib.sha256("\n".join([*_OPTIONS, *variant.options, *sources()]).encode()).hexdigest()[:16]
 
 
@@ -46,7 +46,7 @@ def library_name(variant: Variant) -> str:
 
 
 def is_current(file: Path, variant: Variant) -> bool:
-    """Whether a library was compiled from the present sources for a variant. The file is read, not loaded."""
+    """Return whether a library was compiled from the current sources for a variant. The file is read, not loaded."""
     try:
         return _stamp(variant).encode() in file.read_bytes()
     except OSError:
@@ -61,19 +61,18 @@ def compile_kernels(
     num_jobs: int = 1,
     check: Callable[[Path], None] | None = None,
 ) -> None:
-    """Compile a variant: 9 to 14 s on one idle core. The file appears whole, or not at all.
+    """Compile a variant, which takes 9 to 14 s on one idle core. The file is created atomically.
 
     Args:
-        variant: what to compile for; this processor need not be able to run it.
-        file: the library; its folder must exist.
-        environment: names the compiler, `CXX`, and where to look for one, `PATH`.
-        num_jobs: how many files are compiled at a time.
-        check: is called once the compiler has proved to work, with a small library from the same folder, before the
-            kernels are compiled.
+        variant: what to compile for; this processor need not support it.
+        file: path of the library; its folder must exist.
+        environment: environment variables: `CXX` names the compiler, and `PATH` is searched for it.
+        num_jobs: number of files that are compiled at a time.
+        check: called with a small trial library in the same folder, before the kernels are compiled.
 
     Raises:
         NotCompiled: there is no GCC, or it fails.
-        OSError: the folder can't be written, or what `check` raises.
+        OSError: the folder can't be written to, or `check` raised it.
     """
     compiler = _find_compiler(environment)
     options = (*_OPTIONS, *variant.options, f'-DRADIXKV_STAMP="{_stamp(variant)}"')

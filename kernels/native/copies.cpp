@@ -1,6 +1,6 @@
-// Copies with non-temporal stores, since most of what they write would be evicted from the caches before anybody reads
-// it: of blocks into their pool, and of objects, whose checksum is taken in the same pass. Objects go to files through
-// the caches. `kernels/native/copies.py` calls them.
+// Copies blocks into the pool, and objects (blocks with a checksum) between memory and files. The checksum is computed in
+// the same pass. Copies in memory use non-temporal stores, since most of the data would be evicted from the caches before
+// it is read. `kernels/native/copies.py` calls these functions.
 
 #include <immintrin.h>
 #include <sys/uio.h>
@@ -20,13 +20,13 @@ using xxh3::Checksum;
 using xxh3::kStripe;
 using xxh3::load;
 
-// The source is asked for this much ahead of its use.
-constexpr int64_t kAhead = 1024;
-// The same where nothing is stored meanwhile.
-constexpr int64_t kFurtherAhead = 4096;
-// Files are read and written in pieces that stay in the second-level cache; each costs a call.
+// Distance in bytes at which the source is prefetched.
+constexpr int64_t kPrefetchDistance = 1024;
+// The same if nothing is stored in the loop.
+constexpr int64_t kFarPrefetchDistance = 4096;
+// Files are read and written in pieces that fit into the L2 cache; each takes a system call.
 constexpr int64_t kReadPiece = 128 << 10, kWrittenPiece = 512 << 10;
-// Whole pages are written: of a page that is written in part the rest would first be read.
+// Whole pages are written, because Linux reads a page first if only a part of it is written.
 constexpr int64_t kPage = 4096;
 
 struct Stripe {
@@ -45,11 +45,11 @@ void copy_stripe(const uint8_t* from, uint8_t* to, Checksum& checksum) {
   checksum.add_stripe(stripe.first, stripe.second);
 }
 
-void ask_for(const uint8_t* bytes, int64_t ahead = kAhead) {
+void prefetch(const uint8_t* bytes, int64_t ahead = kPrefetchDistance) {
   _mm_prefetch(reinterpret_cast<const char*>(bytes) + ahead, _MM_HINT_T0);
 }
 
-// The whole stripes that a checksum of `num_bytes` adds before its end: the rest is 1 to 64 bytes.
+// Returns the bytes that `Checksum` adds as whole stripes, before `finish`: the rest is 1 to 64 bytes.
 int64_t bytes_before_end(int64_t num_bytes) { return (num_bytes - 1) / kStripe * kStripe; }
 
 // Reads until there are `num_bytes`, or the file ends. Returns the bytes that were read, or -errno.
@@ -65,19 +65,19 @@ int64_t read_all(int file, uint8_t* to, int64_t num_bytes, int64_t position) {
   return total;
 }
 
-// The files of objects: one with what comes first, and each object's checksum behind that; and one with the rest.
+// Descriptors of the two files of objects: one has the head of each object, followed by the object's checksum, and the
+// other has the rest.
 struct Files {
   int heads, bodies;
-  int64_t head_bytes;  // of each object, whole stripes
+  int64_t head_bytes;  // of each object, a multiple of a stripe
 };
-
-// Where an object is, or will be, in each file.
+// The offset of an object in each file.
 struct Position {
   int64_t head, body;
 };
 
-// Reads an object whose last bytes are a checksum, and takes the checksum that they should be. Returns the bytes that
-// there are from its beginning on, or -errno.
+// Reads an object whose last bytes are the recorded checksum, and computes the actual one into `digest`. Returns the
+// number of bytes that were read, which is less than `num_bytes` if a file is too short, or -errno.
 int64_t read_object(const Files& files, const Position& position, int64_t num_bytes, uint8_t* piece, uint8_t* to,
                     uint8_t* digest) {
   const int64_t head_bytes = files.head_bytes, recorded = head_bytes + xxh3::kDigestBytes;
@@ -106,7 +106,7 @@ int64_t read_object(const Files& files, const Position& position, int64_t num_by
   return num_bytes;
 }
 
-// Writes all of some parts, which are changed. Returns 0, or -errno.
+// Writes all parts, and modifies `parts`. Returns 0, or -errno.
 int64_t write_all(int file, iovec* parts, int num_parts, int64_t position) {
   while (num_parts > 0) {
     ssize_t count = pwritev(file, parts, num_parts, position);
@@ -121,8 +121,8 @@ int64_t write_all(int file, iovec* parts, int num_parts, int64_t position) {
 
 int64_t whole_pages(int64_t num_bytes) { return (num_bytes + kPage - 1) / kPage * kPage; }
 
-// Writes a body, and zeros up to the end of its last page. `digest` gets the checksum of the head and it. Returns as
-// `write_all`.
+// Writes a body, padded with zeros to whole pages. Stores the checksum of head and body in `digest`. Returns 0, or
+// -errno.
 int64_t write_body(int file, int64_t position, const uint8_t* head, int64_t head_bytes, const uint8_t* body,
                    int64_t body_bytes, uint8_t* digest) {
   static const uint8_t zeros[kPage] = {};
@@ -133,7 +133,7 @@ int64_t write_body(int file, int64_t position, const uint8_t* head, int64_t head
   for (int64_t at = 0; at < body_bytes;) {
     const int64_t upto = body_bytes - at < 2 * kWrittenPiece ? body_bytes : at + kWrittenPiece;
     for (int64_t i = at; i < std::min(upto, before_end - head_bytes); i += kStripe) {
-      ask_for(body + i, kFurtherAhead);
+      prefetch(body + i, kFarPrefetchDistance);
       checksum.add_stripe(load(body + i), load(body + i + 32));
     }
     iovec parts[] = {{const_cast<uint8_t*>(body) + at, static_cast<size_t>(upto - at)},
@@ -141,7 +141,7 @@ int64_t write_body(int file, int64_t position, const uint8_t* head, int64_t head
     if (const int64_t failure = write_all(file, parts, 2, position + at)) return failure;
     at = upto;
   }
-  uint8_t last[kStripe];  // it may begin in the head
+  uint8_t last[kStripe];  // the last 64 bytes, which may begin in the head
   for (int64_t i = 0; i < kStripe; ++i) {
     const int64_t from = num_bytes - kStripe + i;
     last[i] = from < head_bytes ? head[from] : body[from - head_bytes];
@@ -150,7 +150,7 @@ int64_t write_body(int file, int64_t position, const uint8_t* head, int64_t head
   return 0;
 }
 
-// Writes records of `room` bytes, those of neighbors in one call. Returns as `write_all`.
+// Writes records of `room` bytes, adjacent ones in one call. Returns 0, or -errno.
 int64_t write_records(int file, uint8_t* records, int64_t room, const int64_t* positions, int64_t num_records) {
   for (int64_t start = 0, end = 1; start < num_records; start = end++) {
     while (end < num_records && positions[end] == positions[end - 1] + room) ++end;
@@ -162,8 +162,8 @@ int64_t write_records(int file, uint8_t* records, int64_t room, const int64_t* p
 
 }  // namespace
 
-// Copies `head` and then `body` to `target`, and the checksum of both behind them. The head is whole stripes, both
-// together have more than 240 bytes, and `target` is aligned to 32 bytes.
+// Copies `head` and then `body` to `target`, followed by the checksum of both. The size of the head must be a multiple of
+// a stripe, both together must have more than 240 bytes, and `target` must be aligned to 32 bytes.
 extern "C" void radixkv_copy_checked(const uint8_t* head, int64_t head_bytes, const uint8_t* body, int64_t body_bytes,
                                      uint8_t* target) {
   Checksum checksum;
@@ -171,7 +171,7 @@ extern "C" void radixkv_copy_checked(const uint8_t* head, int64_t head_bytes, co
   int64_t at = 0;
   for (; at < head_bytes && at < copied; at += kStripe) copy_stripe(head + at, target + at, checksum);
   for (; at < copied; at += kStripe) {
-    ask_for(body + at - head_bytes);
+    prefetch(body + at - head_bytes);
     copy_stripe(body + at - head_bytes, target + at, checksum);
   }
   if (at < head_bytes) memcpy(target + at, head + at, head_bytes - at);
@@ -181,8 +181,8 @@ extern "C" void radixkv_copy_checked(const uint8_t* head, int64_t head_bytes, co
   _mm_sfence();  // visible to every thread that is notified of the copy
 }
 
-// Reads objects, each of more than 256 bytes into memory aligned to 32 bytes. `counts` gets the bytes that there are of
-// each from its beginning on, `digests` the checksums of those that are whole. Returns 0, or -errno of what failed.
+// Reads objects of more than 256 bytes each into memory aligned to 32 bytes. Stores the number of bytes that were read of
+// each in `counts`, and the checksums of those that are complete in `digests`. Returns 0, or -errno of the failed call.
 extern "C" int64_t radixkv_read_checked(int heads, int bodies, int64_t head_bytes, int64_t num_objects,
                                         const int64_t* head_positions, const int64_t* body_positions,
                                         const int64_t* sizes, uint8_t* const* targets, int64_t* counts,
@@ -202,8 +202,9 @@ extern "C" int64_t radixkv_read_checked(int heads, int bodies, int64_t head_byte
   return failure;
 }
 
-// Writes objects: their bodies, then records of heads, each with the object's checksum behind it; both with zeros up to
-// the ends of pages. Heads are whole stripes, and an object has more than 240 bytes. Returns 0, or -errno of what failed.
+// Writes objects: their bodies, then records of a head followed by the object's checksum; both padded with zeros to whole
+// pages. The size of a head must be a multiple of a stripe, and an object must have more than 240 bytes. Returns 0, or
+// -errno of the failed call.
 extern "C" int64_t radixkv_write_checked(int heads, int bodies, int64_t head_bytes, int64_t num_objects,
                                          const int64_t* head_positions, const int64_t* body_positions,
                                          const uint8_t* const* head_parts, const uint8_t* const* body_parts,
@@ -223,8 +224,8 @@ extern "C" int64_t radixkv_write_checked(int heads, int bodies, int64_t head_byt
   return failure;
 }
 
-// Copies each source into a block, in pieces that begin `stride` bytes one after the other. Pieces are whole stripes,
-// aligned to 32 bytes.
+// Copies each source into a block, in pieces that are `stride` bytes apart in the block. The size of a piece must be a
+// multiple of a stripe, and pieces must be aligned to 32 bytes.
 extern "C" void radixkv_fill(int64_t num_blocks, const uint8_t* const* sources, uint8_t* const* blocks, int64_t num_pieces,
                              int64_t piece_bytes, int64_t stride) {
   for (int64_t i = 0; i < num_blocks; ++i)
@@ -232,7 +233,7 @@ extern "C" void radixkv_fill(int64_t num_blocks, const uint8_t* const* sources, 
       const uint8_t* from = sources[i] + piece * piece_bytes;
       uint8_t* to = blocks[i] + piece * stride;
       for (int64_t at = 0; at < piece_bytes; at += kStripe) {
-        ask_for(from + at);
+        prefetch(from + at);
         copy_stripe(from + at, to + at);
       }
     }

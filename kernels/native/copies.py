@@ -1,4 +1,4 @@
-"""Calls the copies of `copies.cpp`, which go past the caches and read bytes once where a checksum reads them again."""
+"""Python interface of `copies.cpp`: copies that bypass the caches, and compute checksums in the same pass."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ import numpy as np
 import numpy.typing as npt
 
 _CHECKSUM_BYTES = 16
-_STRIPE_BYTES, _ALIGNMENT, _MOST_SHORT_BYTES = 64, 32, 240
-# Smaller copies are read again before they leave the caches.
-LEAST_FILLED_BYTES = 4 << 20
+_STRIPE_BYTES, _ALIGNMENT, _MAX_SHORT_BYTES = 64, 32, 240
+# Smaller copies are likely to be read while they are still in the caches, so `fill` leaves them to NumPy.
+MIN_FILLED_BYTES = 4 << 20
 _POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
 
 
 class ObjectFiles(NamedTuple):
-    """The files of objects, which are read and written in two parts.
+    """The two files of objects: an object is stored as a head and a body.
 
     Attributes:
-        heads: descriptor of the file with what comes first, and each object's checksum behind that.
-        bodies: descriptor of the file with the rest.
-        head_bytes: bytes of what comes first, without the checksum.
+        heads: descriptor of the file with the head of each object, followed by the object's checksum.
+        bodies: descriptor of the file with the rest of each object.
+        head_bytes: bytes of a head, without the checksum.
     """
 
     heads: int
@@ -32,13 +32,13 @@ class ObjectFiles(NamedTuple):
 
 
 class NativeCopies:
-    """Copies of blocks. Checksums are XXH3 with 128 bits; what has 240 bytes or less is declined, since XXH3 is another
-    algorithm there.
+    """Copies of blocks, with checksums of 128 bits (XXH3).
 
-    The interpreter's lock is free meanwhile. Several threads may call it at once.
+    Objects of 240 bytes or less are not supported, since XXH3 uses another algorithm for them. Methods are thread-safe,
+    and release the GIL while they copy.
 
     Args:
-        library: of `load_library`.
+        library: returned by `load_library`.
     """
 
     def __init__(self, library: ctypes.CDLL) -> None:
@@ -53,15 +53,16 @@ class NativeCopies:
         self._fill.argtypes, self._fill.restype = (_INT, _POINTER, _POINTER, *[_INT] * 3), None
 
     def copy_checked(self, head: bytes, body: memoryview, target: npt.NDArray[np.uint8]) -> bool:
-        """Copy two parts into one memory, with the checksum of both behind them.
+        """Copy head and body into one array, followed by the checksum of both.
 
         Args:
-            head: what comes first.
-            body: contiguous bytes behind it.
+            head: the first bytes.
+            body: the other bytes, contiguous.
             target: contiguous uint8 `[len(head) + len(body) + 16]`.
 
         Returns:
-            Whether it did: the head must be whole stripes of 64 bytes, and the target aligned to 32.
+            Whether the copy was made. It is not if the size of the head is not a multiple of 64 bytes, the target is
+            not aligned to 32 bytes, or both parts together have 240 bytes or less.
 
         Raises:
             ValueError: the target has another size, is not contiguous, or can't be written.
@@ -69,8 +70,8 @@ class NativeCopies:
         source, address = np.frombuffer(body, np.uint8), target.ctypes.data
         num_bytes = len(head) + source.nbytes + _CHECKSUM_BYTES
         if target.nbytes != num_bytes or not target.flags.c_contiguous or not target.flags.writeable:
-            raise ValueError(f"target: expected {num_bytes} writable bytes in one piece, got {target.nbytes} or others")
-        is_long = len(head) + source.nbytes > _MOST_SHORT_BYTES
+            raise ValueError(f"target: expected {num_bytes} writable contiguous bytes, got {_described(target)}")
+        is_long = len(head) + source.nbytes > _MAX_SHORT_BYTES
         if not is_long or len(head) % _STRIPE_BYTES or address % _ALIGNMENT:
             return False
         self._copy_checked(head, len(head), source.ctypes.data, source.nbytes, address)
@@ -82,28 +83,28 @@ class NativeCopies:
         """Read objects that end with a checksum.
 
         Args:
-            files: where they are.
-            places: of each its position in the file of heads, that in the file of bodies, and its bytes, checksum
-                included.
-            targets: writable memory for each, at least of its size.
+            files: the files of the objects.
+            places: for each object its offset in the file of heads, its offset in the file of bodies, and its number of
+                bytes, including the checksum.
+            targets: writable memory for each object, at least of its size.
 
         Returns:
-            For each the bytes there were of it from its beginning on, and the checksum that it should end with; None
-            instead of that where it is cut. None if it read nothing: an object is too short, or a target is not aligned
-            to 32.
+            For each object the number of bytes that were read, and the checksum of its contents, with which it should
+            end, or None if the object is truncated. None instead of a list, and nothing is read, if an object is too
+            short or a target is not aligned to 32 bytes.
 
         Raises:
-            OSError: reading fails.
-            ValueError: a target is too small, or heads are not whole stripes of 64 bytes.
+            OSError: reading failed.
+            ValueError: a target is too small, or the size of heads is not a multiple of 64 bytes.
         """
         _require_stripes(files)
         wanted = np.array(places, np.int64).reshape(-1, 3).T.copy()  # positions, then sizes
         sizes = wanted[2]
         addresses = np.array([ctypes.addressof(ctypes.c_char.from_buffer(each)) for each in targets], np.int64)
         if any(each.nbytes < size for each, size in zip(targets, sizes, strict=True)):
-            raise ValueError("targets: expected memory of the objects' sizes, got less")
-        least_bytes = max(_MOST_SHORT_BYTES + 1, files.head_bytes) + _CHECKSUM_BYTES
-        if (sizes < least_bytes).any() or (addresses % _ALIGNMENT).any():
+            raise ValueError("targets: each must have at least the size of its object")
+        min_bytes = max(_MAX_SHORT_BYTES + 1, files.head_bytes) + _CHECKSUM_BYTES
+        if (sizes < min_bytes).any() or (addresses % _ALIGNMENT).any():
             return None
         counts, digests = np.zeros(len(places), np.int64), np.zeros((len(places), _CHECKSUM_BYTES), np.uint8)
         given = (each.ctypes.data for each in (*wanted, addresses, counts, digests))
@@ -116,28 +117,27 @@ class NativeCopies:
     def write_checked(
         self, files: ObjectFiles, positions: Sequence[tuple[int, int]], objects: Sequence[tuple[bytes, memoryview]]
     ) -> bool:
-        """Write objects: heads with the object's checksum behind them, and bodies, each with zeros up to the end of its
-        last page.
+        """Write objects: bodies, and heads followed by the object's checksum, both padded with zeros to whole pages.
 
         Args:
-            files: where they go.
-            positions: of each its positions in the file of heads and in that of bodies, at pages.
-            objects: of each its head, and contiguous bytes behind it.
+            files: the files of the objects.
+            positions: for each object its offsets in the file of heads and in the file of bodies, multiples of a page.
+            objects: for each object its head, and its body in contiguous bytes.
 
         Returns:
-            Whether it did: an object of 240 bytes or less is declined.
+            Whether the objects were written. They are not if one has 240 bytes or less.
 
         Raises:
-            OSError: writing fails. Parts may be written.
-            ValueError: a head has another size, or is not whole stripes of 64 bytes.
+            OSError: writing failed. Some parts may have been written.
+            ValueError: a head does not have `files.head_bytes` bytes, or that is not a multiple of 64.
         """
         _require_stripes(files)
         heads = [head for head, _ in objects]
         if any(len(head) != files.head_bytes for head in heads):
-            raise ValueError(f"objects: expected heads of {files.head_bytes} bytes, got others")
+            raise ValueError(f"objects: expected heads of {files.head_bytes} bytes, got {sorted({*map(len, heads)})}")
         bodies = [np.frombuffer(body, np.uint8) for _, body in objects]
         sizes = [body.size for body in bodies]
-        if any(files.head_bytes + size <= _MOST_SHORT_BYTES for size in sizes):
+        if any(files.head_bytes + size <= _MAX_SHORT_BYTES for size in sizes):
             return False
         addresses = [body.__array_interface__["data"][0] for body in bodies]
         of_heads, of_bodies = zip(*positions, strict=True) if positions else ((), ())
@@ -148,27 +148,28 @@ class NativeCopies:
         return True
 
     def fill(self, blocks: npt.NDArray[np.uint8], ids: Sequence[int], payloads: Sequence[memoryview]) -> bool:
-        """Copy contiguous bytes into blocks of a pool, whose pieces may lie apart.
+        """Copy contiguous bytes into blocks of a pool, which may be strided.
 
         Args:
-            blocks: uint8 `[num_blocks, ..., piece_bytes]`; pieces are contiguous, and equally far from each other.
+            blocks: uint8 `[num_blocks, ..., piece_bytes]`; pieces are contiguous, with a constant stride in a block.
             ids: the blocks to fill.
-            payloads: the bytes of each.
+            payloads: the bytes of each block.
 
         Returns:
-            Whether it did: pieces must be whole stripes of 64 bytes, aligned to 32, and together `LEAST_FILLED_BYTES`.
+            Whether the blocks were filled. They are not if the size of a piece is not a multiple of 64 bytes, pieces
+            are not aligned to 32 bytes, or there are fewer than `MIN_FILLED_BYTES` in total.
 
         Raises:
-            ValueError: a payload has another size, there is no such block, or blocks can't be written.
+            ValueError: a payload has another size, a block does not exist, or `blocks` is read-only.
         """
         block_bytes = blocks[0].nbytes
         if not blocks.flags.writeable or any(each.nbytes != block_bytes for each in payloads):
-            raise ValueError(f"blocks: expected writable ones of {block_bytes} bytes, got other payloads or blocks")
+            raise ValueError(f"blocks: expected writable blocks, and payloads of {block_bytes} bytes for them")
         if any(not 0 <= each < len(blocks) for each in ids) or len(ids) != len(payloads):
-            raise ValueError(f"blocks: expected ids below {len(blocks)}, one for each payload, got others")
+            raise ValueError(f"ids: expected {len(payloads)} block ids from 0 to {len(blocks) - 1}, got {list(ids)}")
         pieces = _pieces_of(blocks[0])
         targets = blocks.ctypes.data + np.array(ids, np.int64) * blocks.strides[0]
-        if pieces is None or len(ids) * block_bytes < LEAST_FILLED_BYTES or (targets % _ALIGNMENT).any():
+        if pieces is None or len(ids) * block_bytes < MIN_FILLED_BYTES or (targets % _ALIGNMENT).any():
             return False
         sources = np.array([np.frombuffer(each, np.uint8).ctypes.data for each in payloads], np.int64)
         self._fill(len(ids), sources.ctypes.data, targets.ctypes.data, *pieces)
@@ -177,11 +178,16 @@ class NativeCopies:
 
 def _require_stripes(files: ObjectFiles) -> None:
     if files.head_bytes % _STRIPE_BYTES:
-        raise ValueError(f"head_bytes: expected whole stripes of {_STRIPE_BYTES} bytes, got {files.head_bytes}")
+        raise ValueError(f"head_bytes: expected a multiple of {_STRIPE_BYTES}, got {files.head_bytes}")
+
+
+def _described(array: npt.NDArray[np.uint8]) -> str:
+    access, order = ("writable" if array.flags.writeable else "read-only"), array.flags.c_contiguous
+    return f"{array.nbytes} {access} {'contiguous' if order else 'strided'} bytes"
 
 
 def _pieces_of(block: npt.NDArray[np.uint8]) -> tuple[int, int, int] | None:
-    """Return the number of a block's pieces, their bytes and their distance; None if they are not alike."""
+    """Return number, size and stride of the pieces of a block; None if the stride is not constant or not aligned."""
     num_pieces, piece_bytes, stride = 1, block.shape[-1], block.shape[-1]
     if block.strides[-1] != 1:
         return None

@@ -1,12 +1,12 @@
 // GEMM of rows with a weight that was packed once. `kernels/native/gemm.py` calls it.
 //
-//   weight   [panel][word][two vectors of features]   a word is one number, or two neighbours where pairs are multiplied
-//   rows     [tile][word][up to kRows rows]           laid out for each call, as many words at once as a cache holds
+//   weight   [panel][word][two vectors of features]   a word is one number, or a pair of adjacent numbers
+//   rows     [tile][word][up to kRows rows]           packed in each call, as many words at once as fit into a cache
 //
-// A quantized weight (quantized.h) is dequantized into words of a panel, some at a time, which a core's first cache holds.
+// A quantized weight (quantized.h) is dequantized into words of a panel, as many at a time as fit into a core's L1 cache.
 //
-// A number of the result is one sum over all words, from the first to the last, in a register or stored in float32
-// between two blocks of words. No operation of a row depends on others, so its bits do not depend on how many there are.
+// An output is one sum over all words, from the first to the last, in a register, or stored in float32 between two blocks
+// of words. No operation on a row depends on other rows, so its bits do not depend on the number of rows.
 
 #include "gemm.h"
 #include "threads.h"
@@ -15,19 +15,20 @@
 
 namespace {
 
-constexpr int kRows = kRegisters == 32 ? 12 : 6;  // of a tile, whose sums nearly fill the registers
-constexpr int64_t kMostRows = kRegisters == 32 ? 516 : 258;  // whose words fit in a cache
-constexpr int64_t kMostWords = 448;
-constexpr int64_t kMostDequantized = kRegisters == 32 ? 128 : 192;  // words of panels that are dequantized at once
-constexpr int64_t kAheadBytes = 4096;  // of a weight, which are asked for before they are needed
+constexpr int kRows = kRegisters == 32 ? 12 : 6;  // rows per tile: their sums nearly fill the registers
+// Maximum rows and words that are packed at once, so that they fit into a cache.
+constexpr int64_t kMaxRows = kRegisters == 32 ? 516 : 258;
+constexpr int64_t kMaxWords = 448;
+constexpr int64_t kMaxDequantized = kRegisters == 32 ? 128 : 192;  // words of panels that are dequantized at once
+constexpr int64_t kAheadBytes = 4096;  // distance at which a weight is prefetched
 constexpr int64_t kLineBytes = 64;
 
-// Multiplies in float32. Weights of 16 bits stay so, which is less to read.
+// Arithmetic in float32. Weights of 16 bits stay in 16 bits, so that less memory is read.
 template <int64_t kKind, int64_t kWeightKind = kKind>
 struct InFloat32 {
-  using Row = float;  // a word of a row, when it is laid out
+  using Row = float;  // a word of a packed row
   using Weight = std::conditional_t<kWeightKind == kFloat32, float, uint16_t>;
-  static constexpr int kNumbers = 1;  // in a word
+  static constexpr int kNumbers = 1;  // numbers per word
 
   static Words load_row(const void* row, int64_t word, Lanes lanes) { return as_words(load(row, word, kKind, lanes)); }
   static Floats load_weight(const Weight* from) { return load(from, 0, kWeightKind, first_lanes(kLanes)); }
@@ -59,20 +60,21 @@ using DequantizedInBfloat16 = InFloat32<kBfloat16, kFloat32>;
 template <class Arithmetic>
 constexpr bool can_dequantize = sizeof(typename Arithmetic::Weight) == 4;
 
-// How many rows and panels are multiplied at once: as many as there are registers for their sums.
+// The number of rows and panels that are multiplied at once. Their sums fit into the registers.
 struct Tile {
   int rows, panels;
 };
 
-// One row and two wait for memory, which is read faster in several places at once. With AVX-512 that was not tried.
+// With one or two rows, reading the weight is the bottleneck, and reading several panels at once is faster. This was not
+// tried with AVX-512.
 inline Tile tile_for(int64_t num_rows) {
   const int rows = static_cast<int>(num_rows);
   return kRegisters == 16 && num_rows <= 2 ? Tile{rows, kRows / rows} : Tile{kRows, 1};
 }
 
-// Adds words of R rows and P panels to their sums, those of a panel next to those of the one before. Asks for `num_ahead` words
-// of a single panel from `ahead` on: with AVX2 and weights of float32 one after the other, since all at once would have
-// to wait for memory (8 to 24 rows took 1.2 to 1.4 times as long); otherwise at once, which is less to do.
+// Adds words of R rows and P panels to their sums; the sums of consecutive panels are adjacent. With one panel, prefetches
+// `num_ahead` words from `ahead` on: with AVX2 and float32 weights spread over the loop, because many prefetches at once
+// stall (8 to 24 rows took 1.2 to 1.4 times as long); otherwise at once, which takes fewer instructions.
 template <class Arithmetic, int R, int P>
 __attribute__((noinline)) void add_words(const typename Arithmetic::Row* rows, const typename Arithmetic::Weight* panels,
                                          int64_t panel_stride, int64_t num_words, float* sums, int64_t stride,
@@ -84,16 +86,16 @@ __attribute__((noinline)) void add_words(const typename Arithmetic::Row* rows, c
 #pragma GCC unroll 12
     for (int i = 0; i < 2 * P; i++) sum[r][i] = is_first ? all(0.0f) : load_floats(sums + r * stride + i * kLanes);
   constexpr bool kIsSpread = kRegisters == 16 && sizeof(typename Arithmetic::Weight) == sizeof(float);
-  const int64_t num_passed = kIsSpread ? num_words / std::max<int64_t>(1, num_ahead) : 1;  // from one to the next
-  int64_t asked = 0, next = 0;
+  const int64_t interval = kIsSpread ? num_words / std::max<int64_t>(1, num_ahead) : 1;  // words per prefetch
+  int64_t num_prefetched = 0, next = 0;
 #pragma GCC unroll 4
   for (int64_t w = 0; w < num_words; w++) {
     if (P == 1 && (kIsSpread ? w == next : w < num_ahead)) {
 #pragma GCC unroll 2
       for (int64_t i = 0; i < kWordBytes; i += kLineBytes)
-        _mm_prefetch(reinterpret_cast<const char*>(ahead) + asked * kWordBytes + i, _MM_HINT_T1);
-      asked++;
-      next += num_passed;
+        _mm_prefetch(reinterpret_cast<const char*>(ahead) + num_prefetched * kWordBytes + i, _MM_HINT_T1);
+      num_prefetched++;
+      next += interval;
     }
 #pragma GCC unroll 6
     for (int p = 0; p < P; p++) {
@@ -130,7 +132,7 @@ void add_tile(int64_t num_panels, int64_t num_rows, Rest... rest) {
 
 // Packs words of up to kLanes rows, interleaved by row.
 template <class Arithmetic>
-void lay_out(const Matmul& matmul, int64_t first_row, int64_t num_rows, int64_t first_word, int64_t num_words,
+void pack_rows(const Matmul& matmul, int64_t first_row, int64_t num_rows, int64_t first_word, int64_t num_words,
              uint32_t* to) {
   const int64_t row_bytes = matmul.in_features * bytes_of(matmul.kind);
   const char* rows = static_cast<const char*>(matmul.rows) + first_row * row_bytes;
@@ -145,7 +147,7 @@ void lay_out(const Matmul& matmul, int64_t first_row, int64_t num_rows, int64_t 
   }
 }
 
-// Adds the bias to the sums of some panels, gates those of the other weight with them, and stores the result.
+// Adds the bias to the sums of some panels, applies SwiGLU if there is another weight, and stores the result.
 void finish(const Matmul& matmul, int64_t first_row, int64_t num_rows, int64_t panel, int64_t num_panels,
             const float* sums, int64_t stride) {
   const int64_t first = panel * kFeatures, end = std::min(matmul.out_features, first + num_panels * kFeatures);
@@ -160,7 +162,8 @@ void finish(const Matmul& matmul, int64_t first_row, int64_t num_rows, int64_t p
     }
 }
 
-// Up to `kMostRows` rows. Sums are kept in the result where it has their shape; elsewhere a panel is summed up at once.
+// Computes up to `kMaxRows` rows. Sums are kept in the output if it is float32 and unpadded; otherwise each panel is summed
+// over all words at once.
 template <class Arithmetic>
 void multiply(const Matmul& matmul, int64_t first_row, int64_t num_rows) {
   using Row = typename Arithmetic::Row;
@@ -169,24 +172,24 @@ void multiply(const Matmul& matmul, int64_t first_row, int64_t num_rows) {
   const int64_t num_panels = (matmul.out_features + kFeatures - 1) / kFeatures;
   const Tile tile = tile_for(num_rows);
   const int64_t num_tiles = (num_rows + tile.rows - 1) / tile.rows;
-  const int64_t num_groups = num_panels / tile.panels + num_panels % tile.panels;  // of panels, and those left
+  const int64_t num_groups = num_panels / tile.panels + num_panels % tile.panels;  // remaining panels are groups of one
   const int num_weights = matmul.other_weight ? 2 : 1;
   const bool is_in_place = matmul.kind == kFloat32 && matmul.out_features % kFeatures == 0 && num_weights == 1;
   const bool is_quantized = matmul.format != kPlain;
   constexpr int64_t kGroupWords = kGroup / Arithmetic::kNumbers;
-  const int64_t unit = is_quantized ? kGroupWords : 1, num_units = num_words / unit;  // words that stay together
-  const int64_t num_blocks = is_in_place && num_tiles > 1 ? (num_words + kMostWords - 1) / kMostWords : 1;
+  const int64_t unit = is_quantized ? kGroupWords : 1, num_units = num_words / unit;  // words that are not separated
+  const int64_t num_blocks = is_in_place && num_tiles > 1 ? (num_words + kMaxWords - 1) / kMaxWords : 1;
   const int64_t stride = is_in_place ? matmul.out_features : tile.panels * kFeatures;
   const int64_t panel_bytes = matmul.in_features / kGroup * group_bytes(matmul.format, kFeatures);  // if it is quantized
-  const Buffer<Row> laid_out(num_rows * ((num_units + num_blocks - 1) / num_blocks) * unit);
+  const Buffer<Row> packed(num_rows * ((num_units + num_blocks - 1) / num_blocks) * unit);
   const auto row_of = [&](int64_t t) { return num_rows * t / num_tiles; };
   for (int64_t block = 0; block < num_blocks; block++) {
     const int64_t first_word = num_units * block / num_blocks * unit;
     const int64_t words_here = num_units * (block + 1) / num_blocks * unit - first_word;
-    const int64_t words_at_once = is_quantized ? std::min(words_here, kMostDequantized / tile.panels) : words_here;
+    const int64_t words_at_once = is_quantized ? std::min(words_here, kMaxDequantized / tile.panels) : words_here;
     parallel_for(num_tiles, matmul.num_threads, [&](int64_t t) {
-      lay_out<Arithmetic>(matmul, first_row + row_of(t), row_of(t + 1) - row_of(t), first_word, words_here,
-                          reinterpret_cast<uint32_t*>(laid_out + row_of(t) * words_here));
+      pack_rows<Arithmetic>(matmul, first_row + row_of(t), row_of(t + 1) - row_of(t), first_word, words_here,
+                          reinterpret_cast<uint32_t*>(packed + row_of(t) * words_here));
     });
     parallel_items(num_groups, matmul.num_threads, [&](Items& items) {
       const Buffer<float> own(is_in_place ? 0 : num_weights * num_rows * stride);
@@ -212,12 +215,12 @@ void multiply(const Matmul& matmul, int64_t first_row, int64_t num_rows) {
               }
             }
             for (int64_t t = 0; t < num_tiles; t++) {
-              // A single tile asks for what follows soon; of several, each asks for its part of the next panel.
+              // A single tile prefetches the words that follow soon. Several tiles prefetch the next panel, a part each.
               const bool is_single = num_tiles == 1;
               const int64_t first_ahead = words * t / num_tiles, end_ahead = words * (t + 1) / num_tiles;
               const int64_t distance = is_single ? kAheadBytes / sizeof(Weight) : num_words * kFeatures;
               const int64_t rows_here = row_of(t + 1) - row_of(t);
-              add_tile<Arithmetic>(panels_here, rows_here, laid_out + row_of(t) * words_here + word * rows_here, panel,
+              add_tile<Arithmetic>(panels_here, rows_here, packed + row_of(t) * words_here + word * rows_here, panel,
                                    (is_quantized ? words : num_words) * kFeatures, words,
                                    sums + (i * num_rows + row_of(t)) * stride, stride, block == 0 && word == 0,
                                    panel + distance + first_ahead * kFeatures,
@@ -233,13 +236,13 @@ void multiply(const Matmul& matmul, int64_t first_row, int64_t num_rows) {
 
 template <class Arithmetic>
 void multiply_all(const Matmul& matmul) {
-  for (int64_t row = 0; row < matmul.num_rows; row += kMostRows)
-    multiply<Arithmetic>(matmul, row, std::min(kMostRows, matmul.num_rows - row));
+  for (int64_t row = 0; row < matmul.num_rows; row += kMaxRows)
+    multiply<Arithmetic>(matmul, row, std::min(kMaxRows, matmul.num_rows - row));
 }
 
-// Lays out a weight of words of 16 or 32 bits as the features from `first_feature` on.
+// Packs a weight with words of 16 or 32 bits into the panels of the features from `first_feature` on.
 template <class Word>
-void lay_out_weight(const Word* weight, int64_t num_features, int64_t num_words, int64_t first_feature, Word* panels,
+void pack_weight(const Word* weight, int64_t num_features, int64_t num_words, int64_t first_feature, Word* panels,
                     int64_t num_threads) {
   const int64_t first_vector = first_feature / kLanes, end_feature = first_feature + num_features;
   parallel_for((end_feature + kLanes - 1) / kLanes - first_vector, num_threads, [&](int64_t index) {
@@ -267,18 +270,18 @@ void lay_out_weight(const Word* weight, int64_t num_features, int64_t num_words,
 
 }  // namespace
 
-// Features of a panel, and numbers of a word: how a weight is laid out.
+// The packed layout of a weight: features per panel, and numbers per word.
 extern "C" int64_t radixkv_panel_features() { return kFeatures; }
 extern "C" int64_t radixkv_word_numbers(int64_t kind) { return kind == kBfloat16 ? InBfloat16::kNumbers : 1; }
 
-// Lays out a weight `[num_features, num_words]` as the features from `first_feature` on.
-extern "C" void radixkv_lay_out(const void* weight, int64_t num_features, int64_t num_words, int64_t word_bytes,
+// Packs a weight `[num_features, num_words]` into the panels of the features from `first_feature` on.
+extern "C" void radixkv_pack_weight(const void* weight, int64_t num_features, int64_t num_words, int64_t word_bytes,
                                 int64_t first_feature, void* panels, int64_t num_threads) {
   if (word_bytes == 2) {
-    lay_out_weight(static_cast<const uint16_t*>(weight), num_features, num_words, first_feature,
+    pack_weight(static_cast<const uint16_t*>(weight), num_features, num_words, first_feature,
                    static_cast<uint16_t*>(panels), num_threads);
   } else {
-    lay_out_weight(static_cast<const uint32_t*>(weight), num_features, num_words, first_feature,
+    pack_weight(static_cast<const uint32_t*>(weight), num_features, num_words, first_feature,
                    static_cast<uint32_t*>(panels), num_threads);
   }
 }

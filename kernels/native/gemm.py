@@ -33,7 +33,7 @@ class _Library(NamedTuple):
     """The GEMM functions of a compiled library, and the layout of weights that it reads."""
 
     multiply: Callable[[object], None]
-    lay_out: Callable[..., None]
+    pack_weight: Callable[..., None]
     panel_features: int
     word_numbers: Mapping[torch.dtype, int]
 
@@ -79,7 +79,7 @@ class Panels:
         self.numbers = torch.empty(num_panels, num_words, num_features, num_numbers, dtype=self.dtype)
         start = 0
         for weight in map(torch.Tensor.contiguous, weights):
-            library.lay_out(
+            library.pack_weight(
                 *(weight.data_ptr(), len(weight), num_words, num_numbers * self.dtype.itemsize, start),
                 *(self.numbers.data_ptr(), torch.get_num_threads()),
             )
@@ -123,13 +123,13 @@ def use(library: ctypes.CDLL) -> None:
         library: returned by `load_library`.
     """
     global _library
-    names = ("multiply", "lay_out", "panel_features", "word_numbers")
-    multiply, lay_out, features, numbers = (getattr(library, f"radixkv_{name}") for name in names)
+    names = ("multiply", "pack_weight", "panel_features", "word_numbers")
+    multiply, pack_weight, features, numbers = (getattr(library, f"radixkv_{name}") for name in names)
     multiply.argtypes, multiply.restype = (_POINTER,), None
-    lay_out.argtypes, lay_out.restype = (_POINTER, *(_INT,) * 4, _POINTER, _INT), None
+    pack_weight.argtypes, pack_weight.restype = (_POINTER, *(_INT,) * 4, _POINTER, _INT), None
     features.argtypes, features.restype = (), _INT
     numbers.argtypes, numbers.restype = (_INT,), _INT
-    _library = _Library(multiply, lay_out, features(), {dtype: numbers(kind) for dtype, kind in KINDS.items()})
+    _library = _Library(multiply, pack_weight, features(), {dtype: numbers(kind) for dtype, kind in KINDS.items()})
 
 
 def multiplies(weight: torch.Tensor) -> bool:

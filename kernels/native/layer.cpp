@@ -1,11 +1,11 @@
-// A layer of a decoder over the tokens of a step, in one call. `kernels/native/layer.py` calls it.
+// A decoder layer for the tokens of a step, in one call. `kernels/native/layer.py` calls it.
 //
 //   rows ─▶ norm ─▶ queries, keys, values ─▶ norms ─▶ rotation ─▶ K/V written ─▶ attention ─▶ matmul ──┐
 //     └──────────────────────────────────────────────────────────────────────────────────────────────▶ + ─┐
 //     ┌───────────────────────────────────────────────────────────────────────────────────────────────────┘
 //     └─▶ norm ─▶ gated MLP ─▶ +
 //
-// It calls what gemm.cpp, rows.cpp and attention.cpp compute, so its bits are theirs.
+// It calls the functions of gemm.cpp, rows.cpp and attention.cpp, so the bits are the same as with separate calls.
 
 #include "attention.h"
 #include "buffer.h"
@@ -43,12 +43,12 @@ struct KVView {
   float* largest;
 };
 
-// Memory that a thread keeps from layer to layer: new memory would be cleared by the system each time.
+// Returns memory that a thread keeps from layer to layer: the operating system would zero new memory each time.
 char* kept_memory(int64_t num_bytes) {
   static thread_local std::unique_ptr<Buffer<char>> memory;
   static thread_local int64_t size = 0;
   if (num_bytes > size) {
-    memory.reset();  // before the new one is there
+    memory.reset();  // frees the old memory before the new memory is allocated
     memory.reset(new Buffer<char>(num_bytes));
     size = num_bytes;
   }
@@ -81,10 +81,10 @@ class LayerOfTokens {
   int64_t query_width() const { return layer_.num_query_heads * layer_.head_dim; }
   int64_t rotated_width() const { return query_width() + layer_.num_kv_heads * layer_.head_dim; }
 
-  // Bytes that so many numbers of each token take, filled up to whole lines of a cache.
+  // Bytes of `width` numbers per token, padded to whole cache lines.
   int64_t bytes_of_all(int64_t width) const { return (num_tokens_ * width * bytes_of(layer_.kind) + 63) / 64 * 64; }
 
-  // Replaces rows by the attention that they ask for.
+  // Replaces rows by the output of the attention block.
   void attend(char* rows, const void* cos, const void* sin, char* scratch) const {
     const int64_t width = layer_.heads.out_features, bytes = bytes_of(layer_.kind);
     char* heads = scratch;  // queries, keys, values
@@ -104,7 +104,7 @@ class LayerOfTokens {
     multiply(attended, layer_.attended, nullptr, rows);
   }
 
-  // Replaces rows by what the MLP makes of them.
+  // Replaces rows by the output of the MLP.
   void apply_mlp(char* rows, char* scratch) const {
     const int64_t width = layer_.down.in_features;
     char* gated = scratch;
@@ -127,7 +127,7 @@ class LayerOfTokens {
   void norm_heads(const Norm& norm, char* heads, int64_t num_heads) const {
     if (norm.weight == nullptr) return;
     const int64_t size = layer_.head_dim, width = layer_.heads.out_features;
-    const bool is_shared = num_threads_ > 1 && num_tokens_ * num_heads * size > kNumbersAThread;
+    const bool is_shared = num_threads_ > 1 && num_tokens_ * num_heads * size > kMaxSerialNumbers;
     parallel_for(num_tokens_, is_shared ? num_threads_ : 1, [&](int64_t t) {
       char* own = heads + t * width * bytes_of(layer_.kind);
       radixkv_norm(own, norm.weight, own, num_heads, size, size, layer_.kind, norm.kind, norm.eps, norm.rounds_first, 1);
@@ -142,7 +142,7 @@ class LayerOfTokens {
   }
 
   void add(const void* some, const void* others, void* sums, int64_t num_numbers) const {
-    const bool is_shared = num_threads_ > 1 && num_numbers > kNumbersAThread;
+    const bool is_shared = num_threads_ > 1 && num_numbers > kMaxSerialNumbers;
     parallel_for((num_numbers + kLanes - 1) / kLanes, is_shared ? num_threads_ : 1, [&](int64_t vector) {
       const int64_t i = vector * kLanes;
       const Lanes lanes = first_lanes(num_numbers - i);

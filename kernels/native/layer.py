@@ -1,6 +1,6 @@
-"""Calls the layer of `layer.cpp`: a decoder layer, attention and gated MLP, as one function of rows.
+"""Python interface of `layer.cpp`: a decoder layer, with attention and gated MLP, in one call.
 
-To call each of its dozen parts from Python takes 0.1 to 0.3 ms a layer more.
+Calling each of its dozen parts from Python takes 0.1 to 0.3 ms more per layer.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _POINTER, _INT, _DOUBLE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
 
 
 class _Norm(ctypes.Structure):
-    """`Norm` of layer.cpp; no weight: no norm."""
+    """`Norm` of layer.cpp. Without a weight there is no norm."""
 
     _fields_ = (("weight", _POINTER), ("kind", _INT), ("rounds_first", _INT), ("eps", _DOUBLE))
 
@@ -45,11 +45,11 @@ class _Layer(ctypes.Structure):
 
 
 class KVView(ctypes.Structure):
-    """The K/V of a layer as one step writes and reads them: `KVView` of layer.cpp.
+    """`KVView` of layer.cpp: the K/V of a layer that one step writes and reads.
 
     Args:
-        attention: of the step, for the layer's queries.
-        layer: its index in the pool.
+        attention: the attention of the step, for the layer's queries.
+        layer: index of the layer in the pool.
         sinks: float32 `[num_query_heads]`, contiguous, or None.
         slots: int64 `[num_tokens]`, contiguous; see `reference.write_kv`.
         largest: float32 `[num_tokens, num_kv_heads]`, contiguous, updated with magnitudes of K and V.
@@ -67,18 +67,18 @@ class KVView(ctypes.Structure):
     ) -> None:
         sinks_at = None if sinks is None else sinks.data_ptr()
         super().__init__(attention.problem, *attention.pool_of(layer), sinks_at, slots.data_ptr(), largest.data_ptr())
-        self._kept = (attention, sinks, slots, largest)  # what the pointers point at
+        self._kept = (attention, sinks, slots, largest)  # keeps the memory of the pointers alive
 
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """A weight `[out_features, in_features]` that is laid out, and its bias `[out_features]`."""
+    """A packed weight `[out_features, in_features]`, and its bias `[out_features]`."""
 
     panels: Panels
     bias: torch.Tensor | None
 
     def structure(self, in_features: int) -> _Weight:
-        """Tell C++ of them."""
+        """Return the structure that is passed to C++."""
         bias = None if self.bias is None else self.bias.data_ptr()
         panels = self.panels
         return _Weight(panels.numbers.data_ptr(), bias, in_features, panels.out_features, panels.format)
@@ -90,11 +90,11 @@ class LayerParts:
 
     Attributes:
         first, second: norms before attention, and before the MLP.
-        heads: makes queries, keys and values.
-        query, key: norms of a head of queries, and of keys; None for none.
-        attended: makes the output of what was attended to.
-        gate, up: of the MLP; no `up`: both are in `gate`.
-        down: makes the MLP's output.
+        heads: the projection to queries, keys and values.
+        query, key: norms of each query head, and of each key head; None for none.
+        attended: the output projection of attention.
+        gate, up: projections of the MLP. If `up` is None, `gate` contains both.
+        down: the output projection of the MLP.
         num_query_heads, num_kv_heads, head_dim: shape. `head_dim` is even.
     """
 
@@ -118,19 +118,19 @@ class LayerParts:
 
 
 class NativeLayer:
-    """A layer of a decoder in one call: `rows + attention(first(rows))`, and then the MLP of the second norm added.
+    """A decoder layer in one call: `h = rows + attention(first(rows))`, then `h + mlp(second(h))`.
 
-    Its bits are those of its parts, called one after the other. A row's bits depend on its prefix alone.
+    The bits are the same as if its parts were called one after the other. The bits of a row depend only on its prefix.
 
     Args:
-        library: of `load_library`, the one that laid out the weights.
-        parts: what it computes.
+        library: returned by `load_library`; the library that packed the weights.
+        parts: the parts of the layer.
     """
 
     def __init__(self, library: ctypes.CDLL, parts: LayerParts) -> None:
         self._call = library.radixkv_layer
         self._call.argtypes, self._call.restype = (*(_POINTER,) * 6, _INT, _INT), None
-        self._parts = parts  # what the pointers point at
+        self._parts = parts  # keeps the memory of the pointers alive
         size, mlp_size = len(parts.first.weight), parts.gate.panels.out_features // (2 if parts.up is None else 1)
         attended_size = parts.num_query_heads * parts.head_dim
         self._layer = _Layer(
@@ -141,18 +141,18 @@ class NativeLayer:
         )
 
     def queries(self, num_tokens: int) -> Queries:
-        """Tell how the layer's queries lie, for which attention is prepared."""
+        """Return the layout of the layer's queries, for which its attention must be prepared."""
         parts = self._parts
         width = (parts.num_query_heads + parts.num_kv_heads) * parts.head_dim
         return Queries(num_tokens, parts.num_query_heads, parts.head_dim, width, parts.head_dim, parts.dtype)
 
     def __call__(self, rows: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, view: KVView) -> torch.Tensor:
-        """Return what the layer makes of rows, in a new tensor.
+        """Return the output of the layer in a new tensor.
 
         Args:
             rows: `[..., num_tokens, hidden_size]`, contiguous.
             cos, sin: `[..., num_tokens, head_dim]` in the same dtype, contiguous.
-            view: prepared for `queries` of as many tokens.
+            view: the K/V, prepared for `queries` of the same number of tokens.
 
         Raises:
             ValueError: rows, `cos` or `sin` have another dtype or shape, or are not contiguous.

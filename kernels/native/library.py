@@ -1,12 +1,12 @@
-"""Loads the C++ kernels that fit the processor: the installed ones, or else those in the cache directory.
+"""Loads the C++ kernels for the processor: the installed ones, or else those in the cache directory.
 
-Where neither has them, they are compiled into the cache directory, once, under a name that says what the library was
-compiled from and what it contains:
+If neither exist, they are compiled into the cache directory, once. The name of the library contains digests of what it
+was compiled from and of the file itself:
 
     kernels/<variant>-<digest of options and sources>-<digest of the file>.so
 
-Loading half a file would end the process, so a file is loaded only if it has the digest in its name. Without Linux,
-AVX2 or GCC there is nothing to load, and torch and numpy compute instead.
+Loading a truncated file would crash the process, so a file is loaded only if it has the digest in its name. Without
+Linux, AVX2 or GCC there are no kernels, and PyTorch and NumPy compute instead.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _INSTALLED = Path(__file__).parent
 _MAX_KEPT = 8  # libraries in the cache directory: two versions of radixkv with four variants each
 _RANKS = ("AVX2", "AVX512", "AMX")
 
-# How numbers are stored, as `vectors.h` counts.
+# The values of `Kind` in `vectors.h`.
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
@@ -48,13 +48,13 @@ def runnable_variants() -> list[Variant]:
 def load_library(
     directory: Path, environment: Mapping[str, str] = os.environ, *, variants: Sequence[Variant] | None = None
 ) -> ctypes.CDLL:
-    """Load the kernels of the first variant that can be had, compiling them where that was not done before.
+    """Load the kernels of the first variant that is available, compiling them if necessary.
 
-    Compiling takes 9 to 14 CPU seconds on all cores; the log announces it. The log names the library that is loaded.
+    Compiling takes 9 to 14 CPU seconds, distributed over all cores, and is logged. The log names the loaded library.
 
     Args:
         directory: the cache directory. Its subdirectory `kernels` keeps the eight compiled libraries used last.
-        environment: names the compiler, `CXX`, and where to look for one, `PATH`.
+        environment: environment variables: `CXX` names the compiler, and `PATH` is searched for it.
         variants: the variants to choose from, the preferred ones first; None takes `runnable_variants`.
 
     Raises:
@@ -75,7 +75,7 @@ def load_library(
 
 
 def _installed(variant: Variant) -> ctypes.CDLL | None:
-    """Load what the installation compiled; None if it is missing, outdated or can't be loaded."""
+    """Load the library of the installation; None if it is missing, outdated or can't be loaded."""
     file = _INSTALLED / library_name(variant)
     if not is_current(file, variant):
         return None
@@ -87,7 +87,7 @@ def _installed(variant: Variant) -> ctypes.CDLL | None:
 
 
 def _compiled(variant: Variant, folder: Path, environment: Mapping[str, str]) -> ctypes.CDLL:
-    """Load what an earlier start compiled, or compile it."""
+    """Load the library from the cache directory; compile it first if it is missing."""
     if (library := _kept(variant, folder)) is not None:
         return library
     try:
@@ -108,13 +108,13 @@ def _kept(variant: Variant, folder: Path) -> ctypes.CDLL | None:
             if file.stem.endswith(f"-{_content_digest(file)}"):
                 library = ctypes.CDLL(str(file))
                 with suppress(OSError):
-                    os.utime(file)  # it was used
+                    os.utime(file)  # `_remove_old` keeps the libraries that were used last
                 return library
     return None
 
 
 def _compile(variant: Variant, folder: Path, environment: Mapping[str, str]) -> ctypes.CDLL:
-    """Compile a variant. The folder is locked, so that what an interrupted process left can be removed."""
+    """Compile a variant. The folder must be locked, so that files of an interrupted process can be removed."""
 
     def check(file: Path) -> None:
         ctypes.CDLL(str(file))

@@ -1,4 +1,4 @@
-"""The processor at hand, as far as it decides what is compiled for it and how libraries compute on it."""
+"""Features of this machine's processor, which determine what is compiled and how libraries compute."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 _CPUINFO = Path("/proc/cpuinfo")
-# Of x86, and `Features` of ARM.
+# The lines that distinguish processors, on x86 and ARM (`Features`).
 _NAMES = ("model name", "flags", "Features", "stepping")
 
 
@@ -34,13 +34,13 @@ def processor_flags(cpuinfo: Path = _CPUINFO) -> frozenset[str]:
         cpuinfo: the file.
 
     Returns:
-        Their names, such as `avx2`; none where the system has no such file, or the processor is no x86.
+        Their names, such as `avx2`. Empty if the system has no such file, or the processor is not x86.
     """
     lines = [line.partition(":")[2].split() for line in processor_facts(cpuinfo) if line.startswith("flags")]
     return frozenset(lines[0]).intersection(*lines[1:]) if lines else frozenset()
 
 
 def processor_capability() -> str:
-    """Return what kernels may use: AMX, AVX512, AVX2, or DEFAULT for less; ATEN_CPU_CAPABILITY can limit it."""
+    """Return what kernels may use: AMX, AVX512, AVX2, or DEFAULT for none of them. ATEN_CPU_CAPABILITY can limit it."""
     capability = torch.backends.cpu.get_cpu_capability()
     return "AMX" if capability == "AVX512" and torch.cpu._is_amx_tile_supported() else capability

@@ -1,4 +1,4 @@
-// Weights quantized in groups: 32 neighbouring input features of an output feature share a scale, and in 4 bits a minimum.
+// Weights quantized in groups: 32 adjacent input features of an output feature share a scale, and in 4 bits a minimum.
 //
 //   panel   [group of 32 input features]: scales, minima (kQ4 only), codes
 //     scales, minima   float16 [features of a panel]
@@ -6,8 +6,8 @@
 //                      kQ4: [16 pairs of input features][features], the first one of a pair in the lower 4 bits
 //                                                                  weight = scale * code + minimum
 //
-// A kernel dequantizes a part of a panel into a buffer, in the layout of a weight that is not quantized, and multiplies
-// from there. So a row's bits are those of a matmul with the dequantized weight.
+// A kernel dequantizes a part of a panel into a buffer, in the layout of a weight that is not quantized, and multiplies it
+// from the buffer. The bits of a row are therefore those of a matmul with the dequantized weight.
 #pragma once
 
 #include "vectors.h"
@@ -16,13 +16,13 @@
 enum Format : int64_t { kPlain = 0, kQ8 = 1, kQ4 = 2 };
 
 constexpr int64_t kGroup = 32;  // input features
-constexpr int64_t kAheadGroups = 8;  // which are asked for before they are needed
+constexpr int64_t kAheadGroups = 8;  // distance at which groups are prefetched
 
 inline int64_t group_bytes(int64_t format, int64_t num_features) {
   return format == kQ8 ? num_features * (2 + kGroup) : num_features * (2 + 2 + kGroup / 2);
 }
 
-// One vector of features of a group: where its scales, minima and codes begin.
+// Pointers to the scales, minima and codes of one vector of features of a group.
 struct Group {
   const uint16_t *scales, *minima;
   const uint8_t* codes;
@@ -36,8 +36,8 @@ inline Group group_at(const uint8_t* group, int64_t format, int64_t num_features
 
 inline Floats dequantized(Words codes, Floats scale) { return from_integers(codes) * scale; }
 
-// Asks for the group that is `kAheadGroups` after this one.
-inline void ask_ahead(const uint8_t* group, int64_t num_bytes) {
+// Prefetches the group that is `kAheadGroups` after this one.
+inline void prefetch_ahead(const uint8_t* group, int64_t num_bytes) {
   for (int64_t i = 0; i < num_bytes; i += 64)
     _mm_prefetch(reinterpret_cast<const char*>(group) + kAheadGroups * num_bytes + i, _MM_HINT_T0);
 }
@@ -61,11 +61,11 @@ inline void dequantize_pairs(const Group& group, int64_t format, int64_t num_fea
   }
 }
 
-// Dequantizes groups of a panel into words: one number each, in float32.
+// Dequantizes groups of a panel into words: one number per word, in float32.
 inline void dequantize(const uint8_t* groups, int64_t format, int64_t num_groups, int64_t num_features, float* words) {
   const int64_t num_bytes = group_bytes(format, num_features);
   for (int64_t g = 0; g < num_groups; g++, groups += num_bytes) {
-    ask_ahead(groups, num_bytes);
+    prefetch_ahead(groups, num_bytes);
     for (int64_t f = 0; f < num_features; f += kLanes) {
       float* to = words + g * kGroup * num_features + f;
       dequantize_pairs(group_at(groups, format, num_features, f), format, num_features,
@@ -78,14 +78,14 @@ inline void dequantize(const uint8_t* groups, int64_t format, int64_t num_groups
 }
 
 #ifdef __AVX512BF16__
-// Dequantizes groups of a panel into words: two neighbours each, rounded to bfloat16.
+// Dequantizes groups of a panel into words: two adjacent numbers per word, rounded to bfloat16.
 inline void dequantize(const uint8_t* groups, int64_t format, int64_t num_groups, int64_t num_features,
                        uint32_t* words) {
   const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21,
                                          5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
   const int64_t num_bytes = group_bytes(format, num_features);
   for (int64_t g = 0; g < num_groups; g++, groups += num_bytes) {
-    ask_ahead(groups, num_bytes);
+    prefetch_ahead(groups, num_bytes);
     for (int64_t f = 0; f < num_features; f += kLanes) {
       uint32_t* to = words + g * kGroup / 2 * num_features + f;
       dequantize_pairs(group_at(groups, format, num_features, f), format, num_features,

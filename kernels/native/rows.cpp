@@ -1,5 +1,5 @@
-// Operations between matmuls: norms, rotary embeddings, gates, and K/V writes into the pool. Each row by itself.
-// `kernels/native/rows.py` calls it.
+// Operations between matmuls: norms, rotary embeddings, gates, and K/V writes into the pool. The bits of a row do not
+// depend on other rows. `kernels/native/rows.py` calls these functions.
 
 #include "rows.h"
 #include "threads.h"
@@ -24,16 +24,17 @@ void norm_row(const char* row, const void* weight, char* normed, int64_t num_col
   }
 }
 
-// Turns pairs of numbers, the first half of a vector with the second. Products are rounded before they are added.
-void rotate_head(const char* head, const char* cos, const char* sin, char* turned, int64_t head_dim, int64_t kind) {
+// Applies a rotary embedding to pairs of one number of the first half of a vector and one of the second. Products are
+// rounded before they are added.
+void rotate_head(const char* head, const char* cos, const char* sin, char* rotated, int64_t head_dim, int64_t kind) {
   const int64_t half = head_dim / 2;
   for (int64_t i = 0; i < half; i += kLanes) {
     const Lanes lanes = first_lanes(half - i);
     const Floats first = load(head, i, kind, lanes), second = load(head, half + i, kind, lanes);
     const Floats first_cos = load(cos, i, kind, lanes), second_cos = load(cos, half + i, kind, lanes);
     const Floats first_sin = load(sin, i, kind, lanes), second_sin = load(sin, half + i, kind, lanes);
-    store(turned, i, kind, lanes, rounded(first * first_cos, kind) - rounded(second * first_sin, kind));
-    store(turned, half + i, kind, lanes, rounded(second * second_cos, kind) + rounded(first * second_sin, kind));
+    store(rotated, i, kind, lanes, rounded(first * first_cos, kind) - rounded(second * first_sin, kind));
+    store(rotated, half + i, kind, lanes, rounded(second * second_cos, kind) + rounded(first * second_sin, kind));
   }
 }
 
@@ -46,7 +47,8 @@ void gate_row(const char* row, char* gated, int64_t width, int64_t kind) {
   }
 }
 
-// Copies a vector. Returns its largest magnitude as bits, which order like magnitudes, NaN above all others.
+// Copies a vector. Returns the bits of its largest magnitude. Compared as integers, bits order like magnitudes, with NaN
+// above all others.
 uint32_t write_vector(const char* vector, char* slot, int64_t head_dim, int64_t kind, int64_t kv_kind) {
   Words largest = as_words(all(0.0f));
   for (int64_t i = 0; i < head_dim; i += kLanes) {
@@ -63,7 +65,7 @@ uint32_t write_vector(const char* vector, char* slot, int64_t head_dim, int64_t 
 extern "C" void radixkv_norm(const void* rows, const void* weight, void* normed, int64_t num_rows, int64_t num_columns,
                              int64_t row_stride, int64_t kind, int64_t weight_kind, double eps, int64_t rounds_first,
                              int64_t num_threads) {
-  const bool is_shared = num_threads > 1 && num_rows * num_columns > kNumbersAThread;
+  const bool is_shared = num_threads > 1 && num_rows * num_columns > kMaxSerialNumbers;
   parallel_for(num_rows, is_shared ? num_threads : 1, [&](int64_t r) {
     norm_row(static_cast<const char*>(rows) + r * row_stride * bytes_of(kind), weight,
              static_cast<char*>(normed) + r * num_columns * bytes_of(kind), num_columns, kind, weight_kind,
@@ -71,22 +73,22 @@ extern "C" void radixkv_norm(const void* rows, const void* weight, void* normed,
   });
 }
 
-extern "C" void radixkv_rotate(const void* heads, const void* cos, const void* sin, void* turned, int64_t num_tokens,
+extern "C" void radixkv_rotate(const void* heads, const void* cos, const void* sin, void* rotated, int64_t num_tokens,
                                int64_t num_heads, int64_t head_dim, int64_t token_stride, int64_t kind,
                                int64_t num_threads) {
   const int64_t bytes = head_dim * bytes_of(kind);
-  const bool is_shared = num_threads > 1 && num_tokens * num_heads * head_dim > kNumbersAThread;
+  const bool is_shared = num_threads > 1 && num_tokens * num_heads * head_dim > kMaxSerialNumbers;
   parallel_for(num_tokens, is_shared ? num_threads : 1, [&](int64_t t) {
     for (int64_t h = 0; h < num_heads; h++)
       rotate_head(static_cast<const char*>(heads) + t * token_stride * bytes_of(kind) + h * bytes,
                   static_cast<const char*>(cos) + t * bytes, static_cast<const char*>(sin) + t * bytes,
-                  static_cast<char*>(turned) + (t * num_heads + h) * bytes, head_dim, kind);
+                  static_cast<char*>(rotated) + (t * num_heads + h) * bytes, head_dim, kind);
   });
 }
 
 extern "C" void radixkv_gate(const void* rows, void* gated, int64_t num_rows, int64_t width, int64_t kind,
                              int64_t num_threads) {
-  const bool is_shared = num_threads > 1 && num_rows * width > kNumbersAThread;
+  const bool is_shared = num_threads > 1 && num_rows * width > kMaxSerialNumbers;
   parallel_for(num_rows, is_shared ? num_threads : 1, [&](int64_t r) {
     gate_row(static_cast<const char*>(rows) + 2 * r * width * bytes_of(kind),
              static_cast<char*>(gated) + r * width * bytes_of(kind), width, kind);

@@ -1,16 +1,16 @@
-// Functions of rows between products. Each row by itself: its bits do not depend on the others.
+// Operations on rows between matmuls. The bits of a row do not depend on other rows.
 #pragma once
 
 #include "vectors.h"
 
-// Fewer numbers than these are computed by one thread: to wake the others takes longer.
-constexpr int64_t kNumbersAThread = 1 << 15;
+// Up to this many numbers, one thread computes everything, because waking the others takes longer.
+constexpr int64_t kMaxSerialNumbers = 1 << 15;
 
-// `normed` may be the rows themselves, if they are `num_columns` apart.
+// `normed` may be the same memory as `rows`, if `row_stride` is `num_columns`.
 extern "C" void radixkv_norm(const void* rows, const void* weight, void* normed, int64_t num_rows, int64_t num_columns,
                              int64_t row_stride, int64_t kind, int64_t weight_kind, double eps, int64_t rounds_first,
                              int64_t num_threads);
-extern "C" void radixkv_rotate(const void* heads, const void* cos, const void* sin, void* turned, int64_t num_tokens,
+extern "C" void radixkv_rotate(const void* heads, const void* cos, const void* sin, void* rotated, int64_t num_tokens,
                                int64_t num_heads, int64_t head_dim, int64_t token_stride, int64_t kind,
                                int64_t num_threads);
 extern "C" void radixkv_gate(const void* rows, void* gated, int64_t num_rows, int64_t width, int64_t kind,

@@ -1,4 +1,4 @@
-"""Calls the functions of rows in `rows.cpp`. The bits of a row depend on it alone, whatever is computed with it."""
+"""Python interface of `rows.cpp`: operations between matmuls. The bits of a row do not depend on other rows."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _TYPES = {
 
 
 class NativeRows:
-    """Functions of rows between a model's products, for tensors of float32, bfloat16 and float16 on a CPU.
+    """Operations between the matmuls of a model, for float32, bfloat16 and float16 tensors on a CPU.
 
     Args:
-        library: of `load_library`.
+        library: returned by `load_library`.
     """
 
     def __init__(self, library: ctypes.CDLL) -> None:
@@ -50,28 +50,28 @@ class NativeRows:
         return NativeNorm(self._norm, weight.contiguous(), eps, rounds_first=style.rounds_first)
 
     def rotate(self, heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """Rotate heads by their positions: `heads * cos + (-second half, first half) * sin`, each rounded.
+        """Apply rotary embeddings: `heads * cos + (-second half, first half) * sin`, each product rounded.
 
         Args:
-            heads: `[num_tokens, num_heads, head_dim]`; the heads of a token follow each other. `head_dim` is even.
+            heads: `[num_tokens, num_heads, head_dim]`; the heads of a token are adjacent. `head_dim` is even.
             cos, sin: `[num_tokens, head_dim]` in the same dtype, contiguous.
 
         Returns:
             A new contiguous tensor like `heads`.
 
         Raises:
-            ValueError: `cos` or `sin` have another dtype or shape, or numbers lie otherwise.
+            ValueError: `cos` or `sin` has another dtype or shape or is not contiguous, or heads are not adjacent.
         """
-        _require_head_by_head("heads", heads)
+        _require_adjacent_heads("heads", heads)
         num_tokens, num_heads, head_dim = heads.shape
         cos_at = address_of("cos", cos, heads.dtype, (num_tokens, head_dim))
         sin_at = address_of("sin", sin, heads.dtype, (num_tokens, head_dim))
-        turned = heads.new_empty(heads.shape)
+        rotated = heads.new_empty(heads.shape)
         self._rotate(
-            *(heads.data_ptr(), cos_at, sin_at, turned.data_ptr(), num_tokens, num_heads, head_dim),
+            *(heads.data_ptr(), cos_at, sin_at, rotated.data_ptr(), num_tokens, num_heads, head_dim),
             *(heads.stride(0), KINDS[heads.dtype], torch.get_num_threads()),
         )
-        return turned
+        return rotated
 
     def gate(self, rows: torch.Tensor) -> torch.Tensor:
         """Return SiLU of the first half of rows `[..., 2 * width]`, rounded, times the second half."""
@@ -91,16 +91,16 @@ class NativeRows:
         layer: int,
         largest: torch.Tensor | None = None,
     ) -> None:
-        """Compute `reference.write_kv` over a pool that is not quantized.
+        """Compute `reference.write_kv` for a pool that is not quantized.
 
-        The heads of a token follow each other in `key` and in `value`; slots and `largest` are contiguous.
+        The heads of a token must be adjacent in `key` and in `value`; `slots` and `largest` must be contiguous.
 
         Raises:
-            ValueError: they do not, or have other dtypes or shapes.
+            ValueError: an argument does not meet these conditions, or has another dtype or shape.
         """
-        _require_head_by_head("key", key)
+        _require_adjacent_heads("key", key)
         if value is not None:
-            _require_head_by_head("value", value)
+            _require_adjacent_heads("value", value)
             if (value.dtype, value.shape) != (key.dtype, key.shape):
                 expected, got = (f"shape {tuple(each.shape)} in {each.dtype}" for each in (key, value))
                 raise ValueError(f"value: expected {expected}, got {got}")
@@ -132,7 +132,7 @@ class NativeNorm:
         self.rounds_first = rounds_first
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return a new tensor of rows `[..., num_columns]`, whose last dimension is contiguous."""
+        """Return the normalized rows `[..., num_columns]` in a new tensor."""
         num_columns = len(self.weight)
         flat = rows.reshape(-1, num_columns)
         if flat.stride(1) != 1:
@@ -145,11 +145,11 @@ class NativeNorm:
         return output
 
 
-def lies_head_by_head(heads: torch.Tensor) -> bool:
-    """Whether the heads of a token, `[num_tokens, num_heads, head_dim]`, follow each other without gaps."""
+def has_adjacent_heads(heads: torch.Tensor) -> bool:
+    """Return whether the heads of a token, in `[num_tokens, num_heads, head_dim]`, are adjacent without gaps."""
     return heads.stride(2) == 1 and (heads.shape[1] == 1 or heads.stride(1) == heads.shape[2])
 
 
-def _require_head_by_head(name: str, heads: torch.Tensor) -> None:
-    if not lies_head_by_head(heads):
-        raise ValueError(f"{name}: expected heads that follow each other without gaps, got strides {heads.stride()}")
+def _require_adjacent_heads(name: str, heads: torch.Tensor) -> None:
+    if not has_adjacent_heads(heads):
+        raise ValueError(f"{name}: expected adjacent heads without gaps, got strides {heads.stride()}")

@@ -1,9 +1,9 @@
-// Attention of bfloat16 in tiles. `attention.cpp` says what is computed, and in which order.
+// Attention of bfloat16 queries in AMX tiles. `attention.cpp` describes what is computed, and in which order.
 //
-//   scores   [64 keys][16 rows]  =  keys, where they lie      times queries, laid out once an item
-//   sums     [dims][16 rows]    +=  values, laid out a block  times weights, two keys a word
+//   scores   [64 keys][16 rows]  =  keys, in place             times queries, packed once per item
+//   sums     [dims][16 rows]    +=  values, packed per block   times weights, two keys per word
 //
-// A row is a lane of all vectors, so that none has to be added up across its lanes.
+// A row occupies the same lane of every vector, so that no sum crosses lanes.
 
 #include "attention.h"
 #include "threads.h"
@@ -15,7 +15,8 @@
 #ifdef RADIXKV_TILES
 namespace {
 
-// 2 to the power of numbers, exactly 1 for 0. Within 9e-5 of it: weights are rounded to bfloat16 in any case, by up to 2e-3.
+// 2^x with a relative error of at most 9e-5, and exactly 1 for 0. Weights are rounded to bfloat16 afterwards, which adds an
+// error of up to 2e-3.
 Floats weight_of(Floats x) {
   const Parts parts = parts_of(x);
   Floats sum = multiply_add(all(7.7067241e-2f), parts.rest, all(2.2764498e-1f));
@@ -24,7 +25,7 @@ Floats weight_of(Floats x) {
   return times_power_of_2(sum, parts);
 }
 
-// 16 rows of an item that follow each other, or fewer at its end.
+// 16 consecutive rows of an item, or fewer at its end.
 struct Rows {
   int64_t first;
   int count;
@@ -32,31 +33,31 @@ struct Rows {
   Floats largest, weight_sums;
   uint32_t* query;  // [words][16 rows]
   float* sums;      // [dims][16 rows]
-  // For the step and the keys at hand:
-  Words seen;  // positions of rows of the step; -1 for others, which see no key
-  Lanes are_chosen;
+  // For the current round and block of keys:
+  Words selected_positions;  // positions of the rows of the round; -1 for other rows, to which no key is visible
+  Lanes selected_lanes;
   int lowest, highest;
-  int num_pairs;  // of vectors of keys, up to the last one that is seen; 0 if none is
+  int num_pairs;  // pairs of vectors of keys, up to the last visible key; 0 if no key is visible
   bool is_masked;
 
-  // Says which rows a step has: those of the item in [from, to).
-  void choose(int64_t from, int64_t to) {
-    alignas(64) int32_t chosen[kLines];
+  // Selects the rows of a round: the rows [from, to) of the item.
+  void select(int64_t from, int64_t to) {
+    alignas(64) int32_t selected[kLines];
     lowest = INT32_MAX, highest = -1;
     for (int r = 0; r < kLines; r++) {
-      const bool is_chosen = r < count && first + r >= from && first + r < to;
-      chosen[r] = is_chosen ? positions[r] : -1;
-      if (is_chosen) lowest = std::min(lowest, positions[r]), highest = std::max(highest, positions[r]);
+      const bool is_selected = r < count && first + r >= from && first + r < to;
+      selected[r] = is_selected ? positions[r] : -1;
+      if (is_selected) lowest = std::min(lowest, positions[r]), highest = std::max(highest, positions[r]);
     }
-    seen = _mm512_load_si512(chosen);
-    are_chosen = _mm512_cmpge_epi32_mask(seen, _mm512_setzero_si512());
+    selected_positions = _mm512_load_si512(selected);
+    selected_lanes = _mm512_cmpge_epi32_mask(selected_positions, _mm512_setzero_si512());
   }
 
-  void look(const Problem& problem, int first_key, int end_key) {
+  void set_keys(const Problem& problem, int first_key, int end_key) {
     const int window = static_cast<int>(problem.window), last_key = std::min(end_key - 1, highest);
-    const bool sees_none = last_key < first_key || (window && end_key <= lowest - window + 1);
-    num_pairs = sees_none ? 0 : (last_key - first_key) / kPair + 1;
-    is_masked = are_chosen != 0xffff || first_key + kKeys > std::min(lowest + 1, end_key) ||
+    const bool is_hidden = last_key < first_key || (window && end_key <= lowest - window + 1);
+    num_pairs = is_hidden ? 0 : (last_key - first_key) / kPair + 1;
+    is_masked = selected_lanes != 0xffff || first_key + kKeys > std::min(lowest + 1, end_key) ||
                 (window && first_key <= highest - window);
   }
 };
@@ -70,7 +71,7 @@ class Attention {
         dims_(2 * words_),
         reads_in_place_(problem.kv_kind == kBfloat16 && problem.head_dim % (2 * kTileWords) == 0 &&
                         problem.block_size % kLines == 0),
-        rows_((problem.most_rows + kLines - 1) / kLines), query_words_(rows_.size() * words_ * kLines),
+        rows_((problem.max_rows + kLines - 1) / kLines), query_words_(rows_.size() * words_ * kLines),
         sums_(rows_.size() * dims_ * kLines), scores_(kKeys * kLines), weights_(kKeys / 2 * kLines),
         copied_keys_(kKeys * words_), values_(kKeys / 2 * dims_), added_(2 * kTileNumbers), zeros_(kLines * words_) {
     memset(zeros_, 0, kLines * words_ * 4);
@@ -79,11 +80,11 @@ class Attention {
   void attend(const Item& item) {
     const int64_t num_rows = item.end_row - item.first_row;
     for (int64_t row = 0; row < num_rows; row += kLines) begin(item, row, std::min<int64_t>(kLines, num_rows - row));
-    for (int s = item.first_step; s < item.end_step; s++) {
-      const Step& step = problem_.steps[s];
-      const int64_t first = std::max<int64_t>(step.first_token * problem_.group_size, item.first_row) - item.first_row;
-      const int64_t end = std::min<int64_t>(step.end_token * problem_.group_size, item.end_row) - item.first_row;
-      if (first < end) meet_keys(item, step, first, end);
+    for (int s = item.first_round; s < item.end_round; s++) {
+      const Round& round = problem_.rounds[s];
+      const int64_t first = std::max<int64_t>(round.first_token * problem_.group_size, item.first_row) - item.first_row;
+      const int64_t end = std::min<int64_t>(round.end_token * problem_.group_size, item.end_row) - item.first_row;
+      if (first < end) attend_keys(item, round, first, end);
     }
     for (int64_t row = 0; row < num_rows; row += kLines) finish(item, rows_[row / kLines]);
   }
@@ -94,7 +95,7 @@ class Attention {
   }
   int64_t token_of(const Item& item, int64_t row) const { return (item.first_row + row) / problem_.group_size; }
 
-  // Lays out what up to 16 rows have, a row a lane.
+  // Initializes up to 16 rows, and packs their queries.
   void begin(const Item& item, int64_t first, int64_t count) {
     const int64_t t = first / kLines;
     Rows& rows = rows_[t];
@@ -109,7 +110,7 @@ class Attention {
       const int64_t place = problem_.tokens[token] * problem_.query_token_stride + head * problem_.query_head_stride;
       queries[r] = query_ + 2 * place;
       rows.positions[r] = problem_.positions[token];
-      largest[r] = sinks_ ? sinks_[head] * kLog2e : kNothingSeen;
+      largest[r] = sinks_ ? sinks_[head] * kLog2e : kInitialMax;
     }
     rows.largest = load_floats(largest);
     rows.weight_sums = all(sinks_ ? 1.0f : 0.0f);
@@ -122,17 +123,17 @@ class Attention {
     memset(rows.sums, 0, dims_ * kLines * sizeof(float));
   }
 
-  // Lets the rows [first, end) of an item meet the keys of a step, 64 after the other.
-  void meet_keys(const Item& item, const Step& step, int64_t first, int64_t end) {
+  // Attends from the rows [first, end) of an item to the keys of a round, block by block.
+  void attend_keys(const Item& item, const Round& round, int64_t first, int64_t end) {
     Rows *begin = rows_.data() + first / kLines, *stop = rows_.data() + (end + kLines - 1) / kLines;
-    for (Rows* rows = begin; rows < stop; rows++) rows->choose(first, end);
-    for (int first_key = step.first_key; first_key < step.end_key; first_key += kKeys) {
-      const int end_key = std::min(step.end_key, first_key + kKeys);
-      find(problem_, step, item.kv_head, key_, value_, first_key, end_key, zeros_, found_);
-      lay_out_keys();
-      lay_out_values();
+    for (Rows* rows = begin; rows < stop; rows++) rows->select(first, end);
+    for (int first_key = round.first_key; first_key < round.end_key; first_key += kKeys) {
+      const int end_key = std::min(round.end_key, first_key + kKeys);
+      locate(problem_, round, item.kv_head, key_, value_, first_key, end_key, zeros_, pointers_);
+      pack_keys();
+      pack_values();
       for (Rows* rows = begin; rows < stop; rows++) {
-        rows->look(problem_, first_key, end_key);
+        rows->set_keys(problem_, first_key, end_key);
         if (rows->num_pairs == 0) continue;
         score(*rows);
         add(*rows, first_key);
@@ -140,31 +141,31 @@ class Attention {
     }
   }
 
-  // Finds 16 keys after the other in the pool, or copies them.
-  void lay_out_keys() {
-    for (int i = 0; i < found_.num_keys; i += kLines) {
+  // Sets `keys_` to tiles of 16 keys, in place in the pool if possible, and otherwise in a copy.
+  void pack_keys() {
+    for (int i = 0; i < pointers_.num_keys; i += kLines) {
       const void*& tile = keys_[i / kLines] = zeros_;
       if (reads_in_place_) {
-        // Others of the 16 that are not written are not seen. They lie in the same block.
+        // The 16 keys lie in one block of the pool. Unwritten keys among them are masked.
         for (int k = kLines - 1; k >= 0; k--)
-          if (found_.keys[i + k] != zeros_) tile = static_cast<const char*>(found_.keys[i + k]) - k * words_ * 4;
+          if (pointers_.keys[i + k] != zeros_) tile = static_cast<const char*>(pointers_.keys[i + k]) - k * words_ * 4;
         continue;
       }
       tile = copied_keys_ + i * words_;
       for (int k = i; k < i + kLines; k++)
         for (int64_t w = 0; w < words_; w += kTileWords)
           store_words(copied_keys_ + k * words_ + w, 0xffff,
-                      load_pairs(found_.keys[k], 2 * w, problem_.kv_kind, problem_.head_dim));
+                      load_pairs(pointers_.keys[k], 2 * w, problem_.kv_kind, problem_.head_dim));
     }
   }
 
-  // Lays out values in tiles of 16 dimensions and 32 keys: [dims / 16][2][16 dims][16 words].
-  void lay_out_values() {
-    for (int i = 0; i < found_.num_keys; i += kPair)
+  // Packs values in tiles of 16 dimensions and 32 keys: [dims / 16][2][16 dims][16 words].
+  void pack_values() {
+    for (int i = 0; i < pointers_.num_keys; i += kPair)
       for (int64_t d = 0; d < dims_; d += 2 * kLines) {
         Words first[kTileWords], second[kTileWords];
         for (int w = 0; w < kTileWords; w++) {
-          const void** values = found_.values + i + 2 * w;
+          const void** values = pointers_.values + i + 2 * w;
           const Interleaved words(load_pairs(values[0], d, problem_.kv_kind, problem_.head_dim),
                                   load_pairs(values[1], d, problem_.kv_kind, problem_.head_dim));
           first[w] = words.first;
@@ -180,7 +181,7 @@ class Attention {
       }
   }
 
-  // Computes scores of the keys that were laid out.
+  // Computes the scores of the packed keys.
   void score(const Rows& rows) const {
     const int64_t stride = words_ * 4;
     const bool has_two = rows.num_pairs == 2;
@@ -201,10 +202,10 @@ class Attention {
     if (has_two) store_tile<2>(scores_ + 2 * kTileNumbers, 64), store_tile<3>(scores_ + 3 * kTileNumbers, 64);
   }
 
-  // Adds weighted values of the keys from `first_key` on to what rows have summed up.
+  // Adds the weighted values of the keys from `first_key` on to the sums of the rows.
   void add(Rows& rows, int first_key) {
     const int num_keys = rows.num_pairs * kPair;
-    // A score is multiplied and rounded like the largest one, so that no difference is above 0, however large they are.
+    // Scores are multiplied and rounded like the largest one, so that no difference exceeds 0, however large they are.
     const double power = kLog2e * problem_.scale;
     const Floats factor = all(problem_.softcap ? 1.0f : static_cast<float>(power));
     if (problem_.softcap) {
@@ -214,12 +215,12 @@ class Attention {
         store_floats(score, capped(load_floats(score) * cap_factor, problem_.softcap));
       }
     }
-    if (rows.is_masked) hide(rows, first_key, num_keys);
+    if (rows.is_masked) mask_scores(rows, first_key, num_keys);
     Floats tops[4] = {all(-INFINITY), all(-INFINITY), all(-INFINITY), all(-INFINITY)};
     for (int k = 0; k < num_keys; k += 4)
       for (int i = 0; i < 4; i++) tops[i] = larger(tops[i], load_floats(scores_ + (k + i) * kLines));
     const Floats top = larger(larger(tops[0], tops[1]), larger(tops[2], tops[3]));
-    const Floats largest = larger(rows.largest, top * factor), shrink = exp2_of(rows.largest - largest);
+    const Floats largest = larger(rows.largest, top * factor), rescale = exp2_of(rows.largest - largest);
     rows.largest = largest;
 
     alignas(64) static constexpr uint16_t kPairs[32] = {0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23,
@@ -234,11 +235,11 @@ class Attention {
       store_words(weights_ + k / 2 * kLines, 0xffff,
                   _mm512_permutexvar_epi16(pairs, (__m512i)_mm512_cvtne2ps_pbh(b, a)));
     }
-    rows.weight_sums = multiply_add(rows.weight_sums, shrink, weight_sums[0] + weight_sums[1]);
+    rows.weight_sums = multiply_add(rows.weight_sums, rescale, weight_sums[0] + weight_sums[1]);
 
     load_tile<4>(weights_, 64);
     if (rows.num_pairs == 2) load_tile<5>(weights_ + kTileNumbers, 64);
-    const bool are_all = rows.are_chosen == 0xffff;
+    const bool has_all_lanes = rows.selected_lanes == 0xffff;
     for (int64_t d = 0; d < dims_; d += 2 * kLines) {
       const uint32_t* values = values_ + d / kLines * 2 * kTileNumbers;
       clear_tile<0>(), clear_tile<1>();
@@ -255,29 +256,30 @@ class Attention {
       store_tile<0>(added_, 64), store_tile<1>(added_ + kTileNumbers, 64);
       for (int i = 0; i < 2 * kLines; i++) {
         float* sums = rows.sums + (d + i) * kLines;
-        const Floats before = load_floats(sums), now = multiply_add(before, shrink, load_floats(added_ + i * kLines));
-        // Others stay as they are: a weight of 0 times a value that is not finite is not 0.
-        store_floats(sums, are_all ? now : _mm512_mask_mov_ps(before, rows.are_chosen, now));
+        const Floats before = load_floats(sums), now = multiply_add(before, rescale, load_floats(added_ + i * kLines));
+        // Rows that are not selected keep their sums: a weight of 0 times a value that is not finite is not 0.
+        store_floats(sums, has_all_lanes ? now : _mm512_mask_mov_ps(before, rows.selected_lanes, now));
       }
     }
   }
 
-  // Makes scores of keys that rows don't see -infinity. A step ends behind its rows, or with a whole block of keys.
-  void hide(const Rows& rows, int first_key, int num_keys) const {
-    const Words before = problem_.window ? _mm512_sub_epi32(rows.seen, _mm512_set1_epi32(problem_.window))
+  // Sets scores of keys that are not visible to -infinity. Keys past the end of a round need no check: a round ends after
+  // the positions of its rows, or with a whole block of keys.
+  void mask_scores(const Rows& rows, int first_key, int num_keys) const {
+    const Words before = problem_.window ? _mm512_sub_epi32(rows.selected_positions, _mm512_set1_epi32(problem_.window))
                                          : _mm512_set1_epi32(-1);
     for (int k = 0; k < num_keys; k++) {
       const Words key = _mm512_set1_epi32(first_key + k);
-      const Lanes is_seen = _mm512_cmple_epi32_mask(key, rows.seen) & _mm512_cmpgt_epi32_mask(key, before);
+      const Lanes is_visible = _mm512_cmple_epi32_mask(key, rows.selected_positions) & _mm512_cmpgt_epi32_mask(key, before);
       float* score = scores_ + k * kLines;
-      store_floats(score, _mm512_mask_blend_ps(is_seen, all(-INFINITY), load_floats(score)));
+      store_floats(score, _mm512_mask_blend_ps(is_visible, all(-INFINITY), load_floats(score)));
     }
   }
 
   void finish(const Item& item, const Rows& rows) const {
     Words lines[kLines];
     for (int64_t d = 0; d < problem_.head_dim; d += kLines) {
-      // -0 becomes 0: whether a sum is one may depend on weights of 0 that were added to it.
+      // -0 becomes 0, because the sign of a zero sum may depend on weights of 0 that were added to it.
       for (int i = 0; i < kLines; i++)
         lines[i] = as_words(load_floats(rows.sums + (d + i) * kLines) / rows.weight_sums + all(0.0f));
       transpose(lines);
@@ -294,19 +296,19 @@ class Attention {
   const char *query_, *key_, *value_;
   char* output_;
   const float* sinks_;
-  const int64_t words_, dims_;  // of a vector: words and numbers, both filled up to whole tiles
-  const bool reads_in_place_;   // keys
-  std::vector<Rows> rows_;      // of an item
+  const int64_t words_, dims_;  // words and numbers of a vector, both padded to whole tiles
+  const bool reads_in_place_;   // whether keys are read in place
+  std::vector<Rows> rows_;      // the rows of an item
   const Buffer<uint32_t> query_words_;  // [rows_, words, 16 rows]
-  const Buffer<float> sums_;            // [rows_, dims, 16 rows], of weighted values
+  const Buffer<float> sums_;            // [rows_, dims, 16 rows], sums of weighted values
   const Buffer<float> scores_;          // [kKeys, 16 rows]
   const Buffer<uint32_t> weights_;      // [kKeys / 2, 16 rows]
   const Buffer<uint32_t> copied_keys_;  // [kKeys, words]
   const Buffer<uint32_t> values_;       // [dims / 16, 2, 16 dims, 16 words]
   const Buffer<float> added_;           // [2 * 16 dims, 16 rows]
   const Buffer<float> zeros_;           // [16, words]
-  const void* keys_[kKeys / kLines];  // tiles of 16 keys, whose lines are `words` apart
-  Found found_;
+  const void* keys_[kKeys / kLines];  // tiles of 16 keys, with a stride of `words`
+  KeyPointers pointers_;
 };
 
 }  // namespace

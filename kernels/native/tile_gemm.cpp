@@ -1,8 +1,8 @@
-// GEMM of bfloat16 in AMX tiles, with weights as `gemm.cpp` packs them: 16 words of a panel are two tiles.
+// GEMM of bfloat16 in AMX tiles, with weights packed by `gemm.cpp`: 16 words of a panel are two tiles.
 //
 //   rows     [step of 16 words][up to 32 rows][16 words]    one or two tiles, times two of a panel: up to four of sums
 //
-// A row adds up 16 words after the other, from the first to the last, whatever is in the other lines of its tile.
+// A row adds up its words in steps of 16, from the first to the last, independently of the other lines of its tile.
 
 #include "gemm.h"
 #include "threads.h"
@@ -11,18 +11,18 @@
 #ifdef RADIXKV_TILES
 namespace {
 
-constexpr int64_t kMostRows = 512;         // for which a weight is read once
-constexpr int64_t kMostBytes = 896 << 10;  // of rows that are laid out at once: they stay in a core's second cache
-constexpr int64_t kPairRows = 2 * kLines;  // of two tiles
-constexpr int64_t kAheadBytes = 4096;      // of a weight, which are asked for before they are needed
-constexpr int64_t kPanelBytes = kFeatures * 4;  // of a word
-constexpr int64_t kMostDequantized = 128;       // words of a panel: they stay in a core's first cache
+constexpr int64_t kMaxRows = 512;               // rows for which a weight is read once
+constexpr int64_t kMaxBytes = 896 << 10;        // bytes of rows that are packed at once: they fit into a core's L2 cache
+constexpr int64_t kPairRows = 2 * kLines;       // rows of two tiles
+constexpr int64_t kAheadBytes = 4096;           // distance at which a weight is prefetched
+constexpr int64_t kPanelBytes = kFeatures * 4;  // bytes of a word of a panel, over its features
+constexpr int64_t kMaxDequantized = 128;        // words of a panel that are dequantized at once, for the L1 cache
 static_assert(kGroup == 2 * kTileWords, "a step has the words of a group");
 
 int64_t whole_tiles(int64_t num_rows) { return (num_rows + kLines - 1) / kLines * kLines; }
 
-// Lays out words of some rows, and lines of zeros after the last one.
-void lay_out(const Matmul& matmul, int64_t first_row, int64_t num_rows, int64_t first_word, int64_t num_words,
+// Packs words of some rows, padded with zeros to whole tiles.
+void pack_rows(const Matmul& matmul, int64_t first_row, int64_t num_rows, int64_t first_word, int64_t num_words,
              uint32_t* to) {
   const int64_t num_lines = whole_tiles(num_rows), row_words = matmul.in_features / 2;
   const uint32_t* rows = static_cast<const uint32_t*>(matmul.rows) + first_row * row_words + first_word;
@@ -32,7 +32,7 @@ void lay_out(const Matmul& matmul, int64_t first_row, int64_t num_rows, int64_t 
                   load_words(rows + r * row_words + w, r < num_rows ? 0xffff : 0));
 }
 
-// Adds words of one or two tiles of rows to their sums of a panel. Asks for `num_ahead` words of a weight.
+// Adds words of one or two tiles of rows to their sums of a panel. Prefetches `num_ahead` words of a weight.
 template <bool kHasTwo>
 void add_words(const uint32_t* rows, const uint32_t* panel, int64_t num_words, float* sums, bool is_first,
                const uint32_t* ahead, int64_t num_ahead) {
@@ -46,11 +46,11 @@ void add_words(const uint32_t* rows, const uint32_t* panel, int64_t num_words, f
     load_tile<0>(sums, kSumsBytes), load_tile<1>(sums + kLanes, kSumsBytes);
     if (kHasTwo) load_tile<2>(below, kSumsBytes), load_tile<3>(below + kLanes, kSumsBytes);
   }
-  int64_t asked = 0;
+  int64_t num_prefetched = 0;
   for (int64_t w = 0; w < num_words; w += kTileWords) {
-    for (const int64_t end = num_ahead * (w + kTileWords) / num_words; asked < end; asked++)
+    for (const int64_t end = num_ahead * (w + kTileWords) / num_words; num_prefetched < end; num_prefetched++)
       for (int64_t i = 0; i < kPanelBytes; i += 64)
-        _mm_prefetch(reinterpret_cast<const char*>(ahead) + asked * kPanelBytes + i, _MM_HINT_T1);
+        _mm_prefetch(reinterpret_cast<const char*>(ahead) + num_prefetched * kPanelBytes + i, _MM_HINT_T1);
     const uint32_t *weight = panel + w * kFeatures, *row = rows + w / kTileWords * kStepNumbers;
     load_passing_tile<6>(weight, kPanelBytes);
     load_passing_tile<4>(row, 64);
@@ -77,7 +77,7 @@ struct Sums {
                        first_lanes(std::max<int64_t>(0, left - kLanes)))) {}
 };
 
-// Adds the bias to the sums of some rows of a panel, gates those of the other weight with them, and stores the result.
+// Adds the bias to the sums of some rows of a panel, applies SwiGLU if there is another weight, and stores the result.
 void finish(const Matmul& matmul, int64_t first_row, int64_t num_rows, int64_t panel, const float* sums,
             const float* other_sums) {
   const int64_t first = panel * kFeatures, left = matmul.out_features - first;
@@ -94,28 +94,28 @@ void finish(const Matmul& matmul, int64_t first_row, int64_t num_rows, int64_t p
   }
 }
 
-// Up to kMostRows rows. Between blocks of words, sums are kept for all rows and panels.
+// Computes up to kMaxRows rows. Between blocks of words, the sums of all rows and panels are kept.
 void multiply(const Matmul& matmul, int64_t first_row, int64_t num_rows) {
   const int64_t num_words = matmul.in_features / 2, num_steps = num_words / kTileWords;
   const int64_t num_panels = (matmul.out_features + kFeatures - 1) / kFeatures;
   const int64_t num_pairs = (num_rows + kPairRows - 1) / kPairRows;  // of tiles of rows
   const int num_weights = matmul.other_weight ? 2 : 1;
   const int64_t num_lines = whole_tiles(num_rows);
-  const int64_t num_blocks = num_pairs > 1 ? (num_lines * num_words * 4 + kMostBytes - 1) / kMostBytes : 1;
+  const int64_t num_blocks = num_pairs > 1 ? (num_lines * num_words * 4 + kMaxBytes - 1) / kMaxBytes : 1;
   const int64_t kept_lines = num_blocks > 1 ? num_panels * num_lines : kPairRows;
-  const Buffer<uint32_t> laid_out(num_lines * ((num_steps + num_blocks - 1) / num_blocks) * kTileWords);
+  const Buffer<uint32_t> packed(num_lines * ((num_steps + num_blocks - 1) / num_blocks) * kTileWords);
   const Buffer<float> kept(num_blocks > 1 ? num_weights * kept_lines * kFeatures : 0);
   for (int64_t block = 0; block < num_blocks; block++) {
     const int64_t first_word = num_steps * block / num_blocks * kTileWords;
     const int64_t words_here = num_steps * (block + 1) / num_blocks * kTileWords - first_word;
     parallel_for(num_pairs, matmul.num_threads, [&](int64_t t) {
       const int64_t row = t * kPairRows;
-      lay_out(matmul, first_row + row, std::min(kPairRows, num_rows - row), first_word, words_here,
-              laid_out + row * words_here);
+      pack_rows(matmul, first_row + row, std::min(kPairRows, num_rows - row), first_word, words_here,
+              packed + row * words_here);
     });
     // A quantized weight is dequantized for all pairs at once, or for a single one, some words at a time.
     const bool is_quantized = matmul.format != kPlain;
-    const int64_t words_at_once = is_quantized && num_pairs == 1 ? std::min(words_here, kMostDequantized) : words_here;
+    const int64_t words_at_once = is_quantized && num_pairs == 1 ? std::min(words_here, kMaxDequantized) : words_here;
     const int64_t panel_bytes = num_steps * group_bytes(matmul.format, kFeatures);  // if it is quantized
     parallel_items(num_panels, matmul.num_threads, [&](Items& items) {
       const Tiles tiles;
@@ -139,11 +139,11 @@ void multiply(const Matmul& matmul, int64_t first_row, int64_t num_rows) {
             const int64_t row = t * kPairRows, rows_here = std::min(kPairRows, num_rows - row);
             float* sums = num_blocks > 1 ? kept + (p * num_lines + row) * kFeatures : own;
             for (int i = 0; i < num_weights; i++) {
-              // A single pair asks for what follows soon; of several, each asks for its part of the next panel.
+              // A single pair prefetches the words that follow soon. Several pairs prefetch the next panel, a part each.
               const int64_t first_ahead = words * t / num_pairs, end_ahead = words * (t + 1) / num_pairs;
               const int64_t distance = num_pairs == 1 ? kAheadBytes / 4 : num_words * kFeatures;
               const auto add = rows_here > kLines ? add_words<true> : add_words<false>;
-              add(laid_out + row * words_here + word * whole_tiles(rows_here), panels[i], words,
+              add(packed + row * words_here + word * whole_tiles(rows_here), panels[i], words,
                   sums + i * kept_lines * kFeatures, block == 0 && word == 0,
                   panels[i] + distance + first_ahead * kFeatures, is_quantized ? 0 : end_ahead - first_ahead);
             }
@@ -159,8 +159,8 @@ void multiply(const Matmul& matmul, int64_t first_row, int64_t num_rows) {
 
 bool multiply_in_tiles(const Matmul& matmul) {
   if (matmul.kind != kBfloat16 || matmul.in_features % (2 * kTileWords) || !has_tiles()) return false;
-  for (int64_t row = 0; row < matmul.num_rows; row += kMostRows)
-    multiply(matmul, row, std::min(kMostRows, matmul.num_rows - row));
+  for (int64_t row = 0; row < matmul.num_rows; row += kMaxRows)
+    multiply(matmul, row, std::min(kMaxRows, matmul.num_rows - row));
   return true;
 }
 #else

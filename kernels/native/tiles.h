@@ -1,7 +1,7 @@
-// Tiles of bfloat16, for processors with AMX: 16 lines of 16 words, each two neighbours, or of 16 sums.
+// AMX tiles: 16 lines, each of 16 words (pairs of adjacent bfloat16) or of 16 float32 sums.
 //
-// A sum adds up the first numbers of 16 words and the second ones, each in order, and then both to what it was. Numbers
-// too small to be normal count as 0.
+// An instruction sums the products of the first numbers of 16 words, and those of the second numbers, each in order, and
+// then adds both to the previous sum. Denormal numbers count as 0.
 #pragma once
 
 #if defined(__AMX_BF16__) && defined(__AVX512BF16__)
@@ -14,14 +14,14 @@
 constexpr int kLines = 16, kTileWords = 16;
 constexpr int64_t kTileNumbers = kLines * kTileWords;
 
-// Whether tiles may be used: Linux gives them to a process that asks for them.
+// Returns whether tiles may be used. A process must request them from Linux first.
 inline bool has_tiles() {
   constexpr int kRequest = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
   static const bool is_given = syscall(SYS_arch_prctl, kRequest, kTileData) == 0;
   return is_given;
 }
 
-// Tiles of a thread, as long as it lives.
+// Configures the tiles of a thread, and releases them in its destructor.
 class Tiles {
  public:
   Tiles() {
@@ -41,7 +41,7 @@ inline void load_tile(const void* from, int64_t line_stride) {
   asm volatile("tileloadd (%0,%1,1), %%tmm%c2" : : "r"(from), "r"(line_stride), "i"(T) : "memory");
 }
 
-// Loads what is not needed again soon: less of a cache is taken by it.
+// Loads data that is not needed again soon, so that it occupies less of the cache.
 template <int T>
 inline void load_passing_tile(const void* from, int64_t line_stride) {
   asm volatile("tileloaddt1 (%0,%1,1), %%tmm%c2" : : "r"(from), "r"(line_stride), "i"(T) : "memory");
@@ -57,7 +57,7 @@ inline void clear_tile() {
   asm volatile("tilezero %%tmm%c0" : : "i"(T));
 }
 
-// Adds to 16 sums of each line of `A` its products with columns of `B`, a line of which has a word for each of them.
+// Multiplies tiles: adds to sum j of each line of `Sums` the dot product of that line of `A` with column j of `B`.
 template <int Sums, int A, int B>
 inline void add_products() {
   asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(Sums), "i"(A), "i"(B));

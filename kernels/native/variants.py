@@ -1,10 +1,10 @@
-"""The processors that the C++ kernels are compiled for. Needs nothing but Python, since installation reads it too."""
+"""The variants of the C++ kernels. `setup.py` imports this module, so it uses only the standard library."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-# Extensions of x86-64 that the sources use, as /proc/cpuinfo names them, and GCC's option for each.
+# Extensions of x86-64 that the sources use, by their names in /proc/cpuinfo, and GCC's option for each.
 _OPTIONS = {
     "avx2": "-mavx2",
     "fma": "-mfma",
@@ -22,13 +22,12 @@ _OPTIONS = {
 class Variant(NamedTuple):
     """A set of instructions that the kernels are compiled for.
 
-    A processor may run what was compiled for a variant only if it has all of the features. The compiler gets exactly
-    these, so the two can't differ.
+    A processor can run a variant only if it has all of the features. The compiler's options are derived from them.
 
     Attributes:
-        name: of the variant, for file names and the log.
-        capability: the least that `processor_capability` must say.
-        features: extensions of x86-64, as /proc/cpuinfo names them.
+        name: name of the variant, in file names and in the log.
+        capability: the minimum that `processor_capability` must return.
+        features: extensions of x86-64, by their names in /proc/cpuinfo.
     """
 
     name: str

@@ -1,4 +1,4 @@
-// Vectors of floats as the processor has them: what attention, products and rows have in common.
+// Vectors of floats, in the width of the processor, and operations that all kernels use.
 #pragma once
 
 #include <immintrin.h>
@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <cstring>
 
-// How numbers are stored. `kernels/native/library.py` has the same values.
+// Dtypes. `kernels/native/library.py` has the same values.
 enum Kind : int64_t { kFloat32 = 0, kBfloat16 = 1, kFloat16 = 2 };
 
 constexpr float kLog2e = 1.4426950408889634f;
@@ -19,20 +19,20 @@ inline int64_t bytes_of(int64_t kind) { return kind == kFloat32 ? 4 : 2; }
 #include "vectors_avx2.h"
 #endif
 
-// Rounds to bfloat16 as torch does: to nearest, ties to even; denormal numbers stay.
+// Rounds to bfloat16 like torch: to nearest, ties to even; denormal numbers are kept.
 inline Halves to_bfloat16(Floats x) {
   const Words bits = as_words(x), odd = common_bits(shifted_down(bits, 16), 1);
   const Words rounded = added(bits, added(odd, all_words(0x7fff)));
   return narrowed(shifted_down(if_nan(x, all_words(0x7fc00000), rounded), 16));
 }
 
-// Rounds as if a number was stored and loaded again.
+// Rounds numbers to a dtype, as storing and loading them would.
 inline Floats rounded(Floats x, int64_t kind) {
   if (kind == kFloat32) return x;
   return kind == kFloat16 ? from_float16(to_float16(x)) : from_bfloat16(to_bfloat16(x));
 }
 
-// Loads numbers as floats; other lanes are 0 and are not read.
+// Loads some lanes as floats; the others are 0, and their memory is not read.
 inline Floats load(const void* numbers, int64_t at, int64_t kind, Lanes lanes) {
   if (kind == kFloat32) return as_floats(load_words(static_cast<const uint32_t*>(numbers) + at, lanes));
   const Halves halves = load_halves(static_cast<const uint16_t*>(numbers) + at, lanes);
@@ -48,7 +48,7 @@ inline void store(void* numbers, int64_t at, int64_t kind, Lanes lanes, Floats v
   }
 }
 
-// 2 to the power of numbers, within 2 units of the last place: exactly 1 for 0, 0 below -150, infinite from 128 on.
+// 2^x within 2 ulp: exactly 1 for 0, 0 below -150, infinite from 128 on.
 inline Floats exp2_of(Floats x) {
   const Parts parts = parts_of(x);
   // 2^rest = 1 + rest * (...), for rest in [0, 1): the polynomial of degree 5 with the least relative error, 8e-8.
@@ -61,5 +61,5 @@ inline Floats exp2_of(Floats x) {
   return times_power_of_2(sum, parts);
 }
 
-// A number times its sigmoid.
+// SiLU: x * sigmoid(x).
 inline Floats silu_of(Floats x) { return x / (all(1.0f) + exp2_of(smaller(x * all(-kLog2e), all(200.0f)))); }

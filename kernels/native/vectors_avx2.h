@@ -1,4 +1,4 @@
-// Vectors of 8 floats, for AVX2 with FMA and F16C. `vectors_avx512.h` has the same names, and says what they do.
+// Vectors of 8 floats, for AVX2 with FMA and F16C. `vectors_avx512.h` defines the same names, and documents them.
 #pragma once
 
 constexpr int kLanes = 8;
@@ -9,7 +9,7 @@ using Words = __m256i;   // 8 of 32 bits
 using Halves = __m128i;  // 8 of 16 bits
 
 struct Lanes {
-  int count;  // of the first lanes
+  int count;  // the number of the first lanes that are active
 };
 
 inline Lanes first_lanes(int64_t left) { return {left >= kLanes ? kLanes : static_cast<int>(left)}; }
@@ -34,7 +34,7 @@ inline void store_words(uint32_t* to, Lanes lanes, Words x) {
   _mm256_maskstore_epi32(reinterpret_cast<int*>(to), mask_of(lanes), x);
 }
 
-// There are no masks for halves: some of them go through memory of our own.
+// AVX2 has no masked loads and stores of 16 bits, so partial vectors are copied with memcpy.
 inline Halves load_halves(const uint16_t* from, Lanes lanes) {
   if (lanes.count == kLanes) return _mm_loadu_si128(reinterpret_cast<const Halves*>(from));
   Halves own = _mm_setzero_si128();
@@ -97,18 +97,18 @@ inline Floats from_float16(Halves x) { return _mm256_cvtph_ps(x); }
 inline Halves to_float16(Floats x) { return _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT); }
 inline Floats from_bfloat16(Halves x) { return as_floats(shifted_up(widened(x), 16)); }
 
-// Whole numbers as floats, and what numbers have above them.
+// The integer part of each number, as a float, and the rest, in [0, 1).
 struct Parts {
   Floats whole, rest;
 };
 
 inline Parts parts_of(Floats x) {
-  x = smaller(all(254.0f), larger(all(-252.0f), x));  // NaN stays, as the second one of two
+  x = smaller(all(254.0f), larger(all(-252.0f), x));  // NaN is kept: min and max return the second operand then
   const Floats whole = _mm256_floor_ps(x);
   return {whole, x - whole};
 }
 
-// By two powers, each of which is a float where 2 to the power of their sum is not.
+// Multiplies by two powers of 2, each of which is a normal float even if their product is not.
 inline Floats times_power_of_2(Floats sum, Parts parts) {
   const Words exponent = _mm256_cvtps_epi32(parts.whole), half = _mm256_srai_epi32(exponent, 1);
   const auto power = [](Words x) { return as_floats(shifted_up(_mm256_add_epi32(x, _mm256_set1_epi32(127)), 23)); };

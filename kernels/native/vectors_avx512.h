@@ -1,4 +1,4 @@
-// Vectors of 16 floats, for AVX-512 (F, BW, DQ, VL). `vectors_avx2.h` has the same names.
+// Vectors of 16 floats, for AVX-512 (F, BW, DQ, VL). `vectors_avx2.h` defines the same names.
 #pragma once
 
 constexpr int kLanes = 16;
@@ -9,7 +9,7 @@ using Words = __m512i;   // 16 of 32 bits
 using Halves = __m256i;  // 16 of 16 bits
 using Lanes = __mmask16;
 
-// The first lanes of a vector; all of them if there are not more than `left`.
+// Returns a mask of the first `left` lanes; all lanes if `left` is at least their number.
 inline Lanes first_lanes(int64_t left) { return left >= kLanes ? 0xffff : static_cast<Lanes>((1u << left) - 1); }
 
 inline Floats all(float x) { return _mm512_set1_ps(x); }
@@ -54,7 +54,7 @@ inline Floats from_float16(Halves x) { return _mm512_cvtph_ps(x); }
 inline Halves to_float16(Floats x) { return _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT); }
 inline Floats from_bfloat16(Halves x) { return as_floats(shifted_up(widened(x), 16)); }
 
-// Numbers and what they have above the next lower whole ones, in [0, 1).
+// Numbers, and their fractional parts relative to the next lower integer, in [0, 1).
 struct Parts {
   Floats x, rest;
 };
@@ -65,7 +65,7 @@ inline Parts parts_of(Floats x) {
 
 inline Floats times_power_of_2(Floats sum, Parts parts) { return _mm512_scalef_ps(sum, parts.x); }
 
-// Numbers in the lanes that stand for (after, last], where the first lane stands for `first`; elsewhere -infinity.
+// Lane i stands for the position first + i. Keeps the lanes of the positions (after, last], and sets others to -infinity.
 inline Floats between(Floats x, int first, int after, int last) {
   const Words at = _mm512_add_epi32(_mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15),
                                     _mm512_set1_epi32(first));

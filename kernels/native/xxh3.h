@@ -1,7 +1,7 @@
-// The checksum XXH3 with 128 bits, without a seed, as the xxhash library takes it of more than 240 bytes.
+// XXH3 with 128 bits and without a seed, for inputs of more than 240 bytes. The results are those of the xxhash library.
 //
-// The algorithm is Yann Collet's (https://github.com/Cyan4973/xxHash, doc/xxhash_spec.md): eight sums of 64 bits over
-// stripes of 64 bytes, stirred after every 16 stripes, and the last 64 bytes once more.
+// The algorithm is Yann Collet's (https://github.com/Cyan4973/xxHash, doc/xxhash_spec.md): eight accumulators of 64 bits
+// over stripes of 64 bytes, scrambled after every 16 stripes. The last 64 bytes are added at the end.
 #pragma once
 
 #include <immintrin.h>
@@ -11,7 +11,7 @@
 
 namespace xxh3 {
 
-constexpr int64_t kStripe = 64, kStripesABlock = 16, kSecretBytes = 192, kDigestBytes = 16;
+constexpr int64_t kStripe = 64, kStripesPerBlock = 16, kSecretBytes = 192, kDigestBytes = 16;
 
 constexpr uint64_t kPrime32[] = {0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D};
 constexpr uint64_t kPrime64[] = {0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0x85EBCA77C2B2AE63,
@@ -35,7 +35,7 @@ alignas(64) constexpr uint8_t kSecret[kSecretBytes] = {
 
 inline __m256i load(const uint8_t* bytes) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(bytes)); }
 
-// Four sums of 64 bits; two of these take a stripe.
+// Four accumulators of 64 bits. Two instances process a stripe.
 struct Sums {
   __m256i sums;
 
@@ -46,7 +46,7 @@ struct Sums {
     sums = _mm256_add_epi64(sums, _mm256_add_epi64(products, swapped));
   }
 
-  void stir(const uint8_t* secret) {
+  void scramble(const uint8_t* secret) {
     const __m256i mixed = _mm256_xor_si256(_mm256_xor_si256(sums, _mm256_srli_epi64(sums, 47)), load(secret));
     const __m256i prime = _mm256_set1_epi32(static_cast<int>(kPrime32[0]));
     const __m256i high = _mm256_mul_epu32(_mm256_srli_epi64(mixed, 32), prime);
@@ -74,17 +74,17 @@ inline uint64_t merged(const uint64_t* sums, const uint8_t* secret, uint64_t sta
 
 class Checksum {
  public:
-  // Adds a whole stripe, which was loaded already.
+  // Adds a whole stripe that is already in registers.
   void add_stripe(__m256i first, __m256i second) {
     add(first, second, kSecret + 8 * stripe_);
-    if (++stripe_ == kStripesABlock) {
-      first_.stir(kSecret + kSecretBytes - kStripe);
-      second_.stir(kSecret + kSecretBytes - kStripe + 32);
+    if (++stripe_ == kStripesPerBlock) {
+      first_.scramble(kSecret + kSecretBytes - kStripe);
+      second_.scramble(kSecret + kSecretBytes - kStripe + 32);
       stripe_ = 0;
     }
   }
 
-  // Adds the last 64 bytes of all, and stores the checksum, its highest byte first.
+  // Adds the last 64 bytes of the input, and stores the checksum with the most significant byte first.
   void finish(const uint8_t* last, uint64_t num_bytes, uint8_t* digest) {
     add(load(last), load(last + 32), kSecret + kSecretBytes - kStripe - 7);
     uint64_t sums[8];

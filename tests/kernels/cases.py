@@ -1,4 +1,4 @@
-"""Ragged batches with awkward sizes, over a pool whose untouched slots are poison."""
+"""Ragged batches with awkward sizes, over a pool whose unwritten slots contain poison."""
 
 from __future__ import annotations
 

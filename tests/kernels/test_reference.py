@@ -1,4 +1,4 @@
-"""The twins themselves, against arithmetic small enough to do by hand or by another route."""
+"""The reference kernels, compared with results computed by hand or in another way."""
 
 from functools import partial
 

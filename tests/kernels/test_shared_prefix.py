@@ -1,4 +1,4 @@
-"""The blocks that requests share are found, each once."""
+"""Blocks that requests share are found, each once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A step's inputs come to the device. There is none here, so a fake notes the calls of torch."""
+"""The inputs of a step are copied to the device. There is none here, so a fake records the calls of torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever a file of the model names as its end of sequence ends a generation."""
+"""Every end-of-sequence token that a file of the model names ends a generation."""
 
 from __future__ import annotations
 

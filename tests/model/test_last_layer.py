@@ -1,4 +1,4 @@
-"""The last layer computes answers alone: the same bits, for models whose layers allow it."""
+"""The last layer computes only the rows of answers, with the same bits, for models whose layers allow it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models with longrope, with short factors up to their first length or long factors at all positions."""
+"""Models with longrope, with short factors up to the original length, or long factors at all positions."""
 
 from __future__ import annotations
 

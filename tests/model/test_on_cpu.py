@@ -1,4 +1,4 @@
-"""The attention in C++ is a candidate where it can be compiled."""
+"""C++ attention is a candidate if it can be compiled."""
 
 import ctypes
 import logging

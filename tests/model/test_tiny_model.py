@@ -1,4 +1,4 @@
-"""The embedded model was trained: it predicts text that it never saw, and what it writes reads like text."""
+"""The embedded model was trained: it predicts held-out text, and its output resembles text."""
 
 from __future__ import annotations
 

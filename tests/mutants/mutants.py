@@ -1,4 +1,4 @@
-"""Small ways to break the project, each of which some test must notice. `mutation_check.py` runs them."""
+"""Small changes that break the project; some test must fail for each. `mutation_check.py` runs them."""
 
 from __future__ import annotations
 
@@ -547,15 +547,15 @@ KERNEL_MUTANTS = (
     Mutant(
         "kernels/native/attention_work.py", "0 if window else tile.start // unit_tokens", "tile.start // unit_tokens"
     ),
-    Mutant("kernels/native/attention.h", " || at < step.first_written", ""),
+    Mutant("kernels/native/attention.h", " || at < round.first_written", ""),
     Mutant("kernels/native/attention.cpp", "if (sinks) scratch.weight_sums[i * kLanes] = 1.0f;", ""),
     Mutant("kernels/native/attention.cpp", "std::min(positions[r], end_key - 1)", "end_key - 1"),
     Mutant("kernels/native/attention.cpp", "    largest = now;\n", ""),
     Mutant("kernels/native/attention.cpp", "window ? positions[r] - window : -1", "-1"),
     Mutant("kernels/native/attention.cpp", "first + (end - first) * t / num_tiles", "first + t * kRows"),
     # Tiles are compiled where a processor has AMX; offload_index nothing catches these.
-    Mutant("kernels/native/tile_attention.cpp", "are_all ? now : ", "true ? now : "),
-    Mutant("kernels/native/tile_attention.cpp", "are_chosen != 0xffff || ", ""),
+    Mutant("kernels/native/tile_attention.cpp", "has_all_lanes ? now : ", "true ? now : "),
+    Mutant("kernels/native/tile_attention.cpp", "selected_lanes != 0xffff || ", ""),
     Mutant("kernels/native/tile_attention.cpp", "all(sinks_ ? 1.0f : 0.0f)", "all(0.0f)"),
     Mutant("kernels/native/tile_attention.cpp", "problem_.window ? _mm512_sub", "false ? _mm512_sub"),
     Mutant("kernels/native/tile_attention.cpp", "kBfloat16 && problem.head_dim % (2 * kTileWords) == 0", "kBfloat16"),
@@ -633,7 +633,9 @@ LOADING_MUTANTS = (
     Mutant("kernels/native/library.py", "    if not is_current(file, variant):\n        return None\n", ""),
     Mutant("kernels/native/library.py", "[:-_MAX_KEPT]", "[:0]"),
     Mutant(
-        "kernels/native/library.py", "                    os.utime(file)  # it was used\n", "                    pass\n"
+        "kernels/native/library.py",
+        "                    os.utime(file)  # `_remove_old` keeps the libraries that were used last\n",
+        "                    pass\n",
     ),
     Mutant("config/cache_directory.py", "    except RuntimeError:", "    except OSError:"),
     Mutant("model/layers/gemm_tuner.py", "0 < cost_s < math.inf", "0 < cost_s"),

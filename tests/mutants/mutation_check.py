@@ -1,4 +1,4 @@
-"""Mutation check: breaks the parts of the project in small ways. Tests must notice each.
+"""Mutation check: breaks the project in small ways, and checks that tests fail.
 
     python -m tests.mutants.mutation_check [--stale] [FILE ...]
 

@@ -1,4 +1,4 @@
-"""CUDA streams, events and a runtime without a GPU, which run everything as late as the order of the streams allows."""
+"""CUDA streams, events and a runtime without a GPU, which run operations as late as stream order allows."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def test_copies_in_cpp_fill_the_same_bytes(
     dtype: torch.dtype, head_dim: int, monkeypatch: pytest.MonkeyPatch, *, is_by_layer: bool
 ) -> None:
     native = native_or_skip()
-    monkeypatch.setattr(copies, "LEAST_FILLED_BYTES", 0)
+    monkeypatch.setattr(copies, "MIN_FILLED_BYTES", 0)
     pool = KVPool.allocate(5, 2, 3, 3, head_dim, dtype=dtype, is_by_layer=is_by_layer)
     pool.blocks.copy_(torch.randint(0, 256, pool.blocks.shape, dtype=torch.uint8))
     before = pool.blocks.clone()

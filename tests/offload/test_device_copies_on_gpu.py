@@ -1,4 +1,4 @@
-"""What `test_device_copies.py` shows with fake streams, on a GPU."""
+"""The tests of `test_device_copies.py`, with real streams on a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A purge on one server deletes the blocks of all servers, however late the store answers."""
+"""A purge on one server deletes the blocks of all servers, even if the store responds late."""
 
 from __future__ import annotations
 

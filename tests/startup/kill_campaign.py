@@ -1,4 +1,4 @@
-"""Kills whole engines at random moments, one after the other over one disk, and compares every answer.
+"""Kills engines that use the same disk at random moments, one after the other, and compares every answer.
 
     python -m tests.startup.kill_campaign --kills 1000
 

@@ -1,4 +1,4 @@
-"""One life of an engine with host memory and a disk below it, in a process that may be killed at any moment.
+"""One run of an engine with host memory and a disk tier, in a process that may be killed at any moment.
 
 It tells what it does through a pipe, a line at a time: what was written before a kill arrives.
 """

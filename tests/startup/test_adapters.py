@@ -1,4 +1,4 @@
-"""Refusals of what a configuration says of adapters, by name; tests/whole has what is served."""
+"""Invalid adapter configurations are refused by name; tests/whole tests adapters that are served."""
 
 from __future__ import annotations
 

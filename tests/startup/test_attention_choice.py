@@ -1,4 +1,4 @@
-"""Kernels that do not run, or are wrong, are not served with: tried with the CPU's own, broken in one way each."""
+"""Kernels that fail or are wrong are not used: CPU kernels, each broken in one way, are tried."""
 
 import ctypes
 import logging

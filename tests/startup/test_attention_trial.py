@@ -1,4 +1,4 @@
-"""Kernels that are tried in a process of their own can't do any harm."""
+"""Kernels that are tried in a separate process can't harm the service."""
 
 from __future__ import annotations
 

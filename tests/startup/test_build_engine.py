@@ -1,4 +1,4 @@
-"""Stages before there is an engine: early refusals, and a log line for each."""
+"""Startup before the engine exists: early refusals, and a log line per stage."""
 
 import logging
 import re

@@ -1,4 +1,4 @@
-"""No kernel is compiled while requests wait: traffic launches what the start has launched, under the same keys."""
+"""No kernel is compiled while requests wait: requests launch only kernels that the startup has launched."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Engines that are killed: the next one starts on what they left, and its answers are right, bit for bit."""
+"""After an engine is killed, the next one starts on its disk, and its answers are bitwise identical."""
 
 from __future__ import annotations
 

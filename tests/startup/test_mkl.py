@@ -1,4 +1,4 @@
-"""MKL's summation order, by made-up descriptions of processors."""
+"""MKL's summation order, for fake descriptions of processors."""
 
 from __future__ import annotations
 

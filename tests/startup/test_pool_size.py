@@ -1,4 +1,4 @@
-"""A GPU's pool takes what is left beside the model and its largest step; the device here is made up."""
+"""The pool of a GPU takes the memory that the model and the largest step leave; the device is a fake."""
 
 from __future__ import annotations
 

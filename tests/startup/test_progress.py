@@ -1,4 +1,4 @@
-"""What a start logs, by a clock that the tests move. No thread runs but where a test says so."""
+"""Log lines of a startup, with a clock that tests set. Threads run only where a test says so."""
 
 import logging
 from collections.abc import Iterator

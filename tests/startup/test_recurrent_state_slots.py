@@ -1,4 +1,4 @@
-"""A model with states, from its directory to answers."""
+"""A model with recurrent states, from its directory to its answers."""
 
 from __future__ import annotations
 

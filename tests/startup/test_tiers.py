@@ -1,4 +1,4 @@
-"""Engines with stores below them: the same bits from each store, also after a restart, and service without a store."""
+"""Engines with tiers: the same bits from each tier, also after a restart, and service without a tier."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_stores_and_the_pool_are_given_copies_in_cpp(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     native = Counting(native_or_skip())
-    monkeypatch.setattr(copies, "LEAST_FILLED_BYTES", 0)
+    monkeypatch.setattr(copies, "MIN_FILLED_BYTES", 0)
     monkeypatch.setattr(tiers, "native_copies", lambda: native)
     settings = ("tiers.host_bytes=10000000", f"tiers.disk_path={tmp_path}", "tiers.disk_bytes=10000000")
     for has_host in (True, False):

@@ -1,4 +1,4 @@
-"""An engine whose layers store K/V of different shapes: sizes of pools, the same bits, tiers, and what is refused."""
+"""An engine whose layers store K/V of different shapes: pool sizes, equal bits, tiers, and refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The pool of windowed layers: whether there is one, how large it is, and a server that has one."""
+"""The pool of windowed layers: when there is one, its size, and a server that has one."""
 
 from __future__ import annotations
 

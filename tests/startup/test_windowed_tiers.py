@@ -1,4 +1,4 @@
-"""Windowed layers with a pool of their own above stores: what left the device comes back with the same bits."""
+"""Windowed layers with a separate pool and tiers: evicted K/V is restored with the same bits."""
 
 from __future__ import annotations
 

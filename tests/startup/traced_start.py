@@ -1,4 +1,4 @@
-"""Traces which kernels a service launches, from start to traffic, without a GPU and without compiling any.
+"""Traces the kernels that a service launches, from startup to traffic, without a GPU and without compiling.
 
 Triton's own binder makes the key of each launch, by which it finds compiled code. Nothing is computed by kernels, so
 answers mean nothing.

@@ -107,7 +107,7 @@ class StepGraphs:
         batch, dtype = layout.batch, self._model.kv_shape.dtype
         if len(layout.logit_rows) > batch.num_requests:
             return None  # recorded steps compute one row of logits per request
-        least_rows = self._kernels.tile_rows(self._group_size * batch.most_query_tokens, dtype)
+        least_rows = self._kernels.tile_rows(self._group_size * batch.max_query_len, dtype)
         num_kv_heads = self._model.kv_shape.num_kv_heads
         suiting_rows = max(
             self._kernels.tile_rows_for(batch, num_query_heads // num_kv_heads, dtype, window)

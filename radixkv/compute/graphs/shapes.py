@@ -118,7 +118,7 @@ def step_shapes(
     for (num_tokens, num_requests, most), least_partials in itertools.product(sizes, (0, *_EXACT_PARTIALS)):
         tile_rows = kernels.tile_rows(group_size * most, dtype)
         num_tiles = num_requests + num_tokens * group_size // tile_rows
-        num_partials = kernels.most_partials(num_requests, num_kv_heads, tile_rows)
+        num_partials = kernels.max_partials(num_requests, num_kv_heads, tile_rows)
         if kernels.is_exact:
             num_partials = max(num_partials, least_partials)
         shapes.add(StepShape(num_tokens, num_requests, num_partials, tile_rows, num_tiles))

@@ -62,7 +62,7 @@ class FlashInferKernels:
         self.tile_rows = ours.tile_rows
         self.tile_rows_for = ours.tile_rows_for
         self.plan = ours.plan
-        self.most_partials = ours.most_partials
+        self.max_partials = ours.max_partials
 
     def for_service(self) -> FlashInferKernels:
         """Return the kernels that serve after a trial."""

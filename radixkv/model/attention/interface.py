@@ -159,11 +159,11 @@ class PlanningKernels(AttentionKernels, Protocol):
         """Return all variants of these kernels, each of which is compiled separately."""
         ...
 
-    def tile_rows(self, most_rows: int, dtype: torch.dtype) -> int:
+    def tile_rows(self, max_rows: int, dtype: torch.dtype) -> int:
         """Rows of the tiles for a batch.
 
         Args:
-            most_rows: packed rows of its longest request.
+            max_rows: packed rows of its longest request.
             dtype: of the queries.
         """
         ...
@@ -179,7 +179,7 @@ class PlanningKernels(AttentionKernels, Protocol):
         """
         ...
 
-    def most_partials(self, num_requests: int, num_kv_heads: int, tile_rows: int) -> int:
+    def max_partials(self, num_requests: int, num_kv_heads: int, tile_rows: int) -> int:
         """Maximum number of partial results of one KV head in a plan whose splits are chosen for the batch.
 
         Args:

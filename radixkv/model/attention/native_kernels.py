@@ -13,7 +13,7 @@ from radixkv.kernels.kv_pool import KVPool
 from radixkv.kernels.native.attention import Attention, Queries, reads
 from radixkv.kernels.native.attention_work import AttentionWork, plan_work
 from radixkv.kernels.native.layer import KVView
-from radixkv.kernels.native.rows import NativeRows, lies_head_by_head
+from radixkv.kernels.native.rows import NativeRows, has_adjacent_heads
 from radixkv.kernels.scoring import Scoring
 from radixkv.model.attention.refused_attention import NATIVE
 from radixkv.model.attention.torch_kernels import MAX_BATCHES, TorchKernels
@@ -50,7 +50,7 @@ class NativeKernels:
         largest: torch.Tensor | None = None,
     ) -> None:
         """Compute `reference.write_kv`."""
-        are_in_order = lies_head_by_head(key) and (value is None or lies_head_by_head(value))
+        are_in_order = has_adjacent_heads(key) and (value is None or has_adjacent_heads(value))
         write = self._rows.write_kv if are_in_order and reads(pool, key.dtype) else self._torch.write_kv
         write(key, value, slots, pool, layer, largest)
 

@@ -130,22 +130,22 @@ class TritonKernels:
             is_specialized=self._is_specialized and supports(*shape),
         )
 
-    def tile_rows(self, most_rows: int, dtype: torch.dtype) -> int:
-        """Rows of the tiles for a batch whose longest request has `most_rows` packed rows."""
+    def tile_rows(self, max_rows: int, dtype: torch.dtype) -> int:
+        """Rows of the tiles for a batch whose longest request has `max_rows` packed rows."""
         if not self.is_exact:
-            return fitting_tile_rows(most_rows, dtype)
+            return fitting_tile_rows(max_rows, dtype)
         # Chosen for long suffixes, since attention of short ones is bound by memory anyway.
         return 16 if dtype == torch.float32 else 128
 
     def tile_rows_for(self, batch: PagedBatch, group_size: int, dtype: torch.dtype, window: int | None) -> int:
         """Rows of the tiles that are best for a batch, including rows of requests that share K/V."""
         if self.is_exact or not self._joins:
-            return self.tile_rows(group_size * batch.most_query_tokens, dtype)
+            return self.tile_rows(group_size * batch.max_query_len, dtype)
         return tile_rows_for(batch, group_size, dtype, window)
 
-    def most_partials(self, num_requests: int, num_kv_heads: int, tile_rows: int) -> int:
+    def max_partials(self, num_requests: int, num_kv_heads: int, tile_rows: int) -> int:
         """Maximum number of partial results of one KV head in a plan whose splits are chosen for the batch."""
-        return self._room.most_partials(num_requests, num_kv_heads, tile_rows)
+        return self._room.max_partials(num_requests, num_kv_heads, tile_rows)
 
     def plan(
         self,

@@ -111,7 +111,7 @@ class GemmTuner:
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         backends: tuple[str, ...] | None = None,
-        most_rows: int = SIZES[-1],
+        max_rows: int = SIZES[-1],
         share: float = _UNKNOWN_SHARE,
         *,
         is_head: bool = False,
@@ -126,7 +126,7 @@ class GemmTuner:
             weight: `[out_features, in_features]` on a CPU.
             bias: `[out_features]`, or None.
             backends: names of candidates; None for all that fit the configured weights.
-            most_rows: maximum number of rows per call.
+            max_rows: maximum number of rows per call.
             share: the share of the model's weights that have this shape, 0 to 1.
             is_head: whether the weight computes logits; they are quantized to 8 bits if the other weights are to 4.
             stored: quantized format of the weight in its file; None if it is not quantized there.
@@ -138,12 +138,12 @@ class GemmTuner:
             backends = self._candidates(weight, is_head, stored)
         if backends[0] in QUANTIZED_BITS:  # nothing else is asked for, and it is batch-invariant
             return GemmChoice(backends[0])
-        key = self._key(weight, bias, backends, most_rows)
+        key = self._key(weight, bias, backends, max_rows)
         if key not in self._known:
             limit_s = math.inf if self._budget is None else self._budget.grant(share)
             choice = _parsed(self._remembered.get(key), backends, is_exact=self._is_exact)
             if choice is None:
-                choice = self._tried(weight, bias, backends, most_rows, limit_s)
+                choice = self._tried(weight, bias, backends, max_rows, limit_s)
                 if choice is not None:
                     choice = self._settled(key, choice, backends)
             self._known[key] = choice
@@ -160,7 +160,7 @@ class GemmTuner:
         return ("int8",) if name == "int8" else gemm_backends(weight)
 
     def _tried(
-        self, weight: torch.Tensor, bias: torch.Tensor | None, backends: tuple[str, ...], most_rows: int, limit_s: float
+        self, weight: torch.Tensor, bias: torch.Tensor | None, backends: tuple[str, ...], max_rows: int, limit_s: float
     ) -> GemmChoice | None:
         if not self._has_announced:
             self._has_announced = True
@@ -170,7 +170,7 @@ class GemmTuner:
             self._budget.report(f"trying matmuls with {weight.shape[0]} by {weight.shape[1]} weights in {dtype}")
         now = Stopwatch.here().now
         start_s = now()
-        choice = choose_gemm(weight, bias, backends, is_exact=self._is_exact, most_rows=most_rows, limit_s=limit_s)
+        choice = choose_gemm(weight, bias, backends, is_exact=self._is_exact, max_rows=max_rows, limit_s=limit_s)
         took_s = now() - start_s
         if self._budget is not None:
             self._budget.spend(took_s)
@@ -184,12 +184,12 @@ class GemmTuner:
         )
         return choice
 
-    def _key(self, weight: torch.Tensor, bias: torch.Tensor | None, backends: tuple[str, ...], most_rows: int) -> str:
+    def _key(self, weight: torch.Tensor, bias: torch.Tensor | None, backends: tuple[str, ...], max_rows: int) -> str:
         mode = "exact" if self._is_exact else "fast"
         has_bias = "" if bias is None else "+bias"
         shape = f"{tuple(weight.shape)}{weight.stride()}{has_bias} {weight.dtype}"
         threads = torch.get_num_threads()
-        return f"{_machine()} {threads} threads {mode} {shape} {most_rows} rows {','.join(backends)}"
+        return f"{_machine()} {threads} threads {mode} {shape} {max_rows} rows {','.join(backends)}"
 
     def _read(self) -> dict[str, Any]:
         try:

@@ -415,9 +415,9 @@ def _choose_matmul(
     # The choice for concatenated weights depends only on their shape, so they need not be concatenated for it.
     whole = weights[0] if len(weights) == 1 else weights[0].new_empty(sum(map(len, weights)), weights[0].shape[1])
     bias = torch.cat(biases) if len(biases) > 1 else next(iter(biases), None)
-    most_rows = _LOGIT_ROWS if is_head else SIZES[-1]
+    max_rows = _LOGIT_ROWS if is_head else SIZES[-1]
     choice = choices.choose(
-        whole, bias, most_rows=most_rows, share=share, is_head=is_head, stored=parameters[0].stored_format
+        whole, bias, max_rows=max_rows, share=share, is_head=is_head, stored=parameters[0].stored_format
     )
     if choice is None:
         return None

@@ -1,4 +1,4 @@
-"""Recorded steps, on the CPU: what a graph would do again is done again, over the same memory that a graph reads."""
+"""Recorded steps on a CPU: a replay repeats the recorded calls over the memory that a graph would read."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ MAX_TOKENS = 128
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each program of a launch takes milliseconds in the interpreter, also one with nothing to do."""
     interpret_kernels(monkeypatch)
-    monkeypatch.setattr(TritonKernels, "most_partials", lambda *_: 6)
+    monkeypatch.setattr(TritonKernels, "max_partials", lambda *_: 6)
     monkeypatch.setattr(step_shape, "_EXACT_PARTIALS", (6,))
 
 
@@ -439,7 +439,7 @@ def test_a_step_takes_larger_tiles_where_its_requests_share(tmp_path: Path, monk
     """If there are any with room for it; or else it takes the smaller ones."""
     model = load("llama", tmp_path)
     storage, kernels, taken = poisoned(model), TritonKernels(is_exact=False), []
-    monkeypatch.setattr(TritonKernels, "tile_rows", lambda _, most_rows, dtype: 16 if most_rows <= 16 else 64)
+    monkeypatch.setattr(TritonKernels, "tile_rows", lambda _, max_rows, dtype: 16 if max_rows <= 16 else 64)
     monkeypatch.setattr(TritonKernels, "tile_rows_for", lambda *_: 64)
     monkeypatch.setattr(StepBuffers, "fill", lambda _, shape, *__: taken.append(shape.tile_rows))
     graphs = record(model, storage, kernels, max_tokens=128, max_requests=2)

@@ -1,4 +1,4 @@
-"""Steps that are recorded as CUDA graphs, where there are any: `tests/compute/graphs/test_graphs.py` does without."""
+"""Steps that are recorded as CUDA graphs, on a GPU; `tests/compute/graphs/test_graphs.py` needs none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recording of steps. There is no GPU here, so a fake notes the calls of torch."""
+"""Recording of steps without a GPU: a fake records the calls of torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each row's keys are cut at the same positions, whoever is with it."""
+"""The keys of a row are split at the same positions, whatever else is in the batch."""
 
 import numpy as np
 import pytest

@@ -76,7 +76,7 @@ def test_another_summation_order_is_detected_despite_rounding(
         return sum(terms[::-1] if rows.shape[0] == 32 else terms).to(rows.dtype)  # type: ignore[union-attr]
 
     add(monkeypatch, "odd", multiply)
-    choice = tried("odd", torch.empty(4, 64, dtype=dtype), most_rows=64)
+    choice = tried("odd", torch.empty(4, 64, dtype=dtype), max_rows=64)
     assert choice is not None
     assert 32 not in dict(choice.costs)
     assert {16, 64} <= set(dict(choice.costs))

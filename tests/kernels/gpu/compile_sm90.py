@@ -1,4 +1,4 @@
-"""Compile for sm_90, without a GPU, exactly what a caller would launch, and read the machine code.
+"""Compiles kernels for sm_90 without a GPU, exactly as callers launch them, and inspects the machine code.
 
 Run as `python tests/kernels/gpu/compile_sm90.py [--all]` with TRITON_INTERPRET unset: one JSON object a line on stdout.
 Each case calls a kernel's public function on small CPU tensors; launches compile and stop there. So the tile shapes,

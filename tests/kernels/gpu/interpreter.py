@@ -1,4 +1,4 @@
-"""Triton kernels on CPU: launches run through Triton's interpreter, corrected where it differs from a GPU.
+"""Runs Triton kernels on a CPU in Triton's interpreter, with corrections where it differs from a GPU.
 
 Triton's own switch, TRITON_INTERPRET, works only when it is set before the first import of triton anywhere in the
 process. Here launches are redirected instead, for the length of a test, whatever was imported before.

@@ -57,13 +57,13 @@ def test_partial_results_stay_within_their_bound(num_kv_heads: int, tile_rows: i
     room, generator = HOPPER, np.random.default_rng(0)
     for num_tiles in (1, 2, 7, 40, 300):
         num_keys = generator.integers(1, 60000, num_tiles)
-        most = room.most_partials(1, num_kv_heads, tile_rows)
+        most = room.max_partials(1, num_kv_heads, tile_rows)
         splits = even_splits(
             num_keys,
             np.full(num_tiles, tile_rows),
             num_kv_heads=num_kv_heads,
             tile_rows=tile_rows,
-            most_partials=most,
+            max_partials=most,
             room=room,
         )
         counts = splits.counts(np.zeros_like(num_keys), num_keys)

@@ -56,7 +56,7 @@ def test_a_non_finite_scale_affects_only_its_vector(kv_dtype: torch.dtype, kerne
 
 
 def test_plain_pools_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"expected a quantized one, got torch\.bfloat16"):
+    with pytest.raises(ValueError, match=r"expected a quantized pool, got one of torch\.bfloat16"):
         dequantize_blocks(poisoned_pool(2, dtype=BF16), LAYER, torch.tensor([1], dtype=torch.int32), BF16)
 
 

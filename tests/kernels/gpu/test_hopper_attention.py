@@ -180,7 +180,7 @@ def test_what_it_supports(
 
 
 def test_what_it_does_not_support_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"for which warps can specialize, got .* 16 tokens per block"):
+    with pytest.raises(ValueError, match=r"warp-specialized kernel does not support .* 16 tokens per block"):
         attend(make([0], [5], GQA, "cpu", block_size=16))
 
 

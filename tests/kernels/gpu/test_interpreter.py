@@ -1,4 +1,4 @@
-"""Canaries: where triton's interpreter is known to differ from a GPU, and our corrections of it."""
+"""Canaries: known differences between Triton's interpreter and a GPU, and our corrections of them."""
 
 import pytest
 import torch

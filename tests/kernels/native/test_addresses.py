@@ -1,4 +1,4 @@
-"""Tensors that C++ would read as something else are refused, by name."""
+"""Tensors with other dtypes or layouts than C++ expects are refused, with the name of the argument."""
 
 import pytest
 import torch

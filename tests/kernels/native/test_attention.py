@@ -1,4 +1,4 @@
-"""Attention in C++ is held against its definition, and against itself in other company."""
+"""Attention in C++ is compared with the reference, and with itself in other batches."""
 
 import ctypes
 import itertools

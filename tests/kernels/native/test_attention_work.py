@@ -1,4 +1,4 @@
-"""A plan, read token by token: each meets all of its keys once, in order, and shared keys together."""
+"""In a plan, each token attends to all of its keys once, in order, and shared keys are read together."""
 
 import itertools
 from collections import Counter
@@ -31,7 +31,7 @@ def plan(batch: PagedBatch, window: int | None = None, num_threads: int = 1, hea
 
 def keys_met(work: AttentionWork, index: int) -> list[tuple[int, int]]:
     """The ranges of keys that a token of the plan meets, in order."""
-    return [(step[2], step[3]) for step in work.steps.tolist() if step[0] <= index < step[1]]
+    return [(step[2], step[3]) for step in work.rounds.tolist() if step[0] <= index < step[1]]
 
 
 @pytest.mark.parametrize("block_size", [1, 16, 64, 128])
@@ -49,8 +49,8 @@ def test_each_token_attends_to_all_its_keys_once_in_order(block_size: int) -> No
 
 def test_a_shared_prefix_is_one_step_of_all_tokens_that_share_it() -> None:
     work = plan(build([1024] * 16, [1] * 16, shared_blocks=64))
-    assert work.steps[0, :4].tolist() == [0, 16, 0, 1024]
-    assert Counter((first, end) for _, _, first, end, *_ in work.steps.tolist()) == {(0, 1024): 1, (1024, 1025): 16}
+    assert work.rounds[0, :4].tolist() == [0, 16, 0, 1024]
+    assert Counter((first, end) for _, _, first, end, *_ in work.rounds.tolist()) == {(0, 1024): 1, (1024, 1025): 16}
 
 
 def test_a_prefix_shared_by_two_of_three_is_a_step_of_these_two() -> None:
@@ -58,20 +58,20 @@ def test_a_prefix_shared_by_two_of_three_is_a_step_of_these_two() -> None:
     tables = batch.host_tables.copy()
     tables[2, :24] = tables[0, :24]
     work = plan(PagedBatch.build([1, 1, 1], [513] * 3, list(tables), BLOCK_SIZE))
-    sizes = {(first, end): end_token - token for token, end_token, first, end, *_ in work.steps.tolist() if end <= 384}
+    sizes = {(first, end): end_token - token for token, end_token, first, end, *_ in work.rounds.tolist() if end <= 384}
     assert sizes == {(0, 128): 3, (128, 384): 2}
 
 
 def test_steps_have_the_index_of_their_first_block() -> None:
     work = plan(build([130, 700], [1, 1]))
-    for token, _, first_key, _, _, place in work.steps.tolist():
+    for token, _, first_key, _, _, place in work.rounds.tolist():
         table = work.blocks.reshape(2, -1)[work.tokens[token]]
         assert work.blocks[place] == table[first_key // BLOCK_SIZE]
 
 
 def test_a_window_begins_with_the_block_of_its_first_key() -> None:
     work = plan(build([1000], [3]), window=100)
-    [(_, _, first_key, end_key, first_written, _)] = work.steps.tolist()
+    [(_, _, first_key, end_key, first_written, _)] = work.rounds.tolist()
     assert (first_key, end_key, first_written) == (896, 1003, 901)
 
 
@@ -80,14 +80,14 @@ def test_items_cover_each_row_of_each_head_once(num_threads: int) -> None:
     work = plan(build([1000, 700, 0], [3, 200, 70]), num_threads=num_threads)
     held = Counter((head, row) for head, first, end, *_ in work.items.tolist() for row in range(first, end))
     assert held == {(head, row): 1 for head in range(2) for row in range(273 * 7)}
-    assert work.most_rows == max(end - first for _, first, end, *_ in work.items.tolist())
+    assert work.max_rows == max(end - first for _, first, end, *_ in work.items.tolist())
 
 
 def test_an_item_has_all_steps_of_its_rows() -> None:
     work = plan(build([1000, 700, 0], [3, 200, 70]))
     for _, first_row, end_row, first_step, end_step in work.items.tolist():
         tokens = {row // 7 for row in range(first_row, end_row)}
-        own = {i for i, step in enumerate(work.steps.tolist()) if tokens & set(range(step[0], step[1]))}
+        own = {i for i, step in enumerate(work.rounds.tolist()) if tokens & set(range(step[0], step[1]))}
         assert own <= set(range(first_step, end_step))
 
 
@@ -98,4 +98,4 @@ def test_more_threads_get_more_items() -> None:
 
 def test_items_of_longer_rows_are_smaller_but_not_small() -> None:
     batch = build([1024], [64])
-    assert [plan(batch, head_dim=head_dim).most_rows for head_dim in (64, 192, 576)] == [448, 168, 128]
+    assert [plan(batch, head_dim=head_dim).max_rows for head_dim in (64, 192, 576)] == [448, 168, 128]

@@ -1,4 +1,4 @@
-"""What kernels are compiled from is written in the library, and compiling needs nothing but Python and GCC."""
+"""A library contains a digest of its sources, and compiling needs only Python and GCC."""
 
 import ctypes
 import subprocess

@@ -1,4 +1,4 @@
-"""The copies in C++ are held against the bytes and against the xxhash library."""
+"""Copies in C++ are compared with plain copies and with the xxhash library."""
 
 import contextlib
 import ctypes
@@ -66,7 +66,7 @@ def test_memory_outside_the_target_is_not_written(native: NativeCopies) -> None:
     locked = aligned(380)
     locked.flags.writeable = False
     for each in (target, twice[::2], locked):
-        with pytest.raises(ValueError, match="expected 380 writable bytes in one piece"):
+        with pytest.raises(ValueError, match="expected 380 writable contiguous bytes"):
             native.copy_checked(bytes(64), memoryview(bytes(300)), each)
         assert set(each) == {PAST_THE_END}
 
@@ -145,7 +145,7 @@ def test_short_objects_and_wrong_targets_are_not_read(native: NativeCopies, open
     room = aligned(591)
     assert native.read_checked(files._replace(head_bytes=576), [(0, 0, 591)], [room.data]) is None
     assert set(room) == {PAST_THE_END}
-    with pytest.raises(ValueError, match="got less"):
+    with pytest.raises(ValueError, match="at least the size"):
         native.read_checked(files, [(0, 0, 300)], [aligned(299).data])
 
 
@@ -164,7 +164,7 @@ def pool(*shape: int) -> npt.NDArray[np.uint8]:
 
 @pytest.fixture
 def fills_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(copies, "LEAST_FILLED_BYTES", 0)
+    monkeypatch.setattr(copies, "MIN_FILLED_BYTES", 0)
 
 
 @pytest.mark.usefixtures("fills_all")
@@ -202,7 +202,7 @@ def test_other_blocks_are_not_filled(native: NativeCopies, blocks: npt.NDArray[n
 
 
 def test_small_copies_go_through_the_caches(native: NativeCopies) -> None:
-    size = copies.LEAST_FILLED_BYTES // 2
+    size = copies.MIN_FILLED_BYTES // 2
     blocks, payload = pool(2, size), memoryview(bytes(size))
     assert not native.fill(blocks, [0], [payload])
     assert set(blocks[0]) == {PAST_THE_END}
@@ -214,9 +214,9 @@ def test_writes_outside_the_target_are_rejected(native: NativeCopies) -> None:
     blocks, locked, payload = pool(2, 64), pool(2, 64), memoryview(bytes(64))
     locked.flags.writeable = False
     for ids, payloads in (([2], [payload]), ([-1], [payload]), ([0, 1], [payload]), ([0], [memoryview(bytes(65))])):
-        with pytest.raises(ValueError, match="blocks: expected"):
+        with pytest.raises(ValueError, match=r"(blocks|ids): expected"):
             native.fill(blocks, ids, payloads)
-    with pytest.raises(ValueError, match="blocks: expected"):
+    with pytest.raises(ValueError, match=r"(blocks|ids): expected"):
         native.fill(locked, [0], [payload])
     assert set(blocks.flat) == set(locked.flat) == {PAST_THE_END}
 
@@ -258,11 +258,11 @@ def test_objects_are_written_with_the_checksum_of_the_library_and_zeros(
 def test_wrong_headers_and_short_objects_are_not_written(native: NativeCopies, opened: Opened, tmp_path: Path) -> None:
     files, body = opened(64, b"", b""), memoryview(bytes(300))
     assert not native.write_checked(files, [(0, 0)], [(bytes(64), body[:176])])
-    with pytest.raises(ValueError, match="expected heads of 64 bytes, got others"):
+    with pytest.raises(ValueError, match=r"expected heads of 64 bytes, got \[128\]"):
         native.write_checked(files, [(0, 0)], [(bytes(128), body)])
-    with pytest.raises(ValueError, match="head_bytes: expected whole stripes of 64 bytes, got 63"):
+    with pytest.raises(ValueError, match="head_bytes: expected a multiple of 64, got 63"):
         native.write_checked(files._replace(head_bytes=63), [(0, 0)], [(bytes(63), body)])
-    with pytest.raises(ValueError, match="head_bytes: expected whole stripes of 64 bytes, got 63"):
+    with pytest.raises(ValueError, match="head_bytes: expected a multiple of 64, got 63"):
         native.read_checked(files._replace(head_bytes=63), [(0, 0, 379)], [aligned(379).data])
     assert not (tmp_path / "heads").read_bytes() + (tmp_path / "bodies").read_bytes()
 

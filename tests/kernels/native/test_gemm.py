@@ -1,4 +1,4 @@
-"""Products in C++: right to the roundings, and a row's bits are its own."""
+"""GEMMs in C++ are correct up to rounding, and the bits of a row do not depend on other rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A layer in one call has the bits of its parts, called one after the other."""
+"""A layer in one call gives the same bits as its parts called one after the other."""
 
 import ctypes
 from collections.abc import Iterator

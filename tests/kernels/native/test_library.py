@@ -1,4 +1,4 @@
-"""Kernels are loaded where they were installed, or compiled once; never for another processor, nor from old sources."""
+"""Kernels are loaded from the installation or compiled once, never for another processor or from old sources."""
 
 import _ctypes
 import ctypes

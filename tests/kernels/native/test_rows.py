@@ -1,4 +1,4 @@
-"""Functions of rows in C++ are held against torch's, and rows against themselves in other company."""
+"""Row operations in C++ are compared with torch, and rows with themselves in other batches."""
 
 import ctypes
 from collections.abc import Callable, Iterator
@@ -10,7 +10,7 @@ from torch.nn import functional
 from radixkv.kernels import reference
 from radixkv.kernels.cpu.row_norm import row_norm
 from radixkv.kernels.kv_pool import KVPool
-from radixkv.kernels.native.rows import NativeRows, lies_head_by_head
+from radixkv.kernels.native.rows import NativeRows, has_adjacent_heads
 from radixkv.kernels.norm_style import GEMMA, LLAMA, TORCH, NormStyle
 
 from ..cases import clone, poisoned_pool
@@ -136,7 +136,7 @@ def test_keys_and_values_are_written_as_by_the_reference(
 
 def written(rows: NativeRows, pool: KVPool, key: torch.Tensor, value: torch.Tensor | None, slots: torch.Tensor) -> None:
     """Write by both, and compare all bits of the pools and the magnitudes."""
-    assert lies_head_by_head(key)
+    assert has_adjacent_heads(key)
     expected, largest = clone_of(pool), torch.rand(len(slots), key.shape[1])
     expected_largest = largest.clone()
     reference.write_kv(key, value, slots, expected, 1, expected_largest)
@@ -184,8 +184,8 @@ def test_writes_of_unsupported_layouts_are_rejected(rows: NativeRows) -> None:
 
 def test_strided_heads_are_reported(rows: NativeRows) -> None:
     whole = torch.randn(3, 4, 32)
-    assert lies_head_by_head(whole[:, 1:3])
-    assert lies_head_by_head(whole[:, ::4]), "one head has no next one"
-    assert not lies_head_by_head(whole[:, ::2])
-    assert not lies_head_by_head(whole[..., :16])
-    assert not lies_head_by_head(whole.transpose(1, 2))
+    assert has_adjacent_heads(whole[:, 1:3])
+    assert has_adjacent_heads(whole[:, ::4]), "one head has no next one"
+    assert not has_adjacent_heads(whole[:, ::2])
+    assert not has_adjacent_heads(whole[..., :16])
+    assert not has_adjacent_heads(whole.transpose(1, 2))

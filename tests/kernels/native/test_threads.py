@@ -1,4 +1,4 @@
-"""The thread pool of the C++ kernels: every item is computed once, whoever calls, also after a fork."""
+"""The thread pool of the C++ kernels computes every item once, from any thread and after a fork."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A checkpoint with three adapters as we serve it, beside peft's own forward pass."""
+"""A checkpoint with three adapters, as radixkv serves it, compared with peft's own forward pass."""
 
 from __future__ import annotations
 

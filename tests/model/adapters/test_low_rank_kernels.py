@@ -1,4 +1,4 @@
-"""Adapters through the kernel for GPUs, beside the products for CPUs."""
+"""The GPU kernel for adapters, compared with the matmuls for CPUs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stands in for FlashInfer 0.6.7: its prefill over pages, with the wheel's own signatures, computed by torch."""
+"""A fake of FlashInfer 0.6.7: its paged prefill, with the wheel's signatures, computed by torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""FlashInfer attends over our pool through a stand-in of its interface: planned once per step, never in exact mode."""
+"""FlashInfer's attention over our pool, through a fake of its interface: one plan per step, never in exact mode."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Windowed layers in a pool of their own: the same bits, with no more than the window and a step kept."""
+"""Windowed layers in a separate pool: the same bits, while only the window and one step are kept."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The kernels in C++ attend where they can, by one plan a step, and leave the rest to torch."""
+"""The C++ kernels compute attention if they support it, with one plan per step; torch computes the rest."""
 
 import ctypes
 

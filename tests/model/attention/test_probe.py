@@ -1,4 +1,4 @@
-"""Finds out what a model stores and asks for, by running it."""
+"""The probe determines what a model stores and reads by running it."""
 
 from __future__ import annotations
 

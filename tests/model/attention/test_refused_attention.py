@@ -1,4 +1,4 @@
-"""The environment names kernels that must not be used; what it can't name is refused."""
+"""The environment names kernels that must not be used; unknown names are refused."""
 
 from __future__ import annotations
 

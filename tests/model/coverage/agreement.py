@@ -1,4 +1,4 @@
-"""Compares a checkpoint as we serve it with transformers' eager attention, whatever is cached."""
+"""Compares a checkpoint, as radixkv serves it, with transformers' eager attention, for any cached prefix."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Adapters with random weights, made without files."""
+"""Adapters with random weights, created without files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Known parts of a model on a CPU in few calls: the same answers, and what computes something else is left alone."""
+"""Fused modules on a CPU give the same answers, and modules that compute something else are not replaced."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rotations that attention in few calls does not take are left to the module, whose answers are the same."""
+"""Unsupported rotary embeddings are left to the original module, and the answers are the same."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gated MLPs in few products: the module's numbers, rows alike, and what gives others is refused."""
+"""Fused gated MLPs give the module's results for any number of rows, and modules with other results are refused."""
 
 from __future__ import annotations
 

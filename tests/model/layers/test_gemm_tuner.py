@@ -119,7 +119,7 @@ def test_a_change_that_affects_the_summation_order_leads_to_a_new_trial(
     assert choose(torch.empty(16, 8).t()) == 4
     assert choose(WEIGHT, torch.empty(8)) == 5
     assert choose(WEIGHT, is_exact=False) == 6
-    assert choose(WEIGHT, most_rows=64) == 7
+    assert choose(WEIGHT, max_rows=64) == 7
     monkeypatch.setattr(torch, "get_num_threads", lambda: 7)
     assert choose(WEIGHT) == 8
     monkeypatch.setattr("radixkv.model.layers.gemm_tuner._machine", lambda: "another")

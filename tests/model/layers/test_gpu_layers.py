@@ -1,4 +1,4 @@
-"""Known parts of a model as kernels: the same answers, and whatever computes something else is left alone."""
+"""Fused modules on a GPU give the same answers, and modules that compute something else are not replaced."""
 
 import logging
 from collections.abc import Callable

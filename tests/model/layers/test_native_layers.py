@@ -1,4 +1,4 @@
-"""Layers in one call: the bits of layers whose parts are called one by one, and left alone where they must be."""
+"""Layers in one call give the bits of separate calls, and unsupported layers are not replaced."""
 
 from __future__ import annotations
 

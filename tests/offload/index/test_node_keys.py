@@ -1,4 +1,4 @@
-"""Keys of blocks in trees equal those of their prompts, and no token is hashed once per block after it."""
+"""Keys of blocks in trees equal those of their prompts, and long prompts are not hashed again for each block."""
 
 from __future__ import annotations
 

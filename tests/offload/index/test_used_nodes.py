@@ -1,4 +1,4 @@
-"""Uses stay those of whole paths, whatever becomes of their nodes."""
+"""Recorded uses cover whole paths of the tree, whatever happens to their nodes."""
 
 from __future__ import annotations
 

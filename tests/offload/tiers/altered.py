@@ -1,4 +1,4 @@
-"""What an attacker who can write to a store, or who answers for another server, puts in the place of a block.
+"""Alterations of stored blocks by an attacker who can write to a store or impersonate another server.
 
 The attacker knows how objects are made, has seen those of all tenants, models and secrets, and computes the checksum of
 each alteration again, but does not have this server's secret.

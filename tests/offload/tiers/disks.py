@@ -1,4 +1,4 @@
-"""Disk stores for tests, in a module of their own so that writers that are soon killed start fast."""
+"""Disk stores for tests, in a separate module, so that writers that are killed start quickly."""
 
 from __future__ import annotations
 
