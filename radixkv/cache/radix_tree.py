@@ -270,6 +270,8 @@ class RadixTree:
         lower.fingerprint = top.fingerprint
         lower.parent = parent
         parent.children[lower.tokens[: self._block_bytes]] = lower
+        for node in uppers:
+            node.children = None  # otherwise only the garbage collector frees nodes that reference each other
 
     def remove(self, leaf: Node) -> None:
         """Remove a leaf. The caller becomes the owner of its blocks. Complexity: O(log siblings)."""

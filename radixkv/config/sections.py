@@ -293,6 +293,7 @@ class EventsConfig:
             blocks that may be matched by their tokens alone: those of `gateway.tenant` without an adapter and a salt.
         topic: first frame of each ZMQ message. Some routers read the server's name from it: `kv@SERVER@MODEL`.
         block_size: tokens per event block, independent of the block size of the pool.
+        buffer_steps: number of steps whose events are kept for readers that fall behind or connect again.
     """
 
     zmq_endpoint: str | None = None
@@ -302,6 +303,7 @@ class EventsConfig:
     form: Annotated[str, OneOf("array", "map", "plain_map")] = "array"
     topic: str = ""
     block_size: Annotated[int, Range(1, 1024)] = 16
+    buffer_steps: Annotated[int, Range(1, 1_000_000)] = 10_000
 
     def __post_init__(self) -> None:
         require_fields("events", self)
@@ -405,6 +407,8 @@ class TiersConfig:
             `rediss://` for TLS, or `unix://PATH`.
         mooncake_master: `HOST:PORT` of the master of a Mooncake Store that all servers of one model share.
         mooncake_bytes: memory that this server contributes to the Mooncake Store, in bytes.
+        known_blocks: number of blocks of each shared store that this server remembers, the most recently used ones, and
+            at least as many as the pool has. For other blocks it asks the store.
         secret_file: file with a secret of 32 random bytes or more, the same on all servers that share a store or
             transfer K/V. It authenticates blocks on disk, in shared stores and from other servers, so that modified
             ones are never used. Without it, anyone who can read a store can test whether a prompt is in it.
@@ -420,6 +424,7 @@ class TiersConfig:
     redis_url: str | None = None
     mooncake_master: str | None = None
     mooncake_bytes: _Bytes = 2**30
+    known_blocks: _PositiveCount = 2**18
     secret_file: str | None = None
     encryption_key_file: str | None = None
     trusted: bool = False

@@ -93,6 +93,8 @@ class Load:
         """Add the result of a call."""
         self._open.discard(store)
         self.blocks.update(outcome.blocks)
+        if self.is_ended:
+            self.futures.clear()  # their callbacks refer to the load, and their results to the memory of its blocks
 
     def num_there(self, run: Sequence[StoredBlock]) -> int:
         """Count the loaded blocks of a run, up to the first that is not loaded."""

@@ -82,22 +82,23 @@ class _PurgeWaiter:
 
     def __init__(self, done: Future[Purged], begun: PendingPurge) -> None:
         self._done = done
-        self._begun = begun
+        self._purged = begun.purged
+        self._deletions = list(begun.deletions)
         self._lock = threading.Lock()
         self._num_left = len(begun.deletions) + 1
         self._is_over = False
         self._timer: threading.Timer | None = None
 
     def begin(self, limit_s: float) -> None:
-        for deletion in self._begun.deletions:
+        for deletion in tuple(self._deletions):
             deletion.num_deleted.add_done_callback(lambda _: self._note_end())
         self._note_end()
         if not self._done.done():
-            self._timer = threading.Timer(limit_s, self._end)
-            self._timer.daemon = True
-            self._timer.start()
+            self._timer = timer = threading.Timer(limit_s, self._end)
+            timer.daemon = True
+            timer.start()
             if self._done.done():  # the last tier answered before the timer was set
-                self._timer.cancel()
+                self._stop_timer()
 
     def _note_end(self) -> None:
         with self._lock:
@@ -110,9 +111,15 @@ class _PurgeWaiter:
         with self._lock:
             is_first, self._is_over = not self._is_over, True
         if is_first:
-            self._done.set_result(self._begun.purged._replace(stored_blocks=_sums(self._begun.deletions)))
-            if self._timer is not None:
-                self._timer.cancel()
+            sums = _sums(self._deletions)
+            self._deletions.clear()  # their callbacks refer to this waiter: only the garbage collector would free both
+            self._done.set_result(self._purged._replace(stored_blocks=sums))
+            self._stop_timer()
+
+    def _stop_timer(self) -> None:
+        timer, self._timer = self._timer, None  # it refers to this waiter, too
+        if timer is not None:
+            timer.cancel()
 
 
 def _sums(deletions: Sequence[Deletion]) -> dict[str, int | None]:

@@ -269,7 +269,7 @@ def _checked_kernels(model: Model, kv_shape: KVShape, block_size: int, progress:
 def _make_feed(config: Config, step_tokens: int, marks: InvocationMarks, events_key: bytes | None) -> TreeFeed:
     block_size = config.events.block_size
     return TreeFeed(
-        EventLog(),
+        EventLog(config.events.buffer_steps),
         block_size,
         config.cache.block_size,
         Identities(config.gateway.tenant, events_key),

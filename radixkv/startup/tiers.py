@@ -232,7 +232,7 @@ def open_stores(
             _log.error("tier %s is off: %s", name, error)
             closed.append(name)
     tier_indexes = [
-        _tier_index(name, backend, block_format, shares_of, retained_share, storage.num_blocks)
+        _tier_index(name, backend, block_format, config.known_blocks, shares_of, retained_share, storage.num_blocks)
         for name, backend in backends.items()
     ]
     key_blocks = PromptKeys(keys, marks).blocks
@@ -328,6 +328,7 @@ def _tier_index(
     name: str,
     backend: StoreBackend,
     block_format: BlockFormat,
+    num_known_blocks: int,
     shares_of: Callable[[str], TierShares],
     retained_share: float,
     num_pool_blocks: int,
@@ -338,7 +339,7 @@ def _tier_index(
         if type(backend).purge is StoreBackend.purge:
             raise ConfigError(f"store {name}: a store without `max_objects` must implement `purge`")
         _log.info("tier %s is shared with servers whose blocks have the format %s", name, block_format.fingerprint)
-        return SharedTierIndex(name)
+        return SharedTierIndex(name, max(num_known_blocks, num_pool_blocks))  # so that the blocks of any prompt fit
     if num_blocks < num_pool_blocks // _SMALL_TIER:
         _log.warning(
             "tier %s has room for only %d blocks, and the pool for %d, so it keeps few of the evicted blocks: all "

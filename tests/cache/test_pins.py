@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 
 import pytest
 
 from radixkv.api.retention import Retention
 from radixkv.cache import retained_nodes
-from radixkv.cache.node import NUM_FOLLOWED_NODES, path_to
+from radixkv.cache.node import NUM_FOLLOWED_NODES, Node, path_to
 from radixkv.cache.policies import make_policy
 from radixkv.cache.prefix_cache import PrefixCache
 from tests.fakes import MODEL, FakeClock, cached, lease_text, publish, spell
@@ -158,6 +159,22 @@ def test_a_node_that_is_gone_by_a_join_has_no_place() -> None:
     cache.evict(0)
     publish(cache, "aaaabbbbccccdddd")
     assert len(cache.segments) == 1
+
+
+def test_nodes_that_are_gone_by_a_join_are_freed_without_a_collection() -> None:
+    cache, clock = make_cache()
+    publish(cache, "aaaabbbbccccdddd")
+    retain(cache, "aaaabbbbccccdddd", Retention(priority=20, ttl_s=5, start=4, end=8))
+    ids = {id(node) for node in cache.nodes()}
+    clock.now_s = 6
+    cache.evict(0)
+    gc.disable()
+    try:
+        publish(cache, "aaaabbbbccccdddd")
+        assert len(ids) == 3
+        assert len([each for each in gc.get_objects() if type(each) is Node and id(each) in ids]) == 1
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("policy", ["adaptive", "lru", "lfu"])

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
+
 from radixkv.api.miss_reason import MissReason
 from radixkv.api.result import PrefillResult
 from radixkv.cache.window_pool import NO_PART
 from radixkv.namespace import Namespace
+from radixkv.offload.loader import Load
 from radixkv.offload.tiers.block_store import PutOutcome
 from tests.fake_runner import next_token, tokens
 
@@ -42,6 +45,18 @@ def test_a_prompt_is_loaded_also_where_blocks_before_its_window_have_no_parts() 
     assert result.next_token_id == next_token(tokens(PROMPT))
     assert len(bench.mover.written_parts) == 2
     assert parts_of(bench, PROMPT) == [False] * 8 + [True] * 2
+
+
+def test_a_load_that_is_over_is_freed_without_a_collection() -> None:
+    bench = bench_of()
+    bench.prefill(PROMPT)
+    bench.evict(11)
+    gc.disable()
+    try:
+        assert loaded(bench.prefill(PROMPT)) == (0, 40)
+        assert [each for each in gc.get_objects() if type(each) is Load] == []
+    finally:
+        gc.enable()
 
 
 def test_a_prompt_that_ends_where_parts_are_gone_is_computed_and_nothing_is_loaded() -> None:

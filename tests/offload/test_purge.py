@@ -1,3 +1,4 @@
+import gc
 import threading
 from concurrent.futures import Future
 
@@ -5,7 +6,7 @@ import pytest
 
 from radixkv.cache.purge import Purged
 from radixkv.errors import Draining
-from radixkv.offload.purge import Deletion, PendingPurge, when_deleted
+from radixkv.offload.purge import Deletion, PendingPurge, _PurgeWaiter, when_deleted
 from tests.patience import PATIENCE_S, wait_until
 
 
@@ -67,3 +68,19 @@ def test_a_purge_that_is_over_leaves_no_timer() -> None:
     first.set_result(4)
     assert whole.result(0).stored_blocks == {"host": 4}
     wait_until(lambda: not any(isinstance(thread, threading.Timer) for thread in threading.enumerate()))
+
+
+def test_a_purge_that_is_over_is_freed_without_a_collection() -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        purge, (first, second) = begun("host", "disk")
+        whole = when_deleted(purge)
+        first.set_result(4)
+        second.set_result(3)
+        assert whole.result(0).stored_blocks == {"host": 4, "disk": 3}
+        wait_until(lambda: not any(isinstance(thread, threading.Timer) for thread in threading.enumerate()))
+        del purge, whole, first, second
+        assert [each for each in gc.get_objects() if type(each) is _PurgeWaiter] == []
+    finally:
+        gc.enable()

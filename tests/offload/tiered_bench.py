@@ -160,7 +160,7 @@ class TieredBench(Bench):
         }
         marks = InvocationMarks()
         tier_indexes = [
-            SharedTierIndex(name)
+            SharedTierIndex(name, 2**18)
             if name in SHARED
             else TierIndex(name, store.num_blocks, retained_share=retained_share)
             for name, store in self.stores.items()

@@ -403,6 +403,24 @@ def test_servers_that_share_a_redis_find_each_other_s_blocks(checkpoint: Path, t
             assert ask(third, 1).usage.cached_tokens == 0
 
 
+def test_a_server_remembers_few_blocks_of_a_shared_store_and_finds_the_others_by_asking(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    with redis(tmp_path) as server:
+        settings = (f"tiers.redis_url={server.url}", secret_at(tmp_path), "tiers.known_blocks=3")
+        with engine(checkpoint, *settings) as served:
+            for seed in range(1, 6):
+                ask(served, seed)
+                wait_for_redis(served, 5 * seed)
+            assert served.offload is not None
+            assert len(served.offload.index.tiers["redis"]) == POOL_TOKENS // BLOCK_SIZE, (
+                "a prompt fills at most the pool"
+            )
+            found = ask(served, 1)
+            assert (found.usage.remote_tokens, found.usage.cached_tokens) == (80, 80)
+            np.testing.assert_array_equal(found.logits, cold_logits(served, 1))
+
+
 @pytest.mark.parametrize("setting", ["cache.block_size=32", "tiers.secret_file="])
 def test_servers_that_differ_share_nothing(checkpoint: Path, tmp_path: Path, setting: str) -> None:
     secret = tmp_path / "secret"

@@ -331,6 +331,7 @@ def _settings(folder: Path, adapters: list[str], redis: RedisServer | None) -> l
     settings = [
         *SETTINGS,
         "cache.evicted_prefixes=2048",
+        "events.buffer_steps=1000",
         "engine.max_waiting_requests=64",
         "model.max_adapters=4",
         f"model.adapter_directory={folder}",
@@ -343,7 +344,7 @@ def _settings(folder: Path, adapters: list[str], redis: RedisServer | None) -> l
         "server.metrics_port=0",
     ]
     if redis is not None:
-        settings += [f"tiers.redis_url={redis.url}", f"tiers.secret_file={secret}"]
+        settings += [f"tiers.redis_url={redis.url}", f"tiers.secret_file={secret}", "tiers.known_blocks=1024"]
     return settings
 
 

@@ -15,7 +15,6 @@ from radixkv.offload.index.namespace_keys import NamespaceKeys
 from radixkv.offload.index.prompt_blocks import KeyedBlock
 
 _ON_DEVICE = -1  # below every priority
-_MAX_KNOWN_BLOCKS = 1 << 18  # about 80 MB
 
 
 class StoreListener:
@@ -394,9 +393,6 @@ class SharedTierIndex(TierIndex):
     """
 
     is_shared = True
-
-    def __init__(self, name: str, num_blocks: int = _MAX_KNOWN_BLOCKS) -> None:
-        super().__init__(name, num_blocks)
 
     def add(self, key: bytes, namespace: Namespace, priority: int = DEFAULT_PRIORITY) -> bytes | None:
         """Add a block. Returns None, since the store evicts by itself."""

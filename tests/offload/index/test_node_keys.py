@@ -108,7 +108,9 @@ class KeyWalk(CollisionWalk):
 
 @pytest.mark.parametrize("names", ["host", "redis", "host redis"])
 def test_keys_equal_those_from_the_start_after_any_change_of_the_trees(names: str) -> None:
-    tier_indexes = [TierIndex("host", 200) if name == "host" else SharedTierIndex(name) for name in names.split()]
+    tier_indexes = [
+        TierIndex("host", 200) if name == "host" else SharedTierIndex(name, 2**18) for name in names.split()
+    ]
     events = sum((KeyWalk(seed, tier_indexes).walk(1000) for seed in range(2)), Counter[str]())
     wanted = {"split", "cut", "joined", "shortened", "gone", "gone below a public prefix", "purged"}
     wanted |= {"kept by an invoked adapter"} | ({"grown"} if "redis" in names else set())
@@ -148,7 +150,7 @@ class Counted:
 
 
 STORES = pytest.mark.parametrize(
-    "store", [TierIndex("host", 10 * LONG), SharedTierIndex("redis")], ids=["host", "shared"]
+    "store", [TierIndex("host", 10 * LONG), SharedTierIndex("redis", 2**18)], ids=["host", "shared"]
 )
 
 
@@ -162,7 +164,7 @@ def test_a_leaf_evicted_block_by_block_is_hashed_at_most_twice(store: TierIndex)
 
 
 def test_a_prompt_that_is_published_in_chunks_is_hashed_at_most_twice() -> None:
-    counted = Counted(SharedTierIndex("redis"))
+    counted = Counted(SharedTierIndex("redis", 2**18))
     with counted.cache.lease(ACME, tokens(range(LONG * BLOCK))) as lease:
         for end in range(BLOCK, LONG * BLOCK + 1, BLOCK):
             lease.commit(end)
@@ -170,7 +172,7 @@ def test_a_prompt_that_is_published_in_chunks_is_hashed_at_most_twice() -> None:
 
 
 def test_a_generation_is_hashed_at_most_twice() -> None:
-    counted = Counted(SharedTierIndex("redis"))
+    counted = Counted(SharedTierIndex("redis", 2**18))
     with counted.cache.lease(ACME, tokens(range(LONG * BLOCK // 2))) as lease:
         for token in range(LONG * BLOCK // 2, LONG * BLOCK):
             lease.extend(tokens([token]))
@@ -179,7 +181,7 @@ def test_a_generation_is_hashed_at_most_twice() -> None:
 
 
 def test_branches_of_a_long_prompt_do_not_have_it_hashed_again() -> None:
-    counted = Counted(SharedTierIndex("redis"))
+    counted = Counted(SharedTierIndex("redis", 2**18))
     counted.put(range(LONG * BLOCK))
     counted.hashed()
     for start in range(LONG - 1, 0, -1):  # each cuts the node in which it ends
@@ -190,7 +192,7 @@ def test_branches_of_a_long_prompt_do_not_have_it_hashed_again() -> None:
 
 
 def test_nodes_that_are_joined_keep_their_keys() -> None:
-    counted = Counted(SharedTierIndex("redis"))
+    counted = Counted(SharedTierIndex("redis", 2**18))
     counted.put(range(LONG * BLOCK))
     counted.cache.retain(ACME, tokens(range(LONG * BLOCK)), Retention(90, start=0, end=LONG * BLOCK // 2))
     assert len(list(counted.cache.nodes())) == 2

@@ -132,7 +132,7 @@ PATH = [KeyedBlock(key, b"", b"", ACME) for key in (b"a", b"b", b"c")]
 
 def holding(*keys: bytes, retained_share: float = 1.0) -> tuple[StoredRetention, TierIndex]:
     tier_index = TierIndex("host", 10, retained_share=retained_share)
-    shared = SharedTierIndex("redis")
+    shared = SharedTierIndex("redis", 2**18)
     for key in keys:
         tier_index.add(key, ACME)
         shared.add(key, ACME)

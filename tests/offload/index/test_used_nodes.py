@@ -21,7 +21,7 @@ KEYS = PromptKeys(BlockKeys(BlockFormat("model", "float32", "fp32", "x", BLOCK, 
 
 
 def index_and_cache(num_blocks: int = 64) -> tuple[OffloadIndex, PrefixCache]:
-    index = OffloadIndex([SharedTierIndex("redis")], KEYS, BLOCK)
+    index = OffloadIndex([SharedTierIndex("redis", 2**18)], KEYS, BLOCK)
     return index, PrefixCache(num_blocks, BLOCK, clock=FakeClock(), listeners=[index])
 
 
