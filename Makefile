@@ -83,8 +83,9 @@ fleet-demo: $(VENV)/.installed-fleet-demo
 WORKERS ?= $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$((cores < 4 ? cores + 1 : 4)))
 
 # Test files run in parallel. If a worker dies, the run ends. Idle OpenMP threads must not spin, because they share the
-# cores with other workers: with spinning, tests with two threads take three times as long.
-PYTEST = OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(PY) -m pytest --quiet --numprocesses $(WORKERS) --dist loadfile --max-worker-restart 0
+# cores with other workers: with spinning, tests with two threads take three times as long. Compiled bytecode is kept, also
+# where the environment says otherwise: hundreds of servers and commands are started.
+PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(PY) -m pytest --quiet --numprocesses $(WORKERS) --dist loadfile --max-worker-restart 0
 test: $(STAMP)
 	$(PYTEST) -m "not slow and not long"
 

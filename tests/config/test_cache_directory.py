@@ -33,6 +33,7 @@ def test_a_user_without_a_home_directory_gets_a_temporary_directory(monkeypatch:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(pwd, "getpwuid", no_entry)
     removed: list[str] = []
+    temporary_cache_directory.cache_clear()  # another test of this process may have made one
     monkeypatch.setattr("atexit.register", lambda *call, **_: removed.append(call[1]))
     try:
         folder = cache_directory()

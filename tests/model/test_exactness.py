@@ -214,7 +214,7 @@ def test_what_is_not_exact_is_refused_by_name(part: str, tmp_path: Path) -> None
         return output * (1 + 1e-6 * output.shape[1])
 
     model.module.get_submodule(f"model.layers.1.{part}").register_forward_hook(depend_on_the_batch)
-    with pytest.raises(UnsupportedModel, match=rf"^model\.layers\.1\.{part}: expected the same bits"):
+    with pytest.raises(UnsupportedModel, match=rf"^model\.layers\.1\.{part}: expected bitwise identical results"):
         check_model(model, TorchKernels(), 16)
 
 

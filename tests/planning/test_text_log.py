@@ -56,7 +56,7 @@ def test_times_are_those_of_the_record() -> None:
         ({"a": 1}, "f:1: expected text in one of the fields conversations, .*; got fields: a"),
         ({"prompt": ""}, "f:1: expected text in one of the fields"),
         ({"prompt": 7}, "f:1: expected text in one of the fields"),
-        ({"messages": []}, "f:1: messages: at least one is required"),
+        ({"messages": []}, "f:1: messages: expected at least one message, got none"),
         ({"messages": [7]}, r"f:1: messages\[0\]: expected a message, got int 7"),
         (
             {"conversation": [{"content": "x"}]},

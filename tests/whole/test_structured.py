@@ -205,7 +205,7 @@ def test_an_invalid_grammar_is_refused_by_name(client: Client, options: dict[str
     with pytest.raises(grpc.RpcError) as refused:
         answers(client, [1, 2, 3], max_new_tokens=2000, **options)
     assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert refused.value.details().startswith(f"{field}: expected ")
+    assert refused.value.details().startswith(f"{field}: ")
     assert client.stats().requests.running == 0
     assert client.stats().blocks.leased == 0
 

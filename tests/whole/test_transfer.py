@@ -92,7 +92,7 @@ def test_servers_with_roles_only_accept_their_calls() -> None:
         assert (answer[0], usage.remote_tokens) == (held.next_token_id, 5 * _BLOCK)
         assert refusal(prefill, tokens, source) == (
             grpc.StatusCode.UNIMPLEMENTED,
-            "Generate: expected a server whose transfer.role allows it, got one with prefill",
+            "Generate: this server does not offer it, because its transfer.role is prefill",
         )
         with pytest.raises(grpc.RpcError) as caught:
             decode.prefill(tokens, tenant=_TENANT)
@@ -247,7 +247,7 @@ def test_a_lease_of_another_prompt_or_tenant_is_refused(pair: Pair) -> None:
     code, details = refusal(pair.decode, prompt(105), source)
     assert (code, details) == (
         grpc.StatusCode.INVALID_ARGUMENT,
-        "kv_source: the lease is of another prompt, got a block that is foreign",
+        "kv_source: the lease is of another prompt (foreign)",
     )
     with pytest.raises(grpc.RpcError) as caught:
         list(pair.decode.generate(prompt(104), tenant="other", kv_source=source))
@@ -279,7 +279,7 @@ def test_only_configured_sources_are_contacted_and_an_unreachable_one_is_reporte
     away = KVSource(address="127.0.0.1:1", lease_id=source.lease_id)
     code, details = refusal(pair.decode, prompt(107), away)
     assert code is grpc.StatusCode.UNAVAILABLE
-    assert details.startswith("kv_source: expected K/V of the lease, got UNAVAILABLE")
+    assert details.startswith("kv_source: FetchKV failed there with UNAVAILABLE: ")
     assert refusal(pair.prefill, prompt(108), source)[0] is grpc.StatusCode.INVALID_ARGUMENT
 
 

@@ -178,7 +178,7 @@ def test_a_trial_selects_flashinfer_by_name(monkeypatch: pytest.MonkeyPatch) -> 
     assert attention_trial._kernels(FLASHINFER, USE) is kernels
     assert isinstance(attention_trial._kernels(POINTERS, USE), TritonKernels)
     monkeypatch.undo()
-    with pytest.raises(UnsupportedModel, match="it is not installed, or does not suit"):
+    with pytest.raises(UnsupportedModel, match="it is not installed, or does not support"):
         attention_trial.try_attention_here(FLASHINFER, USE)
 
 

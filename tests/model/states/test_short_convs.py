@@ -76,7 +76,7 @@ def test_undone_layers_compute_as_transformers_wrote_it() -> None:
 def test_a_layer_that_computes_something_else_is_refused_by_name(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
     module = module_of()
     part: Any = module.model.layers[2].conv
-    reason = "expected a causal convolution"
+    reason = "expected a causal depthwise convolution"
     if change == "activation":
         forward = type(part).forward
         monkeypatch.setattr(type(part), "forward", lambda *args: forward(*args).tanh())

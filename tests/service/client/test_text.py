@@ -284,7 +284,7 @@ def test_what_can_not_be_a_prompt_is_refused_before_it_is_sent(service, use):
         use(lambda client: client.chat(CHAT, stop="x"))
     with pytest.raises(ValueError, match=r"^expected text in Unicode, got lone surrogates$"):
         use(lambda client: client.prefill("\ud800"))
-    with pytest.raises(ValueError, match="at least one is required"):
+    with pytest.raises(ValueError, match="expected at least one message, got none"):
         use(lambda client: client.chat([]))
     with pytest.raises(TypeError, match="token_ids: expected integers, got bytes"):
         use(lambda client: client.prefill(b"bytes"))

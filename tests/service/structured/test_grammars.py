@@ -215,7 +215,7 @@ def test_too_many_that_wait_are_refused(compiled):
             ]
             await asyncio.sleep(0)
             with pytest.raises(
-                QueueFull, match="expected at most 32 grammars that wait to be compiled of this tenant, got 33"
+                QueueFull, match="expected at most an equal share of 32 grammars that wait to be compiled for this tenant, got 33"
             ):
                 await made.constrain(SAMPLING, regex("b"), MINE)
         await asyncio.gather(*waiting)

@@ -438,5 +438,5 @@ def test_a_caller_that_reads_none_of_many_log_probabilities_loses_its_call_and_a
 
     refusal, told = asyncio.run(run())
     assert refusal.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-    assert "bytes of requests and unsent responses of this tenant" in refusal.details()
+    assert "bytes of requests and unsent responses for this tenant" in refusal.details()
     assert sum(len(answer.logprobs) for answer in told) == 40

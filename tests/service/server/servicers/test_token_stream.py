@@ -127,7 +127,7 @@ def test_an_account_that_leaves_too_much_unread_loses_the_call_and_others_do_not
         await other.come(0, news(1, 100))
         await line.come(0, *(news(number, 100) for number in range(1, 100)))
         await other.come(0, news(2, 100))
-        with pytest.raises(QueueFull, match="of this tenant"):
+        with pytest.raises(QueueFull, match="for this tenant"):
             await line.stream.get()
         await other.stream.get()
         held, told = line.held.used, other.stream.take(0).token_ids
