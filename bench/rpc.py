@@ -135,7 +135,9 @@ async def check(service: Endpoint, echo: Endpoint, requests: Requests, num_token
         data, echoed = [await each.call(make(), timeout=_TIMEOUT_S) for each in (service, echo)]
         answer = prefill_pb2.PrefillResponse.FromString(data)
         cached_tokens = answer.usage.cached_tokens
-        assert answer.next_token_id == NEXT_TOKEN_ID, f"next token: expected {NEXT_TOKEN_ID}, got {answer.next_token_id}"
+        assert answer.next_token_id == NEXT_TOKEN_ID, (
+            f"next token: expected {NEXT_TOKEN_ID}, got {answer.next_token_id}"
+        )
         assert cached_tokens + answer.usage.computed_tokens == num_tokens, "usage: the tokens do not add up"
         assert cached_tokens <= most_cached_tokens, f"a miss reuses {cached_tokens} tokens"
         assert make == requests.miss or cached_tokens == most_cached_tokens, f"a hit reuses {cached_tokens} tokens"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Sequence
 
@@ -57,11 +58,15 @@ class SubscriptionReader:
         """Return the next message to send; None if there is none yet."""
         if self._number is None:
             return None
-        try:
-            message = self._batches.after(self._number)
-        except EventsLost:
-            self._number = self._batches.oldest
-            return self.next_message() if self._number < self._batches.last else None
-        if message is not None:
-            self._number += 1
-        return message
+        while True:
+            try:
+                message = self._batches.after(self._number)
+            except EventsLost:
+                self._number = self._batches.oldest
+                if self._number >= self._batches.last:
+                    return None
+                time.sleep(0)  # the thread that appends may have replaced this batch, too, and must go on
+                continue
+            if message is not None:
+                self._number += 1
+            return message

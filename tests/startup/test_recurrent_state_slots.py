@@ -82,7 +82,7 @@ def test_generations_and_their_next_turns_continue_from_states(engine: Engine) -
 
 
 def test_options_that_states_do_not_support_are_rejected_by_name(engine: Engine) -> None:
-    with pytest.raises(SwitchedOff, match="compression: expected a model that allows it, got a model with recurrent layers"):
+    with pytest.raises(SwitchedOff, match=r"compression: expected .*, got a model with recurrent layers"):
         engine.generate(
             params(PROMPT), Sampling(10, compression=Compression(CompressionPolicy.STREAMING_LLM, 64)), _ignore
         )

@@ -215,7 +215,8 @@ def test_too_many_that_wait_are_refused(compiled):
             ]
             await asyncio.sleep(0)
             with pytest.raises(
-                QueueFull, match="expected at most an equal share of 32 grammars that wait to be compiled for this tenant, got 33"
+                QueueFull,
+                match="at most an equal share of 32 grammars that wait to be compiled for this tenant, got 33",
             ):
                 await made.constrain(SAMPLING, regex("b"), MINE)
         await asyncio.gather(*waiting)
