@@ -52,7 +52,7 @@ def test_a_worker_that_dies_says_its_last_words() -> None:
 def test_other_numbers_of_tokens_than_asked_for_are_refused() -> None:
     with fake_process(mode="many") as worker:
         worker.wait_until_ready()
-        with pytest.raises(WorkerFailed, match="expected 2 tokens for each prompt"):
+        with pytest.raises(WorkerFailed, match="the number of tokens of a prompt is not 2"):
             worker.run(Task([[1]], 2))
 
 
