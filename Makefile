@@ -19,7 +19,7 @@ help:
 	@echo "The targets below install $(SIZE_all)."
 	@echo "make test      run the tests: about 9 minutes on two cores"
 	@echo "make test-long run slower tests, which \`make test\` leaves out: more random cases, benchmarks, gateways and routers"
-	@echo "               of other projects; about 12 minutes on two cores"
+	@echo "               of other projects; about 8 minutes on two cores"
 	@echo "make check     lint, format check, types"
 	@echo "make install-matrix  install each documented set of extras into a clean environment, and use it; about an hour,"
 	@echo "               or only some sets: SETS=\"'' engine engine,text engine@oldest\""
