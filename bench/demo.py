@@ -48,11 +48,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return replay.main([*_TINY, *shared, "--time-limit-s", str(_left_s(end_s))])
     try:
         with ServerProcess(serve_command(model, None, ()), start_timeout_s=_left_s(end_s)) as address:
-            _ask(address, _left_s(end_s) / _NUM_SHOWN / 2)
+            try:
+                _ask(address, _left_s(end_s) / _NUM_SHOWN / 2)
+            except (ServiceError, ValueError) as error:  # it took too long, or the model has no chat template
+                print(f"\nno answer: {error}", file=sys.stderr)
             questions = ["--workload", "document", "--tokenizer", model, "--requests", str(_NUM_QUESTIONS)]
             limit = ["--time-limit-s", str(_left_s(end_s))]
             return replay.main([*questions, "--address", address, *shared, *limit])
-    except (RadixKVError, ServiceError) as error:
+    except RadixKVError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -82,8 +85,7 @@ def _ask(address: str, timeout_s: float) -> None:
         for question in QUESTIONS[:_NUM_SHOWN]:
             print(f"\n> {question}", flush=True)
             start_s = time.monotonic()
-            first_s: float | None = None
-            usage = None
+            first_s, usage = 0.0, None
             for chunk in client.chat(
                 conversation(question),
                 max_new_tokens=_MAX_NEW_TOKENS,
@@ -91,10 +93,10 @@ def _ask(address: str, timeout_s: float) -> None:
                 stop=["\n"],
                 timeout_s=timeout_s,
             ):
-                first_s = time.monotonic() - start_s if first_s is None else first_s
-                usage = chunk.usage if chunk.usage.computed_tokens else usage
+                if usage is None:
+                    first_s, usage = time.monotonic() - start_s, chunk.usage
                 print(chunk.text, end="", flush=True)
-            if first_s is not None and usage is not None:
+            if usage is not None:
                 print(
                     f"\n  [first token after {1000 * first_s:,.0f} ms; {usage.cached_tokens:,} tokens from the cache, "
                     f"{usage.computed_tokens:,} computed]",

@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 from radixkv.errors import ConfigError
 from radixkv.kernels.quantized_weight import GROUP_FEATURES, QuantizedWeight
 from radixkv.model.layers.packed_linear import keep_stored_weight
+from radixkv.model.refusals import misfits
 from radixkv.model_files.gguf_config import ROPE_TENSORS
 from radixkv.model_files.gguf_file import FLOAT_TYPES, TENSOR_TYPES, GgufFile, GgufTensor
 
@@ -75,10 +76,8 @@ def load_gguf_weights(
         dtype=dtype,
         output_loading_info=True,
     )
-    kinds = ("missing_keys", "mismatched_keys", "unexpected_keys")
-    wrong = [f"{kind} {sorted(info[kind])[:3]}" for kind in kinds if info.get(kind)]
-    if wrong:
-        raise ConfigError(f"{file.path}: the weights do not fit the metadata: {', '.join(wrong)}")
+    if wrong := misfits(info):
+        raise ConfigError(f"{file.path}: the weights do not fit the metadata: {wrong}")
     num_kept = 0
     if keeps_quantized:
         num_kept = _keep_quantized(module, file, names, data, config, dtype)

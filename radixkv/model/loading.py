@@ -22,7 +22,7 @@ from radixkv.model.gguf_weights import load_gguf_weights
 from radixkv.model.model import Model
 from radixkv.model.on_cpu import native_library
 from radixkv.model.on_gpu import require_triton
-from radixkv.model.refusals import reason_of
+from radixkv.model.refusals import misfits, reason_of
 from radixkv.model.report import Report, report_nothing
 from radixkv.model.tiny_model import build_tiny_model
 from radixkv.model_files.gguf_file import GgufFile
@@ -135,10 +135,8 @@ def _load_module(
         local_files_only=True,
         output_loading_info=True,
     )
-    kinds = ("missing_keys", "mismatched_keys", "unexpected_keys")
-    wrong = [f"{kind} {sorted(info[kind])[:3]}" for kind in kinds if info.get(kind)]
-    if wrong:
-        raise ConfigError(f"model.path: the weights in {directory} do not fit its config.json: {', '.join(wrong)}")
+    if wrong := misfits(info):
+        raise ConfigError(f"model.path: the weights in {directory} do not fit its config.json: {wrong}")
     return module
 
 

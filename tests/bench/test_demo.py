@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import zipfile
@@ -13,6 +14,7 @@ import pytest
 from bench import demo, replay
 from bench.parts import document_questions, small_model
 from bench.parts.small_model import NotFetched, small_model_file
+from radixkv.service.client import ServiceError
 from radixkv.service.text.tokenizer import Tokenizer
 
 
@@ -86,6 +88,20 @@ def test_questions_share_the_document() -> None:
     assert prompts[:10] == prompts[60:]
     num_words = len(document_questions.document().split())
     assert len({prompt[:num_words] for prompt in prompts}) == 1
+
+
+@pytest.mark.parametrize("error", [ServiceError("too late"), ValueError("no chat template")])
+def test_the_measurement_follows_even_if_no_question_is_answered(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: Exception
+) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(demo, "ServerProcess", lambda *_, **__: contextlib.nullcontext("127.0.0.1:1"))
+    monkeypatch.setattr(demo, "_ask", fail)
+    monkeypatch.setattr(replay, "main", lambda arguments: 7 if "document" in arguments else 0)
+    assert demo.main(["--model", "m"]) == 7
+    assert f"no answer: {error}" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("forked_servers")

@@ -39,6 +39,13 @@ def numbers(*shape: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
 
 
+def require_batch_invariance(rows: torch.Tensor, panels: gemm.Panels, bias: torch.Tensor, whole: torch.Tensor) -> None:
+    """Compare the results for some of the rows with those rows of the whole result."""
+    for num_rows in ROWS:
+        for part in (slice(num_rows), slice(-num_rows, None)):
+            assert torch.equal(gemm.multiply(rows[part].contiguous(), panels, bias), whole[part])
+
+
 @pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize("num_threads", [1, 2])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -54,9 +61,7 @@ def test_results_are_correct_and_batch_invariant(
     bound = TOLERANCE[dtype] * (wide[0].abs() @ wide[1].abs().t() + wide[2].abs())
     assert ((whole.double() - (wide[0] @ wide[1].t() + wide[2])).abs() <= bound).all()
     monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
-    for num_rows in ROWS:
-        for part in (slice(num_rows), slice(-num_rows, None)):
-            assert torch.equal(gemm.multiply(rows[part].contiguous(), panels, bias), whole[part])
+    require_batch_invariance(rows, panels, bias, whole)
     without = gemm.multiply(rows, panels, None).double()
     assert ((without - wide[0] @ wide[1].t()).abs() <= bound).all()
 
@@ -81,9 +86,7 @@ def test_quantized_weights_give_the_bits_of_dequantized_ones(
     bound = TOLERANCE[dtype] * (wide[0].abs() @ wide[1].abs().t() + wide[2].abs())
     assert ((whole.double() - (wide[0] @ wide[1].t() + wide[2])).abs() <= bound).all()
     monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
-    for num_rows in ROWS:
-        for part in (slice(num_rows), slice(-num_rows, None)):
-            assert torch.equal(gemm.multiply(rows[part].contiguous(), panels, bias), whole[part])
+    require_batch_invariance(rows, panels, bias, whole)
 
 
 @pytest.mark.parametrize("bits", [8, 4])
