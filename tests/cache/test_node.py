@@ -1,4 +1,4 @@
-"""Keys are words here, with a token per character; the values are arbitrary nodes that can be told apart."""
+"""Keys are words here, with a token per character; the values are arbitrary, distinguishable nodes."""
 
 import random
 from bisect import bisect_left

@@ -1,4 +1,4 @@
-"""Shared stores are told of hits on the device, and receive blocks again that they have lost."""
+"""Shared stores are notified of hits on the device, and receive blocks again that they have lost."""
 
 from __future__ import annotations
 
