@@ -2,8 +2,8 @@
 
 python -m bench.adapters [--rank 8] [--rounds 15] [--json FILE]
 
-The embedded model runs in exact mode on one thread; times are CPU times of that thread. The kinds of steps take turns,
-and the shortest round of each kind counts.
+The embedded model runs in exact mode on one thread; times are CPU times of that thread. Steps of all kinds are
+measured in turn, and the shortest round of each kind is reported.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from radixkv.storage.device_pool import KVStorage
 
 _NUM_ADAPTERS = 8
 _BLOCK_SIZE = 64
-_SCALE = 0.02  # of weights
+_SCALE = 0.02  # standard deviation of the weights
 
 
 class StepKind(NamedTuple):
-    """A kind of steps: requests, and new and cached tokens of each."""
+    """The shape of a step: its number of requests, and the new and cached tokens of each request."""
 
     num_requests: int
     new_tokens: int
@@ -46,7 +46,7 @@ class StepKind(NamedTuple):
 # Decoding, and the ends of prompts: short questions and longer ones.
 _KINDS = (StepKind(8, 1, 512), StepKind(32, 1, 512), StepKind(8, 16, 512), StepKind(8, 64, 512), StepKind(64, 8, 512))
 
-# Adapters of a step's requests, by the number of a request.
+# The adapter of each request of a step, by the index of the request.
 _MIXES: dict[str, Callable[[int], str]] = {
     "none": lambda _: "",
     "one": lambda _: "0",

@@ -1,4 +1,4 @@
-"""Attention kernels of other projects, on the same queries, K and V as ours."""
+"""Runs attention kernels of other projects on the same queries, K and V as ours."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from bench.parts.attention_inputs import AttentionInputs
 from bench.parts.peers.sglang_attention import load_extend_attention
 
-# One call for each input set. A call returns `[suffix_tokens, num_query_heads, head_dim]`.
+# One call per input set. A call returns `[suffix_tokens, num_query_heads, head_dim]`.
 Calls = list[Callable[[], torch.Tensor]]
 Prepare = Callable[[AttentionInputs], Calls]
 
@@ -35,7 +35,7 @@ def peer(name: str, sglang: Path | None) -> Prepare:
 
         sdpa_flash      torch's SDPA with the FlashAttention back end, on contiguous K/V
         sdpa_cudnn      torch's SDPA with the cuDNN back end, on contiguous K/V; a mask where there is a prefix
-        cudnn_merged    cuDNN over the prefix, cuDNN over the suffix, and both joined by torch: no mask is read
+        cudnn_merged    cuDNN over the prefix and over the suffix, and torch merges both: no mask is read
         fa3_fwd         FlashAttention 3 of the wheel fa3-fwd, on contiguous K/V: it has no paged KV cache
         flex            torch's flex_attention, compiled for the shape, on contiguous K/V
         sglang          SGLang's Triton kernel, over a pool of single tokens, in the order of our blocks
@@ -74,7 +74,7 @@ def _contiguous(inputs: AttentionInputs) -> list[tuple[torch.Tensor, torch.Tenso
 
 
 def _calls(inputs: AttentionInputs, attend: Callable[..., torch.Tensor]) -> Calls:
-    """Lay each set out by head, and make a call that attends to it."""
+    """Copy each input set into the layout by head, and return a call per set that computes its attention."""
 
     def call(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         return _by_token(attend(query, key, value))
@@ -115,7 +115,7 @@ def _cudnn_merged(inputs: AttentionInputs) -> Calls:
     _require_gpu(inputs)
     prefix = inputs.case.prefix_tokens
     if not prefix:
-        raise PeerUnavailable("expected a cached prefix to join with, got none")
+        raise PeerUnavailable("expected a cached prefix to merge with, got none")
 
     def part(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool) -> list[torch.Tensor]:
         attended = torch.ops.aten._scaled_dot_product_cudnn_attention(

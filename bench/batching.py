@@ -3,8 +3,8 @@
 python -m bench.batching --json bench/results/batching.json
 
 Requests go over gRPC to a server that this benchmark starts. Each concurrency level sends the same requests, in rounds
-that alternate between levels. A request must get the same tokens whatever shares its batch. No request finds anything
-in the cache.
+that alternate between levels. A request must generate the same tokens whatever other requests are in its batch. No
+request finds anything in the cache.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Generated:
 def build_messages(
     num_requests: int, prompt_tokens: int, new_tokens: int, vocab_size: int, seed: int
 ) -> list[prefill_pb2.GenerateRequest]:
-    """Make requests with random prompts that neither read nor write the cache."""
+    """Build requests with random prompts that neither read nor write the cache."""
     prompts = np.random.default_rng(seed).integers(0, vocab_size, (num_requests, prompt_tokens))
     return [
         prefill_pb2.GenerateRequest(
@@ -69,10 +69,10 @@ async def generate(call: GenerateCall, message: prefill_pb2.GenerateRequest) -> 
     """Send one request and read its tokens."""
     token_ids: list[int] = []
     start_s = first_s = time.perf_counter()
-    async for news in call(message, timeout=_TIMEOUT_S):
-        if not token_ids and news.token_ids:
+    async for chunk in call(message, timeout=_TIMEOUT_S):
+        if not token_ids and chunk.token_ids:
             first_s = time.perf_counter()
-        token_ids += news.token_ids
+        token_ids += chunk.token_ids
     num_later = max(1, len(token_ids) - 1)
     return Generated(tuple(token_ids), first_s - start_s, (time.perf_counter() - first_s) / num_later)
 
@@ -100,9 +100,9 @@ async def measure(
     """Measure rounds in turn. Tokens per second are medians of rounds, times are medians of all requests.
 
     Raises:
-        AssertionError: a request's tokens depend on what shares its batch.
+        AssertionError: the tokens of a request depend on the other requests of its batch.
     """
-    options = [("grpc.enable_http_proxy", 0)]  # a proxy's latency is not what is measured
+    options = [("grpc.enable_http_proxy", 0)]  # the latency of a proxy must not be measured
     async with grpc.aio.insecure_channel(address, options=options) as channel:
         call: GenerateCall = channel.unary_stream(
             "/radixkv.v1.PrefillService/Generate",
@@ -115,7 +115,7 @@ async def measure(
         measured: dict[int, list[tuple[list[Generated], float]]] = {level: [] for level in levels}
         for number, level in itertools.product(range(-1, rounds), levels):
             results, wall_s = await generate_all(call, messages, level)
-            assert [each.token_ids for each in results] == expected, f"{level} at a time: other tokens than one by one"
+            assert [each.token_ids for each in results] == expected, f"{level} at a time: expected the same tokens as one at a time"
             if number >= 0:
                 measured[level].append((results, wall_s))
     rows = [_summary(level, each) for level, each in measured.items()]
@@ -143,7 +143,7 @@ def _summary(level: int, rounds: list[tuple[list[Generated], float]]) -> Row:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print a table, and write JSON."""
     parser = argparse.ArgumentParser(
-        description="Measure generated tokens a second with one and with several requests at a time."
+        description="Measure generated tokens per second with one and with several requests at a time."
     )
     parser.add_argument("--model", default="tiny", metavar="M", help="tiny, or a directory")
     parser.add_argument("--device", default="cpu", choices=("auto", "cpu", "cuda"))
@@ -173,7 +173,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     with ServerProcess(serve_command(options.model, options.device, options.settings)) as address:
         rows = asyncio.run(measure(address, messages, options.concurrency, options.rounds))
-    print(f"{'at once':>7} {'tokens/s':>9} {'ratio':>6} {'TTFT p50, p99 ms':>19} {'a token p50, p99 ms':>20}")
+    print(f"{'at once':>7} {'tokens/s':>9} {'ratio':>6} {'TTFT p50, p99 ms':>19} {'per token p50, p99 ms':>21}")
     for row in rows:
         print(
             f"{row['concurrency']:>7} {row['tokens_per_s']:9.1f} {row['ratio']:6.2f} {row['ttft_p50_ms']:9.1f} "
@@ -182,8 +182,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.json:
         keys = ("model", "device", "settings", "requests", "prompt_tokens", "new_tokens", "rounds", "seed")
         command = shlex.join(["python", "-m", "bench.batching", *(sys.argv[1:] if arguments is None else arguments)])
-        asked = {key: getattr(options, key) for key in keys}
-        write_json(options.json, {"rows": rows, **asked, "command": command, **describe_run()})
+        parameters = {key: getattr(options, key) for key in keys}
+        write_json(options.json, {"rows": rows, **parameters, "command": command, **describe_run()})
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ python -m bench.bookkeeping --json bench/results/bookkeeping.json
 
 A real `EngineCore` runs a model of a real shape with random weights. All prompts differ, so each is matched, leased,
 computed, published and answered completely, and soon evicts others. Bookkeeping is everything in a step except the
-forward pass and reading its logits. It includes the stopwatch itself, about one microsecond per call.
+forward pass and the copy of its logits. It includes the measurement itself, about one microsecond per call.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class PhaseStopwatch:
     def __init__(self) -> None:
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self.num_calls: Counter[str] = Counter()
-        self._within_s: list[float] = []  # for each call under way: time of the calls inside it
+        self._within_s: list[float] = []  # for each call in progress: time of the labeled calls inside it
 
     def reset(self) -> None:
         """Reset all times and counts."""
@@ -106,7 +106,7 @@ class PhaseStopwatch:
 
 
 class BookkeepingBench:
-    """An engine core, its clock, and requests for it."""
+    """An engine core whose calls are timed, and requests for it."""
 
     def __init__(self, runner: Runner, step_tokens: int, seed: int) -> None:
         num_blocks = runner.storage.num_blocks
@@ -154,7 +154,7 @@ class BookkeepingBench:
         return futures
 
     def check(self, prompt_tokens: int) -> None:
-        """Check that the core, chunk by chunk, gives the bits that the model gives for the whole prompt at once.
+        """Check that a prompt that the core computes in chunks has the same bits as if the model computes it at once.
 
         Raises:
             AssertionError: a bit differs.
@@ -165,7 +165,7 @@ class BookkeepingBench:
         with self.cache.lease(Namespace(""), request.tokens, read=False) as lease:
             chunk = Chunk(request.tokens, 0, prompt_tokens, lease.block_ids, None, wants_logits=True)
             expected = self._runner.run([chunk]).logits[0]
-        assert torch.equal(torch.from_numpy(future.result().logits), expected.cpu()), "the core gives another answer"
+        assert torch.equal(torch.from_numpy(future.result().logits), expected.cpu()), "the core returns other logits than the model"
 
     def finish(self, futures: Sequence[Future[Any]]) -> None:
         """Step until all requests are answered, and check that none reused anything."""
@@ -173,7 +173,7 @@ class BookkeepingBench:
             self.core.step()
         for future in futures:
             cached_tokens = future.result().usage.cached_tokens
-            assert cached_tokens == 0, f"a prompt that is new reuses {cached_tokens} tokens"
+            assert cached_tokens == 0, f"a new prompt reuses {cached_tokens} tokens"
 
     def measure(self, case: BookkeepingCase) -> Row:
         """Measure one round. Returns milliseconds per step: in total, and outside the model."""
@@ -199,7 +199,7 @@ def measure(bench: BookkeepingBench, cases: Sequence[BookkeepingCase], rounds: i
     """Measure rounds, each with all cases in turn; the first one warms up.
 
     Yields:
-        A row for each case measured so far, with medians of its rounds, after each time a case was measured.
+        After each measurement, a row for each case measured so far, with the medians of its rounds.
     """
     measured: dict[BookkeepingCase, list[Row]] = {}
     for number in range(-1, rounds):
@@ -257,16 +257,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     cases = [BookkeepingCase(1, num_tokens) for num_tokens in options.prompts]
     cases += [BookkeepingCase(batch, options.step_tokens // batch) for batch in options.batches]
     cases += [BookkeepingCase(batch, 64, options.new_tokens) for batch in options.generations]
-    # Room for two rounds at most, so that what was cached is evicted.
+    # Room for at most two rounds, so that earlier prompts are evicted.
     pool_tokens = 2 * sum(case.num_requests * (case.prompt_tokens + case.num_new_tokens + BLOCK_SIZE) for case in cases)
     runner = build_runner(
         options.shape, options.layers, getattr(torch, options.dtype), options.device, pool_tokens, is_exact=True
     )
     bench = BookkeepingBench(runner, options.step_tokens, options.seed)
     bench.check(options.step_tokens + options.step_tokens // 2)
-    asked = {key: getattr(options, key) for key in ("shape", "layers", "dtype", "step_tokens", "rounds", "seed")}
+    parameters = {key: getattr(options, key) for key in ("shape", "layers", "dtype", "step_tokens", "rounds", "seed")}
     command = shlex.join(["python", "-m", "bench.bookkeeping", *(sys.argv[1:] if arguments is None else arguments)])
-    result = {**asked, "device": str(options.device), "command": command, **describe_run()}
+    result = {**parameters, "device": str(options.device), "command": command, **describe_run()}
     rows: list[Row] = []
     for rows in measure(bench, cases, options.rounds):
         if options.json:

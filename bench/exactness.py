@@ -66,7 +66,7 @@ def build_runner(
         torch.manual_seed(0)
         with device:
             module = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME, dtype=dtype)
-    # Without a fingerprint of its weights: 16 GB would come from a GPU for it.
+    # No fingerprint of the weights: it would copy 16 GB from the GPU.
     model = Model(shape, module, device, is_exact=is_exact, fingerprint="random")
     storage = KVStorage(-(-max_tokens // BLOCK_SIZE), BLOCK_SIZE, model.kv_shape, device)
     kernels = attention_kernels(model, model.kv_shape, BLOCK_SIZE, try_attention_here)
@@ -98,7 +98,7 @@ def measure(
 
 
 def main() -> None:
-    """Measure row by row; print each, and write the file again after it."""
+    """Measure row by row; print each row, and rewrite the file after it."""
     parser = argparse.ArgumentParser(description="Time prefill in exact and in fast mode, in turn.")
     parser.add_argument("--layers", type=int, default=24, help="layers of a random model; default 24")
     parser.add_argument("--shape", choices=("tiny", *SHAPES), default="0.5b")

@@ -1,14 +1,14 @@
-"""Compares ways to store K and V in 4 bits.
+"""Compares formats that store K and V in 4 bits.
 
 python -m bench.four_bits --json bench/results/four_bits.json
 
-The first table is the error of attention over random vectors with some larger channels, like the keys of real models:
-with a scale for each vector, with vectors rotated first, and with a scale for each channel of 64 keys, as in KIVI
-(https://arxiv.org/abs/2402.02750). The second is the perplexity of the embedded model on held-out texts, with a scale
-for each vector, plain and rotated.
+The first table has the error of attention over random vectors with some larger channels, like the keys of real models:
+with one scale per vector, the same after rotating the vectors, and with one scale per channel of 64 keys, as in KIVI
+(https://arxiv.org/abs/2402.02750). The second table has the perplexity of the embedded model on held-out texts, with
+one scale per vector, plain and rotated.
 
-Scales for each channel are only compared: such a scale depends on all tokens of its group, so a token would be stored
-with different bits, and a hit would change the answer, whenever other tokens follow.
+radixkv cannot use scales per channel: such a scale depends on all tokens of its group, so the stored bits of a token
+would depend on the tokens after it, and a cache hit would change the answer.
 """
 
 from __future__ import annotations
@@ -51,17 +51,17 @@ def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch
 
 
 def with_scales_of_vectors(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Attend over vectors with a scale each."""
+    """Attend over vectors with one scale per vector."""
     return attend(query, stored(key), stored(value))
 
 
 def with_rotated_vectors(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Attend over rotated vectors with a scale each, as radixkv does."""
+    """Attend over rotated vectors with one scale per vector, as radixkv does."""
     return rotated(attend(rotated(query), stored(rotated(key)), stored(rotated(value))))
 
 
 def with_scales_of_channels(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Attend over keys with a scale for each channel of a group of tokens, and values with a scale each."""
+    """Attend over keys with one scale per channel of a group of tokens, and values with one scale per vector."""
     groups = [stored(group.T).T for group in torch.split(key, _GROUP_TOKENS)]
     return attend(query, torch.cat(groups), stored(value))
 
@@ -74,12 +74,12 @@ WAYS: dict[str, Way] = {
 
 
 def error_on_random_vectors(way: Way, dim: int, times: float, seed: int) -> float:
-    """Return the relative error of attention where some channels of K are `times` as large as the others."""
+    """Return the relative error of attention if some channels of K are `times` as large as the others."""
     generator = torch.Generator().manual_seed(seed)
     query, key, value = (torch.randn(n, dim, generator=generator) for n in (_NUM_QUERIES, _NUM_KEYS, _NUM_KEYS))
     large = torch.randperm(dim, generator=generator)[:_LARGE_CHANNELS]
     key[:, large] *= times
-    query[:, large] /= times  # else these channels alone would decide where a query looks
+    query[:, large] /= times  # otherwise these channels alone would determine the attention weights
     expected = attend(query, key, value)
     return float((way(query, key, value) - expected).norm() / expected.norm())
 

@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit status.
     """
-    argparse.ArgumentParser(description="Show the SMG gateway before two servers.").parse_args(arguments)
+    argparse.ArgumentParser(description="Show the SMG gateway in front of two servers.").parse_args(arguments)
     try:
         from openai import OpenAI
     except ModuleNotFoundError:
@@ -91,7 +91,7 @@ def _show(client: OpenAI, url: str, servers: Sequence[ServerProcess], addresses:
 
 
 def _converse(client: OpenAI, turns: range) -> Talk:
-    """Ask every conversation these questions, a few at a time."""
+    """Send these turns of every conversation, a few conversations at a time."""
 
     def ask(turn: int, conversation: int) -> PromptTokens | str:
         from openai import OpenAIError
@@ -101,13 +101,13 @@ def _converse(client: OpenAI, turns: range) -> Talk:
         except OpenAIError as error:
             return str(error)
 
-    asked = [(turn, conversation) for turn in turns for conversation in range(_NUM_CONVERSATIONS)]
+    questions = [(turn, conversation) for turn in turns for conversation in range(_NUM_CONVERSATIONS)]
     with ThreadPoolExecutor(_NUM_AT_ONCE) as threads:
-        return Talk(list(threads.map(lambda each: ask(*each), asked)))
+        return Talk(list(threads.map(lambda each: ask(*each), questions)))
 
 
 def _messages(conversation: int, num_turns: int) -> Any:
-    """Write a conversation up to a turn's question; all but the last question was asked before."""
+    """Return the messages of a conversation up to the question of a turn. Only this question is new."""
     said = [{"role": "system", "content": _SYSTEM.format(conversation)}]
     for turn in range(num_turns + 1):
         said.append({"role": "user", "content": f"Question {turn} of conversation {conversation}: and then?"})

@@ -1,13 +1,13 @@
 """Measures time to first token after a cached prefix, through the engine core, with random weights.
 
     python -m bench.gpu_prefill --json bench/results/gpu_prefill.json        # on a GPU
-    python -m bench.gpu_prefill --dry-run                                    # on any machine; its times mean nothing
+    python -m bench.gpu_prefill --dry-run                                    # on any machine; its times are meaningless
 
 Each prompt is computed in several ways: after the cached prefix; the same without CUDA graphs; a long suffix in steps
 of 512 tokens; by the same engine without the cache; and by transformers with a cache that holds the prefix, whose
 attention repeats K and V for each query head and uses no CUDA graph. Answers are compared before anything is timed. A
-row is printed and written as soon as our own time is known, and again after each other way. The lower bound is the time
-to read all weights once, at the rate at which this device copies memory.
+row is printed and written as soon as our own time is known, and again after each of the others. The lower bound is the
+time to read all weights once, at the rate at which this device copies memory.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from bench.parts.environment import describe_run
 from bench.parts.kernel_row import Row, describe_error
 from bench.parts.result_file import write_json
 
-# Goals for few tokens after a long prefix: at most this multiple of reading the weights, and at least this speedup over
-# no cache.
+# Goals for a short suffix after a long prefix: at most this multiple of the time to read the weights, and at least this
+# speedup compared with no cache.
 _GOAL_CASE = (64, 8192)
 _GOAL_WEIGHTS, _GOAL_RECOMPUTE = 2, 10
 
@@ -59,7 +59,7 @@ def _goal(row: Row) -> str:
     """Compare a row with the goals, as ratios."""
     return (
         f"goal, {row['mode']}: {row['suffix_tokens']} tokens after {row['prefix_tokens']} take "
-        f"{row['weights_ratio']:.2f} times the reading of the weights (at most {_GOAL_WEIGHTS}) and "
+        f"{row['weights_ratio']:.2f} times the time to read the weights (at most {_GOAL_WEIGHTS}), and "
         f"{row['recompute_ratio']:.1f} times less than without the cache (at least {_GOAL_RECOMPUTE})"
     )
 
@@ -67,15 +67,15 @@ def _goal(row: Row) -> str:
 def _summary(rows: Sequence[Row]) -> str:
     """Return the ratios of all rows in one line, for the table of `bench.gpu`."""
     ratios = [f"{row['mode']} {row['suffix_tokens']}: {row['weights_ratio']:.2f}" for row in rows if row["is_right"]]
-    return f"TTFT by reading the weights: {', '.join(ratios)}"
+    return f"TTFT divided by the time to read the weights: {', '.join(ratios)}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure row by row and way by way; print and write each at once. Returns 1 if an answer is wrong."""
+    """Measure, and print and write each result at once. Returns 1 if an answer is wrong."""
     options = _parse(arguments)
     rates = measure_rates(options.device)
     if options.dry_run:
-        print("dry run: answers are compared, times mean nothing")
+        print("dry run: answers are compared, times are meaningless")
     rows: list[Row] = []
     result = {
         "is_dry_run": options.dry_run,
@@ -114,7 +114,7 @@ def _show(row: Row, rows: list[Row]) -> None:
 
 
 def _rows(mode: str, options: argparse.Namespace, rates: DeviceRates) -> Iterator[Row]:
-    """Measure all lengths on one model, in the order they were given. Yields each row again when it has gained."""
+    """Measure all lengths on one model, in the given order. Yields a row again after each further measurement."""
     bench, reason = None, ""
     try:
         bench = _make_bench(mode, options, rates)

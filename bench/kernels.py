@@ -1,7 +1,7 @@
 """Measures the Triton kernels and their peers: correctness, time, and share of the device's own rates.
 
 python -m bench.kernels --sglang UNPACKED_WHEEL --json bench/results/kernels.json      # on a GPU
-python -m bench.kernels --dry-run      # on any machine; its times mean nothing
+python -m bench.kernels --dry-run      # on any machine; its times are meaningless
 
 Shapes are those of one layer of an 8B model. Each answer is first compared on the device with the reference in
 `kernels/reference.py`. Then the kernel and its peers are timed over sets of inputs that together are larger than the
@@ -55,10 +55,10 @@ from radixkv.model.attention.triton_kernels import TritonKernels
 
 KERNELS = ("write_kv", "copy_blocks", "add_rms_norm", "swiglu", "linear", "paged_attention", "shared_prefix")
 
-# Largest error of a vector: bfloat16 rounds weights and answers by 0.4 % each; a wrong K or V is off by 100 %.
+# Maximum error of a vector: bfloat16 rounds weights and outputs by 0.4 % each; a wrong K or V causes 100 %.
 _TOLERANCE = 0.02
 
-# Largest error of a row: a few numbers are rounded to the other side, each by 0.8 % of itself.
+# Maximum error of a row: a few elements are rounded in the other direction, which changes each by 0.8 %.
 _ROW_TOLERANCE = 0.005
 
 
@@ -71,9 +71,9 @@ class Sizes:
         num_layers: layers of the blocks.
         written_tokens: tokens of each step that writes K and V.
         copied_blocks: blocks of each step that copies blocks.
-        row_tokens: tokens of each step that norms and gates.
-        hidden_size: numbers of a token between layers.
-        intermediate_size: numbers of a token inside an MLP.
+        row_tokens: tokens of each step that computes RMS norms and gates.
+        hidden_size: hidden size of the model.
+        intermediate_size: intermediate size of an MLP.
         linear_tokens: tokens of each step that computes a linear layer.
         attentions: suffix and prefix tokens of each request.
         shared: requests that decode after a shared prefix.
@@ -280,7 +280,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure row by row and peer by peer; print and write each at once. Returns 1 if a kernel failed or is wrong."""
+    """Measure, and print and write each result at once. Returns 1 if a kernel failed or is wrong."""
     options = _parse(arguments)
     device = torch.device("cpu" if options.dry_run else "cuda")
     sizes = DRY_SIZES if options.dry_run else GPU_SIZES
@@ -300,7 +300,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "rows": rows,
         }
         if options.dry_run:
-            print("dry run: answers are checked, times mean nothing")
+            print("dry run: answers are checked, times are meaningless")
         print(f"this device: {result['matrix_tflops']:.4g} TFLOP/s, copies {result['copy_gb_per_s']:.4g} GB/s")
         print(HEADER)
         for row in bench.rows(options.kernels):

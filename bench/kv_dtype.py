@@ -1,12 +1,12 @@
-"""Measures what quantization costs in quality: the same texts over a pool of each dtype, and how many tokens fit.
+"""Measures how quantization changes predictions: the same texts over a pool of each dtype, and how many tokens fit.
 
 python -m bench.kv_dtype --weights int8 --json bench/results/kv_dtype.json
 
 `--weights int8` adds weights of 8 bits, over a pool of the model's own dtype. On a processor whose int8 sums may
-saturate, radixkv refuses to serve such weights; `tiny` and `random` then multiply the same numbers in another way.
+saturate, radixkv refuses to serve such weights; `tiny` and `random` then multiply the same integers in float64.
 
-`tiny` reads documents that it was not trained on. Texts for other models are sampled from the model itself over a pool
-of its own dtype, so that they are text that the model expects. Use `--models DIR` to measure your own model: random
+`tiny` reads documents that it was not trained on. Texts for other models are sampled from the model itself, over a pool
+of its own dtype, so that the model assigns them a low perplexity. Use `--models DIR` to measure your own model: random
 weights have no outliers, and their attention has no structure.
 """
 
@@ -104,7 +104,7 @@ class Text:
 
 
 def draw_text(model: Model, num_tokens: int, seed: int) -> torch.Tensor:
-    """Draw a text from the model at temperature 1, over a pool of its own dtype. Returns int64 `[num_tokens]`."""
+    """Sample a text from the model at temperature 1, over a pool of its own dtype. Returns int64 `[num_tokens]`."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(model.vocab_size, (1,), generator=generator)
     text = Text(model, "auto", num_tokens)
@@ -115,7 +115,7 @@ def draw_text(model: Model, num_tokens: int, seed: int) -> torch.Tensor:
 
 
 def held_out_texts(num_texts: int, num_tokens: int) -> list[torch.Tensor]:
-    """Return pieces of the held-out documents, in turn and from all their parts, int64 `[num_tokens]`."""
+    """Return pieces of the held-out documents in turn, spread over their whole length, int64 `[num_tokens]` each."""
     tokenizer = load_tokenizer()
     documents = [torch.tensor(tokenizer.encode(document.text)) for document in held_out_documents()]
     texts = []
@@ -127,14 +127,14 @@ def held_out_texts(num_texts: int, num_tokens: int) -> list[torch.Tensor]:
 
 
 def texts_for(model: Model, num_texts: int, num_tokens: int) -> list[torch.Tensor]:
-    """Return what a model reads."""
+    """Return the texts that a model reads."""
     if model.name == "tiny":
         return held_out_texts(num_texts, num_tokens)
     return [draw_text(model, num_tokens, seed) for seed in range(num_texts)]
 
 
-def tokens_a_byte(model: Model, texts: Sequence[torch.Tensor]) -> float | None:
-    """Return how many predicted tokens stand for a byte of the embedded model's texts; None for other models'."""
+def tokens_per_byte(model: Model, texts: Sequence[torch.Tensor]) -> float | None:
+    """Return the predicted tokens per byte of the embedded model's texts; None for other models."""
     if model.name != "tiny":
         return None
     tokenizer = load_tokenizer()
@@ -187,7 +187,7 @@ def measure(model: Model, num_texts: int, num_tokens: int, rounded: Model | None
     texts = texts_for(model, num_texts, num_tokens)
     own = [logits_of(model, "auto", ids) for ids in texts]
     bf16_bytes = dataclasses.replace(model.kv_shape, dtype=torch.bfloat16).token_bytes
-    density = tokens_a_byte(model, texts)
+    density = tokens_per_byte(model, texts)
     rows: list[Row] = []
     for kv_dtype in KV_DTYPES:
         try:
@@ -212,7 +212,7 @@ def measure(model: Model, num_texts: int, num_tokens: int, rounded: Model | None
             for computed, got in compared
         ]
     for row in rows:
-        row["bits_a_byte"] = None if density is None else math.log2(cast(float, row["perplexity"])) * density
+        row["bits_per_byte"] = None if density is None else math.log2(cast(float, row["perplexity"])) * density
     return rows
 
 

@@ -3,8 +3,8 @@
 python -m bench.latent [--layers 2] [--experts 64] [--dtypes float32] [--json FILE]
 
 The model has the shape of DeepSeek-V2-Lite with random weights and few layers, the first of them dense, in exact mode.
-Both ways take turns, and the median of each counts, in wall time and in CPU time; with one thread, CPU time hardly
-depends on other processes. Before anything is timed, the logits of both ways must agree.
+Both variants are measured in turn, and the medians are reported, in wall time and in CPU time; with one thread, CPU
+time hardly depends on other processes. Before anything is timed, the logits of both variants must agree.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ from radixkv.storage.device_pool import KVShape, KVStorage
 
 _BLOCK_SIZE = 64
 
-# Distance of logits, relative to their norm. Roundings of half precision may choose another expert for a token.
+# Maximum distance of logits, relative to their norm. In half precision, rounding may choose another expert for a token.
 _TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}
 
 
 class Way(NamedTuple):
-    """One way to hold K and V.
+    """One way to store K and V.
 
     Attributes:
         storage: its pool.
-        wrap: makes the step that the model's layers see.
-        entered: makes a context in which the model computes this way.
+        wrap: wraps the step that is passed to the model's layers.
+        entered: returns a context in which the model computes this way.
     """
 
     storage: KVStorage
@@ -60,7 +60,7 @@ class ExpandedStep:
     """Passes heads whose values are shorter than their keys to a step that wants equal lengths.
 
     Args:
-        step: stores zeros behind the values, too.
+        step: the wrapped step, whose pool also stores the zeros after the values.
     """
 
     def __init__(self, step: AttentionStep) -> None:
@@ -103,7 +103,7 @@ def config_of(layers: int, experts: int, size: int) -> DeepseekV2Config:
 
 
 def model_of(config: DeepseekV2Config, dtype: str) -> Model:
-    """Make a model with random weights, in exact mode."""
+    """Build a model with random weights, in exact mode."""
     torch.manual_seed(0)
     module = AutoModelForCausalLM.from_config(
         config, dtype=getattr(torch, dtype), attn_implementation=ATTENTION_NAME
@@ -112,7 +112,7 @@ def model_of(config: DeepseekV2Config, dtype: str) -> Model:
 
 
 def ways_of(model: Model, num_tokens: int) -> dict[str, Way]:
-    """Return both ways, each with a pool for some tokens."""
+    """Return both ways by name, each with a pool for this number of tokens."""
     config: Any = model.module.config
     key_dim = config.qk_nope_head_dim + config.qk_rope_head_dim
     shapes = {
@@ -131,11 +131,11 @@ def ways_of(model: Model, num_tokens: int) -> dict[str, Way]:
 
 
 class Steps:
-    """Steps of one prompt, one after the other.
+    """Computes one prompt in several steps.
 
     Args:
         model: the model.
-        way: how K and V are held.
+        way: how K and V are stored.
         tokens: int64, the prompt.
     """
 
@@ -157,28 +157,28 @@ class Steps:
         return logits[0]
 
 
-def measure(model: Model, dtype: str, cached: int, news: Sequence[int], rounds: int) -> list[dict[str, Any]]:
-    """Time a cold prefill of the cached tokens once, and steps of new ones after them.
+def measure(model: Model, dtype: str, cached: int, new_counts: Sequence[int], rounds: int) -> list[dict[str, Any]]:
+    """Time a cold prefill of the cached tokens once, and steps with new tokens after them.
 
     Returns:
-        A row for each number of new tokens. Milliseconds: `latent_ms` and `expanded_ms` are medians, and so are
-        `latent_processor_ms` and `expanded_processor_ms`, in which other processes do not count; `latent_cold_ms` and
-        `expanded_cold_ms`, and the same of the processor.
+        A row for each number of new tokens, in milliseconds: the medians `latent_ms` and `expanded_ms` of wall time,
+        and `latent_processor_ms` and `expanded_processor_ms` of CPU time; and for the cold prefill `latent_cold_ms`,
+        `expanded_cold_ms`, `latent_cold_processor_ms` and `expanded_cold_processor_ms`.
 
     Raises:
-        AssertionError: both ways give other logits.
+        AssertionError: the logits of both ways differ.
     """
-    num_tokens = cached + max(news)
+    num_tokens = cached + max(new_counts)
     tokens = torch.randint(0, 4096, (num_tokens,), generator=torch.Generator().manual_seed(1))
     steps = {name: Steps(model, way, tokens) for name, way in ways_of(model, num_tokens).items()}
     cold: dict[str, Any] = {"dtype": dtype, "cached_tokens": cached}
     for name, each in steps.items():
         cold |= _named(f"{name}_cold", _timed(partial(each.compute, 0, cached)))
     rows = []
-    for new in news:
+    for new in new_counts:
         latent, expanded = (each.compute(cached, cached + new) for each in steps.values())
         distance = float((latent - expanded).norm() / expanded.norm())
-        assert distance <= _TOLERANCE[dtype], f"logits: expected the same both ways, got a distance of {distance:.2g}"
+        assert distance <= _TOLERANCE[dtype], f"logits: expected the same in both ways, got a distance of {distance:.2g}"
         taken: dict[str, list[Times]] = {name: [] for name in steps}
         for _ in range(rounds):
             for name, each in steps.items():
@@ -191,7 +191,7 @@ def measure(model: Model, dtype: str, cached: int, news: Sequence[int], rounds: 
 
 
 class Times(NamedTuple):
-    """Milliseconds: on the clock, and of the processor."""
+    """Wall time and CPU time in milliseconds."""
 
     wall: float
     processor: float
@@ -215,7 +215,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--cached", type=int, nargs="+", default=[2048, 8192], help="tokens before the step")
     parser.add_argument("--new", type=int, nargs="+", default=[1, 64], help="tokens of the step")
     parser.add_argument("--dtypes", nargs="+", choices=tuple(_TOLERANCE), default=["float32"])
-    parser.add_argument("--divisor", type=int, default=1, help="of widths, for a small trial")
+    parser.add_argument("--divisor", type=int, default=1, help="divide the widths of the model by this, for a small test")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--json", type=Path)

@@ -3,8 +3,8 @@
 python -m bench.peers --json bench/results/peers.json --plot docs/peers.svg
 
 Each engine runs in its own process and virtual environment, which is created once in the folder `--cache`. The engines'
-requests take turns, and the first tokens of all engines are compared. A peer that can't be installed, or that dies, is
-reported, and the others continue.
+requests are sent in turn, and the first tokens of all engines are compared. A peer that cannot be installed, or that
+crashes, is reported, and the others continue.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class PeerComparison:
         rows: results so far.
         engines: versions and notes of each engine, by setting.
         skipped: engines that could not be installed, each with its reason.
-        failures: engines that died or failed at a task.
-        machines: arithmetic and memory of the machine, by setting.
+        failures: engines that crashed or failed at a task.
+        machines: rates of arithmetic and memory of the machine, by setting.
     """
 
     def __init__(self, cache: Path, engines: Sequence[str], repetitions: int) -> None:
@@ -59,7 +59,7 @@ class PeerComparison:
         self.machines: dict[str, Machine] = {}
 
     def measure(self, setting: PeerSetting, rows: dict[str, PeerRow]) -> None:
-        """Measure the machine, the engines' starts, and then, while all run, the other rows."""
+        """Measure the machine, then the start of each engine, and then the other rows while all engines run."""
         machine = self.machines[str(setting)] = measure_machine(setting.dtype, setting.threads)
         workers: dict[str, WorkerProcess] | None = None
         with ExitStack() as stack:
@@ -77,7 +77,7 @@ class PeerComparison:
                 _say(f"{setting}: {row.title}: {ratio}, in {time.monotonic() - start_s:.0f} s")
 
     def _build(self, setting: PeerSetting) -> dict[str, WorkerProcess]:
-        """Make the workers of all engines that can be installed."""
+        """Build the workers of all engines that can be installed."""
         made: dict[str, WorkerProcess] = {}
         for name in self._names:
             if name in self.skipped:
@@ -93,26 +93,26 @@ class PeerComparison:
         workers: dict[str, WorkerProcess] = {}
         for name, worker in self._build(setting).items():
             stack.enter_context(worker)
-            try:  # one after the other, since some compile while they start
+            try:  # one at a time, since some compile while they start
                 ready = worker.wait_until_ready()
             except WorkerFailed as error:
                 self._fail(f"{setting}: {error}")
                 worker.stop()
                 continue
-            self._tell(name, ready)
+            self._note_ready(name, ready)
             workers[name] = worker
             _say(f"{setting}: {name} is ready")
         return workers
 
-    def _tell(self, engine: str, ready: Ready) -> None:
+    def _note_ready(self, engine: str, ready: Ready) -> None:
         facts = self.engines.setdefault(engine, {"versions": ready.versions, "notes": []})
         facts["notes"] += [note for note in ready.notes if note not in facts["notes"]]
 
     def _measure_starts(self, row: PeerRow, setting: PeerSetting) -> dict[str, list[PeerSample]]:
-        """Start and end engines in turn, while no other one runs, in an order that alternates."""
+        """Start and stop the engines one at a time, in an order that alternates."""
         workers = self._build(setting)
         samples: dict[str, list[PeerSample]] = {engine: [] for engine in workers}
-        for number in range(-1, self._repetitions):  # the first one compiles what is kept on the disk
+        for number in range(-1, self._repetitions):  # the first repetition fills compilation caches on disk, and is not counted
             for engine in list(workers) if number % 2 else list(workers)[::-1]:
                 start_s = time.monotonic()
                 try:
@@ -123,13 +123,13 @@ class PeerComparison:
                     self._fail(f"{row.title}: {error}")
                     del workers[engine]
                     continue
-                self._tell(engine, ready)
+                self._note_ready(engine, ready)
                 if number >= 0:
                     samples[engine].append(sample)
         return samples
 
     def _measure_row(self, name: str, row: PeerRow, workers: dict[str, WorkerProcess]) -> dict[str, list[PeerSample]]:
-        """Measure repetitions in turn, in an order that alternates. An engine that fails is out of the row."""
+        """Measure repetitions in turn, in an order that alternates. An engine that fails is left out of the row."""
         samples: dict[str, list[PeerSample]] = {engine: [] for engine in workers}
         running = dict(workers)
         for number in range(-1, self._repetitions):  # the first one fills caches and warms up
@@ -155,7 +155,7 @@ class PeerComparison:
 
 
 def plan(options: argparse.Namespace) -> list[tuple[PeerSetting, dict[str, PeerRow]]]:
-    """List the settings with their rows. The demo's rows have two threads and float32, whatever else is asked for."""
+    """List the settings with their rows. The rows of the demo always have two threads and float32."""
     rows = {name: row for name, row in build_rows(is_quick=options.quick).items() if name in options.rows}
     large = {name: row for name, row in rows.items() if row.model == "llama"}
     demo = {name: row for name, row in rows.items() if row.model == "tiny"}
@@ -171,7 +171,7 @@ def _say(text: str) -> None:
 
 
 def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse the command line. Raises SystemExit where it is wrong."""
+    """Parse the command line. Raises SystemExit if it is wrong."""
     names = list(build_rows())
     parser = argparse.ArgumentParser(description="Compare radixkv with other engines on a CPU.", allow_abbrev=False)
     parser.add_argument("--engines", nargs="+", choices=list(ENGINES), default=list(ENGINES), metavar="E")
@@ -179,7 +179,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--dtypes", nargs="+", choices=("float32", "bfloat16"), default=["float32", "bfloat16"])
     parser.add_argument("--threads", nargs="+", type=int, default=[1, 2], help="for the rows of the large model")
     parser.add_argument("--repetitions", type=int, default=5)
-    parser.add_argument("--quick", action="store_true", help="short prompts, 2 repetitions: to see that all works")
+    parser.add_argument("--quick", action="store_true", help="short prompts, 2 repetitions: a smoke test")
     parser.add_argument(
         "--cache", type=Path, default=Path("build/peers"), help="environments, models; kept between runs"
     )
@@ -199,7 +199,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print a table, write JSON and draw. Returns 1 if an engine failed at something, else 0."""
     options = parse_options(arguments)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that every worker is ended
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that every worker is stopped
     command = shlex.join(["python", "-m", "bench.peers", *(sys.argv[1:] if arguments is None else arguments)])
     comparison = PeerComparison(options.cache, options.engines, options.repetitions)
     start_s = time.monotonic()
@@ -224,7 +224,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if options.json:
                 write_json(options.json, result())
     except KeyboardInterrupt:
-        _say("interrupted: the rows so far follow")
+        _say("interrupted; the rows measured so far:")
     if options.json:
         write_json(options.json, result())
     print(format_table(comparison.rows, comparison.skipped, comparison.failures))

@@ -1,11 +1,11 @@
-"""Times matmuls of rows and a weight with each library that a model on a CPU chooses from, our own C++ among them.
+"""Times GEMMs of rows and a weight, with each library that linear layers on a CPU can use, including our own C++.
 
 python -m bench.products [--shapes 896x4864,4864x896] [--rows 1,8,16,64,512] [--dtypes float32 bfloat16] [--json FILE]
 
-A shape is the number of input features, x, and the number of output features. Libraries take turns, and each reads
-copies of the weight that together have twice the size of the last-level cache, since a model's weights come from
-memory. Times are medians: CPU time of the thread with one thread, otherwise wall time. Each product is compared with
-one in float64 before it is timed.
+A shape is written INxOUT, in input and output features. Libraries are measured in turn. Each one reads copies of the
+weight that together have twice the size of the last-level cache, since the weights of a model are read from memory.
+Times are medians, of CPU time with one thread and otherwise of wall time. Each result is compared with float64 before
+anything is timed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from radixkv.model.on_cpu import native_library
 
 _OURS = "native"
 
-# Relative to the sum of magnitudes of a product's terms: a rounding of the result, and those of float32 sums.
+# Maximum error relative to the sum of the magnitudes of a result's terms: the rounding of the result and of the sums.
 _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2**-7}
 
 Multiply = Callable[[torch.Tensor], torch.Tensor]
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = _parser().parse_args(arguments)
     command = shlex.join(["python", "-m", "bench.products", *(sys.argv[1:] if arguments is None else arguments)])
     torch.set_num_threads(options.threads)
-    native_library()  # from now on products can be ours
+    native_library()  # loads our kernels
     rows: list[dict[str, Any]] = []
     for name, (in_features, out_features) in itertools.product(options.dtypes, options.shapes):
         weight = torch.randn(out_features, in_features, generator=torch.Generator().manual_seed(0))
@@ -55,16 +55,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 @torch.inference_mode()
 def measure(weight: torch.Tensor, nums_rows: Sequence[int], rounds: int) -> list[dict[str, Any]]:
-    """Time products of some numbers of rows with a weight, by library.
+    """Time GEMMs of several numbers of rows with a weight, by library.
 
     Args:
         weight: `[out_features, in_features]`.
         nums_rows: numbers of rows.
-        rounds: calls of each library with each number.
+        rounds: calls of each library with each number of rows.
 
     Returns:
-        A row for each number: microseconds of each library, and the ratio of ours to the fastest other one; None where
-        ours are not in use.
+        A result for each number of rows: microseconds of each library, and the ratio of ours to the fastest other one;
+        None if ours does not support the weight.
     """
     copies = {name: cold_copies(name, weight, None) for name in gemm_backends(weight)}
     dtype = str(weight.dtype).removeprefix("torch.")
@@ -93,7 +93,7 @@ def _times_us(copies: dict[str, list[Multiply]], rows: torch.Tensor, rounds: int
             call = next(turns[name])
             start_s = clock()
             call(rows)
-            if number >= 0:  # the first one prepares
+            if number >= 0:  # the first round warms up
                 times[name].append(1e6 * (clock() - start_s))
     return times
 
@@ -101,7 +101,7 @@ def _times_us(copies: dict[str, list[Multiply]], rows: torch.Tensor, rounds: int
 def _check(name: str, product: torch.Tensor, rows: torch.Tensor, weight: torch.Tensor) -> None:
     wide, wide_weight = rows.double(), weight.double().t()
     bound = _TOLERANCE[weight.dtype] * (wide.abs() @ wide_weight.abs())
-    assert bool(((product.double() - wide @ wide_weight).abs() <= bound).all()), f"{name}: expected the product"
+    assert bool(((product.double() - wide @ wide_weight).abs() <= bound).all()), f"{name}: the result differs from that in float64"
 
 
 def _shapes(text: str) -> list[tuple[int, int]]:
@@ -113,7 +113,7 @@ def _numbers(text: str) -> list[int]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description="Time products of rows with a weight, by library.")
+    parser = argparse.ArgumentParser(description="Time GEMMs of rows and a weight, by library.")
     shapes = "896x1152,896x4864,4864x896"
     parser.add_argument("--shapes", type=_shapes, default=_shapes(shapes), help=f"features in x out; default {shapes}")
     parser.add_argument("--rows", type=_numbers, default=[1, 8, 16, 64, 512], help="default 1,8,16,64,512")

@@ -34,13 +34,13 @@ from bench.parts.load_generator import (
     PrefillCall,
     ReplayTraffic,
     build_message,
-    limit_within,
     prefill_call,
     replay,
+    sending_limit_s,
 )
 from bench.parts.options import DEFAULT_CONCURRENCY, ReplayOptions, parse_options
 from bench.parts.progress import progress
-from bench.parts.public_registration import PublicTokens, made_public, public_tokens
+from bench.parts.public_registration import PublicTokens, public_tokens, registered_prefixes
 from bench.parts.report import MIN_COMPARED, Summary, build_comparison, format_table, summarize
 from bench.parts.result_file import write_json
 from bench.parts.reusable_tokens import count_reusable_tokens
@@ -54,7 +54,7 @@ _CONNECT_TIMEOUT_S = 20.0
 _START_TIMEOUT_S = 180.0
 _MAX_WARM_UP_TOKENS = 4096
 
-# Shares of the time that is left of --time-limit-s when a part begins. Tables and pictures get what remains.
+# Shares of the time that is left of --time-limit-s when a part of the run begins. The table and the plot get the rest.
 _START_SHARE = 0.6
 _WARM_UP_SHARE = 0.15
 _WITH_CACHE_SHARE = 0.35
@@ -68,9 +68,9 @@ class ReplayPasses:
     Attributes:
         tenant: of the pass with the cache.
         with_cache: the pass over all requests.
-        without_cache: the pass over requests of `with_cache`; None if it was not asked for or not begun.
+        without_cache: the pass over requests of `with_cache`; None if it was not requested or not begun.
         stats_before, stats_after: server statistics around the pass with the cache; None if the server has none.
-        interrupted_by: the signal that ended the run early; None if none did.
+        interrupted_by: name of the signal that ended the run early; None if none did.
     """
 
     tenant: str
@@ -85,8 +85,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark and print a table. Returns the exit status."""
     options = parse_options(arguments)
     command = shlex.join(["python", "-m", "bench.replay", *(sys.argv[1:] if arguments is None else arguments)])
-    # SIGTERM unwinds the stack as Ctrl-C does, so that the server started here is stopped. A shell's background jobs
-    # would ignore Ctrl-C.
+    # SIGTERM unwinds the stack as Ctrl-C does, so that the server that was started here is stopped. SIGINT gets a
+    # handler because a shell starts its background jobs with SIGINT ignored.
     handlers = {signal.SIGTERM: _exit_on_signal, signal.SIGINT: signal.default_int_handler}
     previous_handlers = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
@@ -103,7 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run(options: ReplayOptions, command: str) -> int:
-    """Measure, print the table, write the JSON file and the picture that were asked for, and return the exit status.
+    """Measure, print the table, write the JSON file and the plot if requested, and return the exit status.
 
     Raises:
         ConfigError: the trace can't be read, the server can't be started or reached, or no request was answered or
@@ -134,12 +134,12 @@ def run(options: ReplayOptions, command: str) -> int:
         from bench.parts.picture import draw_ttft  # imports matplotlib: slow, and needed here only
 
         draw_ttft(options.plot, report, measured.with_cache, measured.without_cache)
-        print(f"picture: {options.plot}")
+        print(f"plot: {options.plot}")
     return status or exit_status(options, report)
 
 
 def exit_status(options: ReplayOptions, report: Summary) -> int:
-    """Return the exit status of a run that was not interrupted."""
+    """Return the exit status of a run that was not interrupted: 1 for wrong answers, 2 without a comparison, else 0."""
     without_cache = report["without_cache"] or {"errors": 0}
     if report["errors"] + without_cache["errors"] + report["answers"]["different"]:
         return 1
@@ -153,11 +153,11 @@ async def measure(
     messages: Sequence[prefill_pb2.PrefillRequest],
     budget: TimeBudget,
 ) -> ReplayPasses:
-    """Run all passes against a server, as far as the time allows and until a signal comes."""
+    """Run all passes against a server, until the time limit is reached or a signal arrives."""
     channel_options = [
         ("grpc.max_receive_message_length", -1),
         ("grpc.max_send_message_length", -1),
-        ("grpc.enable_http_proxy", 0),  # a proxy's latency is not what is measured
+        ("grpc.enable_http_proxy", 0),  # the latency of a proxy must not be measured
     ]
     interruption = Interruption()
     show = functools.partial(progress, stream=sys.stderr, use_lines=options.progress)
@@ -172,14 +172,14 @@ async def measure(
         except TimeoutError:
             raise ConfigError(f"server {address}: expected a connection within {_CONNECT_TIMEOUT_S:g} s") from None
         call = prefill_call(channel)
-        with interruption.awaited():
+        with interruption.handled():
             await _warm_up(call, options, items, budget, interruption.event)
             public = public_tokens_of(options, items)
             stats_before = await _read_stats(channel)
             tenant = f"replay-{secrets.token_hex(4)}"
             _note(options, f"{options.describe_workload(items)}; {options.describe_traffic()}")
-            async with made_public(channel, public, options.timeout_s):
-                max_s = limit_within(budget.share_s(1 if options.baseline_requests == 0 else _WITH_CACHE_SHARE))
+            async with registered_prefixes(channel, public, options.timeout_s):
+                max_s = sending_limit_s(budget.share_s(1 if options.baseline_requests == 0 else _WITH_CACHE_SHARE))
                 traffic = traffic_of(tenant, use_cache=True, max_s=max_s)
                 with show("with cache", len(items), limit_s=traffic.limit_s) as on_answer:
                     with_cache = await replay(call, items, messages, traffic, on_answer, stop=interruption.event)
@@ -187,27 +187,28 @@ async def measure(
             without_cache = None
             order = choose_baseline(options, with_cache)
             if order and not interruption.event.is_set():
-                max_s = min(limit_within(budget.share_s(_WITHOUT_CACHE_SHARE)), options.baseline_seconds)
+                max_s = min(sending_limit_s(budget.share_s(_WITHOUT_CACHE_SHARE)), options.baseline_seconds)
                 traffic = traffic_of(tenant, use_cache=False, max_s=max_s)
                 with show("without cache", len(order), limit_s=traffic.limit_s) as on_answer:
                     without_cache = await replay(
                         call, items, messages, traffic, on_answer, order=order, stop=interruption.event
                     )
     if interruption.name is not None:
-        print(f"{interruption.name}: reporting what was measured until now", file=sys.stderr)
+        print(f"{interruption.name}: reporting what was measured so far", file=sys.stderr)
     return ReplayPasses(tenant, with_cache, without_cache, stats_before, stats_after, interruption.name)
 
 
 def public_tokens_of(options: ReplayOptions, items: Sequence[WorkItem]) -> PublicTokens:
-    """Return the prefixes that are made public for the pass with the cache; none unless asked for."""
+    """Return the prefixes that are made public for the pass with the cache; none without `--public-prefix`."""
     return public_tokens(items, options.prefix_tokens) if options.public_prefix else {}
 
 
 def choose_baseline(options: ReplayOptions, with_cache: Pass) -> list[int]:
     """Return the indices of the requests that the pass without the cache sends, in the order of sending.
 
-    They are those that came back with the cache. However few of them time allows, in a closed loop they are spread
-    evenly over the traffic; in an open loop they are its beginning, so that requests come as often in both passes.
+    They are those that were answered or failed in the pass with the cache. The time may end before all of them are
+    sent. In a closed loop the order is therefore such that the requests sent so far are spread evenly over the traffic.
+    In an open loop they are sent in their original order, so that the arrival rate is the same in both passes.
     """
     indices = [outcome.index for outcome in with_cache.outcomes]
     if options.concurrency is not None:
@@ -216,9 +217,9 @@ def choose_baseline(options: ReplayOptions, with_cache: Pass) -> list[int]:
 
 
 def describe_baseline(options: ReplayOptions, measured: ReplayPasses) -> str:
-    """Say how many requests the pass without the cache replayed, which, and why not all."""
+    """Describe how many and which requests the pass without the cache replayed, and why not all."""
     if options.baseline_requests == 0:
-        return "not measured, as asked"
+        return "not measured, as requested"
     replayed = measured.without_cache
     if replayed is None or not replayed.outcomes:
         return f"not measured: {measured.interrupted_by or 'the time limit'} came before an answer"
@@ -229,22 +230,22 @@ def describe_baseline(options: ReplayOptions, measured: ReplayPasses) -> str:
     text = f"a sample: {num_replayed:,} of {num_all:,} requests, "
     text += "the first ones" if options.concurrency is None else "spread evenly"
     if num_cached < num_all:
-        text += f" over the {num_cached:,} that came back with the cache"
+        text += f" over the {num_cached:,} that were answered with the cache"
     if replayed.ended_by is Ending.INTERRUPTED:
         text += "; interrupted"
     elif replayed.ended_by is Ending.TIME_LIMIT:
-        text += "; its time was over"
+        text += "; its time limit was reached"
     elif options.baseline_requests is not None:
-        text += "; as asked"
+        text += "; as requested"
     if options.concurrency is None:
-        text += "; so short a pass queues less than the whole would"
+        text += "; in such a short pass requests queue less than in a pass over all requests"
     return text
 
 
 def build_report(options: ReplayOptions, items: Sequence[WorkItem], measured: ReplayPasses) -> Summary:
-    """Collect the numbers of a run; the environment is added by `run`."""
-    num_enough = min(MIN_COMPARED, len(items), options.baseline_requests or MIN_COMPARED)
-    comparison = build_comparison(measured.with_cache, measured.without_cache, num_enough)
+    """Collect the numbers of a run; `run` adds the environment."""
+    min_compared = min(MIN_COMPARED, len(items), options.baseline_requests or MIN_COMPARED)
+    comparison = build_comparison(measured.with_cache, measured.without_cache, min_compared)
     replayed = [items[outcome.index] for outcome in measured.with_cache.outcomes]
     before, after = measured.stats_before, measured.stats_after
     return {
@@ -256,13 +257,13 @@ def build_report(options: ReplayOptions, items: Sequence[WorkItem], measured: Re
         "speedup": comparison.speedup,
         "model": after.model if after else options.model,
         "device": after.device if after else options.device,
-        "answers": {"compared": comparison.compared, "different": comparison.different, "required": num_enough},
+        "answers": {"compared": comparison.compared, "different": comparison.different, "required": min_compared},
         "baseline_sample": {
             "planned": options.baseline_requests != 0,
             "requests": len(measured.without_cache.outcomes) if measured.without_cache else 0,
             "of": len(items),
             "text": describe_baseline(options, measured),
-            # Of the same requests.
+            # For the requests that were answered in both passes.
             "with_cache_ttft_ms": comparison.with_cache_ttft_ms,
             "with_cache_server_prefill_ms": comparison.with_cache_server_prefill_ms,
         },
@@ -274,7 +275,7 @@ def build_report(options: ReplayOptions, items: Sequence[WorkItem], measured: Re
         "adapters": options.adapters,
         "tenants": options.tenants,
         "public_prefixes": len(public_tokens_of(options, items)),
-        # Of an infinite cache, namespace by namespace, in this order.
+        # What a cache of infinite size would reuse if the requests were computed one by one, in this order.
         "reusable_tokens": count_reusable_tokens(replayed, public_tokens_of(options, items)),
         "tenant": measured.tenant,
         "server": {
@@ -292,18 +293,18 @@ def build_report(options: ReplayOptions, items: Sequence[WorkItem], measured: Re
 async def _warm_up(
     call: PrefillCall, options: ReplayOptions, items: Sequence[WorkItem], budget: TimeBudget, stop: asyncio.Event
 ) -> None:
-    """Send unrelated prompts, cached and uncached, as far as the time allows."""
+    """Send prompts that are not part of the traffic, with the cache and without, until the time limit is reached."""
     concurrency = options.concurrency or DEFAULT_CONCURRENCY
     num_tokens = min(median_prompt_tokens(items), _MAX_WARM_UP_TOKENS)
     prompts = unrelated_prompts(concurrency, num_tokens, options.vocab_size)
-    # A second visit is a hit, and half of the first prompt before half of another is a hit with a suffix to compute.
+    # A miss, a hit of the whole prompt, and a hit of its first half.
     half = num_tokens // 2
-    grafted = prompts[0].copy()
-    grafted[half:] = prompts[-1][::-1][half:]
-    cached = [WorkItem(0.0, prompts[0]), WorkItem(0.0, prompts[0]), WorkItem(0.0, grafted)]
+    half_shared = prompts[0].copy()
+    half_shared[half:] = prompts[-1][::-1][half:]
+    cached = [WorkItem(0.0, prompts[0]), WorkItem(0.0, prompts[0]), WorkItem(0.0, half_shared)]
     uncached = [WorkItem(0.0, prompt) for prompt in prompts]
     for batch, use_cache, num_at_once in ((cached, True, 1), (uncached, False, concurrency)):
-        max_s = limit_within(budget.share_s(_WARM_UP_SHARE / 2))
+        max_s = sending_limit_s(budget.share_s(_WARM_UP_SHARE / 2))
         traffic = ReplayTraffic(
             "warmup", use_cache, num_at_once, options.timeout_s, None if math.isinf(max_s) else max_s
         )

@@ -1,4 +1,4 @@
-"""Measures the overhead of the service per call: with a model that costs nothing, compared with a bare echo server.
+"""Measures the overhead of the service per call: with a model that takes no time, compared with a bare echo server.
 
 python -m bench.rpc --json bench/results/rpc.json
 
@@ -41,7 +41,7 @@ from radixkv.v1 import prefill_pb2
 SERVERS = ("service", "echo")
 _METHOD = "/radixkv.v1.PrefillService/Prefill"
 _TIMEOUT_S = 60.0
-_COUNTER_TOKENS = 32  # bits of the number of a miss, so that no two misses share a block
+_COUNTER_TOKENS = 32  # tokens that encode the number of a miss in binary, so that no two misses share a block
 _VARINT_BYTES = 16  # responses may differ by this number of bytes, because varints have a variable length
 
 Row = dict[str, Any]
@@ -83,7 +83,7 @@ class Round:
 
 
 class Requests:
-    """Makes the bytes of requests with `num_tokens` tokens. `seed` decides the tokens."""
+    """Serializes requests with `num_tokens` random tokens, which depend on `seed`."""
 
     def __init__(self, num_tokens: int, seed: int) -> None:
         ids = np.random.default_rng(seed).integers(0, VOCAB_SIZE, num_tokens).astype("<u4")
@@ -131,7 +131,7 @@ async def check(service: Endpoint, echo: Endpoint, requests: Requests, num_token
         AssertionError: one of these does not hold.
     """
     await service.call(requests.hit(), timeout=_TIMEOUT_S)
-    for make, most_cached_tokens in ((requests.hit, num_tokens - 1), (requests.miss, _COUNTER_TOKENS)):
+    for make, max_cached_tokens in ((requests.hit, num_tokens - 1), (requests.miss, _COUNTER_TOKENS)):
         data, echoed = [await each.call(make(), timeout=_TIMEOUT_S) for each in (service, echo)]
         answer = prefill_pb2.PrefillResponse.FromString(data)
         cached_tokens = answer.usage.cached_tokens
@@ -139,8 +139,8 @@ async def check(service: Endpoint, echo: Endpoint, requests: Requests, num_token
             f"next token: expected {NEXT_TOKEN_ID}, got {answer.next_token_id}"
         )
         assert cached_tokens + answer.usage.computed_tokens == num_tokens, "usage: the tokens do not add up"
-        assert cached_tokens <= most_cached_tokens, f"a miss reuses {cached_tokens} tokens"
-        assert make == requests.miss or cached_tokens == most_cached_tokens, f"a hit reuses {cached_tokens} tokens"
+        assert cached_tokens <= max_cached_tokens, f"a miss reuses {cached_tokens} tokens"
+        assert make == requests.miss or cached_tokens == max_cached_tokens, f"a hit reuses {cached_tokens} tokens"
         assert abs(len(data) - len(echoed)) <= _VARINT_BYTES, f"answers of {len(data)} and {len(echoed)} bytes"
 
 
@@ -223,14 +223,14 @@ def _line(row: Row) -> str:
 def _prompt_tokens(text: str) -> int:
     num_tokens = positive(text)
     if num_tokens < _COUNTER_TOKENS:
-        raise argparse.ArgumentTypeError(f"expected at least {_COUNTER_TOKENS} tokens, a miss's number, got {text}")
+        raise argparse.ArgumentTypeError(f"expected at least {_COUNTER_TOKENS} tokens, which encode the number of a miss, got {text}")
     return num_tokens
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print a table, and write JSON."""
     parser = argparse.ArgumentParser(
-        description="Measure the service over a model that costs nothing, compared with an echo server."
+        description="Measure the service over a model that takes no time, compared with an echo server."
     )
     parser.add_argument("--tokens", type=_prompt_tokens, nargs="+", default=[128, 2048], help="prompt lengths")
     parser.add_argument("--kinds", nargs="+", choices=("hit", "miss"), default=["hit", "miss"])
@@ -248,8 +248,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     rows = asyncio.run(run(options))
     if options.json:
         keys = ("rounds", "seconds", "seed", "settings")
-        asked = {key: getattr(options, key) for key in keys}
-        write_json(options.json, {"rows": rows, **asked, "command": command, **describe_run()})
+        parameters = {key: getattr(options, key) for key in keys}
+        write_json(options.json, {"rows": rows, **parameters, "command": command, **describe_run()})
 
 
 if __name__ == "__main__":

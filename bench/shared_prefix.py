@@ -3,8 +3,8 @@
 python -m bench.shared_prefix --json bench/results/shared_prefix.json
 
 One layer is computed with the kernels that serve. The third column is torch's fused attention, called for each request
-over contiguous K and V. Before anything is timed, answers over shared blocks must be bitwise identical to those that a
-request gets alone.
+over contiguous K and V. Before anything is timed, the outputs over shared blocks must be bitwise identical to those
+over separate blocks.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ Row = dict[str, Any]
 
 
 class SharedPrefixCase:
-    """Requests that compute new tokens after a shared prefix and, all but a block of them, after some of their own.
+    """Requests that compute new tokens after a shared prefix, and after some tokens of their own.
 
     Args:
         num_requests: requests of the step.
         prefix_tokens: tokens that they share, a multiple of the block size.
-        own_tokens: tokens of each after the prefix, the new ones included.
-        new_tokens: tokens of each that the step computes.
+        own_tokens: tokens of each request after the prefix, including the new ones.
+        new_tokens: tokens of each request that the step computes.
         heads: query heads, KV heads, and dimensions of a head.
         dtype: of queries, keys and values.
     """
@@ -84,7 +84,7 @@ class SharedPrefixCase:
         self._new_tokens = new_tokens
 
     def attend(self, *, is_shared: bool) -> torch.Tensor:
-        """Attend over shared blocks, or over blocks of their own."""
+        """Attend over shared blocks, or over separate blocks for each request."""
         batch = self._shared if is_shared else self._apart
         return self._kernels[is_shared].paged_attention(self.query, self._pool, 0, batch, self._scoring)
 
@@ -104,12 +104,12 @@ class SharedPrefixCase:
 
 
 def measure(case: SharedPrefixCase, rounds: int) -> Row:
-    """Return medians in milliseconds of a thread's time, of rounds in turn."""
+    """Return medians of CPU time in milliseconds, over rounds that alternate between the variants."""
     if not torch.equal(case.attend(is_shared=True), case.attend(is_shared=False)):
         raise SystemExit("shared blocks: the bits differ from those with separate blocks")
     error = (case.attend(is_shared=True).float() - case.attend_contiguous().float()).abs().max().item()
     if not error < (1e-5 if case.query.dtype == torch.float32 else 0.05):
-        raise SystemExit(f"shared blocks: expected what torch's fused attention computes, got {error:.2g} apart")
+        raise SystemExit(f"shared blocks: expected the output of torch's fused attention, got a difference of {error:.2g}")
     ways: dict[str, Callable[[], torch.Tensor]] = {
         "shared_ms": lambda: case.attend(is_shared=True),
         "apart_ms": lambda: case.attend(is_shared=False),
@@ -136,7 +136,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
-    torch.set_num_threads(1)  # so that a thread's time is all there is
+    torch.set_num_threads(1)  # so that the CPU time of one thread is the whole time
     rows = []
     print("dtype     requests  prefix  new  shared, ms  apart, ms  fused, ms  shared / apart  shared / fused")
     for dtype, prefix, count, new in itertools.product(options.dtypes, options.prefixes, options.requests, options.new):

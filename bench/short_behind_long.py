@@ -1,9 +1,10 @@
-"""Measures how long short prompts wait that arrive while a long prompt is computed.
+"""Measures how long short prompts wait if they arrive while a long prompt is computed.
 
     python -m bench.short_behind_long --json FILE
 
-A short prompt should be answered within the step that was running when it arrived, the next step, and the time that it
-takes alone. The benchmark sees the ends of steps from outside: the engine answers a Probe between two steps.
+A short prompt should be answered within the duration of the step that was running when it arrived, plus the next step,
+plus the time that it takes on an idle server. The benchmark detects the end of a step by Probe calls, which the engine
+answers between two steps.
 
 The exit status is 0 if every short prompt was answered in time, 1 if not, and 2 if the long prompt ended before the
 first short one was answered.
@@ -31,7 +32,7 @@ from radixkv.service.client import AsyncClient
 
 VOCAB_SIZE = 256
 PROBE_TOKENS = 16
-SETTLE_S = 2.0  # a long prompt's first steps are short, so waiting behind them shows nothing
+SETTLE_S = 2.0  # the first steps of a long prompt are short, so waiting for them would show nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +42,7 @@ class DelaySample:
     Attributes:
         seconds: time to its answer.
         alone_s: time to its answer on an idle server.
-        two_steps_s: the two longest successive steps during that time, including the one that ran when it came.
+        two_steps_s: the two longest successive steps during that time, including the one that was running when it arrived.
     """
 
     seconds: float
@@ -50,12 +51,12 @@ class DelaySample:
 
     @property
     def ratio(self) -> float:
-        """Time it took divided by time it may take; at most 1 is promised."""
+        """Time to its answer divided by the bound; should be at most 1."""
         return self.seconds / (self.two_steps_s + self.alone_s)
 
 
 class StepWatch:
-    """Notes when steps end, by sending probes one after another."""
+    """Records when steps end, by sending one probe after another."""
 
     def __init__(self, client: AsyncClient) -> None:
         self._client = client
@@ -81,7 +82,7 @@ async def measure(address: str, long_tokens: int, short_tokens: int, count: int,
     """Send short prompts, one after another, while a long one is computed.
 
     Raises:
-        ConfigError: the long one ended before the first short one was answered.
+        ConfigError: the long prompt was answered before the first short one.
     """
     rng = random.Random(seed)
 
@@ -105,7 +106,7 @@ async def measure(address: str, long_tokens: int, short_tokens: int, count: int,
             await long
             raise ConfigError(
                 f"--long-tokens: expected a prompt that is computed for longer than the first short one waits, got "
-                f"{long_tokens} tokens, answered before it"
+                f"{long_tokens} tokens, which were answered before it"
             )
         await asyncio.sleep(2 * max(seconds for _, seconds in timed))  # the step after the last one must end too
         watch.stop()

@@ -2,9 +2,10 @@
 
 python -m bench.step_gap --json bench/results/step_gap.json
 
-The real engine core runs with a device that takes no time. Each step is laid out and its attention is planned, as for a
-recorded step in exact mode with 32 query heads and 8 KV heads. Upload and launch are not included. Rounds alternate
-between steps that start before the remaining work of the previous step, as on a GPU, and steps that start after it.
+The real engine core runs with a device that takes no time. The batch of each step is laid out and its attention is
+planned, as for a recorded step in exact mode with 32 query heads and 8 KV heads. Upload and launch are not included.
+Rounds alternate between overlap scheduling, in which a step starts before the remaining work of the previous one, as on
+a GPU, and steps that start after it.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ Row = dict[str, Any]
 
 
 class IdleRunner:
-    """Stands in for `Runner`: computes nothing, and notes the time from the end of a step to the start of the next."""
+    """Replaces `Runner`: computes nothing, and records the time from the end of a step to the start of the next one."""
 
     def __init__(self, *, is_asynchronous: bool) -> None:
         self.is_asynchronous = is_asynchronous
@@ -83,7 +84,7 @@ class IdleRunner:
 def decoding_core(
     runner: IdleRunner, num_requests: int, prompt_tokens: int, num_steps: int, num_waiting: int = 0
 ) -> EngineCore:
-    """Make an engine core whose running generations decode for all measured steps while others wait."""
+    """Build an engine core whose running generations decode during all measured steps, while other requests wait."""
     # steps with prompts, in which the first requests already decode
     prompt_steps = 2 * num_requests * -(-prompt_tokens // _STEP_TOKENS)
     new_tokens = num_steps + prompt_steps + 8
@@ -106,7 +107,7 @@ def decoding_core(
 
 
 def measure(num_requests: int, prompt_tokens: int, num_waiting: int, num_steps: int, rounds: int) -> Row:
-    """Return medians of all steps, in rounds that start steps ahead and after in turn."""
+    """Return medians over all steps, in rounds that alternate between overlap scheduling and none."""
     gaps_s: dict[bool, list[float]] = {True: [], False: []}
     for is_ahead in (True, False) * rounds:
         runner = IdleRunner(is_asynchronous=is_ahead)
@@ -133,7 +134,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 8, 64], help="requests that decode together")
     parser.add_argument("--prompts", type=int, nargs="+", default=[2048, 8192], help="prompt lengths")
     parser.add_argument(
-        "--waiting", type=int, nargs="+", default=[0, 256], help="requests that wait while all places are taken"
+        "--waiting", type=int, nargs="+", default=[0, 256], help="requests that wait because the maximum number is running"
     )
     parser.add_argument("--steps", type=int, default=200, help="steps of each round; default 200")
     parser.add_argument("--rounds", type=int, default=3)
@@ -151,8 +152,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         )
     if options.json:
         command = shlex.join(["python", "-m", "bench.step_gap", *(sys.argv[1:] if arguments is None else arguments)])
-        asked = {"steps": options.steps, "rounds": options.rounds}
-        write_json(options.json, {"rows": rows, **asked, "command": command, **describe_run()})
+        parameters = {"steps": options.steps, "rounds": options.rounds}
+        write_json(options.json, {"rows": rows, **parameters, "command": command, **describe_run()})
 
 
 if __name__ == "__main__":

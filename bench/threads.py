@@ -2,10 +2,10 @@
 
     python -m bench.threads --threads 1 2 --against ../other-checkout --json FILE
 
-A server runs for each model, number of threads and checkout. They answer the same prompts in turn, first on a quiet
-machine, then next to processes that only use the CPU, so that all servers and both conditions are affected alike when
-the machine's speed drifts. Rows: a prompt that is not cached, 64 new tokens after a cached prefix, and a decoded
-token.
+One server runs for each model, number of threads and checkout. They answer the same prompts in turn. Each round is
+measured on a quiet machine, and then next to processes that keep the CPU busy, so a change of the machine's speed
+affects all servers and both conditions equally. Rows: a prompt that is not cached, 64 new tokens after a cached prefix,
+and one decoded token.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ ROWS = ("cold", "warm", "decode")
 CONDITIONS = ("quiet", "busy")
 _TINY_IDS = 250
 _SMALL_IDS = 49_000
-_PAUSE_S = 0.05  # between two calls, as between the requests of a person: threads that wait have stopped spinning
+_PAUSE_S = 0.05  # between two calls, so that idle threads have stopped spinning
 _START_TIMEOUT_S = 600.0
 _CALL_TIMEOUT_S = 600.0
 
@@ -49,7 +49,7 @@ class ThreadSetting:
 
     Attributes:
         model: `tiny`, or `small`: the shape of SmolLM2-135M with random weights in bfloat16.
-        threads: number of threads that compute.
+        threads: number of compute threads.
         checkout: another checkout of radixkv; None for this one.
     """
 
@@ -65,7 +65,7 @@ class ThreadSetting:
 
 
 def save_small_model(folder: Path) -> None:
-    """Save a Llama of the shape of SmolLM2-135M, with random weights in bfloat16."""
+    """Save a Llama model of the shape of SmolLM2-135M, with random weights in bfloat16."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -120,7 +120,7 @@ def measure(client: Client, max_id: int, seed: str, new_tokens: int) -> dict[str
 
 @contextlib.contextmanager
 def other_work(num_processes: int) -> Iterator[None]:
-    """Keep processes busy that have nothing to do with the servers. Each has a session of its own."""
+    """Run other processes that keep the CPU busy while the context lasts. Each has its own session."""
     command = [sys.executable, "-c", "while True: pass"]
     processes = [subprocess.Popen(command, start_new_session=True) for _ in range(num_processes)]
     try:
@@ -173,7 +173,7 @@ def run(settings: Sequence[ThreadSetting], rounds: int, num_busy: int, new_token
 
 
 def table(rows: Sequence[dict[str, Any]], settings: Sequence[ThreadSetting]) -> str:
-    """Format rows for people: a column per number of threads and checkout, and how busy compares with quiet."""
+    """Format rows as a table: a column per number of threads and checkout, and the ratio of busy to quiet."""
     columns = list(dict.fromkeys(setting.label for setting in settings))
     found = {
         (row["model"], row["row"], row["condition"], ThreadSetting("", row["threads"], row["checkout"]).label): row[
@@ -203,7 +203,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args(arguments)
     if options.new_tokens < 2:
-        parser.error(f"--new-tokens: expected at least 2, between which time passes, got {options.new_tokens}")
+        parser.error(f"--new-tokens: expected at least 2, got {options.new_tokens}")
     checkouts = [None] if options.against is None else [options.against.resolve(), None]
     settings = [ThreadSetting(*each) for each in itertools.product(options.models, options.threads, checkouts)]
     try:

@@ -38,13 +38,13 @@ _VOCAB_SIZE = 2**31 - 1
 _HIT_TOKENS = 8192
 _EVENT_BLOCK_SIZE = 16
 _SAMPLES = 400
-_PEER_EVICTIONS = 50  # each visits every leaf: tens of milliseconds among a hundred thousand
+_PEER_EVICTIONS = 50  # each visits every leaf, which takes tens of milliseconds with 100,000 leaves
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print a table, write JSON."""
     options = _parse(arguments)
-    gc.disable()  # a collection in the middle of one operation would be counted as that operation's
+    gc.disable()  # a garbage collection during an operation would be counted as part of it
     try:
         report = _measure(options)
     finally:
@@ -91,8 +91,8 @@ def _measure(options: argparse.Namespace) -> dict[str, Any]:
 def measure_replay(prompts: Sequence[bytes], block_size: int) -> dict[str, float]:
     """Insert each prompt, then match each whole prompt. Returns medians in microseconds.
 
-    Each insert gets its own buffer, as a request brings one and as SGLang's keys are made. Otherwise nothing would be
-    freed between two inserts, and their copies would wait for the operating system's pages: 25 us instead of 16.
+    Each insert gets its own buffer, as each request does, and as SGLang's keys do. Otherwise no memory would be freed
+    between two inserts, and their copies would wait for new pages of the operating system: 25 us instead of 16.
     """
     num_blocks = sum(-(-len(prompt) // (4 * block_size)) for prompt in prompts)
     cache = PrefixCache(num_blocks, block_size)
@@ -116,7 +116,7 @@ def measure_replay(prompts: Sequence[bytes], block_size: int) -> dict[str, float
 def measure_events(prompts: Sequence[bytes], block_size: int) -> dict[str, float]:
     """Measure an insert without an event log, with one that has no reader, and with one that records, in turn.
 
-    Returns medians in microseconds, with that of publishing after an insert, and the mean of that for an event block.
+    Returns medians in microseconds; also the median time of publishing after an insert, and its mean per event block.
     """
     num_blocks = sum(-(-len(prompt) // (4 * block_size)) for prompt in prompts)
     feeds = [TreeFeed(EventLog(), _EVENT_BLOCK_SIZE, block_size, Identities(), num_blocks * 64) for _ in range(2)]
@@ -140,7 +140,7 @@ def measure_events(prompts: Sequence[bytes], block_size: int) -> dict[str, float
 def measure_sglang(
     prompts: Sequence[bytes], block_size: int, make_tree: Callable[[int], SglangTree]
 ) -> dict[str, float]:
-    """Measure the same with a tree of SGLang; keys and values are made before the clock starts."""
+    """Measure the same with a tree of SGLang. Keys and values are built before the timed part."""
     import torch  # the tree's values are tensors
 
     tree = make_tree(block_size)
@@ -163,7 +163,7 @@ def measure_sglang(
 
 
 def measure_hit(block_size: int) -> dict[str, float]:
-    """Measure a request over an 8k-token hit: lease and release alone, and with the commit of 64 new tokens."""
+    """Measure a hit of 8,192 tokens: lease and release alone, and with the commit of 64 new tokens."""
     prefix = np.random.default_rng(0).integers(0, _VOCAB_SIZE, _HIT_TOKENS, dtype=np.uint32).tobytes()
     cache = PrefixCache(_HIT_TOKENS // block_size + 2 * 64 * _SAMPLES, block_size)
     with cache.lease(_NAMESPACE, prefix) as lease:
@@ -198,7 +198,7 @@ def measure_evict(num_leaves: int) -> dict[str, float]:
     def touch(leaf: bytes) -> None:
         cache.lease(_NAMESPACE, leaf).close()
 
-    cache.evict(2)  # room for the lease's own block
+    cache.evict(2)  # room for the block of the lease
     touches = _times(touch, [leaves[n] for n in picked])
     evictions = _times(lambda _: cache.evict(1), range(_SAMPLES))
     assert cache.num_evicted_blocks == _SAMPLES + 2

@@ -2,9 +2,9 @@
 
 python -m bench.compression --json build/bench/compression.json
 
-The embedded model reads documents that it was not trained on. The prompt of each is computed as usual; then the model
-reads on, token by token, over the whole K/V and over what each policy keeps, and its predictions are compared. Memory
-and quality depend only on the texts; seconds also depend on the load of the machine.
+The embedded model reads documents that it was not trained on. The prompt of each is computed as usual. Then the model
+reads the rest token by token, once over the whole K/V and once over the entries that each policy keeps, and its
+predictions are compared. Memory and quality depend only on the texts; times also depend on the load of the machine.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ class CompressionRow:
 
     Attributes:
         policy: its name, `none` for the whole K/V.
-        positions: `true`, or `renumbered` among what is kept.
+        positions: `true`, or `renumbered`: counted among the kept entries.
         max_tokens: the budget; None for the whole K/V.
-        blocks: blocks that a text holds at the end.
-        kv_bytes: bytes of these.
+        blocks: blocks of a text at the end.
+        kv_bytes: bytes of these blocks.
         perplexity: of the tokens that were read after the prompt.
         kl: mean KL divergence of the predictions from those over the whole K/V, in nats.
-        agreement: share of the tokens whose most likely successor is the same.
-        tokens_per_s: tokens of all texts together per second, including choosing and dropping.
+        agreement: share of the tokens with the same most likely next token.
+        tokens_per_s: tokens of all texts together per second, including the time to choose and drop entries.
     """
 
     policy: str
@@ -56,7 +56,7 @@ class CompressionRow:
 def measure(texts: Sequence[torch.Tensor], num_new: int, budgets: Sequence[int]) -> Iterator[CompressionRow]:
     """Yield a row for the whole K/V, and one for each policy and budget."""
     readings = Readings(build_model("tiny", 0), texts, len(texts[0]) - num_new)
-    following = torch.stack([text[-num_new:] for text in texts])  # what comes after each token that is read
+    following = torch.stack([text[-num_new:] for text in texts])  # the next token of each token that is read
     whole = readings.read(None)
 
     def row(policy: str, positions: str, max_tokens: int | None, read: Read) -> CompressionRow:
@@ -95,7 +95,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     texts = held_out_texts(options.texts, options.prompt_tokens + options.new_tokens)
-    print(f"{'policy':>22}{'positions':>12}{'budget':>7}{'MiB a text':>11}{'perplexity':>11}      KL same top")
+    print(f"{'policy':>22}{'positions':>12}{'budget':>7}{'MiB/text':>11}{'perplexity':>11}      KL same top")
     rows = []
     for row in measure(texts, options.new_tokens, [int(each) for each in options.budgets.split(",")]):
         rows.append(row)

@@ -1,4 +1,4 @@
-"""Texts that a model reads token by token after their prompts, over K/V of which entries are left out."""
+"""Reads texts token by token after their prompts, over K/V from which entries were dropped."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Read:
 
     Attributes:
         logits: float32 `[num_texts, num_tokens, vocab_size]`, after each token that was read.
-        seconds: time of choosing, dropping and computing, prompts excepted.
+        seconds: time to choose, drop and compute, without the prompts.
         blocks: private blocks of a text at the end.
     """
 
@@ -40,12 +40,12 @@ class Read:
 
 
 class Readings:
-    """Computes the prompts of some texts once, and reads on from them in each way that is measured.
+    """Computes the prompts of some texts once, and reads the rest of the texts with each compression.
 
     Args:
         model: the model, on a CPU.
         texts: int64, of equal lengths.
-        num_prompt_tokens: the number of tokens of each text that are its prompt.
+        num_prompt_tokens: number of tokens of each text that are its prompt.
     """
 
     def __init__(self, model: Model, texts: Sequence[torch.Tensor], num_prompt_tokens: int) -> None:
@@ -65,11 +65,11 @@ class Readings:
                 self._runner.run([self._prompt(index, start, end)])
 
     def read(self, compression: Compression | None, *, is_renumbered: bool = False) -> Read:
-        """Read all texts to their ends, side by side.
+        """Read all texts to their ends, as one batch.
 
         Args:
-            compression: what is kept; None for everything.
-            is_renumbered: whether positions are counted among what is kept, as StreamingLLM's authors do. Only for
+            compression: which entries are kept; None for all of them.
+            is_renumbered: whether positions are counted among the kept entries, as in StreamingLLM. Only for
                 models with plain rotary positions, and for policies that drop the oldest.
         """
         num_new_tokens = self._num_tokens - self._num_prompt_tokens
@@ -106,7 +106,7 @@ class Readings:
 
 
 class _Reader:
-    """Reads one text, as `Compressions` lets a request do."""
+    """Reads one text, in the same way as `Compressions` does for a request."""
 
     def __init__(self, runner: Runner, rule: Rule, prompt: Chunk, block_ids: BlockIds, *, is_renumbered: bool) -> None:
         self._kept = KeptEntries.of_prompt(runner, rule, prompt, block_ids)
@@ -121,7 +121,7 @@ class _Reader:
             self._shift(-self._num_dropped)
 
     def next_chunk(self) -> Chunk:
-        """Make room for the next token, and return what is to be computed."""
+        """Make room for the next token, and return the chunk to compute."""
         if self._kept.is_full:
             self._kept.drop()
             self._num_dropped += 1
@@ -143,7 +143,7 @@ class _Reader:
         )
 
     def note(self) -> None:
-        """Note that the token was computed."""
+        """Record that the token was computed."""
         self._kept.append(self._num_read)
         self._num_read += 1
 

@@ -1,10 +1,10 @@
-"""Measures prefills while other clients subscribe to the events of what is cached.
+"""Measures prefills while other clients subscribe to cache events.
 
     python -m bench.events --json FILE
 
-Sends prompts of which nothing is cached, one after another, in three passes: alone; next to as many subscribers as a
-server accepts, half of them slow and half stalled; and next to many more clients, of which the server refuses the rest,
-which retry.
+Sends prompts of which nothing is cached, one after another, in three passes: without subscribers; with as many
+subscribers as the server accepts, half of them slow and half stalled; and with many more clients, which the server
+refuses and which retry.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class EventMeasurement:
     """One pass.
 
     Attributes:
-        callers: callers of Subscribe.
-        accepted, refused: callers by the answer to their first call.
-        ttft_ms: time to first token, as clients see it.
-        server_mib: memory of the server's process after it; None where the system does not report it.
+        callers: number of callers of Subscribe.
+        accepted, refused: callers by the result of their first call.
+        ttft_ms: time to first token, measured by the client.
+        server_mib: memory of the server's process after the pass; None if the system does not report it.
     """
 
     callers: int
@@ -60,13 +60,13 @@ def callers(address: str, count: int) -> Iterator[tuple[int, int]]:
             assert process.stdout is not None
             accepted, refused = map(int, process.stdout.readline().split())
             yield accepted, refused
-            assert process.poll() is None, "callers stay until the pass is over"
+            assert process.poll() is None, "the process of the callers runs until the pass is over"
         finally:
             process.kill()
 
 
 def resident_mib(pid: int) -> float | None:
-    """Read the resident memory of a process in MiB; None where there is no /proc."""
+    """Return the resident memory of a process in MiB; None without /proc."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:

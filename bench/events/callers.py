@@ -1,9 +1,9 @@
-"""Subscribers of `EventService.Subscribe` in a separate process: some read slowly, some never, some are refused.
+"""Subscribers to `EventService.Subscribe` in a separate process: some read slowly, some never, some are refused.
 
     python -m bench.events.callers ADDRESS COUNT
 
-Prints `ACCEPTED REFUSED` once each caller has its first answer, and goes on until its stdin is closed. Whoever is
-refused asks again after a second; of the accepted ones every other one reads, ten batches a second.
+Prints `ACCEPTED REFUSED` when each caller has received its first response, and continues until stdin is closed. Refused
+callers retry after a second. Every other accepted caller reads ten batches per second; the others never read.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from radixkv.v1 import events_pb2, events_pb2_grpc
 
 RETRY_S = 1.0
 READ_PERIOD_S = 0.1
-CALLERS_A_CONNECTION = 50
+CALLERS_PER_CONNECTION = 50
 _OPTIONS = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_receive_message_length", -1)]
 
 
@@ -31,7 +31,7 @@ class ClosedLoopCallers:
         count: callers.
 
     Attributes:
-        num_accepted, num_refused: callers by the answer to their first call.
+        num_accepted, num_refused: callers by the result of their first call.
     """
 
     def __init__(self, stubs: Sequence[Any], count: int) -> None:
@@ -41,8 +41,8 @@ class ClosedLoopCallers:
         self._count = count
         self._tasks = [asyncio.create_task(self._call(stubs[i % len(stubs)], i % 2 == 0)) for i in range(count)]
 
-    async def have_answers(self) -> None:
-        """Wait until each caller has its first answer."""
+    async def wait_for_answers(self) -> None:
+        """Wait until each caller has received its first response."""
         await self._have_answers.wait()
 
     async def stop(self) -> None:
@@ -89,11 +89,11 @@ async def _follow(
 
 
 async def _run(address: str, count: int) -> None:
-    num_connections = -(-count // CALLERS_A_CONNECTION)
+    num_connections = -(-count // CALLERS_PER_CONNECTION)
     channels = [grpc.aio.insecure_channel(address, options=_OPTIONS) for _ in range(num_connections)]
     stubs = [events_pb2_grpc.EventServiceStub(channel) for channel in channels]  # type: ignore[no-untyped-call]
     callers = ClosedLoopCallers(stubs, count)
-    await callers.have_answers()
+    await callers.wait_for_answers()
     print(callers.num_accepted, callers.num_refused, flush=True)
     await asyncio.to_thread(sys.stdin.read)
     await callers.stop()

@@ -1,1 +1,1 @@
-"""Attacks on a server that this benchmark starts, next to an innocent client: `python -m bench.hostile`."""
+"""Attacks on a server that this benchmark starts, next to a well-behaved client: `python -m bench.hostile`."""

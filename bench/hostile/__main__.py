@@ -1,13 +1,14 @@
-"""Attacks a server on loopback that this benchmark starts, and measures an innocent client meanwhile.
+"""Starts a server on loopback, and measures a well-behaved client before and during each of several attacks on it.
 
 python -m bench.hostile [--attacks stalled unread] [--seconds 8] [--set server.max_calls=100] [--apart]
     [--equal-priority] [--step-ms 20] [--json FILE]
 
-Server, attacker and innocent client are three processes. Real attackers have their own machines, so here the attacker
-gets only the CPU time that the others leave; with `--equal-priority` it competes with them. With `--apart` the attacker
-attacks a second server instead: what the innocent client then waits for is the machine, not its own server. The model
-costs nothing, so that the innocent client's own latency, which sets the bound, is as short as possible; with
-`--step-ms` each step takes this long, as on a GPU. The exit status is 1 if an attack broke a bound.
+Server, attacker and well-behaved client are three processes. Real attackers have their own machines, so here the
+attacker gets only the CPU time that the others leave; with `--equal-priority` it competes with them. With `--apart` the
+attacker attacks a second server instead, so any slowdown of the well-behaved client is due to the shared machine, not
+to its own server. The model takes no time by default: the bounds are multiples of the latency without an attack, and
+this makes them as strict as possible. With `--step-ms` each step takes this long, as on a GPU. The exit status is 1 if
+an attack broke a bound.
 """
 
 from __future__ import annotations
@@ -33,30 +34,34 @@ from bench.parts.server_process import ServerProcess
 from radixkv.config import Config
 
 _HEADING = (
-    f"{'attack':<15} {'alone p50':>9} {'p99 ms':>7} {'beside p50':>10} {'p99 ms':>8} {'refused':>9} "
-    f"{'idle MB':>8} {'peak':>6} {'after':>6} {'idle s':>6}  broken bounds; seen"
+    f"{'attack':<15} {'alone p50':>9} {'p99 ms':>7} {'attack p50':>10} {'p99 ms':>8} {'refused':>9} "
+    f"{'idle MB':>8} {'peak':>6} {'after':>6} {'idle s':>6}  broken bounds; observed"
 )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the attacks, each on a fresh server; print a table, and write JSON."""
-    parser = argparse.ArgumentParser(description="Attack a server of its own, with an innocent caller beside.")
+    parser = argparse.ArgumentParser(description="Start a server, attack it, and measure a well-behaved client.")
     parser.add_argument("--attacks", nargs="+", choices=ATTACKS, default=list(ATTACKS))
     parser.add_argument("--seconds", type=float, default=8.0, help="seconds of each attack; default 8")
     parser.add_argument("--set", dest="settings", action="append", default=[], metavar="A.B=V")
-    parser.add_argument("--apart", action="store_true", help="attack another server than the innocent's")
-    parser.add_argument("--equal-priority", action="store_true", help="attackers run at the priority of the others")
+    parser.add_argument(
+        "--apart", action="store_true", help="attack a second server, not that of the well-behaved client"
+    )
+    parser.add_argument(
+        "--equal-priority", action="store_true", help="run attackers with the same priority as server and client"
+    )
     parser.add_argument("--step-ms", type=float, default=0.0, help="time of each step of the model; default 0")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
     command = shlex.join(["python", "-m", "bench.hostile", *(sys.argv[1:] if arguments is None else arguments)])
-    asked = {name: vars(options)[name] for name in ("seconds", "settings", "apart", "equal_priority", "step_ms")}
+    parameters = {name: vars(options)[name] for name in ("seconds", "settings", "apart", "equal_priority", "step_ms")}
     print(_HEADING)
     rows: list[dict[str, Any]] = []
     for name in options.attacks:
         rows.append(_row(name, options))
         if options.json:
-            write_json(options.json, {"rows": rows, **asked, "command": command, **describe_run()})
+            write_json(options.json, {"rows": rows, **parameters, "command": command, **describe_run()})
     return 1 if any(row["broken"] for row in rows) else 0
 
 
@@ -71,8 +76,10 @@ def _row(name: str, options: argparse.Namespace) -> dict[str, Any]:
     with process as address, ServerProcess(command) if options.apart else contextlib.nullcontext() as other:
         assert process.pid is not None, "a server that listens has a process"
         attacked = None if other is None else Target(other, seconds)
-        is_yielding = not options.equal_priority
-        trial = asyncio.run(measure(name, Target(address, seconds), process.pid, attacked, is_yielding=is_yielding))
+        has_low_priority = not options.equal_priority
+        trial = asyncio.run(
+            measure(name, Target(address, seconds), process.pid, attacked, has_low_priority=has_low_priority)
+        )
     budget_mb = memory_budget_mb(Config.load(None, settings).server, attack.num_connections)
     broken = broken_bounds(trial, budget_mb)
     _show(trial, broken)
@@ -80,12 +87,13 @@ def _row(name: str, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _show(trial: Trial, broken: Sequence[str]) -> None:
-    alone, beside = trial.alone, trial.beside
-    seen = {name: round(number, 1) for name, number in {**trial.prepared, **trial.seen}.items()}
+    alone, attacked = trial.alone, trial.under_attack
+    observed = {name: round(number, 1) for name, number in {**trial.prepared, **trial.observed}.items()}
     print(
-        f"{trial.attack:<15} {_number(alone.p50_ms):>9} {_number(alone.p99_ms):>7} {_number(beside.p50_ms):>10} "
-        f"{_number(beside.p99_ms):>8} {beside.refusals:>4}/{beside.calls:<4} {trial.idle_mb:8.0f} {trial.peak_mb:6.0f} "
-        f"{trial.after_mb:6.0f} {_number(trial.idle_after_s):>6}  {', '.join(broken) or 'none'}; {seen}",
+        f"{trial.attack:<15} {_number(alone.p50_ms):>9} {_number(alone.p99_ms):>7} {_number(attacked.p50_ms):>10} "
+        f"{_number(attacked.p99_ms):>8} {attacked.refusals:>4}/{attacked.calls:<4} {trial.idle_mb:8.0f} "
+        f"{trial.peak_mb:6.0f} {trial.after_mb:6.0f} {_number(trial.idle_after_s):>6}  "
+        f"{', '.join(broken) or 'none'}; {observed}",
         flush=True,
     )
 

@@ -1,8 +1,8 @@
-"""The process of an attacker, so that its work is not counted as the server's.
+"""Runs an attacker in its own process, so that its CPU time and memory are not counted as the server's.
 
 python -m bench.hostile.attacker NAME ADDRESS SECONDS SCALE
 
-It prepares the attack, prints a line, waits for a line on stdin, attacks, and prints its observations as JSON.
+The process prepares the attack, prints a line, waits for a line on stdin, attacks, and prints what it observed as JSON.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ _ATTACK_TIMEOUT_S = 120.0
 
 
 class AttackerProcess:
-    """An attacker as a subprocess and asynchronous context manager. After the block the process is gone.
+    """An attacker in a subprocess, as an asynchronous context manager. The process ends with the block.
 
     Args:
         name: of the attack.
         target: what it attacks.
-        is_yielding: whether it uses only CPU time that other processes leave.
+        has_low_priority: whether it uses only CPU time that other processes leave.
     """
 
-    def __init__(self, name: str, target: Target, *, is_yielding: bool) -> None:
-        self._is_yielding = is_yielding
+    def __init__(self, name: str, target: Target, *, has_low_priority: bool) -> None:
+        self._has_low_priority = has_low_priority
         self._arguments = [name, target.address, str(target.seconds), str(target.scale)]
         self._max_s = target.seconds + _ATTACK_TIMEOUT_S
         self._process: asyncio.subprocess.Process
@@ -45,7 +45,7 @@ class AttackerProcess:
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
         )
-        if self._is_yielding:
+        if self._has_low_priority:
             yield_to_others(self._process.pid)
         return self
 
@@ -55,11 +55,11 @@ class AttackerProcess:
         await self._process.wait()
 
     async def prepared(self) -> Figures:
-        """Wait until the attack is prepared. Returns what the attacker saw."""
+        """Wait until the attack is prepared. Returns what the attacker observed."""
         return await self._line(_PREPARE_TIMEOUT_S)
 
     async def attack(self) -> Figures:
-        """Run the attack. Returns what the attacker saw."""
+        """Run the attack. Returns what the attacker observed."""
         assert self._process.stdin is not None, "it was started with a pipe"
         self._process.stdin.write(b"\n")
         return await self._line(self._max_s)
@@ -72,7 +72,7 @@ class AttackerProcess:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Prepare an attack, and attack on command."""
+    """Prepare an attack, and run it after a line on stdin."""
     name, address, seconds, scale = sys.argv[1:] if arguments is None else arguments
     target, attack = Target(address, float(seconds), float(scale)), ATTACKS[name]
     prepared = asyncio.run(attack.prepare(target)) if attack.prepare else {}

@@ -1,10 +1,10 @@
-"""Measures an innocent client of an empty gRPC server during attacks: delays that no gRPC service can prevent.
+"""Measures a well-behaved client of an empty gRPC server during attacks: the delays that no gRPC service can prevent.
 
 python -m bench.hostile.control [--attacks stalled unread cancels] [--seconds 8] [--equal-priority] [--json FILE]
 
-Attacker and innocent client are those of `bench.hostile`, but the server parses each message and answers at once: it
-has no interceptor, no engine and no limit on a connection's calls. The bound is that of `bench.hostile`, three times
-the innocent client's p99 alone; steps take no time.
+The attackers and the well-behaved client are those of `bench.hostile`, but the server only parses each message and
+responds immediately: it has no interceptor, no engine and no limit on the calls of a connection. The bound is that of
+`bench.hostile`, three times the p99 that the client has without an attack, since steps take no time.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 from bench.hostile.attacker import AttackerProcess
 from bench.hostile.attacks.attack import Target
 from bench.hostile.attacks.by_name import ATTACKS
-from bench.hostile.trial import innocent, innocent_alone
+from bench.hostile.trial import calls_alone, well_behaved_calls
 from bench.hostile.verdict import TIMES_ALONE
 from bench.parts.environment import describe_run
 from bench.parts.result_file import write_json
@@ -32,43 +32,47 @@ _BURSTS = ("stalled", "unread", "cancels")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the bursts, each on a fresh server; print a line each, and write JSON."""
-    parser = argparse.ArgumentParser(description="Attack a gRPC server that only answers.")
+    """Run the attacks, each on a new server; print a line for each, and write JSON."""
+    parser = argparse.ArgumentParser(description="Attack a gRPC server that does nothing but respond.")
     parser.add_argument("--attacks", nargs="+", choices=ATTACKS, default=list(_BURSTS))
     parser.add_argument("--seconds", type=float, default=8.0, help="seconds of each attack; default 8")
-    parser.add_argument("--equal-priority", action="store_true", help="attackers run at the priority of the others")
+    parser.add_argument(
+        "--equal-priority", action="store_true", help="run attackers with the same priority as server and client"
+    )
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
     command = shlex.join(["python", "-m", "bench.hostile.control", *(sys.argv[1:] if arguments is None else arguments)])
     rows = []
     for name in options.attacks:
-        rows.append(_row(name, options.seconds, is_yielding=not options.equal_priority))
+        rows.append(_row(name, options.seconds, has_low_priority=not options.equal_priority))
         if options.json:
             write_json(options.json, {"rows": rows, "seconds": options.seconds, "command": command, **describe_run()})
 
 
-def _row(name: str, seconds: float, *, is_yielding: bool) -> dict[str, Any]:
+def _row(name: str, seconds: float, *, has_low_priority: bool) -> dict[str, Any]:
     answer = prefill_pb2.PrefillResponse(next_token_id=1).SerializeToString().hex()
     process = ServerProcess([sys.executable, "-m", "bench.parts.null_service", "echo", answer])
     with process as address:
-        row = asyncio.run(measure(name, Target(address, seconds), is_yielding=is_yielding))
-    alone, beside = row["alone"], row["beside"]
+        row = asyncio.run(measure(name, Target(address, seconds), has_low_priority=has_low_priority))
+    alone, attacked = row["alone"], row["under_attack"]
     print(
-        f"{name:<10} alone p50 {alone['p50_ms']:.1f} p99 {alone['p99_ms']:.1f} ms, beside {beside['p50_ms']:.1f} "
-        f"{beside['p99_ms']:.1f}, allowed {TIMES_ALONE * alone['p99_ms']:.1f}, refused {beside['refusals']}; "
-        f"{row['seen']}",
+        f"{name:<10} alone p50 {alone['p50_ms']:.1f} p99 {alone['p99_ms']:.1f} ms, "
+        f"attack p50 {attacked['p50_ms']:.1f} p99 {attacked['p99_ms']:.1f} ms, "
+        f"bound {TIMES_ALONE * alone['p99_ms']:.1f} ms, refused {attacked['refusals']}; {row['observed']}",
         flush=True,
     )
     return row
 
 
-async def measure(name: str, target: Target, *, is_yielding: bool) -> dict[str, Any]:
-    """Measure the innocent client alone, then during an attack that prepares nothing."""
-    alone = await innocent_alone(target)
-    async with AttackerProcess(name, target, is_yielding=is_yielding) as attacker:
+async def measure(name: str, target: Target, *, has_low_priority: bool) -> dict[str, Any]:
+    """Measure the well-behaved client alone, then during an attack that needs no preparation."""
+    alone = await calls_alone(target)
+    async with AttackerProcess(name, target, has_low_priority=has_low_priority) as attacker:
         await attacker.prepared()
-        beside, seen = await asyncio.gather(innocent(target.address, target.seconds, 2), attacker.attack())
-    return {"attack": name, "alone": asdict(alone), "beside": asdict(beside), "seen": seen}
+        under_attack, observed = await asyncio.gather(
+            well_behaved_calls(target.address, target.seconds, 2), attacker.attack()
+        )
+    return {"attack": name, "alone": asdict(alone), "under_attack": asdict(under_attack), "observed": observed}
 
 
 if __name__ == "__main__":

@@ -5,9 +5,9 @@ python -m bench.hostile.credentials [--rounds 12] [--calls 200] [--json FILE]
 Four servers of the same program, with a model that costs nothing, are called in turn, one call at a time:
 
     open          loopback, no TLS, no credentials
-    tls           TLS alone: what it adds to `open` is encryption
-    token         TLS and a bearer token: what it adds to `tls` is authentication
-    certificate   mutual TLS: likewise
+    tls           TLS alone; the difference to `open` is the cost of encryption
+    token         TLS and a bearer token; the difference to `tls` is the cost of authentication
+    certificate   mutual TLS; likewise
 
 Times of rounds are compared with those of `tls` in the same round. The exit status is 1 if authentication adds 100 us
 or more.
@@ -50,7 +50,7 @@ _REFUSALS = {"token": grpc.StatusCode.UNAUTHENTICATED, "certificate": grpc.Statu
 
 
 @dataclass(frozen=True, slots=True)
-class Papers:
+class ArmCredentials:
     """Files and secrets of the servers and the caller, in a folder.
 
     Attributes:
@@ -64,8 +64,8 @@ class Papers:
     metadata: dict[str, tuple[tuple[str, str], ...]]
 
     @classmethod
-    def made(cls, folder: Path) -> Papers:
-        """Make an authority, both certificates and a token, and write what servers read."""
+    def create(cls, folder: Path) -> ArmCredentials:
+        """Create a CA, the certificates of server and caller, and a token, and write the files that servers read."""
         ca, token = trustme.CA(), secrets.token_urlsafe(32)
         server, caller = ca.issue_cert("127.0.0.1"), ca.issue_cert(_CALLER)
         ca.cert_pem.write_to_path(folder / "ca.pem")
@@ -130,9 +130,9 @@ async def measure(num_rounds: int, num_calls: int) -> list[dict[str, Any]]:
     """Start the servers and call them in turn, each round in another order. Returns a row for each arm."""
     rounds: dict[str, list[CredentialRound]] = {name: [] for name in ARMS}
     with tempfile.TemporaryDirectory() as folder, ExitStack() as processes:
-        papers = Papers.made(Path(folder))
+        arm_credentials = ArmCredentials.create(Path(folder))
         async with AsyncExitStack() as channels:
-            arms = {name: await _started(name, papers, processes, channels) for name in ARMS}
+            arms = {name: await _started(name, arm_credentials, processes, channels) for name in ARMS}
             for number in range(-1, num_rounds):  # the first one warms up
                 for name in (*ARMS[number % len(ARMS) :], *ARMS[: number % len(ARMS)]):
                     measured = await arms[name].round(num_calls)
@@ -141,29 +141,29 @@ async def measure(num_rounds: int, num_calls: int) -> list[dict[str, Any]]:
     return list(_rows(rounds, num_calls))
 
 
-async def _started(name: str, papers: Papers, processes: ExitStack, channels: AsyncExitStack) -> Arm:
-    settings = [word for setting in papers.settings[name] for word in ("--set", setting)]
+async def _started(name: str, arm_credentials: ArmCredentials, processes: ExitStack, channels: AsyncExitStack) -> Arm:
+    settings = [word for setting in arm_credentials.settings[name] for word in ("--set", setting)]
     process = ServerProcess([sys.executable, "-m", "bench.parts.null_service", "engine", *settings])
     address = processes.enter_context(process)
-    credentials, options = papers.credentials[name], [("grpc.enable_http_proxy", 0)]
+    credentials, options = arm_credentials.credentials[name], [("grpc.enable_http_proxy", 0)]
     channel = (
         grpc.aio.insecure_channel(address, options=options)
         if credentials is None
         else grpc.aio.secure_channel(address, credentials, options=options)
     )
     if name in _REFUSALS:
-        await _check(name, address, papers)
-    return Arm(process, await channels.enter_async_context(channel), papers.metadata[name])
+        await _check(name, address, arm_credentials)
+    return Arm(process, await channels.enter_async_context(channel), arm_credentials.metadata[name])
 
 
-async def _check(name: str, address: str, papers: Papers) -> None:
+async def _check(name: str, address: str, arm_credentials: ArmCredentials) -> None:
     """Check that a server refuses callers without credentials, and for no other reason."""
-    nothing = papers.credentials["tls"]
+    nothing = arm_credentials.credentials["tls"]
     assert nothing is not None, "that arm has TLS"
     async with grpc.aio.secure_channel(address, nothing) as channel:
         call = channel.unary_unary(_METHOD, None, None)(b"", timeout=_TIMEOUT_S)
         code = await call.code()
-    assert code is _REFUSALS[name], f"{name}: expected to refuse a caller who shows nothing, got {code.name}"
+    assert code is _REFUSALS[name], f"{name}: expected to refuse a caller without credentials, got {code.name}"
 
 
 def _rows(rounds: dict[str, list[CredentialRound]], num_calls: int) -> Iterator[dict[str, Any]]:
@@ -176,7 +176,7 @@ def _rows(rounds: dict[str, list[CredentialRound]], num_calls: int) -> Iterator[
             "call_us": statistics.median(each.call_us for each in measured),
             "added_to_tls_us": statistics.median(added_us),
             "added_to_tls_us_by_round": added_us,
-            "server_cpu_us": statistics.fmean(cpu_us) if cpu_us else None,  # its clock ticks are longer than calls
+            "server_cpu_us": statistics.fmean(cpu_us) if cpu_us else None,  # a mean: clock ticks are longer than calls
         }
 
 
@@ -198,8 +198,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"{row['server_cpu_us'] or 0:14.0f}"
         )
     if options.json:
-        asked = {"rounds": options.rounds, "calls": options.calls, "command": command}
-        write_json(options.json, {"rows": rows, **asked, **describe_run()})
+        parameters = {"rounds": options.rounds, "calls": options.calls, "command": command}
+        write_json(options.json, {"rows": rows, **parameters, **describe_run()})
     added = [row["added_to_tls_us"] for row in rows if row["arm"] in ("token", "certificate")]
     return int(max(added) >= MAX_ADDED_US)
 

@@ -1,4 +1,4 @@
-"""The priority of attackers: they use only the CPU time that servers and innocent clients leave."""
+"""The priority of attackers: they use only the CPU time that servers and well-behaved clients leave."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import os
 
 
 def yield_to_others(pid: int) -> None:
-    """Let a process, and threads that it starts later, run only when no process of normal priority wants the CPU.
+    """Give a process, and the threads that it starts later, only CPU time that no process of normal priority wants.
 
     Real attackers have their own machines. On one machine, an attacker of equal priority takes CPU time from the server
-    and from the innocent client, and the resulting wait is no fault of the server.
+    and from the well-behaved client, and the resulting wait is no fault of the server.
 
     Args:
         pid: of the process, before it has threads.

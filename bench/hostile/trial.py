@@ -1,4 +1,4 @@
-"""One attack next to an innocent client: latencies, refusals, memory, and the return to idle."""
+"""Measures one attack: latencies of a well-behaved client, memory of the server, and its return to idle."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _IDLE_TIMEOUT_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Latencies:
-    """Latencies and statuses of an innocent client's calls.
+    """Latencies and statuses of a well-behaved client's calls.
 
     Attributes:
-        p50_ms, p99_ms: of its answers; None without any.
-        step_ms: median of the time that the server computed for it.
+        p50_ms, p99_ms: latency of the answered calls; None if none was answered.
+        step_ms: median time that the server computed for a call.
         calls: prompts sent.
         refusals: prompts that were not answered.
-        statuses: how often each status came, with the server's words.
+        statuses: number of calls by status and error message.
     """
 
     p50_ms: float | None
@@ -47,25 +47,27 @@ class Trial:
     """The outcome of one attack.
 
     Attributes:
-        prepared, seen: what the attacker saw before and during the attack.
-        alone, beside: calls of the innocent client before the attack, and during it.
-        idle_mb, peak_mb, after_mb: resident memory of the server.
-        idle_after_s: seconds from the end of the attack until nothing was unfinished, leased or held; None if never.
+        prepared, observed: what the attacker reported of its preparation and of the attack: statuses by number of
+            calls.
+        alone, under_attack: calls of the well-behaved client before the attack, and during it.
+        idle_mb, peak_mb, after_mb: resident memory of the server before, during and after the attack.
+        idle_after_s: seconds from the end of the attack until no request was unfinished and no lease was held; None if
+            that took more than 30 s.
     """
 
     attack: str
     prepared: Figures
-    seen: Figures
+    observed: Figures
     alone: Latencies
-    beside: Latencies
+    under_attack: Latencies
     idle_mb: float
     peak_mb: float
     after_mb: float
     idle_after_s: float | None
 
 
-async def innocent(address: str, seconds: float, seed: int) -> Latencies:
-    """Send a new prompt of another tenant every 50 ms, and measure the answers."""
+async def well_behaved_calls(address: str, seconds: float, seed: int) -> Latencies:
+    """Send a new prompt every 50 ms, for a tenant that no attacker uses, and measure the answers."""
     loop, numbers = asyncio.get_running_loop(), np.random.default_rng(seed)
     took_ms: list[float] = []
     steps_ms: list[float] = []
@@ -74,7 +76,7 @@ async def innocent(address: str, seconds: float, seed: int) -> Latencies:
     async def call(client: AsyncClient) -> None:
         start_s = loop.time()
         try:
-            answer = await client.prefill(numbers.integers(1, 200, _NUM_TOKENS), tenant="innocent", timeout_s=60)
+            answer = await client.prefill(numbers.integers(1, 200, _NUM_TOKENS), tenant="well-behaved", timeout_s=60)
         except grpc.aio.AioRpcError as error:
             statuses[f"{error.code().name}: {error.details()}"] += 1
             return
@@ -98,38 +100,43 @@ async def innocent(address: str, seconds: float, seed: int) -> Latencies:
     )
 
 
-async def innocent_alone(target: Target) -> Latencies:
-    """Prefill without an attack for the time of an attack, after a second that does not count."""
-    await innocent(target.address, min(_WARM_UP_S, target.seconds), 0)
-    return await innocent(target.address, target.seconds, 1)
+async def calls_alone(target: Target) -> Latencies:
+    """Measure the well-behaved client without an attack, for the duration of one, after a warm-up of a second."""
+    await well_behaved_calls(target.address, min(_WARM_UP_S, target.seconds), 0)
+    return await well_behaved_calls(target.address, target.seconds, 1)
 
 
 async def measure(
-    name: str, target: Target, pid: int, attacked: Target | None = None, *, is_yielding: bool = True
+    name: str, target: Target, pid: int, attacked: Target | None = None, *, has_low_priority: bool = True
 ) -> Trial:
-    """Measure the innocent client alone, then during an attack; then wait until the server is idle, 30 s at most.
+    """Measure the well-behaved client alone, then during an attack; then wait until the server is idle, 30 s at most.
 
     Args:
         name: of the attack.
         target: the server.
         pid: its process.
-        attacked: the server that is attacked, if not `target`.
-        is_yielding: whether the attacker uses only CPU time that other processes leave.
+        attacked: the server that is attacked; None for `target`.
+        has_low_priority: whether the attacker uses only CPU time that other processes leave.
     """
-    alone = await innocent_alone(target)
+    alone = await calls_alone(target)
     idle_mb = resident_mb(pid)
-    async with Peak(pid) as peak, AttackerProcess(name, attacked or target, is_yielding=is_yielding) as attacker:
+    async with (
+        Peak(pid) as peak,
+        AttackerProcess(name, attacked or target, has_low_priority=has_low_priority) as attacker,
+    ):
         prepared = await attacker.prepared()
-        beside, seen = await asyncio.gather(innocent(target.address, target.seconds, 2), attacker.attack())
+        under_attack, observed = await asyncio.gather(
+            well_behaved_calls(target.address, target.seconds, 2), attacker.attack()
+        )
         idle_after_s = await _seconds_to_idle(target.address)
-    return Trial(name, prepared, seen, alone, beside, idle_mb, peak.max_mb, resident_mb(pid), idle_after_s)
+    return Trial(name, prepared, observed, alone, under_attack, idle_mb, peak.max_mb, resident_mb(pid), idle_after_s)
 
 
 class Peak:
-    """The peak resident memory of a process while the context is open, sampled every 50 ms.
+    """Samples the resident memory of a process every 50 ms while the context is open.
 
     Attributes:
-        max_mb: in MB so far.
+        max_mb: the highest sample so far, in MB.
     """
 
     def __init__(self, pid: int) -> None:
@@ -153,7 +160,7 @@ class Peak:
 
 
 def resident_mb(pid: int) -> float:
-    """Return the memory of a process in RAM, by Linux's count."""
+    """Return the resident set size of a process, as Linux reports it."""
     pages = int(Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
 

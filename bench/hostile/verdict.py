@@ -1,4 +1,4 @@
-"""The bounds that a server and an innocent client must stay within during an attack."""
+"""The bounds that a server and a well-behaved client must stay within during an attack."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from bench.hostile.trial import Trial
 from radixkv.config import ServerConfig
 from radixkv.service.server.receive.grpc_options import WINDOW_BYTES
 
-TIMES_ALONE = 3.0  # of the innocent client's p99
+TIMES_ALONE = 3.0  # of the well-behaved client's p99
 _NUM_STEPS = 2
 _TIMES_IDLE_MEMORY = 1.3
 _MAX_IDLE_S = 10.0
@@ -22,20 +22,20 @@ def memory_budget_mb(config: ServerConfig, num_connections: int) -> float:
 def broken_bounds(trial: Trial, budget_mb: float) -> list[str]:
     """Return the bounds that an attack broke, in words; empty if it broke none.
 
-    The innocent client's p99 is at most three times its p99 alone, plus two steps; none of its calls is refused; memory
-    is at most 1.3 times that of the idle server, plus a budget; the server is idle again 10 s after the attack.
+    The well-behaved client's p99 is at most three times its p99 alone, plus two steps; none of its calls is refused;
+    memory is at most 1.3 times that of the idle server, plus a budget; the server is idle again 10 s after the attack.
 
     Args:
         trial: what was measured.
         budget_mb: see above.
     """
     broken = []
-    alone, beside = trial.alone, trial.beside
-    if alone.p99_ms is None or alone.step_ms is None or beside.p99_ms is None:
+    alone, under_attack = trial.alone, trial.under_attack
+    if alone.p99_ms is None or alone.step_ms is None or under_attack.p99_ms is None:
         broken.append("no answers")
-    elif beside.p99_ms > (max_ms := TIMES_ALONE * alone.p99_ms + _NUM_STEPS * alone.step_ms):
+    elif under_attack.p99_ms > (max_ms := TIMES_ALONE * alone.p99_ms + _NUM_STEPS * alone.step_ms):
         broken.append(f"p99 above {max_ms:.1f} ms")
-    if beside.refusals:
+    if under_attack.refusals:
         broken.append("refusals")
     if trial.peak_mb > (max_mb := _TIMES_IDLE_MEMORY * trial.idle_mb + budget_mb):
         broken.append(f"peak above {max_mb:.0f} MB")

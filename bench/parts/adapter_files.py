@@ -1,4 +1,4 @@
-"""Writes adapters with random weights, as peft does, without peft."""
+"""Writes LoRA adapters with random weights, in the format of PEFT."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def write_adapters(model: str, folder: Path, num_adapters: int) -> list[str]:
     Args:
         model: `tiny` or a directory.
         folder: to write directories to.
-        num_adapters: each has other weights.
+        num_adapters: number of adapters, with different weights.
 
     Returns:
         Settings of a server that loads them as `bench-0`, `bench-1` and so on.
@@ -46,7 +46,7 @@ def write_adapters(model: str, folder: Path, num_adapters: int) -> list[str]:
 
 
 def _module(model: str) -> PreTrainedModel:
-    """Make a model whose layers have their names and shapes, and no weights."""
+    """Build a model on the meta device: its layers have names and shapes, but no weights."""
     if model == "tiny":
         return build_tiny_model("eager")
     with torch.device("meta"):

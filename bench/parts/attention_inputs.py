@@ -36,8 +36,8 @@ class AttentionCase:
         kv_dtype: dtype of the pool; the queries are bfloat16.
         is_shuffled: blocks are in random order; otherwise block i of the pool is block i of the request.
         is_exact: the attention is planned as in exact mode.
-        is_specialized: the kernel with specialized warps is used where it can be.
-        is_dequantized_first: blocks of a quantized pool are dequantized before attention, not in it.
+        is_specialized: the warp-specialized kernel is used if it supports the case.
+        is_dequantized_first: blocks of a quantized pool are dequantized before attention, not inside its kernel.
     """
 
     suffix_tokens: int
@@ -54,7 +54,7 @@ class AttentionCase:
         return self.prefix_tokens + self.suffix_tokens
 
     def flops(self, heads: Heads) -> float:
-        """FLOPs of both products, over the keys that each query sees."""
+        """FLOPs of both matmuls, over the keys that each query attends to."""
         suffix = self.suffix_tokens
         visible = suffix * self.prefix_tokens + suffix * (suffix + 1) / 2
         return 4 * heads.num_query_heads * heads.head_dim * visible
@@ -87,7 +87,7 @@ class AttentionInputs:
 
     @property
     def num_bytes(self) -> int:
-        """Least bytes of one set to read and write: queries, answers, and all K/V once."""
+        """Minimum bytes of one set to read and write: queries, outputs, and all K/V once."""
         queries = 2 * self.queries[0].numel() * self.queries[0].element_size()
         return queries + self.case.num_tokens * _token_bytes(self.pool)
 
@@ -102,8 +102,8 @@ def make_inputs(
         heads: shape of the attention of each layer.
         cache_bytes: size of the cache.
         device: device of all tensors.
-        num_layers: least number of the pool's layers; more if there are more sets. Kernels are compiled for the pool's
-            strides, so the same number compiles them once for all cases.
+        num_layers: minimum number of layers of the pool, which has more if there are more sets. Kernels are compiled for
+            the strides of the pool, so with the same number they are compiled once for all cases.
     """
     torch.manual_seed(0)
     num_blocks = -(-case.num_tokens // heads.block_size)
@@ -130,7 +130,7 @@ def make_inputs(
 
 
 def expected_answer(inputs: AttentionInputs) -> torch.Tensor:
-    """Compute the reference's answer for the first set, some rows at a time. Returns a tensor like its queries."""
+    """Compute the reference output for the first set, some rows at a time. Returns a tensor of the shape of its queries."""
     case, table = inputs.case, inputs.batch.block_tables[0].cpu().numpy()
     parts = []
     for start in range(0, case.suffix_tokens, _REFERENCE_ROWS):
@@ -151,11 +151,11 @@ def room_of(device: torch.device, head_dim: int) -> DeviceRoom:
 
 
 def worst_error(got: torch.Tensor, expected: torch.Tensor) -> float:
-    """Return the largest error of a vector relative to its norm; infinite if a number is not finite.
+    """Return the maximum error of a vector relative to its norm; infinite if an element is not finite.
 
     Args:
         got: `[..., head_dim]`.
-        expected: right answer, like `got`; none of its vectors is zero.
+        expected: the correct output, of the same shape; none of its vectors is zero.
     """
     errors = (got.float() - expected.float()).norm(dim=-1) / expected.float().norm(dim=-1)
     return float(errors.nan_to_num(float("inf")).max())

@@ -14,7 +14,8 @@ from radixkv.kernels import reference
 from radixkv.kernels.kv_pool import KVPool
 from radixkv.kernels.quantization import dequantize, is_quantized
 
-# Error of a vector of which one number is rounded another way: a step of int4 is a 7th of the largest, 5 % of its norm.
+# Error of a vector if one element is rounded in the other direction: a step of int4 is a seventh of the largest element,
+# 5 % of the norm.
 _QUANTIZED_TOLERANCE = 0.1
 
 _SLOT_BYTES = torch.int64.itemsize
@@ -28,7 +29,7 @@ class TokenWrites:
 
     Attributes:
         num_bytes: bytes read and written by one step in one layer.
-        tolerance: largest error of a stored vector; 0 if it is not quantized.
+        tolerance: maximum error of a stored vector; 0 if it is not quantized.
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class TokenWrites:
         self._slots = slots.flatten()[:num_tokens].to(device)
 
     def contestant(self, write: WriteKV) -> Contestant:
-        """Make a contestant from a kernel that writes the tokens of each layer."""
+        """Return the contestant of a kernel that writes the tokens of each layer."""
         calls = [
             partial(write, key, value, self._slots, self._pool, layer)
             for layer, (key, value) in enumerate(self._tokens)
@@ -94,12 +95,12 @@ class BlockCopies:
         self._pairs = torch.randperm(num_blocks).view(num_sets, 2, num_copies).to(device)
 
     def contestant(self, copy: CopyBlocks) -> Contestant:
-        """Make a contestant from a kernel that copies the pairs of each step."""
+        """Return the contestant of a kernel that copies the pairs of each step."""
         calls = [partial(copy, self._pool, sources, targets) for sources, targets in self._pairs]
         return Contestant([*calls], partial(self._error, copy))
 
     def _error(self, copy: CopyBlocks) -> float:
-        """Return 0 if the pool has the bits that the reference leaves, else infinity."""
+        """Return 0 if the pool has the same bits as after the reference, else infinity."""
         got, expected = _clone(self._pool), _clone(self._pool)
         sources, targets = self._pairs[0]
         copy(got, sources, targets)
@@ -108,7 +109,7 @@ class BlockCopies:
 
 
 def _clone(pool: KVPool) -> KVPool:
-    """Copy K/V into other memory."""
+    """Return a copy of the pool."""
     num_blocks, num_layers, _, num_kv_heads, block_size, _ = pool.values.shape
     cloned = KVPool.allocate(
         num_blocks, num_layers, num_kv_heads, block_size, pool.head_dim, dtype=pool.dtype, device=pool.blocks.device

@@ -1,4 +1,4 @@
-"""Times calls on a device by device events, and measures the device's best rates."""
+"""Times calls on a device by device events, and measures the peak rates of the device."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ Call = Callable[[], object]
 _MIN_SAMPLES, _MAX_SAMPLES = 10, 50
 _SAMPLING_S = 0.1
 
-# Cycles that the device waits while the host gets ahead: at most half a second at 2 GHz.
+# The device waits this number of cycles, at most half a second at 2 GHz, while the host enqueues launches.
 _CYCLES_PER_S = 2e9
 _MAX_WAIT_S = 0.5
 
-# Two buffers of the copy are many times the cache; the product is large enough for a library's best kernel.
+# The two buffers of the copy are much larger than the cache; the matmul is large enough for the library's best kernel.
 _COPY_BYTES = {"cuda": 1 << 30, "cpu": 1 << 20}
 _MATRIX_SIZE = {"cuda": 8192, "cpu": 128}
 
 _CACHES = 3
 
-# Times on a CPU say nothing, so no cache size is needed there.
+# Times on a CPU are meaningless, so any cache size will do there.
 _CPU_CACHE_BYTES = 1 << 12
 
 
@@ -35,7 +35,7 @@ class CallTiming:
 
     Attributes:
         device_ms: time from start to end on the device.
-        host_ms: time the host takes to launch it.
+        host_ms: time that the host takes to launch it.
     """
 
     device_ms: float
@@ -44,10 +44,10 @@ class CallTiming:
 
 @dataclass(frozen=True, slots=True)
 class DeviceRates:
-    """Rates that the device reached in this run.
+    """Rates that the device reaches in this run.
 
     Attributes:
-        flops_per_s: rate of a large product of square random bfloat16 matrices.
+        flops_per_s: rate of a large matmul of square random bfloat16 matrices.
         bytes_per_s: rate of a large copy in device memory; bytes read and written are counted.
     """
 
@@ -56,7 +56,7 @@ class DeviceRates:
 
 
 def cache_bytes(device: torch.device) -> int:
-    """Return the bytes of a device's largest cache. Larger inputs, used in turn, come from its memory."""
+    """Return the bytes of a device's largest cache. Larger inputs that are used in turn are read from its memory."""
     if device.type == "cpu":
         return _CPU_CACHE_BYTES
     size: int = torch.cuda.get_device_properties(device).L2_cache_size
@@ -64,7 +64,7 @@ def cache_bytes(device: torch.device) -> int:
 
 
 def num_input_sets(set_bytes: int, cache_bytes: int) -> int:
-    """Return the number of input sets of which nothing is left in the cache when a set is used again."""
+    """Return the number of input sets that evict each other from the cache before a set is used again."""
     return max(2, -(-_CACHES * cache_bytes // set_bytes))
 
 
@@ -84,7 +84,7 @@ def measure(calls: Sequence[Call], device: torch.device) -> CallTiming:
         samples_s = [_host_s(call) for call in calls]
         return CallTiming(statistics.median(samples_s) * 1e3, statistics.median(samples_s) * 1e3)
     torch.cuda.synchronize(device)
-    turns = itertools.cycle(calls)  # continues in turn: the inputs just used are in the cache
+    turns = itertools.cycle(calls)  # not restarted, because the inputs that were used last are in the cache
     first_ms, _ = _sampled(turns, len(calls), wait_s=0.0)
     num_samples = min(_MAX_SAMPLES, max(_MIN_SAMPLES, int(_SAMPLING_S * 1e3 / statistics.median(first_ms))))
     _, enqueued_s = _sampled(turns, num_samples, wait_s=0.0)
@@ -99,7 +99,7 @@ def _host_s(call: Call) -> float:
 
 
 def _sampled(turns: Iterator[Call], num_samples: int, wait_s: float) -> tuple[list[float], float]:
-    """Take samples. Returns the device's milliseconds for each, and the host's seconds for all.
+    """Take samples. Returns the device time of each in milliseconds, and the host time of all in seconds.
 
     Args:
         turns: calls to make; consumed.
@@ -123,7 +123,7 @@ def _event() -> torch.cuda.Event:
 
 
 def measure_rates(device: torch.device) -> DeviceRates:
-    """Measure the device's best rates. On a CPU the size is too small to say anything."""
+    """Measure the peak rates of the device. On a CPU the sizes are too small for meaningful rates."""
     size, num_bytes = _MATRIX_SIZE[device.type], _COPY_BYTES[device.type]
     matrices = torch.randn(2, size, size, dtype=torch.bfloat16, device=device)
     product = torch.empty(size, size, dtype=torch.bfloat16, device=device)

@@ -1,4 +1,4 @@
-"""Questions about one document: the traffic of an assistant that answers from a handbook, in English."""
+"""Generates questions about one document, like the traffic of an assistant that answers from a handbook."""
 
 from __future__ import annotations
 
@@ -59,14 +59,14 @@ def conversation(question: str) -> list[dict[str, str]]:
 
 
 def document_questions(tokenizer: Tokenizer, num_requests: int) -> list[WorkItem]:
-    """Make prompts that all begin with the same document.
+    """Build prompts that all begin with the same document.
 
     Args:
         tokenizer: of the model, with its chat template.
-        num_requests: questions; they repeat after `len(QUESTIONS)`.
+        num_requests: number of prompts; the questions repeat after `len(QUESTIONS)`.
 
     Returns:
-        Items that all arrive at once.
+        Items that all arrive at the same time.
     """
     prompts = [tokenizer.encode_chat(conversation(question)) for question in QUESTIONS[:num_requests]]
     return [WorkItem(0.0, np.array(prompts[index % len(prompts)], dtype=np.uint32)) for index in range(num_requests)]

@@ -1,4 +1,4 @@
-"""Describes where and when a number was measured: machine, versions, commit, date."""
+"""Describes the environment of a measurement: machine, versions, commit, date."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _INSTRUCTION_SETS = (
 
 
 def describe_run() -> dict[str, object]:
-    """Describe the run that a result comes from, without its command.
+    """Describe the run that produced a result, without its command.
 
     Outside a git checkout, the environment variable RADIXKV_COMMIT names the commit.
     """
@@ -47,11 +47,11 @@ def describe_cpu(cpuinfo: str) -> dict[str, object]:
     """Describe a processor. Many share a name such as AMD EPYC; family, model and instruction sets distinguish them.
 
     Args:
-        cpuinfo: the text of /proc/cpuinfo, of which the first processor counts; empty where there is none.
+        cpuinfo: the text of /proc/cpuinfo, whose first processor is described; empty on other systems.
 
     Returns:
-        `cpu`, `cpu_family`, `cpu_model` and `instruction_sets`, those by which our kernels and other libraries
-        choose. Family and model are None where the system does not report them.
+        `cpu`, `cpu_family`, `cpu_model`, and `instruction_sets`, by which our kernels and other libraries choose their
+        code. Family and model are None if the system does not report them.
     """
     lines = (line.partition(":") for line in cpuinfo.partition("\n\n")[0].splitlines())
     facts = {name.strip(): value.strip() for name, _, value in lines}
@@ -107,6 +107,6 @@ def _output_of(command: list[str]) -> str | None:
         return None
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_PATIENCE_S)
-    except subprocess.TimeoutExpired:  # nvidia-smi waits for a driver that hangs
+    except subprocess.TimeoutExpired:  # nvidia-smi blocks if the driver does
         return None
     return done.stdout.strip() if done.returncode == 0 else None

@@ -25,8 +25,8 @@ class FirstTokens(NamedTuple):
     """Medians of the times to first token.
 
     Attributes:
-        gateway_ms: over the gateway, from the request until the first piece of a streamed answer.
-        direct_ms: from one of its servers.
+        gateway_ms: through the gateway, from the request to the first chunk of a streamed answer.
+        direct_ms: directly from one of its servers.
     """
 
     gateway_ms: float
@@ -34,35 +34,35 @@ class FirstTokens(NamedTuple):
 
 
 def time_first_tokens(url: str, address: str, model: str, num_calls: int) -> FirstTokens:
-    """Ask a gateway and one of its servers in turn, each time with a new question after a prefix that both know.
+    """Send prompts to a gateway and to one of its servers in turn, each with a new suffix after a prefix that is cached.
 
     Args:
         url: of the gateway.
         address: of the server.
-        model: the name that the gateway knows the model by.
-        num_calls: calls of each that are counted, after some that are not.
+        model: name of the model at the gateway.
+        num_calls: measured calls to each, after some that warm up.
 
     Raises:
-        ConfigError: the gateway does not answer so.
+        ConfigError: the gateway does not stream an answer.
     """
     generator = random.Random(0)
     prefix = _ids(generator, _PREFIX_TOKENS)
     gateway: list[float] = []
     direct: list[float] = []
-    line = http.client.HTTPConnection(urlsplit(url).netloc, timeout=_TIMEOUT_S)
+    connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=_TIMEOUT_S)
     with Client(address, timeout_s=_TIMEOUT_S) as client:
         for _ in range(_NOT_COUNTED + num_calls):
-            gateway.append(_seconds_over_gateway(line, model, [*prefix, *_ids(generator, _SUFFIX_TOKENS)]))
+            gateway.append(_seconds_over_gateway(connection, model, [*prefix, *_ids(generator, _SUFFIX_TOKENS)]))
             direct.append(_seconds_of_server(client, [*prefix, *_ids(generator, _SUFFIX_TOKENS)]))
-    line.close()
+    connection.close()
     return FirstTokens(_median_ms(gateway), _median_ms(direct))
 
 
-def _seconds_over_gateway(line: http.client.HTTPConnection, model: str, ids: Sequence[int]) -> float:
+def _seconds_over_gateway(connection: http.client.HTTPConnection, model: str, ids: Sequence[int]) -> float:
     body = {"model": model, "input_ids": ids, "sampling_params": _SAMPLING, "stream": True}
     start_s = time.perf_counter()
-    line.request("POST", "/generate", json.dumps(body), {"content-type": "application/json"})
-    with line.getresponse() as response:
+    connection.request("POST", "/generate", json.dumps(body), {"content-type": "application/json"})
+    with connection.getresponse() as response:
         first = response.readline()
         took_s = time.perf_counter() - start_s
         rest = response.read()  # so that the connection can be used again

@@ -24,7 +24,7 @@ _SHOWN_LOG_BYTES = 4000
 
 
 class GatewayProcess:
-    """A gateway subprocess as a context manager. After the block the process is gone, whatever happened inside.
+    """A gateway subprocess as a context manager. The process ends with the block, also after an exception.
 
     It listens on two free local ports, for requests and for metrics, and routes by cached prefixes.
 
@@ -45,7 +45,7 @@ class GatewayProcess:
         self._folder = tempfile.TemporaryDirectory(prefix="radixkv-gateway-")
 
     def __enter__(self) -> str:
-        """Start the gateway and wait until every server is healthy and the model's tokenizer is there.
+        """Start the gateway and wait until every server is healthy and the tokenizer of the model is loaded.
 
         Returns:
             Its URL, `http://HOST:PORT`.
@@ -66,7 +66,7 @@ class GatewayProcess:
         self.stop()
 
     def stop(self) -> None:
-        """Send SIGTERM, wait, and kill what is left after the timeout. Safe to call again."""
+        """Send SIGTERM, wait, and kill the process after a timeout. May be called again."""
         if self._process is not None:
             try:
                 self._process.terminate()
@@ -96,7 +96,7 @@ class GatewayProcess:
             stdout=self._log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            cwd=self._folder.name,  # a model's path that is no folder here makes it ask the server for the tokenizer
+            cwd=self._folder.name,  # in which the model's path is not a folder, so the gateway requests the tokenizer from the server
         )
         self.metrics_url = f"http://127.0.0.1:{metrics_port}/metrics"
         url = f"http://127.0.0.1:{port}"

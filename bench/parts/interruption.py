@@ -10,13 +10,13 @@ from types import FrameType
 
 
 class Interruption:
-    """SIGINT or SIGTERM during a measurement, which ends it early.
+    """Ends a measurement early on SIGINT or SIGTERM.
 
-    The second signal is handled as if there were no interruption: it unwinds the stack at once.
+    The first signal sets `event`. A second one is handled by the previous handler, which ends the process immediately.
 
     Attributes:
-        signal_number: the signal that came; None if none did.
-        event: set when the signal comes.
+        signal_number: the first signal that arrived; None if none did.
+        event: set when it arrives.
     """
 
     def __init__(self) -> None:
@@ -25,12 +25,12 @@ class Interruption:
 
     @property
     def name(self) -> str | None:
-        """Name of the signal that came, such as SIGINT; None if none did."""
+        """Name of the signal that arrived, such as SIGINT; None if none did."""
         return None if self.signal_number is None else signal.Signals(self.signal_number).name
 
     @contextlib.contextmanager
-    def awaited(self) -> Iterator[None]:
-        """Handle both signals until the block ends. It runs in an event loop of the main thread."""
+    def handled(self) -> Iterator[None]:
+        """Handle both signals until the block ends. Must be called in an event loop of the main thread."""
         loop = asyncio.get_running_loop()
         previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 

@@ -1,4 +1,4 @@
-"""Rows of the kernels' benchmark: error, time, and ratio to the peers."""
+"""Measures one row of the kernel benchmark: error, time, and ratios to the peers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Contestant:
 
     Attributes:
         calls: calls that do the same work on different inputs, together larger than the cache.
-        error: returns the error of the first call's answer.
+        error: returns the error of the first call's output.
     """
 
     calls: list[Call]
@@ -32,12 +32,12 @@ Prepare = Callable[[], Contestant]
 
 @dataclass(frozen=True, slots=True)
 class KernelWork:
-    """The least work of one call.
+    """The minimum work of one call.
 
     Attributes:
-        flops: FLOPs of its products.
+        flops: FLOPs of its matmuls.
         num_bytes: bytes to read and write.
-        tolerance: largest error of a right answer.
+        tolerance: maximum error of a correct output.
     """
 
     flops: float
@@ -52,11 +52,12 @@ def measure_row(
     rates: DeviceRates,
     device: torch.device,
 ) -> Iterator[Row]:
-    """Check and time a kernel, then its peers one by one. One that fails leaves its reason in the row.
+    """Check and time a kernel, then its peers one by one. If one fails, the row has the reason.
 
     Yields:
-        The same row each time, first with the result of our kernel, its rates and its floor (time of the work at the
-        rates of this run), then with one peer more, by name. A peer's ratio is its time divided by ours.
+        The same row several times: first with the result of our kernel, its rates, and its floor, which is the time of
+        the minimum work at the peak rates of this run; then with one more peer each time, by name. The ratio of a peer
+        is its time divided by ours.
     """
     row = _attempt(own, work.tolerance, device)
     row["peers"] = {}
@@ -71,7 +72,7 @@ def measure_row(
 
 
 def _shares(work: KernelWork, seconds: float, rates: DeviceRates) -> Row:
-    """Return what a kernel that takes these seconds makes of the device."""
+    """Return the rates that a kernel with this time reaches, and their shares of the peak rates of the device."""
     matrix_s, copy_s = work.flops / rates.flops_per_s, work.num_bytes / rates.bytes_per_s
     return {
         "tflops": work.flops / seconds / 1e12,
@@ -84,10 +85,10 @@ def _shares(work: KernelWork, seconds: float, rates: DeviceRates) -> Row:
 
 
 def guarded_row(kernel: str, case: str, make: Callable[[], Iterator[Row]]) -> Iterator[Row]:
-    """Make a row; see `measure_row`. It is a failed one, with the reason, if inputs or reference can't be computed.
+    """Measure a row; see `measure_row`. If inputs or reference cannot be computed, the row has the reason.
 
     Yields:
-        The same row each time it gains something, with the names of kernel and case.
+        The same row after each measurement, with the names of kernel and case.
     """
     row: Row = {"kernel": kernel, "case": case}
     try:
@@ -126,7 +127,7 @@ HEADER = (
 
 
 def format_row(row: Row) -> str:
-    """Lay a row out for people, below `HEADER`, without its peers."""
+    """Format a row below `HEADER`, without its peers."""
     start = f"{row['kernel']:<16} {row['case']:<44} "
     if not row["is_right"]:
         return f"{start}FAILED  {row['reason']}"
@@ -137,7 +138,7 @@ def format_row(row: Row) -> str:
 
 
 def format_peer(row: Row, name: str) -> str:
-    """Lay a peer of a row out, below the row; empty if it was not measured."""
+    """Format a peer of a row, below the row; empty if it was not measured."""
     peer = row["peers"][name]
     if not peer["is_right"]:
         return ""

@@ -20,8 +20,8 @@ from radixkv.v1 import prefill_pb2
 OK = "OK"
 WRONG_ANSWER = "WRONG_ANSWER"
 
-# Requests in flight when a pass stops sending may take this share of its limit to be answered. Without this time the
-# slowest answers would be missing from the measured times.
+# When a pass stops sending, the requests in flight have this share of its limit to be answered. Otherwise the slowest
+# answers would be missing from the measured times.
 _ANSWER_SHARE = 0.25
 
 
@@ -34,7 +34,7 @@ class Ending(enum.Enum):
 
 
 class PrefillCall(Protocol):
-    """A callable that sends one request. Awaiting it gives the answer or raises `grpc.aio.AioRpcError`."""
+    """A callable that sends one request. Awaiting the result returns the response or raises `grpc.aio.AioRpcError`."""
 
     def __call__(
         self, request: prefill_pb2.PrefillRequest, /, *, timeout: float
@@ -44,15 +44,16 @@ class PrefillCall(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ReplayTraffic:
-    """The way a pass sends its requests.
+    """How a pass sends its requests.
 
     Attributes:
         tenant: tenant of all requests.
         use_cache: read and write the cache, or do neither.
-        concurrency: requests under way at any time; None to send each at its `arrival_s`.
+        concurrency: number of requests in flight at any time (closed loop); None to send each at its `arrival_s` (open
+            loop).
         timeout_s: deadline of each request.
-        limit_s: the pass stops sending after this time, and ends after 1.25 times this time at the latest: requests
-            that are in flight then are abandoned. None for no limit.
+        limit_s: the pass stops sending after this time. Requests that are still in flight after 1.25 times this time
+            are abandoned. None for no limit.
     """
 
     tenant: str
@@ -62,8 +63,8 @@ class ReplayTraffic:
     limit_s: float | None = None
 
 
-def limit_within(total_s: float) -> float:
-    """Return the `limit_s` of a pass that ends within `total_s`, its last answers included."""
+def sending_limit_s(total_s: float) -> float:
+    """Return the `limit_s` with which a pass ends within `total_s`, including the time for its last answers."""
     return total_s / (1 + _ANSWER_SHARE)
 
 
@@ -73,9 +74,9 @@ class CallOutcome:
 
     Attributes:
         index: position of its prompt in the traffic.
-        status: `OK`, a gRPC status name, or `WRONG_ANSWER` for counts that don't add up.
+        status: `OK`, a gRPC status name, or `WRONG_ANSWER` if the token counts of the answer do not add up.
         sent_s: time of the call, counted from the start of the pass.
-        late_s: time between its arrival and the call; 0 in a closed loop.
+        late_s: time from its arrival in the traffic to the call; 0 in a closed loop.
         ttft_s: time from the call to the answer.
     """
 
@@ -94,12 +95,12 @@ class CallOutcome:
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """One replay of a list of prompts, or of as many as the time allowed.
+    """One replay of a list of prompts, or of as many as were sent before the time limit.
 
     Attributes:
         outcomes: one for each request that was answered or failed, by increasing index.
         wall_s: time from the first call to the end of the pass.
-        cpu_s: processor time of the load generator.
+        cpu_s: CPU time of the load generator.
         num_planned: requests that a pass without a limit would send.
         ended_by: why it ended.
     """
@@ -112,7 +113,7 @@ class Pass:
 
 
 def prefill_call(channel: grpc.aio.Channel) -> PrefillCall:
-    """Make the callable that `replay` sends through."""
+    """Return the callable with which `replay` sends requests."""
     return channel.unary_unary(
         "/radixkv.v1.PrefillService/Prefill",
         request_serializer=prefill_pb2.PrefillRequest.SerializeToString,
@@ -121,7 +122,7 @@ def prefill_call(channel: grpc.aio.Channel) -> PrefillCall:
 
 
 def build_message(token_ids: npt.NDArray[np.uint32]) -> prefill_pb2.PrefillRequest:
-    """Make the message of a prompt. It takes 23 ns a token, too long to do between two calls."""
+    """Build the message of a prompt. It takes 23 ns per token, too long to do between two calls."""
     return prefill_pb2.PrefillRequest(token_ids=token_ids.tolist())
 
 
@@ -136,13 +137,13 @@ async def replay(
     stop: asyncio.Event | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Pass:
-    """Send every prompt once, as far as the time allows. A failed request is an outcome like any other.
+    """Send each prompt once, until the time limit is reached. A failed request is recorded as an outcome.
 
     Args:
         call: sends a request; made by `prefill_call`.
         items: prompts with their arrival times.
         messages: one message for each item. Their tenant, adapter and cache flags are overwritten.
-        traffic: the way to send.
+        traffic: how to send them.
         on_answer: called after each answer.
         order: indices of the prompts to send, in the order of sending; increasing in an open loop. None sends all.
         stop: ends the pass when it is set; requests in flight are abandoned.
@@ -194,7 +195,7 @@ async def replay(
 
 
 async def _run_until(sending: Coroutine[object, object, None], stop: asyncio.Event, timeout_s: float | None) -> None:
-    """Run `sending` to its end; cancel it when `stop` is set or the time is over."""
+    """Run `sending` to its end; cancel it when `stop` is set or after the timeout."""
     tasks = (asyncio.create_task(sending), asyncio.create_task(stop.wait()))
     try:
         await asyncio.wait(tasks, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)

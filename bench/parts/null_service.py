@@ -1,4 +1,4 @@
-"""Two servers to compare, each in its own process: the service over a model that costs nothing, and an echo server.
+"""Runs one of two servers to compare: the service over a model that takes no time, or an echo server.
 
 python -m bench.parts.null_service engine [--set engine.max_step_tokens=8192] [--vocab-size 151936] [--step-ms 20]
 python -m bench.parts.null_service echo ANSWER_IN_HEX
@@ -34,11 +34,11 @@ NEXT_TOKEN_ID = 7
 
 
 class NullRunner:
-    """Stands in for `Runner` and answers with constant logits.
+    """Replaces `Runner`, and returns constant logits.
 
     Args:
-        vocab_size: of the model, hence the width of its logits.
-        step_s: time of each step, in which it sleeps as if another device computed.
+        vocab_size: vocabulary size of the model.
+        step_s: duration of each step, during which it sleeps, as if another device computed.
     """
 
     def __init__(self, vocab_size: int = VOCAB_SIZE, step_s: float = 0.0) -> None:
@@ -60,7 +60,7 @@ class NullRunner:
     compression_refusal = "a model without attention"
 
     def start(self, chunks: Sequence[Chunk]) -> Callable[[], StepResult]:
-        """Compute nothing, until the time of a step is over."""
+        """Start a step that ends after `step_s`."""
         end_s = time.monotonic() + self._step_s
         num_rows = sum(chunk.wants_logits for chunk in chunks)
         result = StepResult(self._row.expand(num_rows, -1), [NEXT_TOKEN_ID] * num_rows, [True] * len(chunks))
@@ -73,7 +73,7 @@ class NullRunner:
         return wait
 
     def run(self, chunks: Sequence[Chunk]) -> StepResult:
-        """Compute nothing, for the time of a step."""
+        """Run a step."""
         return self.start(chunks)()
 
 
@@ -107,7 +107,7 @@ async def serve_echo(answer: prefill_pb2.PrefillResponse) -> None:
             ("grpc.max_send_message_length", 64 * 2**20),
             ("grpc.keepalive_time_ms", 30_000),
             ("grpc.keepalive_timeout_ms", 10_000),
-            # As the service has it: beyond 1,000 calls that no handler has taken, gRPC would cancel others at random.
+            # As in the service: above 1,000 calls that no handler has accepted, gRPC would cancel others at random.
             ("grpc.server.max_pending_requests", 8192),
             ("grpc.server.max_pending_requests_hard_limit", 16_384),
         ]

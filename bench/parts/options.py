@@ -13,7 +13,7 @@ from bench.parts.workloads import (
     WorkItem,
     mooncake,
     poisson_arrivals,
-    shared_out,
+    assign_in_turn,
     shared_prefix,
     trace_arrivals,
 )
@@ -31,8 +31,8 @@ class ReplayOptions:
     """Arguments of `python -m bench.replay`, whose `--help` explains them, with defaults filled in.
 
     Attributes:
-        concurrency: None in an open loop.
-        rate: None unless arrivals are Poisson.
+        concurrency: requests in flight; None in an open loop.
+        rate: mean arrivals per second of a Poisson process; None for other arrivals.
         time_limit_s: of the whole run; None for no limit.
         baseline_requests: None for as many as time allows; 0 for no pass without the cache.
         baseline_seconds: limit of the pass without the cache; infinite for no limit.
@@ -69,7 +69,7 @@ class ReplayOptions:
     progress: bool
 
     def build_items(self) -> list[WorkItem]:
-        """Make the whole workload.
+        """Build the whole workload.
 
         Raises:
             ConfigError: the trace or the tokenizer can't be read.
@@ -92,13 +92,13 @@ class ReplayOptions:
             items = shared_prefix(
                 self.requests, self.prefix_tokens, self.suffix_tokens, self.groups, self.vocab_size, self.seed
             )
-        items = shared_out(items, self.adapters, self.tenants)
+        items = assign_in_turn(items, self.adapters, self.tenants)
         if self.rate is not None:
             return poisson_arrivals(items, self.rate, self.seed)
         return trace_arrivals(items, self.speedup) if self.pace == "trace" else items
 
     def describe_workload(self, items: Sequence[WorkItem]) -> str:
-        """Describe what is sent, for people."""
+        """Describe the workload in words."""
         num_tokens = sum(len(item.token_ids) for item in items)
         if self.tokenizer is not None:
             kind = "questions about one document"
@@ -113,7 +113,7 @@ class ReplayOptions:
         return f"{len(items):,} requests, {kind}, {num_tokens:,} tokens in all{whose}"
 
     def describe_traffic(self) -> str:
-        """Describe how it is sent, for people."""
+        """Describe how the requests are sent, in words."""
         if self.rate is not None:
             return f"open loop, Poisson arrivals at {self.rate:g} requests/s"
         if self.pace == "trace":
@@ -122,10 +122,10 @@ class ReplayOptions:
 
 
 def parse_options(arguments: Sequence[str] | None = None) -> ReplayOptions:
-    """Parse the command line, and refuse what can't be done before anything is started.
+    """Parse the command line, and refuse options that contradict each other, before anything is started.
 
     Raises:
-        SystemExit: the arguments are wrong, or help was asked for.
+        SystemExit: the arguments are wrong, or `--help` is one of them.
     """
     parser = _parser()
     args = parser.parse_args(arguments)
@@ -183,44 +183,44 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("--workload", required=True, choices=("shared-prefix", "document", "mooncake"))
-    asked = parser.add_argument_group("document")
-    asked.add_argument("--tokenizer", metavar="SOURCE", help="of the model: a directory, a GGUF file or ORG/NAME")
+    document = parser.add_argument_group("document")
+    document.add_argument("--tokenizer", metavar="SOURCE", help="of the model: a directory, a GGUF file or ORG/NAME")
     shared = parser.add_argument_group("shared-prefix")
-    shared.add_argument("--requests", type=_whole(1), metavar="N", help=f"also of document; default {DEFAULT_REQUESTS}")
-    shared.add_argument("--prefix-tokens", type=_whole(0), default=2048, metavar="N", help="default 2048")
-    shared.add_argument("--suffix-tokens", type=_whole(1), default=64, metavar="N", help="default 64")
-    shared.add_argument("--groups", type=_whole(1), default=1, metavar="N", help="different prefixes; default 1")
-    shared.add_argument("--public-prefix", action="store_true", help="make the prefixes public before")
+    shared.add_argument("--requests", type=_integer(1), metavar="N", help=f"also of document; default {DEFAULT_REQUESTS}")
+    shared.add_argument("--prefix-tokens", type=_integer(0), default=2048, metavar="N", help="default 2048")
+    shared.add_argument("--suffix-tokens", type=_integer(1), default=64, metavar="N", help="default 64")
+    shared.add_argument("--groups", type=_integer(1), default=1, metavar="N", help="different prefixes; default 1")
+    shared.add_argument("--public-prefix", action="store_true", help="register the prefixes as public")
     trace = parser.add_argument_group("mooncake")
     trace.add_argument("--trace", type=Path, metavar="FILE", help="requests in a format of `radixkv simulate`")
-    trace.add_argument("--limit", type=_whole(1), metavar="N", help="the first N requests only")
+    trace.add_argument("--limit", type=_integer(1), metavar="N", help="the first N requests only")
     trace.add_argument("--scale", type=_positive, default=1.0, metavar="X", help="shorten all prompts; default 1")
     trace.add_argument("--pace", choices=("fast", "trace"), default="fast", help="trace: send at the timestamps")
     trace.add_argument("--speedup", type=_positive, default=1.0, metavar="X", help="with --pace trace; default 1")
     traffic = parser.add_argument_group("traffic")
     traffic.add_argument(
-        "--concurrency", type=_whole(1), metavar="N", help=f"requests under way; default {DEFAULT_CONCURRENCY}"
+        "--concurrency", type=_integer(1), metavar="N", help=f"requests in flight; default {DEFAULT_CONCURRENCY}"
     )
     traffic.add_argument(
-        "--adapters", type=_whole(0), default=0, metavar="N", help="requests take turns with N random ones; default 0"
+        "--adapters", type=_integer(0), default=0, metavar="N", help="requests take turns with N random ones; default 0"
     )
-    traffic.add_argument("--tenants", type=_whole(1), default=1, metavar="M", help="requests take turns; default 1")
+    traffic.add_argument("--tenants", type=_integer(1), default=1, metavar="M", help="requests take turns; default 1")
     traffic.add_argument("--rate", type=_positive, metavar="R", help="Poisson arrivals, R requests/s")
     traffic.add_argument("--timeout-s", type=_positive, default=600.0, metavar="S", help="per request; default 600")
     traffic.add_argument(
-        "--vocab-size", type=_whole(1), default=256, metavar="N", help="token ids below N; default 256 fits any model"
+        "--vocab-size", type=_integer(1), default=256, metavar="N", help="token ids below N; default 256 fits any model"
     )
     traffic.add_argument(
         "--time-limit-s",
         type=_positive,
         metavar="S",
-        help="end the whole run, its server's start included, within S seconds, and report what was measured",
+        help="end the whole run, including the start of the server, within S seconds, and report what was measured",
     )
-    traffic.add_argument("--seed", type=_whole(0, MAX_SEED - 1), default=0, metavar="N", help="default 0")
+    traffic.add_argument("--seed", type=_integer(0, MAX_SEED - 1), default=0, metavar="N", help="default 0")
     baseline = parser.add_argument_group("without cache")
     baseline.add_argument(
         "--baseline-requests",
-        type=_whole(1),
+        type=_integer(1),
         metavar="N",
         help="replay at most N requests, spread evenly, or the first N in an open loop; default all that time allows",
     )
@@ -241,16 +241,16 @@ def _parser() -> argparse.ArgumentParser:
     output.add_argument("--json", type=Path, metavar="FILE")
     output.add_argument("--plot", type=Path, metavar="FILE.png")
     output.add_argument(
-        "--progress", action="store_true", help="also where stderr is no terminal: a line every few seconds"
+        "--progress", action="store_true", help="if stderr is not a terminal, print a line every few seconds"
     )
     return parser
 
 
-def _whole(least: int, most: int | None = None) -> Callable[[str], int]:
+def _integer(min_value: int, max_value: int | None = None) -> Callable[[str], int]:
     def parse(text: str) -> int:
         value = int(text)
-        if value < least or (most is not None and value > most):
-            limits = f"at least {least}" if most is None else f"{least} to {most}"
+        if value < min_value or (max_value is not None and value > max_value):
+            limits = f"at least {min_value}" if max_value is None else f"{min_value} to {max_value}"
             raise argparse.ArgumentTypeError(f"expected {limits}, got {value}")
         return value
 

@@ -49,7 +49,7 @@ def draw_ttft(path: Path, report: Summary, with_cache: Pass, without_cache: Pass
 
     Args:
         path: PNG file to write; replaced if it exists.
-        report: numbers for title and captions.
+        report: has the numbers for the title and the captions.
         with_cache: the pass over all requests.
         without_cache: the pass over some of them; None if there was none.
     """
@@ -69,7 +69,7 @@ def _draw_heading(figure: Figure, report: Summary) -> None:
     title = f"{report['workload']}: time to first token"
     ratio = report["speedup"]["ttft_p50"] if report["speedup"] else None
     if ratio is not None:
-        # Of the same requests, as the ratio is.
+        # Over the requests that were answered in both passes, like the ratio.
         with_ms, without_ms = (
             report["baseline_sample"]["with_cache_ttft_ms"]["p50"],
             report["without_cache"]["ttft_ms"]["p50"],

@@ -22,15 +22,15 @@ def progress(
     use_lines: bool = True,
     clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[Callable[[], object]]:
-    """Show how many of `total` requests are answered.
+    """Show how many of `total` requests have been answered.
 
     Args:
-        label: what the requests have in common.
+        label: description of the requests.
         total: number of requests.
         stream: where to write. A terminal gets a bar.
         limit_s: time after which no request is sent; it is shown. None for no limit.
-        use_lines: write lines where `stream` is no terminal: at the start, at the end, and between them at most one in
-            `LINE_INTERVAL_S`. False: write nothing there.
+        use_lines: whether to write lines if `stream` is not a terminal: at the start, at the end, and in between at most
+            one per `LINE_INTERVAL_S`.
         clock: seconds.
 
     Yields:
@@ -49,7 +49,7 @@ def progress(
 
 
 class _Lines:
-    """Writes a line at its start, and another when an answer comes after the interval."""
+    """Writes a line at the start, and another one when an answer arrives after the interval."""
 
     def __init__(self, label: str, total: int, stream: TextIO, clock: Callable[[], float]) -> None:
         self._label = label

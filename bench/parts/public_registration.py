@@ -1,4 +1,4 @@
-"""Makes the shared prefixes of a workload public while it is replayed."""
+"""Registers the shared prefixes of a workload as public while it is replayed."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ PublicTokens = dict[tuple[str, bytes], npt.NDArray[np.uint32]]
 
 
 def public_tokens(items: Sequence[WorkItem], prefix_tokens: int) -> PublicTokens:
-    """Return the different prefixes of a workload, of each adapter."""
+    """Return the distinct prefixes of a workload, by adapter and bytes."""
     prefixes = ((item.adapter, item.token_ids[:prefix_tokens]) for item in items)
     return {(adapter, prefix.tobytes()): prefix for adapter, prefix in prefixes}
 
 
 @contextlib.asynccontextmanager
-async def made_public(channel: grpc.aio.Channel, public: PublicTokens, timeout_s: float) -> AsyncIterator[None]:
+async def registered_prefixes(channel: grpc.aio.Channel, public: PublicTokens, timeout_s: float) -> AsyncIterator[None]:
     """Register prefixes, and unregister them at the end.
 
     Raises:
-        ConfigError: the server refuses one.
+        ConfigError: the server refuses a prefix.
     """
     cache: Any = CacheServiceStub(channel)  # type: ignore[no-untyped-call]
     run = secrets.token_hex(4)
@@ -50,6 +50,6 @@ async def made_public(channel: grpc.aio.Channel, public: PublicTokens, timeout_s
         yield
     finally:
         for name in names:
-            with contextlib.suppress(grpc.aio.AioRpcError):  # a server that is gone has no prefixes
+            with contextlib.suppress(grpc.aio.AioRpcError):  # a server that has stopped has no prefixes
                 request = cache_pb2.UnregisterPublicPrefixRequest(name=name)
                 await cache.UnregisterPublicPrefix(request, timeout=timeout_s)

@@ -1,4 +1,4 @@
-"""Summarizes a replay as numbers and as a table for people."""
+"""Summarizes a replay as numbers and as a table."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from bench.parts.load_generator import OK, CallOutcome, Pass
 
 Summary = dict[str, Any]
 
-# A ratio of medians of fewer requests says little.
+# A ratio of medians over fewer requests is not reported.
 MIN_COMPARED = 16
 
 
@@ -62,14 +62,14 @@ def distribution(values: Sequence[float]) -> dict[str, float | None]:
 
 @dataclass(frozen=True, slots=True)
 class PassComparison:
-    """What two passes say of the requests that came back in both.
+    """Comparison of two passes over the requests that were answered in both.
 
     Attributes:
         compared: pairs of answers to one prompt.
         different: pairs whose next tokens differ: a hit must not change an answer.
-        with_cache_ttft_ms, with_cache_server_prefill_ms: times with the cache of the same requests.
-        speedup: how many times better the cache is; None if too few answers were compared. Times are compared over
-            the same requests.
+        with_cache_ttft_ms, with_cache_server_prefill_ms: their times with the cache.
+        speedup: ratios above 1 if the cache is better; None if too few answers were compared. Ratios of times are over
+            the compared requests only.
     """
 
     compared: int
@@ -79,13 +79,13 @@ class PassComparison:
     speedup: dict[str, float | None] | None
 
 
-def build_comparison(with_cache: Pass, without_cache: Pass | None, num_enough: int) -> PassComparison:
+def build_comparison(with_cache: Pass, without_cache: Pass | None, min_compared: int) -> PassComparison:
     """Compare two passes.
 
     Args:
         with_cache: the pass over all requests.
         without_cache: the pass over some of them; None if there was none.
-        num_enough: pairs of answers that a ratio takes.
+        min_compared: minimum number of pairs of answers for a ratio.
     """
     cached = {outcome.index: outcome for outcome in with_cache.outcomes}
     uncached = () if without_cache is None else without_cache.outcomes
@@ -93,7 +93,7 @@ def build_comparison(with_cache: Pass, without_cache: Pass | None, num_enough: i
     answered = [(a, b) for a, b in pairs if a.status == b.status == OK]
     same_ttft_ms = ttft_ms([a for a, _ in answered])
     ratios = None
-    if without_cache is not None and len(answered) >= num_enough:
+    if without_cache is not None and len(answered) >= min_compared:
         ratios = {
             "ttft_p50": _ratio(ttft_ms([b for _, b in answered])["p50"], same_ttft_ms["p50"]),
             "prompt_tokens_per_s": _ratio(
@@ -111,12 +111,12 @@ def describe_served(report: Summary) -> str:
 
 
 def format_table(report: Summary) -> str:
-    """Format a report as a table for people."""
+    """Format a report as a table."""
     without_cache: Summary | None = report["without_cache"]
     columns = [report] if without_cache is None else [report, without_cache]
     ratios = report["speedup"] is not None
     rows = [["", "with cache", "without cache", "ratio"][: len(columns) + 1 + ratios]]
-    # Ratios of times are those of the same requests.
+    # Ratios of times are over the requests that were answered in both passes.
     same: Summary = report | {
         "ttft_ms": report["baseline_sample"]["with_cache_ttft_ms"],
         "server_prefill_ms": report["baseline_sample"]["with_cache_server_prefill_ms"],
@@ -144,7 +144,7 @@ def _format_ratio(ratio: float | None) -> str:
     return f"{ratio:.1f}x" if ratio < 100 else f"{ratio:,.0f}x"
 
 
-# label, where in a summary, format, and whether less or more of it is better
+# Label, path in a summary, format, and whether less or more of it is better.
 _ROWS: tuple[tuple[str, str, str, str], ...] = (
     ("requests", "requests", "{:,}", ""),
     ("errors", "errors", "{:,}", ""),
@@ -163,7 +163,7 @@ _ROWS: tuple[tuple[str, str, str, str], ...] = (
 
 
 def describe_partial(report: Summary) -> str | None:
-    """Say how much of the traffic a partial result covers; None for a result of all requests."""
+    """Describe how much of the traffic a partial result covers; None for a result of all requests."""
     if not report["partial"]:
         return None
     why = report["interrupted_by"] or report["ended_by"]
@@ -185,7 +185,7 @@ def _heading(report: Summary) -> list[str]:
 
 
 def _notes(report: Summary) -> list[str]:
-    notes = [f"cache: tenant {report['tenant']}, new for this run, so it started without a token of this traffic"]
+    notes = [f"cache: tenant {report['tenant']}, new for this run, so nothing was cached for it at the start"]
     server = report["server"]
     if server["evicted_blocks"] is not None:
         notes.append(
@@ -198,7 +198,7 @@ def _notes(report: Summary) -> list[str]:
         with_ms, without_ms = sample["with_cache_ttft_ms"]["p50"], without_cache["ttft_ms"]["p50"]
         if report["speedup"] and sample["requests"] < sample["of"]:
             notes.append(
-                f"       ratios of times are those of these {sample['requests']:,} requests alone: TTFT p50 "
+                f"       ratios of times are over these {sample['requests']:,} requests only: TTFT p50 "
                 f"{with_ms:,.2f} ms with cache, {without_ms:,.2f} ms without"
             )
         notes.append(
@@ -207,7 +207,7 @@ def _notes(report: Summary) -> list[str]:
         if not report["speedup"]:
             notes.append(
                 f"NO COMPARISON: {answers['compared']:,} requests were answered both with and without the cache, and a "
-                f"ratio takes {answers['required']}. Allow more time, or run it on a machine that is less busy"
+                f"ratio needs {answers['required']}. Allow more time, or use a machine that is less busy"
             )
     elif sample["planned"]:
         notes.append(f"NO COMPARISON: the pass without the cache was {sample['text']}")

@@ -11,7 +11,7 @@ from typing import Any
 
 
 def write_json(path: Path, result: Mapping[str, Any]) -> None:
-    """Write a result. A reader finds the old file or the whole new one."""
+    """Write a result atomically: a reader finds the old file or the complete new one."""
     descriptor, partial = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:

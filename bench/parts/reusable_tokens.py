@@ -1,4 +1,4 @@
-"""The tokens that an infinite cache would reuse, namespace by namespace."""
+"""Counts the tokens that a cache of infinite size would reuse."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from radixkv.tokens import TOKEN_BYTES, shared_bytes
 
 
 def count_reusable_tokens(items: Sequence[WorkItem], public: PublicTokens | None = None) -> int:
-    """Count, for prompts served one after another, the tokens that they share with an earlier one of their namespace.
+    """Count the tokens that each prompt shares with an earlier prompt of its namespace, if prompts are served one by one.
 
-    What is public is earlier than all prompts of its adapter. The last token of a prompt is always computed. Among
-    sorted prompts, the longest common prefix is with a neighbor.
+    Public prefixes count as earlier than all prompts of their adapter. The last token of a prompt is always computed.
+    In sorted order, the prompt with the longest common prefix is a neighbor.
     """
     earlier: dict[tuple[str, str], list[bytes]] = {}
     public_keys: defaultdict[str, list[bytes]] = defaultdict(list)

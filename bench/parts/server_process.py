@@ -33,7 +33,7 @@ def serve_command(model: str | None, device: str | None, settings: Sequence[str]
 
 
 class ServerProcess:
-    """A server subprocess as a context manager. After the block the process is gone, whatever happened inside.
+    """A server subprocess as a context manager. The process ends with the block, also after an exception.
 
     The process has its own session, so Ctrl-C at the terminal reaches only the benchmark, which then stops the server
     with SIGTERM.
@@ -71,7 +71,7 @@ class ServerProcess:
             The server's address, `HOST:PORT`.
 
         Raises:
-            ConfigError: it can't be started, ended, or did not listen in time. The message ends with its stderr.
+            ConfigError: the server cannot be started, ended, or did not listen in time. The message ends with its stderr.
         """
         try:
             return self._start()
@@ -96,7 +96,7 @@ class ServerProcess:
 
     @property
     def cpu_s(self) -> float | None:
-        """Processor time that the process has taken; None without /proc."""
+        """CPU seconds that the process has used; None without /proc."""
         try:
             after_name = Path(f"/proc/{self.pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
             return (int(after_name[11]) + int(after_name[12])) / os.sysconf("SC_CLK_TCK")
@@ -104,7 +104,7 @@ class ServerProcess:
             return None
 
     def stop(self) -> int | None:
-        """Send SIGTERM, wait, and kill what is left after the timeout. Safe to call again.
+        """Send SIGTERM, wait, and kill the process after a timeout. May be called again.
 
         Returns:
             The exit status; None if the server never started.

@@ -1,4 +1,4 @@
-"""Inputs for attention of requests that decode after a prefix that all of them share."""
+"""Inputs for attention of requests that decode after a shared prefix."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from radixkv.model.attention.triton_kernels import TritonKernels
 
 @dataclass(frozen=True, slots=True)
 class SharedPrefix:
-    """Requests with a token each, after a prefix that they share and a block of their own.
+    """Requests that compute one token each, after a shared prefix and one block of their own.
 
     Attributes:
         num_requests: requests.
         prefix_tokens: tokens of the prefix, whole blocks.
         is_exact: the attention is planned as in exact mode.
-        is_specialized: the kernel with specialized warps is used where it can be.
+        is_specialized: the warp-specialized kernel is used if it supports the case.
     """
 
     num_requests: int
@@ -41,21 +41,21 @@ class SharedPrefix:
         return f"{self.num_requests} decode after {self.prefix_tokens} shared{mode}"
 
     def modes(self, may_specialize: bool) -> list[SharedPrefix]:
-        """List the same requests in fast mode, in exact mode, and there with specialized warps if they may."""
+        """List the same requests in fast mode and in exact mode, and with specialized warps if the device supports them."""
         exact = replace(self, is_exact=True)
         return [self, exact, *[replace(exact, is_specialized=True)] * may_specialize]
 
     def kernels(self, room: DeviceRoom, *, joins: bool) -> TritonKernels:
-        """Make the kernels for a device, which join rows or do not."""
+        """Return the kernels for a device, which join rows or do not."""
         return TritonKernels(is_exact=self.is_exact, is_specialized=self.is_specialized, joins=joins, room=room)
 
 
 class SharedDecodes:
-    """Input sets of one case, in bfloat16: queries, and K/V that stand in the pool once.
+    """Input sets of one case, in bfloat16: queries, and K/V whose shared part is in the pool once.
 
     Attributes:
-        flops: FLOPs of both products, of all requests.
-        num_bytes: bytes of queries and answers, and of all K/V once.
+        flops: FLOPs of both matmuls, of all requests.
+        num_bytes: bytes of queries and outputs, and of all K/V once.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class SharedDecodes:
         self.num_bytes = kv_bytes + 2 * self._queries[0].numel() * self._queries[0].element_size()
 
     def contestant(self, kernels: AttentionKernels) -> Contestant:
-        """Make a contestant from kernels that attend in each layer."""
+        """Return the contestant of kernels that compute the attention of each layer."""
         calls = [
             partial(kernels.paged_attention, query, self._pool, layer, self._batch, self._scoring)
             for layer, query in enumerate(self._queries)

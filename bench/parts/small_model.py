@@ -20,7 +20,7 @@ _TIMEOUT_S = 180.0
 
 
 class NotFetched(Exception):
-    """The model could not be fetched. The message says why."""
+    """The model could not be downloaded. The message has the reason."""
 
 
 def small_model_file(directory: Path | None = None) -> Path:

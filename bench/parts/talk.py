@@ -1,4 +1,4 @@
-"""Conversations of a demo, and their printed form."""
+"""The outcomes of a demo's questions, and their printed form."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _TIMEOUT_S = 60.0
 
 
 class PromptTokens(NamedTuple):
-    """Tokens of a prompt, and those of them that were cached."""
+    """Number of tokens of a prompt, and how many of them were cached."""
 
     num_tokens: int
     cached_tokens: int
@@ -23,17 +23,17 @@ class PromptTokens(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Talk:
-    """Questions of some turns, and what became of them.
+    """The outcomes of the questions of several turns.
 
     Attributes:
-        outcomes: for each question the tokens of its prompt, or a message that says why it was not answered.
+        outcomes: for each question the tokens of its prompt, or the error message if it was not answered.
     """
 
     outcomes: Sequence[PromptTokens | str]
 
     @property
     def failures(self) -> tuple[str, ...]:
-        """A message for each question that was not answered."""
+        """The error message of each question that was not answered."""
         return tuple(each for each in self.outcomes if isinstance(each, str))
 
     def __str__(self) -> str:
@@ -43,12 +43,12 @@ class Talk:
 
 
 def num_finished(address: str) -> int:
-    """Ask a server how many requests it has finished."""
+    """Return the number of requests that a server has finished."""
     with Client(address, timeout_s=_TIMEOUT_S) as client:
         finished: int = client.stats().requests.finished
         return finished
 
 
 def say(name: str, text: str) -> None:
-    """Print a line of a demo."""
+    """Print a line of a demo, with a label."""
     print(f"{name:<10}{text}", flush=True)

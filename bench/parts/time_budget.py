@@ -1,4 +1,4 @@
-"""Divides the time that a run may take among its parts."""
+"""Divides the time limit of a run among its parts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 
 class TimeBudget:
-    """The time from its construction to a limit.
+    """The time from the construction of this object to a limit.
 
     Args:
         limit_s: seconds; None for no limit.

@@ -1,4 +1,4 @@
-"""Makes the prompts of a replay and their arrival times, the same on every machine for the same arguments."""
+"""Generates the prompts of a replay and their arrival times. The same arguments give the same ones on every machine."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class WorkItem:
     Attributes:
         arrival_s: time to send it, counted from the start of the pass. A closed loop ignores it.
         token_ids: uint32 `[prompt_tokens]`.
-        tenant: what is added to the name of the pass's tenant.
+        tenant: suffix that is appended to the tenant of the pass.
         adapter: name of its adapter; empty for the model itself.
     """
 
@@ -35,18 +35,18 @@ class WorkItem:
 def shared_prefix(
     num_requests: int, prefix_tokens: int, suffix_tokens: int, groups: int, vocab_size: int, seed: int
 ) -> list[WorkItem]:
-    """Make system-prompt traffic: request `i` is the prefix of group `i % groups` and a suffix of its own.
+    """Generate traffic with system prompts: request `i` has the prefix of group `i % groups` and its own suffix.
 
     Args:
         num_requests: at least 1.
         prefix_tokens: tokens that the requests of a group share; 0 for none.
-        suffix_tokens: tokens that each request has alone, at least 1.
+        suffix_tokens: tokens that only this request has, at least 1.
         groups: number of different prefixes, at least 1.
         vocab_size: token ids are in `[0, vocab_size)`.
-        seed: `[0, 2**30)`; another seed gives other tokens.
+        seed: `[0, 2**30)`; each seed gives different tokens.
 
     Returns:
-        Items that all arrive at once.
+        Items that all arrive at the same time.
     """
     prefixes = [_stream(seed, group, prefix_tokens, vocab_size) for group in range(min(groups, num_requests))]
     return [
@@ -56,7 +56,7 @@ def shared_prefix(
 
 
 def mooncake(requests: Sequence[TraceRequest], vocab_size: int, scale: float = 1.0) -> list[WorkItem]:
-    """Make the prompts of a trace in its order. They arrive at its timestamps, counted from the first."""
+    """Generate the prompts of a trace, in its order. They arrive at its timestamps, relative to the first one."""
     start_ms = min(request.timestamp_ms for request in requests)
     return [
         WorkItem((request.timestamp_ms - start_ms) / 1000, prompt_tokens(request, vocab_size=vocab_size, scale=scale))
@@ -65,12 +65,12 @@ def mooncake(requests: Sequence[TraceRequest], vocab_size: int, scale: float = 1
 
 
 def unrelated_prompts(num_prompts: int, num_tokens: int, vocab_size: int) -> list[npt.NDArray[np.uint32]]:
-    """Make prompts for a warm-up that share nothing with each other or with the traffic of any seed."""
+    """Generate prompts for a warm-up that share no prefix with each other or with the traffic of any seed."""
     return [_stream(MAX_SEED, index, num_tokens, vocab_size) for index in range(num_prompts)]
 
 
 def poisson_arrivals(items: Sequence[WorkItem], rate_per_s: float, seed: int) -> list[WorkItem]:
-    """Give the items, in order, the arrivals of a Poisson process; the first arrives at 0."""
+    """Assign the arrival times of a Poisson process to the items, in order; the first one arrives at 0."""
     draws = block_tokens(_stream_id(seed, 2**32 - 1), tokens_per_id=len(items)).astype(np.float64)
     gaps_s = -np.log1p(-draws / 2**32) / rate_per_s  # [num_items]; draws / 2**32 is in [0, 1)
     arrivals_s = np.cumsum(gaps_s) - gaps_s[0]
@@ -83,8 +83,8 @@ def trace_arrivals(items: Sequence[WorkItem], speedup: float) -> list[WorkItem]:
     return [replace(item, arrival_s=item.arrival_s / speedup) for item in in_order]
 
 
-def shared_out(items: Sequence[WorkItem], num_adapters: int, num_tenants: int) -> list[WorkItem]:
-    """Give the items adapters in turn, and tenants in turn to those of each adapter."""
+def assign_in_turn(items: Sequence[WorkItem], num_adapters: int, num_tenants: int) -> list[WorkItem]:
+    """Assign adapters to the items in turn, and tenants in turn to the items of each adapter."""
     return [
         replace(
             item,
@@ -98,8 +98,8 @@ def shared_out(items: Sequence[WorkItem], num_adapters: int, num_tenants: int) -
 def spread_order(num_items: int) -> list[int]:
     """Order indices so that the first `n` of them are spread evenly, whatever `n` is, beginning with index 0.
 
-    Each step is the golden section of the whole, modulo the whole, which also keeps a sample from falling into step
-    with a pattern of the traffic, such as groups that take turns. Three rounds reach every index.
+    Consecutive indices differ by the golden section of the number of items, modulo that number. Therefore a sample does
+    not follow a periodic pattern of the traffic, such as groups in turn. Three rounds reach every index.
     """
     golden = (5**0.5 - 1) / 2
     return list(dict.fromkeys(int(step * golden % 1 * num_items) for step in range(3 * num_items)))

@@ -35,13 +35,13 @@ class PerplexityRow:
     Attributes:
         predictor: its name.
         knows_training_text: whether it read the training text before.
-        bits_a_byte: by title of the held-out document.
+        bits_per_byte: by title of the held-out document.
         all: of all of them together.
     """
 
     predictor: str
     knows_training_text: bool
-    bits_a_byte: dict[str, float]
+    bits_per_byte: dict[str, float]
     all: float
 
     @classmethod
@@ -86,7 +86,7 @@ def main() -> None:
     for row in measure(held_out, training_documents()):
         rows.append(row)
         known = "after the training text" if row.knows_training_text else "alone"
-        each = ", ".join(f"{title} {bits:.3f}" for title, bits in row.bits_a_byte.items())
+        each = ", ".join(f"{title} {bits:.3f}" for title, bits in row.bits_per_byte.items())
         print(f"{row.predictor:>16} {known:>24}: {row.all:.3f} bits per byte ({each})", flush=True)
     if options.json:
         command = shlex.join(["python", "-m", "bench.perplexity", *sys.argv[1:]])

@@ -70,8 +70,8 @@ def random_text(*seed: int, size: int) -> Tokens:
     return np.random.default_rng(seed).integers(0, _VOCAB_SIZE, size, dtype=np.uint32)
 
 
-class Conversations:
-    """Conversations that share a system prompt. Some are active at a time, and each turn may be the last one."""
+class ActiveConversations:
+    """ActiveConversations that share a system prompt. Some are active at a time, and each turn may be the last one."""
 
     def __init__(self, seed: int, num_active: int, system_tokens: int, turn_tokens: int, num_turns: int) -> None:
         self._random = np.random.default_rng(seed)
@@ -124,8 +124,8 @@ class Documents:
 
 
 def conversations(seed: int, num_requests: int, **sizes: int) -> Iterator[Prompt]:
-    """Yield turns of `Conversations`."""
-    source = Conversations(seed, **sizes)
+    """Yield turns of `ActiveConversations`."""
+    source = ActiveConversations(seed, **sizes)
     return (next(source) for _ in range(num_requests))
 
 
@@ -153,7 +153,7 @@ def mix(seed: int, num_requests: int, shares: tuple[int, int, int]) -> Iterator[
     """Yield conversations, documents cut anywhere, and whole documents, in these proportions."""
     random = np.random.default_rng((seed, 9))
     sources = (
-        Conversations(seed, num_active=40, system_tokens=1000, turn_tokens=300, num_turns=6),
+        ActiveConversations(seed, num_active=40, system_tokens=1000, turn_tokens=300, num_turns=6),
         Documents(seed + 1, 60, 3000, own_tokens=40),
         Documents(seed + 2, 150, 2000, cut=1.0),
     )

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from radixkv.kernels.cancellation import sensitive_linear
+from radixkv.kernels.cancelling_inputs import sensitive_linear
 from radixkv.kernels.cpu.gemm_backends import GEMM_BACKENDS, aligned_rows
 from radixkv.kernels.cpu.row_tiles import SIZES, RowTiles, in_tiles
 from radixkv.kernels.cpu.stopwatch import Call, Stopwatch

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from radixkv.kernels.cancellation import sensitive_linear
+from radixkv.kernels.cancelling_inputs import sensitive_linear
 from radixkv.kernels.gpu.flat_rows import flat_rows
 
 # Consecutive tiles stay within 8 tiles of rows (1024 rows). What 132 programs read at one time, 8 tiles of rows and 17

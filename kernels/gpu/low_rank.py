@@ -21,7 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
-from radixkv.kernels.cancellation import sensitive_linear
+from radixkv.kernels.cancelling_inputs import sensitive_linear
 from radixkv.kernels.gpu.flat_rows import flat_rows
 from radixkv.kernels.staging import to_device
 

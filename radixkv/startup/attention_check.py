@@ -10,7 +10,7 @@ import torch
 from radixkv.errors import UnsupportedModel
 from radixkv.kernels import reference
 from radixkv.kernels.batch import PagedBatch
-from radixkv.kernels.cancellation import CANCELLING_SCALE, sensitive_attention
+from radixkv.kernels.cancelling_inputs import CANCELLING_SCALE, sensitive_attention
 from radixkv.kernels.kv_pool import KVPool
 from radixkv.kernels.scoring import Scoring
 from radixkv.model.attention.interface import AttentionKernels, AttentionKind, AttentionUse

@@ -63,18 +63,18 @@ def _chat(arguments: argparse.Namespace) -> None:
             for number in (signal.SIGTERM, signal.SIGHUP):  # the server must not outlive the chat
                 stack.callback(signal.signal, number, signal.signal(number, _exit))
             arguments.address = stack.enter_context(_serving(arguments.model))
-        conversation = Conversation(stack.enter_context(client_of(arguments)), arguments)
+        session = ChatSession(stack.enter_context(client_of(arguments)), arguments)
         for line in _turns():
             if line == "/exit":
                 break
             if line == "/reset":
-                conversation.reset()
+                session.reset()
             elif line:
-                conversation.ask(line)
+                session.ask(line)
 
 
-class Conversation:
-    """The messages so far, and how the next one is answered.
+class ChatSession:
+    """The conversation so far, and the options of its completions.
 
     Args:
         client: of the service.
@@ -96,7 +96,7 @@ class Conversation:
         self._messages = [] if self._system is None else [{"role": "system", "content": self._system}]
 
     def ask(self, text: str) -> None:
-        """Send a turn and print its answer. A turn that fails is reported and forgotten; Ctrl-C ends the answer.
+        """Send a turn and print its answer. A turn that fails is reported and removed; Ctrl-C ends the answer.
 
         Raises:
             ConfigError: the model cannot chat.

@@ -16,7 +16,7 @@ from radixkv.errors import ConfigError
 from radixkv.model_files.model_location import check_servable
 from radixkv.service.cli.argument_types import processors
 from radixkv.service.cli.options import Option, add_options, flag
-from radixkv.service.server.listen_address import host_port, not_free, require_free
+from radixkv.service.server.listen_address import bind_error, host_port, require_free
 
 _DEFAULT_REPLICAS = "2"
 # Ports and sockets that a single server has, but not a fleet.
@@ -168,7 +168,7 @@ def _free_port(host: str) -> int:
         with socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as found:
             port: int = found.getsockname()[1]
     except (OSError, UnicodeError) as error:
-        raise not_free("server.port", host, 0) from error
+        raise bind_error("server.port", host, 0) from error
     return port
 
 

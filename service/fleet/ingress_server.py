@@ -19,7 +19,7 @@ from radixkv.service.fleet.servicers import (
 from radixkv.service.server.auth.server_auth import ServerAuth
 from radixkv.service.server.connections import end_connections
 from radixkv.service.server.guarded_server import GuardedServer
-from radixkv.service.server.listen_address import host_port, not_free
+from radixkv.service.server.listen_address import bind_port, host_port
 from radixkv.service.server.receive.grpc_options import grpc_server
 from radixkv.service.server.receive.receiver import Receiver
 from radixkv.service.server.servicers.health_status import HealthStatus
@@ -52,11 +52,11 @@ class IngressServer:
     Create it inside the event loop that runs it.
 
     Args:
-        config: where to listen, who may call, and bounds on what callers hold.
+        config: the address, the credentials of callers, and limits on what callers hold.
         facts: properties of a replica; all serve the same model.
         forwarder: forwards calls to replicas.
         list_replicas: returns the connections to all replicas.
-        disaggregated: generates if replicas have roles; None if they do not.
+        disaggregated: handles `Generate` if replicas have roles (prefill or decode); None if they have none.
 
     Raises:
         ConfigError: a file of credentials or certificates can't be used.
@@ -84,7 +84,7 @@ class IngressServer:
         fleet_pb2_grpc.add_FleetServiceServicer_to_server(FleetServicer(forwarder), guarded)  # type: ignore[no-untyped-call]
         model_pb2_grpc.add_ModelServiceServicer_to_server(FleetModelServicer(forwarder), guarded)  # type: ignore[no-untyped-call]
         add_partial_service(guarded, _CACHE, FleetCacheService(list_replicas).methods)
-        add_partial_service(guarded, _EVENTS)
+        add_partial_service(guarded, _EVENTS)  # without methods: its calls are refused with a reference to replicas
         add_standard_services(guarded, self._health, _SERVICES)
 
     async def start(self) -> str:
@@ -96,14 +96,7 @@ class IngressServer:
         Raises:
             ConfigError: the address can't be bound.
         """
-        address = host_port(self._config.host, self._config.port)
-        try:
-            if self._auth.tls is None:
-                port = self._grpc.add_insecure_port(address)
-            else:
-                port = self._grpc.add_secure_port(address, self._auth.tls.grpc_credentials())
-        except RuntimeError as error:
-            raise not_free("server.port", self._config.host, self._config.port) from error
+        port = bind_port(self._grpc, self._config.host, "server.port", self._config.port, self._auth.tls)
         self._port = port
         log_missing_services()
         await self._grpc.start()
@@ -118,7 +111,7 @@ class IngressServer:
 
     async def drain(self) -> None:
         """Refuse new calls, let running ones finish within `server.drain_timeout_s`, and stop."""
-        self._health.leave()
+        self._health.enter_graceful_shutdown()
         self._receiver.refuse_new()
         await self._receiver.in_flight.finish(self._config.drain_timeout_s)
         if self._disaggregated is not None:

@@ -54,7 +54,7 @@ class Replica:
         self._resources = contextlib.ExitStack()
         tracing = self._resources.enter_context(exported_spans(config.telemetry))
         observers = () if tracing is None else (tracing,)
-        self._engine = await asyncio.to_thread(build_engine, _sending(config), observers, secrets.events_key)
+        self._engine = await asyncio.to_thread(build_engine, _with_transfer(config), observers, secrets.events_key)
         if self._engine.transfer is not None:
             fleet = config.fleet
             self._engine.transfer.join(FleetAccess(secrets.token, secrets.kv_key, fleet.tls_ca, fleet.tls_name))
@@ -110,7 +110,7 @@ class Replica:
             self._resources.close()
 
 
-def _sending(config: Config) -> Config:
+def _with_transfer(config: Config) -> Config:
     """Return the configuration with `transfer.serve`, so that other replicas can fetch K/V."""
     return dataclasses.replace(config, transfer=dataclasses.replace(config.transfer, serve=True))
 

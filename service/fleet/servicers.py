@@ -37,7 +37,7 @@ class FleetPrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
 
     Args:
         forwarder: forwards calls; if replicas have roles, to prefill replicas.
-        disaggregated: generates if replicas have roles; None if they do not.
+        disaggregated: handles `Generate` if replicas have roles (prefill or decode); None if they have none.
     """
 
     def __init__(self, forwarder: Forwarder, disaggregated: DisaggregatedPrefill | None = None) -> None:
@@ -181,7 +181,7 @@ def add_partial_service(
     service: ServiceDescriptor,
     methods: Mapping[str, Callable[[Any, Context], Awaitable[Any]]] = MappingProxyType({}),
 ) -> None:
-    """Add a service of which a fleet implements only some methods; the errors of the others refer to replicas."""
+    """Add a service of which a fleet implements only some methods; the errors of the others name replicas instead."""
 
     def refusal(name: str) -> Any:
         async def refuse(request: object, context: Context) -> None:

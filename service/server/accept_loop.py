@@ -155,7 +155,7 @@ class AcceptingServer(cygrpc.AioServer):  # type: ignore[misc]  # grpcio's exten
             self._event_loop.call_later(_FORGET_S, self._forget, peer)
 
     def _log_flood(self, peer: str) -> None:
-        """Log at most once per second, since a client can begin with a new connection as often as it likes."""
+        """Log at most once per second, since a client can open new connections as often as it likes."""
         self._num_unlogged_floods += 1
         now_s = self._event_loop.time()
         if now_s >= self._next_log_s:

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import errno
 import socket
+from typing import TYPE_CHECKING
 
 from radixkv.config import ServerConfig
 from radixkv.errors import ConfigError
+
+if TYPE_CHECKING:
+    import grpc.aio
+
+    from radixkv.service.server.auth.tls import Tls
 
 
 def host_port(host: str, port: int) -> str:
@@ -14,9 +20,31 @@ def host_port(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def not_free(key: str, host: str, port: int) -> ConfigError:
+def bind_error(key: str, host: str, port: int) -> ConfigError:
     """Return the error for an address that cannot be bound; `key` is the port's key in the configuration."""
     return ConfigError(f"server.host, {key}: expected a free address of this machine, got {host_port(host, port)}")
+
+
+def bind_port(server: grpc.aio.Server, host: str, key: str, port: int, tls: Tls | None) -> int:
+    """Bind a port of a gRPC server, and return its number.
+
+    Args:
+        server: the server, not started yet.
+        host: the address to listen on.
+        key: the port's key in the configuration, for the error.
+        port: the port; 0 for any free port.
+        tls: the TLS of the port; None for plain text.
+
+    Raises:
+        ConfigError: the address cannot be bound.
+    """
+    address = host_port(host, port)
+    try:
+        if tls is None:
+            return int(server.add_insecure_port(address))
+        return int(server.add_secure_port(address, tls.grpc_credentials()))
+    except RuntimeError as error:
+        raise bind_error(key, host, port) from error
 
 
 def require_free(config: ServerConfig) -> None:
@@ -36,12 +64,12 @@ def require_free(config: ServerConfig) -> None:
             if (other := key_of.setdefault(port, key)) != key:
                 raise ConfigError(f"{key}: expected another port than {other}, got {port} for both")
             try:
-                _bind(config.host, port)
+                _try_to_bind(config.host, port)
             except (OSError, UnicodeError) as error:
-                raise not_free(key, config.host, port) from error
+                raise bind_error(key, config.host, port) from error
 
 
-def _bind(host: str, port: int) -> None:
+def _try_to_bind(host: str, port: int) -> None:
     """Bind every address of a host name for a moment. Raises if one is in use, or if none can be bound."""
     errors = []
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)

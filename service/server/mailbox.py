@@ -25,7 +25,7 @@ class Mailbox:
         self._is_waking = False
 
     def post(self, function: Callable[..., object], *arguments: Any) -> None:
-        """Have the loop call `function(*arguments)` soon. Thread-safe. Does nothing after the loop was closed."""
+        """Make the event loop call `function(*arguments)` soon. Thread-safe. Does nothing after the loop was closed."""
         self._calls.append((function, arguments))
         if not self._is_waking and not self._loop.is_closed():
             self._wake()

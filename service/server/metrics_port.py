@@ -26,7 +26,7 @@ from radixkv.service.server.auth.identity import OPERATORS
 from radixkv.service.server.auth.server_auth import credential_authenticator
 from radixkv.service.server.auth.tls import Tls
 from radixkv.service.server.host_check import HostCheck, with_host_check
-from radixkv.service.server.listen_address import host_port, not_free
+from radixkv.service.server.listen_address import bind_error, host_port
 from radixkv.service.server.page.page import Page
 from radixkv.service.server.page.state_feed import StateFeed
 from radixkv.telemetry.gauges import EngineGauges
@@ -98,7 +98,7 @@ class Telemetry:
             tls = None if self._config.tls_certificate is None else Tls(self._config)
             server = _Server(host, port, app, tls)
         except (OSError, UnicodeError) as error:
-            raise not_free("server.metrics_port", host, port) from error
+            raise bind_error("server.metrics_port", host, port) from error
         thread = threading.Thread(target=server.serve_forever, name="radixkv-metrics", daemon=True)
         thread.start()
         address = host_port(host, server.server_port)

@@ -22,7 +22,7 @@ from radixkv.service.server.auth.authorizer import Authorizer
 from radixkv.service.server.auth.server_auth import ServerAuth
 from radixkv.service.server.connections import end_connections
 from radixkv.service.server.guarded_server import CountRefusal, GuardedServer
-from radixkv.service.server.listen_address import host_port, not_free
+from radixkv.service.server.listen_address import bind_port, host_port
 from radixkv.service.server.model_tokenizer import ModelTokenizer
 from radixkv.service.server.optional_services import AddService
 from radixkv.service.server.process_tuning import frozen_survivors, short_gil_switch_interval
@@ -192,7 +192,7 @@ class Server:
         _logger.info("draining, at most %g s", self._config.drain_timeout_s)
         if self._health_watch is not None:
             self._health_watch.cancel()
-        self._health.leave()
+        self._health.enter_graceful_shutdown()
         if self._engine.events is not None:
             self._engine.events.close(Draining("service: shutting down"))
         loop = asyncio.get_running_loop()
@@ -212,14 +212,7 @@ class Server:
 
     def _bind(self, server: grpc.aio.Server, key: str, port: int) -> int:
         """Bind a port and return its number. `key` names it in errors."""
-        address = host_port(self._config.host, port)
-        try:
-            if self._auth.tls is None:
-                bound = server.add_insecure_port(address)
-            else:
-                bound = server.add_secure_port(address, self._auth.tls.grpc_credentials())
-        except RuntimeError as error:
-            raise not_free(key, self._config.host, port) from error
+        bound = bind_port(server, self._config.host, key, port, self._auth.tls)
         self._ports.add(bound)
         return bound
 

@@ -119,7 +119,7 @@ def test_a_sample_is_stated(json_file: Path, capsys: pytest.CaptureFixture[str])
     assert report["baseline_sample"]["requests"] == 5
     assert report["baseline_sample"]["of"] == 12
     out = capsys.readouterr().out
-    assert "a sample: 5 of 12 requests, spread evenly; as asked" in out
+    assert "a sample: 5 of 12 requests, spread evenly; as requested" in out
     same_ms = report["baseline_sample"]["with_cache_ttft_ms"]["p50"]
     assert f"those of these 5 requests alone: TTFT p50 {same_ms:,.2f} ms with cache" in out
     assert report["speedup"]["ttft_p50"] == pytest.approx(report["without_cache"]["ttft_ms"]["p50"] / same_ms)

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from radixkv.config import ModelConfig
 from radixkv.errors import ConfigError, UnsupportedModel
-from radixkv.kernels.cancellation import sensitive_linear
+from radixkv.kernels.cancelling_inputs import sensitive_linear
 from radixkv.model.architecture import check_architecture
 from radixkv.model.attention.attention_function import ATTENTION_NAME
 from radixkv.model.attention.torch_kernels import TorchKernels

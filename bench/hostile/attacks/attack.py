@@ -12,16 +12,16 @@ LARGE_POOL = ("cache.block_size=16", "cache.capacity_tokens=8388608")
 LONG_TOKENS = 131_072
 
 Figures = dict[str, float]
-"""How often each status came, and what else an attack measured."""
+"""Number of calls by status, and other numbers that an attack measured."""
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The server that is attacked, and how hard.
+    """The server that is attacked, for how long, and at which scale.
 
     Attributes:
         address: of the server.
-        seconds: time of the attack.
+        seconds: duration of the attack.
         scale: share of the full number of prompts, nodes, tenants and connections; tests take less than 1.
     """
 
@@ -40,10 +40,10 @@ class Attack:
 
     Attributes:
         run: attacks for `Target.seconds`.
-        prepare: fills the cache before the innocent client starts.
+        prepare: fills the cache before the well-behaved client starts.
         settings: of the server, as `section.key=value`.
-        vocab_size: of the server's model.
-        num_connections: that it opens.
+        vocab_size: vocabulary size of the model.
+        num_connections: number of connections that it opens.
     """
 
     run: Callable[[Target], Coroutine[Any, Any, Figures]]

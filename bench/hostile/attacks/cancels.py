@@ -1,4 +1,4 @@
-"""Attacks by calls that are cancelled."""
+"""Attacks that cancel calls."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from bench.hostile.attacks.flood import PREFILL, opened
 from radixkv.v1 import prefill_pb2
 
 _NUM_AT_ONCE = 48
-_LONGEST_S = 0.01
+_MAX_DELAY_S = 0.01
 
 
 async def cancels(target: Target) -> Figures:
     """Begin calls, and cancel each within 10 ms."""
     clock, chance = asyncio.get_running_loop().time, random.Random(3)
     end_s = clock() + target.seconds
-    seen: Counter[str] = Counter()
+    observed: Counter[str] = Counter()
 
     async def repeat() -> None:
         async with opened(target.address) as channel:
@@ -26,9 +26,9 @@ async def cancels(target: Target) -> Figures:
             while clock() < end_s:
                 tokens = [chance.randrange(1, 200) for _ in range(64)]
                 begun = call(prefill_pb2.PrefillRequest(token_ids=tokens, tenant="cancels").SerializeToString())
-                await asyncio.sleep(chance.random() * _LONGEST_S)
+                await asyncio.sleep(chance.random() * _MAX_DELAY_S)
                 begun.cancel()
-                seen[(await begun.code()).name] += 1
+                observed[(await begun.code()).name] += 1
 
     await asyncio.gather(*(repeat() for _ in range(_NUM_AT_ONCE)))
-    return dict(seen)
+    return dict(observed)

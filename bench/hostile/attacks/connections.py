@@ -1,4 +1,4 @@
-"""Attacks by connections that are left open."""
+"""Attacks with connections: left open, never read, slow, or reset."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ async def rapid_reset(target: Target) -> Figures:
 
 
 async def reset_burst(target: Target) -> Figures:
-    """The same as fast as the server takes them."""
+    """Begin 15,000 calls and reset each at once, as fast as the server accepts them."""
     return await _resets(target, 0.0)
 
 
@@ -105,16 +105,16 @@ async def _resets(target: Target, seconds: float) -> Figures:
 
 async def broken_paths(target: Target) -> Figures:
     """Call a method whose path is not UTF-8, a hundred times, each on a new connection."""
-    seen: Counter[str] = Counter()
+    observed: Counter[str] = Counter()
     num_calls = target.part_of(_NUM_BROKEN_PATHS)
     for _ in range(num_calls):
         with contextlib.suppress(ConnectionError):
             connection = await RawConnection.open(target.address, 65_535)
             connection.call(_BROKEN_PATH, b"")
-            seen[f"status {await connection.read_status(_STATUS_TIMEOUT_S)}"] += 1
+            observed[f"status {await connection.read_status(_STATUS_TIMEOUT_S)}"] += 1
             connection.close()
         await asyncio.sleep(target.seconds / num_calls)
-    return dict(seen)
+    return dict(observed)
 
 
 @contextlib.asynccontextmanager

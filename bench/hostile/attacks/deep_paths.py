@@ -1,4 +1,4 @@
-"""Attacks by long prompts that are split into many tree nodes."""
+"""Attacks with long prompts whose tree path is split into many nodes."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def _long_prompt() -> bytes:
 
 
 async def cut_by_retain(target: Target) -> Figures:
-    """Cache one prompt, and cut it into 8,192 nodes by retaining every second block of it."""
+    """Cache one prompt, and split it into 8,192 nodes by retaining every second block of it."""
     ends = range(2 * _BLOCK, LONG_TOKENS + 1, 2 * _BLOCK)
     return await _cut(target, RETAIN, _retains(list(ends)[: target.part_of(len(ends))]))
 
 
 async def cut_by_branches(target: Target) -> Figures:
-    """Cache one prompt, and cut it by 2,000 prompts that leave it, each a block later."""
+    """Cache one prompt, and split it by 2,000 prompts that diverge from it, each one block later."""
     return await _cut(target, PREFILL, _branches(target.part_of(_NUM_BRANCHES)))
 
 
@@ -54,7 +54,7 @@ async def hit_after_branches(target: Target) -> Figures:
 
 
 async def _cut(target: Target, path: str, messages: Iterator[bytes]) -> Figures:
-    """Time hits before and after a prompt is cut."""
+    """Time hits of the prompt before and after its path is split."""
     whole_ms = await _hit_ms(target.address)
     statuses = await send_all(target.address, path, messages)
     cut_ms = await _hit_ms(target.address)

@@ -1,4 +1,4 @@
-"""Many calls at once, over several connections."""
+"""Sends many calls at once, over one or several connections."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class FloodCall(Protocol):
 
 @contextlib.asynccontextmanager
 async def opened(address: str) -> AsyncIterator[grpc.aio.Channel]:
-    """Open a separate connection."""
+    """Open a connection that no other channel of this process shares."""
     async with grpc.aio.insecure_channel(address, options=_OPTIONS) as channel:
         yield channel
 
@@ -49,16 +49,16 @@ async def flood(target: Target, path: str, make: Callable[[], bytes], num_at_onc
     """
     clock = asyncio.get_running_loop().time
     end_s = clock() + target.seconds
-    seen: Counter[str] = Counter()
+    observed: Counter[str] = Counter()
 
     async def repeat() -> None:
         async with opened(target.address) as channel:
             call = channel.unary_unary(path, None, None)
             while clock() < end_s:
-                seen[await status_of(call, make())] += 1
+                observed[await status_of(call, make())] += 1
 
     await asyncio.gather(*(repeat() for _ in range(num_at_once)))
-    return dict(seen)
+    return dict(observed)
 
 
 async def send_all(address: str, path: str, messages: Iterator[bytes], num_at_once: int = 16) -> Figures:
@@ -67,16 +67,16 @@ async def send_all(address: str, path: str, messages: Iterator[bytes], num_at_on
     Returns:
         How often each status came.
     """
-    seen: Counter[str] = Counter()
+    observed: Counter[str] = Counter()
     async with opened(address) as channel:
         call = channel.unary_unary(path, None, None)
 
         async def send() -> None:
             for message in messages:
-                seen[await status_of(call, message)] += 1
+                observed[await status_of(call, message)] += 1
 
         await asyncio.gather(*(send() for _ in range(num_at_once)))
-    return dict(seen)
+    return dict(observed)
 
 
 async def status_of(call: FloodCall, message: bytes) -> str:

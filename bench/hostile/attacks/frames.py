@@ -15,13 +15,13 @@ _INITIAL_WINDOW_SIZE = 4
 _CANCEL = (8).to_bytes(4, "big")
 _HEAD_BYTES = 9
 _STATUS = re.compile(rb"grpc-status[\x01\x02](\d+)")
-# With these words, often as UNAVAILABLE, gRPC ends the calls of a connection whose frames it can't read any further.
+# The message with which gRPC ends the calls of a connection, often as UNAVAILABLE, if it cannot parse a frame.
 _UNREADABLE = b"Failed parsing HTTP/2"
 _READ_BYTES = 65_536
 
 
 class RawConnection:
-    """One connection to a server on loopback. What the server sends is read only if asked for.
+    """One connection to a server on loopback. It reads nothing unless `read_status` or `discard` is called.
 
     Args:
         reader, writer: the two directions.
@@ -58,7 +58,7 @@ class RawConnection:
             self.write(frame(SETTINGS, ACK, 0, b""))
 
     def write(self, data: bytes) -> None:
-        """Send bytes as they are; nothing once the server has closed the connection."""
+        """Send bytes unchanged; nothing after the server has closed the connection."""
         if not self._writer.transport.is_closing():
             self._writer.write(data)
 
@@ -92,9 +92,10 @@ class RawConnection:
         Args:
             path: `/SERVICE/METHOD`.
             message: sent at once; None to send none.
-            announced_bytes: length that is announced; that of the message by default. With more, the call stays open.
-            headers: more fields.
-            is_compressed: whether the message says that it is.
+            announced_bytes: length in the message's prefix; the true one by default. With a larger one, the call stays
+                open.
+            headers: additional header fields.
+            is_compressed: the value of the message's compressed flag.
         """
         stream, self._next_stream = self._next_stream, self._next_stream + 2
         self.write(frame(HEADERS, END_HEADERS, stream, block(path, headers)))
@@ -138,7 +139,7 @@ def frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
 
 
 def block(path: str | bytes, headers: Mapping[str, str | bytes] | None = None) -> bytes:
-    """Return the block of headers that begins a call of gRPC. Given headers take the place of the usual ones."""
+    """Return the header block that begins a gRPC call. `headers` replace the usual fields."""
     fields: dict[str, str | bytes] = {
         ":method": "POST",
         ":scheme": "http",
@@ -152,7 +153,7 @@ def block(path: str | bytes, headers: Mapping[str, str | bytes] | None = None) -
 
 
 def _text(text: str | bytes) -> bytes:
-    """Return a string as HPACK has it: its length, of which 7 bits are in the first byte, then itself."""
+    """Encode a string as HPACK does: its length, with 7 bits in the first byte, then its bytes."""
     data = text.encode() if isinstance(text, str) else text
     if len(data) < 127:
         return bytes([len(data)]) + data

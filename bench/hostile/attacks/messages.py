@@ -1,4 +1,4 @@
-"""Attacks by the size of messages."""
+"""Attacks with large messages."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ async def gzip_bombs(target: Target) -> Figures:
     bomb = await asyncio.to_thread(_compressed_zeros, target.part_of(_BOMB_BYTES))
     clock = asyncio.get_running_loop().time
     end_s = clock() + target.seconds
-    seen: Counter[str] = Counter()
+    observed: Counter[str] = Counter()
 
     async def repeat() -> None:
         while clock() < end_s:
             connection = await RawConnection.open(target.address, 65_535)
             connection.call(PREFILL, bomb, headers={"grpc-encoding": "gzip"}, is_compressed=True)
-            seen[f"status {await connection.read_status(_BOMB_TIMEOUT_S)}"] += 1
+            observed[f"status {await connection.read_status(_BOMB_TIMEOUT_S)}"] += 1
             connection.close()
 
     await asyncio.gather(*(repeat() for _ in range(_NUM_AT_ONCE)))
-    return dict(seen)
+    return dict(observed)
 
 
 def _compressed_zeros(num_bytes: int) -> bytes:

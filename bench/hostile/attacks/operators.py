@@ -1,4 +1,4 @@
-"""Attacks by calls that compute nothing, and by cache contents that make such calls slow."""
+"""Attacks with calls that need no forward pass, over cache contents that make such calls slow."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from radixkv.v1 import cache_pb2, prefill_pb2
 
 _NUM_TENANTS = 40_000
 _NUM_PRIORITIES = 40_000
-_PACE_SHARE = 50  # one prompt of 50 is timed first
+_PACE_SHARE = 50  # the first fiftieth of the prompts is timed, to estimate how long all of them take
 _SLACK = 1.5
 _NUM_AT_ONCE = 48
 
@@ -25,13 +25,13 @@ async def fill_tenants(target: Target) -> Figures:
 
 
 async def ask_statistics(target: Target) -> Figures:
-    """Ask for statistics in a loop, eight at once."""
+    """Request statistics in a loop, eight calls at once."""
     return await flood(target, STATS, lambda: b"", 8)
 
 
 async def purge(target: Target) -> Figures:
-    """Purge a tenant that has nothing, in a loop."""
-    message = cache_pb2.PurgeRequest(tenant="nobody").SerializeToString()
+    """Purge a tenant that has cached nothing, in a loop."""
+    message = cache_pb2.PurgeRequest(tenant="unknown").SerializeToString()
     return await flood(target, PURGE, lambda: message, _NUM_AT_ONCE)
 
 
@@ -42,19 +42,19 @@ async def fill_prompt(target: Target) -> Figures:
 
 
 async def probe(target: Target) -> Figures:
-    """Probe a cached prompt of 131,072 tokens, 48 at once."""
+    """Probe a cached prompt of 131,072 tokens, 48 calls at once."""
     message = prefill_pb2.ProbeRequest(token_ids=[5] * LONG_TOKENS, tenant="operator").SerializeToString()
     return await flood(target, PROBE, lambda: message, _NUM_AT_ONCE)
 
 
 async def retain(target: Target) -> Figures:
-    """Retain one block of a cached prompt of 131,072 tokens after the other, 48 at once."""
+    """Retain the blocks of a cached prompt of 131,072 tokens one by one, 48 calls at once."""
     messages = itertools.cycle([_retained(start).SerializeToString() for start in range(0, 131_072, 131_072 // 64)])
     return await flood(target, RETAIN, lambda: next(messages), _NUM_AT_ONCE)
 
 
 async def fill_priorities(target: Target) -> Figures:
-    """Cache 40,000 blocks whose priorities end at the same time, soon after the last of them is cached."""
+    """Cache 40,000 blocks whose priorities expire at the same time, soon after the last of them is cached."""
     loop = asyncio.get_running_loop()
     number = target.part_of(_NUM_PRIORITIES)
     start_s, num_timed = loop.time(), -(-number // _PACE_SHARE)
@@ -69,20 +69,20 @@ async def fill_priorities(target: Target) -> Figures:
             message.retention.ttl.FromMilliseconds(max(1, round((end_s - loop.time()) * 1000)))
             yield message.SerializeToString()
 
-    seen = await send_all(target.address, PREFILL, prompts(), _PREPARED_AT_ONCE)
+    observed = await send_all(target.address, PREFILL, prompts(), _PREPARED_AT_ONCE)
     late_s = max(0.0, loop.time() - end_s)
     await asyncio.sleep(max(0.0, end_s - target.seconds / 2 - loop.time()))
-    return {**seen, "prepared late s": late_s}
+    return {**observed, "prepared late s": late_s}
 
 
 async def await_end(target: Target) -> Figures:
-    """Ask for statistics twice a second while the priorities end."""
-    seen: dict[str, float] = {}
+    """Request statistics twice per second while the priorities expire."""
+    observed: dict[str, float] = {}
     for _ in range(max(1, round(2 * target.seconds))):
         for status, number in (await send_all(target.address, STATS, iter([b""]), 1)).items():
-            seen[status] = seen.get(status, 0) + number
+            observed[status] = observed.get(status, 0) + number
         await asyncio.sleep(0.5)
-    return seen
+    return observed
 
 
 def _of_tenants(number: int) -> Iterator[bytes]:

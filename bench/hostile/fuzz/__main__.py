@@ -25,8 +25,8 @@ MAX_GROWTH_MB = 64
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Start a server, fuzz it, print what came, and write JSON."""
-    parser = argparse.ArgumentParser(description="Fuzz a server of its own.")
+    """Start a server, fuzz it, print the statuses that it returned, and write JSON."""
+    parser = argparse.ArgumentParser(description="Start a server, and fuzz it.")
     parser.add_argument("--calls", type=int, default=100_000)
     parser.add_argument("--connections", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=1)
@@ -37,11 +37,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with process as address:
         assert process.pid is not None, "a server that listens has a process"
         fuzzed = asyncio.run(fuzz(address, process.pid, options.calls, options.connections, options.seed))
-    print(f"statuses {fuzzed.statuses}\nraw {fuzzed.raw}\nserved in between: {fuzzed.served}")
-    print(f"wrong: {fuzzed.wrong or 'none'}; memory {fuzzed.warm_mb:.0f} MB warm, {fuzzed.end_mb:.0f} at the end")
+    print(f"mutated messages: {fuzzed.statuses}\nraw connections: {fuzzed.raw}")
+    print(f"valid calls in between, all answered: {fuzzed.served}")
+    print(f"undocumented statuses: {fuzzed.undocumented or 'none'}")
+    print(f"memory: {fuzzed.warm_mb:.0f} MB after the warm-up, {fuzzed.end_mb:.0f} MB at the end")
     if options.json:
         write_json(options.json, {**dataclasses.asdict(fuzzed), "command": command, **describe_run()})
-    return int(bool(fuzzed.wrong) or fuzzed.end_mb > fuzzed.warm_mb + MAX_GROWTH_MB)
+    return int(bool(fuzzed.undocumented) or fuzzed.end_mb > fuzzed.warm_mb + MAX_GROWTH_MB)
 
 
 if __name__ == "__main__":

@@ -25,11 +25,11 @@ SEEDS: dict[str, Message] = {
     "/radixkv.v1.EventService/Subscribe": events_pb2.SubscribeRequest(),
     "/radixkv.v1.ModelService/GetTokenizer": model_pb2.GetTokenizerRequest(),
 }
-"""A right message of each method, except `Drain`, which would end the server."""
+"""A valid message of each method, except `Drain`, which would end the server."""
 
 
 class Mutations:
-    """Makes mutated messages. The same seed makes the same ones."""
+    """Generates mutated messages. The same seed generates the same messages."""
 
     def __init__(self, seed: int) -> None:
         self._chance = random.Random(seed)

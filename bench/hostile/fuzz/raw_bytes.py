@@ -70,4 +70,4 @@ KINDS: dict[str, Callable[[random.Random], bytes]] = {
         _HELLO + frame(HEADERS, 0, 1, b"") + b"".join(frame(CONTINUATION, 0, 1, b"\0\1x\1y") for _ in range(200))
     ),
 }
-"""Makers of what is sent on a connection, by name."""
+"""Functions that return the bytes to send on a connection, by name."""

@@ -17,18 +17,18 @@ from bench.hostile.fuzz.raw_bytes import KINDS
 from bench.hostile.trial import resident_mb
 from radixkv.service.client import AsyncClient
 
-RIGHT_STATUSES = frozenset(
+DOCUMENTED_STATUSES = frozenset(
     {"OK", "INVALID_ARGUMENT", "NOT_FOUND", "UNIMPLEMENTED", "RESOURCE_EXHAUSTED", "FAILED_PRECONDITION"}
     | {"OUT_OF_RANGE", "PERMISSION_DENIED"}
 )
-# 13 is gRPC's own answer to a message that gzip can't read.
-RIGHT_RAW = frozenset({"0", "3", "4", "5", "8", "12", "13", "unreadable", "closed", "silent"})
+# 13 (INTERNAL) is what gRPC itself returns for a message that gzip cannot decompress.
+DOCUMENTED_RAW = frozenset({"0", "3", "4", "5", "8", "12", "13", "unreadable", "closed", "silent"})
 _STREAMS = ("/radixkv.v1.PrefillService/Generate", "/radixkv.v1.EventService/Subscribe")
 _STREAM_OPEN_S = 0.05
 _NUM_AT_ONCE = 32
 _READ_TIMEOUT_S = 0.03
 _TIMEOUT_S = 30.0
-_BETWEEN = 500
+_VALID_CALL_PERIOD = 500
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +36,9 @@ class Fuzzed:
     """The outcome of a run.
 
     Attributes:
-        statuses: how often each came, of mutated messages.
-        raw: how often each way to end came, of raw connections.
-        served: right calls in between, all of which were answered.
+        statuses: number of mutated messages by status.
+        raw: number of raw connections by what the server did: a status code, or `closed`, `silent` or `unreadable`.
+        served: number of valid calls in between, all of which were answered.
         warm_mb, end_mb: resident memory of the server after a fifth of the calls, and at the end.
     """
 
@@ -49,16 +49,16 @@ class Fuzzed:
     end_mb: float
 
     @property
-    def wrong(self) -> list[str]:
-        """Statuses that should not have come."""
-        return sorted(self.statuses.keys() - RIGHT_STATUSES | self.raw.keys() - RIGHT_RAW)
+    def undocumented(self) -> list[str]:
+        """Statuses that the service does not document for invalid calls."""
+        return sorted(self.statuses.keys() - DOCUMENTED_STATUSES | self.raw.keys() - DOCUMENTED_RAW)
 
 
 async def fuzz(address: str, pid: int, num_calls: int, num_connections: int, seed: int) -> Fuzzed:
     """Send mutated messages, then raw bytes.
 
     Raises:
-        AioRpcError: a right call was not answered.
+        AioRpcError: a valid call was not answered.
     """
     mutations, chance = Mutations(seed), random.Random(seed)
     statuses: Counter[str] = Counter()
@@ -67,10 +67,10 @@ async def fuzz(address: str, pid: int, num_calls: int, num_connections: int, see
         served = await _send(channel, client, mutations, num_calls // 5, statuses)
         warm_mb = resident_mb(pid)
         served += await _send(channel, client, mutations, num_calls - num_calls // 5, statuses)
-        for start in range(0, num_connections, _BETWEEN):
-            number = min(_BETWEEN, num_connections - start)
+        for start in range(0, num_connections, _VALID_CALL_PERIOD):
+            number = min(_VALID_CALL_PERIOD, num_connections - start)
             await _connect(address, chance, number, raw)
-            await client.prefill([1, 2, 3], tenant="right")
+            await client.prefill([1, 2, 3], tenant="valid")
             served += 1
     return Fuzzed(dict(statuses), dict(raw), served, warm_mb, resident_mb(pid))
 
@@ -85,8 +85,8 @@ async def _send(
         for index in left:
             method, message = mutations.next_one()
             statuses[await _status(channel, method, message)] += 1
-            if index % _BETWEEN == 0:
-                await client.prefill([1, 2, 3], tenant="right")
+            if index % _VALID_CALL_PERIOD == 0:
+                await client.prefill([1, 2, 3], tenant="valid")
                 served += 1
 
     await asyncio.gather(*(repeat() for _ in range(_NUM_AT_ONCE)))
@@ -100,7 +100,9 @@ async def _status(channel: grpc.aio.Channel, method: str, message: bytes) -> str
             return "OK"
         call = channel.unary_stream(method, None, None)(message, timeout=_TIMEOUT_S)
         try:
-            await asyncio.wait_for(call.read(), _STREAM_OPEN_S)  # a stream that is quiet is open, hence right
+            await asyncio.wait_for(
+                call.read(), _STREAM_OPEN_S
+            )  # a stream that sends nothing is open: the message was accepted
         except TimeoutError:
             pass
         finally:

@@ -2,7 +2,8 @@
 
 python -m bench.hostile.isolation [--trials 1000000] [--samples 250] [--seed 1] [--json FILE]
 
-The exit status is 1 if something about another tenant was revealed, or if the search would not have detected a leak.
+The exit status is 1 if the server revealed something about another tenant, or if the benchmark would not have detected
+it.
 """
 
 from __future__ import annotations
@@ -42,9 +43,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.json:
         outcome = {"cache": dataclasses.asdict(found), "timing": dataclasses.asdict(timed)}
         write_json(options.json, {**outcome, "command": command, **describe_run()})
-    is_silent = not found.cross_hits and not timed.cross_hits and timed.p_other > _MIN_P
-    can_see = found.control_hits == found.controls and timed.p_own < _MIN_P
-    return 0 if is_silent and can_see else 1
+    leaks_nothing = not found.cross_hits and not timed.cross_hits and timed.p_other > _MIN_P
+    detects_hits = found.control_hits == found.controls and timed.p_own < _MIN_P
+    return 0 if leaks_nothing and detects_hits else 1
 
 
 if __name__ == "__main__":

@@ -32,10 +32,11 @@ class Isolation:
     """The outcome of all trials.
 
     Attributes:
-        trials: look-ups in a namespace that never had the prompt.
-        cross_hits: those that found more than this namespace's own head of it, or reported an eviction.
-        controls: look-ups in the namespace that has the prompt.
-        control_hits: those that found it.
+        trials: look-ups in a namespace in which the prompt was never cached.
+        cross_hits: of these, look-ups that found more than the head, which this namespace cached itself, or that
+            reported an eviction.
+        controls: look-ups in the namespace in which the prompt is cached.
+        control_hits: of these, look-ups that found it.
     """
 
     trials: int
@@ -47,8 +48,8 @@ class Isolation:
 def search(num_trials: int, seed: int) -> Isolation:
     """Publish new prompts, each in one namespace, and look each up there and in 20 others, while old ones are evicted.
 
-    All prompts of a namespace, and of all namespaces, begin with the same head. So trees are never empty by chance,
-    and what follows the head is known to one namespace alone.
+    All prompts begin with the same head, in all namespaces. So no tree is empty by chance, and only one namespace has
+    cached the tokens after the head.
     """
     numbers = np.random.default_rng(seed)
     cache = PrefixCache(_NUM_BLOCKS, _BLOCK)
@@ -67,14 +68,15 @@ def search(num_trials: int, seed: int) -> Isolation:
         control_hits += cache.match(owner, prompt).cached_tokens == num_tokens - 1
         for other in others:
             trials += 1
-            cross_hits += _is_told(cache, other, prompt)
+            cross_hits += _reveals_prompt(cache, other, prompt)
     return Isolation(trials, cross_hits, controls, control_hits)
 
 
-def _is_told(cache: PrefixCache, namespace: Namespace, prompt: bytes) -> bool:
-    """Whether a namespace that has at most the head of a prompt learns more of it."""
+def _reveals_prompt(cache: PrefixCache, namespace: Namespace, prompt: bytes) -> bool:
+    """Whether the cache reveals more of a prompt than its head to a namespace that cached at most the head."""
     cached_tokens = cache.match(namespace, prompt).cached_tokens
     if cached_tokens > _HEAD_TOKENS:
         return True
-    # Without the first block, the next one is of the head, which this namespace may have lost itself.
+    # If not even the first block is cached, the missing block belongs to the head, and the namespace's own copy of it
+    # may have been evicted.
     return cached_tokens >= _BLOCK and cache.explain(namespace, prompt, cached_tokens) in _LEAKING

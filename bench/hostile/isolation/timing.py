@@ -21,11 +21,12 @@ class Audit:
     """The outcome of a timing audit.
 
     Attributes:
-        samples: of each arm.
-        other_ms, uncached_ms, own_ms: medians of the arms.
-        p_other: of other against uncached. A p-value that is not small: times reveal nothing.
-        p_own: of own against uncached. Should be small: then the audit can see what is cached.
-        cross_hits: cached tokens in answers of the first two arms.
+        samples: number of prompts per arm.
+        other_ms, uncached_ms, own_ms: median response times of prompts that another tenant, no tenant or the caller has
+            cached.
+        p_other: p-value of `other` compared with `uncached`. If it is not small, the times reveal nothing.
+        p_own: p-value of `own` compared with `uncached`. It must be small: then the audit can detect a hit by its time.
+        cross_hits: cached tokens that were reported for prompts of the arms `other` and `uncached`.
     """
 
     samples: int

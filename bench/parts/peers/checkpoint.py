@@ -1,4 +1,4 @@
-"""Makes the checkpoints that all engines run: a random Llama of the shape of a 0.5B model, and the embedded model.
+"""Saves the checkpoints that all engines run: a random Llama of the shape of a 0.5B model, and the embedded model.
 
 python -m bench.parts.peers.checkpoint llama|tiny float32|bfloat16 DIRECTORY
 """
@@ -32,15 +32,15 @@ def llama_config(num_layers: int = 12) -> LlamaConfig:
         tie_word_embeddings=True,
         bos_token_id=1,
         eos_token_id=2,
-        initializer_range=0.05,  # wide enough that every token changes the answer
+        initializer_range=0.05,  # large enough that every token changes the output
     )
 
 
 def build(name: str, dtype: str) -> LlamaForCausalLM:
-    """Make a model. Both types of `llama` hold the same numbers, those that bfloat16 can represent.
+    """Build a model. `llama` has the same weights in both dtypes, all of which bfloat16 can represent.
 
     Raises:
-        ValueError: no such model.
+        ValueError: there is no such model.
     """
     if name == "tiny":
         return build_tiny_model("sdpa").to(getattr(torch, dtype))
@@ -52,7 +52,7 @@ def build(name: str, dtype: str) -> LlamaForCausalLM:
 
 
 def build_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
-    """Make a tokenizer of invented words: prompts are token ids, but some engines do not start without one."""
+    """Build a tokenizer of invented words. Prompts are token ids, but some engines do not start without a tokenizer."""
     tokens = ["<unk>", "<s>", "</s>", *(f"w{index}" for index in range(3, vocab_size))]
     words = Tokenizer(models.WordLevel({token: index for index, token in enumerate(tokens)}, unk_token="<unk>"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()

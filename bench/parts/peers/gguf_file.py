@@ -48,14 +48,14 @@ def interleave(weight: npt.NDArray[Any], num_heads: int) -> npt.NDArray[Any]:
 def vocabulary(size: int) -> tuple[list[str], list[int]]:
     """Return `size` tokens and their kinds: unknown, begin, end, then invented words.
 
-    There are no bytes, since the server holds back a token that ends within a character of UTF-8.
+    There are no byte tokens, since the server does not send a token that ends within a UTF-8 character.
     """
     words = [f"\u2581w{index}" for index in range(3, size)]
     return ["<unk>", "<s>", "</s>", *words], [_UNKNOWN, _CONTROL, _CONTROL] + [_NORMAL] * len(words)
 
 
 def main(directory: str, dtype: str, file: str) -> None:
-    """Write weights in a type; norms are always float32, as llama.cpp wants them."""
+    """Write the weights in a dtype; norms are always float32, as llama.cpp requires."""
     import gguf
     from safetensors import safe_open
 

@@ -1,4 +1,4 @@
-"""Least time of a row, whatever engine runs it: what the arithmetic and the memory of the machine allow.
+"""Minimum time of a row for any engine, given the rates of arithmetic and memory of the machine.
 
 python -m bench.parts.peers.machine_limits float32|bfloat16 THREADS
 """
@@ -31,8 +31,8 @@ class Machine:
 
     Attributes:
         bytes_per_s: how fast memory is read.
-        operations_per_s: additions and multiplications of a product of matrices, of the faster of two sizes.
-        element_bytes: size of a weight, of a key's and of a value's element.
+        operations_per_s: additions and multiplications of a matmul, for the faster of two sizes.
+        element_bytes: bytes of one element of weights, keys and values.
     """
 
     bytes_per_s: float
@@ -42,42 +42,42 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class ModelWork:
-    """Least work of a step of a model.
+    """Minimum work of a step of a model.
 
     Attributes:
         operations: additions and multiplications.
-        elements: weights, keys and values that are read.
+        elements: elements of weights, keys and values that are read.
     """
 
     operations: float
     elements: float
 
     def min_s(self, machine: Machine) -> float:
-        """Return the time that arithmetic or memory takes, whichever is longer."""
+        """Return the time of the arithmetic or of the memory traffic, whichever is longer."""
         return max(
             self.operations / machine.operations_per_s, self.elements * machine.element_bytes / machine.bytes_per_s
         )
 
 
 def measure_machine(dtype: str, threads: int) -> Machine:
-    """Measure in a process of its own, since a process can't have two numbers of threads."""
+    """Measure in a separate process, since the number of threads is fixed per process."""
     command = [sys.executable, "-m", "bench.parts.peers.machine_limits", dtype, str(threads)]
     printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     return Machine(**json.loads(printed))
 
 
 def least_time(row: PeerRow, machine: Machine) -> float:
-    """Return the least time of one unit of a row, in seconds.
+    """Return the minimum time of one unit of a row, in seconds.
 
-    Prefixes are read once per step for all requests, each request's own keys once, and weights once per step. A row of
-    single prompts has a step for each; prompts under way at once are one step, and so are their tokens.
+    Per step, the shared prefix is read once for all requests, the own keys of each request once, and the weights once.
+    Prompts that are sent one at a time take one step each; concurrent prompts share one step, and so do their tokens.
     """
     model = llama_config() if row.model == "llama" else tiny_config()
     together = row.at_once
     prefill = _step(model, row.shared_tokens, together, row.own_tokens).min_s(machine)
     if row.unit in {"request", "call"}:
         return prefill / together
-    middle = row.own_tokens + row.new_tokens // 2  # keys of a request's own at a decode step, on average
+    middle = row.own_tokens + row.new_tokens // 2  # mean number of a request's own keys in a decode step
     decode = _step(model, row.shared_tokens, together, 1, middle - 1).min_s(machine)
     return decode if row.unit == "token" else prefill + (row.new_tokens - 1) * decode
 
@@ -87,7 +87,7 @@ def _step(model: LlamaConfig, shared: int, requests: int, tokens: int, own_befor
     queries, pairs = model.num_attention_heads * model.head_dim, 2 * model.num_key_value_heads * model.head_dim
     linear = model.hidden_size * (2 * queries + pairs + 3 * model.intermediate_size)
     head = model.hidden_size * model.vocab_size
-    keys = tokens * (shared + own_before) + tokens * (tokens + 1) / 2  # seen by all tokens of a request
+    keys = tokens * (shared + own_before) + tokens * (tokens + 1) / 2  # summed over the tokens of a request
     layer = 2 * requests * tokens * linear + 4 * requests * keys * queries
     operations = model.num_hidden_layers * layer + 2 * requests * head
     kept = model.num_hidden_layers * pairs * (shared + requests * (own_before + tokens))

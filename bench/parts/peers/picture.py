@@ -36,8 +36,8 @@ def draw_comparison(path: Path, rows: Sequence[Result], machine: str) -> None:
     """Draw a panel for each setting and write it as SVG; replaced if it exists.
 
     Args:
-        rows: what `compare` made.
-        machine: named under the title.
+        rows: the results of `compare`.
+        machine: description of the machine, shown below the title.
     """
     settings = list(dict.fromkeys((row["model"], row["dtype"], row["threads"]) for row in rows))
     panels = [[row for row in rows if (row["model"], row["dtype"], row["threads"]) == each] for each in settings]

@@ -1,4 +1,4 @@
-"""CPU time of a process and its descendants, and their termination. Linux only, since it reads /proc."""
+"""Measures the CPU time of a process and its descendants, and kills them. Linux only, since it reads /proc."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ _TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 
 
 def read_processes() -> dict[int, tuple[int, float]]:
-    """Return the parent and the CPU seconds of each process, those of its ended and awaited children among them."""
+    """Return the parent and the CPU seconds of each process, including those of its children that were waited for."""
     found = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # it ended meanwhile
+        with contextlib.suppress(OSError):  # the process has ended meanwhile
             fields = path.read_text(errors="replace").rpartition(")")[2].split()
             found[int(path.parent.name)] = (int(fields[1]), sum(map(int, fields[11:15])) / _TICKS_PER_SECOND)
     return found
 
 
 def tree_of(pid: int, processes: dict[int, tuple[int, float]]) -> set[int]:
-    """Return a process that runs and all its descendants; empty if it has ended."""
+    """Return a running process and all its descendants; empty if it has ended."""
     tree = {pid} & processes.keys()
     while found := {each for each, (parent, _) in processes.items() if parent in tree} - tree:
         tree |= found
@@ -30,13 +30,13 @@ def tree_of(pid: int, processes: dict[int, tuple[int, float]]) -> set[int]:
 
 
 def cpu_s(pid: int) -> float:
-    """Return the CPU seconds of a process and its descendants until now, in steps of the kernel's clock tick."""
+    """Return the CPU seconds of a process and its descendants so far, in multiples of the kernel's clock tick."""
     processes = read_processes()
     return sum(processes[each][1] for each in tree_of(pid, processes))
 
 
 def kill(pids: Iterable[int]) -> None:
-    """Kill those of the processes that still run."""
+    """Kill the processes that still run."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)

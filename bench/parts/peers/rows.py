@@ -1,4 +1,4 @@
-"""Rows of the comparison: the requests of each, and the time of one unit of it."""
+"""Rows of the comparison: the requests of each row, and the measurement of one unit."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class PeerSample:
     """One measurement of a row, for one unit of it: a start, a request, a token, a batch or a call.
 
     Attributes:
-        cpu_s: CPU seconds of the engine's processes and of its client's.
+        cpu_s: CPU seconds of the processes of the engine and its client.
         first_tokens: first token of each prompt.
-        cached_tokens: prompt tokens reused in all, if the engine says.
+        cached_tokens: prompt tokens reused in total; None if the engine does not report it.
     """
 
     wall_s: float
@@ -38,13 +38,13 @@ class PeerRow:
     """A row.
 
     Attributes:
-        title: for people.
-        unit: of a sample: start, which has no prompts, request, token, batch or call.
+        title: shown in the table.
+        unit: what one sample measures: start (without prompts), request, token, batch or call.
         model: llama or tiny.
         shared_tokens: prefix that all prompts share and that is cached before; 0 for prompts that share nothing.
-        own_tokens: tokens of each prompt after it.
+        own_tokens: tokens of each prompt after the prefix.
         num_prompts: prompts of one repetition.
-        at_once: requests under way at a time.
+        at_once: requests in flight.
         new_tokens: tokens that are generated after each prompt.
     """
 
@@ -58,24 +58,24 @@ class PeerRow:
     new_tokens: int
 
     def tasks(self, seed: str) -> list[Task]:
-        """Make the tasks of one repetition: the last one is measured. Equal seeds make equal prompts."""
+        """Build the tasks of one repetition, of which the last one is measured. Equal seeds give equal prompts."""
         prefix = self._prefix()
         prompts = [prefix + ids for ids in self._random(seed, self.num_prompts, self.own_tokens)]
         tasks = [Task(prompts, self.new_tokens, self.at_once, self.shared_tokens)]
-        if self.unit == "token":  # the prompt's own CPU time is known only by measuring another like it
+        if self.unit == "token":  # the CPU time of the prompt is measured with another prompt of the same length
             other = [prefix + ids for ids in self._random(f"{seed} first", self.num_prompts, self.own_tokens)]
             tasks.insert(0, Task(other, 1, self.at_once, self.shared_tokens))
         return tasks
 
     def filling_task(self) -> Task | None:
-        """Make the task that puts the shared prefix into the cache; None if there is none."""
+        """Build the task that puts the shared prefix into the cache; None if there is none."""
         if not self.shared_tokens:
             return None
         [own] = self._random("fill", 1, self.own_tokens)
         return Task([self._prefix() + own], 1, 1, self.shared_tokens, fills_cache=True)
 
     def measure(self, ask: Ask, seed: str) -> PeerSample:
-        """Answer one repetition's prompts, and divide the time by the units."""
+        """Send the prompts of one repetition, and divide the time by the number of units."""
         measured = [ask(task) for task in self.tasks(seed)]
         last = measured[-1]
         wall_s, cpu_s, units = last.done.wall_s, last.cpu_s, self.num_prompts
@@ -101,12 +101,12 @@ class PeerRow:
 
 
 def build_rows(*, is_quick: bool = False) -> dict[str, PeerRow]:
-    """Make all rows by name. Quick ones have fewer prompts and tokens; their times mean little."""
+    """Build all rows by name. Quick ones have fewer prompts and tokens, and are only a smoke test."""
     few = 4 if is_quick else 1
     prefix, long_prefix, many, new, calls = 2048 // few, 8192 // few, 16 // few, 64 // few, 120 // few
     suffix = SUFFIX_TOKENS
     rows = {
-        "start": PeerRow("start, until prompts are taken", "start", "llama", 0, 0, 0, 0, 0),
+        "start": PeerRow("start, until prompts are accepted", "start", "llama", 0, 0, 0, 0, 0),
         "cold": PeerRow("first token, nothing cached", "request", "llama", 0, prefix + suffix, 1, 1, 1),
         "warm": PeerRow(f"first token, {prefix:,} cached", "request", "llama", prefix, suffix, 4, 1, 1),
         "decode": PeerRow("decode, one request", "token", "llama", prefix, suffix, 1, 1, new + 1),

@@ -1,6 +1,7 @@
-"""SGLang's Triton attention for prefill over a cached prefix, loaded from its wheel alone.
+"""Loads SGLang's Triton attention for prefill over a cached prefix, without installing SGLang.
 
-Get it with `pip download --no-deps sglang==0.5.23` and unzip the wheel; its `sglang/kernels/ops/attention` is enough.
+The kernel is read from an unpacked wheel: `pip download --no-deps sglang==0.5.23`, then unzip it. Only its folder
+`sglang/kernels/ops/attention` is needed.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 
 import torch
 
-from bench.parts.peers.sglang_wheel import load_alone
+from bench.parts.peers.sglang_wheel import load_without_package
 
 
 def load_extend_attention(wheel: Path) -> Callable[..., None]:
@@ -26,7 +27,7 @@ def load_extend_attention(wheel: Path) -> Callable[..., None]:
     """
     environment = ModuleType("sglang.srt.environ")
     environment.envs = None  # type: ignore[attr-defined]  # read on other hardware only
-    module: Any = load_alone(
+    module: Any = load_without_package(
         wheel,
         "sglang.kernels.ops.attention.extend_attention",
         {"sglang.srt.environ": environment, "sglang.srt.utils": _Hardware("sglang.srt.utils")},
@@ -36,7 +37,7 @@ def load_extend_attention(wheel: Path) -> Callable[..., None]:
 
 
 class _Hardware(ModuleType):
-    """Stands in for SGLang's hardware checks: a CUDA device or an unknown one."""
+    """Replaces the module of SGLang's hardware checks. Only `is_cuda` can be true."""
 
     def __getattr__(self, name: str) -> Callable[..., bool]:
         if name.startswith("__"):

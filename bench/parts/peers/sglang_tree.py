@@ -1,6 +1,6 @@
-"""SGLang's two radix trees, loaded from its wheel alone.
+"""Loads SGLang's two radix trees, without installing SGLang.
 
-Get it with `pip download --no-deps sglang==0.5.23` and unzip the wheel; nothing of SGLang is installed.
+They are read from an unpacked wheel: `pip download --no-deps sglang==0.5.23`, then unzip it.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from bench.parts.peers.sglang_wheel import load_alone
+from bench.parts.peers.sglang_wheel import load_without_package
 
 _FULL_ATTENTION = 0  # the tree's component; the others are for hybrid models
 
 # The tree written in Python is one module with a few neighbors that need only torch. Their packages would import the
-# whole engine, so they stay empty. These modules only lend names to annotations, events and metrics, which are off, or
-# to methods that are not called here.
+# whole engine, so empty modules replace the packages. The modules in this list are only used in annotations, in events
+# and metrics, which are off, and in methods that are not called here.
 _STAND_INS = (
     "sglang.kernels.ops.kvcache.mla_buffer",
     "sglang.srt.disaggregation.kv_events",
@@ -35,7 +35,7 @@ _STAND_INS = (
 
 
 class SglangTree(Protocol):
-    """The operations that are measured on both trees. Keys are made before the clock starts."""
+    """The operations that are measured on both trees. Keys are built before the timed part."""
 
     def key(self, tokens: bytes) -> Any:
         """Convert a prompt to the tree's key."""
@@ -50,7 +50,7 @@ class SglangTree(Protocol):
         """Find the longest cached prefix and collect the int64 indices of its tokens."""
 
     def evict(self, num_tokens: int) -> int:
-        """Evict leaves until `num_tokens` are gone; returns the tokens evicted."""
+        """Evict leaves until at least `num_tokens` are evicted. Returns the number of evicted tokens."""
 
 
 class SglangRustTree:
@@ -177,4 +177,4 @@ def _load_native(wheel: Path) -> Any:
 
 
 def _load_python(wheel: Path) -> Any:
-    return load_alone(wheel, "sglang.srt.mem_cache.radix_cache", {name: _StandIn(name) for name in _STAND_INS})
+    return load_without_package(wheel, "sglang.srt.mem_cache.radix_cache", {name: _StandIn(name) for name in _STAND_INS})

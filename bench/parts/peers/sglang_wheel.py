@@ -9,10 +9,11 @@ from pathlib import Path
 from types import ModuleType
 
 
-def load_alone(wheel: Path, name: str, stand_ins: Mapping[str, ModuleType]) -> ModuleType:
-    """Import one module, and leave `sys.modules` as it was.
+def load_without_package(wheel: Path, name: str, stand_ins: Mapping[str, ModuleType]) -> ModuleType:
+    """Import one module without importing the packages that contain it. `sys.modules` is restored afterwards.
 
-    The packages above it and above the stand-ins are empty, so it imports only stand-ins and neighboring files.
+    Empty modules replace its parent packages and those of the stand-ins, so that only stand-ins and neighboring files
+    are imported.
 
     Args:
         wheel: folder of the unpacked wheel.

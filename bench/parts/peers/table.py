@@ -1,4 +1,4 @@
-"""Formats the comparison as a table for people."""
+"""Formats the comparison as a table."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Result = dict[str, Any]
 
 
 def format_table(rows: Sequence[Result], skipped: dict[str, str], failures: Sequence[str]) -> str:
-    """Format all rows: a block for each setting, then who was left out, and who failed at what."""
+    """Format all rows: a block per setting, then the engines that were skipped, and the failures."""
     settings = list(dict.fromkeys((row["model"], row["dtype"], row["threads"]) for row in rows))
     blocks = []
     for model, dtype, threads in settings:
@@ -24,7 +24,7 @@ def format_table(rows: Sequence[Result], skipped: dict[str, str], failures: Sequ
 
 
 def _shortened(message: str) -> str:
-    """Keep the first line and the last, which is what was raised; the result file has all."""
+    """Keep the first line and the last, which has the exception; the result file has the whole message."""
     first, *others = message.splitlines()
     return f"{first} {others[-1]}" if others else first
 
@@ -46,7 +46,7 @@ def _lines(rows: Sequence[Result]) -> list[str]:
 
 
 def _limit(row: Result) -> tuple[str, str]:
-    """Return the time that the machine allows, and how many times as long ours takes."""
+    """Return the minimum time on this machine, and our time as a multiple of it."""
     min_s, ours = row["least_s"], row["engines"].get(OURS)
     if min_s is None:
         return "-", "-"
@@ -64,7 +64,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_time(unit: str, summary: Result | None) -> str:
-    """Format wall and CPU time of a unit: calls as calls a second and CPU milliseconds, tokens in milliseconds.
+    """Format wall and CPU time of a unit: calls as calls per second and CPU milliseconds, tokens in milliseconds.
 
     >>> format_time("call", {"wall_s": 0.004, "cpu_s": 0.0051}), format_time("request", {"wall_s": 0.26, "cpu_s": 0.3})
     ('250/s (5.1 ms)', '0.26 s (0.30)')
@@ -87,4 +87,4 @@ def _first_tokens(rows: Sequence[Result]) -> list[str]:
             counted[engine] = (tokens + each["first_tokens"], different + each["different_first_tokens"])
     others = [f"{engine} {different} of {tokens}" for engine, (tokens, different) in counted.items() if different]
     said = ", ".join(others) if others else f"none of {sum(tokens for tokens, _ in counted.values())}"
-    return [f"first tokens that are not what most engines gave: {said}"] if counted else []
+    return [f"first tokens that differ from those of most engines: {said}"] if counted else []

@@ -1,4 +1,4 @@
-"""Runs a model with transformers alone, after a prefix in transformers' own cache."""
+"""Runs a model with transformers, after a prefix in the cache of transformers."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ Tokens = npt.NDArray[np.uint32]
 class TransformersPrefix:
     """The same model run by transformers with SDPA, with K and V of one long prompt in its cache.
 
-    It computes inside `running`, which swaps attention and kernels; that takes milliseconds, so time calls inside it.
+    It computes inside `running`, which replaces our attention and kernels by those of transformers. That takes
+    milliseconds, so only calls inside the block should be timed.
 
     Args:
         model: a model with our attention and kernels.
         tokens: the prompt.
-        step_tokens: tokens of one forward pass.
+        step_tokens: maximum number of tokens per forward pass.
     """
 
     def __init__(self, model: Model, tokens: Tokens, step_tokens: int) -> None:
@@ -40,7 +41,7 @@ class TransformersPrefix:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Let the model run as transformers wrote it inside the block; our attention and kernels are back after it."""
+        """Run the model with transformers' own attention and layers inside the block; ours are restored after it."""
         self._module.set_attn_implementation("sdpa")
         try:
             with self._model.unfused():
@@ -49,7 +50,7 @@ class TransformersPrefix:
             self._module.set_attn_implementation(ATTENTION_NAME)
 
     def restore(self, num_tokens: int) -> None:
-        """Make the cache hold the K and V of the prompt's first `num_tokens` tokens, and nothing else."""
+        """Fill the cache with K and V of the first `num_tokens` tokens of the prompt, and nothing else."""
         if num_tokens > self._num_known:
             self._fill(self._num_known)
             for start in range(self._num_known, num_tokens, self._step_tokens):

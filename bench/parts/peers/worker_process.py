@@ -1,4 +1,4 @@
-"""A worker process: starts it, sends it tasks and stops it."""
+"""Starts a worker process, sends it tasks and stops it."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ _SHOWN_STDERR_BYTES = 2000
 
 
 class WorkerFailed(Exception):
-    """A worker that died, refused a task or answered something else. The message says why."""
+    """A worker crashed, refused a task or returned an unexpected answer. The message has the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class PeerMeasurement:
-    """Answers to a task, with the CPU seconds that the worker and all its processes took meanwhile."""
+    """The answers to a task, and the CPU seconds that the worker and all its processes used for it."""
 
     done: Done
     cpu_s: float
 
 
 class WorkerProcess:
-    """A worker subprocess as a context manager. After the block it and everything it started are gone.
+    """A worker subprocess as a context manager. It is stopped after the block, with all processes that it started.
 
     It has its own session, so Ctrl-C at the terminal reaches only the benchmark.
 
     Args:
-        name: for messages.
+        name: name in messages.
         command, environment: how it is started.
-        timeout_s: a worker that says nothing for longer is killed.
+        timeout_s: a worker that prints no line for longer is killed.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class WorkerProcess:
         self._process: subprocess.Popen[str] | None = None
 
     def __enter__(self) -> Self:
-        self._stderr = tempfile.TemporaryFile()  # closed in stop(); a pipe could fill up
+        self._stderr = tempfile.TemporaryFile()  # closed in stop(); a pipe could block when it is full
         self._process = subprocess.Popen(
             self._command,
             stdin=subprocess.PIPE,
@@ -75,7 +75,7 @@ class WorkerProcess:
 
     @property
     def cpu_s(self) -> float:
-        """CPU seconds that the running worker and all its processes took so far."""
+        """CPU seconds that the running worker and all its processes have used so far."""
         assert self._process is not None
         return cpu_s(self._process.pid)
 
@@ -83,7 +83,7 @@ class WorkerProcess:
         """Read the first line.
 
         Raises:
-            WorkerFailed: the worker ended, or said something else.
+            WorkerFailed: the worker ended, or printed another line.
         """
         ready = self._read()
         if not isinstance(ready, Ready):
@@ -91,10 +91,10 @@ class WorkerProcess:
         return ready
 
     def run(self, task: Task) -> PeerMeasurement:
-        """Hand over a task and wait for its answers.
+        """Send a task and wait for its answers.
 
         Raises:
-            WorkerFailed: the worker died, failed at the task, or answered other than was asked.
+            WorkerFailed: the worker crashed, failed at the task, or returned a wrong number of tokens.
         """
         assert self._process is not None
         assert self._process.stdin is not None
@@ -112,19 +112,19 @@ class WorkerProcess:
         return PeerMeasurement(done, cpu_s(self._process.pid) - before_s)
 
     def stop(self) -> None:
-        """End the worker: close its input, wait a while, and kill it. Calling it again does nothing."""
+        """Stop the worker: close its stdin, wait, and kill it after a timeout. Calling it again does nothing."""
         process, self._process = self._process, None
         if process is not None:
             assert process.stdin is not None
             assert process.stdout is not None
             tree = tree_of(process.pid, read_processes())
             try:
-                with contextlib.suppress(OSError):  # it died with a task unread
-                    process.stdin.close()  # the worker's loop ends with its input
+                with contextlib.suppress(OSError):  # it ended without reading a task
+                    process.stdin.close()  # the worker's loop ends with its stdin
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(_STOP_TIMEOUT_S)
             finally:  # also on a second Ctrl-C
-                kill(tree)  # what is left of it
+                kill(tree)  # the processes that still run
                 process.wait()
                 process.stdout.close()
         if self._stderr is not None:
@@ -144,7 +144,7 @@ class WorkerProcess:
             if self._is_late:
                 raise WorkerFailed(f"{self.name}: expected a line within {self._timeout_s:g} s, got none")
             raise WorkerFailed(
-                f"{self.name}: ended with exit status {status}; its stderr ends with:\n{self._last_words()}"
+                f"{self.name}: ended with exit status {status}; its stderr ends with:\n{self._end_of_stderr()}"
             )
         try:
             return from_line(line)
@@ -156,7 +156,7 @@ class WorkerProcess:
         self._is_late = True
         kill(tree_of(self._process.pid, read_processes()))
 
-    def _last_words(self) -> str:
+    def _end_of_stderr(self) -> str:
         assert self._stderr is not None
         end = self._stderr.seek(0, 2)
         self._stderr.seek(max(0, end - _SHOWN_STDERR_BYTES))

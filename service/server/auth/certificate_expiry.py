@@ -1,4 +1,4 @@
-"""When the certificate of a client expires."""
+"""Reads from a client certificate when it expires."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def expiry_of(pem: bytes) -> float:
     der = ssl.PEM_cert_to_DER_cert(pem.decode("ascii"))
     try:
         _, start, _ = _value(der, 0)  # the certificate
-        _, start, _ = _value(der, start)  # what is signed
+        _, start, _ = _value(der, start)  # its signed part
         kind, _, end = _value(der, start)
         if kind != _VERSION:
-            end = start  # certificates of version 1 leave it out
+            end = start  # version 1 has no version number
         for _ in ("serial number", "algorithm", "issuer"):
             _, _, end = _value(der, end)
         _, start, _ = _value(der, end)  # the validity
-        _, _, end = _value(der, start)  # its beginning
+        _, _, end = _value(der, start)  # the time from which it is valid
         kind, start, end = _value(der, end)
     except IndexError:
         raise ValueError("certificate: the DER data are incomplete") from None

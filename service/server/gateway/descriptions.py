@@ -14,7 +14,7 @@ from radixkv.config import Config, ModelConfig
 from radixkv.config.model_directory import read_object
 from radixkv.gateway import engine_common_pb2, vllm_engine_pb2
 from radixkv.model_files.model_location import files_directory, locate
-from radixkv.service.server.gateway.traffic import Traffic
+from radixkv.service.server.gateway.token_counter import TokenCounter
 
 _MAX_INT32 = 2**31 - 1
 
@@ -80,7 +80,9 @@ def load_record(load: vllm_engine_pb2.SchedulerLoad, sample: int) -> engine_comm
     )
 
 
-def scheduler_load(limits: Limits, load: EngineLoad, traffic: Traffic, config: Config) -> vllm_engine_pb2.SchedulerLoad:
+def scheduler_load(
+    limits: Limits, load: EngineLoad, tokens: TokenCounter, config: Config
+) -> vllm_engine_pb2.SchedulerLoad:
     """Describe the load. Blocks that can be evicted count as free, because a warm cache can take more requests."""
     requests = load.requests
     num_waiting = requests.waiting + requests.following
@@ -91,8 +93,8 @@ def scheduler_load(limits: Limits, load: EngineLoad, traffic: Traffic, config: C
         num_used_tokens=min(_MAX_INT32, load.blocks.in_use * limits.block_size),
         max_total_num_tokens=min(_MAX_INT32, load.blocks.total * limits.block_size),
         token_usage=load.blocks.in_use / load.blocks.total,
-        gen_throughput=traffic.tokens_per_s(),
-        cache_hit_rate=traffic.hit_rate,
+        gen_throughput=tokens.tokens_per_s(),
+        cache_hit_rate=tokens.hit_rate,
         utilization=load.blocks.in_use / load.blocks.total,
         max_running_requests=min(_MAX_INT32, config.engine.max_running_requests),
     )

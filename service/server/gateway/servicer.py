@@ -27,7 +27,7 @@ from radixkv.service.server.gateway.responses import (
     with_logprobs,
 )
 from radixkv.service.server.gateway.running_calls import RunningCall, RunningCalls
-from radixkv.service.server.gateway.traffic import Traffic
+from radixkv.service.server.gateway.token_counter import TokenCounter
 from radixkv.service.server.guarded_server import GuardedServer
 from radixkv.service.server.mailbox import Mailbox
 from radixkv.service.server.receive.fair_shares import QuotaKey
@@ -69,7 +69,7 @@ class GatewayServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         self._held_bytes = shared.held_bytes
         self._writer = ResponseWriter()
         self._calls = RunningCalls()
-        self._traffic = Traffic()
+        self._tokens = TokenCounter()
 
     async def Generate(  # noqa: N802
         self, request: vllm_engine_pb2.GenerateRequest, context: Context
@@ -136,7 +136,7 @@ class GatewayServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
                         call.futures[index].finish()
                 if generation.is_streamed and token_ids:
                     num_sent[index] += len(token_ids)
-                    self._traffic.add_generated(len(token_ids))
+                    self._tokens.add_generated(len(token_ids))
                     chunk = chunk_response(token_ids, usages[index], index)
                     yield await self._with_logprobs(chunk, generation, tokens.logprobs, tokens.prompt_logprobs)
             for index in ended:
@@ -148,8 +148,8 @@ class GatewayServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
                 if stops is not None:
                     result, matched = stops.cut(index, result)
                 start = num_sent[index]
-                self._traffic.add_generated(len(result.token_ids) - start)
-                self._traffic.add_prompt(result.usage)
+                self._tokens.add_generated(len(result.token_ids) - start)
+                self._tokens.add_prompt(result.usage)
                 prompt_logprobs = () if start else result.prompt_logprobs
                 logprobs = stream.take(index).logprobs
                 logprobs.extend(result.logprobs)
@@ -239,4 +239,4 @@ class GatewayServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
 
     async def _load(self) -> vllm_engine_pb2.SchedulerLoad:
         load = await result_of(self._engine, self._mailbox, self._engine.load())
-        return scheduler_load(self._engine.limits, load, self._traffic, self._config)
+        return scheduler_load(self._engine.limits, load, self._tokens, self._config)

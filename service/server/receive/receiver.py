@@ -26,9 +26,9 @@ _MIN_SLOTS = 4
 _MAX_WAITING = 1024
 # Large messages that are parsed at the same time; each occupies a thread.
 _MAX_PARSING = 2
-# Health watches may use this fraction of `max_calls`, and so may other streams that end only with the service. They
-# have separate limits, because watches need no credentials and must not keep routers from their events.
-_ENDLESS_FRACTION = 8
+# Health watches may use this share of `max_calls`, and other streams that end only with the service may use as many.
+# The limits are separate, because watches need no credentials and must not keep routers from their events.
+_ENDLESS_SHARE = 1 / 8
 # Maximum size of a request that carries no prompt; names have at most 256 characters.
 _SMALL_BYTES = 4096
 # Orchestrators check health until the server has stopped.
@@ -38,7 +38,9 @@ Parse = Callable[[bytes], Any]
 
 
 class InFlightCall:
-    """The units that one call in flight is charged for: the call itself, and bytes of its request and unsent responses.
+    """One call in flight, which counts against the limits until it ends: as a call, and with the bytes that it holds.
+
+    It holds the bytes of its request and of its unsent responses.
 
     Attributes:
         context: gRPC's context of the call.
@@ -80,14 +82,14 @@ class InFlightCall:
         """Charge the request, and the memory that its response will need, to the tenant, or else to the caller.
 
         Raises:
-            QueueFull: too much is held for it.
+            QueueFull: too many bytes are held for this tenant or caller.
         """
         self._owner = self._caller if tenant is None else QuotaKey.of_tenant(tenant)
         self._hold(num_bytes + reserved_bytes)
         self._reserved_bytes = reserved_bytes
 
     def hold_response(self, num_bytes: int) -> None:
-        """Charge a serialized response, as far as no memory was reserved for it. Raises as `hold_request`."""
+        """Charge the bytes of a serialized response beyond those reserved for it. Raises as `hold_request`."""
         if num_bytes > self._reserved_bytes:
             self._hold(num_bytes - self._reserved_bytes)
 
@@ -120,7 +122,7 @@ class Receiver:
 
     def __init__(self, config: ServerConfig, limits: Limits) -> None:
         num_slots = max(_MIN_SLOTS, config.max_receiving_bytes // max_message_bytes(config, limits))
-        max_endless = max(1, config.max_calls // _ENDLESS_FRACTION)
+        max_endless = max(1, int(_ENDLESS_SHARE * config.max_calls))
         self.held_bytes = FairShares(config.max_held_bytes, "bytes of requests and unsent responses")
         self.in_flight = InFlightCalls()
         self._slots = ReceiveSlots(num_slots, _MAX_WAITING, config.receive_timeout_s)
@@ -152,7 +154,7 @@ class Receiver:
 
         Raises:
             Draining: the server takes no new calls.
-            QueueFull: too many calls are in flight, and this caller has its share of them.
+            QueueFull: too many calls are in flight, and this caller has used its share of them.
         """
         method = authorization.method
         self._require_accepting(method)

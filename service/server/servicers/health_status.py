@@ -22,7 +22,7 @@ class HealthStatus:
         self._is_leaving = False
 
     def set(self, names: Iterable[str], *, is_serving: bool) -> None:
-        """Set the status of the services of these names, and of the server. After `leave` it stays NOT_SERVING."""
+        """Set the status of these services and of the server; after `enter_graceful_shutdown` it stays NOT_SERVING."""
         names = frozenset(("", *names))
         is_serving = is_serving and not self._is_leaving
         if (names, is_serving) != (self.names, self.is_serving):
@@ -31,7 +31,7 @@ class HealthStatus:
             changed, self.changed = self.changed, asyncio.Event()
             changed.set()
 
-    def leave(self) -> None:
+    def enter_graceful_shutdown(self) -> None:
         """Report NOT_SERVING from now on."""
         self._is_leaving = True
         self.set(self.names, is_serving=False)

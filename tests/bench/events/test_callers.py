@@ -59,7 +59,7 @@ def test_the_refused_ask_again() -> None:
     async def test() -> None:
         service = Service(accepts=False)
         crowd = ClosedLoopCallers([service], 3)
-        await crowd.have_answers()
+        await crowd.wait_for_answers()
         assert (crowd.num_accepted, crowd.num_refused) == (0, 3)
         while service.num_asked < 9:
             await asyncio.sleep(0)
@@ -73,7 +73,7 @@ def test_every_other_one_reads_and_comes_back_after_falling_behind() -> None:
     async def test() -> None:
         service = Service(accepts=True)
         crowd = ClosedLoopCallers([service], 4)
-        await crowd.have_answers()
+        await crowd.wait_for_answers()
         assert (crowd.num_accepted, crowd.num_refused) == (4, 0)
         while service.num_read < 8:
             await asyncio.sleep(0)

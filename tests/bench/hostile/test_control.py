@@ -1,4 +1,4 @@
-"""A short form of the control: an empty handler serves an innocent client during a burst."""
+"""A short form of the control: an empty handler serves a well-behaved client during a burst."""
 
 import json
 
@@ -15,6 +15,6 @@ def test_an_empty_handler_answers_during_a_burst(tmp_path, capsys):
     options = ["--attacks", "cancels", "--seconds", "0.5", "--equal-priority"]  # others may leave nothing for long
     control.main([*options, "--json", str(file)])
     (row,) = json.loads(file.read_text())["rows"]
-    assert (row["attack"], row["beside"]["calls"], row["beside"]["refusals"]) == ("cancels", 10, 0)
-    assert row["seen"]
+    assert (row["attack"], row["under_attack"]["calls"], row["under_attack"]["refusals"]) == ("cancels", 10, 0)
+    assert row["observed"]
     assert capsys.readouterr().out.startswith("cancels")

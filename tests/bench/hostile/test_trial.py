@@ -1,4 +1,4 @@
-"""A short form of one attack: no innocent call is refused, memory stays bounded, and the server becomes idle.
+"""A short form of one attack: no well-behaved call is refused, memory stays bounded, and the server becomes idle.
 
 Attackers do not yield to others here: a busy machine may leave them nothing for minutes.
 """
@@ -25,11 +25,11 @@ MOST_MB = 800  # beyond idle; without bounds, large messages alone took 2,700
 def test_an_attack_gets_no_other_client_refused_and_leaves_nothing():
     process = ServerProcess([sys.executable, "-m", "bench.parts.null_service", "engine"])
     with process as address:
-        trial = asyncio.run(measure("large_packed", Target(address, 0.5), process.pid, is_yielding=False))
-    assert (trial.beside.calls, trial.beside.refusals) == (10, 0)
+        trial = asyncio.run(measure("large_packed", Target(address, 0.5), process.pid, has_low_priority=False))
+    assert (trial.under_attack.calls, trial.under_attack.refusals) == (10, 0)
     assert trial.peak_mb < trial.idle_mb + MOST_MB
     assert trial.idle_after_s is not None
-    assert trial.seen.keys() == {"RESOURCE_EXHAUSTED"}
+    assert trial.observed.keys() == {"RESOURCE_EXHAUSTED"}
 
 
 @pytest.mark.long
@@ -37,11 +37,11 @@ def test_an_attack_apart_is_sent_to_another_server():
     processes = [ServerProcess([sys.executable, "-m", "bench.parts.null_service", "engine"]) for _ in range(2)]
     with processes[0] as address, processes[1] as attacked:
         targets = Target(address, 0.5), processes[0].pid, Target(attacked, 0.5)
-        trial = asyncio.run(measure("large_unpacked", *targets, is_yielding=False))
+        trial = asyncio.run(measure("large_unpacked", *targets, has_low_priority=False))
         with Client(address) as own, Client(attacked) as other:
             own_tenants, other_tenants = ({each.tenant for each in client.stats().tenants} for client in (own, other))
-    assert trial.seen["OK"] > 0
-    assert "innocent" in own_tenants - other_tenants
+    assert trial.observed["OK"] > 0
+    assert "well-behaved" in own_tenants - other_tenants
     assert other_tenants - own_tenants
 
 

@@ -18,9 +18,9 @@ def test_an_attack_that_changes_nothing_breaks_nothing():
 
 
 def test_each_bound_can_be_broken():
-    assert broken(beside=dataclasses.replace(ALONE, p99_ms=33)) == ["p99 above 32.0 ms"]
-    assert broken(beside=dataclasses.replace(ALONE, refusals=1)) == ["refusals"]
-    assert broken(beside=dataclasses.replace(ALONE, p99_ms=None)) == ["no answers"]
+    assert broken(under_attack=dataclasses.replace(ALONE, p99_ms=33)) == ["p99 above 32.0 ms"]
+    assert broken(under_attack=dataclasses.replace(ALONE, refusals=1)) == ["refusals"]
+    assert broken(under_attack=dataclasses.replace(ALONE, p99_ms=None)) == ["no answers"]
     assert broken(peak_mb=181) == ["peak above 180 MB"]
     assert broken(idle_after_s=11) == ["busy after 10 s"]
     assert broken(idle_after_s=None) == ["busy after 10 s"]

@@ -81,14 +81,14 @@ def test_a_number_that_was_not_measured_is_null_not_nan(outcomes: tuple[CallOutc
 
 
 def test_the_speedup_is_how_many_times_better_the_cache_is() -> None:
-    comparison = build_comparison(passed(answered(0.1)), passed(answered(0.4), wall_s=8.0), num_enough=1)
+    comparison = build_comparison(passed(answered(0.1)), passed(answered(0.4), wall_s=8.0), min_compared=1)
     assert comparison.speedup == pytest.approx({"ttft_p50": 4.0, "prompt_tokens_per_s": 8.0})
 
 
 def test_times_are_compared_over_the_same_requests() -> None:
     with_cache = passed(*(answered(0.1 if index % 2 else 0.5, index=index) for index in range(10)))
     without_cache = passed(*(answered(1.0, index=index) for index in range(0, 10, 2)))
-    comparison = build_comparison(with_cache, without_cache, num_enough=5)
+    comparison = build_comparison(with_cache, without_cache, min_compared=5)
     assert comparison.compared == 5
     assert comparison.with_cache_ttft_ms["p50"] == pytest.approx(500)
     assert comparison.speedup is not None
@@ -99,13 +99,13 @@ def test_times_are_compared_over_the_same_requests() -> None:
 def test_too_few_answers_give_no_ratio(num_uncached: int, has_ratio: bool) -> None:
     with_cache = passed(*(answered(0.1, index=index) for index in range(100)))
     without_cache = passed(*(answered(1.0, index=index) for index in range(num_uncached)))
-    comparison = build_comparison(with_cache, without_cache, num_enough=16)
+    comparison = build_comparison(with_cache, without_cache, min_compared=16)
     assert comparison.compared == num_uncached
     assert (comparison.speedup is not None) == has_ratio
 
 
 def test_without_the_second_pass_nothing_is_compared() -> None:
-    comparison = build_comparison(passed(answered(0.1)), None, num_enough=0)
+    comparison = build_comparison(passed(answered(0.1)), None, min_compared=0)
     assert (comparison.compared, comparison.different, comparison.speedup) == (0, 0, None)
 
 
@@ -116,5 +116,5 @@ def test_answers_are_compared_where_both_came() -> None:
     without_cache = passed(
         answered(1, next_token_id=1, index=0), answered(1, next_token_id=3, index=1), answered(1, index=2)
     )
-    comparison = build_comparison(with_cache, without_cache, num_enough=1)
+    comparison = build_comparison(with_cache, without_cache, min_compared=1)
     assert (comparison.compared, comparison.different) == (2, 1)

@@ -8,7 +8,7 @@ import torch
 
 from radixkv.kernels import reference
 from radixkv.kernels.batch import PagedBatch
-from radixkv.kernels.cancellation import CANCELLING_SCALE, sensitive_attention
+from radixkv.kernels.cancelling_inputs import CANCELLING_SCALE, sensitive_attention
 from radixkv.kernels.cpu import attention, attention_plan
 from radixkv.kernels.cpu.attention_plan import plan_cpu_attention
 from radixkv.kernels.kv_pool import KVPool

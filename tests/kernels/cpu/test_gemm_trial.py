@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from radixkv.kernels.cancellation import sensitive_linear
+from radixkv.kernels.cancelling_inputs import sensitive_linear
 from radixkv.kernels.cpu.gemm_backends import GEMM_BACKENDS, GemmBackend, gemm_backends
 from radixkv.kernels.cpu.gemm_trial import GemmChoice, _cache_bytes, choose_gemm, cold_calls
 from radixkv.kernels.cpu.row_tiles import SIZES, RowTiles, in_tiles

@@ -11,7 +11,7 @@ import torch
 
 from radixkv.kernels import reference
 from radixkv.kernels.batch import PagedBatch
-from radixkv.kernels.cancellation import CANCELLING_SCALE, sensitive_attention
+from radixkv.kernels.cancelling_inputs import CANCELLING_SCALE, sensitive_attention
 from radixkv.kernels.kv_pool import KVPool
 from radixkv.kernels.native.attention import Attention, Queries, reads
 from radixkv.kernels.native.attention_work import plan_work

@@ -9,7 +9,7 @@ import torch
 from torch.nn.functional import silu
 
 from radixkv.config.cache_directory import cache_directory
-from radixkv.kernels.cancellation import sensitive_linear
+from radixkv.kernels.cancelling_inputs import sensitive_linear
 from radixkv.kernels.cpu.gemm_backends import gemm_backends
 from radixkv.kernels.native import gemm
 from radixkv.kernels.native.library import load_library, runnable_variants

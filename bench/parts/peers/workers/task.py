@@ -13,10 +13,10 @@ class Task:
 
     Attributes:
         prompts: token ids of each prompt.
-        new_tokens: tokens to generate after each, greedily, past any end of sequence.
-        at_once: requests under way at a time; the next one starts when one ends.
-        shared_tokens: leading tokens that all prompts share and that an earlier task computed; 0 for none. Only an
-            engine without a prefix cache of its own needs to know.
+        new_tokens: tokens to generate greedily after each prompt, without stopping at an end-of-sequence token.
+        at_once: requests in flight; the next one starts when one ends.
+        shared_tokens: leading tokens that all prompts share and that an earlier task computed; 0 for none. Used only
+            by an engine without a prefix cache.
         fills_cache: the task only fills the cache with the shared tokens of the tasks after it, and is not timed.
     """
 
@@ -41,10 +41,10 @@ class Done:
     """Answers to a task, in the order of its prompts.
 
     Attributes:
-        wall_s: time from the first request to the end of the last.
+        wall_s: time from the first request to the end of the last one.
         first_s: time from each request to its first token.
         token_ids: tokens of each answer.
-        cached_tokens: prompt tokens that the engine says it reused; None where it does not say.
+        cached_tokens: prompt tokens that the engine reused; None if it does not report this.
     """
 
     wall_s: float
@@ -55,11 +55,11 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """A worker's first line.
+    """The first line that a worker prints.
 
     Attributes:
-        versions: version of each package that the numbers depend on.
-        notes: facts about this engine here that a reader of the numbers has to know.
+        versions: version of each package that the results depend on.
+        notes: facts about this engine that a reader of the results must know.
     """
 
     versions: dict[str, str]
@@ -67,12 +67,12 @@ class Ready:
 
 
 def to_line(kind: str, value: Ready | Done | str) -> str:
-    """Write a worker's line: `{"ready": ...}`, `{"done": ...}` or `{"error": "..."}`."""
+    """Return a line of a worker: `{"ready": ...}`, `{"done": ...}` or `{"error": "..."}`."""
     return json.dumps({kind: value if isinstance(value, str) else asdict(value)}) + "\n"
 
 
 def from_line(line: str) -> Ready | Done | str:
-    """Read a worker's line. A text is the error it reports.
+    """Parse a line of a worker. A `str` is the error that it reports.
 
     Raises:
         ValueError: the line is none of the three.

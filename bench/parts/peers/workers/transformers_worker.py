@@ -1,4 +1,4 @@
-"""Runs transformers alone: `generate` with a copied cache, or its continuous batching. The mode is one of the two."""
+"""Runs transformers: `generate` with a copied cache, or its continuous batching, depending on the mode."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _STEP_TOKENS = 512
 
 
 class _FirstToken:
-    """Notes the time when the first logits are there; passes them on."""
+    """A logits processor that records the time of the first logits, and changes nothing."""
 
     def __init__(self) -> None:
         self.at_s: float | None = None
@@ -27,7 +27,7 @@ class _FirstToken:
 
 
 class Generate:
-    """`generate`, written as its documentation does: one known prefix is computed once and its cache copied."""
+    """`generate`, used as in its documentation: a known prefix is computed once, and its cache is copied."""
 
     packages = ("transformers", "torch")
 
@@ -38,7 +38,7 @@ class Generate:
         self.notes = ["generate() with a copy of a DynamicCache, in process; requests at once are one batch"]
 
     def run(self, task: Task) -> Done:
-        """Answer the prompts in batches of those under way at once."""
+        """Run the prompts in batches of `at_once`."""
         if task.fills_cache:
             self._fill(task.prompts[0][: task.shared_tokens])
         first_s: list[float] = []
@@ -88,7 +88,7 @@ class Generate:
         return clock.at_s - start_s, output[:, ids.shape[1] :].tolist()
 
     def close(self) -> None:
-        """Do nothing: it ends with the process."""
+        """Do nothing: the model ends with the process."""
 
 
 class Batching:
@@ -110,7 +110,7 @@ class Batching:
         self.notes = ["init_continuous_batching(), in process"]
 
     def run(self, task: Task) -> Done:
-        """Hand the prompts to the manager."""
+        """Pass the prompts to the manager."""
         waiting = list(enumerate(task.prompts))[::-1]
         indices: dict[str, int] = {}
         added_s: dict[int, float] = {}
@@ -125,7 +125,7 @@ class Batching:
             answer = self._manager.get_result(timeout=1)
             if answer is None:
                 if not self._manager.is_running():
-                    raise RuntimeError("continuous batching: expected answers, got the end of its thread")
+                    raise RuntimeError("continuous batching: expected results, but its thread ended")
                 continue
             if answer.error:
                 raise RuntimeError(f"continuous batching: {answer.error}")

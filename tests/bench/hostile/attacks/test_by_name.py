@@ -37,9 +37,9 @@ def test_an_attack_sees_right_statuses_and_leaves_nothing(address, name):
             await attack.prepare(target)
         return await attack.run(target)
 
-    seen = asyncio.run(run())
-    assert seen
-    assert set(seen) <= RIGHT | FIGURES | {"status 12"}  # UNIMPLEMENTED, as raw connections report it
+    observed = asyncio.run(run())
+    assert observed
+    assert set(observed) <= RIGHT | FIGURES | {"status 12"}  # UNIMPLEMENTED, as raw connections report it
     with Client(address) as client:
 
         def is_idle():

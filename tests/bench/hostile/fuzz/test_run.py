@@ -13,7 +13,7 @@ def test_mutated_messages_and_raw_bytes_get_right_statuses_only():
     process = ServerProcess([sys.executable, "-m", "bench.parts.null_service", "engine"])
     with process as address:
         fuzzed = asyncio.run(fuzz(address, process.pid, 600, 100, 5))
-    assert fuzzed.wrong == []
+    assert fuzzed.undocumented == []
     assert sum(fuzzed.statuses.values()) == 600
     assert sum(fuzzed.raw.values()) == 100
     assert {"OK", "INVALID_ARGUMENT"} <= fuzzed.statuses.keys()
@@ -21,4 +21,4 @@ def test_mutated_messages_and_raw_bytes_get_right_statuses_only():
 
 
 def test_a_wrong_status_is_reported():
-    assert Fuzzed({"OK": 1, "INTERNAL": 1}, {"2": 1}, 1, 1.0, 1.0).wrong == ["2", "INTERNAL"]
+    assert Fuzzed({"OK": 1, "INTERNAL": 1}, {"2": 1}, 1, 1.0, 1.0).undocumented == ["2", "INTERNAL"]

@@ -12,12 +12,12 @@ from radixkv.service.server.gateway.descriptions import (
     scheduler_load,
     server_info,
 )
-from radixkv.service.server.gateway.traffic import Traffic
+from radixkv.service.server.gateway.token_counter import TokenCounter
 from tests.service.fake_engine import LIMITS, FakeEngine
 
 
 def loads_of(engine_load):
-    return scheduler_load(LIMITS, engine_load, Traffic(), Config())
+    return scheduler_load(LIMITS, engine_load, TokenCounter(), Config())
 
 
 def with_blocks(**blocks):

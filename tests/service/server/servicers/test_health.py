@@ -72,7 +72,7 @@ def test_a_server_that_leaves_does_not_come_back() -> None:
     async def run() -> int:
         health = HealthStatus()
         health.set(["a.B"], is_serving=True)
-        health.leave()
+        health.enter_graceful_shutdown()
         health.set(["a.B"], is_serving=True)
         return (await HealthServicer(health).Check(asking("a.B"), cast("Any", FakeContext()))).status
 
@@ -84,7 +84,7 @@ def test_list_has_the_server_and_every_service_as_the_protocol_says() -> None:
         async with serving(FakeEngine()) as (server, address), grpc.aio.insecure_channel(address) as channel:
             call = channel.unary_unary("/grpc.health.v1.Health/List")
             before: bytes = await call(HealthListRequest().SerializeToString(), timeout=PATIENCE_S)
-            server._health.leave()
+            server._health.enter_graceful_shutdown()
             return [before, await call(b"", timeout=PATIENCE_S)]
 
     for answer, status in zip(asyncio.run(run()), (SERVING, NOT_SERVING), strict=True):

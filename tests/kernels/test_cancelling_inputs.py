@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from radixkv.kernels.cancellation import sensitive_linear
+from radixkv.kernels.cancelling_inputs import sensitive_linear
 
 
 @pytest.mark.parametrize("in_features", [64, 99])

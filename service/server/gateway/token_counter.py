@@ -1,4 +1,4 @@
-"""Counts the tokens of the gateway's requests, for its load records."""
+"""Counts the tokens of the gateway's requests, for the load records that it receives."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from radixkv.api.result import Usage
 _PERIOD_S = 1.0
 
 
-class Traffic:
-    """Tokens of the gateway's requests. For use on one event loop.
+class TokenCounter:
+    """Counts the tokens of the gateway's requests. For use on one event loop.
 
     Args:
         clock: a monotonic clock in seconds.
