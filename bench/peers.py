@@ -112,7 +112,9 @@ class PeerComparison:
         """Start and stop the engines one at a time, in an order that alternates."""
         workers = self._build(setting)
         samples: dict[str, list[PeerSample]] = {engine: [] for engine in workers}
-        for number in range(-1, self._repetitions):  # the first repetition fills compilation caches on disk, and is not counted
+        for number in range(
+            -1, self._repetitions
+        ):  # the first repetition fills compilation caches on disk, and is not counted
             for engine in list(workers) if number % 2 else list(workers)[::-1]:
                 start_s = time.monotonic()
                 try:

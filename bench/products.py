@@ -101,7 +101,9 @@ def _times_us(copies: dict[str, list[Multiply]], rows: torch.Tensor, rounds: int
 def _check(name: str, product: torch.Tensor, rows: torch.Tensor, weight: torch.Tensor) -> None:
     wide, wide_weight = rows.double(), weight.double().t()
     bound = _TOLERANCE[weight.dtype] * (wide.abs() @ wide_weight.abs())
-    assert bool(((product.double() - wide @ wide_weight).abs() <= bound).all()), f"{name}: the result differs from that in float64"
+    assert bool(((product.double() - wide @ wide_weight).abs() <= bound).all()), (
+        f"{name}: the result differs from that in float64"
+    )
 
 
 def _shapes(text: str) -> list[tuple[int, int]]:

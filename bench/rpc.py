@@ -223,7 +223,9 @@ def _line(row: Row) -> str:
 def _prompt_tokens(text: str) -> int:
     num_tokens = positive(text)
     if num_tokens < _COUNTER_TOKENS:
-        raise argparse.ArgumentTypeError(f"expected at least {_COUNTER_TOKENS} tokens, which encode the number of a miss, got {text}")
+        raise argparse.ArgumentTypeError(
+            f"expected at least {_COUNTER_TOKENS} tokens, which encode the number of a miss, got {text}"
+        )
     return num_tokens
 
 

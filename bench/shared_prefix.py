@@ -109,7 +109,9 @@ def measure(case: SharedPrefixCase, rounds: int) -> Row:
         raise SystemExit("shared blocks: the bits differ from those with separate blocks")
     error = (case.attend(is_shared=True).float() - case.attend_contiguous().float()).abs().max().item()
     if not error < (1e-5 if case.query.dtype == torch.float32 else 0.05):
-        raise SystemExit(f"shared blocks: expected the output of torch's fused attention, got a difference of {error:.2g}")
+        raise SystemExit(
+            f"shared blocks: expected the output of torch's fused attention, got a difference of {error:.2g}"
+        )
     ways: dict[str, Callable[[], torch.Tensor]] = {
         "shared_ms": lambda: case.attend(is_shared=True),
         "apart_ms": lambda: case.attend(is_shared=False),

@@ -42,7 +42,8 @@ class DelaySample:
     Attributes:
         seconds: time to its answer.
         alone_s: time to its answer on an idle server.
-        two_steps_s: the two longest successive steps during that time, including the one that was running when it arrived.
+        two_steps_s: the two longest successive steps during that time, including the one that was running when it
+            arrived.
     """
 
     seconds: float

@@ -134,7 +134,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 8, 64], help="requests that decode together")
     parser.add_argument("--prompts", type=int, nargs="+", default=[2048, 8192], help="prompt lengths")
     parser.add_argument(
-        "--waiting", type=int, nargs="+", default=[0, 256], help="requests that wait because the maximum number is running"
+        "--waiting",
+        type=int,
+        nargs="+",
+        default=[0, 256],
+        help="requests that wait because the maximum number is running",
     )
     parser.add_argument("--steps", type=int, default=200, help="steps of each round; default 200")
     parser.add_argument("--rounds", type=int, default=3)

@@ -1,4 +1,4 @@
-"""A synthetic trace of agents that call tools, with documented statistics."""
+"""Generates a synthetic trace of agents that call tools, with documented statistics."""
 
 from __future__ import annotations
 
@@ -14,18 +14,20 @@ _PAUSE_S = 300.0
 
 
 def agents_trace(num_requests: int = 24_000, *, seconds: float = 3600.0, seed: int = 0) -> list[TraceRequest]:
-    """Make an hour of sessions of agents, the same for the same arguments.
+    """Generate an hour of sessions of agents. The same arguments give the same trace.
 
-    - A session belongs to one of 2,000 tool sets, the k-th most popular with a chance in proportion to 1/k. Its prompts
-      begin with that set's description: 2 to 40 blocks of 512 tokens, evenly drawn for each set.
-    - It begins at an even random time, and continues with a probability of 3/4 after each request: 4 on average.
-    - Each request adds the session's next tokens: 1 block and, with a chance of 1/2 each, one more, so 2 in the mean;
-      the last block is filled to an even random part. The next one comes after an exponential pause of 300 s.
+    - A session belongs to one of 2,000 tool sets, to the k-th most popular with a probability proportional to 1/k. Its
+      prompts begin with the description of the tools: 2 to 40 blocks of 512 tokens, uniformly random for each set.
+    - It begins at a uniformly random time, and continues with a probability of 3/4 after each request, so it has 4
+      requests on average.
+    - Each request adds at least one block to the session, and each further one with a probability of 1/2: 2 on average.
+      The last block is filled to a uniformly random part. The pause until the next request is exponentially
+      distributed, with a mean of 300 s.
 
     Args:
-        num_requests: four times the number of sessions; requests are fewer, because the end cuts some off.
-        seconds: time over which sessions begin. What comes after it is left out.
-        seed: of everything.
+        num_requests: four times the number of sessions. The trace has fewer requests, because later ones are left out.
+        seconds: time during which sessions begin. Requests after it are left out.
+        seed: seed of all random choices.
 
     Returns:
         Requests in the order of their times.

@@ -2,7 +2,7 @@
 
     python -m bench.fleet.bare_stream
 
-Prints `listening on HOST:PORT`. The request is `NUM SIZE`; the answer has NUM messages of SIZE bytes.
+Prints `listening on HOST:PORT`. The request is `NUM SIZE`; the response is a stream of NUM messages of SIZE bytes.
 """
 
 from __future__ import annotations

@@ -22,10 +22,10 @@ from radixkv.routing.prompt_blocks import PromptBlocks
 from radixkv.routing.router import Route, Router
 
 _NAMESPACE = Namespace("bench")
-_SYSTEM_TOKENS = 1024  # that all prompts begin with, on all replicas
-_NEW_TOKENS = 512  # of a turn
-_NUM_UNDER_WAY = 256
-_GO_ON = 0.7  # of the requests
+_SYSTEM_TOKENS = 1024  # the common beginning of all prompts, cached on all replicas
+_NEW_TOKENS = 512  # per turn
+_NUM_IN_FLIGHT = 256
+_CONTINUED_SHARE = 0.7  # of the requests
 _SNAPSHOT_BLOCKS = 512
 
 
@@ -34,16 +34,17 @@ class DecisionTimes:
     """The times of decisions with prompts of one length.
 
     Attributes:
-        replicas: number of them.
+        replicas: number of replicas.
         known_blocks: distinct blocks that the router knew before the first decision.
-        end_blocks: the same after the last one. It may include blocks that were expected and no longer are.
-        refused_blocks: how often the router's view had no room for a block.
-        block_size: tokens of one.
+        end_blocks: the same after the last decision. It may include blocks that were expected on a replica, but no
+            longer are.
+        refused_blocks: number of times that the router's view had no room for a block.
+        block_size: tokens per block.
         prompt_tokens: length of each prompt.
-        decisions: number of them.
-        p50_us, p99_us, max_us: time to choose.
-        remember_p50_us, remember_p99_us: time to note the choice, once the caller has it.
-        event_us: mean time to read a batch of the events of one request, which came after each decision.
+        decisions: number of decisions.
+        p50_us, p99_us, max_us: time to choose a replica.
+        remember_p50_us, remember_p99_us: time to record the choice, after it was returned to the caller.
+        event_us: mean time to read the batch of events of one request, which arrives after each decision.
     """
 
     replicas: int
@@ -61,8 +62,8 @@ class DecisionTimes:
     event_us: float
 
 
-class Conversations:
-    """Prompts of conversations: a system prompt that all share, and tokens of their own.
+class ConversationPrompts:
+    """Prompts of conversations: a shared system prompt, and the tokens of each conversation.
 
     Args:
         prompt_tokens: length of a prompt before the next turn.
@@ -86,19 +87,19 @@ def time_decisions(
 ) -> DecisionTimes:
     """Fill a router's view by events, then time decisions while events continue.
 
-    Seven of ten requests continue a conversation of which a replica has at least all but the last turn, or the rest of
-    it where it is evicted next; the others share only the system prompt. After each decision, the events of one request
-    are read: the blocks that its replica stored, and as many that it removed.
+    Seven of ten requests continue a conversation of which a replica has all turns except perhaps the last one, or what
+    is left of it after evictions; the others share only the system prompt. After each decision, the events of one
+    request are read: the blocks that its replica stored, and as many that it removed.
 
     Args:
-        replicas: number of them.
-        num_blocks: that the router knows, about the same number of each replica.
-        block_size: tokens of a block.
+        replicas: number of replicas.
+        num_blocks: number of blocks that the router knows, about the same number for each replica.
+        block_size: tokens per block.
         prompt_tokens: length of a prompt before its last turn.
-        decisions: number of them.
-        seed: of tokens and order.
+        decisions: number of decisions.
+        seed: seed of tokens and order.
     """
-    conversations, identities = Conversations(prompt_tokens, seed), Identities("")
+    conversations, identities = ConversationPrompts(prompt_tokens, seed), Identities("")
     router = Router(FleetView(block_size), FleetLoad(), PrefixDemand(), make_routing("prefix"), identities=identities)
     held = _fill(router, conversations, identities, replicas, num_blocks)
     names, known = list(held), sum(len(each.conversations) for each in held.values())
@@ -107,15 +108,15 @@ def time_decisions(
     gc.freeze()
     draw = random.Random(seed)
     times_us, remember_us, event_us = [], [], []
-    under_way: list[Route] = []
+    in_flight: list[Route] = []
     for turn in range(decisions):
-        goes_on = draw.random() < _GO_ON
+        goes_on = draw.random() < _CONTINUED_SHARE
         conversation = draw.choice(held[draw.choice(names)].conversations) if goes_on else known + turn
         tokens = conversations.prompt(conversation, 1)
         start_s = time.thread_time()
         route = router.route(_NAMESPACE, tokens)
         times_us.append((time.thread_time() - start_s) * 1e6)
-        under_way.append(route)
+        in_flight.append(route)
         start_s = time.thread_time()
         router.remember()
         remember_us.append((time.thread_time() - start_s) * 1e6)
@@ -124,8 +125,8 @@ def time_decisions(
         start_s = time.thread_time()
         router.read(route.name, batch)
         event_us.append((time.thread_time() - start_s) * 1e6)
-        if len(under_way) > _NUM_UNDER_WAY:
-            router.finished(under_way.pop(0), _NEW_TOKENS)
+        if len(in_flight) > _NUM_IN_FLIGHT:
+            router.finished(in_flight.pop(0), _NEW_TOKENS)
     p50_us, p99_us = np.percentile(times_us, (50, 99))
     remember_p50_us, remember_p99_us = np.percentile(remember_us, (50, 99))
     mean_event_us = sum(event_us) / len(event_us)
@@ -147,9 +148,9 @@ def time_decisions(
 
 
 def _fill(
-    router: Router, conversations: Conversations, identities: Identities, replicas: int, num_blocks: int
+    router: Router, conversations: ConversationPrompts, identities: Identities, replicas: int, num_blocks: int
 ) -> dict[str, ReplicaBlocks]:
-    """Send a snapshot of conversations for each replica, numbered from 0. Returns what each replica holds."""
+    """Send a snapshot of conversations for each replica, numbered from 0. Returns the blocks of each replica."""
     conversation, block_size, held = 0, router.view.block_size, {}
     for index in range(replicas):
         name = f"replica-{index}"

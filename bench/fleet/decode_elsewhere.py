@@ -3,8 +3,8 @@
     python -m bench.fleet.decode_elsewhere [--generations 1000] [--json FILE]
 
 Two servers run the embedded model. The first one prefills and generates each prompt, and then the second one generates
-from the K/V of the first. After that, the K/V of one long prompt is fetched, in turn with a bare gRPC stream of the
-same number and size of messages. The exit status is 0 if all answers are equal.
+from the K/V of the first. After that, the K/V of one long prompt are fetched several times, in turn with a bare gRPC
+stream of as many messages of the same size. The exit status is 0 if all answers are equal.
 """
 
 from __future__ import annotations
@@ -69,14 +69,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--generations", type=int, default=1000, metavar="N")
     parser.add_argument("--long-prompt-tokens", type=int, default=16_384, metavar="N")
-    parser.add_argument("--rounds", type=int, default=9, metavar="N", help="of each stream; default 9")
+    parser.add_argument("--rounds", type=int, default=9, metavar="N", help="rounds of each stream; default 9")
     parser.add_argument("--seed", type=int, default=0, metavar="N")
     parser.add_argument("--json", type=Path, metavar="FILE")
     return parser
 
 
 def _compare(prefill: Client, decode: Client, address: str, num_generations: int, seed: int) -> dict[str, int]:
-    """Generate each prompt on both servers, with temperatures and without."""
+    """Generate from each prompt on both servers, greedily and with sampling."""
     draw = random.Random(seed)
     num_different = num_fetched = num_tokens = 0
     for _ in range(num_generations):

@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit status.
     """
     argparse.ArgumentParser(description="Show a fleet on Ray.").parse_args(arguments)
-    say("start", "Ray, two engines, an ingress: half a minute")
+    say("start", "starting Ray, two engines and an ingress, which takes half a minute")
     try:
         with FleetProcess(2, _SETTINGS) as fleet, Client(fleet.address, timeout_s=_TIMEOUT_S) as client:
             return _show(fleet, client)
@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _show(fleet: FleetProcess, client: Client) -> int:
     replicas = fleet.replicas()
-    say("fleet", f"{fleet.address}, before {' and '.join(replicas)}")
+    say("fleet", f"{fleet.address}, in front of {' and '.join(replicas)}")
     prompt = _prompt(-1, 0)
     cold, warm = (client.prefill(prompt, tenant=_TENANT) for _ in range(2))
     say("prefill", f"{_prompt_tokens(cold)}, then {_prompt_tokens(warm)}")
@@ -74,7 +74,7 @@ def _show(fleet: FleetProcess, client: Client) -> int:
     victim = replicas[counts.index(max(counts))]
     fleet.kill(victim)
     killed_s = time.monotonic()
-    say("kill -9", f"{victim}, which answered most, is gone; prompts go on")
+    say("kill -9", f"{victim}, which answered most prompts, is gone; sending more")
     hurt = _converse(client, range(_NUM_TURNS, 2 * _NUM_TURNS))
     say("talk on", f"{_NUM_CONVERSATIONS} conversations of {_NUM_TURNS} more turns, {hurt}")
     while len(now := fleet.replicas()) < 2 and time.monotonic() - killed_s < _MAX_RESTART_S:
@@ -86,7 +86,7 @@ def _show(fleet: FleetProcess, client: Client) -> int:
 
 
 def _decode_elsewhere(client: Client, address: str) -> bool:
-    """Compute a prompt on one replica and generate on the other from its K/V. Returns whether answers are the same."""
+    """Compute a prompt on one replica, and generate on the other from its K/V. Returns whether the tokens are equal."""
     prompt = _prompt(-2, 0)
     with Client(address, timeout_s=_TIMEOUT_S) as replica:
         held = replica.prefill(prompt, tenant=_TENANT, hold_lease=True)
@@ -118,7 +118,7 @@ def _converse(client: Client, turns: range) -> Talk:
 
 
 def _prompt(conversation: int, turn: int) -> list[int]:
-    """Return a conversation up to a turn: its common prefix, and turns of equal length."""
+    """Return a conversation up to a turn: the common prefix, and turns of equal length."""
     draw = random.Random(conversation)
     return draw.choices(range(_VOCABULARY), k=_SYSTEM_TOKENS + (turn + 1) * _TURN_TOKENS)
 

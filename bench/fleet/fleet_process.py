@@ -1,4 +1,4 @@
-"""A fleet on Ray that is started for one demo or benchmark and stopped with it."""
+"""Starts a fleet on Ray for one demo or benchmark, and stops it."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _ANY_PROMPT = [1]
 
 
 class FleetProcess:
-    """`radixkv fleet` of the embedded model as a context manager. After the block all its processes are gone.
+    """`radixkv fleet` of the embedded model as a context manager. All its processes end with the block.
 
     Args:
-        replicas: of the fleet.
-        settings: `section.key=value`.
+        replicas: number of replicas.
+        settings: of the fleet, as `section.key=value`.
 
     Attributes:
-        address: of the ingress, inside the block.
+        address: address of the ingress, inside the block.
     """
 
     def __init__(self, replicas: int, settings: Sequence[str] = ()) -> None:

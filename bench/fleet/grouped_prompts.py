@@ -1,4 +1,4 @@
-"""Groups of prompts with a common prefix, as in llm-d's benchmark of routing, and their answers."""
+"""Groups of prompts with a common prefix, as in the routing benchmark of llm-d, and the outcomes of sending them."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class Geometry:
     """Sizes of the traffic. llm-d's are 150 groups of 5 with 6,000 + 1,200 tokens and 1,000 new ones.
 
     Attributes:
-        groups: different beginnings.
-        prompts: of each group.
-        prefix_tokens: that a group has in common.
-        question_tokens: of each prompt's own.
-        new_tokens: of each answer.
+        groups: number of groups.
+        prompts: prompts per group.
+        prefix_tokens: tokens that the prompts of a group share.
+        question_tokens: further tokens of each prompt.
+        new_tokens: tokens to generate after each prompt.
     """
 
     groups: int
@@ -55,11 +55,11 @@ class PromptOutcome:
 
     Attributes:
         sent_s: when the prompt was sent, or should have been sent, since the start of the pass.
-        ttft_s: time from then to the first token; None if none came.
-        total_s: time to the end.
-        token_ids: the tokens received.
-        cached_tokens: of the prompt.
-        error: of the call; empty if it was answered.
+        ttft_s: time from then to the first token; None if none arrived.
+        total_s: time from then to the end.
+        token_ids: the generated tokens that arrived.
+        cached_tokens: cached tokens of the prompt.
+        error: the error of the call; empty if it succeeded.
     """
 
     sent_s: float
@@ -78,15 +78,15 @@ def run_pass(
     on_outcome: Callable[[int], None] = lambda num: None,
     arrivals_s: Sequence[float] | None = None,
 ) -> list[PromptOutcome]:
-    """Ask all prompts, some at a time or as they arrive, and return the outcomes in the same order.
+    """Send all prompts, in a closed or an open loop, and return the outcomes in the same order.
 
     Args:
-        address: of the fleet.
+        address: address of the fleet.
         prompts: token ids.
-        new_tokens: of each answer.
-        concurrency: prompts at a time at most.
+        new_tokens: tokens to generate after each prompt.
+        concurrency: maximum number of prompts in flight.
         on_outcome: is called after each prompt with the number of prompts that have ended.
-        arrivals_s: when each prompt is asked, since the start of the pass; None for as soon as one may be.
+        arrivals_s: when each prompt is sent, since the start of the pass; None for a closed loop.
     """
     start_s, num_over, lock = time.monotonic(), 0, threading.Lock()
     with Client(address, timeout_s=_TIMEOUT_S) as client, ThreadPoolExecutor(concurrency) as threads:
@@ -112,7 +112,7 @@ def random_arrivals(count: int, rate: float, seed: int = 0) -> list[float]:
 def ask_one(
     client: Client, prompt: Sequence[int], new_tokens: int, start_s: float = 0.0, arrival_s: float | None = None
 ) -> PromptOutcome:
-    """Generate greedily after one prompt, which is sent when it arrives."""
+    """Generate greedily after one prompt, which is sent at its arrival time."""
     sent_s, first_s, cached_tokens, error = time.monotonic(), None, 0, ""
     if arrival_s is not None:
         sent_s = start_s + arrival_s

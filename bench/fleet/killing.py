@@ -24,15 +24,15 @@ def kill_one(
     """Send all prompts again, and kill a replica after a third of them.
 
     Args:
-        fleet: that runs.
-        geometry: of the prompts.
+        fleet: the running fleet.
+        geometry: sizes of the prompts.
         prompts: token ids.
-        before: their answers.
-        concurrency: prompts at a time.
+        before: the outcomes of the same prompts in an earlier pass.
+        concurrency: prompts in flight.
 
     Returns:
-        What `judge_kill` does; `all_back_s`, seconds from the kill until another replica answers, None if none did; and
-        the counts of the pass.
+        The result of `judge_kill`; `all_back_s`, the seconds from the kill until all replicas respond again, None if
+        they did not; and the counts of the pass.
     """
     victim, start_s = fleet.replicas()[0], time.monotonic()
     killed_s: list[float] = []
@@ -61,12 +61,12 @@ def kill_one(
 
 
 def judge_kill(before: Sequence[PromptOutcome], after: Sequence[PromptOutcome], kill_s: float) -> dict[str, Any]:
-    """Compare the answers of a pass in which a replica was killed with those of the pass before.
+    """Compare the outcomes of a pass in which a replica was killed with those of an earlier pass.
 
     Args:
-        before: answers to the same prompts.
-        after: of the pass.
-        kill_s: when the replica was killed, since the pass began.
+        before: outcomes of the earlier pass.
+        after: outcomes of this pass, for the same prompts.
+        kill_s: time of the kill, since the start of the pass.
     """
     failed = [each for each in after if each.error]
     ends = sorted(each.sent_s + each.total_s for each in after if not each.error)
@@ -89,7 +89,7 @@ def shown_kill(killed: dict[str, Any]) -> str:
     """Format the result of `kill_one` as a line."""
     back = "never" if killed["all_back_s"] is None else f"after {killed['all_back_s']:.1f} s"
     return (
-        f"one killed: {killed['under_way']} under way, {killed['failed_before_first_token']} failed that had not "
-        f"begun, {killed['ended_after_first_token']} ended that had, {killed['wrong_answers']} wrong; longest gap "
-        f"{killed['longest_gap_s'] or 0:.2f} s; all back {back}"
+        f"one killed: {killed['under_way']} calls in flight, {killed['failed_before_first_token']} failed before their "
+        f"first token, {killed['ended_after_first_token']} after it, {killed['wrong_answers']} wrong answers; longest "
+        f"gap {killed['longest_gap_s'] or 0:.2f} s; all replicas back {back}"
     )

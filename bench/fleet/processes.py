@@ -49,7 +49,7 @@ def listener_of(address: str, pids: Iterable[int]) -> int:
     """Return the process that listens on `HOST:PORT`.
 
     Raises:
-        ProcessLookupError: none of them does.
+        ProcessLookupError: none of the processes does.
     """
     port = int(address.rpartition(":")[2])
     for local, pid in listeners(pids).items():

@@ -1,19 +1,19 @@
-"""Measures a fleet on Ray: compared with round-robin, with a replica that is killed, and the overhead of its ingress.
+"""Measures a fleet on Ray: prefix routing compared with round-robin, the effect of a kill, and the ingress overhead.
 
 python -m bench.fleet.real [--json FILE] [--geometry 83x3,150x5] [--replicas 2] [--concurrency 16]
     [--rates 0.5,0.8,1.0,1.2,1.4]
 
 The replicas serve the embedded model. The traffic is that of llm-d's benchmark, scaled down: groups of prompts with a
-common beginning, in random order. Each replica's cache holds some of the groups. Two fleets, one for each routing
-policy, take turns, and both caches are purged before each pass:
+common prefix, in random order. The cache of each replica has room for some of the groups. Two fleets, one per routing
+policy, are measured in turn, and both caches are purged before each pass:
 
 1. Capacity: prompts per second in a closed loop.
-2. An open loop: prompts arrive at random times at several rates. The rates are fractions of the capacity of
-   round-robin: as in llm-d's benchmark, times to first token diverge where one policy has a growing queue and the other
-   has not.
+2. Open loop: prompts arrive at random times, at several rates. The rates are fractions of the capacity of round-robin.
+   As in llm-d's benchmark, times to first token diverge at rates at which the queue grows with only one of the
+   policies.
 
 Then a replica of the fleet that routes by prefixes is killed. The exit status is 0 if no answer was wrong, and no call
-failed before its answer had begun.
+failed before its first token.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from radixkv.service.cli.argument_types import positive, positive_number
 from radixkv.service.client import Client
 
 _PREFIX, _ROUND_ROBIN = "prefix", "round-robin"
-_FORGOTTEN_S = 1.0  # until routers know of a purge
+_PURGE_S = 1.0  # time until the routers have received the events of a purge
 _BLOCK_TOKENS = 64
 _MAX_AT_ONCE = 256  # in the open loop: waiting for a thread would count as time to first token
 _TENANT = "acme"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print, and write the result. Returns 1 if an answer was wrong, or a call failed before it began."""
+    """Measure, print and write the result. Returns 1 if an answer was wrong or a call failed before its first token."""
     options = _parser().parse_args(arguments)
     sizes = (options.prefix_tokens, options.question_tokens, options.new_tokens)
     geometries = [Geometry(groups, prompts, *sizes) for groups, prompts in options.geometry]
@@ -80,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def ratios(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return round-robin's times to first tokens over those by prefixes, for each geometry and rate."""
+    """Return the ratio of times to first token, round-robin divided by prefix routing, for each geometry and rate."""
     found = []
     for row in rows:
         for other in rows:
@@ -105,14 +105,14 @@ def _compare(
     options: argparse.Namespace,
     rows: list[dict[str, Any]],
 ) -> list[PromptOutcome]:
-    """Measure both fleets in turn, and add a row for each pass. Returns the last answers by prefixes."""
+    """Measure both fleets in turn, and add a row for each pass. Returns the last outcomes of prefix routing."""
     capacity: dict[str, float] = {}
     outcomes: list[PromptOutcome] = []
     for part in (None, *options.rates):
         for routing, fleet in reversed(list(fleets.items())):
             with Client(fleet.address) as client:
                 client.purge(everything=True)
-            time.sleep(_FORGOTTEN_S)
+            time.sleep(_PURGE_S)
             rate = None if part is None else part * capacity[_ROUND_ROBIN]
             outcomes = _pass(fleet, prompts, geometry, rate, options)
             rows.append(_row(geometry, routing, rate, part, outcomes, prompts))
@@ -166,12 +166,12 @@ def _wait_for_all(fleet: FleetProcess, replicas: int) -> None:
 
 
 def _settings(geometry: Geometry, routing: str, options: argparse.Namespace) -> list[str]:
-    """Return the settings of engines whose caches hold a part of all groups, and requests under way."""
+    """Return the settings of engines whose caches have room for some of the groups, and for the requests in flight."""
     each = geometry.prefix_tokens + geometry.question_tokens + geometry.new_tokens
     held_tokens = round(options.capacity_share * geometry.groups * geometry.prefix_tokens)
-    under_way = options.concurrency * (each + 2 * _BLOCK_TOKENS)
+    in_flight_tokens = options.concurrency * (each + 2 * _BLOCK_TOKENS)
     return [
-        f"cache.capacity_tokens={held_tokens + under_way}",
+        f"cache.capacity_tokens={held_tokens + in_flight_tokens}",
         f"fleet.routing={routing}",
         f"fleet.least_match_tokens={geometry.prefix_tokens // 2}",
         "server.drain_timeout_s=2",
@@ -186,7 +186,7 @@ def _row(
     outcomes: Sequence[PromptOutcome],
     prompts: Sequence[Sequence[int]],
 ) -> dict[str, Any]:
-    """Describe a pass: prompts per second, and the part of round-robin's capacity that this is; None at capacity."""
+    """Describe a pass, with its rate also as a fraction of the capacity of round-robin; None in the closed loop."""
     of_pass = {"groups": geometry.groups, "prompts": geometry.prompts, "routing": routing}
     return {**of_pass, "rate": rate, "of_capacity": part, **summarize(outcomes, prompts)}
 
@@ -220,15 +220,20 @@ def _rates(text: str) -> list[float]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Measure a fleet on Ray.")
-    parser.add_argument("--geometry", type=_geometries, default="83x3,150x5", help="groups x prompts of each")
+    parser.add_argument("--geometry", type=_geometries, default="83x3,150x5", help="groups x prompts per group")
     parser.add_argument("--prefix-tokens", type=positive, default=1200)
     parser.add_argument("--question-tokens", type=positive, default=240)
     parser.add_argument("--new-tokens", type=positive, default=8)
     parser.add_argument("--replicas", type=positive, default=2)
-    parser.add_argument("--concurrency", type=positive, default=16, help="prompts at a time, at capacity")
-    parser.add_argument("--rates", type=_rates, default="0.5,0.8,1.0,1.2,1.4", help="in capacities of round-robin")
+    parser.add_argument("--concurrency", type=positive, default=16, help="prompts in flight in the closed loop")
     parser.add_argument(
-        "--capacity-share", type=float, default=0.6, help="of all prefixes, that a replica's cache holds"
+        "--rates", type=_rates, default="0.5,0.8,1.0,1.2,1.4", help="fractions of the capacity of round-robin"
+    )
+    parser.add_argument(
+        "--capacity-share",
+        type=float,
+        default=0.6,
+        help="share of all prefixes that the cache of a replica has room for",
     )
     parser.add_argument("--calls", type=positive, default=200, help="to time the ingress by")
     parser.add_argument("--seed", type=int, default=0)

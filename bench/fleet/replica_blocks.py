@@ -1,4 +1,4 @@
-"""The blocks that a replica holds, in a fleet whose routing decisions are timed."""
+"""The simulated cache of a replica, in a fleet whose routing decisions are timed."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 class ReplicaBlocks:
-    """Holds the hashes of conversations' blocks, except for the common system prompt, which is never evicted.
+    """The hashes of the cached blocks of conversations, without the common system prompt, which is never evicted.
 
     Blocks are evicted as in a cache: the least recently used conversation first, from its end.
     """
@@ -16,18 +16,18 @@ class ReplicaBlocks:
 
     @property
     def conversations(self) -> list[int]:
-        """The conversations of which it has a block."""
+        """The conversations with at least one cached block."""
         return list(self._held)
 
     def hold(self, conversation: int, hashes: Sequence[int]) -> list[int]:
-        """Use a conversation, all of whose blocks are held from now on.
+        """Use a conversation. Afterwards all its blocks are cached.
 
         Args:
             conversation: its number.
-            hashes: of its blocks; those that are held already come first.
+            hashes: the hashes of its blocks; those that are cached already come first.
 
         Returns:
-            The blocks that are new.
+            The hashes of the new blocks.
         """
         known = self._held.pop(conversation, [])
         self._held[conversation] = list(hashes)

@@ -1,11 +1,11 @@
-"""Measures what a router gains by knowing what the servers' stores hold.
+"""Measures the gain of a router that knows which blocks the stores of the servers have.
 
     python -m bench.fleet.stores [--groups 40] [--prompts 10] [--rounds 3] [--json FILE]
 
-Two servers of the embedded model each have a pool that holds a few of the prefixes, and host memory that holds all of
-them. Groups of prompts with a common beginning arrive in random order, several at a time, and are routed by the
-servers' events. A router that also gets the events of stores takes turns with one that gets only those of devices; both
-start with empty servers. The exit status is 0 if all prompts were answered.
+Two servers of the embedded model each have a pool with room for a few of the prefixes, and host memory with room for
+all of them. Groups of prompts with a common prefix arrive in random order, several at a time, and are routed by the
+events of the servers. A router that also receives the events of stores is compared, in turn, with one that receives
+only those of devices; both start with empty servers. The exit status is 0 if all prompts were answered.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     least = options.groups * options.prefix_tokens + options.groups * options.prompts * options.question_tokens
     computed = {name: sum(row["computed"] for row in rows if row["router knows"] == name) for name in _KNOWING}
     ratio = computed["stores"] / computed["devices"]
-    print(f"computed tokens, stores over devices: {ratio:.2f}; at least {least} a round have to be")
+    print(f"computed tokens, stores over devices: {ratio:.2f}; at least {least} per round must be computed")
     if options.json is not None:
         words = shlex.join(["python", "-m", "bench.fleet.stores", *(arguments or sys.argv[1:])])
         result = {"rows": rows, "least_computed_tokens": least, "ratio": ratio}
@@ -67,12 +67,12 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m bench.fleet.stores", description=(__doc__ or "").partition("\n")[0]
     )
-    parser.add_argument("--groups", type=positive, default=40, help="prompts that begin alike")
+    parser.add_argument("--groups", type=positive, default=40, help="number of groups of prompts with the same prefix")
     parser.add_argument("--prompts", type=positive, default=10, help="of each group")
     parser.add_argument("--prefix-tokens", type=positive, default=1216)
     parser.add_argument("--question-tokens", type=positive, default=64)
     parser.add_argument("--pool-tokens", type=positive, default=8192, help="of each server's device")
-    parser.add_argument("--host-bytes", type=positive, default=2 * 10**9, help="of each server's host memory")
+    parser.add_argument("--host-bytes", type=positive, default=2 * 10**9, help="host memory of each server")
     parser.add_argument("--concurrency", type=positive, default=4, help="prompts at a time")
     parser.add_argument("--rounds", type=positive, default=3)
     parser.add_argument("--seed", type=int, default=0)
@@ -81,7 +81,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _prompts(options: argparse.Namespace, number: int) -> list[list[int]]:
-    """Draw the prompts of a round, in random order."""
+    """Generate the prompts of a round, in random order."""
     draw = np.random.default_rng([options.seed, number])
     prompts = []
     for _ in range(options.groups):
@@ -93,7 +93,7 @@ def _prompts(options: argparse.Namespace, number: int) -> list[list[int]]:
 
 
 async def _measure(addresses: Sequence[str], options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Let both routers take turns, in an order that alternates."""
+    """Measure both routers in turn, in an order that alternates."""
     rows = []
     for number in range(options.rounds):
         for name in list(_KNOWING) if number % 2 else list(_KNOWING)[::-1]:
@@ -105,7 +105,7 @@ async def _measure(addresses: Sequence[str], options: argparse.Namespace) -> lis
 
 
 class _DeviceEvents:
-    """A client that gets the events of devices only."""
+    """A client that receives only the events of devices."""
 
     def __init__(self, client: AsyncClient) -> None:
         self._client = client

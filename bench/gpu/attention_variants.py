@@ -1,4 +1,4 @@
-"""The variants of one attention case that are measured: other pools and modes, and the kernels that may run them."""
+"""The variants of an attention case that are measured: other pools and modes, and the kernels that support them."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from radixkv.model.attention.refused_attention import (
 
 QUANTIZED = (torch.float8_e4m3fn, torch.int8, INT4)
 
-# served: the kernel that serves in fast mode. plain: the same, then through pointers, then in exact mode, each over a
-# pool that is not quantized. pointers: without warp specialization. specialized: the kernel through pointers, then the
-# warp-specialized ones. all: everything.
+# served: the kernel that the service uses in fast mode. plain: this kernel, then the one that loads through pointers,
+# then exact mode, each over a pool that is not quantized. pointers: without warp specialization. specialized: the
+# kernel that loads through pointers, then the warp-specialized ones. all: everything.
 CHOICES = ("served", "plain", "pointers", "specialized", "all")
 
 
 @dataclass(frozen=True, slots=True)
 class Permissions:
-    """Kernels that may be measured: those of Hopper only there, and none that the environment refuses.
+    """Kernels that may be measured. Those for Hopper run only there; kernels that the environment excludes never run.
 
     Attributes:
-        specialized: warps specialize in fast mode.
-        specialized_exact: they do in exact mode.
-        specialized_dequantized: they do over blocks dequantized first.
-        dequantized: blocks are dequantized first, and attended through pointers.
+        specialized: the warp-specialized kernel in fast mode.
+        specialized_exact: the same in exact mode.
+        specialized_dequantized: the same over blocks that are dequantized first.
+        dequantized: the kernel that loads through pointers, over blocks that are dequantized first.
     """
 
     specialized: bool
@@ -41,7 +41,7 @@ class Permissions:
 
     @classmethod
     def on(cls, device: torch.device) -> Permissions:
-        """Look at the device and the environment. A CPU, in a dry run, is taken for a Hopper GPU."""
+        """Return the permissions of a device and the environment. A CPU, in a dry run, counts as a Hopper GPU."""
         is_hopper = device.type == "cpu" or torch.cuda.get_device_capability(device)[0] == 9
         fast, exact = refused_names("fast"), refused_names("exact")
         return cls(
@@ -53,12 +53,12 @@ class Permissions:
 
 
 def first_case(case: AttentionCase, choice: str, allowed: Permissions) -> AttentionCase:
-    """Return the case that is measured first, and that the others are compared with."""
+    """Return the case that is measured first, with which the others are compared."""
     return replace(case, is_specialized=choice in ("served", "plain") and allowed.specialized)
 
 
 def variants(case: AttentionCase, choice: str, allowed: Permissions, dequantized_suffix: int) -> list[AttentionCase]:
-    """List what is measured after the first case.
+    """List the cases that are measured after the first one.
 
     Args:
         case: the first case.

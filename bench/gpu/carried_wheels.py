@@ -1,4 +1,4 @@
-"""Collects the wheels that a GPU machine without a package index may lack, into one folder.
+"""Downloads the wheels that a GPU machine without a package index may lack, into one folder.
 
 python -m bench.gpu.carried_wheels .whl
 """
@@ -20,7 +20,7 @@ WHEELS = {
     "fa3-fwd": "0.0.3",
 }
 _PYTHON = "3.12"
-_GLIBC_MINOR_VERSIONS = (17, 24, 27, 28, 31, 34, 35)  # pip compares a platform's name exactly
+_GLIBC_MINOR_VERSIONS = (17, 24, 27, 28, 31, 34, 35)  # pip compares names of platforms literally
 
 
 def download_command(name: str, version: str, folder: Path) -> list[str]:
@@ -34,8 +34,8 @@ def download_command(name: str, version: str, folder: Path) -> list[str]:
 
 
 def main() -> int:
-    """Download all wheels and print their sizes. Returns 1 if one is not to be had."""
-    parser = argparse.ArgumentParser(description="Collect the wheels that a GPU machine may lack.")
+    """Download all wheels and print their sizes. Returns 1 if one is not available."""
+    parser = argparse.ArgumentParser(description="Download the wheels that a GPU machine may lack.")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--without", nargs="*", choices=sorted(WHEELS), default=[], help="wheels to leave out")
     options = parser.parse_args()

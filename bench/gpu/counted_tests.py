@@ -1,4 +1,4 @@
-"""Runs tests, and writes after each how many passed: a row for each file of tests.
+"""Runs tests, and writes the number of passed tests after each of them, with a row per test file.
 
 python -m bench.gpu.counted_tests --json build/tests.json tests/kernels/gpu/test_norm.py
 """
@@ -29,7 +29,7 @@ _MAX_WORKERS = 8
 
 
 class OutcomeCounter:
-    """A plugin of pytest that counts how tests end, by file.
+    """A pytest plugin that counts the outcomes of tests by file.
 
     Args:
         file: result file, written after each test; None for none.
@@ -40,7 +40,7 @@ class OutcomeCounter:
         self._rows: dict[str, Row] = {}
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Take one part of a test: its setup, its call, or its teardown."""
+        """Count one phase of a test: its setup, its call, or its teardown."""
         tests = report.nodeid.partition("::")[0]
         row = self._rows.setdefault(
             tests, {"tests": tests, "passed": 0, "failed": 0, "skipped": 0, "seconds": 0.0, "failures": []}
@@ -56,7 +56,7 @@ class OutcomeCounter:
         self.write(is_finished=False)
 
     def write(self, *, is_finished: bool, **known: object) -> None:
-        """Write the file again, with other facts that are known."""
+        """Rewrite the file, with further values."""
         if self._file is not None:
             rows = [{**row, "is_right": not row["failed"]} for row in self._rows.values()]
             counts = ", ".join(f"{sum(row[key] for row in rows)} {key}" for key in ("passed", "failed", "skipped"))

@@ -18,7 +18,7 @@ def hopper_candidates(use: AttentionUse) -> dict[str, TritonKernels]:
 
 
 def main() -> int:
-    """Run the trial that stands on the standard input; see `attention_trial.main`."""
+    """Run the trial that is described on stdin; see `attention_trial.main`."""
     vars(attention_trial)["attention_candidates"] = hopper_candidates
     with interpreted():
         return attention_trial.main()

@@ -28,10 +28,10 @@ _CLOCKS = "clocks.sm,clocks.max.sm,clocks.mem,clocks.max.mem,power.limit,tempera
 
 
 def output_of(command: Sequence[str]) -> str:
-    """Run a program and return what it prints, or why it can't.
+    """Run a program and return its output.
 
     Raises:
-        FileNotFoundError, subprocess.SubprocessError: it is not there, fails, or takes longer than 30 seconds.
+        FileNotFoundError, subprocess.SubprocessError: the program is missing, fails, or takes longer than 30 seconds.
     """
     if shutil.which(command[0]) is None:
         raise FileNotFoundError(f"{command[0]}: not found")
@@ -53,7 +53,7 @@ def _device() -> str:
     return f"{properties}, {free_bytes / 2**30:.1f} of {total_bytes / 2**30:.1f} GiB free"
 
 
-# A module that is found may still not import: transformers does not without a package that it needs itself.
+# A module that is found may still fail to import, for example transformers if one of its dependencies is missing.
 _IMPORTS = (
     "import numpy, safetensors.torch, sortedcontainers, torch, triton, xxhash; "
     "from transformers import AutoModelForCausalLM, LlamaForCausalLM; print('all import')"
@@ -61,10 +61,10 @@ _IMPORTS = (
 
 
 def _imports() -> str:
-    """Import what the stages import.
+    """Import the modules that the stages import.
 
     Raises:
-        RuntimeError: something does not import; the message has the last line of the error.
+        RuntimeError: a module cannot be imported; the message has the last line of the error.
     """
     done = subprocess.run(
         [sys.executable, "-c", _IMPORTS], capture_output=True, text=True, check=False, timeout=_LIMIT_S
@@ -89,20 +89,22 @@ QUESTIONS: dict[str, Callable[[], object]] = {
 
 
 def ask(question: str, answer: Callable[[], object]) -> Row:
-    """Answer one question. The row has the answer, or the reason why there is none."""
+    """Run one examination. The row has its result, or the reason why there is none."""
     start_s = time.monotonic()
     row: Row = {"question": question, "is_right": True}
     try:
         row["answer"] = answer()
-    except Exception as raised:  # noqa: BLE001 - whatever one program raises, the others are asked
+    except Exception as raised:  # noqa: BLE001 - whatever one examination raises, the others run
         row |= {"is_right": False, "answer": None, "reason": f"{type(raised).__name__}: {raised}"[:500]}
     return {**row, "seconds": time.monotonic() - start_s}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Ask, print and write a row for each answer. Returns 0: that something is missing is an answer too."""
-    parser = argparse.ArgumentParser(description="Look at a machine with a GPU.")
-    parser.add_argument("--dry-run", action="store_true", help="changes nothing: it asks the same anywhere")
+    """Run all examinations, and print and write a row for each. Always returns 0: a missing item is a result, too."""
+    parser = argparse.ArgumentParser(description="Examine a machine with a GPU.")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="no effect: the examinations are the same on any machine"
+    )
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
     rows: list[Row] = []

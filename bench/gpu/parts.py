@@ -1,8 +1,9 @@
 """The parts of a run on a GPU. Each is useful alone, and measures the most important rows first.
 
-product   9 minutes  real servers over gRPC: bits, tiers, TTFT, decoding, out of memory; then kernels and their peers
-look      2 minutes  the machine, and whether the warp-specialized kernel runs at all
-prefill   9 minutes  time to first token: fast mode, 64 tokens after 8,192, then the rest; exact mode; its bits
+product   9 minutes  real servers over gRPC: exactness, tiers, TTFT, decoding, out of memory; then kernels and their
+                     peers
+look      2 minutes  the machine, and whether the warp-specialized kernel runs
+prefill   9 minutes  time to first token: fast mode, 64 tokens after 8,192, then the rest; exact mode; exactness
 kernels   9 minutes  each kernel and its reference: attention first; the kernels' own tests; recorded steps
 peers     9 minutes  attention of torch, cuDNN, FlashAttention 3 and SGLang; the cost of exact mode; bookkeeping; flex
                      and FlashInfer last
@@ -17,15 +18,15 @@ _KERNEL_IMPORTS = ("numpy", "torch", "triton")
 _TEST_IMPORTS = (*_KERNEL_IMPORTS, "pytest")
 ENGINE_IMPORTS = (*_KERNEL_IMPORTS, "safetensors", "sortedcontainers", "transformers", "xxhash")
 _SERVER_IMPORTS = (*ENGINE_IMPORTS, "google.protobuf", "grpc")
-# modules that only some stages need, or that no stage needs
+# Modules that only some stages need, or that no stage needs.
 OTHER_IMPORTS = ("flashinfer", "google.protobuf", "grpc", "grpc_health", "grpc_reflection", "pytest", "xdist")
 
-# Peers of `bench.attention_peers` that take no compiler. One whose package is missing, such as the wheel of fa3_fwd, is
-# reported with the reason.
+# Peers of `bench.attention_peers` that need no compiler. If a package is missing, such as the wheel of fa3_fwd, the
+# report has the reason.
 _PEERS = "sdpa_flash sdpa_cudnn cudnn_merged fa3_fwd sglang"
 
-# Each kernel has its own process, since an illegal access ends all work of a process on a GPU. A first process warms
-# the machine up, and a trial that is late is repeated alone: 85 seconds in all, so that each gets its verdict.
+# Each kernel has its own process, since after an illegal access a process cannot use the GPU any more. A first process
+# warms the machine up, and a trial that times out is repeated alone: 85 seconds in total, so that each gets a verdict.
 _TRIALS = Stage(
     "trials",
     95,
@@ -47,7 +48,7 @@ _LOOK = (
     ),
 )
 
-# Stages from `start` to `decode` share two servers. What they prove comes before what they measure.
+# The stages from `start` to `decode` share two servers. Checks of correctness come before measurements.
 _PRODUCT = (
     Stage("warm", 60, _SERVER_IMPORTS, "-m bench.gpu.product.warm", gives_verdicts=True),
     Stage("start", 110, _SERVER_IMPORTS, "-m bench.gpu.product.start", heeds_verdicts=True, servers="start"),
@@ -147,7 +148,7 @@ _KERNELS = (
     ),
 )
 
-# Steps of 2,048 tokens: those of 512 may leave the device waiting for launches, which would pass for time of the model.
+# Steps of 2,048 tokens: in steps of 512 the device may wait for launches, which would count as time of the model.
 _COMPARISONS = (
     _TRIALS,
     Stage(
@@ -174,7 +175,7 @@ _COMPARISONS = (
         "-m bench.bookkeeping --shape tiny --rounds 1 --prompts 100 --batches 4 --generations 2 --new-tokens 5",
         heeds_verdicts=True,
     ),
-    # compiled for each shape by torch.compile or nvcc, so each may take all of its time
+    # Compiled for each shape by torch.compile or nvcc, so each may use its whole time limit.
     Stage(
         "flex",
         45,

@@ -1,4 +1,4 @@
-"""Times a prompt after a cached prefix: with the cache, without it, without graphs, and by transformers."""
+"""Times a prompt after a cached prefix: with the cache, without it, without CUDA graphs, and with transformers."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ from radixkv.engine.core import EngineCore
 from radixkv.namespace import Namespace
 from radixkv.scheduling.request import Request
 
-# Largest error of logits, relative to their norm: rounding in bfloat16 over 32 layers. Other tokens give more than 1.
+# Maximum error of logits, relative to their norm: rounding in bfloat16 over 32 layers. With wrong tokens it exceeds 1.
 _TOLERANCE = 0.1
 
-# Steps that leave the device waiting for launches, if any do: a long suffix is also computed in steps of this size.
+# A long suffix is also computed in steps of this size, in which the device may wait for launches.
 _SHORT_STEP_TOKENS = 512
 
-# From this prefix on, a prompt takes seconds without the cache: it is computed so only once.
+# After a prefix of at least this length, a prompt takes seconds without the cache, so it is recomputed only once.
 _RECOMPUTED_ONCE = 32_768
 
 
 class PrefillBench:
-    """An engine core with one long prompt. Each measured prefix is a part of its beginning.
+    """An engine core and one long prompt. Each measured prefix is a prefix of this prompt.
 
     Args:
         runner: a runner with room for the longest prompt twice.
         longest_prefix: tokens of the long prompt.
-        step_tokens: the most tokens of one forward pass.
+        step_tokens: maximum number of tokens per forward pass.
         rates: rates of this device.
     """
 
@@ -67,22 +67,24 @@ class PrefillBench:
         return self._random.integers(0, self._model.vocab_size, num_tokens).astype("<u4")
 
     def keep(self, prefix_tokens: int) -> None:
-        """Compute the beginning of the long prompt, as far as it is not cached."""
+        """Compute this prefix of the long prompt, so that it is cached."""
         if prefix_tokens:
             self.ask(self._stem[:prefix_tokens])
 
     def prompt(self, suffix_tokens: int, prefix_tokens: int) -> Tokens:
-        """Make a prompt of which exactly the prefix is cached: no two suffixes begin with the same token."""
+        """Build a prompt of which exactly the prefix is cached: no two suffixes begin with the same token."""
         suffix = self._draw(suffix_tokens)
         used = {int(token) for token in (*self._stem[:1], *self._stem[prefix_tokens : prefix_tokens + 1])}
         suffix[0] = next(number for number in self._numbers if number not in used)
-        assert suffix[0] < self._model.vocab_size, "the vocabulary has no token left that no suffix began with"
+        assert suffix[0] < self._model.vocab_size, (
+            "every token of the vocabulary is already the first token of a suffix"
+        )
         return np.concatenate((self._stem[:prefix_tokens], suffix))
 
     def ask(
         self, prompt: Tokens, *, reads: bool = True, wants_logits: bool = False, core: EngineCore | None = None
     ) -> PrefillResult:
-        """Answer one prompt. Without reading from the cache, nothing is written to it either."""
+        """Compute one prompt. If the cache is not read, it is not written either."""
         core = core or self._core
         future: Future[PrefillResult] = Future()
         params = PrefillParams(prompt.tobytes(), return_logits=wants_logits, read_cache=reads, write_cache=reads)
@@ -92,11 +94,12 @@ class PrefillBench:
         return future.result(0)
 
     def measure(self, suffix_tokens: int, prefix_tokens: int, rounds: int) -> Iterator[Row]:
-        """Measure one row, only if the answers agree.
+        """Measure one row, if the answers agree.
 
         Yields:
-            The same row each time: with the time to first token, then with one more way to get it. Our other ways are
-            timed in turn with the cache. A way's ratio is its time divided by the time to first token.
+            The same row several times: first with the time to first token, then with one more variant each time. Our
+            other variants are timed in turn with the cache. The ratio of a variant is its time divided by the time to
+            first token.
         """
         self.keep(prefix_tokens)
         row, prompt, logits = self._compare(suffix_tokens, prefix_tokens)
@@ -123,7 +126,7 @@ class PrefillBench:
             yield self._with_medians(row, seconds)
         row |= self._compare_with_transformers(prompt, prefix_tokens, logits)
         if row["transformers_reason"] is None:
-            with self._rival.running():  # switched outside of what is timed
+            with self._rival.running():  # switched outside of the timed calls
                 for _ in range(rounds):
                     self._rival.restore(prefix_tokens)
                     answer = functools.partial(self._rival.next_token, make()[prefix_tokens:], prefix_tokens)
@@ -139,7 +142,7 @@ class PrefillBench:
         seconds: dict[str, list[float]],
         rounds: int,
     ) -> None:
-        """Time a way in turn with the cache. Each gets a prompt of its own, since the cache keeps what it answers."""
+        """Time a variant in turn with the cache. Each gets its own prompt, since computed prompts are cached."""
         for _ in range(rounds):
             seconds["ttft"].append(_timed(functools.partial(self.ask, make())))
             took_s = timed(make())
@@ -152,7 +155,7 @@ class PrefillBench:
         return row
 
     def _compare(self, suffix_tokens: int, prefix_tokens: int) -> tuple[Row, Tokens, npt.NDArray[np.float32] | None]:
-        """Compute a prompt with the cache and without, which also warms up, and compare the answers.
+        """Compute a prompt with the cache and without, and compare the answers. This also warms up.
 
         Returns:
             The row so far, the prompt, and its logits; None if the answers differ.
@@ -183,7 +186,7 @@ class PrefillBench:
 
     @property
     def weights_ms(self) -> float:
-        """Return the milliseconds to read all weights once, except the embeddings, of which a token reads one row."""
+        """Return the milliseconds to read all weights once, except embeddings, of which one row per token is read."""
         module = self._model.module
         embeddings = module.get_input_embeddings().weight
         num_bytes: int = sum(each.nbytes for each in module.parameters() if each is not embeddings)
@@ -191,14 +194,14 @@ class PrefillBench:
 
 
 def _timed(answer: Callable[[], object]) -> float:
-    """Return the seconds until the answer is there."""
+    """Return the seconds until the answer is available."""
     start_s = time.perf_counter()
     answer()
     return time.perf_counter() - start_s
 
 
 def _difference(got: npt.NDArray[np.float32], expected: npt.NDArray[np.float32]) -> float:
-    """Return the error of logits relative to their norm; infinite if one is not a number."""
+    """Return the error of logits relative to their norm; infinite if one is not finite."""
     error = float(np.linalg.norm(got - expected) / np.linalg.norm(expected))
     return error if np.isfinite(error) else float("inf")
 

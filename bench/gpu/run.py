@@ -3,14 +3,14 @@
     python -m bench.gpu --out build/gpu --part product        # nine minutes; real servers over gRPC
     python -m bench.gpu --out build/gpu --part product --only bits --seconds 150
     python -m bench.gpu --out build/gpu                       # all parts in turn
-    python -m bench.gpu --out build/gpu --part product --dry-run       # on any machine; its times mean nothing
+    python -m bench.gpu --out build/gpu --part product --dry-run       # on any machine; its times are meaningless
 
 A run needs no installed radixkv and no network. A part ends within ten minutes. It writes one file, `PART.json`, which
-is replaced by a complete file after each row of each stage, so nothing that was measured is lost, however the run ends.
+is replaced atomically after each row of each stage, so measured rows are not lost if the run is interrupted.
 
 Each stage is a process with its own time limit. If a stage lacks a module, fails or runs out of time, the file says so
 and the other stages run. Attention kernels are tried first, in separate processes; later stages do not use those that
-did not pass. Outside a git checkout, RADIXKV_COMMIT names the commit.
+did not pass their trial. Outside a git checkout, RADIXKV_COMMIT names the commit.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ ROOT = Path(__file__).parents[2]
 
 _SGLANG = "sglang_wheel"  # where stages look for SGLang's wheel
 _MAX_SHOWN_LINES = 100
-_MAX_SHOWN_LINES_OF_PRODUCT = 12  # its table must still be in the end of the output that a remote run returns
-_DRY_BUDGETS = 20  # the interpreter is slow, and a dry run may share its cores
+_MAX_SHOWN_LINES_OF_PRODUCT = 12  # so that its table is in the end of the output, which a remote run returns
+_DRY_BUDGETS = 20  # factor: the interpreter is slow, and a dry run may share its cores
 
 # pytest's settings in pyproject.toml need plugins that the machine may lack.
 _PYTEST_INI = """\
@@ -91,7 +91,7 @@ def main(arguments: Sequence[str] | None = None, parts: Mapping[str, Sequence[St
 
 
 def _chosen(stages: Sequence[Stage], only: Sequence[str] | None) -> list[Stage]:
-    """Return the stages that were asked for, and those before them that they rest on: servers and kernel trials."""
+    """Return the requested stages, and the earlier ones that they depend on: servers and kernel trials."""
     if not only:
         return list(stages)
     is_chosen = [stage.name in only for stage in stages]
@@ -110,7 +110,7 @@ class _PartRun:
         self._options = options
         self._file: Path = options.out / f"{part}.json"
         self._verdicts = Verdicts()
-        if self._file.exists():  # what was measured before stays
+        if self._file.exists():  # keep earlier results
             self._file.replace(options.out / f"{part}.earlier.json")
         self._report: dict[str, Any] = {
             "part": part,
@@ -124,11 +124,11 @@ class _PartRun:
         write_json(self._file, self._report)
 
     def run(self, stages: Sequence[Stage]) -> bool:
-        """Run the stages in turn, as long as there is time. Returns whether all ran that the machine should run."""
+        """Run the stages in turn until the time is over. Returns whether all that the machine supports succeeded."""
         report, is_good = self._report, True
         end_s = time.monotonic() + self._options.seconds * (_DRY_BUDGETS if self._options.dry_run else 1)
         print(f"== {report['part']}: {report['machine']['gpu'] or 'no GPU'}, {report['versions']}")
-        print(f"can't be imported here: {', '.join(report['missing_imports']) or 'nothing'}", flush=True)
+        print(f"modules that cannot be imported: {', '.join(report['missing_imports']) or 'nothing'}", flush=True)
         shown_lines = _MAX_SHOWN_LINES_OF_PRODUCT if report["part"] == "product" else _MAX_SHOWN_LINES
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
             folder = Path(name)
@@ -155,9 +155,9 @@ class _PartRun:
 
     def _run_stage(self, stage: Stage, folder: Path, budget_s: float) -> Outcome:
         if lacking := missing_imports(stage.needs):
-            return _not_run(f"not run: {', '.join(lacking)} can't be imported")
+            return _not_run(f"not run: {', '.join(lacking)} cannot be imported")
         if stage.needs_kernels and not self._verdicts.has_passed(stage.needs_kernels):
-            return _not_run(f"not run: {', '.join(stage.needs_kernels)}: no trial was passed")
+            return _not_run(f"not run: {', '.join(stage.needs_kernels)}: no trial passed")
         if budget_s <= 0:
             return _not_run("not run: no time left")
         environment = self._verdicts.environment() if stage.heeds_verdicts else {}
@@ -189,7 +189,7 @@ def _command(stage: Stage, options: argparse.Namespace) -> list[str]:
 
 
 def format_outcomes(outcomes: Mapping[str, Outcome]) -> str:
-    """Format how each stage ended, how long it took, how many rows it left and are right, and its own summary."""
+    """Format the outcome of each stage, its duration, its number of rows and of correct ones, and its summary."""
     lines = [f"{'stage':<20} {'seconds':>7} {'right':>9}  outcome"]
     for name, outcome in outcomes.items():
         result = outcome["result"] or {}
@@ -202,15 +202,15 @@ def format_outcomes(outcomes: Mapping[str, Outcome]) -> str:
 
 
 def _end(signal_number: int, frame: FrameType | None) -> None:
-    raise SystemExit(128 + signal_number)  # the stage under way is killed on the way out
+    raise SystemExit(128 + signal_number)  # unwinding the stack kills the running stage
 
 
 def _parse(arguments: Sequence[str] | None, parts: Mapping[str, Sequence[Stage]]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.gpu", description="Run what needs a GPU, part by part.")
-    parser.add_argument("--out", type=Path, required=True, help="folder for the results, a file a part")
+    parser.add_argument("--out", type=Path, required=True, help="folder for the results, with one file per part")
     parser.add_argument("--part", nargs="+", choices=list(parts), help="run only these parts; default all")
     names = list(dict.fromkeys(stage.name for stages in parts.values() for stage in stages))
-    parser.add_argument("--only", nargs="+", choices=names, help="run only these stages, and what they rest on")
+    parser.add_argument("--only", nargs="+", choices=names, help="run only these stages, and those that they depend on")
     parser.add_argument("--seconds", type=float, default=540, help="time for each part; default 540")
     parser.add_argument("--sglang", type=Path, help="folder of SGLang's unpacked wheel")
     parser.add_argument("--dry-run", action="store_true", help="small sizes on the CPU")
@@ -218,6 +218,6 @@ def _parse(arguments: Sequence[str] | None, parts: Mapping[str, Sequence[Stage]]
 
 
 def run_and_exit() -> None:
-    """Run as a program: SIGTERM ends the stage under way too."""
+    """Run as a program: SIGTERM also ends the running stage."""
     signal.signal(signal.SIGTERM, _end)
     sys.exit(main())

@@ -10,7 +10,7 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One process of the run. It takes `--json FILE`, and writes the whole file again after each row.
+    """One process of the run. It is called with `--json FILE`, and rewrites this file after each row.
 
     Attributes:
         name: name of the stage.
@@ -18,11 +18,11 @@ class Stage:
         needs: modules without which it is not started.
         command: arguments of `python`.
         dry_command: arguments of `python` for a small run on a CPU; None for `command` with `--dry-run`.
-        takes_sglang: whether it takes `--sglang FOLDER`.
-        gives_verdicts: whether its rows say which attention kernels passed their trial.
-        heeds_verdicts: whether it uses attention kernels that are tried first.
-        needs_kernels: attention kernels without any of which it is not started.
-        is_optional: whether a run is good without it, where what it needs is not there.
+        takes_sglang: whether it has the option `--sglang FOLDER`.
+        gives_verdicts: whether its rows report which attention kernels passed their trial.
+        heeds_verdicts: whether it uses only attention kernels that passed their trial.
+        needs_kernels: attention kernels of which at least one must have passed; otherwise the stage is not started.
+        is_optional: whether the run succeeds without it if a module or kernel that it needs is missing.
         servers: `start` for the stage that starts the servers of the part, `use` for a stage that needs them. They are
             stopped before any other stage.
     """
@@ -41,7 +41,7 @@ class Stage:
 
 
 def missing_imports(names: Sequence[str]) -> list[str]:
-    """Return the modules that can't be imported here."""
+    """Return the modules that cannot be imported on this machine."""
     return [name for name in names if not _is_there(name)]
 
 

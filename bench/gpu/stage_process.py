@@ -16,11 +16,11 @@ from typing import Any
 
 Outcome = dict[str, Any]
 
-# What a stage printed is kept if it is killed, and no stage uses the network.
+# Unbuffered, so that the output of a stage is complete if it is killed. No stage uses the network.
 _ENVIRONMENT = {"PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
 
 _OUTPUT_CHARACTERS = 20_000
-_LOOK_S = 0.1  # between two looks at the file of a stage
+_LOOK_S = 0.1  # between two checks of the file of a stage
 _LOG_S = 5.0  # between two reports of a stage that prints, but writes no row
 _DEATH_S = 10.0
 
@@ -33,15 +33,15 @@ def run_stage(
     report: Callable[[Outcome], None],
     environment: Mapping[str, str] | None = None,
 ) -> Outcome:
-    """Run one stage to its end, or until its time is up.
+    """Run one stage until it ends or reaches its time limit.
 
     Args:
         name: name of the stage.
         command: arguments of `python`, without the result file.
         folder: folder with the import namespace; the stage's own files are written there too.
         budget_s: seconds after which the stage and all processes it started are killed.
-        report: called with the outcome so far, a tenth of a second after each row at the latest.
-        environment: variables of the stage, besides those of this process.
+        report: called with the outcome so far, at most a tenth of a second after each row.
+        environment: variables of the stage, in addition to those of this process.
 
     Returns:
         `outcome` in words (`ran` on success), `seconds`, `command`, `result` as the stage wrote it last, None if it did
@@ -60,13 +60,13 @@ def run_stage(
         )
         try:
             outcome = _watch(process, watched, budget_s, report)
-        finally:  # also what the stage started and left behind
+        finally:  # also the processes that the stage started
             _kill_group(process)
     return watched.outcome(outcome)
 
 
 class _Watched:
-    """The files of a stage, and what was read of them last."""
+    """The files of a stage, and what was last read from them."""
 
     def __init__(self, file: Path, log: Path, command: str) -> None:
         self.file = file
@@ -88,7 +88,7 @@ class _Watched:
         return self._stamp() not in (None, self._written)
 
     def _stamp(self) -> tuple[int, int] | None:
-        """Return what changes whenever the file is replaced."""
+        """Return a value that changes whenever the file is replaced."""
         try:
             state = self.file.stat()
         except FileNotFoundError:
@@ -96,12 +96,12 @@ class _Watched:
         return state.st_ino, state.st_mtime_ns
 
     def outcome(self, outcome: str) -> Outcome:
-        """Read the files, and return all that is known of the stage."""
+        """Read the files, and return everything that is known about the stage."""
         stamp = self._stamp()
         if stamp is not None:
             try:
                 self._result = json.loads(self.file.read_text(encoding="utf-8"))
-            except ValueError:  # half written; the rows before it are kept
+            except ValueError:  # partly written; the earlier rows are kept
                 stamp = None
         self._written = stamp
         output = self.log.read_text(encoding="utf-8", errors="replace")
@@ -119,7 +119,7 @@ class _Watched:
 def _watch(
     process: subprocess.Popen[bytes], watched: _Watched, budget_s: float, report: Callable[[Outcome], None]
 ) -> str:
-    """Wait for the process and report its rows and output. Returns how it ended, or that it did not."""
+    """Wait for the process, and report its rows and output. Returns how it ended, or that it timed out."""
     end_s = time.monotonic() + budget_s
     while (left_s := end_s - time.monotonic()) > 0:
         try:
@@ -133,7 +133,7 @@ def _watch(
 
 
 def _kill_group(process: subprocess.Popen[bytes]) -> None:
-    with contextlib.suppress(ProcessLookupError):  # nothing of it is left
+    with contextlib.suppress(ProcessLookupError):  # all processes of the group have ended
         os.killpg(process.pid, signal.SIGKILL)
-    with contextlib.suppress(subprocess.TimeoutExpired):  # a process that is stuck in a driver can't be killed
+    with contextlib.suppress(subprocess.TimeoutExpired):  # a process that blocks in a driver cannot be killed
         process.wait(_DEATH_S)

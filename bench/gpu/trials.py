@@ -4,10 +4,10 @@
     python -m bench.gpu.trials --dry-run                  # through the interpreter
 
 The trial is the one by which the service chooses its kernels; see `radixkv/startup/attention_trial.py`. A kernel that
-hangs or breaks the device does so here, and in no later stage.
+blocks or crashes the device does so here, and not in a later stage.
 
 On a machine that was just started, importing PyTorch and creating a CUDA context can take longer than a trial. So a
-process of its own does both first, and a trial that is late is repeated alone before its kernel is refused.
+separate process does both first, and a trial that times out is repeated alone before its kernel is refused.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ if torch.cuda.is_available():
 
 
 class KernelTrial(NamedTuple):
-    """Kernels by name, and the use that they are tried for."""
+    """The names of the kernels of one trial, and the use that they are tried for."""
 
     name: str
     use: AttentionUse
@@ -65,7 +65,7 @@ def uses(device: torch.device, shape: KVShape, kind: AttentionKind, modes: Seque
 
 
 def trials(names: Sequence[str], modes: Sequence[str], *, is_dry_run: bool) -> list[KernelTrial]:
-    """List the trials of these kernels, each kernel once a mode. What the environment refuses is not tried."""
+    """List the trials of these kernels, one per kernel and mode, without those that the environment excludes."""
     candidates = hopper_candidates if is_dry_run else attention_candidates
     device = torch.device("cpu" if is_dry_run else "cuda")
     shape, kind = (_DRY_SHAPE, _DRY_KIND) if is_dry_run else (_SHAPE, _KIND)
@@ -86,25 +86,25 @@ def trial_module(*, is_dry_run: bool) -> str:
 
 def warm_up(limit_s: float) -> None:
     """Import PyTorch and use the GPU in another process, so that its files are in memory before the first trial."""
-    with contextlib.suppress(subprocess.TimeoutExpired):  # the trials then say what is wrong
+    with contextlib.suppress(subprocess.TimeoutExpired):  # the trials then report the error
         subprocess.run([sys.executable, "-c", _WARM_UP], check=False, timeout=limit_s)
 
 
 def measure_trials(
     given: Sequence[KernelTrial], module: str, limit_s: float, deadline_s: float, workers: int
 ) -> Iterator[Row]:
-    """Run trials side by side, each in its own process, then those that were late once more, one at a time.
+    """Run trials concurrently, each in its own process, then repeat those that timed out, one at a time.
 
     Args:
         given: the trials.
         module: module of the process; see `trial_module`.
         limit_s: seconds that a process may take.
-        deadline_s: end of all trials, on the clock of `time.monotonic`. A repeated trial gets what is left until then
-            where that is less than its limit.
-        workers: trials side by side.
+        deadline_s: end of all trials, on the clock of `time.monotonic`. A repeated trial gets the time that is left
+            until then, if that is less than its limit.
+        workers: maximum number of concurrent trials.
 
     Yields:
-        A row for each trial as its verdict is known.
+        A row for each trial, as soon as its verdict is known.
     """
     late: list[tuple[KernelTrial, Row]] = []
     with ThreadPoolExecutor(workers) as pool:
@@ -144,7 +144,7 @@ def _mode(use: AttentionUse) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Try, print and write a row for each trial as it ends. Returns 0: a kernel that is refused is an answer too."""
+    """Run the trials, and print and write a row for each as it ends. Always returns 0: a refusal is a result, too."""
     options = _parse(arguments)
     deadline_s = time.monotonic() + options.seconds
     module = options.module or trial_module(is_dry_run=options.dry_run)
@@ -168,15 +168,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Try attention kernels in processes of their own.")
+    parser = argparse.ArgumentParser(description="Try attention kernels in separate processes.")
     ours = [name for name in (*NAMES, POINTERS) if name != FLASHINFER]
     parser.add_argument("--kernels", nargs="+", choices=(*NAMES, POINTERS), default=ours)
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument("--limit-s", type=float, default=60, help="seconds for each trial; default 60")
     parser.add_argument(
-        "--seconds", type=float, default=600, help="end of all trials, repeated ones included; default 600"
+        "--seconds", type=float, default=600, help="time limit of all trials, including repeated ones; default 600"
     )
-    parser.add_argument("--workers", type=int, default=6, help="trials side by side; default 6")
+    parser.add_argument("--workers", type=int, default=6, help="concurrent trials; default 6")
     parser.add_argument("--module", help="module that runs a trial; by default the service's")
     parser.add_argument("--dry-run", action="store_true", help="on the CPU, through Triton's interpreter")
     parser.add_argument("--json", type=Path)

@@ -1,4 +1,4 @@
-"""Verdicts of the trials of attention kernels, handed to later stages by an environment variable."""
+"""Verdicts of the trials of attention kernels, passed to later stages by an environment variable."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from radixkv.model.attention.refused_attention import MODES, NAMES, NATIVE, VARI
 
 
 class Verdicts:
-    """Attention kernels of a GPU that passed a trial of this run. All others are refused, tried or not."""
+    """Attention kernels of a GPU that passed a trial of this run. All others are refused, whether tried or not."""
 
     def __init__(self) -> None:
         self._passed: set[tuple[str, str]] = set()
         self._has_tried = False
 
     def note(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Take the rows of a stage. Rows of trials have `kernels`, `mode` and `is_right`; other rows are ignored."""
+        """Record the rows of a stage. Rows of trials have `kernels`, `mode` and `is_right`; other rows are ignored."""
         self._has_tried = True
         self._passed |= {(row["kernels"], row["mode"]) for row in rows if "kernels" in row and row["is_right"]}
 
@@ -25,7 +25,7 @@ class Verdicts:
         return any((name, mode) in self._passed for name in names for mode in MODES)
 
     def environment(self) -> dict[str, str]:
-        """Return the variable that keeps other processes from the refused kernels; nothing if nothing was tried."""
+        """Return the variable with which other processes do not use refused kernels; empty if no kernel was tried."""
         if not self._has_tried:
             return {}
         on_gpu = [(name, mode) for name in NAMES if name != NATIVE for mode in MODES]

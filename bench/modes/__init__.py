@@ -1,1 +1,1 @@
-"""Traffic through ways of keeping K and V."""
+"""Compares ways to reuse K and V on the same traffic."""

@@ -1,4 +1,4 @@
-"""Sends the same traffic through several ways of keeping K and V, and shows when more caching is not faster.
+"""Compares several ways to reuse K and V on the same traffic, and shows when more caching is not faster.
 
 python -m bench.modes [--redis URL] [--mooncake HOST:PORT] [--json FILE] [--plot FILE.png]
 
@@ -7,9 +7,9 @@ python -m bench.modes [--redis URL] [--mooncake HOST:PORT] [--json FILE] [--plot
     prefix cache              a prefix that prompts share is computed once, as long as it stays on the device
     and a store below it      evicted blocks are kept in host memory, on disk, in Redis or in Mooncake
 
-Engines with the embedded model run in one process, without gRPC. Each prompt passes through all modes before the next
-one, and the answers must be equal. A median over all requests mixes hits and misses: its quartiles, and those of the
-last round, show whether two modes differ.
+Engines with the embedded model run in one process, without gRPC. Each prompt is computed in all modes before the next
+one, and the answers must be equal. A median over all requests mixes hits and misses, so the table also has the
+quartiles, and the median and quartiles of the last round.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ _HEADER = (
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure all modes. Returns 1 if answers differ."""
-    parser = argparse.ArgumentParser(description="Compare ways of keeping K and V.")
+    parser = argparse.ArgumentParser(description="Compare ways to reuse K and V.")
     parser.add_argument("--documents", type=positive, default=12)
-    parser.add_argument("--rounds", type=positive, default=3, help="questions to each document")
+    parser.add_argument("--rounds", type=positive, default=3, help="questions about each document")
     parser.add_argument("--document-tokens", type=positive, default=2048)
     parser.add_argument("--question-tokens", type=positive, default=64)
     parser.add_argument("--new-tokens", type=positive, default=4)
@@ -83,7 +83,7 @@ def _kinds(options: argparse.Namespace, documents: int) -> list[ModeTraffic]:
 def _measure(
     traffic: ModeTraffic, device: str, seed: int, redis_url: str | None, mooncake_master: str | None
 ) -> list[dict[str, Any]]:
-    """Send a traffic through all modes, and print and return a row for each."""
+    """Run the traffic in all modes, and print and return a row for each."""
     print(
         f"{traffic.name}: {traffic.documents} documents of {traffic.document_tokens:,} tokens, "
         f"{traffic.rounds} questions each, a pool of {traffic.pool_tokens:,} tokens\n{_HEADER}"
@@ -139,7 +139,7 @@ def _row(
 
 
 def _quartiles_ms(answers: Sequence[ModeAnswer]) -> list[float]:
-    """Return the times to first token between which the middle half lies."""
+    """Return the first and third quartile of the times to first token."""
     quartiles: list[float] = np.percentile([1e3 * each.ttft_s for each in answers], (25, 75)).tolist()
     return quartiles
 

@@ -1,17 +1,17 @@
-"""Measures what stores below the device cost a prompt that no store has.
+"""Measures how much slower tiers make prompts that no tier has.
 
     python -m bench.modes.misses [--json FILE]
 
-Each prompt is new, and passes through several engines in random order: two without a store, one with host memory, one
-with a disk, and one with both. Pools and stores are full before the first prompt counts, so that for each prompt blocks
-are evicted from the device, copied and stored, and others are dropped. The next engine is asked when the stores of the
-last one are idle; CPU time is counted until then.
+Each prompt is new, and is computed by several engines in random order: two without a store, one with host memory, one
+with a disk, and one with both. Pools and stores are filled before the measurement, so that for each prompt blocks are
+evicted from the device, copied and stored, and others are dropped. The next engine gets the prompt when the stores of
+the previous one are idle; CPU time is counted until then.
 
 Each time is divided by the geometric mean of the two engines without a store for the same prompt, and the middle half
-of these ratios is averaged. An engine's memory is a few percent faster or slower for as long as it lives, so engines
-are started several times, in random order; the standard error is the one between these sets. The second engine without
-a store is divided by the first: its distance from 1 is what this machine can't resolve. The exit status is 1 if answers
-differ.
+of these ratios is averaged. The placement of an engine's memory makes it a few percent faster or slower until it is
+stopped, so engines are started several times, in random order; the standard error is that between these sets. For the
+second engine without a store, the ratio to the first is shown: its distance from 1 is the measurement error. The exit
+status is 1 if answers differ.
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ _POOL_PROMPTS = 4
 _STORED_PROMPTS = 8  # capacity of a store; the header of each block takes more than the rest of the last one
 _ALIKE_TOKENS = 4  # two prompts may begin with the same token by chance
 _TIMEOUT_S = 600.0
-_MAX_RATIO = 1.02  # what a miss may cost
+_MAX_RATIO = 1.02  # maximum ratio for a miss
 _HEADER = f"{'':16} {'TTFT p50':>11} {'of no store':>12} {'std. error':>11} {'processor time':>15} {'std. error':>11}"
 
 
 class _Times(NamedTuple):
-    """Seconds of one prompt: until its first token, and of CPU time of all threads until the stores are idle."""
+    """Seconds of one prompt: time to first token, and CPU time of all threads until the stores are idle."""
 
     wall_s: float
     processor_s: float
 
 
 class _Set(NamedTuple):
-    """Times of each prompt through engines that were started once, and what they saved."""
+    """Times of each prompt by engine, of engines that were started once, and the number of blocks that they saved."""
 
     times: Mapping[str, Sequence[_Times]]
     saved_blocks: Mapping[str, dict[str, int]]
@@ -104,8 +104,10 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m bench.modes.misses", description=(__doc__ or "").partition("\n")[0]
     )
     parser.add_argument("--stores", choices=_STORES, action="append", help="may be repeated; default: all")
-    parser.add_argument("--sets", type=int, default=8, metavar="N", help="times that engines are started; default 8")
-    parser.add_argument("--requests", type=int, default=40, metavar="N", help="prompts of a set that count; default 40")
+    parser.add_argument(
+        "--sets", type=int, default=8, metavar="N", help="number of times that the engines are started; default 8"
+    )
+    parser.add_argument("--requests", type=int, default=40, metavar="N", help="measured prompts per set; default 40")
     parser.add_argument("--prompt-tokens", type=int, default=512, metavar="N")
     parser.add_argument("--seed", type=int, default=0, metavar="N")
     parser.add_argument("--disk", type=Path, metavar="DIRECTORY", help="on the disk to measure; default the system's")
@@ -143,14 +145,16 @@ def _started(settings: Sequence[str]) -> Iterator[Engine]:
 
 
 def _ask(engine: Engine, prompt: bytes) -> tuple[int, _Times]:
-    """Return the next token, and the times, once the stores are idle."""
+    """Return the next token and the times, after the stores have become idle."""
     start_s, processor_s = time.perf_counter(), time.process_time()
     answer = engine.prefill(PrefillParams(prompt)).result(_TIMEOUT_S)
     wall_s = time.perf_counter() - start_s
-    engine.purge(tenant="nobody").result(_TIMEOUT_S)  # answered after everything that the stores were given before
+    engine.purge(tenant="unknown").result(_TIMEOUT_S)  # completes after all earlier operations of the stores
     seconds = _Times(wall_s, time.process_time() - processor_s)
     if answer.usage.cached_tokens > _ALIKE_TOKENS:
-        raise RuntimeError(f"engine: expected a prompt that is nowhere, got {answer.usage.cached_tokens} cached tokens")
+        raise RuntimeError(
+            f"engine: expected a prompt that is not cached, got {answer.usage.cached_tokens} cached tokens"
+        )
     return answer.next_token_id, seconds
 
 
@@ -173,11 +177,11 @@ def _row(name: str, sets: Sequence[_Set]) -> dict[str, Any]:
 
 
 def _ratios(name: str, times: Mapping[str, Sequence[_Times]]) -> npt.NDArray[np.float64]:
-    """Return an engine's time to first token and processor time, over those without a store, of one set."""
+    """Return the ratios of an engine's times to first token and CPU times to those without a store, for one set."""
     first, again = np.array(times[_WITHOUT]), np.array(times[_AGAIN])  # [num_requests, 2]
     without = first if name in (_WITHOUT, _AGAIN) else np.sqrt(first * again)
     values = np.sort(np.array(times[name]) / without, axis=0)
-    num_cut = len(values) // 4  # other programs make a few of them much longer
+    num_cut = len(values) // 4  # other processes make some of them much longer
     middle: npt.NDArray[np.float64] = values[num_cut : len(values) - num_cut].mean(axis=0)
     return middle
 

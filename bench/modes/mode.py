@@ -1,4 +1,4 @@
-"""Ways of keeping K and V, each an engine of its own."""
+"""Ways to reuse K and V, each with its own engine."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class ModeAnswer:
     """Outcome of one request.
 
     Attributes:
-        token_ids: what was generated.
-        ttft_s, total_s: time to the first token, and to the last one.
+        token_ids: the generated tokens.
+        ttft_s, total_s: time to the first and to the last token.
         cached_tokens: tokens of the prompt that were reused.
     """
 
@@ -41,12 +41,12 @@ class ModeAnswer:
 
 @dataclass(frozen=True, slots=True)
 class Mode:
-    """A way of keeping K and V.
+    """A way to reuse K and V.
 
     Attributes:
-        name: for the table.
-        settings: of its engine, in addition to those of the traffic.
-        ask: answers a prompt.
+        name: shown in the table.
+        settings: settings of its engine, in addition to those of the traffic.
+        ask: generates a completion.
     """
 
     name: str
@@ -54,7 +54,7 @@ class Mode:
     ask: Callable[[Engine, bytes, int], ModeAnswer]
 
     def open(self, traffic: ModeTraffic, device: str) -> Engine:
-        """Start an engine with a pool for this traffic."""
+        """Start an engine with a pool of the size for this traffic."""
         settings = [f"model.device={device}", f"cache.capacity_tokens={traffic.pool_tokens}", *self.settings]
         engine = build_engine(Config.load(None, settings))
         engine.start()
@@ -65,8 +65,8 @@ def all_modes(folder: Path, redis_url: str | None = None, mooncake_master: str |
     """Return the modes; those after the prefix cache keep evicted blocks, each in a different store.
 
     Args:
-        folder: an empty directory, for the disk and for a secret, with which nothing of other runs is found.
-        redis_url, mooncake_master: of stores that run; None to leave them out.
+        folder: an empty directory, for the disk tier and for a secret, with which no block of another run is found.
+        redis_url, mooncake_master: addresses of running stores; None to leave them out.
     """
     secret = folder / "secret"
     secret.write_text(secrets.token_hex(), encoding="utf-8")
@@ -94,7 +94,7 @@ def all_modes(folder: Path, redis_url: str | None = None, mooncake_master: str |
 
 
 def memory_bytes(engine: Engine) -> int:
-    """Count the bytes of K and V that an engine holds, on the device and below it; in Redis or Mooncake none."""
+    """Return the bytes of K and V that an engine keeps on the device, in host memory and on disk."""
     stats = engine.stats().result(_TIMEOUT_S)
     blocks = stats.load.blocks
     below = () if engine.offload is None else engine.offload.stats()

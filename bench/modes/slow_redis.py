@@ -1,4 +1,4 @@
-"""A Redis server that is empty, and responds late or never."""
+"""A fake Redis server that stores nothing, and responds late or never."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ _ANSWERS: dict[bytes, Callable[[Sequence[bytes], bytes], bytes]] = {
 class SlowRedis:
     """A server on loopback that speaks Redis's protocol and stores nothing.
 
-    It runs on its own thread inside the `with` block. Each answer is sent a time after its command came, those of
-    a pipeline together.
+    It runs on its own thread inside the `with` block. Each response is delayed; the responses of a pipeline are sent
+    together.
 
     Args:
-        delay_s: that time; None for no answer, ever.
+        delay_s: seconds from a command to its response; None for no response.
 
     Attributes:
-        num_commands: commands that came.
+        num_commands: number of commands received.
     """
 
     def __init__(self, delay_s: float | None) -> None:
@@ -45,7 +45,7 @@ class SlowRedis:
 
     @property
     def url(self) -> str:
-        """Its address, as `tiers.redis_url` has it."""
+        """The server's URL, for `tiers.redis_url`."""
         return f"redis://127.0.0.1:{self._server.sockets[0].getsockname()[1]}/0"
 
     def __enter__(self) -> SlowRedis:

@@ -2,8 +2,9 @@
 
     python -m bench.modes.slow_store [--json FILE]
 
-Each group of new prompts passes through three engines in turn: without a store, with a Redis that answers after 2 s,
-and with one that never answers. The exit status is 0 if all answers are equal and the 99th percentiles are within the
+Each group of new prompts is computed by three engines in turn: without a store, with a Redis server that responds after
+2 s, and with one that never responds. The exit status is 0 if all answers are equal and the 99th percentiles are within
+the
 bound: 1.1 times the one without a store, plus the store's time limit.
 """
 
@@ -71,7 +72,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--requests", type=int, default=400, metavar="N")
     parser.add_argument("--prompt-tokens", type=int, default=512, metavar="N")
     parser.add_argument("--at-once", type=int, default=4, metavar="N", help="requests in a group; default 4")
-    parser.add_argument("--delay-s", type=float, default=2.0, metavar="S", help="of each answer of the late store")
+    parser.add_argument(
+        "--delay-s", type=float, default=2.0, metavar="S", help="delay of each response of the slow store"
+    )
     parser.add_argument("--seed", type=int, default=0, metavar="N")
     parser.add_argument("--json", type=Path, metavar="FILE")
     return parser
@@ -79,7 +82,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _engines(stack: contextlib.ExitStack, delay_s: float, prompt_tokens: int) -> dict[str, Engine]:
     """Start the engines and their stores, and warm each up with a prompt that its store does not see."""
-    stores: dict[str, float | None] = {f"answers after {delay_s:g} s": delay_s, "never answers": None}
+    stores: dict[str, float | None] = {f"responds after {delay_s:g} s": delay_s, "never responds": None}
     urls = {name: stack.enter_context(SlowRedis(each)).url for name, each in stores.items()}
     pool = ["model.device=cpu", f"cache.capacity_tokens={_POOL_PROMPTS * prompt_tokens}", "tiers.trusted=true"]
     settings = {_WITHOUT: pool, **{name: [*pool, f"tiers.redis_url={url}"] for name, url in urls.items()}}

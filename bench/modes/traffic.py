@@ -1,4 +1,4 @@
-"""Requests of the traffic: prompts that begin with one of several documents."""
+"""Traffic of prompts that begin with one of several documents."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class ModeTraffic(NamedTuple):
     """Documents about which questions are asked in turn.
 
     Attributes:
-        name: for the table.
-        documents: different ones.
-        rounds: questions to each.
+        name: shown in the table.
+        documents: number of documents.
+        rounds: questions about each.
         document_tokens, question_tokens, new_tokens: lengths.
-        pool_tokens: tokens that the device holds.
+        pool_tokens: capacity of the pool.
     """
 
     name: str

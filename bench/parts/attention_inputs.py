@@ -102,8 +102,8 @@ def make_inputs(
         heads: shape of the attention of each layer.
         cache_bytes: size of the cache.
         device: device of all tensors.
-        num_layers: minimum number of layers of the pool, which has more if there are more sets. Kernels are compiled for
-            the strides of the pool, so with the same number they are compiled once for all cases.
+        num_layers: minimum number of layers of the pool, which has more if there are more sets. Kernels are compiled
+            for the strides of the pool, so with the same number they are compiled once for all cases.
     """
     torch.manual_seed(0)
     num_blocks = -(-case.num_tokens // heads.block_size)
@@ -130,7 +130,7 @@ def make_inputs(
 
 
 def expected_answer(inputs: AttentionInputs) -> torch.Tensor:
-    """Compute the reference output for the first set, some rows at a time. Returns a tensor of the shape of its queries."""
+    """Compute the reference output for the first set, some rows at a time. Returns a tensor like its queries."""
     case, table = inputs.case, inputs.batch.block_tables[0].cpu().numpy()
     parts = []
     for start in range(0, case.suffix_tokens, _REFERENCE_ROWS):

@@ -14,8 +14,8 @@ from radixkv.kernels import reference
 from radixkv.kernels.kv_pool import KVPool
 from radixkv.kernels.quantization import dequantize, is_quantized
 
-# Error of a vector if one element is rounded in the other direction: a step of int4 is a seventh of the largest element,
-# 5 % of the norm.
+# Error of a vector if one element is rounded in the other direction: a step of int4 is a seventh of the largest
+# element, 5 % of the norm.
 _QUANTIZED_TOLERANCE = 0.1
 
 _SLOT_BYTES = torch.int64.itemsize

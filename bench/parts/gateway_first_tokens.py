@@ -34,7 +34,7 @@ class FirstTokens(NamedTuple):
 
 
 def time_first_tokens(url: str, address: str, model: str, num_calls: int) -> FirstTokens:
-    """Send prompts to a gateway and to one of its servers in turn, each with a new suffix after a prefix that is cached.
+    """Send prompts to a gateway and to one of its servers in turn, each with a new suffix after a cached prefix.
 
     Args:
         url: of the gateway.

@@ -96,7 +96,7 @@ class GatewayProcess:
             stdout=self._log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            cwd=self._folder.name,  # in which the model's path is not a folder, so the gateway requests the tokenizer from the server
+            cwd=self._folder.name,  # the model's path does not exist here, so the gateway requests the tokenizer
         )
         self.metrics_url = f"http://127.0.0.1:{metrics_port}/metrics"
         url = f"http://127.0.0.1:{port}"

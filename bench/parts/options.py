@@ -11,9 +11,9 @@ from pathlib import Path
 from bench.parts.workloads import (
     MAX_SEED,
     WorkItem,
+    assign_in_turn,
     mooncake,
     poisson_arrivals,
-    assign_in_turn,
     shared_prefix,
     trace_arrivals,
 )
@@ -186,7 +186,9 @@ def _parser() -> argparse.ArgumentParser:
     document = parser.add_argument_group("document")
     document.add_argument("--tokenizer", metavar="SOURCE", help="of the model: a directory, a GGUF file or ORG/NAME")
     shared = parser.add_argument_group("shared-prefix")
-    shared.add_argument("--requests", type=_integer(1), metavar="N", help=f"also of document; default {DEFAULT_REQUESTS}")
+    shared.add_argument(
+        "--requests", type=_integer(1), metavar="N", help=f"also of document; default {DEFAULT_REQUESTS}"
+    )
     shared.add_argument("--prefix-tokens", type=_integer(0), default=2048, metavar="N", help="default 2048")
     shared.add_argument("--suffix-tokens", type=_integer(1), default=64, metavar="N", help="default 64")
     shared.add_argument("--groups", type=_integer(1), default=1, metavar="N", help="different prefixes; default 1")

@@ -29,8 +29,8 @@ def progress(
         total: number of requests.
         stream: where to write. A terminal gets a bar.
         limit_s: time after which no request is sent; it is shown. None for no limit.
-        use_lines: whether to write lines if `stream` is not a terminal: at the start, at the end, and in between at most
-            one per `LINE_INTERVAL_S`.
+        use_lines: whether to write lines if `stream` is not a terminal: at the start, at the end, and in between at
+            most one per `LINE_INTERVAL_S`.
         clock: seconds.
 
     Yields:

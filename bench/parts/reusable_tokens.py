@@ -12,7 +12,7 @@ from radixkv.tokens import TOKEN_BYTES, shared_bytes
 
 
 def count_reusable_tokens(items: Sequence[WorkItem], public: PublicTokens | None = None) -> int:
-    """Count the tokens that each prompt shares with an earlier prompt of its namespace, if prompts are served one by one.
+    """Count the tokens that prompts, served one by one, share with an earlier prompt of their namespace.
 
     Public prefixes count as earlier than all prompts of their adapter. The last token of a prompt is always computed.
     In sorted order, the prompt with the longest common prefix is a neighbor.

@@ -71,7 +71,8 @@ class ServerProcess:
             The server's address, `HOST:PORT`.
 
         Raises:
-            ConfigError: the server cannot be started, ended, or did not listen in time. The message ends with its stderr.
+            ConfigError: the server cannot be started, ended, or did not listen in time. The message ends with its
+                stderr.
         """
         try:
             return self._start()

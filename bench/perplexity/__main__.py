@@ -34,9 +34,9 @@ class PerplexityRow:
 
     Attributes:
         predictor: its name.
-        knows_training_text: whether it read the training text before.
+        knows_training_text: whether it has read the training text.
         bits_per_byte: by title of the held-out document.
-        all: of all of them together.
+        all: bits per byte of all documents together.
     """
 
     predictor: str

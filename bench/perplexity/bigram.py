@@ -10,7 +10,7 @@ from itertools import pairwise
 
 
 class Bigram:
-    """Counts of pairs, mixed with counts of single tokens as Witten and Bell do, and those with chance.
+    """Pair counts, interpolated (Witten-Bell) with single-token counts, and these with a uniform distribution.
 
     Args:
         vocab_size: number of different tokens.
@@ -25,11 +25,11 @@ class Bigram:
         self._num_singles = 0
 
     def copy(self) -> Bigram:
-        """Return another one with the same counts."""
+        """Return a copy with the same counts."""
         return copy.deepcopy(self)
 
     def learn(self, ids: Sequence[int]) -> None:
-        """Count the pairs of a text, before anything else was counted. Complexity: O(tokens), in C."""
+        """Count the pairs of a text. Must be the first call. Complexity: O(tokens), in C."""
         assert not self._pairs
         self._pairs.update(pairwise(ids))
         self._followed.update(ids[:-1])
@@ -38,7 +38,7 @@ class Bigram:
         self._num_singles = max(0, len(ids) - 1)
 
     def bits(self, ids: Sequence[int]) -> float:
-        """Return the bits of a text, whose first token is given. It learns each token after it was predicted."""
+        """Return the bits of a text, without its first token. Each token is counted after it was predicted."""
         total = 0.0
         for previous, token in pairwise(ids):
             total -= math.log2(self.probability(previous, token))

@@ -1,4 +1,4 @@
-"""Sizes of texts by gzip and xz: alone, and after the training text, which they may then refer to."""
+"""Sizes of texts compressed by gzip and xz, with and without the training text as a dictionary."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import lzma
 import zlib
 from collections.abc import Callable, Mapping
 
-_GZIP_WINDOW = 32_768  # bytes; gzip can't refer to more
+_GZIP_WINDOW = 32_768  # bytes; the maximum distance of a match in gzip
 _XZ_FILTERS = [{"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME}]  # its window holds 64 MB
 
 
 def gzip_bits(text: bytes, before: bytes = b"") -> int:
-    """Return the bits of a text by deflate at its best, without headers.
+    """Return the bits of a text compressed by deflate at the highest level, without headers.
 
     Args:
-        text: to compress.
-        before: known to both sides; its last 32 KiB are a dictionary.
+        text: the text to compress.
+        before: a text that compressor and decompressor know; its last 32 KiB are the dictionary.
     """
     dictionary = before[-_GZIP_WINDOW:]
     packer = zlib.compressobj(9, wbits=-15, zdict=dictionary) if dictionary else zlib.compressobj(9, wbits=-15)
@@ -23,11 +23,11 @@ def gzip_bits(text: bytes, before: bytes = b"") -> int:
 
 
 def xz_bits(text: bytes, before: bytes = b"") -> int:
-    """Return the bits that a text adds to what was compressed before it, by LZMA2 at its best, without headers.
+    """Return the bits that a text adds to a text compressed before it, by LZMA2 at the highest level, without headers.
 
     Args:
-        text: to compress.
-        before: known to both sides, up to 64 MB.
+        text: the text to compress.
+        before: a text of up to 64 MB that compressor and decompressor know.
     """
     return _xz_size(before + text) - (_xz_size(before) if before else 0)
 

@@ -13,9 +13,10 @@ WINDOW_TOKENS = 2048
 
 @torch.inference_mode()
 def model_bits(module: PreTrainedModel, ids: torch.Tensor, window_tokens: int = WINDOW_TOKENS) -> float:
-    """Return the bits of a text, whose first token is given.
+    """Return the bits of a text, without its first token.
 
-    Each token is predicted once, from at least half a window before it, or from all that there is.
+    Each token is predicted once, from at least half a window of tokens before it, or from all of them if there are
+    fewer.
 
     Args:
         module: the model, in evaluation mode.

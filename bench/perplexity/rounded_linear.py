@@ -1,4 +1,4 @@
-"""An 8-bit linear layer whose results are exact on any processor, even if its int8 sums may saturate."""
+"""An 8-bit linear layer with exact results on any processor, also if int8 instructions of the processor saturate."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from radixkv.kernels.cpu.int8_linear import quantize_rows
 class RoundedLinear(torch.nn.Module):
     """A linear layer as `model.weights = "int8"` makes it: weights and rows are rounded to integers.
 
-    Sums of such products are exact in float64, in any order.
+    The integers are multiplied in float64, in which their sums are exact in any order.
 
     Args:
         linear: float32.
@@ -33,7 +33,7 @@ class RoundedLinear(torch.nn.Module):
 
 
 def round_linears(module: torch.nn.Module) -> None:
-    """Put a rounded layer in the place of each linear one. Embeddings stay, also those that share a layer's weight."""
+    """Replace each linear layer by a rounded one. Embeddings are unchanged, even if they share a layer's weight."""
     for parent in list(module.modules()):
         for name, child in list(parent.named_children()):
             if isinstance(child, torch.nn.Linear):

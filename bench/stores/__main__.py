@@ -2,7 +2,7 @@
 
 python -m bench.stores --disk DIRECTORY --redis redis://127.0.0.1:6379/0 --json stores.json
 
-Blocks are saved and loaded as the engine does: on the store's threads, with keys, checksums and their verification.
+Blocks are saved and loaded as in the engine: on the threads of the store, with keys, checksums and verification.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from bench.stores.run import Blocks, StoreRow, measure
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure host memory, a disk, and the servers that are named."""
+    """Measure host memory, a disk, and the servers that the options name."""
     args = _parser().parse_args(arguments)
     blocks = Blocks(args.payload_bytes, args.blocks, args.seed, args.calls)
     rows: list[StoreRow] = []
     for opening in _opened_stores(args, blocks):
         with opening as store:
             rows += measure(store, blocks, args.rounds)
-    print("| store | direction | of the bare movement | bare with checksum | GB/s | bare GB/s |")
+    print("| store | direction | ratio to the bare copy | ratio with checksum | GB/s | bare GB/s |")
     print("|---|---|---|---|---|---|")
     for row in rows:
         verified = "" if row.verified_ratio is None else f"{row.verified_ratio:.2f}"
@@ -64,7 +64,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--payload-bytes", type=_payload_bytes, default=1 << 20, metavar="N", help=payload)
     parser.add_argument("--blocks", type=int, default=128, metavar="N", help="moved in a round; default 128")
     parser.add_argument("--rounds", type=int, default=7, metavar="N", help="counted; default 7")
-    calls = "loads of eight blocks that wait at a time: 1 as for one request after the other; default all of a round"
+    calls = "loads of eight blocks in flight: 1 as for one request after the other; default all of a round"
     parser.add_argument("--calls", type=int, metavar="N", help=calls)
     parser.add_argument("--seed", type=int, default=0, metavar="N")
     parser.add_argument("--disk", type=Path, metavar="DIRECTORY", help="on the disk to measure; default the system's")

@@ -1,4 +1,4 @@
-"""Stores that are measured, each with a peer that copies the same bytes without the store."""
+"""The stores that are measured, each with a peer that copies the same bytes without the store."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class BenchedStore:
     """A store and its peer.
 
     Attributes:
-        name: of the store.
+        name: name of the store.
         backend: the store.
-        write: moves payloads out with the peer.
-        read: moves them back into buffers with the peer.
-        forget: makes the next read cold; None where this does not apply.
-        copies: whether a load ends with a copy into the caller's memory, as the peer's does.
+        write: writes payloads with the peer.
+        read: reads them back into buffers with the peer.
+        forget: makes the next read cold; None if the store has no cache.
+        copies: whether a load includes a copy into the caller's memory, as that of the peer does.
         verify: does what `read` does, and computes a checksum of each payload; None if not measured.
     """
 
@@ -47,7 +47,7 @@ class BenchedStore:
 
 @contextlib.contextmanager
 def host(block_format: BlockFormat, object_bytes: int, num_blocks: int) -> Iterator[BenchedStore]:
-    """Open host memory, with copies into and out of memory that is allocated already as its peer."""
+    """Open host memory. Its peer copies into and out of memory that is already allocated."""
     payload_bytes = block_format.payload_bytes
     room = (object_bytes + 64) * num_blocks
     arena = np.frombuffer(map_memory(num_blocks * payload_bytes), np.uint8).reshape(num_blocks, payload_bytes)
@@ -74,7 +74,7 @@ def disk(block_format: BlockFormat, object_bytes: int, num_blocks: int, folder: 
     def write(sources: Buffers) -> None:
         for number, source in enumerate(sources):
             if os.pwrite(bare, source, number * size) != size:
-                raise OSError("bare file: expected a whole write, got a part")
+                raise OSError("bare file: expected a complete write, got a partial one")
 
     def read(targets: Buffers) -> None:
         for number, target in enumerate(targets):
@@ -127,7 +127,7 @@ def redis(block_format: BlockFormat, object_bytes: int, url: str) -> Iterator[Be
 
 @contextlib.contextmanager
 def mooncake(block_format: BlockFormat, object_bytes: int, master: str) -> Iterator[BenchedStore]:
-    """Open Mooncake, with its bare client as its peer, which is also a server and lends the same memory."""
+    """Open Mooncake. Its peer is a bare client, which is also a server and provides the same amount of memory."""
     from mooncake.store import MooncakeDistributedStore
 
     client = MooncakeDistributedStore()

@@ -1,9 +1,10 @@
-"""Measures whether a small shared store keeps the prefix that all requests share, although its hits are on the device.
+"""Measures whether a small Redis keeps a prefix that all requests share, although its hits are on the device.
 
 python -m bench.stores.recency --redis redis://127.0.0.1:6379/0 --json recency.json
 
-One server answers requests that share a prefix and have suffixes of their own, many times what Redis has room for. Then
-a second server asks for the prefix. The database is emptied, and its `maxmemory` and policy are set meanwhile.
+One server computes requests that share a prefix and have different suffixes, with many times more blocks than Redis has
+room for. Then a second server looks up the prefix. The benchmark empties the database, and changes its `maxmemory` and
+eviction policy while it runs.
 """
 
 from __future__ import annotations

@@ -33,11 +33,11 @@ class StoreRow:
     """One direction of one store, medians over the rounds.
 
     Attributes:
-        name: of the store.
+        name: name of the store.
         direction: save, load, or load cold.
-        ratio: bytes per second of the store over those of its peer in the same round.
-        store_gb_s, peer_gb_s: bytes per second, in 10^9.
-        verified_ratio: the ratio to a peer that also computes checksums, without threads, keys and headers.
+        ratio: bytes per second of the store divided by those of its peer in the same round.
+        store_gb_s, peer_gb_s: 10^9 bytes per second.
+        verified_ratio: the ratio to a peer that also computes checksums, but has no threads, keys and headers.
     """
 
     name: str
@@ -49,13 +49,13 @@ class StoreRow:
 
 
 class Blocks:
-    """Blocks that are moved: random payloads, and the pool into which they are loaded.
+    """The blocks that are saved and loaded: random payloads, and the pool into which they are loaded.
 
     Args:
-        payload_bytes: of one block, a multiple of 4.
-        num_blocks: moved in a round.
-        seed: of the payloads.
-        max_calls: loads that wait at a time, as many requests have them; None for all of a round.
+        payload_bytes: bytes of one block, a multiple of 4.
+        num_blocks: blocks per round.
+        seed: seed of the payloads.
+        max_calls: maximum number of loads in flight; None for all loads of a round.
     """
 
     def __init__(self, payload_bytes: int, num_blocks: int, seed: int, max_calls: int | None = None) -> None:
@@ -78,7 +78,7 @@ class Blocks:
         return BlockObject(self._keys[0], bytes(32), 0, self._tokens[0], self.payloads[0]).num_bytes
 
     def save(self, tier: Tier) -> None:
-        """Store all blocks, some at a time."""
+        """Save all blocks, several per call."""
         pending = []
         for start in range(0, len(self._keys), _BATCH):
             part = slice(start, start + _BATCH)
@@ -86,12 +86,12 @@ class Blocks:
             objects = [BlockObject(key, bytes(32), 0, tokens, payload) for key, tokens, payload in blocks]
             pending.append(tier.save(objects))
         if any(each.result() is None for each in pending):
-            raise RuntimeError("store: expected it to take all blocks, got an error")
+            raise RuntimeError("store: expected all blocks to be saved, got an error")
 
     def load(self, tier: Tier, *, copies: bool) -> None:
-        """Load all blocks, verified, and copy them into the pool if requested, while others are loaded."""
+        """Load and verify all blocks, and copy them into the pool if requested, while others are loaded."""
         loading: deque[tuple[int, Future[list[LoadedBlock | Miss]]]] = deque()
-        held: list[LoadedBlock] = []  # whole rounds, since the peer fills as much memory
+        held: list[LoadedBlock] = []  # all blocks of a round, since the peer fills as much memory
         for start in range(0, len(self._keys), _BATCH):
             if len(loading) == self._max_calls:
                 held += self._take(*loading.popleft(), copies=copies)
@@ -104,7 +104,7 @@ class Blocks:
             each.loan.release()
 
     def _take(self, start: int, loading: Future[list[LoadedBlock | Miss]], *, copies: bool) -> list[LoadedBlock]:
-        """Wait for blocks, and copy them if requested; return those that were not copied and are held."""
+        """Wait for blocks, and copy them if requested. Returns the blocks that were not copied."""
         loaded: list[LoadedBlock] = []
         for each in loading.result():
             if not isinstance(each, LoadedBlock):
@@ -122,14 +122,14 @@ class Blocks:
         tier.delete(self._keys).result()
 
     def require_equal(self, tier: Tier) -> None:
-        """Raise RuntimeError unless the store gives back what it was given."""
+        """Raise RuntimeError if loaded blocks differ from the saved ones."""
         self.load(tier, copies=True)
         if any(target.tobytes() != payload for target, payload in zip(self.targets, self.payloads, strict=True)):
             raise RuntimeError("store: loaded bytes differ from the saved ones")
 
 
 def measure(store: BenchedStore, blocks: Blocks, num_rounds: int) -> list[StoreRow]:
-    """Measure a store and its peer in turn, the first round not counted. The store is closed.
+    """Measure a store and its peer in turn, after a first round that is not counted. Closes the store.
 
     Before each save and each cold load, everything is written to disk and evicted from the page cache.
     """
@@ -173,7 +173,7 @@ def _row(name: str, direction: str, pairs: list[tuple[float, float]], num_bytes:
 def _pair(
     ours: Callable[[], None], theirs: Callable[[], None], between: Callable[[], None], *, is_ours_first: bool
 ) -> tuple[float, float]:
-    """Return the seconds of the store and of its peer, which alternate in being first."""
+    """Return the seconds of the store and of its peer, in an order that alternates."""
     first_s = _seconds(ours if is_ours_first else theirs)
     between()
     second_s = _seconds(theirs if is_ours_first else ours)

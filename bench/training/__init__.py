@@ -1,1 +1,1 @@
-"""Training of the embedded model: its text, its tokenizer's merges, and the run that makes its weights."""
+"""Trains the embedded model: its text, the merges of its tokenizer, and its weights."""

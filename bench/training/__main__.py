@@ -1,7 +1,7 @@
 """Trains the embedded model, and writes its weights.
 
 python -m bench.training --minutes 60                         # resumes from build/training/checkpoint.pt if it exists
-python -m bench.training --steps 1000 --fresh --weights FILE  # by steps: always the same weights on one machine
+python -m bench.training --steps 1000 --fresh --weights FILE  # by steps: reproducible on one machine
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _SAY_EVERY_STEPS = 10
 
 
 def train(trainer: Trainer) -> None:
-    """Take steps until the budget is used. Writes a line now and then, and checkpoints."""
+    """Run steps until the budget is used. Prints the progress, and writes checkpoints."""
     saved_s = time.monotonic()
     while not trainer.is_done:
         progress = trainer.step()
@@ -41,7 +41,9 @@ def main() -> None:
     """Train and write the weights."""
     parser = argparse.ArgumentParser(description="Train the embedded model.")
     budget = parser.add_mutually_exclusive_group(required=True)
-    budget.add_argument("--minutes", type=float, help="of training; restarts and the time between do not count")
+    budget.add_argument(
+        "--minutes", type=float, help="minutes of training; restarts and the time between them do not count"
+    )
     budget.add_argument("--steps", type=int, help="of 2,048 tokens")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--checkpoint", type=Path, default=Path("build/training/checkpoint.pt"))

@@ -17,7 +17,7 @@ class Document:
 
     Attributes:
         source: name of the file it is in.
-        text: paragraphs with an empty line between them; the verses of a chapter have a line each.
+        text: paragraphs, separated by empty lines; each verse of a chapter is a line.
     """
 
     source: str
@@ -35,16 +35,16 @@ class Document:
 
 
 def training_documents(folder: Path = FOLDER) -> list[Document]:
-    """Read what the model learns from: 7.6 MB."""
+    """Read the documents that the model is trained on, 7.6 MB."""
     return [document for source in _TRAINING for document in _read(folder, source)]
 
 
 def held_out_documents(folder: Path = FOLDER) -> list[Document]:
-    """Read what the model is measured on: 0.6 MB. None of it is in the training documents."""
+    """Read the documents that the model is evaluated on, 0.6 MB. They are not part of the training documents."""
     return _read(folder, _HELD_OUT)
 
 
 def _read(folder: Path, source: str) -> list[Document]:
-    """Documents of a file are separated by a form feed."""
+    """Read the documents of a file, which are separated by form feeds."""
     text = lzma.decompress((folder / f"{source}.txt.xz").read_bytes()).decode()
     return [Document(source, part) for part in text.split("\f")]

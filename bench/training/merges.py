@@ -1,6 +1,6 @@
 """Learns the merges of the embedded model's tokenizer.
 
-python -m bench.training.merges      # prints what `radixkv/model/tiny_files.py` holds
+python -m bench.training.merges      # prints the merges that are in `radixkv/model/tiny_files.py`
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ NUM_MERGES = 253  # 256 bytes, these, and 3 special tokens are 512
 
 
 def learn_merges(texts: Iterable[str], num_merges: int = NUM_MERGES) -> list[tuple[str, str]]:
-    """Return the pairs that become one token, the most frequent first; `_` is a space.
+    """Return the pairs that are merged into one token, the most frequent first; `_` stands for a space.
 
     Args:
-        texts: what they are learned from, without `_` and `+`.
-        num_merges: how many.
+        texts: the training texts, without `_` and `+`.
+        num_merges: number of merges.
     """
     letters = ByteLevel.alphabet()
     tokenizer = Tokenizer(BPE())

@@ -1,4 +1,4 @@
-"""Muon, an optimizer for matrices. After one minute of training this model, the loss was 3.8, and with AdamW 5.1."""
+"""Muon, an optimizer for matrices. After a minute of training this model, its loss was 3.8; with AdamW it was 5.1."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ import torch
 
 _MOMENTUM = 0.95
 _WEIGHT_DECAY = 0.1
-_UPDATE_RMS = 0.2  # of an element, as AdamW's are: one learning rate fits both
-_COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of a Newton-Schulz step: every singular value comes near to 1 in five
+_UPDATE_RMS = 0.2  # as that of AdamW, so that the same learning rate fits both
+_COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of a Newton-Schulz step; after five steps every singular value is near 1
 
 
 class Muon(torch.optim.Optimizer):
     """Steps along the nearest orthogonal matrix to the momentum, in float32.
 
-    `torch.optim.Muon` does its products in bfloat16, which take twenty times as long on a CPU without instructions for
+    `torch.optim.Muon` computes matmuls in bfloat16, which take twenty times as long on a CPU without instructions for
     it. Source: Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024.
 
     Args:
         parameters: matrices.
-        lr: learning rate; that of AdamW fits.
+        lr: learning rate, as for AdamW.
     """
 
     def __init__(self, parameters: Iterable[torch.Tensor], lr: float) -> None:
@@ -29,7 +29,7 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Change the parameters by their gradients."""
+        """Update the parameters."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 state: dict[str, Any] = self.state[parameter]

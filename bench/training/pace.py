@@ -5,17 +5,17 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-_WARM_UP = 0.03  # of the run
-_LAST = 0.02  # of the highest rate
+_WARM_UP = 0.03  # share of the run
+_LAST = 0.02  # last learning rate, as a share of the highest one
 
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """A budget of computing time or of steps. A run by steps has the same rates each time.
+    """A budget of compute time or of steps. Runs with the same number of steps have the same learning rates.
 
     Attributes:
-        seconds: of training, whatever happened between; None for a run by steps.
-        steps: of training; None for a run by time.
+        seconds: seconds of training, without interruptions; None for a budget of steps.
+        steps: number of steps; None for a budget of time.
     """
 
     seconds: float | None = None
@@ -26,12 +26,12 @@ class Pace:
             raise ValueError("pace: expected either seconds or steps, got both or neither")
 
     def share(self, seconds: float, steps: int) -> float:
-        """Return the share of the budget that is used; 1 or more ends the run."""
+        """Return the share of the budget that was used; at 1 the run ends."""
         return seconds / self.seconds if self.seconds is not None else steps / (self.steps or 1)
 
 
 def learning_rate(share: float, highest: float) -> float:
-    """Return the rate at a share of the budget: a line up to the highest, then half a cosine down to a fiftieth."""
+    """Return the learning rate at a share of the budget: linear warm-up, then a cosine decay to a fiftieth."""
     if share < _WARM_UP:
         return highest * share / _WARM_UP
     fall = (min(share, 1.0) - _WARM_UP) / (1 - _WARM_UP)

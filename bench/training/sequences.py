@@ -1,4 +1,4 @@
-"""The sequences of each step of training: windows of the text, and chats made of neighboring paragraphs."""
+"""Builds the sequences of each training step: windows of the text, and chats made of neighboring paragraphs."""
 
 from __future__ import annotations
 
@@ -12,21 +12,30 @@ from transformers import PreTrainedTokenizerBase
 from bench.training.corpus import Document
 
 STEP_TOKENS = 2048
-_LENGTHS = (256, 256, 256, 256, 512, 512, 1024, 2048)  # of the rows of a step; each as often as it stands here
-_CHAT_EVERY = 4  # a row of this many of the shortest length is chats
-_LONGEST_TURN = 400  # characters
+_LENGTHS = (
+    256,
+    256,
+    256,
+    256,
+    512,
+    512,
+    1024,
+    2048,
+)  # possible row lengths of a step; repeated ones are chosen more often
+_CHAT_EVERY = 4  # of the rows of the shortest length, every fourth one is made of chats
+_MAX_TURN_CHARS = 400
 _GOLDEN = (5**0.5 - 1) / 2
 _SYSTEM = "You are a helpful assistant."
 
 
 @dataclass(frozen=True, slots=True)
 class Sequences:
-    """Rows of token ids for any step, the same for the same seed.
+    """Rows of token ids for any step. The same seed gives the same rows.
 
     Attributes:
-        text: all documents one after the other, each with an end, int64 `[num_tokens]`.
-        chats: paragraphs and their answers as turns of chats, int64 `[num_chat_tokens]`.
-        seed: of the lengths and of where the first window begins.
+        text: all documents, each with an end token, int64 `[num_tokens]`.
+        chats: neighboring paragraphs as turns of chats, int64 `[num_chat_tokens]`.
+        seed: seed of the lengths and of the position of the first window.
     """
 
     text: torch.Tensor
@@ -34,7 +43,7 @@ class Sequences:
     seed: int
 
     def rows(self, step: int) -> torch.Tensor:
-        """Return the rows of a step, int64 `[rows, length + 1]` of `STEP_TOKENS` tokens and the one after each row.
+        """Return the rows of a step, int64 `[rows, length + 1]`: `STEP_TOKENS` tokens, and the next token of each row.
 
         Windows of text begin at multiples of the golden ratio, so that a run of any number of steps reads all parts of
         the text about equally often.
@@ -64,13 +73,13 @@ def build_sequences(documents: list[Document], tokenizer: PreTrainedTokenizerBas
 
 
 def _chats(document: Document, dice: random.Random) -> list[list[str]]:
-    """Runs of short paragraphs, cut into chats of two to eight turns. Verses are no conversation."""
+    """Cut runs of short paragraphs into chats of two to eight turns. Books of verses are left out."""
     if document.source != "austen":
         return []
     chats: list[list[str]] = []
     run: list[str] = []
     for paragraph in [*document.paragraphs, ""]:
-        if 0 < len(paragraph) <= _LONGEST_TURN and not paragraph.isupper():
+        if 0 < len(paragraph) <= _MAX_TURN_CHARS and not paragraph.isupper():
             run.append(paragraph)
             continue
         while len(run) >= 2:
@@ -82,7 +91,7 @@ def _chats(document: Document, dice: random.Random) -> list[list[str]]:
 
 
 def _encoded(tokenizer: PreTrainedTokenizerBase, turns: list[str]) -> list[int]:
-    """A chat by the tokenizer's template; every second one, by the length of its first turn, has a system prompt."""
+    """Encode a chat with the chat template. It has a system prompt if the length of its first turn is odd."""
     messages = [{"role": "system", "content": _SYSTEM}] if len(turns[0]) % 2 else []
     messages += [{"role": ("user", "assistant")[index % 2], "content": turn} for index, turn in enumerate(turns)]
     ids: list[int] = tokenizer.encode(tokenizer.apply_chat_template(messages, tokenize=False))

@@ -18,17 +18,17 @@ from bench.training.sequences import STEP_TOKENS, Sequences
 
 HIGHEST_RATE = 6e-3
 _BETAS = (0.9, 0.95)
-_LONGEST_GRADIENT = 1.0
+_MAX_GRADIENT_NORM = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """A place in a run.
+    """The progress of a run.
 
     Attributes:
-        steps: done.
-        seconds: spent in steps, also before a restart.
-        loss: of the last step, nats per token.
+        steps: number of completed steps.
+        seconds: time spent in steps, including those before a restart.
+        loss: loss of the last step in nats per token.
     """
 
     steps: int
@@ -44,10 +44,10 @@ class Trainer:
 
     Args:
         module: the model, float32.
-        sequences: what it reads.
-        pace: how long.
-        checkpoint: a file that is written now and then, and read if it is there; None for none.
-        now_s: a clock.
+        sequences: the training sequences.
+        pace: the budget.
+        checkpoint: a file that is written periodically, and read if it exists; None for none.
+        now_s: clock in seconds.
     """
 
     def __init__(
@@ -75,18 +75,18 @@ class Trainer:
 
     @property
     def is_done(self) -> bool:
-        """Whether the budget is used."""
+        """Whether the budget is used up."""
         return self._pace.share(self.progress.seconds, self.progress.steps) >= 1
 
     def step(self) -> Progress:
-        """Read the next rows and change the weights."""
+        """Run one step on the next rows."""
         start_s = self._now_s()
         rate = learning_rate(self._pace.share(self.progress.seconds, self.progress.steps), HIGHEST_RATE)
         rows = self._sequences.rows(self.progress.steps)
         logits = self._module(rows[:, :-1], use_cache=False).logits
         loss = cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())
         torch.autograd.backward(loss)
-        torch.nn.utils.clip_grad_norm_(self._module.parameters(), _LONGEST_GRADIENT)
+        torch.nn.utils.clip_grad_norm_(self._module.parameters(), _MAX_GRADIENT_NORM)
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = rate
@@ -97,7 +97,7 @@ class Trainer:
         return self.progress
 
     def save(self) -> None:
-        """Write the checkpoint, whole or not at all."""
+        """Write the checkpoint atomically."""
         if self._checkpoint is None:
             return
         whole = {

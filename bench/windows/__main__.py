@@ -1,10 +1,10 @@
-"""Counts the blocks that sliding-window layers need while one long prompt is computed, and what later prompts find.
+"""Counts the blocks that sliding-window layers need for one long prompt, and the tokens that later prompts reuse.
 
 python -m bench.windows --json bench/results/windows.json
 
 A random model shaped like Gemma 3, with five windowed layers for each layer of full attention, serves a prompt through
-the real engine: with one pool for all layers, and with windowed layers in a pool as small as possible. Both must answer
-with the same bits. Nothing is timed.
+the real engine: with one pool for all layers, and with windowed layers in a separate pool that is as small as possible.
+The answers must be bitwise identical. Nothing is timed.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _VOCAB_SIZE = 1000
 
 
 def model_of(num_layers: int, window: int, max_tokens: int) -> Model:
-    """Make a random model in exact mode, every sixth layer of which has no window."""
+    """Build a random model in exact mode, every sixth layer of which has no window."""
     config = Gemma3TextConfig(
         vocab_size=_VOCAB_SIZE,
         hidden_size=128,
@@ -67,7 +67,7 @@ class StepCounter(Observer):
     """Counts the blocks of windowed layers that each step needs.
 
     Attributes:
-        needed: for each step.
+        needed: blocks that requests use, for each step.
         cached: cached blocks that no request uses, for each step.
     """
 
@@ -77,7 +77,7 @@ class StepCounter(Observer):
         self.cached: list[int] = []
 
     def step_done(self, seconds: float, num_requests: int, num_prefill_tokens: int, num_decode_tokens: int) -> None:
-        """Count."""
+        """Count the blocks of windowed layers."""
         for pool in self._cache.windows.pools:
             self.needed.append(pool.num_needed)
             self.cached.append(pool.num_waiting)
@@ -88,9 +88,9 @@ class WindowedServer:
 
     Args:
         model: the model.
-        num_blocks, block_size: the pool.
-        step_tokens: tokens of a step.
-        num_parts: blocks of the windowed layers' pool; None for one pool.
+        num_blocks, block_size: number of blocks of the pool, and tokens per block.
+        step_tokens: maximum number of tokens per step.
+        num_parts: blocks of the separate pool of the windowed layers; None for one pool.
     """
 
     def __init__(self, model: Model, num_blocks: int, block_size: int, step_tokens: int, num_parts: int | None) -> None:
@@ -111,7 +111,7 @@ class WindowedServer:
         self._core = EngineCore.build(runner, self.cache, config, observers=[self.counter])
 
     def prefill(self, prompt: Sequence[int]) -> PrefillResult:
-        """Answer one prompt."""
+        """Prefill one prompt."""
         future: Future[PrefillResult] = Future()
         params = PrefillParams(np.array(prompt, dtype="<u4").tobytes(), return_logits=True)
         self._core.submit(Request(params, Namespace("random"), future, time.monotonic()))
@@ -122,7 +122,7 @@ class WindowedServer:
 
 
 def measure(model: Model, num_tokens: int, block_size: int, step_tokens: int) -> dict[str, Any]:
-    """Serve a prompt of some tokens and three after it with both kinds of pools.
+    """Prefill one prompt of this length and three later prompts with both kinds of pools.
 
     Raises:
         AssertionError: their answers differ.

@@ -1,9 +1,9 @@
-"""Counts the tokens that prompts reuse if windowed layers share the memory of the other layers, or are in one pool.
+"""Counts the tokens that prompts reuse if windowed layers share memory with the other layers, or are in one pool.
 
 python -m bench.windows.border --json bench/results/window_border.json
 
-The caches have the same memory. Only the bookkeeping runs, without a model. With `--before FILE`, the table and the
-result have another column: what an earlier version reused by default, from its result.
+All caches have the same memory. Only the cache runs, without a model. With `--before FILE`, a result of an earlier
+version, the table and the result have another column with the tokens that this version reused by default.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ ONE_POOL, SHARED = "one pool", "default"
 
 
 def cache_of(traffic: Traffic, rule: str) -> PrefixCache:
-    """Make a cache with one pool of all layers, or with parts of windowed layers that share its memory."""
+    """Build a cache with one pool for all layers, or with two pools that share the same memory."""
     shape, size = traffic.shape, traffic.block_size
     num_blocks = traffic.capacity_tokens // size
     num_more_blocks, pools = num_blocks, []
@@ -62,7 +62,7 @@ def cache_of(traffic: Traffic, rule: str) -> PrefixCache:
 
 
 def reused_share(traffic: Traffic, rule: str, seed: int) -> float:
-    """Return the share of the tokens of prompts that is reused."""
+    """Return the share of prompt tokens that is reused."""
     cache = cache_of(traffic, rule)
     found = total = 0
     for prompt in traffic.prompts(seed):
@@ -80,7 +80,7 @@ def reused_share(traffic: Traffic, rule: str, seed: int) -> float:
 
 
 def compute(lease: Lease) -> None:
-    """Publish a prompt step by step, as the engine does."""
+    """Commit a prompt step by step, as the engine does."""
     start = lease.cached_tokens
     while start < lease.num_tokens:
         end = min(start + _STEP_TOKENS, lease.num_tokens)

@@ -15,7 +15,7 @@ _VOCAB_SIZE = 50_000
 
 
 class Shape(NamedTuple):
-    """The layers of a model, which all store the same.
+    """The layers of a model, all of which have K/V of the same size.
 
     Attributes:
         name: a model that has such layers.
@@ -34,8 +34,8 @@ class Prompt(NamedTuple):
 
     Attributes:
         tokens: uint32 `[num_tokens]`.
-        is_measured: whether its reuse counts.
-        is_only_matched: whether it is looked up without being computed.
+        is_measured: whether its reused tokens are counted.
+        is_only_matched: whether it is only looked up, and not computed.
     """
 
     tokens: Tokens
@@ -51,7 +51,7 @@ class Traffic(NamedTuple):
     """The prompts that one server gets.
 
     Attributes:
-        name: what arrives.
+        name: description of the prompts.
         shape: the layers of the model.
         block_size: tokens per block.
         capacity_tokens: tokens that one pool of all layers holds.
@@ -71,7 +71,7 @@ def random_text(*seed: int, size: int) -> Tokens:
 
 
 class ActiveConversations:
-    """ActiveConversations that share a system prompt. Some are active at a time, and each turn may be the last one."""
+    """Conversations that share a system prompt. Some are active at a time, and each turn may be the last one."""
 
     def __init__(self, seed: int, num_active: int, system_tokens: int, turn_tokens: int, num_turns: int) -> None:
         self._random = np.random.default_rng(seed)
@@ -83,7 +83,7 @@ class ActiveConversations:
         self._active = [(number, self._system) for number in range(num_active)]
 
     def __next__(self) -> Prompt:
-        """Return the next turn of one of them."""
+        """Return the next turn of a random active conversation."""
         at = int(self._random.integers(len(self._active)))
         number, before = self._active[at]
         size = int(self._random.integers(self._turn_tokens // 2, 3 * self._turn_tokens // 2))
@@ -96,13 +96,15 @@ class ActiveConversations:
 
 
 class Documents:
-    """Documents, the n-th of which is asked about 1/n times as often as the first: with its beginning and a question.
+    """Questions about documents, about the n-th one 1/n times as often as about the first.
+
+    A prompt consists of the beginning of a document and a question.
 
     Args:
-        seed: of everything.
+        seed: seed of all random choices.
         num, size: number of documents, and tokens of each.
         own_tokens: tokens of each question.
-        cut: the share of a document that is sent; None for a random one each time.
+        cut: the share of a document that is in the prompt; None for a random share each time.
     """
 
     def __init__(self, seed: int, num: int, size: int, own_tokens: int = 0, cut: float | None = None) -> None:
@@ -136,7 +138,7 @@ def documents(seed: int, num_requests: int, num: int, size: int, cut: float | No
 
 
 def matched_again(seed: int, num: int, size: int, cut: float) -> Iterator[Prompt]:
-    """Compute each of some prompts once, then match this share of each."""
+    """Yield some prompts to compute, and then the first `cut` share of each to match."""
     for number in range(num):
         yield Prompt(random_text(seed, number, size=size), is_measured=False)
     for number in range(num):
@@ -144,7 +146,7 @@ def matched_again(seed: int, num: int, size: int, cut: float) -> Iterator[Prompt
 
 
 def in_turn(seed: int, num_rounds: int, num: int, size: int) -> Iterator[Prompt]:
-    """Yield some prompts one after the other, again and again."""
+    """Yield the same prompts in the same order, in several rounds."""
     for number in range(num_rounds * num):
         yield Prompt(random_text(seed, number % num, size=size), is_measured=number >= num)
 

@@ -31,7 +31,7 @@ def test_a_wrong_answer_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     ways = ways_of(model, 128)
     wrong = ways["latent"]._replace(wrap=lambda step: Halved(step))
     monkeypatch.setattr("bench.latent.ways_of", lambda *_: {**ways, "latent": wrong})
-    with pytest.raises(AssertionError, match="logits: expected the same both ways"):
+    with pytest.raises(AssertionError, match="logits: expected the same in both ways"):
         measure(model, "float32", 100, [1], 1)
 
 

@@ -121,7 +121,7 @@ def test_a_sample_is_stated(json_file: Path, capsys: pytest.CaptureFixture[str])
     out = capsys.readouterr().out
     assert "a sample: 5 of 12 requests, spread evenly; as requested" in out
     same_ms = report["baseline_sample"]["with_cache_ttft_ms"]["p50"]
-    assert f"those of these 5 requests alone: TTFT p50 {same_ms:,.2f} ms with cache" in out
+    assert f"over these 5 requests only: TTFT p50 {same_ms:,.2f} ms with cache" in out
     assert report["speedup"]["ttft_p50"] == pytest.approx(report["without_cache"]["ttft_ms"]["p50"] / same_ms)
     assert report["partial"] is False
 
@@ -191,7 +191,7 @@ def test_a_service_too_slow_to_compare_gives_no_ratio(
     report, out = json.loads(json_file.read_text()), capsys.readouterr().out
     assert (status, report["speedup"], report["requests"]) == (2, None, 20)
     assert report["answers"]["required"] == 16
-    assert re.search(r"^NO COMPARISON: \d+ requests were answered .* a ratio takes 16\.", out, re.MULTILINE)
+    assert re.search(r"^NO COMPARISON: \d+ requests were answered .* a ratio needs 16\.", out, re.MULTILINE)
     assert not re.search(r"\dx$", out, re.MULTILINE)
     assert picture.read_bytes().startswith(b"\x89PNG")
 

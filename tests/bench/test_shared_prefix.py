@@ -41,5 +41,5 @@ def test_wrong_answers_end_it(monkeypatch):
     fused = case.attend_contiguous()
     assert torch.allclose(case.attend(is_shared=True), fused, atol=1e-5)
     monkeypatch.setattr(case, "attend_contiguous", lambda: fused + 1)
-    with pytest.raises(SystemExit, match=r"^shared blocks: expected what torch's fused attention computes"):
+    with pytest.raises(SystemExit, match=r"^shared blocks: expected the output of torch's fused attention"):
         measure(case, rounds=1)

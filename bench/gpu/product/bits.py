@@ -28,11 +28,11 @@ class BitsSizes:
     """Sizes of the comparison.
 
     Attributes:
-        prefixes: numbers of cached tokens; they include both sides of a block's end.
+        prefixes: numbers of cached tokens, including those just below and above a block's end.
         suffixes: numbers of tokens after them.
-        company: requests that are in flight together.
-        generations: greedy generations, alone and together.
-        new_tokens: tokens of each.
+        company: number of requests in flight together.
+        generations: number of greedy generations, run alone and together.
+        new_tokens: tokens of each generation.
     """
 
     prefixes: tuple[int, ...]
@@ -57,7 +57,7 @@ class BitsCase:
     cold: PrefillResponse | None = None
 
     def difference(self, warm: PrefillResponse) -> str:
-        """Return how an answer with the cache differs; empty if it is right."""
+        """Describe how an answer with the cache differs; empty if it does not."""
         assert self.cold is not None
         if warm.usage.cached_tokens != self.prefix_tokens:
             return f"expected {self.prefix_tokens} cached tokens, got {warm.usage.cached_tokens}"
@@ -77,7 +77,7 @@ def describe_difference(expected: PrefillResponse, got: PrefillResponse) -> str:
 
 
 def main() -> int:
-    """Compare all cases. Returns 1 if one answer differs."""
+    """Compare all cases. Returns 1 if an answer differs."""
     report = open_report("Compare answers bit for bit, cold, warm, and next to other requests.")
     sizes = _DRY_SIZES if report.is_dry_run else _SIZES
     summary = asyncio.run(_run(report, sizes))
@@ -121,7 +121,7 @@ async def _compare_prompts(client: AsyncClient, cases: Sequence[BitsCase], mates
     """Compare each case after its cached prefix, alone and then together with the others, with its cold answer.
 
     Returns:
-        How each answer differs, empty where it is right: those alone first, then those together.
+        A description of each difference, empty if there is none: of the prompts alone first, then together.
     """
     differences = []
     for case in cases:
@@ -142,7 +142,7 @@ async def _ask(client: AsyncClient, case: BitsCase) -> PrefillResponse:
 
 
 async def _compare_generations(client: AsyncClient, prompts: RandomPrompts, sizes: BitsSizes) -> int:
-    """Return how many greedy generations differ between alone and together."""
+    """Return the number of greedy generations that differ when they run together instead of alone."""
 
     async def generate(prompt: Prompt) -> list[int]:
         answer = client.generate(prompt, max_new_tokens=sizes.new_tokens, ignore_eos=True, tenant="bits-generate")

@@ -32,8 +32,8 @@ class DecodeSizes:
         shared_tokens: tokens of the prefix that requests share.
         own_tokens: tokens of each request after it.
         sharers: numbers of requests that share the prefix, ascending.
-        unshared: requests with nothing in common.
-        unshared_tokens: tokens of each. Together with the new tokens they fit into the pool of server E.
+        unshared: number of requests that share nothing.
+        unshared_tokens: prompt tokens of each of these. With the new tokens, they fit into the pool of server E.
         new_tokens: tokens that each request generates.
     """
 
@@ -51,14 +51,14 @@ _DRY_SIZES = DecodeSizes(192, 16, (1, 4), 4, 128, 8)
 
 @dataclass(frozen=True, slots=True)
 class TimedGeneration:
-    """Tokens of one answer, and when its messages came, in seconds."""
+    """Tokens of one completion, and the arrival times of its messages in seconds."""
 
     tokens: tuple[int, ...]
     times_s: tuple[float, ...]
 
 
 def main() -> int:
-    """Measure both servers. Returns 1 if server E gives a request other tokens in other company."""
+    """Measure both servers. Returns 1 if the tokens of a request on server E depend on its batch."""
     report = open_report("Time decoding by the number of requests that share a prefix.")
     return report.finish(asyncio.run(_run(report, _DRY_SIZES if report.is_dry_run else _SIZES)))
 
@@ -87,7 +87,7 @@ async def _run(report: StageReport, sizes: DecodeSizes) -> str:
                 row["is_right"] = is_complete and not (name == "E" and row["different"])
                 row["text"] = (
                     f"{row['tokens_per_s']:.0f} tokens/s, {row['step_ms']:.2f} ms per step, "
-                    f"{row['weights_ratio']:.2f} times reading the weights, {row['different']} differ by company"
+                    f"{row['weights_ratio']:.2f} times the time to read the weights, {row['different']} differ by batch"
                 )
                 if label.startswith(f"{max(sizes.sharers)} sharers"):
                     summary.append(f"{name} {label}: {row['step_ms']:.1f} ms, {row['weights_ratio']:.1f}x weights")
@@ -104,10 +104,10 @@ async def _generate(client: AsyncClient, prompt: Prompt, new_tokens: int) -> Tim
 
 
 def summarize(answers: list[TimedGeneration], weights_ms: float) -> dict[str, Any]:
-    """Return rates of generations that ran together.
+    """Return the rates of generations that ran together.
 
     Args:
-        answers: of at least two tokens each.
+        answers: completions of at least two tokens each.
         weights_ms: time to read all weights once.
     """
     first_s = min(answer.times_s[0] for answer in answers)

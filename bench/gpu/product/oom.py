@@ -25,15 +25,15 @@ from radixkv.v1.prefill_pb2 import PrefillResponse
 _TIMEOUT_S = 60.0
 _LISTEN_S, _DRY_LISTEN_S = 22.0, 500.0
 _SETTINGS = ("model.exactness=fast", "cache.memory_share=0.9")
-_MIN_FREE_SHARE = 0.1  # what `cache.memory_share` leaves to other programs
+_MIN_FREE_SHARE = 0.1  # the share that `cache.memory_share` leaves free
 _ROUNDING = 0.005
 
 _LEFT_MIB = 200
 _NUM_PROMPTS, _PROMPT_TOKENS, _DRY_PROMPT_TOKENS = 8, 2048, 128
 _TOLERANCE = 0.1  # of logits in bfloat16, relative to their norm; see bench.gpu_prefill
-SMALLER_STEP = "no memory for a step"  # from the log of the engine; `test_product.py` checks that it is there
+SMALLER_STEP = "no memory for a step"  # a message in the engine's log; `test_product.py` checks that it exists
 
-# Allocates the device's memory but for some MiB and keeps it until its standard input ends.
+# Allocates the memory of the device, except some MiB, and keeps it until stdin ends.
 _BALLAST = f"""
 import sys, torch
 torch.zeros(1, device="cuda")
@@ -54,8 +54,8 @@ _DRY_BALLAST = 'import sys; print("holding nothing", flush=True); sys.stdin.read
 
 
 def main() -> int:
-    """Start the server, take the memory, ask. Returns 1 if an answer is wrong, or if the server ends."""
-    report = open_report("Take the device's free memory while a server is asked.")
+    """Start the server, take the memory, send prompts. Returns 1 if an answer is wrong, or if the server ends."""
+    report = open_report("Take the free memory of the device while a server processes prompts.")
     use_triton_cache()
     return report.finish(asyncio.run(_run(report)))
 
@@ -81,11 +81,11 @@ async def _run(report: StageReport) -> str:
         await _ask_without_memory(report, server, state["vocab_size"])
     finally:
         server.stop()
-    return "the server stayed alive and answered right" if report.is_right else "see the rows"
+    return "the server kept running, and its answers were correct" if report.is_right else "see the rows"
 
 
 async def _ask_without_memory(report: StageReport, server: ProductServer, vocab_size: int) -> None:
-    """Ask while there is no memory, then again with memory, and compare.
+    """Send prompts while no memory is free, then again with free memory, and compare.
 
     The order matters: the first large step allocates memory that PyTorch keeps, and later steps of its size need none.
     """
@@ -118,7 +118,7 @@ def relative_error(expected: PrefillResponse, got: PrefillResponse) -> float:
 
 @contextlib.contextmanager
 def _ballast(report: StageReport) -> Iterator[str]:
-    """Run the process that takes the memory. Yields how much it holds."""
+    """Run the process that takes the memory. Yields the amount that it holds, as text."""
     code = _DRY_BALLAST if report.is_dry_run else _BALLAST
     process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdin is not None

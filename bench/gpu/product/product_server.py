@@ -1,4 +1,4 @@
-"""Servers that outlive the stage that starts them, because later stages use them too."""
+"""Servers that keep running after the stage that starts them, because later stages use them too."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class ProductServer:
 
     Attributes:
         name: `E` (exact), `F` (fast), or another name of the run.
-        pid: id of the process, which leads a process group of its own.
+        pid: id of the process, which leads its own process group.
         address: `HOST:PORT` of gRPC; empty while the server is starting.
         metrics_url: URL of its metrics.
         start_time: Unix time at which the process was started.
@@ -120,7 +120,7 @@ class ProductServer:
                 time.sleep(_POLL_S)
 
     def facts(self) -> dict[str, Any]:
-        """Return the attributes as they are stored in the state of the run."""
+        """Return the attributes as they are stored in the state file of the run."""
         return asdict(self)
 
     def _end_of_log(self) -> str:

@@ -1,4 +1,4 @@
-"""Checks that servers E and F compiled nothing and took no more device memory while they served.
+"""Checks that servers E and F compiled no kernel and used no more device memory while they served.
 
 python -m bench.gpu.product.quiet --json build/quiet.json
 """

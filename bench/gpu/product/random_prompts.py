@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 Prompt = npt.NDArray[np.uint32]
 
-# Random ids stay above the special tokens at the beginning of a vocabulary, such as the end of a sequence.
+# Smaller ids are often special tokens, such as the end of a sequence.
 _FIRST_TOKEN_ID = 16
 
 

@@ -56,7 +56,7 @@ def main() -> int:
 def _replay(address: str, vocab_size: int, sizes: ReplaySizes, concurrency: int) -> dict[str, Any]:
     file = Path("replay_result.json").absolute()
     file.unlink(missing_ok=True)
-    # Only one request at a time is also replayed without the cache: the others' times would measure the queue.
+    # Without the cache, only one request at a time is replayed: with more, the times would be those of the queue.
     baseline = ["--baseline-requests", str(sizes.baseline_requests)] if concurrency == 1 else ["--no-baseline"]
     with contextlib.redirect_stdout(io.StringIO()):
         replay.main(
@@ -74,7 +74,8 @@ def _replay(address: str, vocab_size: int, sizes: ReplaySizes, concurrency: int)
 def judge_replay(row: dict[str, Any], result: dict[str, Any], *, is_exact: bool) -> None:
     """Fill a row from the result of `bench.replay`.
 
-    In fast mode an answer may differ in its last bits, and with random weights also in its token: only counted.
+    In fast mode an answer may differ in its last bits, and with random weights also in its token, so differences are
+    only counted.
     """
     errors = result["errors"] + (result["without_cache"] or {"errors": 0})["errors"]
     different = result["answers"]["different"]

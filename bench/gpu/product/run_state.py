@@ -20,8 +20,8 @@ def read_state(folder: Path = Path()) -> dict[str, Any]:
     """Return the state of the run; empty before the first stage has written it.
 
     Its keys:
-        model: what `radixkv serve --model` takes.
-        vocab_size, weight_bytes: of the model.
+        model: the value of `radixkv serve --model`.
+        vocab_size, weight_bytes: vocabulary size and size of the weights.
         rates: GB/s of copies, and TFLOP/s of a large matmul.
         servers: the servers that run, by name; see `ProductServer`.
         quiet_since: number of files in the Triton cache, and used MiB of the device, when the servers listened.
@@ -32,12 +32,12 @@ def read_state(folder: Path = Path()) -> dict[str, Any]:
 
 
 def update_state(**facts: object) -> None:
-    """Add facts to the state of the run. Stages run one at a time, so nothing else writes the file meanwhile."""
+    """Add values to the state of the run. Stages run one at a time, so no other process writes the file meanwhile."""
     write_json(STATE_FILE.absolute(), {**read_state(), **facts})
 
 
 def use_triton_cache() -> None:
-    """Let this process and those that it starts compile into the Triton cache of the run."""
+    """Set the Triton cache of the run for this process and the processes that it starts."""
     os.environ["TRITON_CACHE_DIR"] = str(TRITON_CACHE.absolute())
 
 

@@ -17,8 +17,8 @@ _MAX_REASON_CHARACTERS = 300
 class StageReport:
     """The rows of a stage.
 
-    Every row has a `name`, the flag `is_right`, and a `text` for people. A row that could not be measured has a
-    `reason`. Rows with a target for speed also have `is_goal_met`; it is None in a dry run, whose times mean nothing.
+    Every row has a `name`, the flag `is_right`, and a `text` to print. A row that could not be measured has a `reason`.
+    Rows with a target for speed also have `is_goal_met`; it is None in a dry run, whose times are meaningless.
 
     Args:
         file: the stage's result file; None for none.
@@ -32,7 +32,7 @@ class StageReport:
 
     @contextlib.contextmanager
     def row(self, name: str) -> Iterator[dict[str, Any]]:
-        """Fill one row inside the block. An exception ends the block and becomes the row's `reason`."""
+        """Yield a row to fill. An exception ends the block and becomes the `reason` of the row."""
         row: dict[str, Any] = {"name": name, "is_right": True, "text": ""}
         try:
             yield row

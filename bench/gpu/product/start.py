@@ -31,7 +31,7 @@ SERVERS = {
     ),
     "F": ("model.exactness=fast", "cache.capacity_tokens=131072"),
 }
-# Pool and tiers in the same proportions, for the embedded model, so that a few short prompts fill them.
+# The same for the embedded model, with a smaller pool and smaller tiers, which a few short prompts fill.
 DRY_SERVERS = {
     "E": (
         "cache.capacity_tokens=2048",
@@ -42,7 +42,7 @@ DRY_SERVERS = {
     "F": ("model.exactness=fast", "cache.capacity_tokens=8192"),
 }
 
-# The lines that the log of a start has about recorded steps; `test_product.py` checks that they are there.
+# Messages about recorded steps in the log of a start; `test_product.py` checks that they exist.
 RECORDED_STEPS = re.compile(r"recorded and checked (\d+) steps")
 DROPPED_STEP = re.compile(r"a recorded step is not used")
 
@@ -50,7 +50,7 @@ _LISTEN_S, _DRY_LISTEN_S = 105.0, 1000.0
 
 
 def main() -> int:
-    """Start the servers side by side and leave them running. Returns 1 if one does not listen, or dropped a step."""
+    """Start both servers concurrently, and leave them running. Returns 1 if one does not listen, or dropped a step."""
     report = open_report("Start the servers that the next stages share.")
     use_triton_cache()
     device = "cpu" if report.is_dry_run else "cuda"
@@ -86,7 +86,7 @@ def _report_start(report: StageReport, server: ProductServer, timeout_s: float, 
 
 
 def read_start(log: Sequence[tuple[float, str]]) -> dict[str, object]:
-    """Read how a start went from the lines of its log, each with the seconds since the process was started."""
+    """Summarize a start from the lines of its log, each with the seconds since the process was started."""
     messages = [message for _, message in log]
     recorded = [int(match[1]) for message in messages if (match := RECORDED_STEPS.search(message))]
     listening_s, ready = next(((seconds, text) for seconds, text in log if text.startswith("ready after ")), (0.0, ""))

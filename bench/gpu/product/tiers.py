@@ -25,7 +25,7 @@ _TIMEOUT_S = 120.0
 _TENANT = "tiers"
 _MAX_IN_FLIGHT = 2
 
-# Loading is worth its while if it reaches this share of the rate of copies from pinned memory.
+# The goal: loading reaches this share of the rate of copies from pinned memory.
 _GOAL_SHARE_OF_PINNED = 0.5
 
 
@@ -37,8 +37,8 @@ class TierSizes:
         prompt_tokens: tokens of each prompt.
         to_host: prompts that fill the pool twice over.
         to_disk: prompts after which the host tier has evicted some blocks to disk.
-        wanted: prompts to load from each tier.
-        asked: prompts to try for that, at most.
+        wanted: number of prompts to load from each tier.
+        asked: maximum number of prompts to send for this.
     """
 
     prompt_tokens: int
@@ -54,7 +54,7 @@ _DRY_SIZES = TierSizes(192, 22, 44, 2, 12)
 
 @dataclass(slots=True)
 class TimedAnswer:
-    """An answer and the seconds until it came."""
+    """A response and the seconds until it arrived."""
 
     answer: PrefillResponse
     seconds: float
@@ -64,9 +64,9 @@ class TierTraffic:
     """Prompts that were prefilled once, and their first answers.
 
     Args:
-        client: of server E.
-        prompts: draws them.
-        sizes: of the stage.
+        client: client of server E.
+        prompts: generates the prompts.
+        sizes: sizes of the stage.
     """
 
     def __init__(self, client: AsyncClient, prompts: RandomPrompts, sizes: TierSizes) -> None:
@@ -81,7 +81,7 @@ class TierTraffic:
         return statistics.median(first.seconds for _, first in self._asked)
 
     async def fill(self, count: int) -> dict[str, float]:
-        """Prefill new prompts until there are this many. Returns the seconds it took, and what was saved meanwhile."""
+        """Prefill new prompts until there are this many. Returns the seconds that it took, and what was saved."""
         before = await self._client.stats()
         start_s = time.monotonic()
         slots = asyncio.Semaphore(_MAX_IN_FLIGHT)
@@ -104,10 +104,10 @@ class TierTraffic:
         return TimedAnswer(answer, time.monotonic() - start_s)
 
     async def load_from(self, tier: str) -> dict[str, Any]:
-        """Ask for the oldest prompts again until enough of them were loaded from a tier.
+        """Send the oldest prompts again until enough of them were loaded from a tier.
 
         Returns:
-            Numbers of prompts that were asked, loaded, and answered with other bits, and the times of an answer whose
+            The number of prompts that were sent, loaded, and answered with other bits, and the times of responses whose
             prefix was loaded, was on the device, or was recomputed.
         """
         before = await self._client.stats()
@@ -191,7 +191,7 @@ async def _run(report: StageReport, sizes: TierSizes) -> str:
 
 
 def judge_loads(row: dict[str, Any]) -> None:
-    """Set `is_right` of a row of loads: no bit differs, and the tier loaded blocks or preferred to compute them."""
+    """Set `is_right` of a row of loads: no bit differs, and blocks were loaded, or computed because that was faster."""
     row["text"] = f"{row['loaded']} of {row['asked']} prompts loaded, {row['computed_blocks']} blocks computed instead"
     if row["first_difference"]:
         row |= {"is_right": False, "reason": f"a loaded answer differs: {row['first_difference']}"}

@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # imported inside the stage, which times the import
 _STAGE_S, _DRY_STAGE_S = 57.0, 1100.0  # slightly less than the stage's limit, so that every trial gets its verdict
 
 _CHECKPOINT = "radixkv-bench-llama-3b"
-_CHECKPOINT_BYTES = 8_000_000_000  # 5.8 GB, and room for what else the file system holds
+_CHECKPOINT_BYTES = 8_000_000_000  # 5.8 GB, and room for other files
 _MEMORY_FILE_SYSTEM = Path("/dev/shm")
 
 _COPY_BYTES, _DRY_COPY_BYTES = 256 << 20, 1 << 20
@@ -32,7 +32,7 @@ _NUM_COPIES = 5
 
 
 def main() -> int:
-    """Measure the rows and write them. Returns 1 if one failed, which a kernel does that is refused or late."""
+    """Measure the rows and write them. Returns 1 if one failed; a kernel fails if it is refused or times out."""
     start_s = time.monotonic()
     report = open_report("Prepare a machine for the product part.")
     use_triton_cache()
@@ -41,7 +41,7 @@ def main() -> int:
         row["text"] = f"{row['seconds']:.1f} s, {row['device']}, torch {row['versions']['torch']}"
     deadline_s = start_s + (_DRY_STAGE_S if report.is_dry_run else _STAGE_S)
     with ThreadPoolExecutor(1) as thread:
-        # Trials import PyTorch for some seconds before they use the GPU. Its rates are measured in these seconds.
+        # Trials import PyTorch for some seconds before they use the GPU. Meanwhile, the rates of the GPU are measured.
         trials = thread.submit(_kernel_trials, deadline_s, is_dry_run=report.is_dry_run)
         _measure_rates(report)
         _write_checkpoint(report)
@@ -53,7 +53,7 @@ def main() -> int:
 
 
 def _import_everything() -> dict[str, Any]:
-    """Import what servers import, so that their files are in the page cache, and use the GPU once."""
+    """Import the modules that servers import, so that their files are in the page cache, and use the GPU once."""
     start_s = time.monotonic()
     import grpc  # noqa: F401
     import torch
@@ -86,7 +86,7 @@ def _kernel_trials(deadline_s: float, *, is_dry_run: bool) -> list[dict[str, Any
 
     modes = ["fast"] if is_dry_run else MODES  # Triton's interpreter takes eight seconds for each mode
     given = trials([SPECIALIZED], modes, is_dry_run=is_dry_run)
-    limit_s = (deadline_s - time.monotonic()) / 2  # a trial that is late is repeated in the other half
+    limit_s = (deadline_s - time.monotonic()) / 2  # a trial that times out is repeated in the other half
     return list(measure_trials(given, trial_module(is_dry_run=is_dry_run), limit_s, deadline_s, workers=len(given)))
 
 
@@ -131,7 +131,7 @@ def _copy_gb_per_s(source: torch.Tensor, target: torch.Tensor) -> float:
 
 
 def _write_checkpoint(report: StageReport) -> None:
-    """Make the served model: a random Llama of 2.9 billion parameters; in a dry run the embedded model."""
+    """Save the model to serve: a random Llama of 2.9 billion parameters; in a dry run the embedded model."""
     with report.row("checkpoint") as row:
         start_s = time.monotonic()
         if report.is_dry_run:
@@ -149,7 +149,7 @@ def _write_checkpoint(report: StageReport) -> None:
 
 
 def _random_llama() -> tuple[str, Any]:
-    """Save the model unless an earlier run on this machine has. Returns its directory and the model."""
+    """Save the model, unless an earlier run on this machine did. Returns its directory and the model."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 

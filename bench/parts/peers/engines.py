@@ -33,7 +33,7 @@ class PeerSetting:
 
 
 class Checkpoints:
-    """Checkpoints in the cache folder. Each is created when it is first needed, under a temporary name until complete."""
+    """Checkpoints in the cache folder. Each is created, atomically, when it is first needed."""
 
     def __init__(self, folder: Path, environments: Environments) -> None:
         self._folder = folder.absolute()
@@ -41,7 +41,7 @@ class Checkpoints:
         self._folder.mkdir(parents=True, exist_ok=True)
 
     def transformers(self, setting: PeerSetting) -> Path:
-        """Return a directory in the format of transformers. Raises NotInstalled if it cannot be created, as the others do."""
+        """Return a directory in the format of transformers. Raises NotInstalled if it cannot be created."""
         name = f"{setting.model}-{setting.dtype}"
         arguments: list[str | Path] = ["-m", "bench.parts.peers.checkpoint", setting.model, setting.dtype]
         return self._made(name, None, lambda path: [*arguments, path])

@@ -73,7 +73,7 @@ class Environments:
         self._cache.mkdir(parents=True, exist_ok=True)
 
     def python(self, name: str | None) -> Path:
-        """Return the interpreter of an environment, which is created if necessary; for None, the interpreter of this process.
+        """Return the interpreter of an environment, which is created if necessary; for None, that of this process.
 
         Raises:
             NotInstalled: it cannot be created.

@@ -177,4 +177,6 @@ def _load_native(wheel: Path) -> Any:
 
 
 def _load_python(wheel: Path) -> Any:
-    return load_without_package(wheel, "sglang.srt.mem_cache.radix_cache", {name: _StandIn(name) for name in _STAND_INS})
+    return load_without_package(
+        wheel, "sglang.srt.mem_cache.radix_cache", {name: _StandIn(name) for name in _STAND_INS}
+    )

@@ -23,7 +23,7 @@ def test_both_routers_ask_for_all_prompts_and_reuse_is_reported(
     for row in result["rows"]:
         assert row["device"] + row["host"] + row["computed"] == 6 * (128 + 16)
         assert row["computed"] >= result["least_computed_tokens"]
-    assert capsys.readouterr().out.splitlines()[-1].endswith("; at least 480 a round have to be")
+    assert capsys.readouterr().out.splitlines()[-1].endswith("; at least 480 per round must be computed")
 
 
 def test_a_prompt_of_a_group_begins_as_the_others_do_and_each_round_has_its_own() -> None:

@@ -106,7 +106,7 @@ def test_each_stage_is_reported_and_what_it_wrote_is_in_one_file(
     assert outcomes == {
         "good": ("ran", rows),
         "bad": ("failed with status 3", rows),
-        "impossible": ("not run: no_such_module.part can't be imported", None),
+        "impossible": ("not run: no_such_module.part cannot be imported", None),
         "silent": ("ran", None),
         "half written": ("ran", None),
     }
@@ -221,7 +221,7 @@ def test_kernels_that_hang_crash_or_are_wrong_are_kept_from_the_other_stages(tmp
         "ran",
         "ran",
         "ran",
-        f"not run: {SPECIALIZED}, {SPECIALIZED_DEQUANTIZED}: no trial was passed",
+        f"not run: {SPECIALIZED}, {SPECIALIZED_DEQUANTIZED}: no trial passed",
     ]
     assert status == 1
     reasons = {

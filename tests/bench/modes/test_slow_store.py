@@ -18,7 +18,7 @@ def test_engines_are_asked_in_turn_and_answer_alike(tmp_path: Path, capsys: pyte
     assert written["command"] == f"python -m bench.modes.slow_store {' '.join(sizes)} --json {result}"
     assert written["different_answers"] == 0
     rows = {row["store"]: row for row in written["rows"]}
-    assert list(rows) == ["no store", "answers after 2 s", "never answers"]
+    assert list(rows) == ["no store", "responds after 2 s", "never responds"]
     assert rows["no store"]["ratio_to_without"] == {"p50": 1, "p99": 1, "max": 1}
     assert [row.get("is_left_alone") for row in rows.values()] == [None, True, True]
     assert capsys.readouterr().out.count(" ms") >= 12

@@ -37,7 +37,7 @@ class LlamaCpp:
         ]
 
     def run(self, task: Task) -> Done:
-        """Send the prompts. A prompt that fills the cache is sent to the first slot, which is then copied to the others."""
+        """Send the prompts. One that fills the cache is sent to the first slot, which is then copied to the others."""
         if not task.fills_cache:
             return run_in_threads(task, lambda prompt: self._ask(prompt, task.new_tokens))
         done = run_in_threads(task, lambda prompt: self._ask(prompt, task.new_tokens, 0))

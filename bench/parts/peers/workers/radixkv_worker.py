@@ -37,7 +37,9 @@ class RadixKV:
 
     def run(self, task: Task) -> Done:
         """Send the prompts."""
-        from radixkv.service.client.client import Client  # imported only when the server is ready: the import is not part of a measured start
+        from radixkv.service.client.client import (
+            Client,
+        )  # imported only when the server is ready: the import is not part of a measured start
 
         while len(self._clients) < task.at_once:
             client = Client(self._address, options=[("grpc.use_local_subchannel_pool", 1)], timeout_s=_START_TIMEOUT_S)
