@@ -1,5 +1,5 @@
-"""Triton kernels for GPUs, and torch functions that compute the same. They do not depend on caches and requests.
+"""Attention, linear layers and the operations around them: for GPUs in Triton, and for CPUs in PyTorch and C++.
 
-All of them work on one block-major pool (`kv_pool.py`), in which a block is one contiguous region. `reference.py`
-defines what each kernel computes. Modules that import Triton are needed on a GPU only.
+They do not depend on caches and requests. `reference.py` defines what each kernel computes. Modules that import Triton
+are needed on a GPU only.
 """

@@ -1,4 +1,4 @@
-"""An hour of mixed calls: the server's memory must not grow, no answer may be wrong, and everything must be returned.
+"""An hour of mixed calls: memory must not grow, no answer may be wrong, and no block, lease or request may remain.
 
     python -m tests.whole.soak --minutes 60 --warm-up-minutes 10
 
