@@ -40,27 +40,27 @@ class AnyDirectory(AdapterDirectory):
 
 
 class FakeDevice:
-    """Holds digests, and remembers what it was told.
+    """Holds digests, and records the calls that change it.
 
     Attributes:
         held: the digests that it holds.
-        told: every call that changed it, in order.
+        calls: the calls that changed it, in order.
         gate: reading waits for it.
     """
 
     def __init__(self) -> None:
         self.held: set[str] = set()
-        self.told: list[tuple[str, str]] = []
+        self.calls: list[tuple[str, str]] = []
         self.gate = threading.Event()
         self.gate.set()
 
     def add(self, files: FakeFiles) -> None:
         if files.digest not in self.held:
-            self.told.append(("add", files.digest))
+            self.calls.append(("add", files.digest))
         self.held.add(files.digest)
 
     def remove(self, digest: str) -> None:
-        self.told.append(("remove", digest))
+        self.calls.append(("remove", digest))
         self.held.remove(digest)
 
     def is_on_device(self, digest: str) -> bool:

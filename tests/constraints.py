@@ -21,7 +21,7 @@ class Rising:
         vocab_size: number of tokens.
         most: how far apart two tokens may be.
         ends: tokens that may come anywhere, and end an answer.
-        refuses_after: the number of tokens after which nobody knows what may come.
+        refuses_after: number of tokens after which computing the mask fails.
     """
 
     vocab_size: int
@@ -37,7 +37,7 @@ class RisingMatcher:
     """Follows one answer.
 
     Attributes:
-        num_asked: how often it was asked what may come.
+        num_asked: number of masks that were requested.
         accepted: the tokens that it was given.
     """
 
@@ -49,7 +49,7 @@ class RisingMatcher:
 
     @property
     def is_at_a_loss(self) -> bool:
-        """Whether nobody knows what may come."""
+        """Whether computing the mask fails."""
         return len(self.accepted) == self._constraint.refuses_after
 
     def allowed(self) -> npt.NDArray[np.bool_]:

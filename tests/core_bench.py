@@ -100,13 +100,13 @@ class Bench:
         tenant: str = "",
         **params: object,
     ) -> GenerationFuture:
-        """Submit a generation. Streamed tokens are added to `told` of its future, and chunks passed to `on_tokens`."""
+        """Submit a generation. Tokens are added to `streamed` of its future, and chunks passed to `on_tokens`."""
         future = GenerationFuture()
         sampling = Sampling(max_new_tokens, **{k: params.pop(k) for k in _SAMPLING & params.keys()})
-        future.told = []  # type: ignore[attr-defined]
+        future.streamed = []  # type: ignore[attr-defined]
 
         def stream(chunk: GeneratedTokens) -> None:
-            future.told.extend(chunk.token_ids)  # type: ignore[attr-defined]
+            future.streamed.extend(chunk.token_ids)  # type: ignore[attr-defined]
             on_tokens(chunk)
 
         generation = Generation(sampling, sampling.stop_token_ids, stream)

@@ -50,7 +50,7 @@ def test_a_refusal_says_what_sets_the_limit(given: dict[str, object], reason: st
         limits(**given).require_generation(params, Sampling(200))
 
 
-def test_ceilings_are_told_in_tokens() -> None:
+def test_ceilings_are_reported_in_tokens() -> None:
     given = limits(ceiling_blocks={"a": 3, "b": None}, default_ceiling_blocks=2)
     assert (given.ceiling_tokens, given.default_ceiling_tokens) == ({"a": 48, "b": None}, 32)
     assert [given.max_new_tokens(16, tenant) for tenant in ("a", "b", "c")] == [33, 128, 17]
@@ -81,7 +81,7 @@ def test_a_compressed_generation_is_bounded_by_what_it_keeps() -> None:
     limits(ceiling_blocks={"a": 3}).require_generation(*asked(16, 50, budget, "a"))
 
 
-def test_a_model_that_does_not_allow_compression_is_told_with_the_reason() -> None:
+def test_a_model_that_does_not_allow_compression_is_reported_with_the_reason() -> None:
     given = limits(compression_refusal="a model with sliding windows")
     with pytest.raises(SwitchedOff, match=r"^compression: expected a model that allows it, got a model with sliding"):
         given.require_generation(*asked(9, 9, Compression(CompressionPolicy.H2O, 8)))

@@ -48,7 +48,7 @@ class Diary(Listener):
 
 
 class Mirror(Listener):
-    """Keeps the published blocks by what it is told alone."""
+    """Tracks the published blocks by notifications only."""
 
     def __init__(self) -> None:
         self.num_blocks = 0
@@ -66,7 +66,7 @@ class Mirror(Listener):
         self.num_blocks -= node.num_blocks
 
 
-def test_a_listener_is_told_of_every_change() -> None:
+def test_a_listener_is_notified_of_every_change() -> None:
     diary = Diary()
     cache = PrefixCache(16, 4, clock=FakeClock(), listeners=[diary])
     publish(cache, "aaaabbbbcc")
@@ -85,7 +85,7 @@ def test_a_listener_is_told_of_every_change() -> None:
     assert diary.since_last_time() == [("purged", 1), ("purged", 1)]
 
 
-def test_what_is_told_adds_up_to_what_is_published() -> None:
+def test_notifications_add_up_to_the_published_blocks() -> None:
     dice, mirror = random.Random(1), Mirror()
     cache = PrefixCache(24, 4, clock=FakeClock(), listeners=[mirror])
     for _ in range(500):
@@ -100,25 +100,25 @@ def test_what_is_told_adds_up_to_what_is_published() -> None:
         cache.check()
 
 
-def test_listeners_are_told_in_their_order_and_only_of_what_they_override() -> None:
-    told: list[str] = []
+def test_listeners_are_notified_in_their_order_and_only_of_what_they_override() -> None:
+    notified: list[str] = []
 
     class Named(Listener):
         def __init__(self, name: str) -> None:
             self.name = name
 
         def purged(self, node: Node) -> None:
-            told.append(self.name)
+            notified.append(self.name)
 
     node = make_tree(4).root
     changes = Changes([Named("first"), Listener(), Named("second")])
     changes.purged(node)
     changes.cut(node)
-    assert told == ["first", "second"]
+    assert notified == ["first", "second"]
     assert changes._cut == ()
 
 
-def test_a_published_block_is_told_of_when_it_is_matchable() -> None:
+def test_a_notification_of_a_published_block_comes_when_it_is_matchable() -> None:
     matched: list[int] = []
 
     class Asks(Listener):

@@ -123,7 +123,7 @@ def drain(cache: PrefixCache, namespace: Namespace) -> None:
     all_slices(cache.purging_adapter(namespace.adapter))
 
 
-def test_what_is_cached_under_the_former_adapter_is_told_as_its_change() -> None:
+def test_what_is_cached_under_the_former_adapter_is_reported_as_its_change() -> None:
     cache = make_cache()
     publish(cache, "abcdefgh", OLD)
     assert explain_changed(cache, "abcdefgh") is MissReason.ADAPTER_CHANGED
@@ -131,7 +131,7 @@ def test_what_is_cached_under_the_former_adapter_is_told_as_its_change() -> None
     assert cache.match(NEW, spell("abcdefgh")).cached_tokens == 0
 
 
-def test_what_drained_with_the_former_adapter_is_told_as_its_change() -> None:
+def test_what_drained_with_the_former_adapter_is_reported_as_its_change() -> None:
     cache = make_cache()
     publish(cache, "abcdefgh", OLD)
     drain(cache, OLD)
@@ -142,7 +142,7 @@ def test_what_drained_with_the_former_adapter_is_told_as_its_change() -> None:
     assert explain_changed(cache, "abcd") is MissReason.NONE
 
 
-def test_only_more_than_is_cached_now_is_told_as_a_change() -> None:
+def test_only_more_than_is_cached_now_is_reported_as_a_change() -> None:
     cache = make_cache()
     publish(cache, "abcdefgh", OLD)
     publish(cache, "abcdXXXX", NEW)
@@ -150,7 +150,7 @@ def test_only_more_than_is_cached_now_is_told_as_a_change() -> None:
     assert explain_changed(cache, "abcdYYYY") is MissReason.DIVERGED
 
 
-def test_an_eviction_under_the_new_adapter_is_told_first() -> None:
+def test_an_eviction_under_the_new_adapter_is_reported_first() -> None:
     cache = make_cache()
     publish(cache, "abcdefgh", OLD)
     publish(cache, "abcdefgh", NEW)
@@ -173,7 +173,7 @@ def test_a_purge_is_no_change_of_an_adapter() -> None:
     assert explain_changed(cache, "abcdefgh") is MissReason.COLD
 
 
-def test_a_change_is_told_to_its_own_tenant_alone() -> None:
+def test_a_change_is_reported_to_its_own_tenant_only() -> None:
     cache = make_cache()
     publish(cache, "abcdefgh", OLD._replace(tenant="acme"))
     assert explain_changed(cache, "abcdefgh") is MissReason.COLD

@@ -12,7 +12,7 @@ def test_values_are_listed_with_their_namespaces_in_the_order_in_which_they_came
         index.add(namespace, value)
     assert index.of("acme") == [("b", SALTED), ("a", PLAIN)]
     assert index.of(None) == [("b", SALTED), ("a", PLAIN), ("c", OTHER)]
-    assert index.of("nobody") == []
+    assert index.of("unknown") == []
 
 
 def test_a_tenant_without_values_costs_nothing() -> None:

@@ -97,7 +97,7 @@ def test_what_is_before_a_retained_range_counts_too() -> None:
     assert shelf.priorities() == {"aaaa": 50, "bbbb": 50, "cccc": 80, "XXXX": 50}
 
 
-def test_what_is_not_cached_is_told() -> None:
+def test_what_is_not_cached_is_reported() -> None:
     shelf = Shelf()
     shelf.publish("aaaabb")
     assert shelf.retain("aaaabbYYYY", Retention(80)) == (6, 0, 4)

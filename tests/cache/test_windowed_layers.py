@@ -357,7 +357,7 @@ class PartWalk:
             self.release(each.blocks[each.own_from :].tolist())
 
     def evict(self) -> None:
-        """Evict a cached block that nobody uses and that begins no other."""
+        """Evict an unused cached block that no other block continues."""
         used = {int(block) for each in self.running for block in each.blocks}
         used |= {each.copy.source for each in self.running if each.copy is not None}
         begun = {prefix[: len(prefix) - SIZE] for prefix in self.cached}

@@ -14,7 +14,7 @@ import pytest
 from radixkv.service.client import Client
 from tests.patience import PATIENCE_S
 from tests.rules.test_metric_names import ALL_NAMES
-from tests.service.server.auth.certificates import TOKENS, Papers
+from tests.service.server.auth.certificates import TOKENS, CredentialFiles
 
 from .prometheus import DEPLOY, PROMETHEUS, Prometheus, free_port, scraping
 
@@ -54,15 +54,18 @@ def test_panels_do_not_overlap() -> None:
     assert len({panel["id"] for panel in DASHBOARD["panels"]}) == len(places)
 
 
-def call_each(address: str, papers: Papers) -> None:
+def call_each(address: str, credential_files: CredentialFiles) -> None:
     for name in ("acme", "globex"):
-        with Client(address, timeout_s=PATIENCE_S, **papers.client(name)) as client:
+        with Client(address, timeout_s=PATIENCE_S, **credential_files.client(name)) as client:
             client.prefill(range(200))
             client.prefill(range(200))
             list(client.generate(range(150), max_new_tokens=4, ignore_eos=True))
             with pytest.raises(grpc.RpcError):
                 client.prefill([1, 512])
-    with Client(address, timeout_s=PATIENCE_S, **papers.client("watcher")) as client, pytest.raises(grpc.RpcError):
+    with (
+        Client(address, timeout_s=PATIENCE_S, **credential_files.client("watcher")) as client,
+        pytest.raises(grpc.RpcError),
+    ):
         client.prefill([1])
 
 
@@ -72,10 +75,10 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]
     if PROMETHEUS is None:
         pytest.skip("needs Prometheus' binary: apt-get install prometheus")
     folder = tmp_path_factory.mktemp("prometheus")
-    papers = Papers(folder)
+    credential_files = CredentialFiles(folder)
     (folder / "reader.token").write_text(TOKENS["watcher"] + "\n")
     target = f"127.0.0.1:{free_port()}"
-    settings = [f"server.{key}={json.dumps(value)}" for key, value in papers.tls.items()] + [
+    settings = [f"server.{key}={json.dumps(value)}" for key, value in credential_files.tls.items()] + [
         "tiers.host_bytes=10000000"
     ]
     command = [sys.executable, "-m", "radixkv.service", "serve", "--port", "0", "--metrics-port", target.split(":")[1]]
@@ -87,9 +90,9 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]
         address = server.stdout.readline().removeprefix("listening on ").strip()
         with scraping(folder, target, {"tls_config": {"ca_file": "ca.pem"}}) as found:
             assert found.becomes_known("radixkv_up == 1"), (folder / "prometheus.log").read_text()
-            call_each(address, papers)
+            call_each(address, credential_files)
             assert found.becomes_known('count_over_time(radixkv_prompt_tokens_total{tenant="acme"}[1m]) > 1')
-            call_each(address, papers)
+            call_each(address, credential_files)
             assert found.becomes_known('rate(radixkv_prompt_tokens_total{tenant="globex"}[1m]) > 0')
             yield found
     finally:

@@ -66,8 +66,8 @@ class CompressedBench:
     ) -> GenerationFuture:
         sampling = Sampling(max_new_tokens, ignore_eos=True, seed=0, logprobs=3, compression=compression)
         future = GenerationFuture()
-        told = future.told_logprobs = []  # type: ignore[attr-defined]
-        generation = Generation(sampling, frozenset(), lambda chunk: told.extend(chunk.logprobs))
+        streamed = future.streamed_logprobs = []  # type: ignore[attr-defined]
+        generation = Generation(sampling, frozenset(), lambda chunk: streamed.extend(chunk.logprobs))
         self.core.submit(self._request(ids, tenant, future, generation, params))
         return future
 

@@ -45,8 +45,8 @@ def model(directory: Path) -> Model:
 
 def result_of(future: GenerationFuture) -> GenerateResult:
     """Return the result with the log probabilities of all its tokens."""
-    result, told = future.result(0), future.told_logprobs  # type: ignore[attr-defined]
-    return dataclasses.replace(result, logprobs=(*told, *result.logprobs))
+    result, streamed = future.result(0), future.streamed_logprobs  # type: ignore[attr-defined]
+    return dataclasses.replace(result, logprobs=(*streamed, *result.logprobs))
 
 
 def bits(result: GenerateResult) -> tuple[object, ...]:
@@ -80,8 +80,8 @@ def test_the_output_is_that_of_transformers_without_the_dropped_entries(
     result = alone(model, length, 16, compression)
     logits = oracle_logits(load_eager(directory), prompt(length), list(result.token_ids), compression)
     expected = torch.log_softmax(logits, dim=-1)[range(16), list(result.token_ids)]
-    told = torch.tensor([each.logprob for each in result.logprobs])
-    assert (told - expected).abs().max() < MAX_DIFFERENCE
+    streamed = torch.tensor([each.logprob for each in result.logprobs])
+    assert (streamed - expected).abs().max() < MAX_DIFFERENCE
     assert logits.argmax(dim=-1).tolist() == list(result.token_ids)
     assert logits.std() > 100 * MAX_DIFFERENCE, "the oracle's logits are too flat to tell right from wrong"
 

@@ -57,7 +57,7 @@ def test_a_generation_ends_when_its_constraint_allows_no_more_tokens() -> None:
     assert result.token_ids[-1] == VOCAB_SIZE - 1
     assert len(result.token_ids) < 50
     assert result.finish_reason is FinishReason.STOP
-    assert future.told == [*result.token_ids[:-1]]
+    assert future.streamed == [*result.token_ids[:-1]]
 
 
 def test_a_stop_token_is_sampled_where_it_is_allowed_and_not_passed_to_the_matcher(
@@ -108,7 +108,7 @@ def test_a_request_without_an_allowed_token_fails_and_others_continue() -> None:
     bench.run()
     with pytest.raises(InvalidRequest, match="rising: expected"):
         refused.result(0)
-    assert len(refused.told) == 3
+    assert len(refused.streamed) == 3
     alone = Bench()
     expected = [alone.generate(range(9), 8, **SAMPLED), alone.generate(range(30), 8)]
     alone.run()

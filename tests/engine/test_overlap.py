@@ -106,10 +106,10 @@ def test_tokens_count_for_their_tenant_whenever_their_step_was_started() -> None
         bench = Bench(num_blocks=512, weights={"a": 2.0})
         bench.runner.is_asynchronous = is_asynchronous
         futures = [bench.generate([number], 40, tenant="ab"[number % 2]) for number in range(5)]
-        while min(len(future.told) for future in futures) < 20:
+        while min(len(future.streamed) for future in futures) < 20:
             bench.core.step()
         bench.has_pending_calls = True  # no step runs after this
-        while min(len(future.told) for future in futures) < 25:
+        while min(len(future.streamed) for future in futures) < 25:
             bench.core.step()
         served.append({queue.tenant: queue.served for queue in bench.core._scheduler._queues})
     assert served[0] == served[1]
@@ -235,7 +235,7 @@ class TestNoStepIsStartedAhead:
         bench = Bench(max_step_tokens=2)
         futures = [bench.generate([number], 9) for number in range(3)]
         diary = Diary(bench)
-        while min(len(future.told) for future in futures) < 2:
+        while min(len(future.streamed) for future in futures) < 2:
             assert diary.of_next_step() == ["start", "wait"]
 
     def test_after_a_cancel(self) -> None:
@@ -250,7 +250,7 @@ class TestNoStepIsStartedAhead:
         bench = Bench()
         _, diary = decoding(bench)
         late = bench.generate(range(50, 60), 9, deadline_s=5.0)
-        while len(late.told) < 3:
+        while len(late.streamed) < 3:
             bench.core.step()
         bench.clock.now = 5.0
         assert diary.of_next_step() == ["wait", "stream"]
@@ -334,7 +334,7 @@ class TestAllPlacesAreTaken:
         bench = Bench(max_running_requests=2)
         futures = [bench.generate([number], 40, tenant="a") for number in range(2)]
         diary = Diary(bench)
-        while len(futures[1].told) < 3:
+        while len(futures[1].streamed) < 3:
             bench.core.step()
         other = bench.submit(range(50, 60), tenant="b")
         assert diary.of_next_step() == ["wait"]
@@ -376,12 +376,12 @@ def test_a_request_whose_callback_failed_gets_nothing_of_the_running_step() -> N
             raise ZeroDivisionError
 
     future, other = bench.generate(PROMPT, 9, on_tokens=fail), bench.generate(range(50, 60), 9)
-    while len(future.told) < 3:
+    while len(future.streamed) < 3:
         bench.core.step()
     bench.core.step()  # it was under way
     bench.core.step()
     assert isinstance(future.exception(0), StepFailed)
-    assert future.told == [*expected(3)]
+    assert future.streamed == [*expected(3)]
     bench.run()
     assert len(other.result(0).token_ids) == 9
     assert bench.cache.pool.num_leased == 0

@@ -66,11 +66,11 @@ def test_steps_that_fail_longer_than_a_step_may_take_keep_failing(clock: FakeClo
 
 
 def test_it_watches_from_its_own_thread() -> None:
-    has_told = threading.Event()
-    watchdog = Watchdog(0.01, has_told.set)
+    is_called = threading.Event()
+    watchdog = Watchdog(0.01, is_called.set)
     watchdog.start()
     watchdog.step_begins()
-    assert has_told.wait(PATIENCE_S)
+    assert is_called.wait(PATIENCE_S)
     watchdog.stop()
     watchdog._thread.join(PATIENCE_S)
     assert not watchdog._thread.is_alive()

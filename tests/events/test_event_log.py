@@ -78,26 +78,26 @@ def test_a_new_life_refuses_every_number_of_an_earlier_one() -> None:
 
 
 def test_listeners_are_called_for_each_batch_and_at_the_end() -> None:
-    log, told = EventLog(), []
-    log.listen(lambda: told.append(log.last - log.start))
+    log, notified = EventLog(), []
+    log.listen(lambda: notified.append(log.last - log.start))
     log.append((removed(),))
     log.append((removed(),))
     log.close(Draining("engine: stopped"))
-    assert told == [1, 2, 2]
+    assert notified == [1, 2, 2]
     assert isinstance(log.error, Draining)
 
 
 def test_a_removed_listener_is_not_called() -> None:
-    log, told = EventLog(), []
+    log, notified = EventLog(), []
 
     def first() -> None:
-        told.append("first")
+        notified.append("first")
 
     def second() -> None:
-        told.append("second")
+        notified.append("second")
 
     log.listen(first)
     log.listen(second)
     log.unlisten(first)
     log.append((removed(),))
-    assert told == ["second"]
+    assert notified == ["second"]

@@ -260,7 +260,7 @@ def test_events_match_the_contents_of_stores_after_random_operations() -> None:
                 outcome = draw.choice((watched.index.stored, watched.index.stored, watched.index.lost))
                 outcome(name, [key for key in waiting if draw.random() < 0.7])
             else:
-                tenant = draw.choice(("acme", "", "nobody"))
+                tenant = draw.choice(("acme", "", "unknown"))
                 watched.cache.purge(tenant=tenant)
                 watched.index.purge(tenant, None, None)
             reader = watched.tell()

@@ -12,7 +12,7 @@ PACKED = np.array(HASHES, "<u8").tobytes()
 TOKENS = np.array([2**32 - 1, 1, 2, 3], "<u4").tobytes()
 PLAIN = BlocksStored(None, PACKED, TOKENS, 2, "")
 SALTED = BlocksStored(2**63, PACKED, TOKENS, 2, "0a" * 16)
-IN_A_STORE = BlocksStored(None, PACKED, b"", 2, "", "host"), BlocksRemoved(PACKED, "", "host")  # told over gRPC alone
+IN_A_STORE = BlocksStored(None, PACKED, b"", 2, "", "host"), BlocksRemoved(PACKED, "", "host")  # sent over gRPC only
 REMOVALS = BlocksRemoved(PACKED, ""), BlocksRemoved(PACKED, "0a" * 16)
 BATCH = EventBatch(5, 12.5, (PLAIN, SALTED, *IN_A_STORE, *REMOVALS, AllCleared()))
 

@@ -20,7 +20,7 @@ from google.protobuf import json_format
 
 from tests.patience import PATIENCE_S
 from tests.service.command_line import fake_service
-from tests.service.server.auth.certificates import TOKENS, Papers
+from tests.service.server.auth.certificates import TOKENS, CredentialFiles
 from tests.service.server.auth.reflected_calls import described_methods, status_of_call
 
 FOLDER = Path(__file__).parents[2] / "docs" / "examples"
@@ -103,10 +103,12 @@ def test_an_example_with_text_prints_what_a_model_says(address: str, name: str, 
 
 
 def test_the_example_of_tls_is_let_in_as_its_tenant_and_no_other(tmp_path: Path) -> None:
-    papers = Papers(tmp_path)
-    settings = [part for key, value in papers.tls.items() for part in ("--set", f"server.{key}={json.dumps(value)}")]
+    credential_files = CredentialFiles(tmp_path)
+    settings = [
+        part for key, value in credential_files.tls.items() for part in ("--set", f"server.{key}={json.dumps(value)}")
+    ]
     with fake_service(*settings) as (_, tls_address):
-        printed = output_of("tls_token.py", tls_address, str(papers.ca_file), RADIXKV_TOKEN=TOKENS["acme"])
+        printed = output_of("tls_token.py", tls_address, str(credential_files.ca_file), RADIXKV_TOKEN=TOKENS["acme"])
     assert printed == ["100 tokens as the tenant that the token names", "PERMISSION_DENIED"]
 
 

@@ -161,7 +161,7 @@ def test_no_bit_of_an_adapter_depends_on_the_cache_or_on_other_adapters(model: s
     assert first_difference == ""
     assert counts["partial hits"] >= 2
     assert counts["adapters"] >= 2
-    assert counts["beside other adapters"] >= 1
+    assert counts["next to other adapters"] >= 1
 
 
 @pytest.mark.slow
@@ -182,7 +182,7 @@ def test_no_bit_of_many_prompts_depends_on_the_cache(model: str, dtype: str, kv_
 def test_no_bit_of_many_adapters_depends_on_the_cache(model: str, dtype: str) -> None:
     counts, first_difference = run_cases(model, dtype, "exact", num_cases=60, num_adapters=4)
     assert first_difference == ""
-    assert counts["beside other adapters"] >= 20
+    assert counts["next to other adapters"] >= 20
 
 
 def test_no_bit_of_float16_depends_on_the_cache() -> None:

@@ -34,7 +34,7 @@ MAX_DIFFERENCE = 1e-4
 
 @dataclass
 class Served:
-    """A checkpoint as we serve it, beside transformers' own."""
+    """A checkpoint as it is served, and the model of transformers."""
 
     model: Model
     runner: Runner

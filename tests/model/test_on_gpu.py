@@ -35,7 +35,7 @@ for exactness in ("exact", "fast"):
     cold, warm = (engine.prefill(prompt).result(500) for _ in range(2))
     assert (cold.usage.computed_tokens, warm.usage.cached_tokens) == (40, 39)
     assert cold.next_token_id == warm.next_token_id
-    answer = engine.generate(prompt, Sampling(max_new_tokens=5), lambda news: None).result(500)
+    answer = engine.generate(prompt, Sampling(max_new_tokens=5), lambda chunk: None).result(500)
     assert answer.token_ids[0] == cold.next_token_id and len(answer.token_ids) == 5
     engine.stop()
 print([name for name in sys.modules if name.startswith("triton.")])

@@ -13,11 +13,11 @@ class Store:
     """Records its calls."""
 
     def __init__(self) -> None:
-        self.told: list[tuple[Sequence[bytes], Future[int | None]]] = []
+        self.calls: list[tuple[Sequence[bytes], Future[int | None]]] = []
 
     def delete(self, keys: Sequence[bytes]) -> Future[int | None]:
-        self.told.append((keys, Future()))
-        return self.told[-1][1]
+        self.calls.append((keys, Future()))
+        return self.calls[-1][1]
 
 
 def test_failed_deletions_are_retried() -> None:
@@ -27,18 +27,18 @@ def test_failed_deletions_are_retried() -> None:
     deleter.delete("disk", [b"a", b"b"])
     deleter.delete("disk", [b"c", b"a"])
     deleter.retry()
-    assert len(store.told) == 2
-    for _, told in store.told:
-        told.set_result(None)
+    assert len(store.calls) == 2
+    for _, answer in store.calls:
+        answer.set_result(None)
     tier_index.add(b"b", Namespace("model"))
     tier_index.note_stored(b"b")  # again, meanwhile
     assert deleter.has_failed
     deleter.retry()
-    assert store.told[2][0] == [b"a", b"c"], "one call for all"
-    store.told[2][1].set_result(1)
+    assert store.calls[2][0] == [b"a", b"c"], "one call for all"
+    store.calls[2][1].set_result(1)
     assert not deleter.has_failed
     deleter.retry()
-    assert len(store.told) == 3
+    assert len(store.calls) == 3
 
 
 def test_a_block_that_is_on_its_way_to_the_store_again_is_deleted_if_the_store_does_not_take_it() -> None:
@@ -49,12 +49,12 @@ def test_a_block_that_is_on_its_way_to_the_store_again_is_deleted_if_the_store_d
     for key in (b"a", b"b"):
         tier_index.add(key, Namespace("model"))
     deleter.retry()
-    assert len(store.told) == 1
-    assert deleter.has_failed, "nobody knows yet whether they are useless"
+    assert len(store.calls) == 1
+    assert deleter.has_failed, "whether they are useless is not known yet"
     tier_index.note_stored(b"a")
     tier_index.remove(b"b")
     deleter.retry()
-    assert store.told[1][0] == [b"b"]
+    assert store.calls[1][0] == [b"b"]
 
 
 def test_blocks_that_are_stored_again_are_not_deleted() -> None:
@@ -65,10 +65,10 @@ def test_blocks_that_are_stored_again_are_not_deleted() -> None:
         tier_index.add(key, Namespace("model"))
     tier_index.note_stored(b"a")
     deleter.delete_unknown("disk", [b"a", b"b", b"c"])
-    assert [keys for keys, _ in store.told] == [[b"c"]]
+    assert [keys for keys, _ in store.calls] == [[b"c"]]
     tier_index.remove(b"b")
     deleter.retry()
-    assert [keys for keys, _ in store.told] == [[b"c"], [b"b"]]
+    assert [keys for keys, _ in store.calls] == [[b"c"], [b"b"]]
 
 
 def test_the_engine_is_woken_when_a_call_must_be_retried() -> None:
@@ -90,8 +90,8 @@ def test_finish_waits_for_open_deletions() -> None:
     assert deleter.finish(0.0)
     deleter.delete("disk", [b"a"]).set_result(None)
     assert not deleter.finish(0.0), "it was asked again, and has not answered"
-    threading.Timer(0.01, store.told[1][1].set_result, [1]).start()
+    threading.Timer(0.01, store.calls[1][1].set_result, [1]).start()
     assert deleter.finish(PATIENCE_S)
     deleter.delete("disk", [b"b"])
-    threading.Timer(0.01, store.told[2][1].set_result, [None]).start()
+    threading.Timer(0.01, store.calls[2][1].set_result, [None]).start()
     assert not deleter.finish(PATIENCE_S)

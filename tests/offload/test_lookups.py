@@ -35,7 +35,7 @@ def two_servers(num_blocks: int = 4) -> tuple[TieredBench, TieredBench, SteppedS
 def test_one_server_finds_what_another_computed() -> None:
     first, second, store = two_servers()
     first.prefill(PROMPT)
-    assert store.memory.size().num_objects == 3, "stored when it is published, and nobody asks for anything more"
+    assert store.memory.size().num_objects == 3, "stored when it is published, and nothing else is requested"
     result = second.prefill(PROMPT)
     assert remote(result) == 12
     assert second.runner.steps == [[(12, 13)]]

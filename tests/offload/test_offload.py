@@ -592,7 +592,7 @@ def test_a_purge_reaches_what_is_still_being_saved() -> None:
     bench = TieredBench()
     bench.prefill(PROMPT)
     bench.submit(FLOOD)
-    bench.core.step()  # the store has been told, and has done nothing
+    bench.core.step()  # the store has received the call, and has done nothing
     purge_at_once(bench.core, tenant="")
     bench.run()
     (store,) = bench.stores.values()
@@ -675,21 +675,27 @@ def test_objects_that_a_store_did_not_take_count_as_refused() -> None:
     (store,) = bench.stores.values()
     store.error = StoreUnavailable("gone")
     bench.evict(12)
-    told = stats_of(bench.offload.tiers["host"], 5, 7)
-    assert (told.saved_blocks, told.refused_blocks) == (0, 3)
-    assert (told.computed_blocks, told.dropped_blocks) == (5, 7)
+    stats = stats_of(bench.offload.tiers["host"], 5, 7)
+    assert (stats.saved_blocks, stats.refused_blocks) == (0, 3)
+    assert (stats.computed_blocks, stats.dropped_blocks) == (5, 7)
 
 
 def test_a_store_that_did_nothing_has_room() -> None:
     store = SteppedStore(3)
     tier = Tier("host", store, PAYLOAD_BYTES)
-    told = stats_of(tier, 0, 0)
-    assert (told.tier, told.is_working, told.blocks, told.missed_blocks) == ("host", True, 0, 0)
+    stats = stats_of(tier, 0, 0)
+    assert (stats.tier, stats.is_working, stats.blocks, stats.missed_blocks) == ("host", True, 0, 0)
     looking = tier.exists([bytes(32)])
     store.run()
     assert looking.result(PATIENCE_S) == [False]
 
 
 def test_a_store_that_could_not_be_opened_does_not_work_and_holds_nothing() -> None:
-    told = stats_of_closed("disk")
-    assert (told.tier, told.is_working, told.blocks, told.capacity_bytes, told.saved_blocks) == ("disk", False, 0, 0, 0)
+    stats = stats_of_closed("disk")
+    assert (stats.tier, stats.is_working, stats.blocks, stats.capacity_bytes, stats.saved_blocks) == (
+        "disk",
+        False,
+        0,
+        0,
+        0,
+    )

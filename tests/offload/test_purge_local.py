@@ -81,7 +81,7 @@ def test_the_next_purge_reports_deletions_that_failed(is_late: bool) -> None:
     bench.offload._saver.flush()
     store.error = StoreUnavailable("gone")
     store.run()
-    bench.offload._saver.flush()  # nobody knows what it has: all of it is to be deleted
+    bench.offload._saver.flush()  # its contents are unknown: everything must be deleted
     if not is_late:
         store.run()
     (deletion,) = bench.offload.purge("B", None, None)

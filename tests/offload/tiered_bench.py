@@ -80,7 +80,7 @@ class SteppedStore:
 
     Attributes:
         num_blocks: blocks that it has room for.
-        calls: what it was told and has not done.
+        calls: calls that it has received and not executed.
         error: raised by calls; None while it works.
         touches: the keys of each touch.
     """

@@ -96,7 +96,7 @@ def test_nonsense_is_refused(arguments: dict[str, object], message: str) -> None
 
 
 def shared_prompt(_: random.Random) -> list[tuple[int, ...]]:
-    """One system prompt, then a question that nobody asks again."""
+    """One system prompt, then a question that is asked only once."""
     return [(1, 2, 3, 4, 100 + index, 10_000 + index) for index in range(1200)]
 
 

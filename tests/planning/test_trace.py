@@ -83,7 +83,7 @@ def test_whole_floats_are_integers(tmp_path: Path) -> None:
     assert load_trace(file) == load_trace(trace_of(tmp_path, line()))
 
 
-def test_ids_of_any_kind_are_told_apart(tmp_path: Path) -> None:
+def test_ids_of_any_kind_are_distinguished(tmp_path: Path) -> None:
     kinds = [-1, "-1", 1, "1", 2**64 - 1, 2**64, 2**70, -(2**70), "a" * 99, "", "\x00", 46]
     file = trace_of(tmp_path, *(line(hash_ids=[each, 46]) for each in kinds))
     firsts = [each.hash_ids[0] for each in load_trace(file)]

@@ -121,7 +121,7 @@ def test_a_random_fleet_is_known_as_it_is() -> None:
             if step < 6:
                 replica.compute(*draw.choice(prompts))
             elif step == 6:
-                replica.purge(draw.choice((None, "acme", "nobody")))
+                replica.purge(draw.choice((None, "acme", "unknown")))
             elif step == 7:
                 (view.leave if replica.name in there else view.join)(replica.name)
                 there ^= {replica.name}

@@ -35,7 +35,7 @@ def test_the_shortest_queue_wins_among_equal_matches() -> None:
 
 
 def test_a_match_is_left_when_its_queue_costs_more_than_the_match_saves() -> None:
-    for queue, expected in ((599, "a"), (601, "b")):  # half of it counts beside 300 tokens
+    for queue, expected in ((599, "a"), (601, "b")):  # half of it is compared with 300 tokens
         assert chosen([replica("a", 300, queue=queue), replica("b")]) == expected
 
 
@@ -74,7 +74,7 @@ def test_a_replica_that_computes_slowly_has_a_longer_queue() -> None:
 
 
 def test_a_part_of_what_was_computed_of_late_counts_as_a_queue() -> None:
-    for recent, expected in ((5_900, "a"), (6_100, "b")):  # half of a tenth of it counts beside 300 tokens
+    for recent, expected in ((5_900, "a"), (6_100, "b")):  # half of a tenth of it is compared with 300 tokens
         assert chosen([replica("a", 300, recent=recent), replica("b")]) == expected
     assert chosen([replica("a", recent=5), replica("b", recent=4), replica("c", recent=9)]) == "b"
 

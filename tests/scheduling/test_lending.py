@@ -109,7 +109,7 @@ def test_a_generation_that_would_run_too_long_does_not_borrow(max_new_tokens: in
     answer = bench.generate(range(100, 104), max_new_tokens, tenant="short")
     while not long.done():
         bench.core.step()
-        assert answer.told == []  # type: ignore[attr-defined]
+        assert answer.streamed == []  # type: ignore[attr-defined]
     _ends_unhurt(bench, long)
     assert len(answer.result(0).token_ids) == max_new_tokens
 

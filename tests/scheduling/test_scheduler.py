@@ -106,7 +106,7 @@ def test_a_short_prompt_is_answered_while_a_large_one_waits_for_blocks(long_toke
     short, generation = bench.submit([1000, 1001]), bench.generate([2000, 2001], 5)
     bench.core.step()
     assert short.done()
-    assert generation.told == [], "it would keep its block for longer than this step"
+    assert generation.streamed == [], "it would keep its block for longer than this step"
     assert not big.done()
     bench.run()
 
@@ -124,7 +124,7 @@ def test_a_prompt_longer_than_the_first_does_not_overtake_it() -> None:
 def test_generations_that_grow_together_get_adjacent_blocks() -> None:
     bench = Bench(num_blocks=512, max_step_tokens=512)
     futures = [bench.generate(range(100 * n, 100 * n + 10 + n), 40) for n in range(16)]
-    while min(map(len, (future.told for future in futures))) < 38:
+    while min(map(len, (future.streamed for future in futures))) < 38:
         bench.core.step()
     for request in bench.core._scheduler.running:
         steps = np.diff(request.open_lease.block_ids)

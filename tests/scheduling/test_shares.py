@@ -298,27 +298,27 @@ def test_tenants_share_the_tokens_of_decoding_requests_too() -> None:
     bench = Bench(num_blocks=4096, max_step_tokens=4, max_running_requests=16)
     many = [bench.generate([i] * 2, 300, tenant="many") for i in range(9)]
     single = bench.generate([50] * 2, 300, tenant="single")
-    while not (single.told and all(future.told for future in many)):
+    while not (single.streamed and all(future.streamed for future in many)):
         bench.core.step()
-    told_before = len(single.told)
+    streamed_before = len(single.streamed)
     for _ in range(50):
         bench.core.step()
-    assert len(single.told) - told_before == 50, "it has fewer than a share of two"
+    assert len(single.streamed) - streamed_before == 50, "it has fewer than a share of two"
 
 
 def test_more_decoding_requests_than_tokens_take_turns_and_leave_some_for_prompts() -> None:
     bench = Bench(num_blocks=4096, max_step_tokens=4, max_running_requests=16)
     decoding = [bench.generate([i] * (300 if i == 5 else 2), 200, tenant="a") for i in range(8)]
-    while not all(future.told for future in decoding):
+    while not all(future.streamed for future in decoding):
         bench.core.step()
-    told_before = [len(future.told) for future in decoding]
+    streamed_before = [len(future.streamed) for future in decoding]
     for _ in range(40):
         bench.core.step()
     prompt = bench.submit(range(100, 120), tenant="b")
     for _ in range(12):
         bench.core.step()
     assert prompt.done()
-    progress = [len(future.told) - before for future, before in zip(decoding, told_before, strict=True)]
+    progress = [len(future.streamed) - before for future, before in zip(decoding, streamed_before, strict=True)]
     assert max(progress) - min(progress) <= 2
     assert min(progress) > 10
 

@@ -170,7 +170,7 @@ class FakeEngine:
 
     def _generate(self, future, params, sampling, on_tokens) -> None:
         ids = np.frombuffer(params.tokens, dtype="<u4").tolist()
-        generated, num_told = [], 0
+        generated, num_streamed = [], 0
         is_finished = threading.Event()
         future.watch_finish(is_finished.set)
         while len(generated) < sampling.max_new_tokens and not future.cancelled() and not is_finished.is_set():
@@ -182,7 +182,7 @@ class FakeEngine:
             if len(generated) < sampling.max_new_tokens:
                 of_prompt = _prompt_logprobs_of(ids, usage, sampling) if len(generated) == 1 else ()
                 on_tokens(GeneratedTokens((generated[-1],), usage, _logprobs_of(generated[-1:], sampling), of_prompt))
-                num_told += 1
+                num_streamed += 1
         while self.is_gated and not future.cancelled() and not is_finished.is_set():
             time.sleep(0.001)
         if not future.set_running_or_notify_cancel():
@@ -202,7 +202,7 @@ class FakeEngine:
                 MissReason.COLD,
                 Timing(1, 2, 3, 6),
                 retained,
-                _logprobs_of(generated[num_told:], sampling),
+                _logprobs_of(generated[num_streamed:], sampling),
                 _prompt_logprobs_of(ids, usage, sampling),
             )
         )
@@ -408,5 +408,5 @@ def _prompt_logprobs_of(ids, usage, sampling) -> tuple[TokenLogprobs, ...]:
     """Log probabilities that tell the tokens of the prompt but the first, if they are asked for."""
     if sampling.prompt_logprobs is None:
         return ()
-    told = ids[1 : usage.prompt_tokens]
-    return tuple(TokenLogprobs(-float(each), ((each, -float(each)),) * sampling.prompt_logprobs) for each in told)
+    prompt_ids = ids[1 : usage.prompt_tokens]
+    return tuple(TokenLogprobs(-float(each), ((each, -float(each)),) * sampling.prompt_logprobs) for each in prompt_ids)

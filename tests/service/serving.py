@@ -49,7 +49,7 @@ async def serving(
 
 
 def serve_and_call(engine, function: Callable[[str], Any], model_path: str | None = None, **config: Any) -> Any:
-    """Return `function(address)`, called in a thread of its own beside a server."""
+    """Return `function(address)`, called on a separate thread while a server runs."""
 
     async def run() -> Any:
         async with serving(engine, model_path=model_path, **config) as (_, address):
@@ -99,7 +99,7 @@ async def slow_line(address: str) -> AsyncIterator[str]:
     connections = set()
 
     async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, rest_s: float) -> None:
-        with contextlib.suppress(OSError):  # one end has gone; the other is told
+        with contextlib.suppress(OSError):  # one end is closed; the other is notified
             while piece := await reader.read(65_536):
                 writer.write(piece)
                 await writer.drain()

@@ -41,10 +41,10 @@ MOMENTS = {
     "a purge, or the check after it": ("served", "checked"),
     "stop": ("checked", "stopped"),
 }
-WHOLE_SHARE = 0.08  # lives that nobody kills
+WHOLE_SHARE = 0.08  # runs that are not killed
 REQUESTS = 40  # of a life
 _AT_ONCE_S = 0.03
-_TOLD_KILLS = 100  # after each such number it says how far it is
+_REPORT_KILLS = 100  # the progress is printed after each of these
 
 
 @dataclass
@@ -225,7 +225,7 @@ class Campaign:
         is_killed, is_whole = status == -signal.SIGKILL and life.moment != "", status == 0
         if is_killed:
             report.kills[life.moment] += 1
-            if (num_kills := sum(report.kills.values())) % _TOLD_KILLS == 0:
+            if (num_kills := sum(report.kills.values())) % _REPORT_KILLS == 0:
                 print(f"{num_kills} kills, {report.answers} answers, {report.different} different", file=sys.stderr)
         elif is_whole:
             report.whole_lives += 1

@@ -113,7 +113,7 @@ def live(folder: Path, cases: list[Case], num_requests: int, purged: set[int], s
     engine.start()
     pipe.say("ready")
     if purged or chance.random() < 0.5:  # else it serves while it reads the disk
-        engine.purge(tenant="nobody").result(PATIENCE_S)
+        engine.purge(tenant="unknown").result(PATIENCE_S)
     for number in sorted(purged):
         _require_nothing_cached(engine, cases, CALLERS[number])
         pipe.say("used", number)

@@ -23,5 +23,5 @@ def running(engine: Engine) -> Iterator[Engine]:
 def settle(engine: Engine) -> None:
     """Wait until the stores have what has left the device, and the engine knows."""
     assert engine.offload is not None
-    engine.purge(tenant="nobody").result(PATIENCE_S)  # deleted after all that was given to the stores before
+    engine.purge(tenant="unknown").result(PATIENCE_S)  # completes after all earlier operations of the stores
     engine._call(engine.offload._saver.flush).result(PATIENCE_S)

@@ -83,7 +83,7 @@ class WrongWithWindow(Broken):
 
 
 class ReadsPastTheEnd(Broken):
-    """A weight of 0 for slots that nobody wrote does not silence what they hold."""
+    """A weight of 0 for unwritten slots does not hide their contents: 0 * NaN is NaN."""
 
     def spoil(self, rows: torch.Tensor, pool: KVPool, batch: PagedBatch, window: int | None) -> torch.Tensor:
         last_block = batch.block_tables[-1, -(-batch.kv_lens[-1] // batch.block_size) - 1]

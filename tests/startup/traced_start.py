@@ -222,7 +222,7 @@ def _model(is_exact: bool, head_dim: int) -> Model:
 
 
 def _stand_in(patch: pytest.MonkeyPatch, is_exact: bool) -> None:
-    """Let a model on a CPU take the parts of one on a GPU, and answers that nobody computed be taken for good ones."""
+    """Let a model on a CPU use the parts of one on a GPU, and let checks accept results that were not computed."""
 
     def agree(own: Any, fused: Any, like: torch.Tensor) -> bool:
         for num_rows in (1, 17):

@@ -44,7 +44,7 @@ def ended_request(num_generated: int = 0, **fields: object) -> Request:
     generation = None
     if num_generated:
         sampling = Sampling(num_generated)
-        generation = Generation(sampling, frozenset(), lambda news: None, list(range(num_generated)))
+        generation = Generation(sampling, frozenset(), lambda chunk: None, list(range(num_generated)))
     request = Request(params, Namespace("fake"), Future(), received_s=100.0, generation=generation)
     for name, content in fields.items():
         (owner,) = (each for each in (request.times, request.reuse, request) if hasattr(each, name))

@@ -42,7 +42,7 @@ from tests.service.command_line import launch
 ROOT = Path(__file__).parents[2]
 TRACE_ID, SPAN_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 TRACEPARENT = f"00-{TRACE_ID}-{SPAN_ID}-01"
-NOBODY = "http://127.0.0.1:1"
+NO_COLLECTOR = "http://127.0.0.1:1"
 
 
 class Receiver(TraceServiceServicer):
@@ -196,7 +196,7 @@ def quick_end(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("quick_end")
 def test_an_unreachable_collector_blocks_neither_requests_nor_the_shutdown(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO), exported_spans(TelemetryConfig(NOBODY)) as tracing:
+    with caplog.at_level(logging.INFO), exported_spans(TelemetryConfig(NO_COLLECTOR)) as tracing:
         assert tracing is not None
         bench = Bench(observers=[tracing])
         for _ in range(1000):  # 3,000 spans, more than wait at once

@@ -233,7 +233,7 @@ class Mix:
         return kind if answer == self._expected[kind, index] else f"WRONG {kind} of prompt {index}"
 
     async def _fresh(self, client: AsyncClient) -> str:
-        """Send a prompt that nobody has sent, so that blocks are evicted to the tiers."""
+        """Send a new prompt, so that blocks are evicted to the tiers."""
         ids = [*self._random.choice(self._known).ids[:32], *(self._random.randrange(256) for _ in range(100))]
         usage = (await client.prefill(ids, tenant=_TENANT)).usage
         return "fresh" if usage.cached_tokens + usage.computed_tokens == len(ids) else f"WRONG usage {usage}"

@@ -258,7 +258,7 @@ def test_a_held_lease_is_described_and_can_be_released_once(client: Client, tena
         ([], {}, grpc.StatusCode.INVALID_ARGUMENT, "token_ids: expected at least 1 token"),
         ([1, 512], {}, grpc.StatusCode.INVALID_ARGUMENT, "token_ids[1]"),
         ([1] * 131_073, {}, grpc.StatusCode.INVALID_ARGUMENT, "at most 131072 tokens, got 131073"),
-        ([1], {"adapter": "nobody"}, grpc.StatusCode.NOT_FOUND, "adapter"),
+        ([1], {"adapter": "unknown"}, grpc.StatusCode.NOT_FOUND, "adapter"),
         ([1], {"tenant": "t" * 257}, grpc.StatusCode.INVALID_ARGUMENT, "tenant: expected at most 256"),
     ],
     ids=["empty", "outside the vocabulary", "too long", "adapter", "tenant"],

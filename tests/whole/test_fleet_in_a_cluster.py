@@ -20,7 +20,7 @@ from bench.fleet.processes import descendants, listener_of
 from radixkv.service.client import Client, KVSource
 from tests.patience import PATIENCE_S, wait_until
 from tests.service.fleet.fleet_process import command_of, running_fleet
-from tests.service.server.auth.certificates import Papers
+from tests.service.server.auth.certificates import CredentialFiles
 
 pytestmark = pytest.mark.slow
 
@@ -60,11 +60,11 @@ def test_a_fleet_joins_a_cluster_and_its_replicas_use_tls(tmp_path, monkeypatch)
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
     monkeypatch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))
     monkeypatch.setenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # the machine's address is loopback
-    papers, ids = Papers(tmp_path), [*range(200)]
-    settings = [f"server.{key}={value}" for key, value in papers.tls.items()]
-    settings += [f"fleet.tls_ca={papers.ca_file}", "fleet.tls_name=localhost", "fleet.least_match_tokens=64"]
+    credential_files, ids = CredentialFiles(tmp_path), [*range(200)]
+    settings = [f"server.{key}={value}" for key, value in credential_files.tls.items()]
+    settings += [f"fleet.tls_ca={credential_files.ca_file}", "fleet.tls_name=localhost", "fleet.least_match_tokens=64"]
     flags = [part for setting in settings for part in ("--set", setting)]
-    acme, boss = papers.client("acme"), papers.client("boss")
+    acme, boss = credential_files.client("acme"), credential_files.client("boss")
     with running_head() as (address, head):
         joining = ["--ray-address", address, "--replica-host", "node", "--replicas", "2"]
         with running_fleet(*joining, *flags, log=tmp_path / "log") as fleet, Client(fleet.address, **acme) as client:
@@ -78,10 +78,10 @@ def test_a_fleet_joins_a_cluster_and_its_replicas_use_tls(tmp_path, monkeypatch)
                 source = KVSource(address=home, lease_id=held.lease_id, epoch=held.epoch)
                 there = list(client.generate(ids, kv_source=source, max_new_tokens=5))
                 here = list(replica.generate(ids, max_new_tokens=5))
-            assert [news.token_ids for news in there] == [news.token_ids for news in here]
+            assert [chunk.token_ids for chunk in there] == [chunk.token_ids for chunk in here]
             assert there[0].usage.remote_tokens >= 192, "one replica fetched from the other, over TLS"
             for credentials, code in (
-                ({"tls_ca": papers.ca_file}, grpc.StatusCode.UNAUTHENTICATED),
+                ({"tls_ca": credential_files.ca_file}, grpc.StatusCode.UNAUTHENTICATED),
                 ({}, grpc.StatusCode.UNAVAILABLE),
             ):
                 with Client(home, timeout_s=PATIENCE_S, **credentials) as stranger:

@@ -189,7 +189,7 @@ def test_tokens_equal_those_of_a_direct_call(fleet: Fleet) -> None:
     through = fleet.post("/generate", body)[0]
     with Client(fleet.addresses[0], timeout_s=PATIENCE_S) as client:
         direct = list(client.generate(ids, max_new_tokens=24))
-    assert through["output_ids"] == [token_id for news in direct for token_id in news.token_ids]
+    assert through["output_ids"] == [token_id for chunk in direct for token_id in chunk.token_ids]
     assert (through["meta_info"]["prompt_tokens"], through["meta_info"]["completion_tokens"]) == (90, 24)
 
 
@@ -201,7 +201,7 @@ def test_sampled_text_equals_that_of_a_direct_call_with_the_same_seed(fleet: Fle
     ids = fleet.post("/v1/tokenize", prompt)["tokens"]
     with Client(fleet.addresses[0], timeout_s=PATIENCE_S) as client:
         direct = list(client.generate(ids, max_new_tokens=24, seed=seed % 2**64, **drawn))
-    tokens = [token_id for news in direct for token_id in news.token_ids]
+    tokens = [token_id for chunk in direct for token_id in chunk.token_ids]
     text = fleet.post("/v1/detokenize", {"model": MODEL, "tokens": tokens})["text"]
     assert through["choices"][0]["text"].rstrip(UNFINISHED) == text.rstrip(UNFINISHED)
     assert through["usage"]["completion_tokens"] == 24

@@ -33,7 +33,7 @@ def test_generation_follows_the_model_and_streams_all_but_the_last_token() -> No
     bench.run()
     result = future.result(0)
     assert result.token_ids == continuation(range(10), 7)
-    assert future.told == list(result.token_ids[:-1])
+    assert future.streamed == list(result.token_ids[:-1])
     assert result.finish_reason is FinishReason.LENGTH
     assert (result.usage.prompt_tokens, result.usage.computed_tokens, result.usage.generated_tokens) == (10, 10, 7)
     assert bench.runner.steps == [[(0, 10)], *[[(n, n + 1)] for n in range(10, 16)]]
@@ -126,13 +126,13 @@ class TestFinish:
     def test_a_finished_generation_returns_and_caches_its_tokens(self) -> None:
         bench = Bench()
         future = bench.generate(range(10), 30)
-        while len(future.told) < 7:
+        while len(future.streamed) < 7:
             bench.core.step()
         future.finish()
         bench.run()
         result = future.result(0)
         assert result.token_ids[:7] == continuation(range(10), 7)
-        assert len(result.token_ids) <= 9, "at most the step that was under way, and the one before it was told"
+        assert len(result.token_ids) <= 9, "at most the running step, and the one before it"
         assert (result.finish_reason, result.usage.generated_tokens) == (FinishReason.STOP, len(result.token_ids))
         assert bench.core.stats.load().requests.finished == 1
         assert bench.cache.pool.num_leased == bench.cache.num_pinned_blocks == 0
@@ -142,7 +142,7 @@ class TestFinish:
     def test_other_generations_continue(self) -> None:
         bench = Bench()
         futures = [bench.generate(range(start, start + 10), 20) for start in (0, 30, 60)]
-        while len(futures[1].told) < 3:
+        while len(futures[1].streamed) < 3:
             bench.core.step()
         futures[1].finish()
         bench.run()
@@ -154,7 +154,9 @@ class TestFinish:
         futures = [bench.generate(range(start, start + 8), 16) for start in (0, 50, 100)]
         while not bench.core.stats.load().requests.paused:
             bench.core.step()
-        paused = [future for future in futures if len(future.told) < max(len(each.told) for each in futures)] or futures
+        paused = [
+            future for future in futures if len(future.streamed) < max(len(each.streamed) for each in futures)
+        ] or futures
         youngest = paused[-1]
         computed = bench.runner.computed_tokens
         youngest.finish()
@@ -169,7 +171,7 @@ class TestFinish:
     def test_a_finished_generation_gets_its_retention(self, priority: int) -> None:
         bench = Bench()
         future = bench.generate(range(10), 30, retention=Retention(priority))
-        while len(future.told) < 3:
+        while len(future.streamed) < 3:
             bench.core.step()
         future.finish()
         bench.run()
@@ -180,7 +182,7 @@ class TestFinish:
     def test_a_finished_generation_respects_write_cache(self) -> None:
         bench = Bench()
         future = bench.generate(range(10), 30, write_cache=False)
-        while len(future.told) < 7:
+        while len(future.streamed) < 7:
             bench.core.step()
         future.finish()
         bench.run()
@@ -189,7 +191,7 @@ class TestFinish:
     def test_a_generation_that_does_not_read_the_cache_publishes_at_its_end(self) -> None:
         bench = Bench()
         future = bench.generate(range(10), 30, read_cache=False)
-        while len(future.told) < 7:
+        while len(future.streamed) < 7:
             bench.core.step()
         future.finish()
         bench.run()
@@ -317,16 +319,16 @@ class TestPressure:
         waiting = bench.generate([*range(16), 77, 78], 2)
         bench.core.step()
         assert short.done()
-        assert not waiting.told, "the two others need what was left"
+        assert not waiting.streamed, "the two others need what was left"
         bench.core.step()
-        assert waiting.told, "it needs one block, and not five"
+        assert waiting.streamed, "it needs one block, and not five"
         assert not shared.done()
         bench.run()
 
     def test_a_prefill_borrows_blocks_of_running_generations_for_a_step(self) -> None:
         bench = Bench(num_blocks=8)
         running = [bench.generate(range(start, start + 5), 6) for start in (0, 50)]
-        while min(len(future.told) for future in running) < 2:
+        while min(len(future.streamed) for future in running) < 2:
             bench.core.step()
         num_free = bench.cache.pool.num_free + bench.cache.num_evictable_blocks
         brief = bench.submit(range(100, 100 + num_free * BLOCK_SIZE))
@@ -374,7 +376,7 @@ class TestPressure:
         bench = Bench(num_blocks=8)
         bench.prefill(range(100, 116))
         running = bench.generate(range(8), 8)
-        while len(running.told) < 2:
+        while len(running.streamed) < 2:
             bench.core.step()
         assert (bench.cache.pool.num_free, bench.cache.num_evictable_blocks) == (1, 4)
         coming = bench.generate(range(100, 120), 4)
@@ -389,7 +391,7 @@ class TestPressure:
         bench = Bench(num_blocks=14)
         bench.prefill(range(100, 140))
         running = bench.generate(range(8), 8)
-        while len(running.told) < 2:
+        while len(running.streamed) < 2:
             bench.core.step()
         assert (bench.cache.pool.num_free, bench.cache.num_evictable_blocks) == (1, 10)
         coming = bench.submit([*range(100, 108), 1, 2, 3, 4])
@@ -446,13 +448,13 @@ class TestWaysOut:
         bench.clock.now = 5.0
         bench.run()
         assert isinstance(future.exception(0), DeadlinePassed)
-        assert len(future.told) == 5, "the last one was under way"
+        assert len(future.streamed) == 5, "the last one was in flight"
         assert bench.cache.pool.num_leased == 0
 
     def test_a_callback_that_raises_fails_only_its_request(self) -> None:
         bench = Bench()
         broken, whole = bench.generate(range(10), 5), bench.generate(range(20, 30), 5)
-        broken.told = None
+        broken.streamed = None
         bench.run()
         assert isinstance(broken.exception(0), StepFailed)
         assert generated(whole) == continuation(range(20, 30), 5)

@@ -57,8 +57,8 @@ def call_each(client: Client) -> None:
     """Make two prefills, a generation, and a call that is refused."""
     assert client.prefill(range(200), tenant="acme").usage.computed_tokens == 200
     assert client.prefill(range(200), tenant="acme").usage.cached_tokens == 199
-    news = list(client.generate(range(150), max_new_tokens=5, ignore_eos=True, tenant="b"))
-    assert news[-1].usage.generated_tokens == 5
+    chunks = list(client.generate(range(150), max_new_tokens=5, ignore_eos=True, tenant="b"))
+    assert chunks[-1].usage.generated_tokens == 5
     with pytest.raises(grpc.RpcError):
         client.prefill([1, 512])
 

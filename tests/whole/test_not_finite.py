@@ -78,7 +78,7 @@ def test_a_generation_fails_at_the_token_with_nan_after_sending_those_before_it(
     bad, good = bench.generate(PROMPT, 12, **options), bench.generate(OTHER, 12, **options)
     bench.run()
     assert_failed_alone(bench, bad, good)
-    assert bad.told == sent
+    assert bad.streamed == sent
     assert list(good.result(0).token_ids) == continuation(OTHER, 12)
     bench.runner.not_finite = None
     whole_blocks = (len(PROMPT) + num_good - 1) // BLOCK_SIZE * BLOCK_SIZE
@@ -93,5 +93,5 @@ def test_only_the_completion_with_nan_fails() -> None:
     good = bench.generate(PROMPT, 5)
     bench.run()
     assert_failed_alone(bench, bad, good)
-    assert bad.told == [77]
+    assert bad.streamed == [77]
     assert list(good.result(0).token_ids) == continuation(PROMPT, 5)

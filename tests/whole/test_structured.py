@@ -143,9 +143,9 @@ def test_constrained_requests_do_not_change_the_samples_of_others(client: Client
     free = client.generate(prompt, temperature=1.0, seed=3, max_new_tokens=80)
     held = client.generate(prompt, temperature=1.0, seed=3, max_new_tokens=80, json_object=True)
     first = next(held)
-    together = [token_id for news in free for token_id in news.token_ids]
+    together = [token_id for chunk in free for token_id in chunk.token_ids]
     assert together == alone
-    assert tokenizer.decode([*first.token_ids, *(token_id for news in held for token_id in news.token_ids)])[0] == "{"
+    assert tokenizer.decode([*first.token_ids, *(token_id for chunk in held for token_id in chunk.token_ids)])[0] == "{"
 
 
 def test_all_kinds_of_grammars(client: Client, tokenizer: Tokenizer) -> None:

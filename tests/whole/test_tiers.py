@@ -37,7 +37,7 @@ def test_evicted_blocks_on_disk_survive_kill_9(tmp_path: Path) -> None:
         os.kill(process.pid, signal.SIGKILL)
         process.wait(PATIENCE_S)
     with serving(*settings(tmp_path)) as (_, address), Client(address, timeout_s=PATIENCE_S) as client:
-        client.purge(tenant="nobody")  # returns when the index of the disk has been read
+        client.purge(tenant="unknown")  # returns when the index of the disk has been read
         for prompt, logits in list(zip(_PROMPTS, cold, strict=True))[:3]:
             again = client.prefill(prompt, return_logits=True)
             assert again.usage.disk_tokens == 5 * _BLOCK

@@ -16,7 +16,7 @@ REFUSED = grpc.aio.AioRpcError(grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.aio.Meta
 
 
 class Call:
-    """Accepts or refuses. Whoever reads gets two batches and the news that it fell behind."""
+    """Accepts or refuses. A caller that reads gets two batches and then DATA_LOSS."""
 
     def __init__(self, service: Service) -> None:
         self.service = service

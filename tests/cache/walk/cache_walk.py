@@ -794,7 +794,7 @@ def main() -> int:
             dice = dice_of(seed, steps=100 if world in ROOMY else 1000)
             try:
                 events += walk(world, policy, dice)
-            except Exception:  # noqa: BLE001 - whatever it is, it is made short and told
+            except Exception:  # noqa: BLE001 - any failure is minimized and reported
                 traceback.print_exc()
                 print(report(world, policy, list(dice)))
                 return 1

@@ -208,7 +208,7 @@ class CollisionWalk:
         self._let_go(self.random.choice((0, 4, 12, 12, 24)))
 
     def _let_go(self, num_leases: int) -> None:
-        """Close the oldest open leases but some. Nobody may have written what they kept."""
+        """Close all open leases but the latest ones. No other lease may have written their blocks."""
         while len(self._held) > num_leases:
             lease, held = self._held.popleft()
             self.events["changes under a lease"] += not np.array_equal(held, self._read(lease.block_ids, held.size))

@@ -618,7 +618,7 @@ def test_no_list_of_a_plan_may_be_longer_than_its_room() -> None:
 
 
 class LateDevice:
-    """Does nothing before somebody waits for it: uploads read what the host's memory holds by then."""
+    """Does nothing before its result is awaited: uploads read the host's memory at that time."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._queue: list[Callable[[], object]] = []
@@ -658,7 +658,7 @@ class LateDevice:
 
 
 def test_an_engine_generates_the_same_tokens_on_a_slow_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Recorded steps are prepared, started ahead, and prepared in vain because somebody arrives or ends."""
+    """Recorded steps are prepared, started ahead, and discarded because a request arrives or ends."""
     model = load("llama", tmp_path)
     kernels = TritonKernels(is_exact=False)
 

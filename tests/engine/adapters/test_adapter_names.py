@@ -95,11 +95,11 @@ def test_a_listing_has_every_name_and_what_drains_under_its_last_name() -> None:
     names.acquire("law")
     names.assign("law", NEW)
     names.assign("court", NEW)
-    told = [
+    listed = [
         (name, known.files.digest, known.files.rank, is_draining, unfinished)
         for name, known, is_draining, unfinished in names.listing()
     ]
-    assert told == [("court", "old", 8, True, 1), ("law", "new", 16, False, 0), ("court", "new", 16, False, 0)]
+    assert listed == [("court", "old", 8, True, 1), ("law", "new", 16, False, 0), ("court", "new", 16, False, 0)]
 
 
 class TestRoom:

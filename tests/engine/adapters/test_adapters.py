@@ -74,8 +74,8 @@ def generating(engine: Engine, runner: GatedRunner, adapter: str):  # type: igno
     """Start a generation that has streamed a token and waits in a step."""
     runner.gate.clear()
     runner.entered.clear()
-    told: list[GeneratedTokens] = []
-    future = engine.generate(params(PROMPT, adapter=adapter), Sampling(4, ignore_eos=True), told.append)
+    chunks: list[GeneratedTokens] = []
+    future = engine.generate(params(PROMPT, adapter=adapter), Sampling(4, ignore_eos=True), chunks.append)
     assert runner.entered.wait(PATIENCE_S)
     return future
 
@@ -110,7 +110,7 @@ def test_a_reload_reuses_nothing_and_says_why(engine: Engine, device: FakeDevice
     assert ask(engine, "law") == (answer("two"), 0, "ADAPTER_CHANGED")
     assert ask(engine, "law") == (answer("two"), 19, "NONE")
     assert ask(engine, "law", range(40, 60)) == (answer("two", range(40, 60)), 0, "COLD")
-    assert device.told == [("add", "one"), ("add", "two"), ("remove", "one")]
+    assert device.calls == [("add", "one"), ("add", "two"), ("remove", "one")]
 
 
 def test_a_reload_of_the_same_weights_keeps_everything(engine: Engine, device: FakeDevice) -> None:
@@ -118,7 +118,7 @@ def test_a_reload_of_the_same_weights_keeps_everything(engine: Engine, device: F
     ask(engine, "law")
     assert load(engine, "law", "one") == "one"
     assert ask(engine, "law") == (answer("one"), 19, "NONE")
-    assert device.told == [("add", "one")]
+    assert device.calls == [("add", "one")]
 
 
 def test_running_requests_finish_on_the_old_weights_and_then_the_old_root_goes(
@@ -174,7 +174,7 @@ def test_one_of_two_names_unloaded_frees_nothing(engine: Engine, device: FakeDev
     ask(engine, "law")
     engine.adapters.unload("law").result(PATIENCE_S)
     assert ask(engine, "court") == (answer("one"), 19, "NONE")
-    assert device.told == [("add", "one")]
+    assert device.calls == [("add", "one")]
 
 
 def test_an_adapter_that_is_loaded_again_while_it_drains_keeps_its_cache(engine: Engine) -> None:
@@ -235,12 +235,12 @@ def test_a_listing_has_the_content_of_each_name(engine: Engine, runner: GatedRun
     load(engine, "court", "one")
     ask(engine, "law")
     ask(engine, "")
-    told = engine.adapters.listing().result(PATIENCE_S)
-    assert [(each.name, each.digest, each.cached_tokens, each.num_unfinished) for each in told] == [
+    listed = engine.adapters.listing().result(PATIENCE_S)
+    assert [(each.name, each.digest, each.cached_tokens, each.num_unfinished) for each in listed] == [
         ("law", "one", 20, 0),
         ("court", "one", 20, 0),
     ]
-    assert all(each.is_on_device and not each.is_draining and each.rank == 8 for each in told)
+    assert all(each.is_on_device and not each.is_draining and each.rank == 8 for each in listed)
     assert engine.adapters.names_of("one") == ("law", "court")
 
 

@@ -37,15 +37,15 @@ class Asked:
     """A request, and everything that a caller and the runner have seen of it.
 
     Attributes:
-        told: tokens that its callback was given.
-        told_prompt_logprobs: log probabilities of the prompt that came with the first of them, or later.
+        streamed: tokens that were passed to its callback.
+        streamed_prompt_logprobs: log probabilities of the prompt that arrived with these tokens.
         num_computed: tokens that the runner computed for it.
         upto: where its last chunk ended; None before the first.
         num_recomputed, num_skipped: tokens in which its chunks overlap, and tokens between them.
         held: the receipt of a lease that it holds.
         written_at_purge: tokens that it had published when its namespace was purged; it publishes no more.
-        may_end_early: its caller said that it wants no more tokens.
-        told_at_finish: tokens that it had been given then; None if it had none, or did not say so.
+        may_end_early: its caller has called `finish`.
+        num_streamed_at_finish: number of tokens streamed when its caller called `finish`; None if none, or not called.
         must_fail: it was in a step that failed, or its callback raised.
         num_ends: times that the engine has reported its end.
         reused: tokens that its lease reused when it began, and those of them that were public.
@@ -54,8 +54,8 @@ class Asked:
     ask: Ask
     future: Future[Any]
     request: Request = field(init=False)
-    told: list[int] = field(default_factory=list)
-    told_prompt_logprobs: list[tuple[TokenLogprobs, ...]] = field(default_factory=list)
+    streamed: list[int] = field(default_factory=list)
+    streamed_prompt_logprobs: list[tuple[TokenLogprobs, ...]] = field(default_factory=list)
     held: HeldLease | None = None
     num_computed: int = 0
     upto: int | None = None
@@ -65,7 +65,7 @@ class Asked:
     is_cancelled: bool = False
     is_judged: bool = False
     may_end_early: bool = False
-    told_at_finish: int | None = None
+    num_streamed_at_finish: int | None = None
     must_fail: bool = False
     num_ends: int = 0
     reused: tuple[int, int] = (0, 0)
@@ -103,19 +103,23 @@ class Asked:
         self.num_computed += chunk.num_tokens
         self.upto = chunk.end
 
-    def told_wrong(self, chunk: GeneratedTokens) -> list[str]:
-        """Take a token: it must be the next one, with the usage of this moment. Returns the errors."""
-        self.told.extend(chunk.token_ids)
-        self.told_prompt_logprobs += [chunk.prompt_logprobs] if len(self.told) == 1 or chunk.prompt_logprobs else []
-        told, expected = tuple(self.told), self.expected
+    def add_chunk(self, chunk: GeneratedTokens) -> list[str]:
+        """Add a streamed chunk, which must have the next tokens and the current usage. Returns the errors."""
+        self.streamed.extend(chunk.token_ids)
+        self.streamed_prompt_logprobs += (
+            [chunk.prompt_logprobs] if len(self.streamed) == 1 or chunk.prompt_logprobs else []
+        )
+        streamed, expected = tuple(self.streamed), self.expected
         return [
             *self._counted_wrong(chunk.usage),
             *_wrong(
-                told == expected[: len(told)] and len(told) < len(expected) + self.is_at_a_loss,
+                streamed == expected[: len(streamed)] and len(streamed) < len(expected) + self.is_at_a_loss,
                 "a streamed token is not the next one",
             ),
             *_wrong(not self.request.is_over, "a token was streamed after the end"),
-            *_wrong(chunk.usage.generated_tokens == len(told), "more or fewer tokens are counted than were streamed"),
+            *_wrong(
+                chunk.usage.generated_tokens == len(streamed), "more or fewer tokens are counted than were streamed"
+            ),
         ]
 
     def judge(self, now_s: float, *, is_closed: bool) -> Counter[str]:
@@ -148,7 +152,7 @@ class Asked:
         )
 
     def _is_early(self, result: PrefillResult | GenerateResult) -> bool:
-        return isinstance(result, GenerateResult) and tuple(self.told) == result.token_ids
+        return isinstance(result, GenerateResult) and tuple(self.streamed) == result.token_ids
 
     def _answered_s(self, result: PrefillResult | GenerateResult) -> float:
         timing = result.timing
@@ -170,7 +174,7 @@ class Asked:
             assert self.must_fail
         elif isinstance(error, InvalidRequest):
             assert self.is_at_a_loss
-            assert tuple(self.told) == self.expected
+            assert tuple(self.streamed) == self.expected
         else:
             assert isinstance(error, CapacityError | Draining), f"unexpected: {error!r}"
             assert is_closed or not isinstance(error, Draining)
@@ -186,22 +190,22 @@ class Asked:
         self.held = result.held_lease
 
     def _judge_generation(self, result: GenerateResult) -> None:
-        num_tokens, told = len(result.token_ids), tuple(self.told)
+        num_tokens, streamed = len(result.token_ids), tuple(self.streamed)
         assert result.token_ids == self.expected[:num_tokens], "the output is not the model's"
         is_early = self._is_early(result)
         if is_early:
             assert self.may_end_early, "a generation ended early without a reason"
         else:
-            assert told == result.token_ids[:-1]
+            assert streamed == result.token_ids[:-1]
             assert num_tokens == len(self.expected), "a generation ended early, and its last tokens were streamed late"
             assert not self.is_at_a_loss
-        most_tokens = num_tokens if self.told_at_finish is None else self.told_at_finish + 1
+        most_tokens = num_tokens if self.num_streamed_at_finish is None else self.num_streamed_at_finish + 1
         assert num_tokens <= most_tokens, "a generation continued that was to be stopped"
         is_stopped = is_early or result.token_ids[-1] in self.ask.stop_token_ids or self._has_risen(result)
         assert result.finish_reason is (FinishReason.STOP if is_stopped else FinishReason.LENGTH)
         assert result.usage.generated_tokens == len(result.token_ids)
         assert result.prompt_logprobs == self.expected_prompt_logprobs
-        assert not self.told or self.told_prompt_logprobs == [self.expected_prompt_logprobs]
+        assert not self.streamed or self.streamed_prompt_logprobs == [self.expected_prompt_logprobs]
 
     def _has_risen(self, result: GenerateResult) -> bool:
         """Whether a generation whose tokens must rise can't continue."""

@@ -64,8 +64,8 @@ class EngineOracle(Observer):
         self._news += 1
 
     def finishing(self, asked: Asked) -> None:
-        if asked.told and not asked.future.done() and asked.told_at_finish is None:
-            asked.told_at_finish = len(asked.told)
+        if asked.streamed and not asked.future.done() and asked.num_streamed_at_finish is None:
+            asked.num_streamed_at_finish = len(asked.streamed)
         asked.may_end_early = True
         self._news += 1
 
@@ -87,9 +87,9 @@ class EngineOracle(Observer):
         if not asked.num_computed:
             asked.reused = lease.cached_tokens, lease.public_tokens
 
-    def told(self, asked: Asked, chunk: GeneratedTokens) -> None:
-        """Take a token. An error here would look like the caller's, so it is kept for the end of the step."""
-        self._runner.violations += asked.told_wrong(chunk)
+    def check_chunk(self, asked: Asked, chunk: GeneratedTokens) -> None:
+        """Check a streamed chunk. Errors are reported at the end of the step: here they would count as the caller's."""
+        self._runner.violations += asked.add_chunk(chunk)
 
     def computing(self, parts: Sequence[Part], broken: Sequence[Part]) -> list[Asked]:
         """Note that a step computes, whose parts `broken` will fail. Returns its requests."""
@@ -322,7 +322,7 @@ class EngineOracle(Observer):
             for asked in self._asked.values()
             for end in range(0, len(asked.ask.tokens), 4)
         }
-        num_decoded = sum(len(asked.told) for asked in self._asked.values())
+        num_decoded = sum(len(asked.streamed) for asked in self._asked.values())
         num_again = self._runner.num_tokens - len(prefixes) - num_decoded
         most_lost = self.events["preemptions"] * (self._world.block_size - 1)  # only full blocks were published
         assert 0 <= num_again <= most_lost, "a token was computed twice"

@@ -330,15 +330,15 @@ class SimulatedEngine:
         assert not any(each.is_draining or each.num_unfinished for each in self.adapters.loaded())
         assert self.device.held == named
         assert {tree.owner.namespace.adapter for tree in self.cache._trees.values()} <= {"", *named}
-        self.oracle.events["adapters drained"] += sum(what == "remove" for what, _ in self.device.told)
+        self.oracle.events["adapters drained"] += sum(what == "remove" for what, _ in self.device.calls)
 
     def _take(self, asked: Asked, chunk: GeneratedTokens) -> None:
-        self.oracle.told(asked, chunk)
-        if len(asked.told) == asked.ask.cancels_at:
+        self.oracle.check_chunk(asked, chunk)
+        if len(asked.streamed) == asked.ask.cancels_at:
             self._give_up(asked)
-        if len(asked.told) == asked.ask.finishes_at:
+        if len(asked.streamed) == asked.ask.finishes_at:
             self._want_no_more(asked)
-        if len(asked.told) == asked.ask.raises_at:
+        if len(asked.streamed) == asked.ask.raises_at:
             asked.must_fail = True
             raise CallerBroke
 

@@ -16,7 +16,7 @@ ROWS = torch.zeros(1, 1)
 
 
 class Machine:
-    """A machine on which calls take, and wait, as long as they are told."""
+    """A machine on which calls take, and wait, for a given time."""
 
     now_s = waited_s = 0.0
 
@@ -64,9 +64,9 @@ def test_a_machine_is_busy_after_many_descheduled_calls_and_timing_ends() -> Non
 def test_a_single_thread_is_timed_by_its_cpu_clock() -> None:
     before = torch.get_num_threads()
     try:
-        for num_threads, is_told in ((1, False), (2, True)):
+        for num_threads, is_measured in ((1, False), (2, True)):
             torch.set_num_threads(num_threads)
-            assert (Stopwatch.here()._waited is waited_s) is is_told
+            assert (Stopwatch.here()._waited is waited_s) is is_measured
     finally:
         torch.set_num_threads(before)
 
@@ -103,4 +103,4 @@ def test_on_a_busy_machine_a_batch_invariant_backend_is_chosen(monkeypatch: pyte
         return choose_gemm(torch.ones(8, 8), None, ("fast", "alike"), is_exact=False)
 
     assert chosen(machine.watch()) == GemmChoice("alike")
-    assert chosen(Stopwatch(lambda: machine.now_s)) == GemmChoice("fast"), "nobody had the processor"
+    assert chosen(Stopwatch(lambda: machine.now_s)) == GemmChoice("fast"), "no other process used the processor"

@@ -50,7 +50,7 @@ def test_a_non_finite_scale_affects_only_its_vector(kv_dtype: torch.dtype, kerne
     pool = filled_pool(kv_dtype, kernel_device)
     assert pool.scales is not None
     pool.scales[BLOCK_IDS[1], LAYER, 1, 0, 5] = float("nan")
-    values = assert_is_reference(pool, BF16, kernel_device)[:, :, :, :, :-1]  # nobody wrote the last slots
+    values = assert_is_reference(pool, BF16, kernel_device)[:, :, :, :, :-1]  # the last slots are unwritten
     assert values[1, 0, 1, 0, 5].isnan().all()
     assert int(values.isnan().sum()) == pool.head_dim
 

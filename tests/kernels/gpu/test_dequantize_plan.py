@@ -74,7 +74,7 @@ def with_shared_prefix(step: Step, shared_tokens: int) -> Step:
 def test_attention_over_plain_blocks_is_attention_over_the_pool(
     kv_dtype: torch.dtype, dtype: torch.dtype, block_size: int, window: int | None, kernel_device: str
 ) -> None:
-    """Slots that nobody wrote hold NaN, and so do blocks that lie before the window."""
+    """Unwritten slots hold NaN, and so do blocks before the window."""
     lengths, dtypes = ([210, 0, 130], [17, 37, 1]), {"dtype": dtype, "kv_dtype": kv_dtype}
     step = make_step(*lengths, GQA, block_size=block_size, **dtypes, device=kernel_device)
     step = with_shared_prefix(step, 0)

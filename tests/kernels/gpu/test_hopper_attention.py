@@ -37,7 +37,7 @@ def make(
     block_size: int = 64,
     dtype: torch.dtype = BF16,
 ) -> Step:
-    """Slots that nobody wrote hold NaN."""
+    """Unwritten slots hold NaN."""
     return make_step(
         prefix_lens, query_lens, heads, block_size=block_size, head_dim=head_dim, dtype=dtype, device=device
     )

@@ -163,15 +163,15 @@ class TestMissing:
         assert all(call.startswith("-pipe ") for call in calls(tmp_path / "bin"))
 
     @pytest.mark.parametrize(
-        ("says", "told"),
+        ("output", "reported"),
         [
             ("echo no space left", "no space left"),
             ("echo 'a.cpp:1: error: no such option'; echo stopped.", "a.cpp:1: error: no such option"),
         ],
     )
-    def test_the_error_of_a_failing_compiler_is_reported(self, says: str, told: str, tmp_path: Path) -> None:
-        failing = compiler(tmp_path / "bin", f"#!/bin/sh\n{{ {says}; }} >&2\nexit 1\n")
-        with pytest.raises(NotCompiled, match=rf"ended with status 1: {told}$"):
+    def test_the_error_of_a_failing_compiler_is_reported(self, output: str, reported: str, tmp_path: Path) -> None:
+        failing = compiler(tmp_path / "bin", f"#!/bin/sh\n{{ {output}; }} >&2\nexit 1\n")
+        with pytest.raises(NotCompiled, match=rf"ended with status 1: {reported}$"):
             load_library(tmp_path / "cache", failing)
         assert list((tmp_path / "cache" / "kernels").glob("*.so")) == []
 

@@ -14,7 +14,7 @@ from tests.model.exact.checkpoints import load_eager
 
 
 def write_adapter(checkpoint: Path, directory: Path, seed: int = 0, **options: Any) -> Path:
-    """Make an adapter of all linear layers, unless told otherwise, and write it; returns the directory.
+    """Create an adapter, by default of all linear layers, and write it; returns the directory.
 
     Args:
         checkpoint: the base model.

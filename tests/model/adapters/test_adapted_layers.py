@@ -60,10 +60,10 @@ def test_non_adjacent_requests_of_one_adapter_agree_with_peft(adapted: Adapted) 
 def test_base_rows_do_not_depend_on_adapters_in_the_batch(adapted: Adapted) -> None:
     tokens, blocks = prompt(40), tables(2)
     alone = adapted.runner.run([adapted.chunk(0, tokens, 0, 40, blocks[0])]).logits
-    beside = adapted.runner.run(
+    together = adapted.runner.run(
         [adapted.chunk(1, prompt(25, 1), 0, 25, blocks[1]), adapted.chunk(0, tokens, 0, 40, blocks[0])]
     ).logits[25:]
-    assert torch.equal(alone, beside)
+    assert torch.equal(alone, together)
 
 
 def test_an_adapter_that_is_not_loaded_fails_only_its_step(adapted: Adapted) -> None:

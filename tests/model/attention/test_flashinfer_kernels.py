@@ -59,7 +59,7 @@ def wrappers(monkeypatch: pytest.MonkeyPatch) -> list[BatchPrefillWithPagedKVCac
 
 
 def test_the_trial_of_our_own_kernels_is_passed(wrappers: list[BatchPrefillWithPagedKVCacheWrapper]) -> None:
-    """Ragged batches in company, windows, caps, slots that nobody wrote, and adjacent and scattered blocks."""
+    """Ragged batches in company, windows, caps, unwritten slots, and adjacent and scattered blocks."""
     kinds = (KIND, AttentionKind(4, 100, None), AttentionKind(2, 100, 30.0))
     check_attention(Kernels(Ours(), "fa3"), replace(USE, kinds=kinds))
     assert {wrapper.backend for wrapper in wrappers} == {"fa3"}

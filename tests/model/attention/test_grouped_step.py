@@ -39,7 +39,7 @@ def tokens_of(seed: int, count: int) -> bytes:
 
 
 class Divided:
-    """A runner over two pools whose slots are NaN where nobody wrote, and the books of the parts."""
+    """A runner over two pools whose unwritten slots are NaN, and the bookkeeping of the parts."""
 
     def __init__(self, model: Model, kv_dtype: str = "auto") -> None:
         groups = LayerGroups.of(model.windows, model.max_tokens)

@@ -4,7 +4,8 @@
     OMP_NUM_THREADS=1 python -m tests.model.exact.exact_cases --cases 18000 --tiers host --leaving-share 1 --jobs 2
 
 Each case computes a prompt alone and without the cache, then through the cache: a part of it cached, in chunks of
-another size, beside other requests, after evictions. Logits and the K/V of all tokens are compared bit for bit.
+another size, with other requests in the batch, after evictions. Logits and the K/V of all tokens are compared bit for
+bit.
 """
 
 from __future__ import annotations
@@ -230,7 +231,7 @@ class Cases:
         part_of = windows.pools[-1].part_of if windows.pools else None
         stores = open_stores(tiers, self.runner, InvocationMarks(), part_of=part_of)
         for pool in (*storage.pools, *storage.part_pools):
-            pool.blocks.fill_(0xFF)  # NaN: a slot that nobody wrote shows in every sum that it gets into
+            pool.blocks.fill_(0xFF)  # NaN: reading an unwritten slot changes every sum that it is part of
         listeners = [] if stores is None else [stores.index]
         self.cache = PrefixCache(NUM_BLOCKS, self.block_size, listeners=listeners, windows=windows, snapshots=states)
         self.offload = None if stores is None else stores.connect(self.cache, AlwaysLoad(self.block_size))[0]
@@ -263,7 +264,7 @@ class Cases:
         warm = self._ask([*mates, (prompt, "mine", True, adapter)])
         self.counts["cases"] += 1
         self.counts["adapters"] += bool(adapter)
-        self.counts["beside other adapters"] += any(mate[-1] != adapter for mate in mates)
+        self.counts["next to other adapters"] += any(mate[-1] != adapter for mate in mates)
         if warm is None:
             self.counts["without room"] += 1
             return ""
@@ -287,7 +288,7 @@ class Cases:
         return self.random.choice(self.adapters) if len(self.adapters) > 1 else ""
 
     def _turn_after(self, prompt: list[int], adapter: str) -> list[int]:
-        """Generate after a prompt, beside other requests. Returns the next turn, whose K/V come from decode steps."""
+        """Generate after a prompt, with other requests. Returns the next turn, whose K/V come from decode steps."""
         count = self.random.choice((2, self.random.randint(2, 40)))
         prompt = prompt[: USUAL_TOKENS - count - 2]
         core = self._core(self.random.choice((33, 200)))
@@ -456,7 +457,7 @@ def _models(options: argparse.Namespace) -> list[str]:
 
 
 def _beside(stored: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Put the layers of pools beside each other; those of fewer bytes end with zeros."""
+    """Concatenate the layers of pools; those of fewer bytes are padded with zeros."""
     num_bytes = max(each.shape[2] for each in stored)
     return torch.cat([functional.pad(each, (0, num_bytes - each.shape[2])) for each in stored], dim=1)
 

@@ -20,8 +20,8 @@ def owned_of(**keys: Namespace) -> NamespaceKeys:
 def test_keys_are_counted_by_tenant_and_found_by_namespace() -> None:
     owned = owned_of(a=ACME, b=SALTED, c=ACME, d=OTHER)
     assert owned.num_by_tenant == {"acme": 3, "other": 1}
-    assert (sorted(owned.keys_of(ACME)), owned.keys_of(Namespace("m", "nobody"))) == ([b"a", b"c"], [])
-    assert (owned.num_of(ACME), owned.num_of(Namespace("m", "nobody"))) == (2, 0)
+    assert (sorted(owned.keys_of(ACME)), owned.keys_of(Namespace("m", "unknown"))) == ([b"a", b"c"], [])
+    assert (owned.num_of(ACME), owned.num_of(Namespace("m", "unknown"))) == (2, 0)
     assert (len(owned), owned[b"b"], b"e" in owned) == (4, SALTED, False)
 
 
@@ -49,7 +49,7 @@ def test_a_page_of_a_tenant_passes_others_within_a_bound(monkeypatch: pytest.Mon
     monkeypatch.setattr(namespace_keys, "MAX_PASSED", 2)
     owned = owned_of(a=ACME, b=SALTED, d=OTHER)
     page = owned.page(0, "other", 10)
-    assert (page.namespaces, page.num_compared) == ((), 0), "those of others are not told"
+    assert (page.namespaces, page.num_compared) == ((), 0), "those of others are not reported"
     assert page.next_place is not None
     assert owned.page(page.next_place, "other", 10).namespaces == (StoredNamespace(OTHER, 1),)
 

@@ -155,7 +155,7 @@ def test_a_purge_forgets_stored_and_queued_blocks() -> None:
     assert len(cached.departed()) == 2
 
 
-@pytest.mark.parametrize("names", [("acme", "x", None), ("acme", None, "x"), ("nobody", None, None), (None, "x", "")])
+@pytest.mark.parametrize("names", [("acme", "x", None), ("acme", None, "x"), ("unknown", None, None), (None, "x", "")])
 def test_a_purge_of_other_names_forgets_nothing(names: tuple[str | None, str | None, str | None]) -> None:
     cached = Cached()
     cached.put(range(8))

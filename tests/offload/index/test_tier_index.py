@@ -308,5 +308,5 @@ def test_the_index_of_a_shared_store_forgets_the_least_recently_used() -> None:
     for key in (b"a", b"b"):
         assert tier_index.add(key, NAMESPACE) is None
     tier_index.note_evicted(b"a")
-    assert tier_index.add(b"c", NAMESPACE) is None, "the store is told nothing"
+    assert tier_index.add(b"c", NAMESPACE) is None, "nothing is passed to the store"
     assert [key in tier_index for key in (b"a", b"b", b"c")] == [True, False, True]

@@ -9,7 +9,7 @@ from radixkv.offload.tiers.disk import DiskStore
 
 from .blocks import FORMAT, OBJECT_BYTES
 
-PAGE_BYTES = 4096  # more than a payload, or what is beside it
+PAGE_BYTES = 4096  # more than a payload, or its header
 SLOT_BYTES = 2 * PAGE_BYTES
 
 

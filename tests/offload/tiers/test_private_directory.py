@@ -35,7 +35,7 @@ def test_the_directory_of_a_disk_tier_is_private(tmp_path: Path) -> None:
 
 def test_what_does_not_exist_is_not_refused() -> None:
     require_private(Path("/dev/null/below"))
-    require_private(Path("/dev/shm/radixkv-that-nobody-made"))
+    require_private(Path("/dev/shm/radixkv-does-not-exist"))
 
 
 def test_a_parent_with_the_sticky_bit_is_accepted(tmp_path: Path) -> None:

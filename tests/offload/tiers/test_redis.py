@@ -156,9 +156,9 @@ def test_an_error_about_a_wrong_password_does_not_contain_it(tmp_path: Path) -> 
     with redis_server(tmp_path, "--requirepass", "correct") as server:
         for login, error in ((":wrong@", "AuthenticationError"), ("", "AuthenticationError")):
             store = RedisStore(f"redis://{login}127.0.0.1:{server.port}/0", OBJECT_BYTES, timeout_s=60.0)
-            with pytest.raises(StoreUnavailable, match=f"redis_url: expected an answer, got {error}") as told:
+            with pytest.raises(StoreUnavailable, match=f"redis_url: expected an answer, got {error}") as raised:
                 store.get([key_of(1)])
-            assert "wrong" not in str(told.value)
+            assert "wrong" not in str(raised.value)
         right = RedisStore(f"redis://:correct@127.0.0.1:{server.port}/0", OBJECT_BYTES, timeout_s=60.0)
         assert right.put([block(1)]).outcomes == (PutOutcome.STORED,)
 
@@ -271,6 +271,6 @@ def test_a_reply_that_never_ends_is_given_up(answer: Callable[[socket.socket], N
 def test_a_url_of_something_else_is_refused_without_its_words() -> None:
     with pytest.raises(
         ConfigError, match=r"tiers.redis_url: expected redis://HOST:PORT/DB, got something else"
-    ) as told:
+    ) as raised:
         RedisStore("http://user:password@host", OBJECT_BYTES)
-    assert "password" not in str(told.value)
+    assert "password" not in str(raised.value)

@@ -120,19 +120,19 @@ def test_a_cut_object_has_no_checksum(
 
 
 def test_read_ahead_is_announced_for_distant_slots_only(file: SlotFile, monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[tuple[int, int]] = []
+    advised: list[tuple[int, int]] = []
 
     rooms = {file._heads: SIZES.head_room, file._blocks: SIZES.body_room}
 
     def advise(descriptor: int, start: int, size: int, advice: int) -> None:
         assert advice == os.POSIX_FADV_WILLNEED
-        told.append((start // rooms[descriptor], size // rooms[descriptor]))
+        advised.append((start // rooms[descriptor], size // rooms[descriptor]))
 
     monkeypatch.setattr(os, "posix_fadvise", advise)
     read(file, 2, 1, 3)
-    assert told == []
+    assert advised == []
     read(file, 6, 0, 1, 3, 4)
-    assert told == [(3, 2), (3, 2), (6, 1), (6, 1)]
+    assert advised == [(3, 2), (3, 2), (6, 1), (6, 1)]
 
 
 @pytest.mark.parametrize("payload_bytes", [1, 4096, MIB - 1, 2 * MIB, 5 * MIB + 7])

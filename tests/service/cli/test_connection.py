@@ -5,7 +5,7 @@ import pytest
 from radixkv.service.cli.main import main
 from tests.service.command_line import launch, run_cli
 from tests.service.fake_engine import FakeEngine
-from tests.service.server.auth.certificates import TOKENS, Papers
+from tests.service.server.auth.certificates import TOKENS, CredentialFiles
 from tests.service.serving import WITHOUT_ENGINE, serve_and_call
 
 
@@ -58,7 +58,7 @@ def test_a_file_that_can_not_be_read_is_named_with_its_option(capsys, tmp_path, 
 
 @pytest.mark.parametrize("content", [b"", b"junk"])
 def test_a_certificate_that_is_none_is_refused_before_a_call(capsys, tmp_path, content):
-    Papers(tmp_path)
+    CredentialFiles(tmp_path)
     (tmp_path / "junk.pem").write_bytes(content)
     tls = ["--tls-ca", str(tmp_path / "ca.pem"), "--certificate", str(tmp_path / "junk.pem")]
     assert main(["stats", *tls, "--key", str(tmp_path / "server.key")]) == 2
@@ -85,18 +85,18 @@ def test_the_commands_of_a_client_work_where_the_engine_is_not_installed():
 
 
 def test_a_token_comes_from_a_file_or_the_environment(tmp_path, monkeypatch, capsys):
-    papers = Papers(tmp_path)
+    credential_files = CredentialFiles(tmp_path)
     file = tmp_path / "acme.token"
     file.write_text(TOKENS["acme"] + "\n")
     engine = FakeEngine()
 
     def talk(address):
-        call = ["prefill", "--tokens", "1,2", "--address", address, "--tls-ca", str(papers.ca_file)]
+        call = ["prefill", "--tokens", "1,2", "--address", address, "--tls-ca", str(credential_files.ca_file)]
         codes = [main([*call, "--token-file", str(file)]), main(call)]
         monkeypatch.setenv("RADIXKV_TOKEN", TOKENS["globex"])
         return [*codes, main(call)]
 
-    assert serve_and_call(engine, talk, **papers.tls) == [0, 1, 0]
+    assert serve_and_call(engine, talk, **credential_files.tls) == [0, 1, 0]
     assert [params.caller.tenant for params in engine.params] == ["acme", "globex"]
     assert "radixkv: UNAUTHENTICATED: " in capsys.readouterr().err
 

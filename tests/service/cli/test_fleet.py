@@ -7,7 +7,7 @@ import pytest
 
 from radixkv.service.cli.main import main
 from tests.service.command_line import usage_error
-from tests.service.server.auth.certificates import Papers
+from tests.service.server.auth.certificates import CredentialFiles
 
 
 @pytest.mark.parametrize("replicas", ["0", "3:2", "0:2", "two", "-1", "1:"])
@@ -89,8 +89,8 @@ def test_replicas_beyond_this_machine_need_a_network_of_their_own(host, capsys) 
 
 
 def test_tokens_go_to_replicas_on_other_machines_by_tls_alone(tmp_path, capsys) -> None:
-    papers = Papers(tmp_path)
-    flags = ["--replica-host", "node", *(f"--set=server.{key}={value}" for key, value in papers.tls.items())]
+    credential_files = CredentialFiles(tmp_path)
+    flags = ["--replica-host", "node", *(f"--set=server.{key}={value}" for key, value in credential_files.tls.items())]
     assert main(["fleet", *flags, "--insecure"]) == 2
     assert "tokens would be sent to replicas unencrypted" in capsys.readouterr().err
     messages = {"absent": "expected a file of certificates", "tokens.toml": f"{tmp_path / 'tokens.toml'} contains no"}
@@ -100,11 +100,11 @@ def test_tokens_go_to_replicas_on_other_machines_by_tls_alone(tmp_path, capsys) 
 
 
 def test_tls_of_replicas_is_that_of_the_server(tmp_path, capsys) -> None:
-    papers = Papers(tmp_path)
-    assert main(["fleet", f"--set=fleet.tls_ca={papers.ca_file}"]) == 2
+    credential_files = CredentialFiles(tmp_path)
+    assert main(["fleet", f"--set=fleet.tls_ca={credential_files.ca_file}"]) == 2
     assert "fleet.tls_ca: requires server.tls_certificate" in capsys.readouterr().err
-    tls = [f"--set=server.{key}={papers.tls[key]}" for key in ("tls_certificate", "tls_key")]
-    assert main(["fleet", "--replica-host", "node", f"--set=fleet.tls_ca={papers.ca_file}", *tls]) == 2
+    tls = [f"--set=server.{key}={credential_files.tls[key]}" for key in ("tls_certificate", "tls_key")]
+    assert main(["fleet", "--replica-host", "node", f"--set=fleet.tls_ca={credential_files.ca_file}", *tls]) == 2
     assert "without server.tokens_file and fleet.tls_ca" in capsys.readouterr().err
 
 

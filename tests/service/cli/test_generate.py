@@ -103,7 +103,7 @@ def test_a_string_ends_the_answer_and_is_not_printed(capsys):
     answer = json.loads(out)
     assert (answer["text"], answer["token_ids"], answer["matched_stop"]) == ("!", [33, 66], "B")
     _, out, _ = run_cli(capsys, FakeEngine(), "generate", "--tokens", "33", *options, model_path="tiny")
-    assert out.startswith("33 66\n"), "tokens are told whole"
+    assert out.startswith("33 66\n"), "tokens are printed whole"
 
 
 def test_a_terminal_gets_no_orders_from_a_model(capsys, monkeypatch):

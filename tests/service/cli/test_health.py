@@ -14,7 +14,7 @@ from google.protobuf.wrappers_pb2 import Int32Value
 
 from radixkv.service.cli.main import main
 from tests.service.fake_engine import FakeEngine
-from tests.service.server.auth.certificates import Papers
+from tests.service.server.auth.certificates import CredentialFiles
 from tests.service.serving import serve_and_call
 
 
@@ -37,31 +37,34 @@ def engine(*, is_healthy: bool = True) -> FakeEngine:
 
 
 @pytest.fixture(scope="module")
-def papers(tmp_path_factory: pytest.TempPathFactory) -> Papers:
-    return Papers(tmp_path_factory.mktemp("papers"))
+def credential_files(tmp_path_factory: pytest.TempPathFactory) -> CredentialFiles:
+    return CredentialFiles(tmp_path_factory.mktemp("credential_files"))
 
 
 @pytest.mark.parametrize("is_healthy", [True, False])
 @pytest.mark.parametrize("has_tls", [False, True])
 def test_the_exit_code_says_whether_a_server_serves_with_and_without_tls(
-    papers: Papers, capsys: pytest.CaptureFixture[str], is_healthy: bool, has_tls: bool
+    credential_files: CredentialFiles, capsys: pytest.CaptureFixture[str], is_healthy: bool, has_tls: bool
 ) -> None:
-    tls: dict[str, Any] = papers.tls if has_tls else {}
+    tls: dict[str, Any] = credential_files.tls if has_tls else {}
     assert serve_and_call(engine(is_healthy=is_healthy), status_of(), **tls) == (0 if is_healthy else 1)
     assert capsys.readouterr().out == ("SERVING\n" if is_healthy else "NOT_SERVING\n")
 
 
 def test_a_certificate_of_an_authority_is_verified_if_the_authority_is_given(
-    papers: Papers, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    credential_files: CredentialFiles, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    assert serve_and_call(engine(), status_of("--tls-ca", str(papers.ca_file), "--json"), **papers.tls) == 0
+    assert (
+        serve_and_call(engine(), status_of("--tls-ca", str(credential_files.ca_file), "--json"), **credential_files.tls)
+        == 0
+    )
     assert json.loads(capsys.readouterr().out) == {"status": "SERVING"}
-    others = Papers(tmp_path)
-    assert serve_and_call(engine(), status_of("--tls-ca", str(others.ca_file)), **papers.tls) == 1
+    others = CredentialFiles(tmp_path)
+    assert serve_and_call(engine(), status_of("--tls-ca", str(others.ca_file)), **credential_files.tls) == 1
 
 
 def test_no_token_is_sent_to_a_server_whose_certificate_is_not_verified(
-    papers: Papers, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    credential_files: CredentialFiles, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[str] = []
 
@@ -72,7 +75,7 @@ def test_no_token_is_sent_to_a_server_whose_certificate_is_not_verified(
     server = grpc.server(futures.ThreadPoolExecutor(1))
     handlers = {"Check": grpc.unary_unary_rpc_method_handler(check)}
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("grpc.health.v1.Health", handlers),))
-    key, certificate = ((papers.folder / name).read_bytes() for name in ("server.key", "server.pem"))
+    key, certificate = ((credential_files.folder / name).read_bytes() for name in ("server.key", "server.pem"))
     port = server.add_secure_port("127.0.0.1:0", grpc.ssl_server_credentials([(key, certificate)]))
     server.start()
     monkeypatch.setenv("RADIXKV_TOKEN", "secret")

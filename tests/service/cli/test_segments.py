@@ -46,8 +46,8 @@ def test_an_adapter_is_shown_by_its_names_or_by_its_digest_when_it_has_none(caps
         publish(engine.cache, "abcd", Namespace("model", "a", digest))
     engine.adapters.load_now("law", Path("0123456789abcdef"))
     engine.adapters.load_now("court", Path("0123456789abcdef"))
-    told = rows(run_cli(capsys, engine, "segments")[1])
-    assert [" ".join(row[2:6]) for row in told[1:3]] == ["a adapter law, court", "a adapter fedcba987654 0"]
+    printed = rows(run_cli(capsys, engine, "segments")[1])
+    assert [" ".join(row[2:6]) for row in printed[1:3]] == ["a adapter law, court", "a adapter fedcba987654 0"]
 
 
 def test_a_page_names_the_token_of_the_next_page(capsys, engine):

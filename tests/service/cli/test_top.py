@@ -33,7 +33,7 @@ from tests.fakes import publish
 from tests.patience import PATIENCE_S
 from tests.service.command_line import fake_service, run_cli
 from tests.service.fake_engine import FakeEngine
-from tests.service.server.auth.certificates import TOKENS, Papers
+from tests.service.server.auth.certificates import TOKENS, CredentialFiles
 from tests.service.serving import serve_and_call
 
 
@@ -46,12 +46,12 @@ def engine() -> FakeEngine:
 
 
 def test_a_tenant_may_look_too(tmp_path, capsys, engine):
-    papers = Papers(tmp_path)
+    credential_files = CredentialFiles(tmp_path)
     file = tmp_path / "acme.token"
     file.write_text(TOKENS["acme"])
     publish(engine.cache, "abc", Namespace("model", "acme"))
-    call = ["top", "--once", "--tls-ca", str(papers.ca_file), "--token-file", str(file)]
-    assert serve_and_call(engine, lambda address: main([*call, "--address", address]), **papers.tls) == 0
+    call = ["top", "--once", "--tls-ca", str(credential_files.ca_file), "--token-file", str(file)]
+    assert serve_and_call(engine, lambda address: main([*call, "--address", address]), **credential_files.tls) == 0
     out = capsys.readouterr().out
     assert re.search(r"^acme +\d", out, re.MULTILINE)
     assert re.search(r"^hottest segments: 1, ", out, re.MULTILINE)

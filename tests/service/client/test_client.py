@@ -27,7 +27,7 @@ from radixkv.v1.prefill_pb2_grpc import PrefillServiceServicer, add_PrefillServi
 from tests.events.fake_source import FakeSource
 from tests.patience import PATIENCE_S
 from tests.service.fake_engine import FakeEngine
-from tests.service.server.auth.certificates import Papers
+from tests.service.server.auth.certificates import CredentialFiles
 from tests.service.serving import WITHOUT_ENGINE, becomes_true, serve_and_call, serving
 
 
@@ -408,17 +408,17 @@ def test_a_token_is_sent_with_every_call_with_or_without_a_prefix_key():
 
 
 def test_both_clients_call_over_tls_with_a_token(tmp_path):
-    papers = Papers(tmp_path)
+    credential_files = CredentialFiles(tmp_path)
     engine = FakeEngine()
     engine.events = FakeSource()
 
     def talk(address):
-        with Client(address, timeout_s=PATIENCE_S, **papers.client("boss")) as client:
+        with Client(address, timeout_s=PATIENCE_S, **credential_files.client("boss")) as client:
             return client.prefill([1, 2]).next_token_id, next(client.subscribe()).snapshot.count
 
     async def run():
-        async with serving(engine, **papers.tls) as (_, address):
-            async with AsyncClient(address, timeout_s=PATIENCE_S, **papers.client("boss")) as client:
+        async with serving(engine, **credential_files.tls) as (_, address):
+            async with AsyncClient(address, timeout_s=PATIENCE_S, **credential_files.client("boss")) as client:
                 awaited = (await client.prefill([1, 2])).next_token_id, (await anext(client.subscribe())).snapshot.count
             return awaited, await asyncio.to_thread(talk, address)
 

@@ -35,7 +35,7 @@ from radixkv.service.client import (
 from radixkv.v1.prefill_pb2 import GenerateResponse, PrefillResponse
 from radixkv.v1.prefill_pb2_grpc import PrefillServiceServicer, add_PrefillServiceServicer_to_server
 from tests.patience import PATIENCE_S
-from tests.service.server.auth.certificates import Papers
+from tests.service.server.auth.certificates import CredentialFiles
 
 REASON = "token_ids: expected what the service expects, got something else"
 
@@ -88,20 +88,20 @@ def address() -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def papers(tmp_path_factory: pytest.TempPathFactory) -> Papers:
+def credential_files(tmp_path_factory: pytest.TempPathFactory) -> CredentialFiles:
     """Certificates."""
-    return Papers(tmp_path_factory.mktemp("papers"))
+    return CredentialFiles(tmp_path_factory.mktemp("credential_files"))
 
 
 @pytest.fixture(scope="module")
-def tls_address(papers: Papers) -> Iterator[str]:
+def tls_address(credential_files: CredentialFiles) -> Iterator[str]:
     """Address of a server with TLS."""
-    with served(grpc.ssl_server_credentials([key_pair(papers)])) as (address, _):
+    with served(grpc.ssl_server_credentials([key_pair(credential_files)])) as (address, _):
         yield address
 
 
-def key_pair(papers: Papers) -> tuple[bytes, bytes]:
-    return (papers.folder / "server.key").read_bytes(), (papers.folder / "server.pem").read_bytes()
+def key_pair(credential_files: CredentialFiles) -> tuple[bytes, bytes]:
+    return (credential_files.folder / "server.key").read_bytes(), (credential_files.folder / "server.pem").read_bytes()
 
 
 @pytest.fixture(scope="module")
@@ -240,8 +240,8 @@ def test_an_http_port_is_not_the_service(call: Call) -> None:
 
 
 @pytest.mark.parametrize("call", UNARY)
-def test_tls_that_does_not_fit(address: str, tls_address: str, papers: Papers, call: Call) -> None:
-    ca, other_ca = papers.folder / "ca.pem", papers.folder / "client_ca.pem"
+def test_tls_that_does_not_fit(address: str, tls_address: str, credential_files: CredentialFiles, call: Call) -> None:
+    ca, other_ca = credential_files.folder / "ca.pem", credential_files.folder / "client_ca.pem"
     cases = [
         (tls_address, None, "closed the connection; if the server uses TLS, connect with `tls_ca`"),
         (address, ca, "does not speak TLS; check the port, or connect without `tls_ca`"),
@@ -256,27 +256,30 @@ def test_tls_that_does_not_fit(address: str, tls_address: str, papers: Papers, c
 
 
 @pytest.mark.parametrize("call", UNARY)
-def test_a_certificate_for_another_name(papers: Papers, call: Call) -> None:
-    issued = papers.ca.issue_cert("kv.example.org")
+def test_a_certificate_for_another_name(credential_files: CredentialFiles, call: Call) -> None:
+    issued = credential_files.ca.issue_cert("kv.example.org")
     pair = issued.private_key_pem.bytes(), issued.cert_chain_pems[0].bytes()
     with served(grpc.ssl_server_credentials([pair])) as (address, _):
-        error = error_of(call, address, access={"tls_ca": papers.folder / "ca.pem"})
+        error = error_of(call, address, access={"tls_ca": credential_files.folder / "ca.pem"})
     assert (type(error), error.code()) == (ConnectError, grpc.StatusCode.UNAVAILABLE)
     assert str(error).startswith(f"the certificate of {address} is for another name; ")
 
 
 @pytest.mark.parametrize("call", UNARY)
-def test_a_server_that_wants_a_certificate(papers: Papers, call: Call) -> None:
-    roots = (papers.folder / "client_ca.pem").read_bytes()
-    with served(grpc.ssl_server_credentials([key_pair(papers)], roots, require_client_auth=True)) as (address, _):
-        error = error_of(call, address, access={"tls_ca": papers.folder / "ca.pem"})
+def test_a_server_that_wants_a_certificate(credential_files: CredentialFiles, call: Call) -> None:
+    roots = (credential_files.folder / "client_ca.pem").read_bytes()
+    with served(grpc.ssl_server_credentials([key_pair(credential_files)], roots, require_client_auth=True)) as (
+        address,
+        _,
+    ):
+        error = error_of(call, address, access={"tls_ca": credential_files.folder / "ca.pem"})
     assert type(error) is ConnectError
     assert str(error).startswith(f"{address} closed the TLS connection; the server may require a certificate (")
 
 
 @pytest.fixture
 def proxy(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """An HTTP proxy that lets nobody through."""
+    """An HTTP proxy that refuses all connections."""
 
     class Proxy(http.server.BaseHTTPRequestHandler):
         def do_CONNECT(self) -> None:

@@ -21,7 +21,7 @@ def facts(address: str, epoch: int = 1) -> ReplicaFacts:
     return ReplicaFacts(address, epoch, "fake", "fingerprint", 256, 4096, 4, "", 3600.0, SECRETS)
 
 
-def failure(code: grpc.StatusCode, details: str = "told so", cause: Cause | None = None) -> grpc.aio.AioRpcError:
+def failure(code: grpc.StatusCode, details: str = "refused", cause: Cause | None = None) -> grpc.aio.AioRpcError:
     trailing = [("a", "b")] if cause is None else [("a", "b"), (CAUSE, cause.value)]
     return grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(*trailing), details)
 

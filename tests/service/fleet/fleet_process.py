@@ -43,7 +43,7 @@ def running_fleet(*arguments: str, log: Path) -> Iterator[FleetProcess]:
     command = [sys.executable, "-m", "radixkv.service", "fleet", *SMALL, *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with (
-        # Names of sockets below it have 107 bytes at most, so it is not beside the log.
+        # Names of sockets below it have 107 bytes at most, so it is not in the folder of the log.
         tempfile.TemporaryDirectory(prefix="fleet", ignore_cleanup_errors=True) as environment["RAY_TMPDIR"],
         log.open("w", encoding="utf-8") as stderr,
         subprocess.Popen(

@@ -27,8 +27,8 @@ from tests.service.fleet.test_ingress_server import fleet, run
 def test_a_purge_reaches_all_replicas() -> None:
     async def test() -> None:
         async with fleet(3) as served, AsyncClient(served.address) as client:
-            told = await client.purge(tenant="acme")
-            assert (told.freed_blocks, told.pinned_blocks) == (3 * 7, 3 * 2)
+            response = await client.purge(tenant="acme")
+            assert (response.freed_blocks, response.pinned_blocks) == (3 * 7, 3 * 2)
             purges = [engine.purges for engine in served.engines.values()]
             assert purges == [purges[0]] * 3
             assert purges[0] == [("acme", None, None)]
@@ -60,11 +60,11 @@ def refuse(**_) -> None:
 def test_statistics_are_sums_and_those_of_each_replica() -> None:
     async def test() -> None:
         async with fleet(2) as served, AsyncClient(served.address) as client:
-            told = await client.stats()
-            assert [each.address for each in told.replicas] == list(served.engines)
-            parts = [each.stats for each in told.replicas]
-            assert told.blocks.total == sum(each.blocks.total for each in parts) > 0
-            assert (told.model, told.epoch) == (parts[0].model, 0)
+            response = await client.stats()
+            assert [each.address for each in response.replicas] == list(served.engines)
+            parts = [each.stats for each in response.replicas]
+            assert response.blocks.total == sum(each.blocks.total for each in parts) > 0
+            assert (response.model, response.epoch) == (parts[0].model, 0)
             mine = await client.stats(tenant="a")
             assert {each.tenant for each in mine.tenants} <= {"a"}
 
@@ -76,11 +76,11 @@ def test_a_replica_that_can_not_be_asked_is_named_and_not_counted() -> None:
         async with fleet(2, answer_s=0.2) as served, AsyncClient(served.address) as client:
             connection = served.state.connections[1]
             connection.cache = cache_pb2_grpc.CacheServiceStub(grpc.aio.insecure_channel("127.0.0.1:1"))
-            told = await client.stats()
-            first, second = told.replicas
+            response = await client.stats()
+            first, second = response.replicas
             assert (first.error, second.HasField("stats")) == ("", False)
             assert second.error.startswith("UNAVAILABLE: ")
-            assert told.blocks == first.stats.blocks
+            assert response.blocks == first.stats.blocks
             served.state.connections[0].cache = connection.cache
             with pytest.raises(grpc.aio.AioRpcError) as refused:
                 await client.stats()
@@ -143,21 +143,21 @@ def answer(scale: int, **fields) -> StatsResponse:
 
 
 def test_counts_add_up_and_what_is_alike_stays() -> None:
-    told = summed([answer(1), answer(2)], 100)
-    assert (told.model, told.device, told.block_size, told.block_bytes, told.model_fingerprint) == (
+    response = summed([answer(1), answer(2)], 100)
+    assert (response.model, response.device, response.block_size, response.block_bytes, response.model_fingerprint) == (
         "m", "cpu", 64, 4096, "f",
     )  # fmt: skip
-    assert told.blocks == BlockStats(total=200, free=197, published=3)
-    assert (told.requests, told.tokens) == (RequestStats(running=3), TokenStats(prompt=30, cached=3))
-    assert (told.epoch, told.uptime_s, told.known_tenants) == (0, 20.0, 2)
-    assert not told.HasField("first_tokens")
+    assert response.blocks == BlockStats(total=200, free=197, published=3)
+    assert (response.requests, response.tokens) == (RequestStats(running=3), TokenStats(prompt=30, cached=3))
+    assert (response.epoch, response.uptime_s, response.known_tenants) == (0, 20.0, 2)
+    assert not response.HasField("first_tokens")
 
 
 def test_one_replica_is_its_own_sum_but_for_the_epoch() -> None:
     expected = answer(3, tenants=[TenantStats(tenant="a", cached_blocks=1)], tiers=[TierStats(tier="host", blocks=1)])
-    told = summed([expected], 100)
+    response = summed([expected], 100)
     expected.ClearField("epoch")
-    assert told == expected
+    assert response == expected
 
 
 def test_tenants_and_stores_add_up_by_their_names() -> None:
@@ -177,12 +177,12 @@ def test_tenants_and_stores_add_up_by_their_names() -> None:
         ],
         tiers=[TierStats(tier="host", is_working=True, blocks=6), TierStats(tier="redis", loaded_blocks=2)],
     )
-    told = summed([first, second], 100)
-    by_name = {each.tenant: each for each in told.tenants}
-    assert [each.tenant for each in told.tenants] == ["b", "a"]
+    response = summed([first, second], 100)
+    by_name = {each.tenant: each for each in response.tenants}
+    assert [each.tenant for each in response.tenants] == ["b", "a"]
     assert (by_name["a"].cached_blocks, by_name["a"].HasField("ceiling_blocks")) == (5, False)
     assert dict(by_name["a"].stored_blocks) == {"host": 3, "disk": 3}
-    host, redis = told.tiers
+    host, redis = response.tiers
     assert (host.tier, host.blocks, host.is_working) == ("host", 10, True)
     assert (redis.is_working, redis.HasField("blocks"), redis.loaded_blocks) == (False, False, 2)
     assert [each.tenant for each in summed([first, second], 1).tenants] == ["b"]
@@ -190,5 +190,5 @@ def test_tenants_and_stores_add_up_by_their_names() -> None:
 
 def test_times_add_up_by_their_buckets() -> None:
     times = TimeStats(bounds_s=[1.0, 2.0], counts=[1, 2, 3], sum_s=4.0)
-    told = summed([answer(1, first_tokens=times), answer(1, first_tokens=times), answer(1)], 100)
-    assert told.first_tokens == TimeStats(bounds_s=[1.0, 2.0], counts=[2, 4, 6], sum_s=8.0)
+    response = summed([answer(1, first_tokens=times), answer(1, first_tokens=times), answer(1)], 100)
+    assert response.first_tokens == TimeStats(bounds_s=[1.0, 2.0], counts=[2, 4, 6], sum_s=8.0)

@@ -262,16 +262,16 @@ def part(**fields) -> GenerateResponse:
 
 
 def test_a_prompt_counts_as_it_was_computed_and_an_answer_as_it_was_generated() -> None:
-    told = with_prefill_usage(part(finished=True), COMPUTED)
+    response = with_prefill_usage(part(finished=True), COMPUTED)
     expected = Usage()
     expected.CopyFrom(COMPUTED.usage)
     expected.generated_tokens = 2
     expected.written_tokens = 8
-    assert told.usage == expected
-    assert told.usage.remote_tokens == 0
-    assert told.miss_reason == DIVERGED
-    assert told.timing == Timing(queue_us=1, prefill_us=27, total_us=530, decode_us=6)
-    assert with_prefill_usage(part(), COMPUTED).timing == part().timing, "times are told at the end"
+    assert response.usage == expected
+    assert response.usage.remote_tokens == 0
+    assert response.miss_reason == DIVERGED
+    assert response.timing == Timing(queue_us=1, prefill_us=27, total_us=530, decode_us=6)
+    assert with_prefill_usage(part(), COMPUTED).timing == part().timing, "times are in the last message"
 
 
 def test_other_answers_and_parts_without_counts_stay_as_they_are() -> None:

@@ -16,7 +16,7 @@ GONE = failure(grpc.StatusCode.UNAVAILABLE, "connection refused")
 
 
 class Fleet:
-    """Replicas that are chosen in order, and a clock that moves when somebody sleeps."""
+    """Replicas that are chosen in order, and a clock that advances when a caller sleeps."""
 
     def __init__(self, **answers) -> None:
         self.answers = answers
@@ -86,7 +86,7 @@ def test_a_call_is_retried_on_another_replica_if_one_is_lost() -> None:
 
 
 def test_another_replica_is_asked_when_one_is_silent() -> None:
-    fleet = Fleet(a="never told", b="yes")
+    fleet = Fleet(a="never called", b="yes")
     fleet.connections["a"].is_lost = True
     assert answered(fleet) == ("b", "yes")
 

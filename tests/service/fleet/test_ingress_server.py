@@ -109,9 +109,9 @@ def test_prompts_are_answered_and_the_replica_is_named() -> None:
             name = dict(await call.trailing_metadata())[REPLICA]
             assert served.engines[name].params[0].caller.tenant == "acme"
             async with AsyncClient(served.address) as client:
-                told = [news async for news in client.generate(PROMPT, tenant="acme", max_new_tokens=3)]
-                assert sum(len(news.token_ids) for news in told) == 3
-                assert told[-1].finished
+                chunks = [chunk async for chunk in client.generate(PROMPT, tenant="acme", max_new_tokens=3)]
+                assert sum(len(chunk.token_ids) for chunk in chunks) == 3
+                assert chunks[-1].finished
                 assert (await client.probe(PROMPT, tenant="acme")).prompt_tokens == len(PROMPT)
 
     run(test)
@@ -212,8 +212,8 @@ def test_a_replica_that_drains_or_hangs_is_passed_over() -> None:
             served.forwarder._choose = choose
             assert (await client.prefill(PROMPT)).next_token_id == next_token_of(PROMPT)
             assert served.forwarder.num_retries == 1
-            told = [news async for news in client.generate(PROMPT, max_new_tokens=2)]
-            assert (told[-1].finished, served.forwarder.num_retries) == (True, 2)
+            chunks = [chunk async for chunk in client.generate(PROMPT, max_new_tokens=2)]
+            assert (chunks[-1].finished, served.forwarder.num_retries) == (True, 2)
 
     run(test)
 

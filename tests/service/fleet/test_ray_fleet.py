@@ -88,10 +88,10 @@ def test_all_replicas_are_counted_and_purged(fleet, client) -> None:
     for address in (one, two):
         with Client(address, timeout_s=PATIENCE_S) as replica:
             replica.prefill(prompt(55), tenant="acme")
-    told = client.stats()
-    assert {each.address for each in told.replicas} == {one, two}
+    stats = client.stats()
+    assert {each.address for each in stats.replicas} == {one, two}
     assert (
-        told.blocks.published == sum(each.stats.blocks.published for each in told.replicas) >= 2 * PREFIX_TOKENS // 64
+        stats.blocks.published == sum(each.stats.blocks.published for each in stats.replicas) >= 2 * PREFIX_TOKENS // 64
     )
     assert client.purge(tenant="acme").freed_blocks >= 2 * PREFIX_TOKENS // 64
     assert "acme" not in [each.tenant for each in client.stats().tenants if each.cached_blocks]
@@ -105,7 +105,7 @@ def test_a_killed_replica_costs_no_answer_and_comes_back(fleet, client) -> None:
     os.kill(listener_of(home, replicas(fleet)), signal.SIGKILL)
     for own in range(5):
         assert client.prefill(prompt(60, own)).usage.prompt_tokens == PREFIX_TOKENS + 9
-        assert sum(len(news.token_ids) for news in client.generate(prompt(60, own), max_new_tokens=4)) == 4
+        assert sum(len(chunk.token_ids) for chunk in client.generate(prompt(60, own), max_new_tokens=4)) == 4
     assert route(fleet, prompt(60)).address != home
     wait_until(lambda: has_all(fleet) and len(set(replicas(fleet)) - set(before)) == 1)
 
@@ -116,10 +116,10 @@ def test_what_one_replica_computed_another_one_decodes(fleet, client) -> None:
     with Client(home, timeout_s=PATIENCE_S) as replica:
         held = replica.prefill(ids, tenant="acme", hold_lease=True)
         source = KVSource(address=home, lease_id=held.lease_id, epoch=held.epoch)
-        told = list(client.generate(ids, tenant="acme", kv_source=source, max_new_tokens=5))
+        chunks = list(client.generate(ids, tenant="acme", kv_source=source, max_new_tokens=5))
         here = list(replica.generate(ids, tenant="acme", max_new_tokens=5))
-        assert tokens_of(told) == tokens_of(here)
-        assert told[0].usage.remote_tokens >= PREFIX_TOKENS
+        assert tokens_of(chunks) == tokens_of(here)
+        assert chunks[0].usage.remote_tokens >= PREFIX_TOKENS
         with pytest.raises(grpc.RpcError) as refused:
             list(client.generate(ids, kv_source=KVSource(address="127.0.0.1:1", lease_id="a", epoch=1)))
         assert refused.value.code() is grpc.StatusCode.NOT_FOUND
@@ -148,11 +148,11 @@ def test_a_stream_that_has_begun_ends_clearly_with_its_replica(fleet, client) ->
     wait_until(lambda: has_all(fleet))
     client.prefill(prompt(90))
     home = route(fleet, prompt(90)).address
-    told = client.generate(prompt(90), max_new_tokens=4000)
-    assert next(told).token_ids
+    chunks = client.generate(prompt(90), max_new_tokens=4000)
+    assert next(chunks).token_ids
     os.kill(listener_of(home, replicas(fleet)), signal.SIGKILL)
     with pytest.raises(grpc.RpcError) as ended:
-        list(told)
+        list(chunks)
     assert ended.value.code() is grpc.StatusCode.UNAVAILABLE
     assert "it was lost in the middle of the response" in ended.value.details()
     wait_until(lambda: has_all(fleet))
@@ -171,8 +171,8 @@ def test_a_new_ingress_on_the_same_port_learns_all_by_snapshots(fleet, client) -
     assert route(fleet, ids, "acme").address == home
 
 
-def tokens_of(told) -> list[int]:
-    return [token_id for news in told for token_id in news.token_ids]
+def tokens_of(chunks) -> list[int]:
+    return [token_id for chunk in chunks for token_id in chunk.token_ids]
 
 
 def addresses(fleet: FleetProcess) -> list[str]:
@@ -198,10 +198,10 @@ def test_a_shared_store_has_what_was_computed_and_a_fleet_ends_with_its_answers(
             assert PREFIX_TOKENS in [each.usage.remote_tokens for each in warm], "a busy machine may be late for some"
             assert [each.logits for each in warm] == [each.logits for each in cold]
             with Client(fleet.address, timeout_s=PATIENCE_S) as client:
-                told = client.generate(prompts[0], max_new_tokens=200, ignore_eos=True)
-                first = next(told)
+                chunks = client.generate(prompts[0], max_new_tokens=200, ignore_eos=True)
+                first = next(chunks)
                 fleet.terminate()
-                assert len(tokens_of([first, *told])) == 200
+                assert len(tokens_of([first, *chunks])) == 200
 
 
 def test_prompts_are_computed_by_some_and_answers_generated_by_others(tmp_path) -> None:
@@ -213,16 +213,16 @@ def test_prompts_are_computed_by_some_and_answers_generated_by_others(tmp_path) 
         address = route(fleet, ids).address
         assert listener_of(address, [computing, generating]) == computing
         with Client(fleet.address, timeout_s=PATIENCE_S) as client, Client(address, timeout_s=PATIENCE_S) as replica:
-            told = list(client.generate(ids, tenant="acme", max_new_tokens=5))
-            assert told[-1].usage.cached_tokens == 0
-            assert replica.prefill(ids, tenant="acme").next_token_id == tokens_of(told)[0]
+            chunks = list(client.generate(ids, tenant="acme", max_new_tokens=5))
+            assert chunks[-1].usage.cached_tokens == 0
+            assert replica.prefill(ids, tenant="acme").next_token_id == tokens_of(chunks)[0]
             with pytest.raises(grpc.RpcError) as refused:
                 list(replica.generate(ids, tenant="acme"))
             assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED
             again = list(client.generate(ids, tenant="acme", max_new_tokens=5))
-            assert (tokens_of(again), again[-1].usage.cached_tokens) == (tokens_of(told), len(ids) - 1)
+            assert (tokens_of(again), again[-1].usage.cached_tokens) == (tokens_of(chunks), len(ids) - 1)
             wait_until(lambda: replica.stats().held_leases == 0)
             os.kill(computing, signal.SIGKILL)
-            assert tokens_of(client.generate(ids, tenant="acme", max_new_tokens=5)) == tokens_of(told)
+            assert tokens_of(client.generate(ids, tenant="acme", max_new_tokens=5)) == tokens_of(chunks)
             os.kill(generating, signal.SIGKILL)
-            assert tokens_of(client.generate(ids, tenant="acme", max_new_tokens=5)) == tokens_of(told)
+            assert tokens_of(client.generate(ids, tenant="acme", max_new_tokens=5)) == tokens_of(chunks)

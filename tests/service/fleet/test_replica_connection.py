@@ -20,7 +20,7 @@ from tests.events.fake_source import FakeSource
 from tests.patience import PATIENCE_S
 from tests.service.fake_engine import FakeEngine
 from tests.service.fleet.fake_connection import facts
-from tests.service.server.auth.certificates import Papers
+from tests.service.server.auth.certificates import CredentialFiles
 from tests.service.serving import becomes_true, serving
 
 SETTINGS_FRAME = frame(SETTINGS, 0, 0, b"")
@@ -53,14 +53,14 @@ def test_a_line_is_up_while_the_server_says_so() -> None:
 
 
 def test_a_line_has_tls_and_knows_the_name_in_a_certificate(tmp_path) -> None:
-    papers = Papers(tmp_path)
+    credential_files = CredentialFiles(tmp_path)
 
     async def test() -> None:
-        async with serving(FakeEngine(), **papers.tls) as (_, address):
+        async with serving(FakeEngine(), **credential_files.tls) as (_, address):
             for options, is_up in (
-                ({"tls_ca": str(papers.ca_file)}, True),
-                ({"tls_ca": str(papers.ca_file), "tls_name": "localhost"}, True),
-                ({"tls_ca": str(papers.ca_file), "tls_name": "another"}, False),
+                ({"tls_ca": str(credential_files.ca_file)}, True),
+                ({"tls_ca": str(credential_files.ca_file), "tls_name": "localhost"}, True),
+                ({"tls_ca": str(credential_files.ca_file), "tls_name": "another"}, False),
                 ({"tls_ca": str(tmp_path / "client_ca.pem")}, False),
                 ({}, False),
             ):

@@ -14,7 +14,7 @@ from radixkv.service.server.servicers.model import ModelServicer
 from radixkv.v1 import cache_pb2_grpc, model_pb2_grpc, prefill_pb2_grpc
 from tests.patience import PATIENCE_S
 from tests.service.fake_engine import FakeEngine
-from tests.service.server.auth.certificates import Papers
+from tests.service.server.auth.certificates import CredentialFiles
 from tests.service.serving import refusal_of, serving
 
 
@@ -55,7 +55,7 @@ def test_all_methods_are_registered_and_can_be_looked_up():
 
 
 def counted(talk, engine=None, **config):
-    """Return the classes of exceptions that are counted while `talk(address)` runs beside a server."""
+    """Return the classes of exceptions that are counted while `talk(address)` runs with a server."""
     kinds = []
 
     async def run():
@@ -70,19 +70,19 @@ def counted(talk, engine=None, **config):
 
 
 def test_calls_that_their_caller_may_not_make_are_counted_and_others_not(tmp_path):
-    papers = Papers(tmp_path)
+    credential_files = CredentialFiles(tmp_path)
 
     async def talk(address):
         async with (
-            AsyncClient(address, **papers.client(None)) as stranger,
-            AsyncClient(address, **papers.client("acme")) as acme,
+            AsyncClient(address, **credential_files.client(None)) as stranger,
+            AsyncClient(address, **credential_files.client("acme")) as acme,
         ):
             await refusal_of(stranger.prefill([1]))
             await refusal_of(acme.drain())
             await refusal_of(acme.prefill([1], tenant="globex"))
             await acme.prefill([1])
 
-    assert counted(talk, **papers.tls) == [InvalidCredential, NotPermitted, NotPermitted]
+    assert counted(talk, **credential_files.tls) == [InvalidCredential, NotPermitted, NotPermitted]
 
 
 def test_messages_that_can_not_be_parsed_and_those_without_room_are_counted():
@@ -115,12 +115,12 @@ def test_a_refusal_of_the_engine_is_not_counted_here():
 
 
 def test_without_a_counter_refusals_reach_the_caller_all_the_same(tmp_path):
-    papers = Papers(tmp_path)
+    credential_files = CredentialFiles(tmp_path)
 
     async def run():
         async with (
-            serving(FakeEngine(), **papers.tls) as (_, address),
-            AsyncClient(address, **papers.client(None)) as stranger,
+            serving(FakeEngine(), **credential_files.tls) as (_, address),
+            AsyncClient(address, **credential_files.client(None)) as stranger,
         ):
             return (await refusal_of(stranger.prefill([1]))).code()
 

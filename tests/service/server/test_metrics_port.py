@@ -27,7 +27,7 @@ from radixkv.service.server.metrics_port import Telemetry
 from tests.patience import PATIENCE_S
 from tests.service.command_line import LAUNCHER, fake_service, install, launch
 from tests.service.fake_engine import FakeEngine
-from tests.service.server.auth.certificates import TOKENS, Papers
+from tests.service.server.auth.certificates import TOKENS, CredentialFiles
 from tests.telemetry.test_metrics import ended_request
 
 
@@ -151,7 +151,7 @@ def test_requests_are_traced_where_opentelemetry_is_set_up(monkeypatch):
     provider = TracerProvider()
     exporter = InMemorySpanExporter()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
-    assert telemetry().observers == [], "it is installed, and nobody set it up"
+    assert telemetry().observers == [], "it is installed, but not set up"
     monkeypatch.setattr(trace, "get_tracer_provider", lambda: provider)
     for settings in ([], ["server.metrics_port=0"]):
         for observer in telemetry(*settings).observers:
@@ -230,11 +230,11 @@ def test_a_wrong_metrics_port_is_named():
     assert (code, out, err) == (2, "", "radixkv: server.metrics_port: expected 0 to 65535, got 70000\n")
 
 
-def get_over_tls(address, path, papers, caller=None):
+def get_over_tls(address, path, credential_files, caller=None):
     """Status and body of an answer over HTTPS, with a caller's token."""
     headers = {} if caller is None else {"Authorization": f"Bearer {TOKENS[caller]}"}
     request = urllib.request.Request(f"https://{address}{path}", headers=headers)
-    context = ssl.create_default_context(cafile=papers.ca_file)
+    context = ssl.create_default_context(cafile=credential_files.ca_file)
     try:
         with urllib.request.urlopen(request, timeout=PATIENCE_S, context=context) as response:
             return response.status, response.read().decode()
@@ -244,32 +244,36 @@ def get_over_tls(address, path, papers, caller=None):
 
 
 def test_with_credentials_only_admins_and_readers_read_more_than_the_health_and_only_over_tls(tmp_path):
-    papers = Papers(tmp_path)
-    settings = [f"server.{key}={json.dumps(value)}" for key, value in papers.tls.items()]
+    credential_files = CredentialFiles(tmp_path)
+    settings = [f"server.{key}={json.dumps(value)}" for key, value in credential_files.tls.items()]
     with telemetry("server.metrics_port=0", *settings).serving(FakeEngine()) as address:
-        assert get_over_tls(address, "/metrics", papers, "boss")[0] == 200
-        assert get_over_tls(address, "/metrics", papers, "watcher")[0] == 200
-        assert get_over_tls(address, "/nothing", papers, "boss")[0] == 404
-        assert get_over_tls(address, "/metrics", papers) == (401, "Unauthorized\n")
-        assert get_over_tls(address, "/nothing", papers) == (401, "Unauthorized\n")
-        assert get_over_tls(address, "/metrics", papers, "acme") == (403, "Forbidden\n")
-        assert [get_over_tls(address, path, papers)[0] for path in ("/healthz", "/readyz", "/")] == [200, 200, 200]
+        assert get_over_tls(address, "/metrics", credential_files, "boss")[0] == 200
+        assert get_over_tls(address, "/metrics", credential_files, "watcher")[0] == 200
+        assert get_over_tls(address, "/nothing", credential_files, "boss")[0] == 404
+        assert get_over_tls(address, "/metrics", credential_files) == (401, "Unauthorized\n")
+        assert get_over_tls(address, "/nothing", credential_files) == (401, "Unauthorized\n")
+        assert get_over_tls(address, "/metrics", credential_files, "acme") == (403, "Forbidden\n")
+        assert [get_over_tls(address, path, credential_files)[0] for path in ("/healthz", "/readyz", "/")] == [
+            200,
+            200,
+            200,
+        ]
         callers = (None, "acme", "every", "watcher", "boss")
-        states = [get_over_tls(address, "/state.json", papers, caller)[0] for caller in callers]
+        states = [get_over_tls(address, "/state.json", credential_files, caller)[0] for caller in callers]
         assert states == [401, 403, 403, 200, 200], "the page has no data; its state has"
         with pytest.raises(OSError):
             get(address, "/healthz")
-        assert get_over_tls(address, "/healthz", papers)[0] == 200
+        assert get_over_tls(address, "/healthz", credential_files)[0] == 200
 
 
 def test_a_caller_who_begins_a_handshake_and_stops_keeps_nobody_waiting(tmp_path):
-    papers = Papers(tmp_path)
-    settings = [f"server.{key}={json.dumps(value)}" for key, value in papers.tls.items()]
+    credential_files = CredentialFiles(tmp_path)
+    settings = [f"server.{key}={json.dumps(value)}" for key, value in credential_files.tls.items()]
     with telemetry("server.metrics_port=0", *settings).serving(FakeEngine()) as address:
         host, port = address.rsplit(":", 1)
         with socket.create_connection((host, int(port))) as silent:
             silent.sendall(b"\x16\x03")
-            assert get_over_tls(address, "/healthz", papers)[0] == 200
+            assert get_over_tls(address, "/healthz", credential_files)[0] == 200
 
 
 @contextlib.contextmanager
@@ -282,14 +286,14 @@ def silent_connections(address, number):
 @pytest.mark.parametrize("has_tls", [False, True])
 def test_callers_who_ask_nothing_keep_nobody_away(tmp_path, monkeypatch, has_tls):
     monkeypatch.setattr(metrics_port, "_REQUEST_S", PATIENCE_S)
-    papers = Papers(tmp_path)
-    settings = [f"server.{key}={json.dumps(value)}" for key, value in papers.tls.items()] if has_tls else []
+    credential_files = CredentialFiles(tmp_path)
+    settings = [f"server.{key}={json.dumps(value)}" for key, value in credential_files.tls.items()] if has_tls else []
     with (
         telemetry("server.metrics_port=0", *settings).serving(FakeEngine()) as address,
         silent_connections(address, 70),
     ):
         for path in ("/healthz", "/readyz"):
-            answer = get_over_tls(address, path, papers) if has_tls else get(address, path)
+            answer = get_over_tls(address, path, credential_files) if has_tls else get(address, path)
             assert answer[0] == 200
 
 

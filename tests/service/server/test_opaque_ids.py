@@ -28,14 +28,14 @@ def test_the_first_page_has_no_token_and_the_last_one_gives_none() -> None:
 
 def test_a_token_does_not_show_its_place() -> None:
     tokens = PageTokens(7)
-    told = [tokens.token(place) for place in (1, 2, 3)]
-    assert {len(token) for token in told} == {32}
-    assert len({token[:16] for token in told}) == len({token[16:] for token in told}) == 3
-    assert not {token[start : start + 16] for token in told for start in (0, 16)} & {
+    issued = [tokens.token(place) for place in (1, 2, 3)]
+    assert {len(token) for token in issued} == {32}
+    assert len({token[:16] for token in issued}) == len({token[16:] for token in issued}) == 3
+    assert not {token[start : start + 16] for token in issued for start in (0, 16)} & {
         place.to_bytes(8, "little").hex() for place in (1, 2, 3)
     }
     for other in (PageTokens(8), PageTokens(7, b"another secret")):
-        assert not set(told) & {other.token(place) for place in (1, 2, 3)}
+        assert not set(issued) & {other.token(place) for place in (1, 2, 3)}
 
 
 def test_another_token_is_refused() -> None:

@@ -197,7 +197,7 @@ def test_health_turns_before_the_engine_refuses(monkeypatch):
     assert asyncio.run(run()) == {NOT_SERVING}
 
 
-def test_requests_that_outlast_the_drain_are_cancelled_and_told_so():
+def test_requests_that_outlast_the_drain_are_cancelled_with_a_status():
     async def run():
         engine = FakeEngine(is_gated=True)
         async with serving(engine, drain_timeout_s=0.05) as (server, address), AsyncClient(address) as client:

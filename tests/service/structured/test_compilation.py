@@ -34,7 +34,7 @@ def constraint(compilation, limit_s=LIMIT_S):
     return asyncio.run(compilation.constraint(limit_s))
 
 
-def test_what_it_ended_with_is_told_each_time_however_late(compilation, clock):
+def test_its_result_is_returned_each_time_however_late(compilation, clock):
     compilation.begin()
     compilation.end("made")
     clock.now_s += 1000 * LIMIT_S
@@ -42,14 +42,14 @@ def test_what_it_ended_with_is_told_each_time_however_late(compilation, clock):
     assert compilation.is_over
 
 
-def test_who_waits_is_told_when_it_ends(compilation):
+def test_waiting_calls_return_when_it_ends(compilation):
     async def ask():
-        told = [asyncio.create_task(compilation.constraint(PATIENCE_S)) for _ in range(3)]
+        waiting = [asyncio.create_task(compilation.constraint(PATIENCE_S)) for _ in range(3)]
         await asyncio.sleep(0)
-        told[0].cancel()
+        waiting[0].cancel()
         await asyncio.to_thread(compilation.begin)
         await asyncio.to_thread(compilation.end, "made")
-        return await asyncio.gather(*told, return_exceptions=True)
+        return await asyncio.gather(*waiting, return_exceptions=True)
 
     gone, *others = asyncio.run(ask())
     assert isinstance(gone, asyncio.CancelledError)

@@ -105,7 +105,7 @@ def test_empty_lines_take_no_longer_than_other_text(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("grammar", ['begin: "a"', 'begin ::= "a"', 'rooted ::= "a"', 'begin: "a"\nother: begin'])
-def test_a_grammar_without_a_first_rule_is_told_which_one_is_missing(grammar: str) -> None:
+def test_the_error_for_a_grammar_without_a_first_rule_names_it(grammar: str) -> None:
     message = "my_field: expected a rule `start:` (Lark's syntax) or `root ::=` (llama.cpp's), got neither"
     with pytest.raises(InvalidRequest, match=f"^{re.escape(message)}$"):
         text("grammar", grammar).lark()

@@ -65,7 +65,7 @@ def limits(monkeypatch):
 
 
 def test_without_a_text_nothing_is_loaded(monkeypatch):
-    monkeypatch.setattr(Tokenizer, "load", lambda *_: pytest.fail("nobody asked"))
+    monkeypatch.setattr(Tokenizer, "load", lambda *_: pytest.fail("no request needs it"))
     assert asyncio.run(grammars().constrain(SAMPLING, None, MINE)) is SAMPLING
 
 
@@ -160,8 +160,8 @@ def test_the_tokenizer_is_loaded_outside_the_time_to_compile(monkeypatch):
 
 def test_a_text_that_fails_after_all_who_asked_are_gone_is_not_logged(compiled, limits, monkeypatch):
     async def ask():
-        told, made = [], grammars()
-        asyncio.get_running_loop().set_exception_handler(lambda _, context: told.append(context["message"]))
+        logged, made = [], grammars()
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: logged.append(context["message"]))
         with compiled[1]:
             first = asyncio.create_task(made.constrain(SAMPLING, regex("(a"), MINE))
             while not (compiled[0] and limits):
@@ -176,7 +176,7 @@ def test_a_text_that_fails_after_all_who_asked_are_gone_is_not_logged(compiled, 
         del made, first  # whose texts keep what waited for them
         await asyncio.sleep(0.01)
         gc.collect()
-        return told
+        return logged
 
     assert asyncio.run(ask()) == []
 

@@ -6,7 +6,7 @@ from radixkv.service.text.answer_text import AnswerText
 from tests.service.text.tokenizers import byte_fallback, byte_level
 
 
-def told(answer, token_ids, piece_size=1):
+def sent(answer, token_ids, piece_size=1):
     parts = [answer.put(token_ids[at : at + piece_size]) for at in range(0, len(token_ids), piece_size)]
     return "".join([*parts, answer.end()])
 
@@ -42,7 +42,7 @@ def test_random_answers_end_where_decoding_everything_says(seed):
     min_tokens = dice.choice((0, 0, 5, 60))
     text, num_tokens, matched = expected(tokenizer, token_ids, stops, min_tokens)
     answer = AnswerText(tokenizer.stream(), stops, min_tokens)
-    assert told(answer, token_ids, piece_size=dice.choice((1, 3, 1000))) == text
+    assert sent(answer, token_ids, piece_size=dice.choice((1, 3, 1000))) == text
     assert (answer.num_tokens, answer.matched) == (num_tokens, matched)
 
 
@@ -51,7 +51,7 @@ def test_a_string_over_the_borders_of_tokens_is_found():
     token_ids = tokenizer.encode("the requests and the blocks")
     assert len(token_ids) < 20
     answer = AnswerText(tokenizer.stream(), ["ts and t"])
-    assert told(answer, token_ids) == "the reques"
+    assert sent(answer, token_ids) == "the reques"
     assert answer.num_tokens < len(token_ids)
 
 
@@ -59,17 +59,17 @@ def test_a_token_may_have_more_text_than_the_string():
     tokenizer = byte_level()
     (token_id,) = tokenizer.encode(" the")
     answer = AnswerText(tokenizer.stream(), ["t"])
-    assert told(answer, [97, token_id, 98]) == "a "
+    assert sent(answer, [97, token_id, 98]) == "a "
     assert (answer.num_tokens, answer.matched) == (2, "t")
 
 
 def test_a_string_of_characters_of_more_than_one_token_is_found_with_its_last_byte():
     answer = AnswerText(byte_level().stream(), ["€"])
-    assert told(answer, [*b"a\xe2\x82\xacb"]) == "a"
+    assert sent(answer, [*b"a\xe2\x82\xacb"]) == "a"
     assert answer.num_tokens == 4
 
 
-def test_without_strings_all_text_is_told_as_it_comes():
+def test_without_strings_all_text_is_sent_as_it_arrives():
     answer = AnswerText(byte_level().stream())
     assert [answer.put([each]) for each in b"a\xe2\x82"] == ["a", "", ""]
     assert (answer.end(), answer.matched, answer.num_tokens) == ("\ufffd", None, 3)
@@ -77,5 +77,5 @@ def test_without_strings_all_text_is_told_as_it_comes():
 
 def test_what_is_said_before_special_tokens_may_end_with_text_after_them():
     answer = AnswerText(byte_level().stream(), ["ab"])
-    assert told(answer, [*b"xa", 511, *b"bc"]) == "x"
+    assert sent(answer, [*b"xa", 511, *b"bc"]) == "x"
     assert answer.num_tokens == 4

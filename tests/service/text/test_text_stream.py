@@ -51,8 +51,8 @@ def test_bytes_that_lack_others_at_the_end_are_given_at_the_end():
 def test_bytes_that_never_become_text_are_not_held_for_ever(tokenizer):
     stream = tokenizer().stream()
     first = 0 if tokenizer is byte_level else FIRST_BYTE
-    told = [stream.put(first + 0xFF) for _ in range(500)]
-    assert len("".join(told)) > 480
+    pieces = [stream.put(first + 0xFF) for _ in range(500)]
+    assert len("".join(pieces)) > 480
     assert len(stream._ids) <= 32
 
 

@@ -57,10 +57,10 @@ class RadixKV:
                 return WorkerAnswer(first_s, [answer.next_token_id], answer.usage.cached_tokens)
             token_ids: list[int] = []
             cached_tokens, first_s = None, 0.0
-            for news in client.generate(prompt, max_new_tokens=new_tokens, ignore_eos=True):
-                if not token_ids and news.token_ids:
-                    first_s, cached_tokens = time.perf_counter() - start_s, news.usage.cached_tokens
-                token_ids += news.token_ids
+            for chunk in client.generate(prompt, max_new_tokens=new_tokens, ignore_eos=True):
+                if not token_ids and chunk.token_ids:
+                    first_s, cached_tokens = time.perf_counter() - start_s, chunk.usage.cached_tokens
+                token_ids += chunk.token_ids
             return WorkerAnswer(first_s, token_ids, cached_tokens)
         finally:
             self._idle.put(client)

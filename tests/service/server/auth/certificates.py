@@ -37,7 +37,7 @@ FILE = "\n".join(
 """A file of credentials: two tenants, a router with a list, a router without one, a reader, an admin."""
 
 
-class Papers:
+class CredentialFiles:
     """Files in a folder: authorities, the server's certificate, its key, tokens.
 
     Attributes:

@@ -19,21 +19,21 @@ from tests.patience import PATIENCE_S
 from tests.service.fake_engine import FakeEngine
 from tests.service.serving import refusal_of, serving
 
-from .certificates import FILE, TOKENS, Papers, entry_of
+from .certificates import FILE, TOKENS, CredentialFiles, entry_of
 
 
 @pytest.fixture(scope="module")
-def papers(tmp_path_factory):
-    return Papers(tmp_path_factory.mktemp("papers"))
+def credential_files(tmp_path_factory):
+    return CredentialFiles(tmp_path_factory.mktemp("credential_files"))
 
 
-def talking(papers, talk, engine=None, **config):
-    """Return `talk(engine, clients)`, run beside a server; clients are by the name of their token."""
+def talking(credential_files, talk, engine=None, **config):
+    """Return `talk(engine, clients)`, run while a server runs; clients are by the name of their token."""
     engine = engine or FakeEngine()
 
     async def run():
-        async with serving(engine, **{**papers.tls, **config}) as (_, address):
-            clients = {name: AsyncClient(address, **papers.client(name)) for name in (None, *TOKENS)}
+        async with serving(engine, **{**credential_files.tls, **config}) as (_, address):
+            clients = {name: AsyncClient(address, **credential_files.client(name)) for name in (None, *TOKENS)}
             try:
                 return await asyncio.wait_for(talk(engine, clients), PATIENCE_S)
             finally:
@@ -62,26 +62,26 @@ def calls_naming(client, tenant):
     }
 
 
-def test_a_tenant_that_names_another_is_refused_on_every_call_and_the_other_is_not_repeated(papers):
+def test_a_tenant_that_names_another_is_refused_on_every_call_and_the_other_is_not_repeated(credential_files):
     async def talk(engine, clients):
         return {name: await refusal_of(call) for name, call in calls_naming(clients["acme"], "globex").items()}
 
-    for name, refusal in talking(papers, talk).items():
+    for name, refusal in talking(credential_files, talk).items():
         assert refusal.code() is grpc.StatusCode.PERMISSION_DENIED, name
         assert "globex" not in refusal.details(), name
 
 
-def test_a_router_names_those_on_its_list_and_no_others(papers):
+def test_a_router_names_those_on_its_list_and_no_others(credential_files):
     async def talk(engine, clients):
         await clients["some"].prefill([1], tenant="initech")
         await clients["every"].prefill([1], tenant="globex")
         refusals = [await refusal_of(clients["some"].prefill([1], tenant=name)) for name in ("globex", "")]
         return [params.caller.tenant for params in engine.params], {refusal.code() for refusal in refusals}
 
-    assert talking(papers, talk) == (["initech", "globex"], {grpc.StatusCode.PERMISSION_DENIED})
+    assert talking(credential_files, talk) == (["initech", "globex"], {grpc.StatusCode.PERMISSION_DENIED})
 
 
-def test_a_tenant_that_names_none_means_itself(papers):
+def test_a_tenant_that_names_none_means_itself(credential_files):
     async def talk(engine, clients):
         client = clients["acme"]
         await client.prefill([1, 2])
@@ -90,22 +90,22 @@ def test_a_tenant_that_names_none_means_itself(papers):
         await client.purge(salt="s")
         return engine
 
-    engine = talking(papers, talk)
+    engine = talking(credential_files, talk)
     assert [params.caller.tenant for params in engine.params] == ["acme", "acme"]
     assert engine.retentions[0][2].tenant == "acme"
     assert engine.purges == [("acme", None, "s")]
 
 
-def test_the_stats_of_a_tenant_tell_nothing_of_others(papers):
-    papers.write_tokens(entry_of("acme", 'role = "tenant"\ntenant = "a"'))  # the fake engine has counts of it
+def test_the_stats_of_a_tenant_tell_nothing_of_others(credential_files):
+    credential_files.write_tokens(entry_of("acme", 'role = "tenant"\ntenant = "a"'))  # the fake engine has counts of it
 
     async def talk(engine, clients):
         return await clients["acme"].stats()
 
     try:
-        stats = talking(papers, talk)
+        stats = talking(credential_files, talk)
     finally:
-        papers.write_tokens(FILE)
+        credential_files.write_tokens(FILE)
     assert [(each.tenant, each.cached_blocks) for each in stats.tenants] == [("a", 3)]
     assert stats.blocks.total > 0
     assert not stats.blocks.published
@@ -123,7 +123,7 @@ def test_the_stats_of_a_tenant_tell_nothing_of_others(papers):
     }
 
 
-def test_only_an_admin_purges_or_counts_all_tenants(papers):
+def test_only_an_admin_purges_or_counts_all_tenants(credential_files):
     async def talk(engine, clients):
         for name in ("every", "some"):
             for call in (clients[name].purge(everything=True), clients[name].stats()):
@@ -132,10 +132,10 @@ def test_only_an_admin_purges_or_counts_all_tenants(papers):
         stats = await clients["boss"].stats()
         return engine.purges, [each.tenant for each in stats.tenants]
 
-    assert talking(papers, talk) == ([(None, None, None)], ["a", "b"])
+    assert talking(credential_files, talk) == ([(None, None, None)], ["a", "b"])
 
 
-def test_a_reader_counts_and_lists_all_tenants_and_does_nothing_else(papers):
+def test_a_reader_counts_and_lists_all_tenants_and_does_nothing_else(credential_files):
     async def talk(engine, clients):
         client = clients["watcher"]
         reads = [client.stats(), client.stats(tenant="a"), client.segments(), client.segments(tenant="a")]
@@ -147,49 +147,49 @@ def test_a_reader_counts_and_lists_all_tenants_and_does_nothing_else(papers):
         calls["drain"] = client.drain()
         return {name: (await refusal_of(call)).code() for name, call in calls.items()}, engine.purges
 
-    codes, purges = talking(papers, talk)
+    codes, purges = talking(credential_files, talk)
     assert set(codes.values()) == {grpc.StatusCode.PERMISSION_DENIED}
     assert len(codes) == 8
     assert purges == []
 
 
-def test_a_lease_is_given_back_by_its_tenant_only(papers):
+def test_a_lease_is_given_back_by_its_tenant_only(credential_files):
     async def talk(engine, clients):
         held = await clients["acme"].prefill([1, 2], hold_lease=True)
         refusal = await refusal_of(clients["globex"].release(held.lease_id))
         await clients["acme"].release(held.lease_id)
         return refusal.code()
 
-    assert talking(papers, talk) is grpc.StatusCode.NOT_FOUND
+    assert talking(credential_files, talk) is grpc.StatusCode.NOT_FOUND
 
 
 @pytest.mark.parametrize(
     "header", ["", "Bearer", "Bearer ", "Basic eDp5", "Bearer rkv_of_nobody", f"Bearer {TOKENS['acme']}x"]
 )
-def test_a_header_without_a_known_token_is_unauthenticated_and_not_repeated(papers, header):
+def test_a_header_without_a_known_token_is_unauthenticated_and_not_repeated(credential_files, header):
     async def talk(engine, clients):
         prefill = PrefillServiceStub(clients[None]._channel).Prefill
         return await refusal_of(prefill(PrefillRequest(token_ids=[1, 2]), metadata=(("authorization", header),)))
 
-    refusal = talking(papers, talk)
+    refusal = talking(credential_files, talk)
     assert refusal.code() is grpc.StatusCode.UNAUTHENTICATED
     assert "rkv_" not in refusal.details()
 
 
-def test_two_tokens_in_one_call_are_refused(papers):
+def test_two_tokens_in_one_call_are_refused(credential_files):
     async def talk(engine, clients):
         prefill = PrefillServiceStub(clients[None]._channel).Prefill
         header = ("authorization", f"Bearer {TOKENS['acme']}")
         return (await refusal_of(prefill(PrefillRequest(token_ids=[1, 2]), metadata=(header, header)))).code()
 
-    assert talking(papers, talk) is grpc.StatusCode.UNAUTHENTICATED
+    assert talking(credential_files, talk) is grpc.StatusCode.UNAUTHENTICATED
 
 
-def test_a_message_of_a_stranger_is_not_parsed(papers):
+def test_a_message_of_a_stranger_is_not_parsed(credential_files):
     async def run():
-        credentials = grpc.ssl_channel_credentials(papers.ca_file.read_bytes())
+        credentials = grpc.ssl_channel_credentials(credential_files.ca_file.read_bytes())
         async with (
-            serving(FakeEngine(), **papers.tls) as (_, address),
+            serving(FakeEngine(), **credential_files.tls) as (_, address),
             grpc.aio.secure_channel(address, credentials) as channel,
         ):
             call = channel.unary_unary("/radixkv.v1.PrefillService/Prefill")
@@ -198,7 +198,7 @@ def test_a_message_of_a_stranger_is_not_parsed(papers):
     assert asyncio.run(run()) is grpc.StatusCode.UNAUTHENTICATED
 
 
-def test_nothing_secret_is_logged_in_a_whole_session(papers, caplog):
+def test_nothing_secret_is_logged_in_a_whole_session(credential_files, caplog):
     caplog.set_level(logging.DEBUG)
     prompt = [210, 211, 212, 213]
 
@@ -214,21 +214,21 @@ def test_nothing_secret_is_logged_in_a_whole_session(papers, caplog):
         engine.failure = RuntimeError("a failing step")
         await refusal_of(clients["acme"].prefill(prompt))
 
-    talking(papers, talk)
+    talking(credential_files, talk)
     text = caplog.text + "".join(str(record.__dict__) for record in caplog.records)
     assert "Purge by acme credential" in text
     assert [token for token in TOKENS.values() if token in text] == []
     assert "210, 211" not in text
 
 
-def test_the_log_tells_of_purges_that_were_let_through(papers, caplog):
+def test_the_log_tells_of_purges_that_were_let_through(credential_files, caplog):
     caplog.set_level(logging.INFO)
 
     async def talk(engine, clients):
         await refusal_of(clients["acme"].purge(tenant="globex"))
         await clients["acme"].purge(tenant="acme")
 
-    talking(papers, talk)
+    talking(credential_files, talk)
     assert len([each for each in caplog.messages if each.endswith("Purge by acme credential")]) == 1
 
 

@@ -18,11 +18,14 @@ from tests.patience import PATIENCE_S
 from tests.service.fake_engine import FakeEngine
 from tests.service.serving import serving
 
-from .certificates import TOKENS, Papers
+from .certificates import TOKENS, CredentialFiles
 from .reflected_calls import described_methods, status_of_call
 
-NOBODY = "nobody"
-CALLERS = (NOBODY, *TOKENS)  # acme and globex are tenants, some and every are routers, watcher reads, boss is an admin
+NO_CREDENTIAL = "no credential"
+CALLERS = (
+    NO_CREDENTIAL,
+    *TOKENS,
+)  # acme and globex are tenants, some and every are routers, watcher reads, boss is an admin
 REFUSALS = {grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED}
 
 # Reflection describes it where grpcio-health-checking is new enough to have it.
@@ -54,16 +57,16 @@ REQUESTS = {
     "radixkv.v1.ModelService/GetTokenizer": _ALL,
     "vllm.grpc.engine.VllmEngine/Generate": _OWN,  # the gateway's tenant is acme
     "vllm.grpc.engine.VllmEngine/Abort": _OWN,
-    "vllm.grpc.engine.VllmEngine/HealthCheck": {NOBODY, *TOKENS},
+    "vllm.grpc.engine.VllmEngine/HealthCheck": {NO_CREDENTIAL, *TOKENS},
     "vllm.grpc.engine.VllmEngine/GetModelInfo": _OWN,
     "vllm.grpc.engine.VllmEngine/GetServerInfo": _OWN,
     "vllm.grpc.engine.VllmEngine/GetLoads": _OWN,
     "vllm.grpc.engine.VllmEngine/SubscribeKvEvents": _OWN,
     "vllm.grpc.engine.VllmEngine/GetTokenizer": _OWN,
     "vllm.grpc.engine.VllmEngine/FlushCache": _OWN,
-    "grpc.health.v1.Health/Check": {NOBODY, *TOKENS},
-    **({} if OLD_HEALTH else {"grpc.health.v1.Health/List": {NOBODY, *TOKENS}}),
-    "grpc.health.v1.Health/Watch": {NOBODY, *TOKENS},
+    "grpc.health.v1.Health/Check": {NO_CREDENTIAL, *TOKENS},
+    **({} if OLD_HEALTH else {"grpc.health.v1.Health/List": {NO_CREDENTIAL, *TOKENS}}),
+    "grpc.health.v1.Health/Watch": {NO_CREDENTIAL, *TOKENS},
     "grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": _ALL,
 }
 ADMINS = {
@@ -78,15 +81,15 @@ ADMINS = {
     "radixkv.v1.CacheService/UnregisterPublicPrefix": {"boss"},
     "radixkv.v1.CacheService/ListPublicPrefixes": {"watcher", "boss"},
     "radixkv.v1.CacheService/Drain": {"boss"},
-    "grpc.health.v1.Health/Check": {NOBODY, *TOKENS},
-    **({} if OLD_HEALTH else {"grpc.health.v1.Health/List": {NOBODY, *TOKENS}}),
-    "grpc.health.v1.Health/Watch": {NOBODY, *TOKENS},
+    "grpc.health.v1.Health/Check": {NO_CREDENTIAL, *TOKENS},
+    **({} if OLD_HEALTH else {"grpc.health.v1.Health/List": {NO_CREDENTIAL, *TOKENS}}),
+    "grpc.health.v1.Health/Watch": {NO_CREDENTIAL, *TOKENS},
     "grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": {"watcher", "boss"},
 }
 
 
 def metadata_of(caller):
-    return None if caller == NOBODY else (("authorization", f"Bearer {TOKENS[caller]}"),)
+    return None if caller == NO_CREDENTIAL else (("authorization", f"Bearer {TOKENS[caller]}"),)
 
 
 def request_of(method):
@@ -116,16 +119,16 @@ async def allowed_on(address, credentials, describer):
 @pytest.fixture(scope="module")
 def walked(tmp_path_factory):
     """Callers of each method on the port of requests, and on that of admins."""
-    papers = Papers(tmp_path_factory.mktemp("papers"))
+    credential_files = CredentialFiles(tmp_path_factory.mktemp("credential_files"))
     whole = Config.load(None, ["gateway.enabled=true", "gateway.tenant=acme"])
-    credentials = grpc.ssl_channel_credentials(papers.ca_file.read_bytes())
+    credentials = grpc.ssl_channel_credentials(credential_files.ca_file.read_bytes())
 
     async def walk():
         engine = FakeEngine()
         engine.events = FakeSource()
         services = optional_services(engine, whole)
         async with serving(
-            engine, model_path="tiny", services=services, gateway_tenant="acme", admin_port=0, **papers.tls
+            engine, model_path="tiny", services=services, gateway_tenant="acme", admin_port=0, **credential_files.tls
         ) as (server, address):
             return (
                 await allowed_on(address, credentials, "acme"),

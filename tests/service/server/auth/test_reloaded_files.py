@@ -91,7 +91,7 @@ def test_a_broken_or_missing_file_leaves_the_old_value_and_is_logged_once(file, 
     ],
     ids=lambda error: type(error).__name__,
 )
-def test_whatever_is_wrong_with_a_file_it_is_read_again_at_each_look_and_told_once_a_change(file, caplog, error):
+def test_an_invalid_file_is_read_again_at_each_check_and_logged_once_per_change(file, caplog, error):
     clock, reads = Clock(), []
     words = reloaded(file, clock, reads, [error, error])
     file.write_text("the second")
@@ -104,7 +104,7 @@ def test_whatever_is_wrong_with_a_file_it_is_read_again_at_each_look_and_told_on
     ]
 
 
-def test_another_change_that_can_not_be_used_is_told_again(file, caplog):
+def test_another_invalid_change_is_logged_again(file, caplog):
     clock = Clock()
     words = reloaded(file, clock, [], [ValueError(), ValueError()])
     for text in ("the second", "another third"):

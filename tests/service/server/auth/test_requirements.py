@@ -4,12 +4,12 @@ from radixkv.config import ServerConfig
 from radixkv.errors import ConfigError
 from radixkv.service.server.auth.requirements import require_secure
 
-from .certificates import Papers
+from .certificates import CredentialFiles
 
 
 @pytest.fixture(scope="module")
-def papers(tmp_path_factory):
-    return Papers(tmp_path_factory.mktemp("papers"))
+def credential_files(tmp_path_factory):
+    return CredentialFiles(tmp_path_factory.mktemp("credential_files"))
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.1.2.3", "::1", "localhost"])
@@ -23,15 +23,15 @@ def test_other_hosts_are_refused_without_credentials(host):
         require_secure(ServerConfig(host=host))
 
 
-def test_tls_alone_does_not_open_a_host(papers):
-    keys = {key: papers.tls[key] for key in ("tls_certificate", "tls_key")}
+def test_tls_alone_does_not_open_a_host(credential_files):
+    keys = {key: credential_files.tls[key] for key in ("tls_certificate", "tls_key")}
     with pytest.raises(ConfigError, match=r"server\.host"):
         require_secure(ServerConfig(host="0.0.0.0", **keys))
 
 
-def test_tls_and_tokens_open_a_host(papers):
-    require_secure(ServerConfig(host="0.0.0.0", **papers.tls))
-    require_secure(ServerConfig(host="0.0.0.0", **papers.mutual_tls))
+def test_tls_and_tokens_open_a_host(credential_files):
+    require_secure(ServerConfig(host="0.0.0.0", **credential_files.tls))
+    require_secure(ServerConfig(host="0.0.0.0", **credential_files.mutual_tls))
 
 
 def test_insecure_opens_a_host_and_says_to_whom(caplog):
@@ -50,13 +50,13 @@ def test_a_server_on_the_loopback_of_a_container_says_how_to_let_others_in(caplo
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
-def test_tokens_are_not_taken_in_the_clear(papers, host):
+def test_tokens_are_not_taken_in_the_clear(credential_files, host):
     with pytest.raises(ConfigError, match=r"server\.tokens_file: requires server\.tls_certificate"):
-        require_secure(ServerConfig(host=host, tokens_file=papers.tls["tokens_file"]))
+        require_secure(ServerConfig(host=host, tokens_file=credential_files.tls["tokens_file"]))
 
 
-def test_behind_a_proxy_that_ends_tls_tokens_are_still_asked_for(papers, caplog):
-    require_secure(ServerConfig(host="0.0.0.0", tokens_file=papers.tls["tokens_file"], insecure=True))
+def test_behind_a_proxy_that_ends_tls_tokens_are_still_asked_for(credential_files, caplog):
+    require_secure(ServerConfig(host="0.0.0.0", tokens_file=credential_files.tls["tokens_file"], insecure=True))
     assert "anyone" not in caplog.text
 
 
@@ -69,13 +69,13 @@ def test_behind_a_proxy_that_ends_tls_tokens_are_still_asked_for(papers, caplog)
         ({"client_ca", "tls_certificate", "tls_key"}, r"server\.client_ca: requires server\.tokens_file"),
     ],
 )
-def test_keys_that_need_others_are_refused_alone(papers, left, message):
+def test_keys_that_need_others_are_refused_alone(credential_files, left, message):
     with pytest.raises(ConfigError, match=message):
-        require_secure(ServerConfig(**{key: papers.mutual_tls[key] for key in left}))
+        require_secure(ServerConfig(**{key: credential_files.mutual_tls[key] for key in left}))
 
 
-def test_files_are_read_before_a_model_is_loaded(papers, tmp_path):
+def test_files_are_read_before_a_model_is_loaded(credential_files, tmp_path):
     broken = tmp_path / "tokens.toml"
     broken.write_text("credentials = 1")
     with pytest.raises(ConfigError, match=r"server\.tokens_file: the file may have only entries"):
-        require_secure(ServerConfig(**{**papers.tls, "tokens_file": str(broken)}))
+        require_secure(ServerConfig(**{**credential_files.tls, "tokens_file": str(broken)}))

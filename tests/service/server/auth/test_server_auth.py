@@ -11,12 +11,12 @@ from tests.patience import PATIENCE_S
 from tests.service.fake_engine import FakeEngine
 from tests.service.serving import refusal_of, serving
 
-from .certificates import Papers
+from .certificates import CredentialFiles
 
 
 @pytest.fixture(scope="module")
-def papers(tmp_path_factory):
-    return Papers(tmp_path_factory.mktemp("papers"))
+def credential_files(tmp_path_factory):
+    return CredentialFiles(tmp_path_factory.mktemp("credential_files"))
 
 
 async def codes_of(*calls):
@@ -44,17 +44,17 @@ def test_with_a_port_of_their_own_calls_of_admins_are_refused_on_the_other_also_
     assert run(talk, admin_port=0) == ([denied] * 3, [grpc.StatusCode.UNIMPLEMENTED])
 
 
-def test_an_admin_is_refused_on_the_port_of_requests_and_others_on_that_of_admins(papers):
+def test_an_admin_is_refused_on_the_port_of_requests_and_others_on_that_of_admins(credential_files):
     async def talk(address, server):
         async with (
-            AsyncClient(address, **papers.client("boss")) as wrong,
-            AsyncClient(server.admin_address, **papers.client("acme")) as other_wrong,
-            AsyncClient(server.admin_address, **papers.client("boss")) as right,
+            AsyncClient(address, **credential_files.client("boss")) as wrong,
+            AsyncClient(server.admin_address, **credential_files.client("acme")) as other_wrong,
+            AsyncClient(server.admin_address, **credential_files.client("boss")) as right,
         ):
             await right.purge(everything=True)
             return await codes_of(wrong.prefill([1, 2]), other_wrong.stats())
 
-    assert run(talk, admin_port=0, **papers.tls) == [grpc.StatusCode.PERMISSION_DENIED] * 2
+    assert run(talk, admin_port=0, **credential_files.tls) == [grpc.StatusCode.PERMISSION_DENIED] * 2
 
 
 def test_without_a_port_for_admins_anyone_may_do_everything_when_there_are_no_credentials():
@@ -68,7 +68,7 @@ def test_without_a_port_for_admins_anyone_may_do_everything_when_there_are_no_cr
     assert run(talk) == (True, ["a", "b"])
 
 
-def test_a_drain_ends_both_ports(papers):
+def test_a_drain_ends_both_ports(credential_files):
     async def talk(address, server):
         await server.drain()
         async with AsyncClient(address) as first, AsyncClient(server.admin_address) as second:

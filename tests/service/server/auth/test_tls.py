@@ -20,12 +20,12 @@ from tests.patience import PATIENCE_S, wait_until
 from tests.service.fake_engine import FakeEngine
 from tests.service.serving import becomes_true, refusal_of, serving
 
-from .certificates import FILE, Papers, entry_of, entry_of_certificate
+from .certificates import FILE, CredentialFiles, entry_of, entry_of_certificate
 
 
 @pytest.fixture
-def papers(tmp_path):
-    return Papers(tmp_path)
+def credential_files(tmp_path):
+    return CredentialFiles(tmp_path)
 
 
 @pytest.fixture
@@ -49,39 +49,45 @@ async def last_of(stream):
     return [each async for each in stream][-1]
 
 
-def test_a_certificate_of_another_authority_is_not_trusted_by_a_client(papers):
-    other = papers.folder / "other.pem"
+def test_a_certificate_of_another_authority_is_not_trusted_by_a_client(credential_files):
+    other = credential_files.folder / "other.pem"
     trustme.CA().cert_pem.write_to_path(other)
 
     async def run():
-        async with serving(FakeEngine(), **papers.tls) as (_, address):
-            access = papers.client("acme")
+        async with serving(FakeEngine(), **credential_files.tls) as (_, address):
+            access = credential_files.client("acme")
             return await result_of(address, **access), await result_of(address, **{**access, "tls_ca": other})
 
     assert asyncio.run(run()) == (grpc.StatusCode.OK, grpc.StatusCode.UNAVAILABLE)
 
 
-def test_a_client_without_tls_is_not_understood(papers):
+def test_a_client_without_tls_is_not_understood(credential_files):
     async def run():
-        async with serving(FakeEngine(), **papers.tls) as (_, address):
+        async with serving(FakeEngine(), **credential_files.tls) as (_, address):
             return await result_of(address)
 
     assert asyncio.run(run()) is grpc.StatusCode.UNAVAILABLE
 
 
-def test_a_certificate_says_who_calls_by_common_name_or_alternative_name(papers):
+def test_a_certificate_says_who_calls_by_common_name_or_alternative_name(credential_files):
     tenant = 'role = "tenant"\ntenant = "acme"'
-    papers.write_tokens(FILE + entry_of_certificate("worker 7", tenant) + entry_of_certificate("w8.example", tenant))
+    credential_files.write_tokens(
+        FILE + entry_of_certificate("worker 7", tenant) + entry_of_certificate("w8.example", tenant)
+    )
     engine = FakeEngine()
 
     async def run():
-        async with serving(engine, **papers.mutual_tls) as (_, address):
+        async with serving(engine, **credential_files.mutual_tls) as (_, address):
             return [
-                await result_of(address, **papers.caller("worker 7")),
-                await result_of(address, **papers.caller("w8.example", alternative="w8.example")),
-                await result_of(address, **papers.caller("stranger")),
-                await result_of(address, **papers.caller("two", alternative="w8.example", common_name="worker 7")),
-                await result_of(address, **{**papers.caller("stranger"), **papers.client("globex")}),
+                await result_of(address, **credential_files.caller("worker 7")),
+                await result_of(address, **credential_files.caller("w8.example", alternative="w8.example")),
+                await result_of(address, **credential_files.caller("stranger")),
+                await result_of(
+                    address, **credential_files.caller("two", alternative="w8.example", common_name="worker 7")
+                ),
+                await result_of(
+                    address, **{**credential_files.caller("stranger"), **credential_files.client("globex")}
+                ),
             ]
 
     unauthenticated = grpc.StatusCode.UNAUTHENTICATED
@@ -90,36 +96,41 @@ def test_a_certificate_says_who_calls_by_common_name_or_alternative_name(papers)
     assert [params.caller.tenant for params in engine.params] == ["acme", "acme", "globex"]
 
 
-def test_mutual_tls_refuses_no_certificate_one_of_another_authority_and_one_that_has_expired(papers):
-    papers.write_tokens(FILE + entry_of_certificate("a", 'role = "admin"'))
+def test_mutual_tls_refuses_no_certificate_one_of_another_authority_and_one_that_has_expired(credential_files):
+    credential_files.write_tokens(FILE + entry_of_certificate("a", 'role = "admin"'))
 
     async def run():
-        async with serving(FakeEngine(), **papers.mutual_tls) as (_, address):
+        async with serving(FakeEngine(), **credential_files.mutual_tls) as (_, address):
             return {
-                await result_of(address, **papers.client("acme")),
-                await result_of(address, **papers.caller("a", trustme.CA())),
-                await result_of(address, **papers.caller("a", is_expired=True)),
+                await result_of(address, **credential_files.client("acme")),
+                await result_of(address, **credential_files.caller("a", trustme.CA())),
+                await result_of(address, **credential_files.caller("a", is_expired=True)),
             }
 
     assert asyncio.run(run()) == {grpc.StatusCode.UNAVAILABLE}
 
 
-def test_changed_certificates_count_for_new_connections_and_a_running_stream_goes_on(papers, looks_always, caplog):
+def test_changed_certificates_count_for_new_connections_and_a_running_stream_goes_on(
+    credential_files, looks_always, caplog
+):
     caplog.set_level(logging.INFO)
     engine = FakeEngine(is_gated=True)
     new_ca = trustme.CA()
 
     async def run():
-        async with serving(engine, **papers.tls) as (_, address), AsyncClient(address, **papers.client("acme")) as old:
+        async with (
+            serving(engine, **credential_files.tls) as (_, address),
+            AsyncClient(address, **credential_files.client("acme")) as old,
+        ):
             stream = old.generate([1, 2], max_new_tokens=4)
             first = await anext(stream)
-            papers.write_certificate(new_ca)
+            credential_files.write_certificate(new_ca)
             assert await becomes_true(lambda: "TLS certificates: reloaded" in caplog.text)
-            new_ca.cert_pem.write_to_path(papers.folder / "new_ca.pem")
-            changed = {**papers.client("acme"), "tls_ca": papers.folder / "new_ca.pem"}
+            new_ca.cert_pem.write_to_path(credential_files.folder / "new_ca.pem")
+            changed = {**credential_files.client("acme"), "tls_ca": credential_files.folder / "new_ca.pem"}
             async with AsyncClient(address, timeout_s=PATIENCE_S, **changed) as new:
                 assert (await new.probe([1, 2])).prompt_tokens == 2
-            async with AsyncClient(address, timeout_s=PATIENCE_S, **papers.client("acme")) as late:
+            async with AsyncClient(address, timeout_s=PATIENCE_S, **credential_files.client("acme")) as late:
                 assert (await refusal_of(late.probe([1, 2]))).code() is grpc.StatusCode.UNAVAILABLE
             engine.open_gate()
             rest = [response async for response in stream]
@@ -129,24 +140,24 @@ def test_changed_certificates_count_for_new_connections_and_a_running_stream_goe
 
 
 def test_a_token_that_is_taken_out_is_refused_in_calls_and_streams_and_other_tenants_go_on(
-    papers, looks_always, caplog
+    credential_files, looks_always, caplog
 ):
     caplog.set_level(logging.INFO)
     engine = FakeEngine(is_gated=True)
 
     async def run():
         async with (
-            serving(engine, **papers.tls) as (_, address),
-            AsyncClient(address, **papers.client("acme")) as acme,
-            AsyncClient(address, **papers.client("globex")) as globex,
+            serving(engine, **credential_files.tls) as (_, address),
+            AsyncClient(address, **credential_files.client("acme")) as acme,
+            AsyncClient(address, **credential_files.client("globex")) as globex,
         ):
             revoked, stream = (each.generate([1, 2], max_new_tokens=4) for each in (acme, globex))
             first = await anext(stream)
             await anext(revoked)
-            papers.write_tokens(entry_of("globex", 'role = "tenant"\ntenant = "globex"'))
+            credential_files.write_tokens(entry_of("globex", 'role = "tenant"\ntenant = "globex"'))
             assert (await refusal_of(last_of(revoked))).code() is grpc.StatusCode.UNAUTHENTICATED
             assert (await refusal_of(acme.probe([1, 2]))).code() is grpc.StatusCode.UNAUTHENTICATED
-            papers.write_tokens("[[credentials]]\nname = 'half of a secret")
+            credential_files.write_tokens("[[credentials]]\nname = 'half of a secret")
             assert await becomes_true(lambda: "the changed files cannot be used" in caplog.text)
             assert (await globex.probe([1, 2])).prompt_tokens == 2
             engine.open_gate()
@@ -169,32 +180,38 @@ def test_a_token_that_is_taken_out_is_refused_in_calls_and_streams_and_other_ten
     ],
     ids=["tenant", "role", "expiry", "removal"],
 )
-def test_a_stream_ends_when_its_credential_loses_the_right_to_it(papers, looks_always, entry, code):
+def test_a_stream_ends_when_its_credential_loses_the_right_to_it(credential_files, looks_always, entry, code):
     engine, kinds = FakeEngine(is_gated=True), []
 
     async def run():
         async with (
-            serving(engine, **papers.tls, count_refusal=lambda error: kinds.append(type(error))) as (_, address),
-            AsyncClient(address, **papers.client("acme")) as acme,
+            serving(engine, **credential_files.tls, count_refusal=lambda error: kinds.append(type(error))) as (
+                _,
+                address,
+            ),
+            AsyncClient(address, **credential_files.client("acme")) as acme,
         ):
             stream = acme.generate([1, 2], max_new_tokens=4)
             await anext(stream)
-            papers.write_tokens(entry.replace("acme credential", "another name"))
+            credential_files.write_tokens(entry.replace("acme credential", "another name"))
             return (await refusal_of(last_of(stream))).code()
 
     assert asyncio.run(asyncio.wait_for(run(), PATIENCE_S)) is code
     assert len(kinds) == 1
 
 
-def test_a_stream_goes_on_when_its_credential_changes_otherwise(papers, looks_always, caplog):
+def test_a_stream_goes_on_when_its_credential_changes_otherwise(credential_files, looks_always, caplog):
     caplog.set_level(logging.INFO)
     engine = FakeEngine(is_gated=True)
 
     async def run():
-        async with serving(engine, **papers.tls) as (_, address), AsyncClient(address, **papers.client("acme")) as acme:
+        async with (
+            serving(engine, **credential_files.tls) as (_, address),
+            AsyncClient(address, **credential_files.client("acme")) as acme,
+        ):
             stream = acme.generate([1, 2], max_new_tokens=4)
             await anext(stream)
-            papers.write_tokens(entry_of("acme", 'role = "router"\ntenants = ["acme", "initech"]'))
+            credential_files.write_tokens(entry_of("acme", 'role = "router"\ntenants = ["acme", "initech"]'))
             assert await becomes_true(lambda: "credentials: reloaded" in caplog.text)
             await asyncio.sleep(0.1)
             engine.open_gate()
@@ -203,29 +220,29 @@ def test_a_stream_goes_on_when_its_credential_changes_otherwise(papers, looks_al
     assert asyncio.run(asyncio.wait_for(run(), PATIENCE_S))
 
 
-def test_the_events_of_a_router_end_with_its_credential(papers, looks_always):
+def test_the_events_of_a_router_end_with_its_credential(credential_files, looks_always):
     engine = FakeEngine()
     engine.events = FakeSource()
 
     async def run():
         async with (
-            serving(engine, **papers.tls) as (_, address),
-            AsyncClient(address, **papers.client("every")) as router,
+            serving(engine, **credential_files.tls) as (_, address),
+            AsyncClient(address, **credential_files.client("every")) as router,
         ):
             events = router.subscribe()
             assert (await anext(events)).snapshot.count == 1
-            papers.write_tokens(entry_of("boss", 'role = "admin"'))
+            credential_files.write_tokens(entry_of("boss", 'role = "admin"'))
             return (await refusal_of(last_of(events))).code()
 
     assert asyncio.run(asyncio.wait_for(run(), PATIENCE_S)) is grpc.StatusCode.UNAUTHENTICATED
 
 
-def test_only_an_admin_may_ask_for_the_physical_ids_of_blocks(papers):
+def test_only_an_admin_may_ask_for_the_physical_ids_of_blocks(credential_files):
     async def run():
         codes = []
-        async with serving(FakeEngine(), **papers.tls) as (_, address):
+        async with serving(FakeEngine(), **credential_files.tls) as (_, address):
             for name in ("acme", "every", "boss"):
-                async with AsyncClient(address, timeout_s=PATIENCE_S, **papers.client(name)) as client:
+                async with AsyncClient(address, timeout_s=PATIENCE_S, **credential_files.client(name)) as client:
                     call = client.prefill([1, 2], tenant="acme", hold_lease=True, return_block_table=True)
                     codes.append((await refusal_of(call)).code() if name != "boss" else len((await call).block_table))
         return codes
@@ -234,34 +251,36 @@ def test_only_an_admin_may_ask_for_the_physical_ids_of_blocks(papers):
     assert asyncio.run(run()) == [denied, denied, 1]
 
 
-def test_a_key_of_another_certificate_is_refused_at_start_and_later_leaves_the_old_pair(papers, looks_always, caplog):
-    tls = Tls(ServerConfig(**papers.tls))
+def test_a_key_of_another_certificate_is_refused_at_start_and_later_leaves_the_old_pair(
+    credential_files, looks_always, caplog
+):
+    tls = Tls(ServerConfig(**credential_files.tls))
     before = tls.https()
-    other = papers.ca.issue_cert("localhost")
-    other.private_key_pem.write_to_path(papers.folder / "server.key")
+    other = credential_files.ca.issue_cert("localhost")
+    other.private_key_pem.write_to_path(credential_files.folder / "server.key")
     wait_until(lambda: "the changed files cannot be used" in caplog.text)
     assert tls.https() is before
     assert "TLS certificates: the changed files cannot be used" in caplog.text
     assert "PRIVATE KEY" not in caplog.text
     with pytest.raises(ConfigError, match=r"server\.tls_key: it must be the private key of server\.tls_certificate"):
-        Tls(ServerConfig(**papers.tls))
+        Tls(ServerConfig(**credential_files.tls))
 
 
 @pytest.mark.parametrize("key", ["tls_certificate", "tls_key", "client_ca"])
-def test_a_missing_file_is_named_by_its_key(papers, key):
+def test_a_missing_file_is_named_by_its_key(credential_files, key):
     with pytest.raises(ConfigError, match=rf"server\.{key}: expected a readable file, got .*none\.pem: No such file"):
-        Tls(ServerConfig(**{**papers.mutual_tls, key: str(papers.folder / "none.pem")}))
+        Tls(ServerConfig(**{**credential_files.mutual_tls, key: str(credential_files.folder / "none.pem")}))
 
 
-def test_authorities_that_are_none_are_refused(papers):
-    (papers.folder / "client_ca.pem").write_text("nothing")
+def test_authorities_that_are_none_are_refused(credential_files):
+    (credential_files.folder / "client_ca.pem").write_text("nothing")
     with pytest.raises(ConfigError, match=r"server\.client_ca: the file contains no readable certificates"):
-        Tls(ServerConfig(**papers.mutual_tls))
+        Tls(ServerConfig(**credential_files.mutual_tls))
 
 
 def test_without_a_certificate_there_is_no_tls():
     assert ServerAuth(ServerConfig()).tls is None
 
 
-def test_the_context_for_https_asks_callers_for_no_certificate(papers):
-    assert Tls(ServerConfig(**papers.mutual_tls)).https().verify_mode is ssl.CERT_NONE
+def test_the_context_for_https_asks_callers_for_no_certificate(credential_files):
+    assert Tls(ServerConfig(**credential_files.mutual_tls)).https().verify_mode is ssl.CERT_NONE

@@ -73,7 +73,7 @@ def test_a_gateway_without_a_number_begins_with_all_that_is_cached():
     assert len({block.block_hash for block in blocks}) == 3
 
 
-def test_an_empty_cache_is_told_as_well():
+def test_an_empty_cache_is_sent_as_well():
     empty = talking(lambda subscribe, *_: next_batch(subscribe()))
     assert [event.WhichOneof("data") for event in empty.events] == ["cleared"]
     assert (empty.snapshot.index, empty.snapshot.count, empty.snapshot.blocks) == (0, 1, 0)
@@ -101,7 +101,7 @@ def test_what_changes_follows_by_one_with_parents_before_children():
     assert not any(each.HasField("snapshot") for each in (more, grown, gone))
 
 
-def test_other_namespaces_are_not_told_of_but_their_numbers_are():
+def test_other_namespaces_are_not_sent_but_their_numbers_are():
     async def talk(subscribe, source, _):
         call = subscribe()
         await next_batch(call)
@@ -160,7 +160,7 @@ def test_metadata_come_at_once_though_nothing_happens():
     assert talking(talk)
 
 
-def test_a_gateway_that_falls_behind_is_told_in_mid_stream():
+def test_a_gateway_that_falls_behind_is_notified_in_mid_stream():
     async def talk(subscribe, source, _):
         call = subscribe()
         await next_batch(call)
@@ -263,7 +263,7 @@ def test_hashes_keep_their_bits():
     assert sent.tobytes() == event.block_hashes
 
 
-def test_the_gateway_is_told_of_the_device_alone():
+def test_the_gateway_gets_events_of_the_device_only():
     hashes = np.array([1], "<u8").tobytes()
     in_a_store = BlocksStored(None, hashes, b"", BLOCK_SIZE, "", "host"), BlocksRemoved(hashes, "", "host")
     removed = BlocksRemoved(hashes, "")

@@ -116,7 +116,7 @@ def test_strings_that_end_an_answer():
     assert (asked().stops, asked({"stop": ["b", "a"]}).stops) == ((), ("b", "a"))
 
 
-def test_whether_tokens_are_told_as_they_come():
+def test_whether_tokens_are_sent_as_they_are_generated():
     assert [asked(stream=each).is_streamed for each in (False, True)] == [False, True]
 
 

@@ -26,7 +26,7 @@ def result(reason=FinishReason.LENGTH):
     return GenerateResult("r", USAGE, (1, 2, 3), reason, MissReason.NONE, Timing(1, 2, 3, 6), None)
 
 
-def told(response, logprobs=(), prompt=(), prompt_logprobs=()):
+def sent(response, logprobs=(), prompt=(), prompt_logprobs=()):
     tokens = np.array(prompt, "<u4").tobytes()
     return asyncio.run(with_logprobs(ResponseWriter(), response, logprobs, tokens, prompt_logprobs))
 
@@ -45,7 +45,7 @@ def test_a_whole_answer():
 
 
 def test_the_rest_of_an_answer():
-    complete = told(complete_response(result(), 2, 0), LOGPROBS[2:]).complete
+    complete = sent(complete_response(result(), 2, 0), LOGPROBS[2:]).complete
     assert (list(complete.output_ids), complete.completion_tokens) == ([3], 1)
     assert list(complete.output_logprobs.token_ids) == [3]
 
@@ -55,7 +55,7 @@ def test_a_stop_names_its_token():
     assert (complete.finish_reason, complete.matched_token_id) == ("stop", 3)
 
 
-def test_a_stop_that_was_told_before_names_its_token_or_its_string():
+def test_a_stop_that_was_sent_before_names_its_token_or_its_string():
     stopped = result(FinishReason.STOP)
     assert complete_response(stopped, 3, 0).complete.matched_token_id == 3
     assert not complete_response(stopped, 3, 0, has_stop_token=False).complete.HasField("matched_token_id")
@@ -66,7 +66,7 @@ def test_a_stop_that_was_told_before_names_its_token_or_its_string():
 @pytest.mark.parametrize("top", [0, 2])
 def test_a_row_of_logprobs_for_each_token(top):
     rows = tuple(TokenLogprobs(each.logprob, each.top[:top]) for each in LOGPROBS)
-    logprobs = told(complete_response(result(), 0, 0), rows).complete.output_logprobs
+    logprobs = sent(complete_response(result(), 0, 0), rows).complete.output_logprobs
     assert (list(logprobs.token_logprobs), list(logprobs.token_ids)) == ([-0.5, -1.0, -1.5], [1, 2, 3])
     assert [list(row.token_ids) for row in logprobs.top_logprobs] == [[1, 9][:top], [2, 9][:top], [3, 9][:top]]
     assert [list(row.values) for row in logprobs.top_logprobs] == [[-0.5, -1.5][:top]] * 3
@@ -95,13 +95,13 @@ def test_rows_of_a_prompt_are_the_same_however_many_they_are(is_chunk, num_rows)
             ],
         )
     )
-    written = told(alone, (), range(num_rows + 1), rows)
+    written = sent(alone, (), range(num_rows + 1), rows)
     assert isinstance(written, bytes) is (num_rows == 2000)
     assert (type(expected).FromString(written) if isinstance(written, bytes) else written) == expected
 
 
 def test_a_part_without_rows_of_the_prompt_stays_as_it_is():
-    assert not told(chunk_response([4], USAGE, 0), (), [1, 2]).chunk.HasField("input_logprobs")
+    assert not sent(chunk_response([4], USAGE, 0), (), [1, 2]).chunk.HasField("input_logprobs")
 
 
 @pytest.mark.parametrize("num_tokens", [2, 2000])
@@ -124,6 +124,6 @@ def test_rows_of_tokens_are_the_same_however_many_they_are_and_those_of_others_a
             top_logprobs=[TopLogProbs(token_ids=[number, 9], values=[-0.5, -1.5]) for number in range(num_tokens)],
         )
     )
-    written = told(alone, table)
+    written = sent(alone, table)
     assert isinstance(written, bytes) is (num_tokens + num_more > 500)
     assert (type(expected).FromString(written) if isinstance(written, bytes) else written) == expected

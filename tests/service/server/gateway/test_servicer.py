@@ -86,13 +86,13 @@ def test_a_streamed_answer_comes_in_chunks_of_news_and_ends_with_the_last_of_the
     *chunks, last = responses
     assert last.WhichOneof("response") == "complete"
     assert {response.WhichOneof("response") for response in chunks} == {"chunk"}
-    told = [token_id for response in chunks for token_id in response.chunk.token_ids]
-    assert told == continuation([1, 2, 3], 4)
+    token_ids = [token_id for response in chunks for token_id in response.chunk.token_ids]
+    assert token_ids == continuation([1, 2, 3], 4)
     assert sum(response.chunk.completion_tokens for response in chunks) == 4
     assert last.complete.output_ids == chunks[-1].chunk.token_ids
     assert last.complete.output_logprobs == chunks[-1].chunk.output_logprobs
     rows = [row for response in chunks for row in response.chunk.output_logprobs.top_logprobs]
-    assert [list(row.token_ids) for row in rows] == [[token_id] for token_id in told]
+    assert [list(row.token_ids) for row in rows] == [[token_id] for token_id in token_ids]
 
 
 @pytest.mark.parametrize("max_tokens", [1, 4])
@@ -126,7 +126,7 @@ def test_very_many_log_probabilities_of_the_prompt_arrive_too(stream):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_several_answers_are_told_apart_by_their_index(stream):
+def test_several_answers_are_distinguished_by_their_index(stream):
     async def talk(stub, engine, _):
         return await read(stub.Generate(request(n=3, seed=-2, temperature=1.0, stream=stream))), engine.samplings
 
@@ -136,8 +136,8 @@ def test_several_answers_are_told_apart_by_their_index(stream):
     assert [sampling.seed for sampling in samplings] == [2**64 - 2, 2**64 - 1, 0]
     for index in range(3):
         chunks = [each.chunk for each in responses if each.HasField("chunk") and each.chunk.index == index]
-        told = [token_id for chunk in chunks for token_id in chunk.token_ids]
-        assert told == (continuation([1, 2, 3], 4) if stream else [])
+        token_ids = [token_id for chunk in chunks for token_id in chunk.token_ids]
+        assert token_ids == (continuation([1, 2, 3], 4) if stream else [])
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -156,8 +156,10 @@ def test_a_stop_string_ends_the_answer_with_the_token_that_completes_it(stream, 
     responses = talking(lambda stub, *_: read(stub.Generate(asked)), FakeEngine(is_gated=is_gated))
     last = responses[-1].complete
     assert (last.finish_reason, last.matched_stop_str) == ("stop", stop)
-    told = [token_id for each in responses for token_id in each.chunk.token_ids] if stream else list(last.output_ids)
-    assert told == path
+    token_ids = (
+        [token_id for each in responses for token_id in each.chunk.token_ids] if stream else list(last.output_ids)
+    )
+    assert token_ids == path
     counted = sum(each.chunk.completion_tokens for each in responses) if stream else last.completion_tokens
     assert counted == 7
     if not stream:
@@ -168,10 +170,10 @@ def test_a_stop_string_ends_the_answer_with_the_token_that_completes_it(stream, 
 @pytest.mark.parametrize("max_tokens", [4, 500])
 def test_an_answer_as_a_whole_has_the_log_probabilities_of_all_its_tokens(max_tokens):
     (response,) = talking(lambda stub, *_: read(stub.Generate(request(logprobs=2, max_tokens=max_tokens))))
-    told, path = response.complete.output_logprobs, continuation([1, 2, 3], max_tokens)
-    assert list(told.token_ids) == path
-    assert list(told.token_logprobs) == [-float(token_id) for token_id in path]
-    assert [list(row.token_ids) for row in told.top_logprobs] == [[token_id] * 2 for token_id in path]
+    logprobs, path = response.complete.output_logprobs, continuation([1, 2, 3], max_tokens)
+    assert list(logprobs.token_ids) == path
+    assert list(logprobs.token_logprobs) == [-float(token_id) for token_id in path]
+    assert [list(row.token_ids) for row in logprobs.top_logprobs] == [[token_id] * 2 for token_id in path]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -277,14 +279,14 @@ def test_errors_have_the_statuses_of_the_table(error, code):
 
 def test_an_unexpected_error_keeps_its_text_to_itself():
     async def talk(stub, engine, _):
-        engine.failure = ValueError("tokens of somebody")
+        engine.failure = ValueError("tokens of another caller")
         failed = await refusal_of(stub.Generate(request()))
         engine.failure = None
         return failed, await read(stub.Generate(request()))
 
     refusal, later = talking(talk)
     assert refusal.code() is grpc.StatusCode.INTERNAL
-    assert "somebody" not in refusal.details()
+    assert "another caller" not in refusal.details()
     assert later[-1].complete.finish_reason == "length"
 
 

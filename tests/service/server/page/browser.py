@@ -90,7 +90,7 @@ class Browser:
         return result
 
     def show(self, width: int, height: int, scheme: str) -> None:
-        """Be a window of this size, in CSS pixels, of somebody who prefers `light` or `dark`."""
+        """Be a window of this size, in CSS pixels, with the preferred color scheme `light` or `dark`."""
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
         self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
 

@@ -26,7 +26,7 @@ from radixkv.service.server.page import state_feed
 from tests.fakes import lease_text, publish
 from tests.patience import PATIENCE_S
 from tests.service.fake_engine import FakeEngine
-from tests.service.server.auth.certificates import Papers
+from tests.service.server.auth.certificates import CredentialFiles
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 in_a_browser = pytest.mark.skipif(BROWSER is None, reason="no chromium on this machine")
@@ -186,7 +186,7 @@ def test_a_browser_says_when_the_engine_does_not_respond(address, engine, tmp_pa
 
 @in_a_browser
 def test_a_browser_asks_for_a_token_where_one_is_needed(engine, tmp_path):
-    Papers(tmp_path)
+    CredentialFiles(tmp_path)
     settings = (f"server.tokens_file={json.dumps(str(tmp_path / 'tokens.toml'))}", "server.insecure=true")
     with serving(engine, *settings) as address:
         page = shown(address, tmp_path / "profile")

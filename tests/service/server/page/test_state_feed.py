@@ -44,8 +44,8 @@ def test_a_state_has_what_the_stores_hold(engine):
     assert json.loads(StateFeed(engine).state())["tiers"] == []
     host = TierStats("host", True, 7, 700, 1000, *range(9))
     engine.offload = SimpleNamespace(stats=lambda: [host])
-    (told,) = json.loads(StateFeed(engine).state())["tiers"]
-    assert (told["tier"], told["blocks"], told["is_working"]) == ("host", 7, True)
+    (tier,) = json.loads(StateFeed(engine).state())["tiers"]
+    assert (tier["tier"], tier["blocks"], tier["is_working"]) == ("host", 7, True)
 
 
 def test_a_state_is_made_once_for_all_who_ask_soon(engine):

@@ -25,7 +25,7 @@ def test_a_pool_beyond_grpcs_sizes_has_the_largest_there_is():
     assert max_message_bytes(ServerConfig(), limits) == 2**31 - 1
 
 
-def test_grpc_is_told_of_every_bound():
+def test_every_bound_is_passed_to_grpc():
     config = ServerConfig(max_connections=7, max_connection_calls=8, connection_idle_s=1.5, max_calls=9)
     options = dict(grpc_options(config, SHORT))
     assert options["grpc.max_allowed_incoming_connections"] == 7

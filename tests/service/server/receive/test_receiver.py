@@ -18,7 +18,7 @@ from radixkv.v1.prefill_pb2 import PrefillRequest
 from tests.events.fake_source import FakeSource
 from tests.patience import PATIENCE_S
 from tests.service.fake_engine import FakeEngine
-from tests.service.server.auth.certificates import Papers
+from tests.service.server.auth.certificates import CredentialFiles
 from tests.service.serving import becomes_true, refusal_of, serving
 
 
@@ -246,15 +246,15 @@ def test_a_connection_with_all_calls_is_refused_and_another_one_has_its_share():
 
 
 def test_connections_of_one_credential_share_its_calls(tmp_path):
-    papers = Papers(tmp_path)
+    credential_files = CredentialFiles(tmp_path)
 
     async def run():
         engine = FakeEngine(is_gated=True)
         async with (
-            serving(engine, max_calls=2, **papers.tls) as (_, address),
-            AsyncClient(address, **papers.client("acme")) as first,
-            AsyncClient(address, **papers.client("acme")) as second,
-            AsyncClient(address, **papers.client("globex")) as other,
+            serving(engine, max_calls=2, **credential_files.tls) as (_, address),
+            AsyncClient(address, **credential_files.client("acme")) as first,
+            AsyncClient(address, **credential_files.client("acme")) as second,
+            AsyncClient(address, **credential_files.client("globex")) as other,
         ):
             calls = [asyncio.ensure_future(client.prefill([1])) for client in (first, second)]
             assert await becomes_true(lambda: len(engine.futures) == 2)

@@ -61,7 +61,7 @@ def test_an_answer_that_left_while_the_loop_was_busy_closes_nothing():
         loop = asyncio.get_running_loop()
         late_s = loop.time() + 0.05
         unsent.add(call)
-        while loop.time() < late_s:  # busy: nobody is told of anything
+        while loop.time() < late_s:  # busy: no callback runs
             pass
         loop.call_later(0, unsent.discard, call)
         unread = Call("ipv4:1.1.1.1:2")

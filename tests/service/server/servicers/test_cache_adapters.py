@@ -40,14 +40,14 @@ def test_both_clients_load_list_and_unload() -> None:
             with Client(address) as blocking:
                 again = await asyncio.to_thread(blocking.load_adapter, "tax", "two")
                 assert (again.adapter.name, again.adapter.digest) == ("tax", "two")
-                told = await asyncio.to_thread(blocking.adapters)
-                assert told == await client.adapters()
+                listed = await asyncio.to_thread(blocking.adapters)
+                assert listed == await client.adapters()
                 await asyncio.to_thread(blocking.unload_adapter, "law")
-            assert [(each.name, each.digest, each.is_on_device) for each in told.adapters] == [
+            assert [(each.name, each.digest, each.is_on_device) for each in listed.adapters] == [
                 ("law", "two", True),
                 ("tax", "two", True),
             ]
-            assert told.max_adapters == 4
+            assert listed.max_adapters == 4
             await client.unload_adapter("tax")
             assert not (await client.adapters()).adapters
 
@@ -64,11 +64,11 @@ def test_a_list_counts_tokens_and_requests_and_tells_what_drains() -> None:
             publish(engine.cache, "abcdefgh", of_adapter("one"))
             engine.adapters._names.acquire("law")
             client.load_adapter("law", "two")
-            told = [
+            listed = [
                 (each.name, each.digest, each.is_draining, each.unfinished_requests, each.cached_tokens)
                 for each in client.adapters().adapters
             ]
-            assert told == [("law", "one", True, 1, 8), ("law", "two", False, 0, 0)]
+            assert listed == [("law", "one", True, 1, 8), ("law", "two", False, 0, 0)]
 
     serve_and_call(engine, talk)
 
@@ -131,7 +131,7 @@ def test_segments_show_names_beside_the_digest() -> None:
         with Client(address) as client:
             client.load_adapter("law", "one")
             client.load_adapter("court", "one")
-            told = {each.adapter: list(each.adapter_names) for each in client.segments().segments}
-            assert told == {"one": ["law", "court"], "two": [], "": []}
+            listed = {each.adapter: list(each.adapter_names) for each in client.segments().segments}
+            assert listed == {"one": ["law", "court"], "two": [], "": []}
 
     serve_and_call(engine, talk)

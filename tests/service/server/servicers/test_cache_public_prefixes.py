@@ -32,9 +32,9 @@ def test_both_clients_register_list_and_unregister() -> None:
             with Client(address) as blocking:
                 own = await asyncio.to_thread(blocking.public.register, "legal", range(8), adapter="law")
                 assert (own.adapter_digest, own.adapter_names) == ("one", ["law"])
-                told = await asyncio.to_thread(blocking.public.list)
-                assert told == await client.public.list()
-                assert list(told.public_prefixes) == [plain, own]
+                listed = await asyncio.to_thread(blocking.public.list)
+                assert listed == await client.public.list()
+                assert list(listed.public_prefixes) == [plain, own]
                 assert (await asyncio.to_thread(blocking.public.unregister, "legal")).name == "legal"
             assert await client.public.unregister("system") == PublicPrefix(name="system", tokens=10, blocks=3)
             assert not (await client.public.list()).public_prefixes

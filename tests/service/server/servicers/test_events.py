@@ -90,7 +90,7 @@ def test_hashes_are_those_that_the_engine_logs():
     run(test)
 
 
-def test_stores_are_told_to_those_who_ask_for_them():
+def test_events_of_stores_are_sent_to_subscribers_that_request_them():
     async def test():
         engine = with_events()
         async with serving(engine) as (_, address), AsyncClient(address) as client:

@@ -114,8 +114,8 @@ def test_each_token_has_its_log_probabilities():
 
     own, top, none = calling(talk)
     for answers in (own, top):
-        told = [(token_id, each.logprob) for answer in answers for token_id, each in pairs(answer)]
-        assert told == [(token_id, -token_id) for token_id in continuation([1], 9)]
+        received = [(token_id, each.logprob) for answer in answers for token_id, each in pairs(answer)]
+        assert received == [(token_id, -token_id) for token_id in continuation([1], 9)]
     assert {len(each.top) for answer in own for each in answer.logprobs} == {0}
     assert {tuple(t.token_id for t in each.top) for answer in top for token, each in pairs(answer)} == {
         (token_id, token_id) for token_id in continuation([1], 9)
@@ -180,7 +180,7 @@ def test_what_answers_follow_is_compiled_for_each_tenant(monkeypatch):
     assert compiled == ["a+"] * 2
 
 
-def test_answers_to_one_prompt_are_told_apart_and_draw_with_seeds_of_their_own():
+def test_answers_to_one_prompt_are_distinguished_and_draw_with_seeds_of_their_own():
     async def talk(client, engine):
         answers = await read(client.generate([1, 2], max_new_tokens=6, n=3, seed=2**64 - 2, request_id="r"))
         return answers, [sampling.seed for sampling in engine.samplings]
@@ -264,20 +264,20 @@ def test_tokens_come_in_order_and_once_and_the_last_answer_says_why():
     assert not any(answer.HasField("timing") or answer.HasField("retained") for answer in answers[:-1])
 
 
-def test_tokens_are_told_before_the_generation_ends():
+def test_tokens_are_sent_before_the_generation_ends():
     async def talk(client, engine):
         stream = client.generate([1, 2], max_new_tokens=5)
-        told = []
-        while len(told) < 4:
+        received = []
+        while len(received) < 4:
             answer = await anext(stream)
-            told += answer.token_ids
+            received += answer.token_ids
         assert not engine.futures[0].done()
         engine.open_gate()
         rest = await read(stream)
-        return told, rest
+        return received, rest
 
-    told, rest = calling(talk, FakeEngine(is_gated=True))
-    assert told == continuation([1, 2], 4)
+    received, rest = calling(talk, FakeEngine(is_gated=True))
+    assert received == continuation([1, 2], 4)
     assert [token for answer in rest for token in answer.token_ids] == continuation([1, 2], 5)[4:]
     assert rest[-1].finished
 
@@ -431,12 +431,12 @@ def test_a_caller_that_reads_none_of_many_log_probabilities_loses_its_call_and_a
                 unread = client.generate([1], max_new_tokens=100_000, logprobs=100, tenant="busy", n=2)
                 assert await becomes_true(lambda: [each.cancelled() for each in engine.futures] == [True] * 2)
                 assert server.receiver.held_bytes.used < 2 * 10**6
-                told = await read(other.generate([1], max_new_tokens=40, logprobs=100, tenant="other"))
+                received = await read(other.generate([1], max_new_tokens=40, logprobs=100, tenant="other"))
                 refusal = await refusal_of(unread)
             assert await becomes_true(lambda: server.receiver.held_bytes.used == 0)
-            return refusal, told
+            return refusal, received
 
-    refusal, told = asyncio.run(run())
+    refusal, received = asyncio.run(run())
     assert refusal.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert "bytes of requests and unsent responses for this tenant" in refusal.details()
-    assert sum(len(answer.logprobs) for answer in told) == 40
+    assert sum(len(answer.logprobs) for answer in received) == 40

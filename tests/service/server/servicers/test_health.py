@@ -51,19 +51,19 @@ def test_each_service_and_the_server_have_the_status_that_was_set() -> None:
     assert asyncio.run(run()) == [SERVING, SERVING, NOT_SERVING, NOT_SERVING]
 
 
-def test_watchers_are_told_of_changes_also_after_others_have_left() -> None:
+def test_watchers_are_notified_of_changes_also_after_others_have_left() -> None:
     async def run() -> list[int]:
         health, context = HealthStatus(), cast("Any", FakeContext())
         servicer = HealthServicer(health)
         health.set(["a.B"], is_serving=True)
         watch, other, unknown = (servicer.Watch(asking(name), context) for name in ("a.B", "a.B", "a.C"))
-        told = [(await anext(watch)).status, (await anext(other)).status, (await anext(unknown)).status]
+        statuses = [(await anext(watch)).status, (await anext(other)).status, (await anext(unknown)).status]
         await other.aclose()
         health.set(["a.B"], is_serving=True)  # no change
         health.set(["a.B"], is_serving=False)
-        told.append((await anext(watch)).status)
+        statuses.append((await anext(watch)).status)
         health.set(["a.B", "a.C"], is_serving=True)
-        return [*told, (await anext(watch)).status, (await anext(unknown)).status]
+        return [*statuses, (await anext(watch)).status, (await anext(unknown)).status]
 
     assert asyncio.run(run()) == [SERVING, SERVING, UNKNOWN, NOT_SERVING, SERVING, SERVING]
 

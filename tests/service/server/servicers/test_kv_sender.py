@@ -166,7 +166,7 @@ def fetched(sending: FakeTransfer, lease_id: str = "a lease", stores: FakeStores
             params = PrefillParams(PROMPT, Caller("acme"))
             try:
                 came = await fetcher.fetch(params, KVSource(address=address, lease_id=lease_id))
-                told = None if came is None else (came.first_block, [payload[0] for payload in came.payloads])
+                received = None if came is None else (came.first_block, [payload[0] for payload in came.payloads])
                 taken = fetcher._fetched.used
                 del came
             finally:
@@ -175,7 +175,7 @@ def fetched(sending: FakeTransfer, lease_id: str = "a lease", stores: FakeStores
             gc.collect()
             await asyncio.sleep(0)
             assert fetcher._fetched.used == 0, "whatever happened"
-            return told, taken
+            return received, taken
 
     return asyncio.run(run())
 
@@ -207,8 +207,8 @@ def test_queued_generations_of_a_tenant_keep_nobody_else_from_fetching() -> None
             await fetcher._sources.client_of(address).close()
             return [None if each is None else len(each.blocks) for each in came], fetcher._fetched.used
 
-    told, taken = asyncio.run(run())
-    assert told == [NUM_BLOCKS, NUM_BLOCKS, None, NUM_BLOCKS, None, 4], "all, half, and a third of half of the room"
+    received, taken = asyncio.run(run())
+    assert received == [NUM_BLOCKS, NUM_BLOCKS, None, NUM_BLOCKS, None, 4], "all, half, and a third of half of the room"
     assert taken <= 4 * NUM_BLOCKS * PAYLOAD_BYTES
 
 
@@ -239,7 +239,7 @@ def test_a_stream_that_breaks_off_each_time_is_given_up() -> None:
     assert caught.value.cause is Cause.KV_SOURCE
 
 
-def test_a_lease_that_ends_meanwhile_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lease_that_ends_meanwhile_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_sender, "_SLICE_BYTES", PAYLOAD_BYTES)
     sending = FakeTransfer()
     sending.faults = [None, None, UnknownLease("lease_id: expected another")]
@@ -398,7 +398,7 @@ def test_a_handle_of_another_block_is_found() -> None:
         fetched(sending, stores=FakeStores(there=()))
 
 
-def test_a_lease_that_ends_before_what_is_gone_is_fetched_is_told() -> None:
+def test_a_lease_that_ends_before_what_is_gone_is_fetched_is_reported() -> None:
     sending = FakeTransfer()
     sending.stores = FakeStores(there=range(NUM_BLOCKS))
     sending.faults = [None, None, UnknownLease("lease_id: expected another")]
@@ -409,10 +409,10 @@ def test_a_lease_that_ends_before_what_is_gone_is_fetched_is_told() -> None:
 @pytest.mark.parametrize(("first", "num", "expected"), [(0, 0, (0, 5)), (0, 2, (0, 2)), (2, 0, (2, 3)), (4, 1, (4, 1))])
 def test_some_layers_are_sent_from_the_middle_on(first: int, num: int, expected: tuple[int, int]) -> None:
     request = FetchKVRequest(lease_id="a", first_block=4, first_layer=first, num_layers=num)
-    told, *others = sent(request)
+    head, *others = sent(request)
     num_bytes = expected[1] * PAYLOAD_BYTES // 5
-    assert (told.format.first_layer, told.format.sent_layers, told.format.sent_bytes) == (*expected, num_bytes)
-    assert (told.format.num_layers, told.format.block_bytes) == (5, PAYLOAD_BYTES)
+    assert (head.format.first_layer, head.format.sent_layers, head.format.sent_bytes) == (*expected, num_bytes)
+    assert (head.format.num_layers, head.format.block_bytes) == (5, PAYLOAD_BYTES)
     for index, response in enumerate(others, 4):
         wanted = Wanted(blocks()[index].key, blocks()[index].tokens)
         assert open_object(memoryview(response.data), wanted, num_bytes) == memoryview(bytes([index]) * num_bytes)
@@ -424,8 +424,8 @@ def test_no_more_whole_blocks_are_read_at_a_time_than_a_slice_has_however_few_la
 ) -> None:
     monkeypatch.setattr(kv_sender, "_SLICE_BYTES", 2 * PAYLOAD_BYTES)
     transfer = FakeTransfer()
-    told = sent(FetchKVRequest(lease_id="a", num_layers=1), transfer)
-    assert [each.block for each in told[1:]] == list(range(NUM_BLOCKS))
+    responses = sent(FetchKVRequest(lease_id="a", num_layers=1), transfer)
+    assert [each.block for each in responses[1:]] == list(range(NUM_BLOCKS))
     assert (transfer.most_read, transfer.num_reads) == (2, NUM_BLOCKS)
 
 

@@ -46,14 +46,14 @@ def test_a_fleet_may_name_any_source(made_clients: list[dict[str, Any]]) -> None
 
 
 @pytest.mark.parametrize("address", ["", "nowhere", "127.0.0.1:0"])
-def test_what_is_no_address_is_told_so(address) -> None:
+def test_an_invalid_address_is_refused(address) -> None:
     with pytest.raises(
         InvalidRequest, match=r"^kv_source\.address: expected HOST:PORT with a port from 1 to 65535, got"
     ):
         KVSources({}).client_of(address, FleetAccess("fleet", b"key"))
 
 
-def test_callers_are_not_told_of_files_of_a_fleet_that_are_gone(tmp_path: Path, caplog) -> None:
+def test_callers_do_not_see_missing_files_of_a_fleet(tmp_path: Path, caplog) -> None:
     with pytest.raises(
         KVSourceUnusable, match=r"^kv_source: this server's certificates for it cannot be used"
     ) as caught:
@@ -110,7 +110,7 @@ def test_two_sections_of_one_address_are_refused() -> None:
         require_sources({"a": KVSourceConfig(HERE), "b": KVSourceConfig(HERE)})
 
 
-def test_callers_are_not_told_of_files_that_are_gone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_callers_do_not_see_missing_files(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     ca = tmp_path / "ca.pem"
     trustme.CA().cert_pem.write_to_path(ca)
     sources = KVSources({"a": KVSourceConfig(HERE, tls_ca=str(ca))})

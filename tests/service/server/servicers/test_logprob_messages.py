@@ -53,8 +53,8 @@ def test_rows_in_arrays_say_the_same(num_rows: int, num_top: int) -> None:
     logprobs[0], logprobs[1] = -np.inf, 0
     token_ids = (2.0 ** random.uniform(0, 32, (num_rows, num_top))).astype(np.uint32)
     token_ids[:2] = [[0], [2**32 - 1]]
-    told = LogprobTable(num_rows)
-    told.put(0, LogprobRows(logprobs, token_ids))
-    written = asyncio.run(with_logprobs(ResponseWriter(), GenerateResponse(index=3), [], told))
+    table = LogprobTable(num_rows)
+    table.put(0, LogprobRows(logprobs, token_ids))
+    written = asyncio.run(with_logprobs(ResponseWriter(), GenerateResponse(index=3), [], table))
     assert isinstance(written, bytes)
-    assert GenerateResponse.FromString(written) == GenerateResponse(index=3, prompt_logprobs=messages(told))
+    assert GenerateResponse.FromString(written) == GenerateResponse(index=3, prompt_logprobs=messages(table))

@@ -206,7 +206,7 @@ def test_stats_carry_all_the_engine_said():
     assert (stats.kv_dtype, stats.model_fingerprint) == ("int8", "fake fingerprint")
 
 
-def test_what_was_granted_is_told_with_the_answer():
+def test_the_grant_is_in_the_response():
     async def talk(client, engine):
         return (
             await client.prefill([1]),
@@ -479,7 +479,7 @@ def test_the_engine_judges_prompts():
     assert calling(talk) == [grpc.StatusCode.INVALID_ARGUMENT] * 2
 
 
-def test_each_tenant_is_told_with_its_bounds():
+def test_each_tenant_is_reported_with_its_bounds():
     stats = calling(lambda client, _: client.stats())
     assert stats.known_tenants == 1234
     first, second = stats.tenants
@@ -502,7 +502,7 @@ def test_a_lease_is_given_back_at_once_if_the_answer_that_tells_it_is_refused():
 
 
 class BegunFuture(Future):
-    """Can't be cancelled any more, and knows whether somebody tried."""
+    """Cannot be cancelled any more, and records attempts."""
 
     was_to_be_cancelled = False
 

@@ -68,7 +68,7 @@ def test_ids_tell_a_tenant_nothing_of_the_segments_of_others(engine):
     assert own.parent_id == 0
 
 
-def test_a_salt_is_not_told(engine):
+def test_a_salt_is_not_reported(engine):
     def talk(address):
         with Client(address, timeout_s=PATIENCE_S) as client:
             return client.segments()

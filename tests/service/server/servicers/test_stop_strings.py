@@ -44,7 +44,7 @@ def watching(stops, model_path="tiny", prompt=PROMPT, **sampling):
 
 
 def test_without_strings_no_tokenizer_is_loaded(monkeypatch):
-    monkeypatch.setattr(module.Tokenizer, "load", lambda *_: pytest.fail("nobody asked"))
+    monkeypatch.setattr(module.Tokenizer, "load", lambda *_: pytest.fail("no request needs it"))
     assert watching([]) is None
 
 
@@ -92,7 +92,7 @@ def joined(answers, index=0):
 
 @pytest.mark.parametrize("is_gated", [False, True])
 def test_a_string_ends_the_answer_with_the_token_that_completes_it(is_gated):
-    # While gated the engine never ends a generation by itself, so it was told to.
+    # While gated the engine never ends a generation by itself, so it was asked to.
     answers = generating(engine=FakeEngine(is_gated=is_gated), stop=[" @", "nothing"], max_new_tokens=500, logprobs=1)
     token_ids, last = joined(answers)
     assert token_ids == ANSWER[:7]

@@ -31,14 +31,14 @@ def test_pages_have_every_namespace_once(engine):
             return first, client.segments(store="host", page_token=first.next_page_token)
 
     first, second = serve_and_call(engine, talk)
-    told = [*first.stored, *second.stored]
-    assert [(each.tenant, each.has_salt, each.adapter, each.num_blocks, each.num_tokens) for each in told] == [
+    listed = [*first.stored, *second.stored]
+    assert [(each.tenant, each.has_salt, each.adapter, each.num_blocks, each.num_tokens) for each in listed] == [
         ("acme", False, "", 2, 32),
         ("acme", True, "", 1, 16),
         ("other", False, "0123456789abcdef", 1, 16),
     ]
-    assert [each.num_retained_blocks for each in told] == [1, 0, 0]
-    assert len({each.namespace_id for each in told}) == 3
+    assert [each.num_retained_blocks for each in listed] == [1, 0, 0]
+    assert len({each.namespace_id for each in listed}) == 3
     assert (first.total_segments, len(first.segments), second.next_page_token) == (3, 0, "")
 
 
@@ -53,7 +53,7 @@ def test_a_tenant_sees_its_own_alone_in_a_bounded_number_of_calls(engine, monkey
 
     first, second = serve_and_call(engine, talk)
     assert (len(first.stored), [each.tenant for each in second.stored]) == (0, ["other"])
-    assert (first.compared_segments, second.compared_segments) == (0, 1), "others are not told of"
+    assert (first.compared_segments, second.compared_segments) == (0, 1), "others are not listed"
     assert not second.HasField("total_segments")
 
 

@@ -16,7 +16,7 @@ from radixkv.service.server.servicers.token_stream import TokenStream
 BUSY, OTHER = QuotaKey.of_tenant("busy"), QuotaKey.of_tenant("other")
 
 
-def news(number, num_top=None):
+def chunk_of(number, num_top=None):
     logprobs = () if num_top is None else (TokenLogprobs(-float(number), ((number, -1.0),) * num_top),)
     return GeneratedTokens((number,), Usage(3, 0, 3, 0, number), logprobs, ("of the prompt",) if number == 1 else ())
 
@@ -32,17 +32,17 @@ class Line:
     def cancel(self):
         self.num_cancels += 1
 
-    async def come(self, index, *told, tell=None):
-        for each in told:
-            (tell or self.stream.put)(index, each)
+    async def receive(self, index, *chunks, put=None):
+        for each in chunks:
+            (put or self.stream.put)(index, each)
         await asyncio.sleep(0)
 
 
-def test_tokens_that_wait_are_told_together():
+def test_tokens_that_wait_are_sent_together():
     async def run():
         line = Line()
-        await line.come(1, *(news(number, 2) for number in range(1, 5)))
-        await line.come(0, news(1))
+        await line.receive(1, *(chunk_of(number, 2) for number in range(1, 5)))
+        await line.receive(0, chunk_of(1))
         answers, ended = await line.stream.get()
         first, other = (line.stream.take(index) for index in answers)
         return list(answers), ended, first, other
@@ -56,12 +56,12 @@ def test_tokens_that_wait_are_told_together():
     assert (other.token_ids, other.logprobs) == ([1], ())
 
 
-def test_what_comes_while_others_are_told_is_taken_with_them_and_is_no_news():
+def test_what_arrives_while_others_are_sent_is_taken_with_them_and_is_no_update():
     async def run():
         line = Line()
-        await line.come(0, news(1))
+        await line.receive(0, chunk_of(1))
         await line.stream.get()
-        await line.come(0, news(2))
+        await line.receive(0, chunk_of(2))
         taken = line.stream.take(0).token_ids
         return taken, *(await line.stream.get())
 
@@ -73,7 +73,7 @@ def test_what_comes_while_others_are_told_is_taken_with_them_and_is_no_news():
 def test_of_an_answer_that_ended_what_is_unread_stays_to_be_taken():
     async def run():
         line = Line()
-        await line.come(0, news(1, 0))
+        await line.receive(0, chunk_of(1, 0))
         line.stream.end(0, None)
         await asyncio.sleep(0)
         answers, ended = await line.stream.get()
@@ -85,11 +85,11 @@ def test_of_an_answer_that_ended_what_is_unread_stays_to_be_taken():
     assert (again.token_ids, len(again.logprobs)) == ([], 0)
 
 
-def test_tokens_that_are_told_as_a_whole_wake_nobody():
+def test_tokens_that_are_sent_as_a_whole_wake_no_call():
     async def run():
         line = Line()
-        without_logprobs = news(3)
-        await line.come(0, news(1, 0), news(2, 0), without_logprobs, tell=line.stream.keep)
+        without_logprobs = chunk_of(3)
+        await line.receive(0, chunk_of(1, 0), chunk_of(2, 0), without_logprobs, put=line.stream.keep)
         waiting = asyncio.create_task(line.stream.get())
         await asyncio.sleep(0)
         was_woken = waiting.done()
@@ -104,12 +104,12 @@ def test_tokens_that_are_told_as_a_whole_wake_nobody():
 def test_tokens_count_as_held_until_they_are_sent(num_top):
     async def run():
         line = Line()
-        await line.come(0, news(1, num_top), news(2, num_top))
+        await line.receive(0, chunk_of(1, num_top), chunk_of(2, num_top))
         held = [line.held.used]
         await line.stream.get()
         line.stream.take(0)
         held.append(line.held.used)
-        await line.come(0, news(3, num_top))
+        await line.receive(0, chunk_of(3, num_top))
         held.append(line.held.used)
         await line.stream.get()
         held.append(line.held.used)
@@ -124,29 +124,29 @@ def test_an_account_that_leaves_too_much_unread_loses_the_call_and_others_do_not
     async def run():
         line = Line(10 * unsent_bytes(1, 101))
         other = Line(account=OTHER, held=line.held)
-        await other.come(0, news(1, 100))
-        await line.come(0, *(news(number, 100) for number in range(1, 100)))
-        await other.come(0, news(2, 100))
+        await other.receive(0, chunk_of(1, 100))
+        await line.receive(0, *(chunk_of(number, 100) for number in range(1, 100)))
+        await other.receive(0, chunk_of(2, 100))
         with pytest.raises(QueueFull, match="for this tenant"):
             await line.stream.get()
         await other.stream.get()
-        held, told = line.held.used, other.stream.take(0).token_ids
+        held, token_ids = line.held.used, other.stream.take(0).token_ids
         line.stream.close()
         other.stream.close()
-        return held, told, line.num_cancels, other.num_cancels, line.held.used
+        return held, token_ids, line.num_cancels, other.num_cancels, line.held.used
 
-    held, told, num_cancels, num_other_cancels, left = asyncio.run(run())
+    held, token_ids, num_cancels, num_other_cancels, left = asyncio.run(run())
     assert held == 2 * unsent_bytes(1, 101), "what was refused is dropped"
-    assert told == [1, 2]
+    assert token_ids == [1, 2]
     assert (num_cancels, num_other_cancels, left) == (1, 0, 0)
 
 
 def test_what_comes_after_the_end_is_not_held():
     async def run():
         line = Line()
-        await line.come(0, news(1))
+        await line.receive(0, chunk_of(1))
         line.stream.close()
-        await line.come(0, news(2))
+        await line.receive(0, chunk_of(2))
         return line.held.used
 
     assert asyncio.run(run()) == 0
@@ -155,9 +155,9 @@ def test_what_comes_after_the_end_is_not_held():
 def test_of_what_was_dropped_no_part_is_taken():
     async def run():
         line = Line(2 * unsent_bytes(1, 1))
-        await line.come(0, news(1, 0))
+        await line.receive(0, chunk_of(1, 0))
         await line.stream.get()
-        await line.come(0, *(news(number, 0) for number in range(2, 9)))
+        await line.receive(0, *(chunk_of(number, 0) for number in range(2, 9)))
         for look in (line.stream.take, line.stream.unsent):
             with pytest.raises(QueueFull):
                 look(0)
