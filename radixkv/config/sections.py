@@ -219,6 +219,7 @@ class ServerConfig:
         host: address to listen on.
         port: port to listen on. 0 picks a free one.
         metrics_port: HTTP port for Prometheus metrics, on the same host. 0 picks a free one. Default: no metrics port.
+        http_port: HTTP port for OpenAI's API, on the same host. 0 picks a free one. Default: no HTTP API.
         metrics_hosts: further host names under which clients reach the metrics port, separated by commas, such as those
             that a proxy passes on. On a loopback address, requests that name any other host than this machine are
             refused; on other addresses only if this key is set, and never those that name an IP address.
@@ -253,6 +254,7 @@ class ServerConfig:
     host: str = "127.0.0.1"
     port: _Port = 50051
     metrics_port: _Port | None = None
+    http_port: _Port | None = None
     metrics_hosts: str = ""
     drain_timeout_s: _Seconds = 30.0
     max_message_bytes: Annotated[int, Range(1024, _MAX_INT32)] | None = None

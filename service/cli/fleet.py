@@ -22,6 +22,7 @@ _DEFAULT_REPLICAS = "2"
 # Ports and sockets that a single server has, but not a fleet.
 _SINGLE_SERVER_KEYS = (
     ("server", "metrics_port"),
+    ("server", "http_port"),
     ("server", "admin_port"),
     ("events", "zmq_endpoint"),
     ("events", "replay_endpoint"),

@@ -48,6 +48,7 @@ _OPTIONS = (
     ),
     Option("--host", None, None, f"address to listen on (default: {_SERVER.host})"),
     Option("--port", None, int, f"0 picks a free one (default: {_SERVER.port})"),
+    Option("--http-port", None, int, "port of OpenAI's API over HTTP; 0 picks a free one (default: no HTTP API)"),
     Option(
         "--metrics-port",
         None,
@@ -235,6 +236,7 @@ def _settings(arguments: argparse.Namespace) -> list[str]:
         "model.threads": arguments.threads,
         "server.host": arguments.host,
         "server.port": arguments.port,
+        "server.http_port": arguments.http_port,
         "server.metrics_port": arguments.metrics_port,
         "server.insecure": arguments.insecure or None,
         "transfer.role": arguments.role,

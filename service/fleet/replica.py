@@ -130,6 +130,7 @@ def replica_server(config: Config, host: str) -> ServerConfig:
         host=host,
         port=0,
         metrics_port=None,
+        http_port=None,
         admin_port=None,
         tls_certificate=config.server.tls_certificate if has_tls else None,
         tls_key=config.server.tls_key if has_tls else None,

@@ -56,6 +56,7 @@ def require_free(config: ServerConfig) -> None:
     ports = {
         "server.port": config.port,
         "server.metrics_port": config.metrics_port,
+        "server.http_port": config.http_port,
         "server.admin_port": config.admin_port,
     }
     key_of: dict[int, str] = {}

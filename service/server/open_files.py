@@ -18,24 +18,31 @@ def raise_open_files(config: ServerConfig) -> None:
 
     If the system does not allow enough, a warning is logged, and `max_connections` is lower than configured.
     """
-    limit = _raised_limit(config.max_connections + RESERVED_FILES)
+    needed = config.max_connections * _num_ports(config) + RESERVED_FILES
+    limit = _raised_limit(needed)
     if limit is not None and max_connections(config) < config.max_connections:
         _logger.warning(
             "server.max_connections: expected a limit of at least %d open files, got %d, so at most %d connections are "
-            "accepted; raise the limit (LimitNOFILE= in a systemd unit, ulimits.nofile in a compose file, ulimit -n in "
-            "a shell), or lower the key",
-            config.max_connections + RESERVED_FILES,
+            "accepted on each port; raise the limit (LimitNOFILE= in a systemd unit, ulimits.nofile in a compose file, "
+            "ulimit -n in a shell), or lower the key",
+            needed,
             limit,
             max_connections(config),
         )
 
 
 def max_connections(config: ServerConfig) -> int:
-    """Return the number of connections that are accepted: as configured, or as many as there may be open files."""
+    """Return the number of connections that each port accepts: as configured, or its share of the open files."""
     limit = _limit()
     if limit is None:
         return config.max_connections
-    return max(1, min(config.max_connections, limit - min(RESERVED_FILES, limit // 2)))
+    left = limit - min(RESERVED_FILES, limit // 2)
+    return max(1, min(config.max_connections, left // _num_ports(config)))
+
+
+def _num_ports(config: ServerConfig) -> int:
+    """Return the number of ports that accept as many connections as configured."""
+    return 1 if config.http_port is None else 2
 
 
 def _limit() -> int | None:

@@ -51,6 +51,7 @@ from radixkv.v1 import (
 
 if TYPE_CHECKING:
     from radixkv.engine.engine import Engine
+    from radixkv.service.http.http_port import HttpPort
 
 SERVICES = (
     prefill_pb2.DESCRIPTOR.services_by_name["PrefillService"].full_name,
@@ -81,6 +82,7 @@ class Server:
     Attributes:
         stop: set when the server should drain, by `Drain` or by the owner of the server.
         admin_address: `HOST:PORT` of the admin port, after `start`; None without an admin port.
+        http_address: the same of the HTTP port.
 
     Raises:
         ConfigError: a file of credentials or certificates, or the token of a source, cannot be used.
@@ -100,6 +102,8 @@ class Server:
         self._config = config
         self.stop = asyncio.Event()
         self.admin_address: str | None = None
+        self.http_address: str | None = None
+        self._http: HttpPort | None = None
         self._auth = auth or ServerAuth(config)
         self._count_refusal = count_refusal
         self._health = HealthStatus()
@@ -137,6 +141,8 @@ class Server:
         self._readers = None if engine.events is None else EventReaders(engine.events)
         shared = SharedParts(self._readers, tokenizer, grammars, self.receiver.held_bytes)
         prefill_servicer = PrefillServicer(engine, shared, Deadlines.of(self._config), sources_of(engine))
+        if self._config.http_port is not None:
+            self._http = self._http_port(prefill_servicer, tokenizer)
         prefill_pb2_grpc.add_PrefillServiceServicer_to_server(prefill_servicer, guarded)  # type: ignore[no-untyped-call]
         cache_pb2_grpc.add_CacheServiceServicer_to_server(cache_servicer, guarded)  # type: ignore[no-untyped-call]
         model_pb2_grpc.add_ModelServiceServicer_to_server(ModelServicer(tokenizer), guarded)  # type: ignore[no-untyped-call]
@@ -146,6 +152,23 @@ class Server:
             events_pb2_grpc.add_EventServiceServicer_to_server(events, guarded)  # type: ignore[no-untyped-call]
             names.append(EVENT_SERVICE)
         return (*names, *(add(guarded, shared) for add in services))
+
+    def _http_port(self, servicer: PrefillServicer, tokenizer: ModelTokenizer) -> HttpPort:
+        """Return the HTTP port. Its package is imported only here, because it requires aiohttp."""
+        from radixkv.service.http.http_port import HttpPort
+
+        engine = self._engine
+        return HttpPort(
+            self._config,
+            engine.limits,
+            servicer,
+            tokenizer,
+            self._auth.authorizer(),
+            self.receiver,
+            self._auth.tls,
+            lambda: engine.is_healthy,
+            self._count_refusal,
+        )
 
     async def start(self) -> str:
         """Bind and serve.
@@ -160,6 +183,8 @@ class Server:
         if self._admin_grpc is not None and self._config.admin_port is not None:
             admin_port = self._bind(self._admin_grpc, "server.admin_port", self._config.admin_port)
             self.admin_address = host_port(self._config.host, admin_port)
+        if self._http is not None:
+            self.http_address = await self._http.start()
         self._set_health()
         for server in self._grpc_servers():
             await server.start()
@@ -204,6 +229,8 @@ class Server:
         finally:
             await end_connections(self._ports, _FLUSH_S)
             self._ports.clear()
+            if self._http is not None:
+                await self._http.stop()
             await asyncio.gather(*(server.stop(_FLUSH_S) for server in self._grpc_servers()))
         return has_finished and has_sent
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from radixkv.config import Config
+from radixkv.config.needed_package import require_package
 from radixkv.errors import ConfigError
 from radixkv.service.server.auth.requirements import require_secure
 from radixkv.service.server.event_publishing import require_publishable
@@ -23,6 +24,8 @@ def require_startable(config: Config) -> None:
         ConfigError: the message names the key.
     """
     require_secure(config.server)
+    if config.server.http_port is not None:
+        require_package("server.http_port", "aiohttp", "aiohttp", "http")
     raise_open_files(config.server)
     require_free(config.server)
     require_publishable(

@@ -27,6 +27,7 @@ EXAMPLES = {
     "cache.windowed_tokens": 32_768,
     "cache.state_bytes": 200_000_000,
     "server.metrics_port": 9400,
+    "server.http_port": 8000,
     "server.max_message_bytes": 67_108_864,
     "server.tls_certificate": "/etc/radixkv/server.pem",
     "server.tls_key": "/etc/radixkv/server.key",

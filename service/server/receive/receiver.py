@@ -184,6 +184,13 @@ class Receiver:
                 tenant.
             DeadlinePassed: the request did not arrive within `server.receive_timeout_s`.
         """
+        data = await self.receive_bytes(call)
+        request = await self._parsed(parse, data)
+        self.hold(call, request, len(data))
+        return request
+
+    async def receive_bytes(self, call: InFlightCall) -> bytes:
+        """Receive the request of a call without parsing it. Raises as `receive`, apart from NotPermitted."""
         data = await self._slots.receive(call.peer, call.context.read)
         authorization = call.authorization
         self._require_accepting(authorization.method)  # a drain waits for requests that have arrived, and no others
@@ -193,10 +200,22 @@ class Receiver:
             _require_small(data)
         if not call.is_endless:
             self.in_flight.add(call)
-        request = await self._parsed(parse, data)
-        tenant = authorization.bind_tenant(request)
-        call.hold_request(tenant, len(data), response_bytes(request, self._vocab_size))
-        return request
+        return data
+
+    def hold(self, call: InFlightCall, request: Any, num_bytes: int) -> None:
+        """Bind the tenant of a request, and charge the request to it until the call ends.
+
+        Args:
+            call: returned by `begin`.
+            request: the message, which gets the caller's own tenant if it names none.
+            num_bytes: bytes that the request takes.
+
+        Raises:
+            NotPermitted: the caller may not act for the tenant that the request names.
+            QueueFull: too much is held for it.
+        """
+        tenant = call.authorization.bind_tenant(request)
+        call.hold_request(tenant, num_bytes, response_bytes(request, self._vocab_size))
 
     async def receive_all(self, call: InFlightCall, parse: Parse) -> AsyncGenerator[Any, None]:
         """Receive and parse small messages until the caller ends its stream. One timeout applies to all of them.

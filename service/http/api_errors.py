@@ -1,0 +1,50 @@
+"""HTTP statuses of errors."""
+
+from __future__ import annotations
+
+import math
+
+import grpc
+
+from radixkv.errors import CapacityError, RadixKVError
+from radixkv.service.server.status import status_of
+
+_STATUS = {
+    grpc.StatusCode.INVALID_ARGUMENT: 400,
+    grpc.StatusCode.FAILED_PRECONDITION: 400,
+    grpc.StatusCode.OUT_OF_RANGE: 400,
+    grpc.StatusCode.UNAUTHENTICATED: 401,
+    grpc.StatusCode.PERMISSION_DENIED: 403,
+    grpc.StatusCode.NOT_FOUND: 404,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: 429,
+    grpc.StatusCode.UNIMPLEMENTED: 501,
+    grpc.StatusCode.UNAVAILABLE: 503,
+    grpc.StatusCode.DEADLINE_EXCEEDED: 504,
+}
+
+
+def http_status_of(error: BaseException) -> int:
+    """Return the HTTP status of an exception; 500 for one that radixkv does not raise on purpose."""
+    return _STATUS.get(status_of(error), 500)
+
+
+def message_of(error: BaseException) -> str:
+    """Return what a client may read about an exception. The message of an unexpected one may have data of others."""
+    if isinstance(error, RadixKVError) and http_status_of(error) != 500:
+        return str(error)
+    return "internal error; the server's log has the cause"
+
+
+def retry_headers_of(error: BaseException) -> dict[str, str]:
+    """Return the headers that say when to try again: `retry-after` in seconds, and `retry-after-ms`."""
+    if not isinstance(error, CapacityError):
+        return {}
+    seconds = max(0.0, error.retry_after_s)
+    return {"retry-after": str(math.ceil(seconds)), "retry-after-ms": str(math.ceil(seconds * 1000))}
+
+
+def field_of(error: BaseException) -> str | None:
+    """Return the field that an exception is about: the beginning of its message; None without one."""
+    name, found, _ = str(error).partition(": ")
+    is_field = bool(found) and isinstance(error, RadixKVError) and " " not in name.replace(", ", "")
+    return name if is_field else None

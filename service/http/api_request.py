@@ -1,0 +1,90 @@
+"""One request to an HTTP API: who sent it, what it holds in memory, and its response."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from aiohttp import web
+
+from radixkv.service.http.api_errors import http_status_of
+from radixkv.service.http.event_stream import EventStream
+from radixkv.service.server.calls import Context
+from radixkv.service.server.receive.receiver import InFlightCall, Receiver
+from radixkv.service.server.servicers.messages import new_request_id
+from radixkv.v1.prefill_pb2 import GenerateRequest
+
+TENANT_HEADER = "radixkv-tenant"
+REQUEST_ID_HEADER = "x-request-id"
+
+_logger = logging.getLogger(__name__)
+
+
+class ApiRequest:
+    """One request to an HTTP API.
+
+    Args:
+        request: the HTTP request.
+        call: the same request, for the parts of the server that see gRPC calls.
+        in_flight: what it is charged for.
+        receiver: the receiver of the server.
+        num_bytes: size of its body.
+        send_timeout_s: seconds that the client may leave a response unread.
+        error_body: returns the body of a response to a request that failed.
+
+    Attributes:
+        call: see above.
+        request_id: from the header `x-request-id`, or random.
+    """
+
+    def __init__(
+        self,
+        request: web.BaseRequest,
+        call: Context,
+        in_flight: InFlightCall,
+        receiver: Receiver,
+        num_bytes: int,
+        send_timeout_s: float,
+        error_body: Callable[[BaseException], Mapping[str, Any]],
+    ) -> None:
+        self.call = call
+        self.request_id = request.headers.get(REQUEST_ID_HEADER, "") or new_request_id()
+        self.error_body = error_body
+        self._request = request
+        self._in_flight = in_flight
+        self._receiver = receiver
+        self._num_bytes = num_bytes
+        self._send_timeout_s = send_timeout_s
+
+    def hold(self, generate: GenerateRequest) -> str:
+        """Set the tenant and the id of a generation, and charge the request to the tenant. Returns the tenant.
+
+        The tenant is the one of the credential. A credential for several tenants names one in the header
+        `radixkv-tenant`.
+
+        Raises:
+            NotPermitted: the caller may not act for that tenant.
+            QueueFull: too much is held for it.
+        """
+        generate.prefill.tenant = self._request.headers.get(TENANT_HEADER, "")
+        if not generate.prefill.request_id:
+            generate.prefill.request_id = self.request_id
+        self.request_id = generate.prefill.request_id
+        self._receiver.hold(self._in_flight, generate, self._num_bytes)
+        return str(generate.prefill.tenant)
+
+    def json(self, body: Mapping[str, Any]) -> web.Response:
+        """Return a response with a JSON object."""
+        text = json.dumps(body, ensure_ascii=False, separators=(",", ":"))
+        return web.json_response(text=text, headers={REQUEST_ID_HEADER: self.request_id})
+
+    def events(self) -> EventStream:
+        """Return a response with server-sent events."""
+        return EventStream(self._request, {REQUEST_ID_HEADER: self.request_id}, self._send_timeout_s)
+
+    def log_failure(self, error: BaseException) -> None:
+        """Log an exception that the client must not see."""
+        if http_status_of(error) == 500:
+            _logger.error("%s failed", self._request.path, exc_info=error)

@@ -1,0 +1,61 @@
+"""A streamed HTTP response: server-sent events."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from aiohttp import web
+
+from radixkv.errors import DeadlinePassed
+
+
+class EventStream:
+    """Sends server-sent events, each of which must be read within a time.
+
+    The headers are sent with the first event, so that a request that is refused before can still have an HTTP status.
+
+    Args:
+        request: the HTTP request.
+        headers: further headers of the response.
+        timeout_s: seconds that the client may leave an event unread; then its connection is closed.
+    """
+
+    def __init__(self, request: web.BaseRequest, headers: Mapping[str, str], timeout_s: float) -> None:
+        self.response = web.StreamResponse(
+            headers={"content-type": "text/event-stream", "cache-control": "no-cache", **headers}
+        )
+        self._request = request
+        self._timeout_s = timeout_s
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the headers were sent."""
+        return self.response.prepared
+
+    async def send(self, data: Mapping[str, Any] | str, name: str | None = None) -> None:
+        """Send an event: a JSON object or text, optionally with a name.
+
+        Raises:
+            DeadlinePassed: the client did not read in time; its connection is closed.
+        """
+        text = data if isinstance(data, str) else json.dumps(data, ensure_ascii=False, separators=(",", ":"))
+        line = f"data: {text}\n\n" if name is None else f"event: {name}\ndata: {text}\n\n"
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                if not self.has_begun:
+                    await self.response.prepare(self._request)
+                await self.response.write(line.encode())
+        except TimeoutError as error:
+            if self._request.transport is not None:
+                self._request.transport.abort()
+            raise DeadlinePassed(
+                f"response: the client read nothing within {self._timeout_s:g} s (`server.send_timeout_s`)"
+            ) from error
+
+    async def end(self) -> web.StreamResponse:
+        """End the response after the last event, and return it."""
+        await self.response.write_eof()
+        return self.response

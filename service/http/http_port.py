@@ -1,0 +1,304 @@
+"""The HTTP port of a server: routes, authorization, limits, TLS and draining."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from aiohttp import web
+
+from radixkv.api.limits import Limits
+from radixkv.config import ServerConfig
+from radixkv.errors import RadixKVError
+from radixkv.service.http.api_errors import http_status_of, retry_headers_of
+from radixkv.service.http.api_request import ApiRequest
+from radixkv.service.http.completions import Servicer
+from radixkv.service.http.connections import Connections
+from radixkv.service.http.http_call import context_of
+from radixkv.service.http.json_fields import Fields
+from radixkv.service.http.openai_api import OpenAIApi
+from radixkv.service.http.openai_responses import error_object
+from radixkv.service.http.prompts import PromptEncoder
+from radixkv.service.server.auth.authorizer import Authorizer
+from radixkv.service.server.auth.revocation import Revocation
+from radixkv.service.server.auth.tls import Tls
+from radixkv.service.server.calls import Context
+from radixkv.service.server.guarded_server import CountRefusal
+from radixkv.service.server.host_check import HostCheck
+from radixkv.service.server.listen_address import host_port, not_free
+from radixkv.service.server.model_tokenizer import ModelTokenizer
+from radixkv.service.server.open_files import max_connections
+from radixkv.service.server.receive.grpc_options import max_message_bytes
+from radixkv.service.server.receive.receiver import Receiver
+
+Answer = Callable[[ApiRequest, Fields], Awaitable[web.StreamResponse]]
+
+_GENERATE = "/radixkv.v1.PrefillService/Generate"  # its rule applies to requests for completions,
+_DESCRIBE = "/radixkv.v1.ModelService/GetTokenizer"  # and this one to descriptions of the model
+_BACKLOG = 1024
+_TLS_HANDSHAKE_S = 10.0
+_MAX_HEADER_BYTES = 16_384
+_ACCEPT_PAUSE_S = 0.1  # after the system refuses to accept a connection
+
+_logger = logging.getLogger(__name__)
+
+
+class HttpPort:
+    """Serves OpenAI's API over HTTP. Create it inside the event loop that runs it.
+
+        connection ─▶ Connections ─▶ Host, authorize ─▶ receive ─▶ read the fields ─▶ servicer ─▶ response
+                                     (Authorizer)       (Receiver)  (OpenAIApi)       (PrefillServicer)
+
+    Args:
+        config: where to listen, and limits.
+        limits: of the engine.
+        servicer: generates completions.
+        tokenizer: of the model.
+        authorizer: decides who may call what.
+        receiver: receives requests, together with those of the gRPC port.
+        tls: TLS of the port; None without a certificate.
+        is_healthy: returns whether the engine accepts requests.
+        count_refusal: is called with the exception of each request that is refused before it reaches the engine.
+
+    Attributes:
+        address: `HOST:PORT` after `start`.
+    """
+
+    def __init__(
+        self,
+        config: ServerConfig,
+        limits: Limits,
+        servicer: Servicer,
+        tokenizer: ModelTokenizer,
+        authorizer: Authorizer,
+        receiver: Receiver,
+        tls: Tls | None,
+        is_healthy: Callable[[], bool],
+        count_refusal: CountRefusal | None = None,
+    ) -> None:
+        self.address: str | None = None
+        self._config = config
+        self._authorizer = authorizer
+        self._receiver = receiver
+        self._tls = tls
+        self._is_healthy = is_healthy
+        self._count_refusal = count_refusal
+        self._host_check = HostCheck(config)
+        self._max_body_bytes = max_message_bytes(config, limits)
+        self._encoder = PromptEncoder(tokenizer)
+        self._openai = OpenAIApi(servicer, self._encoder, limits)
+        self._connections = Connections(max_connections(config), config.receive_timeout_s, config.connection_idle_s)
+        self._listeners: list[socket.socket] = []
+        self._accepting: list[asyncio.Task[None]] = []
+        self._connecting: set[asyncio.Task[None]] = set()
+        application = web.Application(middlewares=[self._middleware])
+        application.add_routes(
+            [
+                web.post("/v1/chat/completions", self._posted(self._openai.chat_completions)),
+                web.post("/v1/completions", self._posted(self._openai.completions)),
+                web.get("/v1/models", self._described(self._openai.models)),
+                web.get("/v1/models/{model:.+}", self._model),
+                web.get("/health", self._health),
+            ]
+        )
+        self._runner = web.AppRunner(
+            application,
+            handle_signals=False,
+            access_log=None,
+            handler_cancellation=True,
+            keepalive_timeout=config.connection_idle_s,
+            max_line_size=_MAX_HEADER_BYTES,
+            max_field_size=_MAX_HEADER_BYTES,
+            auto_decompress=False,
+        )
+
+    async def start(self) -> str:
+        """Listen.
+
+        Returns:
+            `HOST:PORT` with the port that was bound.
+
+        Raises:
+            ConfigError: the address cannot be bound.
+        """
+        host, port = self._config.host, self._config.http_port
+        assert port is not None, "the HTTP port is configured"
+        await self._runner.setup()
+        try:
+            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            for family, _, _, _, address in dict.fromkeys(found):
+                listener = socket.create_server((str(address[0]), port), family=family, backlog=_BACKLOG)
+                listener.setblocking(False)
+                port = listener.getsockname()[1]
+                self._listeners.append(listener)
+        except (OSError, UnicodeError) as error:
+            await self.stop()
+            raise not_free("server.http_port", host, port) from error
+        self._accepting = [asyncio.create_task(self._accept(each)) for each in self._listeners]
+        self.address = host_port(host, port)
+        scheme = "http" if self._tls is None else "https"
+        _logger.info("OpenAI's API on %s://%s/v1", scheme, self.address)
+        return self.address
+
+    async def stop(self) -> None:
+        """Close the listening sockets and all connections. Requests that still run are cancelled."""
+        for task in (*self._accepting, *self._connecting):
+            task.cancel()
+        for listener in self._listeners:
+            listener.close()
+        self._connections.close()
+        await self._runner.cleanup()
+
+    async def _accept(self, listener: socket.socket) -> None:
+        """Accept connections until the task is cancelled."""
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                accepted, _ = await loop.sock_accept(listener)
+            except OSError as error:
+                _logger.warning("cannot accept an HTTP connection: %s", error)
+                await asyncio.sleep(_ACCEPT_PAUSE_S)
+                continue
+            if len(self._connecting) >= _BACKLOG or not self._connections.make_room():
+                accepted.close()
+                continue
+            task = asyncio.create_task(self._connect(accepted))
+            self._connecting.add(task)
+            task.add_done_callback(self._connecting.discard)
+
+    async def _connect(self, accepted: socket.socket) -> None:
+        server = self._runner.server
+        assert server is not None, "the runner is set up"
+        loop = asyncio.get_running_loop()
+        try:
+            accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if self._tls is None:
+                transport, connection = await loop.connect_accepted_socket(server, accepted)
+            else:
+                transport, connection = await loop.connect_accepted_socket(
+                    server, accepted, ssl=self._tls.https(), ssl_handshake_timeout=_TLS_HANDSHAKE_S
+                )
+        except (OSError, ConnectionError):
+            accepted.close()  # the client broke off, or does not use TLS
+            return
+        # A write waits until the system has taken all of it, so that a response counts as unsent until then.
+        transport.set_write_buffer_limits(0)
+        self._connections.add(connection)
+
+    @web.middleware
+    async def _middleware(
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        """Answer a request, and turn exceptions into responses."""
+        with self._connections.answering(request.protocol):
+            try:
+                if not self._host_check.allows(request.headers.get("host")):
+                    raise web.HTTPMisdirectedRequest(
+                        reason="the header Host does not name this server; server.metrics_hosts allows more names"
+                    )
+                # The receiver ties what a call holds to its task, and aiohttp runs all requests of a connection in one.
+                task = asyncio.create_task(_called(handler, request))
+                try:
+                    response = await asyncio.shield(task)
+                except asyncio.CancelledError:  # the client has left
+                    task.cancel()
+                    await asyncio.wait([task])
+                    raise
+            except Exception as error:  # noqa: BLE001 - every exception becomes a response
+                response = self._failure(request, error)
+            await self._send(request, response)
+            return response
+
+    async def _send(self, request: web.Request, response: web.StreamResponse) -> None:
+        """Send a response that was not streamed. The client must read it within `server.send_timeout_s`."""
+        if response.prepared:
+            return
+        try:
+            async with asyncio.timeout(self._config.send_timeout_s):
+                await response.prepare(request)
+                await response.write_eof()
+        except TimeoutError:
+            _logger.warning("closed an HTTP connection that left its response unread")
+            if request.transport is not None:
+                request.transport.abort()
+
+    def _posted(self, answer: Answer) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+        """Return a handler that authorizes a request and receives its body."""
+
+        async def handle(request: web.Request) -> web.StreamResponse:
+            call = context_of(request, self._max_body_bytes)
+            try:
+                authorization = self._authorizer.authorize(_GENERATE, call)
+                in_flight = self._receiver.begin(call, authorization)
+                body = await self._receiver.receive_bytes(in_flight)
+                fields = Fields(await self._encoder.parse(body))
+            except RadixKVError as error:
+                self._count(error)
+                raise
+            api_request = ApiRequest(
+                request,
+                call,
+                in_flight,
+                self._receiver,
+                len(body),
+                self._config.send_timeout_s,
+                lambda error: self._openai.error(request.path, error),
+            )
+            async with self._revocation(authorization, call):
+                return await answer(api_request, fields)
+
+        return handle
+
+    def _revocation(self, authorization: Any, call: Context) -> Revocation:
+        """Return the context in which a request runs as long as its caller may make it."""
+        identity = authorization.identity
+        if identity is None or identity.is_anyone:
+            return Revocation(None)
+        return Revocation(lambda: self._authorizer.require_still(authorization, call))
+
+    def _described(self, describe: Callable[[], Mapping[str, Any]]) -> Callable[[web.Request], Awaitable[web.Response]]:
+        """Return a handler that returns a description of the model."""
+
+        async def handle(request: web.Request) -> web.Response:
+            self._authorizer.authorize(_DESCRIBE, context_of(request, 0))
+            return web.json_response(describe())
+
+        return handle
+
+    async def _model(self, request: web.Request) -> web.Response:
+        model = self._openai.model()
+        self._authorizer.authorize(_DESCRIBE, context_of(request, 0))
+        if request.match_info["model"] != model["id"]:
+            raise web.HTTPNotFound(reason=f"this server serves the model {model['id']}")
+        return web.json_response(model)
+
+    async def _health(self, request: web.Request) -> web.Response:
+        """Answer a probe: 200 while requests are accepted, else 503."""
+        return web.Response(status=200 if self._is_healthy() else 503)
+
+    def _failure(self, request: web.Request, error: Exception) -> web.Response:
+        """Return the response to a request that failed."""
+        if isinstance(error, web.HTTPException):
+            body = error_object(f"{request.method} {request.path}: {error.reason}", error.status)
+            headers = {"allow": error.headers["allow"]} if "allow" in error.headers else {}
+            return web.json_response(body, status=error.status, headers=headers)
+        status = http_status_of(error)
+        if status == 500:
+            _logger.error("%s failed", request.path, exc_info=error)
+        headers = retry_headers_of(error)
+        if status == 401:
+            headers["www-authenticate"] = "Bearer"
+        return web.json_response(self._openai.error(request.path, error), status=status, headers=headers)
+
+    def _count(self, refusal: RadixKVError) -> None:
+        if self._count_refusal is not None:
+            self._count_refusal(refusal)
+
+
+async def _called(
+    handler: Callable[[web.Request], Awaitable[web.StreamResponse]], request: web.Request
+) -> web.StreamResponse:
+    return await handler(request)

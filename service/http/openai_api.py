@@ -1,0 +1,261 @@
+"""OpenAI's API: chat completions, completions and models."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from aiohttp import web
+
+from radixkv.api.limits import Limits
+from radixkv.errors import UnknownAdapter
+from radixkv.service.http.api_request import ApiRequest
+from radixkv.service.http.completions import Servicer, TextChunk, merged, text_chunks
+from radixkv.service.http.json_fields import Fields
+from radixkv.service.http.openai_requests import CompletionOptions, read_chat, read_completion
+from radixkv.service.http.openai_responses import (
+    chat_logprobs,
+    completion_logprobs,
+    error_body,
+    error_object,
+    finish_reason,
+    usage_object,
+)
+from radixkv.service.http.prompts import PromptEncoder
+from radixkv.service.text.tokenizer import Tokenizer
+from radixkv.v1.prefill_pb2 import GenerateRequest, MissReason, TokenLogprobs, Usage
+
+# Names of fields in messages of this server, and in OpenAI's API.
+_CHAT_NAMES = {"prefill.token_ids": "messages", "token_ids": "messages", "max_new_tokens": "max_completion_tokens"}
+_COMPLETION_NAMES = {"prefill.token_ids": "prompt", "token_ids": "prompt", "max_new_tokens": "max_tokens"}
+
+
+class OpenAIApi:
+    """Answers requests of OpenAI's API.
+
+    Args:
+        servicer: generates completions.
+        encoder: encodes prompts.
+        limits: of the engine.
+    """
+
+    def __init__(self, servicer: Servicer, encoder: PromptEncoder, limits: Limits) -> None:
+        self._servicer = servicer
+        self._encoder = encoder
+        self._limits = limits
+        self._start_s = int(time.time())
+
+    def error(self, path: str, error: BaseException) -> Mapping[str, Any]:
+        """Return the body of the response to a request that failed."""
+        if isinstance(error, UnknownAdapter):
+            message = f"model: expected {self._limits.model} or the name of a loaded adapter, got another name"
+            return error_object(message, 404, "model", "model_not_found")
+        return error_body(error, _CHAT_NAMES if path.endswith("/chat/completions") else _COMPLETION_NAMES)
+
+    def models(self) -> dict[str, Any]:
+        """Return the list of models."""
+        return {"object": "list", "data": [self.model()]}
+
+    def model(self) -> dict[str, Any]:
+        """Return the description of the model."""
+        return {
+            "id": self._limits.model,
+            "object": "model",
+            "created": self._start_s,
+            "owned_by": "radixkv",
+            "max_model_len": self._limits.max_sequence_tokens,
+        }
+
+    async def chat_completions(self, request: ApiRequest, fields: Fields) -> web.StreamResponse:
+        """Answer `POST /v1/chat/completions`."""
+        prompt, options = read_chat(fields)
+        tenant = request.hold(options.generate)
+        token_ids = await self._encoder.encode("messages", prompt.encode)
+        return await self._answer(request, options, _Form(), [self._complete(options, token_ids, tenant)])
+
+    async def completions(self, request: ApiRequest, fields: Fields) -> web.StreamResponse:
+        """Answer `POST /v1/completions`."""
+        prompts, options = read_completion(fields)
+        tenant = request.hold(options.generate)
+        generates = []
+        for prompt in prompts:
+            token_ids = await self._encoder.encode("prompt", partial(_encoded, prompt))
+            generates.append(self._complete(options, token_ids, tenant))
+        return await self._answer(request, options, _CompletionForm(), generates)
+
+    def _complete(self, options: CompletionOptions, token_ids: Sequence[int], tenant: str) -> GenerateRequest:
+        """Return the gRPC request for one prompt."""
+        request = GenerateRequest()
+        request.CopyFrom(options.generate)
+        request.prefill.token_ids.extend(token_ids)
+        if options.model not in ("", self._limits.model):
+            request.prefill.adapter = options.model
+        if not request.HasField("max_new_tokens"):
+            request.max_new_tokens = max(1, self._limits.max_new_tokens(len(token_ids), tenant))
+        return request
+
+    async def _answer(
+        self, request: ApiRequest, options: CompletionOptions, form: _Form, generates: Sequence[GenerateRequest]
+    ) -> web.StreamResponse:
+        tokenizer = await self._encoder.tokenizer()
+        answer = _Answer(request, options, tokenizer, form, options.model or self._limits.model)
+        streams = [text_chunks(self._servicer, each, request.call, tokenizer, options.stops) for each in generates]
+        async with contextlib.aclosing(merged(streams)) as chunks:
+            return await (answer.stream(chunks) if options.is_streamed else answer.whole(chunks, len(streams)))
+
+
+def _encoded(prompt: str | list[int], tokenizer: Tokenizer) -> list[int]:
+    return tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+
+
+@dataclass(slots=True)
+class _Choice:
+    """One completion of a response, so far."""
+
+    text: str = ""
+    num_tokens: int = 0
+    rows: list[tuple[int, TokenLogprobs]] = field(default_factory=list)
+    finish_reason: str | None = None
+
+
+class _Form:
+    """The form of a chat completion.
+
+    Attributes:
+        object: the type of the whole response; that of a chunk is different in a chat.
+        id_prefix: the beginning of its id.
+    """
+
+    object = "chat.completion"
+    chunk_object = "chat.completion.chunk"
+    id_prefix = "chatcmpl-"
+
+    def choice(self, index: int, choice: _Choice, logprobs: dict[str, Any] | None) -> dict[str, Any]:
+        """Return a whole completion."""
+        return {
+            "index": index,
+            "message": {"role": "assistant", "content": choice.text, "refusal": None},
+            "logprobs": logprobs,
+            "finish_reason": choice.finish_reason,
+        }
+
+    def delta(
+        self, index: int, text: str, logprobs: dict[str, Any] | None, reason: str | None, *, is_first: bool
+    ) -> dict[str, Any]:
+        """Return a chunk of a completion."""
+        delta = {"role": "assistant", "content": text} if is_first else {"content": text} if text else {}
+        return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+
+    def logprobs(self, rows: Sequence[tuple[int, TokenLogprobs]], tokenizer: Tokenizer, offset: int) -> dict[str, Any]:
+        """Return the log probabilities of tokens."""
+        return chat_logprobs(rows, tokenizer)
+
+
+class _CompletionForm(_Form):
+    """The form of a completion."""
+
+    object = chunk_object = "text_completion"
+    id_prefix = "cmpl-"
+
+    def choice(self, index: int, choice: _Choice, logprobs: dict[str, Any] | None) -> dict[str, Any]:
+        """Return a whole completion."""
+        return {"index": index, "text": choice.text, "logprobs": logprobs, "finish_reason": choice.finish_reason}
+
+    def delta(
+        self, index: int, text: str, logprobs: dict[str, Any] | None, reason: str | None, *, is_first: bool
+    ) -> dict[str, Any]:
+        """Return a chunk of a completion."""
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+
+    def logprobs(self, rows: Sequence[tuple[int, TokenLogprobs]], tokenizer: Tokenizer, offset: int) -> dict[str, Any]:
+        """Return the log probabilities of tokens."""
+        return completion_logprobs(rows, tokenizer, offset)
+
+
+class _Answer:
+    """Writes the response to one request.
+
+    Args:
+        request: the request.
+        options: its options.
+        tokenizer: of the model.
+        form: of the response.
+        model: the name of the model or adapter that answers.
+    """
+
+    def __init__(
+        self, request: ApiRequest, options: CompletionOptions, tokenizer: Tokenizer, form: _Form, model: str
+    ) -> None:
+        self.request = request
+        self.options = options
+        self.tokenizer = tokenizer
+        self._form = form
+        self._head = {"id": form.id_prefix + request.request_id, "created": int(time.time()), "model": model}
+        self._num_completions = max(1, options.generate.n)
+        self._has_logprobs = options.generate.HasField("logprobs")
+        self._choices: dict[int, _Choice] = {}
+        self._usages: dict[int, tuple[Usage, str]] = {}  # by prompt
+
+    async def whole(self, chunks: AsyncGenerator[tuple[int, TextChunk], None], num_prompts: int) -> web.StreamResponse:
+        """Return the response after all completions have ended."""
+        pieces: dict[int, list[str]] = {}
+        async for position, chunk in chunks:
+            index, choice = self._add(position, chunk)
+            pieces.setdefault(index, []).append(chunk.text)
+            if self._has_logprobs:
+                choice.rows += zip(chunk.response.token_ids, chunk.response.logprobs, strict=False)
+        choices = []
+        for index in range(num_prompts * self._num_completions):
+            choice = self._choices[index]
+            choice.text = "".join(pieces[index])
+            logprobs = self._form.logprobs(choice.rows, self.tokenizer, 0) if self._has_logprobs else None
+            choices.append(self._form.choice(index, choice, logprobs))
+        return self.request.json(
+            {**self._head, "object": self._form.object, "choices": choices, "usage": self._usage()}
+        )
+
+    async def stream(self, chunks: AsyncGenerator[tuple[int, TextChunk], None]) -> web.StreamResponse:
+        """Send chunks as they are generated, and return the response."""
+        events = self.request.events()
+        try:
+            async for position, chunk in chunks:
+                index, choice = self._add(position, chunk)
+                rows = list(zip(chunk.response.token_ids, chunk.response.logprobs, strict=False))
+                offset = len(choice.text)
+                is_first = choice.num_tokens == len(chunk.response.token_ids)
+                choice.text += chunk.text
+                if not (chunk.text or chunk.is_last or is_first or rows):
+                    continue  # a part of a character, or of what may be a stop string
+                logprobs = self._form.logprobs(rows, self.tokenizer, offset) if self._has_logprobs else None
+                delta = self._form.delta(index, chunk.text, logprobs, choice.finish_reason, is_first=is_first)
+                await events.send(self._chunk([delta]))
+            if self.options.has_usage_chunk:
+                await events.send({**self._chunk([]), "usage": self._usage()})
+        except Exception as error:
+            if not events.has_begun:
+                raise
+            self.request.log_failure(error)
+            await events.send(self.request.error_body(error))
+        await events.send("[DONE]")
+        return await events.end()
+
+    def _chunk(self, choices: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        chunk = {**self._head, "object": self._form.chunk_object, "choices": choices}
+        return {**chunk, "usage": None} if self.options.has_usage_chunk else chunk
+
+    def _add(self, position: int, chunk: TextChunk) -> tuple[int, _Choice]:
+        """Add the counts of a chunk of a prompt, and return the index of its choice, and the choice."""
+        index = position * self._num_completions + chunk.index
+        choice = self._choices.setdefault(index, _Choice())
+        choice.num_tokens += len(chunk.response.token_ids)
+        choice.finish_reason = finish_reason(chunk)
+        if chunk.is_last and chunk.index == 0:
+            self._usages[position] = chunk.response.usage, MissReason.Name(chunk.response.miss_reason)
+        return index, choice
+
+    def _usage(self) -> dict[str, Any]:
+        return usage_object(self._usages.values(), sum(each.num_tokens for each in self._choices.values()))

@@ -1,0 +1,311 @@
+"""Reads requests of OpenAI's API: `/v1/chat/completions` and `/v1/completions`.
+
+Fields that vLLM adds to OpenAI's, such as `top_k` and `cache_salt`, have the same names here. A field that would change
+the answer and that this server does not support is refused by name.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from radixkv.api.sampling import MAX_ANSWERS, MAX_BIASED_TOKENS, MAX_LOGIT_BIAS, MAX_PENALTY, MAX_TOP_LOGPROBS
+from radixkv.errors import InvalidRequest
+from radixkv.service.http.json_fields import Fields
+from radixkv.service.structured.grammar_text import GrammarText
+from radixkv.service.text.tokenizer import Tokenizer
+from radixkv.v1.prefill_pb2 import GenerateRequest
+
+_MAX_INT32 = 2**31 - 1
+_NUM_SEEDS = 2**64
+_MAX_TEMPERATURE = 2.0
+_DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for `/v1/completions`; a chat may use the whole context
+_RETENTION_PRIORITY = 75
+_RETENTION_S = {"in_memory": 0, "in-memory": 0, "24h": 24 * 3600}
+
+# Fields that do not affect the answer of this server.
+_WITHOUT_EFFECT = (
+    "user",
+    "metadata",
+    "safety_identifier",
+    "prompt_cache_key",  # routes equal prefixes to one server; here they share one cache anyway
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """A conversation; the arguments of `Tokenizer.encode_chat`."""
+
+    messages: Sequence[Mapping[str, Any]]
+    tools: Sequence[Mapping[str, Any]] | None
+    documents: Sequence[Mapping[str, Any]] | None
+    add_generation_prompt: bool
+    variables: Mapping[str, Any]
+
+    def encode(self, tokenizer: Tokenizer) -> list[int]:
+        """Return the token ids."""
+        return tokenizer.encode_chat(
+            self.messages,
+            tools=self.tools,
+            documents=self.documents,
+            add_generation_prompt=self.add_generation_prompt,
+            chat_template_kwargs=self.variables,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionOptions:
+    """The options of a request, apart from its prompt.
+
+    Attributes:
+        model: the model or adapter.
+        generate: the options of the completions, without token ids and stop strings. `max_new_tokens` is absent if the
+            completion may use the whole context, and 0 if only the prompt is to be cached.
+        stops: stop strings.
+        is_streamed: whether text is sent as it is generated.
+        has_usage_chunk: whether a stream ends with the usage.
+    """
+
+    model: str
+    generate: GenerateRequest
+    stops: tuple[str, ...]
+    is_streamed: bool
+    has_usage_chunk: bool
+
+
+def read_chat(fields: Fields) -> tuple[ChatPrompt, CompletionOptions]:
+    """Read a request to `/v1/chat/completions`.
+
+    Raises:
+        InvalidRequest: the message names the field.
+    """
+    prompt = _read_conversation(fields)
+    max_tokens = fields.integer("max_completion_tokens", 0, _MAX_INT32)
+    if max_tokens is None:
+        max_tokens = fields.integer("max_tokens", 0, _MAX_INT32)
+    else:
+        fields.ignore("max_tokens")  # deprecated in favor of the other one
+    options = _read_options(fields, max_tokens)
+    if fields.flag("logprobs"):
+        options.generate.logprobs = fields.integer("top_logprobs", 0, MAX_TOP_LOGPROBS, 0) or 0
+    else:
+        fields.require_neutral("it requires logprobs: true", top_logprobs=0)
+    fields.require_neutral(
+        "this server generates text only",
+        modalities=(["text"],),
+        audio=(),
+        prediction=(),
+        web_search_options=(),
+        functions=([],),
+        function_call=("none", "auto"),
+    )
+    fields.require_neutral("this server stores no responses", store=False)
+    fields.require_no_others()
+    return prompt, options
+
+
+def read_completion(fields: Fields) -> tuple[list[str | list[int]], CompletionOptions]:
+    """Read a request to `/v1/completions`. Returns its prompts, each of them text or token ids, and its options.
+
+    Raises:
+        InvalidRequest: the message names the field.
+    """
+    prompts = _read_prompts(fields)
+    options = _read_options(fields, fields.integer("max_tokens", 0, _MAX_INT32, _DEFAULT_COMPLETION_TOKENS))
+    num_completions = options.generate.n if options.generate.HasField("n") else 1
+    if len(prompts) * num_completions > MAX_ANSWERS:
+        raise InvalidRequest(
+            f"prompt, n: expected at most {MAX_ANSWERS} completions together, got {len(prompts) * num_completions}"
+        )
+    logprobs = fields.integer("logprobs", 0, MAX_TOP_LOGPROBS)
+    if logprobs is not None:
+        options.generate.logprobs = logprobs
+    fields.require_neutral("this server returns only new text", echo=False)
+    fields.require_neutral("this server does not fill in the middle", suffix="")
+    fields.require_neutral("use n", best_of=(1, num_completions))
+    fields.require_no_others()
+    return prompts, options
+
+
+def _read_conversation(fields: Fields) -> ChatPrompt:
+    messages = fields.items("messages")
+    if not messages:
+        raise InvalidRequest("messages: expected at least one message, got none")
+    for index, message in enumerate(messages):
+        if not isinstance(message, dict):
+            raise InvalidRequest(f"messages[{index}]: expected an object with a role and content, got another value")
+    tools = fields.items("tools")
+    tool_choice = fields.any("tool_choice")
+    if tools and tool_choice != "none":
+        raise InvalidRequest(
+            "tools: this server does not parse tool calls; render the tools into the prompt with tool_choice: none"
+        )
+    fields.require_neutral("this server does not parse tool calls", parallel_tool_calls=(True, False))
+    documents = fields.items("documents")
+    variables = fields.any("chat_template_kwargs") or {}
+    if not isinstance(variables, dict):
+        raise InvalidRequest("chat_template_kwargs: expected an object, got another value")
+    effort = fields.text("reasoning_effort")
+    if effort is not None:
+        variables = {"reasoning_effort": effort, **variables}
+    return ChatPrompt(
+        messages, tools or None, documents or None, fields.flag("add_generation_prompt", default=True), variables
+    )
+
+
+def _read_prompts(fields: Fields) -> list[str | list[int]]:
+    """Read the field `prompt`: text, token ids, or a list of either."""
+    prompt = fields.any("prompt")
+    if isinstance(prompt, str):
+        return [prompt]
+    if not isinstance(prompt, list) or not prompt:
+        raise InvalidRequest("prompt: expected text, a list of token ids, or a list of these, got another value")
+    if all(isinstance(each, int) for each in prompt):
+        return [_token_ids(prompt, "prompt")]
+    prompts: list[str | list[int]] = []
+    for index, each in enumerate(prompt):
+        if isinstance(each, str):
+            prompts.append(each)
+        elif isinstance(each, list):
+            prompts.append(_token_ids(each, f"prompt[{index}]"))
+        else:
+            raise InvalidRequest(f"prompt[{index}]: expected text or a list of token ids, got another value")
+    return prompts
+
+
+def _token_ids(values: list[Any], place: str) -> list[int]:
+    if not all(type(each) is int and 0 <= each < 2**32 for each in values):
+        raise InvalidRequest(f"{place}: expected token ids, got other values among them")
+    return values
+
+
+def _read_options(fields: Fields, max_tokens: int | None) -> CompletionOptions:
+    """Read the options that chats and completions have in common."""
+    generate = GenerateRequest(
+        temperature=fields.number("temperature", 0, _MAX_TEMPERATURE, 1.0),
+        top_k=_read_top_k(fields),
+        min_p=fields.number("min_p", 0, 1, 0.0),
+        presence_penalty=fields.number("presence_penalty", -MAX_PENALTY, MAX_PENALTY, 0.0),
+        frequency_penalty=fields.number("frequency_penalty", -MAX_PENALTY, MAX_PENALTY, 0.0),
+        min_tokens=fields.integer("min_tokens", 0, _MAX_INT32, 0),
+        stop_token_ids=fields.integers("stop_token_ids"),
+        ignore_eos=fields.flag("ignore_eos"),
+        logit_bias=_read_logit_bias(fields),
+        top_p=fields.number("top_p", 0, 1),
+        repetition_penalty=fields.number("repetition_penalty", 1e-6, 1e6),
+        n=fields.integer("n", 1, MAX_ANSWERS),
+        max_new_tokens=max_tokens,
+    )
+    seed = fields.integer("seed", -(2**63), _NUM_SEEDS - 1)
+    if seed is not None:
+        generate.seed = seed % _NUM_SEEDS
+    prefill = generate.prefill
+    prefill.salt = fields.text("cache_salt", "") or ""
+    prefill.request_id = fields.text("request_id", "") or ""
+    _read_retention(fields, generate)
+    _read_format(fields, generate)
+    stream_options = fields.inner("stream_options")
+    is_streamed = fields.flag("stream")
+    has_usage_chunk = False
+    if stream_options is not None:
+        if not is_streamed:
+            raise InvalidRequest("stream_options: expected it only with stream: true")
+        has_usage_chunk = stream_options.flag("include_usage")
+        stream_options.ignore("include_obfuscation")
+        stream_options.require_no_others()
+    fields.ignore(*_WITHOUT_EFFECT)
+    fields.require_neutral("this server has one tier of service", service_tier=("auto", "default"))
+    return CompletionOptions(
+        model=fields.text("model", "") or "",
+        generate=generate,
+        stops=_read_stops(fields),
+        is_streamed=is_streamed,
+        has_usage_chunk=has_usage_chunk,
+    )
+
+
+def _read_top_k(fields: Fields) -> int:
+    top_k = fields.integer("top_k", -1, _MAX_INT32, 0) or 0
+    return max(0, top_k)  # in vLLM's API, -1 means all tokens as well
+
+
+def _read_stops(fields: Fields) -> tuple[str, ...]:
+    stop = fields.any("stop")
+    stops = [stop] if isinstance(stop, str) else stop or []
+    if not isinstance(stops, list) or not all(isinstance(each, str) for each in stops):
+        raise InvalidRequest("stop: expected a string or a list of strings, got another value")
+    return tuple(stops)
+
+
+def _read_logit_bias(fields: Fields) -> dict[int, float]:
+    values = fields.any("logit_bias") or {}
+    if not isinstance(values, dict) or len(values) > MAX_BIASED_TOKENS:
+        raise InvalidRequest(f"logit_bias: expected an object with at most {MAX_BIASED_TOKENS} token ids as names")
+    entries = Fields(values, "logit_bias")
+    biases = {}
+    for name in values:
+        if not (name.isascii() and name.isdecimal() and int(name) < 2**32):
+            raise InvalidRequest("logit_bias: expected token ids as names, got another name")
+        biases[int(name)] = float(entries.number(name, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS, 0.0) or 0.0)
+    return biases
+
+
+def _read_retention(fields: Fields, generate: GenerateRequest) -> None:
+    """Read how long the prompt is to be cached."""
+    name = fields.text("prompt_cache_retention")
+    if name is None:
+        return
+    seconds = _RETENTION_S.get(name)
+    if seconds is None:
+        raise InvalidRequest(f"prompt_cache_retention: expected one of {', '.join(_RETENTION_S)}, got a different name")
+    if seconds:
+        generate.prefill.retention.priority = _RETENTION_PRIORITY
+        generate.prefill.retention.ttl.seconds = seconds
+
+
+def _read_format(fields: Fields, generate: GenerateRequest) -> None:
+    """Read the format that the answer must have, from `response_format` or vLLM's `structured_outputs`."""
+    form = fields.inner("response_format")
+    structured = fields.inner("structured_outputs")
+    if form is not None and structured is not None:
+        raise InvalidRequest("response_format, structured_outputs: expected one of them, got both")
+    if form is not None:
+        _read_response_format(form, generate)
+    if structured is not None:
+        _read_structured(structured, generate)
+
+
+def _read_response_format(form: Fields, generate: GenerateRequest) -> None:
+    kind = form.one_of("type", ("text", "json_object", "json_schema"), "text")
+    if kind == "json_object":
+        generate.json_object = True
+    if kind == "json_schema":
+        schema = form.inner("json_schema")
+        if schema is None or "schema" not in schema:
+            raise InvalidRequest("response_format.json_schema.schema: expected a JSON schema, got none")
+        generate.json_schema = json.dumps(schema.any("schema"))
+        schema.ignore("name", "description", "strict")
+        schema.require_no_others()
+    form.require_no_others()
+
+
+def _read_structured(form: Fields, generate: GenerateRequest) -> None:
+    kinds = [name for name in ("json", "regex", "choice", "grammar", "json_object") if name in form]
+    if len(kinds) != 1:
+        raise InvalidRequest("structured_outputs: expected one of json, regex, choice, grammar, json_object")
+    kind = kinds[0]
+    if kind == "json":
+        schema = form.any(kind)
+        generate.json_schema = schema if isinstance(schema, str) else json.dumps(schema)
+    elif kind == "choice":
+        choices = form.items(kind)
+        if not choices or not all(isinstance(each, str) for each in choices):
+            raise InvalidRequest("structured_outputs.choice: expected a list of strings")
+        generate.grammar = GrammarText.of_choices(kind, choices).text
+    elif kind == "json_object":
+        generate.json_object = form.flag(kind)
+    else:
+        setattr(generate, kind, form.text(kind) or "")
+    form.require_no_others()

@@ -1,0 +1,117 @@
+"""Writes responses of OpenAI's API."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from radixkv.service.http.api_errors import field_of, http_status_of, message_of
+from radixkv.service.http.completions import TextChunk
+from radixkv.service.text.tokenizer import Tokenizer
+from radixkv.v1.prefill_pb2 import MissReason, TokenLogprobs, Usage
+
+_ERROR_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+}
+
+
+def error_body(error: BaseException, names: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """Return the body of a response to a request that failed.
+
+    Args:
+        error: why.
+        names: the names of fields in OpenAI's API, by their names in messages of this server.
+    """
+    message = message_of(error)
+    param = field_of(error)
+    if param is not None and names:
+        renamed = ", ".join(names.get(name, name) for name in param.split(", "))
+        message = renamed + message[len(param) :]
+        param = renamed
+    return error_object(message, http_status_of(error), param)
+
+
+def error_object(message: str, status: int, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+    """Return the body of a response with an error.
+
+    Args:
+        message: says what was wrong.
+        status: the HTTP status.
+        param: the field of the request that it is about.
+        code: OpenAI's name of the error.
+    """
+    kind = _ERROR_TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def usage_object(prompts: Iterable[tuple[Usage, str]], num_generated: int) -> dict[str, Any]:
+    """Return the usage of a request.
+
+    Args:
+        prompts: the usage of each prompt, and the name of the reason why no more of it was cached.
+        num_generated: tokens of all completions.
+    """
+    usages = list(prompts)
+    num_prompt = sum(usage.prompt_tokens for usage, _ in usages)
+    reasons = list(dict.fromkeys(reason for _, reason in usages if reason != MissReason.Name(MissReason.NONE)))
+    return {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_generated,
+        "total_tokens": num_prompt + num_generated,
+        "prompt_tokens_details": {
+            "cached_tokens": sum(usage.cached_tokens for usage, _ in usages),
+            "cache_write_tokens": sum(usage.written_tokens for usage, _ in usages),
+            "miss_reason": ", ".join(reasons).lower() or None,
+        },
+    }
+
+
+def finish_reason(chunk: TextChunk) -> str | None:
+    """Return why a completion ended; None if it has not."""
+    if not chunk.is_last:
+        return None
+    return "length" if chunk.has_reached_length else "stop"
+
+
+def chat_logprobs(rows: Iterable[tuple[int, TokenLogprobs]], tokenizer: Tokenizer) -> dict[str, Any]:
+    """Return the log probabilities of tokens, each with its id, in the form of a chat completion."""
+    content = [
+        {
+            **_chat_logprob(token_id, row.logprob, tokenizer),
+            "top_logprobs": [_chat_logprob(each.token_id, each.logprob, tokenizer) for each in row.top],
+        }
+        for token_id, row in rows
+    ]
+    return {"content": content, "refusal": None}
+
+
+def _chat_logprob(token_id: int, logprob: float, tokenizer: Tokenizer) -> dict[str, Any]:
+    text = tokenizer.decode([token_id])
+    return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+
+
+def completion_logprobs(
+    rows: Sequence[tuple[int, TokenLogprobs]], tokenizer: Tokenizer, first_offset: int
+) -> dict[str, Any]:
+    """Return the log probabilities of tokens, each with its id, in the form of a completion.
+
+    Args:
+        rows: the tokens.
+        tokenizer: of the model.
+        first_offset: characters of the completion before these tokens.
+    """
+    texts = [tokenizer.decode([token_id]) for token_id, _ in rows]
+    offsets = []
+    for text in texts:
+        offsets.append(first_offset)
+        first_offset += len(text)
+    return {
+        "tokens": texts,
+        "token_logprobs": [row.logprob for _, row in rows],
+        "top_logprobs": [{tokenizer.decode([each.token_id]): each.logprob for each in row.top} for _, row in rows],
+        "text_offset": offsets,
+    }

@@ -1,0 +1,85 @@
+"""Prompts of HTTP requests: encoded on threads, so that the event loop answers other calls meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from radixkv.errors import InvalidRequest
+from radixkv.service.server.model_tokenizer import ModelTokenizer
+from radixkv.service.text.tokenizer import Tokenizer
+
+Result = TypeVar("Result")
+
+# Bodies and prompts that are parsed and encoded at the same time; each occupies a thread.
+_MAX_ENCODING = 2
+# A smaller body is parsed on the event loop, in less than 1 ms.
+_PIECE_BYTES = 65_536
+
+_logger = logging.getLogger(__name__)
+
+
+class PromptEncoder:
+    """Parses bodies and encodes prompts. For use on one event loop.
+
+    Args:
+        tokenizer: the model's tokenizer.
+    """
+
+    def __init__(self, tokenizer: ModelTokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._encoding = asyncio.Semaphore(_MAX_ENCODING)
+
+    async def parse(self, body: bytes) -> dict[str, Any]:
+        """Return the JSON object in a body.
+
+        Raises:
+            InvalidRequest: there is something else.
+        """
+        parsed = _parsed(body) if len(body) <= _PIECE_BYTES else await self._on_thread(lambda: _parsed(body))
+        if not isinstance(parsed, dict):
+            raise InvalidRequest("body: expected a JSON object, got other JSON")
+        return parsed
+
+    async def tokenizer(self) -> Tokenizer:
+        """Return the tokenizer, loaded at the first call.
+
+        Raises:
+            InvalidRequest: the model has none.
+        """
+        try:
+            return await self._tokenizer.loaded()
+        except ValueError as error:
+            _logger.warning("the HTTP API requires a tokenizer, and the model has none: %s", error)  # may name paths
+            raise InvalidRequest("model: it has no tokenizer, which the HTTP API requires") from error
+
+    async def encode(self, field: str, encode: Callable[[Tokenizer], list[int]]) -> list[int]:
+        """Return the token ids of a prompt.
+
+        Args:
+            field: the field that contains the prompt, for messages.
+            encode: encodes it; called on a thread.
+
+        Raises:
+            InvalidRequest: the model has no tokenizer, or it cannot encode the prompt.
+        """
+        tokenizer = await self.tokenizer()
+        try:
+            return await self._on_thread(lambda: encode(tokenizer))
+        except (TypeError, ValueError) as error:
+            text = str(error)
+            raise InvalidRequest(text if text.startswith(field) else f"{field}: {text}") from error
+
+    async def _on_thread(self, function: Callable[[], Result]) -> Result:
+        async with self._encoding:
+            return await asyncio.to_thread(function)
+
+
+def _parsed(body: bytes) -> Any:
+    try:
+        return json.loads(body)
+    except (ValueError, RecursionError):  # the message would contain a part of the body
+        raise InvalidRequest(f"body: expected JSON, got {len(body)} other bytes") from None

@@ -1,0 +1,338 @@
+"""The HTTP port around a fake engine: credentials, limits, slow and leaving clients, and draining."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import radixkv.service.http.connections as connections_module
+from radixkv.errors import ConfigError, QueueFull
+from tests.free_port import free_port
+from tests.patience import PATIENCE_S
+from tests.service.fake_engine import FakeEngine
+from tests.service.serving import becomes_true, serving
+
+TOKENS = """
+[[credentials]]
+name = "one"
+token_sha256 = "{one}"
+tenant = "a"
+
+[[credentials]]
+name = "router"
+token_sha256 = "{router}"
+role = "router"
+tenants = ["a", "b"]
+
+[[credentials]]
+name = "reader"
+token_sha256 = "{reader}"
+role = "reader"
+"""
+
+
+def hashed(*names: str) -> dict[str, str]:
+    return {name: sha256(f"{name}-token".encode()).hexdigest() for name in names}
+
+
+def request_bytes(body: object, path: str = "/v1/completions", **headers: str) -> bytes:
+    data = json.dumps(body).encode()
+    lines = [f"POST {path} HTTP/1.1", "host: localhost", f"content-length: {len(data)}"]
+    lines += [f"{name.replace('_', '-')}: {value}" for name, value in headers.items()]
+    return "\r\n".join(lines).encode() + b"\r\n\r\n" + data
+
+
+async def response_of(reader: asyncio.StreamReader) -> tuple[int, dict[str, str], bytes]:
+    head = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")
+    headers = {name.lower(): value for name, _, value in (line.partition(": ") for line in head[1:]) if name}
+    if headers.get("transfer-encoding") == "chunked":
+        pieces = []
+        while size := int(await reader.readline(), 16):
+            pieces.append(await reader.readexactly(size))
+            await reader.readline()
+        await reader.readline()
+        return int(head[0].split()[1]), headers, b"".join(pieces)
+    return int(head[0].split()[1]), headers, await reader.readexactly(int(headers.get("content-length", 0)))
+
+
+@contextlib.asynccontextmanager
+async def port_of(engine: FakeEngine, **config: Any) -> AsyncIterator[tuple[Any, int]]:
+    async with serving(engine, model_path="tiny", http_port=0, **config) as (server, _):
+        yield server, int(server.http_address.rpartition(":")[2])
+
+
+async def call(port: int, body: object, path: str = "/v1/completions", **headers: str) -> tuple[int, Any]:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        writer.write(request_bytes(body, path, **headers))
+        status, _, data = await response_of(reader)
+    finally:
+        writer.close()
+    return status, json.loads(data)
+
+
+def run(main: Any) -> Any:
+    return asyncio.run(asyncio.wait_for(main, PATIENCE_S))
+
+
+BODY = {"prompt": [5, 6, 7], "max_tokens": 4}
+
+
+def test_a_credential_determines_the_tenant(tmp_path: Path) -> None:
+    tokens = tmp_path / "tokens.toml"
+    tokens.write_text(TOKENS.format(**hashed("one", "router", "reader")))
+
+    async def main() -> list[tuple[int, str]]:
+        async with port_of(engine, tokens_file=str(tokens), insecure=True) as (_, port):
+            calls = [
+                {},
+                {"authorization": "Bearer other"},
+                {"authorization": "Bearer reader-token"},
+                {"authorization": "Bearer one-token"},
+                {"authorization": "Bearer one-token", "radixkv_tenant": "b"},
+                {"authorization": "Bearer router-token", "radixkv_tenant": "b"},
+                {"authorization": "Bearer router-token", "radixkv_tenant": "c"},
+            ]
+            found = [await call(port, BODY, **headers) for headers in calls]
+        return [(status, answer["error"]["type"] if status != 200 else "") for status, answer in found]
+
+    engine = FakeEngine()
+    assert run(main()) == [
+        (401, "authentication_error"),
+        (401, "authentication_error"),
+        (403, "permission_error"),
+        (200, ""),
+        (403, "permission_error"),
+        (200, ""),
+        (403, "permission_error"),
+    ]
+    assert [params.caller.tenant for params in engine.params] == ["a", "b"]
+
+
+def test_fields_reach_the_engine() -> None:
+    async def main() -> None:
+        async with port_of(engine) as (_, port):
+            body = {**BODY, "cache_salt": "s", "prompt_cache_retention": "24h", "seed": -1, "user": "u"}
+            assert (await call(port, body, x_request_id="mine"))[0] == 200
+
+    engine = FakeEngine()
+    run(main())
+    (params,), (sampling,) = engine.params, engine.samplings
+    assert (params.caller.salt, params.request_id) == ("s", "mine")
+    assert (params.retention.priority, params.retention.ttl_s) == (75, 86400)
+    assert (sampling.seed, sampling.temperature, sampling.max_new_tokens) == (2**64 - 1, 1.0, 4)
+
+
+def test_a_client_that_leaves_cancels_its_request() -> None:
+    async def main() -> None:
+        async with port_of(engine) as (server, port):
+            for is_streamed in (False, True):
+                _, writer = await asyncio.open_connection("127.0.0.1", port)
+                writer.write(request_bytes({**BODY, "stream": is_streamed}))
+                await becomes_true(lambda count=1 + is_streamed: len(engine.futures) == count)
+                writer.close()
+                await becomes_true(engine.futures[-1].cancelled)
+            await becomes_true(lambda: server.receiver.num_calls == 0)
+            assert server.receiver.held_bytes.used == 0
+
+    engine = FakeEngine(is_gated=True)
+    run(main())
+
+
+def test_a_refusal_says_when_to_try_again() -> None:
+    async def main() -> tuple[int, dict[str, str], bytes]:
+        async with port_of(engine) as (_, port):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(request_bytes({**BODY, "stream": True}))
+            try:
+                return await response_of(reader)
+            finally:
+                writer.close()
+
+    engine = FakeEngine()
+    engine.refusal = QueueFull("queue: full", retry_after_s=1.5)
+    status, headers, body = run(main())
+    assert (status, headers["retry-after"], headers["retry-after-ms"]) == (429, "2", "1500")
+    assert json.loads(body)["error"]["type"] == "rate_limit_error"
+
+
+def test_an_unexpected_failure_is_not_shown(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> tuple[int, Any]:
+        async with port_of(engine) as (_, port):
+            return await call(port, BODY)
+
+    engine = FakeEngine()
+    engine.failure = RuntimeError("a secret")
+    status, answer = run(main())
+    assert (status, answer["error"]["message"]) == (500, "internal error; the server's log has the cause")
+    assert "a secret" in caplog.text
+
+
+def test_several_requests_share_a_connection() -> None:
+    async def main() -> list[int]:
+        async with port_of(FakeEngine()) as (_, port):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            statuses = []
+            for body in (BODY, {}, BODY):
+                writer.write(request_bytes(body))
+                statuses.append((await response_of(reader))[0])
+            writer.close()
+            return statuses
+
+    assert run(main()) == [200, 400, 200]
+
+
+@pytest.mark.parametrize("sent", [b"", b"POST /v1/completions HTTP/1.1\r\nhost: loc"])
+def test_a_connection_without_a_request_is_closed(monkeypatch: pytest.MonkeyPatch, sent: bytes) -> None:
+    monkeypatch.setattr(connections_module, "_PERIOD_S", 0.01)
+
+    async def main() -> bytes:
+        async with port_of(FakeEngine(), receive_timeout_s=0.1) as (_, port):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(sent)
+            try:
+                return await reader.read()
+            except ConnectionResetError:
+                return b""
+            finally:
+                writer.close()
+
+    assert run(main()) == b""
+
+
+def test_a_body_that_does_not_arrive_is_refused() -> None:
+    async def main() -> tuple[int, bytes]:
+        async with port_of(FakeEngine(), receive_timeout_s=0.1) as (_, port):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(request_bytes(BODY)[:-5])
+            status, _, data = await response_of(reader)
+            writer.close()
+            return status, data
+
+    status, data = run(main())
+    assert status == 504
+    assert b"only a part of it arrived within 0.1 s" in data
+
+
+def test_a_body_that_is_too_large_is_refused() -> None:
+    async def main() -> list[tuple[int, str]]:
+        async with port_of(FakeEngine(), max_message_bytes=1024) as (_, port):
+            found = [await call(port, {"prompt": "a" * 2000})]
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n")
+            writer.write(b"800\r\n" + b"a" * 2048 + b"\r\n0\r\n\r\n")
+            status, _, data = await response_of(reader)
+            writer.close()
+            return [(status, answer["error"]["message"]) for status, answer in (*found, (status, json.loads(data)))]
+
+    (status, message), (chunked_status, chunked_message) = run(main())
+    assert (status, chunked_status) == (400, 400)
+    assert message.startswith("body: expected at most 1024 bytes, got 20")
+    assert chunked_message == "body: expected at most 1024 bytes, got more"
+
+
+def test_beyond_the_maximum_the_connection_that_was_idle_for_longest_is_closed() -> None:
+    async def main() -> list[bool]:
+        async with port_of(engine, max_connections=3) as (_, port):
+            busy = await asyncio.open_connection("127.0.0.1", port)
+            busy[1].write(request_bytes(BODY))
+            await becomes_true(lambda: bool(engine.futures))
+            idle = [await asyncio.open_connection("127.0.0.1", port) for _ in range(4)]
+            await asyncio.gather(*(wait_for_end(reader) for reader, _ in idle[:2]))
+            engine.open_gate()
+            status, _, _ = await response_of(busy[0])
+            are_open = [not reader.at_eof() for reader, _ in idle]
+            for _, writer in (busy, *idle):
+                writer.close()
+            return [status == 200, *are_open]
+
+    async def wait_for_end(reader: asyncio.StreamReader) -> None:
+        with contextlib.suppress(ConnectionResetError):
+            assert await reader.read() == b""
+
+    engine = FakeEngine(is_gated=True)
+    answered, *are_open = run(main())
+    assert answered
+    assert are_open[2:] == [True, True]
+
+
+def test_a_client_that_reads_nothing_loses_its_connection() -> None:
+    async def main() -> None:
+        async with port_of(engine, send_timeout_s=0.2) as (server, port):
+            _, writer = await asyncio.open_connection("127.0.0.1", port, limit=1)
+            writer.transport.pause_reading()
+            body = {"prompt": [5], "max_tokens": 3000, "stream": True, "n": 8, "logprobs": 20}
+            writer.write(request_bytes(body))
+            await becomes_true(lambda: bool(engine.futures))
+            await becomes_true(lambda: server.receiver.num_calls == 0)
+            assert server.receiver.held_bytes.used == 0
+            writer.close()
+
+    engine = FakeEngine()
+    run(main())
+
+
+def test_another_host_is_refused() -> None:
+    async def main() -> bytes:
+        async with port_of(FakeEngine()) as (_, port):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(request_bytes(BODY).replace(b"host: localhost", b"host: evil.example"))
+            line = await reader.readline()
+            writer.close()
+            return line
+
+    assert run(main()).startswith(b"HTTP/1.1 421 ")
+
+
+def test_health_follows_the_engine() -> None:
+    async def main() -> list[int]:
+        async with port_of(engine) as (_, port):
+            statuses = []
+            for is_healthy in (True, False):
+                engine.is_healthy = is_healthy
+                reader, writer = await asyncio.open_connection("127.0.0.1", port)
+                writer.write(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
+                statuses.append((await response_of(reader))[0])
+                writer.close()
+            return statuses
+
+    engine = FakeEngine()
+    assert run(main()) == [200, 503]
+
+
+def test_a_drain_lets_running_requests_finish() -> None:
+    async def main() -> int:
+        async with port_of(engine) as (server, port):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(request_bytes(BODY))
+            await becomes_true(lambda: bool(engine.futures))
+            draining = asyncio.create_task(server.drain())
+            await asyncio.sleep(0)
+            engine.open_gate()
+            status, _, _ = await response_of(reader)
+            writer.close()
+            await draining
+            with pytest.raises(ConnectionRefusedError):
+                await asyncio.open_connection("127.0.0.1", port)
+            return status
+
+    engine = FakeEngine(is_gated=True)
+    assert run(main()) == 200
+
+
+def test_a_port_in_use_is_reported() -> None:
+    port = free_port()
+
+    async def main() -> None:
+        async with serving(FakeEngine(), http_port=port), serving(FakeEngine(), http_port=port):
+            raise AssertionError("both servers listen")
+
+    with pytest.raises(ConfigError, match=r"server\.host, server\.http_port: expected a free address"):
+        run(main())
