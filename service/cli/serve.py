@@ -48,7 +48,12 @@ _OPTIONS = (
     ),
     Option("--host", None, None, f"address to listen on (default: {_SERVER.host})"),
     Option("--port", None, int, f"0 picks a free one (default: {_SERVER.port})"),
-    Option("--http-port", None, int, "port of OpenAI's API over HTTP; 0 picks a free one (default: no HTTP API)"),
+    Option(
+        "--http-port",
+        None,
+        int,
+        "port of the APIs of OpenAI and Anthropic over HTTP; 0 picks a free one (default: none)",
+    ),
     Option(
         "--metrics-port",
         None,

@@ -1,1 +1,1 @@
-"""OpenAI's API over HTTP."""
+"""The APIs of OpenAI and Anthropic over HTTP."""

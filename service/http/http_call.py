@@ -31,7 +31,11 @@ class HttpCall:
     def __init__(self, request: web.BaseRequest, max_body_bytes: int) -> None:
         self._request = request
         self._max_body_bytes = max_body_bytes
-        self._metadata = tuple((name.lower(), value) for name, value in request.headers.items())
+        headers = tuple((name.lower(), value) for name, value in request.headers.items())
+        key = request.headers.get("x-api-key")  # Anthropic's header for a token
+        if key is not None and "authorization" not in request.headers:
+            headers += (("authorization", f"Bearer {key}"),)
+        self._metadata = headers
 
     def peer(self) -> str:
         """Return the connection as gRPC names it, such as `ipv4:127.0.0.1:50000`."""

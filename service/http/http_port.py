@@ -13,6 +13,8 @@ from aiohttp import web
 from radixkv.api.limits import Limits
 from radixkv.config import ServerConfig
 from radixkv.errors import RadixKVError
+from radixkv.service.http.anthropic_api import AnthropicApi, Retain
+from radixkv.service.http.anthropic_api import error_object as anthropic_error
 from radixkv.service.http.api_errors import http_status_of, retry_headers_of
 from radixkv.service.http.api_request import ApiRequest
 from radixkv.service.http.completions import Servicer
@@ -20,7 +22,7 @@ from radixkv.service.http.connections import Connections
 from radixkv.service.http.http_call import context_of
 from radixkv.service.http.json_fields import Fields
 from radixkv.service.http.openai_api import OpenAIApi
-from radixkv.service.http.openai_responses import error_object
+from radixkv.service.http.openai_responses import error_object as openai_error
 from radixkv.service.http.prompts import PromptEncoder
 from radixkv.service.server.auth.authorizer import Authorizer
 from radixkv.service.server.auth.revocation import Revocation
@@ -38,6 +40,7 @@ Answer = Callable[[ApiRequest, Fields], Awaitable[web.StreamResponse]]
 
 _GENERATE = "/radixkv.v1.PrefillService/Generate"  # its rule applies to requests for completions,
 _DESCRIBE = "/radixkv.v1.ModelService/GetTokenizer"  # and this one to descriptions of the model
+_MESSAGES = "/v1/messages"  # the paths of Anthropic's API
 _BACKLOG = 1024
 _TLS_HANDSHAKE_S = 10.0
 _MAX_HEADER_BYTES = 16_384
@@ -47,7 +50,7 @@ _logger = logging.getLogger(__name__)
 
 
 class HttpPort:
-    """Serves OpenAI's API over HTTP. Create it inside the event loop that runs it.
+    """Serves OpenAI's and Anthropic's API over HTTP. Create it inside the event loop that runs it.
 
         connection ─▶ Connections ─▶ Host, authorize ─▶ receive ─▶ read the fields ─▶ servicer ─▶ response
                                      (Authorizer)       (Receiver)  (OpenAIApi)       (PrefillServicer)
@@ -56,6 +59,7 @@ class HttpPort:
         config: where to listen, and limits.
         limits: of the engine.
         servicer: generates completions.
+        retain: keeps a prefix cached for a time.
         tokenizer: of the model.
         authorizer: decides who may call what.
         receiver: receives requests, together with those of the gRPC port.
@@ -72,6 +76,7 @@ class HttpPort:
         config: ServerConfig,
         limits: Limits,
         servicer: Servicer,
+        retain: Retain,
         tokenizer: ModelTokenizer,
         authorizer: Authorizer,
         receiver: Receiver,
@@ -90,6 +95,7 @@ class HttpPort:
         self._max_body_bytes = max_message_bytes(config, limits)
         self._encoder = PromptEncoder(tokenizer)
         self._openai = OpenAIApi(servicer, self._encoder, limits)
+        self._anthropic = AnthropicApi(servicer, retain, self._encoder, limits)
         self._connections = Connections(max_connections(config), config.receive_timeout_s, config.connection_idle_s)
         self._listeners: list[socket.socket] = []
         self._accepting: list[asyncio.Task[None]] = []
@@ -99,6 +105,8 @@ class HttpPort:
             [
                 web.post("/v1/chat/completions", self._posted(self._openai.chat_completions)),
                 web.post("/v1/completions", self._posted(self._openai.completions)),
+                web.post("/v1/messages", self._posted(self._anthropic.messages)),
+                web.post("/v1/messages/count_tokens", self._posted(self._anthropic.count_tokens)),
                 web.get("/v1/models", self._described(self._openai.models)),
                 web.get("/v1/models/{model:.+}", self._model),
                 web.get("/health", self._health),
@@ -140,7 +148,7 @@ class HttpPort:
         self._accepting = [asyncio.create_task(self._accept(each)) for each in self._listeners]
         self.address = host_port(host, port)
         scheme = "http" if self._tls is None else "https"
-        _logger.info("OpenAI's API on %s://%s/v1", scheme, self.address)
+        _logger.info("the APIs of OpenAI and Anthropic on %s://%s/v1", scheme, self.address)
         return self.address
 
     async def stop(self) -> None:
@@ -245,7 +253,7 @@ class HttpPort:
                 self._receiver,
                 len(body),
                 self._config.send_timeout_s,
-                lambda error: self._openai.error(request.path, error),
+                lambda error: self._error(request.path, error),
             )
             async with self._revocation(authorization, call):
                 return await answer(api_request, fields)
@@ -282,7 +290,8 @@ class HttpPort:
     def _failure(self, request: web.Request, error: Exception) -> web.Response:
         """Return the response to a request that failed."""
         if isinstance(error, web.HTTPException):
-            body = error_object(f"{request.method} {request.path}: {error.reason}", error.status)
+            write = anthropic_error if request.path.startswith(_MESSAGES) else openai_error
+            body = write(f"{request.method} {request.path}: {error.reason}", error.status)
             headers = {"allow": error.headers["allow"]} if "allow" in error.headers else {}
             return web.json_response(body, status=error.status, headers=headers)
         status = http_status_of(error)
@@ -291,7 +300,11 @@ class HttpPort:
         headers = retry_headers_of(error)
         if status == 401:
             headers["www-authenticate"] = "Bearer"
-        return web.json_response(self._openai.error(request.path, error), status=status, headers=headers)
+        return web.json_response(self._error(request.path, error), status=status, headers=headers)
+
+    def _error(self, path: str, error: BaseException) -> Mapping[str, Any]:
+        """Return the body of the response to a failed request, in the form of the API that it belongs to."""
+        return self._anthropic.error(error) if path.startswith(_MESSAGES) else self._openai.error(path, error)
 
     def _count(self, refusal: RadixKVError) -> None:
         if self._count_refusal is not None:

@@ -29,10 +29,16 @@ def error_body(error: BaseException, names: Mapping[str, str] | None = None) -> 
     message = message_of(error)
     param = field_of(error)
     if param is not None and names:
-        renamed = ", ".join(names.get(name, name) for name in param.split(", "))
+        renamed = ", ".join(_renamed(name, names) for name in param.split(", "))
         message = renamed + message[len(param) :]
         param = renamed
     return error_object(message, http_status_of(error), param)
+
+
+def _renamed(name: str, names: Mapping[str, str]) -> str:
+    """Return the name of a field in OpenAI's API. It may have an index, such as `[0]`."""
+    bare, bracket, index = name.partition("[")
+    return names.get(bare, bare) + bracket + index
 
 
 def error_object(message: str, status: int, param: str | None = None, code: str | None = None) -> dict[str, Any]:

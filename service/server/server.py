@@ -142,7 +142,7 @@ class Server:
         shared = SharedParts(self._readers, tokenizer, grammars, self.receiver.held_bytes)
         prefill_servicer = PrefillServicer(engine, shared, Deadlines.of(self._config), sources_of(engine))
         if self._config.http_port is not None:
-            self._http = self._http_port(prefill_servicer, tokenizer)
+            self._http = self._http_port(prefill_servicer, cache_servicer, tokenizer)
         prefill_pb2_grpc.add_PrefillServiceServicer_to_server(prefill_servicer, guarded)  # type: ignore[no-untyped-call]
         cache_pb2_grpc.add_CacheServiceServicer_to_server(cache_servicer, guarded)  # type: ignore[no-untyped-call]
         model_pb2_grpc.add_ModelServiceServicer_to_server(ModelServicer(tokenizer), guarded)  # type: ignore[no-untyped-call]
@@ -153,7 +153,9 @@ class Server:
             names.append(EVENT_SERVICE)
         return (*names, *(add(guarded, shared) for add in services))
 
-    def _http_port(self, servicer: PrefillServicer, tokenizer: ModelTokenizer) -> HttpPort:
+    def _http_port(
+        self, servicer: PrefillServicer, cache_servicer: CacheServicer, tokenizer: ModelTokenizer
+    ) -> HttpPort:
         """Return the HTTP port. Its package is imported only here, because it requires aiohttp."""
         from radixkv.service.http.http_port import HttpPort
 
@@ -162,6 +164,7 @@ class Server:
             self._config,
             engine.limits,
             servicer,
+            cache_servicer.Retain,
             tokenizer,
             self._auth.authorizer(),
             self.receiver,

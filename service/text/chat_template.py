@@ -99,6 +99,10 @@ class ChatTemplate:
         assert first_error is not None
         raise first_error
 
+    def has_variable(self, name: str) -> bool:
+        """Return whether the template reads a variable."""
+        return name in self._names
+
     def _checked(self, variables: dict[str, Any]) -> dict[str, Any]:
         for name, value in variables.items():
             if name in _ARGUMENTS:

@@ -191,6 +191,10 @@ class Tokenizer:
         """Whether there is a chat template."""
         return bool(self._sources)
 
+    def has_template_variable(self, name: str) -> bool:
+        """Return whether the chat template reads a variable, such as `enable_thinking`. Raises as `encode_chat`."""
+        return self._template(has_tools=False).has_variable(name)
+
     @property
     def definition(self) -> str:
         """The tokenizer as JSON, in the format of the package tokenizers.

@@ -1,0 +1,246 @@
+"""Anthropic's API: messages, and counting their tokens."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+from aiohttp import web
+
+from radixkv.api.limits import Limits
+from radixkv.errors import UnknownAdapter
+from radixkv.service.http.anthropic_requests import (
+    CachedRange,
+    MessagesOptions,
+    MessagesPrompt,
+    read_messages,
+    read_prompt_only,
+)
+from radixkv.service.http.api_errors import http_status_of, message_of
+from radixkv.service.http.api_request import ApiRequest
+from radixkv.service.http.completions import Servicer, TextChunk, text_chunks
+from radixkv.service.http.json_fields import Fields
+from radixkv.service.http.prompts import PromptEncoder
+from radixkv.v1.cache_pb2 import RetainRequest
+from radixkv.v1.prefill_pb2 import GenerateRequest, MissReason, Usage
+
+# The retention priority of what is cached for a time, above the default of 50.
+RETENTION_PRIORITY = 75
+
+_ERROR_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+_HOUR_S = 3600
+
+Retain = Callable[[RetainRequest, Any], Awaitable[Any]]
+
+
+def error_object(message: str, status: int) -> dict[str, Any]:
+    """Return the body of a response with an error.
+
+    Args:
+        message: says what was wrong.
+        status: the HTTP status.
+    """
+    kind = _ERROR_TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
+    return {"type": "error", "error": {"type": kind, "message": message}}
+
+
+class AnthropicApi:
+    """Answers requests of Anthropic's API.
+
+    Args:
+        servicer: generates completions.
+        retain: keeps a prefix cached for a time; see `CacheServicer.Retain`.
+        encoder: encodes prompts.
+        limits: of the engine.
+    """
+
+    def __init__(self, servicer: Servicer, retain: Retain, encoder: PromptEncoder, limits: Limits) -> None:
+        self._servicer = servicer
+        self._retain = retain
+        self._encoder = encoder
+        self._limits = limits
+
+    def error(self, error: BaseException) -> Mapping[str, Any]:
+        """Return the body of the response to a request that failed."""
+        message = message_of(error).replace("prefill.token_ids", "messages").replace("max_new_tokens", "max_tokens")
+        if isinstance(error, UnknownAdapter):
+            message = f"model: expected {self._limits.model} or the name of a loaded adapter, got another name"
+        return error_object(message, http_status_of(error))
+
+    async def count_tokens(self, request: ApiRequest, fields: Fields) -> web.StreamResponse:
+        """Answer `POST /v1/messages/count_tokens`."""
+        prompt = read_prompt_only(fields)
+        request.hold(GenerateRequest())
+        token_ids = await self._encoder.encode("messages", prompt.encode)
+        return request.json({"input_tokens": len(token_ids)})
+
+    async def messages(self, request: ApiRequest, fields: Fields) -> web.StreamResponse:
+        """Answer `POST /v1/messages`."""
+        prompt, options = read_messages(fields)
+        request.hold(options.generate)
+        token_ids = await self._encoder.encode("messages", prompt.encode)
+        ranges = await self._ranges(prompt, token_ids)
+        generate = options.generate
+        generate.prefill.token_ids.extend(token_ids)
+        if options.model not in ("", self._limits.model):
+            generate.prefill.adapter = options.model
+        if ranges:  # the last range has the shortest time, and contains the others
+            retention = generate.prefill.retention
+            retention.priority, retention.ttl.seconds = RETENTION_PRIORITY, ranges[-1].ttl_s
+            retention.end_token = ranges[-1].num_tokens
+        tokenizer = await self._encoder.tokenizer()
+        answer = _Answer(request, options, ranges, options.model or self._limits.model)
+        async with contextlib.aclosing(
+            text_chunks(self._servicer, generate, request.call, tokenizer, options.stops)
+        ) as chunks:
+            kept = self._keep_longer(request, generate, ranges, chunks)
+            async with contextlib.aclosing(kept):
+                return await (answer.stream(kept) if options.is_streamed else answer.whole(kept))
+
+    async def _ranges(self, prompt: MessagesPrompt, token_ids: Sequence[int]) -> list[CachedRange]:
+        if not prompt.breakpoints:
+            return []
+        found: list[CachedRange] = []
+
+        def find(tokenizer: Any) -> list[int]:
+            found.extend(prompt.cached_ranges(tokenizer, token_ids))
+            return []
+
+        await self._encoder.encode("messages", find)
+        return [each for each in found if each.num_tokens]
+
+    async def _keep_longer(
+        self,
+        request: ApiRequest,
+        generate: GenerateRequest,
+        ranges: Sequence[CachedRange],
+        chunks: AsyncGenerator[TextChunk, None],
+    ) -> AsyncGenerator[TextChunk, None]:
+        """Yield chunks. Before the first one, retain the range that is to be cached for an hour.
+
+        The prompt is published when its first token is known. The request itself carries only one retention.
+        """
+        longer = [each for each in ranges[:-1] if each.ttl_s > ranges[-1].ttl_s]
+        async for chunk in chunks:
+            if longer:
+                last = longer[-1]
+                prefill = generate.prefill
+                retain = RetainRequest(
+                    token_ids=prefill.token_ids[: last.num_tokens],
+                    tenant=prefill.tenant,
+                    adapter=prefill.adapter,
+                    salt=prefill.salt,
+                )
+                retain.retention.priority, retain.retention.ttl.seconds = RETENTION_PRIORITY, last.ttl_s
+                await self._retain(retain, request.call)
+                longer = []
+            yield chunk
+
+
+class _Answer:
+    """Writes the response to one request.
+
+    Args:
+        request: the request.
+        options: its options.
+        ranges: the ranges of the prompt that are to be cached, the shortest first.
+        model: the name of the model or adapter that answers.
+    """
+
+    def __init__(
+        self, request: ApiRequest, options: MessagesOptions, ranges: Sequence[CachedRange], model: str
+    ) -> None:
+        self._request = request
+        self._options = options
+        self._ranges = ranges
+        self._head = {"id": f"msg_{request.request_id}", "type": "message", "role": "assistant", "model": model}
+        self._num_tokens = 0
+
+    async def whole(self, chunks: AsyncGenerator[TextChunk, None]) -> web.StreamResponse:
+        """Return the response after the completion has ended."""
+        pieces = []
+        async for chunk in chunks:
+            self._num_tokens += len(chunk.response.token_ids)
+            pieces.append(chunk.text)
+        text = "".join(pieces)
+        content = [{"type": "text", "text": text}] if self._num_tokens else []
+        usage = self._usage(chunk.response.usage, chunk)
+        return self._request.json({**self._head, "content": content, **_end_of(chunk), "usage": usage})
+
+    async def stream(self, chunks: AsyncGenerator[TextChunk, None]) -> web.StreamResponse:
+        """Send events as text is generated, and return the response."""
+        events = self._request.events()
+
+        async def send(kind: str, **fields: Any) -> None:
+            await events.send({"type": kind, **fields}, kind)
+
+        try:
+            async for chunk in chunks:
+                if not events.has_begun:
+                    nothing: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None}
+                    usage = self._usage(chunk.response.usage, None)
+                    await send("message_start", message={**self._head, **nothing, "usage": usage})
+                    await send("content_block_start", index=0, content_block={"type": "text", "text": ""})
+                self._num_tokens += len(chunk.response.token_ids)
+                if chunk.text:
+                    await send("content_block_delta", index=0, delta={"type": "text_delta", "text": chunk.text})
+            await send("content_block_stop", index=0)
+            await send("message_delta", delta=_end_of(chunk), usage=self._usage(chunk.response.usage, chunk))
+            await send("message_stop")
+        except Exception as error:
+            if not events.has_begun:
+                raise
+            self._request.log_failure(error)
+            await events.send(self._request.error_body(error), "error")
+        return await events.end()
+
+    def _usage(self, usage: Usage, last: TextChunk | None) -> dict[str, Any]:
+        """Return the usage, whose input tokens add up to the prompt.
+
+        | tokens of the prompt | count |
+        |---|---|
+        | that were cached | `cache_read_input_tokens` |
+        | others before the last breakpoint | `cache_creation_input_tokens`, by their time to live |
+        | all others | `input_tokens` |
+
+        Args:
+            usage: of the prompt.
+            last: the last chunk; None at the beginning.
+        """
+        cached = usage.cached_tokens
+        created = max(0, self._ranges[-1].num_tokens - cached) if self._ranges else 0
+        for_an_hour = max(
+            (max(0, each.num_tokens - cached) for each in self._ranges if each.ttl_s == _HOUR_S), default=0
+        )
+        counts = {
+            "input_tokens": usage.prompt_tokens - cached - created,
+            "cache_creation_input_tokens": created,
+            "cache_read_input_tokens": cached,
+            "cache_creation": {
+                "ephemeral_5m_input_tokens": created - for_an_hour,
+                "ephemeral_1h_input_tokens": for_an_hour,
+            },
+            "output_tokens": self._num_tokens,
+            "service_tier": "standard",
+        }
+        if last is None:
+            return counts
+        reason = MissReason.Name(last.response.miss_reason)
+        return {**counts, "miss_reason": None if reason == "NONE" else reason.lower()}
+
+
+def _end_of(chunk: TextChunk) -> dict[str, Any]:
+    """Return why a completion ended."""
+    matched = chunk.response.matched_stop or None
+    reason = "max_tokens" if chunk.has_reached_length else "stop_sequence" if matched else "end_turn"
+    return {"stop_reason": reason, "stop_sequence": matched}

@@ -1,0 +1,258 @@
+"""Reads requests of Anthropic's API: `/v1/messages` and `/v1/messages/count_tokens`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from radixkv.errors import InvalidRequest
+from radixkv.service.http.json_fields import Fields
+from radixkv.service.text.tokenizer import Tokenizer
+from radixkv.v1.prefill_pb2 import GenerateRequest
+
+MAX_BREAKPOINTS = 4
+
+_MAX_INT32 = 2**31 - 1
+_TTL_S = {"5m": 300, "1h": 3600}
+_TEXT_ONLY = "this server serves text only"
+_NO_TOOLS = "this server does not parse tool calls"
+
+
+@dataclass(frozen=True, slots=True)
+class Breakpoint:
+    """A place up to which the prompt is to be cached, because a block of content there has `cache_control`.
+
+    Attributes:
+        num_messages: messages up to it, including the system prompt.
+        num_parts: parts of the last of them, up to it.
+        ttl_s: how long, in seconds; each later request with the breakpoint begins the time again.
+    """
+
+    num_messages: int
+    num_parts: int
+    ttl_s: int
+
+
+@dataclass(frozen=True, slots=True)
+class CachedRange:
+    """The first tokens of a prompt, and the seconds for which they are to be cached."""
+
+    num_tokens: int
+    ttl_s: int
+
+
+@dataclass(frozen=True, slots=True)
+class MessagesPrompt:
+    """A conversation with its breakpoints.
+
+    Attributes:
+        messages: in the form of OpenAI's API, the system prompt first.
+        breakpoints: in the order of their places.
+        has_thinking: whether the model may think; None if the request does not say.
+    """
+
+    messages: Sequence[Mapping[str, Any]]
+    breakpoints: Sequence[Breakpoint]
+    has_thinking: bool | None
+
+    def encode(self, tokenizer: Tokenizer) -> list[int]:
+        """Return the token ids."""
+        return tokenizer.encode_chat(self.messages, chat_template_kwargs=self._variables(tokenizer))
+
+    def cached_ranges(self, tokenizer: Tokenizer, token_ids: Sequence[int]) -> list[CachedRange]:
+        """Return the range of tokens before each breakpoint.
+
+        Args:
+            tokenizer: of the model.
+            token_ids: what `encode` returned.
+        """
+        return [CachedRange(self._num_tokens(tokenizer, token_ids, each), each.ttl_s) for each in self.breakpoints]
+
+    def _num_tokens(self, tokenizer: Tokenizer, token_ids: Sequence[int], place: Breakpoint) -> int:
+        """Return how many tokens the prompt has in common with a conversation that ends at a breakpoint.
+
+        A template may require a message of a user. So after a system prompt, the first message stays, with other text.
+        """
+        *before, last = self.messages[: place.num_messages]
+        shortened: list[Mapping[str, Any]] = [*before, {**last, "content": last["content"][: place.num_parts]}]
+        if all(message["role"] == "system" for message in shortened):
+            shortened.append({"role": "user", "content": "."})
+        ids = tokenizer.encode_chat(
+            shortened, add_generation_prompt=False, chat_template_kwargs=self._variables(tokenizer)
+        )
+        pairs = enumerate(zip(token_ids, ids, strict=False))
+        return next((index for index, (one, other) in pairs if one != other), min(len(token_ids), len(ids)))
+
+    def _variables(self, tokenizer: Tokenizer) -> dict[str, Any]:
+        if self.has_thinking is None or not (self.has_thinking or tokenizer.has_template_variable("enable_thinking")):
+            return {}
+        return {"enable_thinking": self.has_thinking}
+
+
+@dataclass(frozen=True, slots=True)
+class MessagesOptions:
+    """The options of a request, apart from its prompt.
+
+    Attributes:
+        model: the model or adapter.
+        generate: the options of the completion, without token ids and stop strings.
+        stops: stop strings.
+        is_streamed: whether text is sent as it is generated.
+    """
+
+    model: str
+    generate: GenerateRequest
+    stops: tuple[str, ...]
+    is_streamed: bool
+
+
+def read_messages(fields: Fields) -> tuple[MessagesPrompt, MessagesOptions]:
+    """Read a request to `/v1/messages`.
+
+    Raises:
+        InvalidRequest: the message names the field.
+    """
+    prompt = _read_prompt(fields)
+    max_tokens = fields.integer("max_tokens", 0, _MAX_INT32)
+    if max_tokens is None:
+        raise InvalidRequest("max_tokens: expected an integer, got nothing")
+    generate = GenerateRequest(
+        max_new_tokens=max_tokens,
+        temperature=fields.number("temperature", 0, 1, 1.0),
+        top_k=fields.integer("top_k", 0, _MAX_INT32, 0),
+        top_p=fields.number("top_p", 0, 1),
+    )
+    generate.prefill.salt = fields.text("cache_salt", "") or ""
+    stops = fields.items("stop_sequences")
+    if not all(isinstance(each, str) for each in stops):
+        raise InvalidRequest("stop_sequences: expected a list of strings, got other values among them")
+    _read_output_format(fields, generate)
+    options = MessagesOptions(fields.text("model", "") or "", generate, tuple(stops), fields.flag("stream"))
+    fields.ignore("metadata", "diagnostics")
+    fields.require_neutral("this server has one tier of service", service_tier=("auto", "standard_only"))
+    fields.require_neutral("this server has one speed", speed="standard")
+    fields.require_no_others()
+    return prompt, options
+
+
+def read_prompt_only(fields: Fields) -> MessagesPrompt:
+    """Read a request to `/v1/messages/count_tokens`.
+
+    Raises:
+        InvalidRequest: the message names the field.
+    """
+    prompt = _read_prompt(fields)
+    fields.ignore("model", "output_config")
+    fields.require_no_others()
+    return prompt
+
+
+def _read_prompt(fields: Fields) -> MessagesPrompt:
+    messages: list[dict[str, Any]] = []
+    breakpoints: list[Breakpoint] = []
+    system = fields.any("system")
+    if system is not None:
+        _add_message(messages, breakpoints, "system", system, "system")
+    conversation = fields.items("messages")
+    if not conversation:
+        raise InvalidRequest("messages: expected at least one message, got none")
+    for index, value in enumerate(conversation):
+        place = f"messages[{index}]"
+        message = Fields.of(value, place)
+        role = message.one_of("role", ("user", "assistant"), "")
+        if not role:
+            raise InvalidRequest(f"{place}.role: expected user or assistant, got nothing")
+        _add_message(messages, breakpoints, role, message.any("content"), f"{place}.content")
+        message.require_no_others()
+    if messages[-1]["role"] != "user":
+        raise InvalidRequest("messages: expected the last message from the user, since answers are not continued")
+    automatic = fields.any("cache_control")
+    if automatic is not None:
+        last = len(messages), len(messages[-1]["content"])
+        if (found := _ttl_s(automatic, "cache_control")) and last not in {
+            (each.num_messages, each.num_parts) for each in breakpoints
+        }:
+            breakpoints.append(Breakpoint(*last, found))
+    if len(breakpoints) > MAX_BREAKPOINTS:
+        raise InvalidRequest(f"cache_control: expected at most {MAX_BREAKPOINTS} breakpoints, got {len(breakpoints)}")
+    if [each.ttl_s for each in breakpoints] != sorted((each.ttl_s for each in breakpoints), reverse=True):
+        raise InvalidRequest("cache_control: expected breakpoints with the ttl 1h before those with 5m")
+    fields.require_neutral(_NO_TOOLS, tools=([],), tool_choice={"type": "none"})
+    return MessagesPrompt(messages, breakpoints, _read_thinking(fields))
+
+
+def _add_message(
+    messages: list[dict[str, Any]], breakpoints: list[Breakpoint], role: str, content: Any, place: str
+) -> None:
+    """Add a message and its breakpoints. Consecutive messages of a role become one, as in Anthropic's API."""
+    if messages and messages[-1]["role"] == role:
+        parts = messages[-1]["content"]
+    else:
+        parts = []
+        messages.append({"role": role, "content": parts})
+    for text, ttl_s in _text_blocks(content, place):
+        parts.append({"type": "text", "text": text})
+        if ttl_s:
+            breakpoints.append(Breakpoint(len(messages), len(parts), ttl_s))
+
+
+def _text_blocks(content: Any, place: str) -> Iterator[tuple[str, int]]:
+    """Yield the text of each block of a content, and the seconds for which it is to be cached, or 0."""
+    if isinstance(content, str):
+        yield content, 0
+        return
+    if not isinstance(content, list) or not content:
+        raise InvalidRequest(f"{place}: expected text or a list of blocks, got another value")
+    for index, value in enumerate(content):
+        block = Fields.of(value, f"{place}[{index}]")
+        kind = block.text("type")
+        if kind in ("tool_use", "tool_result"):
+            raise InvalidRequest(f"{place}[{index}].type: expected text, got {kind}; {_NO_TOOLS}")
+        if kind != "text":
+            raise InvalidRequest(f"{place}[{index}].type: expected text, got another type; {_TEXT_ONLY}")
+        text = block.text("text")
+        if not text:
+            raise InvalidRequest(f"{place}[{index}].text: expected text, got nothing")
+        control = block.any("cache_control")
+        yield text, 0 if control is None else _ttl_s(control, f"{place}[{index}].cache_control")
+        block.ignore("citations")
+        block.require_no_others()
+
+
+def _ttl_s(value: object, place: str) -> int:
+    """Return the seconds of a `cache_control`."""
+    control = Fields.of(value, place)
+    control.one_of("type", ("ephemeral",), "ephemeral")
+    seconds = _TTL_S[control.one_of("ttl", tuple(_TTL_S), "5m")]
+    control.require_no_others()
+    return seconds
+
+
+def _read_thinking(fields: Fields) -> bool | None:
+    thinking = fields.inner("thinking")
+    if thinking is None:
+        return None
+    kind = thinking.one_of("type", ("enabled", "adaptive", "disabled"), "enabled")
+    thinking.ignore("budget_tokens", "display")
+    thinking.require_no_others()
+    return kind != "disabled"
+
+
+def _read_output_format(fields: Fields, generate: GenerateRequest) -> None:
+    """Read the JSON schema that the answer must follow, in `output_config.format`."""
+    config = fields.inner("output_config")
+    if config is None:
+        return
+    form = config.inner("format")
+    config.ignore("effort")
+    config.require_no_others()
+    if form is None:
+        return
+    form.one_of("type", ("json_schema",), "json_schema")
+    schema = form.any("schema")
+    if not isinstance(schema, dict):
+        raise InvalidRequest("output_config.format.schema: expected a JSON schema, got another value")
+    generate.json_schema = json.dumps(schema)
+    form.require_no_others()

@@ -1,0 +1,218 @@
+"""Anthropic's API over HTTP with Anthropic's client: the same answers as over gRPC, breakpoints and usage."""
+
+from __future__ import annotations
+
+import json
+import random
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import anthropic
+import pytest
+
+from radixkv.service.client import Client, Tokenizer
+from tests.free_port import free_port
+from tests.patience import PATIENCE_S
+from tests.whole.forked_server import serving
+
+pytestmark = pytest.mark.usefixtures("forked_servers")
+
+MODEL = "tiny"
+SYSTEM = "You are a helpful assistant who answers questions about gardens. " * 6
+HELLO = [{"role": "user", "content": "Hello"}]
+
+
+@dataclass
+class Served:
+    grpc: Client
+    anthropic: anthropic.Anthropic
+    url: str
+    tokenizer: Tokenizer
+
+    def post(self, path: str, body: object) -> tuple[int, Any]:
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        try:
+            with urllib.request.urlopen(self.url + path, data, timeout=PATIENCE_S) as response:
+                return response.status, json.load(response)
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.code, json.load(error)
+
+    def expected(self, messages: list[dict[str, Any]], **options: Any) -> str:
+        """Return the text of a completion over gRPC, up to a stop string."""
+        answer = self.grpc.generate(self.tokenizer.encode_chat(messages), **options)
+        return self.tokenizer.decode([token_id for each in answer for token_id in each.token_ids])
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    port = free_port()
+    with serving("--http-port", str(port)) as (_, address), Client(address, timeout_s=PATIENCE_S) as client:
+        url = f"http://127.0.0.1:{port}"
+        with anthropic.Anthropic(base_url=url, api_key="none", max_retries=0, timeout=PATIENCE_S) as api:
+            yield Served(client, api, url, client.tokenizer())
+
+
+def block(text: str, ttl: str | None = None) -> dict[str, Any]:
+    """Return a block of text, with a breakpoint after it if it has a time to live."""
+    return {"type": "text", "text": text, **({"cache_control": {"type": "ephemeral", "ttl": ttl}} if ttl else {})}
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_message_is_the_completion_that_grpc_returns(served: Served, streamed: bool) -> None:
+    rendered = [{"role": "system", "content": SYSTEM}, *HELLO]
+    expected = served.expected(rendered, max_new_tokens=15)
+    options: dict[str, Any] = {
+        "model": MODEL,
+        "max_tokens": 15,
+        "system": SYSTEM,
+        "messages": HELLO,
+        "temperature": 0,
+    }
+    if streamed:
+        with served.anthropic.messages.stream(**options) as stream:
+            assert "".join(stream.text_stream) == expected
+            message = stream.get_final_message()
+    else:
+        message = served.anthropic.messages.create(**options)
+    assert [(each.type, each.text) for each in message.content] == [("text", expected)]
+    assert (message.role, message.stop_reason, message.stop_sequence) == ("assistant", "max_tokens", None)
+    assert message.usage.output_tokens == 15
+
+
+def test_a_stop_sequence_ends_the_text(served: Served) -> None:
+    expected = served.expected(HELLO, max_new_tokens=60)
+    stop = expected[10:13]
+    message = served.anthropic.messages.create(
+        model=MODEL, max_tokens=60, messages=HELLO, temperature=0, stop_sequences=[stop]
+    )
+    assert message.content[0].text == expected[: expected.index(stop)]
+    assert (message.stop_reason, message.stop_sequence) == ("stop_sequence", stop)
+
+
+def test_consecutive_messages_of_a_user_are_one(served: Served) -> None:
+    two = [*HELLO, {"role": "user", "content": [block("How are you?")]}]
+    joined = [{"role": "user", "content": [block("Hello"), block("How are you?")]}]
+    counts = [served.anthropic.messages.count_tokens(model=MODEL, messages=each).input_tokens for each in (two, joined)]
+    assert counts[0] == counts[1] == len(served.tokenizer.encode_chat(joined))
+
+
+def usage_of(served: Served, salt: str, **options: Any) -> tuple[int, int, int, int, int]:
+    """Return the input tokens, those created for five minutes and for an hour, those read, and the output."""
+    usage = served.anthropic.messages.create(
+        model=MODEL, max_tokens=1, extra_body={"cache_salt": salt}, **options
+    ).usage
+    created = usage.cache_creation
+    assert usage.cache_creation_input_tokens == created.ephemeral_5m_input_tokens + created.ephemeral_1h_input_tokens
+    return (
+        usage.input_tokens,
+        created.ephemeral_5m_input_tokens,
+        created.ephemeral_1h_input_tokens,
+        usage.cache_read_input_tokens,
+        usage.output_tokens,
+    )
+
+
+def test_usage_tells_what_was_created_and_read(served: Served) -> None:
+    system = [block(SYSTEM, "1h")]
+    first = [{"role": "user", "content": [block("Which plants like shade? " * 4, "5m")]}]
+    total = len(served.tokenizer.encode_chat([{"role": "system", "content": system}, *first]))
+    plain, five, hour, read, _ = usage_of(served, "usage", system=system, messages=first)
+    assert (plain + five + hour + read, read) == (total, 0)
+    assert min(five, hour) > 0
+    assert plain < 10  # what begins the answer
+    system_tokens = hour
+    *_, read, _ = usage_of(served, "usage", system=system, messages=first)
+    assert read == total - 1
+    other = [{"role": "user", "content": [block("And which ones like the sun? " * 4, "5m")]}]
+    _, five, hour, read, _ = usage_of(served, "usage", system=system, messages=other)
+    assert read >= system_tokens
+    assert (five > 0, hour) == (True, 0)
+
+
+def test_a_breakpoint_retains_the_prompt(served: Served) -> None:
+    before = served.grpc.stats().blocks.retained
+    messages = [{"role": "user", "content": [block("Keep this for an hour. " * 40)]}]
+    served.anthropic.messages.create(
+        model=MODEL, max_tokens=1, messages=messages, cache_control={"type": "ephemeral", "ttl": "1h"}
+    )
+    assert served.grpc.stats().blocks.retained > before
+
+
+def test_a_request_for_no_tokens_caches_its_prompt(served: Served) -> None:
+    messages = [{"role": "user", "content": "Warm this up before it is needed. " * 8}]
+    warmed = served.anthropic.messages.create(model=MODEL, max_tokens=0, messages=messages)
+    assert (warmed.content, warmed.stop_reason, warmed.usage.output_tokens) == ([], "max_tokens", 0)
+    usage = served.anthropic.messages.create(model=MODEL, max_tokens=1, messages=messages).usage
+    assert usage.input_tokens == 1
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_the_counts_of_random_conversations_add_up(served: Served, seed: int) -> None:
+    choose = random.Random(seed)
+    ttls = sorted(choose.choices(["5m", "1h"], k=choose.randrange(5)))  # 1h sorts before 5m
+    words = ["shade", "sun", "rain", "soil"]
+    system = [block(" ".join(choose.choices(words, k=5)))]
+    messages = []
+    for index in range(choose.randrange(1, 6)):
+        role = "user" if index % 2 == 0 else "assistant"
+        messages.append({"role": role, "content": [block(" ".join(choose.choices(words, k=choose.randrange(1, 30))))]})
+    if messages[-1]["role"] == "assistant":
+        messages.pop()
+    blocks = [*system, *(each for message in messages for each in message["content"])]
+    places = sorted(choose.sample(range(len(blocks)), min(len(ttls), len(blocks))))
+    for place, ttl in zip(places, ttls, strict=False):
+        blocks[place]["cache_control"] = {"type": "ephemeral", "ttl": ttl}
+    total = len(served.tokenizer.encode_chat([{"role": "system", "content": system}, *messages]))
+    for turn in range(2):
+        plain, five, hour, read, _ = usage_of(served, f"random {seed}", system=system, messages=messages)
+        assert plain + five + hour + read == total
+        assert min(plain, five, hour, read) >= 0
+        assert read == (total - 1 if turn else 0)
+
+
+def message_with(**fields: object) -> tuple[str, object]:
+    return "/v1/messages", {"model": MODEL, "max_tokens": 4, "messages": HELLO, **fields}
+
+
+LONG_AFTER_SHORT = [{"role": "user", "content": [block("a", "5m"), block("b", "1h")]}]
+FIVE = [{"role": "user", "content": [block("a", "5m")] * 5}]
+CALL = [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1", "content": "a"}]}]
+REFUSED: list[tuple[tuple[str, object], int, str]] = [
+    (("/v1/messages", b"["), 400, "body: expected JSON, got 1 other bytes"),
+    (("/v1/messages/batches", {}), 404, "POST /v1/messages/batches: Not Found"),
+    (message_with(max_tokens=None), 400, "max_tokens: expected an integer, got nothing"),
+    (message_with(max_tokens=10**9), 400, "messages, max_tokens: expected at most"),
+    (message_with(messages=[]), 400, "messages: expected at least one message, got none"),
+    (message_with(messages=[{"role": "tool"}]), 400, "messages[0].role: expected one of user, assistant, got a string"),
+    (message_with(messages=[{"role": "assistant", "content": "a"}]), 400, "messages: expected the last message from"),
+    (message_with(messages=FIVE), 400, "cache_control: expected at most 4 breakpoints, got 5"),
+    (message_with(messages=LONG_AFTER_SHORT), 400, "cache_control: expected breakpoints with the ttl 1h before"),
+    (message_with(cache_control={"ttl": "2h"}), 400, "cache_control.ttl: expected one of 5m, 1h, got a string"),
+    (message_with(messages=CALL), 400, "messages[0].content[0].type: expected text, got tool_result; this server"),
+    (message_with(tools=[{"name": "a"}]), 400, "tools: expected [], got a list; this server does not parse tool"),
+    (message_with(temperature=1.5), 400, "temperature: expected a number from 0 to 1, got 1.5"),
+    (message_with(thinking={"type": "enabled"}), 400, "messages: chat_template_kwargs: the model's chat template has"),
+    (message_with(model="claude-x"), 404, "model: expected tiny or the name of a loaded adapter, got another name"),
+    (message_with(typo=1), 400, "typo: this server does not know the field"),
+]
+
+
+@pytest.mark.parametrize(("request_of", "status", "message"), REFUSED)
+def test_a_bad_request_gets_a_clear_error(
+    served: Served, request_of: tuple[str, object], status: int, message: str
+) -> None:
+    found_status, found = served.post(*request_of)
+    assert (found_status, found["error"]["message"][: len(message)]) == (status, message)
+    assert found["type"] == "error"
+    assert found["error"]["type"] == ("not_found_error" if status == 404 else "invalid_request_error")
+
+
+def test_thinking_may_be_disabled_for_a_model_without_it(served: Served) -> None:
+    message = served.anthropic.messages.create(
+        model=MODEL, max_tokens=2, messages=HELLO, thinking={"type": "disabled"}, temperature=0
+    )
+    assert message.content[0].text == served.expected(HELLO, max_new_tokens=2)
