@@ -219,8 +219,8 @@ class ServerConfig:
         host: address to listen on.
         port: port to listen on. 0 picks a free one.
         metrics_port: HTTP port for Prometheus metrics, on the same host. 0 picks a free one. Default: no metrics port.
-        http_port: HTTP port for the APIs of OpenAI and Anthropic, on the same host. 0 picks a free one. Default: no HTTP
-            API.
+        http_port: port for the APIs of OpenAI and Anthropic over HTTP, on the same host. 0 picks a free one. Default:
+            no HTTP API.
         metrics_hosts: further host names under which clients reach the metrics port, separated by commas, such as those
             that a proxy passes on. On a loopback address, requests that name any other host than this machine are
             refused; on other addresses only if this key is set, and never those that name an IP address.
