@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import secrets
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
@@ -12,7 +14,6 @@ from radixkv.api.limits import Limits
 from radixkv.errors import UnknownAdapter
 from radixkv.service.http.anthropic_requests import (
     CachedRange,
-    MessagesOptions,
     MessagesPrompt,
     read_messages,
     read_prompt_only,
@@ -20,8 +21,12 @@ from radixkv.service.http.anthropic_requests import (
 from radixkv.service.http.api_errors import http_status_of, message_of
 from radixkv.service.http.api_request import ApiRequest
 from radixkv.service.http.completions import Servicer, TextChunk, text_chunks
+from radixkv.service.http.event_stream import EventStream
 from radixkv.service.http.json_fields import Fields
 from radixkv.service.http.prompts import PromptEncoder
+from radixkv.service.http.tools import Tools
+from radixkv.service.text.tokenizer import Tokenizer
+from radixkv.service.text.tool_calls import ToolCall, ToolCallText
 from radixkv.v1.cache_pb2 import RetainRequest
 from radixkv.v1.prefill_pb2 import GenerateRequest, MissReason, Usage
 
@@ -99,7 +104,7 @@ class AnthropicApi:
             retention.priority, retention.ttl.seconds = RETENTION_PRIORITY, ranges[-1].ttl_s
             retention.end_token = ranges[-1].num_tokens
         tokenizer = await self._encoder.tokenizer()
-        answer = _Answer(request, options, ranges, options.model or self._limits.model)
+        answer = _Answer(request, prompt.tools, ranges, options.model or self._limits.model)
         async with contextlib.aclosing(
             text_chunks(self._servicer, generate, request.call, tokenizer, options.stops)
         ) as chunks:
@@ -112,7 +117,7 @@ class AnthropicApi:
             return []
         found: list[CachedRange] = []
 
-        def find(tokenizer: Any) -> list[int]:
+        def find(tokenizer: Tokenizer) -> list[int]:
             found.extend(prompt.cached_ranges(tokenizer, token_ids))
             return []
 
@@ -152,19 +157,19 @@ class _Answer:
 
     Args:
         request: the request.
-        options: its options.
+        tools: its tools.
         ranges: the ranges of the prompt that are to be cached, the shortest first.
         model: the name of the model or adapter that answers.
     """
 
-    def __init__(
-        self, request: ApiRequest, options: MessagesOptions, ranges: Sequence[CachedRange], model: str
-    ) -> None:
+    def __init__(self, request: ApiRequest, tools: Tools, ranges: Sequence[CachedRange], model: str) -> None:
         self._request = request
-        self._options = options
         self._ranges = ranges
         self._head = {"id": f"msg_{request.request_id}", "type": "message", "role": "assistant", "model": model}
         self._num_tokens = 0
+        self._tools = ToolCallText() if tools.may_be_called else None
+        self._is_parallel = tools.is_parallel
+        self._num_calls = 0
 
     async def whole(self, chunks: AsyncGenerator[TextChunk, None]) -> web.StreamResponse:
         """Return the response after the completion has ended."""
@@ -172,37 +177,59 @@ class _Answer:
         async for chunk in chunks:
             self._num_tokens += len(chunk.response.token_ids)
             pieces.append(chunk.text)
-        text = "".join(pieces)
-        content = [{"type": "text", "text": text}] if self._num_tokens else []
+        text, calls = "".join(pieces), []
+        if self._tools is not None:
+            text, calls = self._tools.put(text)
+            text += self._tools.end()
+        content: list[dict[str, Any]] = []
+        if text.strip() if calls else self._num_tokens:
+            content.append({"type": "text", "text": text.strip() if calls else text})
+        content += [_tool_use(call) for call in self._allowed(calls)]
         usage = self._usage(chunk.response.usage, chunk)
-        return self._request.json({**self._head, "content": content, **_end_of(chunk), "usage": usage})
+        return self._request.json({**self._head, "content": content, **self._end_of(chunk), "usage": usage})
 
     async def stream(self, chunks: AsyncGenerator[TextChunk, None]) -> web.StreamResponse:
         """Send events as text is generated, and return the response."""
         events = self._request.events()
-
-        async def send(kind: str, **fields: Any) -> None:
-            await events.send({"type": kind, **fields}, kind)
-
+        blocks = _Blocks(events)
         try:
             async for chunk in chunks:
                 if not events.has_begun:
                     nothing: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None}
                     usage = self._usage(chunk.response.usage, None)
-                    await send("message_start", message={**self._head, **nothing, "usage": usage})
-                    await send("content_block_start", index=0, content_block={"type": "text", "text": ""})
+                    await blocks.send("message_start", message={**self._head, **nothing, "usage": usage})
                 self._num_tokens += len(chunk.response.token_ids)
-                if chunk.text:
-                    await send("content_block_delta", index=0, delta={"type": "text_delta", "text": chunk.text})
-            await send("content_block_stop", index=0)
-            await send("message_delta", delta=_end_of(chunk), usage=self._usage(chunk.response.usage, chunk))
-            await send("message_stop")
+                text, calls = chunk.text, []
+                if self._tools is not None:
+                    text, calls = self._tools.put(text)
+                    text += self._tools.end() if chunk.is_last else ""
+                if text and not (self._num_calls and text.isspace()):
+                    await blocks.add_text(text)
+                for call in self._allowed(calls):
+                    await blocks.add_call(_tool_use(call))
+            await blocks.end()
+            await blocks.send(
+                "message_delta", delta=self._end_of(chunk), usage=self._usage(chunk.response.usage, chunk)
+            )
+            await blocks.send("message_stop")
         except Exception as error:
             if not events.has_begun:
                 raise
             self._request.log_failure(error)
             await events.send(self._request.error_body(error), "error")
         return await events.end()
+
+    def _allowed(self, calls: Sequence[ToolCall]) -> Sequence[ToolCall]:
+        """Return the calls that the answer may have; only its first one if calls must not be parallel."""
+        allowed = calls if self._is_parallel else calls[: 1 - self._num_calls]
+        self._num_calls += len(allowed)
+        return allowed
+
+    def _end_of(self, chunk: TextChunk) -> dict[str, Any]:
+        """Return why the completion ended."""
+        matched = chunk.response.matched_stop or None
+        reason = "stop_sequence" if matched else "tool_use" if self._num_calls else "end_turn"
+        return {"stop_reason": "max_tokens" if chunk.has_reached_length else reason, "stop_sequence": matched}
 
     def _usage(self, usage: Usage, last: TextChunk | None) -> dict[str, Any]:
         """Return the usage, whose input tokens add up to the prompt.
@@ -239,8 +266,48 @@ class _Answer:
         return {**counts, "miss_reason": None if reason == "NONE" else reason.lower()}
 
 
-def _end_of(chunk: TextChunk) -> dict[str, Any]:
-    """Return why a completion ended."""
-    matched = chunk.response.matched_stop or None
-    reason = "max_tokens" if chunk.has_reached_length else "stop_sequence" if matched else "end_turn"
-    return {"stop_reason": reason, "stop_sequence": matched}
+class _Blocks:
+    """Sends the content of a streamed response as blocks: text, and calls of tools.
+
+    Args:
+        events: the response.
+    """
+
+    def __init__(self, events: EventStream) -> None:
+        self._events = events
+        self._index = -1
+        self._is_open = False  # a block of text
+
+    async def send(self, kind: str, **fields: Any) -> None:
+        """Send an event."""
+        await self._events.send({"type": kind, **fields}, kind)
+
+    async def add_text(self, text: str) -> None:
+        """Send text, in the last block if it is text, or else in a new one."""
+        if not self._is_open:
+            self._is_open = True
+            await self._begin({"type": "text", "text": ""})
+        await self.send("content_block_delta", index=self._index, delta={"type": "text_delta", "text": text})
+
+    async def add_call(self, call: dict[str, Any]) -> None:
+        """Send the call of a tool as a block of its own."""
+        await self.end()
+        await self._begin({**call, "input": {}})
+        delta = {"type": "input_json_delta", "partial_json": json.dumps(call["input"], ensure_ascii=False)}
+        await self.send("content_block_delta", index=self._index, delta=delta)
+        await self.send("content_block_stop", index=self._index)
+
+    async def end(self) -> None:
+        """End the last block if it is text."""
+        if self._is_open:
+            self._is_open = False
+            await self.send("content_block_stop", index=self._index)
+
+    async def _begin(self, block: dict[str, Any]) -> None:
+        self._index += 1
+        await self.send("content_block_start", index=self._index, content_block=block)
+
+
+def _tool_use(call: ToolCall) -> dict[str, Any]:
+    """Return the block of a call."""
+    return {"type": "tool_use", "id": f"toolu_{secrets.token_hex(12)}", "name": call.name, "input": call.arguments}

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from radixkv.errors import InvalidRequest
 from radixkv.service.http.json_fields import Fields
+from radixkv.service.http.tools import Tools
 from radixkv.service.text.tokenizer import Tokenizer
 from radixkv.v1.prefill_pb2 import GenerateRequest
 
@@ -16,8 +17,6 @@ MAX_BREAKPOINTS = 4
 
 _MAX_INT32 = 2**31 - 1
 _TTL_S = {"5m": 300, "1h": 3600}
-_TEXT_ONLY = "this server serves text only"
-_NO_TOOLS = "this server does not parse tool calls"
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +24,8 @@ class Breakpoint:
     """A place up to which the prompt is to be cached, because a block of content there has `cache_control`.
 
     Attributes:
-        num_messages: messages up to it, including the system prompt.
-        num_parts: parts of the last of them, up to it.
+        num_messages: messages up to it, including the system prompt; 0 for a place after the tools.
+        num_parts: parts of the last of them, up to it. A call of a tool is at the end of its message.
         ttl_s: how long, in seconds; each later request with the breakpoint begins the time again.
     """
 
@@ -51,15 +50,28 @@ class MessagesPrompt:
         messages: in the form of OpenAI's API, the system prompt first.
         breakpoints: in the order of their places.
         has_thinking: whether the model may think; None if the request does not say.
+        tools: the tools that the model may call.
     """
 
     messages: Sequence[Mapping[str, Any]]
     breakpoints: Sequence[Breakpoint]
     has_thinking: bool | None
+    tools: Tools
 
     def encode(self, tokenizer: Tokenizer) -> list[int]:
-        """Return the token ids."""
-        return tokenizer.encode_chat(self.messages, chat_template_kwargs=self._variables(tokenizer))
+        """Return the token ids. Raises InvalidRequest if the model's calls of tools cannot be recognized."""
+        self.tools.require_parser(tokenizer)
+        return self._encode(tokenizer, self.messages, add_generation_prompt=True)
+
+    def _encode(
+        self, tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool
+    ) -> list[int]:
+        return tokenizer.encode_chat(
+            messages,
+            tools=self.tools.definitions or None,
+            add_generation_prompt=add_generation_prompt,
+            chat_template_kwargs=self._variables(tokenizer),
+        )
 
     def cached_ranges(self, tokenizer: Tokenizer, token_ids: Sequence[int]) -> list[CachedRange]:
         """Return the range of tokens before each breakpoint.
@@ -75,13 +87,12 @@ class MessagesPrompt:
 
         A template may require a message of a user. So after a system prompt, the first message stays, with other text.
         """
-        *before, last = self.messages[: place.num_messages]
-        shortened: list[Mapping[str, Any]] = [*before, {**last, "content": last["content"][: place.num_parts]}]
+        shortened = list(self.messages[: place.num_messages])
+        if shortened and place.num_parts < len(shortened[-1]["content"] or ()):
+            shortened[-1] = {"role": shortened[-1]["role"], "content": shortened[-1]["content"][: place.num_parts]}
         if all(message["role"] == "system" for message in shortened):
             shortened.append({"role": "user", "content": "."})
-        ids = tokenizer.encode_chat(
-            shortened, add_generation_prompt=False, chat_template_kwargs=self._variables(tokenizer)
-        )
+        ids = self._encode(tokenizer, shortened, add_generation_prompt=False)
         pairs = enumerate(zip(token_ids, ids, strict=False))
         return next((index for index, (one, other) in pairs if one != other), min(len(token_ids), len(ids)))
 
@@ -129,6 +140,7 @@ def read_messages(fields: Fields) -> tuple[MessagesPrompt, MessagesOptions]:
     if not all(isinstance(each, str) for each in stops):
         raise InvalidRequest("stop_sequences: expected a list of strings, got other values among them")
     _read_output_format(fields, generate)
+    prompt.tools.constrain(generate)
     options = MessagesOptions(fields.text("model", "") or "", generate, tuple(stops), fields.flag("stream"))
     fields.ignore("metadata", "diagnostics")
     fields.require_neutral("this server has one tier of service", service_tier=("auto", "standard_only"))
@@ -152,6 +164,7 @@ def read_prompt_only(fields: Fields) -> MessagesPrompt:
 def _read_prompt(fields: Fields) -> MessagesPrompt:
     messages: list[dict[str, Any]] = []
     breakpoints: list[Breakpoint] = []
+    tools = _read_tools(fields, breakpoints)
     system = fields.any("system")
     if system is not None:
         _add_message(messages, breakpoints, "system", system, "system")
@@ -166,11 +179,13 @@ def _read_prompt(fields: Fields) -> MessagesPrompt:
             raise InvalidRequest(f"{place}.role: expected user or assistant, got nothing")
         _add_message(messages, breakpoints, role, message.any("content"), f"{place}.content")
         message.require_no_others()
-    if messages[-1]["role"] != "user":
+    for message in messages:
+        message["content"] = message["content"] or (None if message["role"] == "assistant" else "")
+    if not messages or messages[-1]["role"] == "assistant":
         raise InvalidRequest("messages: expected the last message from the user, since answers are not continued")
     automatic = fields.any("cache_control")
     if automatic is not None:
-        last = len(messages), len(messages[-1]["content"])
+        last = len(messages), len(messages[-1]["content"] or ())
         if (found := _ttl_s(automatic, "cache_control")) and last not in {
             (each.num_messages, each.num_parts) for each in breakpoints
         }:
@@ -179,46 +194,112 @@ def _read_prompt(fields: Fields) -> MessagesPrompt:
         raise InvalidRequest(f"cache_control: expected at most {MAX_BREAKPOINTS} breakpoints, got {len(breakpoints)}")
     if [each.ttl_s for each in breakpoints] != sorted((each.ttl_s for each in breakpoints), reverse=True):
         raise InvalidRequest("cache_control: expected breakpoints with the ttl 1h before those with 5m")
-    fields.require_neutral(_NO_TOOLS, tools=([],), tool_choice={"type": "none"})
-    return MessagesPrompt(messages, breakpoints, _read_thinking(fields))
+    return MessagesPrompt(messages, breakpoints, _read_thinking(fields), tools)
+
+
+def _read_tools(fields: Fields, breakpoints: list[Breakpoint]) -> Tools:
+    definitions = []
+    for index, value in enumerate(fields.items("tools")):
+        tool = Fields.of(value, f"tools[{index}]")
+        if tool.text("type", "custom") != "custom":
+            raise InvalidRequest(f"tools[{index}].type: expected custom, got a tool that Anthropic's servers run")
+        function = {"name": tool.text("name"), "description": tool.text("description")}
+        function["parameters"] = tool.any("input_schema")
+        if not function["name"] or not isinstance(function["parameters"], dict):
+            raise InvalidRequest(f"tools[{index}]: expected a name and an input_schema, got nothing or other values")
+        control = tool.any("cache_control")
+        if control is not None:
+            breakpoints.append(Breakpoint(0, 0, _ttl_s(control, f"tools[{index}].cache_control")))
+        tool.ignore("strict", "input_examples", "eager_input_streaming", "defer_loading", "allowed_callers")
+        tool.require_no_others()
+        kept = {name: value for name, value in function.items() if value is not None}
+        definitions.append({"type": "function", "function": kept})
+    choice = fields.inner("tool_choice")
+    kind = "auto" if choice is None else choice.one_of("type", ("auto", "any", "tool", "none"), "auto")
+    is_parallel = choice is None or not choice.flag("disable_parallel_tool_use")
+    name = {"any": "required"}.get(kind, kind)
+    if choice is not None and kind == "tool":
+        name = choice.text("name", "") or ""
+    if choice is not None:
+        choice.require_no_others()
+    if not definitions:
+        if name not in ("auto", "none"):
+            raise InvalidRequest("tool_choice: expected tools to choose from, got none")
+        return Tools()
+    return Tools(definitions, name, is_parallel)
 
 
 def _add_message(
     messages: list[dict[str, Any]], breakpoints: list[Breakpoint], role: str, content: Any, place: str
 ) -> None:
-    """Add a message and its breakpoints. Consecutive messages of a role become one, as in Anthropic's API."""
-    if messages and messages[-1]["role"] == role:
-        parts = messages[-1]["content"]
-    else:
-        parts = []
-        messages.append({"role": role, "content": parts})
-    for text, ttl_s in _text_blocks(content, place):
-        parts.append({"type": "text", "text": text})
-        if ttl_s:
-            breakpoints.append(Breakpoint(len(messages), len(parts), ttl_s))
+    """Add the messages for the content of one message, and its breakpoints.
 
-
-def _text_blocks(content: Any, place: str) -> Iterator[tuple[str, int]]:
-    """Yield the text of each block of a content, and the seconds for which it is to be cached, or 0."""
+    Consecutive messages of a role become one, as in Anthropic's API. The result of a tool becomes a message of its own.
+    """
     if isinstance(content, str):
-        yield content, 0
-        return
+        content = [{"type": "text", "text": content}] if content else []
     if not isinstance(content, list) or not content:
-        raise InvalidRequest(f"{place}: expected text or a list of blocks, got another value")
+        raise InvalidRequest(f"{place}: expected text or a list of blocks, got nothing or another value")
     for index, value in enumerate(content):
         block = Fields.of(value, f"{place}[{index}]")
-        kind = block.text("type")
-        if kind in ("tool_use", "tool_result"):
-            raise InvalidRequest(f"{place}[{index}].type: expected text, got {kind}; {_NO_TOOLS}")
-        if kind != "text":
-            raise InvalidRequest(f"{place}[{index}].type: expected text, got another type; {_TEXT_ONLY}")
-        text = block.text("text")
-        if not text:
-            raise InvalidRequest(f"{place}[{index}].text: expected text, got nothing")
+        kind = block.text("type", "") or ""
+        if kind == "text":
+            _message_of(messages, role)["content"].append(_text_part(block, f"{place}[{index}]"))
+        elif kind == "tool_use" and role == "assistant":
+            _message_of(messages, role).setdefault("tool_calls", []).append(_tool_call(block, f"{place}[{index}]"))
+        elif kind == "tool_result" and role == "user":
+            messages.append(_tool_result(block, f"{place}[{index}]"))
+        elif kind in ("thinking", "redacted_thinking") and role == "assistant":
+            block.ignore("thinking", "signature", "data")  # earlier thoughts are not a part of the prompt
+            continue
+        else:
+            raise InvalidRequest(f"{place}[{index}].type: expected a block of text or of tools, got another type")
         control = block.any("cache_control")
-        yield text, 0 if control is None else _ttl_s(control, f"{place}[{index}].cache_control")
-        block.ignore("citations")
+        if control is not None:
+            ttl_s = _ttl_s(control, f"{place}[{index}].cache_control")
+            breakpoints.append(Breakpoint(len(messages), len(messages[-1]["content"]), ttl_s))
+        block.ignore("citations", "caller")
         block.require_no_others()
+
+
+def _message_of(messages: list[dict[str, Any]], role: str) -> dict[str, Any]:
+    """Return the last message if it has this role, or else a new one."""
+    if not messages or messages[-1]["role"] != role:
+        messages.append({"role": role, "content": []})
+    return messages[-1]
+
+
+def _text_part(block: Fields, place: str) -> dict[str, Any]:
+    text = block.text("text")
+    if not text:
+        raise InvalidRequest(f"{place}.text: expected text, got nothing")
+    return {"type": "text", "text": text}
+
+
+def _tool_call(block: Fields, place: str) -> dict[str, Any]:
+    name, arguments = block.text("name"), block.any("input")
+    if not name or not isinstance(arguments, dict):
+        raise InvalidRequest(f"{place}: expected a name and an input, got nothing or other values")
+    call = {"name": name, "arguments": arguments}
+    return {"id": block.text("id", ""), "type": "function", "function": call}
+
+
+def _tool_result(block: Fields, place: str) -> dict[str, Any]:
+    content = block.any("content")
+    parts = []
+    if isinstance(content, str):
+        parts.append({"type": "text", "text": content})
+    elif isinstance(content, list):
+        for index, value in enumerate(content):
+            part = Fields.of(value, f"{place}.content[{index}]")
+            if part.text("type") != "text":
+                raise InvalidRequest(f"{place}.content[{index}].type: expected text, since models are served for text")
+            parts.append(_text_part(part, f"{place}.content[{index}]"))
+            part.ignore("citations", "cache_control")
+    elif content is not None:
+        raise InvalidRequest(f"{place}.content: expected text or a list of blocks, got another value")
+    block.flag("is_error")
+    return {"role": "tool", "tool_call_id": block.text("tool_use_id", ""), "content": parts}
 
 
 def _ttl_s(value: object, place: str) -> int:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import secrets
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,7 +28,9 @@ from radixkv.service.http.openai_responses import (
     usage_object,
 )
 from radixkv.service.http.prompts import PromptEncoder
+from radixkv.service.http.tools import Tools
 from radixkv.service.text.tokenizer import Tokenizer
+from radixkv.service.text.tool_calls import ToolCall, ToolCallText
 from radixkv.v1.prefill_pb2 import GenerateRequest, MissReason, TokenLogprobs, Usage
 
 # Names of fields in messages of this server, and in OpenAI's API.
@@ -75,7 +79,8 @@ class OpenAIApi:
         prompt, options = read_chat(fields)
         tenant = request.hold(options.generate)
         token_ids = await self._encoder.encode("messages", prompt.encode)
-        return await self._answer(request, options, _Form(), [self._complete(options, token_ids, tenant)])
+        form = _ToolForm(prompt.tools) if prompt.tools.may_be_called else _Form()
+        return await self._answer(request, options, form, [self._complete(options, token_ids, tenant)])
 
     async def completions(self, request: ApiRequest, fields: Fields) -> web.StreamResponse:
         """Answer `POST /v1/completions`."""
@@ -153,6 +158,71 @@ class _Form:
     def logprobs(self, rows: Sequence[tuple[int, TokenLogprobs]], tokenizer: Tokenizer, offset: int) -> dict[str, Any]:
         """Return the log probabilities of tokens."""
         return chat_logprobs(rows, tokenizer)
+
+
+class _ToolForm(_Form):
+    """The form of a chat completion that may contain calls of tools."""
+
+    def __init__(self, tools: Tools) -> None:
+        self._tools = tools
+        self._texts: dict[int, ToolCallText] = {}
+        self._calls: dict[int, list[dict[str, Any]]] = {}
+
+    def choice(self, index: int, choice: _Choice, logprobs: dict[str, Any] | None) -> dict[str, Any]:
+        """Return a whole completion."""
+        text, calls = self._put(index, choice.text, is_last=True)
+        message = {"role": "assistant", "content": text.strip() or None if calls else text, "refusal": None}
+        if calls:
+            message["tool_calls"] = [{name: value for name, value in each.items() if name != "index"} for each in calls]
+        return {
+            "index": index,
+            "message": message,
+            "logprobs": logprobs,
+            "finish_reason": self._reason(index, choice.finish_reason),
+        }
+
+    def delta(
+        self, index: int, text: str, logprobs: dict[str, Any] | None, reason: str | None, *, is_first: bool
+    ) -> dict[str, Any]:
+        """Return a chunk of a completion. A call is in one chunk, as soon as it is complete."""
+        text, calls = self._put(index, text, is_last=reason is not None)
+        delta: dict[str, Any] = {"role": "assistant", "content": None} if is_first else {}
+        if text and not (self._calls.get(index) and text.isspace()):
+            delta["content"] = text
+        if calls:
+            delta["tool_calls"] = calls
+        return {
+            "index": index,
+            "delta": delta,
+            "logprobs": logprobs,
+            "finish_reason": self._reason(index, reason),
+        }
+
+    def _put(self, index: int, piece: str, *, is_last: bool) -> tuple[str, list[dict[str, Any]]]:
+        """Return the text of a piece that belongs to no call, and its calls."""
+        parser = self._texts.setdefault(index, ToolCallText())
+        text, calls = parser.put(piece)
+        if is_last:
+            text += parser.end()
+        known = self._calls.setdefault(index, [])
+        before = len(known)
+        for call in calls:
+            if self._tools.is_parallel or not known:
+                known.append(_call_object(call, len(known)))
+        return text, known[before:]
+
+    def _reason(self, index: int, reason: str | None) -> str | None:
+        return "tool_calls" if reason == "stop" and self._calls.get(index) else reason
+
+
+def _call_object(call: ToolCall, index: int) -> dict[str, Any]:
+    arguments = json.dumps(call.arguments, ensure_ascii=False)
+    return {
+        "index": index,
+        "id": f"call_{secrets.token_hex(12)}",
+        "type": "function",
+        "function": {"name": call.name, "arguments": arguments},
+    }
 
 
 class _CompletionForm(_Form):

@@ -14,6 +14,7 @@ from typing import Any
 from radixkv.api.sampling import MAX_ANSWERS, MAX_BIASED_TOKENS, MAX_LOGIT_BIAS, MAX_PENALTY, MAX_TOP_LOGPROBS
 from radixkv.errors import InvalidRequest
 from radixkv.service.http.json_fields import Fields
+from radixkv.service.http.tools import Tools
 from radixkv.service.structured.grammar_text import GrammarText
 from radixkv.service.text.tokenizer import Tokenizer
 from radixkv.v1.prefill_pb2 import GenerateRequest
@@ -39,16 +40,17 @@ class ChatPrompt:
     """A conversation; the arguments of `Tokenizer.encode_chat`."""
 
     messages: Sequence[Mapping[str, Any]]
-    tools: Sequence[Mapping[str, Any]] | None
+    tools: Tools
     documents: Sequence[Mapping[str, Any]] | None
     add_generation_prompt: bool
     variables: Mapping[str, Any]
 
     def encode(self, tokenizer: Tokenizer) -> list[int]:
-        """Return the token ids."""
+        """Return the token ids. Raises InvalidRequest if the model's calls of tools cannot be recognized."""
+        self.tools.require_parser(tokenizer)
         return tokenizer.encode_chat(
             self.messages,
-            tools=self.tools,
+            tools=self.tools.definitions or None,
             documents=self.documents,
             add_generation_prompt=self.add_generation_prompt,
             chat_template_kwargs=self.variables,
@@ -88,6 +90,7 @@ def read_chat(fields: Fields) -> tuple[ChatPrompt, CompletionOptions]:
     else:
         fields.ignore("max_tokens")  # deprecated in favor of the other one
     options = _read_options(fields, max_tokens)
+    prompt.tools.constrain(options.generate)
     if fields.flag("logprobs"):
         options.generate.logprobs = fields.integer("top_logprobs", 0, MAX_TOP_LOGPROBS, 0) or 0
     else:
@@ -136,13 +139,7 @@ def _read_conversation(fields: Fields) -> ChatPrompt:
     for index, message in enumerate(messages):
         if not isinstance(message, dict):
             raise InvalidRequest(f"messages[{index}]: expected an object with a role and content, got another value")
-    tools = fields.items("tools")
-    tool_choice = fields.any("tool_choice")
-    if tools and tool_choice != "none":
-        raise InvalidRequest(
-            "tools: this server does not parse tool calls; render the tools into the prompt with tool_choice: none"
-        )
-    fields.require_neutral("this server does not parse tool calls", parallel_tool_calls=(True, False))
+    tools = _read_tools(fields)
     documents = fields.items("documents")
     variables = fields.any("chat_template_kwargs") or {}
     if not isinstance(variables, dict):
@@ -150,9 +147,35 @@ def _read_conversation(fields: Fields) -> ChatPrompt:
     effort = fields.text("reasoning_effort")
     if effort is not None:
         variables = {"reasoning_effort": effort, **variables}
-    return ChatPrompt(
-        messages, tools or None, documents or None, fields.flag("add_generation_prompt", default=True), variables
-    )
+    return ChatPrompt(messages, tools, documents or None, fields.flag("add_generation_prompt", default=True), variables)
+
+
+def _read_tools(fields: Fields) -> Tools:
+    definitions = fields.items("tools")
+    for index, value in enumerate(definitions):
+        place = f"tools[{index}]"
+        tool = Fields.of(value, place)
+        tool.one_of("type", ("function",), "function")
+        function = tool.inner("function")
+        if function is None or not function.text("name"):
+            raise InvalidRequest(f"{place}.function.name: expected a name, got nothing")
+        if not isinstance(function.any("parameters"), dict | None):
+            raise InvalidRequest(f"{place}.function.parameters: expected a JSON schema, got another value")
+        tool.require_no_others()
+    choice = fields.any("tool_choice")
+    if isinstance(choice, dict):
+        function = Fields(choice, "tool_choice").inner("function")
+        choice = None if function is None else function.text("name")
+        if not choice:
+            raise InvalidRequest("tool_choice.function.name: expected a name, got nothing")
+    elif choice not in (None, "none", "auto", "required"):
+        raise InvalidRequest("tool_choice: expected none, auto, required or a function, got another value")
+    is_parallel = fields.flag("parallel_tool_calls", default=True)
+    if not definitions:
+        if choice not in (None, "none", "auto"):
+            raise InvalidRequest("tool_choice: expected tools to choose from, got none")
+        return Tools()
+    return Tools(definitions, choice or "auto", is_parallel)
 
 
 def _read_prompts(fields: Fields) -> list[str | list[int]]:

@@ -12,6 +12,7 @@ from radixkv.errors import ConfigError
 from radixkv.service.missing_package import MissingPackage
 from radixkv.service.text.clean_up import CleanUp, cleaned_up
 from radixkv.service.text.text_stream import TextStream
+from radixkv.service.text.tool_calls import has_json_tool_calls
 from radixkv.service.text.transformers_tokenizer import SlowBackend, load_with_transformers
 
 if TYPE_CHECKING:
@@ -194,6 +195,11 @@ class Tokenizer:
     def has_template_variable(self, name: str) -> bool:
         """Return whether the chat template reads a variable, such as `enable_thinking`. Raises as `encode_chat`."""
         return self._template(has_tools=False).has_variable(name)
+
+    @property
+    def has_json_tool_calls(self) -> bool:
+        """Whether the chat template writes tool calls in a form that `ToolCallText` reads."""
+        return has_json_tool_calls(self._sources.get(_WITH_TOOLS) or self._sources.get(_DEFAULT, ""))
 
     @property
     def definition(self) -> str:

@@ -70,7 +70,7 @@ def test_a_message_is_the_completion_that_grpc_returns(served: Served, streamed:
         "max_tokens": 15,
         "system": SYSTEM,
         "messages": HELLO,
-        "temperature": 0,
+        "extra_body": {"temperature": 0},
     }
     if streamed:
         with served.anthropic.messages.stream(**options) as stream:
@@ -87,7 +87,7 @@ def test_a_stop_sequence_ends_the_text(served: Served) -> None:
     expected = served.expected(HELLO, max_new_tokens=60)
     stop = expected[10:13]
     message = served.anthropic.messages.create(
-        model=MODEL, max_tokens=60, messages=HELLO, temperature=0, stop_sequences=[stop]
+        model=MODEL, max_tokens=60, messages=HELLO, extra_body={"temperature": 0}, stop_sequences=[stop]
     )
     assert message.content[0].text == expected[: expected.index(stop)]
     assert (message.stop_reason, message.stop_sequence) == ("stop_sequence", stop)
@@ -180,7 +180,8 @@ def message_with(**fields: object) -> tuple[str, object]:
 
 LONG_AFTER_SHORT = [{"role": "user", "content": [block("a", "5m"), block("b", "1h")]}]
 FIVE = [{"role": "user", "content": [block("a", "5m")] * 5}]
-CALL = [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1", "content": "a"}]}]
+CALL = [{"role": "user", "content": [{"type": "tool_use", "id": "1", "name": "a", "input": {}}]}]
+TOOLS = [{"name": "a", "input_schema": {"type": "object"}}]
 REFUSED: list[tuple[tuple[str, object], int, str]] = [
     (("/v1/messages", b"["), 400, "body: expected JSON, got 1 other bytes"),
     (("/v1/messages/batches", {}), 404, "POST /v1/messages/batches: Not Found"),
@@ -192,8 +193,10 @@ REFUSED: list[tuple[tuple[str, object], int, str]] = [
     (message_with(messages=FIVE), 400, "cache_control: expected at most 4 breakpoints, got 5"),
     (message_with(messages=LONG_AFTER_SHORT), 400, "cache_control: expected breakpoints with the ttl 1h before"),
     (message_with(cache_control={"ttl": "2h"}), 400, "cache_control.ttl: expected one of 5m, 1h, got a string"),
-    (message_with(messages=CALL), 400, "messages[0].content[0].type: expected text, got tool_result; this server"),
-    (message_with(tools=[{"name": "a"}]), 400, "tools: expected [], got a list; this server does not parse tool"),
+    (message_with(messages=CALL), 400, "messages[0].content[0].type: expected a block of text or of tools, got anot"),
+    (message_with(tools=[{"name": "a"}]), 400, "tools[0]: expected a name and an input_schema, got nothing or other"),
+    (message_with(tools=TOOLS), 400, "tools: expected a model whose chat template writes calls as JSON"),
+    (message_with(tools=[{"type": "bash_20250124", "name": "bash"}]), 400, "tools[0].type: expected custom, got a"),
     (message_with(temperature=1.5), 400, "temperature: expected a number from 0 to 1, got 1.5"),
     (message_with(thinking={"type": "enabled"}), 400, "messages: chat_template_kwargs: the model's chat template has"),
     (message_with(model="claude-x"), 404, "model: expected tiny or the name of a loaded adapter, got another name"),
@@ -213,6 +216,6 @@ def test_a_bad_request_gets_a_clear_error(
 
 def test_thinking_may_be_disabled_for_a_model_without_it(served: Served) -> None:
     message = served.anthropic.messages.create(
-        model=MODEL, max_tokens=2, messages=HELLO, thinking={"type": "disabled"}, temperature=0
+        model=MODEL, max_tokens=2, messages=HELLO, thinking={"type": "disabled"}, extra_body={"temperature": 0}
     )
     assert message.content[0].text == served.expected(HELLO, max_new_tokens=2)

@@ -229,6 +229,7 @@ def completion_with(**fields: object) -> tuple[str, object]:
     return "/v1/completions", {"model": MODEL, "prompt": "a", **fields}
 
 
+TOOLS = [{"type": "function", "function": {"name": "a"}}]
 IMAGE = [{"role": "user", "content": [{"type": "image_url"}]}]
 FORMATS = "text, json_object, json_schema"
 PROMPTS = "prompt: expected text, a list of token ids, or a list of these, got another value"
@@ -247,7 +248,7 @@ REFUSED: list[tuple[tuple[str, object], int, str]] = [
     (chat_with(top_p=0), 400, "top_p: expected more than 0 and at most 1, got 0.0"),
     (chat_with(top_logprobs=2), 400, "top_logprobs: expected 0, got 2; it requires logprobs: true"),
     (chat_with(store=True), 400, "store: expected false, got true; this server stores no responses"),
-    (chat_with(tools=[{}]), 400, "tools: this server does not parse tool calls"),
+    (chat_with(tools=TOOLS), 400, "tools: expected a model whose chat template writes calls as JSON"),
     (chat_with(stream_options={}), 400, "stream_options: expected it only with stream: true"),
     (chat_with(response_format={"type": "xml"}), 400, f"response_format.type: expected one of {FORMATS}, got a string"),
     (chat_with(max_tokens=10**9), 400, "messages, max_completion_tokens: expected at most"),

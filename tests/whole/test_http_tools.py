@@ -1,0 +1,164 @@
+"""Tools over HTTP, with the official clients: a model that must call one does, and the next turn has its call."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import openai
+import pytest
+
+from radixkv.model.tiny_files import write_tiny_files
+from radixkv.model.tiny_model import build_tiny_model
+from tests.free_port import free_port
+from tests.patience import PATIENCE_S
+from tests.whole.forked_server import serving
+
+pytestmark = pytest.mark.usefixtures("forked_servers")
+
+# The tools and calls of ChatML, as in the templates of Hermes and Qwen.
+TEMPLATE = """{%- if tools %}<|im_start|>system
+Tools:{% for tool in tools %} {{ tool | tojson }}{% endfor %}<|im_end|>
+{% endif %}{%- for message in messages %}<|im_start|>{{ message.role }}
+{{ message.content or '' }}{% for call in message.tool_calls or [] %}{% set call = call.function or call %}<tool_call>
+{{ {'name': call.name, 'arguments': call.arguments} | tojson }}
+</tool_call>{% endfor %}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+UNIT = {"enum": ["C", "F"]}
+SCHEMA = {"type": "object", "properties": {"unit": UNIT}, "required": ["unit"], "additionalProperties": False}
+FUNCTION = {"name": "weather", "description": "The weather now.", "parameters": SCHEMA}
+TOOLS: Any = [
+    {"type": "function", "function": FUNCTION},
+    {"type": "function", "function": {"name": "clock", "parameters": {"type": "object", "maxProperties": 0}}},
+]
+CLAUDE_TOOLS: Any = [
+    {"name": each["function"]["name"], "input_schema": each["function"]["parameters"]} for each in TOOLS
+]
+QUESTION: Any = [{"role": "user", "content": "How warm is it?"}]
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    directory: Path = tmp_path_factory.mktemp("model") / "with-tools"
+    build_tiny_model("eager").save_pretrained(directory)
+    write_tiny_files(directory)
+    path = directory / "tokenizer_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "chat_template": TEMPLATE}))
+    port = free_port()
+    with serving("--model", str(directory), "--http-port", str(port)):
+        yield f"http://127.0.0.1:{port}"
+
+
+@pytest.fixture(scope="module")
+def gpt(url: str) -> Iterator[Any]:
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S) as client:
+        yield lambda **options: client.chat.completions.create(model="", max_completion_tokens=200, **options)
+
+
+@pytest.fixture(scope="module")
+def claude(url: str) -> Iterator[anthropic.Anthropic]:
+    with anthropic.Anthropic(base_url=url, api_key="none", max_retries=0, timeout=PATIENCE_S) as client:
+        yield client
+
+
+def test_a_model_that_must_call_a_tool_does(gpt: Any) -> None:
+    (choice,) = gpt(messages=QUESTION, tools=TOOLS, tool_choice="required", parallel_tool_calls=False).choices
+    (call,) = choice.message.tool_calls
+    assert (choice.message.content, choice.finish_reason, call.type) == (None, "tool_calls", "function")
+    assert call.function.name in {"weather", "clock"}
+    assert call.id.startswith("call_")
+
+
+def test_a_model_that_must_call_one_tool_calls_that_one(gpt: Any) -> None:
+    forced = {"type": "function", "function": {"name": "weather"}}
+    (choice,) = gpt(messages=QUESTION, tools=TOOLS, tool_choice=forced).choices
+    (call,) = choice.message.tool_calls
+    assert call.function.name == "weather"
+    assert json.loads(call.function.arguments)["unit"] in {"C", "F"}
+
+
+def test_a_streamed_call_is_the_same(gpt: Any) -> None:
+    forced = {"type": "function", "function": {"name": "weather"}}
+    options = {"messages": QUESTION, "tools": TOOLS, "tool_choice": forced, "temperature": 0}
+    (whole,) = gpt(**options).choices
+    deltas = [chunk.choices[0] for chunk in gpt(stream=True, **options)]
+    (call,) = [call for each in deltas for call in each.delta.tool_calls or ()]
+    assert (call.index, call.function) == (0, call.function)
+    assert call.function.model_dump() == whole.message.tool_calls[0].function.model_dump()
+    assert deltas[-1].finish_reason == "tool_calls"
+    assert not any(each.delta.content for each in deltas)
+
+
+def test_the_next_turn_renders_the_call_as_it_was_generated(gpt: Any) -> None:
+    forced = {"type": "function", "function": {"name": "weather"}}
+    options = {"tools": TOOLS, "tool_choice": forced, "temperature": 0}
+    first = gpt(messages=QUESTION, logprobs=True, **options)
+    call = first.choices[0].message
+    generated = bytes(byte for each in first.choices[0].logprobs.content for byte in each.bytes).decode()
+    name, arguments = call.tool_calls[0].function.name, json.loads(call.tool_calls[0].function.arguments)
+    assert generated == f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+    result = {"role": "tool", "tool_call_id": call.tool_calls[0].id, "content": "12"}
+    turn = [*QUESTION, call.model_dump(exclude_none=True), result]
+    usage = gpt(messages=turn, **options).usage
+    assert usage.prompt_tokens_details.cached_tokens >= first.usage.prompt_tokens
+
+
+def test_without_a_choice_the_answer_may_be_text(gpt: Any) -> None:
+    for choice in ("auto", "none"):
+        (found,) = gpt(messages=QUESTION, tools=TOOLS, tool_choice=choice, seed=1).choices
+        assert found.message.content
+        assert found.message.tool_calls is None
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_anthropics_client_calls_tools_too(claude: anthropic.Anthropic, streamed: bool) -> None:
+    options: dict[str, Any] = {
+        "model": "with-tools",
+        "max_tokens": 200,
+        "messages": QUESTION,
+        "tools": CLAUDE_TOOLS,
+        "tool_choice": {"type": "tool", "name": "weather"},
+    }
+    if streamed:
+        with claude.messages.stream(**options) as stream:
+            message = stream.get_final_message()
+    else:
+        message = claude.messages.create(**options)
+    (block,) = message.content
+    assert (message.stop_reason, block.type, block.name) == ("tool_use", "tool_use", "weather")
+    assert block.input["unit"] in {"C", "F"}
+    used = block.model_dump(include={"type", "id", "name", "input"})
+    result = {"type": "tool_result", "tool_use_id": block.id, "content": [{"type": "text", "text": "12"}]}
+    turn: Any = [
+        *QUESTION,
+        {"role": "assistant", "content": [used]},
+        {"role": "user", "content": [result, {"type": "text", "text": "So?", "cache_control": {"type": "ephemeral"}}]},
+    ]
+    usage = claude.messages.create(model="with-tools", max_tokens=1, messages=turn, tools=CLAUDE_TOOLS).usage
+    assert usage.cache_read_input_tokens > 60
+    assert usage.cache_creation_input_tokens > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tools": [{"type": "function"}]}, r"tools\[0\]\.function\.name: expected a name"),
+        ({"tools": TOOLS, "tool_choice": "maybe"}, "tool_choice: expected none, auto, required or a function"),
+        (
+            {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}},
+            "tool_choice: expected a tool of this request, got another one",
+        ),
+        ({"tool_choice": "required"}, "tool_choice: expected tools to choose from, got none"),
+        (
+            {"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}},
+            "tool_choice, response_format: expected one of them, got both",
+        ),
+    ],
+)
+def test_bad_tools_get_a_clear_error(gpt: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(openai.BadRequestError, match=message):
+        gpt(messages=QUESTION, **options)
