@@ -30,7 +30,7 @@ from radixkv.service.server.auth.tls import Tls
 from radixkv.service.server.calls import Context
 from radixkv.service.server.guarded_server import CountRefusal
 from radixkv.service.server.host_check import HostCheck
-from radixkv.service.server.listen_address import host_port, not_free
+from radixkv.service.server.listen_address import host_port, bind_error
 from radixkv.service.server.model_tokenizer import ModelTokenizer
 from radixkv.service.server.open_files import max_connections
 from radixkv.service.server.receive.grpc_options import max_message_bytes
@@ -144,7 +144,7 @@ class HttpPort:
                 self._listeners.append(listener)
         except (OSError, UnicodeError) as error:
             await self.stop()
-            raise not_free("server.http_port", host, port) from error
+            raise bind_error("server.http_port", host, port) from error
         self._accepting = [asyncio.create_task(self._accept(each)) for each in self._listeners]
         self.address = host_port(host, port)
         scheme = "http" if self._tls is None else "https"
