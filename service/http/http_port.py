@@ -30,7 +30,7 @@ from radixkv.service.server.auth.tls import Tls
 from radixkv.service.server.calls import Context
 from radixkv.service.server.guarded_server import CountRefusal
 from radixkv.service.server.host_check import HostCheck
-from radixkv.service.server.listen_address import host_port, bind_error
+from radixkv.service.server.listen_address import bind_error, host_port
 from radixkv.service.server.model_tokenizer import ModelTokenizer
 from radixkv.service.server.open_files import max_connections
 from radixkv.service.server.receive.grpc_options import max_message_bytes
