@@ -42,8 +42,9 @@ from typing import Any
 import grpc
 import grpc.aio
 
-RETRY_AFTER = "retry-after-ms"
-CAUSE = "radixkv-cause"
+# Keys of the trailing metadata. The server writes them.
+RETRY_AFTER_KEY = "retry-after-ms"
+CAUSE_KEY = "radixkv-cause"
 
 
 class ServiceError(grpc.aio.AioRpcError):
@@ -87,9 +88,9 @@ class ServiceError(grpc.aio.AioRpcError):
         self.call = call
         self.timeout_s = timeout_s
         sent = {str(key): str(value) for key, value in trailing_metadata or ()}
-        milliseconds = sent.get(RETRY_AFTER, "")
+        milliseconds = sent.get(RETRY_AFTER_KEY, "")
         self.retry_after_s = int(milliseconds) / 1000 if milliseconds.isdecimal() else None
-        self.cause = sent.get(CAUSE)
+        self.cause = sent.get(CAUSE_KEY)
 
     def __str__(self) -> str:
         message = str(self.args[0])

@@ -11,9 +11,9 @@ import grpc
 import grpc.aio
 
 from radixkv.errors import Cause, NoReplica
+from radixkv.service.client.errors import CAUSE_KEY
 from radixkv.service.fleet.replica_connection import ReplicaConnection, ReplicaLost
 from radixkv.service.fleet.routing_request import RoutedRequest, RoutingRequest
-from radixkv.service.server.status import CAUSE
 
 Choose = Callable[[RoutingRequest], Awaitable[RoutedRequest]]
 
@@ -37,7 +37,7 @@ class ReplicaRefusal(Exception):
 
     def is_of(self, cause: Cause) -> bool:
         """Return whether the trailing metadata has this cause."""
-        return (CAUSE, cause.value) in self.trailing
+        return (CAUSE_KEY, cause.value) in self.trailing
 
 
 class Forwarder:

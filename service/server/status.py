@@ -33,6 +33,7 @@ from radixkv.errors import (
     UnknownPublicPrefix,
     UnknownTokenizer,
 )
+from radixkv.service.client.errors import CAUSE_KEY, RETRY_AFTER_KEY
 
 # A class that is not in the table has the status of its nearest ancestor.
 STATUS: dict[type[RadixKVError], grpc.StatusCode] = {
@@ -62,9 +63,6 @@ STATUS: dict[type[RadixKVError], grpc.StatusCode] = {
     InvariantViolation: grpc.StatusCode.INTERNAL,
 }
 
-RETRY_AFTER = "retry-after-ms"
-CAUSE = "radixkv-cause"
-
 
 def status_of(error: BaseException) -> grpc.StatusCode:
     """Return the gRPC status of an exception: that of its class, or of the nearest ancestor in the table.
@@ -85,5 +83,5 @@ def trailing_metadata_of(error: RadixKVError) -> tuple[tuple[str, str], ...]:
     """
     metadata: tuple[tuple[str, str], ...] = ()
     if isinstance(error, CapacityError):
-        metadata = ((RETRY_AFTER, str(max(0, math.ceil(error.retry_after_s * 1000)))),)
-    return metadata if error.cause is None else (*metadata, (CAUSE, error.cause.value))
+        metadata = ((RETRY_AFTER_KEY, str(max(0, math.ceil(error.retry_after_s * 1000)))),)
+    return metadata if error.cause is None else (*metadata, (CAUSE_KEY, error.cause.value))

@@ -10,9 +10,9 @@ import grpc
 import grpc.aio
 
 from radixkv.errors import Cause
+from radixkv.service.client.errors import CAUSE_KEY
 from radixkv.service.fleet.replica_connection import ReplicaLost
 from radixkv.service.fleet.replica_facts import FleetSecrets, ReplicaFacts
-from radixkv.service.server.status import CAUSE
 
 SECRETS = FleetSecrets(bytes(range(32)), "token")
 
@@ -22,7 +22,7 @@ def facts(address: str, epoch: int = 1) -> ReplicaFacts:
 
 
 def failure(code: grpc.StatusCode, details: str = "refused", cause: Cause | None = None) -> grpc.aio.AioRpcError:
-    trailing = [("a", "b")] if cause is None else [("a", "b"), (CAUSE, cause.value)]
+    trailing = [("a", "b")] if cause is None else [("a", "b"), (CAUSE_KEY, cause.value)]
     return grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(*trailing), details)
 
 
