@@ -53,14 +53,14 @@ class GemmBackend(NamedTuple):
         dtypes: dtypes of weights that it supports.
         gate: fused SwiGLU. Takes rows, the packed weight and bias of the gate, and those of up. Returns
             `silu(gate) * up`, where each of the two matmuls rounds its result once. None if the library has none.
-        rows_are_alike: whether its code is batch-invariant by construction, so that no row count has to be checked.
+        is_batch_invariant: whether its code is batch-invariant by construction, so that no row count has to be checked.
     """
 
     pack: Callable[..., Any]
     multiply: Multiply
     dtypes: tuple[torch.dtype, ...]
     gate: Gate | None = None
-    rows_are_alike: bool = False
+    is_batch_invariant: bool = False
 
 
 def gemm_backends(weight: torch.Tensor) -> tuple[str, ...]:
@@ -206,7 +206,7 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 # Likely fast backends come first, so that slower ones are dropped early.
 GEMM_BACKENDS = {
-    "native": GemmBackend(gemm.Panels, gemm.multiply, gemm.DTYPES, gemm.gate, rows_are_alike=True),
+    "native": GemmBackend(gemm.Panels, gemm.multiply, gemm.DTYPES, gemm.gate, is_batch_invariant=True),
     "blocked": GemmBackend(_concat(_blocked), _blocked_matmul, _FLOATS, _blocked_gate),
     "packed": GemmBackend(_concat(_packed), _packed_matmul, (torch.float32,)),
     "convolution": GemmBackend(_concat(_for_convolution), _convolution_matmul, (torch.bfloat16,), _convolution_gate),
@@ -214,7 +214,7 @@ GEMM_BACKENDS = {
     "float32": GemmBackend(_concat(_blocked_float32), _float32_matmul, (torch.float16,)),
     "int8": GemmBackend(_concat(pack_int8), int8_linear, _FLOATS),
     **{
-        name: GemmBackend(_quantize(bits), gemm.multiply, gemm.DTYPES, gemm.gate, rows_are_alike=True)
+        name: GemmBackend(_quantize(bits), gemm.multiply, gemm.DTYPES, gemm.gate, is_batch_invariant=True)
         for name, bits in QUANTIZED_BITS.items()
     },
 }

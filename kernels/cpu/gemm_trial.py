@@ -25,40 +25,41 @@ from radixkv.kernels.cpu.row_tiles import SIZES, RowTiles, in_tiles
 from radixkv.kernels.cpu.stopwatch import Call, Stopwatch
 
 # Row counts that the score is computed from: decode of one request, batched decode, a short suffix and a long one.
-_WEIGHED = (1, 8, 64, 512)
+_SCORED_ROWS = (1, 8, 64, 512)
 
-# The weights of a model are read from memory, not from a cache. So calls cycle through copies of the weight, which
+# The weights of a model are read from memory, not from a cache. So calls cycle through copies of the weight that
 # together are this many times as large as the cache. With a single copy of 35 MB, MKL appeared twice as fast for 16
 # rows as it was in a model.
-_COLD = 2
+_COPIES_TO_CACHE_RATIO = 2
 _CACHE_SIZE = Path("/sys/devices/system/cpu/cpu0/cache/index3/size")
 _CACHE_BYTES = 128 * 2**20  # if the system does not report it
 _MAX_COPIES = 32
 # Positions of rows at which results are compared: the start, the end, and another order.
-_NUM_PLACES = 3
+_NUM_POSITIONS = 3
 
 # Row counts that are checked if there is no time for all: they take 1/4, 1/20 and 1/150 of the time. Other row counts
 # are padded, and larger ones take several calls: with calls of 8 rows only, a long prompt is slow.
 _SELECTIONS = ((1, 4, 16, 64, 256), (1, 8, 64), (1, 8))
 
-# Smaller row counts can't start a set of agreeing ones: computing all rows in such calls takes too long.
-_FEWEST_TO_BEGIN = 8
+# Each set of row counts with identical results needs a row count of at least this: computing all rows in calls with
+# fewer takes too long.
+_MIN_SET_ROWS = 8
 
 # Larger weights are timed with their first features only. A weight of 640 by 262,144 is 20 times as large: with all of
 # it, a trial took 24 s.
 _MAX_TIMED_NUMBERS = 2**23
 
-# A backend that is this many times slower than the fastest one with a part of the weight is dropped at once. Without
-# hardware support, a convolution in bfloat16 to more than 256 features takes 150 times as long.
-_HOPELESS = 8.0
-_PART = 512  # features, in and out
+# A backend that takes more than this many times as long as the fastest one with a part of the weight is dropped at
+# once. Without hardware support, a convolution in bfloat16 to more than 256 features takes 150 times as long.
+_MAX_SLOWDOWN = 8.0
+_NUM_PART_FEATURES = 512  # features, in and out
 
-# A slower backend is assumed to be at most this many times as fast as the leader for any row count not yet timed.
-_CATCHING_UP = 1.5
+# For a row count not yet timed, a backend is assumed to be at most this many times as fast as the leader.
+_MAX_RELATIVE_SPEED = 1.5
 
 # A batch-invariant backend may take this much longer than the fastest other one: it needs no padding, a layer whose
 # matmuls are all batch-invariant runs in one call, and timings on a busy machine are off by as much.
-LEAD = 1.5
+HEAD_START = 1.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,41 +114,42 @@ def choose_gemm(
         return end_s - watch.now()
 
     sizes = tuple(size for size in SIZES if size <= max_rows)
-    num_timed = max(_PART, _MAX_TIMED_NUMBERS // weight.shape[1])
+    num_timed = max(_NUM_PART_FEATURES, _MAX_TIMED_NUMBERS // weight.shape[1])
     rows, part, part_bias = sensitive_linear(weight[:num_timed], None if bias is None else bias[:num_timed], sizes[-1])
-    weighed = [min(num_rows, sizes[-1]) for num_rows in _WEIGHED]
-    hopeful = _hopeful(backends, rows[:2], part, part_bias, watch)
-    steady = next((each for each in backends if GEMM_BACKENDS[each].rows_are_alike), None)
-    entrants = [_Entrant(hopeful[0])]
-    if len(hopeful) > 1:
-        kept_s = limit_s / 2 if is_exact and steady is None and limit_s < math.inf else 0.0
-        entrants = _race(hopeful, rows, part, part_bias, weighed, watch, lambda: left_s() - kept_s)
-    if watch.is_busy and steady is not None:
-        return GemmChoice(steady)
+    scored_rows = [min(num_rows, sizes[-1]) for num_rows in _SCORED_ROWS]
+    names = _without_slow(backends, rows[:2], part, part_bias, watch)
+    batch_invariant = next((each for each in backends if GEMM_BACKENDS[each].is_batch_invariant), None)
+    candidates = [_Candidate(names[0])]
+    if len(names) > 1:
+        kept_s = limit_s / 2 if is_exact and batch_invariant is None and limit_s < math.inf else 0.0
+        candidates = _time_in_turn(names, rows, part, part_bias, scored_rows, watch, lambda: left_s() - kept_s)
+    if watch.is_busy and batch_invariant is not None:
+        return GemmChoice(batch_invariant)
     if not is_exact:
-        return GemmChoice(entrants[0].name)
+        return GemmChoice(candidates[0].name)
     whole = rows, part, part_bias
     if len(part) < len(weight):
-        for entrant in entrants:
-            entrant.scale(len(weight) / len(part))
-        if not GEMM_BACKENDS[entrants[0].name].rows_are_alike:  # or it is chosen without a check
+        for candidate in candidates:
+            candidate.scale(len(weight) / len(part))
+        if not GEMM_BACKENDS[candidates[0].name].is_batch_invariant:  # or it is chosen without a check
             whole = sensitive_linear(weight, bias, sizes[-1])
-    best = _fastest_exact(entrants, whole, sizes, weighed, watch, left_s)
+    best = _fastest_exact(candidates, whole, sizes, scored_rows, watch, left_s)
     if best is None and limit_s < math.inf:  # larger row counts, for which there was no time, may agree
-        best = _fastest_exact(entrants, whole, sizes, weighed, watch, lambda: math.inf)
+        best = _fastest_exact(candidates, whole, sizes, scored_rows, watch, lambda: math.inf)
     return best
 
 
 @dataclass(slots=True, eq=False)
-class _Entrant:
-    """A candidate in the race.
+class _Candidate:
+    """A backend and its times.
 
     Attributes:
         name: name of the backend.
-        calls: matmuls with the copies of the weight, in turn, while it leads.
+        calls: matmuls with the copies of the weight, in turn; None while there are none.
         known: measured seconds per call, by row count.
         costs: the same, with estimates for row counts that were not timed.
-        score: score of the costs. If it was dropped early, its best possible score; infinite if it was not timed.
+        score: score of the costs; lower is better. If the backend was dropped early, its best possible score; infinite
+            if it was not timed.
     """
 
     name: str
@@ -160,10 +162,10 @@ class _Entrant:
         """Extrapolate times with a part of a weight to the whole weight."""
         self.calls = None
         self.known = {num_rows: factor * cost_s for num_rows, cost_s in self.known.items()}
-        self.score += len(_WEIGHED) * math.log(factor)
+        self.score += len(_SCORED_ROWS) * math.log(factor)
 
 
-def _hopeful(
+def _without_slow(
     names: Sequence[str],
     rows: torch.Tensor,
     weight: torch.Tensor,
@@ -173,62 +175,73 @@ def _hopeful(
     """Return the backends that are not far slower than the fastest one with the first features of a weight."""
     if len(names) == 1:
         return list(names)
-    part, part_bias = weight[:_PART, :_PART], None if bias is None else bias[:_PART]
-    rows = rows[:, :_PART]
+    part, part_bias = (
+        weight[:_NUM_PART_FEATURES, :_NUM_PART_FEATURES],
+        None if bias is None else bias[:_NUM_PART_FEATURES],
+    )
+    rows = rows[:, :_NUM_PART_FEATURES]
     times = {
         name: watch.shortest(itertools.repeat(_packed(name, part, part_bias)), aligned_rows(rows)) for name in names
     }
-    return [name for name in names if times[name] <= _HOPELESS * min(times.values())]
+    return [name for name in names if times[name] <= _MAX_SLOWDOWN * min(times.values())]
 
 
-def _race(
+def _time_in_turn(
     names: Sequence[str],
     rows: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    weighed: Sequence[int],
+    scored_rows: Sequence[int],
     watch: Stopwatch,
     left_s: Callable[[], float],
-) -> list[_Entrant]:
+) -> list[_Candidate]:
     """Time backends one after the other. A backend that can't catch up with the leader is dropped early.
 
     Returns:
         All of them, the fastest first, and those that were not timed last.
     """
-    entrants = [_Entrant(name) for name in sorted(names, key=lambda name: not GEMM_BACKENDS[name].rows_are_alike)]
-    first: _Entrant | None = None
-    for entrant in entrants:
+    candidates = [
+        _Candidate(name) for name in sorted(names, key=lambda name: not GEMM_BACKENDS[name].is_batch_invariant)
+    ]
+    first: _Candidate | None = None
+    for candidate in candidates:
         if left_s() <= 0:
             break
-        entrant.calls = cold_calls(entrant.name, weight, bias)
-        lead = LEAD if GEMM_BACKENDS[entrant.name].rows_are_alike else 1.0
+        candidate.calls = cold_calls(candidate.name, weight, bias)
+        allowance = HEAD_START if GEMM_BACKENDS[candidate.name].is_batch_invariant else 1.0
         # Optimistic estimates for the row counts that are not timed yet.
-        costs = {} if first is None else {num_rows: cost_s / _CATCHING_UP for num_rows, cost_s in first.costs.items()}
-        for num_rows in dict.fromkeys(weighed):
-            expected_s = 0.0 if num_rows <= _FEWEST_TO_BEGIN else _expected_s(entrant.known, num_rows)
+        costs = (
+            {}
+            if first is None
+            else {num_rows: cost_s / _MAX_RELATIVE_SPEED for num_rows, cost_s in first.costs.items()}
+        )
+        for num_rows in dict.fromkeys(scored_rows):
+            expected_s = 0.0 if num_rows <= _MIN_SET_ROWS else _expected_s(candidate.known, num_rows)
             if 2 * expected_s > left_s():
                 costs[num_rows] = expected_s
             else:
-                costs[num_rows] = entrant.known[num_rows] = watch.shortest(entrant.calls, aligned_rows(rows[:num_rows]))
-            if first is not None and _score([costs[each] / lead for each in weighed]) >= first.score:
+                costs[num_rows] = candidate.known[num_rows] = watch.shortest(
+                    candidate.calls, aligned_rows(rows[:num_rows])
+                )
+            if first is not None and _score([costs[each] / allowance for each in scored_rows]) >= first.score:
                 break
-        entrant.costs, entrant.score = costs, _score([costs[each] / lead for each in weighed])
-        behind = entrant
-        if first is None or entrant.score < first.score:
-            first, behind = entrant, first or entrant
+        candidate.costs, candidate.score = costs, _score([costs[each] / allowance for each in scored_rows])
+        behind = candidate
+        if first is None or candidate.score < first.score:
+            first, behind = candidate, first or candidate
         if behind is not first:
             behind.calls = None  # free its weights; they are packed again in the rare case that they are needed
-    ranked = sorted(entrants, key=lambda entrant: entrant.score)
-    _confirm(ranked, rows, weight, bias, weighed, watch, left_s)
-    return sorted(ranked, key=lambda entrant: entrant.score)
+    ranked = sorted(candidates, key=lambda candidate: candidate.score)
+    _confirm(ranked, rows, weight, bias, scored_rows, watch, left_s)
+    return sorted(ranked, key=lambda candidate: candidate.score)
 
 
 def _confirm(
-    ranked: Sequence[_Entrant],
+    ranked: Sequence[_Candidate],
     rows: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    weighed: Sequence[int],
+    scored_rows: Sequence[int],
     watch: Stopwatch,
     left_s: Callable[[], float],
 ) -> None:
@@ -239,37 +252,39 @@ def _confirm(
     layer no longer runs in one call: decoding a token with `tiny` took 6.3 ms instead of 3.6 ms.
     """
     leader = ranked[0]
-    steady = next((each for each in ranked if GEMM_BACKENDS[each.name].rows_are_alike and each.score < math.inf), None)
-    if steady is None or steady is leader:
+    batch_invariant = next(
+        (each for each in ranked if GEMM_BACKENDS[each.name].is_batch_invariant and each.score < math.inf), None
+    )
+    if batch_invariant is None or batch_invariant is leader:
         return
     if left_s() <= 0:
         leader.score = math.inf
         return
-    calls = {each: each.calls or cold_calls(each.name, weight, bias) for each in (leader, steady)}
-    for num_rows in dict.fromkeys(weighed):
+    calls = {each: each.calls or cold_calls(each.name, weight, bias) for each in (leader, batch_invariant)}
+    for num_rows in dict.fromkeys(scored_rows):
         aligned = aligned_rows(rows[:num_rows])
         again_s = {each: watch.shortest(own, aligned) for each, own in calls.items()}
         leader.costs[num_rows] = max(leader.costs[num_rows], again_s[leader])
-        steady.costs[num_rows] = min(steady.costs[num_rows], again_s[steady])
-    leader.score = _score([leader.costs[each] for each in weighed])
-    steady.score = _score([steady.costs[each] / LEAD for each in weighed])
+        batch_invariant.costs[num_rows] = min(batch_invariant.costs[num_rows], again_s[batch_invariant])
+    leader.score = _score([leader.costs[each] for each in scored_rows])
+    batch_invariant.score = _score([batch_invariant.costs[each] / HEAD_START for each in scored_rows])
 
 
 def _fastest_exact(
-    entrants: Sequence[_Entrant],
+    candidates: Sequence[_Candidate],
     whole: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
     sizes: Sequence[int],
-    weighed: Sequence[int],
+    scored_rows: Sequence[int],
     watch: Stopwatch,
     left_s: Callable[[], float],
 ) -> GemmChoice | None:
     """Choose the fastest backend, with row counts that give bitwise identical results.
 
     Args:
-        entrants: backends, the fastest first.
+        candidates: backends, the fastest first.
         whole: rows, weight and bias of the checks.
         sizes: row counts, in ascending order.
-        weighed: row counts that the score is computed from.
+        scored_rows: row counts that the score is computed from.
         watch: times calls.
         left_s: returns the seconds that are left.
 
@@ -279,28 +294,28 @@ def _fastest_exact(
     rows, weight, bias = whole
     best: GemmChoice | None = None
     best_score = math.inf
-    for entrant in entrants:
-        if best is not None and (entrant.score >= best_score or left_s() <= 0):
+    for candidate in candidates:
+        if best is not None and (candidate.score >= best_score or left_s() <= 0):
             break  # restricting the row counts does not make a backend faster
-        if GEMM_BACKENDS[entrant.name].rows_are_alike:
-            best_score, best = entrant.score, GemmChoice(entrant.name)
+        if GEMM_BACKENDS[candidate.name].is_batch_invariant:
+            best_score, best = candidate.score, GemmChoice(candidate.name)
             continue
-        calls = entrant.calls or cold_calls(entrant.name, weight, bias)
-        affordable = _affordable(sizes, calls, rows, entrant.known, watch, left_s)
-        for costs in _agreeing(calls, rows, affordable, entrant.known, watch):
-            score = _score([RowTiles(costs).cost(num_rows) for num_rows in weighed])
+        calls = candidate.calls or cold_calls(candidate.name, weight, bias)
+        affordable = _affordable(sizes, calls, rows, candidate.known, watch, left_s)
+        for costs in _agreeing_sets(calls, rows, affordable, candidate.known, watch):
+            score = _score([RowTiles(costs).cost(num_rows) for num_rows in scored_rows])
             if score < best_score:
-                best_score, best = score, GemmChoice(entrant.name, tuple(sorted(costs.items())))
+                best_score, best = score, GemmChoice(candidate.name, tuple(sorted(costs.items())))
     return best
 
 
 def cold_calls(name: str, weight: torch.Tensor, bias: torch.Tensor | None) -> Iterator[Call]:
     """Cycle through matmuls with the copies of `cold_copies`, without end. A copy is made when it is first needed."""
-    made: list[Call] = []
+    copies: list[Call] = []
     for index in range(_num_copies(weight)):
-        made.append(_packed(name, weight if not index else weight.clone(), bias))
-        yield made[-1]
-    yield from itertools.cycle(made)
+        copies.append(_packed(name, weight if not index else weight.clone(), bias))
+        yield copies[-1]
+    yield from itertools.cycle(copies)
 
 
 def cold_copies(name: str, weight: torch.Tensor, bias: torch.Tensor | None) -> list[Call]:
@@ -319,7 +334,7 @@ def cold_copies(name: str, weight: torch.Tensor, bias: torch.Tensor | None) -> l
 
 def _num_copies(weight: torch.Tensor) -> int:
     weight_bytes = max(1, weight.numel() * weight.element_size())
-    return min(_MAX_COPIES, -(-_COLD * _cache_bytes() // weight_bytes))
+    return min(_MAX_COPIES, -(-_COPIES_TO_CACHE_RATIO * _cache_bytes() // weight_bytes))
 
 
 @cache
@@ -361,26 +376,26 @@ def _affordable(
         watch: times the calls whose costs are not known.
         left_s: returns the seconds that are left.
     """
-    few = tuple(size for size in sizes if size <= _FEWEST_TO_BEGIN)
+    few = tuple(size for size in sizes if size <= _MIN_SET_ROWS)
     costs = dict(known)
     for size in {few[0], few[-1]} - known.keys():
         costs[size] = watch.shortest(calls, aligned_rows(rows[:size]))
     time_s = left_s()
     for selection in (sizes, *_SELECTIONS):
         selected = tuple(size for size in sizes if size in selection)
-        if sum(_NUM_PLACES * _expected_s(costs, size) for size in selected) <= time_s:
+        if sum(_NUM_POSITIONS * _expected_s(costs, size) for size in selected) <= time_s:
             break
     return selected
 
 
 def _expected_s(costs: Mapping[int, float], num_rows: int) -> float:
     """Extrapolate the cost of a row count linearly from the costs of small ones."""
-    few, more = min(costs), max(size for size in costs if size <= _FEWEST_TO_BEGIN)
+    few, more = min(costs), max(size for size in costs if size <= _MIN_SET_ROWS)
     row_s = max(0.0, costs[more] - costs[few]) / max(1, more - few)
     return costs[few] + (num_rows - few) * row_s
 
 
-def _agreeing(
+def _agreeing_sets(
     calls: Iterator[Call],
     rows: torch.Tensor,
     sizes: Sequence[int],
@@ -396,27 +411,29 @@ def _agreeing(
     order = torch.randperm(sizes[-1], generator=torch.Generator().manual_seed(0))
     sets: list[tuple[torch.Tensor, dict[int, float]]] = []  # result for all rows, costs
     for size in reversed(sizes):
-        places: list[slice | torch.Tensor] = [slice(-size, None), order[:size]]
+        positions: list[slice | torch.Tensor] = [slice(-size, None), order[:size]]
         if size < sizes[-1]:
-            places.append(slice(size))
-        answers, times = [], []
-        for place in places:
-            answer, took = watch.time(next(calls), aligned_rows(rows[place]))
-            answers.append(answer)
+            positions.append(slice(size))
+        results, times = [], []
+        for position in positions:
+            result, took = watch.time(next(calls), aligned_rows(rows[position]))
+            results.append(result)
             times.append(took)
 
         def agrees(
             expected: torch.Tensor,
-            answers: Sequence[torch.Tensor] = tuple(answers),
-            places: Sequence[slice | torch.Tensor] = tuple(places),
+            results: Sequence[torch.Tensor] = tuple(results),
+            positions: Sequence[slice | torch.Tensor] = tuple(positions),
         ) -> bool:
-            return all(torch.equal(answer, expected[place]) for answer, place in zip(answers, places, strict=True))
+            return all(
+                torch.equal(result, expected[position]) for result, position in zip(results, positions, strict=True)
+            )
 
         costs = next((costs for expected, costs in sets if agrees(expected)), None)
         if costs is None:
-            if size < min(_FEWEST_TO_BEGIN, sizes[-1]):
+            if size < min(_MIN_SET_ROWS, sizes[-1]):
                 continue
-            whole = answers[0] if size == sizes[-1] else in_tiles(next(calls), rows, RowTiles({size: 1.0}))
+            whole = results[0] if size == sizes[-1] else in_tiles(next(calls), rows, RowTiles({size: 1.0}))
             if not agrees(whole):
                 continue
             costs = {}

@@ -573,15 +573,17 @@ KERNEL_MUTANTS = (
     Mutant("kernels/native/layer.cpp", "add(output, normed, output", "add(rows, normed, output"),
     Mutant("kernels/native/rows.py", 'address_of("cos", cos, heads.dtype, (num_tokens, head_dim))', "cos.data_ptr()"),
     Mutant("kernels/native/layer.py", 'address_of("sin", sin, parts.dtype, rotated_shape)', "sin.data_ptr()"),
-    Mutant("kernels/cpu/gemm_trial.py", "if watch.is_busy and steady", "if steady is None and steady"),
+    Mutant("kernels/cpu/gemm_trial.py", "if watch.is_busy and batch_invariant", "if False and batch_invariant"),
     Mutant(
         "kernels/cpu/gemm_trial.py",
-        "for each in backends if GEMM_BACKENDS[each].rows",
-        "for each in hopeful if GEMM_BACKENDS[each].rows",
+        "for each in backends if GEMM_BACKENDS[each].is_batch",
+        "for each in names if GEMM_BACKENDS[each].is_batch",
     ),
     Mutant("kernels/cpu/stopwatch.py", "if not each.has_waited), default", "), default"),
     Mutant("kernels/cpu/stopwatch.py", "not (self.is_busy or _is_enough(took))", "not _is_enough(took)"),
-    Mutant("kernels/cpu/gemm_trial.py", "LEAD if GEMM_BACKENDS[entrant.name].rows_are_alike else 1.0", "1.0"),
+    Mutant(
+        "kernels/cpu/gemm_trial.py", "HEAD_START if GEMM_BACKENDS[candidate.name].is_batch_invariant else 1.0", "1.0"
+    ),
     Mutant("model/layers/cpu_layers.py", "mlp.up is None and mlp.gate_rows != rows.gate", "False"),
     Mutant("model/layers/cpu_layers.py", "len(native.weight) != head_dim", "False"),
     Mutant("model/attention/paged_step.py", " or self._watched or self._is_reading", ""),
@@ -624,7 +626,7 @@ KERNEL_MUTANTS = (
     Mutant("kernels/native/gemm.py", "weight.shape[1] % _library.word_numbers[weight.dtype] == 0", "True"),
     Mutant("kernels/cpu/row_tiles.py", "(0, 0, 0, padding)", "(0, 0, padding, 0)"),
     Mutant("kernels/cpu/gemm_trial.py", "            if not agrees(whole):\n                continue\n", ""),
-    Mutant("kernels/cpu/gemm_trial.py", "torch.equal(answer, expected[place])", "torch.equal(answer, answer)"),
+    Mutant("kernels/cpu/gemm_trial.py", "torch.equal(result, expected[position])", "torch.equal(result, result)"),
 )
 
 LOADING_MUTANTS = (

@@ -18,7 +18,7 @@ import torch
 
 from radixkv.config.cache_directory import cache_directory
 from radixkv.kernels.cpu.gemm_backends import GEMM_BACKENDS, QUANTIZED_BITS, gemm_backends
-from radixkv.kernels.cpu.gemm_trial import LEAD, GemmChoice, choose_gemm
+from radixkv.kernels.cpu.gemm_trial import HEAD_START, GemmChoice, choose_gemm
 from radixkv.kernels.cpu.row_tiles import SIZES
 from radixkv.kernels.cpu.stopwatch import Stopwatch
 from radixkv.kernels.native import gemm
@@ -243,7 +243,7 @@ def _parsed(entry: Any, backends: tuple[str, ...], *, is_exact: bool) -> GemmCho
     is_known = backend in backends and backend in GEMM_BACKENDS and are_costs
     if not is_known:
         return None
-    needs_costs = is_exact and not GEMM_BACKENDS[backend].rows_are_alike
+    needs_costs = is_exact and not GEMM_BACKENDS[backend].is_batch_invariant
     return GemmChoice(backend, costs) if bool(costs) == needs_costs else None
 
 
@@ -253,7 +253,7 @@ def _machine() -> str:
     settings = sorted(f"{name}={value}" for name, value in os.environ.items() if name.startswith(_ENVIRONMENT))
     parts = (
         *(platform.machine(), platform.processor(), *processor_facts(), *settings),
-        *(torch.__version__, torch.__config__.show(), torch.backends.cpu.get_cpu_capability(), f"{SIZES} {LEAD}"),
+        *(torch.__version__, torch.__config__.show(), torch.backends.cpu.get_cpu_capability(), f"{SIZES} {HEAD_START}"),
         *map(digest_of, VARIANTS),
     )
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]

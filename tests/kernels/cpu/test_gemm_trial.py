@@ -93,7 +93,7 @@ def test_backends_that_are_never_batch_invariant_are_rejected(monkeypatch: pytes
 def test_batch_invariant_backends_are_only_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = [0.0]
     num_calls = {"alike": timed(monkeypatch, now_s, "alike", 1e-2), "other": timed(monkeypatch, now_s, "other", 2e-2)}
-    monkeypatch.setitem(GEMM_BACKENDS, "alike", GEMM_BACKENDS["alike"]._replace(rows_are_alike=True))
+    monkeypatch.setitem(GEMM_BACKENDS, "alike", GEMM_BACKENDS["alike"]._replace(is_batch_invariant=True))
     choices = [
         choose_gemm(torch.empty(4, 8), None, ("alike", "other"), is_exact=is_exact, clock=lambda: now_s[0])
         for is_exact in (True, False)
@@ -111,7 +111,7 @@ def test_a_batch_invariant_backend_may_be_slower(
     now_s = [0.0]
     timed(monkeypatch, now_s, "alike", took_s)
     timed(monkeypatch, now_s, "other", 1e-3)
-    monkeypatch.setitem(GEMM_BACKENDS, "alike", GEMM_BACKENDS["alike"]._replace(rows_are_alike=True))
+    monkeypatch.setitem(GEMM_BACKENDS, "alike", GEMM_BACKENDS["alike"]._replace(is_batch_invariant=True))
     choice = choose_gemm(torch.empty(4, 8), None, names, is_exact=is_exact, clock=lambda: now_s[0])
     assert choice is not None
     assert choice.backend == expected
@@ -135,7 +135,7 @@ def test_a_lead_due_to_a_disturbance_is_lost_when_both_are_timed_again(
 
     add_timed("alike", [1e-2] * 2 + [3e-2] * 8 + [1e-2])  # other work slows it down while it is timed first
     add_timed("other", [1e-2])
-    monkeypatch.setitem(GEMM_BACKENDS, "alike", GEMM_BACKENDS["alike"]._replace(rows_are_alike=True))
+    monkeypatch.setitem(GEMM_BACKENDS, "alike", GEMM_BACKENDS["alike"]._replace(is_batch_invariant=True))
     choice = choose_gemm(torch.empty(4, 8), None, ("alike", "other"), is_exact=is_exact, clock=lambda: now_s)
     assert choice == GemmChoice("alike")
 
@@ -213,7 +213,7 @@ def test_without_time_a_batch_invariant_backend_is_chosen(
     now_s = [0.0]
     timed(monkeypatch, now_s, "fast", 1e-2)
     timed(monkeypatch, now_s, "alike", 5e-2)
-    monkeypatch.setitem(GEMM_BACKENDS, "alike", GEMM_BACKENDS["alike"]._replace(rows_are_alike=True))
+    monkeypatch.setitem(GEMM_BACKENDS, "alike", GEMM_BACKENDS["alike"]._replace(is_batch_invariant=True))
     choices = [
         choose_gemm(
             torch.empty(600, 8), None, ("fast", "alike"), is_exact=is_exact, limit_s=each, clock=lambda: now_s[0]

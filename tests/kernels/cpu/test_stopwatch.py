@@ -95,7 +95,7 @@ def test_on_a_busy_machine_a_batch_invariant_backend_is_chosen(monkeypatch: pyte
     slow, fast = (lambda rows, weight, _, took_s=took_s: multiply(rows, weight, took_s) for took_s in (1000, 1))
     for name, each, is_alike in (("alike", slow, True), ("fast", fast, False)):
         monkeypatch.setitem(
-            GEMM_BACKENDS, name, GemmBackend(torch.clone, each, (torch.float32,), rows_are_alike=is_alike)
+            GEMM_BACKENDS, name, GemmBackend(torch.clone, each, (torch.float32,), is_batch_invariant=is_alike)
         )
 
     def chosen(watch: Stopwatch) -> GemmChoice | None:
