@@ -3,7 +3,7 @@
     python -m bench.gpu_prefill --json bench/results/gpu_prefill.json        # on a GPU
     python -m bench.gpu_prefill --dry-run                                    # on any machine; its times are meaningless
 
-Each prompt is computed in several ways: after the cached prefix; the same without CUDA graphs; a long suffix in steps
+Each prompt is computed in variants: after the cached prefix; the same without CUDA graphs; a long suffix in steps
 of 512 tokens; by the same engine without the cache; and by transformers with a cache that holds the prefix, whose
 attention repeats K and V for each query head and uses no CUDA graph. Answers are compared before anything is timed. A
 row is printed and written as soon as our own time is known, and again after each of the others. The lower bound is the
@@ -39,7 +39,7 @@ _SUFFIXES, _PREFIXES = [64, 16, 256, 2048], [8192, 32_768, 2048, 0]
 _DRY_SUFFIXES, _DRY_PREFIXES = [5, 64], [130, 0]
 
 _HEADER = f"{'mode':<6} {'suffix':>6} {'prefix':>6} {'TTFT ms':>9} {'of weights':>11}"
-_WAYS = ("launched", "short_steps", "recompute", "transformers")
+_VARIANTS = ("launched", "short_steps", "recompute", "transformers")
 
 
 def _line(row: Row) -> str:
@@ -49,10 +49,10 @@ def _line(row: Row) -> str:
     return f"{start}{row['ttft_ms']:>9.2f} {row['weights_ratio']:>11.2f}"
 
 
-def _way_line(row: Row, way: str) -> str:
-    if f"{way}_ms" not in row:
-        return f"{way:>21}: {row[f'{way}_reason']}"
-    return f"{way:>21} {row[f'{way}_ms']:>9.2f}  {row[f'{way}_ratio']:.2f} times as long"
+def _variant_line(row: Row, variant: str) -> str:
+    if f"{variant}_ms" not in row:
+        return f"{variant:>21}: {row[f'{variant}_reason']}"
+    return f"{variant:>21} {row[f'{variant}_ms']:>9.2f}  {row[f'{variant}_ratio']:.2f} times as long"
 
 
 def _goal(row: Row) -> str:
@@ -108,9 +108,9 @@ def _show(row: Row, rows: list[Row]) -> None:
         rows.append(row)
         print(_line(row), flush=True)
         return
-    known = [way for way in _WAYS if f"{way}_ms" in row or f"{way}_reason" in row]
+    known = [variant for variant in _VARIANTS if f"{variant}_ms" in row or f"{variant}_reason" in row]
     if known:
-        print(_way_line(row, known[-1]), flush=True)
+        print(_variant_line(row, known[-1]), flush=True)
 
 
 def _rows(mode: str, options: argparse.Namespace, rates: DeviceRates) -> Iterator[Row]:

@@ -42,13 +42,13 @@ _BLOCK_SIZE = 64
 _TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}
 
 
-class Way(NamedTuple):
-    """One way to store K and V.
+class KVVariant(NamedTuple):
+    """A variant of storing K and V.
 
     Attributes:
         storage: its pool.
         wrap: wraps the step that is passed to the model's layers.
-        entered: returns a context in which the model computes this way.
+        entered: returns a context in which the model computes with this variant.
     """
 
     storage: KVStorage
@@ -111,8 +111,8 @@ def model_of(config: DeepseekV2Config, dtype: str) -> Model:
     return Model("random", module, torch.device("cpu"))
 
 
-def ways_of(model: Model, num_tokens: int) -> dict[str, Way]:
-    """Return both ways by name, each with a pool for this number of tokens."""
+def variants_of(model: Model, num_tokens: int) -> dict[str, KVVariant]:
+    """Return both variants by name, each with a pool for this number of tokens."""
     config: Any = model.module.config
     key_dim = config.qk_nope_head_dim + config.qk_rope_head_dim
     shapes = {
@@ -125,8 +125,8 @@ def ways_of(model: Model, num_tokens: int) -> dict[str, Way]:
         for name, shape in shapes.items()
     }
     return {
-        "latent": Way(pools["latent"], lambda step: step, contextlib.nullcontext),
-        "expanded": Way(pools["expanded"], ExpandedStep, model.latent.undone),
+        "latent": KVVariant(pools["latent"], lambda step: step, contextlib.nullcontext),
+        "expanded": KVVariant(pools["expanded"], ExpandedStep, model.latent.undone),
     }
 
 
@@ -135,22 +135,22 @@ class Steps:
 
     Args:
         model: the model.
-        way: how K and V are stored.
+        variant: how K and V are stored.
         tokens: int64, the prompt.
     """
 
-    def __init__(self, model: Model, way: Way, tokens: torch.Tensor) -> None:
+    def __init__(self, model: Model, variant: KVVariant, tokens: torch.Tensor) -> None:
         self._model = model
-        self._way = way
+        self._variant = variant
         self._tokens = tokens
         self._kernels = next(iter(cpu_candidates(model.attention_uses(model.kv_shape, _BLOCK_SIZE)[0]).values()))
-        self._blocks = np.arange(way.storage.num_blocks, dtype=np.int32)
+        self._blocks = np.arange(variant.storage.num_blocks, dtype=np.int32)
 
     def compute(self, start: int, end: int) -> torch.Tensor:
         """Compute the tokens `[start, end)` after those before. Returns the last one's logits."""
         batch = PagedBatch.build([end - start], [end], [self._blocks], _BLOCK_SIZE)
-        step = self._way.wrap(PagedStep(self._way.storage.pool, batch, self._kernels))
-        with self._way.entered():
+        step = self._variant.wrap(PagedStep(self._variant.storage.pool, batch, self._kernels))
+        with self._variant.entered():
             logits, _ = self._model.forward(
                 self._tokens[start:end], torch.arange(start, end), step, torch.tensor([end - start - 1])
             )
@@ -166,11 +166,11 @@ def measure(model: Model, dtype: str, cached: int, new_counts: Sequence[int], ro
         `expanded_cold_ms`, `latent_cold_processor_ms` and `expanded_cold_processor_ms`.
 
     Raises:
-        AssertionError: the logits of both ways differ.
+        AssertionError: the logits of both variants differ.
     """
     num_tokens = cached + max(new_counts)
     tokens = torch.randint(0, 4096, (num_tokens,), generator=torch.Generator().manual_seed(1))
-    steps = {name: Steps(model, way, tokens) for name, way in ways_of(model, num_tokens).items()}
+    steps = {name: Steps(model, variant, tokens) for name, variant in variants_of(model, num_tokens).items()}
     cold: dict[str, Any] = {"dtype": dtype, "cached_tokens": cached}
     for name, each in steps.items():
         cold |= _named(f"{name}_cold", _timed(partial(each.compute, 0, cached)))
@@ -179,7 +179,7 @@ def measure(model: Model, dtype: str, cached: int, new_counts: Sequence[int], ro
         latent, expanded = (each.compute(cached, cached + new) for each in steps.values())
         distance = float((latent - expanded).norm() / expanded.norm())
         assert distance <= _TOLERANCE[dtype], (
-            f"logits: expected the same in both ways, got a distance of {distance:.2g}"
+            f"logits: expected the same in both variants, got a distance of {distance:.2g}"
         )
         taken: dict[str, list[Times]] = {name: [] for name in steps}
         for _ in range(rounds):
@@ -230,7 +230,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print("dtype     cached  new   wall processor   wall processor   wall processor  latent expanded  bytes/token")
     for dtype in options.dtypes:
         model = model_of(config_of(options.layers, options.experts, options.divisor), dtype)
-        sizes = {name: way.storage.block_bytes // _BLOCK_SIZE for name, way in ways_of(model, _BLOCK_SIZE).items()}
+        sizes = {
+            name: variant.storage.block_bytes // _BLOCK_SIZE
+            for name, variant in variants_of(model, _BLOCK_SIZE).items()
+        }
         for cached in options.cached:
             for row in measure(model, dtype, cached, options.new, options.rounds):
                 rows.append(row | {f"{name}_token_bytes": size for name, size in sizes.items()})

@@ -112,14 +112,14 @@ def measure(case: SharedPrefixCase, rounds: int) -> Row:
         raise SystemExit(
             f"shared blocks: expected the output of torch's fused attention, got a difference of {error:.2g}"
         )
-    ways: dict[str, Callable[[], torch.Tensor]] = {
+    variants: dict[str, Callable[[], torch.Tensor]] = {
         "shared_ms": lambda: case.attend(is_shared=True),
         "apart_ms": lambda: case.attend(is_shared=False),
         "fused_ms": case.attend_contiguous,
     }
-    times: dict[str, list[float]] = {name: [] for name in ways}
+    times: dict[str, list[float]] = {name: [] for name in variants}
     for _ in range(rounds):
-        for name, attend in ways.items():
+        for name, attend in variants.items():
             start_s = time.thread_time()
             attend()
             times[name].append((time.thread_time() - start_s) * 1e3)

@@ -42,7 +42,7 @@ _EVENT_BLOCK_TOKENS = 16  # the default of `events.block_size`
 _VOCABULARY = 500
 _NAMESPACE = Namespace("tiny")
 _TIMEOUT_S = 600.0
-_KNOWING = {"stores": True, "devices": False}
+_KNOWS_STORES = {"stores": True, "devices": False}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with ServerProcess(command) as one, ServerProcess(command) as two:
         rows = asyncio.run(_measure([one, two], options))
     least = options.groups * options.prefix_tokens + options.groups * options.prompts * options.question_tokens
-    computed = {name: sum(row["computed"] for row in rows if row["router knows"] == name) for name in _KNOWING}
+    computed = {name: sum(row["computed"] for row in rows if row["router knows"] == name) for name in _KNOWS_STORES}
     ratio = computed["stores"] / computed["devices"]
     print(f"computed tokens, stores over devices: {ratio:.2f}; at least {least} per round must be computed")
     if options.json is not None:
@@ -96,9 +96,9 @@ async def _measure(addresses: Sequence[str], options: argparse.Namespace) -> lis
     """Measure both routers in turn, in an order that alternates."""
     rows = []
     for number in range(options.rounds):
-        for name in list(_KNOWING) if number % 2 else list(_KNOWING)[::-1]:
+        for name in list(_KNOWS_STORES) if number % 2 else list(_KNOWS_STORES)[::-1]:
             prompts = _prompts(options, number)
-            tokens = await _ask_all(addresses, prompts, options.concurrency, knows_stores=_KNOWING[name])
+            tokens = await _ask_all(addresses, prompts, options.concurrency, knows_stores=_KNOWS_STORES[name])
             rows.append({"router knows": name, "round": number, **tokens})
             print(", ".join(f"{key} {value}" for key, value in rows[-1].items()), flush=True)
     return rows

@@ -56,12 +56,12 @@ class PrefillBench:
         )
         self._core_of_short_steps = EngineCore.build(runner, cache, EngineConfig(max_step_tokens=_SHORT_STEP_TOKENS))
         self._random = np.random.default_rng(0)
-        self._stem = self._draw(longest_prefix)
+        self._long_prompt = self._draw(longest_prefix)
         self._numbers = itertools.count()
 
     @functools.cached_property
-    def _rival(self) -> TransformersPrefix:
-        return TransformersPrefix(self._model, self._stem, self._step_tokens)
+    def _transformers(self) -> TransformersPrefix:
+        return TransformersPrefix(self._model, self._long_prompt, self._step_tokens)
 
     def _draw(self, num_tokens: int) -> Tokens:
         return self._random.integers(0, self._model.vocab_size, num_tokens).astype("<u4")
@@ -69,17 +69,17 @@ class PrefillBench:
     def keep(self, prefix_tokens: int) -> None:
         """Compute this prefix of the long prompt, so that it is cached."""
         if prefix_tokens:
-            self.ask(self._stem[:prefix_tokens])
+            self.ask(self._long_prompt[:prefix_tokens])
 
     def prompt(self, suffix_tokens: int, prefix_tokens: int) -> Tokens:
         """Build a prompt of which exactly the prefix is cached: no two suffixes begin with the same token."""
         suffix = self._draw(suffix_tokens)
-        used = {int(token) for token in (*self._stem[:1], *self._stem[prefix_tokens : prefix_tokens + 1])}
+        used = {int(token) for token in (*self._long_prompt[:1], *self._long_prompt[prefix_tokens : prefix_tokens + 1])}
         suffix[0] = next(number for number in self._numbers if number not in used)
         assert suffix[0] < self._model.vocab_size, (
             "every token of the vocabulary is already the first token of a suffix"
         )
-        return np.concatenate((self._stem[:prefix_tokens], suffix))
+        return np.concatenate((self._long_prompt[:prefix_tokens], suffix))
 
     def ask(
         self, prompt: Tokens, *, reads: bool = True, wants_logits: bool = False, core: EngineCore | None = None
@@ -111,32 +111,32 @@ class PrefillBench:
         for _ in range(rounds):
             seconds["ttft"].append(_timed(functools.partial(self.ask, make())))
         yield self._with_medians(row, seconds)
-        ways: dict[str, Callable[[Tokens], float]] = {}
+        variants: dict[str, Callable[[Tokens], float]] = {}
         if (core := self._core_without_graphs) is not None:
-            ways["launched"] = lambda new: _timed(lambda: self.ask(new, core=core))
+            variants["launched"] = lambda new: _timed(lambda: self.ask(new, core=core))
         if suffix_tokens > _SHORT_STEP_TOKENS:
-            ways["short_steps"] = lambda new: _timed(lambda: self.ask(new, core=self._core_of_short_steps))
-        ways["recompute"] = lambda new: _timed(lambda: self.ask(new, reads=False))
-        for way, timed in ways.items():
-            is_slow = way == "recompute" and prefix_tokens >= _RECOMPUTED_ONCE
+            variants["short_steps"] = lambda new: _timed(lambda: self.ask(new, core=self._core_of_short_steps))
+        variants["recompute"] = lambda new: _timed(lambda: self.ask(new, reads=False))
+        for variant, timed in variants.items():
+            is_slow = variant == "recompute" and prefix_tokens >= _RECOMPUTED_ONCE
             try:
-                self._take_turns(way, timed, make, seconds, 1 if is_slow else rounds)
-            except Exception as raised:  # noqa: BLE001 - out of memory, say; the other ways are timed
-                row[f"{way}_reason"] = describe_error(raised)
+                self._time_in_turn(variant, timed, make, seconds, 1 if is_slow else rounds)
+            except Exception as raised:  # noqa: BLE001 - out of memory, say; the other variants are timed
+                row[f"{variant}_reason"] = describe_error(raised)
             yield self._with_medians(row, seconds)
         row |= self._compare_with_transformers(prompt, prefix_tokens, logits)
         if row["transformers_reason"] is None:
-            with self._rival.running():  # switched outside of the timed calls
+            with self._transformers.running():  # switched outside of the timed calls
                 for _ in range(rounds):
-                    self._rival.restore(prefix_tokens)
-                    answer = functools.partial(self._rival.next_token, make()[prefix_tokens:], prefix_tokens)
+                    self._transformers.restore(prefix_tokens)
+                    answer = functools.partial(self._transformers.next_token, make()[prefix_tokens:], prefix_tokens)
                     took_s = _timed(answer)
                     seconds.setdefault("transformers", []).append(took_s)
         yield self._with_medians(row, seconds)
 
-    def _take_turns(
+    def _time_in_turn(
         self,
-        way: str,
+        variant: str,
         timed: Callable[[Tokens], float],
         make: Callable[[], Tokens],
         seconds: dict[str, list[float]],
@@ -146,12 +146,12 @@ class PrefillBench:
         for _ in range(rounds):
             seconds["ttft"].append(_timed(functools.partial(self.ask, make())))
             took_s = timed(make())
-            seconds.setdefault(way, []).append(took_s)
+            seconds.setdefault(variant, []).append(took_s)
 
     def _with_medians(self, row: Row, seconds: dict[str, list[float]]) -> Row:
-        row |= {f"{way}_ms": statistics.median(each) * 1e3 for way, each in seconds.items()}
+        row |= {f"{variant}_ms": statistics.median(each) * 1e3 for variant, each in seconds.items()}
         row["weights_ratio"] = row["ttft_ms"] / self.weights_ms
-        row |= {f"{way}_ratio": row[f"{way}_ms"] / row["ttft_ms"] for way in seconds if way != "ttft"}
+        row |= {f"{variant}_ratio": row[f"{variant}_ms"] / row["ttft_ms"] for variant in seconds if variant != "ttft"}
         return row
 
     def _compare(self, suffix_tokens: int, prefix_tokens: int) -> tuple[Row, Tokens, npt.NDArray[np.float32] | None]:
@@ -176,9 +176,9 @@ class PrefillBench:
 
     def _compare_with_transformers(self, prompt: Tokens, prefix_tokens: int, logits: npt.NDArray[np.float32]) -> Row:
         try:
-            with self._rival.running():
-                self._rival.restore(prefix_tokens)
-                error = _difference(self._rival.logits(prompt[prefix_tokens:], prefix_tokens), logits)
+            with self._transformers.running():
+                self._transformers.restore(prefix_tokens)
+                error = _difference(self._transformers.logits(prompt[prefix_tokens:], prefix_tokens), logits)
         except Exception as raised:  # noqa: BLE001 - whatever it is, our own times are taken
             return {"transformers_error": None, "transformers_reason": describe_error(raised)}
         reason = None if error <= _TOLERANCE else f"wrong: off by {error:.3g}, at most {_TOLERANCE}"

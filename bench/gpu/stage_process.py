@@ -20,9 +20,9 @@ Outcome = dict[str, Any]
 _ENVIRONMENT = {"PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
 
 _OUTPUT_CHARACTERS = 20_000
-_LOOK_S = 0.1  # between two checks of the file of a stage
-_LOG_S = 5.0  # between two reports of a stage that prints, but writes no row
-_DEATH_S = 10.0
+_CHECK_PERIOD_S = 0.1  # between two checks of the file of a stage
+_REPORT_PERIOD_S = 5.0  # between two reports of a stage that prints, but writes no row
+_KILL_TIMEOUT_S = 10.0
 
 
 def run_stage(
@@ -81,7 +81,7 @@ class _Watched:
     def has_update(self) -> bool:
         """Whether there is a new row, or output that was not reported for some seconds."""
         return self._has_new_rows() or (
-            time.monotonic() - self._reported_s > _LOG_S and self.log.stat().st_size != self._logged_bytes
+            time.monotonic() - self._reported_s > _REPORT_PERIOD_S and self.log.stat().st_size != self._logged_bytes
         )
 
     def _has_new_rows(self) -> bool:
@@ -123,7 +123,7 @@ def _watch(
     end_s = time.monotonic() + budget_s
     while (left_s := end_s - time.monotonic()) > 0:
         try:
-            status = process.wait(timeout=min(_LOOK_S, left_s))
+            status = process.wait(timeout=min(_CHECK_PERIOD_S, left_s))
         except subprocess.TimeoutExpired:
             if watched.has_update():
                 report(watched.outcome("runs"))
@@ -136,4 +136,4 @@ def _kill_group(process: subprocess.Popen[bytes]) -> None:
     with contextlib.suppress(ProcessLookupError):  # all processes of the group have ended
         os.killpg(process.pid, signal.SIGKILL)
     with contextlib.suppress(subprocess.TimeoutExpired):  # a process that blocks in a driver cannot be killed
-        process.wait(_DEATH_S)
+        process.wait(_KILL_TIMEOUT_S)

@@ -20,8 +20,8 @@ from bench.training.tokenizer import load_tokenizer
 from bench.training.trainer import Trainer
 from radixkv.model.tiny_model import tiny_config, write_weights
 
-_SAVE_EVERY_S = 120.0
-_SAY_EVERY_STEPS = 10
+_SAVE_PERIOD_S = 120.0
+_REPORT_PERIOD_STEPS = 10
 
 
 def train(trainer: Trainer) -> None:
@@ -29,9 +29,9 @@ def train(trainer: Trainer) -> None:
     saved_s = time.monotonic()
     while not trainer.is_done:
         progress = trainer.step()
-        if progress.steps % _SAY_EVERY_STEPS == 0:
+        if progress.steps % _REPORT_PERIOD_STEPS == 0:
             print(progress, flush=True)
-        if time.monotonic() - saved_s > _SAVE_EVERY_S:
+        if time.monotonic() - saved_s > _SAVE_PERIOD_S:
             trainer.save()
             saved_s = time.monotonic()
     trainer.save()

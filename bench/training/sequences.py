@@ -22,9 +22,9 @@ _LENGTHS = (
     1024,
     2048,
 )  # possible row lengths of a step; repeated ones are chosen more often
-_CHAT_EVERY = 4  # of the rows of the shortest length, every fourth one is made of chats
+_CHAT_PERIOD = 4  # of the rows of the shortest length, every fourth one is made of chats
 _MAX_TURN_CHARS = 400
-_GOLDEN = (5**0.5 - 1) / 2
+_GOLDEN_RATIO = (5**0.5 - 1) / 2
 _SYSTEM = "You are a helpful assistant."
 
 
@@ -51,10 +51,10 @@ class Sequences:
         length = random.Random(f"{self.seed} {step}").choice(_LENGTHS)
         num_rows = STEP_TOKENS // length
         indices = step * (STEP_TOKENS // min(_LENGTHS)) + np.arange(num_rows) * (length // min(_LENGTHS))
-        shares = (indices * _GOLDEN + random.Random(self.seed).random()) % 1.0
+        shares = (indices * _GOLDEN_RATIO + random.Random(self.seed).random()) % 1.0
         windows = [self._window(self.text, share, length) for share in shares]
         if length == min(_LENGTHS):
-            windows[::_CHAT_EVERY] = [self._window(self.chats, share, length) for share in shares[::_CHAT_EVERY]]
+            windows[::_CHAT_PERIOD] = [self._window(self.chats, share, length) for share in shares[::_CHAT_PERIOD]]
         return torch.stack(windows)
 
     @staticmethod
@@ -67,12 +67,14 @@ def build_sequences(documents: list[Document], tokenizer: PreTrainedTokenizerBas
     """Encode documents, and chats made of them, with the model's tokenizer."""
     end = [tokenizer.pad_token_id]
     text = [token for document in documents for token in [*tokenizer.encode(document.text), *end]]
-    dice = random.Random(seed)
-    chats = [token for document in documents for chat in _chats(document, dice) for token in _encoded(tokenizer, chat)]
+    generator = random.Random(seed)
+    chats = [
+        token for document in documents for chat in _chats(document, generator) for token in _encoded(tokenizer, chat)
+    ]
     return Sequences(torch.tensor(text), torch.tensor(chats), seed)
 
 
-def _chats(document: Document, dice: random.Random) -> list[list[str]]:
+def _chats(document: Document, generator: random.Random) -> list[list[str]]:
     """Cut runs of short paragraphs into chats of two to eight turns. Books of verses are left out."""
     if document.source != "austen":
         return []
@@ -83,7 +85,7 @@ def _chats(document: Document, dice: random.Random) -> list[list[str]]:
             run.append(paragraph)
             continue
         while len(run) >= 2:
-            num_turns = 2 * dice.randint(1, 4)
+            num_turns = 2 * generator.randint(1, 4)
             chats.append(run[: len(run[:num_turns]) // 2 * 2])
             run = run[num_turns:]
         run = []

@@ -4,21 +4,21 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.latent import ExpandedStep, config_of, main, measure, model_of, ways_of
+from bench.latent import ExpandedStep, config_of, main, measure, model_of, variants_of
 from radixkv.kernels.scoring import Scoring
 from radixkv.model.attention.interface import AttentionCall
 
 SMALL = ("--layers", "2", "--experts", "4", "--divisor", "16", "--dtypes", "float32", "--rounds", "1")
 
 
-def test_both_ways_are_timed_and_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_both_variants_are_timed_and_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main([*SMALL, "--cached", "100", "--new", "1", "9", "--json", str(tmp_path / "latent.json")])
     result = json.loads((tmp_path / "latent.json").read_text())
     assert [(row["cached_tokens"], row["new_tokens"]) for row in result["rows"]] == [(100, 1), (100, 9)]
     for row in result["rows"]:
         assert row["latent_token_bytes"] == 2 * (512 + 64) // 16 * 4
         assert row["expanded_token_bytes"] == 2 * 16 * 2 * (128 + 64) // 16 * 4
-        names = [f"{way}{kind}" for way in ("latent", "expanded") for kind in ("", "_cold")]
+        names = [f"{variant}{kind}" for variant in ("latent", "expanded") for kind in ("", "_cold")]
         assert all(row[f"{name}_{unit}"] > 0 for name in names for unit in ("ms", "processor_ms"))
     first, second = result["rows"]
     assert first["latent_cold_ms"] == second["latent_cold_ms"], "computed once"
@@ -28,10 +28,10 @@ def test_both_ways_are_timed_and_reported(tmp_path: Path, capsys: pytest.Capture
 
 def test_a_wrong_answer_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of(config_of(2, 4, 16), "float32")
-    ways = ways_of(model, 128)
-    wrong = ways["latent"]._replace(wrap=lambda step: Halved(step))
-    monkeypatch.setattr("bench.latent.ways_of", lambda *_: {**ways, "latent": wrong})
-    with pytest.raises(AssertionError, match="logits: expected the same in both ways"):
+    variants = variants_of(model, 128)
+    wrong = variants["latent"]._replace(wrap=lambda step: Halved(step))
+    monkeypatch.setattr("bench.latent.variants_of", lambda *_: {**variants, "latent": wrong})
+    with pytest.raises(AssertionError, match="logits: expected the same in both variants"):
         measure(model, "float32", 100, [1], 1)
 
 

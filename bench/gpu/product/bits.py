@@ -30,14 +30,14 @@ class BitsSizes:
     Attributes:
         prefixes: numbers of cached tokens, including those just below and above a block's end.
         suffixes: numbers of tokens after them.
-        company: number of requests in flight together.
+        num_at_once: number of requests in flight at the same time.
         generations: number of greedy generations, run alone and together.
         new_tokens: tokens of each generation.
     """
 
     prefixes: tuple[int, ...]
     suffixes: tuple[int, ...]
-    company: int
+    num_at_once: int
     generations: int
     new_tokens: int
 
@@ -54,14 +54,14 @@ class BitsCase:
     prompt: Prompt
     prefix_tokens: int
     tenant: str
-    cold: PrefillResponse | None = None
+    uncached: PrefillResponse | None = None
 
     def difference(self, warm: PrefillResponse) -> str:
         """Describe how an answer with the cache differs; empty if it does not."""
-        assert self.cold is not None
+        assert self.uncached is not None
         if warm.usage.cached_tokens != self.prefix_tokens:
             return f"expected {self.prefix_tokens} cached tokens, got {warm.usage.cached_tokens}"
-        return describe_difference(self.cold, warm)
+        return describe_difference(self.uncached, warm)
 
 
 def describe_difference(expected: PrefillResponse, got: PrefillResponse) -> str:
@@ -97,11 +97,11 @@ async def _run(report: StageReport, sizes: BitsSizes) -> str:
     ]
     num_compared, num_different = 0, 0
     async with AsyncClient(server.address, timeout_s=_TIMEOUT_S) as client:
-        for start in range(0, len(cases), sizes.company):
-            chunk = cases[start : start + sizes.company]
-            mates = cases[: sizes.company - len(chunk)]
+        for start in range(0, len(cases), sizes.num_at_once):
+            chunk = cases[start : start + sizes.num_at_once]
+            repeated = cases[: sizes.num_at_once - len(chunk)]
             with report.row(f"prompts {start + 1} to {start + len(chunk)}") as row:
-                differences = await _compare_prompts(client, chunk, mates)
+                differences = await _compare_prompts(client, chunk, repeated)
                 found = [difference for difference in differences if difference]
                 row |= {"compared": len(differences), "different": len(found), "is_right": not found}
                 row["text"] = f"{len(differences)} compared, {len(found)} different{': ' if found else ''}"
@@ -117,21 +117,24 @@ async def _run(report: StageReport, sizes: BitsSizes) -> str:
     return f"{num_compared} answers compared bit for bit, {num_different} different"
 
 
-async def _compare_prompts(client: AsyncClient, cases: Sequence[BitsCase], mates: Sequence[BitsCase]) -> list[str]:
-    """Compare each case after its cached prefix, alone and then together with the others, with its cold answer.
+async def _compare_prompts(client: AsyncClient, cases: Sequence[BitsCase], repeated: Sequence[BitsCase]) -> list[str]:
+    """Compare each case after its cached prefix, alone and then together with the others, with its uncached answer.
+
+    Args:
+        repeated: further cases in flight, so that there are enough requests; they are not compared.
 
     Returns:
         A description of each difference, empty if there is none: of the prompts alone first, then together.
     """
     differences = []
     for case in cases:
-        case.cold = await client.prefill(
+        case.uncached = await client.prefill(
             case.prompt, tenant=case.tenant, return_logits=True, read_cache=False, write_cache=False
         )
         if case.prefix_tokens:
             await client.prefill(case.prompt[: case.prefix_tokens], tenant=case.tenant)
         differences.append(case.difference(await _ask(client, case)))
-    together = await asyncio.gather(*(_ask(client, case) for case in (*cases, *mates)))
+    together = await asyncio.gather(*(_ask(client, case) for case in (*cases, *repeated)))
     differences += [case.difference(answer) for case, answer in zip(cases, together, strict=False)]
     return differences
 
