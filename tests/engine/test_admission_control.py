@@ -1,4 +1,4 @@
-"""Admission control: when a full queue tells callers to retry."""
+"""Admission control: when callers of a full queue should retry."""
 
 from __future__ import annotations
 

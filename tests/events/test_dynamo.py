@@ -43,7 +43,7 @@ async def wait_for(router: Any, worker: int, prompt: list[int], num_blocks: int,
 
 @contextlib.asynccontextmanager
 async def routed(form: str) -> Any:
-    """Yield a router and the caches that it follows, each of which it has heard of."""
+    """Yield a router and the caches that it follows, each of which it knows."""
     router = dynamo.SelectionService(indexer_threads=1)
     sources = [FakeSource(max_batches=1000) for _ in range(NUM_WORKERS)]
     with contextlib.ExitStack() as stack:

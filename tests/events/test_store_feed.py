@@ -29,7 +29,7 @@ def prompt(ids: range) -> bytes:
 
 
 def key_blocks(namespace: Namespace, tokens: bytes, parent: bytes | None = None) -> Iterator[KeyedBlock]:
-    """Keys that tell what they stand for. Tokens from 1,000 on are as if an invoked adapter had computed them."""
+    """Keys that contain the tokens of their blocks. Tokens from 1,000 on have the namespace of an invoked adapter."""
     parent = key = namespace.tenant.encode() + b"|" if parent is None else parent
     for end in range(4 * BLOCK, len(tokens) + 1, 4 * BLOCK):
         own = tokens[end - 4 * BLOCK : end]
@@ -91,7 +91,8 @@ class Watched:
         self.cache.evict(num_blocks)
         return [each.block.key for each in self.index.take_evicted_blocks()[0]]
 
-    def tell(self) -> Reader:
+    def publish(self) -> Reader:
+        """Publish events and read them."""
         self.feed.publish()
         while (batch := self.log.after(self.number)) is not None:
             self.reader.read(batch)
@@ -124,13 +125,13 @@ class Watched:
 def test_a_stored_block_is_reported_with_the_hash_that_it_had_on_the_device() -> None:
     watched = Watched()
     watched.put(range(12))
-    on_device = set(watched.tell().of(DEVICE))
+    on_device = set(watched.publish().of(DEVICE))
     assert on_device == watched.hashes(range(12))
     keys = watched.leave(2)
-    assert watched.tell().blocks == {DEVICE: watched.hashes(range(4))}
+    assert watched.publish().blocks == {DEVICE: watched.hashes(range(4))}
     watched.index.stored("host", keys)
     assert watched.feed.has_backlog
-    assert watched.tell().of("host") == watched.hashes(range(12), 4)
+    assert watched.publish().of("host") == watched.hashes(range(12), 4)
     assert watched.reader.of("host") < on_device
 
 
@@ -151,12 +152,12 @@ def test_a_block_that_a_store_gives_up_or_never_got_is_forgotten() -> None:
     keys = watched.leave(4)
     for name in ("host", "disk"):
         watched.index.stored(name, [key for key in keys if key in watched.index.tiers[name]])
-    assert watched.tell().of("host") == watched.hashes(range(8)), "ends leave first, and are given up for beginnings"
+    assert watched.publish().of("host") == watched.hashes(range(8)), "ends leave first, and are given up for beginnings"
     assert watched.reader.of("disk") == watched.hashes(range(12))
     watched.index.lost("host", keys)
-    assert (watched.tell().of("host"), len(watched.reader.of("disk"))) == (set(), 6)
+    assert (watched.publish().of("host"), len(watched.reader.of("disk"))) == (set(), 6)
     watched.index.lost("disk", keys)
-    assert watched.tell().of("disk") == set()
+    assert watched.publish().of("disk") == set()
     assert watched.feed._stores.known() == []
 
 
@@ -165,9 +166,9 @@ def test_blocks_of_an_earlier_process_are_reported_when_a_prompt_finds_them() ->
     watched.put(range(12))
     watched.index.stored("host", watched.leave(2))
     watched.feed.switch_on(watched.cache.nodes)
-    assert watched.tell().of("host") == set()
+    assert watched.publish().of("host") == set()
     assert len(watched.index.find(BASE, prompt(range(13)), 1)) == 2
-    assert watched.tell().of("host") == watched.hashes(range(12), 4)
+    assert watched.publish().of("host") == watched.hashes(range(12), 4)
 
 
 def test_a_snapshot_lists_the_stores_in_parts_of_their_own(monkeypatch) -> None:
@@ -184,7 +185,7 @@ def test_a_snapshot_lists_the_stores_in_parts_of_their_own(monkeypatch) -> None:
     batches = watched.snapshot().batches
     for batch in batches:
         late.read(batch)
-    assert late.blocks == watched.tell().blocks
+    assert late.blocks == watched.publish().blocks
     assert len(late.of("host")) == 8
     assert len(batches) == 1 + 4 + 2, "what is on the device, and two blocks a part of each store and namespace"
     assert batches[0].snapshot is not None
@@ -198,9 +199,9 @@ def test_a_purge_that_empties_the_device_leaves_the_stores_of_others() -> None:
     watched.put(range(8), ACME)
     watched.cache.purge(tenant="acme")
     watched.index.purge("acme", None, None)
-    assert watched.tell().blocks == {"host": watched.hashes(range(8))}
+    assert watched.publish().blocks == {"host": watched.hashes(range(8))}
     watched.index.purge("", None, None)
-    assert watched.tell().of("host") == set()
+    assert watched.publish().of("host") == set()
 
 
 def test_blocks_of_invoked_adapters_are_not_published() -> None:
@@ -210,14 +211,14 @@ def test_blocks_of_invoked_adapters_are_not_published() -> None:
     keys = watched.leave(3)
     assert len(keys) == 3
     watched.index.stored("host", keys)
-    assert watched.tell().of("host") == watched.hashes(range(4))
+    assert watched.publish().of("host") == watched.hashes(range(4))
 
 
 def test_stores_are_not_reported_if_event_blocks_do_not_divide_those_of_the_pool() -> None:
     watched = Watched(event_block_size=3)
     watched.put(range(12))
     watched.index.stored("host", watched.leave(2))
-    assert set(watched.tell().blocks) == {DEVICE}
+    assert set(watched.publish().blocks) == {DEVICE}
 
 
 def test_a_large_change_is_published_in_pieces_before_a_snapshot() -> None:
@@ -225,13 +226,13 @@ def test_a_large_change_is_published_in_pieces_before_a_snapshot() -> None:
     watched.feed._max_step_blocks = 8
     watched.put(range(64 * BLOCK))
     while watched.feed.has_backlog:
-        watched.tell()
+        watched.publish()
     watched.index.stored("host", watched.leave(64))
     answer: Future[Snapshot] = Future()
     watched.feed.ask(answer)
     num_batches = 0
     while watched.feed.has_backlog:
-        known = len(watched.tell().of("host"))
+        known = len(watched.publish().of("host"))
         num_batches += 1
         assert known <= 10 * num_batches
         assert answer.done() == (known == 128)
@@ -263,7 +264,7 @@ def test_events_match_the_contents_of_stores_after_random_operations() -> None:
                 tenant = draw.choice(("acme", "", "unknown"))
                 watched.cache.purge(tenant=tenant)
                 watched.index.purge(tenant, None, None)
-            reader = watched.tell()
+            reader = watched.publish()
             for name in ("host", "disk"):
                 assert reader.of(name) == watched.held(name), (seed, name)
             known = {key for tier_index in watched.tiers for key in tier_index}

@@ -102,8 +102,8 @@ def base(folder: Path) -> None:
     server.start()
     try:
         with Client(address, timeout_s=PATIENCE_S) as client:
-            expect(client.prefill(PROMPT).usage.prompt_tokens == len(PROMPT), "client: another answer came")
-        expect("7" in radixkv("prefill", "--address", address, "--tokens", "1,2,3"), "prefill: another answer came")
+            expect(client.prefill(PROMPT).usage.prompt_tokens == len(PROMPT), "client: got another answer")
+        expect("7" in radixkv("prefill", "--address", address, "--tokens", "1,2,3"), "prefill: got another answer")
     finally:
         server.stop(None).wait()
 
@@ -124,7 +124,7 @@ def engine(folder: Path) -> None:
             expect(second.usage.cached_tokens > 0, f"expected cached tokens, got {second.usage}")
         for options in ((), ("--chat",)):
             answer = radixkv("generate", "--address", address, "--text", "It was a", "--max-new-tokens", "4", *options)
-            expect(bool(answer.strip()), "generate: no text came")
+            expect(bool(answer.strip()), "generate: got no text")
         with grpc.insecure_channel(address) as channel:
             health = health_pb2_grpc.HealthStub(channel)
             answer = health.Check(health_pb2.HealthCheckRequest(), timeout=PATIENCE_S)
@@ -156,8 +156,8 @@ def text(folder: Path) -> None:
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": template}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     tokenizer = Tokenizer.load(folder)
-    expect(tokenizer.encode("hello there") == [0, 1], "text: another encoding came")
-    expect(tokenizer.decode([0, 1]) == "hello there", "text: another decoding came")
+    expect(tokenizer.encode("hello there") == [0, 1], "text: got another encoding")
+    expect(tokenizer.decode([0, 1]) == "hello there", "text: got another decoding")
     expect(tokenizer.encode_chat([{"role": "user", "content": "hello"}]) == [2, 0], "chat: another encoding came")
 
 
@@ -293,7 +293,7 @@ def tracing(folder: Path) -> None:
         with serving(f"telemetry.otlp_endpoint={endpoint}") as address:
             with Client(address, timeout_s=PATIENCE_S) as client:
                 client.prefill(PROMPT)
-            expect(b"radixkv" in received.get(timeout=PATIENCE_S), "tracing: other spans came")
+            expect(b"radixkv" in received.get(timeout=PATIENCE_S), "tracing: got other spans")
     finally:
         server.shutdown()
 

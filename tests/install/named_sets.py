@@ -1,4 +1,4 @@
-"""The sets of extras that the documentation tells users to install, and their requirements in pyproject.toml."""
+"""The sets of extras that the documentation recommends to install, and their requirements in pyproject.toml."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 
-# Files that tell users what to install.
+# Files that say what to install.
 _PAGES = (
     "README.md",
     "CONTRIBUTING.md",

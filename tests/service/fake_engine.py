@@ -74,8 +74,8 @@ class FakeEngine:
     """Answers at once, unless `is_gated`: then requests run until `open_gate` or until they are cancelled.
 
     Attributes:
-        params: every PrefillParams that came, in order.
-        futures: every future handed out by `prefill`, in order.
+        params: all PrefillParams that were received, in order.
+        futures: all futures returned by `prefill`, in order.
         cache: what `segments` lists; requests do not change it.
         stored: what it lists of the store `host`.
         retentions, purges: the arguments of every call of `retain` and `purge`, in order.
@@ -154,7 +154,7 @@ class FakeEngine:
         return future
 
     def generate(self, params, sampling, on_tokens, fetched=None) -> Future:
-        """Tell token after token from a thread of its own; while gated, all but the last."""
+        """Report one token after another from a separate thread; while the gate is closed, all but the last."""
         if self.is_draining:
             raise Draining("service: shutting down")
         if self.refusal is not None:
@@ -398,14 +398,14 @@ def _miss_reason(cached: int, num_tokens: int) -> MissReason:
 
 
 def _logprobs_of(token_ids, sampling) -> tuple[TokenLogprobs, ...]:
-    """Log probabilities that tell the token, if they are asked for."""
+    """Log probabilities from which the token can be read, if they are requested."""
     if sampling.logprobs is None:
         return ()
     return tuple(TokenLogprobs(-float(each), ((each, -float(each)),) * sampling.logprobs) for each in token_ids)
 
 
 def _prompt_logprobs_of(ids, usage, sampling) -> tuple[TokenLogprobs, ...]:
-    """Log probabilities that tell the tokens of the prompt but the first, if they are asked for."""
+    """Log probabilities from which the tokens of the prompt can be read, without the first, if they are requested."""
     if sampling.prompt_logprobs is None:
         return ()
     prompt_ids = ids[1 : usage.prompt_tokens]

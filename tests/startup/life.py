@@ -1,6 +1,6 @@
 """One run of an engine with host memory and a disk tier, in a process that may be killed at any moment.
 
-It tells what it does through a pipe, a line at a time: what was written before a kill arrives.
+It reports what it does through a pipe, one line at a time: lines that were written before a kill arrive.
 """
 
 from __future__ import annotations
@@ -196,7 +196,7 @@ def _digest(answer: bytes) -> str:
 
 
 def _serve(engine: Engine, cases: list[Case], order: list[int], chance: random.Random, pipe: Pipe) -> None:
-    """Send some requests at a time, and tell each answer and where its blocks came from."""
+    """Send some requests at a time, and report each answer and the source of its blocks."""
     open_calls: deque[tuple[int, Future[Any]]] = deque()
 
     def end_one() -> None:
@@ -243,7 +243,7 @@ def _check(engine: Engine, loans: OpenLoans) -> None:
 
 
 def _tell_of_the_disk(pipe: Pipe) -> None:
-    """Tell when the disk was opened, and what it held once that was read, as the log does."""
+    """Report when the disk was opened, and what it contained, as the log does."""
 
     class Telling(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:

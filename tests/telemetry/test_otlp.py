@@ -49,7 +49,7 @@ class Receiver(TraceServiceServicer):
     """A collector.
 
     Attributes:
-        batches: that came.
+        batches: those that were received.
         status: fails every call with it; None for none.
         num_failed: calls that failed.
     """

@@ -33,7 +33,7 @@ NOW_S = 107.0
 
 
 class Exported:
-    """A tracing observer, and what came out of it."""
+    """A tracing observer, and the spans that it exported."""
 
     def __init__(self, sampler: Sampler | None = None) -> None:
         self._exporter = InMemorySpanExporter()

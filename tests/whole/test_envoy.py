@@ -1,6 +1,7 @@
 """Envoy between clients and servers, with the configuration of docs/deploy.
 
-Every field passes, prompts that begin alike stay together, and a killed server costs at most the calls that it had.
+Every field passes, prompts with a common beginning go to the same server, and a killed server fails at most the calls
+that it was processing.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ def test_a_fleet_joins_a_cluster_and_its_replicas_use_tls(tmp_path, monkeypatch)
         with running_fleet(*joining, *flags, log=tmp_path / "log") as fleet, Client(fleet.address, **acme) as client:
             wait_until(lambda: client.route(ids).num_replicas == 2)
             assert client.prefill(ids).usage.cached_tokens == 0
-            wait_until(lambda: client.route(ids).cached_tokens >= 192)  # events came, over TLS
+            wait_until(lambda: client.route(ids).cached_tokens >= 192)  # events were received over TLS
             home = client.route(ids).address
             assert listener_of(home, descendants(head)), "it runs in that cluster"
             with Client(home, timeout_s=PATIENCE_S, **acme) as replica:

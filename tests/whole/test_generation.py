@@ -86,7 +86,7 @@ def test_requests_join_and_leave_at_every_step() -> None:
         bench.core.step()
     second = bench.generate(range(50, 54), 2)
     bench.run()
-    assert bench.runner.steps[3] == [(10, 11)], "it was under way when the new prompt came"
+    assert bench.runner.steps[3] == [(10, 11)], "it was running when the new prompt was received"
     assert bench.runner.steps[4] == [(11, 12), (0, 4)], "the new prompt shares a step with the decoding request"
     assert bench.runner.steps[5] == [(12, 13), (4, 5)]
     assert generated(first) == continuation(range(8), 6)

@@ -41,7 +41,7 @@ class Subscriber(threading.Thread):
     """Reads events until it is stopped.
 
     Attributes:
-        numbers: the sequence numbers that came.
+        numbers: the sequence numbers that were received.
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> None:

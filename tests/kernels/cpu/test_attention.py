@@ -206,7 +206,7 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> list[tuple[torch.Size, torch.Size]
 def test_summation_lengths_are_the_same_on_all_processors(
     heads: Heads, prefix_len: int, num_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A processor that treats all lengths alike would not show it in its bits."""
+    """a processor that computes all lengths in the same order would not show it in its bits."""
     calls = watch(monkeypatch)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     for window in (None, 300):

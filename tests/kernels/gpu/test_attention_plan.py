@@ -193,7 +193,7 @@ def test_a_shared_prefix_is_read_once_per_tile_of_joined_rows(split_tokens: int 
 
 
 def test_each_level_of_sharing_is_read_once() -> None:
-    """All begin alike, the first three go on alike, and the last three do."""
+    """All have a common beginning; the first three have more in common, and so do the last three."""
     step = make_step([700] * 5, [1, 9, 1, 1, 2], GQA)
     batch = share(step, {1: (0, 40), 2: (0, 40), 3: (0, 8), 4: (3, 32)}).batch
     plan = plan_of(batch, 6, tile_rows=128, split_tokens=64)

@@ -58,11 +58,11 @@ class Headers(grpc.aio.ServerInterceptor):
     """Records the prefix key of each call."""
 
     def __init__(self) -> None:
-        self.came: list[tuple[str, str | None]] = []
+        self.received: list[tuple[str, str | None]] = []
 
     async def intercept_service(self, continuation, details):  # type: ignore[no-untyped-def]
         headers = dict(details.invocation_metadata)
-        self.came.append((details.method.rpartition("/")[2], headers.get(HEADER)))
+        self.received.append((details.method.rpartition("/")[2], headers.get(HEADER)))
         return await continuation(details)
 
 
@@ -100,4 +100,4 @@ def test_calls_with_a_prompt_send_the_header(monkeypatch: pytest.MonkeyPatch) ->
     asyncio.run(run())
     key = key_of([1, 2], 2)
     once = [("Prefill", key), ("Generate", key), ("Probe", key), ("Retain", key), ("Stats", None)]
-    assert headers.came == [*once, *once, ("Prefill", None)]
+    assert headers.received == [*once, *once, ("Prefill", None)]

@@ -33,7 +33,7 @@ class Service(PrefillServiceServicer, CacheServiceServicer, ModelServiceServicer
 
     Attributes:
         script: the messages of every generation; None for one that never answers.
-        requests: all that came, in order.
+        requests: all that were received, in order.
         num_cancelled: generations that ended before they were answered.
     """
 

@@ -26,7 +26,7 @@ from radixkv.v1.prefill_pb2 import (
 )
 from tests.service.fleet.fake_connection import FakeConnection, facts, failure
 
-GONE = failure(grpc.StatusCode.UNAVAILABLE, "connection refused")
+LOST = failure(grpc.StatusCode.UNAVAILABLE, "connection refused")
 NO_LEASE = failure(grpc.StatusCode.NOT_FOUND, "in any words", Cause.KV_SOURCE)
 NO_SOURCE = failure(grpc.StatusCode.UNAVAILABLE, "in any words", Cause.KV_SOURCE)
 REQUEST = GenerateRequest(prefill=PrefillRequest(token_ids=[1, 2, 3], tenant="acme"), max_new_tokens=2)
@@ -139,7 +139,7 @@ def test_one_replica_computes_and_another_one_generates() -> None:
 
 
 def test_another_replica_decodes_from_the_same_lease_if_one_is_lost() -> None:
-    split = Split(Replicas(p=["lease"]), Replicas(d=[[GONE]], e=[ANSWER]))
+    split = Split(Replicas(p=["lease"]), Replicas(d=[[LOST]], e=[ANSWER]))
     assert tokens_of(split.answer()) == [7, 8]
     assert split.sources == [("d", "lease"), ("e", "lease")]
     assert split.computing.released == [("p", "lease")]
@@ -176,7 +176,7 @@ def first_only(connection: FakeConnection) -> Any:
 
 def test_without_replicas_that_compute_the_other_one_does() -> None:
     full = failure(grpc.StatusCode.RESOURCE_EXHAUSTED, "in any words", Cause.HOLD_LEASE)
-    for computing in (Replicas(), Replicas(p=[GONE]), Replicas(p=[""]), Replicas(p=[full])):
+    for computing in (Replicas(), Replicas(p=[LOST]), Replicas(p=[""]), Replicas(p=[full])):
         split = Split(computing, Replicas(d=[ANSWER]))
         parts = split.answer()
         assert (tokens_of(parts), parts[0].usage.cached_tokens) == ([7, 8], 0)
@@ -193,7 +193,7 @@ def test_after_three_lost_leases_the_one_that_generates_computes() -> None:
 
 
 def test_an_answer_that_has_begun_is_not_begun_again() -> None:
-    split = Split(Replicas(p=["lease"]), Replicas(d=[[ANSWER[0], GONE]], e=[ANSWER]))
+    split = Split(Replicas(p=["lease"]), Replicas(d=[[ANSWER[0], LOST]], e=[ANSWER]))
     with pytest.raises(ReplicaRefusal, match="it was lost in the middle of the response"):
         split.answer()
     assert split.sources == [("d", "lease")]

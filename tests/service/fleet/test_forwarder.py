@@ -12,7 +12,7 @@ from radixkv.service.fleet.forwarder import Forwarder, ReplicaRefusal
 from radixkv.service.fleet.routing_request import RoutingRequest
 from tests.service.fleet.fake_connection import FakeConnection, facts, failure
 
-GONE = failure(grpc.StatusCode.UNAVAILABLE, "connection refused")
+LOST = failure(grpc.StatusCode.UNAVAILABLE, "connection refused")
 
 
 class Fleet:
@@ -78,7 +78,7 @@ def answered(fleet: Fleet):
 
 
 def test_a_call_is_retried_on_another_replica_if_one_is_lost() -> None:
-    fleet = Fleet(a=GONE, b="yes")
+    fleet = Fleet(a=LOST, b="yes")
     assert answered(fleet) == ("b", "yes")
     assert (fleet.asked, fleet.finished, fleet.forwarder.num_retries) == (["a", "b"], ["a"], 1)
     assert [connection.num_calls for connection in fleet.connections.values()] == [0, 0]
@@ -109,7 +109,7 @@ def test_a_replica_that_can_not_reach_the_source_of_its_kv_is_not_to_blame() -> 
 
 
 def test_a_replica_that_starts_again_is_waited_for() -> None:
-    fleet = Fleet(a=GONE)
+    fleet = Fleet(a=LOST)
 
     async def sleep(seconds) -> None:
         fleet.now_s += seconds
@@ -123,18 +123,18 @@ def test_a_replica_that_starts_again_is_waited_for() -> None:
 
 def test_the_last_failure_is_returned_if_there_is_no_replica() -> None:
     with pytest.raises(ReplicaRefusal, match="connection refused"):
-        answered(Fleet(a=GONE))
+        answered(Fleet(a=LOST))
     with pytest.raises(NoReplica):
         answered(Fleet())
 
 
 def test_a_stream_without_responses_is_retried_on_another_replica() -> None:
-    fleet = Fleet(a=[GONE], b=["one", "two"])
+    fleet = Fleet(a=[LOST], b=["one", "two"])
     assert asyncio.run(fleet.parts()) == [("b", "one"), ("b", "two")]
 
 
 def test_a_stream_that_has_begun_ends_with_its_replica() -> None:
-    fleet = Fleet(a=["one", GONE], b=["one", "two"])
+    fleet = Fleet(a=["one", LOST], b=["one", "two"])
     with pytest.raises(ReplicaRefusal, match="it was lost in the middle of the response") as refusal:
         asyncio.run(fleet.parts())
     assert refusal.value.code is grpc.StatusCode.UNAVAILABLE

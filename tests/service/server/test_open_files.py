@@ -76,7 +76,10 @@ def test_fewer_connections_are_accepted_than_configured_with_a_warning(
     assert limits.soft == raised
     assert max_connections(ServerConfig()) == accepted
     assert "server.max_connections: expected a limit of at least 17408 open files" in caplog.text
-    assert f"got {raised}, so at most {accepted} connections are accepted; raise the limit (LimitNOFILE=" in caplog.text
+    assert (
+        f"got {raised}, so at most {accepted} connections are accepted on each port; raise the limit (LimitNOFILE="
+        in caplog.text
+    )
 
 
 def test_a_few_connections_need_no_warning(limited, caplog) -> None:

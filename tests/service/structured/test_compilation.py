@@ -51,8 +51,8 @@ def test_waiting_calls_return_when_it_ends(compilation):
         await asyncio.to_thread(compilation.end, "made")
         return await asyncio.gather(*waiting, return_exceptions=True)
 
-    gone, *others = asyncio.run(ask())
-    assert isinstance(gone, asyncio.CancelledError)
+    cancelled, *others = asyncio.run(ask())
+    assert isinstance(cancelled, asyncio.CancelledError)
     assert others == ["made", "made"]
 
 

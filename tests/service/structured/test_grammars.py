@@ -108,11 +108,11 @@ def test_who_goes_away_takes_nothing_from_others(compiled):
     async def ask():
         made = grammars()
         with compiled[1]:
-            gone, stays = (asyncio.create_task(made.constrain(SAMPLING, regex("a+"), MINE)) for _ in range(2))
+            cancelled, stays = (asyncio.create_task(made.constrain(SAMPLING, regex("a+"), MINE)) for _ in range(2))
             await asyncio.sleep(0)
-            gone.cancel()
+            cancelled.cancel()
             with pytest.raises(asyncio.CancelledError):
-                await gone
+                await cancelled
         return (await stays).constraint
 
     assert asyncio.run(ask()) is not None

@@ -10,19 +10,19 @@ SERVER_SETTINGS = frame(SETTINGS, 0, 0, bytes(6))
 
 
 def exchange(answer, talk):
-    """Return `talk(address)` and all that a server got, which says `answer` and hears to the end."""
+    """Return the result of `talk(address)`, and what a server received that sends `answer` and reads to the end."""
 
     async def run():
-        heard = asyncio.get_running_loop().create_future()
+        received = asyncio.get_running_loop().create_future()
 
         async def serve(reader, writer):
             writer.write(answer)
-            heard.set_result(await reader.read())
+            received.set_result(await reader.read())
             writer.close()
 
         async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
-            said = await talk("{}:{}".format(*server.sockets[0].getsockname()))
-            return said, await heard
+            result = await talk("{}:{}".format(*server.sockets[0].getsockname()))
+            return result, await received
 
     return asyncio.run(run())
 
@@ -40,8 +40,8 @@ def answer(number, message):
 
 
 def test_the_settings_of_the_server_are_acknowledged():
-    _, heard = exchange(answer(b"12", b"\1x"), status)
-    assert heard.endswith(frame(SETTINGS, ACK, 0, b""))
+    _, received = exchange(answer(b"12", b"\1x"), status)
+    assert received.endswith(frame(SETTINGS, ACK, 0, b""))
 
 
 def test_the_status_is_returned():

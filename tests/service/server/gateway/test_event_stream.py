@@ -90,15 +90,15 @@ def test_what_changes_follows_by_one_with_parents_before_children():
         source.evict(1)
         return first, more, grown, await next_batch(call)
 
-    first, more, grown, gone = talking(talk)
-    assert [each.sequence_number - first.sequence_number for each in (more, grown, gone)] == [1, 2, 3]
-    assert [event.event_id for each in (first, more, grown, gone) for event in each.events] == [1, 2, 3, 4]
+    first, more, grown, removed = talking(talk)
+    assert [each.sequence_number - first.sequence_number for each in (more, grown, removed)] == [1, 2, 3]
+    assert [event.event_id for each in (first, more, grown, removed) for event in each.events] == [1, 2, 3, 4]
     (begin,), (end,) = stored(more), stored(grown)
     assert not begin.HasField("parent_block_hash")
     assert end.parent_block_hash == begin.blocks[-1].block_hash
     assert list(end.blocks[0].token_ids) == [8, 9, 10, 11]
-    assert list(gone.events[0].removed.block_hashes) == [end.blocks[0].block_hash]
-    assert not any(each.HasField("snapshot") for each in (more, grown, gone))
+    assert list(removed.events[0].removed.block_hashes) == [end.blocks[0].block_hash]
+    assert not any(each.HasField("snapshot") for each in (more, grown, removed))
 
 
 def test_other_namespaces_are_not_sent_but_their_numbers_are():

@@ -150,7 +150,7 @@ def test_a_stop_token_ends_the_answer_and_is_named(stream):
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("is_gated", [False, True])
 def test_a_stop_string_ends_the_answer_with_the_token_that_completes_it(stream, is_gated):
-    """A gated engine tells all tokens but the last and then waits, so that only the string can end the answer."""
+    """A gated engine reports all tokens but the last and then waits, so that only the string can end the answer."""
     path, stop = continuation([1], 7), " @"
     asked = request([1], stop=[stop, "no"], max_tokens=500, logprobs=0, stream=stream)
     responses = talking(lambda stub, *_: read(stub.Generate(asked)), FakeEngine(is_gated=is_gated))

@@ -114,24 +114,24 @@ def test_a_message_that_does_not_arrive_is_refused():
 
 
 @pytest.mark.parametrize("moment", ["waiting", "reading", "called"])
-def test_a_caller_that_goes_away_leaves_no_slot_occupied(moment):
+def test_a_caller_that_disconnects_leaves_no_slot_occupied(moment):
     async def run():
         slots = SlotQueue(1, 10, PATIENCE_S)
         first, first_task = start(slots, "a")
         await rest()
-        _, gone = start(slots, "b")
+        _, cancelled = start(slots, "b")
         await rest()
         if moment == "waiting":
-            gone.cancel()
+            cancelled.cancel()
         first.come.set()
         if moment == "called":
             await first_task  # the slot is granted at the same moment
-            gone.cancel()
+            cancelled.cancel()
         await first_task
         if moment == "reading":
             await rest()
-            gone.cancel()
-        await asyncio.gather(gone, return_exceptions=True)
+            cancelled.cancel()
+        await asyncio.gather(cancelled, return_exceptions=True)
         last, last_task = start(slots, "c")
         last.come.set()
         return await asyncio.wait_for(last_task, PATIENCE_S)

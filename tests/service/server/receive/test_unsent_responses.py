@@ -31,7 +31,7 @@ def test_connections_that_leave_an_answer_unread_are_closed():
 
 def test_the_log_tells_how_many_connections_were_closed(caplog):
     async def run():
-        unsent = UnsentResponses(0.01, lambda _: 1)  # one of the two has gone by itself
+        unsent = UnsentResponses(0.01, lambda _: 1)  # one of the two has disconnected
         for port in (1, 2):
             unsent.add(Call(f"ipv4:1.1.1.1:{port}"))
         assert await becomes_true(lambda: bool(caplog.records))

@@ -77,24 +77,24 @@ def ended(value: Any) -> Future[Any]:
 
 
 class FakeStores:
-    """A shared store without a place of its own. `there` are the blocks that it is said to have, `gone` those of them
-    that it has not."""
+    """A shared store that stores nothing. `reported` are the blocks that it claims to have, and `missing` those of them
+    that it does not have."""
 
-    def __init__(self, there: Sequence[int] | None = None, gone: Sequence[int] = (), name: str = "redis") -> None:
-        self.there, self.gone, self.name = there, gone, name
+    def __init__(self, reported: Sequence[int] | None = None, missing: Sequence[int] = (), name: str = "redis") -> None:
+        self.reported, self.missing, self.name = reported, missing, name
         self.num_loaded = 0
 
     def names(self) -> list[str]:
-        return [] if self.there is None else [self.name]
+        return [] if self.reported is None else [self.name]
 
     def exists(self, name: str, asked: Sequence[KeyedBlock]) -> Future[Any]:
         assert name == self.name
-        return ended([blocks().index(each) in (self.there or ()) for each in asked])
+        return ended([blocks().index(each) in (self.reported or ()) for each in asked])
 
     def load(self, name: str, asked: Sequence[KeyedBlock]) -> Future[Any]:
         indices = [blocks().index(each) for each in asked]
         self.num_loaded += len(indices)
-        return ended([None if index in self.gone else payload_of(index) for index in indices])
+        return ended([None if index in self.missing else payload_of(index) for index in indices])
 
     def copy_of(self, block: memoryview | None) -> memoryview | None:
         return block
@@ -154,7 +154,7 @@ class FakeTransfer:
 
 
 def fetched(sending: FakeTransfer, lease_id: str = "a lease", stores: FakeStores | None = None, **config: Any) -> Any:
-    """Fetch a prompt through two engines; returns what came, and the bytes that are free in the end."""
+    """Fetch a prompt through two engines; returns what was received, and the bytes that are free at the end."""
 
     async def run() -> Any:
         source, target = FakeEngine(), FakeEngine()
@@ -165,10 +165,14 @@ def fetched(sending: FakeTransfer, lease_id: str = "a lease", stores: FakeStores
             fetcher = KVFetcher(target, Mailbox(), sources_of(target))
             params = PrefillParams(PROMPT, Caller("acme"))
             try:
-                came = await fetcher.fetch(params, KVSource(address=address, lease_id=lease_id))
-                received = None if came is None else (came.first_block, [payload[0] for payload in came.payloads])
+                fetched_blocks = await fetcher.fetch(params, KVSource(address=address, lease_id=lease_id))
+                received = (
+                    None
+                    if fetched_blocks is None
+                    else (fetched_blocks.first_block, [payload[0] for payload in fetched_blocks.payloads])
+                )
                 taken = fetcher._fetched.used
-                del came
+                del fetched_blocks
             finally:
                 with contextlib.suppress(RadixKVError):
                     await fetcher._sources.client_of(address).close()
@@ -203,9 +207,9 @@ def test_queued_generations_of_a_tenant_keep_nobody_else_from_fetching() -> None
             fetcher = KVFetcher(target, Mailbox(), sources_of(target))
             lease = KVSource(address=address, lease_id="a lease")
             tenants = ("busy", "busy", "busy", "other", "other", "third")
-            came = [await fetcher.fetch(PrefillParams(PROMPT, Caller(tenant)), lease) for tenant in tenants]
+            fetched_blocks = [await fetcher.fetch(PrefillParams(PROMPT, Caller(tenant)), lease) for tenant in tenants]
             await fetcher._sources.client_of(address).close()
-            return [None if each is None else len(each.blocks) for each in came], fetcher._fetched.used
+            return [None if each is None else len(each.blocks) for each in fetched_blocks], fetcher._fetched.used
 
     received, taken = asyncio.run(run())
     assert received == [NUM_BLOCKS, NUM_BLOCKS, None, NUM_BLOCKS, None, 4], "all, half, and a third of half of the room"
@@ -317,11 +321,11 @@ def test_no_block_that_a_peer_alters_is_used(num_cases: int, seed: int) -> None:
                 source.transfer.data = list(there.sound)
                 source.transfer.data[index] = alteration(there, index, chance)
                 try:
-                    came = await fetcher.fetch(params, KVSource(address=address, lease_id="a lease"))
+                    fetched_blocks = await fetcher.fetch(params, KVSource(address=address, lease_id="a lease"))
                 except KVSourceError:
                     outcomes["refused"] += 1
                     continue
-                payloads = [] if came is None else came.payloads
+                payloads = [] if fetched_blocks is None else fetched_blocks.payloads
                 assert [bytes(each) for each in payloads] == [altered.payload_of(each) for each in range(index)]
                 outcomes["computed"] += 1
             await fetcher._sources.client_of(address).close()
@@ -363,15 +367,15 @@ def test_clients_retry_only_what_may_pass(refusal: RadixKVError, status: str) ->
 
 
 def test_blocks_of_a_shared_store_come_as_handles_and_are_loaded_there() -> None:
-    sending, stores = FakeTransfer(), FakeStores(there=())
-    sending.stores = FakeStores(there=(0, 1, 3, 5))
+    sending, stores = FakeTransfer(), FakeStores(reported=())
+    sending.stores = FakeStores(reported=(0, 1, 3, 5))
     assert fetched(sending, stores=stores)[0] == (0, list(range(NUM_BLOCKS)))
     assert (stores.num_loaded, sending.num_reads) == (4, 2)
 
 
 def test_what_can_not_be_loaded_is_fetched() -> None:
-    sending, stores = FakeTransfer(), FakeStores(there=(), gone=(1, 2, 5))
-    sending.stores = FakeStores(there=range(NUM_BLOCKS))
+    sending, stores = FakeTransfer(), FakeStores(reported=(), missing=(1, 2, 5))
+    sending.stores = FakeStores(reported=range(NUM_BLOCKS))
     assert fetched(sending, stores=stores)[0] == (0, list(range(NUM_BLOCKS)))
     assert stores.num_loaded == NUM_BLOCKS
     assert sending.num_reads >= 3
@@ -390,20 +394,20 @@ def test_a_store_that_only_one_side_has_is_not_used() -> None:
 
 def test_a_handle_of_another_block_is_found() -> None:
     sending = FakeTransfer()
-    sending.stores = FakeStores(there=range(NUM_BLOCKS))
+    sending.stores = FakeStores(reported=range(NUM_BLOCKS))
     other = [each._replace(key=bytes(32)) for each in blocks()]
     sending.faults = [lambda found: LeaseBlocks(other, found.block_ids)]
     sending.stores.exists = lambda name, asked: ended([True] * len(asked))
     with pytest.raises(KVOfOtherPrompt, match="a handle of a block that is not of this prompt"):
-        fetched(sending, stores=FakeStores(there=()))
+        fetched(sending, stores=FakeStores(reported=()))
 
 
 def test_a_lease_that_ends_before_what_is_gone_is_fetched_is_reported() -> None:
     sending = FakeTransfer()
-    sending.stores = FakeStores(there=range(NUM_BLOCKS))
+    sending.stores = FakeStores(reported=range(NUM_BLOCKS))
     sending.faults = [None, None, UnknownLease("lease_id: expected another")]
     with pytest.raises(UnknownLease, match="kv_source: lease_id: expected another"):
-        fetched(sending, stores=FakeStores(there=(), gone=(4,)))
+        fetched(sending, stores=FakeStores(reported=(), missing=(4,)))
 
 
 @pytest.mark.parametrize(("first", "num", "expected"), [(0, 0, (0, 5)), (0, 2, (0, 2)), (2, 0, (2, 3)), (4, 1, (4, 1))])
@@ -435,7 +439,7 @@ def sent(request: FetchKVRequest, transfer: FakeTransfer | None = None) -> list[
     async def run() -> list[Any]:
         engine = FakeEngine()
         engine.transfer = transfer or FakeTransfer()
-        engine.transfer.stores = FakeStores(there=(1, 4))
+        engine.transfer.stores = FakeStores(reported=(1, 4))
         return [each async for each in kv_sender.KVSender(engine, Mailbox()).responses(request)]
 
     return asyncio.run(run())
