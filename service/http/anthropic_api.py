@@ -6,6 +6,7 @@ import contextlib
 import json
 import secrets
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from aiohttp import web
@@ -14,7 +15,6 @@ from radixkv.api.limits import Limits
 from radixkv.errors import UnknownAdapter
 from radixkv.service.http.anthropic_requests import (
     CachedRange,
-    MessagesPrompt,
     read_messages,
     read_prompt_only,
 )
@@ -25,7 +25,6 @@ from radixkv.service.http.event_stream import EventStream
 from radixkv.service.http.json_fields import Fields
 from radixkv.service.http.prompts import PromptEncoder
 from radixkv.service.http.tools import Tools
-from radixkv.service.text.tokenizer import Tokenizer
 from radixkv.service.text.tool_calls import ToolCall, ToolCallText
 from radixkv.v1.cache_pb2 import RetainRequest
 from radixkv.v1.prefill_pb2 import GenerateRequest, MissReason, Usage
@@ -86,15 +85,18 @@ class AnthropicApi:
         """Answer `POST /v1/messages/count_tokens`."""
         prompt = read_prompt_only(fields)
         request.hold(GenerateRequest())
-        token_ids = await self._encoder.encode("messages", prompt.encode)
+        token_ids = await self._encoder.encode(request.num_bytes, "messages", prompt.encode)
         return request.json({"input_tokens": len(token_ids)})
 
     async def messages(self, request: ApiRequest, fields: Fields) -> web.StreamResponse:
         """Answer `POST /v1/messages`."""
         prompt, options = read_messages(fields)
         request.hold(options.generate)
-        token_ids = await self._encoder.encode("messages", prompt.encode)
-        ranges = await self._ranges(prompt, token_ids)
+        token_ids = await self._encoder.encode(request.num_bytes, "messages", prompt.encode)
+        ranges: list[CachedRange] = []
+        if prompt.breakpoints:
+            find = partial(prompt.cached_ranges, token_ids=token_ids)
+            ranges = await self._encoder.encode(request.num_bytes, "messages", find)
         generate = options.generate
         generate.prefill.token_ids.extend(token_ids)
         if options.model not in ("", self._limits.model):
@@ -111,18 +113,6 @@ class AnthropicApi:
             kept = self._keep_longer(request, generate, ranges, chunks)
             async with contextlib.aclosing(kept):
                 return await (answer.stream(kept) if options.is_streamed else answer.whole(kept))
-
-    async def _ranges(self, prompt: MessagesPrompt, token_ids: Sequence[int]) -> list[CachedRange]:
-        if not prompt.breakpoints:
-            return []
-        found: list[CachedRange] = []
-
-        def find(tokenizer: Tokenizer) -> list[int]:
-            found.extend(prompt.cached_ranges(tokenizer, token_ids))
-            return []
-
-        await self._encoder.encode("messages", find)
-        return [each for each in found if each.num_tokens]
 
     async def _keep_longer(
         self,
@@ -177,7 +167,8 @@ class _Answer:
         async for chunk in chunks:
             self._num_tokens += len(chunk.response.token_ids)
             pieces.append(chunk.text)
-        text, calls = "".join(pieces), []
+        text = "".join(pieces)
+        calls: list[ToolCall] = []
         if self._tools is not None:
             text, calls = self._tools.put(text)
             text += self._tools.end()
@@ -199,7 +190,8 @@ class _Answer:
                     usage = self._usage(chunk.response.usage, None)
                     await blocks.send("message_start", message={**self._head, **nothing, "usage": usage})
                 self._num_tokens += len(chunk.response.token_ids)
-                text, calls = chunk.text, []
+                text = chunk.text
+                calls: list[ToolCall] = []
                 if self._tools is not None:
                     text, calls = self._tools.put(text)
                     text += self._tools.end() if chunk.is_last else ""

@@ -74,13 +74,14 @@ class MessagesPrompt:
         )
 
     def cached_ranges(self, tokenizer: Tokenizer, token_ids: Sequence[int]) -> list[CachedRange]:
-        """Return the range of tokens before each breakpoint.
+        """Return the range of tokens before each breakpoint, without empty ones.
 
         Args:
             tokenizer: of the model.
             token_ids: what `encode` returned.
         """
-        return [CachedRange(self._num_tokens(tokenizer, token_ids, each), each.ttl_s) for each in self.breakpoints]
+        ranges = (CachedRange(self._num_tokens(tokenizer, token_ids, each), each.ttl_s) for each in self.breakpoints)
+        return [each for each in ranges if each.num_tokens]
 
     def _num_tokens(self, tokenizer: Tokenizer, token_ids: Sequence[int], place: Breakpoint) -> int:
         """Return how many tokens the prompt has in common with a conversation that ends at a breakpoint.
@@ -179,8 +180,8 @@ def _read_prompt(fields: Fields) -> MessagesPrompt:
             raise InvalidRequest(f"{place}.role: expected user or assistant, got nothing")
         _add_message(messages, breakpoints, role, message.any("content"), f"{place}.content")
         message.require_no_others()
-    for message in messages:
-        message["content"] = message["content"] or (None if message["role"] == "assistant" else "")
+    for added in messages:
+        added["content"] = added["content"] or (None if added["role"] == "assistant" else "")
     if not messages or messages[-1]["role"] == "assistant":
         raise InvalidRequest("messages: expected the last message from the user, since answers are not continued")
     automatic = fields.any("cache_control")
@@ -198,13 +199,16 @@ def _read_prompt(fields: Fields) -> MessagesPrompt:
 
 
 def _read_tools(fields: Fields, breakpoints: list[Breakpoint]) -> Tools:
-    definitions = []
+    definitions: list[dict[str, Any]] = []
     for index, value in enumerate(fields.items("tools")):
         tool = Fields.of(value, f"tools[{index}]")
         if tool.text("type", "custom") != "custom":
             raise InvalidRequest(f"tools[{index}].type: expected custom, got a tool that Anthropic's servers run")
-        function = {"name": tool.text("name"), "description": tool.text("description")}
-        function["parameters"] = tool.any("input_schema")
+        function = {
+            "name": tool.text("name"),
+            "description": tool.text("description"),
+            "parameters": tool.any("input_schema"),
+        }
         if not function["name"] or not isinstance(function["parameters"], dict):
             raise InvalidRequest(f"tools[{index}]: expected a name and an input_schema, got nothing or other values")
         control = tool.any("cache_control")

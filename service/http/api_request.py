@@ -36,6 +36,7 @@ class ApiRequest:
 
     Attributes:
         call: see above.
+        num_bytes: size of the body.
         request_id: from the header `x-request-id`, or random.
     """
 
@@ -50,12 +51,12 @@ class ApiRequest:
         error_body: Callable[[BaseException], Mapping[str, Any]],
     ) -> None:
         self.call = call
+        self.num_bytes = num_bytes
         self.request_id = request.headers.get(REQUEST_ID_HEADER, "") or new_request_id()
         self.error_body = error_body
         self._request = request
         self._in_flight = in_flight
         self._receiver = receiver
-        self._num_bytes = num_bytes
         self._send_timeout_s = send_timeout_s
 
     def hold(self, generate: GenerateRequest) -> str:
@@ -72,7 +73,7 @@ class ApiRequest:
         if not generate.prefill.request_id:
             generate.prefill.request_id = self.request_id
         self.request_id = generate.prefill.request_id
-        self._receiver.hold(self._in_flight, generate, self._num_bytes)
+        self._receiver.hold(self._in_flight, generate, self.num_bytes)
         return str(generate.prefill.tenant)
 
     def json(self, body: Mapping[str, Any]) -> web.Response:

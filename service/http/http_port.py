@@ -47,6 +47,8 @@ _MAX_HEADER_BYTES = 16_384
 _ACCEPT_PAUSE_S = 0.1  # after the system refuses to accept a connection
 
 _logger = logging.getLogger(__name__)
+# aiohttp would log a traceback for every malformed request. Exceptions of handlers are logged here.
+_silent = logging.Logger("aiohttp", logging.CRITICAL + 1)
 
 
 class HttpPort:
@@ -116,6 +118,7 @@ class HttpPort:
             application,
             handle_signals=False,
             access_log=None,
+            logger=_silent,
             handler_cancellation=True,
             keepalive_timeout=config.connection_idle_s,
             max_line_size=_MAX_HEADER_BYTES,

@@ -14,7 +14,7 @@ from typing import Any
 from aiohttp import web
 
 from radixkv.api.limits import Limits
-from radixkv.errors import UnknownAdapter
+from radixkv.errors import InvalidRequest, PromptTooLong, UnknownAdapter
 from radixkv.service.http.api_request import ApiRequest
 from radixkv.service.http.completions import Servicer, TextChunk, merged, text_chunks
 from radixkv.service.http.json_fields import Fields
@@ -78,7 +78,7 @@ class OpenAIApi:
         """Answer `POST /v1/chat/completions`."""
         prompt, options = read_chat(fields)
         tenant = request.hold(options.generate)
-        token_ids = await self._encoder.encode("messages", prompt.encode)
+        token_ids = await self._encoder.encode(request.num_bytes, "messages", prompt.encode)
         form = _ToolForm(prompt.tools) if prompt.tools.may_be_called else _Form()
         return await self._answer(request, options, form, [self._complete(options, token_ids, tenant)])
 
@@ -88,7 +88,8 @@ class OpenAIApi:
         tenant = request.hold(options.generate)
         generates = []
         for prompt in prompts:
-            token_ids = await self._encoder.encode("prompt", partial(_encoded, prompt))
+            encode = partial(_encoded, prompt, self._limits)
+            token_ids = await self._encoder.encode(request.num_bytes, "prompt", encode)
             generates.append(self._complete(options, token_ids, tenant))
         return await self._answer(request, options, _CompletionForm(), generates)
 
@@ -113,8 +114,15 @@ class OpenAIApi:
             return await (answer.stream(chunks) if options.is_streamed else answer.whole(chunks, len(streams)))
 
 
-def _encoded(prompt: str | list[int], tokenizer: Tokenizer) -> list[int]:
-    return tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+def _encoded(prompt: str | list[Any], limits: Limits, tokenizer: Tokenizer) -> list[int]:
+    """Return the token ids of a prompt that is text, or a list that should contain token ids."""
+    if isinstance(prompt, str):
+        return tokenizer.encode(prompt)
+    if len(prompt) > limits.max_prompt_tokens:
+        raise PromptTooLong(f"prompt: expected at most {limits.max_prompt_tokens} tokens, got {len(prompt)}")
+    if not all(type(each) is int and 0 <= each < 2**32 for each in prompt):
+        raise InvalidRequest("prompt: expected token ids, got other values among them")
+    return prompt
 
 
 @dataclass(slots=True)
@@ -171,7 +179,7 @@ class _ToolForm(_Form):
     def choice(self, index: int, choice: _Choice, logprobs: dict[str, Any] | None) -> dict[str, Any]:
         """Return a whole completion."""
         text, calls = self._put(index, choice.text, is_last=True)
-        message = {"role": "assistant", "content": text.strip() or None if calls else text, "refusal": None}
+        message: dict[str, Any] = {"role": "assistant", "content": text.strip() or None if calls else text, "refusal": None}
         if calls:
             message["tool_calls"] = [{name: value for name, value in each.items() if name != "index"} for each in calls]
         return {

@@ -109,8 +109,8 @@ def read_chat(fields: Fields) -> tuple[ChatPrompt, CompletionOptions]:
     return prompt, options
 
 
-def read_completion(fields: Fields) -> tuple[list[str | list[int]], CompletionOptions]:
-    """Read a request to `/v1/completions`. Returns its prompts, each of them text or token ids, and its options.
+def read_completion(fields: Fields) -> tuple[list[str | list[Any]], CompletionOptions]:
+    """Read a request to `/v1/completions`. Returns its prompts, each of them text or a list, and its options.
 
     Raises:
         InvalidRequest: the message names the field.
@@ -178,30 +178,19 @@ def _read_tools(fields: Fields) -> Tools:
     return Tools(definitions, choice or "auto", is_parallel)
 
 
-def _read_prompts(fields: Fields) -> list[str | list[int]]:
-    """Read the field `prompt`: text, token ids, or a list of either."""
+def _read_prompts(fields: Fields) -> list[str | list[Any]]:
+    """Read the field `prompt`: text, token ids, or a list of either. Lists of token ids are checked later."""
     prompt = fields.any("prompt")
     if isinstance(prompt, str):
         return [prompt]
     if not isinstance(prompt, list) or not prompt:
         raise InvalidRequest("prompt: expected text, a list of token ids, or a list of these, got another value")
-    if all(isinstance(each, int) for each in prompt):
-        return [_token_ids(prompt, "prompt")]
-    prompts: list[str | list[int]] = []
+    if not isinstance(prompt[0], str | list):
+        return [prompt]
     for index, each in enumerate(prompt):
-        if isinstance(each, str):
-            prompts.append(each)
-        elif isinstance(each, list):
-            prompts.append(_token_ids(each, f"prompt[{index}]"))
-        else:
+        if not isinstance(each, str | list):
             raise InvalidRequest(f"prompt[{index}]: expected text or a list of token ids, got another value")
-    return prompts
-
-
-def _token_ids(values: list[Any], place: str) -> list[int]:
-    if not all(type(each) is int and 0 <= each < 2**32 for each in values):
-        raise InvalidRequest(f"{place}: expected token ids, got other values among them")
-    return values
+    return prompt
 
 
 def _read_options(fields: Fields, max_tokens: int | None) -> CompletionOptions:

@@ -14,10 +14,10 @@ from radixkv.service.text.tokenizer import Tokenizer
 
 Result = TypeVar("Result")
 
-# Bodies and prompts that are parsed and encoded at the same time; each occupies a thread.
+# Requests whose body or prompt is parsed or encoded at the same time, in each class; each occupies a thread.
 _MAX_ENCODING = 2
-# A smaller body is parsed on the event loop, in less than 1 ms.
-_PIECE_BYTES = 65_536
+# Requests with no larger body are parsed on the event loop, in less than 1 ms, and never wait behind larger ones.
+_SMALL_BYTES = 65_536
 
 _logger = logging.getLogger(__name__)
 
@@ -31,7 +31,8 @@ class PromptEncoder:
 
     def __init__(self, tokenizer: ModelTokenizer) -> None:
         self._tokenizer = tokenizer
-        self._encoding = asyncio.Semaphore(_MAX_ENCODING)
+        self._small = asyncio.Semaphore(_MAX_ENCODING)
+        self._large = asyncio.Semaphore(_MAX_ENCODING)
 
     async def parse(self, body: bytes) -> dict[str, Any]:
         """Return the JSON object in a body.
@@ -39,7 +40,8 @@ class PromptEncoder:
         Raises:
             InvalidRequest: there is something else.
         """
-        parsed = _parsed(body) if len(body) <= _PIECE_BYTES else await self._on_thread(lambda: _parsed(body))
+        is_small = len(body) <= _SMALL_BYTES
+        parsed = _parsed(body) if is_small else await self._on_thread(len(body), lambda: _parsed(body))
         if not isinstance(parsed, dict):
             raise InvalidRequest("body: expected a JSON object, got other JSON")
         return parsed
@@ -56,10 +58,11 @@ class PromptEncoder:
             _logger.warning("the HTTP API requires a tokenizer, and the model has none: %s", error)  # may name paths
             raise InvalidRequest("model: it has no tokenizer, which the HTTP API requires") from error
 
-    async def encode(self, field: str, encode: Callable[[Tokenizer], list[int]]) -> list[int]:
-        """Return the token ids of a prompt.
+    async def encode(self, num_bytes: int, field: str, encode: Callable[[Tokenizer], Result]) -> Result:
+        """Return what `encode` returns for the tokenizer, such as the token ids of a prompt.
 
         Args:
+            num_bytes: size of the body that contains the prompt.
             field: the field that contains the prompt, for messages.
             encode: encodes it; called on a thread.
 
@@ -68,13 +71,13 @@ class PromptEncoder:
         """
         tokenizer = await self.tokenizer()
         try:
-            return await self._on_thread(lambda: encode(tokenizer))
+            return await self._on_thread(num_bytes, lambda: encode(tokenizer))
         except (TypeError, ValueError) as error:
             text = str(error)
             raise InvalidRequest(text if text.startswith(field) else f"{field}: {text}") from error
 
-    async def _on_thread(self, function: Callable[[], Result]) -> Result:
-        async with self._encoding:
+    async def _on_thread(self, num_bytes: int, function: Callable[[], Result]) -> Result:
+        async with self._small if num_bytes <= _SMALL_BYTES else self._large:
             return await asyncio.to_thread(function)
 
 
