@@ -109,7 +109,10 @@ async def merged(streams: Sequence[AsyncGenerator[TextChunk, None]]) -> AsyncGen
             if found is None:
                 num_running -= 1
             elif isinstance(found, BaseException):
-                raise found
+                try:
+                    raise found
+                finally:
+                    del found  # the exception refers to this frame
             else:
                 yield position, found
     finally:

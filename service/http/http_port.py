@@ -203,25 +203,36 @@ class HttpPort:
     async def _middleware(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        """Answer a request, and turn exceptions into responses."""
+        """Answer a request in a task of its own, to which the receiver ties what the request holds.
+
+        aiohttp runs all requests of a connection in one task.
+        """
         with self._connections.answering(request.protocol):
+            task = asyncio.create_task(self._answer(request, handler))
             try:
-                if not self._host_check.allows(request.headers.get("host")):
-                    raise web.HTTPMisdirectedRequest(
-                        reason="the header Host does not name this server; server.metrics_hosts allows more names"
-                    )
-                # The receiver ties what a call holds to its task, and aiohttp runs all requests of a connection in one.
-                task = asyncio.create_task(_called(handler, request))
-                try:
-                    response = await asyncio.shield(task)
-                except asyncio.CancelledError:  # the client has left
-                    task.cancel()
-                    await asyncio.wait([task])
-                    raise
-            except Exception as error:  # noqa: BLE001 - every exception becomes a response
-                response = self._failure(request, error)
-            await self._send(request, response)
-            return response
+                return await asyncio.shield(task)
+            except asyncio.CancelledError:  # the client has left
+                task.cancel()
+                await asyncio.wait([task])
+                raise
+
+    async def _answer(
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        """Answer a request, and turn exceptions into responses.
+
+        No exception leaves the task: it would refer to the task that waits, and through it to itself.
+        """
+        try:
+            if not self._host_check.allows(request.headers.get("host")):
+                raise web.HTTPMisdirectedRequest(
+                    reason="the header Host does not name this server; server.metrics_hosts allows more names"
+                )
+            response = await handler(request)
+        except Exception as error:  # noqa: BLE001 - every exception becomes a response
+            response = self._failure(request, error)
+        await self._send(request, response)
+        return response
 
     async def _send(self, request: web.Request, response: web.StreamResponse) -> None:
         """Send a response that was not streamed. The client must read it within `server.send_timeout_s`."""
@@ -312,9 +323,3 @@ class HttpPort:
     def _count(self, refusal: RadixKVError) -> None:
         if self._count_refusal is not None:
             self._count_refusal(refusal)
-
-
-async def _called(
-    handler: Callable[[web.Request], Awaitable[web.StreamResponse]], request: web.Request
-) -> web.StreamResponse:
-    return await handler(request)

@@ -179,7 +179,11 @@ class _ToolForm(_Form):
     def choice(self, index: int, choice: _Choice, logprobs: dict[str, Any] | None) -> dict[str, Any]:
         """Return a whole completion."""
         text, calls = self._put(index, choice.text, is_last=True)
-        message: dict[str, Any] = {"role": "assistant", "content": text.strip() or None if calls else text, "refusal": None}
+        message: dict[str, Any] = {
+            "role": "assistant",
+            "content": text.strip() or None if calls else text,
+            "refusal": None,
+        }
         if calls:
             message["tool_calls"] = [{name: value for name, value in each.items() if name != "index"} for each in calls]
         return {

@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 
 import radixkv.service.http.connections as connections_module
-from radixkv.errors import ConfigError, QueueFull
+from radixkv.errors import ConfigError, InvalidRequest, QueueFull
 from tests.free_port import free_port
 from tests.patience import PATIENCE_S
+from tests.reference_cycles import uncollected
 from tests.service.fake_engine import FakeEngine
 from tests.service.serving import becomes_true, serving
 
@@ -325,6 +326,40 @@ def test_a_drain_lets_running_requests_finish() -> None:
 
     engine = FakeEngine(is_gated=True)
     assert run(main()) == 200
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        BODY,
+        {**BODY, "stream": True},
+        {**BODY, "logprobs": 2, "n": 3},
+        {"prompt": [[5], [6]], "max_tokens": 2},
+        {"prompt": [[5], [6]], "max_tokens": 2, "user": "refused"},
+        {"prompt": [5, 999]},
+        {"prompt": 5},
+        {"typo": 1},
+        {**BODY, "model": "unknown"},
+    ],
+)
+def test_requests_leave_no_reference_cycles(body: dict[str, Any]) -> None:
+    engine = FakeEngine()
+    if body.get("user") == "refused":
+        engine.refusal = InvalidRequest("prompt: refused")
+
+    async def main() -> list[Any]:
+        async with port_of(engine) as (_, port):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            for _ in range(2):  # the first request loads the tokenizer
+                with uncollected() as found:
+                    writer.write(request_bytes(body))
+                    await response_of(reader)
+                    engine.futures.clear()
+                    await asyncio.sleep(0.05)
+            writer.close()
+        return [each for each in found if type(each).__module__.startswith(("radixkv.", "aiohttp."))]
+
+    assert run(main()) == []
 
 
 def test_a_port_in_use_is_reported() -> None:

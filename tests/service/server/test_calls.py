@@ -1,12 +1,11 @@
 import asyncio
-import contextlib
-import gc
 
 import pytest
 
 from radixkv.service.client import AsyncClient
 from radixkv.service.server.calls import InFlightCalls, when_over
 from tests.patience import PATIENCE_S
+from tests.reference_cycles import uncollected
 from tests.service.fake_engine import FakeEngine
 from tests.service.serving import refusal_of, serving
 
@@ -68,23 +67,6 @@ def test_the_wait_is_bounded(calls):
         return await asyncio.wait_for(calls.finish(0.05), PATIENCE_S)
 
     assert not asyncio.run(run())
-
-
-@contextlib.contextmanager
-def uncollected():
-    """Yields a list, which has at the end all that only the garbage collector could free."""
-    found = []
-    gc.collect()
-    gc.disable()
-    try:
-        yield found
-        gc.set_debug(gc.DEBUG_SAVEALL)
-        gc.collect()
-        found += gc.garbage
-    finally:
-        gc.set_debug(0)
-        gc.garbage.clear()
-        gc.enable()
 
 
 def test_calls_leave_no_reference_cycles():
