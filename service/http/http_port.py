@@ -44,6 +44,7 @@ _MESSAGES = "/v1/messages"  # the paths of Anthropic's API
 _BACKLOG = 1024
 _TLS_HANDSHAKE_S = 10.0
 _MAX_HEADER_BYTES = 16_384
+_SHUTDOWN_S = 1.0  # for responses that were written to reach their clients, after a drain
 _ACCEPT_PAUSE_S = 0.1  # after the system refuses to accept a connection
 
 _logger = logging.getLogger(__name__)
@@ -120,6 +121,7 @@ class HttpPort:
             access_log=None,
             logger=_silent,
             handler_cancellation=True,
+            shutdown_timeout=_SHUTDOWN_S,
             keepalive_timeout=config.connection_idle_s,
             max_line_size=_MAX_HEADER_BYTES,
             max_field_size=_MAX_HEADER_BYTES,
