@@ -3,7 +3,8 @@
 //   weight   [panel][word][two vectors of features]   a word is one number, or a pair of adjacent numbers
 //   rows     [tile][word][up to kRows rows]           packed in each call, as many words at once as fit into a cache
 //
-// A quantized weight (quantized.h) is dequantized into words of a panel, as many at a time as fit into a core's L1 cache.
+// A quantized weight (quantized.h) is dequantized into words of a panel, as many at a time as fit into a core's L1 cache, or
+// for a few rows into registers.
 //
 // An output is one sum over all words, from the first to the last, in a register, or stored in float32 between two blocks
 // of words. No operation on a row depends on other rows, so its bits do not depend on the number of rows.
@@ -19,6 +20,7 @@ constexpr int kRows = kRegisters == 32 ? 12 : 6;  // rows per tile: their sums n
 // Maximum rows and words that are packed at once, so that they fit into a cache.
 constexpr int64_t kMaxRows = kRegisters == 32 ? 516 : 258;
 constexpr int64_t kMaxWords = 448;
+constexpr int kFewRows = kRegisters == 32 ? 4 : 2;  // rows for which a quantized weight is not stored: half of kRows is slower
 constexpr int64_t kMaxDequantized = kRegisters == 32 ? 128 : 192;  // words of panels that are dequantized at once
 constexpr int64_t kAheadBytes = 4096;  // distance at which a weight is prefetched
 constexpr int64_t kLineBytes = 64;
@@ -114,6 +116,33 @@ __attribute__((noinline)) void add_words(const typename Arithmetic::Row* rows, c
     for (int i = 0; i < 2 * P; i++) store_floats(sums + r * stride + i * kLanes, sum[r][i]);
 }
 
+// Computes the sums of R rows of a quantized panel, whose words are dequantized into registers.
+template <class Arithmetic, int R>
+__attribute__((noinline)) void sum_groups(const typename Arithmetic::Row* rows, const uint8_t* groups, int64_t format,
+                                          int64_t num_groups, float* sums, int64_t stride) {
+  using Weight = typename Arithmetic::Weight;
+  Floats sum[R][2];
+#pragma GCC unroll 4
+  for (int r = 0; r < R; r++) sum[r][0] = sum[r][1] = all(0.0f);
+  for (int64_t g = 0; g < num_groups; g++, groups += group_bytes(format), rows += kGroupWords<Weight> * R) {
+    prefetch_ahead(groups, format);
+    dequantize_words(groups, format, static_cast<const Weight*>(nullptr), [&](int64_t w, int v, Floats word) {
+#pragma GCC unroll 4
+      for (int r = 0; r < R; r++) sum[r][v] = Arithmetic::add(sum[r][v], rows[w * R + r], word);
+    });
+  }
+#pragma GCC unroll 4
+  for (int r = 0; r < R; r++)
+    for (int v = 0; v < 2; v++) store_floats(sums + r * stride + v * kLanes, sum[r][v]);
+}
+
+template <class Arithmetic, int R, class... Rest>
+void sum_groups_of(int64_t num_rows, Rest... rest) {
+  if constexpr (R > 1)
+    if (num_rows < R) return sum_groups_of<Arithmetic, R - 1>(num_rows, rest...);
+  sum_groups<Arithmetic, R>(rest...);
+}
+
 template <class Arithmetic, int R, int P, class... Rest>
 void add_rows(int64_t num_rows, Rest... rest) {
   if constexpr (R > 1)
@@ -170,17 +199,17 @@ void multiply(const Matmul& matmul, int64_t first_row, int64_t num_rows) {
   using Weight = typename Arithmetic::Weight;
   const int64_t num_words = matmul.in_features / Arithmetic::kNumbers;
   const int64_t num_panels = (matmul.out_features + kFeatures - 1) / kFeatures;
-  const Tile tile = tile_for(num_rows);
+  const bool is_quantized = matmul.format != kPlain, is_fused = is_quantized && num_rows <= kFewRows;
+  const Tile tile = is_fused ? Tile{kRows, 1} : tile_for(num_rows);
   const int64_t num_tiles = (num_rows + tile.rows - 1) / tile.rows;
   const int64_t num_groups = num_panels / tile.panels + num_panels % tile.panels;  // remaining panels are groups of one
   const int num_weights = matmul.other_weight ? 2 : 1;
   const bool is_in_place = matmul.kind == kFloat32 && matmul.out_features % kFeatures == 0 && num_weights == 1;
-  const bool is_quantized = matmul.format != kPlain;
-  constexpr int64_t kGroupWords = kGroup / Arithmetic::kNumbers;
-  const int64_t unit = is_quantized ? kGroupWords : 1, num_units = num_words / unit;  // words that are not separated
+  constexpr int64_t kUnit = kGroup / Arithmetic::kNumbers;
+  const int64_t unit = is_quantized ? kUnit : 1, num_units = num_words / unit;  // words that are not separated
   const int64_t num_blocks = is_in_place && num_tiles > 1 ? (num_words + kMaxWords - 1) / kMaxWords : 1;
   const int64_t stride = is_in_place ? matmul.out_features : tile.panels * kFeatures;
-  const int64_t panel_bytes = matmul.in_features / kGroup * group_bytes(matmul.format, kFeatures);  // if it is quantized
+  const int64_t panel_bytes = matmul.in_features / kGroup * group_bytes(matmul.format);  // if it is quantized
   const Buffer<Row> packed(num_rows * ((num_units + num_blocks - 1) / num_blocks) * unit);
   const auto row_of = [&](int64_t t) { return num_rows * t / num_tiles; };
   for (int64_t block = 0; block < num_blocks; block++) {
@@ -193,7 +222,7 @@ void multiply(const Matmul& matmul, int64_t first_row, int64_t num_rows) {
     });
     parallel_items(num_groups, matmul.num_threads, [&](Items& items) {
       const Buffer<float> own(is_in_place ? 0 : num_weights * num_rows * stride);
-      const Buffer<Weight> dequantized(is_quantized ? tile.panels * words_at_once * kFeatures : 0);
+      const Buffer<Weight> dequantized(is_quantized && !is_fused ? tile.panels * words_at_once * kFeatures : 0);
       for (int64_t g; items.next(g);) {
         const bool is_whole = g < num_panels / tile.panels;
         const int64_t p = is_whole ? g * tile.panels : num_panels - (num_groups - g);
@@ -201,17 +230,24 @@ void multiply(const Matmul& matmul, int64_t first_row, int64_t num_rows) {
         float* sums = is_in_place ? static_cast<float*>(matmul.out) + first_row * stride + p * kFeatures : own;
         for (int i = 0; i < num_weights; i++) {
           const void* weight = i ? matmul.other_weight : matmul.weight;
+          const uint8_t* quantized = static_cast<const uint8_t*>(weight) + p * panel_bytes;
+          if constexpr (can_dequantize<Arithmetic>) {
+            if (is_fused) {
+              sum_groups_of<Arithmetic, kFewRows>(num_rows, static_cast<const Row*>(packed), quantized, matmul.format,
+                                                  num_units, sums + i * num_rows * stride, stride);
+              continue;
+            }
+          }
           for (int64_t word = 0, words; word < words_here; word += words) {
             words = std::min(words_at_once, words_here - word);
             const Weight* panel = static_cast<const Weight*>(weight) + (p * num_words + first_word) * kFeatures;
             if constexpr (can_dequantize<Arithmetic>) {
               if (is_quantized) {
                 panel = dequantized;
-                const uint8_t* groups = static_cast<const uint8_t*>(weight) + p * panel_bytes +
-                                        (first_word + word) / kGroupWords * group_bytes(matmul.format, kFeatures);
+                const uint8_t* groups = quantized + (first_word + word) / kUnit * group_bytes(matmul.format);
                 for (int64_t each = 0; each < panels_here; each++)
-                  dequantize(groups + each * panel_bytes, matmul.format, words / kGroupWords, kFeatures,
-                             dequantized + each * words * kFeatures);
+                  dequantize<Weight>(groups + each * panel_bytes, matmul.format, words / kUnit,
+                                     dequantized + each * words * kFeatures);
               }
             }
             for (int64_t t = 0; t < num_tiles; t++) {

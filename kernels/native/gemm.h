@@ -18,8 +18,6 @@ struct Matmul {
 
 extern "C" void radixkv_multiply(const Matmul* matmul);
 
-constexpr int kFeatures = 2 * kLanes;  // features per panel
-
 // Computes a GEMM in AMX tiles, if the processor has them and the shape fits. Returns whether it did.
 bool multiply_in_tiles(const Matmul& matmul);
 

@@ -114,6 +114,19 @@ class QuantizedPanels(Panels):
             grouped = grouped[:, :, 0::2] | grouped[:, :, 1::2] << 4
         parts.append(grouped.reshape(num_panels, num_groups, -1).view(torch.uint8))
         self.numbers = torch.cat(parts, dim=2)
+        self._panel_features = num_features
+
+    def rows(self, features: torch.Tensor) -> QuantizedWeight:
+        """Return the quantized weights of some output features, int64 `[n]`."""
+        width, is_q4 = self._panel_features, self.format == Format.Q4
+        panel, place = features // width, features % width
+        halves = self.numbers.view(torch.float16)  # [num_panels, num_groups, half the bytes of a group]
+        scales = halves[:, :, :width][panel, :, place]
+        minima = halves[:, :, width : 2 * width][panel, :, place] if is_q4 else None
+        # [num_panels, num_groups, bytes of a feature, features]
+        codes = self.numbers[:, :, (4 if is_q4 else 2) * width :].unflatten(2, (-1, width))[panel, :, :, place]
+        codes = torch.stack((codes & 15, codes >> 4), -1) if is_q4 else codes.view(torch.int8)
+        return QuantizedWeight(codes.flatten(1), scales, minima, self.dtype)
 
 
 def use(library: ctypes.CDLL) -> None:

@@ -6,94 +6,96 @@
 //                      kQ4: [16 pairs of input features][features], the first one of a pair in the lower 4 bits
 //                                                                  weight = scale * code + minimum
 //
-// A kernel dequantizes a part of a panel into a buffer, in the layout of a weight that is not quantized, and multiplies it
-// from the buffer. The bits of a row are therefore those of a matmul with the dequantized weight.
+// A kernel dequantizes a group into the words of a weight that is not quantized, and multiplies them from registers or
+// from a buffer. The bits of a row are therefore those of a matmul with the dequantized weight.
 #pragma once
 
 #include "vectors.h"
+
+#include <type_traits>
 
 // The values of `Format` in `kernels/native/gemm.py`.
 enum Format : int64_t { kPlain = 0, kQ8 = 1, kQ4 = 2 };
 
 constexpr int64_t kGroup = 32;  // input features
+constexpr int kFeatures = 2 * kLanes;  // features per panel
 constexpr int64_t kAheadGroups = 8;  // distance at which groups are prefetched
 
-inline int64_t group_bytes(int64_t format, int64_t num_features) {
-  return format == kQ8 ? num_features * (2 + kGroup) : num_features * (2 + 2 + kGroup / 2);
-}
-
-// Pointers to the scales, minima and codes of one vector of features of a group.
-struct Group {
-  const uint16_t *scales, *minima;
-  const uint8_t* codes;
-};
-
-inline Group group_at(const uint8_t* group, int64_t format, int64_t num_features, int64_t first_feature) {
-  const uint16_t* scales = reinterpret_cast<const uint16_t*>(group) + first_feature;
-  const int64_t header = (format == kQ8 ? 2 : 4) * num_features;
-  return {scales, scales + num_features, group + header + first_feature};
-}
+inline int64_t group_bytes(int64_t format) { return kFeatures * (format == kQ8 ? 2 + kGroup : 2 + 2 + kGroup / 2); }
 
 inline Floats dequantized(Words codes, Floats scale) { return from_integers(codes) * scale; }
 
+inline Floats float16_at(const uint16_t* halves) { return from_float16(load_halves(halves, first_lanes(kLanes))); }
+
 // Prefetches the group that is `kAheadGroups` after this one.
-inline void prefetch_ahead(const uint8_t* group, int64_t num_bytes) {
+inline void prefetch_ahead(const uint8_t* group, int64_t format) {
+  const int64_t num_bytes = group_bytes(format);
   for (int64_t i = 0; i < num_bytes; i += 64)
     _mm_prefetch(reinterpret_cast<const char*>(group) + kAheadGroups * num_bytes + i, _MM_HINT_T0);
 }
 
-// Calls `store(i, first, second)` with the weights of input features 2 i and 2 i + 1, for each pair of a group.
-template <class Store>
-inline void dequantize_pairs(const Group& group, int64_t format, int64_t num_features, const Store& store) {
-  const Floats scale = from_float16(load_halves(group.scales, first_lanes(kLanes)));
+// Calls `use(i, v, first, second)` with the weights of input features 2 i and 2 i + 1 of vector v of the features of a
+// panel, for each pair of a group.
+template <class Use>
+inline void dequantize_pairs(const uint8_t* group, int64_t format, const Use& use) {
+  const uint16_t* halves = reinterpret_cast<const uint16_t*>(group);
+  const Floats scales[2] = {float16_at(halves), float16_at(halves + kLanes)};
   if (format == kQ8) {
-    for (int64_t i = 0; i < kGroup / 2; i++) {
-      const uint8_t* codes = group.codes + 2 * i * num_features;
-      store(i, dequantized(widened_signed(codes), scale), dequantized(widened_signed(codes + num_features), scale));
-    }
+    const uint8_t* codes = group + 2 * kFeatures;
+    for (int64_t i = 0; i < kGroup / 2; i++, codes += 2 * kFeatures)
+#pragma GCC unroll 2
+      for (int v = 0; v < 2; v++) {
+        const uint8_t* own = codes + v * kLanes;
+        use(i, v, dequantized(widened_signed(own), scales[v]), dequantized(widened_signed(own + kFeatures), scales[v]));
+      }
   } else {
-    const Floats minimum = from_float16(load_halves(group.minima, first_lanes(kLanes)));
-    for (int64_t i = 0; i < kGroup / 2; i++) {
-      const Words codes = widened_bytes(group.codes + i * num_features);
-      store(i, multiply_add(from_integers(common_bits(codes, 15)), scale, minimum),
-            multiply_add(from_integers(shifted_down(codes, 4)), scale, minimum));
-    }
+    const Floats minima[2] = {float16_at(halves + kFeatures), float16_at(halves + kFeatures + kLanes)};
+    const uint8_t* bytes = group + 4 * kFeatures;
+    for (int64_t i = 0; i < kGroup / 2; i++, bytes += kFeatures)
+#pragma GCC unroll 2
+      for (int v = 0; v < 2; v++) {
+        const Words codes = widened_bytes(bytes + v * kLanes);
+        use(i, v, multiply_add(from_integers(common_bits(codes, 15)), scales[v], minima[v]),
+            multiply_add(from_integers(shifted_down(codes, 4)), scales[v], minima[v]));
+      }
   }
 }
 
-// Dequantizes groups of a panel into words: one number per word, in float32.
-inline void dequantize(const uint8_t* groups, int64_t format, int64_t num_groups, int64_t num_features, float* words) {
-  const int64_t num_bytes = group_bytes(format, num_features);
-  for (int64_t g = 0; g < num_groups; g++, groups += num_bytes) {
-    prefetch_ahead(groups, num_bytes);
-    for (int64_t f = 0; f < num_features; f += kLanes) {
-      float* to = words + g * kGroup * num_features + f;
-      dequantize_pairs(group_at(groups, format, num_features, f), format, num_features,
-                       [&](int64_t i, Floats first, Floats second) {
-                         store_floats(to + 2 * i * num_features, first);
-                         store_floats(to + (2 * i + 1) * num_features, second);
-                       });
-    }
-  }
+// Words of a group: one or two numbers per word.
+template <class Word>
+constexpr int64_t kGroupWords = std::is_same_v<Word, float> ? kGroup : kGroup / 2;
+
+// Calls `use(w, v, word)` with each word of a group of a panel: one number, in float32.
+template <class Use>
+inline void dequantize_words(const uint8_t* group, int64_t format, const float*, const Use& use) {
+  dequantize_pairs(group, format, [&](int64_t i, int v, Floats first, Floats second) {
+    use(2 * i, v, first);
+    use(2 * i + 1, v, second);
+  });
 }
 
 #ifdef __AVX512BF16__
-// Dequantizes groups of a panel into words: two adjacent numbers per word, rounded to bfloat16.
-inline void dequantize(const uint8_t* groups, int64_t format, int64_t num_groups, int64_t num_features,
-                       uint32_t* words) {
-  const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21,
-                                         5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
-  const int64_t num_bytes = group_bytes(format, num_features);
-  for (int64_t g = 0; g < num_groups; g++, groups += num_bytes) {
-    prefetch_ahead(groups, num_bytes);
-    for (int64_t f = 0; f < num_features; f += kLanes) {
-      uint32_t* to = words + g * kGroup / 2 * num_features + f;
-      dequantize_pairs(group_at(groups, format, num_features, f), format, num_features,
-                       [&](int64_t i, Floats first, Floats second) {
-                         const __m512i both = (__m512i)_mm512_cvtne2ps_pbh(second, first);
-                         store_words(to + i * num_features, 0xffff, _mm512_permutexvar_epi16(order, both));
-                       });
-    }
-  }
+// The same with two adjacent numbers per word, rounded to bfloat16, halves away from 0. (`vcvtne2ps2bf16`, which rounds
+// halves to even, needs a permutation after it: a decoded token took 1.4 times as long.)
+template <class Use>
+inline void dequantize_words(const uint8_t* group, int64_t format, const uint32_t*, const Use& use) {
+  const Words half = all_words(0x8000);
+  dequantize_pairs(group, format, [&](int64_t i, int v, Floats first, Floats second) {
+    const Words low = shifted_down(added(as_words(first), half), 16), high = added(as_words(second), half);
+    use(i, v, as_floats(_mm512_mask_blend_epi16(0xaaaaaaaa, low, high)));
+  });
 }
 #endif
+
+// Dequantizes groups of a panel into words.
+template <class Word>
+inline void dequantize(const uint8_t* groups, int64_t format, int64_t num_groups, Word* words) {
+  const int64_t num_bytes = group_bytes(format);
+  for (int64_t g = 0; g < num_groups; g++, groups += num_bytes) {
+    prefetch_ahead(groups, format);
+    float* to = reinterpret_cast<float*>(words) + g * kGroupWords<Word> * kFeatures;
+    dequantize_words(groups, format, words, [&](int64_t w, int v, Floats word) {
+      store_floats(to + w * kFeatures + v * kLanes, word);
+    });
+  }
+}

@@ -16,7 +16,6 @@ constexpr int64_t kMaxBytes = 896 << 10;        // bytes of rows that are packed
 constexpr int64_t kPairRows = 2 * kLines;       // rows of two tiles
 constexpr int64_t kAheadBytes = 4096;           // distance at which a weight is prefetched
 constexpr int64_t kPanelBytes = kFeatures * 4;  // bytes of a word of a panel, over its features
-constexpr int64_t kMaxDequantized = 128;        // words of a panel that are dequantized at once, for the L1 cache
 static_assert(kGroup == 2 * kTileWords, "a step has the words of a group");
 
 int64_t whole_tiles(int64_t num_rows) { return (num_rows + kLines - 1) / kLines * kLines; }
@@ -32,46 +31,82 @@ void pack_rows(const Matmul& matmul, int64_t first_row, int64_t num_rows, int64_
                   load_words(rows + r * row_words + w, r < num_rows ? 0xffff : 0));
 }
 
+// Tiles 0 to 3 hold the sums of one or two tiles of rows of a panel.
+template <bool kHasTwo>
+struct TileSums {
+  static constexpr int64_t kStepNumbers = kHasTwo ? 2 * kTileNumbers : kTileNumbers;
+  static constexpr int64_t kBytes = kFeatures * sizeof(float);
+
+  static void clear() {
+    clear_tile<0>(), clear_tile<1>();
+    if (kHasTwo) clear_tile<2>(), clear_tile<3>();
+  }
+
+  static void load(const float* sums) {
+    const float* below = sums + kLines * kFeatures;
+    load_tile<0>(sums, kBytes), load_tile<1>(sums + kLanes, kBytes);
+    if (kHasTwo) load_tile<2>(below, kBytes), load_tile<3>(below + kLanes, kBytes);
+  }
+
+  static void store(float* sums) {
+    float* below = sums + kLines * kFeatures;
+    store_tile<0>(sums, kBytes), store_tile<1>(sums + kLanes, kBytes);
+    if (kHasTwo) store_tile<2>(below, kBytes), store_tile<3>(below + kLanes, kBytes);
+  }
+
+  // Adds the products of 16 words of the rows and of the panel.
+  static void add(const uint32_t* rows, const uint32_t* weight) {
+    load_passing_tile<6>(weight, kPanelBytes);
+    load_passing_tile<4>(rows, 64);
+    add_products<0, 4, 6>();
+    load_passing_tile<7>(weight + kLanes, kPanelBytes);
+    add_products<1, 4, 7>();
+    if (kHasTwo) {
+      load_passing_tile<5>(rows + kTileNumbers, 64);
+      add_products<2, 5, 6>();
+      add_products<3, 5, 7>();
+    }
+  }
+};
+
 // Adds words of one or two tiles of rows to their sums of a panel. Prefetches `num_ahead` words of a weight.
 template <bool kHasTwo>
 void add_words(const uint32_t* rows, const uint32_t* panel, int64_t num_words, float* sums, bool is_first,
                const uint32_t* ahead, int64_t num_ahead) {
-  constexpr int64_t kStepNumbers = kHasTwo ? 2 * kTileNumbers : kTileNumbers;
-  constexpr int64_t kSumsBytes = kFeatures * sizeof(float);
-  float* below = sums + kLines * kFeatures;
-  if (is_first) {
-    clear_tile<0>(), clear_tile<1>();
-    if (kHasTwo) clear_tile<2>(), clear_tile<3>();
-  } else {
-    load_tile<0>(sums, kSumsBytes), load_tile<1>(sums + kLanes, kSumsBytes);
-    if (kHasTwo) load_tile<2>(below, kSumsBytes), load_tile<3>(below + kLanes, kSumsBytes);
-  }
+  using Sums = TileSums<kHasTwo>;
+  if (is_first) Sums::clear();
+  else Sums::load(sums);
   int64_t num_prefetched = 0;
   for (int64_t w = 0; w < num_words; w += kTileWords) {
     for (const int64_t end = num_ahead * (w + kTileWords) / num_words; num_prefetched < end; num_prefetched++)
       for (int64_t i = 0; i < kPanelBytes; i += 64)
         _mm_prefetch(reinterpret_cast<const char*>(ahead) + num_prefetched * kPanelBytes + i, _MM_HINT_T1);
-    const uint32_t *weight = panel + w * kFeatures, *row = rows + w / kTileWords * kStepNumbers;
-    load_passing_tile<6>(weight, kPanelBytes);
-    load_passing_tile<4>(row, 64);
-    add_products<0, 4, 6>();
-    load_passing_tile<7>(weight + kLanes, kPanelBytes);
-    add_products<1, 4, 7>();
-    if (kHasTwo) {
-      load_passing_tile<5>(row + kTileNumbers, 64);
-      add_products<2, 5, 6>();
-      add_products<3, 5, 7>();
-    }
+    Sums::add(rows + w / kTileWords * Sums::kStepNumbers, panel + w * kFeatures);
   }
-  store_tile<0>(sums, kSumsBytes), store_tile<1>(sums + kLanes, kSumsBytes);
-  if (kHasTwo) store_tile<2>(below, kSumsBytes), store_tile<3>(below + kLanes, kSumsBytes);
+  Sums::store(sums);
+}
+
+// Computes the sums of one or two tiles of rows of a quantized panel. A group is dequantized while the tiles multiply the
+// one before it.
+template <bool kHasTwo>
+void sum_groups(const uint32_t* rows, const uint8_t* groups, int64_t format, int64_t num_groups, float* sums) {
+  using Sums = TileSums<kHasTwo>;
+  alignas(64) uint32_t words[2][kTileWords * kFeatures];
+  dequantize<uint32_t>(groups, format, 1, words[0]);
+  Sums::clear();
+  for (int64_t g = 0; g < num_groups; g++) {
+    const int64_t next = g + 1;
+    if (next < num_groups) dequantize<uint32_t>(groups + next * group_bytes(format), format, 1, words[next % 2]);
+    Sums::add(rows + g * Sums::kStepNumbers, words[g % 2]);
+  }
+  Sums::store(sums);
 }
 
 // Two vectors of sums of a row, with the bias.
-struct Sums {
+struct BiasedSums {
   Floats low, high;
 
-  Sums(const float* sums, const void* bias, int64_t first, int64_t left)
+  BiasedSums(const float* sums, const void* bias, int64_t first, int64_t left)
       : low(with_bias(sums, bias, first, kBfloat16, first_lanes(left))),
         high(with_bias(sums + kLanes, bias, first + kLanes, kBfloat16,
                        first_lanes(std::max<int64_t>(0, left - kLanes)))) {}
@@ -84,9 +119,9 @@ void finish(const Matmul& matmul, int64_t first_row, int64_t num_rows, int64_t p
   const __mmask32 lanes = left >= kFeatures ? 0xffffffffu : (1u << left) - 1;
   uint16_t* out = static_cast<uint16_t*>(matmul.out) + first_row * matmul.out_features + first;
   for (int64_t r = 0; r < num_rows; r++) {
-    Sums sum(sums + r * kFeatures, matmul.bias, first, left);
+    BiasedSums sum(sums + r * kFeatures, matmul.bias, first, left);
     if (matmul.other_weight) {
-      const Sums other(other_sums + r * kFeatures, matmul.other_bias, first, left);
+      const BiasedSums other(other_sums + r * kFeatures, matmul.other_bias, first, left);
       sum.low = silu_of(sum.low) * other.low;
       sum.high = silu_of(sum.high) * other.high;
     }
@@ -113,44 +148,50 @@ void multiply(const Matmul& matmul, int64_t first_row, int64_t num_rows) {
       pack_rows(matmul, first_row + row, std::min(kPairRows, num_rows - row), first_word, words_here,
               packed + row * words_here);
     });
-    // A quantized weight is dequantized for all pairs at once, or for a single one, some words at a time.
-    const bool is_quantized = matmul.format != kPlain;
-    const int64_t words_at_once = is_quantized && num_pairs == 1 ? std::min(words_here, kMaxDequantized) : words_here;
-    const int64_t panel_bytes = num_steps * group_bytes(matmul.format, kFeatures);  // if it is quantized
+    // A quantized weight is dequantized for all pairs at once, or for a single one, a group at a time.
+    const bool is_quantized = matmul.format != kPlain, is_fused = is_quantized && num_pairs == 1;
+    const int64_t panel_bytes = num_steps * group_bytes(matmul.format);  // if it is quantized
     parallel_items(num_panels, matmul.num_threads, [&](Items& items) {
       const Tiles tiles;
       alignas(64) float own[2 * kPairRows * kFeatures];
-      const Buffer<uint32_t> dequantized(is_quantized ? num_weights * words_at_once * kFeatures : 0);
-      for (int64_t p; items.next(p);)
-        for (int64_t word = 0, words; word < words_here; word += words) {
-          words = std::min(words_at_once, words_here - word);
-          const uint32_t* panels[2] = {};
-          for (int i = 0; i < num_weights; i++) {
-            const void* weight = i ? matmul.other_weight : matmul.weight;
-            panels[i] = static_cast<const uint32_t*>(weight) + (p * num_words + first_word) * kFeatures;
-            if (!is_quantized) continue;
-            uint32_t* to = dequantized + i * words_at_once * kFeatures;
-            dequantize(static_cast<const uint8_t*>(weight) + p * panel_bytes +
-                           (first_word + word) / kTileWords * group_bytes(matmul.format, kFeatures),
-                       matmul.format, words / kTileWords, kFeatures, to);
-            panels[i] = to;
-          }
-          for (int64_t t = 0; t < num_pairs; t++) {
-            const int64_t row = t * kPairRows, rows_here = std::min(kPairRows, num_rows - row);
-            float* sums = num_blocks > 1 ? kept + (p * num_lines + row) * kFeatures : own;
-            for (int i = 0; i < num_weights; i++) {
-              // A single pair prefetches the words that follow soon. Several pairs prefetch the next panel, a part each.
-              const int64_t first_ahead = words * t / num_pairs, end_ahead = words * (t + 1) / num_pairs;
-              const int64_t distance = num_pairs == 1 ? kAheadBytes / 4 : num_words * kFeatures;
-              const auto add = rows_here > kLines ? add_words<true> : add_words<false>;
-              add(packed + row * words_here + word * whole_tiles(rows_here), panels[i], words,
-                  sums + i * kept_lines * kFeatures, block == 0 && word == 0,
-                  panels[i] + distance + first_ahead * kFeatures, is_quantized ? 0 : end_ahead - first_ahead);
-            }
-            if (block == num_blocks - 1 && word + words == words_here)
-              finish(matmul, first_row + row, rows_here, p, sums, sums + kept_lines * kFeatures);
-          }
+      const Buffer<uint32_t> dequantized(is_quantized && !is_fused ? num_weights * words_here * kFeatures : 0);
+      for (int64_t p; items.next(p);) {
+        const uint32_t* panels[2] = {};
+        const uint8_t* quantized[2] = {};
+        for (int i = 0; i < num_weights; i++) {
+          const void* weight = i ? matmul.other_weight : matmul.weight;
+          panels[i] = static_cast<const uint32_t*>(weight) + (p * num_words + first_word) * kFeatures;
+          if (!is_quantized) continue;
+          const int64_t first_group = first_word / kTileWords;
+          quantized[i] = static_cast<const uint8_t*>(weight) + p * panel_bytes + first_group * group_bytes(matmul.format);
+          panels[i] = dequantized + i * words_here * kFeatures;
+          if (!is_fused)
+            dequantize<uint32_t>(quantized[i], matmul.format, words_here / kTileWords,
+                                 dequantized + i * words_here * kFeatures);
         }
+        for (int64_t t = 0; t < num_pairs; t++) {
+          const int64_t row = t * kPairRows, rows_here = std::min(kPairRows, num_rows - row);
+          const bool has_two = rows_here > kLines;
+          const uint32_t* own_rows = packed + row * words_here;
+          float* sums = num_blocks > 1 ? kept + (p * num_lines + row) * kFeatures : own;
+          for (int i = 0; i < num_weights; i++) {
+            float* own_sums = sums + i * kept_lines * kFeatures;
+            if (is_fused) {
+              const auto add = has_two ? sum_groups<true> : sum_groups<false>;
+              add(own_rows, quantized[i], matmul.format, num_steps, own_sums);
+              continue;
+            }
+            // A single pair prefetches the words that follow soon. Several pairs prefetch the next panel, a part each.
+            const int64_t first_ahead = words_here * t / num_pairs, end_ahead = words_here * (t + 1) / num_pairs;
+            const int64_t distance = num_pairs == 1 ? kAheadBytes / 4 : num_words * kFeatures;
+            const auto add = has_two ? add_words<true> : add_words<false>;
+            add(own_rows, panels[i], words_here, own_sums, block == 0,
+                panels[i] + distance + first_ahead * kFeatures, is_quantized ? 0 : end_ahead - first_ahead);
+          }
+          if (block == num_blocks - 1)
+            finish(matmul, first_row + row, rows_here, p, sums, sums + kept_lines * kFeatures);
+        }
+      }
     });
   }
 }

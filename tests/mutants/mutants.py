@@ -559,9 +559,13 @@ KERNEL_MUTANTS = (
     Mutant("kernels/native/tile_attention.cpp", "all(sinks_ ? 1.0f : 0.0f)", "all(0.0f)"),
     Mutant("kernels/native/tile_attention.cpp", "problem_.window ? _mm512_sub", "false ? _mm512_sub"),
     Mutant("kernels/native/tile_attention.cpp", "kBfloat16 && problem.head_dim % (2 * kTileWords) == 0", "kBfloat16"),
-    Mutant("kernels/native/tile_gemm.cpp", "block == 0 && word == 0,", "word == 0,"),
-    Mutant("kernels/native/tile_gemm.cpp", "block == 0 && word == 0,", "block == 0,"),
-    Mutant("kernels/native/tile_gemm.cpp", "dequantized + i * words_at_once * kFeatures", "dequantized"),
+    Mutant("kernels/native/tile_gemm.cpp", "own_sums, block == 0,", "own_sums, true,"),
+    Mutant(
+        "kernels/native/tile_gemm.cpp",
+        "panels[i] = dequantized + i * words_here * kFeatures",
+        "panels[i] = dequantized",
+    ),
+    Mutant("kernels/native/tile_gemm.cpp", "words[g % 2]", "words[0]"),
     Mutant("kernels/native/tile_gemm.cpp", "(p * num_lines + row) * kFeatures", "row * kFeatures"),
     Mutant("kernels/native/tile_gemm.cpp", "sums, sums + kept_lines * kFeatures", "sums, sums"),
     Mutant("kernels/native/vectors_avx2.h", "memcpy(&own, from, lanes.count", "memcpy(&own, from, kLanes"),
@@ -606,7 +610,9 @@ KERNEL_MUTANTS = (
     Mutant("kernels/native/gemm.cpp", "stride, block == 0 && word == 0,", "stride, block == 0,"),
     Mutant("kernels/native/gemm.cpp", " + word * rows_here", ""),
     Mutant(
-        "kernels/native/quantized.h", "shifted_down(codes, 4)), scale, minimum", "shifted_down(codes, 4)), scale, scale"
+        "kernels/native/quantized.h",
+        "shifted_down(codes, 4)), scales[v], minima[v]",
+        "shifted_down(codes, 4)), scales[v], scales[v]",
     ),
     Mutant(
         "kernels/native/gemm.py",

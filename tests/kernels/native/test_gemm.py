@@ -20,8 +20,9 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # Features out and in: less than a vector and a panel, whole ones, more words than a cache holds at once, and panels
 # that are left when others are read together. The last two fill tiles.
 SHAPES = [(1, 2), (31, 34), (64, 16), (33, 1000), (96, 4866), (113, 50), (31, 32), (65, 2080)]
-# Rows: less than a tile, tiles of unlike sizes, and more than are laid out at once.
-ROWS = [1, 2, 5, 6, 7, 11, 12, 13, 25, 100, 258, 259, 516, 517, 1033]
+# Rows: less than a tile, tiles of unlike sizes, and more than are laid out at once. Up to 4, or in AMX tiles 32, a
+# quantized weight is multiplied while it is dequantized.
+ROWS = [1, 2, 3, 4, 5, 6, 7, 11, 12, 13, 25, 33, 100, 258, 259, 516, 517, 1033]
 TOLERANCE = {
     torch.float32: 1e-6,
     torch.bfloat16: 2**-8,
@@ -74,15 +75,17 @@ def test_results_are_correct_and_batch_invariant(
 def test_quantized_weights_give_the_bits_of_dequantized_ones(
     dtype: torch.dtype, bits: int, shape: tuple[int, int], num_threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where the processor multiplies pairs of bfloat16, dequantized weights are rounded to it; elsewhere not at all."""
+    """Where the processor multiplies pairs of bfloat16, dequantized weights are rounded to it, halves away from 0."""
     quantized = QuantizedWeight.quantize(numbers(*shape, dtype=torch.float32), bits)
     panels, bias = gemm.QuantizedPanels([quantized], dtype), numbers(shape[0], dtype=dtype)
     rows, weight = numbers(ROWS[-1], shape[1], dtype=dtype), quantized.dequantize()
     whole = gemm.multiply(rows, panels, bias)
     multiplies_pairs = gemm._in_use().word_numbers[dtype] == 2
+    if multiplies_pairs:
+        weight = ((weight.view(torch.int32) + 0x8000) >> 16 << 16).view(torch.float32)
     if multiplies_pairs or dtype == torch.float32:
         assert torch.equal(gemm.multiply(rows, gemm.Panels(weight.to(dtype)), bias), whole)
-    wide = [each.double() for each in (rows, weight.to(dtype) if multiplies_pairs else weight, bias)]
+    wide = [each.double() for each in (rows, weight, bias)]
     bound = TOLERANCE[dtype] * (wide[0].abs() @ wide[1].abs().t() + wide[2].abs())
     assert ((whole.double() - (wide[0] @ wide[1].t() + wide[2])).abs() <= bound).all()
     monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
@@ -101,6 +104,17 @@ def test_quantized_weights_are_packed_together_and_gate(dtype: torch.dtype, bits
         gated = gemm.gate(rows, up, None, up, None).double()
         expected = silu(alone[1].double()) * alone[1].double()
         assert (gated - expected).norm() <= 4 * TOLERANCE[dtype] * expected.norm()
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_rows_of_a_packed_weight_are_what_was_packed(bits: int) -> None:
+    weight = QuantizedWeight.quantize(numbers(70, 96, dtype=torch.float32), bits)
+    features = torch.tensor([0, 69, 7, 31, 32, 7])
+    got = gemm.QuantizedPanels([weight], torch.float32).rows(features)
+    expected = weight.rows(features)
+    assert (got.codes.dtype, got.bits) == (expected.codes.dtype, bits)
+    assert torch.equal(got.codes, expected.codes)
+    assert torch.equal(got.dequantize(), expected.dequantize())
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
