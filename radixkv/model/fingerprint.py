@@ -14,6 +14,8 @@ import torch
 from transformers import PreTrainedModel
 from xxhash import xxh3_128
 
+from radixkv.model.layers.stored_weight import stored_weight
+
 _log = logging.getLogger(__name__)
 
 # Keys of config.json that describe the origin of a model and do not affect its results.
@@ -21,7 +23,7 @@ _WITHOUT_EFFECT = ("_name_or_path", "transformers_version", "architectures")
 
 
 def fingerprint_model(module: PreTrainedModel, weights: str, *, is_exact: bool) -> str:
-    """Digest a model, including all bytes of its weights. Called once, at load. Logs how long it took.
+    """Digest a model, including all bytes of its weights, stored ones as they are quantized. Logs how long it took.
 
     Equal models have equal digests, whatever directory they were read from. XXH3 is not cryptographic: models that were
     constructed to collide may also have equal digests.
@@ -36,11 +38,16 @@ def fingerprint_model(module: PreTrainedModel, weights: str, *, is_exact: bool) 
     start_s, num_bytes = time.perf_counter(), 0
     config = {key: value for key, value in module.config.to_dict().items() if key not in _WITHOUT_EFFECT}
     digest = xxh3_128(json.dumps([weights, is_exact, config], sort_keys=True, default=str).encode())
+    stored = {f"{name}.weight": weight for name, part in module.named_modules() if (weight := stored_weight(part))}
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-        digest.update(json.dumps([name, list(tensor.shape), str(tensor.dtype)]).encode())
-        data = tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy()
-        digest.update(data)
-        num_bytes += data.nbytes
+        quantized = stored.get(name)
+        for each in (tensor,) if quantized is None else (quantized.codes, quantized.scales, quantized.minima):
+            if each is None:
+                continue
+            digest.update(json.dumps([name, list(each.shape), str(each.dtype)]).encode())
+            data = each.detach().cpu().reshape(-1).view(torch.uint8).numpy()
+            digest.update(data)
+            num_bytes += data.nbytes
     took_s = time.perf_counter() - start_s
     _log.info("read %.1f MB of weights for the model's fingerprint in %.2f s", num_bytes / 1e6, took_s)
     return digest.hexdigest()

@@ -1,6 +1,6 @@
 """Loads the weights of a GGUF file into a model of transformers.
 
-On a CPU with compiled kernels, quantized weights of linear layers stay quantized:
+On a CPU with compiled kernels, quantized weights of linear layers and embeddings stay quantized:
 
     in the file           in memory
     Q4_0, Q4_1, Q8_0      the same codes, scales and minima
@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 
 from radixkv.errors import ConfigError
 from radixkv.kernels.quantized_weight import GROUP_FEATURES, QuantizedWeight
-from radixkv.model.layers.packed_linear import keep_stored_weight
+from radixkv.model.layers.stored_weight import can_keep_stored_weight, keep_stored_weight, weight_without_data
 from radixkv.model.refusals import misfits
 from radixkv.model_files.gguf_config import ROPE_TENSORS
 from radixkv.model_files.gguf_file import FLOAT_TYPES, TENSOR_TYPES, GgufFile, GgufTensor
@@ -53,21 +53,29 @@ def load_gguf_weights(
         config: configuration that `model_config` made of this file.
         dtype: data type of all weights.
         attention: name of the attention function.
-        keeps_quantized: whether linear layers also get their weights in a quantized format, see `keep_stored_weight`.
+        keeps_quantized: whether quantized weights of linear layers and embeddings stay quantized. `pack_linears` must
+            then be called before the model is, see `keep_stored_weight`.
 
     Raises:
         ConfigError: a weight is missing, is unknown, or has the wrong shape.
     """
     with torch.device("meta"):
-        empty = model_class(config).state_dict()
-    names = _gguf_names(file, empty, config)
+        empty = model_class(config)
+    shapes = {name: tuple(weight.shape) for name, weight in empty.state_dict().items()}
+    names = _gguf_names(file, shapes, config)
     _require_same(file, names)
     for name, gguf_name in names.items():
-        expected, found = tuple(empty[name].shape), file.tensors[gguf_name].shape
-        if found != expected:
-            raise ConfigError(f"{file.path}: expected {gguf_name} of the shape {expected}, got {found}")
+        found = file.tensors[gguf_name].shape
+        if found != shapes[name]:
+            raise ConfigError(f"{file.path}: expected {gguf_name} of the shape {shapes[name]}, got {found}")
     data = np.memmap(file.path, np.uint8, "r")
-    weights = {name: _weight(file, gguf_name, data, config, dtype) for name, gguf_name in names.items()}
+    kept = _kept_names(empty, file, names) if keeps_quantized else ()
+    weights = {
+        name: weight_without_data(shapes[name], dtype)
+        if name in kept
+        else _weight(file, gguf_name, data, config, dtype)
+        for name, gguf_name in names.items()
+    }
     module, info = model_class.from_pretrained(
         None,
         config=config,
@@ -78,38 +86,32 @@ def load_gguf_weights(
     )
     if wrong := misfits(info):
         raise ConfigError(f"{file.path}: the weights do not fit the metadata: {wrong}")
-    num_kept = 0
-    if keeps_quantized:
-        num_kept = _keep_quantized(module, file, names, data, config, dtype)
+    for name in kept:
+        stored = _quantized_weight(file, names[name], data, config, dtype)
+        part = module.get_submodule(name.removesuffix(".weight"))
+        keep_stored_weight(part, stored)
+        if config.tie_word_embeddings and part is module.get_input_embeddings():
+            keep_stored_weight(module.get_output_embeddings(), stored)
     sizes = ", ".join(f"{each / 1e6:.1f} MB in {kind}" for kind, each in file.num_bytes_by_type.items())
     _log.info(
-        "read a GGUF file with %s; %d linear layers stay quantized, and other weights are dequantized to %s",
+        "read a GGUF file with %s; %d weights stay quantized, and others are dequantized to %s",
         sizes,
-        num_kept,
+        len(kept),
         str(dtype).removeprefix("torch."),
     )
     return module
 
 
-def _keep_quantized(
-    module: PreTrainedModel, file: GgufFile, names: dict[str, str], data: _Bytes, config: Any, dtype: torch.dtype
-) -> int:
-    """Keep the quantized weights of linear layers, and return their number."""
-    by_weight = {f"{name}.weight": part for name, part in module.named_modules() if isinstance(part, nn.Linear)}
-    head = module.get_output_embeddings()
-    if config.tie_word_embeddings and isinstance(head, nn.Linear):
-        embedding = module.get_input_embeddings()
-        name = next(name for name, part in module.named_modules() if part is embedding)
-        by_weight[f"{name}.weight"] = head
-    num_kept = 0
-    for name, layer in by_weight.items():
-        gguf_name = names.get(name)
-        if gguf_name is None or file.tensors[gguf_name].type in FLOAT_TYPES:
-            continue
-        if layer.in_features % GROUP_FEATURES == 0:
-            keep_stored_weight(layer, _quantized_weight(file, gguf_name, data, config, dtype))
-            num_kept += 1
-    return num_kept
+def _kept_names(module: nn.Module, file: GgufFile, names: dict[str, str]) -> list[str]:
+    """Return the names of the weights that stay quantized."""
+    candidates = [f"{name}.weight" for name, part in module.named_modules() if can_keep_stored_weight(part)]
+    return [
+        name
+        for name in candidates
+        if name in names
+        and (tensor := file.tensors[names[name]]).type not in FLOAT_TYPES
+        and tensor.shape[1] % GROUP_FEATURES == 0
+    ]
 
 
 def _quantized_weight(file: GgufFile, name: str, data: _Bytes, config: Any, dtype: torch.dtype) -> QuantizedWeight:

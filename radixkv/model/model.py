@@ -29,7 +29,7 @@ from radixkv.model.fingerprint import fingerprint_model
 from radixkv.model.last_layer import Answers, LastLayer, answers_alone
 from radixkv.model.layers.cpu_layers import FusedCpuLayers
 from radixkv.model.layers.gemm_tuner import GemmTuner, TrialBudget
-from radixkv.model.layers.packed_linear import merge_linears, pack_linears, stored_weight
+from radixkv.model.layers.packed_linear import merge_linears, pack_linears
 from radixkv.model.on_cpu import native_library
 from radixkv.model.on_gpu import fuse_layers, low_rank_kernels
 from radixkv.model.report import Report, report_nothing
@@ -94,9 +94,7 @@ class Model:
         self.is_exact = is_exact
         if fingerprint is None:  # before the weights are packed
             report("hashing the weights")
-            is_stored = any(stored_weight(part) is not None for part in module.modules())
-            formats = f"{weights}, some as they are stored" if is_stored else weights
-            fingerprint = fingerprint_model(module, formats, is_exact=is_exact)
+            fingerprint = fingerprint_model(module, weights, is_exact=is_exact)
         self.fingerprint = fingerprint
         self.module = module.to(device).eval().requires_grad_(False)
         self.num_parameters = sum(parameter.numel() for parameter in module.parameters())

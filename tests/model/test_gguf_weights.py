@@ -15,10 +15,12 @@ import gguf
 from radixkv.compute.runner import Runner
 from radixkv.config import ModelConfig
 from radixkv.errors import ConfigError
+from radixkv.kernels.quantized_weight import QuantizedWeight
 from radixkv.model.attention.attention_function import ATTENTION_NAME
 from radixkv.model.attention.torch_kernels import TorchKernels
 from radixkv.model.gguf_weights import _from_q4_k, load_gguf_weights
-from radixkv.model.layers.packed_linear import stored_weight
+from radixkv.model.layers.quantized_embedding import QuantizedEmbedding
+from radixkv.model.layers.stored_weight import stored_weight
 from radixkv.model.loading import load_model
 from radixkv.model_files.gguf_config import ARCHITECTURES
 from radixkv.model_files.gguf_file import GgufFile
@@ -91,27 +93,62 @@ def test_logits_are_those_of_transformers_from_the_same_quantized_file(tmp_path,
     assert_agree(runner.run([chunk(tokens, 0, 60, np.arange(4, dtype=np.int32))]).logits[0], expected[-1])
 
 
-def linear_layers(module):
-    return {name: part for name, part in module.named_modules() if isinstance(part, torch.nn.Linear)}
+def layers_with_matrices(module):
+    kinds = torch.nn.Linear | torch.nn.Embedding
+    return {name: part for name, part in module.named_modules() if isinstance(part, kinds)}
 
 
 @pytest.mark.parametrize("tensor_type", ["F32", "Q8_0", "Q4_0", "Q4_1", "Q5_0"])
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "gemma3", "phi3"])
-def test_linear_layers_keep_the_codes_of_a_file(tmp_path, kind, tensor_type):
+def test_layers_keep_the_codes_of_a_file(tmp_path, kind, tensor_type):
     model = random_model(kind)
     path = write_gguf(tmp_path / "model.gguf", model, kind, tensor_type)
     inputs = GgufFile.read(path), type(model), model.config, torch.float32, "eager"
-    module = load_gguf_weights(*inputs, keeps_quantized=True)
-    for name, layer in linear_layers(module).items():
-        stored = stored_weight(layer)
+    dequantized = layers_with_matrices(load_gguf_weights(*inputs))
+    for name, layer in layers_with_matrices(load_gguf_weights(*inputs, keeps_quantized=True)).items():
+        stored, weight = stored_weight(layer), dequantized[name].weight
         if tensor_type == "F32":
             assert stored is None
             continue
         assert stored is not None, name
         assert stored.bits == (4 if tensor_type in ("Q4_0", "Q4_1") else 8)
-        error = (stored.dequantize() - layer.weight).norm() / layer.weight.norm()
+        error = (stored.dequantize() - weight).norm() / weight.norm()
         assert error <= (1e-2 if tensor_type == "Q5_0" else 0), name
-    assert not any(stored_weight(layer) for layer in linear_layers(load_gguf_weights(*inputs)).values())
+        assert layer.weight.untyped_storage().nbytes() == layer.weight.element_size(), "it is not stored twice"
+    assert not any(map(stored_weight, dequantized.values()))
+
+
+@pytest.mark.parametrize("kind", ["llama", "llama-tied-with-biases", "gemma3"])
+def test_embeddings_stay_quantized_and_have_the_bits_of_dequantized_ones(tmp_path, kind):
+    skip_without_kernels_for("q4")
+    path = write_gguf(tmp_path / "model.gguf", random_model(kind), kind, "Q4_1")
+    embeddings = load_model(ModelConfig(path=str(path), device="cpu")).module.get_input_embeddings()
+    plain = load_model(ModelConfig(path=str(path), device="cpu", weights="q8")).module.get_input_embeddings()
+    assert isinstance(embeddings, QuantizedEmbedding)
+    assert not isinstance(plain, QuantizedEmbedding)
+    ids = torch.tensor([[0, 511, 7, 31, 32, 33, 7]])
+    with torch.inference_mode():
+        assert torch.equal(embeddings(ids), plain(ids))
+
+
+def test_projections_of_different_types_are_merged_in_8_bits(tmp_path, caplog):
+    """As in files of the kind Q4_K_M. If they were not merged, the layer would not be computed in one call."""
+    skip_without_kernels_for("q4")
+    model = random_model("llama")
+    mixed = {".attn_v.": "Q5_0", ".ffn_up.": "Q8_0"}
+    path = write_gguf(tmp_path / "model.gguf", model, "llama", "Q4_0", mixed=mixed)
+    with caplog.at_level(logging.INFO):
+        served = load_model(ModelConfig(path=str(path), device="cpu", dtype="float32"))
+    assert "matmuls by library: q4 7, q8 6" in caplog.text  # 3 layers: o, down; qkv, gate with up; and the head
+    runner = Runner(served, KVStorage(16, 16, served.kv_shape, served.device), TorchKernels())
+    tokens = np.random.default_rng(1).integers(0, VOCAB_SIZE, 60).astype("<u4")
+    dequantized = load_gguf_weights(GgufFile.read(path), type(model), model.config, torch.float32, "eager")
+    with torch.inference_mode():
+        for name, weight in dequantized.named_parameters():
+            if name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight", "gate_proj.weight")):
+                weight.copy_(QuantizedWeight.quantize(weight, 8).dequantize())
+        expected = dequantized(torch.from_numpy(tokens.astype(np.int64))[None], use_cache=False).logits[0]
+    assert_agree(runner.run([chunk(tokens, 0, 60, np.arange(4, dtype=np.int32))]).logits[0], expected[-1])
 
 
 def test_blocks_of_256_keep_their_codes():
@@ -148,7 +185,7 @@ def test_quantized_weights_take_bfloat16_and_the_log_says_so(tmp_path, caplog):
         model = load_model(ModelConfig(path=str(path), device="cpu"))
     assert model.module.dtype == torch.bfloat16
     assert "MB in Q4_0" in caplog.text
-    assert "other weights are dequantized to bfloat16" in caplog.text
+    assert "others are dequantized to bfloat16" in caplog.text
 
 
 @pytest.mark.parametrize(

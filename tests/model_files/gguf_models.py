@@ -147,7 +147,15 @@ def vocabulary() -> dict[str, Any]:
 CHAT_TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
 
 
-def write_gguf(path: Path, model: PreTrainedModel, kind: str, tensor_type: str = "F32", **metadata: Any) -> Path:
+def write_gguf(
+    path: Path,
+    model: PreTrainedModel,
+    kind: str,
+    tensor_type: str = "F32",
+    *,
+    mixed: Mapping[str, str] | None = None,
+    **metadata: Any,
+) -> Path:
     """Write a model to a file.
 
     Args:
@@ -155,6 +163,7 @@ def write_gguf(path: Path, model: PreTrainedModel, kind: str, tensor_type: str =
         model: of `random_model`.
         kind: the same.
         tensor_type: of matrices; others are F32.
+        mixed: other types of matrices, by a part of their names.
         metadata: further values; `None` leaves a value out. Two underscores stand for a dot.
     """
     architecture = KINDS[kind][0]
@@ -174,7 +183,8 @@ def write_gguf(path: Path, model: PreTrainedModel, kind: str, tensor_type: str =
         if name not in tied:
             base, _, suffix = name.rpartition(".")
             written = f"{names.get_name(base)}.{suffix}"
-            add_tensor(writer, written, _converted(written, tensor, model, architecture).numpy(), tensor_type)
+            own_type = next((each for part, each in (mixed or {}).items() if part in written), tensor_type)
+            add_tensor(writer, written, _converted(written, tensor, model, architecture).numpy(), own_type)
     for name, factors in _rope_factors(model).items():
         add_tensor(writer, name, factors, "F32")
     writer.write_header_to_file()

@@ -21,11 +21,13 @@ from transformers.pytorch_utils import Conv1D
 from radixkv.kernels.cpu.gemm_backends import GEMM_BACKENDS, aligned_rows
 from radixkv.kernels.cpu.gemm_trial import GemmChoice
 from radixkv.kernels.cpu.row_tiles import SIZES, RowFunction, in_tiles, tiles_of
-from radixkv.kernels.native.gemm import Panels
+from radixkv.kernels.native.gemm import Panels, QuantizedPanels
 from radixkv.kernels.native.layer import Weights
 from radixkv.kernels.quantized_weight import QuantizedWeight
 from radixkv.model.layers.gemm_tuner import GemmTuner
+from radixkv.model.layers.quantized_embedding import QuantizedEmbedding
 from radixkv.model.layers.replaced_parts import has_hooks
+from radixkv.model.layers.stored_weight import dequantize_stored_weight, stored_weight
 
 _log = logging.getLogger(__name__)
 
@@ -40,8 +42,6 @@ JOINS = (("q_proj", "k_proj", "v_proj"), GATED)
 SILU = (nn.SiLU, SiLUActivation)
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-_STORED = "stored_quantized_weight"  # attribute of a layer
 
 
 class Matmul:
@@ -88,6 +88,11 @@ class Matmul:
         return Weights(self._packed, self._bias) if is_native else None
 
     @property
+    def quantized_panels(self) -> QuantizedPanels | None:
+        """The weight, quantized and packed for the C++ kernels; None for other backends."""
+        return self._packed if isinstance(self._packed, QuantizedPanels) else None
+
+    @property
     def can_gate(self) -> bool:
         """Whether its library fuses the multiplication by a gate into the matmul."""
         return self._gate is not None and self.addition is None
@@ -127,17 +132,6 @@ class Matmul:
         return function(flat) if self._tiles is None else in_tiles(function, flat, self._tiles)
 
 
-def keep_stored_weight(layer: nn.Linear, weight: QuantizedWeight) -> None:
-    """Store a weight as it was quantized in a file, for `pack_linears`. The layer's own weight is dequantized."""
-    setattr(layer, _STORED, weight)
-
-
-def stored_weight(layer: nn.Module) -> QuantizedWeight | None:
-    """Return the weight of `keep_stored_weight`; None if there is none."""
-    found: QuantizedWeight | None = getattr(layer, _STORED, None)
-    return found
-
-
 class _Parameters(NamedTuple):
     """Parameters of a linear layer. `stored` is its weight as it was quantized in a file, if it was."""
 
@@ -148,6 +142,12 @@ class _Parameters(NamedTuple):
     @property
     def stored_format(self) -> str | None:
         return None if self.stored is None else f"q{self.stored.bits}"
+
+    def in_8_bits(self) -> _Parameters:
+        """Return the same parameters with a stored weight of 8 bits."""
+        if self.stored is None or self.stored.bits == 8:
+            return self
+        return self._replace(stored=QuantizedWeight.quantize(self.stored.dequantize(), 8, self.stored.dtype))
 
 
 class PackedLinear(nn.Module):
@@ -236,11 +236,11 @@ class PackedSlice(nn.Module):
 
 
 def pack_linears(module: PreTrainedModel, choices: GemmTuner, *, may_gate: bool = True) -> None:
-    """Replace the linear layers of a model on a CPU. Logs how they are computed.
+    """Replace the linear layers of a model on a CPU, and embeddings with a stored weight. Logs how they are computed.
 
     Layers that read the same rows are merged: query, key and value projections, and gate and up projections, unless the
     library fuses the gate into the matmul. A weight is freed after it was packed, unless it is also an embedding. A
-    layer for which no backend is batch-invariant is not replaced.
+    layer for which no backend is batch-invariant is not replaced; its stored weight is dequantized.
 
     Args:
         module: the model, in evaluation mode. Its linear layers must not have been replaced yet.
@@ -276,8 +276,31 @@ def pack_linears(module: PreTrainedModel, choices: GemmTuner, *, may_gate: bool 
                     continue
                 packed[child] = PackedLinear(matmul)
             setattr(part, name, packed[child])
+    _replace_embeddings(module, packed)
+    for part in module.modules():
+        dequantize_stored_weight(part)
     if counts:
         _log.info("matmuls by library: %s", ", ".join(f"{name} {count}" for name, count in counts.most_common()))
+
+
+def _replace_embeddings(module: PreTrainedModel, packed: Mapping[nn.Module, nn.Module]) -> None:
+    """Replace the embeddings with a stored weight. If the head has the same stored weight, it is packed only once.
+
+    Args:
+        module: the model.
+        packed: the replaced linear layers, with their replacements.
+    """
+    panels = {
+        id(stored): replacement.matmul.quantized_panels
+        for layer, replacement in packed.items()
+        if isinstance(replacement, PackedLinear) and (stored := stored_weight(layer)) is not None
+    }
+    for part in list(module.modules()):
+        for name, child in _replaceable_children(part).items():
+            stored = stored_weight(child)
+            if isinstance(child, nn.Embedding) and stored is not None:
+                shared = panels.get(id(stored)) or QuantizedPanels([stored], stored.dtype)
+                setattr(part, name, QuantizedEmbedding(child, shared))
 
 
 def merge_linears(module: PreTrainedModel) -> None:
@@ -371,12 +394,16 @@ def _merged(
 ) -> list[PackedSlice]:
     """Merge linear layers that read the same rows. Returns their replacements; an empty list if they can't be merged.
 
+    If some of their weights are stored in 8 bits and others in 4, all are merged in 8 bits.
+
     Args:
         layers: at least two.
         make: creates one matmul of their weights and biases, or returns None if it cannot.
     """
     parameters = [_parameters(layer) for layer in layers]
     known = [each for each in parameters if each is not None]
+    if len({each.stored_format for each in known}) > 1:
+        known = [each.in_8_bits() for each in known]
     kinds = {(each.weight.shape[1], each.weight.dtype, each.bias is None, each.stored_format) for each in known}
     if len(known) < len(layers) or len(kinds) > 1:
         return []

@@ -1,0 +1,32 @@
+"""An embedding whose weight stays quantized: the rows of each call are dequantized."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.func import functional_call
+
+from radixkv.kernels.native.gemm import QuantizedPanels
+
+
+class QuantizedEmbedding(nn.Module):
+    """Replaces an embedding. The bits of its output are those of the embedding with the dequantized weight.
+
+    Args:
+        embedding: the embedding, whose own weight is not read. Its class may scale what it looks up, as Gemma's does.
+        panels: its weight `[num_embeddings, embedding_dim]`. A language modeling head may share it.
+    """
+
+    def __init__(self, embedding: nn.Embedding, panels: QuantizedPanels) -> None:
+        super().__init__()
+        embedding.padding_idx = None  # only gradients depend on it
+        self._embedding = (embedding,)  # in a tuple, since its weight is not a parameter of the model
+        self._panels = panels
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Return the embeddings `[..., embedding_dim]` of token ids `[...]`."""
+        with torch._C.DisableTorchFunction():  # elementwise operations are exact by themselves
+            weight = self._panels.rows(input_ids.flatten()).dequantize().to(self._panels.dtype)
+            places = torch.arange(len(weight)).view(input_ids.shape)
+            output: torch.Tensor = functional_call(self._embedding[0], {"weight": weight}, (places,))
+        return output
