@@ -1,4 +1,4 @@
-// A decoder layer for the tokens of a step, in one call. `kernels/native/layer.py` calls it.
+// Consecutive decoder layers for the tokens of a step, in one call. `kernels/native/layer.py` calls it.
 //
 //   rows ─▶ norm ─▶ queries, keys, values ─▶ norms ─▶ rotation ─▶ K/V written ─▶ attention ─▶ matmul ──┐
 //     └──────────────────────────────────────────────────────────────────────────────────────────────▶ + ─┐
@@ -61,6 +61,7 @@ class LayerOfTokens {
   LayerOfTokens(const Layer& layer, const KVView& view, int64_t num_tokens, int64_t num_threads)
       : layer_(layer), view_(view), num_tokens_(num_tokens), num_threads_(num_threads) {}
 
+  // The output may replace the rows.
   void compute(const void* rows, const void* cos, const void* sin, void* output) const {
     const int64_t size = layer_.heads.in_features, num_numbers = num_tokens_ * size;
     const int64_t in_attention = bytes_of_all(layer_.heads.out_features) + bytes_of_all(rotated_width()) +
@@ -157,7 +158,9 @@ class LayerOfTokens {
 
 }  // namespace
 
-extern "C" void radixkv_layer(const Layer* layer, const KVView* view, const void* rows, const void* cos,
-                              const void* sin, void* output, int64_t num_tokens, int64_t num_threads) {
-  LayerOfTokens(*layer, *view, num_tokens, num_threads).compute(rows, cos, sin, output);
+extern "C" void radixkv_layers(const Layer* layers, const KVView* views, int64_t num_layers, const void* rows,
+                               const void* cos, const void* sin, void* output, int64_t num_tokens,
+                               int64_t num_threads) {
+  for (int64_t i = 0; i < num_layers; i++)
+    LayerOfTokens(layers[i], views[i], num_tokens, num_threads).compute(i ? output : rows, cos, sin, output);
 }

@@ -1,11 +1,12 @@
-"""Python interface of `layer.cpp`: a decoder layer, with attention and gated MLP, in one call.
+"""Python interface of `layer.cpp`: consecutive decoder layers, with attention and gated MLP, in one call.
 
-Calling each of its dozen parts from Python takes 0.1 to 0.3 ms more per layer.
+Calling each of the dozen parts of a layer from Python takes 0.1 to 0.3 ms more per layer.
 """
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -44,30 +45,40 @@ class _Layer(ctypes.Structure):
     )
 
 
-class KVView(ctypes.Structure):
-    """`KVView` of layer.cpp: the K/V of a layer that one step writes and reads.
+class _KVView(ctypes.Structure):
+    """`KVView` of layer.cpp."""
+
+    _fields_ = tuple((name, _POINTER) for name in ("problem", "key", "value", "sinks", "slots", "largest"))
+
+
+class KVView:
+    """The K/V of layers that one step writes and reads.
 
     Args:
-        attention: the attention of the step, for the layer's queries.
-        layer: index of the layer in the pool.
+        attention: the attention of the step, for the queries of each layer.
+        layers: indices of the layers in the pool.
         sinks: float32 `[num_query_heads]`, contiguous, or None.
         slots: int64 `[num_tokens]`, contiguous; see `reference.write_kv`.
         largest: float32 `[num_tokens, num_kv_heads]`, contiguous, updated with magnitudes of K and V.
     """
 
-    _fields_ = tuple((name, _POINTER) for name in ("problem", "key", "value", "sinks", "slots", "largest"))
-
     def __init__(
         self,
         attention: Attention,
-        layer: int,
+        layers: Sequence[int],
         sinks: torch.Tensor | None,
         slots: torch.Tensor,
         largest: torch.Tensor,
     ) -> None:
-        sinks_at = None if sinks is None else sinks.data_ptr()
-        super().__init__(attention.problem, *attention.pool_of(layer), sinks_at, slots.data_ptr(), largest.data_ptr())
+        shared = (None if sinks is None else sinks.data_ptr(), slots.data_ptr(), largest.data_ptr())
+        problem, pool_of = attention.problem, attention.pool_of
+        self._views = (_KVView * len(layers))(*[(problem, *pool_of(layer), *shared) for layer in layers])
         self._kept = (attention, sinks, slots, largest)  # keeps the memory of the pointers alive
+
+    @property
+    def address(self) -> int:
+        """The address of an array with a `KVView` for each layer; valid as long as this object."""
+        return ctypes.addressof(self._views)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,57 +128,64 @@ class LayerParts:
         return self.heads.panels.dtype
 
 
-class NativeLayer:
-    """A decoder layer in one call: `h = rows + attention(first(rows))`, then `h + mlp(second(h))`.
+class NativeLayers:
+    """Decoder layers in one call. For each: `h = rows + attention(first(rows))`, then `rows = h + mlp(second(h))`.
 
-    The bits are the same as if its parts were called one after the other. The bits of a row depend only on its prefix.
+    The bits are those of their parts called one after the other. The bits of a row depend only on its prefix.
 
     Args:
         library: returned by `load_library`; the library that packed the weights.
-        parts: the parts of the layer.
+        layers: the parts of each layer, in order; all with the same heads, hidden size and dtype.
     """
 
-    def __init__(self, library: ctypes.CDLL, parts: LayerParts) -> None:
-        self._call = library.radixkv_layer
-        self._call.argtypes, self._call.restype = (*(_POINTER,) * 6, _INT, _INT), None
-        self._parts = parts  # keeps the memory of the pointers alive
-        size, mlp_size = len(parts.first.weight), parts.gate.panels.out_features // (2 if parts.up is None else 1)
-        attended_size = parts.num_query_heads * parts.head_dim
-        self._layer = _Layer(
-            *map(_norm, (parts.first, parts.second, parts.query, parts.key)),
-            *(parts.heads.structure(size), parts.attended.structure(attended_size), parts.gate.structure(size)),
-            *(_Weight() if parts.up is None else parts.up.structure(size), parts.down.structure(mlp_size)),
-            *(parts.num_query_heads, parts.num_kv_heads, parts.head_dim, KINDS[parts.dtype]),
-        )
+    def __init__(self, library: ctypes.CDLL, layers: Sequence[LayerParts]) -> None:
+        self._call = library.radixkv_layers
+        self._call.argtypes, self._call.restype = (*(_POINTER,) * 2, _INT, *(_POINTER,) * 4, _INT, _INT), None
+        self._layers = layers  # keeps the memory of the pointers alive
+        self._structures = (_Layer * len(layers))(*map(_structure, layers))
+
+    def __len__(self) -> int:
+        return len(self._layers)
 
     def queries(self, num_tokens: int) -> Queries:
-        """Return the layout of the layer's queries, for which its attention must be prepared."""
-        parts = self._parts
+        """Return the layout of the queries of each layer, for which its attention must be prepared."""
+        parts = self._layers[0]
         width = (parts.num_query_heads + parts.num_kv_heads) * parts.head_dim
         return Queries(num_tokens, parts.num_query_heads, parts.head_dim, width, parts.head_dim, parts.dtype)
 
     def __call__(self, rows: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, view: KVView) -> torch.Tensor:
-        """Return the output of the layer in a new tensor.
+        """Return the output of the last layer in a new tensor.
 
         Args:
             rows: `[..., num_tokens, hidden_size]`, contiguous.
             cos, sin: `[..., num_tokens, head_dim]` in the same dtype, contiguous.
-            view: the K/V, prepared for `queries` of the same number of tokens.
+            view: the K/V of these layers, prepared for `queries` of the same number of tokens.
 
         Raises:
             ValueError: rows, `cos` or `sin` have another dtype or shape, or are not contiguous.
         """
-        parts, num_tokens = self._parts, rows.shape[-2]
+        parts, num_tokens = self._layers[0], rows.shape[-2]
         rotated_shape = (*cos.shape[:-2], num_tokens, parts.head_dim)
         rows_at = address_of("rows", rows, parts.dtype, (*rows.shape[:-1], len(parts.first.weight)))
         cos_at = address_of("cos", cos, parts.dtype, rotated_shape)
         sin_at = address_of("sin", sin, parts.dtype, rotated_shape)
         output = torch.empty_like(rows)
         self._call(
-            *(ctypes.addressof(self._layer), ctypes.addressof(view), rows_at, cos_at, sin_at),
+            *(ctypes.addressof(self._structures), view.address, len(self._layers), rows_at, cos_at, sin_at),
             *(output.data_ptr(), num_tokens, torch.get_num_threads()),
         )
         return output
+
+
+def _structure(parts: LayerParts) -> _Layer:
+    size, mlp_size = len(parts.first.weight), parts.gate.panels.out_features // (2 if parts.up is None else 1)
+    attended_size = parts.num_query_heads * parts.head_dim
+    return _Layer(
+        *map(_norm, (parts.first, parts.second, parts.query, parts.key)),
+        *(parts.heads.structure(size), parts.attended.structure(attended_size), parts.gate.structure(size)),
+        *(_Weight() if parts.up is None else parts.up.structure(size), parts.down.structure(mlp_size)),
+        *(parts.num_query_heads, parts.num_kv_heads, parts.head_dim, KINDS[parts.dtype]),
+    )
 
 
 def _norm(norm: NativeNorm | None) -> _Norm:

@@ -58,8 +58,6 @@ class LastLayer:
         self._running = running
         self._inputs: tuple[Answers, torch.Tensor, int] | None = None  # of `answering`
         self._layer = _last_layer(module)
-        if self._layer is not None:
-            self._layer.register_forward_pre_hook(self._shorten, with_kwargs=True)
 
     @contextlib.contextmanager
     def answering(self, answers: Answers, num_rows: int, num_tokens: int) -> Iterator[None]:
@@ -77,17 +75,18 @@ class LastLayer:
             raise UnsupportedModel(f"{self._name}: expected layers in a list, the last one with attention, got none")
         rows = torch.cat((answers.rows, answers.rows[-1:].expand(num_rows - len(answers.rows))))
         self._inputs = answers, rows, num_tokens
+        hook = self._layer.register_forward_pre_hook(self._shorten, with_kwargs=True)
         try:
             yield
         finally:
+            hook.remove()
             self._inputs = None
 
     def _shorten(
         self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Write K and V of all tokens, and return the layer's arguments for the rows of `answers`. A PyTorch hook."""
-        if self._inputs is None:
-            return None
+        assert self._inputs is not None, "inside `answering`"
         answers, rows, num_tokens = self._inputs
         with contextlib.suppress(_Written):
             layer.forward(*args, **self._stepped(kwargs, PaddedStep(_Writing(answers), num_tokens)))

@@ -50,17 +50,17 @@ class AttentionStep(Protocol):
 class ViewedStep(AttentionStep, Protocol):
     """An attention step over a pool that decoder layers in C++ may write and read directly."""
 
-    def view(self, layer: int, queries: Queries, num_kv_heads: int, scoring: Scoring) -> KVView | None:
-        """Return the K/V of a layer for C++ code that writes and attends directly instead of calling `attend`.
+    def view(self, layers: Sequence[int], queries: Queries, num_kv_heads: int, scoring: Scoring) -> KVView | None:
+        """Return the K/V of layers for C++ code that writes and attends directly instead of calling `attend`.
 
         Args:
-            layer: index of the layer.
-            queries: the memory layout of its queries, for all tokens of the step.
-            num_kv_heads: its KV heads.
-            scoring: how scores are computed, and which keys a query sees.
+            layers: indices of the layers, at least one.
+            queries: the memory layout of the queries of each, for all tokens of the step.
+            num_kv_heads: KV heads of each.
+            scoring: how scores are computed, and which keys a query sees, in all of them.
 
         Returns:
-            The view; None if the layer must call `attend`.
+            The view; None if the layers must call `attend`, or are not all in one pool.
         """
         ...
 

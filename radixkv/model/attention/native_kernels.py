@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -68,24 +69,25 @@ class NativeKernels:
         queries: Queries,
         num_kv_heads: int,
         pool: KVPool,
-        layer: int,
+        layers: Sequence[int],
         batch: PagedBatch,
         scoring: Scoring,
         largest: torch.Tensor,
     ) -> KVView | None:
-        """Return the K/V of a layer that is computed in one call; None if its heads do not match the pool.
+        """Return the K/V of layers that are computed in one call; None if their heads do not match the pool.
 
         Args:
-            queries: the memory layout of the layer's queries.
-            num_kv_heads: its KV heads.
-            pool, layer, batch, scoring: as for `paged_attention`.
+            queries: the memory layout of the queries of each layer.
+            num_kv_heads: KV heads of each.
+            layers: their indices in the pool.
+            pool, batch, scoring: as for `paged_attention`.
             largest: as for `write_kv`.
         """
         has_heads = (pool.num_kv_heads, pool.head_dim) == (num_kv_heads, queries.head_dim) and not pool.is_latent
         if not has_heads or not reads(pool, queries.dtype):
             return None
         attention = self._step_of(batch).attention_of(queries, pool, scoring)
-        return KVView(attention, layer, _sinks_of(scoring), batch.slots, largest)
+        return KVView(attention, layers, _sinks_of(scoring), batch.slots, largest)
 
     def _step_of(self, batch: PagedBatch) -> _Step:
         step = next((step for step in self._steps if step.batch is batch), None)

@@ -70,13 +70,13 @@ class PagedStep:
             raise InvariantViolation("convolution: expected a step with states, got one without")
         return self._states.convolve(layer, rows, weight, bias)
 
-    def view(self, layer: int, queries: Queries, num_kv_heads: int, scoring: Scoring) -> KVView | None:
+    def view(self, layers: Sequence[int], queries: Queries, num_kv_heads: int, scoring: Scoring) -> KVView | None:
         """See `ViewedStep.view`."""
         view = getattr(self._kernels, "view", None)
         if view is None or self._watched or self._is_reading or self._pool.is_rotated:
             return None
         largest = self._largest_of(self._batch.slots, queries.num_tokens, num_kv_heads)
-        found: KVView | None = view(queries, num_kv_heads, self._pool, layer, self._batch, scoring, largest)
+        found: KVView | None = view(queries, num_kv_heads, self._pool, layers, self._batch, scoring, largest)
         return found
 
     def write(self, layer: int, key: torch.Tensor, value: torch.Tensor | None) -> None:
@@ -169,12 +169,12 @@ class PaddedStep:
         padding = attended.new_zeros(query.shape[0] - self._num_tokens, *attended.shape[1:])
         return torch.cat((attended, padding))
 
-    def view(self, layer: int, queries: Queries, num_kv_heads: int, scoring: Scoring) -> KVView | None:
+    def view(self, layers: Sequence[int], queries: Queries, num_kv_heads: int, scoring: Scoring) -> KVView | None:
         """See `ViewedStep.view`; None for a padded batch."""
         view = getattr(self._step, "view", None)
         if view is None or queries.num_tokens != self._num_tokens:
             return None
-        found: KVView | None = view(layer, queries, num_kv_heads, scoring)
+        found: KVView | None = view(layers, queries, num_kv_heads, scoring)
         return found
 
     def convolve(self, layer: int, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -203,10 +203,12 @@ class GroupedStep:
         pool, own_layer = self._places[call.layer]
         return self._steps[pool].attend(call._replace(layer=own_layer))
 
-    def view(self, layer: int, queries: Queries, num_kv_heads: int, scoring: Scoring) -> KVView | None:
+    def view(self, layers: Sequence[int], queries: Queries, num_kv_heads: int, scoring: Scoring) -> KVView | None:
         """See `ViewedStep.view`."""
-        pool, own_layer = self._places[layer]
-        return self._steps[pool].view(own_layer, queries, num_kv_heads, scoring)
+        places = [self._places[layer] for layer in layers]
+        if len({place.pool for place in places}) > 1:
+            return None
+        return self._steps[places[0].pool].view([layer for _, layer in places], queries, num_kv_heads, scoring)
 
     def write(self, layer: int, key: torch.Tensor, value: torch.Tensor | None) -> None:
         """See `PagedStep.write`."""

@@ -1,4 +1,4 @@
-"""Fuses parts of a model on a CPU: norms, gated MLPs, attention, and the decoder layer around them.
+"""Fuses parts of a model on a CPU: norms, gated MLPs, attention, the layers around them, and the decoder.
 
     module       children                                                 computed by
     RMS norm     none; weight and eps                                     C++, or row_norm
@@ -7,6 +7,8 @@
     attention    q_proj, k_proj, v_proj (merged), o_proj, perhaps norms   two matmuls, one rotary embedding
     layer        input_layernorm, self_attn,                              all of the above without calling modules, or
                  post_attention_layernorm, mlp                            one C++ call, if the step allows it
+    decoder      embed_tokens, rotary_emb, layers, norm                   its layers in one C++ call, if the step
+                                                                          allows it
 
 A call of a module or of a PyTorch function takes 1 to 5 us, and twice as long in exact mode, where functions are
 intercepted. For a small model, this is most of the time of a decode step. Whether a part is replaced does not depend on
@@ -15,8 +17,9 @@ its class: each part is compared with its replacement at load.
 
 from __future__ import annotations
 
+import copy
 import ctypes
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -24,10 +27,11 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from radixkv.kernels.cpu.row_norm import row_norm
 from radixkv.kernels.cpu.row_tiles import RowFunction
-from radixkv.kernels.native.layer import LayerParts, NativeLayer, Weights
+from radixkv.kernels.native.layer import LayerParts, NativeLayers, Weights
 from radixkv.kernels.native.rows import NativeNorm, NativeRows
 from radixkv.kernels.norm_style import GEMMA, LLAMA, TORCH
 from radixkv.kernels.scoring import Scoring
@@ -35,6 +39,7 @@ from radixkv.model.attention.attention_function import kv_layer_of
 from radixkv.model.attention.interface import AttentionCall, AttentionStep
 from radixkv.model.layers.gated_mlp import MLP_PARTS, GatedMLP, is_gated, is_joined, tried_mlp
 from radixkv.model.layers.packed_linear import Matmul, PackedLinear, PackedSlice
+from radixkv.model.layers.quantized_embedding import QuantizedEmbedding
 from radixkv.model.layers.replaced_parts import (
     Forward,
     Refused,
@@ -50,33 +55,50 @@ from radixkv.model.refusals import reason_of
 
 
 class NativeLayerCall:
-    """A decoder layer whose parts are all in C++.
+    """Consecutive decoder layers whose parts are all in C++.
 
     Args:
         library: from `load_library`.
-        parts: the norms and matmuls of the layer.
-        attention: the attention of the layer.
+        parts: the norms and matmuls of each layer.
+        attentions: the attention of each layer, alike in heads and scoring.
     """
 
-    def __init__(self, library: ctypes.CDLL, parts: LayerParts, attention: FusedAttention) -> None:
-        self._layer = NativeLayer(library, parts)
-        self._attention = attention
+    def __init__(self, library: ctypes.CDLL, parts: Sequence[LayerParts], attentions: Sequence[FusedAttention]) -> None:
+        self._library = library
+        self._parts = parts
+        self._attentions = attentions
+        self._layers = NativeLayers(library, parts)
+        self._indices = [attention.layer for attention in attentions]
+
+    @classmethod
+    def joined(cls, calls: Sequence[NativeLayerCall]) -> NativeLayerCall | None:
+        """Return one call of the layers of all these calls; None if their attention differs or has sinks."""
+        attentions = [attention for call in calls for attention in call._attentions]
+        shapes = {(each.num_query_heads, each.num_kv_heads, each.head_dim) for each in attentions}
+        scoring = attentions[0].scoring
+        if len(shapes) > 1 or any(each.scoring != scoring or each.scoring.sinks is not None for each in attentions):
+            return None
+        return cls(calls[0]._library, [parts for call in calls for parts in call._parts], attentions)
+
+    def takes(self, rows: torch.Tensor, position_embeddings: Iterable[torch.Tensor]) -> bool:
+        """See `FusedAttention.takes`."""
+        return self._attentions[0].takes(rows, position_embeddings)
 
     def __call__(
         self, rows: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor], step: AttentionStep
     ) -> torch.Tensor | None:
-        """Compute the layer for rows `[1, num_tokens, hidden_size]`, with cosines and sines that its attention takes.
+        """Compute the layers for rows `[1, num_tokens, hidden_size]`, with cosines and sines for which `takes` is true.
 
         Returns:
-            A new tensor of the same shape; None, with nothing computed, if the step has no view of the layer's K/V, or
+            A new tensor of the same shape; None, with nothing computed, if the step has no view of the layers' K/V, or
             the rows are not contiguous.
         """
         view = getattr(step, "view", None)
         if view is None or not rows.is_contiguous():
             return None
-        own = self._attention
-        found = view(own.layer, self._layer.queries(rows.shape[1]), own.num_kv_heads, own.scoring)
-        return None if found is None else self._layer(rows, *position_embeddings, found)
+        own = self._attentions[0]
+        found = view(self._indices, self._layers.queries(rows.shape[1]), own.num_kv_heads, own.scoring)
+        return None if found is None else self._layers(rows, *position_embeddings, found)
 
 
 class _NotInOneCall(Exception):
@@ -111,7 +133,7 @@ def layer_in_one_call(
         )
     except _NotInOneCall:
         return None
-    return NativeLayerCall(library, parts, attention)
+    return NativeLayerCall(library, [parts], [attention])
 
 
 def _norm(norm: RowFunction) -> NativeNorm:
@@ -201,6 +223,8 @@ _ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "o_proj"}
 _HEAD_NORMS = {"q_norm", "k_norm"}
 _CACHES = ("cache", "past_key_values")  # the keyword's name from transformers 5.24 on, and before
 _LAYER_PARTS = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
+_DECODER_PARTS = {"embed_tokens", "layers", "norm", "rotary_emb"}
+_DECODER_TRIAL_TOKENS = 3
 
 
 class FusedCpuLayers(ReplacedParts):
@@ -225,6 +249,7 @@ class FusedCpuLayers(ReplacedParts):
         self._mlps: dict[nn.Module, GatedMLP] = {}
         self._attentions: dict[nn.Module, FusedAttention] = {}
         self._layers: set[nn.Module] = set()
+        self._in_one_call: dict[nn.Module, NativeLayerCall] = {}  # layers
         self._has_norms_of_torch = library is None
         self._tried_gates: set[tuple[int, int]] = set()  # by features in and out
         super().__init__(module, self._known_forward)
@@ -257,6 +282,10 @@ class FusedCpuLayers(ReplacedParts):
                     forward = self._tried_layer(part)
                     self._layers.add(part)
                     return forward
+                if children.keys() == _DECODER_PARTS and self._in_one_call.keys() >= {*part.layers}:
+                    calls = [self._in_one_call[layer] for layer in part.layers]
+                    joined = NativeLayerCall.joined(calls) if len(calls) > 1 else None
+                    return None if joined is None else _tried_decoder(part, joined)
         except Refused:
             raise
         except Exception as error:  # a module with another signature may raise anything
@@ -350,6 +379,8 @@ class FusedCpuLayers(ReplacedParts):
         attention, mlp, in_one_call = self._attentions[layer.self_attn], self._mlps[layer.mlp], None
         if self._library is not None and self._native is not None:
             in_one_call = layer_in_one_call(self._library, self._native, (first, second), attention, mlp)
+            if in_one_call is not None:
+                self._in_one_call[layer] = in_one_call
         inside = tuple(part for part in layer.modules() if part is not layer)
         return partial(
             _added, inside=inside, first=first, attention=attention, second=second, mlp=mlp, in_one_call=in_one_call
@@ -373,6 +404,45 @@ class _Heard:
         return query.flip(-1)
 
 
+def _tried_decoder(decoder: Any, in_one_call: NativeLayerCall) -> Forward:
+    """Return the forward pass of a decoder that computes its layers in one call.
+
+    The trial replaces the layers, and checks what the decoder passes to them and what it does with their rows.
+
+    Raises:
+        Refused: it does something else than `_decoded`.
+    """
+    step, passed = _Heard(), []
+
+    def changed(rows: torch.Tensor) -> torch.Tensor:
+        return rows.roll(1, -1) / 2
+
+    def stand_in(hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        passed.append(kwargs)
+        return changed(hidden_states)
+
+    def stand_in_for_all(rows: torch.Tensor, embeddings: tuple[torch.Tensor, torch.Tensor], _: AttentionStep) -> Any:
+        require(len(passed) == len(decoder.layers))
+        for kwargs in passed:
+            require(_has_only_step(kwargs) and kwargs["radix_step"] is step)
+            require(all(map(torch.equal, kwargs["position_embeddings"], embeddings)))
+            rows = changed(rows)
+        return rows
+
+    ids = torch.arange(_DECODER_TRIAL_TOKENS)[None]
+    given = {"input_ids": ids, "position_ids": ids, "use_cache": False, "radix_step": step}
+    played = copy.copy(decoder)
+    layers = nn.ModuleList(nn.Module() for _ in decoder.layers)
+    for each in layers:
+        each.forward = stand_in  # type: ignore[assignment]
+    played._modules = {**decoder._modules, "layers": layers}
+    expected = played.forward(**given)
+    got = _decoded(decoder, hooks=(), layers=stand_in_for_all, takes=in_one_call.takes, **given)
+    require(type(expected) is type(got) and torch.equal(expected.last_hidden_state, got.last_hidden_state))
+    hooks = [hooks_of for part in decoder.modules() if part is not decoder for hooks_of in _hooks(part)]
+    return partial(_decoded, hooks=hooks, layers=in_one_call, takes=in_one_call.takes)
+
+
 def _outside(part: nn.Module, layers: Set[nn.Module]) -> Iterator[nn.Module]:
     """Yield the parts of a model, including the model itself, that are not inside these layers."""
     if part not in layers:
@@ -383,7 +453,7 @@ def _outside(part: nn.Module, layers: Set[nn.Module]) -> Iterator[nn.Module]:
 
 def _passes_rows_on(part: nn.Module) -> bool:
     """Whether a part only selects rows, applies matmuls or elementwise functions, or calls its children."""
-    is_known = isinstance(part, PreTrainedModel | nn.ModuleList | nn.Embedding | PackedLinear)
+    is_known = isinstance(part, PreTrainedModel | nn.ModuleList | nn.Embedding | QuantizedEmbedding | PackedLinear)
     return is_known or type(part).__name__.endswith("RotaryEmbedding")
 
 
@@ -438,6 +508,35 @@ def _added(
         return _layered(hidden_states, first, lambda rows: attention(rows, embeddings, step), second, mlp)
 
 
+def _decoded(
+    decoder: Any,
+    *args: Any,
+    hooks: Sequence[Mapping[int, object]],
+    layers: Callable[..., torch.Tensor | None],
+    takes: Callable[..., bool],
+    input_ids: torch.Tensor | None = None,
+    position_ids: torch.Tensor | None = None,
+    radix_step: AttentionStep | None = None,
+    **kwargs: Any,
+) -> Any:
+    is_known = not args and all(each is None or each is False for each in kwargs.values())
+    if is_known and input_ids is not None and position_ids is not None and not any(hooks):
+        rows = decoder.embed_tokens(input_ids)
+        embeddings = decoder.rotary_emb(rows, position_ids)
+        with torch._C.DisableTorchFunction():
+            layered = layers(rows, embeddings, radix_step) if takes(rows, embeddings) else None
+        if layered is not None:
+            return BaseModelOutputWithPast(last_hidden_state=decoder.norm(layered))
+    kwargs |= {"input_ids": input_ids, "position_ids": position_ids}
+    kwargs |= {} if radix_step is None else {"radix_step": radix_step}
+    return type(decoder).forward(decoder, *args, **kwargs)
+
+
+def _hooks(part: nn.Module) -> tuple[Mapping[int, object], ...]:
+    """Return the forward hooks of a module by kind. The mappings are those of the module, which may change them."""
+    return part._forward_hooks, part._forward_pre_hooks
+
+
 def _layered(
     rows: torch.Tensor, first: RowFunction, attend: RowFunction, second: RowFunction, mlp: RowFunction
 ) -> torch.Tensor:
@@ -448,10 +547,10 @@ def _layered(
 def _can_join(rows: torch.Tensor, kwargs: dict[str, Any], attention: FusedAttention) -> bool:
     """Whether a layer is called as in its trial: with a step, a rotary embedding that it takes, and no mask."""
     rotations = kwargs.get("position_embeddings")
-    return (
-        kwargs.get("radix_step") is not None
-        and rotations is not None
-        and attention.takes(rows, rotations)
-        and kwargs.get("attention_mask") is None
-        and all(kwargs.get(name) is None for name in _CACHES)
-    )
+    return rotations is not None and attention.takes(rows, rotations) and _has_only_step(kwargs)
+
+
+def _has_only_step(kwargs: dict[str, Any]) -> bool:
+    """Whether a layer gets a step, and neither a mask nor a cache."""
+    has_others = any(kwargs.get(name) is not None for name in ("attention_mask", *_CACHES))
+    return kwargs.get("radix_step") is not None and not has_others

@@ -10,7 +10,7 @@ from radixkv.kernels.native import gemm
 from radixkv.kernels.native.attention import Attention, Queries
 from radixkv.kernels.native.attention_work import plan_work
 from radixkv.kernels.native.gemm import Panels
-from radixkv.kernels.native.layer import KVView, LayerParts, NativeLayer, Weights
+from radixkv.kernels.native.layer import KVView, LayerParts, NativeLayers, Weights
 from radixkv.kernels.native.rows import NativeNorm, NativeRows
 from radixkv.kernels.norm_style import GEMMA, LLAMA, NormStyle
 from radixkv.kernels.scoring import Scoring
@@ -93,11 +93,10 @@ class Steps:
         return Attention(self.library, queries, self.step.pool, self.work, self.scoring, torch.get_num_threads())
 
     def in_one_call(self, hidden: torch.Tensor) -> torch.Tensor:
-        layer = NativeLayer(self.library, self.parts)
-        view = KVView(
-            self.attention(layer.queries(len(hidden))), LAYER, self.scoring.sinks, self.step.batch.slots, self.largest
-        )
-        return layer(hidden, self.cos, self.sin, view)
+        layers = NativeLayers(self.library, [self.parts])
+        attention = self.attention(layers.queries(len(hidden)))
+        view = KVView(attention, [LAYER], self.scoring.sinks, self.step.batch.slots, self.largest)
+        return layers(hidden, self.cos, self.sin, view)
 
     def one_by_one(self, hidden: torch.Tensor) -> torch.Tensor:
         parts, rows = self.parts, self.rows

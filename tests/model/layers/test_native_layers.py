@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.models.olmo2.modeling_olmo2 import Olmo2Attention
 
 from radixkv.kernels.batch import PagedBatch
 from radixkv.kernels.kv_pool import KVPool
-from radixkv.kernels.native.layer import NativeLayer
+from radixkv.kernels.native.layer import NativeLayers
 from radixkv.kernels.scoring import Scoring
 from radixkv.model.attention.interface import WatchedRows
 from radixkv.model.attention.native_kernels import NativeKernels
@@ -39,16 +40,20 @@ def native_products(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The number of tokens of each layer in one call."""
+    """The number of tokens of each layer that is computed by a C++ call of whole layers."""
     called: list[int] = []
-    own = NativeLayer.__call__
+    watch(monkeypatch, lambda layers, rows: called.extend([rows.shape[1]] * len(layers)))
+    return called
 
-    def counted(self: NativeLayer, rows: torch.Tensor, *args: Any) -> torch.Tensor:
-        called.append(rows.shape[1])
+
+def watch(monkeypatch: pytest.MonkeyPatch, see: Callable[[NativeLayers, torch.Tensor], None]) -> None:
+    own = NativeLayers.__call__
+
+    def watched(self: NativeLayers, rows: torch.Tensor, *args: Any) -> torch.Tensor:
+        see(self, rows)
         return own(self, rows, *args)
 
-    monkeypatch.setattr(NativeLayer, "__call__", counted)
-    return called
+    monkeypatch.setattr(NativeLayers, "__call__", watched)
 
 
 def answers(
@@ -91,6 +96,36 @@ def test_a_model_has_the_same_bits(
     assert len(calls) == NUM_LAYERS
     assert all(torch.equal(one, other) for one, other in zip(got, expected, strict=True))
     assert got[0].isfinite().all()
+
+
+def test_all_layers_are_one_call_unless_hooks_are_between_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    nums_layers: list[int] = []
+    model = Model("whole", make("llama"), CPU)
+    watch(monkeypatch, lambda layers, _: nums_layers.append(len(layers)))
+    got = answers(model, ((20, 4), (0, 1)))
+    assert nums_layers == [NUM_LAYERS]
+    model.module.model.layers[1].register_forward_hook(lambda *_: None)
+    expected = answers(model, ((20, 4), (0, 1)))
+    assert nums_layers == [NUM_LAYERS, 1, 1]
+    assert all(torch.equal(one, other) for one, other in zip(got, expected, strict=True))
+
+
+def doubled(self: Any, input_ids: torch.Tensor, position_ids: torch.Tensor, **kwargs: Any) -> Any:
+    rows = 2 * self.embed_tokens(input_ids)
+    kwargs = {"position_embeddings": self.rotary_emb(rows, position_ids), "attention_mask": None, **kwargs}
+    for layer in self.layers:
+        rows = layer(rows, **kwargs)
+    return BaseModelOutputWithPast(last_hidden_state=self.norm(rows))
+
+
+def test_a_decoder_that_does_more_computes_layer_by_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    nums_layers: list[int] = []
+    module = make("llama")
+    swap_class(module.model, doubled)
+    model = Model("doubled", module, CPU)
+    watch(monkeypatch, lambda layers, _: nums_layers.append(len(layers)))
+    answers(model, ((20, 4),))
+    assert nums_layers == [1, 1]
 
 
 def test_a_step_with_padded_rows_runs_its_own_attention(calls: list[int]) -> None:
