@@ -50,6 +50,8 @@ TENSOR_TYPES = {
 }
 # Types that are not quantized.
 FLOAT_TYPES = ("F32", "F16", "BF16")
+# Quantized types that take 4 bits in the memory of a CPU. Other quantized types take 8.
+FOUR_BIT_TYPES = ("Q4_0", "Q4_1", "Q4_K")
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
@@ -118,11 +120,6 @@ class GgufFile:
     def architecture(self) -> str:
         """The family of the model, such as `llama`."""
         return str(self.metadata.get("general.architecture", ""))
-
-    @property
-    def num_parameters(self) -> int:
-        """Number of elements in all tensors."""
-        return sum(prod(each.shape) for each in self.tensors.values())
 
     @property
     def num_bytes_by_type(self) -> dict[str, int]:

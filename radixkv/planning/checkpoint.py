@@ -14,6 +14,7 @@ from radixkv.model_files.gguf_config import model_config
 from radixkv.model_files.gguf_file import GgufFile, has_magic
 from radixkv.model_files.hub_cache import HubName
 from radixkv.model_files.model_location import locate
+from radixkv.planning.quantized_weights import gguf_weights_bytes
 from radixkv.storage.kv_layout import FORMAT_OF_DTYPE, HeadKV, KVFormat
 
 _SAME_KV = {"full_attention", "sliding_attention", "chunked_attention"}
@@ -55,7 +56,8 @@ class Checkpoint:
         mla_rank: `kv_lora_rank`.
         rope_dim: `qk_rope_head_dim` of latent attention.
         dtype: `dtype` or `torch_dtype`, by its name in `KVFormat`; None if K/V can't be stored in it.
-        weights_bytes: the size in the safetensors index; without an index, the size of the files.
+        weights_bytes: the size in the safetensors index; without an index, the size of the files. For a GGUF file, the
+            size in the memory of a CPU.
         state_bytes: the last inputs of short convolutions (`conv_L_cache`) that a sequence keeps, in `dtype` or bf16.
         window: tokens that a query of a windowed layer sees.
         num_windowed_layers: layers of `layer_types` with a window shorter than the longest sequence; all layers of a
@@ -136,8 +138,7 @@ def _read(path: str | Path) -> tuple[Path, dict[str, Any], int | None]:
         location = locate(path)
         if location.is_gguf:
             described = GgufFile.read(location.path)
-            served = KVFormat(FORMAT_OF_DTYPE[described.dtype])
-            return location.path, model_config(described), served.bytes_of(0, described.num_parameters)
+            return location.path, model_config(described), gguf_weights_bytes(described)
         path, is_directory = location.path, True
     file = Path(path) / "config.json" if is_directory else Path(path)
     return file, read_object(file), _weights_bytes(file.parent)

@@ -1,14 +1,17 @@
-"""Computes the size of a model's weights with quantized linear layers, from the headers of safetensors."""
+"""Computes the size of a model's weights with quantized linear layers, from the header of a file."""
 
 from __future__ import annotations
 
 import json
 import re
+from math import prod
 from pathlib import Path
 from typing import Any
 
 from radixkv.config.model_directory import shown
 from radixkv.errors import ConfigError
+from radixkv.model_files.gguf_file import FLOAT_TYPES, FOUR_BIT_TYPES, GgufFile, GgufTensor
+from radixkv.storage.kv_layout import FORMAT_OF_DTYPE, KVFormat
 
 _LONGEST_HEADER = 100_000_000  # bytes; safetensors allows no more
 _INT8_FEATURE_BYTES = 8  # an output feature has a scale and, for oneDNN, a zero point: 32 bits each
@@ -20,6 +23,7 @@ _EMBEDDING = re.compile(r"(^|\.)(embed_(tokens|in)|word_embeddings|tok_embedding
 _POSITIONS = re.compile(r"(^|\.)(embed_positions|position_embeddings|wpe)\.weight$")
 _KEPT = re.compile(r"\.experts\.|\.(mlp|block_sparse_moe|feed_forward)\.gate\.|router\.")
 _HEAD = re.compile(r"(^|\.)(lm_head|embed_out)\.weight$")
+_MERGED = re.compile(r"(attn)_[qkv]\b|(ffn)_(?:gate|up)\b")  # in GGUF files
 _TRANSPOSED = re.compile(r"\.(c_attn|c_proj|c_fc|q_attn)\.weight$")  # GPT-2's are [in_features, out_features]
 
 
@@ -62,6 +66,36 @@ def quantized_weights_bytes(path: str | Path, weights: str) -> int:
     if embedding is not None and not has_head:
         total += _rounded_bytes(*embedding, head_weights)
     return total
+
+
+def gguf_weights_bytes(file: GgufFile) -> int:
+    """Return the bytes of the weights of a GGUF file on a CPU, where quantized matrices stay quantized.
+
+    Projections that are merged have 8 bits if one of them has. A matrix that is both head and embedding is stored once.
+    Padding is not counted.
+    """
+    served = KVFormat(FORMAT_OF_DTYPE[file.dtype])
+    in_8_bits = {_merged_name(name) for name, tensor in file.tensors.items() if _gguf_format(tensor) == "q8"}
+    total = 0
+    for name, tensor in file.tensors.items():
+        kept = _gguf_format(tensor)
+        if kept is None:
+            total += served.bytes_of(0, prod(tensor.shape))
+        else:
+            kept = "q8" if _merged_name(name) in in_8_bits else kept
+            total += prod(tensor.shape) // _GROUP_FEATURES * _GROUP_BYTES[kept]
+    return total
+
+
+def _gguf_format(tensor: GgufTensor) -> str | None:
+    """Return the format of a tensor in memory, `q8` or `q4`; None if it is dequantized."""
+    is_kept = tensor.type not in FLOAT_TYPES and len(tensor.shape) == 2 and tensor.shape[1] % _GROUP_FEATURES == 0
+    return ("q4" if tensor.type in FOUR_BIT_TYPES else "q8") if is_kept else None
+
+
+def _merged_name(name: str) -> str:
+    """Return the same name for the projections of a layer that are merged."""
+    return _MERGED.sub(lambda found: f"{found[1] or found[2]}_merged", name)
 
 
 def _is_rounded(name: str, shape: list[int]) -> bool:

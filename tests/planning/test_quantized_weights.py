@@ -9,8 +9,10 @@ from radixkv.kernels.cpu.gemm_backends import QUANTIZED_BITS
 from radixkv.kernels.cpu.int8_linear import Int8Weight
 from radixkv.kernels.native.gemm import Format, QuantizedPanels
 from radixkv.model.layers.packed_linear import Matmul
+from radixkv.model.layers.quantized_embedding import QuantizedEmbedding
 from radixkv.model.loading import load_model
-from radixkv.planning.quantized_weights import quantized_weights_bytes
+from radixkv.model_files.gguf_file import GgufFile
+from radixkv.planning.quantized_weights import gguf_weights_bytes, quantized_weights_bytes
 from tests.model.coverage.small_configs import small_config
 from tests.model.exact.checkpoints import CONFIGS, write_checkpoint
 from tests.processor import needs_exact_int8, skip_without_kernels_for
@@ -18,17 +20,8 @@ from tests.processor import needs_exact_int8, skip_without_kernels_for
 MODELS = ["llama", "gpt2", "gpt_neox", "mixtral", "phi", "opt"]
 
 
-@pytest.mark.parametrize(
-    ("name", "weights"),
-    [
-        *(pytest.param(name, "int8", marks=needs_exact_int8) for name in MODELS),
-        *((name, weights) for weights in QUANTIZED_BITS for name in MODELS),
-    ],
-)
-def test_a_plan_counts_what_a_loaded_model_holds(
-    tmp_path: Path, name: str, weights: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    skip_without_kernels_for(weights)
+def watch_matmuls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list that gets the bytes of each matmul that is made from now on, without padding."""
     held: list[int] = []
     make = Matmul.__init__
 
@@ -47,10 +40,45 @@ def test_a_plan_counts_what_a_loaded_model_holds(
             held.append(product._bias.nbytes)
 
     monkeypatch.setattr(Matmul, "__init__", watched)
+    return held
+
+
+@pytest.mark.parametrize(
+    ("name", "weights"),
+    [
+        *(pytest.param(name, "int8", marks=needs_exact_int8) for name in MODELS),
+        *((name, weights) for weights in QUANTIZED_BITS for name in MODELS),
+    ],
+)
+def test_a_plan_counts_what_a_loaded_model_holds(
+    tmp_path: Path, name: str, weights: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    skip_without_kernels_for(weights)
+    held = watch_matmuls(monkeypatch)
     directory = write_checkpoint(CONFIGS[name] if name in CONFIGS else small_config(name), tmp_path)
     model = load_model(ModelConfig(path=str(directory), device="cpu", exactness="fast", weights=weights))
     kept = {parameter.data_ptr(): parameter.nbytes for parameter in model.module.parameters()}
     assert quantized_weights_bytes(directory, weights) == sum(held) + sum(kept.values())
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3"])
+@pytest.mark.parametrize("mixed", [{}, {".attn_v.": "Q5_0", ".ffn_down.": "Q8_0"}])
+def test_a_plan_counts_what_a_loaded_gguf_file_holds(
+    tmp_path: Path, kind: str, mixed: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("gguf")
+    from tests.model_files.gguf_models import random_model, write_gguf
+
+    skip_without_kernels_for("q4")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    held = watch_matmuls(monkeypatch)
+    path = write_gguf(tmp_path / "model.gguf", random_model(kind), kind, "Q4_0", mixed=mixed)
+    model = load_model(ModelConfig(path=str(path), device="cpu", exactness="fast"))
+    embedding = model.module.get_input_embeddings()
+    assert isinstance(embedding, QuantizedEmbedding)
+    own = 0 if model.module.config.tie_word_embeddings else embedding._panels.numbers.nbytes
+    kept = {parameter.data_ptr(): parameter.nbytes for parameter in model.module.parameters()}
+    assert gguf_weights_bytes(GgufFile.read(path)) == sum(held) + own + sum(kept.values())
 
 
 def write_file(directory: Path, tensors: dict[str, object], length: int | None = None) -> Path:
