@@ -24,7 +24,8 @@ help:
 	@echo "make install-matrix  install each documented set of extras into a clean environment, and use it; about an hour,"
 	@echo "               or only some sets: SETS=\"'' engine engine,text engine@oldest\""
 	@echo "make stress    compare random walks with oracles: STEPS=1000000 of the cache, ENGINE_SEEDS=2000 of the engine, SEED=0"
-	@echo "make exact     check that a hit never changes a bit: CASES=1000 for each dtype of model and pool"
+	@echo "make exact     check that a hit never changes a bit: CASES=1000 for each dtype of model and pool, and"
+	@echo "               for each format of quantized weights"
 	@echo "make campaign  make CALLS=50000 calls that are cancelled, late or killed, and check for leaks and wrong responses"
 	@echo "make soak      make mixed calls for MINUTES=60 while a Redis is restarted, and check that memory does not grow after"
 	@echo "               10 minutes, no response is wrong and everything is freed"
@@ -111,6 +112,8 @@ exact: $(STAMP)
 	$(PY) -m tests.model.exact.exact_cases --cases $(CASES) --dtype bfloat16 --kv-dtype fp8
 	$(PY) -m tests.model.exact.exact_cases --cases $(CASES) --dtype bfloat16 --kv-dtype int8
 	$(PY) -m tests.model.exact.exact_cases --cases $(CASES) --dtype bfloat16 --kv-dtype int4
+	$(PY) -m tests.model.exact.exact_cases --cases $(CASES) --dtype bfloat16 --weights q8
+	$(PY) -m tests.model.exact.exact_cases --cases $(CASES) --dtype bfloat16 --weights q4
 
 CALLS ?= 50000
 campaign: $(STAMP)

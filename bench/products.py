@@ -1,5 +1,7 @@
 """Times GEMMs of rows and a weight, with each library that linear layers on a CPU can use, including our own C++.
 
+The formats of `model.weights` that the processor supports, q8, q4 and int8, are timed next to the libraries.
+
 python -m bench.products [--shapes 896x4864,4864x896] [--rows 1,8,16,64,512] [--dtypes float32 bfloat16] [--json FILE]
 
 A shape is written INxOUT, in input and output features. Libraries are measured in turn. Each one reads copies of the
@@ -24,14 +26,18 @@ import torch
 
 from bench.parts.environment import describe_run
 from bench.parts.result_file import write_json
-from radixkv.kernels.cpu.gemm_backends import gemm_backends
+from radixkv.kernels.cpu.gemm_backends import QUANTIZED_BITS, gemm_backends
 from radixkv.kernels.cpu.gemm_trial import cold_copies
+from radixkv.kernels.cpu.int8_linear import adds_integers_exactly
+from radixkv.kernels.native import gemm
+from radixkv.kernels.quantized_weight import QuantizedWeight
 from radixkv.model.on_cpu import native_library
 
 _OURS = "native"
 
 # Maximum error relative to the sum of the magnitudes of a result's terms: the rounding of the result and of the sums.
 _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2**-7}
+_INT8_TOLERANCE = 2**-4  # rows are quantized too
 
 Multiply = Callable[[torch.Tensor], torch.Tensor]
 
@@ -63,10 +69,11 @@ def measure(weight: torch.Tensor, nums_rows: Sequence[int], rounds: int) -> list
         rounds: calls of each library with each number of rows.
 
     Returns:
-        A result for each number of rows: microseconds of each library, and the ratio of ours to the fastest other one;
-        None if ours does not support the weight.
+        A result for each number of rows: microseconds of each library and format; the ratio of ours to the fastest
+        other library, None if ours does not support the weight; and the ratio of each format to the fastest library.
     """
-    copies = {name: cold_copies(name, weight, None) for name in gemm_backends(weight)}
+    libraries, formats = gemm_backends(weight), _formats(weight)
+    copies = {name: cold_copies(name, weight, None) for name in (*libraries, *formats)}
     dtype = str(weight.dtype).removeprefix("torch.")
     found = []
     for num_rows in nums_rows:
@@ -74,14 +81,22 @@ def measure(weight: torch.Tensor, nums_rows: Sequence[int], rounds: int) -> list
         for name, calls in copies.items():
             _check(name, calls[0](rows), rows, weight)
         times_us = {name: statistics.median(each) for name, each in _times_us(copies, rows, rounds).items()}
-        others = [each for name, each in times_us.items() if name != _OURS]
+        others = [times_us[name] for name in libraries if name != _OURS]
         ratio = times_us[_OURS] / min(others) if _OURS in times_us else None
+        fastest_us = min(times_us[name] for name in libraries)
+        ratios = {name: times_us[name] / fastest_us for name in formats}
         row = {"dtype": dtype, "in_features": weight.shape[1], "out_features": weight.shape[0], "rows": num_rows}
-        found.append({**row, "us": times_us, "ratio": ratio})
+        found.append({**row, "us": times_us, "ratio": ratio, "format_ratios": ratios})
         times = "  ".join(f"{name} {each:.0f}" for name, each in times_us.items())
         shown = "-" if ratio is None else f"{ratio:.2f}"
         print(f"{dtype:8} {weight.shape[1]:6} x {weight.shape[0]:<6} {num_rows:4} rows, us: {times}  ratio {shown}")
     return found
+
+
+def _formats(weight: torch.Tensor) -> list[str]:
+    """Return the quantized formats that a weight of this shape and dtype can be multiplied in on this machine."""
+    quantized = QUANTIZED_BITS if gemm.multiplies_quantized(weight) else ()
+    return [*quantized, *(["int8"] if adds_integers_exactly() else [])]
 
 
 def _times_us(copies: dict[str, list[Multiply]], rows: torch.Tensor, rounds: int) -> dict[str, list[float]]:
@@ -99,8 +114,11 @@ def _times_us(copies: dict[str, list[Multiply]], rows: torch.Tensor, rounds: int
 
 
 def _check(name: str, product: torch.Tensor, rows: torch.Tensor, weight: torch.Tensor) -> None:
+    if name in QUANTIZED_BITS:
+        weight = QuantizedWeight.quantize(weight, QUANTIZED_BITS[name]).dequantize()
     wide, wide_weight = rows.double(), weight.double().t()
-    bound = _TOLERANCE[weight.dtype] * (wide.abs() @ wide_weight.abs())
+    tolerance = _INT8_TOLERANCE if name == "int8" else _TOLERANCE[rows.dtype]
+    bound = tolerance * (wide.abs() @ wide_weight.abs())
     assert bool(((product.double() - wide @ wide_weight).abs() <= bound).all()), (
         f"{name}: the result differs from that in float64"
     )

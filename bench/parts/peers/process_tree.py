@@ -1,4 +1,4 @@
-"""Measures the CPU time of a process and its descendants, and kills them. Linux only, since it reads /proc."""
+"""Measures CPU time and memory of a process and its descendants, and kills them. Linux only, since it reads /proc."""
 
 from __future__ import annotations
 
@@ -33,6 +33,16 @@ def cpu_s(pid: int) -> float:
     """Return the CPU seconds of a process and its descendants so far, in multiples of the kernel's clock tick."""
     processes = read_processes()
     return sum(processes[each][1] for each in tree_of(pid, processes))
+
+
+def resident_bytes(pids: Iterable[int]) -> int:
+    """Return the resident memory of processes, files that they map included; 0 for those that have ended."""
+    total = 0
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            lines = Path(f"/proc/{pid}/status").read_text(encoding="ascii", errors="replace").splitlines()
+            total += sum(1024 * int(line.split()[1]) for line in lines if line.startswith("VmRSS:"))
+    return total
 
 
 def kill(pids: Iterable[int]) -> None:

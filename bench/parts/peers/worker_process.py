@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO, Self
 
-from bench.parts.peers.process_tree import cpu_s, kill, read_processes, tree_of
+from bench.parts.peers.process_tree import cpu_s, kill, read_processes, resident_bytes, tree_of
 from bench.parts.peers.workers.task import Done, Ready, Task, from_line
 
 _TIMEOUT_S = 3600.0  # the slowest task took 5 minutes on one core
@@ -78,6 +78,12 @@ class WorkerProcess:
         """CPU seconds that the running worker and all its processes have used so far."""
         assert self._process is not None
         return cpu_s(self._process.pid)
+
+    @property
+    def resident_bytes(self) -> int:
+        """The resident memory of the processes that the running worker has started, such as a server."""
+        assert self._process is not None
+        return resident_bytes(tree_of(self._process.pid, read_processes()) - {self._process.pid})
 
     def wait_until_ready(self) -> Ready:
         """Read the first line.

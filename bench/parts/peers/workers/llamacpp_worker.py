@@ -10,7 +10,7 @@ from bench.parts.peers.workers.task import Done, Task
 
 _SLOTS = 16
 _CONTEXT_TOKENS = _SLOTS * (8192 + 256)
-_KV_TYPE = {"float32": "f32", "bfloat16": "f16"}
+_KV_TYPE = {"float32": "f32", "bfloat16": "f16", "auto": "f16"}
 
 
 class LlamaCpp:
@@ -25,7 +25,9 @@ class LlamaCpp:
         kv_type = _KV_TYPE[options.dtype]
         command = [str(get_binary_path()), "--model", str(options.model), "--host", "127.0.0.1", "--port", str(port)]
         command += ["--threads", str(options.threads), "--threads-batch", str(options.threads)]
-        command += ["--ctx-size", str(_CONTEXT_TOKENS), "--parallel", str(_SLOTS), "--kv-unified", "--no-warmup"]
+        self._slots = 1 if options.context_tokens else _SLOTS
+        context_tokens = options.context_tokens or _CONTEXT_TOKENS
+        command += ["--ctx-size", str(context_tokens), "--parallel", str(self._slots), "--kv-unified", "--no-warmup"]
         command += ["--cache-type-k", kv_type, "--cache-type-v", kv_type, "--cache-ram", "0"]
         saved = options.cache / "llama.cpp-slots"
         saved.mkdir(parents=True, exist_ok=True)
@@ -42,7 +44,7 @@ class LlamaCpp:
             return run_in_threads(task, lambda prompt: self._ask(prompt, task.new_tokens))
         done = run_in_threads(task, lambda prompt: self._ask(prompt, task.new_tokens, 0))
         self._engine.post("/slots/0?action=save", {"filename": "prefix"})
-        for slot in range(1, _SLOTS):
+        for slot in range(1, self._slots):
             self._engine.post(f"/slots/{slot}?action=restore", {"filename": "prefix"})
         return done
 

@@ -24,10 +24,11 @@ class WorkerOptions:
 
     Attributes:
         model: the checkpoint as the engine reads it, a directory or a file.
-        dtype: float32 or bfloat16, for weights, matmuls and K/V.
+        dtype: float32 or bfloat16, for weights, matmuls and K/V; `auto` for what the engine chooses for the model.
         threads: number of compute threads.
         mode: a mode of the engine, such as exact or fast.
         cache: folder for files that the engine keeps between runs.
+        context_tokens: tokens that the K/V cache has room for, with one request at a time; 0 for its usual size.
     """
 
     model: Path
@@ -35,6 +36,7 @@ class WorkerOptions:
     threads: int
     mode: str
     cache: Path
+    context_tokens: int = 0
 
 
 class WorkerEngine(Protocol):
@@ -81,6 +83,7 @@ def work(start: Callable[[WorkerOptions], WorkerEngine], arguments: list[str] | 
     parser.add_argument("--threads", type=int, required=True)
     parser.add_argument("--mode", default="")
     parser.add_argument("--cache", type=Path, required=True)
+    parser.add_argument("--context-tokens", type=int, default=0)
     options = WorkerOptions(**vars(parser.parse_args(arguments)))
     os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(options.threads)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that `finally` runs

@@ -26,7 +26,9 @@ class RadixKV:
         os.environ["OMP_NUM_THREADS"] = str(options.threads)
         # Python must write the bytecode of radixkv once, as pip does for a peer. With this variable it would not.
         os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-        settings = (f"model.exactness={options.mode}", f"model.dtype={options.dtype}")
+        settings = [f"model.exactness={options.mode}", f"model.dtype={options.dtype}"]
+        if options.context_tokens:
+            settings.append(f"cache.capacity_tokens={options.context_tokens}")
         self._server = ServerProcess(
             serve_command(str(options.model), "cpu", settings), start_timeout_s=_START_TIMEOUT_S
         )

@@ -1,0 +1,176 @@
+"""Compares radixkv and llama.cpp on the same GGUF files: time per decoded token and per prefill token, and memory.
+
+python -m bench.gguf --json bench/results/gguf.json
+
+The files are SmolLM2 135M Instruct in Q4_1 and, made from it, in Q8_0. Both engines run as servers with room for
+`--context-tokens` tokens of K/V, are loaded at the same time, and answer the same prompts in turn, in an order that
+alternates. Times are medians that a client measures, and `cpu_ms` is the CPU time of all processes of an engine and its
+client. Memory is the resident memory of the server after the prompts, with the mapped pages of the file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import statistics
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from bench.parts.environment import describe_run
+from bench.parts.peers.environments import RECIPES, Environments, NotInstalled
+from bench.parts.peers.rows import PeerRow, PeerSample
+from bench.parts.peers.worker_process import WorkerProcess
+from bench.parts.result_file import write_json
+from bench.parts.small_model import NotFetched, small_model_file
+
+_OURS, _PEER = "radixkv", "llama.cpp"
+_WORKERS = {_OURS: ("radixkv_worker", "exact", None), _PEER: ("llamacpp_worker", "", "llama.cpp")}
+
+Result = dict[str, Any]
+
+
+def build_rows(prompt_tokens: int, new_tokens: int) -> dict[str, PeerRow]:
+    """Return what is asked of the engines: a prompt that shares nothing, and tokens after a short prompt."""
+    few = min(prompt_tokens, 128)
+    return {
+        "prefill": PeerRow("prefill", "request", "llama", 0, prompt_tokens, 1, 1, 1),
+        "decode": PeerRow("decode", "token", "llama", 0, few, 1, 1, new_tokens + 1),
+    }
+
+
+def measure(workers: dict[str, WorkerProcess], rows: dict[str, PeerRow], repetitions: int) -> list[Result]:
+    """Measure all rows, and then the memory.
+
+    Returns:
+        For each row milliseconds per token by engine, and the ratio of ours; for the memory megabytes.
+    """
+    found: list[Result] = []
+    for name, row in rows.items():
+        samples: dict[str, list[PeerSample]] = {engine: [] for engine in workers}
+        for number in range(-1, repetitions):  # the first one warms up
+            for engine in list(workers) if number % 2 else list(workers)[::-1]:
+                sample = row.measure(workers[engine].run, f"{name} {number}")
+                if number >= 0:
+                    samples[engine].append(sample)
+        tokens = row.own_tokens if row.unit == "request" else 1
+        wall, cpu = (
+            {
+                engine: 1e3 / tokens * statistics.median(getattr(each, key) for each in by)
+                for engine, by in samples.items()
+            }
+            for key in ("wall_s", "cpu_s")
+        )
+        same = [
+            ours.first_tokens == theirs.first_tokens
+            for ours, theirs in zip(samples[_OURS], samples.get(_PEER, ()), strict=False)
+        ]
+        found.append({"row": name, "ms": wall, "cpu_ms": cpu, "ratio": _ratio(wall), "same_first_tokens": sum(same)})
+    memory = {engine: worker.resident_bytes / 1e6 for engine, worker in workers.items()}
+    found.append({"row": "memory", "mb": memory, "ratio": _ratio(memory)})
+    return found
+
+
+def _ratio(by_engine: dict[str, float]) -> float | None:
+    return by_engine[_OURS] / by_engine[_PEER] if _PEER in by_engine else None
+
+
+def _worker(engine: str, file: Path, threads: int, context_tokens: int, environments: Environments, cache: Path) -> Any:
+    module, mode, environment = _WORKERS[engine]
+    command = [str(environments.python(environment)), "-m", f"bench.parts.peers.workers.{module}"]
+    command += ["--model", str(file), "--dtype", "auto", "--threads", str(threads), "--mode", mode]
+    command += ["--cache", str(cache.absolute()), "--context-tokens", str(context_tokens)]
+    return WorkerProcess(engine, command, environments.variables())
+
+
+def _files(options: argparse.Namespace, environments: Environments) -> list[Path]:
+    if options.models:
+        return [file.absolute() for file in options.models]
+    small = small_model_file()
+    models = options.cache.absolute() / "models"
+    models.mkdir(parents=True, exist_ok=True)
+    requantized = models / small.name.replace("Q4_1", "Q8_0")
+    if not requantized.is_file():
+        partial = models / "partial.gguf"
+        environments.run(None, ["-m", "bench.parts.peers.gguf_requantized", small, partial], f"{requantized.name}")
+        partial.replace(requantized)
+    return [small, requantized]
+
+
+def _line(row: Result) -> str:
+    unit = "MB" if row["row"] == "memory" else "ms"
+    values = row[unit.lower()]
+    shown = "  ".join(f"{engine} {value:.2f} {unit}" for engine, value in values.items())
+    return f"{row['model']}, {row['threads']} thread{'s' if row['threads'] > 1 else ''}, {row['row']}: {shown}" + (
+        "" if row["ratio"] is None else f"  ratio {row['ratio']:.2f}"
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, print a line for each row, and write the result. Returns 1 if an engine is missing, else 0."""
+    options = _parser().parse_args(arguments)
+    command = shlex.join(["python", "-m", "bench.gguf", *(sys.argv[1:] if arguments is None else arguments)])
+    environments = Environments(options.cache, RECIPES)
+    rows: list[Result] = []
+    versions: dict[str, dict[str, str]] = {}
+    skipped: dict[str, str] = {}
+    try:
+        files = _files(options, environments)
+    except (NotFetched, NotInstalled) as error:
+        print(f"bench.gguf: {error}", file=sys.stderr)
+        return 1
+    for file in files:
+        for threads in options.threads:
+            workers: dict[str, WorkerProcess] = {}
+            with ExitStack() as stack:
+                for engine in _WORKERS:
+                    try:
+                        made = _worker(engine, file, threads, options.context_tokens, environments, options.cache)
+                    except NotInstalled as error:
+                        skipped[engine] = str(error)
+                        continue
+                    worker = workers[engine] = stack.enter_context(made)
+                    versions[engine] = worker.wait_until_ready().versions
+                planned = build_rows(options.prompt_tokens, options.new_tokens)
+                for row in measure(workers, planned, options.repetitions):
+                    rows.append({"model": file.name, "threads": threads, **row})
+                    print(_line(rows[-1]), flush=True)
+            if options.json is not None:
+                write_json(
+                    options.json,
+                    {
+                        "rows": rows,
+                        "engines": versions,
+                        "skipped": skipped,
+                        "prompt_tokens": options.prompt_tokens,
+                        "new_tokens": options.new_tokens,
+                        "context_tokens": options.context_tokens,
+                        "repetitions": options.repetitions,
+                        "command": command,
+                        **describe_run(),
+                    },
+                )
+    for engine, reason in skipped.items():
+        print(f"skipped {engine}: {reason}", file=sys.stderr)
+    return 1 if skipped else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description="Compare radixkv and llama.cpp on GGUF files.", allow_abbrev=False)
+    parser.add_argument("--models", nargs="+", type=Path, metavar="FILE.gguf", help="instead of SmolLM2 135M")
+    parser.add_argument("--threads", nargs="+", type=int, default=[1, 2])
+    parser.add_argument("--prompt-tokens", type=int, default=512)
+    parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--context-tokens", type=int, default=4096)
+    parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument(
+        "--cache", type=Path, default=Path("build/peers"), help="environments and files; kept between runs"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
