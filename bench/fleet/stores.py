@@ -146,7 +146,7 @@ async def _ask_all(
             source = client if knows_stores else _DeviceEvents(client)
             streams.append(asyncio.create_task(EventSubscription(address, source, view).run()))
         try:
-            while not all(map(view.is_in_step, addresses)):
+            while not all(map(view.is_up_to_date, addresses)):
                 await asyncio.sleep(0.01)
             await asyncio.gather(*(ask_in_turn() for _ in range(concurrency)))
         finally:

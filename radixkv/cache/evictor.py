@@ -71,20 +71,20 @@ class Evictor:
         """Published blocks that no lease keeps from eviction."""
         return self._pool.num_published - self._pins.num_pinned_blocks
 
-    def num_takeable_blocks(self, tenant: str, usage: TenantUsage, num_spared_blocks: int = 0) -> int:
+    def num_takeable_blocks(self, tenant: str, usage: TenantUsage, num_headroom_blocks: int = 0) -> int:
         """Count the blocks that a tenant could take if everything that may be evicted for it were evicted.
 
         Args:
             tenant: the tenant's name.
             usage: the tenant's counters.
-            num_spared_blocks: blocks that must be free or evictable afterwards.
+            num_headroom_blocks: blocks that must be free or evictable afterwards.
 
         Complexity: O(tenants with a quota).
         """
         num_available = self._pool.num_free + self.num_evictable_blocks
         if self._windows.shares_memory:
             num_available += self._windows.num_returnable_blocks
-        takeable = num_available - num_spared_blocks
+        takeable = num_available - num_headroom_blocks
         if self._tenants.with_quota:
             takeable = min(takeable, num_available - self._tenants.num_blocks_kept_from(tenant))
         if (to_ceiling := usage.num_blocks_to_ceiling) is not None:
@@ -92,7 +92,7 @@ class Evictor:
         return takeable
 
     def shortage(
-        self, num_missing_blocks: int, tenant: str, usage: TenantUsage, num_spared_blocks: int = 0
+        self, num_missing_blocks: int, tenant: str, usage: TenantUsage, num_headroom_blocks: int = 0
     ) -> CapacityError:
         """Return the error for a tenant for which `num_missing_blocks` blocks are missing.
 
@@ -101,7 +101,7 @@ class Evictor:
         """
         to_ceiling = usage.num_blocks_to_ceiling
         num_kept_blocks = self._tenants.num_blocks_kept_from(tenant)
-        to_others = max(num_kept_blocks, num_spared_blocks)
+        to_others = max(num_kept_blocks, num_headroom_blocks)
         if to_ceiling is not None and to_ceiling < self._pool.num_free + self.num_evictable_blocks - to_others:
             return QuotaExceeded(
                 f"blocks: expected {num_missing_blocks} more, got a ceiling of {usage.quota.ceiling_blocks} for this "
@@ -233,7 +233,7 @@ class Evictor:
         A block is useless if windowed layers lack the K/V that a prompt needs to continue after it.
         """
         size = leaf.owner.block_size
-        num_kept_tokens = self._windows.longest(leaf.block_ids, (leaf.num_blocks - num_blocks) * size)
+        num_kept_tokens = self._windows.num_reusable_tokens(leaf.block_ids, (leaf.num_blocks - num_blocks) * size)
         return leaf.num_blocks - -(-num_kept_tokens // size)
 
     def _take(self, leaf: Node, num_blocks: int) -> bytes:

@@ -11,7 +11,7 @@ from radixkv.api.retention import DEFAULT_PRIORITY
 from radixkv.blocks import BlockCopy, BlockIds
 from radixkv.cache.cache_state import CacheState
 from radixkv.cache.node import Node
-from radixkv.cache.radix_tree import NO_ROOT_RUN, Insertion, RootRun
+from radixkv.cache.radix_tree import NO_ROOT_PREFIX, Insertion, RootPrefix
 from radixkv.cache.tenants import TenantUsage
 from radixkv.cache.windowed_layers import WindowLease
 from radixkv.errors import InvalidRequest, InvariantViolation, LeaseClosed
@@ -52,7 +52,7 @@ class Lease:
         copy: a block copy to make before anything is written.
         node: the end of the path that is pinned for this lease; None if nothing is.
         node_used_s: time of the last use of `node` before this lease.
-        root_run: the part of a public prefix above the tree; empty for most leases.
+        root_prefix: the part of a public prefix above the tree; empty for most leases.
         public_tokens: tokens of `cached_tokens` that come from a public prefix.
         found_tokens: tokens that were cached; more than `cached_tokens` if windowed layers lack the K/V of some of
             them, or if there was no room to reuse all of them.
@@ -97,7 +97,7 @@ class Lease:
         "num_nodes",
         "num_published_blocks",
         "public_tokens",
-        "root_run",
+        "root_prefix",
         "tokens",
         "usage",
         "windows",
@@ -117,7 +117,7 @@ class Lease:
         copy: BlockCopy | None = None,
         node: Node | None = None,
         node_used_s: float = 0.0,
-        root_run: RootRun = NO_ROOT_RUN,
+        root_prefix: RootPrefix = NO_ROOT_PREFIX,
         public_tokens: int = 0,
         found_tokens: int = 0,
         num_expected_tokens: int = 0,
@@ -138,7 +138,7 @@ class Lease:
         self.copy = copy
         self.node = node
         self.node_used_s = node_used_s
-        self.root_run = root_run
+        self.root_prefix = root_prefix
         self.public_tokens = public_tokens
         self.found_tokens = found_tokens
         self.num_expected_tokens = num_expected_tokens
@@ -206,7 +206,7 @@ class Lease:
         if end <= self.committed_tokens or self.is_revoked or self.is_private:
             return 0
         num_blocks = -(-end // block_size)
-        tree = state.trees.get(self.namespace) or state.trees.plant(self.namespace, self.usage, self.root_run)
+        tree = state.trees.get(self.namespace) or state.trees.create(self.namespace, self.usage, self.root_prefix)
         packed = self.block_ids[:num_blocks].tobytes()
         insertion = tree.insert(bytes(self.tokens[: end * TOKEN_BYTES]), packed, self._known_node())
         if not packed.startswith(insertion.known_block_ids):

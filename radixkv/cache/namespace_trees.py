@@ -3,53 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 from radixkv.cache.node import Owner
-from radixkv.cache.radix_tree import RadixTree, RootRun
+from radixkv.cache.radix_tree import RadixTree, RootPrefix
 from radixkv.cache.tenants import TenantUsage
 from radixkv.namespace import Namespace
 
-_V = TypeVar("_V", bound=Hashable)
-
-
-class NamespaceIndex(Generic[_V]):
-    """Values by namespace. Those of one tenant can be listed without iterating over those of others.
-
-    acme   { tree: (model, acme, "", ""), tree: (model, acme, "", "salt") }
-    other  { tree: (model, other, "", "") }
-    """
-
-    def __init__(self) -> None:
-        self._by_tenant: dict[str, dict[_V, Namespace]] = {}
-
-    def add(self, namespace: Namespace, value: _V) -> None:
-        """Add a value. Complexity: O(1)."""
-        self._by_tenant.setdefault(namespace.tenant, {})[value] = namespace
-
-    def remove(self, namespace: Namespace, value: _V) -> None:
-        """Remove a value that was added with this namespace. Complexity: O(1)."""
-        values = self._by_tenant[namespace.tenant]
-        del values[value]
-        if not values:
-            del self._by_tenant[namespace.tenant]
-
-    def of(self, tenant: str | None) -> list[tuple[_V, Namespace]]:
-        """List the values of a tenant; of all tenants for None. Complexity: O(values listed)."""
-        if tenant is not None:
-            return list(self._by_tenant.get(tenant, {}).items())
-        return [item for values in self._by_tenant.values() for item in values.items()]
+_K = TypeVar("_K", bound=Hashable)
 
 
 class NamespaceTrees(dict[Namespace, RadixTree]):
-    """The tree of each namespace that has a cached token. Change it only by `plant` and `del`.
+    """The tree of each namespace that has a cached token. Change it only by `create` and `del`.
 
-    Below a public prefix, a namespace has one tree for each position at which its prompts leave the prefix:
+    The trees of one tenant can be listed without iterating over those of others. Below a public prefix, a namespace has
+    one tree for each position at which its prompts leave the prefix:
 
         (public)   [ system prompt ................ ]
                              │                     │
-        acme                 └─ [own]              ├─ [own] ─ [own]     the root of each tree holds the tokens above it
-        other                                      └─ [own]
+        acme                 └─ tree               └─ tree        two trees of the same tenant: its prompts leave the
+        other                                      └─ tree        prefix at two positions
 
     Args:
         block_size: tokens per block.
@@ -58,42 +31,51 @@ class NamespaceTrees(dict[Namespace, RadixTree]):
     def __init__(self, block_size: int) -> None:
         super().__init__()
         self._block_size = block_size
-        self._index: NamespaceIndex[RadixTree] = NamespaceIndex()
-        # Trees below a public prefix, by the namespace of the prompts and the prefix's serial, and by the position.
-        self._below: dict[tuple[Namespace, str], dict[str, RadixTree]] = {}
+        self._by_tenant: dict[str, dict[Namespace, RadixTree]] = {}
+        self._by_public_prefix: dict[tuple[Namespace, str], dict[Namespace, RadixTree]] = {}  # by `_public_prefix_key`
 
-    def plant(self, namespace: Namespace, usage: TenantUsage, root_run: RootRun) -> RadixTree:
+    def create(self, namespace: Namespace, usage: TenantUsage, root_prefix: RootPrefix) -> RadixTree:
         """Add an empty tree.
 
         Args:
             namespace: of the tree.
             usage: counters of its tenant.
-            root_run: the part of a public prefix above the tree; empty for most trees.
+            root_prefix: the part of a public prefix above the tree; empty for most trees.
         """
-        tree = self[namespace] = RadixTree(Owner(namespace, usage, self._block_size), root_run)
-        self._index.add(namespace, tree)
+        tree = self[namespace] = RadixTree(Owner(namespace, usage, self._block_size), root_prefix)
+        self._by_tenant.setdefault(namespace.tenant, {})[namespace] = tree
         if namespace.public_prefix:
-            self._below.setdefault(_prefix_of(namespace), {})[namespace.public_prefix] = tree
+            self._by_public_prefix.setdefault(_public_prefix_key(namespace), {})[namespace] = tree
         return tree
 
     def __delitem__(self, namespace: Namespace) -> None:
-        self._index.remove(namespace, self[namespace])
         super().__delitem__(namespace)
+        _remove(self._by_tenant, namespace.tenant, namespace)
         if namespace.public_prefix:
-            below = self._below[_prefix_of(namespace)]
-            del below[namespace.public_prefix]
-            if not below:
-                del self._below[_prefix_of(namespace)]
+            _remove(self._by_public_prefix, _public_prefix_key(namespace), namespace)
 
-    def of(self, tenant: str | None) -> list[tuple[RadixTree, Namespace]]:
+    def of_tenant(self, tenant: str | None) -> list[RadixTree]:
         """List the trees of a tenant; of all tenants for None. Complexity: O(trees listed)."""
-        return self._index.of(tenant)
+        return list(self.values() if tenant is None else self._by_tenant.get(tenant, {}).values())
 
     def below(self, namespace: Namespace, serial: str) -> Collection[RadixTree]:
-        """List the trees of a namespace below a public prefix. Complexity: O(1)."""
-        return self._below.get((namespace, serial), {}).values()
+        """List the trees of a namespace below a public prefix. Complexity: O(1).
+
+        Args:
+            namespace: the namespace of the prompts, without a public prefix.
+            serial: the serial number of the public prefix.
+        """
+        return self._by_public_prefix.get((namespace, serial), {}).values()
 
 
-def _prefix_of(namespace: Namespace) -> tuple[Namespace, str]:
-    """Return the namespace of the prompts, and the serial of the public prefix above their tree."""
+def _public_prefix_key(namespace: Namespace) -> tuple[Namespace, str]:
+    """Return the namespace of the prompts, and the serial number of the public prefix above their tree."""
     return namespace._replace(public_prefix=""), namespace.public_prefix.partition(":")[0]
+
+
+def _remove(trees_by_key: dict[_K, dict[Namespace, RadixTree]], key: _K, namespace: Namespace) -> None:
+    """Remove a tree, and the key if it has no other trees."""
+    trees = trees_by_key[key]
+    del trees[namespace]
+    if not trees:
+        del trees_by_key[key]

@@ -14,7 +14,8 @@ from radixkv.tokens import TOKEN_BYTES, prefix_fingerprint
 # `python -m bench.windows.traffic` compares initial shares. With this one, passed parts take almost as much as in one
 # pool of all layers.
 _FIRST_SHARE = 0.85
-_SHADOW = 1 / 4  # of the memory: an eviction is remembered until blocks of this size have been evicted after it
+# An eviction is remembered until blocks that take this share of the memory have been evicted after it.
+_SHADOW = 1 / 4
 _PART_WEIGHT = 1.5
 _MAX_WEIGHT = 8.0
 

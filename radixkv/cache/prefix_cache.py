@@ -27,7 +27,7 @@ from radixkv.cache.node import Node
 from radixkv.cache.pins import Pins
 from radixkv.cache.public_prefixes import PublicPrefix, PublicPrefixes, PublicRoot
 from radixkv.cache.purge import Purged, all_slices, purge, sweep
-from radixkv.cache.radix_tree import NO_ROOT_RUN, RootRun
+from radixkv.cache.radix_tree import NO_ROOT_PREFIX, RootPrefix
 from radixkv.cache.recurrent_states import StateSlots
 from radixkv.cache.retained_nodes import RetainedNodes
 from radixkv.cache.segment_index import SegmentIndex
@@ -58,10 +58,9 @@ class _TreeMatch(NamedTuple):
 
     Attributes:
         namespace: of the tree.
-        cached_tokens: tokens that can be reused.
-        root_tokens: number of tokens of the public prefix that this tree continues; 0 for most trees.
-        root_run: the tokens and blocks of that public prefix; empty for most trees.
-        prefix: that public prefix; None for most trees.
+        cached_tokens: tokens that can be reused, those of a public prefix above the tree included.
+        public_prefix: the public prefix above the tree; None for most trees.
+        root_prefix: the tokens and blocks of the public prefix that are above the tree; empty for most trees.
         node: the deepest node of the tree that shares a reused token; None if none does.
         found_bytes: bytes of the prompt that are in the tree, whether or not all of them can be reused.
         packed_block_ids: the blocks that hold the cached tokens, and perhaps more.
@@ -70,13 +69,17 @@ class _TreeMatch(NamedTuple):
 
     namespace: Namespace
     cached_tokens: int
-    root_tokens: int
-    root_run: RootRun
-    prefix: PublicPrefix | None
+    public_prefix: PublicPrefix | None
+    root_prefix: RootPrefix
     node: Node | None
     found_bytes: int
     packed_block_ids: bytes
     num_nodes: int
+
+    @property
+    def root_tokens(self) -> int:
+        """Number of tokens in `root_prefix`."""
+        return self.root_prefix.num_tokens
 
 
 class PrefixCache:
@@ -97,8 +100,8 @@ class PrefixCache:
         listeners: notified of every change to the trees, before the cache's own parts, so that they still see the
             priority of an evicted node.
         clock: seconds, monotonic.
-        marks: show which tokens of a prompt an adapter computed that the prompt invokes after its beginning; see
-            `radixkv.invocation`.
+        marks: mark the tokens that an invoked adapter computes (an adapter that applies only from some position of the
+            prompt on); see `radixkv.invocation`.
         windows: pools for windowed layers; by default there are none.
         snapshots: snapshots of recurrent states; None for a model without them.
 
@@ -157,12 +160,11 @@ class PrefixCache:
         self._retained = RetainedNodes(self.max_retained_blocks, self._cut)
         policy = policy or EvictionPolicy()
         self._queue = EvictionQueue(policy, self.tenants, probation_share, num_blocks)
-        shares = [pool.share for pool in self.windows.pools if pool.share is not None]
+        part_shares = [pool.share for pool in self.windows.pools if pool.share is not None]
         probation_listeners = [self._queue] if self._queue.has_probation else []
         # `RetainedNodes` resets the priority of an evicted node, so listeners that read the priority come before it.
-        self._changes = Changes(
-            (*listeners, self._retained, self.held, policy, *probation_listeners, self._evicted, self.segments, *shares)
-        )
+        own_listeners = (self._retained, self.held, policy, *probation_listeners, self._evicted, self.segments)
+        self._changes = Changes((*listeners, *own_listeners, *part_shares))
         self._pins = Pins(
             block_size=block_size,
             trees=self._trees,
@@ -290,42 +292,42 @@ class PrefixCache:
         self, namespace: Namespace, tokens: bytes, root: PublicRoot | None, read: bool = True
     ) -> _TreeMatch:
         """Look a prompt up in the tree of a namespace, if it exists, and in the public prefix above that tree."""
-        run, prefix, root_tokens = NO_ROOT_RUN, None, 0
-        if root is not None:
-            run, prefix, root_tokens = root.run, root.prefix, root.run.num_tokens
+        root_prefix, public_prefix = (NO_ROOT_PREFIX, None) if root is None else (root.root_prefix, root.prefix)
+        root_tokens = root_prefix.num_tokens
         tree = self._trees.get(namespace) if read else None
         if tree is None:
-            node, found_bytes, packed, num_nodes = None, len(run.tokens), run.block_ids, 0
+            node, found_bytes, packed, num_nodes = None, len(root_prefix.tokens), root_prefix.block_ids, 0
         else:
             node, found_bytes, packed, num_nodes = tree.match(tokens)
         cached_tokens = min(found_bytes, len(tokens) - TOKEN_BYTES) // TOKEN_BYTES
         if self.windows.pools or self.snapshots is not None:
-            cached_tokens = self._reusable_tokens(packed, cached_tokens)
+            cached_tokens = self._num_reusable_tokens(packed, cached_tokens)
         if root is not None and cached_tokens < root_tokens + root.num_more_tokens:
             # The public prefix itself has more of this prompt than the tree below it: copy its next block.
             cached_tokens = root_tokens + root.num_more_tokens
-            packed = run.block_ids + root.next_block
+            packed = root_prefix.block_ids + root.next_block
             node = None
         elif cached_tokens == root_tokens:
             node = None  # the tree has nothing that can be reused, so a lease pins none of its nodes
-        return _TreeMatch(namespace, cached_tokens, root_tokens, run, prefix, node, found_bytes, packed, num_nodes)
+        return _TreeMatch(namespace, cached_tokens, public_prefix, root_prefix, node, found_bytes, packed, num_nodes)
 
-    def _reusable_tokens(self, packed_block_ids: bytes, num_tokens: int) -> int:
+    def _num_reusable_tokens(self, packed_block_ids: bytes, num_tokens: int) -> int:
         """Return how many cached tokens can be reused: all, unless windowed layers or states lack something."""
         if self.snapshots is None:
-            return self.windows.longest(packed_block_ids, num_tokens)
+            return self.windows.num_reusable_tokens(packed_block_ids, num_tokens)
         block_ids = np.frombuffer(packed_block_ids, dtype=np.int32)
         before = -1
         while before != num_tokens:  # a prefix shortened for windows may end where there is no snapshot, and vice versa
             before = num_tokens
-            num_tokens = self.snapshots.longest(block_ids, self.windows.longest(packed_block_ids, num_tokens))
+            num_tokens = self.windows.num_reusable_tokens(packed_block_ids, num_tokens)
+            num_tokens = self.snapshots.num_reusable_tokens(block_ids, num_tokens)
         return num_tokens
 
     def num_found_tokens(self, namespace: Namespace, tokens: bytes) -> int:
         """Count the tokens before the last one that are cached in the namespace, whether or not they can be reused.
 
-        They cannot be reused if a part of windowed layers is missing, or if there is no snapshot of a state. Tokens of
-        public prefixes are not counted.
+        Cached tokens cannot be reused if the K/V of windowed layers were evicted, or if there is no snapshot of a
+        recurrent state. Tokens of public prefixes are not counted.
         """
         tree = self._trees.get(namespace)
         return 0 if tree is None else min(tree.match(tokens)[1], len(tokens) - TOKEN_BYTES) // TOKEN_BYTES
@@ -363,7 +365,7 @@ class PrefixCache:
         if cached_tokens >= len(tokens) // TOKEN_BYTES - 1:
             return MissReason.NONE
         found = self._find(namespace, tokens)
-        if found.prefix is not None:
+        if found.public_prefix is not None:
             former = [PromptKey(found.namespace, each.tokens) for each in former if each.namespace == namespace]
             cached_tokens = max(found.root_tokens, cached_tokens)
         if self.windows.pools and found.found_bytes > cached_tokens * TOKEN_BYTES:
@@ -382,7 +384,7 @@ class PrefixCache:
         tokens: bytes,
         *,
         read: bool = True,
-        num_spared_blocks: int = 0,
+        num_headroom_blocks: int = 0,
         num_private_blocks: int = 0,
         num_expected_tokens: int = 0,
         is_resumed: bool = False,
@@ -400,12 +402,14 @@ class PrefixCache:
             namespace: where to look and to publish.
             tokens: the prompt, little-endian uint32 bytes; at least one token.
             read: reuse cached blocks.
-            num_spared_blocks: blocks that must still be free or evictable after the lease is opened.
+            num_headroom_blocks: blocks that must still be free or evictable after the lease is opened, for the other
+                running requests.
             num_private_blocks: blocks that the caller reserves next with `Lease.reserve_private`, which then succeeds.
             num_expected_tokens: length that the lease will probably reach; adjacent blocks are left free for that.
             is_resumed: the request had a lease of this prompt before, so the tokens it finds do not count as reuse.
-            require_path: called with the blocks that the lease would keep if it were held, and the number of nodes
-                visited to find them. It raises OutOfBlocks or QuotaExceeded if these may not be held.
+            require_path: called before the lease is opened, if the caller will hold the lease after its request: with
+                the path of blocks that the held lease would keep, and the number of nodes visited to find them. It
+                raises OutOfBlocks or QuotaExceeded if they may not be held.
 
         Returns:
             A lease that the caller must close.
@@ -426,7 +430,7 @@ class PrefixCache:
         num_reserved_blocks = 0
         if self.windows.shares_memory:
             num_reserved_blocks = self.windows.num_blocks_to_reserve(max_tokens, keeps_all=keeps_all)
-        num_takeable_blocks = self._evictor.num_takeable_blocks(tenant, usage, num_spared_blocks)
+        num_takeable_blocks = self._evictor.num_takeable_blocks(tenant, usage, num_headroom_blocks)
         num_takeable_blocks -= num_private_blocks + num_reserved_blocks
         shortages: list[int] = []
         refusals: list[CapacityError] = []
@@ -444,23 +448,23 @@ class PrefixCache:
             shortages.append(num_missing_blocks)
         else:
             if shortages:
-                raise self._evictor.shortage(min(shortages), tenant, usage, num_spared_blocks)
+                raise self._evictor.shortage(min(shortages), tenant, usage, num_headroom_blocks)
             raise refusals[0]
-        _, reusable_tokens, root_tokens, root_run, prefix, _, found_bytes, packed, num_nodes = found
-        found_tokens = min(found_bytes, len(tokens) - TOKEN_BYTES) // TOKEN_BYTES
+        packed = found.packed_block_ids
+        found_tokens = min(found.found_bytes, len(tokens) - TOKEN_BYTES) // TOKEN_BYTES
         num_new_blocks = num_blocks - cached_tokens // self.block_size
         if self.windows.pools and read and not is_resumed:
-            self.windows.record_lookup(found.namespace, tokens, packed, found_tokens, reusable_tokens)
+            self.windows.record_lookup(found.namespace, tokens, packed, found_tokens, found.cached_tokens)
         node_used_s = 0.0
         if node is not None:
             node_used_s = node.last_used_s
-            self._changes.used(node, found_bytes, self._clock())
-            self._queue.found(node, found_bytes, is_resumed)
+            self._changes.used(node, found.found_bytes, self._clock())
+            self._queue.found(node, found.found_bytes, is_resumed)
             self._pins.pin(node)
         num_shared_blocks, num_copied_tokens = divmod(cached_tokens, self.block_size)
         reused = np.frombuffer(packed, np.int32, num_shared_blocks + (num_copied_tokens > 0))
         windows: Sequence[WindowLease] = ()
-        if self.windows.pools:  # first, so that making room evicts no part that is reused
+        if self.windows.pools:  # first, so that `make_room` evicts no K/V of windowed layers that is reused
             windows = self.windows.pin(
                 reused, cached_tokens, max_tokens, keeps_all=keeps_all, found_tokens=found_tokens
             )
@@ -473,10 +477,11 @@ class PrefixCache:
         usage.num_hit_tokens += cached_tokens
         usage.num_miss_tokens += num_tokens - cached_tokens
         on_close = None
-        if prefix is not None:
-            self.public.enter(prefix)
-            on_close = partial(self.public.leave, prefix)
-        has_copied_public = prefix is not None and node is None
+        public_prefix = found.public_prefix
+        if public_prefix is not None:
+            self.public.enter(public_prefix)
+            on_close = partial(self.public.leave, public_prefix)
+        has_copied_public = public_prefix is not None and node is None
         return Lease(
             self.leases,
             found.namespace,
@@ -488,11 +493,11 @@ class PrefixCache:
             copy=BlockCopy(int(reused[num_shared_blocks]), int(new[0])) if num_copied_tokens else None,
             node=node,
             node_used_s=node_used_s,
-            root_run=root_run,
-            public_tokens=cached_tokens if has_copied_public else root_tokens,
+            root_prefix=found.root_prefix,
+            public_tokens=cached_tokens if has_copied_public else found.root_tokens,
             found_tokens=max(found_tokens, matches[0].cached_tokens),
             num_expected_tokens=num_expected_tokens,
-            num_nodes=num_nodes,
+            num_nodes=found.num_nodes,
             is_resumed=is_resumed,
             windows=windows,
             on_close=on_close,
@@ -500,6 +505,10 @@ class PrefixCache:
 
     def _fit(self, found: _TreeMatch, num_blocks: int, num_takeable_blocks: int) -> tuple[Node | None, int, int]:
         """Decide how much of a match a lease reuses, given the blocks that it could take.
+
+        A lease takes a block for each block of the prompt that it does not reuse. The surplus is what it could take
+        beyond these. It must cover the unpinned blocks of the path, because pinning takes them from the evictable ones.
+        If it does not, a shorter path is pinned.
 
         Args:
             found: a part of the prompt that is cached.
@@ -518,8 +527,8 @@ class PrefixCache:
             )
             if num_missing_blocks:
                 return found.node, found.cached_tokens, num_missing_blocks
-            # The shorter prefix may need parts that windowed layers lack.
-            fewer_tokens = self._reusable_tokens(found.packed_block_ids, cached_tokens)
+            # It may not be possible to continue after the shorter prefix, if its window was evicted.
+            fewer_tokens = self._num_reusable_tokens(found.packed_block_ids, cached_tokens)
             if fewer_tokens == cached_tokens:
                 break
             num_surplus_blocks -= cached_tokens // self.block_size - fewer_tokens // self.block_size
@@ -637,7 +646,7 @@ class PrefixCache:
         return upper
 
     def _freed(self, block_ids: BlockIds) -> None:
-        """Free the parts of windowed layers and the state snapshots of blocks that are free now."""
+        """Free the memory of windowed layers and of state snapshots that belongs to blocks that are free now."""
         self.windows.freed(block_ids)
         if self.snapshots is not None:
             self.snapshots.freed(block_ids)

@@ -11,7 +11,7 @@ import numpy as np
 from radixkv.blocks import BlockIds
 from radixkv.cache.cache_state import CacheState
 from radixkv.cache.lease import Lease, OpenLeases
-from radixkv.cache.radix_tree import RootRun
+from radixkv.cache.radix_tree import RootPrefix
 from radixkv.cache.windowed_layers import WindowLease
 from radixkv.errors import (
     InvalidRequest,
@@ -44,7 +44,7 @@ class PublicPrefix:
     """
 
     __slots__ = (
-        "_root_runs",
+        "_root_prefixes",
         "adapter",
         "is_computing",
         "lease",
@@ -64,7 +64,7 @@ class PublicPrefix:
         self.num_users = 0
         self.num_uses = 0
         self.is_computing = True
-        self._root_runs: dict[int, RootRun] = {}
+        self._root_prefixes: dict[int, RootPrefix] = {}
 
     @property
     def num_tokens(self) -> int:
@@ -76,13 +76,13 @@ class PublicPrefix:
         """The blocks in order, int32; none until they are computed."""
         return np.empty(0, np.int32) if self.lease is None else self.lease.block_ids
 
-    def root_run(self, num_blocks: int, block_bytes: int) -> RootRun:
+    def root_prefix(self, num_blocks: int, block_bytes: int) -> RootPrefix:
         """Return the first `num_blocks` whole blocks, as one object for all trees that are rooted after them."""
-        run = self._root_runs.get(num_blocks)
-        if run is None:
-            run = RootRun(self.tokens[: num_blocks * block_bytes], self.block_ids[:num_blocks].tobytes())
-            self._root_runs[num_blocks] = run
-        return run
+        root_prefix = self._root_prefixes.get(num_blocks)
+        if root_prefix is None:
+            root_prefix = RootPrefix(self.tokens[: num_blocks * block_bytes], self.block_ids[:num_blocks].tobytes())
+            self._root_prefixes[num_blocks] = root_prefix
+        return root_prefix
 
 
 class PublicRoot(NamedTuple):
@@ -91,14 +91,14 @@ class PublicRoot(NamedTuple):
     Attributes:
         prefix: the public prefix.
         namespace: of the tree.
-        run: the whole blocks that the prompt shares, at least one.
+        root_prefix: the whole blocks that the prompt shares, at least one.
         num_more_tokens: tokens at the beginning of the next public block that the prompt shares as well.
         next_block: packed id of that block; empty if no token of it is shared.
     """
 
     prefix: PublicPrefix
     namespace: Namespace
-    run: RootRun
+    root_prefix: RootPrefix
     num_more_tokens: int = 0
     next_block: bytes = b""
 
@@ -110,8 +110,8 @@ class PublicPrefixes:
 
         (public)   [ system prompt ................ ]
                              │                     │
-        acme                 └─ [own]              ├─ [own] ─ [own]     one tree per namespace and position
-        other                                      └─ [own]
+        acme                 └─ tree               └─ tree        one tree per namespace and position
+        other                                      └─ tree
 
     A prompt shares a prefix up to some token; its tree begins after the whole blocks before that token. So prompts that
     share more with each other than with the prefix have the same root, and find each other there.
@@ -326,7 +326,8 @@ class PublicPrefixes:
         next_block: bytes = b"",
     ) -> PublicRoot:
         rooted = namespace._replace(public_prefix=f"{prefix.namespace.salt}:{num_blocks * self._block_size}")
-        return PublicRoot(prefix, rooted, prefix.root_run(num_blocks, self._block_bytes), num_more_tokens, next_block)
+        root_prefix = prefix.root_prefix(num_blocks, self._block_bytes)
+        return PublicRoot(prefix, rooted, root_prefix, num_more_tokens, next_block)
 
     def enter(self, prefix: PublicPrefix) -> None:
         """Count a lease that uses a prefix; `leave` undoes it."""

@@ -62,7 +62,8 @@ def purge(
     if adapter:
         invoking = yield from segments.namespaces_invoking(adapter)
     freed_blocks = pinned_blocks = num_examined = num_purged = 0
-    for tree, namespace in trees.of(tenant):
+    for tree in trees.of_tenant(tenant):
+        namespace = tree.owner.namespace
         if num_examined >= _MAX_EXAMINED or num_purged >= _MAX_PURGED:
             num_examined = num_purged = 0
             yield

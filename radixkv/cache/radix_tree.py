@@ -45,8 +45,8 @@ class Insertion(NamedTuple):
         return len(self.known_block_ids) // BLOCK_ID_BYTES
 
 
-class RootRun(NamedTuple):
-    """The run of tokens above a tree: whole blocks of a public prefix that several trees share. Mostly empty.
+class RootPrefix(NamedTuple):
+    """The tokens above a tree: whole blocks of a public prefix that several trees share. Empty for most trees.
 
     Attributes:
         tokens: little-endian uint32 bytes, whole blocks.
@@ -62,7 +62,7 @@ class RootRun(NamedTuple):
         return len(self.tokens) // TOKEN_BYTES
 
 
-NO_ROOT_RUN = RootRun()
+NO_ROOT_PREFIX = RootPrefix()
 
 
 class RadixTree:
@@ -72,7 +72,7 @@ class RadixTree:
 
     Args:
         owner: namespace, counters and block size of all its nodes.
-        root_run: the tokens and blocks of the root.
+        root_prefix: the tokens and blocks above the tree.
 
     Attributes:
         root: the node above all others.
@@ -88,10 +88,10 @@ class RadixTree:
         4
     """
 
-    def __init__(self, owner: Owner, root_run: RootRun = NO_ROOT_RUN) -> None:
+    def __init__(self, owner: Owner, root_prefix: RootPrefix = NO_ROOT_PREFIX) -> None:
         self.owner = owner
-        self.root = Node(owner, None, 0, root_run.tokens, root_run.block_ids, 0)
-        self._start_bytes = len(root_run.tokens)
+        self.root = Node(owner, None, 0, root_prefix.tokens, root_prefix.block_ids, 0)
+        self._start_bytes = len(root_prefix.tokens)
         self._block_bytes = owner.block_size * TOKEN_BYTES
         self._seed = owner.namespace.seed
 

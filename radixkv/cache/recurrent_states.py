@@ -300,7 +300,7 @@ class StateSlots:
         """Count the snapshots. Complexity: O(1)."""
         return StateStats(self.num_kept, self.num_snapshots, self.num_given_up, self.num_recomputed_tokens)
 
-    def longest(self, block_ids: BlockIds, num_tokens: int) -> int:
+    def num_reusable_tokens(self, block_ids: BlockIds, num_tokens: int) -> int:
         """Find how much of a cached prompt can be reused.
 
         Args:
@@ -320,7 +320,7 @@ class StateSlots:
 
         Args:
             block_ids: int32, its blocks.
-            cached_tokens: tokens that it reuses, as returned by `longest`.
+            cached_tokens: tokens that it reuses, as returned by `num_reusable_tokens`.
             num_prompt_tokens: length of its prompt.
             found_tokens: tokens at its beginning that are cached, whether or not there is a snapshot.
 

@@ -47,7 +47,7 @@ class Reach:
         """Return the first token whose part is needed to continue from `upto`."""
         return max(0, upto - self.num_tokens)
 
-    def longest(self, has_part: npt.NDArray[np.bool_], num_tokens: int, block_size: int) -> int:
+    def num_reusable_tokens(self, has_part: npt.NDArray[np.bool_], num_tokens: int, block_size: int) -> int:
         """Find the longest prefix of a prompt from whose end a request can continue.
 
         Args:
@@ -261,15 +261,15 @@ class WindowPool:
         self.num_reserved += num_parts
         self._withhold()
 
-    def longest(self, block_ids: BlockIds, num_tokens: int) -> int:
-        """Find how much of a cached prompt can be reused; see `Reach.longest`.
+    def num_reusable_tokens(self, block_ids: BlockIds, num_tokens: int) -> int:
+        """Find how much of a cached prompt can be reused; see `Reach.num_reusable_tokens`.
 
         Args:
             block_ids: int32, the blocks of at least `num_tokens` tokens.
             num_tokens: tokens that are cached.
         """
         own = block_ids[: -(-num_tokens // self.block_size)]
-        return self.reach.longest(self.table[own] != NO_PART, num_tokens, self.block_size)
+        return self.reach.num_reusable_tokens(self.table[own] != NO_PART, num_tokens, self.block_size)
 
     def part_of(self, block_id: int) -> int:
         """Return the part of a block; `NO_PART` if it has none."""

@@ -84,7 +84,7 @@ class WindowLease:
 
         Args:
             block_ids: int32, the blocks that hold the cached tokens.
-            cached_tokens: tokens that are reused, as returned by `WindowPool.longest`.
+            cached_tokens: tokens that are reused, as returned by `WindowPool.num_reusable_tokens`.
         """
         first, end = self._first_block(cached_tokens), -(-cached_tokens // self._pool.block_size)
         self._num_found_blocks = end
@@ -233,7 +233,7 @@ class WindowedLayers:
         """Maximum number of blocks before a token that are at least partly in its window."""
         return max((-(-pool.reach.num_tokens // pool.block_size) + 1 for pool in self.pools), default=0)
 
-    def longest(self, packed: bytes, num_tokens: int) -> int:
+    def num_reusable_tokens(self, packed: bytes, num_tokens: int) -> int:
         """Find how much of a cached prompt can be reused.
 
         Args:
@@ -250,7 +250,7 @@ class WindowedLayers:
         while before != num_tokens:  # a shorter prefix for one group may lack parts of another group
             before = num_tokens
             for pool in self.pools:
-                num_tokens = pool.longest(block_ids, num_tokens)
+                num_tokens = pool.num_reusable_tokens(block_ids, num_tokens)
         return num_tokens
 
     def connect(self, blocks: BlockPool) -> None:
@@ -360,7 +360,7 @@ class WindowedLayers:
                 if keeps_all:
                     num_blocks = num_blocks if has_part.all() else int(has_part.argmin())
                 else:
-                    num_blocks = pool.reach.longest(has_part, num_blocks * pool.block_size, pool.block_size)
+                    num_blocks = pool.reach.num_reusable_tokens(has_part, num_blocks * pool.block_size, pool.block_size)
                     num_blocks //= pool.block_size
         return max(0, num_blocks - block_ids.size)
 
@@ -377,7 +377,7 @@ class WindowedLayers:
 
         Args:
             block_ids: int32, the blocks that hold the cached tokens.
-            cached_tokens: tokens that are reused, as returned by `longest`.
+            cached_tokens: tokens that are reused, as returned by `num_reusable_tokens`.
             num_tokens: maximum number of tokens that the request will have.
             keeps_all: whether all its parts are kept, even after its end.
             found_tokens: tokens that are cached, with or without the parts that are needed to continue after them.

@@ -18,7 +18,7 @@ from radixkv.kernels.kv_pool import KVPool
 from radixkv.kernels.staging import to_device
 from radixkv.model.attention.interface import AttentionKernels, QueryWatcher
 from radixkv.model.attention.paged_step import PagedStep
-from radixkv.model.fingerprint import fingerprint_cached
+from radixkv.model.fingerprint import fingerprint_kv
 from radixkv.model.model import Model
 from radixkv.storage.device_pool import KVStorage
 from radixkv.storage.layer_bytes import payload_layout
@@ -87,7 +87,7 @@ class Runner:
         """The fingerprint of the model and the K/V format; see `radixkv.model.fingerprint`."""
         storage = self.storage
         stored_as = f"{storage.kv_dtype}: {payload_layout(storage.pools)}"
-        return fingerprint_cached(self.model.fingerprint, stored_as, storage.block_size)
+        return fingerprint_kv(self.model.fingerprint, stored_as, storage.block_size)
 
     @property
     def has_graphs(self) -> bool:
@@ -134,8 +134,8 @@ class Runner:
         """Do the work of a step that does not need its tokens. The previous step may still be running.
 
         A recorded step is planned and written to pinned memory. For other steps, only the tables are created. Steps
-        with adapters are not recorded, since adapters add matmuls of other shapes; neither are steps whose queries are
-        observed.
+        with adapters are not recorded, since adapters add matmuls of other shapes; neither are steps with recurrent
+        states, nor steps whose queries are observed.
 
         Returns:
             A function that starts the step; see `start`. It must not be called after another step was prepared.
@@ -145,8 +145,8 @@ class Runner:
         part_copies = [chunk.part_copy for chunk in chunks if chunk.part_copy is not None]
         by_pool = [(pool, copies) for pool in self.storage.pools]
         by_pool += [(pool, part_copies) for pool in self.storage.part_pools]
-        is_own = self._graphs is None or layout.adapters or layout.watched or layout.states
-        recorded = None if is_own or self._graphs is None else self._graphs.prepare(layout)
+        may_be_recorded = not (layout.adapters or layout.watched or layout.states)
+        recorded = self._graphs.prepare(layout) if self._graphs is not None and may_be_recorded else None
         return functools.partial(self._start, layout, by_pool, recorded or functools.partial(self._compute, layout))
 
     def start(self, chunks: Sequence[Chunk]) -> Wait:

@@ -1,7 +1,7 @@
 """Fingerprints of everything that K/V depend on, for namespaces, and for K/V that other processes read.
 
 model       configuration with its RoPE settings, all weights and buffers, dtype, the format of weights, exact mode
-cached      the model, the dtype of K and V in the pool, tokens per block
+K/V         the model, the dtype of K and V in the pool, tokens per block
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def fingerprint_model(module: PreTrainedModel, weights: str, *, is_exact: bool) 
     return digest.hexdigest()
 
 
-def fingerprint_cached(model: str, stored_as: str, block_size: int) -> str:
+def fingerprint_kv(model: str, stored_as: str, block_size: int) -> str:
     """Digest everything that cached blocks depend on besides tokens, tenant, adapter and salt.
 
     Args:

@@ -187,12 +187,12 @@ def _require_same(file: GgufFile, names: dict[str, str]) -> None:
     """Refuse a file whose tensors are not exactly those of the model."""
     expected = set(names.values())
     found = set(file.tensors) - set(ROPE_TENSORS)
-    for what, tensors in (("lacks", expected - found), ("also has", found - expected)):
+    for what, tensors in (("without {} of them", expected - found), ("with {} others", found - expected)):
         if tensors:
             few = ", ".join(sorted(tensors)[:3])
             raise ConfigError(
-                f"{file.path}: expected the tensors of a {file.architecture} model, got a file that {what} "
-                f"{len(tensors)} of them, such as {few}"
+                f"{file.path}: expected the tensors of a {file.architecture} model, got a file "
+                f"{what.format(len(tensors))}, such as {few}"
             )
 
 

@@ -251,7 +251,7 @@ class Loader:
             self._index.lost(store, blocks.lost)
             partless = [key for key, each in blocks.blocks.items() if not self._mover.has_part(each.payload)]
             if partless and store in self._tiers:
-                self._index.came_without_parts(store, partless)
+                self._index.note_partless(store, partless)
             if load.is_ended:
                 ready += load.requests & self._waiting
                 self._drop_if_unused(load)
@@ -356,7 +356,7 @@ class Loader:
         adopts these blocks when it publishes the loaded blocks after them, because the tree already has them.
         """
         own = lease.block_ids[: lease.cached_tokens // self._cache.block_size]
-        if own.size >= first_block or not _publishes(request) or lease.root_run.tokens:
+        if own.size >= first_block or not _publishes(request) or lease.root_prefix.tokens:
             return own
         known = self._cache.found_blocks(request.namespace, request.tokens)[:first_block]
         return known if known.size == first_block else own  # otherwise some were evicted in the meantime

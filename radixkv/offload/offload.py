@@ -22,7 +22,7 @@ from radixkv.offload.index.offload_index import OffloadIndex, grant_stored
 from radixkv.offload.load_or_compute import LoadOrCompute
 from radixkv.offload.loader import Loader
 from radixkv.offload.lookups import Lookups
-from radixkv.offload.purge import Deletion, LocalPurger, SharedPurger, not_asked
+from radixkv.offload.purge import Deletion, LocalPurger, SharedPurger, failed_deletion
 from radixkv.offload.restart import DiskScan, ShutdownSave
 from radixkv.offload.saver import EvictedCopies, Saver
 from radixkv.offload.tiers.block_store import PutOutcome
@@ -261,7 +261,7 @@ class Offload:
         own = self._local_purger.purge(tenant, adapter, salt)
         purges = self.purger.purge(tenant, adapter, salt)
         if self._disk_scan is not None and self._disk_scan.has_failed:
-            own.append(Deletion("disk", not_asked()))
+            own.append(Deletion("disk", failed_deletion()))
         return own + [Deletion(name, purged) for name, purged in purges.items()]
 
     def close(self) -> None:

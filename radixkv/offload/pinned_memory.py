@@ -1,4 +1,4 @@
-"""Pinned host memory, which a GPU copies from and to without staging, and slots in it."""
+"""Pinned host memory, which a GPU reads and writes directly, and slots in it for blocks in transit."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SUCCESS = 0  # cudaSuccess
 
 
 def map_pinned_memory(num_bytes: int, cudart: Any | None = None) -> memoryview:
-    """Map memory and pin it (page-lock it), so that a GPU copies from and to it without staging.
+    """Map memory and pin it (page-lock it), so that CUDA copies directly from and to it, without a buffer of its own.
 
     PyTorch's own pinned allocator rounds a size up to a power of two, so that 35 GB take 69 GB. This registers exactly
     the requested pages. If CUDA refuses, the memory is pageable: copies are correct, but slower, and the thread that

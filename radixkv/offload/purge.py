@@ -26,11 +26,11 @@ class Deletion(NamedTuple):
     """A deletion of blocks in one tier.
 
     Attributes:
-        store: name of the tier.
+        tier: its name.
         num_deleted: number of deleted blocks; None if the call failed.
     """
 
-    store: str
+    tier: str
     num_deleted: Future[int | None]
 
 
@@ -46,11 +46,11 @@ class PendingPurge(NamedTuple):
     deletions: Sequence[Deletion]
 
 
-def not_asked() -> Future[int | None]:
-    """Return the result of a call that could not be made."""
-    answer: Future[int | None] = Future()
-    answer.set_result(None)
-    return answer
+def failed_deletion() -> Future[int | None]:
+    """Return the `num_deleted` of a deletion that could not be started."""
+    num_deleted: Future[int | None] = Future()
+    num_deleted.set_result(None)
+    return num_deleted
 
 
 def when_deleted(begun: Future[PendingPurge], limit_s: float = MAX_WAIT_S) -> Future[Purged]:
@@ -63,7 +63,7 @@ def when_deleted(begun: Future[PendingPurge], limit_s: float = MAX_WAIT_S) -> Fu
     """
     done: Future[Purged] = Future()
 
-    def wait_for_stores(begun: Future[PendingPurge]) -> None:
+    def wait_for_tiers(begun: Future[PendingPurge]) -> None:
         if begun.cancelled():
             done.cancel()
         elif not done.set_running_or_notify_cancel():
@@ -73,7 +73,7 @@ def when_deleted(begun: Future[PendingPurge], limit_s: float = MAX_WAIT_S) -> Fu
         else:
             _PurgeWaiter(done, begun.result()).begin(limit_s)
 
-    begun.add_done_callback(wait_for_stores)
+    begun.add_done_callback(wait_for_tiers)
     return done
 
 
@@ -125,21 +125,25 @@ class _PurgeWaiter:
 def _sums(deletions: Sequence[Deletion]) -> dict[str, int | None]:
     """Add up the deleted blocks of each tier; None if one of its calls failed or has not ended."""
     sums: dict[str, int | None] = {}
-    for store, deleted in deletions:
-        known = sums.get(store, 0)
+    for tier, deleted in deletions:
+        known = sums.get(tier, 0)
         number = None if deleted.cancelled() or not deleted.done() else deleted.result()
-        sums[store] = None if known is None or number is None else known + number
+        sums[tier] = None if known is None or number is None else known + number
     return sums
 
 
 class LocalPurger:
-    """Purges the tiers that only this server uses, also of blocks that are no longer in the index.
+    """Purges the tiers that only this server uses.
 
-        in the index ── victim ──▶ passed to the store with the block that replaces it ──▶ evicted
-                                      └── kept, since the store had room ──▶ deleted by the `Deleter`
+    This includes victims: blocks that the index has removed to make room for another block, but that the store may
+    still have. The store evicts a victim when it saves the other block. If it then has room for both, it keeps the
+    victim, and the `Deleter` deletes it:
+
+        in the index ── removed: a victim ─┬─ evicted by the store, for the block that replaces it
+                                           └─ kept by the store, which had room ──▶ deleted by the `Deleter`
 
     Args:
-        offload_index: knows the stored blocks, and the victims that were not passed to a store yet.
+        offload_index: knows the stored blocks, and the victims whose replacement is not being saved yet.
         saver: knows the victims of saves that are in flight.
         deleter: deletes, and knows the deletions that are not confirmed.
         keys: computes the keys of blocks.
@@ -161,8 +165,8 @@ class LocalPurger:
         deletions: list[Deletion] = []
         for name, keys in found.items():
             if not self._index.tiers[name].is_shared:
-                leaving = filter(scope.has, (*self._saver.victims(name), *self._deleter.unanswered(name)))
-                keys = list(dict.fromkeys((*keys, *self._index.drop_victims(name, scope.has), *leaving)))
+                in_flight = filter(scope.has, (*self._saver.victims(name), *self._deleter.unanswered(name)))
+                keys = list(dict.fromkeys((*keys, *self._index.drop_victims(name, scope.has), *in_flight)))
                 deletions.append(Deletion(name, self._deleter.delete(name, keys)))
         return deletions
 

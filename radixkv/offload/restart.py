@@ -160,7 +160,7 @@ class ShutdownSave:
             return is_whole
         saved, is_whole = self._save(tier_index.num_blocks, deadline_s) if is_whole else ([], False)
         for keys in reversed(saved):
-            self._index.left("disk", keys)
+            self._index.note_evicted("disk", keys)
         if self._record is not None:
             self._record.persist_order(list(tier_index))
             if knows_disk:
@@ -175,7 +175,7 @@ class ShutdownSave:
         """
         saved: list[list[bytes]] = []
         for node, start, end in self._runs():
-            saved.append(self._index.leave(node, start, min(end, start + num_left), ["disk"]))
+            saved.append(self._index.queue(node, start, min(end, start + num_left), ["disk"]))
             num_left -= len(saved[-1])
             self._saver.flush()
             if not self._saver.wait(max(0.0, deadline_s - time.monotonic())):

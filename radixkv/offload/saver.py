@@ -176,8 +176,8 @@ class Saver:
         outcomes = list(zip(keys, result.outcomes, strict=True))
         there = (PutOutcome.STORED, PutOutcome.ALREADY_THERE)
         refused = [key for key, outcome in outcomes if outcome not in there]
-        unasked = {key for key, outcome in outcomes if outcome is PutOutcome.NOT_ASKED}
-        absent = {key for key in unasked if not self._index.tiers[name].may_have(key)}
+        unsent = {key for key, outcome in outcomes if outcome is PutOutcome.NOT_SENT}
+        absent = {key for key in unsent if not self._index.tiers[name].may_have(key)}
         self._index.stored(name, [key for key, outcome in outcomes if outcome in there])
         # A pending key was evicted again, and a later save stores it.
         left = filter(self._index.tiers[name].holds, result.evicted)

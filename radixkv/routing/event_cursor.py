@@ -32,7 +32,7 @@ class EventCursor:
         self._next_part: int | None = None  # of a snapshot that is being read
 
     @property
-    def is_in_step(self) -> bool:
+    def is_up_to_date(self) -> bool:
         """Whether all batches up to `number` were applied."""
         return self.number > 0 and self._next_part is None
 
@@ -42,21 +42,21 @@ class EventCursor:
         if part is not None:
             is_next = part.index == self._next_part and batch.sequence_number == self.number
             if part.index and not is_next:
-                return self.lose()
+                return self.request_snapshot()
             self.number = batch.sequence_number
             self._next_part = part.index + 1 if part.index + 1 < part.count else None
             return Verdict.APPLY
         if self._next_part is not None or not self.number:
-            return self.lose()
+            return self.request_snapshot()
         if batch.sequence_number <= self.number:
             return Verdict.SKIP
         if batch.sequence_number > self.number + 1:
-            return self.lose()
+            return self.request_snapshot()
         self.number = batch.sequence_number
         return Verdict.APPLY
 
-    def lose(self) -> Verdict:
-        """Record that batches are missing, or that the number is from before a restart of the replica."""
+    def request_snapshot(self) -> Verdict:
+        """Start again with a snapshot: batches are missing, or the number is from before a restart of the replica."""
         self.number = 0
         self._next_part = None
         return Verdict.RESYNC

@@ -102,13 +102,13 @@ class FleetView:
         """Return the sequence number to subscribe from: that of the last batch, or 0 for a snapshot."""
         return self._replicas[name].cursor.number
 
-    def is_in_step(self, name: str) -> bool:
+    def is_up_to_date(self, name: str) -> bool:
         """Whether the events of a replica were read without a gap. The state before a gap is kept until a snapshot."""
-        return self._replicas[name].cursor.is_in_step
+        return self._replicas[name].cursor.is_up_to_date
 
-    def lose(self, name: str) -> None:
+    def request_snapshot(self, name: str) -> None:
         """Record that the replica does not know the last sequence number, so that a snapshot is needed."""
-        self._replicas[name].cursor.lose()
+        self._replicas[name].cursor.request_snapshot()
 
     def read(self, name: str, batch: EventBatch) -> bool:
         """Apply a batch of events of a replica.

@@ -108,11 +108,11 @@ class Admitter:
                 request.found_tokens = self._cache.num_found_tokens(request.namespace, tokens)
             if self._flights.follow(request, request.found_tokens, cached_tokens):
                 return Admission.FOLLOWS
-        num_spared_blocks = 0
+        num_headroom_blocks = 0
         if running and not is_passing:
-            num_spared_blocks = sum(map(_may_grow, running)) + self._lending.num_lent_blocks
+            num_headroom_blocks = sum(map(_may_grow, running)) + self._lending.num_lent_blocks
         try:
-            lease = self._lease(request, tokens, num_spared_blocks, running)
+            lease = self._lease(request, tokens, num_headroom_blocks, running)
         except CapacityError as error:
             if error.cause is Cause.HOLD_LEASE:
                 return self._end(request, error)
@@ -130,7 +130,7 @@ class Admitter:
             self._flights.lead(request)
         return Admission.ADMITTED
 
-    def _lease(self, request: Request, tokens: bytes, num_spared_blocks: int, running: Collection[Request]) -> Lease:
+    def _lease(self, request: Request, tokens: bytes, num_headroom_blocks: int, running: Collection[Request]) -> Lease:
         """Allocate the blocks of a request: those of its prompt, and private ones if it will need any."""
         num_private_tokens = 0 if request.compression is None else request.num_private_tokens
 
@@ -142,7 +142,7 @@ class Admitter:
             request.namespace,
             tokens,
             read=request.params.read_cache,
-            num_spared_blocks=num_spared_blocks,
+            num_headroom_blocks=num_headroom_blocks,
             num_private_blocks=-(-num_private_tokens // self._cache.block_size),
             num_expected_tokens=request.num_expected_tokens,
             is_resumed=request.has_computed,

@@ -53,20 +53,22 @@ class Lending:
         """Allow inspections again, whose number per step is bounded."""
         self._num_inspections_left = _MAX_INSPECTIONS
 
-    def lend(self, request: Request, cached_tokens: int, num_spared_blocks: int, running: Collection[Request]) -> bool:
+    def lend(
+        self, request: Request, cached_tokens: int, num_headroom_blocks: int, running: Collection[Request]
+    ) -> bool:
         """Free the blocks that a waiting request needs until its end, from prompts that can spare them.
 
         Args:
             request: the waiting request.
             cached_tokens: tokens that it reuses.
-            num_spared_blocks: blocks that must be free in addition to those.
+            num_headroom_blocks: blocks that must be free in addition to those.
             running: requests that have blocks. Those that can spare the most lend first.
 
         Returns:
             Whether the blocks for `max_tokens` are free now. If not, nothing has changed.
         """
         num_lacking = self._num_blocks(self.max_tokens(request)) - cached_tokens // self._cache.block_size
-        num_lacking += num_spared_blocks
+        num_lacking += num_headroom_blocks
         num_answer_tokens = request.num_expected_tokens - request.num_prompt_tokens
         num_turns = -(-(request.num_tokens - cached_tokens) // min(_TURN_TOKENS, self._step_tokens))
         spare = {each: self._num_spare_blocks(each, num_turns + num_answer_tokens + 1) for each in running}

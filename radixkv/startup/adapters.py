@@ -16,7 +16,7 @@ from radixkv.model.adapters.adapter_config import CONFIG_FILE, TENSOR_FILE
 from radixkv.model.adapters.adapter_files import AdapterFiles, read_adapter
 from radixkv.model.model import Model
 from radixkv.model.report import Report, report_nothing
-from radixkv.startup.openmp_threads import end_own_threads
+from radixkv.startup.openmp_threads import end_openmp_threads
 
 # Numbers in adapter files may take four bytes, even if those of the model take one.
 _FILE_BYTES_EACH = 4
@@ -40,7 +40,7 @@ def _read(path: str | Path, model: Model, max_bytes: int) -> AdapterFiles:
     try:
         return read_adapter(path, model, max_bytes)
     finally:
-        end_own_threads()
+        end_openmp_threads()
 
 
 def load_adapters(sections: Mapping[str, AdapterConfig], adapters: Adapters, report: Report = report_nothing) -> None:

@@ -64,7 +64,7 @@ def attention_kernels(
     flashinfer = flashinfer_candidate(use)
     if flashinfer is None:
         return ours
-    with_flashinfer = flashinfer.with_own_kernels(ours)
+    with_flashinfer = flashinfer.with_triton_kernels(ours)
     candidates: dict[str, AttentionKernels] = {FLASHINFER: with_flashinfer, POINTERS: ours}
     kernels = choose_attention(_without(refused, candidates), reported)
     if kernels is with_flashinfer:

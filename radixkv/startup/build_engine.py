@@ -24,8 +24,8 @@ from radixkv.compute.graphs.recorder import GraphRecorder
 from radixkv.compute.runner import Runner
 from radixkv.config import CacheConfig, Config, TenantConfig
 from radixkv.engine.engine import Engine
-from radixkv.engine.memory_border import MemoryBorder
 from radixkv.engine.observer import Observer
+from radixkv.engine.page_reclaimer import PageReclaimer
 from radixkv.errors import ConfigError
 from radixkv.events.block_identity import Identities
 from radixkv.events.event_log import EventLog
@@ -43,7 +43,7 @@ from radixkv.startup.graph_check import drop_wrong_graphs
 from radixkv.startup.malloc import give_back_freed_memory, keep_freed_memory, use_huge_pages
 from radixkv.startup.mkl import fix_summation_order
 from radixkv.startup.model_check import check_model
-from radixkv.startup.openmp_threads import end_own_threads
+from radixkv.startup.openmp_threads import end_openmp_threads
 from radixkv.startup.pool_size import available_bytes, choose_num_blocks, reserve_step_memory
 from radixkv.startup.progress import StartProgress
 from radixkv.startup.recurrent_state_slots import make_state_slots
@@ -99,10 +99,10 @@ def build_engine(
     limits = config.engine.on(model.device.type)
     progress.begin("allocating the pool of K/V blocks")
     recorder = GraphRecorder(model, kernels, limits)
-    num_blocks = choose_num_blocks(model, kernels, kv_shape, config.cache, limits, recorder)
-    states = make_state_slots(model, kv_shape, num_blocks, config, limits)
-    num_whole_blocks = num_blocks  # if all layers were in one pool
-    groups, num_blocks, num_parts, num_own_parts = divide_layers(config, limits, model, num_blocks)
+    num_blocks_in_one_pool = choose_num_blocks(model, kernels, kv_shape, config.cache, limits, recorder)
+    states = make_state_slots(model, kv_shape, num_blocks_in_one_pool, config, limits)
+    # Windowed layers may have a pool of their own, whose blocks are called parts.
+    groups, num_blocks, num_parts, num_dedicated_parts = divide_layers(config, limits, model, num_blocks_in_one_pool)
     _require_floors(quotas, num_blocks)
     storage = KVStorage(
         num_blocks,
@@ -112,7 +112,7 @@ def build_engine(
         is_by_layer=kernels.wants_pool_by_layer,
         groups=groups,
         num_parts=num_parts,
-        num_own_parts=num_own_parts,
+        num_dedicated_parts=num_dedicated_parts,
     )
     _log_pool(storage, model.device)
     progress.note(
@@ -144,10 +144,10 @@ def build_engine(
     if stores is not None:
         listeners.append(stores.index)
         events.follow(stores.index)
-    policy = make_policy(config.cache.policy, num_whole_blocks)
+    policy = make_policy(config.cache.policy, num_blocks_in_one_pool)
     cache = _make_cache(config.cache, policy, quotas, default_quota, num_blocks, listeners, marks, windows, states)
     if windows.shares_memory:
-        observers = (*observers, MemoryBorder(storage, cache.pool, windows.pools[-1]))
+        observers = (*observers, PageReclaimer(storage, cache.pool, windows.pools[-1]))
     weights = {tenant: bounds.weight for tenant, bounds in config.tenants.items()}
     rates = RateLimiter(config.tenants, config.default_tenant)
     engine = Engine(
@@ -162,7 +162,7 @@ def build_engine(
         open_offload=None if stores is None else partial(stores.connect, cache, choice),
     )
     load_adapters(config.adapters, engine.adapters, progress.report)
-    end_own_threads()
+    end_openmp_threads()
     return engine
 
 
@@ -184,7 +184,8 @@ def _log_pool(storage: KVStorage, device: torch.device) -> None:
         device,
     )
     if groups is not None:
-        at_most = "" if storage.num_own_parts is None else "at most "  # with shared memory it depends on the traffic
+        # With shared memory, the numbers depend on the traffic.
+        at_most = "" if storage.num_dedicated_parts is None else "at most "
         _log.info(
             "%d of %d layers have windows of at most %d tokens: the pool holds %s%d tokens for them in %.1f MB, and "
             "%s%d tokens for the other layers in %.1f MB",
@@ -232,7 +233,7 @@ def make_runner(
     max_sequence_tokens = longest_sequence(storage.num_blocks * storage.block_size, model.max_tokens)
     if model.device.type == "cuda":
         progress.begin("compiling kernels, and recording steps as CUDA graphs")
-        launch_all(model, storage, cast("PlanningKernels", kernels).ways(), max_sequence_tokens)
+        launch_all(model, storage, cast("PlanningKernels", kernels).variants(), max_sequence_tokens)
     graphs = recorder.record(storage, max_sequence_tokens)
     if graphs is not None:
         progress.begin("checking the recorded steps")

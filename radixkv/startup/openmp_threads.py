@@ -46,8 +46,8 @@ def bound_spinning(environment: MutableMapping[str, str], cpuinfo: Path = _CPUIN
         environment["GOMP_SPINCOUNT"] = str(_SPIN_COUNT_INTEL if is_intel else _SPIN_COUNT)
 
 
-def end_own_threads() -> bool:
-    """End the OpenMP threads of the calling thread. They start again when the thread needs them.
+def end_openmp_threads() -> bool:
+    """End the OpenMP threads that PyTorch has started for the calling thread. They start again when they are needed.
 
     Each thread that computes has OpenMP threads of its own. If a process has more of them than cores, GNU's OpenMP lets
     all of them sleep between two parallel regions instead of spinning. The engine's thread runs a hundred regions per

@@ -33,10 +33,10 @@ def make_state_slots(
         UnsupportedModel: the configuration enables a feature that does not support states.
         ConfigError: the memory for snapshots has no room for a single snapshot.
     """
-    shape, size = model.state_shape, config.cache.block_size
+    shape, block_size = model.state_shape, config.cache.block_size
     if shape is None:
         return None
-    _require_possible(model, config)
+    _require_supported(model, config)
     state_bytes = config.cache.state_bytes
     if state_bytes is not None and 0 < state_bytes < shape.slot_bytes:
         raise ConfigError(
@@ -44,7 +44,7 @@ def make_state_slots(
             f"got {state_bytes}"
         )
     num_snapshots = (
-        max(_MIN_SNAPSHOTS, int(STATE_SHARE * num_blocks * size * kv_shape.token_bytes / shape.slot_bytes))
+        max(_MIN_SNAPSHOTS, int(STATE_SHARE * num_blocks * block_size * kv_shape.token_bytes / shape.slot_bytes))
         if state_bytes is None
         else state_bytes // shape.slot_bytes
     )
@@ -66,10 +66,10 @@ def make_state_slots(
             wanted,
             wanted * shape.slot_bytes,
         )
-    return StateSlots(num_blocks, size, num_requests, num_snapshots, config.cache.state_every_tokens)
+    return StateSlots(num_blocks, block_size, num_requests, num_snapshots, config.cache.state_every_tokens)
 
 
-def _require_possible(model: Model, config: Config) -> None:
+def _require_supported(model: Model, config: Config) -> None:
     """Refuse tiers, shared stores and transfer: they keep K/V without states, so all tokens would be computed again."""
     tiers, transfer = config.tiers, config.transfer
     asked = {

@@ -25,14 +25,14 @@ class Division(NamedTuple):
         groups: the layers of both pools; None for one pool.
         num_blocks: blocks that trees and leases share.
         num_parts: blocks of the windowed layers' pool; 0 for one pool.
-        num_own_parts: parts that have memory of their own, if the other parts share memory with blocks; None if all
-            parts have memory of their own.
+        num_dedicated_parts: parts that have memory of their own, if the other parts share memory with blocks; None if
+            all parts have memory of their own.
     """
 
     groups: LayerGroups | None
     num_blocks: int
     num_parts: int = 0
-    num_own_parts: int | None = None
+    num_dedicated_parts: int | None = None
 
 
 def divide_layers(config: Config, limits: EngineConfig, model: Model, num_blocks: int) -> Division:
@@ -60,16 +60,17 @@ def divide_layers(config: Config, limits: EngineConfig, model: Model, num_blocks
         _log.info("windowed layers keep K/V of every token, because of %s", reason)
         return Division(None, num_blocks)
     token_bytes = _token_bytes(model.kv_shape.stored_as(config.cache.kv_dtype), groups)
-    num_own_parts = _num_own_parts(config, limits, groups, num_blocks if not token_bytes.other else None)
-    num_more_blocks = _num_blocks(token_bytes, num_blocks, num_own_parts)
-    if num_own_parts > num_blocks or num_own_parts >= num_more_blocks:
+    num_dedicated_parts = _num_dedicated_parts(config, limits, groups, num_blocks if not token_bytes.other else None)
+    num_more_blocks = _num_blocks(token_bytes, num_blocks, num_dedicated_parts)
+    if num_dedicated_parts > num_blocks or num_dedicated_parts >= num_more_blocks:
         _log.info(
-            "windowed layers keep K/V of every token: a pool of their own would need %d blocks, no fewer", num_own_parts
+            "windowed layers keep K/V of every token: a pool of their own would need %d blocks, no fewer",
+            num_dedicated_parts,
         )
         return Division(None, num_blocks)
     if wanted is None:
-        return Division(groups, num_more_blocks, num_blocks, num_own_parts)
-    return Division(groups, num_more_blocks, num_own_parts)
+        return Division(groups, num_more_blocks, num_blocks, num_dedicated_parts)
+    return Division(groups, num_more_blocks, num_dedicated_parts)
 
 
 class _TokenBytes(NamedTuple):
@@ -84,7 +85,7 @@ def _token_bytes(shape: KVShape, groups: LayerGroups) -> _TokenBytes:
     return _TokenBytes(windowed, whole)
 
 
-def _num_own_parts(config: Config, limits: EngineConfig, groups: LayerGroups, at_least: int | None) -> int:
+def _num_dedicated_parts(config: Config, limits: EngineConfig, groups: LayerGroups, at_least: int | None) -> int:
     """Return the parts with memory of their own: as many as one request needs, or `at_least` if that is more."""
     size, wanted = config.cache.block_size, config.cache.windowed_tokens
     least = min_parts(Reach.of_window(groups.window), size, limits.step_tokens)
@@ -117,8 +118,8 @@ def windows_of(storage: KVStorage, step_tokens: int) -> WindowedLayers:
         return WindowedLayers()
     reach = Reach.of_window(storage.groups.window)
     memory = None
-    if storage.num_own_parts is not None:
-        memory = PartMemory(storage.part_bytes, storage.block_bytes, storage.num_own_parts)
+    if storage.num_dedicated_parts is not None:
+        memory = PartMemory(storage.part_bytes, storage.block_bytes, storage.num_dedicated_parts)
     pool = WindowPool(storage.num_blocks, storage.num_parts, storage.block_size, reach, step_tokens, memory)
     return WindowedLayers([pool])
 

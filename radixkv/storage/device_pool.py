@@ -130,8 +130,8 @@ class KVStorage:
         groups: the layers of both kinds of pools; None if all layers store every token.
         part_pools: the pools of the windowed layers; empty if all layers store every token.
         num_parts: parts of each of these pools.
-        num_own_parts: number of parts with memory of their own; the others share the memory of blocks. None if all
-            parts have memory of their own.
+        num_dedicated_parts: number of parts with memory of their own; the others share the memory of blocks. None if
+            all parts have memory of their own.
         part_bytes: bytes of one part, all windowed layers.
         places: where each layer stores its K/V.
         kv_dtype: format of the stored elements, as `KVFormat` names it.
@@ -143,7 +143,7 @@ class KVStorage:
         is_by_layer: whether the memory is ordered by layer, see `KVPool`.
         groups: divides the layers; None if all store every token.
         num_parts: parts of the pools of the windowed layers.
-        num_own_parts: number of parts with memory of their own, if the others share the memory of blocks.
+        num_dedicated_parts: number of parts with memory of their own, if the others share the memory of blocks.
 
     Raises:
         ConfigError: the device does not have enough memory.
@@ -159,13 +159,13 @@ class KVStorage:
         is_by_layer: bool = False,
         groups: LayerGroups | None = None,
         num_parts: int = 0,
-        num_own_parts: int | None = None,
+        num_dedicated_parts: int | None = None,
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.groups = groups
         self.num_parts = num_parts
-        self.num_own_parts = num_own_parts
+        self.num_dedicated_parts = num_dedicated_parts
         whole, windowed = divided_layers(shape, groups)
         self.places = _places((*whole, *windowed), shape.num_layers)
         self.block_bytes = block_size * sum(shape.of(layers).token_bytes for layers in whole)
@@ -197,7 +197,7 @@ class KVStorage:
     @property
     def num_bytes(self) -> int:
         """Bytes of all blocks and parts that can be used at once."""
-        num_parts = self.num_parts if self.num_own_parts is None else self.num_own_parts
+        num_parts = self.num_parts if self.num_dedicated_parts is None else self.num_dedicated_parts
         return self.num_blocks * self.block_bytes + num_parts * self.part_bytes
 
 

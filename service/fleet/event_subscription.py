@@ -114,7 +114,7 @@ class EventSubscription:
             return
         if code in _NUMBER_UNKNOWN:
             self.num_gaps += 1
-            self._view.lose(self._name)
+            self._view.request_snapshot(self._name)
             return
         self.num_breaks += 1
         _log.info("events of %s: the stream ended with %s", self._name, code.name)

@@ -70,9 +70,9 @@ class FleetState:
         """Connections to the replicas."""
         return tuple(self._connections.values())
 
-    def is_in_step(self, name: str) -> bool:
+    def is_up_to_date(self, name: str) -> bool:
         """Whether the events of a replica were read without a gap."""
-        return self._router is not None and name in self._connections and self._router.view.is_in_step(name)
+        return self._router is not None and name in self._connections and self._router.view.is_up_to_date(name)
 
     def update(self, replicas: Iterable[ReplicaFacts]) -> None:
         """Add and remove replicas, so that the fleet has exactly these."""

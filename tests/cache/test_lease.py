@@ -35,47 +35,47 @@ class TestBlocksAreSpared:
     def test_as_many_as_there_are(self) -> None:
         cache = PrefixCache(8, 4)
         publish(cache, "aaaabbbbcccc")
-        lease = cache.lease(MODEL, spell("11112222"), num_spared_blocks=6)
+        lease = cache.lease(MODEL, spell("11112222"), num_headroom_blocks=6)
         assert (cache.pool.num_free, cache.num_evictable_blocks) == (3, 3)
         lease.close()
         with pytest.raises(OutOfBlocks, match="got too few"):
-            cache.lease(MODEL, spell("11112222"), num_spared_blocks=7)
+            cache.lease(MODEL, spell("11112222"), num_headroom_blocks=7)
 
     def test_of_a_long_path_what_is_not_reused(self) -> None:
         cache = PrefixCache(8, 4)
         publish(cache, "aaaabbbbccccddddeeeeffff")
-        lease = cache.lease(MODEL, spell("aaaabbbb1111"), num_spared_blocks=5)
+        lease = cache.lease(MODEL, spell("aaaabbbb1111"), num_headroom_blocks=5)
         assert lease.cached_tokens == 8
         assert (cache.pool.num_free, cache.num_evictable_blocks) == (1, 4)
         lease.close()
         before = counts(cache)
         with pytest.raises(OutOfBlocks, match="got too few"):
-            cache.lease(MODEL, spell("aaaabbbb1111"), num_spared_blocks=6)
+            cache.lease(MODEL, spell("aaaabbbb1111"), num_headroom_blocks=6)
         assert counts(cache) == before
 
     def test_a_block_that_is_reused_in_part(self) -> None:
         cache = PrefixCache(8, 4)
         publish(cache, "aaaabbbbccccddddeeeeffff")
-        assert cache.lease(MODEL, spell("aaaabb11"), num_spared_blocks=5).cached_tokens == 6
+        assert cache.lease(MODEL, spell("aaaabb11"), num_headroom_blocks=5).cached_tokens == 6
         cache = PrefixCache(8, 4)
         publish(cache, "aaaabbbbccccddddeeeeffff")
-        assert cache.lease(MODEL, spell("aaaabb11"), num_spared_blocks=6).cached_tokens == 4
+        assert cache.lease(MODEL, spell("aaaabb11"), num_headroom_blocks=6).cached_tokens == 4
 
     def test_a_ceiling_is_the_reason_only_if_it_is_nearer(self) -> None:
         cache = PrefixCache(8, 4, quotas={MODEL.tenant: Quota(ceiling_blocks=3)})
         with pytest.raises(OutOfBlocks):
-            cache.lease(MODEL, spell("aaaabbbbccccdddd"), num_spared_blocks=6)
+            cache.lease(MODEL, spell("aaaabbbbccccdddd"), num_headroom_blocks=6)
         with pytest.raises(QuotaExceeded):
-            cache.lease(MODEL, spell("aaaabbbbccccdddd"), num_spared_blocks=4)
+            cache.lease(MODEL, spell("aaaabbbbccccdddd"), num_headroom_blocks=4)
 
     def test_beside_what_floors_keep(self) -> None:
         other = Namespace("model", tenant="other")
         cache = PrefixCache(8, 4, quotas={"other": Quota(floor_blocks=4)})
         publish(cache, "aaaabbbbccccdddd", other)
-        cache.lease(MODEL, spell("11112222"), num_spared_blocks=6).close()
-        cache.lease(MODEL, spell("1111222233334444"), num_spared_blocks=4).close()
+        cache.lease(MODEL, spell("11112222"), num_headroom_blocks=6).close()
+        cache.lease(MODEL, spell("1111222233334444"), num_headroom_blocks=4).close()
         with pytest.raises(OutOfBlocks):
-            cache.lease(MODEL, spell("11112222333344445555"), num_spared_blocks=1)
+            cache.lease(MODEL, spell("11112222333344445555"), num_headroom_blocks=1)
 
 
 def test_closing_again_does_nothing(cache: PrefixCache) -> None:
@@ -455,6 +455,6 @@ def test_an_unused_lease_counts_neither_as_hit_nor_as_miss_with_or_without_a_pub
         assert unused.cached_tokens == cached_tokens
         unused.close_unused()
         assert (usage.num_hit_tokens, usage.num_miss_tokens) == before
-    assert unused.root_run.num_tokens == 8
+    assert unused.root_prefix.num_tokens == 8
     assert cache.pool.num_leased == 0
     cache.check()

@@ -1,25 +1,34 @@
-"""Values are found by tenant."""
+"""Trees are found by tenant."""
 
-from radixkv.cache.namespace_trees import NamespaceIndex
+from radixkv.cache.namespace_trees import NamespaceTrees
+from radixkv.cache.radix_tree import NO_ROOT_PREFIX
+from radixkv.cache.tenants import Quota, TenantUsage
 from radixkv.namespace import Namespace
 
 PLAIN, SALTED, OTHER = Namespace("m", "acme"), Namespace("m", "acme", "", "salt"), Namespace("m", "other")
 
 
-def test_values_are_listed_with_their_namespaces_in_the_order_in_which_they_came() -> None:
-    index = NamespaceIndex[str]()
-    for namespace, value in ((SALTED, "b"), (OTHER, "c"), (PLAIN, "a")):
-        index.add(namespace, value)
-    assert index.of("acme") == [("b", SALTED), ("a", PLAIN)]
-    assert index.of(None) == [("b", SALTED), ("a", PLAIN), ("c", OTHER)]
-    assert index.of("unknown") == []
+def trees_of(*namespaces: Namespace) -> NamespaceTrees:
+    trees = NamespaceTrees(block_size=4)
+    for namespace in namespaces:
+        trees.create(namespace, TenantUsage(Quota()), NO_ROOT_PREFIX)
+    return trees
 
 
-def test_a_tenant_without_values_costs_nothing() -> None:
-    index = NamespaceIndex[str]()
-    index.add(PLAIN, "a")
-    index.add(SALTED, "b")
-    index.remove(PLAIN, "a")
-    assert index.of("acme") == [("b", SALTED)]
-    index.remove(SALTED, "b")
-    assert index._by_tenant == {}
+def namespaces_of(trees: NamespaceTrees, tenant: str | None) -> list[Namespace]:
+    return [tree.owner.namespace for tree in trees.of_tenant(tenant)]
+
+
+def test_the_trees_of_one_tenant_or_of_all_are_listed_in_the_order_of_their_creation() -> None:
+    trees = trees_of(SALTED, OTHER, PLAIN)
+    assert namespaces_of(trees, "acme") == [SALTED, PLAIN]
+    assert namespaces_of(trees, None) == [SALTED, OTHER, PLAIN]
+    assert namespaces_of(trees, "unknown") == []
+
+
+def test_a_tenant_without_trees_takes_no_memory() -> None:
+    trees = trees_of(PLAIN, SALTED)
+    del trees[PLAIN]
+    assert namespaces_of(trees, "acme") == [SALTED]
+    del trees[SALTED]
+    assert trees._by_tenant == {}

@@ -84,7 +84,7 @@ BLOCKS = np.arange(16, dtype=np.int32)
 
 
 def lease_of(slots: StateSlots, num_prompt_tokens: int, found_tokens: int = 0) -> StateLease:
-    cached_tokens = slots.longest(BLOCKS, min(found_tokens, num_prompt_tokens - 1))
+    cached_tokens = slots.num_reusable_tokens(BLOCKS, min(found_tokens, num_prompt_tokens - 1))
     return slots.open(BLOCKS, cached_tokens, num_prompt_tokens, found_tokens)
 
 
@@ -156,10 +156,10 @@ def test_nothing_is_published_beyond_the_blocks_of_the_tree() -> None:
     slots = slots_for_leases()
     lease = lease_of(slots, 41)
     compute(lease, 0, 41, num_published_blocks=5)
-    assert slots.longest(BLOCKS, 41) == 16
+    assert slots.num_reusable_tokens(BLOCKS, 41) == 16
     assert len(lease.pending_slots) == 2
     lease.publish(BLOCKS, 10)
-    assert slots.longest(BLOCKS, 41) == 40
+    assert slots.num_reusable_tokens(BLOCKS, 41) == 40
 
 
 def test_states_of_a_step_that_was_not_computed_are_not_published() -> None:
@@ -168,9 +168,9 @@ def test_states_of_a_step_that_was_not_computed_are_not_published() -> None:
     compute(lease, 0, 20)
     lease.writes(20, 41, keeps=True)  # the step fails, and a shorter one is tried
     lease.publish(BLOCKS, 10)
-    assert slots.longest(BLOCKS, 41) == 16
+    assert slots.num_reusable_tokens(BLOCKS, 41) == 16
     assert compute(lease, 20, 35) == [32]
-    assert slots.longest(BLOCKS, 41) == 32
+    assert slots.num_reusable_tokens(BLOCKS, 41) == 32
     lease.close()
     lease.close()
     slots.check(np.empty(0, dtype=np.int32))
@@ -187,7 +187,7 @@ def test_without_room_a_request_keeps_what_it_can() -> None:
     lease = lease_of(slots, 41)
     assert compute(lease, 0, 20) == [16]
     assert compute(lease, 20, 41) == [32]
-    assert (slots.num_given_up, slots.longest(BLOCKS, 41)) == (1, 32)
+    assert (slots.num_given_up, slots.num_reusable_tokens(BLOCKS, 41)) == (1, 32)
 
 
 def test_a_request_reads_a_snapshot_once_and_then_its_own_slot() -> None:
@@ -220,9 +220,9 @@ def publish(slots: StateSlots, *ends: int, saved_tokens: int = 8) -> None:
 
 def test_a_hit_ends_at_the_last_snapshot() -> None:
     slots = slots_of()
-    assert slots.longest(SLOT_BLOCKS, 31) == 0
+    assert slots.num_reusable_tokens(SLOT_BLOCKS, 31) == 0
     publish(slots, 8, 20)
-    assert [slots.longest(SLOT_BLOCKS, tokens) for tokens in (31, 20, 19, 8, 7, 0)] == [20, 20, 8, 8, 0, 0]
+    assert [slots.num_reusable_tokens(SLOT_BLOCKS, tokens) for tokens in (31, 20, 19, 8, 7, 0)] == [20, 20, 8, 8, 0, 0]
 
 
 def test_distances_are_whole_blocks() -> None:
@@ -249,7 +249,7 @@ def test_a_freed_block_gives_its_snapshot_back() -> None:
     slots = slots_of()
     publish(slots, 8, 20)
     slots.freed(SLOT_BLOCKS[3:])
-    assert (slots.longest(SLOT_BLOCKS, 31), slots.num_kept, slots.num_given_up) == (8, 1, 0)
+    assert (slots.num_reusable_tokens(SLOT_BLOCKS, 31), slots.num_kept, slots.num_given_up) == (8, 1, 0)
     slots.check(SLOT_BLOCKS[3:])
 
 
@@ -258,7 +258,7 @@ def test_the_snapshot_with_the_lowest_score_is_evicted() -> None:
     publish(slots, 8, saved_tokens=100)
     publish(slots, 20, saved_tokens=8)
     publish(slots, 28, saved_tokens=16)
-    assert [slots.longest(SLOT_BLOCKS, tokens) for tokens in (31, 27)] == [28, 8]
+    assert [slots.num_reusable_tokens(SLOT_BLOCKS, tokens) for tokens in (31, 27)] == [28, 8]
     assert slots.num_given_up == 1
     assert slots.take(1) is None, "all others are score more"
     slots.check(NONE_FREE)
@@ -322,7 +322,7 @@ def test_a_used_snapshot_is_not_retracted() -> None:
     slots.retract(used, int(SLOT_BLOCKS[4]))
     slots.retract(unused, int(SLOT_BLOCKS[1]))
     slots.retract(unused, int(SLOT_BLOCKS[1]))
-    assert [slots.longest(SLOT_BLOCKS, tokens) for tokens in (31, 19)] == [20, 0]
+    assert [slots.num_reusable_tokens(SLOT_BLOCKS, tokens) for tokens in (31, 19)] == [20, 0]
     slots.check(NONE_FREE)
 
 

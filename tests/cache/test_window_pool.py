@@ -25,7 +25,7 @@ def test_the_longest_beginning_is_that_of_a_trial_of_all_lengths() -> None:
         share = rng.choice((0.3, 0.7, 0.95))
         has_part = [rng.random() < share for _ in range(-(-num_tokens // block_size))]
         expected = longest_by_trial(reach, has_part, num_tokens, block_size)
-        assert reach.longest(np.array(has_part), num_tokens, block_size) == expected
+        assert reach.num_reusable_tokens(np.array(has_part), num_tokens, block_size) == expected
         found.add((expected == num_tokens) + (expected == 0) * 2)
     assert found == {0, 1, 2}, "whole, none and something between"
 

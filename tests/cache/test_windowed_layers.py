@@ -204,7 +204,7 @@ def opened(groups: WindowedLayers, block_ids: BlockIds, cached_tokens: int, num_
 def test_without_groups_everything_is_found_and_nothing_is_kept() -> None:
     groups = WindowedLayers()
     ids = np.arange(3, dtype=np.int32)
-    assert groups.longest(ids.tobytes(), 11) == 11
+    assert groups.num_reusable_tokens(ids.tobytes(), 11) == 11
     assert opened(groups, ids, 11, 20) == ()
     groups.check([], ids)
 
@@ -215,11 +215,11 @@ def test_a_prompt_is_found_as_far_as_every_group_has_what_it_needs() -> None:
     first.need(range(5))
     second.need([0, 2, 3, 4])
     ids = np.arange(5, dtype=np.int32).tobytes()
-    assert groups.longest(ids, 19) == 19
-    assert groups.longest(ids, 16) == 4, "of the second group seven to sixteen is needed"
+    assert groups.num_reusable_tokens(ids, 19) == 19
+    assert groups.num_reusable_tokens(ids, 16) == 4, "of the second group seven to sixteen is needed"
     first.pass_over({0: 0}, 1)
     first.freed(np.array([0], dtype=np.int32))
-    assert groups.longest(ids, 16) == 0, "the second group reaches to 4, where the first has nothing"
+    assert groups.num_reusable_tokens(ids, 16) == 0, "the second group reaches to 4, where the first has nothing"
 
 
 def test_one_group_without_room_leaves_the_others_as_they_are() -> None:
@@ -284,7 +284,7 @@ class PartWalk:
         prompt += tuple(self.dice.randrange(2) for _ in range(self.dice.randint(1, 40 if len(prompt) < 60 else 2)))
         found, num_found = self.find(prompt)
         ids, num_found = np.array(found, dtype=np.int32), min(num_found, len(prompt) - 1)
-        cached = self.groups.longest(ids.tobytes(), num_found)
+        cached = self.groups.num_reusable_tokens(ids.tobytes(), num_found)
         whole, rest = divmod(cached, SIZE)
         num_new = -(-len(prompt) // SIZE) - whole
         if num_new > len(self.free):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM, PreTrainedModel
 
-from radixkv.model.fingerprint import fingerprint_cached, fingerprint_model
+from radixkv.model.fingerprint import fingerprint_kv, fingerprint_model
 from tests.model.exact.checkpoints import CONFIGS
 
 
@@ -75,8 +75,8 @@ def test_the_path_of_a_model_is_not_in_its_fingerprint(model: PreTrainedModel) -
 
 def test_the_pool_is_in_the_fingerprint_of_cached_blocks() -> None:
     kinds = [("a", "fp32", 16), ("b", "fp32", 16), ("a", "int8", 16), ("a", "fp32", 64), ("a", "fp321", 6)]
-    assert len({fingerprint_cached(*kind) for kind in kinds}) == len(kinds)
-    assert fingerprint_cached(*kinds[0]) == fingerprint_cached(*kinds[0])
+    assert len({fingerprint_kv(*kind) for kind in kinds}) == len(kinds)
+    assert fingerprint_kv(*kinds[0]) == fingerprint_kv(*kinds[0])
 
 
 def test_all_weights_are_read_and_the_time_is_logged(model: PreTrainedModel, caplog: pytest.LogCaptureFixture) -> None:

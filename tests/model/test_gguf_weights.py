@@ -193,9 +193,9 @@ def test_quantized_weights_take_bfloat16_and_the_log_says_so(tmp_path, caplog):
     [
         (
             {"num_hidden_layers": 4},
-            "expected the tensors of a llama model, got a file that lacks 9 of them, such as blk",
+            "expected the tensors of a llama model, got a file without 9 of them, such as blk",
         ),
-        ({"num_hidden_layers": 2}, "got a file that also has 9 of them, such as blk.2"),
+        ({"num_hidden_layers": 2}, "got a file with 9 others, such as blk.2"),
     ],
 )
 def test_a_file_with_other_tensors_is_refused(tmp_path, change, message):

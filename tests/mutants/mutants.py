@@ -61,7 +61,7 @@ CACHE_MUTANTS = (
         "            self._count(leaf, 0 * ",
     ),
     Mutant("cache/lease.py", "            state.queue.returned(node, self.is_resumed)\n", ""),
-    Mutant("cache/prefix_cache.py", "found(node, found_bytes, is_resumed)", "found(node, found_bytes, False)"),
+    Mutant("cache/prefix_cache.py", "found.found_bytes, is_resumed)", "found.found_bytes, False)"),
     Mutant("cache/evictor.py", "            takeable = min(takeable, to_ceiling)\n", "            pass\n"),
     Mutant("cache/pins.py", "if node.ref_count > 1:", "if node.ref_count > 2:"),
     Mutant("cache/pins.py", "            and len(upper.children) == 1\n", ""),
@@ -74,10 +74,10 @@ CACHE_MUTANTS = (
     Mutant("cache/radix_tree.py", "        lower.start_bytes += cut\n", ""),
     Mutant("cache/retained_nodes.py", "if first == start or nodes:", "if first <= start or nodes:"),
     Mutant("cache/retained_nodes.py", "            if position > end:\n                break\n", ""),
-    Mutant("cache/evictor.py", "takeable = num_available - num_spared_blocks", "takeable = num_available"),
+    Mutant("cache/evictor.py", "takeable = num_available - num_headroom_blocks", "takeable = num_available"),
     Mutant(
         "cache/evictor.py",
-        "max(num_kept_blocks, num_spared_blocks)",
+        "max(num_kept_blocks, num_headroom_blocks)",
         "num_kept_blocks",
     ),
     Mutant(
@@ -119,7 +119,7 @@ CACHE_MUTANTS = (
     Mutant(
         "cache/prefix_cache.py", "min(num_bytes, len(tokens) - TOKEN_BYTES) // TOKEN_BYTES", "num_bytes // TOKEN_BYTES"
     ),
-    Mutant("cache/prefix_cache.py", "cached_tokens if has_copied_public else root_tokens", "cached_tokens"),
+    Mutant("cache/prefix_cache.py", "cached_tokens if has_copied_public else found.root_tokens", "cached_tokens"),
     Mutant(
         "cache/public_prefixes.py",
         'namespace._replace(public_prefix=f"{prefix.namespace.salt}:{num_blocks * self._block_size}")',
@@ -132,7 +132,7 @@ CACHE_MUTANTS = (
     Mutant("scheduling/request.py", " + np.uint32(mark)", ""),
     Mutant("cache/public_prefixes.py", "- 1  # the last token is always computed", ""),
     Mutant("cache/public_prefixes.py", "state.tenants.quota_of(namespace.tenant).uses_public_prefixes:", ":"),
-    Mutant("cache/prefix_cache.py", "            self.public.enter(prefix)\n", ""),
+    Mutant("cache/prefix_cache.py", "            self.public.enter(public_prefix)\n", ""),
     Mutant("cache/prefix_cache.py", "each.root_tokens), reverse=True)", "each.root_tokens))"),
     Mutant("cache/prefix_cache.py", "        for found in matches:\n", "        for found in matches[:1]:\n"),
     Mutant("cache/prefix_cache.py", "num_private_blocks + num_reserved_blocks", "num_reserved_blocks"),
@@ -213,7 +213,7 @@ CACHE_MUTANTS = (
     ),
     Mutant("cache/purge.py", "    leases.revoke(tenant, adapter, salt)\n", ""),
     Mutant("cache/evictor.py", "            node.children = None  #", "            pass  #"),
-    Mutant("cache/namespace_trees.py", "        if not values:\n", "        if False:\n"),
+    Mutant("cache/namespace_trees.py", "    if not trees:\n", "    if False:\n"),
     Mutant("cache/lease.py", "[by_names.get((adapter, salt), set())]", "[*by_names.values()]"),
     Mutant("cache/lease.py", "if each != PUBLIC_TENANT:", "if True:"),
     Mutant("cache/lease.py", "                del self._by_tenant[tenant]\n", "                pass\n"),
@@ -334,7 +334,7 @@ ENGINE_MUTANTS = (
     Mutant("scheduling/admission.py", "max(0, request.computed_upto - cached_tokens)", "0"),
     Mutant(
         "scheduling/admission.py",
-        "self._lease(request, tokens, num_spared_blocks, running)",
+        "self._lease(request, tokens, num_headroom_blocks, running)",
         "self._lease(request, tokens, 0, running)",
     ),
     Mutant("scheduling/admission.py", "is_resumed=request.has_computed", "is_resumed=False"),
@@ -430,7 +430,7 @@ ENGINE_MUTANTS = (
     ),
     Mutant("scheduling/lending.py", " + num_answer_tokens + 1)", " + 1)"),
     Mutant("scheduling/lending.py", "if sum(spare.values()) < num_lacking:", "if False:"),
-    Mutant("scheduling/lending.py", "        num_lacking += num_spared_blocks\n", ""),
+    Mutant("scheduling/lending.py", "        num_lacking += num_headroom_blocks\n", ""),
     Mutant("scheduling/lending.py", "if request.tenant == PUBLIC_TENANT or self", "if self"),
     Mutant("scheduling/lending.py", ".floor_blocks:", ".floor_blocks and False:"),
     Mutant("scheduling/lending.py", "lease.usage.quota.ceiling_blocks is not None or lease", "lease"),
@@ -735,8 +735,8 @@ OFFLOAD_MUTANTS = (
     ),
     Mutant(
         "offload/index/offload_index.py",
-        "        if self.tiers:\n            self.leave(",
-        "        if True:\n            self.leave(",
+        "        if self.tiers:\n            self.queue(",
+        "        if True:\n            self.queue(",
     ),
     Mutant("offload/index/offload_index.py", "        self._node_keys.shortened(leaf, num_kept_blocks)\n", ""),
     Mutant("offload/index/retention.py", "before == hint or before.priority", "before.priority"),
@@ -797,8 +797,8 @@ OFFLOAD_MUTANTS = (
     ),
     Mutant(
         "offload/index/offload_index.py",
-        "        if self._shared:\n            self.leave(",
-        "        if False:\n            self.leave(",
+        "        if self._shared:\n            self.queue(",
+        "        if False:\n            self.queue(",
     ),
     Mutant(
         "offload/index/offload_index.py",
@@ -904,7 +904,7 @@ OFFLOAD_MUTANTS = (
     ),
     Mutant("offload/offload.py", "self._loader.has_ended or self._lookups.has_ended", "self._lookups.has_ended"),
     Mutant("offload/offload.py", "if self._clock() >= self._next_retry_s and (", "if ("),
-    Mutant("offload/offload.py", '            own.append(Deletion("disk", not_asked()))\n', "            pass\n"),
+    Mutant("offload/offload.py", '            own.append(Deletion("disk", failed_deletion()))\n', "            pass\n"),
     Mutant("offload/restart.py", "                self._delete(left_out)\n", "                pass\n"),
     Mutant("offload/restart.py", "            self.has_failed = True\n", ""),
     Mutant("offload/restart.py", "_slices, self.has_failed = None, True", "has_failed = True"),
@@ -1021,9 +1021,7 @@ OFFLOAD_MUTANTS = (
     Mutant("offload/index/retention.py", "key=lambda each: each.rank", "key=lambda each: each.priority"),
     Mutant("offload/index/retention.py", "        return oldest\n", "        return None\n"),
     Mutant("offload/index/offload_index.py", "        self.retention.purge(*names)\n", ""),
-    Mutant(
-        "cache/prefix_cache.py", "(*listeners, self._retained, self.held,", "(self._retained, self.held, *listeners,"
-    ),
+    Mutant("cache/prefix_cache.py", "(*listeners, *own_listeners,", "(*own_listeners, *listeners,"),
     Mutant("offload/offload.py", "        self.index.retention.expire(self._clock())\n", ""),
     Mutant(
         "offload/index/tier_index.py",
@@ -1182,8 +1180,8 @@ STATE_MUTANTS = (
     Mutant("cache/recurrent_states.py", "        self.level = max(self.level, self._entries[slot].score)\n", ""),
     Mutant(
         "cache/prefix_cache.py",
-        "self.snapshots.longest(block_ids, self.windows.longest(packed_block_ids, num_tokens))",
-        "self.windows.longest(packed_block_ids, num_tokens)",
+        "            num_tokens = self.snapshots.num_reusable_tokens(block_ids, num_tokens)\n",
+        "",
     ),
     Mutant("cache/prefix_cache.py", "                return MissReason.NO_STATE\n", "                pass\n"),
     Mutant("scheduling/single_flight.py", " or not leader.state.want(position):", ":"),
@@ -1213,7 +1211,7 @@ PART_MUTANTS = (
     Mutant("cache/part_queue.py", "if used <= since:", "if True:"),
     Mutant("cache/part_queue.py", "self._levels[level])[block_id]", "self._levels[0])[block_id]"),
     Mutant("cache/part_share.py", "        self._move(-max(0, ", "        self._move(max(0, "),
-    Mutant("cache/part_memory.py", "num_parts - self.num_own_parts) *", "num_parts) *"),
+    Mutant("cache/part_memory.py", "num_parts - self.num_dedicated_parts) *", "num_parts) *"),
     Mutant(
         "cache/window_pool.py",
         "        self.num_reserved += num_parts\n        self._withhold()\n",
@@ -1336,7 +1334,7 @@ PART_MUTANTS = (
     ),
     Mutant(
         "offload/loader.py",
-        "                self._index.came_without_parts(store, partless)\n",
+        "                self._index.note_partless(store, partless)\n",
         "                pass\n",
     ),
     Mutant(

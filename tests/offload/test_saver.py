@@ -46,7 +46,7 @@ def stored_without_parts(room_blocks: int = 100) -> TieredBench:
     bench = TieredBench(12, num_parts=8, host=room_blocks)
     bench.prefill(PROMPT)
     bench.evict(4)
-    bench.index.came_without_parts("host", list(bench.index.tiers["host"]))
+    bench.index.note_partless("host", list(bench.index.tiers["host"]))
     for ids in (range(100, 104), PROMPT):
         bench.clock.now += 1.0
         bench.prefill(ids, read_cache=False)

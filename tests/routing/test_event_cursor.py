@@ -22,13 +22,13 @@ def test_a_cursor_begins_with_a_snapshot() -> None:
     cursor = EventCursor()
     assert verdicts(cursor, batch(5)) == "R"
     assert verdicts(cursor, part(7, 0, 2), part(7, 1, 2), batch(8), batch(9)) == "AAAA"
-    assert (cursor.number, cursor.is_in_step) == (9, True)
+    assert (cursor.number, cursor.is_up_to_date) == (9, True)
 
 
 def test_a_gap_is_healed_by_a_snapshot_only() -> None:
     cursor = EventCursor()
     assert verdicts(cursor, part(7, 0, 1), batch(9), batch(10), batch(8)) == "ARRR"
-    assert (cursor.number, cursor.is_in_step) == (0, False)
+    assert (cursor.number, cursor.is_up_to_date) == (0, False)
     assert verdicts(cursor, part(10, 0, 1), batch(11)) == "AA"
 
 
@@ -45,13 +45,13 @@ def test_a_snapshot_with_a_missing_part_is_refused() -> None:
     ):
         cursor = EventCursor()
         assert verdicts(cursor, *batches) == "A" * (len(batches) - 1) + "R"
-        assert not cursor.is_in_step
+        assert not cursor.is_up_to_date
 
 
 def test_a_snapshot_may_restart() -> None:
     cursor = EventCursor()
     assert verdicts(cursor, part(7, 0, 2), part(8, 0, 2), part(8, 1, 2), batch(9), part(9, 0, 1)) == "AAAAA"
-    assert cursor.is_in_step
+    assert cursor.is_up_to_date
 
 
 def test_parts_of_two_snapshots_do_not_make_one() -> None:
@@ -62,6 +62,6 @@ def test_parts_of_two_snapshots_do_not_make_one() -> None:
 def test_a_cursor_is_out_of_step_within_a_snapshot() -> None:
     cursor = EventCursor()
     cursor.take(part(7, 0, 2))
-    assert not cursor.is_in_step
+    assert not cursor.is_up_to_date
     assert cursor.take(part(7, 1, 2)) is Verdict.APPLY
-    assert cursor.is_in_step
+    assert cursor.is_up_to_date

@@ -125,7 +125,7 @@ def test_a_random_fleet_is_known_as_it_is() -> None:
             elif step == 7:
                 (view.leave if replica.name in there else view.join)(replica.name)
                 there ^= {replica.name}
-            elif step == 8 and replica.name in there and view.is_in_step(replica.name):
+            elif step == 8 and replica.name in there and view.is_up_to_date(replica.name):
                 gap = batch(view.number_of(replica.name) + 2, stored(draw.randrange(9)))
                 assert not view.read(replica.name, gap)
             elif replica.name in there:
@@ -189,7 +189,7 @@ def test_a_gap_asks_for_a_snapshot_and_the_snapshot_heals_it() -> None:
     view = view_of("a")
     assert view.read("a", batch(2, stored(1, 2)))
     assert not view.read("a", batch(4, removed(2)))
-    assert (view.number_of("a"), view.is_in_step("a")) == (0, False)
+    assert (view.number_of("a"), view.is_up_to_date("a")) == (0, False)
     assert not view.read("a", batch(5, stored(9)))
     assert view.match([1, 2], ["a"]) == [Hits(device=8)]  # better than nothing
     assert view.read("a", snapshot(5, stored(1, 3)))
@@ -268,8 +268,8 @@ def test_blocks_of_another_size_are_refused() -> None:
 
 def test_a_number_that_the_replica_does_not_know_is_given_up() -> None:
     view = view_of("a")
-    view.lose("a")
-    assert (view.number_of("a"), view.is_in_step("a")) == (0, False)
+    view.request_snapshot("a")
+    assert (view.number_of("a"), view.is_up_to_date("a")) == (0, False)
 
 
 def test_what_finds_no_room_shortens_matches() -> None:

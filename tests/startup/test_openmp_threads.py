@@ -16,7 +16,7 @@ needs_openmp = pytest.mark.skipif(
 
 _PROGRAM = """
 import os, torch
-from radixkv.startup.openmp_threads import end_own_threads
+from radixkv.startup.openmp_threads import end_openmp_threads
 
 def computed_with():
     torch.ones(1 << 20).add_(1)
@@ -25,7 +25,7 @@ def computed_with():
 torch.set_num_threads(3)
 before = len(os.listdir("/proc/self/task"))
 assert computed_with() == before + 2
-assert end_own_threads()
+assert end_openmp_threads()
 assert len(os.listdir("/proc/self/task")) == before
 assert computed_with() == before + 2  # they start again
 """
@@ -83,7 +83,7 @@ def test_reading_an_adapter_leaves_no_threads() -> None:
 
 def test_without_that_library_no_threads_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(openmp_threads.importlib.util, "find_spec", lambda _: None)
-    assert not openmp_threads.end_own_threads()
+    assert not openmp_threads.end_openmp_threads()
 
 
 @pytest.mark.parametrize(("vendor", "count"), [("GenuineIntel", "1500"), ("AuthenticAMD", "5000")])

@@ -70,7 +70,7 @@ def test_windowed_layers_leave_their_own_bytes_to_the_others(gemma4: Path) -> No
     assert (storage.part_bytes, storage.block_bytes) == (16 * SLIDING_BYTES, 16 * FULL_BYTES)
     memory = 128 * 16 * (SLIDING_BYTES + FULL_BYTES)
     assert memory - storage.block_bytes < storage.num_bytes <= memory
-    assert storage.num_own_parts < storage.num_parts == 128 < storage.num_blocks
+    assert storage.num_dedicated_parts < storage.num_parts == 128 < storage.num_blocks
 
 
 @pytest.mark.parametrize("settings", [(), ("cache.windowed_tokens=0",)], ids=["divided", "whole"])

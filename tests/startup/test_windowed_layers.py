@@ -51,7 +51,7 @@ def test_windowed_layers_get_what_their_window_needs(gemma2: Path, caplog: pytes
     with caplog.at_level(logging.INFO, logger="radixkv"):
         engine = build_engine(config(gemma2))
     storage = engine._core._runner.storage
-    assert (storage.num_blocks, storage.num_parts, storage.num_own_parts) == (366, 128, 9)
+    assert (storage.num_blocks, storage.num_parts, storage.num_dedicated_parts) == (366, 128, 9)
     assert "2 of 3 layers have windows of at most 24 tokens: the pool holds at most 2048 tokens for them" in caplog.text
     assert ", and at most 5856 tokens for the other layers in " in caplog.text
     whole = build_engine(config(gemma2, "cache.windowed_tokens=0"))._core._runner.storage
@@ -77,7 +77,7 @@ def test_a_long_window_shares_memory_unless_one_request_needs_all_of_it(tmp_path
     fields = {**MODELS["gemma2"].to_dict(), "sliding_window": 2048, "max_position_embeddings": 8192}
     model = write_checkpoint(type(MODELS["gemma2"])(**fields), tmp_path)
     storage = build_engine(config(model, "cache.capacity_tokens=8192"))._core._runner.storage
-    assert (storage.num_own_parts, storage.num_parts) == (2048 // 16 + 3 + 64 // 16, 512)
+    assert (storage.num_dedicated_parts, storage.num_parts) == (2048 // 16 + 3 + 64 // 16, 512)
     storage = build_engine(config(model, "cache.capacity_tokens=2048"))._core._runner.storage
     assert (storage.groups, storage.num_blocks) == (None, 128)
 

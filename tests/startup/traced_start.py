@@ -146,7 +146,7 @@ class TracedService:
         launches.phase = "load"
         self.kernels = kernels.for_service()
         storage = KVStorage(500, 64, shape, model.device)
-        launch_all(model, storage, self.kernels.ways(), MAX_TOKENS)
+        launch_all(model, storage, self.kernels.variants(), MAX_TOKENS)
         config = EngineConfig().on("cuda")
         graphs = None
         if has_graphs:

@@ -80,7 +80,7 @@ async def visit(one: str, two: str, kill_one) -> None:
     fleet = RoutedServers([one, two])
     view = fleet.router.view
     try:
-        assert await becomes_true(lambda: view.is_in_step(one) and view.is_in_step(two))
+        assert await becomes_true(lambda: view.is_up_to_date(one) and view.is_up_to_date(two))
         homes = {}
         for own in range(4):
             for prefix in range(8):
@@ -152,7 +152,7 @@ async def cut_and_mend(address: str) -> None:
     fleet = RoutedServers([seen_at])
     try:
         async with AsyncClient(address) as direct:
-            assert await becomes_true(lambda: fleet.router.view.is_in_step(seen_at))
+            assert await becomes_true(lambda: fleet.router.view.is_up_to_date(seen_at))
             await direct.prefill(prompt(1, 0))
             assert await becomes_true(lambda: fleet.known_tokens(seen_at, prompt(1, 0)) > 0)
             wire.cut()
@@ -171,7 +171,7 @@ async def cut_and_mend(address: str) -> None:
 async def fill_and_look(address: str) -> None:
     fleet = RoutedServers([address])
     try:
-        assert await becomes_true(lambda: fleet.router.view.is_in_step(address))
+        assert await becomes_true(lambda: fleet.router.view.is_up_to_date(address))
         for prefix in range(6):
             await fleet.ask(prompt(prefix, 0))
         in_host = Hits(host=PREFIX_TOKENS)

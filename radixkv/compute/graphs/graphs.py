@@ -80,7 +80,7 @@ class StepGraphs:
 
     def _max_tokens(self) -> int:
         """Tokens of the largest recorded step. Longer steps may use kernel variants that are not recorded."""
-        if len(self._kernels.ways()) > 1:
+        if len(self._kernels.variants()) > 1:
             return MAX_SHORT_TOKENS
         return max_recorded_tokens(self._model.num_parameters, self._model.kv_shape.num_layers)
 

@@ -69,7 +69,7 @@ class LeaseExporter:
         """
         lease, num_tokens = self._lease(lease_id, tenant)
         path = () if lease.node is None else path_to(lease.node)
-        run = lease.root_run
+        run = lease.root_prefix
         cached = b"".join((run.tokens, *(node.tokens for node in path)))
         tokens = cached[: num_tokens * TOKEN_BYTES]  # a leaf may have grown since
         blocks = tuple(self._key_blocks(lease.namespace._replace(public_prefix=""), tokens))

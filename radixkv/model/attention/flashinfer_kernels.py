@@ -39,7 +39,7 @@ class FlashInferKernels:
     """Implements `PlanningKernels`. A step is planned once for all layers with the same scoring.
 
     Args:
-        ours: the Triton kernels, for recorded steps, and for everything except attention.
+        triton: computes recorded steps, and everything except attention.
         backend: FlashInfer's implementation: "fa3" on a Hopper GPU, otherwise "fa2".
     """
 
@@ -51,35 +51,35 @@ class FlashInferKernels:
     copy_blocks = staticmethod(TritonKernels.copy_blocks)
     hadamard_transform = staticmethod(TritonKernels.hadamard_transform)
 
-    def __init__(self, ours: TritonKernels, backend: str) -> None:
-        self._ours = ours
+    def __init__(self, triton: TritonKernels, backend: str) -> None:
+        self._triton = triton
         self._backend = backend
         self._recorded: PagedBatch | None = None  # the batch for which `use_plans` set plans
         self._batch: PagedBatch | None = None  # the last batch for which FlashInfer computed attention
         self._planned: set[_Kind] = set()  # of `_batch`
         self._wrappers: dict[_Kind, Any] = {}
         self._workspace: torch.Tensor | None = None
-        self.tile_rows = ours.tile_rows
-        self.tile_rows_for = ours.tile_rows_for
-        self.plan = ours.plan
-        self.max_partials = ours.max_partials
+        self.tile_rows = triton.tile_rows
+        self.tile_rows_for = triton.tile_rows_for
+        self.plan = triton.plan
+        self.max_partials = triton.max_partials
 
     def for_service(self) -> FlashInferKernels:
         """Return the kernels that serve after a trial."""
-        return self.with_own_kernels(self._ours.for_service())
+        return self.with_triton_kernels(self._triton.for_service())
 
-    def with_own_kernels(self, ours: TritonKernels) -> FlashInferKernels:
-        """Return a copy with other kernels for recorded steps."""
-        return FlashInferKernels(ours, self._backend)
+    def with_triton_kernels(self, triton: TritonKernels) -> FlashInferKernels:
+        """Return a copy that uses other Triton kernels for recorded steps."""
+        return FlashInferKernels(triton, self._backend)
 
-    def ways(self) -> list[FlashInferKernels | TritonKernels]:
+    def variants(self) -> list[FlashInferKernels | TritonKernels]:
         """Return these kernels, and all variants of those for recorded steps."""
-        return [self, *self._ours.ways()]
+        return [self, *self._triton.variants()]
 
     def use_plans(self, batch: PagedBatch, plans: Mapping[PlanKey, AttentionPlan]) -> None:
         """Use these plans, and the Triton kernels, for the attention of `batch`."""
         self._recorded = batch
-        self._ours.use_plans(batch, plans)
+        self._triton.use_plans(batch, plans)
 
     def paged_attention(
         self, query: torch.Tensor, pool: KVPool, layer: int, batch: PagedBatch, scoring: Scoring
@@ -90,7 +90,7 @@ class FlashInferKernels:
             RuntimeError, ValueError: FlashInfer can't plan or compute it.
         """
         if batch is self._recorded:
-            return self._ours.paged_attention(query, pool, layer, batch, scoring)
+            return self._triton.paged_attention(query, pool, layer, batch, scoring)
         if batch is not self._batch:
             self._batch = batch
             self._planned = set()
@@ -139,13 +139,15 @@ class FlashInferKernels:
         return flashinfer.BatchPrefillWithPagedKVCacheWrapper(self._workspace, "HND", backend=self._backend)
 
 
-def flashinfer_kernels(use: AttentionUse, capability: tuple[int, int], ours: TritonKernels) -> FlashInferKernels | None:
+def flashinfer_kernels(
+    use: AttentionUse, capability: tuple[int, int], triton: TritonKernels
+) -> FlashInferKernels | None:
     """Return FlashInfer's kernels for a trial; None if it is not installed, or does not support the model.
 
     Args:
-        use: the demands of the model.
+        use: the requirements of the model.
         capability: compute capability of the GPU, major and minor.
-        ours: kernels for recorded steps.
+        triton: the Triton kernels for recorded steps.
     """
     shape = use.shape
     suits = (
@@ -158,4 +160,4 @@ def flashinfer_kernels(use: AttentionUse, capability: tuple[int, int], ours: Tri
     )
     if not suits or importlib.util.find_spec("flashinfer") is None:
         return None
-    return FlashInferKernels(ours, "fa3" if capability[0] == _HOPPER else "fa2")
+    return FlashInferKernels(triton, "fa3" if capability[0] == _HOPPER else "fa2")

@@ -155,7 +155,7 @@ class PlanningKernels(AttentionKernels, Protocol):
         """Whether tiles and splits are the same for every batch."""
         ...
 
-    def ways(self) -> Sequence[PlanningKernels]:
+    def variants(self) -> Sequence[PlanningKernels]:
         """Return all variants of these kernels, each of which is compiled separately."""
         ...
 

@@ -88,7 +88,7 @@ class TritonKernels:
             room=self._room,
         )
 
-    def ways(self) -> list[TritonKernels]:
+    def variants(self) -> list[TritonKernels]:
         """Return all variants of the kernels that serve, each of which is compiled separately."""
         if self._dequantizes_first != "if it pays":
             return [self]

@@ -28,13 +28,13 @@ class StateRows:
     Attributes:
         sources: int64 `[num_requests]`, the slot of each request's state before its first row.
         inputs: int64 `[num_inputs + 1, num_rows]`, the inputs that each row sees, the oldest first, its own last.
-        left: int64 `[num_writes, num_inputs]`, the inputs of each state that the step writes.
+        written_inputs: int64 `[num_writes, num_inputs]`, the inputs of each state that the step writes.
         targets: int64 `[num_writes]`, the slots of these states.
     """
 
     sources: torch.Tensor
     inputs: torch.Tensor
-    left: torch.Tensor
+    written_inputs: torch.Tensor
     targets: torch.Tensor
 
     @classmethod
@@ -50,7 +50,7 @@ class StateRows:
         >>> rows = StateRows.build([0, 3, 4], sources=[9, 5], writes=[(0, 2, 7), (1, 1, 5)], num_inputs=2)
         >>> rows.inputs.tolist()  # request 0 has the inputs 0 and 1 before its rows 4, 5 and 6
         [[0, 1, 4, 2], [1, 4, 5, 3], [4, 5, 6, 7]]
-        >>> rows.left.tolist(), rows.targets.tolist()
+        >>> rows.written_inputs.tolist(), rows.targets.tolist()
         ([[4, 5], [3, 7]], [7, 5])
 
         Args:
@@ -63,7 +63,7 @@ class StateRows:
         lengths = [end - start for start, end in itertools.pairwise(query_starts)]
         starts = np.array(query_starts[:-1], dtype=np.int64) + len(lengths) * num_inputs
 
-        def joined(request: npt.NDArray[np.int64], row: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        def index_of(request: npt.NDArray[np.int64], row: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
             """Return the index of a request's row; negative rows are inputs that its state kept."""
             return np.where(row >= 0, starts[request] + row, (request + 1) * num_inputs + row)
 
@@ -73,14 +73,16 @@ class StateRows:
         table = np.array(writes, dtype=np.int64).reshape(-1, 3)
         return cls(
             torch.tensor(sources, dtype=torch.int64),
-            torch.from_numpy(joined(request, row + lags)),
-            torch.from_numpy(joined(table[:, :1], table[:, 1:2] + np.arange(-num_inputs, 0))),
+            torch.from_numpy(index_of(request, row + lags)),
+            torch.from_numpy(index_of(table[:, :1], table[:, 1:2] + np.arange(-num_inputs, 0))),
             torch.from_numpy(table[:, 2].copy()),
         )
 
     def to(self, device: torch.device) -> StateRows:
         """Return a copy with its tensors on a device; see `to_device`."""
-        return StateRows(*(to_device(each, device) for each in (self.sources, self.inputs, self.left, self.targets)))
+        return StateRows(
+            *(to_device(each, device) for each in (self.sources, self.inputs, self.written_inputs, self.targets))
+        )
 
 
 class StateStep:
@@ -99,7 +101,7 @@ class StateStep:
     def __init__(self, pool: StatePool, rows: StateRows) -> None:
         self._pool = pool
         self._rows = rows
-        self._left: dict[int, torch.Tensor] = {}  # by layer: `[num_writes, num_inputs, num_channels]`
+        self._written: dict[int, torch.Tensor] = {}  # by layer: `[num_writes, num_inputs, num_channels]`
         self._is_finite: torch.Tensor | None = None
 
     def convolve(self, layer: int, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -118,13 +120,13 @@ class StateStep:
         self._is_finite = is_finite if self._is_finite is None else self._is_finite & is_finite
         kept = self._pool.states[self._rows.sources, layer]  # [num_requests, num_inputs, num_channels]
         joined = torch.cat((kept.flatten(0, 1), rows))
-        self._left[layer] = joined[self._rows.left]
+        self._written[layer] = joined[self._rows.written_inputs]
         return convolve([joined[inputs] for inputs in self._rows.inputs], weight, bias)
 
     def keep(self) -> None:
         """Write the states of the pass. All layers must have convolved."""
         if self._rows.targets.numel():
-            layers = [self._left[layer] for layer in range(self._pool.shape.num_layers)]
+            layers = [self._written[layer] for layer in range(self._pool.shape.num_layers)]
             self._pool.states[self._rows.targets] = torch.stack(layers, 1)
 
     @property

@@ -123,15 +123,15 @@ class OffloadIndex(Listener):
     def grown(self, leaf: Node, num_new_blocks: int, now_s: float) -> None:
         """Queue the blocks at the end of a leaf that are now full for the shared stores."""
         if self._shared:
-            self.leave(leaf, max(0, leaf.num_blocks - num_new_blocks - 1), leaf.num_blocks, self._shared)
+            self.queue(leaf, max(0, leaf.num_blocks - num_new_blocks - 1), leaf.num_blocks, self._shared)
             # Recorded as a use, so that the beginning of the prompt becomes the most recent in the store.
             self.used_nodes.add(leaf, leaf.start_bytes + len(leaf.tokens))
 
     def evicted(self, leaf: Node, num_blocks: int, fingerprint: int, reason: MissReason, now_s: float) -> None:
-        """Queue evicted blocks for the tiers; see `leave`."""
+        """Queue evicted blocks for the tiers; see `queue`."""
         num_kept_blocks = leaf.num_blocks - num_blocks
         if self.tiers:
-            self.leave(leaf, num_kept_blocks, leaf.num_blocks, self.tiers)
+            self.queue(leaf, num_kept_blocks, leaf.num_blocks, self.tiers)
         self._node_keys.shortened(leaf, num_kept_blocks)
         if not num_kept_blocks:
             self.used_nodes.evicted(leaf)
@@ -154,7 +154,7 @@ class OffloadIndex(Listener):
         """Forget the uses of a node."""
         self.used_nodes.purged(node)
 
-    def leave(self, node: Node, start: int, end: int, tier_names: Iterable[str]) -> list[bytes]:
+    def queue(self, node: Node, start: int, end: int, tier_names: Iterable[str]) -> list[bytes]:
         """Queue the blocks from `start` to `end` of a node for those tiers that do not hold them yet.
 
         Returns:
@@ -206,10 +206,10 @@ class OffloadIndex(Listener):
         for node in sorted(self.used_nodes.taken, key=lambda node: -node.start_bytes):  # a prompt's end first
             places = [place for place, key in enumerate(node.keys or ()) if key in wanted]
             if places:
-                self.leave(node, places[0], places[-1] + 1, [name])
+                self.queue(node, places[0], places[-1] + 1, [name])
         return len(self._evicted_blocks) - num_queued
 
-    def left(self, name: str, keys: Sequence[bytes]) -> None:
+    def note_evicted(self, name: str, keys: Sequence[bytes]) -> None:
         """Move blocks to the end of the eviction order, so that the last block of a prompt is evicted first.
 
         The keys are in the order of the prompt.
@@ -296,7 +296,7 @@ class OffloadIndex(Listener):
         for key in keys:
             self.tiers[name].note_stored(key)
 
-    def came_without_parts(self, name: str, keys: Sequence[bytes]) -> None:
+    def note_partless(self, name: str, keys: Sequence[bytes]) -> None:
         """Record that a tier holds blocks without their parts, so that they are written again with their parts."""
         tier_index = self.tiers[name]
         tier_index.partless.update(key for key in keys if key in tier_index)

@@ -24,7 +24,7 @@ class PutOutcome(enum.Enum):
     ALREADY_THERE = "already_there"  # an object of this or a later generation has the key
     NO_ROOM = "no_room"
     TOO_LARGE = "too_large"  # for any slot, so retrying is useless
-    NOT_ASKED = "not_asked"  # the call never reached the store
+    NOT_SENT = "not_sent"  # the call never reached the store
 
 
 @dataclass(frozen=True, slots=True)

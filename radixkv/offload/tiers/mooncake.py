@@ -90,12 +90,12 @@ class MooncakeStore(StoreBackend):
         first. So this also serves as `touch`.
         """
         codes = self._client().batch_is_exist([_name(key) for key in keys]) if keys else []
-        return [_required(code, 0, 1) == 1 for code in codes]
+        return [_require_code(code, 0, 1) == 1 for code in codes]
 
     def delete(self, keys: Sequence[bytes]) -> int:
         """Delete objects, for all servers."""
         codes = self._client().batch_remove([_name(key) for key in keys], True) if keys else []
-        return sum(_required(code, 0, _NOT_FOUND, _NOT_READY) == 0 for code in codes)
+        return sum(_require_code(code, 0, _NOT_FOUND, _NOT_READY) == 0 for code in codes)
 
     def purge(self, scope: KeyScope) -> int:
         """Delete all objects whose keys are in a scope, for all servers."""
@@ -114,10 +114,10 @@ class MooncakeStore(StoreBackend):
             client, self._connected = self._connected, None
         if client is None:
             return
-        question = threading.Thread(target=client.is_exist, args=(_PREFIX,), daemon=True)
-        question.start()
-        question.join(_PROBE_S)
-        if question.is_alive():
+        probe = threading.Thread(target=client.is_exist, args=(_PREFIX,), daemon=True)
+        probe.start()
+        probe.join(_PROBE_S)
+        if probe.is_alive():
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(client))  # its destructor would disconnect, too
         else:
             client.close()
@@ -127,7 +127,7 @@ class MooncakeStore(StoreBackend):
             return PutOutcome.TOO_LARGE
         if is_there and not each.generation:  # finding out its generation would require reading it
             return PutOutcome.ALREADY_THERE
-        code = _required(client.upsert_parts(_name(each.key), *each.pieces()), 0, _NO_ROOM)
+        code = _require_code(client.upsert_parts(_name(each.key), *each.pieces()), 0, _NO_ROOM)
         return PutOutcome.STORED if code == 0 else PutOutcome.NO_ROOM
 
     def _client(self) -> Any:
@@ -167,7 +167,8 @@ def _try_connection(host: str, master: str) -> None:
         raise StoreUnavailable("tiers.mooncake_master: expected a connection, got an error of Mooncake")
 
 
-def _required(code: int, *expected: int) -> int:
+def _require_code(code: int, *expected: int) -> int:
+    """Return Mooncake's code, and raise StoreUnavailable if it is none of the expected ones."""
     if code not in expected:
         raise StoreUnavailable(f"tiers.mooncake_master: expected an answer, got Mooncake's code {code}")
     return code

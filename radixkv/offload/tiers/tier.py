@@ -132,7 +132,7 @@ class Tier:
             with self._lock:
                 self._failed_saves += len(objects)
             has_reached_store = not isinstance(error, StoreBusy | StorePaused)
-            return None if has_reached_store else PutResult((PutOutcome.NOT_ASKED,) * len(objects))
+            return None if has_reached_store else PutResult((PutOutcome.NOT_SENT,) * len(objects))
 
         return _then(self._store.put(objects, victims), saved, failed)
 

@@ -139,7 +139,7 @@ BORDERED = [
         max_tokens=20,
         max_leases=3,
         parts=((40, Reach(3)),),
-        memory=PartMemory(part_bytes=5, block_bytes=2, num_own_parts=18),
+        memory=PartMemory(part_bytes=5, block_bytes=2, num_dedicated_parts=18),
         max_retained_blocks=8,
     ),
     World(
@@ -149,7 +149,7 @@ BORDERED = [
         alphabet=3,
         max_leases=4,
         parts=((30, Reach(6)),),
-        memory=PartMemory(part_bytes=1, block_bytes=1, num_own_parts=9),
+        memory=PartMemory(part_bytes=1, block_bytes=1, num_dedicated_parts=9),
         quotas=(("a", Quota(floor_blocks=7)),),
         probation_share=0.5,
     ),
@@ -159,7 +159,7 @@ BORDERED = [
         max_tokens=26,
         max_leases=3,
         parts=((26, Reach(5)),),
-        memory=PartMemory(part_bytes=1, block_bytes=0, num_own_parts=26),
+        memory=PartMemory(part_bytes=1, block_bytes=0, num_dedicated_parts=26),
         default_quota=Quota(ceiling_blocks=20),
     ),
     World(
@@ -168,7 +168,7 @@ BORDERED = [
         max_tokens=30,
         max_leases=3,
         parts=((26, Reach(5)), (24, Reach(2))),
-        memory=PartMemory(part_bytes=1, block_bytes=3, num_own_parts=14),
+        memory=PartMemory(part_bytes=1, block_bytes=3, num_dedicated_parts=14),
         keeps=True,
     ),
 ]
@@ -373,7 +373,7 @@ class Walk:
             self.events[type(error).__name__] += 1
             return None
         self._verify_floors(floors)
-        assert (lease.cached_tokens, lease.root_run.num_tokens) == (num_reused, place.root_tokens)
+        assert (lease.cached_tokens, lease.root_prefix.num_tokens) == (num_reused, place.root_tokens)
         if lease.cached_tokens != place.cached_tokens:  # the block shared in part was given up, for the last block
             self.events["less within reach"] += place.cached_tokens - lease.cached_tokens > self.world.block_size
             assert self._num_takeable(namespace.tenant) == num_more
@@ -696,7 +696,7 @@ class Walk:
             if memory is not None and memory.block_bytes:
                 num_parts = sum(holder.lease.windows[group].num_reserved for holder in self.holders)
                 num_parts += pool.reach.max_parts(num_tokens, size) if num_tokens else 0
-                num_more = max(0, num_parts + -(-STEP_TOKENS // size) - memory.num_own_parts)
+                num_more = max(0, num_parts + -(-STEP_TOKENS // size) - memory.num_dedicated_parts)
                 num_blocks += -(-num_more * memory.part_bytes // memory.block_bytes)
         return num_blocks
 

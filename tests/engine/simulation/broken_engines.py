@@ -388,7 +388,7 @@ def counts_public_tokens_as_own(patch: pytest.MonkeyPatch) -> None:
 
     def lease_without_public_tokens(cache: PrefixCache, *args: Any, **options: Any) -> Lease:
         lease = open_lease(cache, *args, **options)
-        lease.public_tokens -= lease.root_run.num_tokens
+        lease.public_tokens -= lease.root_prefix.num_tokens
         return lease
 
     patch.setattr(PrefixCache, "lease", lease_without_public_tokens)

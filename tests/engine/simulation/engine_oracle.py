@@ -83,7 +83,7 @@ class EngineOracle(Observer):
     def started(self, request: Request) -> None:
         """Record what a request that got its blocks reuses."""
         asked, lease = self._asked[request], request.open_lease
-        self.events["preemptions below public prefixes"] += asked.num_computed > 0 and bool(lease.root_run.tokens)
+        self.events["preemptions below public prefixes"] += asked.num_computed > 0 and bool(lease.root_prefix.tokens)
         if not asked.num_computed:
             asked.reused = lease.cached_tokens, lease.public_tokens
 
@@ -271,7 +271,7 @@ class EngineOracle(Observer):
             sum(node.num_blocks or self._cache.held.num_purged_blocks(node) for node in nodes)
             + sum(lease.block_ids.size for lease in held)
             + sum(
-                -(-(each.open_lease.num_tokens - each.open_lease.root_run.num_tokens) // self._world.block_size)
+                -(-(each.open_lease.num_tokens - each.open_lease.root_prefix.num_tokens) // self._world.block_size)
                 for each in asking
                 if tenant in (None, each.tenant)
             )

@@ -135,7 +135,7 @@ class PublicOracle:
             assert cached == expected.cached_tokens // self._cache.block_size * self._cache.block_size, (
                 f"{expected.cached_tokens} tokens are cached, of which {cached} were reused"
             )
-            usage, spared = self._cache.tenants[namespace.tenant], options.get("num_spared_blocks", 0)
+            usage, spared = self._cache.tenants[namespace.tenant], options.get("num_headroom_blocks", 0)
             takeable = self._cache._evictor.num_takeable_blocks(namespace.tenant, usage, spared)
             assert takeable <= 0, "cached tokens were dropped although there were enough blocks"
             assert public in (0, expected.root_tokens)

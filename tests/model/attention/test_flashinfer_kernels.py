@@ -160,7 +160,7 @@ def test_flashinfer_serves_with_our_best_kernel_if_it_passes(
     kernels = attention_kernels(model(is_exact=False), SHAPE, 64, attempt)
     assert tried == ["warp-specialized attention", FLASHINFER]
     assert isinstance(kernels, TritonKernels if refusal == FLASHINFER else FlashInferKernels)
-    ours = kernels._ours if isinstance(kernels, FlashInferKernels) else kernels
+    ours = kernels._triton if isinstance(kernels, FlashInferKernels) else kernels
     assert ours._is_specialized == (refusal != "warp-specialized attention")
     assert not ours._has_idle_work
     assert caplog.messages == ([f"{refusal} is not used: not here"] if refusal else [])

@@ -111,7 +111,7 @@ def test_no_bit_depends_on_a_hit_whose_earlier_parts_are_gone(model: Model, cach
     first.close()
     window = divided.pool.reach.num_tokens + 1
     divided.pool.freed(blocks[: (cached - window + 1) // SIZE])
-    assert divided.pool.longest(blocks, cached) == cached
+    assert divided.pool.num_reusable_tokens(blocks, cached) == cached
     holder = WindowLease(divided.pool, 0)
     holder.find(blocks[: -(-cached // SIZE)], cached)
     tokens = tokens[: cached * 4] + tokens_of(3, 100)

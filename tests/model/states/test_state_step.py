@@ -104,13 +104,15 @@ def test_each_row_sees_the_last_inputs_of_its_own_sequence(num_inputs: int) -> N
         for row, (request, position) in enumerate(new):
             seen = [joined[index] for index in rows.inputs[:, row].tolist()]
             assert seen == [(request, position - lag) for lag in range(num_inputs, -1, -1)]
-        for (request, end, slot), left, target in zip(writes, rows.left.tolist(), rows.targets.tolist(), strict=True):
+        for (request, end, slot), left, target in zip(
+            writes, rows.written_inputs.tolist(), rows.targets.tolist(), strict=True
+        ):
             assert [joined[index] for index in left] == [(request, end - lag) for lag in range(num_inputs, 0, -1)]
             assert target == slot
 
 
 def test_a_step_may_leave_no_state() -> None:
     rows = StateRows.build([0, 2], [3], [], 2).to(torch.device("cpu"))
-    assert rows.left.shape == (0, 2)
+    assert rows.written_inputs.shape == (0, 2)
     assert rows.targets.shape == (0,)
     assert rows.sources.tolist() == [3]

@@ -238,7 +238,7 @@ def test_blocks_saved_in_runs_are_hashed_once() -> None:
     counted.put(range(LONG * BLOCK))
     (node,) = counted.cache.nodes()
     for start in range(0, LONG, 8):
-        counted.index.leave(node, start, start + 8, ["disk"])
+        counted.index.queue(node, start, start + 8, ["disk"])
     assert counted.hashed() == LONG
 
 

@@ -280,12 +280,12 @@ def test_keys_tell_what_can_be_stored_and_can_be_put_last() -> None:
     cached.put(range(100, 108))
     cached.cache.evict(2)  # of the first prompt
     (node,) = (node for node in cached.cache.nodes() if node.tokens.startswith(tokens(range(100, 104))))
-    keys = cached.index.leave(node, 0, node.num_blocks, ["host"])
+    keys = cached.index.queue(node, 0, node.num_blocks, ["host"])
     assert keys == [b"acme" + tokens(range(100, end)) for end in (104, 108)]
     tier_index = cached.index.tiers["host"]
     (left,) = set(tier_index) - set(keys)
     assert list(tier_index) == [left, *reversed(keys)]
-    cached.index.left("host", [left, b"not there"])
+    cached.index.note_evicted("host", [left, b"not there"])
     assert list(tier_index) == [*reversed(keys), left]
 
 
@@ -319,7 +319,7 @@ def test_a_block_that_came_without_its_part_is_known_to_lack_it() -> None:
     cached = Cached()
     leave_with(cached, 1, 2)
     _, second = cached.find(range(9))
-    cached.index.came_without_parts("host", [second.block.key, b"gone"])
+    cached.index.note_partless("host", [second.block.key, b"gone"])
     assert [each.has_part for each in cached.find(range(9))] == [True, False]
     cached.index.lost("host", [second.block.key])
     assert cached.index.tiers["host"].partless == set()

@@ -144,7 +144,7 @@ def test_a_store_that_was_not_asked_is_known_to_have_nothing(error: StoreError) 
     store, tier = pending()
     saving = tier.save([block(1), block(2)])
     store.answer.set_exception(error)
-    assert saving.result(PATIENCE_S) == PutResult((PutOutcome.NOT_ASKED,) * 2)
+    assert saving.result(PATIENCE_S) == PutResult((PutOutcome.NOT_SENT,) * 2)
     assert (tier.counts().failed_saves, tier.counts().saved) == (2, {})
 
 

@@ -71,7 +71,7 @@ def test_a_view_of_two_servers_is_in_step_and_heals():
             for name in "ab":
                 view.join(name)
             async with followed(view, "a", one) as stream, followed(view, "b", two):
-                assert await becomes_true(lambda: view.is_in_step("a") and view.is_in_step("b"))
+                assert await becomes_true(lambda: view.is_up_to_date("a") and view.is_up_to_date("b"))
                 assert hits(view, prompt(0)) == [8, 0]
                 second.store(*prompt(0))
                 second.store(*prompt(100))
@@ -81,10 +81,10 @@ def test_a_view_of_two_servers_is_in_step_and_heals():
                 second.feed.publish()
                 assert await becomes_true(lambda: hits(view, prompt(0)) == [8, 0])
 
-                view.lose("a")  # a batch was lost on the way
+                view.request_snapshot("a")  # a batch was lost on the way
                 first.store(*prompt(200))
                 assert await becomes_true(lambda: hits(view, prompt(200), "a") == [8])
-                assert (view.is_in_step("a"), stream.num_gaps) == (True, 1)
+                assert (view.is_up_to_date("a"), stream.num_gaps) == (True, 1)
                 assert await becomes_true(lambda: first.num_readers == 1)
 
     run(test)

@@ -77,8 +77,8 @@ def test_named_tenants_are_found_by_the_fleets_key() -> None:
         message = events_pb2.EventBatch(sequence_number=9, events=[events_pb2.CacheEvent(stored=stored)])
         message.snapshot.count = 1
         seen.connections["b"].batches.put_nowait(message)
-        assert await becomes_true(lambda: seen.state.is_in_step("b"))
-        assert not seen.state.is_in_step("a")
+        assert await becomes_true(lambda: seen.state.is_up_to_date("b"))
+        assert not seen.state.is_up_to_date("a")
         routed = seen.state.route(RoutingRequest(tokens(0), "acme"))
         assert (routed.name, routed.route.hits.total, routed.reason) == ("b", 40, RoutingReason.PREFIX)
         assert seen.state.route(RoutingRequest(tokens(0), "other")).route.hits.total == 0

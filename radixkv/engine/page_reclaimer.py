@@ -1,4 +1,4 @@
-"""Keeps the blocks and the parts of windowed layers within the memory that they share."""
+"""Returns pages of free K/V memory to the operating system, where blocks and parts share one memory."""
 
 from __future__ import annotations
 
@@ -19,15 +19,19 @@ _SLACK = 1 / 64
 _log = logging.getLogger(__name__)
 
 
-class MemoryBorder(Observer):
-    """Returns the pages of free blocks when parts need the memory, and vice versa.
+class PageReclaimer(Observer):
+    """Keeps blocks and parts within the memory that they share: returns pages of free ones to the operating system.
 
-    Address space is reserved for the maximum number of blocks and of parts; pages are assigned when they are written:
+    A part is the memory in which a block's K/V of the windowed layers are stored; see `WindowPool`. Address space is
+    reserved for the maximum number of blocks and of parts, which together would exceed the memory. The operating system
+    assigns a page when it is first written. When too many pages are assigned, those of free blocks and parts are
+    returned:
 
         addresses    blocks  [ used | free ...........................)   parts  [ used | free ......)
         memory               [ used )                                            [ used )              together bounded
 
-    Evicted blocks have been copied to the tiers when a step ends, so free blocks and parts hold nothing then.
+    This happens at the end of a step, when evicted blocks have been copied to the tiers, so that nothing in the memory
+    of free blocks and parts is still needed.
 
     Args:
         storage: the pools, on a CPU.

@@ -5,7 +5,7 @@ from radixkv.cache.part_memory import PartMemory
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.cache.window_pool import Reach, WindowPool, min_parts
 from radixkv.cache.windowed_layers import WindowedLayers
-from radixkv.engine.memory_border import MemoryBorder
+from radixkv.engine.page_reclaimer import PageReclaimer
 from radixkv.namespace import Namespace
 from radixkv.storage.device_pool import KVShape, KVStorage
 from radixkv.storage.layer_groups import LayerGroups
@@ -27,12 +27,12 @@ def test_blocks_and_parts_stay_within_the_memory_that_they_share() -> None:
         is_by_layer=True,
         groups=groups,
         num_parts=NUM_WHOLE,
-        num_own_parts=own,
+        num_dedicated_parts=own,
     )
     memory = PartMemory(storage.part_bytes, storage.block_bytes, own)
     parts = WindowPool(num_blocks, NUM_WHOLE, SIZE, REACH, STEP_TOKENS, memory)
     cache = PrefixCache(num_blocks, SIZE, windows=WindowedLayers([parts]))
-    border = MemoryBorder(storage, cache.pool, parts)
+    reclaimer = PageReclaimer(storage, cache.pool, parts)
     dice, most_bytes = np.random.default_rng(1), 0
     for _ in range(100):
         prompt = dice.integers(0, 1_000_000, int(dice.integers(50, 1500))).astype("<u4").tobytes()
@@ -48,8 +48,8 @@ def test_blocks_and_parts_stay_within_the_memory_that_they_share() -> None:
                         storage.pools[0].values[int(lease.block_ids[at])] = float(lease.block_ids[at])
                         storage.part_pools[0].values[int(part_ids[at])] = float(lease.block_ids[at])
                     holder.settle(end)
-                border.step_done(0.0, 1, end - start, 0)
-                most_bytes = max(most_bytes, border.num_bytes)
+                reclaimer.step_done(0.0, 1, end - start, 0)
+                most_bytes = max(most_bytes, reclaimer.num_bytes)
                 lease.commit(end)
                 start = end
     assert most_bytes <= storage.num_bytes * (1 + 1 / 64)
