@@ -12,7 +12,7 @@ import torch
 from radixkv.api.compression import Compression
 from radixkv.blocks import BlockIds
 from radixkv.compute.forward import Chunk
-from radixkv.compute.kept_entries import KeptEntries, Rule
+from radixkv.compute.kept_entries import KeepRule, KeptEntries
 from radixkv.compute.runner import Runner
 from radixkv.engine.compression import rule_of
 from radixkv.model.attention.torch_kernels import TorchKernels
@@ -73,7 +73,7 @@ class Readings:
                 models with plain rotary positions, and for policies that drop the oldest.
         """
         num_new_tokens = self._num_tokens - self._num_prompt_tokens
-        rule = rule_of(compression) if compression is not None else Rule(self._num_tokens, 0, 0, 0, False, False)
+        rule = rule_of(compression) if compression is not None else KeepRule(self._num_tokens, 0, 0, 0, False, False)
         most = (
             rule.num_entries
             if compression is None
@@ -108,7 +108,9 @@ class Readings:
 class _Reader:
     """Reads one text, in the same way as `Compressions` does for a request."""
 
-    def __init__(self, runner: Runner, rule: Rule, prompt: Chunk, block_ids: BlockIds, *, is_renumbered: bool) -> None:
+    def __init__(
+        self, runner: Runner, rule: KeepRule, prompt: Chunk, block_ids: BlockIds, *, is_renumbered: bool
+    ) -> None:
         self._kept = KeptEntries.of_prompt(runner, rule, prompt, block_ids)
         self._runner = runner
         self._rule = rule

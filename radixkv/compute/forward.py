@@ -16,7 +16,7 @@ from radixkv.kernels.staging import to_device
 from radixkv.model.adapters.adapter_set import AdapterRange
 from radixkv.model.attention.interface import AttentionKernels, QueryWatcher, WatchedRows
 from radixkv.model.attention.paged_step import GroupedStep, PagedStep
-from radixkv.model.last_layer import Answers
+from radixkv.model.last_layer import LastLayerRows
 from radixkv.model.model import Model
 from radixkv.model.states.state_step import StateRows, StateStep
 from radixkv.storage.device_pool import KVStorage
@@ -104,7 +104,7 @@ class StepLayout:
         watched: the rows whose queries are observed.
         states: the recurrent states that rows read and write; None for a model without states.
         parts: like `batch`, but for the pool of windowed layers; None if all layers are in one pool.
-        answers: like `batch`, but only of the rows that the last layer computes: those of logits, or the last row if
+        last_layer: like `batch`, but only of the rows that the last layer computes: those of logits, or the last row if
             there are none; None if it computes all rows.
     """
 
@@ -115,7 +115,7 @@ class StepLayout:
     watched: Sequence[WatchedRows] = ()
     states: StateRows | None = None
     parts: PagedBatch | None = None
-    answers: PagedBatch | None = None
+    last_layer: PagedBatch | None = None
 
     def to(self, device: torch.device) -> StepLayout:
         """Return the same layout with its tensors on a device; see `to_device`."""
@@ -127,12 +127,12 @@ class StepLayout:
             self.watched,
             None if self.states is None else self.states.to(device),
             None if self.parts is None else self.parts.to(device),
-            None if self.answers is None else self.answers.to(device),
+            None if self.last_layer is None else self.last_layer.to(device),
         )
 
 
 def lay_out(
-    chunks: Sequence[Chunk], block_size: int, states: StatePool | None = None, *, has_short_end: bool = False
+    chunks: Sequence[Chunk], block_size: int, states: StatePool | None = None, *, can_shorten_last_layer: bool = False
 ) -> StepLayout:
     """Lay out the tokens of some chunks, one chunk after the other, on the host. Does not read the tokens.
 
@@ -140,7 +140,7 @@ def lay_out(
         chunks: at least one chunk.
         block_size: tokens per block.
         states: the pool of the recurrent states; None for a model without states.
-        has_short_end: whether the model's last layer can compute only the rows that are needed.
+        can_shorten_last_layer: whether the model's last layer can compute only the rows that are needed.
     """
     batch = PagedBatch.build(
         query_lens=[chunk.num_tokens for chunk in chunks],
@@ -169,7 +169,9 @@ def lay_out(
         watched,
         None if states is None else _state_rows(chunks, batch.query_starts, states),
         parts,
-        _answer_batch(chunks, block_size) if has_short_end and not (adapters or watched or parts) else None,
+        _last_layer_batch(chunks, block_size)
+        if can_shorten_last_layer and not (adapters or watched or parts)
+        else None,
     )
 
 
@@ -183,14 +185,14 @@ def _part_batch(chunks: Sequence[Chunk], block_size: int) -> PagedBatch | None:
     return PagedBatch.build(lens, [chunk.end for chunk in chunks], tables, block_size)
 
 
-def _answer_batch(chunks: Sequence[Chunk], block_size: int) -> PagedBatch | None:
+def _last_layer_batch(chunks: Sequence[Chunk], block_size: int) -> PagedBatch | None:
     """Lay out the rows of logits, or the last row if there are none; None if these are almost all rows."""
-    answered = [(chunk, chunk.num_logit_rows) for chunk in chunks if chunk.num_logit_rows] or [(chunks[-1], 1)]
-    lens = [num_rows for _, num_rows in answered]
+    needed = [(chunk, chunk.num_logit_rows) for chunk in chunks if chunk.num_logit_rows] or [(chunks[-1], 1)]
+    lens = [num_rows for _, num_rows in needed]
     if sum(chunk.num_tokens for chunk in chunks) - sum(lens) < _MIN_SKIPPED_ROWS:
         return None
-    kv_lens = [chunk.end - chunk.num_dropped for chunk, _ in answered]
-    return PagedBatch.build(lens, kv_lens, [chunk.block_ids for chunk, _ in answered], block_size)
+    kv_lens = [chunk.end - chunk.num_dropped for chunk, _ in needed]
+    return PagedBatch.build(lens, kv_lens, [chunk.block_ids for chunk, _ in needed], block_size)
 
 
 def _state_rows(chunks: Sequence[Chunk], starts: Sequence[int], states: StatePool) -> StateRows:
@@ -266,11 +268,11 @@ def compute_step(
     """
     state_step = None if states is None or layout.states is None else StateStep(states, layout.states)
     step = _step_over(storage, kernels, layout.batch, layout.parts, layout.watched, state_step)
-    answers = None
-    if layout.answers is not None:
+    last_rows = None
+    if layout.last_layer is not None:
         rows = layout.logit_rows if len(layout.logit_rows) else layout.positions.new_tensor([len(input_ids) - 1])
-        answers = Answers(rows, step.write, _step_over(storage, kernels, layout.answers).read)
-    logits, is_finite = model.forward(input_ids, layout.positions, step, layout.logit_rows, layout.adapters, answers)
+        last_rows = LastLayerRows(rows, step.write, _step_over(storage, kernels, layout.last_layer).read)
+    logits, is_finite = model.forward(input_ids, layout.positions, step, layout.logit_rows, layout.adapters, last_rows)
     if state_step is not None:
         state_step.keep()
     return StepOutputs(logits, torch.cat((is_finite & step.is_finite, _most_likely(logits))))

@@ -137,8 +137,8 @@ def attention_mass(
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
-    """The rule by which entries are kept.
+class KeepRule:
+    """Which K/V entries a generation keeps.
 
     Attributes:
         num_entries: maximum number of kept entries of the prompt, or of all tokens if `drops_generated`.
@@ -186,7 +186,7 @@ class KeptEntries:
     def __init__(
         self,
         pool: KVPool,
-        rule: Rule,
+        rule: KeepRule,
         block_ids: BlockIds,
         positions: torch.Tensor,
         mass: torch.Tensor | None,
@@ -199,7 +199,7 @@ class KeptEntries:
         self._seen: dict[int, torch.Tensor] = {}  # attention of the current step, by layer
 
     @classmethod
-    def of_prompt(cls, runner: Runner, rule: Rule, prompt: Chunk, block_ids: BlockIds) -> KeptEntries:
+    def of_prompt(cls, runner: Runner, rule: KeepRule, prompt: Chunk, block_ids: BlockIds) -> KeptEntries:
         """Choose the kept entries of a prompt, and copy them into private blocks. The prompt's blocks do not change.
 
         If the rule depends on attention, the last queries are computed once more, so that the choice does not depend on

@@ -140,7 +140,9 @@ class Runner:
         Returns:
             A function that starts the step; see `start`. It must not be called after another step was prepared.
         """
-        layout = lay_out(chunks, self.storage.block_size, self.states, has_short_end=self.model.has_short_end)
+        layout = lay_out(
+            chunks, self.storage.block_size, self.states, can_shorten_last_layer=self.model.can_shorten_last_layer
+        )
         copies = [chunk.copy for chunk in chunks if chunk.copy is not None]
         part_copies = [chunk.part_copy for chunk in chunks if chunk.part_copy is not None]
         by_pool = [(pool, copies) for pool in self.storage.pools]

@@ -71,7 +71,7 @@ class AdmissionControl:
             submit(request)
 
     def charge_prompt(self, request: Request) -> None:
-        """Charge the tenant of a request that was scheduled for the prompt tokens that are not cached."""
+        """Charge the tenant of a request for the prompt tokens that are not cached, when the request is scheduled."""
         if self._rates is not None:
             self._rates.charge(request.tenant, request.num_left)
 

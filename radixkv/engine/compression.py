@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from radixkv.api.compression import Compression, CompressionPolicy
 from radixkv.cache.lease import Lease
-from radixkv.compute.kept_entries import KeptEntries, Rule
+from radixkv.compute.kept_entries import KeepRule, KeptEntries
 from radixkv.compute.runner import Runner
 from radixkv.engine.step import chunk_of
 from radixkv.errors import RadixKVError, StepFailed
@@ -82,14 +82,14 @@ class Compressor:
         return kept
 
 
-def rule_of(compression: Compression) -> Rule:
+def rule_of(compression: Compression) -> KeepRule:
     """Return the rule by which a compression keeps entries."""
     num_observed = {
         CompressionPolicy.STREAMING_LLM: 0,
         CompressionPolicy.H2O: min(compression.recent, _H2O_QUERIES),
         CompressionPolicy.SNAPKV: compression.recent,
     }[compression.policy]
-    return Rule(
+    return KeepRule(
         num_entries=compression.max_tokens,
         num_sinks=compression.sinks,
         num_recent=compression.recent,

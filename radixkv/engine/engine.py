@@ -131,7 +131,7 @@ class Engine:
             self.segments.stores = offload.stored
         thread = EngineThread(self._call, self._inbox.put, lambda: self.cancellation)
         self.adapters = Adapters(runner.fingerprint, adapters, cache, thread)
-        self.transfer = Transfer.of(transfer, self._core.held_leases, self.adapters, self._call_by_tenant)
+        self.transfer = Transfer.of(transfer, self._core.held_leases, self.adapters, self._call_for)
         self.public = PublicPrefixRegistry(cache.public, self.limits, self.adapters, thread, self._submit)
         self._watchdog = Watchdog(config.step_timeout_s, self._on_hang)
         self._thread = threading.Thread(target=self._loop, name="radixkv-engine", daemon=True)
@@ -231,15 +231,15 @@ class Engine:
         """
         prompt = self.adapters.keyed(caller, tokens)
         self.limits.require_tokens(tokens)
-        return self._call_by_tenant(caller.tenant, lambda: self._core.probe(*prompt.key, prompt.former))
+        return self._call_for(caller.tenant, lambda: self._core.probe(*prompt.key, prompt.former))
 
     def release(self, lease_id: str, caller: Caller = ANONYMOUS) -> Future[None]:
         """Release a held lease. The future raises UnknownLease if the caller's tenant holds no such lease."""
-        return self._call_by_tenant(caller.tenant, lambda: self._core.held_leases.release(lease_id, caller.tenant))
+        return self._call_for(caller.tenant, lambda: self._core.held_leases.release(lease_id, caller.tenant))
 
     def renew(self, lease_id: str, caller: Caller = ANONYMOUS) -> Future[float]:
         """Restart the time to live of a held lease. The future has its expiry in Unix time, or raises UnknownLease."""
-        return self._call_by_tenant(caller.tenant, lambda: self._core.renew(lease_id, caller.tenant))
+        return self._call_for(caller.tenant, lambda: self._core.renew(lease_id, caller.tenant))
 
     def retain(self, tokens: bytes, retention: Retention, caller: Caller = ANONYMOUS) -> Future[Retained]:
         """Set the retention priority of a cached range; see `PrefixCache.retain`.
@@ -248,7 +248,7 @@ class Engine:
         """
         prompt = self.adapters.keyed(caller, tokens)
         self.limits.require_retention(tokens, retention)
-        return self._call_by_tenant(caller.tenant, lambda: self._core.retain(*prompt.key, retention))
+        return self._call_for(caller.tenant, lambda: self._core.retain(*prompt.key, retention))
 
     def purge(
         self, *, tenant: str | None = None, adapter: str | None = None, salt: str | None = None
@@ -327,12 +327,8 @@ class Engine:
             future.cancel()
         return future
 
-    def _call_by_tenant(self, tenant: str, function: Callable[[], Any]) -> Future[Any]:
-        """Call a function on the engine's thread for a tenant."""
-        return self._call(function, CallOrigin(CallerKind.TENANT, tenant))
-
     def _call_for(self, tenant: str | None, function: Callable[[], Any]) -> Future[Any]:
-        """Call a function that inspects or purges the cache of one tenant, or of all tenants (None)."""
+        """Call a function for one tenant, or for an administrator, who sees all tenants (None)."""
         return self._call(function, CallOrigin(CallerKind.for_scope(tenant), tenant or ""))
 
     def _loop(self) -> None:

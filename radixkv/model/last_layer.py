@@ -31,7 +31,7 @@ _TRIAL_TOKENS = 24
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 
 
-class Answers(NamedTuple):
+class LastLayerRows(NamedTuple):
     """The rows of a forward pass whose logits are needed, so that they are computed to the end.
 
     Attributes:
@@ -46,26 +46,26 @@ class Answers(NamedTuple):
 
 
 class LastLayer:
-    """Restricts the last layer of a model to the rows of `Answers`.
+    """Restricts the last layer of a model to the rows of `LastLayerRows`.
 
     Args:
-        module: the model. If its last layer is not found, `answering` raises.
+        module: the model. If its last layer is not found, `shortened` raises.
         running: holds the step of a forward pass.
     """
 
     def __init__(self, module: nn.Module, running: RunningPass) -> None:
         self._name = type(module).__name__
         self._running = running
-        self._inputs: tuple[Answers, torch.Tensor, int] | None = None  # of `answering`
+        self._inputs: tuple[LastLayerRows, torch.Tensor, int] | None = None  # of `shortened`
         self._layer = _last_layer(module)
 
     @contextlib.contextmanager
-    def answering(self, answers: Answers, num_rows: int, num_tokens: int) -> Iterator[None]:
-        """Compute only the rows of `answers` in the last layer, inside the `with` block.
+    def shortened(self, last_rows: LastLayerRows, num_rows: int, num_tokens: int) -> Iterator[None]:
+        """Compute only the rows of `last_rows` in the last layer, inside the `with` block.
 
         Args:
-            answers: the rows to compute.
-            num_rows: number of rows of the layer's output: those of `answers`, padded with copies of the last one.
+            last_rows: the rows to compute.
+            num_rows: number of rows of the layer's output: those of `last_rows`, padded with copies of the last one.
             num_tokens: tokens of the pass, without padding.
 
         Raises:
@@ -73,8 +73,8 @@ class LastLayer:
         """
         if self._layer is None:
             raise UnsupportedModel(f"{self._name}: expected layers in a list, the last one with attention, got none")
-        rows = torch.cat((answers.rows, answers.rows[-1:].expand(num_rows - len(answers.rows))))
-        self._inputs = answers, rows, num_tokens
+        rows = torch.cat((last_rows.rows, last_rows.rows[-1:].expand(num_rows - len(last_rows.rows))))
+        self._inputs = last_rows, rows, num_tokens
         hook = self._layer.register_forward_pre_hook(self._shorten, with_kwargs=True)
         try:
             yield
@@ -85,14 +85,14 @@ class LastLayer:
     def _shorten(
         self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Write K and V of all tokens, and return the layer's arguments for the rows of `answers`. A PyTorch hook."""
-        assert self._inputs is not None, "inside `answering`"
-        answers, rows, num_tokens = self._inputs
+        """Write K and V of all tokens, and return the layer's arguments for the rows of `last_rows`. A PyTorch hook."""
+        assert self._inputs is not None, "inside `shortened`"
+        last_rows, rows, num_tokens = self._inputs
         with contextlib.suppress(_Written):
-            layer.forward(*args, **self._stepped(kwargs, PaddedStep(_Writing(answers), num_tokens)))
+            layer.forward(*args, **self._stepped(kwargs, PaddedStep(_Writing(last_rows), num_tokens)))
             raise UnsupportedModel(f"{type(layer).__name__}: expected the last layer to attend, got none that does")
         all_rows = next(each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)).shape[1]
-        kwargs = self._stepped(kwargs, PaddedStep(_Reading(answers), len(answers.rows)))
+        kwargs = self._stepped(kwargs, PaddedStep(_Reading(last_rows), len(last_rows.rows)))
         return _chosen(args, rows, all_rows), _chosen(kwargs, rows, all_rows)
 
     def _stepped(self, kwargs: dict[str, Any], step: PaddedStep) -> dict[str, Any]:
@@ -102,7 +102,7 @@ class LastLayer:
 
 
 @torch.inference_mode()
-def answers_alone(
+def can_shorten_last_layer(
     forward: Callable[..., tuple[torch.Tensor, torch.Tensor]], vocab_size: int, dtype: torch.dtype, *, is_exact: bool
 ) -> bool:
     """Check whether rows that are computed alone in the last layer have the same logits as among all rows.
@@ -118,7 +118,7 @@ def answers_alone(
     step = _Echo()
     try:
         expected, _ = forward(ids, ids, step, rows)
-        got, _ = forward(ids, ids, step, rows, answers=Answers(rows, step.write, step.read))
+        got, _ = forward(ids, ids, step, rows, last_rows=LastLayerRows(rows, step.write, step.read))
     except Exception as error:  # noqa: BLE001 - a layer with other arguments may raise anything
         _log.info("the last layer computes all rows: %s", reason_of(error))
         return False
@@ -134,20 +134,20 @@ class _Written(Exception):
 class _Writing(NamedTuple):
     """A step that writes K and V, and then leaves the layer."""
 
-    answers: Answers
+    last_rows: LastLayerRows
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
-        self.answers.write(call.layer, call.key, call.value)
+        self.last_rows.write(call.layer, call.key, call.value)
         raise _Written
 
 
 class _Reading(NamedTuple):
     """A step over K and V that have been written."""
 
-    answers: Answers
+    last_rows: LastLayerRows
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
-        return self.answers.read(call.layer, call.query, call.scoring)
+        return self.last_rows.read(call.layer, call.query, call.scoring)
 
 
 def _last_layer(module: nn.Module) -> nn.Module | None:

@@ -26,7 +26,7 @@ from radixkv.model.attention.probe import probe_attention
 from radixkv.model.end_tokens import end_token_ids
 from radixkv.model.exactness import make_exact, padded_tokens
 from radixkv.model.fingerprint import fingerprint_model
-from radixkv.model.last_layer import Answers, LastLayer, answers_alone
+from radixkv.model.last_layer import LastLayer, LastLayerRows, can_shorten_last_layer
 from radixkv.model.layers.cpu_layers import FusedCpuLayers
 from radixkv.model.layers.gemm_tuner import GemmTuner, TrialBudget
 from radixkv.model.layers.packed_linear import merge_linears, pack_linears
@@ -68,7 +68,8 @@ class Model:
         max_tokens: tokens of the longest sequence; None if its configuration does not state a limit.
         eos_token_ids: tokens of the vocabulary that end a generation.
         weights: as given.
-        has_short_end: whether the last layer can compute only the rows of `Answers` with the same results. CPU only.
+        can_shorten_last_layer: whether the last layer can compute only the rows of `LastLayerRows` with the same
+            results. CPU only.
         latent: its layers with latent attention.
         adapted: its layers with adapters; None if no adapters may be loaded.
         fingerprint: see `fingerprint_model`.
@@ -150,7 +151,7 @@ class Model:
         self.attention_kinds = tuple(dict.fromkeys(self._layer_kinds))
         self.windows = tuple(kind.window for kind in self._layer_kinds)
         check_windows(type(module).__name__, config, (kind.window for kind in self.attention_kinds), self.max_tokens)
-        self.has_short_end = device.type == "cpu" and answers_alone(
+        self.can_shorten_last_layer = device.type == "cpu" and can_shorten_last_layer(
             self.forward, self.vocab_size, self.kv_shape.dtype, is_exact=is_exact
         )
 
@@ -162,7 +163,7 @@ class Model:
         step: AttentionStep,
         logit_rows: torch.Tensor,
         adapters: Sequence[AdapterRange] = (),
-        answers: Answers | None = None,
+        last_rows: LastLayerRows | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Run a forward pass over packed tokens of several requests. `step` knows which token belongs to which request.
 
@@ -172,8 +173,8 @@ class Model:
             step: computes the attention of each layer.
             logit_rows: int64 `[n]`, the rows whose logits are returned.
             adapters: disjoint ranges of rows that use an adapter; all other rows use the base model.
-            answers: computes only the rows of `logit_rows` to the end (an arbitrary row if there are none). Must be
-                None with adapters, and if the model lacks `has_short_end`. None computes all rows.
+            last_rows: computes only the rows of `logit_rows` to the end (an arbitrary row if there are none). Must be
+                None with adapters, and if the model lacks `can_shorten_last_layer`. None computes all rows.
 
         Returns:
             Logits, float32 `[n, vocab_size]`, and for each token whether its last hidden state is finite or not
@@ -190,26 +191,26 @@ class Model:
         if self.is_exact:
             step = PaddedStep(step, num_tokens)
         with self._mode, self._with_adapters(adapters), self._running.with_step(step), contextlib.ExitStack() as stack:
-            if answers is not None:
-                num_rows = len(answers.rows)
+            if last_rows is not None:
+                num_rows = len(last_rows.rows)
                 if self._pads_rows:
                     num_rows = padded_tokens(num_rows, self.device)
-                stack.enter_context(self._last_layer.answering(answers, num_rows, num_tokens))
+                stack.enter_context(self._last_layer.shortened(last_rows, num_rows, num_tokens))
             output = self.module(
                 input_ids=input_ids[None],
                 position_ids=position_ids[None],
                 use_cache=False,
-                logits_to_keep=logit_rows if answers is None else torch.arange(len(logit_rows)),
+                logits_to_keep=logit_rows if last_rows is None else torch.arange(len(logit_rows)),
                 radix_step=step,
             )
         if self._hidden_states is None:
             raise UnsupportedModel(
                 f"{type(self.module).__name__}: expected a base model that returns its last hidden states, got none"
             )
-        hidden_states = self._hidden_states[0, : num_tokens if answers is None else len(answers.rows)]
+        hidden_states = self._hidden_states[0, : num_tokens if last_rows is None else len(last_rows.rows)]
         is_finite = hidden_states.isfinite().all(dim=-1)
-        if answers is not None:
-            is_finite = is_finite.new_ones(num_tokens).index_put((answers.rows,), is_finite)
+        if last_rows is not None:
+            is_finite = is_finite.new_ones(num_tokens).index_put((last_rows.rows,), is_finite)
         self._hidden_states = None
         return output.logits[0].float(), is_finite
 

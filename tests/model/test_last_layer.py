@@ -19,7 +19,7 @@ from radixkv.errors import UnsupportedModel
 from radixkv.kernels.scoring import Scoring
 from radixkv.model.attention.attention_function import ATTENTION_NAME
 from radixkv.model.attention.torch_kernels import TorchKernels
-from radixkv.model.last_layer import Answers
+from radixkv.model.last_layer import LastLayerRows
 from radixkv.model.model import Model
 from radixkv.storage.device_pool import KVStorage
 from tests.model.exact.checkpoints import CONFIGS, VOCAB_SIZE
@@ -61,9 +61,9 @@ def test_logits_and_all_keys_are_bitwise_identical_to_those_of_a_full_last_layer
     family: str, dtype: torch.dtype
 ) -> None:
     model = Model(family, make(ALL[family], dtype), CPU)
-    assert model.has_short_end
+    assert model.can_shorten_last_layer
     short = [computed(model, of) for of in (chunks(), chunks(wants_logits=False))]
-    model.has_short_end = False
+    model.can_shorten_last_layer = False
     whole = [computed(model, of) for of in (chunks(), chunks(wants_logits=False))]
     for (logits, blocks, is_finite), (expected, expected_blocks, _) in zip(short, whole, strict=True):
         assert torch.equal(logits, expected)
@@ -74,9 +74,9 @@ def test_logits_and_all_keys_are_bitwise_identical_to_those_of_a_full_last_layer
 
 def test_fast_mode_agrees() -> None:
     model = Model("fast", make(ALL["llama"]), CPU, is_exact=False)
-    assert model.has_short_end
+    assert model.can_shorten_last_layer
     got, *_ = computed(model, chunks())
-    model.has_short_end = False
+    model.can_shorten_last_layer = False
     expected, *_ = computed(model, chunks())
     assert (got - expected).abs().max() <= 1e-4
     assert expected.std() > 0.01
@@ -129,7 +129,7 @@ class WithoutAttention(nn.Module):
 def test_a_layer_that_mixes_rows_computes_all_of_them(*, is_exact: bool) -> None:
     module = make(ALL["llama"])
     module.model.layers[-1].__class__ = Mixing
-    assert not Model("mixing", module, CPU, is_exact=is_exact).has_short_end
+    assert not Model("mixing", module, CPU, is_exact=is_exact).can_shorten_last_layer
 
 
 def test_layers_outside_a_module_list_compute_all_rows() -> None:
@@ -137,8 +137,8 @@ def test_layers_outside_a_module_list_compute_all_rows() -> None:
     layers = module.model.layers
     module.model.layers = nn.Sequential(*layers)
     model = Model("sequential", module, CPU)
-    assert not model.has_short_end
-    assert lay_out(chunks(), BLOCK_SIZE, has_short_end=model.has_short_end).answers is None
+    assert not model.can_shorten_last_layer
+    assert lay_out(chunks(), BLOCK_SIZE, can_shorten_last_layer=model.can_shorten_last_layer).last_layer is None
 
 
 def test_batches_of_few_rows_are_computed_in_full() -> None:
@@ -146,11 +146,11 @@ def test_batches_of_few_rows_are_computed_in_full() -> None:
     most = forward._MIN_SKIPPED_ROWS
     for num_tokens, is_short in ((1, False), (most, False), (most + 1, True)):
         chunk = Chunk(TOKENS, 20, 20 + num_tokens, table, None, wants_logits=True)
-        layout = lay_out([chunk], BLOCK_SIZE, has_short_end=True)
-        assert (layout.answers is not None) == is_short
-    assert layout.answers is not None
-    assert (layout.answers.query_starts, layout.answers.kv_lens) == ((0, 1), (21 + most,))
-    assert layout.answers.positions.tolist() == [20 + most]
+        layout = lay_out([chunk], BLOCK_SIZE, can_shorten_last_layer=True)
+        assert (layout.last_layer is not None) == is_short
+    assert layout.last_layer is not None
+    assert (layout.last_layer.query_starts, layout.last_layer.kv_lens) == ((0, 1), (21 + most,))
+    assert layout.last_layer.positions.tolist() == [20 + most]
 
 
 def test_watched_rows_and_rows_of_adapters_are_computed_in_full() -> None:
@@ -161,8 +161,8 @@ def test_watched_rows_and_rows_of_adapters_are_computed_in_full() -> None:
     table = np.arange(7, dtype=np.int32)
     chunk = Chunk(TOKENS, 0, 100, table, None, wants_logits=True)
     for other in ({"adapter": "a" * 32}, {"watcher": Watcher()}, {"part_ids": table}):
-        layout = lay_out([dataclasses.replace(chunk, **other)], BLOCK_SIZE, has_short_end=True)
-        assert layout.answers is None
+        layout = lay_out([dataclasses.replace(chunk, **other)], BLOCK_SIZE, can_shorten_last_layer=True)
+        assert layout.last_layer is None
 
 
 def test_a_layer_that_does_not_attend_is_refused() -> None:
@@ -173,5 +173,9 @@ def test_a_layer_that_does_not_attend_is_refused() -> None:
     rows, step = torch.tensor([19]), Keep()
     with pytest.raises(UnsupportedModel, match="expected the last layer to attend"):
         model.forward(
-            torch.arange(20), torch.arange(20), step, rows, answers=Answers(rows, lambda *_: None, lambda *_: rows)
+            torch.arange(20),
+            torch.arange(20),
+            step,
+            rows,
+            last_rows=LastLayerRows(rows, lambda *_: None, lambda *_: rows),
         )

@@ -49,7 +49,7 @@ from radixkv.model.layers.replaced_parts import (
     has_hooks,
     is_norm,
     require,
-    with_stand_ins,
+    with_replaced_children,
 )
 from radixkv.model.refusals import reason_of
 
@@ -312,7 +312,7 @@ class FusedCpuLayers(ReplacedParts):
 
     def _tried_attention(self, module: Any) -> FusedAttention:
         steps = _Heard(), _Heard()
-        played = with_stand_ins(module, {"o_proj": lambda rows: rows})
+        simplified = with_replaced_children(module, {"o_proj": lambda rows: rows})
         size = module.head_dim
         norms = tuple(
             self._norms[getattr(module, name)] for name in sorted(_HEAD_NORMS, reverse=True) if hasattr(module, name)
@@ -328,7 +328,7 @@ class FusedCpuLayers(ReplacedParts):
             return {"position_embeddings": embeddings, "attention_mask": None}
 
         def own(rows: torch.Tensor) -> torch.Tensor:
-            output, _ = played.forward(rows, **handed(rows), radix_step=steps[0])
+            output, _ = simplified.forward(rows, **handed(rows), radix_step=steps[0])
             return torch.cat((output, *steps[0].heard), -1)
 
         def joined(rows: torch.Tensor) -> torch.Tensor:
@@ -369,12 +369,12 @@ class FusedCpuLayers(ReplacedParts):
         def attend(hidden_states: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:
             return hidden_states.roll(1, -1) / 2, None
 
-        played = with_stand_ins(layer, {"self_attn": attend, "mlp": lambda rows: rows.flip(-1) / 4})
+        simplified = with_replaced_children(layer, {"self_attn": attend, "mlp": lambda rows: rows.flip(-1) / 4})
 
         def joined(rows: torch.Tensor) -> torch.Tensor:
             return _layered(rows, first, lambda rows: attend(rows)[0], second, lambda rows: rows.flip(-1) / 4)
 
-        own = partial(played.forward, position_embeddings=None, attention_mask=None)
+        own = partial(simplified.forward, position_embeddings=None, attention_mask=None)
         require(agree(own, joined, layer.post_attention_layernorm.weight))
         attention, mlp, in_one_call = self._attentions[layer.self_attn], self._mlps[layer.mlp], None
         if self._library is not None and self._native is not None:

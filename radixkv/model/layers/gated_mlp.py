@@ -17,7 +17,7 @@ from transformers import activations
 from radixkv.kernels.cpu.row_pieces import in_row_pieces
 from radixkv.kernels.cpu.row_tiles import RowFunction
 from radixkv.model.layers.packed_linear import SILU, Matmul, PackedLinear, PackedSlice
-from radixkv.model.layers.replaced_parts import Refused, agree, require, with_stand_ins
+from radixkv.model.layers.replaced_parts import Refused, agree, require, with_replaced_children
 
 MLP_PARTS = {"gate_proj", "up_proj", "act_fn", "down_proj"}
 
@@ -95,7 +95,7 @@ def tried_mlp(
     if type(mlp.act_fn) not in _ACTIVATIONS:
         raise Refused(f"its activation is {type(mlp.act_fn).__name__}")
     act = partial(in_row_pieces, mlp.act_fn.forward) if is_exact else mlp.act_fn.forward
-    played = with_stand_ins(
+    simplified = with_replaced_children(
         mlp, {"gate_proj": lambda rows: rows, "up_proj": lambda rows: rows.flip(-1), "down_proj": lambda rows: rows}
     )
     gate_rows = native_gate if native_gate and type(mlp.act_fn) in SILU else partial(_gate_rows, act=act)
@@ -103,7 +103,7 @@ def tried_mlp(
     def joined(rows: torch.Tensor) -> torch.Tensor:
         return gate_rows(torch.cat((rows, rows.flip(-1)), -1))
 
-    require(agree(played.forward, joined, torch.empty(mlp.down_proj.in_features, dtype=dtype)))
+    require(agree(simplified.forward, joined, torch.empty(mlp.down_proj.in_features, dtype=dtype)))
     if not is_gated(mlp):
         return GatedMLP(mlp.gate_proj.joined.matmul, None, gate_rows, mlp.down_proj.matmul)
     gate, up = mlp.gate_proj.matmul, mlp.up_proj.matmul

@@ -33,7 +33,7 @@ from radixkv.model.layers.replaced_parts import (
     is_norm,
     require,
     rows_agree,
-    with_stand_ins,
+    with_replaced_children,
 )
 from radixkv.model.refusals import reason_of
 
@@ -94,12 +94,12 @@ class FusedGpuLayers(ReplacedParts):
         raise Refused("it computes something else")
 
     def _try_mlp(self, mlp: Any) -> None:
-        played = with_stand_ins(
+        simplified = with_replaced_children(
             mlp, {"gate_proj": lambda rows: rows, "up_proj": lambda rows: rows.flip(-1), "down_proj": lambda rows: rows}
         )
-        fused = partial(_gated, played)
+        fused = partial(_gated, simplified)
         like = torch.empty(mlp.down_proj.in_features, dtype=self._dtype, device=mlp.down_proj.weight.device)
-        require(agree(played.forward, fused, like))
+        require(agree(simplified.forward, fused, like))
         self._require_exact_rows(fused, like)
 
     def _try_layer(self, layer: Any, forward: Forward) -> None:
@@ -111,11 +111,11 @@ class FusedGpuLayers(ReplacedParts):
             was_passed_on.append(all(kwargs.get(name) is value for name, value in passed_on.items()))
             return hidden_states.roll(1, -1) / 2, None
 
-        played = with_stand_ins(layer, {"self_attn": attend, "mlp": lambda rows: rows.flip(-1) / 4})
+        simplified = with_replaced_children(layer, {"self_attn": attend, "mlp": lambda rows: rows.flip(-1) / 4})
         keywords = {**passed_on, "use_cache": False}
-        fused = partial(forward, played, **keywords)
+        fused = partial(forward, simplified, **keywords)
         like = layer.post_attention_layernorm.weight
-        require(agree(partial(played.forward, **keywords), fused, like) and all(was_passed_on))
+        require(agree(partial(simplified.forward, **keywords), fused, like) and all(was_passed_on))
         self._require_exact_rows(fused, like)
 
     def _require_exact_rows(self, fused: Forward, like: torch.Tensor) -> None:

@@ -57,15 +57,15 @@ def has_hooks(module: nn.Module) -> bool:
     return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
-def with_stand_ins(part: nn.Module, players: Mapping[str, Forward]) -> nn.Module:
+def with_replaced_children(part: nn.Module, replacements: Mapping[str, Forward]) -> nn.Module:
     """Copy a part and replace some of its children by functions. The copy shares its other children."""
-    played = copy.copy(part)
-    played._modules = dict(part._modules)
-    for name, play in players.items():
-        stand_in = nn.Module()
-        stand_in.forward = play
-        played._modules[name] = stand_in
-    return played
+    simplified = copy.copy(part)
+    simplified._modules = dict(part._modules)
+    for name, forward in replacements.items():
+        child = nn.Module()
+        child.forward = forward
+        simplified._modules[name] = child
+    return simplified
 
 
 def agree(own: Forward, fused: Forward, like: torch.Tensor) -> bool:
