@@ -22,7 +22,7 @@ class PathOwner(Protocol):
     num_published_blocks: int
 
 
-class Path(NamedTuple):
+class HeldPath(NamedTuple):
     """The blocks of a prompt that a held lease would keep.
 
     Attributes:
@@ -36,7 +36,7 @@ class Path(NamedTuple):
     num_blocks: int
 
     @classmethod
-    def of(cls, lease: PathOwner) -> Path:
+    def of(cls, lease: PathOwner) -> HeldPath:
         """Return the path of an open lease."""
         return cls(lease.node, lease.num_published_blocks, lease.block_ids.size)
 
@@ -65,7 +65,7 @@ class HeldBlocks(Listener):
         self._leases: dict[Node, set[PathOwner]] = {}  # by the node in which they end
         self._purged: dict[Node, int] = {}  # blocks of held nodes whose tree was purged
 
-    def num_more(self, paths: Iterable[Path]) -> int:
+    def num_more(self, paths: Iterable[HeldPath]) -> int:
         """Count the additional blocks that would be held if the leases of all these paths were held.
 
         A block on several paths counts once.

@@ -20,7 +20,7 @@ from radixkv.cache.evicted_prefixes import EvictedPrefixes
 from radixkv.cache.eviction_policy import EvictionPolicy
 from radixkv.cache.eviction_queue import EvictionQueue
 from radixkv.cache.evictor import Evictor
-from radixkv.cache.held_blocks import HeldBlocks, Path
+from radixkv.cache.held_blocks import HeldBlocks, HeldPath
 from radixkv.cache.lease import Lease, OpenLeases
 from radixkv.cache.namespace_trees import NamespaceTrees
 from radixkv.cache.node import Node
@@ -388,7 +388,7 @@ class PrefixCache:
         num_private_blocks: int = 0,
         num_expected_tokens: int = 0,
         is_resumed: bool = False,
-        require_path: Callable[[Path, int], None] | None = None,
+        require_path: Callable[[HeldPath, int], None] | None = None,
     ) -> Lease:
         """Open a lease of a prompt: cached blocks are pinned, missing blocks are allocated.
 
@@ -439,7 +439,7 @@ class PrefixCache:
             node, cached_tokens, num_missing_blocks = self._fit(found, num_blocks, num_takeable_blocks)
             try:
                 if require_path is not None:
-                    require_path(Path(node, cached_tokens // self.block_size, num_blocks), found.num_nodes)
+                    require_path(HeldPath(node, cached_tokens // self.block_size, num_blocks), found.num_nodes)
             except CapacityError as error:
                 refusals.append(error)
                 continue

@@ -147,7 +147,7 @@ class StateLease:
         whole_tokens = (num_prompt_tokens - 1) // size * size
         self._wanted = {whole_tokens, min(found_tokens // size * size, whole_tokens)}
         self._pending: dict[int, _Pending] = {}  # by position
-        self._last_of_answer: _Last | None = None
+        self._last_of_completion: _Last | None = None
         self._is_closed = False
 
     @property
@@ -221,9 +221,9 @@ class StateLease:
             slot, saved_tokens = self._pending.pop(position)
             block_id = int(block_ids[position // self._slots.block_size - 1])
             if self._slots.publish(slot, block_id, saved_tokens) and position >= self._num_prompt_tokens:
-                if self._last_of_answer is not None:
-                    self._slots.retract(*self._last_of_answer)
-                self._last_of_answer = _Last(slot, block_id)
+                if self._last_of_completion is not None:
+                    self._slots.retract(*self._last_of_completion)
+                self._last_of_completion = _Last(slot, block_id)
 
     def close(self) -> None:
         """Return all slots; published snapshots stay. Closing again does nothing."""
@@ -374,7 +374,7 @@ class StateSlots:
                 return None
             self._order.evict(lowest)
             self.num_given_up += 1
-            self._leave(lowest)
+            self._detach(lowest)
         self._num_pending += 1
         return self._free.pop()
 
@@ -398,15 +398,15 @@ class StateSlots:
         """Free the snapshot of a block, unless it was used or evicted."""
         if self._blocks.get(slot) == block_id and not self._order.num_uses(slot):
             self._order.discard(slot)
-            self._leave(slot)
+            self._detach(slot)
 
     def freed(self, block_ids: BlockIds) -> None:
         """Free the snapshots of blocks that are free now. Complexity: O(len), and a loop over those with snapshots."""
         for slot in self.table[block_ids[self.table[block_ids] != _NO_SLOT]].tolist():
             self._order.discard(slot)
-            self._leave(slot)
+            self._detach(slot)
 
-    def _leave(self, slot: int) -> None:
+    def _detach(self, slot: int) -> None:
         """Remove a snapshot from its block."""
         self.table[self._blocks.pop(slot)] = _NO_SLOT
         if slot in self._readers:

@@ -303,4 +303,4 @@ def _step_over(
     steps = [PagedStep(pool, batch, kernels, watched, states=states) for pool in storage.pools]
     if parts is not None:
         steps += [PagedStep(pool, parts, kernels) for pool in storage.part_pools]
-    return steps[0] if len(steps) == 1 else GroupedStep(steps, storage.places)
+    return steps[0] if len(steps) == 1 else GroupedStep(steps, storage.layer_locations)

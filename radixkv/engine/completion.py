@@ -118,7 +118,7 @@ class RequestCompleter:
         self._on_end(request)
 
     def _advance(self, result: SliceResult) -> None:
-        request, start, end = result.part
+        request, start, end = result.token_slice
         lease = request.lease
         assert lease is not None, "a running request holds a lease"
         request.computed_upto = end
@@ -144,7 +144,7 @@ class RequestCompleter:
                 self._cancellations.fail(request, StepFailed("constraint: failed to accept the next token"))
 
     def _publish(self, result: SliceResult) -> None:
-        (request, _, end), prediction = result.part, result.prediction
+        (request, _, end), prediction = result.token_slice, result.prediction
         if self._cancellations.is_failing(request):
             return
         if not result.is_finite:

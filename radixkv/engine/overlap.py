@@ -72,7 +72,8 @@ class OverlapScheduler:
         if len(results) != len(prepared.slices):
             return False
         for result in results:
-            if not result.is_finite or result.refusal is not None or not _continues_decoding(result.part.request):
+            request = result.token_slice.request
+            if not result.is_finite or result.refusal is not None or not _continues_decoding(request):
                 return False
         return not self._is_anything_else_due(prepared.slices)
 

@@ -29,13 +29,13 @@ class SliceResult(NamedTuple):
     """The result of one slice.
 
     Attributes:
-        part: the slice.
+        token_slice: the slice.
         is_finite: whether K, V, the last hidden states and the logits of its tokens are finite; see `StepResult`.
         prediction: the next token; None if the request has more tokens to compute before it.
         prompt_logprobs: log probabilities of the prompt tokens after each token of the slice; None unless requested.
     """
 
-    part: Slice
+    token_slice: Slice
     is_finite: bool
     prediction: Prediction | None
     prompt_logprobs: LogprobRows | None = None
@@ -88,7 +88,7 @@ class Step:
             Exception: whatever the forward pass raised, when it was started or later.
         """
         are_last = [end == request.num_tokens for request, _, end in self.slices]
-        last = [part.request for part, is_last in zip(self.slices, are_last, strict=True) if is_last]
+        last = [each.request for each, is_last in zip(self.slices, are_last, strict=True) if is_last]
         allowed = allowed_tokens(last)  # computed while the device is busy
         step = self._wait()
         del self._wait  # frees device memory before the next step is started
@@ -96,8 +96,8 @@ class Step:
             return self._results_with_prompt_logprobs(step, are_last, last, allowed)
         predictions = iter(predict(step.logits, step.most_likely, last, allowed))
         return [
-            SliceResult(part, is_finite, next(predictions) if is_last else None)
-            for part, is_finite, is_last in zip(self.slices, step.is_finite, are_last, strict=True)
+            SliceResult(each, is_finite, next(predictions) if is_last else None)
+            for each, is_finite, is_last in zip(self.slices, step.is_finite, are_last, strict=True)
         ]
 
     def _results_with_prompt_logprobs(
@@ -111,12 +111,12 @@ class Step:
         predictions = iter(predict(step.logits[rows], most_likely, last, allowed))
         return [
             SliceResult(
-                part,
+                each,
                 is_finite,
                 next(predictions) if is_last else None,
-                _prompt_logprobs(part, step.logits[row:]),
+                _prompt_logprobs(each, step.logits[row:]),
             )
-            for part, is_finite, is_last, row in zip(self.slices, step.is_finite, are_last, row_starts, strict=False)
+            for each, is_finite, is_last, row in zip(self.slices, step.is_finite, are_last, row_starts, strict=False)
         ]
 
 
@@ -132,8 +132,8 @@ class PreparedStep:
     """
 
     def __init__(self, runner: Runner, step: Step) -> None:
-        self.slices = [Slice(part.request, part.end, part.end + 1) for part in step.slices]
-        self._launch = runner.prepare([_next_chunk(part) for part in self.slices])
+        self.slices = [Slice(each.request, each.end, each.end + 1) for each in step.slices]
+        self._launch = runner.prepare([_next_chunk(each) for each in self.slices])
 
     def start(self, results: Sequence[SliceResult], now_s: float) -> Step:
         """Start this step with the tokens of the step before it, none of whose requests ended."""
@@ -150,19 +150,19 @@ def start_step(
 
     def start() -> Wait:
         chunks = []
-        for part in slices:
-            chunk = chunk_of(part)
-            if part.request.compression is not None:
-                chunk = dataclasses.replace(chunk, watcher=watcher_of(part.request))
+        for token_slice in slices:
+            chunk = chunk_of(token_slice)
+            if token_slice.request.compression is not None:
+                chunk = dataclasses.replace(chunk, watcher=watcher_of(token_slice.request))
             chunks.append(chunk)
         return runner.start(chunks)
 
     return Step(slices, now_s, start)
 
 
-def chunk_of(part: Slice) -> Chunk:
-    """Return the chunk that computes a slice. Reserves the window parts that its request needs for it."""
-    request, start, end = part
+def chunk_of(token_slice: Slice) -> Chunk:
+    """Return the chunk that computes a slice. Pins the parts of windowed layers that it reads or writes."""
+    request, start, end = token_slice
     lease = request.lease
     assert lease is not None, "a running request holds a lease"
     invocation = request.invocation
@@ -181,16 +181,16 @@ def chunk_of(part: Slice) -> Chunk:
         adapter=request.adapter,
         adapter_from=0 if invocation is None else invocation.start,
         num_dropped=lease.num_dropped_tokens,
-        state=None if request.state is None else _state_of(part),
+        state=None if request.state is None else _state_of(token_slice),
     )
 
 
-def _next_chunk(part: Slice) -> Chunk:
-    """Return the chunk of a slice that follows one being computed, which makes the block copy and saves the state."""
-    chunk = chunk_of(part)
+def _next_chunk(token_slice: Slice) -> Chunk:
+    """Return the chunk of a slice whose predecessor is being computed, and makes the block copy and saves the state."""
+    chunk = chunk_of(token_slice)
     state = chunk.state
-    if state is not None and part.request.state is not None:
-        state = state._replace(source=part.request.state.slot)
+    if state is not None and token_slice.request.state is not None:
+        state = state._replace(source=token_slice.request.state.slot)
     return dataclasses.replace(chunk, copy=None, state=state, wants_logits=True)
 
 
@@ -205,32 +205,33 @@ def release_parts(request: Request) -> None:
     """Release the parts of blocks that the next token of a request does not need."""
     lease = request.lease
     if lease is not None:
-        for holder in lease.windows:
-            holder.settle(request.computed_upto, lease.copy)
+        for window_lease in lease.windows:
+            window_lease.settle(request.computed_upto, lease.copy)
 
 
 def _cover(lease: Lease, start: int, end: int) -> Cover | None:
-    """Reserve the parts of blocks that a chunk needs; None unless windowed layers have a pool of their own."""
-    for holder in lease.windows:
-        return holder.cover(lease.block_ids, start, end, lease.copy)
-    return None
+    """Pin the parts of blocks that a chunk needs; None unless windowed layers have a pool of their own."""
+    if not lease.windows:
+        return None
+    (window_lease,) = lease.windows  # all windowed layers are in one group
+    return window_lease.cover(lease.block_ids, start, end, lease.copy)
 
 
-def _state_of(part: Slice) -> ChunkState:
+def _state_of(token_slice: Slice) -> ChunkState:
     """Allocate slots for the states that a slice saves."""
-    request, start, end = part
+    request, start, end = token_slice
     assert request.state is not None, "the model keeps states"
     keeps = request.params.write_cache and not request.is_revoked
     return ChunkState(request.state.source, request.state.writes(start, end, keeps=keeps))
 
 
-def _num_logit_rows(part: Slice) -> int:
-    return part.end - part.start if part.request.wants_all_logits else int(part.is_last)
+def _num_logit_rows(token_slice: Slice) -> int:
+    return token_slice.end - token_slice.start if token_slice.request.wants_all_logits else int(token_slice.is_last)
 
 
-def _prompt_logprobs(part: Slice, logits: torch.Tensor) -> LogprobRows | None:
+def _prompt_logprobs(token_slice: Slice, logits: torch.Tensor) -> LogprobRows | None:
     """Read the log probabilities of the prompt tokens after those of a slice, whose rows come first in `logits`."""
-    request, start, end = part
+    request, start, end = token_slice
     generation = request.generation
     if generation is None or not request.wants_all_logits:
         return None

@@ -44,7 +44,7 @@ class PublishedBatches:
         """Number of the batch before the oldest one that is kept."""
         return self._log.first - 1
 
-    def numbered(self, sequence: bytes) -> int:
+    def number_before(self, sequence: bytes) -> int:
         """Return the number of the batch before the one that a reader asks for."""
         return self._log.start + int.from_bytes(sequence, "big")
 

@@ -42,7 +42,7 @@ class ReplayReader:
         if len(frames) != 2 or frames[0] or len(frames[1]) != SEQUENCE_BYTES:
             self._note_malformed()
         else:
-            self._number = self._batches.numbered(frames[1])
+            self._number = self._batches.number_before(frames[1])
 
     def next_message(self) -> tuple[bytes, *Message] | None:
         """Return the next message of the replay; None if there is none."""

@@ -151,7 +151,7 @@ class BlockKeys:
         return key[:_TAGS_BYTES]
 
     def scope(self, tenant: str | None, adapter: str | None, salt: str | None) -> KeyScope:
-        """Return the keys of the namespaces that `Namespace.is_among` these names; None for any."""
+        """Return the keys of the namespaces with these names, as in `Namespace.is_among`; None matches any name."""
         names = (("tenant", tenant), ("adapter", adapter), ("salt", salt))
         tags = (None if name is None else self._tag(kind, name) for kind, name in names)
         return KeyScope((self._tag("format", "private"), *tags))

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection
 from typing import Protocol
 
 from radixkv.api.miss_reason import MissReason
-from radixkv.cache.held_blocks import Path
+from radixkv.cache.held_blocks import HeldPath
 from radixkv.cache.lease import Lease
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.errors import CapacityError, Cause, QuotaExceeded
@@ -134,7 +134,7 @@ class Admitter:
         """Allocate the blocks of a request: those of its prompt, and private ones if it will need any."""
         num_private_tokens = 0 if request.compression is None else request.num_private_tokens
 
-        def require_held_path(path: Path, num_nodes: int) -> None:
+        def require_held_path(path: HeldPath, num_nodes: int) -> None:
             request.num_nodes = num_nodes
             self._held_leases.require_room(request, path, running)
 

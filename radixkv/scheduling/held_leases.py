@@ -6,7 +6,7 @@ import secrets
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from radixkv.cache.held_blocks import HeldBlocks, Path
+from radixkv.cache.held_blocks import HeldBlocks, HeldPath
 from radixkv.cache.lease import Lease
 from radixkv.errors import Cause, OutOfBlocks, QuotaExceeded, UnknownLease
 from radixkv.scheduling.request import Request
@@ -42,7 +42,7 @@ class HeldLeases:
     def __len__(self) -> int:
         return len(self._held)
 
-    def require_room(self, request: Request, path: Path, running: Iterable[Request]) -> None:
+    def require_room(self, request: Request, path: HeldPath, running: Iterable[Request]) -> None:
         """Refuse a request that could not hold its lease if those of all running requests were held as well.
 
         Args:
@@ -68,7 +68,7 @@ class HeldLeases:
                 cause=Cause.HOLD_LEASE,
             )
         for tenant, holders in ((request.tenant, own), (None, others)):
-            paths = [path, *(Path.of(other.open_lease) for other in holders)]
+            paths = [path, *(HeldPath.of(other.open_lease) for other in holders)]
             self._blocks.require_room(tenant, self._blocks.num_more(paths))
 
     def hold(self, lease: Lease, tenant: str, now_s: float) -> tuple[str, float]:

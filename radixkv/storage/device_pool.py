@@ -13,7 +13,7 @@ from radixkv.errors import ConfigError
 from radixkv.kernels.kv_pool import KVPool
 from radixkv.kernels.quantization import INT4, is_quantized
 from radixkv.storage.kv_layout import KVFormat
-from radixkv.storage.layer_groups import LayerGroups, Place
+from radixkv.storage.layer_groups import LayerGroups, LayerLocation
 
 _NAMES = {
     torch.float32: "fp32",
@@ -133,7 +133,7 @@ class KVStorage:
         num_dedicated_parts: number of parts with memory of their own; the others share the memory of blocks. None if
             all parts have memory of their own.
         part_bytes: bytes of one part, all windowed layers.
-        places: where each layer stores its K/V.
+        layer_locations: where each layer stores its K/V.
         kv_dtype: format of the stored elements, as `KVFormat` names it.
 
     Args:
@@ -167,7 +167,7 @@ class KVStorage:
         self.num_parts = num_parts
         self.num_dedicated_parts = num_dedicated_parts
         whole, windowed = divided_layers(shape, groups)
-        self.places = _places((*whole, *windowed), shape.num_layers)
+        self.layer_locations = _layer_locations((*whole, *windowed), shape.num_layers)
         self.block_bytes = block_size * sum(shape.of(layers).token_bytes for layers in whole)
         self.part_bytes = block_size * sum(shape.of(layers).token_bytes for layers in windowed)
         self.kv_dtype = shape.format.name
@@ -228,6 +228,8 @@ def divided_layers(shape: KVShape, groups: LayerGroups | None) -> LayersByPool:
     return LayersByPool(whole or ((),), windowed)
 
 
-def _places(pools: Sequence[Sequence[int]], num_layers: int) -> tuple[Place, ...]:
-    found = {layer: Place(pool, index) for pool, layers in enumerate(pools) for index, layer in enumerate(layers)}
+def _layer_locations(pools: Sequence[Sequence[int]], num_layers: int) -> tuple[LayerLocation, ...]:
+    found = {
+        layer: LayerLocation(pool, index) for pool, layers in enumerate(pools) for index, layer in enumerate(layers)
+    }
     return tuple(found[layer] for layer in range(num_layers))

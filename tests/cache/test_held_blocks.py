@@ -3,7 +3,7 @@
 import pytest
 
 from radixkv.cache.block_pool import BlockState
-from radixkv.cache.held_blocks import Path
+from radixkv.cache.held_blocks import HeldPath
 from radixkv.cache.lease import Lease
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.cache.tenants import Quota
@@ -68,10 +68,10 @@ def test_only_blocks_that_are_not_kept_yet_need_room() -> None:
     keep(cache, "aaaabbbbcccc")
     same, longer = lease_text(cache, "aaaabbbbcccc"), lease_text(cache, "aaaabbbbccccdddde")
     branch, foreign = lease_text(cache, "aaaabbbbX"), lease_text(cache, "aaaabbbbcccc", OTHER)
-    assert cache.held.num_more([Path.of(same)]) == 1  # its last block is a copy: the last token is computed anew
-    assert cache.held.num_more([Path.of(longer)]) == 2
-    assert cache.held.num_more([Path.of(branch)]) == 1
-    assert cache.held.num_more([Path.of(foreign)]) == 3
+    assert cache.held.num_more([HeldPath.of(same)]) == 1  # its last block is a copy: the last token is computed anew
+    assert cache.held.num_more([HeldPath.of(longer)]) == 2
+    assert cache.held.num_more([HeldPath.of(branch)]) == 1
+    assert cache.held.num_more([HeldPath.of(foreign)]) == 3
 
 
 def test_a_tenant_may_keep_half_of_what_all_may() -> None:
@@ -155,7 +155,7 @@ def test_a_lease_keeps_no_more_of_a_node_than_it_uses() -> None:
 def test_what_several_would_share_is_counted_once() -> None:
     cache = make_cache()
     publish(cache, "aaaabbbbcccc")
-    paths = [Path.of(lease_text(cache, text)) for text in ("aaaabbbbX", "aaaabbbbccccX", "aaaabbbbY", "aaaaX")]
+    paths = [HeldPath.of(lease_text(cache, text)) for text in ("aaaabbbbX", "aaaabbbbccccX", "aaaabbbbY", "aaaaX")]
     assert cache.held.num_more(paths) == 3 + 4
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from radixkv.api.miss_reason import MissReason
 from radixkv.api.retention import Retention
-from radixkv.cache.held_blocks import Path
+from radixkv.cache.held_blocks import HeldPath
 from radixkv.cache.lease import Lease
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.cache.public_prefixes import PublicPrefix
@@ -208,9 +208,9 @@ def test_a_held_lease_keeps_its_own_blocks_and_the_prefix_until_it_is_closed() -
     prefix = _make_public(cache, spell("abcdefgh"))
     lease = cache.lease(_ACME, spell("abcdefghijk"))
     lease.commit(11)
-    paths: list[tuple[Path, int]] = []
+    paths: list[tuple[HeldPath, int]] = []
     cache.lease(_ACME, spell("abcdefghijk"), require_path=lambda *path: paths.append(path)).close()
-    assert paths == [(Path(lease.node, 2, 3), 1)]
+    assert paths == [(HeldPath(lease.node, 2, 3), 1)]
     lease.hold()
     cache.public.unregister("p")
     assert (prefix.num_users, cache.public.num_blocks) == (1, 2)
@@ -312,7 +312,7 @@ def test_private_blocks_count_where_a_prompt_is_leased() -> None:
 def test_a_lease_that_may_be_held_only_below_the_prefix_is_opened_there() -> None:
     cache = _full_of_duplicates(32)
 
-    def require_room(path: Path, _: int) -> None:
+    def require_room(path: HeldPath, _: int) -> None:
         if cache.held.num_more([path]) > 4:
             raise QuotaExceeded("hold_lease: expected at most 4 blocks")
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from radixkv.model.adapters.adapter_files import AdapterFiles, adaptable_layers
 from radixkv.model.adapters.adapter_set import AdapterRange, AdapterSet
-from radixkv.model.adapters.low_rank_matmuls import Part, Ranges
+from radixkv.model.adapters.low_rank_matmuls import ColumnUpdate, Ranges
 from radixkv.model.layers.packed_linear import PackedLinear, PackedSlice
 
 P = TypeVar("P")
@@ -22,12 +22,12 @@ P = TypeVar("P")
 class LowRankBackend(Protocol[P]):
     """Computes low-rank updates on one kind of device: `LowRankMatmuls` on a CPU, `LowRankKernels` on a GPU."""
 
-    def place(self, sites: Mapping[int, Sequence[Part]]) -> P:
-        """Pack an adapter for the device, given its parts by site."""
+    def pack(self, sites: Mapping[int, Sequence[ColumnUpdate]]) -> P:
+        """Pack an adapter for the device, given its updates by site."""
         ...
 
-    def num_bytes(self, sites: Mapping[int, Sequence[Part]]) -> int:
-        """Bytes of an adapter after `place`."""
+    def num_bytes(self, sites: Mapping[int, Sequence[ColumnUpdate]]) -> int:
+        """Bytes of an adapter after `pack`."""
         ...
 
     def begin(self, groups: Sequence[tuple[Ranges, P]]) -> None:
@@ -39,7 +39,7 @@ class LowRankBackend(Protocol[P]):
         ...
 
 
-class _Place(NamedTuple):
+class _SiteColumns(NamedTuple):
     """The range of a site's output columns that belongs to one layer."""
 
     site: int
@@ -62,9 +62,9 @@ class AdaptedLayers(Generic[P]):
     def __init__(self, module: PreTrainedModel, backend: LowRankBackend[P], max_adapters: int, max_bytes: int) -> None:
         self._backend = backend
         self.adapters: AdapterSet[P] = AdapterSet(
-            self._place, max_adapters, max_bytes, lambda files: backend.num_bytes(self._sites(files))
+            self._pack, max_adapters, max_bytes, lambda files: backend.num_bytes(self._sites(files))
         )
-        self._places: dict[str, _Place] = {}
+        self._site_columns: dict[str, _SiteColumns] = {}
         sites: dict[int, int] = {}  # by identity of the matmul
         parts = dict(module.named_modules())
         for name in adaptable_layers(module):
@@ -76,7 +76,7 @@ class AdaptedLayers(Generic[P]):
                 vars(matmul)["forward"] = partial(_forward_with_adapters, matmul, add=add)
             else:
                 matmul.addition = add
-            self._places[name] = _Place(site, start, end)
+            self._site_columns[name] = _SiteColumns(site, start, end)
 
     def try_out(self, files: AdapterFiles) -> None:
         """Pack an adapter and discard the result, which checks matmuls of new shapes. May be called on any thread.
@@ -84,7 +84,7 @@ class AdaptedLayers(Generic[P]):
         Raises:
             InvalidAdapter: its matmuls are not batch-invariant on this machine.
         """
-        self._place(files)
+        self._pack(files)
 
     @contextlib.contextmanager
     def applied(self, ranges: Sequence[AdapterRange]) -> Iterator[None]:
@@ -96,29 +96,29 @@ class AdaptedLayers(Generic[P]):
         Raises:
             UnknownAdapter: one of the adapters is not loaded.
         """
-        placed = self.adapters.need(each.digest for each in ranges)
+        packed = self.adapters.need(each.digest for each in ranges)
         rows: dict[str, list[tuple[int, int]]] = {}
         for digest, start, end in ranges:
             known = rows.setdefault(digest, [])
             if known and known[-1][1] == start:
                 start, _ = known.pop()
             known.append((start, end))
-        self._backend.begin([(each, placed[digest]) for digest, each in rows.items()])
+        self._backend.begin([(each, packed[digest]) for digest, each in rows.items()])
         try:
             yield
         finally:
             self._backend.begin(())
 
-    def _place(self, files: AdapterFiles) -> P:
-        return self._backend.place(self._sites(files))
+    def _pack(self, files: AdapterFiles) -> P:
+        return self._backend.pack(self._sites(files))
 
-    def _sites(self, files: AdapterFiles) -> dict[int, list[Part]]:
-        """Group the parts of an adapter by site, in the order of their columns."""
-        sites: dict[int, list[Part]] = {}
+    def _sites(self, files: AdapterFiles) -> dict[int, list[ColumnUpdate]]:
+        """Group the updates of an adapter by site, in the order of their columns."""
+        sites: dict[int, list[ColumnUpdate]] = {}
         for name, low_rank in files.layers.items():
-            site, start, end = self._places[name]
-            sites.setdefault(site, []).append(Part(start, end, low_rank))
-        return {site: sorted(parts, key=lambda part: part.start) for site, parts in sites.items()}
+            site, start, end = self._site_columns[name]
+            sites.setdefault(site, []).append(ColumnUpdate(start, end, low_rank))
+        return {site: sorted(updates, key=lambda update: update.start) for site, updates in sites.items()}
 
 
 def _matmul_of(part: Any) -> tuple[Any, int, int]:

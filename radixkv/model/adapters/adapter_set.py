@@ -32,7 +32,7 @@ class AdapterSet(Generic[T]):
     when later steps need other adapters.
 
     Args:
-        place: packs an adapter in device memory. Dropping the result frees the memory.
+        pack: packs an adapter in device memory. Dropping the result frees the memory.
         max_adapters: maximum number of adapters.
         max_bytes: maximum bytes of adapters on the device.
         size: returns the bytes that an adapter takes on the device.
@@ -40,18 +40,18 @@ class AdapterSet(Generic[T]):
 
     def __init__(
         self,
-        place: Callable[[AdapterFiles], T],
+        pack: Callable[[AdapterFiles], T],
         max_adapters: int,
         max_bytes: int,
         size: Callable[[AdapterFiles], int] = lambda files: files.num_bytes,
     ) -> None:
-        self._place = place
+        self._pack = pack
         self._size = size
         self.max_adapters = max_adapters
         self.max_bytes = max_bytes
         self._files: dict[str, AdapterFiles] = {}
         self._sizes: dict[str, int] = {}
-        self._placed: OrderedDict[str, T] = OrderedDict()  # in LRU order, the most recently used one last
+        self._on_device: OrderedDict[str, T] = OrderedDict()  # in LRU order, the most recently used one last
 
     def __len__(self) -> int:
         """Return the number of loaded adapters."""
@@ -60,7 +60,7 @@ class AdapterSet(Generic[T]):
     @property
     def device_bytes(self) -> int:
         """Bytes of the adapters on the device."""
-        return sum(self._sizes[digest] for digest in self._placed)
+        return sum(self._sizes[digest] for digest in self._on_device)
 
     def holds(self, digest: str) -> bool:
         """Whether an adapter is loaded, on the device or on the host. O(1)."""
@@ -68,7 +68,7 @@ class AdapterSet(Generic[T]):
 
     def is_on_device(self, digest: str) -> bool:
         """Whether an adapter is on the device. O(1)."""
-        return digest in self._placed
+        return digest in self._on_device
 
     def add(self, files: AdapterFiles) -> None:
         """Add an adapter in host memory; a step that needs it copies it to the device. No-op if its digest is loaded.
@@ -92,7 +92,7 @@ class AdapterSet(Generic[T]):
         """Remove an adapter, which no step may need any more. No-op if it is not loaded."""
         self._files.pop(digest, None)
         self._sizes.pop(digest, None)
-        self._placed.pop(digest, None)
+        self._on_device.pop(digest, None)
 
     def need(self, digests: Iterable[str]) -> dict[str, T]:
         """Return the adapters of a step, by digest, on the device.
@@ -105,21 +105,21 @@ class AdapterSet(Generic[T]):
         if missing:
             raise UnknownAdapter(f"adapter: expected one that is loaded, got digest {missing[0]}")
         for digest in needed:
-            if digest in self._placed:
-                self._placed.move_to_end(digest)
+            if digest in self._on_device:
+                self._on_device.move_to_end(digest)
         self._make_room(needed.keys())
         for digest in needed:
-            if digest not in self._placed:
-                self._placed[digest] = self._place(self._files[digest])
-        return {digest: self._placed[digest] for digest in needed}
+            if digest not in self._on_device:
+                self._on_device[digest] = self._pack(self._files[digest])
+        return {digest: self._on_device[digest] for digest in needed}
 
     def _make_room(self, needed: Iterable[str]) -> None:
         """Evict the least recently used adapters that the step does not need, until its adapters fit."""
         wanted = set(needed)
-        num_bytes = self.device_bytes + sum(self._sizes[digest] for digest in wanted - self._placed.keys())
-        for digest in [each for each in self._placed if each not in wanted]:
+        num_bytes = self.device_bytes + sum(self._sizes[digest] for digest in wanted - self._on_device.keys())
+        for digest in [each for each in self._on_device if each not in wanted]:
             if num_bytes <= self.max_bytes:
                 break
-            del self._placed[digest]
+            del self._on_device[digest]
             num_bytes -= self._sizes[digest]
             _log.debug("adapter %s evicted from the device", digest)

@@ -11,11 +11,11 @@ import torch
 
 from radixkv.errors import InvalidAdapter
 from radixkv.kernels.gpu.low_rank import RANKS, LowRankStep, add_low_rank, low_rank_rows_agree, padded_rank
-from radixkv.model.adapters.low_rank_matmuls import Part, Ranges
+from radixkv.model.adapters.low_rank_matmuls import ColumnUpdate, Ranges
 from radixkv.model.refusals import SERVE_FAST
 
 
-class Placed(NamedTuple):
+class PackedWeights(NamedTuple):
     """An adapter on the device.
 
     Attributes:
@@ -51,11 +51,11 @@ class LowRankKernels:
         self._tried: set[tuple[int, ...]] = set()  # shapes
         self._launches: list[_Launch] = []
 
-    def place(self, sites: Mapping[int, Sequence[Part]]) -> Placed:
+    def pack(self, sites: Mapping[int, Sequence[ColumnUpdate]]) -> PackedWeights:
         """Copy an adapter to the device. Kernels for new shapes are compiled and checked.
 
         Args:
-            sites: its parts by site: layers are not merged on a GPU, so each site has one part.
+            sites: its updates by site: layers are not merged on a GPU, so each site has one update.
 
         Raises:
             InvalidAdapter: its rank is too large, or the kernel is not batch-invariant on this GPU.
@@ -63,32 +63,32 @@ class LowRankKernels:
         rank = _rank(sites)
         weights = {}
         addresses = np.zeros((max(sites) + 1, 2), dtype=np.int64)
-        for site, (part,) in sites.items():
-            down, up = weights[site] = self._filled_up(part, rank)
+        for site, (update,) in sites.items():
+            down, up = weights[site] = self._filled_up(update, rank)
             addresses[site] = down.data_ptr(), up.data_ptr()
             self._try(down, up)
-        return Placed(rank, weights, addresses)
+        return PackedWeights(rank, weights, addresses)
 
-    def num_bytes(self, sites: Mapping[int, Sequence[Part]]) -> int:
+    def num_bytes(self, sites: Mapping[int, Sequence[ColumnUpdate]]) -> int:
         """Bytes that an adapter takes on the device. Raises InvalidAdapter if its rank is too large."""
         rank = _rank(sites)
         return sum(
             rank * (each.down.shape[1] + each.up.shape[0]) * each.down.element_size()
-            for parts in sites.values()
-            for _, _, each in parts
+            for updates in sites.values()
+            for _, _, each in updates
         )
 
-    def begin(self, groups: Sequence[tuple[Ranges, Placed]]) -> None:
+    def begin(self, groups: Sequence[tuple[Ranges, PackedWeights]]) -> None:
         """Set the adapters of the next forward pass, with the rows of each. Does not wait for the device."""
         self._launches = []
-        for rank in sorted({placed.rank for _, placed in groups}):
+        for rank in sorted({packed.rank for _, packed in groups}):
             same = [group for group in groups if group[1].rank == rank]
-            num_sites = max(len(placed.addresses) for _, placed in same)
+            num_sites = max(len(packed.addresses) for _, packed in same)
             addresses = np.zeros((num_sites, len(same), 2), dtype=np.int64)
-            for index, (_, placed) in enumerate(same):
-                addresses[: len(placed.addresses), index] = placed.addresses
+            for index, (_, packed) in enumerate(same):
+                addresses[: len(packed.addresses), index] = packed.addresses
             step = LowRankStep.build([ranges for ranges, _ in same], addresses, self._device)
-            sites = frozenset().union(*(placed.weights.keys() for _, placed in same))
+            sites = frozenset().union(*(packed.weights.keys() for _, packed in same))
             self._launches.append(_Launch(rank, step, sites))
 
     def add(self, site: int, rows: torch.Tensor, out: torch.Tensor) -> None:
@@ -98,8 +98,8 @@ class LowRankKernels:
                 with torch._C.DisableTorchFunction():  # the kernel is exact by itself
                     add_low_rank(rows, out, step, site, rank)
 
-    def _filled_up(self, part: Part, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-        down, up = part.low_rank.down, part.low_rank.up
+    def _filled_up(self, update: ColumnUpdate, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+        down, up = update.low_rank.down, update.low_rank.up
         wide_down, wide_up = down.new_zeros(rank, down.shape[1]), up.new_zeros(up.shape[0], rank)
         wide_down[: down.shape[0]], wide_up[:, : down.shape[0]] = down, up
         return wide_down.to(self._device), wide_up.to(self._device)
@@ -117,9 +117,9 @@ class LowRankKernels:
         self._tried.add(shape)
 
 
-def _rank(sites: Mapping[int, Sequence[Part]]) -> int:
+def _rank(sites: Mapping[int, Sequence[ColumnUpdate]]) -> int:
     """The rank that all weights of an adapter are padded to."""
-    largest = max(part.low_rank.down.shape[0] for parts in sites.values() for part in parts)
+    largest = max(update.low_rank.down.shape[0] for updates in sites.values() for update in updates)
     rank = padded_rank(largest)
     if rank is None:
         raise InvalidAdapter(f"adapter: expected a rank of at most {RANKS[-1]} on a GPU, got {largest}")

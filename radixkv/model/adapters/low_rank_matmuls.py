@@ -27,7 +27,7 @@ _RANKS = 8
 Ranges = Sequence[tuple[int, int]]  # rows of a step, half-open
 
 
-class Part(NamedTuple):
+class ColumnUpdate(NamedTuple):
     """The update of an adapter to the columns `[start, end)` of a site."""
 
     start: int
@@ -53,7 +53,7 @@ class _Addition(NamedTuple):
 
 
 # An adapter packed for matmuls, by site.
-Placed = Mapping[int, _Addition]
+PackedMatmuls = Mapping[int, _Addition]
 
 
 class LowRankMatmuls:
@@ -65,30 +65,30 @@ class LowRankMatmuls:
 
     def __init__(self, choices: GemmTuner) -> None:
         self._choices = choices
-        self._groups: list[tuple[slice | torch.Tensor, Placed]] = []
+        self._groups: list[tuple[slice | torch.Tensor, PackedMatmuls]] = []
 
-    def place(self, sites: Mapping[int, Sequence[Part]]) -> Placed:
+    def pack(self, sites: Mapping[int, Sequence[ColumnUpdate]]) -> PackedMatmuls:
         """Pack an adapter. Shapes that were not checked before are checked, which takes 50 ms each.
 
         Args:
-            sites: its parts by site, in the order of their columns.
+            sites: its updates by site, in the order of their columns.
 
         Raises:
             InvalidAdapter: its matmuls are not batch-invariant on this machine.
         """
-        return {site: self._merged(parts) for site, parts in sites.items()}
+        return {site: self._merged(updates) for site, updates in sites.items()}
 
-    def num_bytes(self, sites: Mapping[int, Sequence[Part]]) -> int:
-        """Bytes of an adapter after `place`."""
+    def num_bytes(self, sites: Mapping[int, Sequence[ColumnUpdate]]) -> int:
+        """Bytes of an adapter after `pack`."""
         return sum(
-            sum(_ranks(parts)) * (each.down.shape[1] + parts[-1].end - parts[0].start) * each.down.element_size()
-            for parts in sites.values()
-            for each in (parts[0].low_rank,)
+            sum(_ranks(updates)) * (each.down.shape[1] + updates[-1].end - updates[0].start) * each.down.element_size()
+            for updates in sites.values()
+            for each in (updates[0].low_rank,)
         )
 
-    def begin(self, groups: Sequence[tuple[Ranges, Placed]]) -> None:
+    def begin(self, groups: Sequence[tuple[Ranges, PackedMatmuls]]) -> None:
         """Set the adapters of the next forward pass, with the rows of each."""
-        self._groups = [(_chosen(ranges), placed) for ranges, placed in groups]
+        self._groups = [(_chosen(ranges), packed) for ranges, packed in groups]
 
     def add(self, site: int, rows: torch.Tensor, out: torch.Tensor) -> None:
         """Add the updates of the forward pass's adapters at a site.
@@ -102,8 +102,8 @@ class LowRankMatmuls:
             return
         flat, whole = aligned_rows(rows), out.view(-1, out.shape[-1])
         with torch._C.DisableTorchFunction():  # these matmuls are exact by themselves
-            for chosen, placed in self._groups:
-                addition = placed.get(site)
+            for chosen, packed in self._groups:
+                addition = packed.get(site)
                 if addition is None:
                     continue
                 columns = whole[:, addition.start : addition.end]
@@ -114,16 +114,16 @@ class LowRankMatmuls:
                     _add(addition, flat[chosen], added, 0, len(chosen))
                     columns.index_add_(0, chosen, added)
 
-    def _merged(self, parts: Sequence[Part]) -> _Addition:
-        start, end = parts[0].start, parts[-1].end
-        ranks = _ranks(parts)
-        like = parts[0].low_rank.down
+    def _merged(self, updates: Sequence[ColumnUpdate]) -> _Addition:
+        start, end = updates[0].start, updates[-1].end
+        ranks = _ranks(updates)
+        like = updates[0].low_rank.down
         down, up = like.new_zeros(sum(ranks), like.shape[1]), like.new_zeros(end - start, sum(ranks))
         first = 0
-        for part, rank in zip(parts, ranks, strict=True):
-            last = first + part.low_rank.down.shape[0]
-            down[first:last] = part.low_rank.down
-            up[part.start - start : part.end - start, first:last] = part.low_rank.up
+        for update, rank in zip(updates, ranks, strict=True):
+            last = first + update.low_rank.down.shape[0]
+            down[first:last] = update.low_rank.down
+            up[update.start - start : update.end - start, first:last] = update.low_rank.up
             first += rank
         matmuls = self._matmul(down), self._matmul(up)
         return _Addition(start, end, *matmuls, _tiles(*matmuls))
@@ -142,9 +142,9 @@ class LowRankMatmuls:
         return Matmul([weight], None, choice)
 
 
-def _ranks(parts: Sequence[Part]) -> list[int]:
-    """Padded ranks of some parts."""
-    return [-(-each.low_rank.down.shape[0] // _RANKS) * _RANKS for each in parts]
+def _ranks(updates: Sequence[ColumnUpdate]) -> list[int]:
+    """Padded ranks of some updates."""
+    return [-(-each.low_rank.down.shape[0] // _RANKS) * _RANKS for each in updates]
 
 
 def _chosen(ranges: Ranges) -> slice | torch.Tensor:

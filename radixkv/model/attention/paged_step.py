@@ -22,7 +22,7 @@ from radixkv.model.attention.interface import (
     WatchedRows,
 )
 from radixkv.model.states.state_step import StateStep
-from radixkv.storage.layer_groups import Place
+from radixkv.storage.layer_groups import LayerLocation
 
 
 class PagedStep:
@@ -190,34 +190,34 @@ class GroupedStep:
 
     Args:
         steps: the step over each pool.
-        places: for each layer, its pool and its index there. A pool may have no layers.
+        locations: for each layer, its pool and its index there. A pool may have no layers.
     """
 
-    def __init__(self, steps: Sequence[PagedStep], places: Sequence[Place]) -> None:
+    def __init__(self, steps: Sequence[PagedStep], locations: Sequence[LayerLocation]) -> None:
         self._steps = steps
-        self._places = places
-        self._used = [steps[pool] for pool in sorted({place.pool for place in places})]
+        self._locations = locations
+        self._used = [steps[pool] for pool in sorted({location.pool for location in locations})]
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         """See `AttentionStep.attend`."""
-        pool, own_layer = self._places[call.layer]
+        pool, own_layer = self._locations[call.layer]
         return self._steps[pool].attend(call._replace(layer=own_layer))
 
     def view(self, layers: Sequence[int], queries: Queries, num_kv_heads: int, scoring: Scoring) -> KVView | None:
         """See `ViewedStep.view`."""
-        places = [self._places[layer] for layer in layers]
-        if len({place.pool for place in places}) > 1:
+        locations = [self._locations[layer] for layer in layers]
+        if len({location.pool for location in locations}) > 1:
             return None
-        return self._steps[places[0].pool].view([layer for _, layer in places], queries, num_kv_heads, scoring)
+        return self._steps[locations[0].pool].view([layer for _, layer in locations], queries, num_kv_heads, scoring)
 
     def write(self, layer: int, key: torch.Tensor, value: torch.Tensor | None) -> None:
         """See `PagedStep.write`."""
-        pool, own_layer = self._places[layer]
+        pool, own_layer = self._locations[layer]
         self._steps[pool].write(own_layer, key, value)
 
     def read(self, layer: int, query: torch.Tensor, scoring: Scoring) -> torch.Tensor:
         """See `PagedStep.read`."""
-        pool, own_layer = self._places[layer]
+        pool, own_layer = self._locations[layer]
         return self._steps[pool].read(own_layer, query, scoring)
 
     @property

@@ -21,7 +21,7 @@ import pytest
 
 from radixkv.api.miss_reason import MissReason
 from radixkv.api.retention import Retention
-from radixkv.cache.held_blocks import Path
+from radixkv.cache.held_blocks import HeldPath
 from radixkv.cache.lease import Lease
 from radixkv.cache.node import Node, path_to
 from radixkv.cache.part_memory import PartMemory
@@ -506,7 +506,7 @@ class Walk:
 
     def keep(self) -> None:
         kept, holder = self.cache.held, self._holder()
-        if holder is not None and kept.num_blocks + kept.num_more([Path.of(holder.lease)]) <= kept.max_blocks:
+        if holder is not None and kept.num_blocks + kept.num_more([HeldPath.of(holder.lease)]) <= kept.max_blocks:
             holder.keep()
             self.events["leases kept"] += 1
 

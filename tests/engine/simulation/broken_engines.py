@@ -299,7 +299,7 @@ def streams_the_last_token_twice(patch: pytest.MonkeyPatch) -> None:
 
     def advance_and_tell(completer: RequestCompleter, result: SliceResult) -> None:
         advance(completer, result)
-        request = result.part.request
+        request = result.token_slice.request
         if request.generation is not None and request.generation.finish_reason is not None:
             request.generation.on_tokens(GeneratedTokens(tuple(request.generation.token_ids[-1:]), request.usage))
 

@@ -17,13 +17,13 @@ class Device:
     def __init__(self) -> None:
         self.brought: list[str] = []
 
-    def place(self, adapter: AdapterFiles) -> str:
+    def pack(self, adapter: AdapterFiles) -> str:
         self.brought.append(adapter.digest)
         return f"{adapter.digest} there"
 
 
 def filled(device: Device, digests: str, max_bytes: int = 20) -> AdapterSet[str]:
-    held = AdapterSet(device.place, max_adapters=8, max_bytes=max_bytes)
+    held = AdapterSet(device.pack, max_adapters=8, max_bytes=max_bytes)
     for digest in digests:
         held.add(files(digest))
     return held
@@ -70,7 +70,7 @@ def test_a_step_has_all_its_adapters_even_beyond_the_limit() -> None:
 
 
 def test_limits_are_enforced() -> None:
-    held = AdapterSet(Device().place, max_adapters=1, max_bytes=20)
+    held = AdapterSet(Device().pack, max_adapters=1, max_bytes=20)
     with pytest.raises(InvalidAdapter, match=r"^model\.adapter_bytes: expected an adapter of at most 20 bytes, got 21"):
         held.add(files("large", 21))
     held.add(files("a"))

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Pretrain
 from radixkv.compute.runner import Runner
 from radixkv.errors import InvalidAdapter
 from radixkv.model.adapters.adapted_layers import AdaptedLayers
-from radixkv.model.adapters.low_rank_kernels import LowRankKernels, Placed
+from radixkv.model.adapters.low_rank_kernels import LowRankKernels, PackedWeights
 from radixkv.model.attention.attention_function import ATTENTION_NAME
 from radixkv.model.attention.torch_kernels import TorchKernels
 from radixkv.model.model import Model
@@ -52,11 +52,11 @@ def serve(family: str, has_kernels: bool) -> Adapted:
     return Adapted(model, Runner(model, storage, TorchKernels()), files, [])
 
 
-def num_bytes(placed: Any) -> int:
+def num_bytes(packed: Any) -> int:
     """Bytes of an adapter as it is laid out."""
-    if isinstance(placed, Placed):
-        return sum(tensor.nbytes for pair in placed.weights.values() for tensor in pair)
-    return sum(4 * each.in_features * each.out_features for a in placed.values() for each in (a.down, a.up))
+    if isinstance(packed, PackedWeights):
+        return sum(tensor.nbytes for pair in packed.weights.values() for tensor in pair)
+    return sum(4 * each.in_features * each.out_features for a in packed.values() for each in (a.down, a.up))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -76,7 +76,7 @@ def test_the_kernel_agrees_with_the_matmuls(family: str, monkeypatch: pytest.Mon
     for served in (by_products, by_kernels):
         held = served.model.adapted.adapters
         assert sum(each.num_bytes for each in served.files) < held.device_bytes
-        laid_out = [held._placed[each.digest] for each in served.files]
+        laid_out = [held._on_device[each.digest] for each in served.files]
         assert held.device_bytes == sum(map(num_bytes, laid_out))
     base = [by_kernels.chunk(0, prompts[0], 0, 3, blocks[0] % 64)]
     assert (by_kernels.runner.run(base).logits - answers[1][:3]).abs().max() > 0.1

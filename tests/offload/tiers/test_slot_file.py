@@ -35,7 +35,7 @@ def file(tmp_path: Path) -> Iterator[SlotFile]:
     file.close()
 
 
-def numbered(number: int, payload_bytes: int = 3) -> BlockObject:
+def number_before(number: int, payload_bytes: int = 3) -> BlockObject:
     payload = np.random.default_rng(number).bytes(payload_bytes)
     return BlockObject(bytes([number]) * 32, ROOT, 0, tokens_of(number), memoryview(payload))
 
@@ -43,7 +43,7 @@ def numbered(number: int, payload_bytes: int = 3) -> BlockObject:
 def read(file: SlotFile, *slots: int) -> list[int]:
     """Return the first byte of the key in each slot."""
     buffers = [buffer_for(SIZES) for _ in slots]
-    found = file.read([(slot, numbered(0).num_bytes) for slot in slots], buffers)
+    found = file.read([(slot, number_before(0).num_bytes) for slot in slots], buffers)
     return [head.key[0] if (head := read_head(data)) else 0 for data, _ in found]
 
 
@@ -62,7 +62,7 @@ def test_slots_have_room_for_plain_and_sealed_objects(payload_bytes: int) -> Non
 def test_objects_are_read_in_the_order_of_slots_and_returned_in_that_of_the_call(
     file: SlotFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file.write_objects([(slot, numbered(slot + 1)) for slot in range(4)])
+    file.write_objects([(slot, number_before(slot + 1)) for slot in range(4)])
     positions: list[tuple[int, int]] = []
     preadv = os.preadv
 
@@ -78,7 +78,7 @@ def test_objects_are_read_in_the_order_of_slots_and_returned_in_that_of_the_call
 
 @pytest.mark.parametrize("payload_bytes", [0, 32, 48, 49, 64])  # C++ takes more than 240 bytes without the checksum
 def test_an_object_is_the_same_whether_cpp_takes_its_size_or_not(tmp_path: Path, payload_bytes: int) -> None:
-    each = numbered(1, payload_bytes)
+    each = number_before(1, payload_bytes)
     data = b"".join(each.pieces())
     sizes = SlotSizes.of(each.num_bytes, payload_bytes)
     for native in (None, native_or_skip()):
@@ -139,7 +139,7 @@ def test_read_ahead_is_announced_for_distant_slots_only(file: SlotFile, monkeypa
 def test_whole_pages_are_written_in_as_few_calls_as_possible(
     payload_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    each = numbered(1, payload_bytes)
+    each = number_before(1, payload_bytes)
     sizes = SlotSizes.of(each.num_bytes, payload_bytes)
     file = SlotFile(tmp_path, sizes, 2)
     file.grow()
