@@ -137,7 +137,7 @@ class Node:
         has_expired: whether the priority was above the default and has expired.
         num_retained_children: children that `RetainedNodes` counts as retained.
         place: position in the `SegmentIndex`; `NO_PLACE` outside.
-        keys: keys of the first blocks in stores, as far as they were computed; None before that. See `KeyChains`.
+        keys: keys of the first blocks in stores, as far as they were computed; None before that. See `NodeKeys`.
     """
 
     __slots__ = (

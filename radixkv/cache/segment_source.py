@@ -38,7 +38,7 @@ class SegmentSource:
         return self._call(lambda: self._cache.segments.hottest(start, stride, tenant, max_segments), tenant)
 
     def stored(self, store: str, start: int, tenant: str | None, max_listed: int) -> Future[StoredPage]:
-        """List the namespaces whose blocks a store holds; see `OwnedKeys.page`. May raise InvalidRequest."""
+        """List the namespaces whose blocks a store holds; see `NamespaceKeys.page`. May raise InvalidRequest."""
         return self._call(lambda: self.stores(store, start, tenant, max_listed), tenant)
 
     def block_states(self) -> Future[bytes]:

@@ -196,17 +196,17 @@ class EventReaders:
     async def _snapshot(self) -> Snapshot:
         if self._log.error is not None:
             raise self._log.error
-        asked = asyncio.wrap_future(self._source.snapshot())
+        snapshot_future = asyncio.wrap_future(self._source.snapshot())
         ended = asyncio.ensure_future(self._ended())
         try:
-            await asyncio.wait((asked, ended), return_when=asyncio.FIRST_COMPLETED)
-            if not asked.done():
+            await asyncio.wait((snapshot_future, ended), return_when=asyncio.FIRST_COMPLETED)
+            if not snapshot_future.done():
                 ended.result()
-            if asked.cancelled():
+            if snapshot_future.cancelled():
                 raise StepHangs("engine: a step takes too long; no snapshot was made")
-            snapshot = asked.result()
+            snapshot = snapshot_future.result()
         finally:
-            asked.cancel()
+            snapshot_future.cancel()
             ended.cancel()
         await asyncio.to_thread(lambda: snapshot.batches)  # slow for a large cache
         return snapshot

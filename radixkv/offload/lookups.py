@@ -78,13 +78,13 @@ class Lookups:
         stores = [name for name in self._tiers if not self._purger.is_purging_any(name, blocks)]
         start = first_block * self._block_size
         num_tokens = len(blocks) * self._block_size
-        asked = [name for name in stores if self._choice.is_worth_asking(name, start, num_tokens)]
-        if not blocks or not asked:
+        queried = [name for name in stores if self._choice.is_worth_asking(name, start, num_tokens)]
+        if not blocks or not queried:
             self._choice.doubt(stores if blocks else ())
             return False
-        self._num_open[request] = len(asked)
+        self._num_open[request] = len(queried)
         keys = [each.key for each in blocks]
-        for store in asked:
+        for store in queried:
             lookup = _Lookup(request, store, blocks, self._clock())
             self._tiers[store].exists(keys).add_done_callback(partial(self._end, lookup))
         return True

@@ -261,11 +261,11 @@ def _fitting_tokens_per_id(recorded: Sequence[RecordedRequest], trace_format: Tr
 
     Two powers of two fit only if each prompt has one id, which then covers it whatever its size.
     """
-    asked = [(len(each.ids), each.input_length) for each in recorded if each.tokens_per_id is None]
+    without_size = [(len(each.ids), each.input_length) for each in recorded if each.tokens_per_id is None]
     powers = [TOKENS_PER_ID, *(1 << power for power in range(MAX_TOKENS_PER_ID.bit_length()))]
     for may_end_after_ids in sorted({False, trace_format.may_end_after_ids}):
         for power in powers:
-            if all(length in _lengths(num_ids, power, may_end_after_ids) for num_ids, length in asked):
+            if all(length in _lengths(num_ids, power, may_end_after_ids) for num_ids, length in without_size):
                 return power
     return TOKENS_PER_ID
 

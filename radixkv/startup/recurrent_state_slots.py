@@ -72,7 +72,7 @@ def make_state_slots(
 def _require_supported(model: Model, config: Config) -> None:
     """Refuse tiers, shared stores and transfer: they keep K/V without states, so all tokens would be computed again."""
     tiers, transfer = config.tiers, config.transfer
-    asked = {
+    configured = {
         "tiers.host_bytes": tiers.host_bytes,
         "tiers.disk_path": tiers.disk_path,
         "tiers.redis_url": tiers.redis_url,
@@ -82,7 +82,7 @@ def _require_supported(model: Model, config: Config) -> None:
         "transfer.role": transfer.role != "both",
         "kv_sources": config.kv_sources,
     }
-    keys = [key for key, value in asked.items() if value]
+    keys = [key for key, value in configured.items() if value]
     if keys:
         raise UnsupportedModel(
             f"{keys[0]}: expected no value for {type(model.module).__name__}, which keeps a state for each sequence: "

@@ -69,11 +69,11 @@ class LeaseExporter:
         """
         lease, num_tokens = self._lease(lease_id, tenant)
         path = () if lease.node is None else path_to(lease.node)
-        run = lease.root_prefix
-        cached = b"".join((run.tokens, *(node.tokens for node in path)))
+        root_prefix = lease.root_prefix
+        cached = b"".join((root_prefix.tokens, *(node.tokens for node in path)))
         tokens = cached[: num_tokens * TOKEN_BYTES]  # a leaf may have grown since
         blocks = tuple(self._key_blocks(lease.namespace._replace(public_prefix=""), tokens))
-        block_ids = np.frombuffer(b"".join((run.block_ids, *(node.block_ids for node in path))), np.int32)
+        block_ids = np.frombuffer(b"".join((root_prefix.block_ids, *(node.block_ids for node in path))), np.int32)
         return LeaseBlocks(blocks, block_ids[: len(blocks)].tolist())
 
     def objects(
