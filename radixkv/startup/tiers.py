@@ -153,9 +153,9 @@ class Stores:
             name,
             store,
             self.mover.sizes,
-            partial(_is_closed, circuit),
+            partial(_is_working, circuit),
             _unprotected if is_host else self.protection_of,
-            stage=_keep if is_host else self.mover.stage,
+            stage=_do_not_stage if is_host else self.mover.stage,
             is_shared=is_shared,
         )
 
@@ -292,7 +292,7 @@ def _unprotected(tenant: str) -> None:
     """Neither encrypt nor authenticate the blocks of a tenant: only this process can write them."""
 
 
-def _keep(payload: memoryview) -> None:
+def _do_not_stage(payload: memoryview) -> None:
     """Do not stage a payload."""
 
 
@@ -320,7 +320,7 @@ def tier_shares(
     return shares_of
 
 
-def _is_closed(circuit: CircuitBreaker) -> bool:
+def _is_working(circuit: CircuitBreaker) -> bool:
     return circuit.state is CircuitState.CLOSED
 
 

@@ -691,7 +691,7 @@ OFFLOAD_MUTANTS = (
     Mutant("engine/transfer/lease_exporter.py", "        if lease.is_revoked:\n", "        if False:\n"),
     Mutant(
         "engine/transfer/lease_exporter.py",
-        'np.frombuffer(b"".join((run.block_ids, *(node.block_ids for node in path))), np.int32)',
+        'np.frombuffer(b"".join((root_prefix.block_ids, *(node.block_ids for node in path))), np.int32)',
         'self._cache.match(lease.namespace._replace(public_prefix=""), tokens + bytes(TOKEN_BYTES)).block_ids',
     ),
     Mutant(
