@@ -178,7 +178,7 @@ class Evictor:
         """
         if num_nodes <= MAX_PATH_NODES:
             return False
-        leaves = heapq.nsmallest(_MAX_THINNED_AT_ONCE, _leaves_beside(end), key=lambda leaf: leaf.last_used_s)
+        leaves = heapq.nsmallest(_MAX_THINNED_AT_ONCE, _leaves_off_path(end), key=lambda leaf: leaf.last_used_s)
         self._free([self._take(leaf, leaf.num_blocks) for leaf in leaves])
         return True
 
@@ -334,7 +334,7 @@ def _children_of(node: Node) -> Iterator[Node]:
     return iter(list(node.children.values()) if node.children else ())
 
 
-def _leaves_beside(end: Node) -> Iterator[Node]:
+def _leaves_off_path(end: Node) -> Iterator[Node]:
     """Yield leaves that may be evicted to reduce the branches of a path, a few per node.
 
     A purged path has no branches.

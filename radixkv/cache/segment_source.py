@@ -19,15 +19,18 @@ class SegmentSource:
     Args:
         cache: belongs to the engine's thread.
         call: calls a function on the engine's thread between two steps, for a tenant; None for all tenants.
-
-    Attributes:
-        stores: lists what a store below the device holds, on the engine's thread; refuses all if there are none.
+        list_stored: lists what a store below the device holds, on the engine's thread; None if there are no stores.
     """
 
-    def __init__(self, cache: PrefixCache, call: Callable[[Callable[[], Any], str | None], Future[Any]]) -> None:
-        self.stores: Callable[[str, int, str | None, int], StoredPage] = _no_stores
+    def __init__(
+        self,
+        cache: PrefixCache,
+        call: Callable[[Callable[[], Any], str | None], Future[Any]],
+        list_stored: Callable[[str, int, str | None, int], StoredPage] | None = None,
+    ) -> None:
         self._cache = cache
         self._call = call
+        self._list_stored = list_stored or _no_stores
 
     def page(self, start: int, tenant: str | None, max_segments: int) -> Future[SegmentPage]:
         """List segments by place, from `start` on; see `SegmentIndex.page`."""
@@ -39,7 +42,7 @@ class SegmentSource:
 
     def stored(self, store: str, start: int, tenant: str | None, max_listed: int) -> Future[StoredPage]:
         """List the namespaces whose blocks a store holds; see `NamespaceKeys.page`. May raise InvalidRequest."""
-        return self._call(lambda: self.stores(store, start, tenant, max_listed), tenant)
+        return self._call(lambda: self._list_stored(store, start, tenant, max_listed), tenant)
 
     def block_states(self) -> Future[bytes]:
         """Copy the state of each block, one `BlockState` per byte. Complexity: a copy of a byte per block."""

@@ -125,10 +125,9 @@ class Engine:
             offload=offload,
         )
         self.events = None if events is None else EventSource(events, cache.nodes, self._call)
-        self.segments = SegmentSource(cache, lambda look, tenant: self._call_for(tenant, look))
+        list_stored = None if offload is None else offload.stored
+        self.segments = SegmentSource(cache, lambda look, tenant: self._call_for(tenant, look), list_stored)
         self.offload = offload
-        if offload is not None:
-            self.segments.stores = offload.stored
         thread = EngineThread(self._call, self._inbox.put, lambda: self.cancellation)
         self.adapters = Adapters(runner.fingerprint, adapters, cache, thread)
         self.transfer = Transfer.of(transfer, self._core.held_leases, self.adapters, self._call_for)

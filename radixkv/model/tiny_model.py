@@ -34,7 +34,7 @@ def load_weights(file: Traversable) -> dict[str, torch.Tensor]:
     """
     try:
         content = file.read_bytes()
-        expected = _beside(file).read_text(encoding="ascii").split()[0]
+        expected = _digest_file(file).read_text(encoding="ascii").split()[0]
     except (OSError, IndexError, UnicodeDecodeError) as error:
         raise ConfigError(f"model.path: tiny: expected {file} and its digest, got {error!r}") from error
     digest = hashlib.sha256(content).hexdigest()
@@ -57,7 +57,7 @@ def write_weights(module: PreTrainedModel, path: Path) -> None:
     path.with_name(path.name + _DIGEST_SUFFIX).write_text(f"{digest}  {path.name}\n", encoding="ascii")
 
 
-def _beside(file: Traversable) -> Traversable:
+def _digest_file(file: Traversable) -> Traversable:
     return Path(str(file) + _DIGEST_SUFFIX)
 
 

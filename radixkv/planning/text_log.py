@@ -15,8 +15,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from radixkv.config.model_directory import shown
 from radixkv.errors import ConfigError
-from radixkv.planning.trace_records import Record, shown
+from radixkv.planning.trace_records import Record
 
 Message = Mapping[str, Any]
 

@@ -21,8 +21,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
+from radixkv.config.model_directory import shown
 from radixkv.errors import ConfigError
-from radixkv.planning.trace_records import Record, shown
+from radixkv.planning.trace_records import Record
 
 TimeUnit = Literal["ms", "s"]
 TIME_UNITS: Mapping[TimeUnit, float] = {"ms": 1.0, "s": 1000.0}  # milliseconds

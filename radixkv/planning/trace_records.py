@@ -69,12 +69,6 @@ def read_records(path: Path) -> Iterator[Record]:
         raise ConfigError(f"trace {path}: expected a readable file, got: {error.strerror}") from error
 
 
-def shown(value: object) -> str:
-    """Return the type and the beginning of a value, for an error message."""
-    text = f"{type(value).__name__} {value!r}"
-    return text if len(text) <= _SHOWN_CHARACTERS else text[: _SHOWN_CHARACTERS - 3] + "..."
-
-
 def _files(path: Path) -> list[Path]:
     if not path.is_dir():
         return [path]

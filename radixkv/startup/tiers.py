@@ -147,7 +147,7 @@ class Stores:
         circuit = CircuitBreaker(timers.now_s, is_known=not is_shared)
         store = GuardedStore(name, ThreadedStore(backend, name=name), timers, circuit)
         if is_shared:
-            store.greet()
+            store.probe()
         is_host = name == "host"  # only this process reads it, and a GPU copies its payloads without staging
         return Tier(
             name,

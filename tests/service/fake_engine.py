@@ -95,8 +95,7 @@ class FakeEngine:
         self.events = None
         self.cache = PrefixCache(num_blocks, block_size=4)
         self.stored = TierIndex("host", 100)
-        self.segments = SegmentSource(self.cache, self._call)
-        self.segments.stores = self._stored_page
+        self.segments = SegmentSource(self.cache, self._call, self._stored_page)
         self.device = FakeDevice()
         thread = EngineThread(self._call, lambda function: function(), lambda: self.cancellation)
         self.offload = self.transfer = None

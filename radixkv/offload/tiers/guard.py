@@ -259,7 +259,7 @@ class GuardedStore:
         """Delete all objects whose keys are in a scope."""
         return self._call(lambda: self._store.purge(scope), self._purge_limit_s)
 
-    def greet(self) -> None:
+    def probe(self) -> None:
         """Probe the store with a key that no block has, without waiting for the answer."""
         self._call(lambda: self._store.exists([bytes(KEY_BYTES)]), self._write_limit_s)
 

@@ -144,7 +144,7 @@ def test_the_circuit_opens_after_repeated_failures(guarded: Guarded, caplog: pyt
 def test_the_probe_finds_out_that_a_store_is_unavailable(guarded: Guarded) -> None:
     circuit = CircuitBreaker(guarded.clock.now_s, is_known=False)
     store = GuardedStore("shared", guarded.inner, guarded.clock, circuit)
-    store.greet()
+    store.probe()
     assert circuit.state is CircuitState.CLOSED
     guarded.inner.calls[0].set_exception(StoreUnavailable("down"))
     assert circuit.state is CircuitState.OPEN
