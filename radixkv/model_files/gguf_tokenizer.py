@@ -83,7 +83,7 @@ def tokenizer_files(file: GgufFile) -> dict[str, bytes]:
     if kind not in ("gpt2", "llama"):
         raise ConfigError(f"{file.path}: tokenizer.ggml.model: expected gpt2 or llama, got {kind}: {_ELSEWHERE}")
     try:
-        vocabulary = _Vocabulary(file, values)
+        vocabulary = _GgufVocabulary(file, values)
         tokenizer = vocabulary.byte_level() if kind == "gpt2" else vocabulary.sentencepiece()
         vocabulary.add_tokens(tokenizer)
         text: str = tokenizer.to_str()
@@ -109,7 +109,7 @@ def _templates(file: GgufFile) -> dict[str, bytes]:
     return files
 
 
-class _Vocabulary:
+class _GgufVocabulary:
     def __init__(self, file: GgufFile, values: Mapping[str, Any]) -> None:
         self._file = file
         self._values = values

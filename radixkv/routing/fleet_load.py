@@ -21,7 +21,7 @@ class _Sent(NamedTuple):
     tenant: str
 
 
-class _Load:
+class _ReplicaLoad:
     """The load of one replica."""
 
     __slots__ = ("recent_tokens", "sent", "sent_tokens", "tenant_tokens")
@@ -73,7 +73,7 @@ class FleetLoad:
         self._lost_s = lost_s
         self._clock = clock
         self._then_s = clock()
-        self._loads: dict[str, _Load] = {}
+        self._loads: dict[str, _ReplicaLoad] = {}
         self._oldest_s = self._then_s  # no unfinished request was sent before this time
         self._tickets = itertools.count(1)
 
@@ -82,7 +82,7 @@ class FleetLoad:
         self._loads.pop(name, None)
         self._age()
         recent = [load.recent_tokens for load in self._loads.values()]
-        self._loads[name] = _Load(sum(recent) / len(recent) if recent else 0.0)
+        self._loads[name] = _ReplicaLoad(sum(recent) / len(recent) if recent else 0.0)
 
     def leave(self, name: str) -> None:
         """Remove a replica, if it is known."""

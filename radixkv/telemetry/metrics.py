@@ -60,7 +60,7 @@ class Metrics(Observer):
         ProcessCollector(registry=self.registry)  # memory, CPU time and open files of the process
         self._refused_calls = _RefusedCalls(self.registry)
         self._requests = _RequestCounters(self.registry)
-        self._times = _RequestTimes(self.registry)
+        self._times = _PhaseHistograms(self.registry)
         self._tokens = _TenantTokens(tenants, self.registry)
         self._steps = _StepMetrics(self.registry)
 
@@ -165,7 +165,7 @@ class _RequestCounters:
             self._reasons[request.reuse.miss_reason].inc()
 
 
-class _RequestTimes:
+class _PhaseHistograms:
     """Histograms of the phases and durations of requests.
 
     A completed phase is recorded even if the request fails later; the duration only if the request finishes.

@@ -39,7 +39,7 @@ class NativeKernels:
         self._library = library
         self._rows = NativeRows(library)
         self._torch = TorchKernels()
-        self._steps: deque[_Step] = deque(maxlen=MAX_BATCHES)
+        self._steps: deque[_PlannedBatch] = deque(maxlen=MAX_BATCHES)
 
     def write_kv(
         self,
@@ -89,10 +89,10 @@ class NativeKernels:
         attention = self._step_of(batch).attention_of(queries, pool, scoring)
         return KVView(attention, layers, _sinks_of(scoring), batch.slots, largest)
 
-    def _step_of(self, batch: PagedBatch) -> _Step:
+    def _step_of(self, batch: PagedBatch) -> _PlannedBatch:
         step = next((step for step in self._steps if step.batch is batch), None)
         if step is None:
-            step = _Step(self._library, batch)
+            step = _PlannedBatch(self._library, batch)
             self._steps.append(step)
         return step
 
@@ -101,7 +101,7 @@ def _sinks_of(scoring: Scoring) -> torch.Tensor | None:
     return None if scoring.sinks is None else scoring.sinks.float().contiguous()
 
 
-class _Step:
+class _PlannedBatch:
     """The planned work of one batch by heads and window, and its attention by everything else that layers differ in."""
 
     def __init__(self, library: ctypes.CDLL, batch: PagedBatch) -> None:
