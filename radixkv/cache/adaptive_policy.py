@@ -257,7 +257,7 @@ _MIN_DEVIATIONS = 2.0
 FOREVER_S = 2.0**30
 
 
-class EvictionOrder(IntEnum):
+class LeafOrder(IntEnum):
     """The orders in which leaves can be evicted."""
 
     LAST_USE = 0
@@ -279,12 +279,12 @@ class OrderTrial:
     """
 
     def __init__(self, num_blocks: int) -> None:
-        self.order = EvictionOrder.LIFETIMES  # equal to LRU until lifetimes are learned
+        self.order = LeafOrder.LIFETIMES  # equal to LRU until lifetimes are learned
         self._num_blocks = num_blocks
         self._sampler = BlockSampler(num_blocks)
-        self._shadows = [ShadowCache() for _ in EvictionOrder]
+        self._shadows = [ShadowCache() for _ in LeafOrder]
         self._wins = [
-            [0.0] * len(EvictionOrder) for _ in EvictionOrder
+            [0.0] * len(LeafOrder) for _ in LeafOrder
         ]  # decayed counts of uses that only the first of two orders would have hit
         self._num_new_blocks = 0  # since the last comparison
         self._num_turns = 0.0
@@ -312,7 +312,7 @@ class OrderTrial:
         keys = ((now_s, now_s), (now_s, now_s + FOREVER_S), (end_s, end_s))
         held = [shadow.use(digests, *pair, capacity) for shadow, pair in zip(self._shadows, keys, strict=True)]
         if not held[0] == held[1] == held[2]:
-            for winner, loser in itertools.permutations(EvictionOrder, 2):
+            for winner, loser in itertools.permutations(LeafOrder, 2):
                 self._wins[winner][loser] += sum(map(operator.gt, held[winner], held[loser]))
 
     def count_inserted(self, num_blocks: int) -> bool:
@@ -329,14 +329,14 @@ class OrderTrial:
         self._num_turns += turns
         kept = 0.5 ** (turns / _TURNS_TO_HALVE)
         self._wins = [[wins * kept for wins in row] for row in self._wins]
-        best = max(EvictionOrder, key=self._lead)
+        best = max(LeafOrder, key=self._lead)
         noise = math.sqrt(self._wins[best][self.order] + self._wins[self.order][best])
         if self._num_turns <= _TURNS_TO_LEARN or self._lead(best) <= _MIN_DEVIATIONS * noise:
             return False
         self.order = best
         return True
 
-    def _lead(self, order: EvictionOrder) -> float:
+    def _lead(self, order: LeafOrder) -> float:
         """Return how many more hits on recently sampled blocks an order had than the current order."""
         return self._wins[order][self.order] - self._wins[self.order][order]
 
@@ -430,9 +430,9 @@ class AdaptivePolicy(EvictionPolicy):
 
     def key(self, node: Node) -> float:
         """Return the key of a node in the current order: the time at which its lifetime ends."""
-        if self._trial.order == EvictionOrder.LIFETIMES:
+        if self._trial.order == LeafOrder.LIFETIMES:
             return node.last_used_s + self._learned_lifetime_s(node)
-        is_kept = self._trial.order == EvictionOrder.REUSED_LAST and node.num_uses > 0
+        is_kept = self._trial.order == LeafOrder.REUSED_LAST and node.num_uses > 0
         return node.last_used_s + (FOREVER_S if is_kept else 0.0)
 
     def _learned_lifetime_s(self, node: Node) -> float:

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from radixkv.api.retention import Retention
-from radixkv.cache.adaptive_policy import AdaptivePolicy, BlockSampler, EvictionOrder, OrderTrial, ShadowCache
+from radixkv.cache.adaptive_policy import AdaptivePolicy, BlockSampler, LeafOrder, OrderTrial, ShadowCache
 from radixkv.cache.policies import make_policy
 from radixkv.cache.prefix_cache import PrefixCache
 from tests.fakes import MODEL, FakeClock, publish, spell
@@ -46,24 +46,24 @@ def test_the_same_prefixes_are_sampled_wherever_nodes_begin() -> None:
 def test_an_order_in_force_gives_way_to_a_clearly_better_one_only() -> None:
     trial = OrderTrial(100)
     trial.count_inserted(400)
-    trial._wins[EvictionOrder.REUSED_LAST][EvictionOrder.LIFETIMES] = 60.0
-    trial._wins[EvictionOrder.LIFETIMES][EvictionOrder.REUSED_LAST] = 40.0  # a lead of 20: two deviations of a coin
+    trial._wins[LeafOrder.REUSED_LAST][LeafOrder.LIFETIMES] = 60.0
+    trial._wins[LeafOrder.LIFETIMES][LeafOrder.REUSED_LAST] = 40.0  # a lead of 20: two deviations of a coin
     assert not trial.count_inserted(10)
-    assert trial.order == EvictionOrder.LIFETIMES
-    trial._wins[EvictionOrder.REUSED_LAST][EvictionOrder.LIFETIMES] += 10
+    assert trial.order == LeafOrder.LIFETIMES
+    trial._wins[LeafOrder.REUSED_LAST][LeafOrder.LIFETIMES] += 10
     assert not trial.count_inserted(9)  # a tenth of the cache is not yet new
     assert trial.count_inserted(1)
-    assert trial.order == EvictionOrder.REUSED_LAST
+    assert trial.order == LeafOrder.REUSED_LAST
 
 
 def test_lifetimes_are_given_time_to_be_learned() -> None:
     trial = OrderTrial(100)
     trial.count_inserted(380)
-    trial._wins[EvictionOrder.LAST_USE][EvictionOrder.LIFETIMES] = 1000.0
+    trial._wins[LeafOrder.LAST_USE][LeafOrder.LIFETIMES] = 1000.0
     assert not trial.count_inserted(10)
-    assert trial.order == EvictionOrder.LIFETIMES
+    assert trial.order == LeafOrder.LIFETIMES
     assert trial.count_inserted(20)
-    assert trial.order == EvictionOrder.LAST_USE
+    assert trial.order == LeafOrder.LAST_USE
 
 
 def make_cache(policy: str, num_blocks: int = 32) -> tuple[PrefixCache, FakeClock]:

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from radixkv.api.retention import Retention
-from radixkv.cache.adaptive_policy import AdaptivePolicy, EvictionOrder
+from radixkv.cache.adaptive_policy import AdaptivePolicy, LeafOrder
 from radixkv.cache.policies import make_policy
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.cache.tenants import Quota
@@ -132,7 +132,7 @@ def test_without_a_bound_the_default_policy_goes_in_the_order_in_force(share: fl
     num_choices = 0
     for turn in range(900):
         if turn % 100 == 0:
-            policy._trial.order = list(EvictionOrder)[turn // 100 % 3]
+            policy._trial.order = list(LeafOrder)[turn // 100 % 3]
             policy.generation += 1
         publish_all(cache, clock, "".join(dice.choices("abcdefgh", k=dice.randint(1, 16))))
         while cache.pool.num_free < 4:
