@@ -142,7 +142,7 @@ class EngineCore:
         stats = StatsCollector(cache, scheduler, held_leases, storage.block_bytes, storage.kv_dtype, clock, offload)
 
         def is_awaited() -> bool:
-            return has_pending_calls() or (offload is not None and offload.has_answers)
+            return has_pending_calls() or (offload is not None and offload.has_results)
 
         def leave_tiers_and_end(request: Request) -> None:
             assert offload is not None, "there are tiers"
@@ -228,11 +228,11 @@ class EngineCore:
             if all(step.is_finite):
                 self.num_failed_steps = 0
 
-    def seconds_to_rest(self) -> float | None:
+    def seconds_until_due(self) -> float | None:
         """Return the seconds until the next timed task of an idle engine; None if there is none."""
         if self._events is not None and self._events.has_backlog:
             return 0.0
-        until_flush_s = None if self._offload is None else self._offload.seconds_to_rest()
+        until_flush_s = None if self._offload is None else self._offload.seconds_until_due()
         expires_s = self.held_leases.next_expiry_s()
         if expires_s is None:
             return until_flush_s
@@ -352,8 +352,8 @@ class EngineCore:
             self.num_failed_steps += 1
             self.observer.step_failed(self._clock() - step.started_s, len(step.slices))
             failed = StepFailed(f"step: the forward pass raised {type(error).__name__}")
-            for part in step.slices:
-                self._completer.fail(part.request, failed)
+            for each in step.slices:
+                self._completer.fail(each.request, failed)
             return []
         is_any_finite = any(result.is_finite for result in results)
         self.num_failed_steps = 0 if is_any_finite else self.num_failed_steps + 1
@@ -369,9 +369,9 @@ class EngineCore:
         """Make the next steps smaller. The tokens of this step were not published and are computed again."""
         num_tokens = step.num_tokens
         _log.warning("the device has no memory for a step of %d tokens in %d requests", num_tokens, len(step.slices))
-        for part in step.slices:
-            release_parts(part.request)
+        for each in step.slices:
+            release_parts(each.request)
         if not self._scheduler.budget.shrink(num_tokens):
             self.num_failed_steps += 1
-            for part in step.slices:
-                self._completer.fail(part.request, OutOfMemory("step: the device has no memory to compute one token"))
+            for each in step.slices:
+                self._completer.fail(each.request, OutOfMemory("step: the device has no memory to compute one token"))

@@ -359,4 +359,4 @@ class Engine:
         """Wait for something to run while there is nothing to compute."""
         if not self._core.has_work:
             is_failing = self._core.num_failed_steps >= _MAX_FAILED_STEPS
-            self._inbox.run_next(_RETRY_PERIOD_S if is_failing else self._core.seconds_to_rest())
+            self._inbox.run_next(_RETRY_PERIOD_S if is_failing else self._core.seconds_until_due())

@@ -54,7 +54,7 @@ class OverlapScheduler:
         """
         if self._is_anything_else_due(step.slices):
             return None
-        if not all(_continues_decoding(part.request, num_coming=1) for part in step.slices):
+        if not all(_continues_decoding(each.request, num_coming=1) for each in step.slices):
             return None
         try:
             for request, _, end in step.slices:

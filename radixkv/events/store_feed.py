@@ -39,7 +39,7 @@ class _Change(NamedTuple):
 class StoreFeed(StoreListener):
     """Turns changes of the stores into events with the hashes that the blocks had on the device.
 
-        met: key ─▶ hashes        stored, removed: key ─▶ event of these hashes, with the store's name
+        identified: key ─▶ hashes        stored, removed: key ─▶ event of these hashes, with the store's name
 
     Stores know only the keys of blocks, not their tokens. A block is therefore reported when a prompt that contains it
     is evicted from the device, or finds it in a store. Until then, blocks that another process has written to a disk or
@@ -77,7 +77,7 @@ class StoreFeed(StoreListener):
         self._changes.clear()
         self._known.clear()
 
-    def met(self, namespace: Namespace, tokens: bytes, start: int, blocks: Sequence[KeyedBlock]) -> None:
+    def identified(self, namespace: Namespace, tokens: bytes, start: int, blocks: Sequence[KeyedBlock]) -> None:
         """Record the hashes of blocks, and report those that are stored, except blocks of invoked adapters."""
         plain = (each for each in enumerate(blocks, start) if each[1].namespace == namespace)
         new = [(place, block) for place, block in plain if self._is_new(block.key)]

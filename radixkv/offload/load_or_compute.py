@@ -37,17 +37,17 @@ class LoadOrCompute:
         self._block_size = block_size
         self._token_s: dict[int, float] = {}  # seconds per token, by bucket
         self._loads: dict[str, _LinearFit] = {}  # seconds by number of blocks, of each tier
-        self._answers_s: dict[str, float] = {}  # seconds of a lookup in each shared store
+        self._lookups_s: dict[str, float] = {}  # seconds of a lookup in each shared store
         self._num_queued_blocks: dict[str, int] = {}
         self._fills = _LinearFit()  # seconds by number of blocks, from host memory into the pool
 
-    def note_step(self, seconds: float, parts: Sequence[tuple[int, int]]) -> None:
+    def note_step(self, seconds: float, ranges: Sequence[tuple[int, int]]) -> None:
         """Record a step that computed these ranges `[start, end)` of requests. Single tokens are ignored.
 
         Decoding takes much longer per token than prefill.
         """
-        token_s = seconds / sum(end - start for start, end in parts)
-        for start, end in parts:
+        token_s = seconds / sum(end - start for start, end in ranges)
+        for start, end in ranges:
             if end - start > 1:
                 bucket = _bucket(start)
                 weight = (1 - _FORGET) ** ((end - start) / _FIRST_BUCKET_TOKENS)
@@ -67,22 +67,22 @@ class LoadOrCompute:
         """Record the time to copy loaded blocks into the pool: on a GPU, until the copy was complete."""
         self._fills.learn(num_blocks, seconds)
 
-    def note_answer(self, store: str, seconds: float) -> None:
+    def note_lookup(self, store: str, seconds: float) -> None:
         """Record the time of a lookup in a shared store."""
-        known_s = self._answers_s.setdefault(store, seconds)
-        self._answers_s[store] = known_s + _FORGET * (seconds - known_s)
+        known_s = self._lookups_s.setdefault(store, seconds)
+        self._lookups_s[store] = known_s + _FORGET * (seconds - known_s)
 
-    def is_worth_asking(self, store: str, start_token: int, num_tokens: int) -> bool:
+    def is_lookup_worthwhile(self, store: str, start_token: int, num_tokens: int) -> bool:
         """Whether computing these tokens takes longer than a lookup of their blocks in a shared store."""
-        answer_s = self._answers_s.get(store)
+        lookup_s = self._lookups_s.get(store)
         token_s = self._seconds_per_token(start_token)
-        return answer_s is None or token_s is None or answer_s <= token_s * num_tokens
+        return lookup_s is None or token_s is None or lookup_s <= token_s * num_tokens
 
     def doubt(self, stores: Iterable[str]) -> None:
         """Record that tiers were not used because they are slow. Their estimates shrink, so they are tried again."""
         for store in stores:
-            if store in self._answers_s:
-                self._answers_s[store] *= 1 - _DOUBT
+            if store in self._lookups_s:
+                self._lookups_s[store] *= 1 - _DOUBT
             if store in self._loads:
                 self._loads[store].doubt()
         self._fills.doubt()

@@ -78,7 +78,7 @@ class Lookups:
         stores = [name for name in self._tiers if not self._purger.is_purging_any(name, blocks)]
         start = first_block * self._block_size
         num_tokens = len(blocks) * self._block_size
-        queried = [name for name in stores if self._choice.is_worth_asking(name, start, num_tokens)]
+        queried = [name for name in stores if self._choice.is_lookup_worthwhile(name, start, num_tokens)]
         if not blocks or not queried:
             self._choice.doubt(stores if blocks else ())
             return False
@@ -95,7 +95,7 @@ class Lookups:
         while not self._answers.empty():
             (request, store, blocks, started_s), are_there, ended_s = self._answers.get()
             if are_there is not None:
-                self._choice.note_answer(store, ended_s - started_s)
+                self._choice.note_lookup(store, ended_s - started_s)
                 found = [block for block, is_there in zip(blocks, are_there, strict=True) if is_there]
                 if found and not self._purger.is_purging_any(store, found):
                     self._index.discovered(store, found)

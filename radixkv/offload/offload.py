@@ -107,7 +107,7 @@ class Offload:
             self._disk_scan = DiskScan(record, tier_index, offload_index.retention, delete, wake)
         self._last_save = ShutdownSave(cache, offload_index, self._saver, record)
 
-    def seconds_to_rest(self) -> float | None:
+    def seconds_until_due(self) -> float | None:
         """Seconds until `copy` must be called even if no step runs; None if it need not be called."""
         if self.index.has_evicted_blocks or (self._disk_scan is not None and self._disk_scan.has_more):
             return 0.0
@@ -115,7 +115,7 @@ class Offload:
             return _POLL_PERIOD_S
         is_unfinished = self._saver.has_waiting or self._deleter.has_failed or self.purger.has_failed
         is_unfinished = is_unfinished or self._loader.is_copying
-        until_touch_s = self._touches.seconds_to_rest()
+        until_touch_s = self._touches.seconds_until_due()
         if not is_unfinished:
             return until_touch_s
         return _RETRY_PERIOD_S if until_touch_s is None else min(_RETRY_PERIOD_S, until_touch_s)
@@ -198,7 +198,7 @@ class Offload:
         return tier_index.page(start, tenant, max_listed)
 
     @property
-    def has_answers(self) -> bool:
+    def has_results(self) -> bool:
         """Whether stores have answered calls that requests wait for since the last `ready`."""
         return self._loader.has_ended or self._lookups.has_ended
 
@@ -245,7 +245,7 @@ class Offload:
 
     def note_step(self, seconds: float, slices: Sequence[Slice]) -> None:
         """Record how long a step took."""
-        self._choice.note_step(seconds, [(part.start, part.end) for part in slices])
+        self._choice.note_step(seconds, [(each.start, each.end) for each in slices])
 
     def reading(self) -> Iterator[None]:
         """Yield until the disk is scanned."""

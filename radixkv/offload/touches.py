@@ -68,7 +68,7 @@ class Touches:
         self._may_rewrite = float(_MAX_REWRITES)
         self._budgeted_s = self._due_s
 
-    def seconds_to_rest(self) -> float | None:
+    def seconds_until_due(self) -> float | None:
         """Seconds until `take_up` or `send` must be called; None if neither has anything to do."""
         if not self._answers.empty():
             return 0.0

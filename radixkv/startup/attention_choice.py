@@ -60,12 +60,12 @@ def attention_kernels(
     on_gpu = _without(refused, attention_candidates(use))
     on_gpu_kernels = choose_attention(on_gpu, reported)
     progress.note(_name_of(on_gpu_kernels, on_gpu))
-    ours = on_gpu_kernels.for_service()
+    triton = on_gpu_kernels.for_service()
     flashinfer = flashinfer_candidate(use)
     if flashinfer is None:
-        return ours
-    with_flashinfer = flashinfer.with_triton_kernels(ours)
-    candidates: dict[str, AttentionKernels] = {FLASHINFER: with_flashinfer, POINTERS: ours}
+        return triton
+    with_flashinfer = flashinfer.with_triton_kernels(triton)
+    candidates: dict[str, AttentionKernels] = {FLASHINFER: with_flashinfer, POINTERS: triton}
     kernels = choose_attention(_without(refused, candidates), reported)
     if kernels is with_flashinfer:
         progress.note(FLASHINFER)

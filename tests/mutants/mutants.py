@@ -815,7 +815,7 @@ OFFLOAD_MUTANTS = (
         "        super().add(key, namespace)\n        return None",
         "        return super().add(key, namespace)",
     ),
-    Mutant("engine/core.py", "None if self._offload is None else self._offload.seconds_to_rest()", "None"),
+    Mutant("engine/core.py", "None if self._offload is None else self._offload.seconds_until_due()", "None"),
     Mutant(
         "offload/offload.py",
         "is_unfinished = self._saver.has_waiting or self._deleter.has_failed",
@@ -900,7 +900,7 @@ OFFLOAD_MUTANTS = (
         "            pass\n",
     ),
     Mutant(
-        "engine/core.py", "has_pending_calls() or (offload is not None and offload.has_answers)", "has_pending_calls()"
+        "engine/core.py", "has_pending_calls() or (offload is not None and offload.has_results)", "has_pending_calls()"
     ),
     Mutant("offload/offload.py", "self._loader.has_ended or self._lookups.has_ended", "self._lookups.has_ended"),
     Mutant("offload/offload.py", "if self._clock() >= self._next_retry_s and (", "if ("),

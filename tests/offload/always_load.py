@@ -14,6 +14,6 @@ class AlwaysLoad(LoadOrCompute):
         """Choose all blocks."""
         return LoadDecision(len(stores), None, None)
 
-    def is_worth_asking(self, store: str, start_token: int, num_tokens: int) -> bool:
+    def is_lookup_worthwhile(self, store: str, start_token: int, num_tokens: int) -> bool:
         """Always ask."""
         return True

@@ -111,17 +111,17 @@ def test_without_stored_blocks_nothing_is_loaded() -> None:
 
 def test_a_shared_store_is_asked_if_computing_takes_longer_than_its_answer() -> None:
     choice = measured()
-    assert choice.is_worth_asking("redis", 0, 1)
-    choice.note_answer("redis", 0.1)
-    assert not choice.is_worth_asking("redis", 0, 64)
-    assert choice.is_worth_asking("redis", 0, 128)
+    assert choice.is_lookup_worthwhile("redis", 0, 1)
+    choice.note_lookup("redis", 0.1)
+    assert not choice.is_lookup_worthwhile("redis", 0, 64)
+    assert choice.is_lookup_worthwhile("redis", 0, 128)
 
 
 def test_a_tier_that_was_too_slow_is_tried_again_after_a_while() -> None:
     choice = measured(loads={"disk": (0.0, 0.1)})
-    choice.note_answer("redis", 0.1)
+    choice.note_lookup("redis", 0.1)
     assert not choice.choose(0, ["disk"]).num_blocks
     for _ in range(40):
         choice.doubt(["disk", "redis", "host"])
     assert choice.choose(0, ["disk"]).num_blocks
-    assert choice.is_worth_asking("redis", 0, 64)
+    assert choice.is_lookup_worthwhile("redis", 0, 64)

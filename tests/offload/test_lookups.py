@@ -158,7 +158,7 @@ def test_no_lookup_starts_if_computing_is_faster_than_the_answer() -> None:
     first, second, store = two_servers(16)
     first.prefill(PROMPT)
     second.choice.note_step(8e-6, [(0, 8)])
-    second.choice.note_answer("redis", 0.1)
+    second.choice.note_lookup("redis", 0.1)
     future = second.submit(PROMPT)
     assert not store.calls
     second.run()

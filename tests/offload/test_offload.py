@@ -439,11 +439,11 @@ def test_failed_deletions_are_retried_even_without_requests() -> None:
     store.error = StoreUnavailable("gone")
     purge_at_once(bench.core, tenant="")
     store.run()
-    assert bench.core.seconds_to_rest() == 1.0
+    assert bench.core.seconds_until_due() == 1.0
     store.error = None
     bench.run()
     assert store.memory.size().num_objects == 0
-    assert bench.core.seconds_to_rest() is None
+    assert bench.core.seconds_until_due() is None
 
 
 def test_failed_deletions_are_retried_once_per_second_in_one_call() -> None:
@@ -489,7 +489,7 @@ def test_a_call_that_never_reached_a_store_leaves_nothing_to_delete() -> None:
     emptied(bench)
     assert len(bench.index.tiers["host"]) == 0
     assert not store.calls
-    assert bench.core.seconds_to_rest() is None
+    assert bench.core.seconds_until_due() is None
     assert bench.offload.stats()[0].refused_blocks == 3
 
 
@@ -538,12 +538,12 @@ def test_loans_are_held_until_the_device_has_copied_the_bytes(monkeypatch: pytes
     assert loaded(future.result(0)) == (0, 12, 0)
     other = BlockObject(bytes(32), bytes(32), 0, bytes(BLOCK_SIZE * 4), memoryview(bytes(PAYLOAD_BYTES)))
     assert memory.put([other]).outcomes == (PutOutcome.NO_ROOM,)
-    assert bench.offload.seconds_to_rest() == 1.0
+    assert bench.offload.seconds_until_due() == 1.0
     assert bench.choice.choose(0, ["host"] * 3).num_blocks == 3
     copy.is_over = True
     bench.core.step()
     assert memory.put([other]).outcomes == (PutOutcome.STORED,)
-    assert bench.offload.seconds_to_rest() is None
+    assert bench.offload.seconds_until_due() is None
     assert bench.choice.choose(0, ["host"] * 3).num_blocks == 0, "the copy took longer than computing the blocks"
 
 

@@ -68,11 +68,11 @@ def test_victims_passed_to_the_store_count_until_they_are_evicted() -> None:
 
 def test_victims_that_the_store_kept_are_deleted_before_the_purge_ends() -> None:
     bench, store = with_kept_victims()
-    assert bench.core.seconds_to_rest() == 1.0, "also if no request comes"
+    assert bench.core.seconds_until_due() == 1.0, "also if no request comes"
     assert purge(bench, store) == 3
     assert num_of(store, "B") == 0
     bench.run()
-    assert bench.core.seconds_to_rest() is None
+    assert bench.core.seconds_until_due() is None
 
 
 @pytest.mark.parametrize("is_late", [False, True])

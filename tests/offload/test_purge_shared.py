@@ -68,11 +68,11 @@ def test_a_failed_purge_is_retried(error: Exception) -> None:
     assert second.offload.purger.is_purging("redis", Namespace("fake", "acme"))
     assert not second.offload.purger.is_purging("redis", Namespace("fake", "other"))
     assert not second.offload.purger.is_purging("redis", Namespace("fake", PUBLIC_TENANT))
-    assert second.core.seconds_to_rest() == 1.0, "also if no request comes"
+    assert second.core.seconds_until_due() == 1.0, "also if no request comes"
     store.error = None
     assert remote(second.prefill(PROMPT, tenant="acme")) == 0
     second.run()
-    assert second.core.seconds_to_rest() is None
+    assert second.core.seconds_until_due() is None
     assert not second.offload.purger.is_purging("redis", Namespace("fake", "acme"))
     assert remote(second.prefill(PROMPT, tenant="other")) == 12
 

@@ -210,7 +210,7 @@ class TieredBench(Bench):
             self.core.step()
             self.cache.check()
             has_calls = any(store.calls for store in self.stores.values())
-            rest_s = self.offload.seconds_to_rest()
+            rest_s = self.offload.seconds_until_due()
             is_idle = not self.core.has_work and not has_calls
             num_quiet = num_quiet + 1 if is_idle and rest_s is None else 0
             if is_idle:

@@ -143,9 +143,9 @@ class GemmTuner:
             limit_s = math.inf if self._budget is None else self._budget.grant(share)
             choice = _parsed(self._remembered.get(key), backends, is_exact=self._is_exact)
             if choice is None:
-                choice = self._tried(weight, bias, backends, max_rows, limit_s)
+                choice = self._try(weight, bias, backends, max_rows, limit_s)
                 if choice is not None:
-                    choice = self._settled(key, choice, backends)
+                    choice = self._record(key, choice, backends)
             self._known[key] = choice
         return self._known[key]
 
@@ -159,7 +159,7 @@ class GemmTuner:
             return (name,)
         return ("int8",) if name == "int8" else gemm_backends(weight)
 
-    def _tried(
+    def _try(
         self, weight: torch.Tensor, bias: torch.Tensor | None, backends: tuple[str, ...], max_rows: int, limit_s: float
     ) -> GemmChoice | None:
         if not self._has_announced:
@@ -205,7 +205,7 @@ class GemmTuner:
             return {}
         return tree
 
-    def _settled(self, key: str, choice: GemmChoice, backends: tuple[str, ...]) -> GemmChoice:
+    def _record(self, key: str, choice: GemmChoice, backends: tuple[str, ...]) -> GemmChoice:
         """Add a choice to the file and return it, or return the choice that another process has added first.
 
         Replicas that start at the same time try the same shapes. The outcome of a trial depends on timing, and the

@@ -186,7 +186,7 @@ class OffloadIndex(Listener):
                     EvictedBlock(block, block_id, names, None if part_id == NO_PART else part_id)
                 )
         if self.listener.is_on:
-            self.listener.met(namespace, tokens, first, blocks)
+            self.listener.identified(namespace, tokens, first, blocks)
         return [block.key for block in blocks]
 
     def store_again(self, name: str, keys: Sequence[bytes]) -> int:
@@ -262,7 +262,7 @@ class OffloadIndex(Listener):
                 break
             found.append(StoredBlock(block, name, block.key not in self.tiers[name].partless))
         if self.listener.is_on:
-            self.listener.met(namespace, tokens, num_cached_blocks, [each.block for each in found])
+            self.listener.identified(namespace, tokens, num_cached_blocks, [each.block for each in found])
         return found
 
     def unknown(self, namespace: Namespace, tokens: bytes, num_cached_blocks: int) -> list[KeyedBlock]:

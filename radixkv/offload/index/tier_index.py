@@ -26,7 +26,7 @@ class StoreListener:
 
     is_on = False
 
-    def met(self, namespace: Namespace, tokens: bytes, start: int, blocks: Sequence[KeyedBlock]) -> None:
+    def identified(self, namespace: Namespace, tokens: bytes, start: int, blocks: Sequence[KeyedBlock]) -> None:
         """Handle consecutive blocks of a prompt that are stored, or may be stored soon.
 
         This is the only notification with the tokens of a key.
