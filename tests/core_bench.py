@@ -69,7 +69,7 @@ class Bench:
             max_held_blocks=2 * num_blocks,
             probation_share=probation_share,
             clock=self.clock,
-            snapshots=states,
+            state_slots=states,
         )
         self.runner = FakeRunner(num_blocks, BLOCK_SIZE)
         self.runner.has_states = states is not None

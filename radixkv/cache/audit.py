@@ -101,8 +101,8 @@ def audit(state: CacheState, leases: Iterable[Lease]) -> None:
         _require(usage.num_retained_blocks == blocks["retained"], "a tenant's number of retained blocks drifted")
     free_block_ids = np.flatnonzero(np.frombuffer(pool.states(), dtype=np.uint8) == BlockState.FREE)
     state.windows.check([lease.windows for lease in leases if lease.windows], free_block_ids.astype(np.int32))
-    if state.snapshots is not None:
-        state.snapshots.check(free_block_ids.astype(np.int32))
+    if state.state_slots is not None:
+        state.state_slots.check(free_block_ids.astype(np.int32))
     pool.check(np.frombuffer(b"".join(leased), dtype=np.int32), np.frombuffer(b"".join(published), dtype=np.int32))
 
 

@@ -27,7 +27,7 @@ class CacheState:
         trees: the tree of each namespace that has a cached token.
         pool: the state of each block.
         windows: the pools of windowed layers.
-        snapshots: snapshots of recurrent states; None for a model without them.
+        state_slots: the slots of recurrent states and of their snapshots; None for a model without them.
         tenants: the bounds and the counters of each tenant.
         queue: the leaves that may be evicted.
         retained: the nodes that have a priority.
@@ -42,7 +42,7 @@ class CacheState:
     trees: NamespaceTrees
     pool: BlockPool
     windows: WindowedLayers
-    snapshots: StateSlots | None
+    state_slots: StateSlots | None
     tenants: Tenants
     queue: EvictionQueue
     retained: RetainedNodes

@@ -103,11 +103,11 @@ class PrefixCache:
         marks: mark the tokens that an invoked adapter computes (an adapter that applies only from some position of the
             prompt on); see `radixkv.invocation`.
         windows: pools for windowed layers; by default there are none.
-        snapshots: snapshots of recurrent states; None for a model without them.
+        state_slots: the slots of recurrent states and of their snapshots; None for a model without them.
 
     Attributes:
         pool: the state of each block.
-        windows, snapshots: see above.
+        windows, state_slots: see above.
         tenants: the bounds and the counters of each tenant.
         leases: the open leases.
         held: the bounds and the counts of blocks that held leases keep.
@@ -142,13 +142,13 @@ class PrefixCache:
         clock: Callable[[], float] = time.monotonic,
         marks: InvocationMarks | None = None,
         windows: WindowedLayers | None = None,
-        snapshots: StateSlots | None = None,
+        state_slots: StateSlots | None = None,
     ) -> None:
         self.block_size = block_size
         self.marks = marks or InvocationMarks()
         self.windows = windows or WindowedLayers()
-        self.snapshots = snapshots
-        self.pool = BlockPool(num_blocks, self._freed if self.windows.pools or snapshots is not None else None)
+        self.state_slots = state_slots
+        self.pool = BlockPool(num_blocks, self._freed if self.windows.pools or state_slots is not None else None)
         self.windows.connect(self.pool)
         self.tenants = Tenants(quotas or {}, default_quota)
         self.max_retained_blocks = num_blocks // 5 if max_retained_blocks is None else max_retained_blocks
@@ -192,7 +192,7 @@ class PrefixCache:
             trees=self._trees,
             pool=self.pool,
             windows=self.windows,
-            snapshots=snapshots,
+            state_slots=state_slots,
             tenants=self.tenants,
             queue=self._queue,
             retained=self._retained,
@@ -300,7 +300,7 @@ class PrefixCache:
         else:
             node, found_bytes, packed, num_nodes = tree.match(tokens)
         cached_tokens = min(found_bytes, len(tokens) - TOKEN_BYTES) // TOKEN_BYTES
-        if self.windows.pools or self.snapshots is not None:
+        if self.windows.pools or self.state_slots is not None:
             cached_tokens = self._num_reusable_tokens(packed, cached_tokens)
         if root is not None and cached_tokens < root_tokens + root.num_more_tokens:
             # The public prefix itself has more of this prompt than the tree below it: copy its next block.
@@ -313,14 +313,14 @@ class PrefixCache:
 
     def _num_reusable_tokens(self, packed_block_ids: bytes, num_tokens: int) -> int:
         """Return how many cached tokens can be reused: all, unless windowed layers or states lack something."""
-        if self.snapshots is None:
+        if self.state_slots is None:
             return self.windows.num_reusable_tokens(packed_block_ids, num_tokens)
         block_ids = np.frombuffer(packed_block_ids, dtype=np.int32)
         before = -1
         while before != num_tokens:  # a prefix shortened for windows may end where there is no snapshot, and vice versa
             before = num_tokens
             num_tokens = self.windows.num_reusable_tokens(packed_block_ids, num_tokens)
-            num_tokens = self.snapshots.num_reusable_tokens(block_ids, num_tokens)
+            num_tokens = self.state_slots.num_reusable_tokens(block_ids, num_tokens)
         return num_tokens
 
     def num_found_tokens(self, namespace: Namespace, tokens: bytes) -> int:
@@ -357,7 +357,7 @@ class PrefixCache:
                 The reason is ADAPTER_CHANGED if more of the prompt is cached under one of these keys, or was cached
                 there until that adapter was purged.
         """
-        if self.snapshots is not None:
+        if self.state_slots is not None:
             found_tokens = self.num_found_tokens(namespace, tokens)
             if cached_tokens < found_tokens // self.block_size * self.block_size:
                 return MissReason.NO_STATE
@@ -648,5 +648,5 @@ class PrefixCache:
     def _freed(self, block_ids: BlockIds) -> None:
         """Free the memory of windowed layers and of state snapshots that belongs to blocks that are free now."""
         self.windows.freed(block_ids)
-        if self.snapshots is not None:
-            self.snapshots.freed(block_ids)
+        if self.state_slots is not None:
+            self.state_slots.freed(block_ids)

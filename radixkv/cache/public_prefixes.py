@@ -176,7 +176,7 @@ class PublicPrefixes:
             InvalidRequest: the name is empty or taken, or the tokens are fewer than a block.
             OutOfBlocks: public prefixes would take too many blocks, or too many parts of windowed layers.
         """
-        if self._state.snapshots is not None:
+        if self._state.state_slots is not None:
             raise SwitchedOff(
                 "public prefixes: expected a model without recurrent states, got one whose requests each need one"
             )

@@ -82,7 +82,7 @@ class StatsCollector:
     def load(self) -> EngineLoad:
         """Return the load of the engine. Complexity: O(waiting requests)."""
         pool = self._cache.pool
-        states = self._cache.snapshots
+        states = self._cache.state_slots
         return EngineLoad(
             blocks=BlockStats(
                 total=pool.num_blocks,

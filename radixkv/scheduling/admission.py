@@ -103,7 +103,7 @@ class Admitter:
             cached_tokens = self.look_up(request)[0] if self._flights.has_leaders(request) else 0
         request.found_tokens = cached_tokens
         if params.read_cache:
-            if self._cache.snapshots is not None:
+            if self._cache.state_slots is not None:
                 # This includes tokens without a state snapshot; they need not be computed by another request.
                 request.found_tokens = self._cache.num_found_tokens(request.namespace, tokens)
             if self._flights.follow(request, request.found_tokens, cached_tokens):
@@ -194,7 +194,7 @@ class Admitter:
         else:
             request.recomputed_tokens += max(0, request.computed_upto - cached_tokens)
         request.computed_upto = cached_tokens
-        states = self._cache.snapshots
+        states = self._cache.state_slots
         if states is not None:
             request.state = states.open(lease.block_ids, cached_tokens, request.num_prompt_tokens, request.found_tokens)
         self._on_start(request)
@@ -205,7 +205,7 @@ class Admitter:
             return MissReason.READ_DISABLED
         if cached_tokens < request.reuse.stored_upto:
             return MissReason.NOT_LOADED
-        if self._cache.snapshots is None and cached_tokens < lease.found_tokens:
+        if self._cache.state_slots is None and cached_tokens < lease.found_tokens:
             # Otherwise there was no room to reuse all cached tokens.
             return MissReason.NO_WINDOW if self._cache.windows.pools else MissReason.EVICTED
         return self._cache.explain(request.namespace, tokens, cached_tokens, request.former)

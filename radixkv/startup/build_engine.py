@@ -288,7 +288,7 @@ def _make_cache(
     listeners: Iterable[Listener],
     marks: InvocationMarks,
     windows: WindowedLayers,
-    snapshots: StateSlots | None,
+    state_slots: StateSlots | None,
 ) -> PrefixCache:
     return PrefixCache(
         num_blocks,
@@ -304,7 +304,7 @@ def _make_cache(
         listeners=listeners,
         marks=marks,
         windows=windows,
-        snapshots=snapshots,
+        state_slots=state_slots,
     )
 
 

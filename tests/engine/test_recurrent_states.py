@@ -21,8 +21,8 @@ PROMPT = range(30)  # whole blocks end at 28; every_tokens is 16
 
 
 def states_of(bench: Bench) -> StateSlots:
-    assert bench.cache.snapshots is not None
-    return bench.cache.snapshots
+    assert bench.cache.state_slots is not None
+    return bench.cache.state_slots
 
 
 def snapshots(bench: Bench) -> list[int]:

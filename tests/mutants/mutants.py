@@ -323,8 +323,8 @@ ENGINE_MUTANTS = (
     ),
     Mutant(
         "scheduling/admission.py",
-        "        if params.read_cache:\n            if self._cache.snapshots",
-        "        if True:\n            if self._cache.snapshots",
+        "        if params.read_cache:\n            if self._cache.state_slots",
+        "        if True:\n            if self._cache.state_slots",
     ),
     Mutant(
         "scheduling/admission.py",
@@ -1180,7 +1180,7 @@ STATE_MUTANTS = (
     Mutant("cache/recurrent_states.py", "        self.level = max(self.level, self._entries[slot].score)\n", ""),
     Mutant(
         "cache/prefix_cache.py",
-        "            num_tokens = self.snapshots.num_reusable_tokens(block_ids, num_tokens)\n",
+        "            num_tokens = self.state_slots.num_reusable_tokens(block_ids, num_tokens)\n",
         "",
     ),
     Mutant("cache/prefix_cache.py", "                return MissReason.NO_STATE\n", "                pass\n"),

@@ -111,7 +111,7 @@ def test_the_budget_covers_snapshots_and_not_running_requests(
     """A state takes 1,024 bytes: two layers of two inputs of 64 numbers. K and V of 4,096 tokens take 2 MiB."""
     settings = [] if state_bytes is None else [f"cache.state_bytes={state_bytes}"]
     engine = build_engine(config(directory, "engine.max_running_requests=5", *settings))
-    states = engine._core.cache.snapshots
+    states = engine._core.cache.state_slots
     assert states is not None
     assert (states.num_snapshots, states.num_slots) == (num_snapshots, num_snapshots + 5)
     assert engine._core._runner.states is not None
@@ -130,5 +130,5 @@ def test_memory_for_less_than_one_snapshot_is_refused(state_bytes: int, director
 
 def test_a_model_without_states_has_no_slots(tmp_path: Path) -> None:
     engine = build_engine(config(write_checkpoint(CONFIGS["llama"], tmp_path)))
-    assert engine._core.cache.snapshots is None
+    assert engine._core.cache.state_slots is None
     assert engine._core._runner.states is None

@@ -233,7 +233,7 @@ class Cases:
         for pool in (*storage.pools, *storage.part_pools):
             pool.blocks.fill_(0xFF)  # NaN: reading an unwritten slot changes every sum that it is part of
         listeners = [] if stores is None else [stores.index]
-        self.cache = PrefixCache(NUM_BLOCKS, self.block_size, listeners=listeners, windows=windows, snapshots=states)
+        self.cache = PrefixCache(NUM_BLOCKS, self.block_size, listeners=listeners, windows=windows, state_slots=states)
         self.offload = None if stores is None else stores.connect(self.cache, AlwaysLoad(self.block_size))[0]
         self.stems = [self._fresh(MAX_TOKENS) for _ in range(3)]
         self.counts: Counter[str] = Counter()
