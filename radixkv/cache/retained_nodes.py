@@ -95,13 +95,13 @@ class RetainedNodes(Listener):
         Complexity: `grant` for each node of the range, and two cuts.
         """
         path = path_to(node)
-        parts = _whole_nodes(path, start, end) if len(path) > _MAX_CUT_NODES else self._cut_path(path, start, end)
+        nodes = _whole_nodes(path, start, end) if len(path) > _MAX_CUT_NODES else self._cut_path(path, start, end)
         granted: list[Node] = []
-        for part in parts:
-            has_priority = self.grant(part, priority, expires_s, only_raise=only_raise)
+        for each in nodes:
+            has_priority = self.grant(each, priority, expires_s, only_raise=only_raise)
             if has_priority is not None:
                 granted.append(has_priority)
-            if has_priority is not part:
+            if has_priority is not each:
                 break
         return granted
 
@@ -148,14 +148,14 @@ class RetainedNodes(Listener):
     def _cut_path(self, path: list[Node], start: int, end: int) -> list[Node]:
         nodes = []
         position = _first_block(path)
-        for part in path:
-            first, position = position, position + part.num_blocks
+        for node in path:
+            first, position = position, position + node.num_blocks
             if first < end < position:
-                part = self._cut(part, end - first)
+                node = self._cut(node, end - first)
             if first < start < position:
-                self._cut(part, start - first)  # `part` is the lower half now
+                self._cut(node, start - first)  # `node` is the lower half now
             if start < position and first < end:
-                nodes.append(part)
+                nodes.append(node)
         return nodes
 
     def end_after(self, leaf: Node, num_blocks: int) -> None:

@@ -368,10 +368,10 @@ class Loader:
     def _fill_parts(self, lease: Lease, first: int, payloads: Sequence[memoryview]) -> list[Copy]:
         """Copy the parts of windowed layers that a lease needs of the blocks from `first` on."""
         copies: list[Copy] = []
-        for holder in lease.windows:
-            given = holder.receive(lease.block_ids, first + len(payloads))
-            part_ids = [holder.part_of(int(lease.block_ids[at])) for at in given]
-            copies.append(self._mover.write_parts(part_ids, [payloads[at - first] for at in given]))
+        for window_lease in lease.windows:
+            positions = window_lease.receive(lease.block_ids, first + len(payloads))
+            part_ids = [window_lease.part_of(int(lease.block_ids[at])) for at in positions]
+            copies.append(self._mover.write_parts(part_ids, [payloads[at - first] for at in positions]))
         return copies
 
     def _start(self, run: Sequence[StoredBlock]) -> Load:

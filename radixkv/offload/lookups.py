@@ -61,7 +61,7 @@ class Lookups:
         self._wake = wake
         self._block_size = block_size
         self._num_open: dict[Request, int] = {}  # results that a request waits for
-        self._answers: queue.SimpleQueue[tuple[_Lookup, list[bool] | None, float]] = queue.SimpleQueue()
+        self._results: queue.SimpleQueue[tuple[_Lookup, list[bool] | None, float]] = queue.SimpleQueue()
 
     def begin(self, request: Request, first_block: int) -> bool:
         """Look up the blocks of a new request that are not in the index. Returns whether it must wait for `ended`.
@@ -92,8 +92,8 @@ class Lookups:
     def ended(self) -> list[Request]:
         """Return the requests whose lookups have ended since the last call."""
         ended: list[Request] = []
-        while not self._answers.empty():
-            (request, store, blocks, started_s), are_there, ended_s = self._answers.get()
+        while not self._results.empty():
+            (request, store, blocks, started_s), are_there, ended_s = self._results.get()
             if are_there is not None:
                 self._choice.note_lookup(store, ended_s - started_s)
                 found = [block for block, is_there in zip(blocks, are_there, strict=True) if is_there]
@@ -109,7 +109,7 @@ class Lookups:
     @property
     def has_ended(self) -> bool:
         """Whether lookups have ended since the last `ended`."""
-        return not self._answers.empty()
+        return not self._results.empty()
 
     def leave(self, request: Request) -> None:
         """Forget a request."""
@@ -117,5 +117,5 @@ class Lookups:
 
     def _end(self, lookup: _Lookup, are_there: Future[list[bool] | None]) -> None:
         """Queue a result. Runs on a thread of the store."""
-        self._answers.put((lookup, None if are_there.cancelled() else are_there.result(), self._clock()))
+        self._results.put((lookup, None if are_there.cancelled() else are_there.result(), self._clock()))
         self._wake()

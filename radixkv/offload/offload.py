@@ -216,7 +216,7 @@ class Offload:
         self._take_scanned()
         self.index.retention.expire(self._clock())
         self._retry()
-        self._touches.take_up()
+        self._touches.process_results()
         self._copies = self._saver.copy()
 
     def save(self) -> None:

@@ -33,7 +33,7 @@ class _Touched(NamedTuple):
 class Touches:
     """Touches used blocks in the shared stores, which would otherwise see only loads, and no hits on the device.
 
-        hit, hit, published ──▶ send, at most once per period ──▶ stores ──▶ take_up: lost blocks are queued again
+        hit, hit, published ──▶ send, at most once per period ──▶ stores ──▶ process_results: requeue lost blocks
 
     A hit costs the engine's thread one entry in a dictionary. While a touch is in flight, uses are collected for the
     next one. If a call fails, its uses are dropped.
@@ -42,7 +42,7 @@ class Touches:
         offload_index: collects the uses, and queues blocks to be written again.
         tiers: the shared stores by name.
         clock: seconds, monotonic.
-        wake: called on a store's thread when there is a result, so that the engine calls `take_up`.
+        wake: called on a store's thread when there is a result, so that the engine calls `process_results`.
 
     Attributes:
         num_touched_blocks: used blocks that a store still had, by store.
@@ -64,13 +64,13 @@ class Touches:
         self._wake = wake
         self._due_s = clock()
         self._num_open = 0
-        self._answers: queue.SimpleQueue[_Touched] = queue.SimpleQueue()
+        self._results: queue.SimpleQueue[_Touched] = queue.SimpleQueue()
         self._may_rewrite = float(_MAX_REWRITES)
         self._budgeted_s = self._due_s
 
     def seconds_until_due(self) -> float | None:
-        """Seconds until `take_up` or `send` must be called; None if neither has anything to do."""
-        if not self._answers.empty():
+        """Seconds until `process_results` or `send` must be called; None if neither has anything to do."""
+        if not self._results.empty():
             return 0.0
         if self._num_open or not self._index.used_nodes:
             return None
@@ -89,10 +89,10 @@ class Touches:
                 self._num_open += 1
                 tier.touch(keys).add_done_callback(partial(self._end, name, keys))
 
-    def take_up(self) -> None:
+    def process_results(self) -> None:
         """Process the results of touches: queue the blocks that a store has lost and the device still has."""
-        while not self._answers.empty():
-            self._take_up(self._answers.get())
+        while not self._results.empty():
+            self._process(self._results.get())
 
     def finish(self, limit_s: float) -> None:
         """On shutdown, touch the blocks used since the last touch, and queue lost blocks, within `limit_s` seconds."""
@@ -102,11 +102,11 @@ class Touches:
             self.send()
             try:
                 if self._num_open:
-                    self._take_up(self._answers.get(timeout=max(0.0, deadline_s - time.monotonic())))
+                    self._process(self._results.get(timeout=max(0.0, deadline_s - time.monotonic())))
             except queue.Empty:
                 return
 
-    def _take_up(self, touched: _Touched) -> None:
+    def _process(self, touched: _Touched) -> None:
         store, keys, are_there = touched
         self._num_open -= 1
         if are_there is None:
@@ -129,5 +129,5 @@ class Touches:
 
     def _end(self, store: str, keys: Sequence[bytes], touched: Future[list[bool] | None]) -> None:
         """Queue a result. Runs on a thread of the store."""
-        self._answers.put(_Touched(store, keys, None if touched.cancelled() else touched.result()))
+        self._results.put(_Touched(store, keys, None if touched.cancelled() else touched.result()))
         self._wake()
