@@ -200,7 +200,7 @@ class MergedMatmul:
         self._rows: torch.Tensor | None = None
         self._whole: torch.Tensor | None = None
 
-    def part(self, rows: torch.Tensor, start: int, end: int) -> torch.Tensor:
+    def features(self, rows: torch.Tensor, start: int, end: int) -> torch.Tensor:
         """Return the output features `[start, end)` for rows `[..., in_features]`.
 
         The whole output is computed for the first slice and kept until the last one is taken.
@@ -208,10 +208,10 @@ class MergedMatmul:
         if self._rows is not rows or self._whole is None:
             self._rows = rows
             self._whole = self.matmul(rows)
-        part = self._whole[..., start:end]
+        features = self._whole[..., start:end]
         if end == self.matmul.out_features:
             self._rows = self._whole = None
-        return part
+        return features
 
 
 class PackedSlice(nn.Module):
@@ -232,7 +232,7 @@ class PackedSlice(nn.Module):
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         """Return the output `[..., out_features]` for rows `[..., in_features]`."""
-        return self.joined.part(rows, self.start, self.end)
+        return self.joined.features(rows, self.start, self.end)
 
 
 def pack_linears(module: PreTrainedModel, choices: GemmTuner, *, may_gate: bool = True) -> None:
