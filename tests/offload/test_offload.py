@@ -512,8 +512,8 @@ def test_a_purge_reports_that_the_disk_could_not_be_scanned() -> None:
     bench.offload._disk_scan = SimpleNamespace(has_failed=True, has_more=False, take=lambda: None)  # type: ignore[assignment]
     (ours, unknown) = bench.offload.purge("", None, None)
     bench.run()
-    assert (ours.store, ours.num_deleted.result(0)) == ("disk", 3)
-    assert (unknown.store, unknown.num_deleted.result(0)) == ("disk", None)
+    assert (ours.tier, ours.num_deleted.result(0)) == ("disk", 3)
+    assert (unknown.tier, unknown.num_deleted.result(0)) == ("disk", None)
 
 
 class SlowCopy(CompleteCopy):

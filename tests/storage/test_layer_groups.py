@@ -32,7 +32,7 @@ def test_each_pool_has_its_layers(windows: tuple[int | None, ...], is_by_layer: 
     storage = KVStorage(10, 16, shape, torch.device("cpu"), is_by_layer=is_by_layer, groups=groups, num_parts=4)
     (parts,) = storage.part_pools
     assert (storage.pool.num_layers, parts.num_layers) == (groups.num_whole, groups.num_windowed)
-    assert [place.pool for place in storage.places] == [int(window is not None) for window in windows]
+    assert [place.pool for place in storage.layer_locations] == [int(window is not None) for window in windows]
     assert storage.block_bytes + storage.part_bytes == 16 * shape.token_bytes
     assert storage.num_bytes == storage.pool.blocks.nbytes + parts.blocks.nbytes
 
@@ -40,7 +40,7 @@ def test_each_pool_has_its_layers(windows: tuple[int | None, ...], is_by_layer: 
 def test_layers_count_by_themselves_in_each_pool() -> None:
     groups = LayerGroups.of((8, None, 8, None, None), None)
     storage = KVStorage(2, 16, KVShape(5, 2, 8, torch.bfloat16), torch.device("cpu"), groups=groups, num_parts=1)
-    assert storage.places == ((1, 0), (0, 0), (1, 1), (0, 1), (0, 2))
+    assert storage.layer_locations == ((1, 0), (0, 0), (1, 1), (0, 1), (0, 2))
 
 
 @pytest.mark.parametrize("is_by_layer", [False, True])
@@ -54,9 +54,9 @@ def test_each_shape_has_a_pool_among_blocks_and_among_parts(dtype: torch.dtype, 
     divided = KVStorage(10, 16, shape, cpu, is_by_layer=is_by_layer, groups=groups, num_parts=4)
     assert [(pool.num_layers, pool.num_kv_heads, pool.head_dim) for pool in divided.pools] == [(1, 2, 8), (2, 1, 24)]
     assert [(pool.num_layers, pool.num_kv_heads) for pool in divided.part_pools] == [(1, 2), (1, 1)]
-    assert divided.places == ((2, 0), (1, 0), (0, 0), (3, 0), (1, 1))
+    assert divided.layer_locations == ((2, 0), (1, 0), (0, 0), (3, 0), (1, 1))
     whole = KVStorage(10, 16, shape, cpu, is_by_layer=is_by_layer)
-    assert whole.places == ((0, 0), (1, 0), (0, 1), (1, 1), (1, 2))
+    assert whole.layer_locations == ((0, 0), (1, 0), (0, 1), (1, 1), (1, 2))
     assert whole.block_bytes == divided.block_bytes + divided.part_bytes == 16 * shape.token_bytes
     for storage in (whole, divided):
         assert storage.num_bytes == sum(pool.blocks.nbytes for pool in (*storage.pools, *storage.part_pools))
