@@ -60,9 +60,9 @@ class Reach:
 
         Complexity: a pass over `has_part`, and O(1) for each run of blocks without a part.
 
-        >>> Reach(num_tokens=3).longest(np.array([True, False, True, True]), num_tokens=15, block_size=4)
+        >>> Reach(num_tokens=3).num_reusable_tokens(np.array([True, False, True, True]), num_tokens=15, block_size=4)
         15
-        >>> Reach(num_tokens=5).longest(np.array([True, False, False, True]), num_tokens=15, block_size=4)
+        >>> Reach(num_tokens=5).num_reusable_tokens(np.array([True, False, False, True]), num_tokens=15, block_size=4)
         4
         """
         end = has_part.size
