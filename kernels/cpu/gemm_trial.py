@@ -216,8 +216,8 @@ def _time_in_turn(
             else {num_rows: cost_s / _MAX_RELATIVE_SPEED for num_rows, cost_s in first.costs.items()}
         )
         for num_rows in dict.fromkeys(scored_rows):
-            expected_s = 0.0 if num_rows <= _MIN_SET_ROWS else _expected_s(candidate.known, num_rows)
-            if 2 * expected_s > left_s():
+            # Small row counts are always timed: the costs of the others are extrapolated from them.
+            if num_rows > _MIN_SET_ROWS and 2 * (expected_s := _expected_s(candidate.known, num_rows)) > left_s():
                 costs[num_rows] = expected_s
             else:
                 costs[num_rows] = candidate.known[num_rows] = watch.shortest(

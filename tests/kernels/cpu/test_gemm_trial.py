@@ -223,6 +223,18 @@ def test_without_time_a_batch_invariant_backend_is_chosen(
     assert [choice.backend for choice in choices if choice is not None] == ["alike", "fast"]
 
 
+@pytest.mark.parametrize("is_exact", [True, False])
+def test_the_time_may_run_out_anywhere(is_exact: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even between the check that there is time for a backend and its first call."""
+    timed(monkeypatch, [0.0], "fast", 0.0)
+    timed(monkeypatch, [0.0], "other", 0.0)
+    for limit_s in range(100):
+        clock = map(float, itertools.count()).__next__
+        names = ("fast", "other")
+        choice = choose_gemm(torch.empty(4, 8), None, names, is_exact=is_exact, limit_s=limit_s, clock=clock)
+        assert choice is not None
+
+
 @pytest.mark.parametrize(
     ("limit_s", "sizes"),
     [(0.0, (1, 8)), (250.0, (1, 8, 64)), (1050.0, (1, 4, 16, 64, 256)), (5000.0, SIZES)],
