@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -148,30 +147,6 @@ def test_a_request_for_no_tokens_caches_its_prompt(served: Served) -> None:
     assert (warmed.content, warmed.stop_reason, warmed.usage.output_tokens) == ([], "max_tokens", 0)
     usage = served.anthropic.messages.create(model=MODEL, max_tokens=1, messages=messages).usage
     assert usage.input_tokens == 1
-
-
-@pytest.mark.parametrize("seed", range(30))
-def test_the_counts_of_random_conversations_add_up(served: Served, seed: int) -> None:
-    choose = random.Random(seed)
-    ttls = sorted(choose.choices(["5m", "1h"], k=choose.randrange(5)))  # 1h sorts before 5m
-    words = ["shade", "sun", "rain", "soil"]
-    system = [block(" ".join(choose.choices(words, k=5)))]
-    messages = []
-    for index in range(choose.randrange(1, 6)):
-        role = "user" if index % 2 == 0 else "assistant"
-        messages.append({"role": role, "content": [block(" ".join(choose.choices(words, k=choose.randrange(1, 30))))]})
-    if messages[-1]["role"] == "assistant":
-        messages.pop()
-    blocks = [*system, *(each for message in messages for each in message["content"])]
-    places = sorted(choose.sample(range(len(blocks)), min(len(ttls), len(blocks))))
-    for place, ttl in zip(places, ttls, strict=False):
-        blocks[place]["cache_control"] = {"type": "ephemeral", "ttl": ttl}
-    total = len(served.tokenizer.encode_chat([{"role": "system", "content": system}, *messages]))
-    for turn in range(2):
-        plain, five, hour, read, _ = usage_of(served, f"random {seed}", system=system, messages=messages)
-        assert plain + five + hour + read == total
-        assert min(plain, five, hour, read) >= 0
-        assert read == (total - 1 if turn else 0)
 
 
 def message_with(**fields: object) -> tuple[str, object]:
