@@ -31,19 +31,19 @@ class FakeService(prefill_pb2_grpc.PrefillServiceServicer, cache_pb2_grpc.CacheS
     """Answers with exact counts.
 
     Attributes:
-        trouble: may spoil the answer to a request, or name the status that it fails with.
+        trouble: may change the response to a request, or return the status that it fails with.
         delay_s: how long each request takes.
-        num_together: requests wait until that many have been under way at once.
-        calls: requests seen, by tenant and whether the cache was used.
-        most_at_once: requests that were ever under way together.
+        num_together: each request waits until this many have been running at the same time.
+        calls: number of requests, by tenant and whether the cache was used.
+        max_running: the maximum number of requests that ran at the same time.
     """
 
     trouble: Trouble = lambda request, response: None
     delay_s: float = 0.0
     num_together: int = 0
     calls: Counter[tuple[str, bool]] = field(default_factory=Counter)
-    most_at_once: int = 0
-    _under_way: int = 0
+    max_running: int = 0
+    _num_running: int = 0
     _prefixes: set[tuple[str, tuple[int, ...]]] = field(default_factory=set)
     _lock: threading.Condition = field(default_factory=threading.Condition)
 
@@ -54,8 +54,8 @@ class FakeService(prefill_pb2_grpc.PrefillServiceServicer, cache_pb2_grpc.CacheS
         prefixes = [(request.tenant, tokens[:end]) for end in range(1, len(tokens) + 1)]
         with self._lock:
             self.calls[request.tenant, request.read_cache] += 1
-            self._under_way += 1
-            self.most_at_once = max(self.most_at_once, self._under_way)
+            self._num_running += 1
+            self.max_running = max(self.max_running, self._num_running)
             self._lock.notify_all()
             cached_tokens = 0
             if request.read_cache:
@@ -63,10 +63,10 @@ class FakeService(prefill_pb2_grpc.PrefillServiceServicer, cache_pb2_grpc.CacheS
                     cached_tokens += 1
             if request.write_cache:
                 self._prefixes.update(prefixes)
-            self._lock.wait_for(lambda: self.most_at_once >= self.num_together)
+            self._lock.wait_for(lambda: self.max_running >= self.num_together)
         time.sleep(self.delay_s)
         with self._lock:
-            self._under_way -= 1
+            self._num_running -= 1
         response = prefill_pb2.PrefillResponse(
             usage=prefill_pb2.Usage(
                 prompt_tokens=len(tokens), cached_tokens=cached_tokens, computed_tokens=len(tokens) - cached_tokens

@@ -378,7 +378,7 @@ def test_a_request_whose_callback_failed_gets_nothing_of_the_running_step() -> N
     future, other = bench.generate(PROMPT, 9, on_tokens=fail), bench.generate(range(50, 60), 9)
     while len(future.streamed) < 3:
         bench.core.step()
-    bench.core.step()  # it was under way
+    bench.core.step()  # it was running
     bench.core.step()
     assert isinstance(future.exception(0), StepFailed)
     assert future.streamed == [*expected(3)]

@@ -38,7 +38,7 @@ pytestmark = [
 
 SETTINGS = ("gateway.enabled=true", "gateway.tenant=gate", "cache.capacity_tokens=16384", "server.drain_timeout_s=1")
 MODEL = "tiny"
-UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # of a letter whose last bytes did not come
+UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # of a character whose last bytes are missing
 
 
 @dataclass
@@ -309,7 +309,7 @@ def test_a_client_that_disconnects_aborts_its_request(fleet: Fleet, stream: bool
     assert any(is_cancelled_by_leaving(fleet, stream) for _ in range(4))
 
 
-def outcomes_around_a_death(fleet: Fleet, num_requests: int) -> list[str]:
+def outcomes_around_a_kill(fleet: Fleet, num_requests: int) -> list[str]:
     """Send four requests at a time, and kill the busier server after a quarter of them."""
     answered: list[int] = []
     victims: list[ServerProcess] = []
@@ -337,14 +337,14 @@ def outcomes_around_a_death(fleet: Fleet, num_requests: int) -> list[str]:
 
 
 def test_no_client_sees_an_error_when_a_server_is_killed(fleet: Fleet) -> None:
-    assert set(outcomes_around_a_death(fleet, 200)) == {"answered"}
+    assert set(outcomes_around_a_kill(fleet, 200)) == {"answered"}
 
 
 @pytest.mark.slow
 def test_no_client_sees_an_error_when_a_server_is_killed_during_480_requests() -> None:
     for _ in range(2):
         with started_fleet() as fleet:
-            assert outcomes_around_a_death(fleet, 480) == ["answered"] * 480
+            assert outcomes_around_a_kill(fleet, 480) == ["answered"] * 480
 
 
 def long_stream(fleet: Fleet, number: int) -> tuple[str, int]:
@@ -400,7 +400,7 @@ def test_requests_reach_their_prefix_after_a_restart_of_a_server_and_of_the_gate
         fleet.servers[1] = ServerProcess(command)
         assert stack.enter_context(fleet.servers[1]) == fleet.addresses[1]
         wait_until(lambda: num_healthy_servers(fleet.url) == 2)
-        wait_until(lambda: fleet.num_known_blocks() == 6 * 20)  # the new life has nothing
+        wait_until(lambda: fleet.num_known_blocks() == 6 * 20)  # the restarted server has cached nothing
         after = warm_each(fleet, 2)
         wait_until(lambda: fleet.num_known_blocks() == 18 * 20)
         assert [generated(fleet, prompt)["cached_tokens"] for prompt in after] == [319] * 12

@@ -333,7 +333,7 @@ class TestPressure:
         num_free = bench.cache.pool.num_free + bench.cache.num_evictable_blocks
         brief = bench.submit(range(100, 100 + num_free * BLOCK_SIZE))
         held = bench.submit(range(200, 204), hold_lease=True)
-        bench.core.step()  # it was under way
+        bench.core.step()  # it was running
         bench.core.step()
         assert brief.done()
         assert not held.done(), "it would keep its blocks"
@@ -395,7 +395,7 @@ class TestPressure:
             bench.core.step()
         assert (bench.cache.pool.num_free, bench.cache.num_evictable_blocks) == (1, 10)
         coming = bench.submit([*range(100, 108), 1, 2, 3, 4])
-        bench.core.step()  # it was under way
+        bench.core.step()  # it was running
         bench.core.step()
         assert coming.result(0).usage.cached_tokens == 8
 

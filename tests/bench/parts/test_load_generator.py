@@ -69,13 +69,13 @@ def test_nothing_is_read_or_written_without_cache() -> None:
 def test_a_closed_loop_never_exceeds_its_concurrency_and_reaches_it() -> None:
     service = FakeService(num_together=3)
     send(service, shared_prefix(20, 5, 5, 1, 256, seed=0), ReplayTraffic("t", True, 3, PATIENCE_S))
-    assert service.most_at_once == 3
+    assert service.max_running == 3
 
 
 def test_an_open_loop_sends_at_the_arrivals_however_slow_the_answers() -> None:
     service = FakeService(num_together=4)
     replayed = send(service, items_arriving(0.0, 0.05, 0.1, 0.15), ReplayTraffic("t", True, None, PATIENCE_S))
-    assert service.most_at_once == 4
+    assert service.max_running == 4
     assert all(outcome.late_s >= 0 for outcome in replayed.outcomes)
     assert [o.sent_s - o.late_s for o in replayed.outcomes] == pytest.approx([0.0, 0.05, 0.1, 0.15])
 

@@ -42,10 +42,10 @@ Breaks = Callable[[pytest.MonkeyPatch], None]
 def publishes_before_the_step(patch: pytest.MonkeyPatch) -> None:
     wait_for = EngineCore._wait_for
 
-    def publish_and_wait(core: EngineCore, under_way: Step) -> list[SliceResult]:
-        for part in under_way.slices:
+    def publish_and_wait(core: EngineCore, running: Step) -> list[SliceResult]:
+        for part in running.slices:
             core._completer._commit(part.request, part.end)
-        return wait_for(core, under_way)
+        return wait_for(core, running)
 
     patch.setattr(EngineCore, "_wait_for", publish_and_wait)
 
@@ -175,7 +175,7 @@ def resumes_after_a_preemption_as_if_nothing_was_evicted(patch: pytest.MonkeyPat
 
 def accepts_values_that_are_not_finite(patch: pytest.MonkeyPatch) -> None:
     wait = Step.wait
-    patch.setattr(Step, "wait", lambda under_way: [each._replace(is_finite=True) for each in wait(under_way)])
+    patch.setattr(Step, "wait", lambda running: [each._replace(is_finite=True) for each in wait(running)])
 
 
 def reports_no_failed_steps_to_callers(patch: pytest.MonkeyPatch) -> None:

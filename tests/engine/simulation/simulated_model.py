@@ -173,12 +173,12 @@ class SimulatedRunner:
         self._step_s, self._token_s = step_s, token_s
         self._failures = failures
         self._during = during
-        self._is_under_way = False
+        self._is_running = False
         self._prepared: list[Part] = []
 
     def prepare(self, chunks: Sequence[Chunk]) -> Launch:
         """Record the current block tables. The step before may still run."""
-        is_ahead = self._is_under_way
+        is_ahead = self._is_running
         parts = []
         for chunk in chunks:
             lease = self._lease_of(chunk)
@@ -201,7 +201,7 @@ class SimulatedRunner:
 
         Every other step that fails before it has done anything fails here, and so does one without memory.
         """
-        if self._is_under_way:
+        if self._is_running:
             self.violations.append("a step begins before the last one was waited for")
         if self._prepared is not prepared:
             self.violations.append("a step begins although another one was prepared since, or it began before")
@@ -216,7 +216,7 @@ class SimulatedRunner:
             if chunk.copy is not None:
                 self.content[chunk.copy.target] = 667
             self._scribble(chunk)
-        self._is_under_way = True
+        self._is_running = True
         return lambda: self._finish(parts, failure)
 
     def run(self, chunks: Sequence[Chunk]) -> StepResult:
@@ -224,7 +224,7 @@ class SimulatedRunner:
 
     def _finish(self, parts: Sequence[Part], failure: str | None) -> StepResult:
         """Compute the step that was begun."""
-        self._is_under_way = False
+        self._is_running = False
         self.num_steps += 1
         chunks = [part.chunk for part in parts]
         num_tokens = sum(chunk.num_tokens for chunk in chunks)

@@ -228,7 +228,7 @@ def test_a_client_with_the_maximum_number_of_calls_does_not_block_others() -> No
         ):
             (engine,) = served.engines.values()
             engine.is_gated = True
-            under_way = [asyncio.ensure_future(many.prefill([7, number])) for number in range(20)]
+            unfinished = [asyncio.ensure_future(many.prefill([7, number])) for number in range(20)]
             assert await becomes_true(lambda: len(engine.futures) == 20)
             (connection,) = served.state.connections
             await connection.check()
@@ -237,7 +237,7 @@ def test_a_client_with_the_maximum_number_of_calls_does_not_block_others() -> No
             assert await becomes_true(lambda: asked.done() or len(engine.futures) == 21)
             engine.open_gate()
             assert (await asked).next_token_id == next_token_of(PROMPT)
-            assert len(await asyncio.gather(*under_way)) == 20
+            assert len(await asyncio.gather(*unfinished)) == 20
 
     run(test)
 

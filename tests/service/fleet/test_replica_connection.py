@@ -47,7 +47,7 @@ def test_a_line_is_up_while_the_server_says_so() -> None:
             server._health.enter_graceful_shutdown()
             await connection.check()
             assert not connection.is_up
-            assert await connection.wait_for(asyncio.sleep(0, "an answer under way")) == "an answer under way"
+            assert await connection.wait_for(asyncio.sleep(0, "an unfinished answer")) == "an unfinished answer"
 
     run(test)
 

@@ -54,7 +54,7 @@ def test_a_path_that_is_not_utf8_fails_alone(path: str) -> None:
     assert asyncio.run(run()) == ([3, 3, 3], False)
 
 
-def test_a_call_under_way_survives_broken_paths() -> None:
+def test_a_running_call_survives_broken_paths() -> None:
     async def run() -> bytes:
         entered, release = asyncio.Event(), asyncio.Event()
 

@@ -69,7 +69,7 @@ def ends_with(monkeypatch: pytest.MonkeyPatch, status: int) -> None:
     monkeypatch.setattr(subprocess, "run", lambda command, **_: subprocess.CompletedProcess(command, status))
 
 
-def test_no_more_requests_than_asked_for_are_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_more_requests_than_allowed_run_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
     ends_with(monkeypatch, 0)
     engine = openvino_worker.OpenVino(OPTIONS)
     done = engine.run(Task([[5, 1], [6, 1], [7, 1]], 3, at_once=2))
