@@ -29,7 +29,7 @@ from radixkv.service.text.tool_calls import ToolCall, ToolCallText
 from radixkv.v1.cache_pb2 import RetainRequest
 from radixkv.v1.prefill_pb2 import GenerateRequest, MissReason, Usage
 
-# The retention priority of what is cached for a time, above the default of 50.
+# The retention priority of prompts with `cache_control`, above the default of 50.
 RETENTION_PRIORITY = 75
 
 _ERROR_TYPES = {
@@ -63,7 +63,7 @@ class AnthropicApi:
 
     Args:
         servicer: generates completions.
-        retain: keeps a prefix cached for a time; see `CacheServicer.Retain`.
+        retain: retains a prefix for some time; see `CacheServicer.Retain`.
         encoder: encodes prompts.
         limits: of the engine.
     """
@@ -106,24 +106,25 @@ class AnthropicApi:
             retention.priority, retention.ttl.seconds = RETENTION_PRIORITY, ranges[-1].ttl_s
             retention.end_token = ranges[-1].num_tokens
         tokenizer = await self._encoder.tokenizer()
-        answer = _Answer(request, prompt.tools, ranges, options.model or self._limits.model)
+        writer = _ResponseWriter(request, prompt.tools, ranges, options.model or self._limits.model)
         async with contextlib.aclosing(
             text_chunks(self._servicer, generate, request.call, tokenizer, options.stops)
         ) as chunks:
-            kept = self._keep_longer(request, generate, ranges, chunks)
-            async with contextlib.aclosing(kept):
-                return await (answer.stream(kept) if options.is_streamed else answer.whole(kept))
+            retaining = self._with_hour_retained(request, generate, ranges, chunks)
+            async with contextlib.aclosing(retaining):
+                return await (writer.stream(retaining) if options.is_streamed else writer.whole(retaining))
 
-    async def _keep_longer(
+    async def _with_hour_retained(
         self,
         request: ApiRequest,
         generate: GenerateRequest,
         ranges: Sequence[CachedRange],
         chunks: AsyncGenerator[TextChunk, None],
     ) -> AsyncGenerator[TextChunk, None]:
-        """Yield chunks. Before the first one, retain the range that is to be cached for an hour.
+        """Yield chunks. Before the first one, retain the range that should be cached for an hour.
 
-        The prompt is published when its first token is known. The request itself carries only one retention.
+        The request itself has room for one retention only, that of the last range. The prompt is cached when its first
+        token is known.
         """
         longer = [each for each in ranges[:-1] if each.ttl_s > ranges[-1].ttl_s]
         async for chunk in chunks:
@@ -142,13 +143,13 @@ class AnthropicApi:
             yield chunk
 
 
-class _Answer:
+class _ResponseWriter:
     """Writes the response to one request.
 
     Args:
         request: the request.
         tools: its tools.
-        ranges: the ranges of the prompt that are to be cached, the shortest first.
+        ranges: the ranges of the prompt that should be retained, the shortest first.
         model: the name of the model or adapter that answers.
     """
 

@@ -21,12 +21,14 @@ _TTL_S = {"5m": 300, "1h": 3600}
 
 @dataclass(frozen=True, slots=True)
 class Breakpoint:
-    """A place up to which the prompt is to be cached, because a block of content there has `cache_control`.
+    """The end of a content block with `cache_control`: the prompt up to there should be retained.
 
     Attributes:
-        num_messages: messages up to it, including the system prompt; 0 for a place after the tools.
-        num_parts: parts of the last of them, up to it. A call of a tool is at the end of its message.
-        ttl_s: how long, in seconds; each later request with the breakpoint begins the time again.
+        num_messages: number of messages before the position, including the system prompt and the last, partial one; 0
+            for a position after the tools.
+        num_parts: number of content parts of the last of these messages before the position. Tool calls are at the end
+            of their message.
+        ttl_s: seconds of retention. Each later request with the same breakpoint restarts them.
     """
 
     num_messages: int
@@ -36,7 +38,7 @@ class Breakpoint:
 
 @dataclass(frozen=True, slots=True)
 class CachedRange:
-    """The first tokens of a prompt, and the seconds for which they are to be cached."""
+    """The first tokens of a prompt, and the seconds for which they should be retained."""
 
     num_tokens: int
     ttl_s: int
@@ -48,7 +50,7 @@ class MessagesPrompt:
 
     Attributes:
         messages: in the form of OpenAI's API, the system prompt first.
-        breakpoints: in the order of their places.
+        breakpoints: in the order of their positions.
         has_thinking: whether the model may think; None if the request does not say.
         tools: the tools that the model may call.
     """

@@ -72,7 +72,7 @@ class HttpCall:
         """Receive the body.
 
         Raises:
-            InvalidRequest: it is larger than `max_body_bytes`, or the client broke off.
+            InvalidRequest: it is larger than `max_body_bytes`, or the client disconnected.
         """
         declared = self._request.content_length
         if declared is not None and declared > self._max_body_bytes:

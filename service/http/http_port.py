@@ -62,7 +62,7 @@ class HttpPort:
         config: where to listen, and limits.
         limits: of the engine.
         servicer: generates completions.
-        retain: keeps a prefix cached for a time.
+        retain: retains a prefix for some time.
         tokenizer: of the model.
         authorizer: decides who may call what.
         receiver: receives requests, together with those of the gRPC port.
@@ -195,7 +195,7 @@ class HttpPort:
                     server, accepted, ssl=self._tls.https(), ssl_handshake_timeout=_TLS_HANDSHAKE_S
                 )
         except (OSError, ConnectionError):
-            accepted.close()  # the client broke off, or does not use TLS
+            accepted.close()  # the client disconnected, or does not use TLS
             return
         # A write waits until the system has taken all of it, so that a response counts as unsent until then.
         transport.set_write_buffer_limits(0)
@@ -213,7 +213,7 @@ class HttpPort:
             task = asyncio.create_task(self._answer(request, handler))
             try:
                 return await asyncio.shield(task)
-            except asyncio.CancelledError:  # the client has left
+            except asyncio.CancelledError:  # the client disconnected
                 task.cancel()
                 await asyncio.wait([task])
                 raise

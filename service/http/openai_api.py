@@ -79,8 +79,8 @@ class OpenAIApi:
         prompt, options = read_chat(fields)
         tenant = request.hold(options.generate)
         token_ids = await self._encoder.encode(request.num_bytes, "messages", prompt.encode)
-        form = _ToolForm(prompt.tools) if prompt.tools.may_be_called else _Form()
-        return await self._answer(request, options, form, [self._complete(options, token_ids, tenant)])
+        body_format = _ToolChatFormat(prompt.tools) if prompt.tools.may_be_called else _ChatFormat()
+        return await self._answer(request, options, body_format, [self._complete(options, token_ids, tenant)])
 
     async def completions(self, request: ApiRequest, fields: Fields) -> web.StreamResponse:
         """Answer `POST /v1/completions`."""
@@ -91,7 +91,7 @@ class OpenAIApi:
             encode = partial(_encoded, prompt, self._limits)
             token_ids = await self._encoder.encode(request.num_bytes, "prompt", encode)
             generates.append(self._complete(options, token_ids, tenant))
-        return await self._answer(request, options, _CompletionForm(), generates)
+        return await self._answer(request, options, _CompletionFormat(), generates)
 
     def _complete(self, options: CompletionOptions, token_ids: Sequence[int], tenant: str) -> GenerateRequest:
         """Return the gRPC request for one prompt."""
@@ -105,13 +105,17 @@ class OpenAIApi:
         return request
 
     async def _answer(
-        self, request: ApiRequest, options: CompletionOptions, form: _Form, generates: Sequence[GenerateRequest]
+        self,
+        request: ApiRequest,
+        options: CompletionOptions,
+        body_format: _ChatFormat,
+        generates: Sequence[GenerateRequest],
     ) -> web.StreamResponse:
         tokenizer = await self._encoder.tokenizer()
-        answer = _Answer(request, options, tokenizer, form, options.model or self._limits.model)
+        writer = _ResponseWriter(request, options, tokenizer, body_format, options.model or self._limits.model)
         streams = [text_chunks(self._servicer, each, request.call, tokenizer, options.stops) for each in generates]
         async with contextlib.aclosing(merged(streams)) as chunks:
-            return await (answer.stream(chunks) if options.is_streamed else answer.whole(chunks, len(streams)))
+            return await (writer.stream(chunks) if options.is_streamed else writer.whole(chunks, len(streams)))
 
 
 def _encoded(prompt: str | list[Any], limits: Limits, tokenizer: Tokenizer) -> list[int]:
@@ -135,8 +139,8 @@ class _Choice:
     finish_reason: str | None = None
 
 
-class _Form:
-    """The form of a chat completion.
+class _ChatFormat:
+    """The format of a chat completion.
 
     Attributes:
         object: the type of the whole response; that of a chunk is different in a chat.
@@ -168,8 +172,8 @@ class _Form:
         return chat_logprobs(rows, tokenizer)
 
 
-class _ToolForm(_Form):
-    """The form of a chat completion that may contain calls of tools."""
+class _ToolChatFormat(_ChatFormat):
+    """The format of a chat completion that may contain tool calls."""
 
     def __init__(self, tools: Tools) -> None:
         self._tools = tools
@@ -237,8 +241,8 @@ def _call_object(call: ToolCall, index: int) -> dict[str, Any]:
     }
 
 
-class _CompletionForm(_Form):
-    """The form of a completion."""
+class _CompletionFormat(_ChatFormat):
+    """The format of a completion of `/v1/completions`."""
 
     object = chunk_object = "text_completion"
     id_prefix = "cmpl-"
@@ -258,25 +262,30 @@ class _CompletionForm(_Form):
         return completion_logprobs(rows, tokenizer, offset)
 
 
-class _Answer:
+class _ResponseWriter:
     """Writes the response to one request.
 
     Args:
         request: the request.
         options: its options.
         tokenizer: of the model.
-        form: of the response.
+        body_format: format of the response.
         model: the name of the model or adapter that answers.
     """
 
     def __init__(
-        self, request: ApiRequest, options: CompletionOptions, tokenizer: Tokenizer, form: _Form, model: str
+        self,
+        request: ApiRequest,
+        options: CompletionOptions,
+        tokenizer: Tokenizer,
+        body_format: _ChatFormat,
+        model: str,
     ) -> None:
         self.request = request
         self.options = options
         self.tokenizer = tokenizer
-        self._form = form
-        self._head = {"id": form.id_prefix + request.request_id, "created": int(time.time()), "model": model}
+        self._format = body_format
+        self._head = {"id": body_format.id_prefix + request.request_id, "created": int(time.time()), "model": model}
         self._num_completions = max(1, options.generate.n)
         self._has_logprobs = options.generate.HasField("logprobs")
         self._choices: dict[int, _Choice] = {}
@@ -294,10 +303,10 @@ class _Answer:
         for index in range(num_prompts * self._num_completions):
             choice = self._choices[index]
             choice.text = "".join(pieces[index])
-            logprobs = self._form.logprobs(choice.rows, self.tokenizer, 0) if self._has_logprobs else None
-            choices.append(self._form.choice(index, choice, logprobs))
+            logprobs = self._format.logprobs(choice.rows, self.tokenizer, 0) if self._has_logprobs else None
+            choices.append(self._format.choice(index, choice, logprobs))
         return self.request.json(
-            {**self._head, "object": self._form.object, "choices": choices, "usage": self._usage()}
+            {**self._head, "object": self._format.object, "choices": choices, "usage": self._usage()}
         )
 
     async def stream(self, chunks: AsyncGenerator[tuple[int, TextChunk], None]) -> web.StreamResponse:
@@ -312,8 +321,8 @@ class _Answer:
                 choice.text += chunk.text
                 if not (chunk.text or chunk.is_last or is_first or rows):
                     continue  # a part of a character, or of what may be a stop string
-                logprobs = self._form.logprobs(rows, self.tokenizer, offset) if self._has_logprobs else None
-                delta = self._form.delta(index, chunk.text, logprobs, choice.finish_reason, is_first=is_first)
+                logprobs = self._format.logprobs(rows, self.tokenizer, offset) if self._has_logprobs else None
+                delta = self._format.delta(index, chunk.text, logprobs, choice.finish_reason, is_first=is_first)
                 await events.send(self._chunk([delta]))
             if self.options.has_usage_chunk:
                 await events.send({**self._chunk([]), "usage": self._usage()})
@@ -326,7 +335,7 @@ class _Answer:
         return await events.end()
 
     def _chunk(self, choices: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        chunk = {**self._head, "object": self._form.chunk_object, "choices": choices}
+        chunk = {**self._head, "object": self._format.chunk_object, "choices": choices}
         return {**chunk, "usage": None} if self.options.has_usage_chunk else chunk
 
     def _add(self, position: int, chunk: TextChunk) -> tuple[int, _Choice]:

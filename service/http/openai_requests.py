@@ -265,7 +265,7 @@ def _read_logit_bias(fields: Fields) -> dict[int, float]:
 
 
 def _read_retention(fields: Fields, generate: GenerateRequest) -> None:
-    """Read how long the prompt is to be cached."""
+    """Read how long the prompt should be retained."""
     name = fields.text("prompt_cache_retention")
     if name is None:
         return
