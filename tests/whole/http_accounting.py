@@ -10,6 +10,7 @@ common prefix with one of them.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import http.client
 import json
 import random
@@ -107,12 +108,12 @@ def run(num_calls: int, seed: int) -> Counter[str]:
     with (
         serving("--http-port", str(port), "--set", "cache.max_retained_share=1") as (_, address),
         Client(address, timeout_s=PATIENCE_S) as client,
+        contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)) as connection,
     ):
         tokenizer: Tokenizer = client.tokenizer()
         conversations = Conversations(seed)
         oracles = {salt: PrefixOracle() for salt in ("a", "b")}
         choose = random.Random(seed + 1)
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
         for _ in range(num_calls):
             request = conversations.next()
             salt = choose.choice(sorted(oracles))
@@ -129,8 +130,8 @@ def run(num_calls: int, seed: int) -> Counter[str]:
             )
             oracles[salt].add(token_ids)
             outcomes[f"WRONG {wrong}" if wrong else "right"] += 1
-        evicted = client.stats().blocks.free
-    print(json.dumps(outcomes, indent=2), f"{evicted} blocks free")
+        num_free = client.stats().blocks.free
+    print(json.dumps(outcomes, indent=2), f"{num_free} blocks are still free, so nothing was evicted")
     return outcomes
 
 
