@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 import yaml
 
-from radixkv.config import ServerConfig
+from radixkv.config import Config, ServerConfig
 from radixkv.offload.offload import CLOSE_LIMIT_S
 from radixkv.service.cli.main import make_parser
+from radixkv.service.server.metrics_port import OPEN_PATHS
 from tests.patience import PATIENCE_S
 
 from .prometheus import DEPLOY, PROMTOOL
@@ -45,6 +46,8 @@ COMPOSE, COMPOSE_TLS = (
     yaml.load((DEPLOY / name).read_text(encoding="utf-8"), ComposeLoader)
     for name in ("compose.yaml", "compose.tls.yaml")
 )
+
+KUBERNETES = list(yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text(encoding="utf-8")))
 
 
 def output_of(*command: str | Path | None, cwd: Path) -> str:
@@ -239,3 +242,31 @@ def test_the_unit_can_compile_and_load_kernels_in_its_cache() -> None:
 
 def text_of(path: str) -> str:
     return (ROOT / path).read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("manifest", KUBERNETES, ids=lambda manifest: manifest["kind"])
+def test_a_manifest_is_valid(manifest: dict[str, Any]) -> None:
+    kubernetes_validate = pytest.importorskip("kubernetes_validate")
+    kubernetes_validate.validate(manifest, "1.34", strict=True)
+
+
+def test_the_manifests_agree_with_the_server(tmp_path: Path) -> None:
+    manifests = {each["kind"]: each for each in KUBERNETES}
+    (tmp_path / "radixkv.toml").write_text(manifests["ConfigMap"]["data"]["radixkv.toml"])
+    config = Config.load(tmp_path / "radixkv.toml").server
+    pod = manifests["Deployment"]["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    assert make_parser().parse_args(container["args"]).config == "/etc/radixkv/radixkv.toml"
+    ports = {each["name"]: each["containerPort"] for each in container["ports"]}
+    assert ports == {"grpc": config.port, "http": config.http_port, "metrics": config.metrics_port}
+    assert [(each["name"], each["port"]) for each in manifests["Service"]["spec"]["ports"]] == list(ports.items())
+    assert pod["terminationGracePeriodSeconds"] > config.drain_timeout_s + CLOSE_LIMIT_S + 5
+    paths = {name: container[name]["httpGet"]["path"] for name in ("startupProbe", "livenessProbe", "readinessProbe")}
+    assert paths == {"startupProbe": "/readyz", "livenessProbe": "/healthz", "readinessProbe": "/readyz"}
+    assert set(paths.values()) <= set(OPEN_PATHS)
+    assert f"useradd --uid {pod['securityContext']['runAsUser']} " in DOCKERFILE
+    (cache,) = re.findall(r"\bXDG_CACHE_HOME=(\S+)", DOCKERFILE)
+    assert f"{cache}/radixkv" in {each["mountPath"] for each in container["volumeMounts"]}
+    allowed = manifests["NetworkPolicy"]["spec"]["ingress"]
+    assert config.insecure
+    assert allowed == [{"from": [{"podSelector": {}}]}]  # pods of the same namespace
