@@ -9,6 +9,7 @@ from typing import Any
 
 from aiohttp import web
 
+from radixkv.errors import InvalidRequest
 from radixkv.service.http.api_errors import http_status_of
 from radixkv.service.http.event_stream import EventStream
 from radixkv.service.server.calls import Context
@@ -52,7 +53,7 @@ class ApiRequest:
     ) -> None:
         self.call = call
         self.num_bytes = num_bytes
-        self.request_id = request.headers.get(REQUEST_ID_HEADER, "") or new_request_id()
+        self.request_id = self._header(REQUEST_ID_HEADER) or new_request_id()
         self.error_body = error_body
         self._request = request
         self._in_flight = in_flight
@@ -66,15 +67,22 @@ class ApiRequest:
         `radixkv-tenant`.
 
         Raises:
+            InvalidRequest: the request id contains characters that a header cannot have.
             NotPermitted: the caller may not act for that tenant.
             QueueFull: too much is held for it.
         """
-        generate.prefill.tenant = self._request.headers.get(TENANT_HEADER, "")
+        generate.prefill.tenant = self._header(TENANT_HEADER)
         if not generate.prefill.request_id:
             generate.prefill.request_id = self.request_id
         self.request_id = generate.prefill.request_id
+        if not self.request_id.isprintable():  # it becomes a header of the response
+            raise InvalidRequest("request_id: expected printable characters, got others among them")
         self._receiver.hold(self._in_flight, generate, self.num_bytes)
         return str(generate.prefill.tenant)
+
+    def _header(self, name: str) -> str:
+        """Return a header of the request; empty if it is absent."""
+        return next((value for each, value in self.call.invocation_metadata() or () if each == name), "")
 
     def json(self, body: Mapping[str, Any]) -> web.Response:
         """Return a response with a JSON object."""

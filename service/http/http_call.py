@@ -31,11 +31,12 @@ class HttpCall:
     def __init__(self, request: web.BaseRequest, max_body_bytes: int) -> None:
         self._request = request
         self._max_body_bytes = max_body_bytes
-        headers = tuple((name.lower(), value) for name, value in request.headers.items())
+        headers = [(name.lower(), value) for name, value in request.headers.items()]
         key = request.headers.get("x-api-key")  # Anthropic's header for a token
         if key is not None and "authorization" not in request.headers:
-            headers += (("authorization", f"Bearer {key}"),)
-        self._metadata = headers
+            headers.append(("authorization", f"Bearer {key}"))
+        # aiohttp represents bytes that are not UTF-8 as surrogates, which become question marks here.
+        self._metadata = tuple((name, value.encode(errors="replace").decode()) for name, value in headers)
 
     def peer(self) -> str:
         """Return the connection as gRPC names it, such as `ipv4:127.0.0.1:50000`."""
@@ -72,8 +73,10 @@ class HttpCall:
         """Receive the body.
 
         Raises:
-            InvalidRequest: it is larger than `max_body_bytes`, or the client disconnected.
+            InvalidRequest: it is compressed, or larger than `max_body_bytes`, or the client disconnected.
         """
+        if self._request.headers.get("content-encoding", "identity").lower() != "identity":
+            raise InvalidRequest("content-encoding: expected none, got another one; send the body uncompressed")
         declared = self._request.content_length
         if declared is not None and declared > self._max_body_bytes:
             raise InvalidRequest(f"body: expected at most {self._max_body_bytes} bytes, got {declared}")

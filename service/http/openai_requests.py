@@ -21,6 +21,7 @@ from radixkv.v1.prefill_pb2 import GenerateRequest
 
 _MAX_INT32 = 2**31 - 1
 _NUM_SEEDS = 2**64
+_MAX_ID_DIGITS = 10
 _MAX_TEMPERATURE = 2.0
 _DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for `/v1/completions`; a chat may use the whole context
 _RETENTION_PRIORITY = 75
@@ -258,7 +259,7 @@ def _read_logit_bias(fields: Fields) -> dict[int, float]:
     entries = Fields(values, "logit_bias")
     biases = {}
     for name in values:
-        if not (name.isascii() and name.isdecimal() and int(name) < 2**32):
+        if not (name.isascii() and name.isdecimal() and len(name) <= _MAX_ID_DIGITS and int(name) < 2**32):
             raise InvalidRequest("logit_bias: expected token ids as names, got another name")
         biases[int(name)] = float(entries.number(name, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS, 0.0) or 0.0)
     return biases

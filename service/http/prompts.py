@@ -83,6 +83,12 @@ class PromptEncoder:
 
 def _parsed(body: bytes) -> Any:
     try:
-        return json.loads(body)
+        text = body.decode("utf-8-sig")
+        parsed = json.loads(text)
+        if "\\u" in text:  # only escapes can stand for lone surrogates
+            json.dumps(parsed, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise InvalidRequest("body: expected text in Unicode, got lone surrogates") from None
     except (ValueError, RecursionError):  # the message would contain a part of the body
         raise InvalidRequest(f"body: expected JSON, got {len(body)} other bytes") from None
+    return parsed

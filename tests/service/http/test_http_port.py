@@ -362,6 +362,72 @@ def test_requests_leave_no_reference_cycles(body: dict[str, Any]) -> None:
     assert run(main()) == []
 
 
+def test_headers_that_are_no_text_are_not_a_failure(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tokens = tmp_path / "tokens.toml"
+    tokens.write_text(TOKENS.format(**hashed("one", "router", "reader")))
+
+    async def main() -> list[int]:
+        async with port_of(FakeEngine(), tokens_file=str(tokens), insecure=True) as (_, port):
+            statuses = []
+            for sent in (
+                b"authorization: Bearer \xff",
+                b"x-api-key: \xff",
+                b"authorization: Bearer one-token\r\nradixkv-tenant: \xff",
+                b"authorization: Bearer one-token\r\nx-request-id: \xff",
+            ):
+                reader, writer = await asyncio.open_connection("127.0.0.1", port)
+                writer.write(request_bytes(BODY).replace(b"host: localhost", b"host: localhost\r\n" + sent))
+                statuses.append((await response_of(reader))[0])
+                writer.close()
+            return statuses
+
+    assert run(main()) == [401, 401, 403, 200]
+    assert "failed" not in caplog.text
+
+
+SURROGATE = "body: expected text in Unicode, got lone surrogates"
+HUGE = 10**400
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"cache_salt": "\ud800"}, SURROGATE),
+        ({"model": "\udc00"}, SURROGATE),
+        ({"stop": ["\ud83d"]}, SURROGATE),
+        ({"user": {"\ud800": 1}}, SURROGATE),
+        ({"temperature": HUGE}, "temperature: expected a number from 0 to 2, got 1000"),
+        ({"logit_bias": {"5": HUGE}}, "logit_bias.5: expected a number from -100 to 100, got 1000"),
+        ({"logit_bias": {"9" * 5000: 1}}, "logit_bias: expected token ids as names, got another name"),
+        ({"request_id": "a\r\nset-cookie: b"}, "request_id: expected printable characters"),
+    ],
+)
+def test_hostile_values_are_refused(fields: dict[str, Any], message: str) -> None:
+    async def main() -> tuple[int, Any]:
+        async with port_of(FakeEngine()) as (_, port):
+            return await call(port, {**BODY, **fields})
+
+    status, answer = run(main())
+    assert (status, answer["error"]["message"][: len(message)]) == (400, message)
+
+
+def test_text_beyond_ascii_is_accepted() -> None:
+    async def main() -> int:
+        async with port_of(FakeEngine()) as (_, port):
+            return (await call(port, {**BODY, "cache_salt": "\N{GRINNING FACE} é"}, x_request_id="ü"))[0]
+
+    assert run(main()) == 200
+
+
+def test_a_compressed_body_is_refused() -> None:
+    async def main() -> tuple[int, Any]:
+        async with port_of(FakeEngine()) as (_, port):
+            return await call(port, BODY, content_encoding="gzip")
+
+    status, answer = run(main())
+    assert (status, answer["error"]["param"]) == (400, "content-encoding")
+
+
 def test_a_port_in_use_is_reported() -> None:
     port = free_port()
 
