@@ -51,7 +51,7 @@ def test_a_turn_that_fails_is_reported_and_forgotten(capsys, monkeypatch):
     assert (code, out) == (0, "")
     assert err == 2 * "radixkv: INVALID_ARGUMENT: top_p: expected more than 0 and at most 1, got 2.0\n"
     asked = []
-    ask_once = chat.Conversation._print_answer
+    ask_once = chat.ChatSession._print_answer
 
     def fail_first(self):
         asked.append([message["content"] for message in self._messages])
@@ -59,7 +59,7 @@ def test_a_turn_that_fails_is_reported_and_forgotten(capsys, monkeypatch):
             raise InvalidArgument("no")
         return ask_once(self)
 
-    monkeypatch.setattr(chat.Conversation, "_print_answer", fail_first)
+    monkeypatch.setattr(chat.ChatSession, "_print_answer", fail_first)
     converse(capsys, monkeypatch, ["hi", "again"])
     assert asked == [["hi"], ["again"]]
 
