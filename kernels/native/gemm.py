@@ -124,7 +124,8 @@ class QuantizedPanels(Panels):
         scales = halves[:, :, :width][panel, :, place]
         minima = halves[:, :, width : 2 * width][panel, :, place] if is_q4 else None
         # [num_panels, num_groups, bytes of a feature, features]
-        codes = self.numbers[:, :, (4 if is_q4 else 2) * width :].unflatten(2, (-1, width))[panel, :, :, place]
+        codes = self.numbers[:, :, (4 if is_q4 else 2) * width :]
+        codes = codes.unflatten(2, (-1, width))[panel, :, :, place]  # type: ignore[no-untyped-call]
         codes = torch.stack((codes & 15, codes >> 4), -1) if is_q4 else codes.view(torch.int8)
         return QuantizedWeight(codes.flatten(1), scales, minima, self.dtype)
 

@@ -72,7 +72,7 @@ class KVView:
     ) -> None:
         shared = (None if sinks is None else sinks.data_ptr(), slots.data_ptr(), largest.data_ptr())
         problem, pool_of = attention.problem, attention.pool_of
-        self._views = (_KVView * len(layers))(*[(problem, *pool_of(layer), *shared) for layer in layers])
+        self._views = (_KVView * len(layers))(*[_KVView(problem, *pool_of(layer), *shared) for layer in layers])
         self._kept = (attention, sinks, slots, largest)  # keeps the memory of the pointers alive
 
     @property

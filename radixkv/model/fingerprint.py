@@ -46,7 +46,7 @@ def fingerprint_model(module: PreTrainedModel, weights: str, *, is_exact: bool) 
                 continue
             digest.update(json.dumps([name, list(each.shape), str(each.dtype)]).encode())
             data = each.detach().cpu().reshape(-1).view(torch.uint8).numpy()
-            digest.update(data)
+            digest.update(data.data)
             num_bytes += data.nbytes
     took_s = time.perf_counter() - start_s
     _log.info("read %.1f MB of weights for the model's fingerprint in %.2f s", num_bytes / 1e6, took_s)

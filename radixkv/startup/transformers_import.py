@@ -26,7 +26,7 @@ def import_transformers() -> None:
     if _COMPILER in sys.modules or package is None:
         return
     stand_in = _StandIn(_COMPILER)
-    stand_in.__spec__, stand_in.__path__ = package, package.submodule_search_locations
+    stand_in.__spec__, stand_in.__path__ = package, package.submodule_search_locations or []
     sys.modules[_COMPILER] = stand_in
     try:
         for name in _MODULES:

@@ -115,6 +115,6 @@ def _calls_in(text: str) -> list[ToolCall]:
 def _calls_of(values: Sequence[object]) -> Iterator[ToolCall | None]:
     for value in values:
         call = value if isinstance(value, dict) else {}
-        arguments = next((call[name] for name in _ARGUMENTS if name in call), {})
+        arguments: Any = next((call[name] for name in _ARGUMENTS if name in call), {})
         is_call = isinstance(call.get("name"), str) and isinstance(arguments, dict)
         yield ToolCall(call["name"], arguments) if is_call else None

@@ -430,11 +430,11 @@ def _tried_decoder(decoder: Any, in_one_call: NativeLayerCall) -> Forward:
         return rows
 
     ids = torch.arange(_DECODER_TRIAL_TOKENS)[None]
-    given = {"input_ids": ids, "position_ids": ids, "use_cache": False, "radix_step": step}
+    given: dict[str, Any] = {"input_ids": ids, "position_ids": ids, "use_cache": False, "radix_step": step}
     played = copy.copy(decoder)
     layers = nn.ModuleList(nn.Module() for _ in decoder.layers)
     for each in layers:
-        each.forward = stand_in  # type: ignore[assignment]
+        each.forward = stand_in
     played._modules = {**decoder._modules, "layers": layers}
     expected = played.forward(**given)
     got = _decoded(decoder, hooks=(), layers=stand_in_for_all, takes=in_one_call.takes, **given)
