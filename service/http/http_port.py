@@ -24,6 +24,7 @@ from radixkv.service.http.json_fields import Fields
 from radixkv.service.http.openai_api import OpenAIApi
 from radixkv.service.http.openai_responses import error_object as openai_error
 from radixkv.service.http.prompts import PromptEncoder
+from radixkv.service.http.responses_api import ResponsesApi
 from radixkv.service.server.auth.authorizer import Authorizer
 from radixkv.service.server.auth.revocation import Revocation
 from radixkv.service.server.auth.tls import Tls
@@ -98,6 +99,7 @@ class HttpPort:
         self._max_body_bytes = max_message_bytes(config, limits)
         self._encoder = PromptEncoder(tokenizer)
         self._openai = OpenAIApi(servicer, self._encoder, limits)
+        self._responses = ResponsesApi(servicer, self._encoder, limits)
         self._anthropic = AnthropicApi(servicer, retain, self._encoder, limits)
         self._connections = Connections(max_connections(config), config.receive_timeout_s, config.connection_idle_s)
         self._listeners: list[socket.socket] = []
@@ -108,6 +110,7 @@ class HttpPort:
             [
                 web.post("/v1/chat/completions", self._posted(self._openai.chat_completions)),
                 web.post("/v1/completions", self._posted(self._openai.completions)),
+                web.post("/v1/responses", self._posted(self._responses.responses)),
                 web.post("/v1/messages", self._posted(self._anthropic.messages)),
                 web.post("/v1/messages/count_tokens", self._posted(self._anthropic.count_tokens)),
                 web.get("/v1/models", self._described(self._openai.models)),

@@ -28,6 +28,7 @@ from radixkv.service.http.openai_responses import (
     usage_object,
 )
 from radixkv.service.http.prompts import PromptEncoder
+from radixkv.service.http.responses_api import NAMES as RESPONSE_NAMES
 from radixkv.service.http.tools import Tools
 from radixkv.service.text.tokenizer import Tokenizer
 from radixkv.service.text.tool_calls import ToolCall, ToolCallText
@@ -58,7 +59,8 @@ class OpenAIApi:
         if isinstance(error, UnknownAdapter):
             message = f"model: expected {self._limits.model} or the name of a loaded adapter, got another name"
             return error_object(message, 404, "model", "model_not_found")
-        return error_body(error, _CHAT_NAMES if path.endswith("/chat/completions") else _COMPLETION_NAMES)
+        names = {"/v1/chat/completions": _CHAT_NAMES, "/v1/responses": RESPONSE_NAMES}
+        return error_body(error, names.get(path, _COMPLETION_NAMES))
 
     def models(self) -> dict[str, Any]:
         """Return the list of models."""

@@ -26,6 +26,7 @@ _MAX_TEMPERATURE = 2.0
 _DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for `/v1/completions`; a chat may use the whole context
 _RETENTION_PRIORITY = 75
 _RETENTION_S = {"in_memory": 0, "in-memory": 0, "24h": 24 * 3600}
+_CACHE_TTL_S = {"30m": 1800, "12h": 12 * 3600}
 
 # Fields that do not affect the answer of this server.
 _WITHOUT_EFFECT = (
@@ -267,12 +268,24 @@ def _read_logit_bias(fields: Fields) -> dict[int, float]:
 
 def _read_retention(fields: Fields, generate: GenerateRequest) -> None:
     """Read how long the prompt should be retained."""
+    seconds = 0
     name = fields.text("prompt_cache_retention")
-    if name is None:
-        return
-    seconds = _RETENTION_S.get(name)
-    if seconds is None:
-        raise InvalidRequest(f"prompt_cache_retention: expected one of {', '.join(_RETENTION_S)}, got a different name")
+    if name is not None:
+        if name not in _RETENTION_S:
+            raise InvalidRequest(f"prompt_cache_retention: expected one of {', '.join(_RETENTION_S)}, got another name")
+        seconds = _RETENTION_S[name]
+    options = fields.inner("prompt_cache_options")
+    if options is not None:
+        ttl = options.text("ttl")
+        if ttl is not None and ttl not in _CACHE_TTL_S:
+            raise InvalidRequest(
+                f"prompt_cache_options.ttl: expected one of {', '.join(_CACHE_TTL_S)}, got another name"
+            )
+        seconds = max(seconds, 0 if ttl is None else _CACHE_TTL_S[ttl])
+        if options.flag("prewarm"):
+            generate.max_new_tokens = 0
+        options.ignore("mode", "comparison_response_id")  # every prefix is cached, and the usage has the reason
+        options.require_no_others()
     if seconds:
         generate.prefill.retention.priority = _RETENTION_PRIORITY
         generate.prefill.retention.ttl.seconds = seconds

@@ -41,13 +41,19 @@ CLAUDE_TOOLS: Any = [
 QUESTION: Any = [{"role": "user", "content": "How warm is it?"}]
 
 
-@pytest.fixture(scope="module")
-def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    directory: Path = tmp_path_factory.mktemp("model") / "with-tools"
+def write_model_with_tools(folder: Path) -> Path:
+    """Write the embedded model with this template into a folder, and return its directory."""
+    directory = folder / "with-tools"
     build_tiny_model("eager").save_pretrained(directory)
     write_tiny_files(directory)
     path = directory / "tokenizer_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "chat_template": TEMPLATE}))
+    return directory
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    directory = write_model_with_tools(tmp_path_factory.mktemp("model"))
     port = free_port()
     with serving("--model", str(directory), "--http-port", str(port)):
         yield f"http://127.0.0.1:{port}"
