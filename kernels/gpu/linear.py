@@ -47,7 +47,7 @@ def linear(
             start at a multiple of 16 bytes.
         weight: `[out_features, in_features]` like `rows`; any strides.
         bias: `[out_features]` like `rows`, or None.
-        has_large_tiles: whether larger tiles may be used for many rows; see `tried_tiles`.
+        has_large_tiles: whether larger tiles may be used for many rows; see `try_tiles`.
 
     Returns:
         A new contiguous tensor `[..., out_features]` like `rows`; empty if there are no rows.
@@ -76,7 +76,7 @@ def linear(
 Tiles = Literal["both sizes", "one size"] | None
 
 
-def tried_tiles(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Tiles:
+def try_tiles(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Tiles:
     """Check which tiles are batch-invariant on this GPU, for any row count and position.
 
     `linear` fixes the order of summation. The trial checks that compiler and hardware preserve it, with inputs that are

@@ -82,7 +82,7 @@ def make_exact(module: PreTrainedModel, budget: TrialBudget | None = None) -> Ex
         module.set_experts_implementation("eager")
     if module.device.type == "cuda":
         kernels = exact_kernels(module.device)
-        matmuls = _Matmuls(module, kernels.tried_tiles, kernels.linear)
+        matmuls = _Matmuls(module, kernels.try_tiles, kernels.linear)
         return ExactFunctions({**matmuls.functions, **kernels.row_functions})
     return ExactFunctions(_Matmuls(module, _choose_plain(budget), _multiply).functions | pointwise_functions())
 

@@ -80,14 +80,14 @@ class ExactKernels(NamedTuple):
     """Kernels that compute each row separately on a GPU.
 
     Attributes:
-        linear: computes a linear layer of rows, given a weight, a bias, and the result of `tried_tiles`.
-        tried_tiles: tries a weight and a bias; returns None if the kernel is not batch-invariant on this GPU. See
+        linear: computes a linear layer of rows, given a weight, a bias, and the result of `try_tiles`.
+        try_tiles: tries a weight and a bias; returns None if the kernel is not batch-invariant on this GPU. See
             `kernels/gpu/linear.py`.
         row_functions: replacements of PyTorch's other reductions over rows.
     """
 
     linear: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, Tiles], torch.Tensor]
-    tried_tiles: Callable[[torch.Tensor, torch.Tensor | None], Tiles]
+    try_tiles: Callable[[torch.Tensor, torch.Tensor | None], Tiles]
     row_functions: Mapping[Callable[..., Any], Callable[..., Any]]
 
 
@@ -97,7 +97,7 @@ def exact_kernels(device: torch.device) -> ExactKernels:
     Raises:
         ConfigError: the kernels do not support this GPU.
     """
-    from radixkv.kernels.gpu.linear import linear, tried_tiles
+    from radixkv.kernels.gpu.linear import linear, try_tiles
     from radixkv.model.exactness_on_gpu import require_exact_gpu, row_functions
 
     require_exact_gpu(device)
@@ -105,4 +105,4 @@ def exact_kernels(device: torch.device) -> ExactKernels:
     def tiled(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tiles: Tiles) -> torch.Tensor:
         return linear(rows, weight, bias, has_large_tiles=tiles == "both sizes")
 
-    return ExactKernels(tiled, tried_tiles, row_functions())
+    return ExactKernels(tiled, try_tiles, row_functions())

@@ -55,16 +55,16 @@ def quantized_weights_bytes(path: str | Path, weights: str) -> int:
     for file in files:
         for name, tensor in _header(file).items():
             shape, num_bytes = _sizes(file, name, tensor)
-            if _is_rounded(name, shape):
+            if _is_quantized(name, shape):
                 is_head = _HEAD.search(name) is not None
                 has_head |= is_head
                 shape = shape[::-1] if _TRANSPOSED.search(name) else shape
-                total += _rounded_bytes(shape, num_bytes, head_weights if is_head else weights)
+                total += _quantized_bytes(shape, num_bytes, head_weights if is_head else weights)
             else:
                 total += num_bytes
                 embedding = (shape, num_bytes) if _EMBEDDING.search(name) else embedding
     if embedding is not None and not has_head:
-        total += _rounded_bytes(*embedding, head_weights)
+        total += _quantized_bytes(*embedding, head_weights)
     return total
 
 
@@ -98,12 +98,12 @@ def _merged_name(name: str) -> str:
     return _MERGED.sub(lambda found: f"{found[1] or found[2]}_merged", name)
 
 
-def _is_rounded(name: str, shape: list[int]) -> bool:
+def _is_quantized(name: str, shape: list[int]) -> bool:
     kept = (_EMBEDDING, _POSITIONS, _KEPT)
     return len(shape) == 2 and name.endswith(".weight") and not any(each.search(name) for each in kept)
 
 
-def _rounded_bytes(shape: list[int], num_bytes: int, weights: str) -> int:
+def _quantized_bytes(shape: list[int], num_bytes: int, weights: str) -> int:
     """Return the bytes of a matrix `[out_features, in_features]` that takes `num_bytes` in the file."""
     out_features, in_features = shape
     if weights == "int8":

@@ -33,7 +33,7 @@ from radixkv.compute.runner import Runner, StepResult
 from radixkv.config import EngineConfig
 from radixkv.engine.core import EngineCore
 from radixkv.errors import UnsupportedModel
-from radixkv.kernels.gpu.linear import Tiles, linear, tried_tiles
+from radixkv.kernels.gpu.linear import Tiles, linear, try_tiles
 from radixkv.model import exactness
 from radixkv.model import model as model_module
 from radixkv.model.attention.attention_function import ATTENTION_NAME
@@ -230,7 +230,7 @@ def _stand_in(patch: pytest.MonkeyPatch, is_exact: bool) -> None:
         return True
 
     def attempt(weight: torch.Tensor, bias: torch.Tensor | None) -> Tiles:
-        return tried_tiles(weight, bias) or "one size"
+        return try_tiles(weight, bias) or "one size"
 
     def tiled(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tiles: Tiles) -> torch.Tensor:
         return linear(rows, weight, bias, has_large_tiles=tiles == "both sizes")

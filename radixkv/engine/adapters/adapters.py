@@ -204,13 +204,13 @@ class Adapters:
         source.device.add(files)
         replaced = self._names.assign(name, files)
         self._free_drained()
-        _log.info("adapter %s is %s, before %s", name, digest, replaced)
+        _log.info("adapter %s has the digest %s; its previous digest: %s", name, digest, replaced)
         (adapter,) = (each for each in self.loaded() if each.name == name and not each.is_draining)
         return LoadedAdapter(adapter, replaced)
 
     def _unregister(self, name: str) -> None:
         digest = self._names.drop(name)
-        _log.info("adapter %s is unloaded, before %s", name, digest)
+        _log.info("unloaded adapter %s with the digest %s", name, digest)
         self._free_drained()
 
     def _free_drained(self) -> None:

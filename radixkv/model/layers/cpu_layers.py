@@ -37,7 +37,7 @@ from radixkv.kernels.norm_style import GEMMA, LLAMA, TORCH
 from radixkv.kernels.scoring import Scoring
 from radixkv.model.attention.attention_function import kv_layer_of
 from radixkv.model.attention.interface import AttentionCall, AttentionStep
-from radixkv.model.layers.gated_mlp import MLP_PARTS, GatedMLP, is_gated, is_joined, tried_mlp
+from radixkv.model.layers.gated_mlp import MLP_PARTS, GatedMLP, is_gated, is_joined, try_mlp
 from radixkv.model.layers.packed_linear import Matmul, PackedLinear, PackedSlice
 from radixkv.model.layers.quantized_embedding import QuantizedEmbedding
 from radixkv.model.layers.replaced_parts import (
@@ -266,33 +266,33 @@ class FusedCpuLayers(ReplacedParts):
         try:
             with torch.inference_mode():
                 if is_norm(part, self._dtype):
-                    self._norms[part] = self._tried_norm(part)
+                    self._norms[part] = self._try_norm(part)
                     return partial(_unless_hooked, inside=(), replacement=self._norms[part])
                 if children.keys() == MLP_PARTS and (
                     is_joined(part.gate_proj, part.up_proj, last=part.down_proj) or is_gated(part)
                 ):
-                    self._mlps[part] = self._tried_mlp(part)
+                    self._mlps[part] = self._try_mlp(part)
                     return partial(_unless_hooked, inside=tuple(children.values()), replacement=self._mlps[part])
                 if children.keys() - _HEAD_NORMS == _ATTENTION_PARTS and is_joined(
                     part.q_proj, part.k_proj, part.v_proj, last=part.o_proj
                 ):
-                    self._attentions[part] = self._tried_attention(part)
+                    self._attentions[part] = self._try_attention(part)
                     return partial(_attended, inside=tuple(children.values()), attention=self._attentions[part])
                 if children.keys() == _LAYER_PARTS and self._knows(children):
-                    forward = self._tried_layer(part)
+                    forward = self._try_layer(part)
                     self._layers.add(part)
                     return forward
                 if children.keys() == _DECODER_PARTS and self._in_one_call.keys() >= {*part.layers}:
                     calls = [self._in_one_call[layer] for layer in part.layers]
                     joined = NativeLayerCall.joined(calls) if len(calls) > 1 else None
-                    return None if joined is None else _tried_decoder(part, joined)
+                    return None if joined is None else _try_decoder(part, joined)
         except Refused:
             raise
         except Exception as error:  # a module with another signature may raise anything
             raise Refused(reason_of(error)) from error
         return None
 
-    def _tried_norm(self, norm: Any) -> RowFunction:
+    def _try_norm(self, norm: Any) -> RowFunction:
         eps = torch.tensor([eps_of(norm)])
         for style in (LLAMA, GEMMA, TORCH):
             weight = norm.weight if style.rounds_first else norm.weight.float() + style.weight_offset
@@ -306,12 +306,12 @@ class FusedCpuLayers(ReplacedParts):
                 return normed
         raise Refused("it computes something else")
 
-    def _tried_mlp(self, mlp: Any) -> GatedMLP:
+    def _try_mlp(self, mlp: Any) -> GatedMLP:
         native_gate = None if self._native is None else self._native.gate
-        return tried_mlp(mlp, self._dtype, is_exact=self._is_exact, gates=self._tried_gates, native_gate=native_gate)
+        return try_mlp(mlp, self._dtype, is_exact=self._is_exact, gates=self._tried_gates, native_gate=native_gate)
 
-    def _tried_attention(self, module: Any) -> FusedAttention:
-        steps = _Heard(), _Heard()
+    def _try_attention(self, module: Any) -> FusedAttention:
+        steps = _RecordingStep(), _RecordingStep()
         simplified = with_replaced_children(module, {"o_proj": lambda rows: rows})
         size = module.head_dim
         norms = tuple(
@@ -322,19 +322,19 @@ class FusedCpuLayers(ReplacedParts):
         layer_idx = kv_layer_of(module)
         known: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by tokens
 
-        def handed(rows: torch.Tensor) -> dict[str, Any]:
+        def arguments_for(rows: torch.Tensor) -> dict[str, Any]:
             angles = torch.randn(1, rows.shape[1], size, generator=torch.Generator().manual_seed(rows.shape[1]))
             embeddings = known.setdefault(rows.shape[1], (angles.cos().to(rows), angles.sin().to(rows)))
             return {"position_embeddings": embeddings, "attention_mask": None}
 
         def own(rows: torch.Tensor) -> torch.Tensor:
-            output, _ = simplified.forward(rows, **handed(rows), radix_step=steps[0])
-            return torch.cat((output, *steps[0].heard), -1)
+            output, _ = simplified.forward(rows, **arguments_for(rows), radix_step=steps[0])
+            return torch.cat((output, *steps[0].recorded), -1)
 
         def joined(rows: torch.Tensor) -> torch.Tensor:
             attention = make(lambda rows: rows)
-            output = attention(rows, handed(rows)["position_embeddings"], steps[1])
-            return torch.cat((output, *steps[1].heard), -1)
+            output = attention(rows, arguments_for(rows)["position_embeddings"], steps[1])
+            return torch.cat((output, *steps[1].recorded), -1)
 
         def make(down: RowFunction) -> FusedAttention:
             assert steps[0].scoring is not None, "the module has run first"
@@ -363,7 +363,7 @@ class FusedCpuLayers(ReplacedParts):
             and children["self_attn"] in self._attentions
         )
 
-    def _tried_layer(self, layer: Any) -> Forward:
+    def _try_layer(self, layer: Any) -> Forward:
         first, second = self._norms[layer.input_layernorm], self._norms[layer.post_attention_layernorm]
 
         def attend(hidden_states: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:
@@ -387,24 +387,24 @@ class FusedCpuLayers(ReplacedParts):
         )
 
 
-class _Heard:
+class _RecordingStep:
     """A step for trials: it records the attention call and returns a permutation of the queries."""
 
     def __init__(self) -> None:
-        self.heard: list[torch.Tensor] = []
+        self.recorded: list[torch.Tensor] = []
         self.scoring: Scoring | None = None
         self.layers: set[int] = set()
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         layer, query, key, value, scoring = call
         assert value is not None, "an attention layer with a value projection has values"
-        self.heard = [each.flatten(1)[None] for each in (query, key, value)]
+        self.recorded = [each.flatten(1)[None] for each in (query, key, value)]
         self.scoring = scoring
         self.layers.add(layer)
         return query.flip(-1)
 
 
-def _tried_decoder(decoder: Any, in_one_call: NativeLayerCall) -> Forward:
+def _try_decoder(decoder: Any, in_one_call: NativeLayerCall) -> Forward:
     """Return the forward pass of a decoder that computes its layers in one call.
 
     The trial replaces the layers, and checks what the decoder passes to them and what it does with their rows.
@@ -412,7 +412,7 @@ def _tried_decoder(decoder: Any, in_one_call: NativeLayerCall) -> Forward:
     Raises:
         Refused: it does something else than `_decoded`.
     """
-    step, passed = _Heard(), []
+    step, passed = _RecordingStep(), []
 
     def changed(rows: torch.Tensor) -> torch.Tensor:
         return rows.roll(1, -1) / 2
@@ -431,12 +431,12 @@ def _tried_decoder(decoder: Any, in_one_call: NativeLayerCall) -> Forward:
 
     ids = torch.arange(_DECODER_TRIAL_TOKENS)[None]
     given: dict[str, Any] = {"input_ids": ids, "position_ids": ids, "use_cache": False, "radix_step": step}
-    played = copy.copy(decoder)
+    simplified = copy.copy(decoder)
     layers = nn.ModuleList(nn.Module() for _ in decoder.layers)
     for each in layers:
         each.forward = stand_in
-    played._modules = {**decoder._modules, "layers": layers}
-    expected = played.forward(**given)
+    simplified._modules = {**decoder._modules, "layers": layers}
+    expected = simplified.forward(**given)
     got = _decoded(decoder, hooks=(), layers=stand_in_for_all, takes=in_one_call.takes, **given)
     require(type(expected) is type(got) and torch.equal(expected.last_hidden_state, got.last_hidden_state))
     hooks = [hooks_of for part in decoder.modules() if part is not decoder for hooks_of in _hooks(part)]

@@ -72,7 +72,7 @@ def is_gated(mlp: Any) -> bool:
     )
 
 
-def tried_mlp(
+def try_mlp(
     mlp: Any,
     dtype: torch.dtype,
     *,

@@ -70,7 +70,7 @@ class FusedGpuLayers(ReplacedParts):
         try:
             with torch.inference_mode():
                 if is_norm(part, self._dtype):
-                    self._styles[part] = self._tried_style(part)
+                    self._styles[part] = self._try_style(part)
                     return partial(_normed, style=self._styles[part])
                 if children == _MLP_PARTS:
                     self._try_mlp(part)
@@ -85,7 +85,7 @@ class FusedGpuLayers(ReplacedParts):
             raise Refused(reason_of(error)) from error
         return None
 
-    def _tried_style(self, norm: Any) -> NormStyle:
+    def _try_style(self, norm: Any) -> NormStyle:
         for style in (LLAMA, GEMMA, TORCH):
             fused = partial(_normed, norm, style=style)
             if agree(norm.forward, fused, norm.weight):

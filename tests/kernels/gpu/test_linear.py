@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from radixkv.kernels.gpu.linear import LARGE_TILE, layout_of, linear, tile_shape, tried_tiles
+from radixkv.kernels.gpu.linear import LARGE_TILE, layout_of, linear, tile_shape, try_tiles
 
 linear_module = importlib.import_module("radixkv.kernels.gpu.linear")
 
@@ -213,8 +213,8 @@ def test_the_check_distinguishes_batch_invariant_results(
 ) -> None:
     _, weight, bias = make(1, 37, in_features, dtype, kernel_device)
     expected = "both sizes" if layout_of(weight) else "one size"
-    assert tried_tiles(weight, bias) == expected
-    assert tried_tiles(weight) == expected
+    assert try_tiles(weight, bias) == expected
+    assert try_tiles(weight) == expected
     launch = linear_module._launch
 
     def launch_by_halves(rows, weight, bias, output, *how):
@@ -227,7 +227,7 @@ def test_the_check_distinguishes_batch_invariant_results(
             output += rest
 
     monkeypatch.setattr(linear_module, "_launch", launch_by_halves)
-    assert tried_tiles(weight, bias) is None
+    assert try_tiles(weight, bias) is None
 
 
 def test_large_tiles_with_different_bits_are_not_used(kernel_device: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,7 +240,7 @@ def test_large_tiles_with_different_bits_are_not_used(kernel_device: str, monkey
             output[0, 0] += 1
 
     monkeypatch.setattr(linear_module, "_launch", launch_off)
-    assert tried_tiles(weight, bias) == "one size"
+    assert try_tiles(weight, bias) == "one size"
 
 
 @pytest.mark.parametrize(("num_rows", "is_large"), [(1, False), (1024, False), (2048, True)])

@@ -13,7 +13,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 from radixkv.kernels.cpu.gemm_backends import GEMM_BACKENDS, gemm_backends
 from radixkv.kernels.cpu.gemm_trial import GemmChoice, choose_gemm
-from radixkv.model.layers.gated_mlp import is_gated, is_joined, tried_mlp
+from radixkv.model.layers.gated_mlp import is_gated, is_joined, try_mlp
 from radixkv.model.layers.packed_linear import Matmul, PackedLinear, pack_linears
 from radixkv.model.layers.replaced_parts import Refused
 from tests.model.layers.test_packed_linear import Given
@@ -53,7 +53,7 @@ def test_a_fused_gate_agrees_with_the_module(backend: str, *, bias: bool, is_exa
     gates: set[tuple[int, int]] = set()
     mlp = packed(made(bias=bias), backend, is_exact=is_exact)
     assert is_gated(mlp)
-    function = tried_mlp(mlp, torch.bfloat16, is_exact=is_exact, gates=gates)
+    function = try_mlp(mlp, torch.bfloat16, is_exact=is_exact, gates=gates)
     assert gates == {(96, 160)}
     for count in (1, 2, 17, 100):
         rows = rows_of(count)
@@ -89,7 +89,7 @@ def test_a_fused_gate_with_different_results_is_rejected(monkeypatch: pytest.Mon
         own = product._gate
         product._gate = lambda *args, own=own, change=change: change(own(*args))
         with pytest.raises(Refused, match="something else"):
-            tried_mlp(mlp, torch.bfloat16, is_exact=True, gates=set())
+            try_mlp(mlp, torch.bfloat16, is_exact=True, gates=set())
 
 
 def test_a_fused_gate_that_is_not_batch_invariant_is_rejected_in_exact_mode() -> None:
@@ -103,7 +103,7 @@ def test_a_fused_gate_that_is_not_batch_invariant_is_rejected_in_exact_mode() ->
 
     product._gate = gate
     with pytest.raises(Refused, match="something else"):
-        tried_mlp(mlp, torch.bfloat16, is_exact=True, gates=set())
+        try_mlp(mlp, torch.bfloat16, is_exact=True, gates=set())
 
 
 def test_a_shape_is_tried_once() -> None:
@@ -112,10 +112,10 @@ def test_a_shape_is_tried_once() -> None:
     own = product._gate
     product._gate = lambda *args: calls.append(len(args[0])) or own(*args)
     gates: set[tuple[int, int]] = set()
-    tried_mlp(mlp, torch.bfloat16, is_exact=True, gates=gates)
+    try_mlp(mlp, torch.bfloat16, is_exact=True, gates=gates)
     assert calls
     calls.clear()
-    tried_mlp(mlp, torch.bfloat16, is_exact=True, gates=gates)
+    try_mlp(mlp, torch.bfloat16, is_exact=True, gates=gates)
     assert calls == []
 
 
