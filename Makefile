@@ -111,7 +111,7 @@ exact: $(STAMP)
 	$(PY) -m tests.model.exact.exact_cases --cases $(CASES) --dtype float32 --kv-dtype bf16
 	$(PY) -m tests.model.exact.exact_cases --cases $(CASES) --dtype bfloat16 --kv-dtype fp8
 	$(PY) -m tests.model.exact.exact_cases --cases $(CASES) --dtype bfloat16 --kv-dtype int8
-	$(PY) -m tests.model.exact.exact_cases --cases $(CASES) --dtype bfloat16 --kv-dtype int4
+	$(PY) -m tests.model.exact.exact_cases --cases $(CASES) --dtype bfloat16 --kv-dtype k8v4
 	$(PY) -m tests.model.exact.exact_cases --cases $(CASES) --dtype bfloat16 --weights q8
 	$(PY) -m tests.model.exact.exact_cases --cases $(CASES) --dtype bfloat16 --weights q4
 

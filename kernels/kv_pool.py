@@ -5,6 +5,8 @@
 
     by layer   [ K of layer 0, head 0: block 0 )[ block 1 )[ ...   )[ K of layer 0, head 1: block 0 )[ ...
 
+In a pool of int4, keys have 8 bits, and the key and the value of a token are stored as one row, [ key )[ value ).
+
 Ordered by block, a block is one contiguous region in every dtype, so it can be copied as bytes. Ordered by layer,
 adjacent blocks are adjacent in each head, so attention on a CPU can read them in place.
 """
@@ -17,7 +19,7 @@ from dataclasses import dataclass
 
 import torch
 
-from radixkv.kernels.quantization import INT4, is_quantized, stored_dim, stored_dtype
+from radixkv.kernels.quantization import INT4, dequantize, is_quantized, key_dtype, stored_dim, stored_dtype
 
 _SCALE_BYTES = torch.float32.itemsize
 
@@ -31,18 +33,19 @@ class KVPool:
     (torch.Size([4, 2, 2, 8, 16, 128]), torch.Size([4, 2, 2, 8, 16]))
 
     Attributes:
-        dtype: float32, bfloat16, float16, float8_e4m3fn, int8 or int4.
+        dtype: float32, bfloat16, float16, float8_e4m3fn, int8 or int4. A pool of int4 stores keys in int8 and values in
+            int4.
         head_dim: dimension of a key, and of a value, of one head.
         blocks: uint8, the bytes of each block: by block a contiguous `[num_blocks, block_bytes]`, by layer a strided
             `[num_blocks, num_layers, 2, num_kv_heads, bytes]`.
-        values: `[num_blocks, num_layers, 2, num_kv_heads, block_size, stored_dim]`; in dim 2, 0 is K and 1 is V. Two
-            int4 share a byte, so for int4 `stored_dim` is half of `head_dim`. In a latent pool dim 2 has size 1: the
-            same vector serves as key and as value.
-        scales: float32 `[num_blocks, num_layers, 2, num_kv_heads, block_size]`, one per stored vector; None if the
-            dtype is not quantized. In a latent pool dim 2 has size 1.
+        values: `[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]`; in dim 2, 0 is K and 1 is V. In a
+            latent pool dim 2 has size 1: the same vector serves as key and as value. In a pool of int4 dim 2 has size
+            1, too: a row is a key of `head_dim` bytes, and a value of `head_dim // 2` bytes.
+        scales: float32 `[num_blocks, num_layers, 2, num_kv_heads, block_size]`, one per key and one per value; None if
+            the dtype is not quantized. In a latent pool dim 2 has size 1.
         is_by_layer: whether the memory is ordered by layer.
-        is_rotated: whether `reference.hadamard_transform` is applied to vectors before they are stored, as for int4.
-            The callers of kernels apply it; attention kernels use stored vectors without transforming them.
+        rotates_values: whether `reference.hadamard_transform` is applied to values before they are stored, as for int4.
+            The callers of kernels apply it; attention kernels use stored values without transforming them.
     """
 
     dtype: torch.dtype
@@ -51,7 +54,7 @@ class KVPool:
     values: torch.Tensor
     scales: torch.Tensor | None
     is_by_layer: bool = False
-    is_rotated: bool = False
+    rotates_values: bool = False
 
     @classmethod
     def allocate(
@@ -75,12 +78,17 @@ class KVPool:
 
         Raises:
             MemoryError, RuntimeError: the device does not have enough memory.
-            ValueError: a pool does not support the dtype, or it is int4 with an odd `head_dim`.
+            ValueError: a pool does not support the dtype, or it is int4 with an odd `head_dim` or for latents.
         """
+        if is_latent and dtype == INT4:
+            raise ValueError("dtype: expected another one for latents, which are keys and values at once, got int4")
         size = (num_layers, 1 if is_latent else 2, num_kv_heads, block_size)
-        num_vectors = math.prod(size)
-        value_bytes = num_vectors * stored_dim(head_dim, dtype) * stored_dtype(dtype).itemsize
-        scale_bytes = num_vectors * _SCALE_BYTES if is_quantized(dtype) else 0
+        if dtype == INT4:
+            row_size = (num_layers, 1, num_kv_heads, block_size, head_dim + stored_dim(head_dim, INT4))
+        else:
+            row_size = (*size, head_dim)
+        value_bytes = math.prod(row_size) * stored_dtype(dtype).itemsize
+        scale_bytes = math.prod(size) * _SCALE_BYTES if is_quantized(dtype) else 0
         block_bytes = value_bytes + scale_bytes
         if is_zeroed and torch.device(device).type == "cpu":
             memory = _zero_pages(num_blocks * block_bytes)
@@ -93,9 +101,9 @@ class KVPool:
             values = torch.unflatten(by_layer, 4, (block_size, head_dim))
             return cls(dtype, head_dim, by_layer.view(torch.uint8), values, None, is_by_layer=True)
         blocks = memory.view(num_blocks, block_bytes)
-        values = blocks[:, :value_bytes].view(stored_dtype(dtype)).view(num_blocks, *size, stored_dim(head_dim, dtype))
+        values = blocks[:, :value_bytes].view(stored_dtype(dtype)).view(num_blocks, *row_size)
         scales = blocks[:, value_bytes:].view(torch.float32).view(num_blocks, *size) if scale_bytes else None
-        return cls(dtype, head_dim, blocks, values, scales, is_rotated=dtype == INT4)
+        return cls(dtype, head_dim, blocks, values, scales, rotates_values=dtype == INT4)
 
     @property
     def num_layers(self) -> int:
@@ -105,7 +113,12 @@ class KVPool:
     @property
     def is_latent(self) -> bool:
         """Whether a stored vector is both key and value."""
-        return self.values.shape[2] == 1
+        return (self.values if self.scales is None else self.scales).shape[2] == 1
+
+    @property
+    def keys(self) -> torch.Tensor:
+        """The stored keys `[num_blocks, num_layers, num_kv_heads, block_size, head_dim]`, a view."""
+        return self.values[:, :, 0, ..., : self.head_dim]
 
     @property
     def num_kv_heads(self) -> int:
@@ -118,6 +131,13 @@ class KVPool:
         return self.values.shape[4]
 
     @property
+    def value_offset(self) -> int:
+        """Elements of `values` from a key to the value of the same token and head, in a pool that is not latent."""
+        if self.dtype == INT4:
+            return self.head_dim
+        return self.num_kv_heads * self.block_size * self.head_dim
+
+    @property
     def block_strides(self) -> tuple[int, int]:
         """Strides of blocks in values, and in scales (0 without scales), of a pool that is ordered by block.
 
@@ -125,6 +145,28 @@ class KVPool:
         """
         block_bytes = self.blocks.shape[-1]
         return block_bytes // self.values.element_size(), block_bytes // _SCALE_BYTES if self.scales is not None else 0
+
+    def numbers(
+        self, values: torch.Tensor, scales: torch.Tensor | None, dtype: torch.dtype = torch.float32
+    ) -> torch.Tensor:
+        """Convert stored vectors to numbers.
+
+        Args:
+            values: a part of the pool's values, with dim 2 as the first one: `[2, ..., head_dim]`, `[1, ..., head_dim]`
+                in a latent pool, `[1, ..., head_dim + head_dim // 2]` in a pool of int4.
+            scales: the same part of the scales.
+            dtype: dtype of the result.
+
+        Returns:
+            `[2, ..., head_dim]`, in a latent pool `[1, ..., head_dim]`; a view if there is nothing to convert.
+        """
+        if scales is None:
+            return values.to(dtype)
+        if self.dtype != INT4:
+            return dequantize(values, scales, self.dtype, dtype)
+        key, value = values[0, ..., : self.head_dim], values[0, ..., self.head_dim :]
+        key_numbers = dequantize(key, scales[0], key_dtype(INT4), dtype)
+        return torch.stack((key_numbers, dequantize(value, scales[1], INT4, dtype)))
 
 
 def _zero_pages(num_bytes: int) -> torch.Tensor:

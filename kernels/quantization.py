@@ -26,6 +26,14 @@ def is_quantized(dtype: torch.dtype) -> bool:
     return dtype in LARGEST
 
 
+def key_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which a pool of `dtype` stores its keys: int8 for int4, as 4 bits are too few for keys.
+
+    Keys of 4 bits raised the perplexity of SmolLM2 135M by 6 %, values of 4 bits by 0.4 %.
+    """
+    return torch.int8 if dtype == INT4 else dtype
+
+
 def stored_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of the tensor that stores numbers of `dtype`. Two int4 share an int8.
 

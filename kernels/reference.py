@@ -8,7 +8,7 @@ from torch.nn import functional
 from radixkv.kernels.batch import PagedBatch
 from radixkv.kernels.kv_pool import KVPool
 from radixkv.kernels.norm_style import TORCH, NormStyle
-from radixkv.kernels.quantization import dequantize, hadamard_size, quantize
+from radixkv.kernels.quantization import INT4, hadamard_size, key_dtype, quantize
 from radixkv.kernels.scoring import Scoring
 
 
@@ -36,12 +36,17 @@ def write_kv(
         for vectors in written:
             torch.maximum(largest, vectors.abs().amax(dim=-1), out=largest)
     block_ids, offsets = slots // pool.block_size, slots % pool.block_size
+    rows = []
     for k_or_v, vectors in enumerate(written):
         if pool.scales is None:
             stored = vectors.to(pool.dtype)
         else:
-            stored, scales = quantize(vectors, pool.dtype)
+            stored, scales = quantize(vectors, pool.dtype if k_or_v else key_dtype(pool.dtype))
             pool.scales[block_ids, layer, k_or_v, :, offsets] = scales
+        rows.append(stored)
+    if pool.dtype == INT4:
+        rows = [torch.cat(rows, dim=-1)]
+    for k_or_v, stored in enumerate(rows):
         pool.values[block_ids, layer, k_or_v, :, offsets] = stored
 
 
@@ -104,10 +109,11 @@ def paged_attention(
         positions = torch.arange(kv_len, device=query.device)
         block_ids = batch.block_tables[i].long()[positions // batch.block_size]
         where = (block_ids, layer, slice(None), slice(None), positions % batch.block_size)
-        kv = pool.values[where]  # [kv_len, 2, num_kv_heads, stored_dim]; 1 in a latent pool
-        kv = kv.float() if pool.scales is None else dequantize(kv, pool.scales[where], pool.dtype)
-        key = kv[:, 0].repeat_interleave(group_size, dim=1)  # [kv_len, num_query_heads, head_dim]
-        value = kv[:, -1].repeat_interleave(group_size, dim=1)
+        scales = None if pool.scales is None else pool.scales[where].transpose(0, 1)
+        # [2, kv_len, num_kv_heads, head_dim], [1, ...] in a latent pool
+        kv = pool.numbers(pool.values[where].transpose(0, 1), scales)
+        key = kv[0].repeat_interleave(group_size, dim=1)  # [kv_len, num_query_heads, head_dim]
+        value = kv[-1].repeat_interleave(group_size, dim=1)
 
         scores = torch.einsum("qhd,khd->hqk", query[rows].float(), key) * scoring.scale
         if scoring.softcap is not None:
@@ -152,7 +158,8 @@ def dequantize_blocks(pool: KVPool, layer: int, block_ids: torch.Tensor, dtype: 
     size = (block_ids.shape[0], 1, pool.num_kv_heads, pool.block_size, pool.head_dim)
     plain = KVPool.allocate(*size, dtype=dtype, device=pool.blocks.device, is_latent=pool.is_latent)
     where = (block_ids.long(), layer)
-    plain.values[:, 0] = dequantize(pool.values[where], pool.scales[where], pool.dtype, dtype)
+    numbers = pool.numbers(pool.values[where].transpose(0, 1), pool.scales[where].transpose(0, 1), dtype)
+    plain.values[:, 0] = numbers.transpose(0, 1)
     return plain
 
 

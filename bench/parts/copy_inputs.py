@@ -12,7 +12,7 @@ from bench.parts.device_time import num_input_sets
 from bench.parts.kernel_row import Contestant
 from radixkv.kernels import reference
 from radixkv.kernels.kv_pool import KVPool
-from radixkv.kernels.quantization import dequantize, is_quantized
+from radixkv.kernels.quantization import is_quantized
 
 # Error of a vector if one element is rounded in the other direction: a step of int4 is a seventh of the largest
 # element, 5 % of the norm.
@@ -70,10 +70,10 @@ class TokenWrites:
         return error if torch.equal(got.blocks, expected.blocks) else float("inf")
 
     def _stored(self, pool: KVPool) -> torch.Tensor:
-        """Read the tokens of the first layer from a pool, `[num_tokens, 2, num_kv_heads, head_dim]`."""
+        """Read the tokens of the first layer from a pool, `[2, num_tokens, num_kv_heads, head_dim]`."""
         where = (self._slots // pool.block_size, 0, slice(None), slice(None), self._slots % pool.block_size)
-        values = pool.values[where]
-        return values.float() if pool.scales is None else dequantize(values, pool.scales[where], pool.dtype)
+        scales = None if pool.scales is None else pool.scales[where].transpose(0, 1)
+        return pool.numbers(pool.values[where].transpose(0, 1), scales)
 
 
 class BlockCopies:

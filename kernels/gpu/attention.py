@@ -86,6 +86,7 @@ def paged_attention(
     return output
 
 
+_INT4_PER_BYTE = 2
 _INT4_PER_WORD = 8
 
 
@@ -124,12 +125,15 @@ def _launch(
     padded_dim = triton.next_power_of_2(head_dim)
     shape = _launch_shape(query.dtype, padded_dim, plan.tile_rows)
     value_stride, scale_stride = pool.block_strides
-    values = pool.values
-    if pool.dtype == INT4 and head_dim % _INT4_PER_WORD == 0:
-        values, value_stride = values.view(torch.int32), value_stride // 4
+    packed, packed_stride = None, 0
+    if pool.dtype == INT4:
+        packed, packed_stride = pool.values, value_stride
+        if head_dim % _INT4_PER_WORD == 0:
+            packed, packed_stride = packed.view(torch.int32), packed_stride // 4
     _attend_tile[(plan.work.shape[0], pool.num_kv_heads)](
         query,
-        values,
+        pool.values,
+        packed,
         pool.scales,
         output,
         partials.rows,
@@ -141,6 +145,7 @@ def _launch(
         query.stride(1),
         batch.block_tables.stride(0),
         value_stride,
+        packed_stride,
         scale_stride,
         layer,
         plan.window,
@@ -152,7 +157,7 @@ def _launch(
         BLOCK_SIZE=pool.block_size,
         HEAD_DIM=head_dim,
         PADDED_DIM=padded_dim,
-        NUMBERS_PER_VALUE=head_dim // values.shape[-1],
+        NUMBERS_PER_VALUE=1 if packed is None else _INT4_PER_BYTE * packed.element_size(),
         TILE_ROWS=plan.tile_rows,
         TILE_KEYS=shape.tile_keys,
         SCALE_COPIES=shape.num_warps // 4,
@@ -166,6 +171,7 @@ def _launch(
 def _attend_tile(  # type: ignore[no-untyped-def]
     query,
     values,
+    packed,
     scales,
     output,
     partials,
@@ -177,6 +183,7 @@ def _attend_tile(  # type: ignore[no-untyped-def]
     head_stride,
     table_stride,
     value_stride,
+    packed_stride,
     scale_stride,
     layer,
     window,
@@ -220,33 +227,46 @@ def _attend_tile(  # type: ignore[no-untyped-def]
     q = tl.load(query + q_offsets[:, None] + dims[None, :], mask=is_number, other=0.0)  # [TILE_ROWS, PADDED_DIM]
 
     table = block_tables + request.to(tl.int64) * table_stride
+    V_ROWS: tl.constexpr = NUM_KV_HEADS * BLOCK_SIZE  # from a key to its value, or between their scales
+    first_scale = (layer * 2 * NUM_KV_HEADS + kv_head).to(tl.int64) * BLOCK_SIZE  # from the beginning of a block
+    # Where values have 4 bits, `packed` has as many of them per element as can be loaded at once. In these elements, a
+    # row is a key twice as long as the value that follows it.
     STORED_DIM: tl.constexpr = HEAD_DIM // NUMBERS_PER_VALUE
-    V_ROWS: tl.constexpr = NUM_KV_HEADS * BLOCK_SIZE  # from a key to its value
-    first_key = (layer * 2 * NUM_KV_HEADS + kv_head).to(tl.int64) * BLOCK_SIZE  # rows from the beginning of a block
-    stored_dims = tl.arange(0, PADDED_DIM // NUMBERS_PER_VALUE)
-    is_stored_dim = stored_dims < STORED_DIM
+    ROW_SIZE: tl.constexpr = HEAD_DIM if packed is None else HEAD_DIM + HEAD_DIM // 2
+    first_key = first_scale  # in rows
+    if packed is not None:
+        first_key = (layer * NUM_KV_HEADS + kv_head).to(tl.int64) * BLOCK_SIZE
+        stored_dims = tl.arange(0, PADDED_DIM // NUMBERS_PER_VALUE)
+        is_stored_dim = stored_dims < STORED_DIM
     query_positions = (prefix_len + tl.where(is_joined, 0, rows // GROUP_SIZE))[:, None]
 
     row_max = tl.full([TILE_ROWS], float("-inf"), tl.float32)
     row_sum = tl.zeros([TILE_ROWS], tl.float32)
     acc = tl.zeros([TILE_ROWS, PADDED_DIM], tl.float32)
     keys = tl.arange(0, TILE_KEYS)
-    offsets = (keys * STORED_DIM)[:, None] + stored_dims[None, :]
+    offsets = (keys * ROW_SIZE)[:, None] + dims[None, :]
+    if packed is not None:
+        packed_offsets = ((keys * 3 + 2) * STORED_DIM)[:, None] + stored_dims[None, :]
     for tile_start in tl.range(kv_start, kv_end, TILE_KEYS):
         positions = tile_start + keys
         if BLOCK_SIZE >= TILE_KEYS:  # the tile lies inside one block
             block_id = tl.load(table + tile_start // BLOCK_SIZE).to(tl.int64)
-            first_vector = first_key + tile_start % BLOCK_SIZE
-            key_pointers = values + (block_id * value_stride + first_vector * STORED_DIM) + offsets
-            scale_rows = (block_id * scale_stride + first_vector) + keys
+            first_key_row = first_key + tile_start % BLOCK_SIZE
+            key_pointers = values + (block_id * value_stride + first_key_row * ROW_SIZE) + offsets
+            scale_rows = (block_id * scale_stride + first_scale + tile_start % BLOCK_SIZE) + keys
+            if packed is not None:
+                packed_pointers = packed + (block_id * packed_stride + first_key_row * 3 * STORED_DIM) + packed_offsets
         else:
             block_ids = tl.load(table + positions // BLOCK_SIZE, mask=positions < kv_end, other=0).to(tl.int64)
             key_rows = first_key + positions % BLOCK_SIZE
-            starts = block_ids * value_stride + key_rows * STORED_DIM
-            key_pointers = values + starts[:, None] + stored_dims[None, :]
-            scale_rows = block_ids * scale_stride + key_rows
-        k = tl.load(key_pointers, mask=is_stored_dim[None, :], other=0.0)
-        k = stored_numbers(k, q.dtype, NUMBERS_PER_VALUE, TILE_ROWS)
+            starts = block_ids * value_stride + key_rows * ROW_SIZE
+            key_pointers = values + starts[:, None] + dims[None, :]
+            scale_rows = block_ids * scale_stride + first_scale + positions % BLOCK_SIZE
+            if packed is not None:
+                packed_starts = block_ids * packed_stride + (key_rows * 3 + 2) * STORED_DIM
+                packed_pointers = packed + packed_starts[:, None] + stored_dims[None, :]
+        k = tl.load(key_pointers, mask=is_dim[None, :], other=0.0)
+        k = stored_numbers(k, q.dtype, 1, TILE_ROWS)
         scores = tl.dot(q, k.T, input_precision="ieee")  # [TILE_ROWS, TILE_KEYS]
         is_written = positions < kv_end
         if scales is not None:
@@ -264,8 +284,10 @@ def _attend_tile(  # type: ignore[no-untyped-def]
             scores, positions - origin, query_positions - origin, row_max, row_sum, window, scale, softcap
         )
         # Slots past the end may contain NaN, and 0 * NaN is NaN, so V is masked by position.
-        value_mask = is_written[:, None] & is_stored_dim[None, :]
-        v = tl.load(key_pointers + V_ROWS * STORED_DIM, mask=value_mask, other=0.0)
+        if packed is None:
+            v = tl.load(key_pointers + V_ROWS * HEAD_DIM, mask=is_written[:, None] & is_dim[None, :], other=0.0)
+        else:
+            v = tl.load(packed_pointers, mask=is_written[:, None] & is_stored_dim[None, :], other=0)
         if scales is not None:
             weights = weights * value_scales[None, :]
         weight_dtype = tl.bfloat16 if scales is not None and q.dtype == tl.float16 else q.dtype

@@ -19,16 +19,13 @@ import torch
 from radixkv.kernels.batch import PagedBatch
 from radixkv.kernels.gpu.attention_plan import first_key
 from radixkv.kernels.kv_pool import KVPool
-from radixkv.kernels.quantization import INT4
 from radixkv.kernels.staging import to_device
 
 # Minimum number of query rows per key, on average, for which dequantizing first pays; each token has one row per query
-# head of a group. These are estimates, not measurements. For 64 keys of 128 dimensions, each tile of 128 rows saves 206
-# (8 bits) or 477 (int4) instructions per warp, which take 412 or 954 cycles. Dequantizing reads and writes 64 KiB more,
-# which takes 4,900 cycles at a multiprocessor's share of 3 TB/s. So it would pay from 1,500 or 660 rows on; the values
-# below include the cost of the launches.
-_MIN_ROWS_8_BITS = 1600
-_MIN_ROWS_4_BITS = 800
+# head of a group. This is an estimate, not a measurement. For 64 keys of 128 dimensions in 8 bits, each tile of 128
+# rows saves 206 instructions per warp, which take 412 cycles. Dequantizing reads and writes 64 KiB more, which takes
+# 4,900 cycles at a multiprocessor's share of 3 TB/s. So it would pay from 1,500 rows on; the launches have a cost, too.
+_MIN_ROWS = 1600
 
 # Steps of at most this number of tokens never dequantize first, so their launches do not depend on the blocks that they
 # read.
@@ -82,9 +79,8 @@ def plan_dequantize(
     if pool.scales is None or dtype not in _DTYPES:
         return None
     group_size = num_query_heads // pool.num_kv_heads
-    min_rows = _MIN_ROWS_4_BITS if pool.dtype == INT4 else _MIN_ROWS_8_BITS
     # A key is seen by at most all rows of the step, so most steps can be decided without looking at their blocks.
-    if not is_forced and (batch.num_tokens <= MAX_SHORT_TOKENS or batch.num_tokens * group_size < min_rows):
+    if not is_forced and (batch.num_tokens <= MAX_SHORT_TOKENS or batch.num_tokens * group_size < _MIN_ROWS):
         return None
 
     kv_lens = np.array(batch.kv_lens)
@@ -96,7 +92,7 @@ def plan_dequantize(
     block_ids, plain_ids = np.unique(batch.host_tables[is_read], return_inverse=True)
     block_bytes = 2 * pool.num_kv_heads * pool.block_size * pool.head_dim * dtype.itemsize
     num_keys = block_ids.size * batch.block_size
-    if not is_forced and (block_ids.size * block_bytes > _MAX_BYTES or num_pairs * group_size < min_rows * num_keys):
+    if not is_forced and (block_ids.size * block_bytes > _MAX_BYTES or num_pairs * group_size < _MIN_ROWS * num_keys):
         return None
 
     tables = np.zeros_like(batch.host_tables)

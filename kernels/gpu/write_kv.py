@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from radixkv.kernels.kv_pool import KVPool
-from radixkv.kernels.quantization import LARGEST, SMALLEST_SCALE
+from radixkv.kernels.quantization import INT4, LARGEST, SMALLEST_SCALE, key_dtype
 
 # Tokens per program: their vectors of 128 bfloat16 values are 4 KiB of K and 4 KiB of V, contiguous within a block.
 _TILE_TOKENS = 16
@@ -62,7 +62,11 @@ def write_kv(
         BLOCK_SIZE=pool.block_size,
         HEAD_DIM=pool.head_dim,
         PADDED_DIM=triton.next_power_of_2(pool.head_dim),
-        NUMBERS_PER_VALUE=pool.head_dim // pool.values.shape[-1],
+        ROW_SIZE=pool.values.shape[-1],
+        LAYER_SIZE=pool.values.shape[2:].numel(),
+        VALUE_OFFSET=pool.value_offset,
+        IS_PACKED=pool.dtype == INT4,
+        LARGEST_KEY=LARGEST.get(key_dtype(pool.dtype)),
         LARGEST=LARGEST.get(pool.dtype),
         SMALLEST_SCALE=SMALLEST_SCALE,
         TILE_TOKENS=_TILE_TOKENS,
@@ -91,7 +95,11 @@ def _write_tile(  # type: ignore[no-untyped-def]
     BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr,
-    NUMBERS_PER_VALUE: tl.constexpr,
+    ROW_SIZE: tl.constexpr,
+    LAYER_SIZE: tl.constexpr,
+    VALUE_OFFSET: tl.constexpr,
+    IS_PACKED: tl.constexpr,
+    LARGEST_KEY: tl.constexpr,
     LARGEST: tl.constexpr,
     SMALLEST_SCALE: tl.constexpr,
     TILE_TOKENS: tl.constexpr,
@@ -101,31 +109,34 @@ def _write_tile(  # type: ignore[no-untyped-def]
     kv_head = tl.program_id(1).to(tl.int64)
     slot = tl.load(slots + tokens, mask=tokens < num_tokens, other=-1)
     is_token = slot >= 0
-    dims, stored_dims = tl.arange(0, PADDED_DIM), tl.arange(0, PADDED_DIM // NUMBERS_PER_VALUE)
+    dims, pairs = tl.arange(0, PADDED_DIM), tl.arange(0, PADDED_DIM // 2)
     mask = is_token[:, None] & (dims < HEAD_DIM)[None, :]
     if largest is not None:
         largest_so_far = tl.load(largest + tokens * NUM_KV_HEADS + kv_head, mask=is_token, other=0.0)
-    STORED_DIM: tl.constexpr = HEAD_DIM // NUMBERS_PER_VALUE
-    stored_mask = is_token[:, None] & (stored_dims < STORED_DIM)[None, :]
+    row = kv_head * BLOCK_SIZE + slot % BLOCK_SIZE  # within a layer
+    targets = values + (slot // BLOCK_SIZE * value_stride + layer * LAYER_SIZE + row * ROW_SIZE)
     for k_or_v in tl.static_range(2):
         if k_or_v == 0:
             sources = key + tokens.to(tl.int64) * key_token_stride + kv_head * key_head_stride
         else:
             sources = value + tokens.to(tl.int64) * value_token_stride + kv_head * value_head_stride
-        row = ((layer * 2 + k_or_v) * NUM_KV_HEADS + kv_head) * BLOCK_SIZE + slot % BLOCK_SIZE  # within its block
         numbers = tl.load(sources[:, None] + dims[None, :], mask=mask, other=0.0).to(tl.float32)
         if largest is not None:
             largest_so_far = _larger(largest_so_far, numbers)
         if LARGEST is not None:
-            vector_scales = _scales(numbers, LARGEST, SMALLEST_SCALE)
-            tl.store(scales + slot // BLOCK_SIZE * scale_stride + row, vector_scales, mask=is_token)
+            vector_scales = _scales(numbers, LARGEST_KEY if k_or_v == 0 else LARGEST, SMALLEST_SCALE)
+            scale_row = (layer * 2 + k_or_v) * NUM_KV_HEADS * BLOCK_SIZE + row  # within its block
+            tl.store(scales + slot // BLOCK_SIZE * scale_stride + scale_row, vector_scales, mask=is_token)
             numbers = tl.div_rn(numbers, vector_scales[:, None])
             numbers = _round(numbers) if values.dtype.element_ty == tl.int8 else tl.clamp(numbers, -LARGEST, LARGEST)
-        if NUMBERS_PER_VALUE == 2:
+        vectors = targets[:, None] + k_or_v * VALUE_OFFSET
+        if IS_PACKED and k_or_v == 1:
             evens, odds = tl.split(tl.reshape(numbers, (TILE_TOKENS, PADDED_DIM // 2, 2)))
-            numbers = (evens & 15) | (odds << 4)
-        targets = values + (slot // BLOCK_SIZE * value_stride + row * STORED_DIM)[:, None] + stored_dims[None, :]
-        tl.store(targets, numbers.to(values.dtype.element_ty), mask=stored_mask)
+            packed = (evens & 15) | (odds << 4)
+            is_pair = is_token[:, None] & (pairs < HEAD_DIM // 2)[None, :]
+            tl.store(vectors + pairs[None, :], packed.to(values.dtype.element_ty), mask=is_pair)
+        else:
+            tl.store(vectors + dims[None, :], numbers.to(values.dtype.element_ty), mask=mask)
     if largest is not None:
         tl.store(largest + tokens * NUM_KV_HEADS + kv_head, largest_so_far, mask=is_token)
 

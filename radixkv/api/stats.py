@@ -258,7 +258,7 @@ class EngineStats:
         tokens: totals over finished requests.
         segments: nodes of all radix trees.
         block_bytes: device bytes of one block, scales included.
-        kv_dtype: how K and V are stored: fp32, bf16, fp16, fp8, int8 or int4.
+        kv_dtype: how K and V are stored: fp32, bf16, fp16, fp8, int8 or k8v4.
         tenants: the largest tenants, as many as requested, or the requested one.
         known_tenants: number of tenants with a quota, and of others that have blocks or were active recently.
         first_tokens: from the arrival of a request to its first token; of all requests with a token.

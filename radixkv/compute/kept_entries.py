@@ -11,7 +11,7 @@ from radixkv.blocks import BlockIds
 from radixkv.compute.forward import Chunk
 from radixkv.compute.runner import Runner
 from radixkv.kernels.kv_pool import KVPool
-from radixkv.kernels.quantization import dequantize
+from radixkv.kernels.quantization import dequantize, key_dtype
 from radixkv.kernels.scoring import Scoring
 
 
@@ -115,8 +115,11 @@ def attention_mass(
     """
     assert scoring.window is None, "entries are not ordered by position, so a window cannot be applied"
     num_kv_heads = pool.num_kv_heads
-    stored = pool.values[block_ids, layer, 0]  # [num_blocks, num_kv_heads, block_size, stored_dim]
-    key = stored.float() if pool.scales is None else dequantize(stored, pool.scales[block_ids, layer, 0], pool.dtype)
+    stored = pool.keys[block_ids, layer]  # [num_blocks, num_kv_heads, block_size, head_dim]
+    if pool.scales is None:
+        key = stored.float()
+    else:
+        key = dequantize(stored, pool.scales[block_ids, layer, 0], key_dtype(pool.dtype))
     key = key.transpose(0, 1).flatten(1, 2)[:, :num_entries]  # [num_kv_heads, num_entries, head_dim]
     first = num_entries - query.shape[0]
     total = torch.zeros(num_kv_heads, num_entries, device=query.device)

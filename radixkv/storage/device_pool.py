@@ -21,7 +21,7 @@ _NAMES = {
     torch.float16: "fp16",
     torch.float8_e4m3fn: "fp8",
     torch.int8: "int8",
-    INT4: "int4",
+    INT4: "k8v4",
 }
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 
@@ -108,8 +108,13 @@ class KVShape:
         if kv_dtype == "auto":
             return self
         for head_dim in (self.head_dim, *(heads.head_dim for heads in self.heads)):
-            if kv_dtype == "int4" and head_dim % 2:
-                raise ConfigError(f"cache.kv_dtype: expected an even head_dim for int4, got {head_dim}")
+            if kv_dtype == "k8v4" and head_dim % 2:
+                raise ConfigError(f"cache.kv_dtype: expected an even head_dim for k8v4, got {head_dim}")
+        if kv_dtype == "k8v4" and self.is_latent:
+            raise ConfigError(
+                "cache.kv_dtype: expected another format for a model with latents, each of which is key and value at "
+                "once, got k8v4"
+            )
         if kv_dtype == "bf16" and self.dtype == torch.float16:
             raise ConfigError("cache.kv_dtype: expected a model in float32 or bfloat16 for bf16, got float16")
         return dataclasses.replace(self, dtype=_DTYPES[kv_dtype])

@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 from radixkv.errors import ConfigError
 
-_BITS = {"fp32": 32, "bf16": 16, "fp16": 16, "fp8": 8, "int8": 8, "fp4": 4, "int4": 4}
+# Bits per element; k8v4, which has keys in int8 and values in int4, has 6 on average.
+_BITS = {"fp32": 32, "bf16": 16, "fp16": 16, "fp8": 8, "int8": 8, "k8v4": 6, "fp4": 4, "int4": 4}
 _SCALE_BYTES = 4  # float32
 
 _BLOCKS_PER_PART = 8.0  # if all layers are windowed, so that blocks take no memory
@@ -21,7 +22,7 @@ class KVFormat:
     """Format of the stored elements of K and V.
 
     Attributes:
-        name: fp32, bf16, fp16, fp8, int8, fp4 or int4.
+        name: fp32, bf16, fp16, fp8, int8, k8v4, fp4 or int4.
         has_scales: whether every stored vector also has a float32 scale (only below 16 bits).
 
     Raises:
@@ -39,7 +40,7 @@ class KVFormat:
 
     @property
     def bits(self) -> int:
-        """Bits per element, without scales."""
+        """Bits per element, without scales; the mean of keys and values."""
         return _BITS[self.name]
 
     def bytes_of(self, num_vectors: int, num_elements: int) -> int:

@@ -8,7 +8,7 @@ from typing import NamedTuple, Self
 
 from radixkv.errors import InvalidRequest
 from radixkv.kernels.kv_pool import KVPool
-from radixkv.kernels.quantization import hadamard_size
+from radixkv.kernels.quantization import INT4, hadamard_size
 
 
 class Layers(NamedTuple):
@@ -98,7 +98,8 @@ def payload_layout(pools: Sequence[KVPool], part_pools: Sequence[KVPool] = ()) -
 
 def _layout_of(pool: KVPool, *, is_only: bool) -> str:
     vectors = "tokens" if pool.is_latent else "2, heads, tokens"
-    layout = f"values [layers, {vectors}, dim], then scales [layers, {vectors}]"
+    rows = "heads, tokens, key and value" if pool.dtype == INT4 else f"{vectors}, dim"
+    layout = f"values [layers, {rows}], then scales [layers, {vectors}]"
     if not is_only:
         layout += f" of {pool.num_layers} layers of {pool.num_kv_heads} heads of {pool.head_dim}"
-    return f"{layout}; vectors rotated in parts of {hadamard_size(pool.head_dim)}" if pool.is_rotated else layout
+    return f"{layout}; values rotated in parts of {hadamard_size(pool.head_dim)}" if pool.rotates_values else layout

@@ -43,7 +43,7 @@ MODEL_OPTIONS = (
         "--dtype",
         "D",
         None,
-        "K/V dtype: fp32, bf16, fp16, fp8, int8, fp4, int4 (default: that of --model, or bf16)",
+        "K/V dtype: fp32, bf16, fp16, fp8, int8, k8v4, fp4, int4 (default: that of --model, or bf16)",
     ),
     Option(
         "--longrope",

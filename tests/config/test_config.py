@@ -149,7 +149,11 @@ def test_a_wrong_type_is_refused(setting, message):
         ("server.max_message_bytes=1023", "server.max_message_bytes: expected 1024 to 2147483647, got 1023"),
         ("cache.block_size=48", "cache.block_size: expected one of 16, 32, 64, got 48"),
         ("cache.capacity_tokens=63", "cache.capacity_tokens: expected 64 to 137438953408, got 63"),
-        ("cache.kv_dtype=int3", "cache.kv_dtype: expected one of auto, bf16, fp8, int8, int4, got int3"),
+        ("cache.kv_dtype=int3", "cache.kv_dtype: expected one of auto, bf16, fp8, int8, k8v4, got int3"),
+        (
+            "cache.kv_dtype=int4",
+            "cache.kv_dtype: .* got int4, .* keys of 4 bits .* k8v4 has keys of 8 bits and values of 4",
+        ),
         ("cache.policy=fifo", "cache.policy: expected one of adaptive, lru, slru, lfu, priority, got fifo"),
         ("cache.policy=optimal", "cache.policy: expected one of adaptive, lru, slru, lfu, priority, got optimal"),
         ("cache.evicted_prefixes=-1", "cache.evicted_prefixes: expected at least 0, got -1"),

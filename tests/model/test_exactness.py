@@ -31,7 +31,7 @@ from tests.processor import needs_exact_int8, skip_without_kernels_for
 QUICK = [name for name in MODELS if name != "deepseek_v2"]
 
 # Quick tests ask every model and every dtype of a model and of a pool; slow ones all of them together.
-POOLS = [("float32", "bf16"), ("bfloat16", "fp8"), ("float32", "int8"), ("bfloat16", "int4")]
+POOLS = [("float32", "bf16"), ("bfloat16", "fp8"), ("float32", "int8"), ("bfloat16", "k8v4")]
 DIVIDED = [("float32", "auto"), ("bfloat16", "int8")]
 
 WINDOWED = ["mistral", "gemma2", "qwen2", "gpt_oss", "gemma4_text"]
@@ -167,7 +167,7 @@ def test_no_bit_of_an_adapter_depends_on_the_cache_or_on_other_adapters(model: s
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "kv_dtype"),
-    [(dtype, kv_dtype) for dtype in ("float32", "bfloat16") for kv_dtype in ("auto", "int8", "fp8", "int4")],
+    [(dtype, kv_dtype) for dtype in ("float32", "bfloat16") for kv_dtype in ("auto", "int8", "fp8", "k8v4")],
 )
 @pytest.mark.parametrize("model", MODELS)
 def test_no_bit_of_many_prompts_depends_on_the_cache(model: str, dtype: str, kv_dtype: str) -> None:

@@ -32,7 +32,7 @@ def test_attention_in_cpp_comes_first(dtype: torch.dtype) -> None:
     assert candidates(dtype) == BOTH
 
 
-@pytest.mark.parametrize("kv_dtype", ["fp8", "int8", "int4"])
+@pytest.mark.parametrize("kv_dtype", ["fp8", "int8", "k8v4"])
 def test_quantized_pools_use_torch_kernels(kv_dtype: str) -> None:
     assert candidates(torch.float32, kv_dtype) == BOTH[1:]
 

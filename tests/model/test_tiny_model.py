@@ -12,9 +12,9 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM, PreTrainedTokenizerBase
 
-from bench.perplexity.bigram import Bigram
-from bench.perplexity.model_bits import model_bits
+from bench.training.bigram import Bigram
 from bench.training.corpus import held_out_documents, training_documents
+from bench.training.model_bits import model_bits
 from bench.training.tokenizer import load_tokenizer
 from radixkv.compute.forward import Chunk
 from radixkv.compute.runner import Runner

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -19,9 +21,11 @@ def pool_of(dtype: torch.dtype, *, is_by_layer: bool = False, is_latent: bool = 
     return pool
 
 
-@pytest.mark.parametrize("is_latent", [False, True])
 @pytest.mark.parametrize("is_by_layer", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, INT4])
+@pytest.mark.parametrize(
+    ("dtype", "is_latent"),
+    [*itertools.product([torch.float32, torch.bfloat16, torch.int8], [False, True]), (INT4, False)],
+)
 def test_blocks_are_restored_bitwise(dtype: torch.dtype, is_by_layer: bool, is_latent: bool) -> None:
     pool = pool_of(dtype, is_by_layer=is_by_layer, is_latent=is_latent)
     mover = BlockMover([pool])

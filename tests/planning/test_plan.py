@@ -34,7 +34,8 @@ def test_a_batch_of_64_times_8192_tokens_takes_64_gib() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "gib"), [("fp32", 128), ("bf16", 64), ("fp16", 64), ("fp8", 32), ("int8", 32), ("fp4", 16), ("int4", 16)]
+    ("name", "gib"),
+    [("fp32", 128), ("bf16", 64), ("fp16", 64), ("fp8", 32), ("int8", 32), ("k8v4", 24), ("fp4", 16), ("int4", 16)],
 )
 def test_the_same_batch_in_other_formats_before_scales(name: str, gib: int) -> None:
     assert 64 * 8192 * LLAMA_8B.token_bytes(KVFormat(name)) == gib * GIB
@@ -300,9 +301,9 @@ def test_the_planner_agrees_with_the_embedded_model() -> None:
 
     own = load_model(ModelConfig(dtype="float32", device="cpu")).kv_shape
     layout = HeadKV(own.num_layers, own.num_kv_heads, own.head_dim)
-    for kv_dtype, name in (("auto", "fp32"), ("bf16", "bf16"), ("fp8", "fp8"), ("int8", "int8"), ("int4", "int4")):
+    for kv_dtype, name in (("auto", "fp32"), ("bf16", "bf16"), ("fp8", "fp8"), ("int8", "int8"), ("k8v4", "k8v4")):
         shape = own.stored_as(kv_dtype)
-        kv_format = KVFormat(name, has_scales=kv_dtype in ("fp8", "int8", "int4"))
+        kv_format = KVFormat(name, has_scales=kv_dtype in ("fp8", "int8", "k8v4"))
         assert layout.token_bytes(kv_format) == shape.token_bytes
         storage = KVStorage(3, 16, shape, torch.device("cpu"))
         assert 16 * layout.token_bytes(kv_format) == storage.block_bytes == storage.pool.blocks[0].nbytes

@@ -30,7 +30,7 @@ def latent_use(dtype: torch.dtype, kv_dtype: str = "auto") -> AttentionUse:
     return AttentionUse((KIND,), dtype, shape, 16, CPU, is_exact=True)
 
 
-@pytest.mark.parametrize("kv_dtype", ["auto", "int8", "int4"])
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_our_kernels_pass_with_latents(dtype: torch.dtype, kv_dtype: str) -> None:
     check_attention(TorchKernels(), latent_use(dtype, kv_dtype))
@@ -46,7 +46,7 @@ def test_batch_dependent_bits_with_latents_are_detected(
 
 
 @pytest.mark.sampled(one_in=4)
-@pytest.mark.parametrize("kv_dtype", ["auto", "bf16", "fp8", "int8", "int4"])
+@pytest.mark.parametrize("kv_dtype", ["auto", "bf16", "fp8", "int8", "k8v4"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     "kind",
@@ -65,7 +65,7 @@ def test_our_kernels_pass(
 
 
 @pytest.mark.parametrize("head_dim", [80, 256])
-@pytest.mark.parametrize("kv_dtype", ["auto", "int4"])
+@pytest.mark.parametrize("kv_dtype", ["auto", "k8v4"])
 def test_rounding_stays_far_below_the_bound(kv_dtype: str, head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """So that no model is refused for it."""
     of_eight_heads = use(torch.bfloat16, kv_dtype, kind=AttentionKind(8, None, None), head_dim=head_dim)
@@ -80,8 +80,8 @@ def test_rounding_stays_far_below_the_bound(kv_dtype: str, head_dim: int, monkey
 def test_a_wrong_read_of_the_pool_is_detected(is_exact: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     dequantize = cpu_attention.dequantize
     monkeypatch.setattr(cpu_attention, "dequantize", lambda *inputs: dequantize(*inputs) * 1.05)
-    with pytest.raises(UnsupportedModel, match=r"^attention over int4 on cpu: expected a relative distance of at most"):
-        check_attention(TorchKernels(), use(torch.bfloat16, "int4", is_exact=is_exact))
+    with pytest.raises(UnsupportedModel, match=r"^attention over k8v4 on cpu: expected a relative distance of at most"):
+        check_attention(TorchKernels(), use(torch.bfloat16, "k8v4", is_exact=is_exact))
 
 
 def test_kernels_that_fail_to_run_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

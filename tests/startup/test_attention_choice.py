@@ -180,7 +180,7 @@ def test_warps_that_specialize_pass(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.sampled(one_in=3)
-@pytest.mark.parametrize(("kv_dtype", "is_specialized"), [("fp8", True), ("int8", False), ("int4", True)])
+@pytest.mark.parametrize(("kv_dtype", "is_specialized"), [("fp8", True), ("int8", False), ("k8v4", True)])
 def test_blocks_dequantized_first_pass(kv_dtype: str, is_specialized: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     interpret_kernels(monkeypatch)
     monkeypatch.setitem(attention_check._TOLERANCE, BF16, 0.015)  # far below the bound

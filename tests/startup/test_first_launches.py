@@ -27,7 +27,7 @@ def traced(
 
 @pytest.mark.sampled(one_in=4)
 @pytest.mark.parametrize("is_exact", [False, True])
-@pytest.mark.parametrize("kv_dtype", ["auto", "int8", "fp8", "int4"])
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8", "fp8", "k8v4"])
 def test_traffic_compiles_nothing(kv_dtype: str, is_exact: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     launches = traced(monkeypatch, 500, kv_dtype=kv_dtype, is_exact=is_exact)
     assert launches.new_in("live") == []

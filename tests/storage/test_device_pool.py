@@ -8,11 +8,13 @@ from radixkv.storage.kv_layout import LatentKV
 
 SHAPE = KVShape(num_layers=3, num_kv_heads=2, head_dim=8, dtype=torch.bfloat16)
 LATENT = KVShape(num_layers=3, num_kv_heads=1, head_dim=576, dtype=torch.bfloat16, is_latent=True)
+LATENT_DTYPES = [each for each in KV_DTYPES if each != "k8v4"]
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("shape", [SHAPE, LATENT], ids=["pairs", "latents"])
-@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+@pytest.mark.parametrize(
+    ("kv_dtype", "shape"), [*((each, SHAPE) for each in KV_DTYPES), *((each, LATENT) for each in LATENT_DTYPES)]
+)
 def test_bytes_are_those_of_the_tensor(kv_dtype: str, shape: KVShape) -> None:
     storage = KVStorage(5, 16, shape.stored_as(kv_dtype), CPU)
     pool = storage.pool
@@ -22,13 +24,13 @@ def test_bytes_are_those_of_the_tensor(kv_dtype: str, shape: KVShape) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kv_dtype", "token_bytes"), [("auto", 2 * 8), ("fp8", 8 + 4), ("int8", 8 + 4), ("int4", 4 + 4)]
+    ("kv_dtype", "token_bytes"), [("auto", 2 * 8), ("fp8", 8 + 4), ("int8", 8 + 4), ("k8v4", 6 + 4)]
 )
 def test_a_token_has_two_vectors_a_layer_and_head(kv_dtype: str, token_bytes: int) -> None:
     assert SHAPE.stored_as(kv_dtype).token_bytes == 3 * 2 * 2 * token_bytes
 
 
-@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+@pytest.mark.parametrize("kv_dtype", LATENT_DTYPES)
 def test_a_latent_token_has_the_bytes_that_a_plan_counts(kv_dtype: str) -> None:
     shape = LATENT.stored_as(kv_dtype)
     assert shape.token_bytes == LatentKV(3, rank=512, rope_dim=64).token_bytes(shape.format)
@@ -36,7 +38,7 @@ def test_a_latent_token_has_the_bytes_that_a_plan_counts(kv_dtype: str) -> None:
         assert shape.token_bytes == 3 * 576 * 2
 
 
-@pytest.mark.parametrize(("kv_dtype", "least"), [("fp8", 1.9), ("int8", 1.9), ("int4", 3.6)])
+@pytest.mark.parametrize(("kv_dtype", "least"), [("fp8", 1.9), ("int8", 1.9), ("k8v4", 2.5)])
 def test_more_tokens_of_128_dimensions_fit(kv_dtype: str, least: float) -> None:
     shape = KVShape(num_layers=32, num_kv_heads=8, head_dim=128, dtype=torch.bfloat16)
     assert shape.token_bytes / shape.stored_as(kv_dtype).token_bytes >= least
@@ -45,7 +47,7 @@ def test_more_tokens_of_128_dimensions_fit(kv_dtype: str, least: float) -> None:
 @pytest.mark.parametrize(
     ("head_dim", "dtype", "kv_dtype", "message"),
     [
-        (7, torch.float32, "int4", "expected an even head_dim for int4, got 7"),
+        (7, torch.float32, "k8v4", "expected an even head_dim for k8v4, got 7"),
         (8, torch.float16, "bf16", "expected a model in float32 or bfloat16 for bf16, got float16"),
     ],
 )
@@ -72,6 +74,11 @@ def test_layers_of_different_heads_add_up() -> None:
     assert alike.alike == ((0, 1, 2),)
 
 
-def test_int4_needs_an_even_size_in_every_layer() -> None:
-    with pytest.raises(ConfigError, match="expected an even head_dim for int4, got 7"):
-        KVShape.of_layers([KVHeads(2, 8), KVHeads(2, 7)], torch.float32).stored_as("int4")
+def test_k8v4_needs_an_even_size_in_every_layer() -> None:
+    with pytest.raises(ConfigError, match="expected an even head_dim for k8v4, got 7"):
+        KVShape.of_layers([KVHeads(2, 8), KVHeads(2, 7)], torch.float32).stored_as("k8v4")
+
+
+def test_k8v4_needs_keys_that_are_not_values() -> None:
+    with pytest.raises(ConfigError, match=r"^cache\.kv_dtype: expected another format for .* latents, .* got k8v4$"):
+        LATENT.stored_as("k8v4")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -13,8 +15,10 @@ from radixkv.storage.layer_bytes import LayerBytes, Layers
 from tests.offload.test_block_mover import pool_of
 
 
-@pytest.mark.parametrize("is_latent", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, INT4])
+@pytest.mark.parametrize(
+    ("dtype", "is_latent"),
+    [*itertools.product([torch.float32, torch.bfloat16, torch.int8], [False, True]), (INT4, False)],
+)
 def test_layers_of_a_payload_are_those_of_the_pool(dtype: torch.dtype, is_latent: bool) -> None:
     pool = pool_of(dtype, is_latent=is_latent)
     layers = LayerBytes.of(pool)

@@ -94,11 +94,11 @@ def test_a_cache_hit_changes_no_byte_of_the_logits(client: Client, tenant: str) 
 
 def test_a_cache_hit_changes_no_byte_of_the_logits_with_a_quantized_pool(tmp_path: Path) -> None:
     directory = write_checkpoint(LlamaConfig(**{**SHAPE, "max_position_embeddings": 2048}), tmp_path)
-    settings = ("--model", str(directory), "--set", "cache.kv_dtype=int4", "--set", "model.dtype=bfloat16")
+    settings = ("--model", str(directory), "--set", "cache.kv_dtype=k8v4", "--set", "model.dtype=bfloat16")
     with serving(*settings) as (_, address), Client(address, timeout_s=PATIENCE_S) as client:
         assert_the_cache_changes_no_logit(client, "acme")
         stats = client.stats()
-        assert stats.kv_dtype == "int4"
+        assert stats.kv_dtype == "k8v4"
         assert stats.block_bytes == stats.block_size * 3 * 2 * 2 * (16 // 2 + 4)
 
 

@@ -121,7 +121,7 @@ class AttentionKernels(Protocol):
         ...
 
     def hadamard_transform(self, vectors: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Apply the Hadamard transform, for a pool with `is_rotated`; see `reference.hadamard_transform`."""
+        """Apply the Hadamard transform, for a pool with `rotates_values`; see `reference.hadamard_transform`."""
         ...
 
     def paged_attention(

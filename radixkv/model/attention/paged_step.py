@@ -73,20 +73,19 @@ class PagedStep:
     def view(self, layers: Sequence[int], queries: Queries, num_kv_heads: int, scoring: Scoring) -> KVView | None:
         """See `ViewedStep.view`."""
         view = getattr(self._kernels, "view", None)
-        if view is None or self._watched or self._is_reading or self._pool.is_rotated:
+        if view is None or self._watched or self._is_reading or self._pool.rotates_values:
             return None
         largest = self._largest_of(self._batch.slots, queries.num_tokens, num_kv_heads)
         found: KVView | None = view(queries, num_kv_heads, self._pool, layers, self._batch, scoring, largest)
         return found
 
     def write(self, layer: int, key: torch.Tensor, value: torch.Tensor | None) -> None:
-        """Write K and V of a layer, after the Hadamard transform if the pool needs it; shapes as in `attend`."""
+        """Write K and V of a layer, V after the Hadamard transform if the pool needs it; shapes as in `attend`."""
         largest = self._largest_of(key, *key.shape[:2])
         if self._is_reading:
             return
-        if self._pool.is_rotated:
-            key = self._kernels.hadamard_transform(key, torch.float32)
-            value = None if value is None else self._kernels.hadamard_transform(value, torch.float32)
+        if self._pool.rotates_values and value is not None:
+            value = self._kernels.hadamard_transform(value, torch.float32)
         self._kernels.write_kv(key, value, self._batch.slots, self._pool, layer, largest)
 
     def _largest_of(self, like: torch.Tensor, num_tokens: int, num_kv_heads: int) -> torch.Tensor:
@@ -97,13 +96,10 @@ class PagedStep:
     def read(self, layer: int, query: torch.Tensor, scoring: Scoring) -> torch.Tensor:
         """Attend over K and V in the pool; arguments and result as in `attend`.
 
-        If the pool holds transformed vectors, queries are transformed like keys, which preserves the scores, and the
-        output is transformed back.
+        If the pool holds transformed values, the output is transformed back.
         """
-        if not self._pool.is_rotated:
-            return self._read(layer, query, scoring)
-        transform, dtype = self._kernels.hadamard_transform, query.dtype
-        return transform(self._read(layer, transform(query, dtype), scoring), dtype)
+        attended = self._read(layer, query, scoring)
+        return self._kernels.hadamard_transform(attended, query.dtype) if self._pool.rotates_values else attended
 
     def _read(self, layer: int, query: torch.Tensor, scoring: Scoring) -> torch.Tensor:
         for start, end, watcher in self._watched:

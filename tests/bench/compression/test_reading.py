@@ -1,15 +1,11 @@
 from __future__ import annotations
 
-import json
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
-from bench.compression.__main__ import main
+from bench.compression.__main__ import measure
 from bench.compression.reading import BLOCK_SIZE, Readings
-from bench.kv_dtype import Text, build_model, held_out_texts
+from bench.parts.quality import PoolText, held_out_texts, load
 from radixkv.api.compression import Compression, CompressionPolicy
 
 pytestmark = pytest.mark.long
@@ -20,19 +16,19 @@ PROMPT, NEW = 40, 24
 
 @pytest.fixture(scope="module")
 def texts() -> list[torch.Tensor]:
-    return held_out_texts(2, PROMPT + NEW)
+    return held_out_texts("tiny", 2, PROMPT + NEW)
 
 
 @pytest.fixture(scope="module")
 def readings(texts: list[torch.Tensor]) -> Readings:
-    return Readings(build_model("tiny", 0), texts, PROMPT)
+    return Readings(load("tiny"), texts, PROMPT)
 
 
 @pytest.mark.long
 def test_the_whole_is_read_as_if_nothing_were_compressed(readings: Readings, texts: list[torch.Tensor]) -> None:
     read = readings.read(None)
     for logits, ids in zip(read.logits, texts, strict=True):
-        assert torch.equal(logits, Text(build_model("tiny", 0), "auto", PROMPT + NEW).append(ids)[PROMPT:])
+        assert torch.equal(logits, PoolText(load("tiny"), "auto", PROMPT + NEW).append(ids)[PROMPT:])
     assert read.blocks == (PROMPT + NEW) / BLOCK_SIZE
 
 
@@ -56,11 +52,8 @@ def test_numbers_of_positions_do_not_matter_where_all_are_moved(readings: Readin
     assert (moved.logits - unmoved.logits).abs().max() > 1e-2
 
 
-def test_the_command_writes_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = "--texts 1 --prompt-tokens 40 --new-tokens 8 --budgets 16"
-    monkeypatch.setattr(sys, "argv", ["bench", *sizes.split(), "--json", str(tmp_path / "rows.json")])
-    main()
-    rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
+def test_policies_are_compared_with_the_whole() -> None:
+    rows = list(measure("tiny", 1, 40, 8, [16]))
     assert [row["policy"] for row in rows] == ["none", *CompressionPolicy, STREAMING_LLM, "window without sinks"]
-    assert (rows[0]["kl"], rows[0]["agreement"]) == (0, 1)
+    assert (rows[0]["kl"], rows[0]["same_top"]) == (0, 1)
     assert all(row["kl"] > 0 and row["kv_bytes"] < rows[0]["kv_bytes"] for row in rows[1:])

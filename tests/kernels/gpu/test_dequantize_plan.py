@@ -160,10 +160,10 @@ def does_it(
     return plan_dequantize(batch, pool, **options) is not None
 
 
-@pytest.mark.parametrize(("kv_dtype", "enough", "too_few"), [(FP8, 450, 350), (INT8, 450, 350), (INT4, 220, 180)])
-def test_dequantizing_pays_for_a_long_suffix(kv_dtype: torch.dtype, enough: int, too_few: int) -> None:
-    assert does_it([enough], [8192], kv_dtype=kv_dtype)
-    assert not does_it([too_few], [8192], kv_dtype=kv_dtype)
+@pytest.mark.parametrize("kv_dtype", [FP8, INT8, INT4], ids=str)
+def test_dequantizing_pays_for_a_long_suffix(kv_dtype: torch.dtype) -> None:
+    assert does_it([450], [8192], kv_dtype=kv_dtype)
+    assert not does_it([350], [8192], kv_dtype=kv_dtype)
 
 
 def test_the_gain_depends_on_query_heads_per_kv_head() -> None:

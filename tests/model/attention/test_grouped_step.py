@@ -92,7 +92,7 @@ def alone(model: Model, tokens: bytes, kv_dtype: str = "auto") -> torch.Tensor:
     return runner.run([Chunk(tokens, 0, len(tokens) // 4, blocks, None, wants_logits=True)]).logits[0].clone()
 
 
-@pytest.mark.parametrize("kv_dtype", ["auto", "int8", "int4"])
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8", "k8v4"])
 def test_no_bit_depends_on_released_parts(model: Model, kv_dtype: str) -> None:
     divided, tokens = Divided(model, kv_dtype), tokens_of(1, 400)
     blocks = np.random.default_rng(2).permutation(NUM_BLOCKS).astype(np.int32)[:25]

@@ -27,19 +27,17 @@ def test_a_non_finite_key_is_detected_even_if_no_query_attends_to_it(bad: float,
     assert step.is_finite.tolist() == [True, False, True]
 
 
-def test_vectors_are_hadamard_transformed_before_int4_quantization() -> None:
-    """Numbers that are large in a few places of each key and value cost the others less than without a rotation."""
+def test_values_are_hadamard_transformed_before_int4_quantization() -> None:
+    """Numbers that are large in a few places of each value cost the others less than without a rotation."""
     num_tokens = 24
     batch = PagedBatch.build([num_tokens], [num_tokens], [np.arange(2, dtype=np.int32)], 16)
     query, key, value = torch.randn(3, num_tokens, 2, 64).unbind(0)
-    key[..., 7] *= 16
     value[..., 9] *= 16
-    query[..., 7] /= 16
     attended = {}
     for dtype, is_rotated in ((torch.float32, False), (torch.int4, True), (torch.int4, False)):
         pool = KVPool.allocate(2, 1, 2, 16, 64, dtype=dtype)
-        assert pool.is_rotated == (dtype == torch.int4)
-        step = PagedStep(dataclasses.replace(pool, is_rotated=is_rotated), batch, TorchKernels())
+        assert pool.rotates_values == (dtype == torch.int4)
+        step = PagedStep(dataclasses.replace(pool, rotates_values=is_rotated), batch, TorchKernels())
         attended[dtype, is_rotated] = step.attend(AttentionCall(0, query, key, value, Scoring(0.125)))
     expected = attended.pop((torch.float32, False))
     rotated, plain = ((each - expected).norm().item() for each in attended.values())

@@ -258,7 +258,7 @@ PLAIN, SPECIALIZED_PLAIN = (
         ((9, 0), "auto", 32, [POINTERS], [POINTERS]),
         ((8, 0), "auto", 64, [POINTERS], [POINTERS]),
         ((9, 0), "fp8", 64, [POINTERS], [SPECIALIZED_PLAIN, PLAIN, POINTERS]),
-        ((9, 0), "int4", 32, [POINTERS], [PLAIN, POINTERS]),
+        ((9, 0), "k8v4", 32, [POINTERS], [PLAIN, POINTERS]),
         ((8, 0), "int8", 64, [POINTERS], [PLAIN, POINTERS]),
     ],
 )

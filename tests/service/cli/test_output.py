@@ -113,7 +113,7 @@ def test_a_stats_table_shows_every_number():
         evicted_blocks=120,
         evicted_probation_blocks=124,
         block_bytes=121,
-        kv_dtype="int4",
+        kv_dtype="k8v4",
         model_fingerprint="0a1b2c",
     )
     table = stats_table(stats)
@@ -121,7 +121,7 @@ def test_a_stats_table_shows_every_number():
     for number in (*range(101, 113), 400, *range(114, 125)):
         assert str(number) in table, number
     assert "(28.5 %)" in table
-    assert "121 bytes each, int4" in table
+    assert "121 bytes each, k8v4" in table
 
 
 def test_a_stats_table_shows_snapshots_where_there_are_states():

@@ -432,7 +432,7 @@ def test_small_sizes_are_bytes(capsys):
         ),
         ((*LLAMA_8B, "--tp", "3"), "num_query_heads: expected a multiple of tp 3, got 32"),
         ((*LLAMA_8B, "--kv-heads", "5"), "num_query_heads: expected a multiple of num_kv_heads 5, got 32"),
-        ((*LLAMA_8B, "--dtype", "fp7"), "dtype: expected one of fp32, bf16, fp16, fp8, int8, fp4, int4, got fp7"),
+        ((*LLAMA_8B, "--dtype", "fp7"), "dtype: expected one of fp32, bf16, fp16, fp8, int8, k8v4, fp4, int4, got fp7"),
         ((*LLAMA_8B, "--tier", "host=1kB"), "tier host: expected room for a block, 8389056 bytes, got 1000"),
         (
             (*LLAMA_8B, "--tier", "host=1GB", "--tier-ms", "hots=1"),

@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from bench.perplexity.bigram import Bigram
+from bench.training.bigram import Bigram
 
 VOCABULARY = 5
 IDS = [0, 1, 2, 0, 1, 2, 0, 1, 3, 0, 1, 2]

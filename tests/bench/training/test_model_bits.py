@@ -4,7 +4,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from bench.perplexity.model_bits import model_bits
+from bench.training.model_bits import model_bits
 
 
 class Counting:

@@ -1,6 +1,6 @@
 """Measures how well the embedded model predicts text that it was not trained on, compared with compressors and bigrams.
 
-python -m bench.perplexity --json bench/results/perplexity.json
+python -m bench.training.bits_per_byte --json bench/results/bits_per_byte.json
 
 Each predictor is measured twice: without any training, and after reading the text that the model was trained on. A
 bigram model keeps learning while it reads; the weights of the embedded model do not change.
@@ -19,17 +19,17 @@ import torch
 
 from bench.parts.environment import describe_run
 from bench.parts.result_file import write_json
-from bench.perplexity.bigram import Bigram
-from bench.perplexity.compressors import COMPRESSORS
-from bench.perplexity.model_bits import model_bits
+from bench.training.bigram import Bigram
+from bench.training.compressors import COMPRESSORS
 from bench.training.corpus import Document, held_out_documents, training_documents
+from bench.training.model_bits import model_bits
 from bench.training.tokenizer import load_tokenizer
 from radixkv.model.tiny_files import CONFIG
 from radixkv.model.tiny_model import build_tiny_model
 
 
 @dataclass(frozen=True, slots=True)
-class PerplexityRow:
+class PredictorRow:
     """Bits that one predictor needs.
 
     Attributes:
@@ -47,20 +47,20 @@ class PerplexityRow:
     @classmethod
     def of(
         cls, predictor: str, knows_training_text: bool, bits: list[float], documents: list[Document]
-    ) -> PerplexityRow:
+    ) -> PredictorRow:
         """Divide the bits of each document by its bytes."""
         sizes = [len(document.text.encode()) for document in documents]
         each = {document.title: n / size for document, n, size in zip(documents, bits, sizes, strict=True)}
         return cls(predictor, knows_training_text, each, sum(bits) / sum(sizes))
 
 
-def measure(held_out: list[Document], training: list[Document]) -> Iterator[PerplexityRow]:
+def measure(held_out: list[Document], training: list[Document]) -> Iterator[PredictorRow]:
     """Yield a row for each predictor."""
     before = "\f".join(document.text for document in training).encode()
     for name, size in COMPRESSORS.items():
         for known in (b"", before):
             bits = [float(size(document.text.encode(), known)) for document in held_out]
-            yield PerplexityRow.of(name, bool(known), bits, held_out)
+            yield PredictorRow.of(name, bool(known), bits, held_out)
     tokenizer = load_tokenizer()
     end = [tokenizer.pad_token_id]
     texts = [[*end, *tokenizer.encode(document.text)] for document in held_out]
@@ -68,11 +68,9 @@ def measure(held_out: list[Document], training: list[Document]) -> Iterator[Perp
     for known_ids in ([], learned):
         bigram = Bigram(CONFIG["vocab_size"])
         bigram.learn(known_ids)
-        yield PerplexityRow.of(
-            "bigram of tokens", bool(known_ids), [bigram.copy().bits(ids) for ids in texts], held_out
-        )
+        yield PredictorRow.of("bigram of tokens", bool(known_ids), [bigram.copy().bits(ids) for ids in texts], held_out)
     module = build_tiny_model("sdpa").eval()
-    yield PerplexityRow.of("tiny", True, [model_bits(module, torch.tensor(ids)) for ids in texts], held_out)
+    yield PredictorRow.of("tiny", True, [model_bits(module, torch.tensor(ids)) for ids in texts], held_out)
 
 
 def main() -> None:
@@ -89,7 +87,7 @@ def main() -> None:
         each = ", ".join(f"{title} {bits:.3f}" for title, bits in row.bits_per_byte.items())
         print(f"{row.predictor:>16} {known:>24}: {row.all:.3f} bits per byte ({each})", flush=True)
     if options.json:
-        command = shlex.join(["python", "-m", "bench.perplexity", *sys.argv[1:]])
+        command = shlex.join(["python", "-m", "bench.training.bits_per_byte", *sys.argv[1:]])
         write_json(options.json, {"rows": [asdict(row) for row in rows], "command": command, **describe_run()})
 
 

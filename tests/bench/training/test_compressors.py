@@ -3,7 +3,7 @@ import zlib
 
 import pytest
 
-from bench.perplexity.compressors import COMPRESSORS, gzip_bits, xz_bits
+from bench.training.compressors import COMPRESSORS, gzip_bits, xz_bits
 
 WORDS = ["the", "lord", "said", "unto", "her", "sister", "with", "great", "pleasure"]
 DICE = random.Random(0)

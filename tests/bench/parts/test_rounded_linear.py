@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from bench.perplexity.rounded_linear import RoundedLinear, round_linears
+from bench.parts.rounded_linear import RoundedLinear, round_linears
 from radixkv.kernels.cpu.int8_linear import int8_linear, pack_int8
 from tests.processor import needs_exact_int8
 

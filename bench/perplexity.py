@@ -1,0 +1,91 @@
+"""Measures what each format of a model's weights costs in quality.
+
+python -m bench.perplexity --model MODEL --json bench/results/perplexity.json
+
+The model reads held-out texts with each format (`model.weights`, `model.dtype`). The reference has the weights as the
+model stores them, and computes in float32, as the other formats do except bfloat16. Measure directories: the linear
+layers of a GGUF file may be quantized already. `radixkv convert` makes a directory of it.
+
+`int8`, with inputs of 8 bits, is refused on processors whose int8 sums may saturate. There, a directory is measured
+with the same numbers, multiplied in another way.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from bench.parts.quality import Command, Comparison, PoolText, Row, held_out_texts, load, row_of
+from bench.parts.rounded_linear import round_linears
+from radixkv.errors import ConfigError
+from radixkv.kernels.cpu.int8_linear import adds_integers_exactly
+from radixkv.model.attention.attention_function import ATTENTION_NAME
+from radixkv.model.model import Model
+from radixkv.model.tiny_model import build_tiny_model
+from radixkv.model_files.model_location import locate
+
+# `model.weights` and `model.dtype`; the first is the reference.
+FORMATS = (("auto", "float32"), ("auto", "bfloat16"), ("q8", "float32"), ("q4", "float32"), ("int8", "float32"))
+
+
+def load_format(path: str, weights: str, dtype: str) -> Model:
+    """Load a model with its weights in a format.
+
+    Raises:
+        ConfigError: see `load`; or this processor multiplies no int8, and the model is a GGUF file.
+    """
+    if weights != "int8" or adds_integers_exactly():
+        return load(path, weights=weights, dtype=dtype)
+    if path == "tiny":
+        module = build_tiny_model(ATTENTION_NAME)
+    else:
+        directory = locate(path).path
+        if not directory.is_dir():
+            raise ConfigError(f"model.weights: expected a directory for int8 on this processor, got {path}")
+        module = AutoModelForCausalLM.from_pretrained(
+            directory, attn_implementation=ATTENTION_NAME, dtype=torch.float32, local_files_only=True
+        )
+    round_linears(module)
+    return Model(path, module, torch.device("cpu"), is_exact=False)
+
+
+def measure(path: str, num_texts: int, num_tokens: int) -> Iterator[Row]:
+    """Yield a row for each format that this processor supports.
+
+    Args:
+        path: the model.
+        num_texts, num_tokens: texts that it reads, and their length.
+    """
+    models: dict[tuple[str, str], Model] = {}
+    for weights, dtype in FORMATS:
+        try:
+            models[weights, dtype] = load_format(path, weights, dtype)
+        except ConfigError as error:
+            if not models:
+                raise
+            print(f"{path}: {error}")
+    compared = {form: Comparison() for form in models}
+    for ids in held_out_texts(path, num_texts, num_tokens):
+        reference = PoolText(models[FORMATS[0]], "auto", num_tokens).append(ids)
+        for form, model in models.items():
+            is_reference = form == FORMATS[0]
+            logits = reference if is_reference else PoolText(model, "auto", num_tokens).append(ids)
+            compared[form].add(logits, reference, ids)
+    for (weights, dtype), comparison in compared.items():
+        yield row_of(models[FORMATS[0]], comparison.quality(), weights=weights, dtype=dtype)
+
+
+COMMAND = Command(
+    name="perplexity",
+    description="Measure what formats of weights cost in quality.",
+    header=f"{'weights':>7} {'dtype':>8}",
+    columns="{weights:>7} {dtype:>8}",
+    num_texts=8,
+    sizes={"tokens": 512},
+)
+
+if __name__ == "__main__":
+    sys.exit(COMMAND.run(lambda path, options: measure(path, options.texts, options.tokens)))

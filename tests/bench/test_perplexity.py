@@ -1,0 +1,19 @@
+import pytest
+
+from bench import perplexity
+from radixkv.errors import ConfigError
+
+
+@pytest.mark.long
+def test_fewer_bits_change_more() -> None:
+    rows = {(row["weights"], row["dtype"]): row for row in perplexity.measure("tiny", 1, 40)}
+    assert rows["auto", "float32"]["kl"] == 0
+    for form in (("auto", "bfloat16"), ("int8", "float32")):
+        assert 0 < rows[form]["kl"] < 0.1
+    if ("q8", "float32") in rows:  # needs compiled kernels
+        assert 0 < rows["q8", "float32"]["kl"] < rows["q4", "float32"]["kl"]
+
+
+def test_a_model_that_is_not_there_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"missing\.gguf, which does not exist"):
+        next(perplexity.measure("missing.gguf", 1, 40))
