@@ -182,7 +182,8 @@ def test_the_last_line_of_a_start_comes_before_the_address():
     with fake_service() as (process, _):
         process.send_signal(signal.SIGTERM)
         _, err = process.communicate(timeout=PATIENCE_S)
-    phases = [line.split(" ", 4)[4] for line in err.splitlines() if line.split()[3] == "radixkv.startup.progress"]
+    lines = [line.split(" ", 4)[4] for line in err.splitlines() if line.split()[3] == "radixkv.startup.progress"]
+    phases = [line for line in lines if not line.startswith("still ")]  # reminders, on a slow machine
     assert phases[:-1] == [
         "checking the configuration",
         "importing the server",
