@@ -82,7 +82,7 @@ class ApiRequest:
 
     def _header(self, name: str) -> str:
         """Return a header of the request; empty if it is absent."""
-        return next((value for each, value in self.call.invocation_metadata() or () if each == name), "")
+        return str(next((value for each, value in self.call.invocation_metadata() or () if each == name), ""))
 
     def json(self, body: Mapping[str, Any]) -> web.Response:
         """Return a response with a JSON object."""
