@@ -169,6 +169,7 @@ class Cases:
         is_divided: whether windowed layers have a pool of their own, for little more than a step.
         leaving_share: part of the cases before which all that is cached leaves for stores.
         has_gpu_shapes: whether blocks have the size that the attention kernels of a GPU are made for.
+        usual_tokens: maximum number of tokens of most prompts, at least 60; below the default, of all prompts.
     """
 
     def __init__(
@@ -185,8 +186,10 @@ class Cases:
         is_divided: bool = False,
         leaving_share: float = LEAVING_SHARE,
         has_gpu_shapes: bool = False,
+        usual_tokens: int = USUAL_TOKENS,
     ) -> None:
         self.leaving_share = leaving_share
+        self.usual_tokens = usual_tokens
         self.random = random.Random(seed)
         self.block_size = GPU_BLOCK_SIZE if has_gpu_shapes else self.random.choice((16, 32))
         config = ModelConfig(
@@ -290,9 +293,9 @@ class Cases:
     def _turn_after(self, prompt: list[int], adapter: str) -> list[int]:
         """Generate after a prompt, with other requests. Returns the next turn, whose K/V come from decode steps."""
         count = self.random.choice((2, self.random.randint(2, 40)))
-        prompt = prompt[: USUAL_TOKENS - count - 2]
+        prompt = prompt[: self.usual_tokens - count - 2]
         core = self._core(self.random.choice((33, 200)))
-        mates = [self._prompt()[: USUAL_TOKENS - 40] for _ in range(self.random.randint(0, 3))]
+        mates = [self._prompt()[: self.usual_tokens - 40] for _ in range(self.random.randint(0, 3))]
         owners = [adapter, *(self._adapter() for _ in mates)]
         futures = [self._generate(core, *each, count, "mine") for each in zip((prompt, *mates), owners, strict=True)]
         self._finish(core, futures)
@@ -300,7 +303,7 @@ class Cases:
             return prompt  # no room
         self.counts["turns"] += 1
         turn = [*prompt, *futures[0].result(0).token_ids, *self._fresh(self.random.randint(1, 30))]
-        return turn[:USUAL_TOKENS]
+        return turn[: self.usual_tokens]
 
     def _core(self, max_step_tokens: int) -> EngineCore:
         config = EngineConfig(max_step_tokens=max_step_tokens, max_running_requests=MAX_RUNNING)
@@ -380,8 +383,9 @@ class Cases:
     def _prompt(self) -> list[int]:
         """Make a prompt: nearly always the beginning of a stem, then new tokens."""
         stem = self.random.choice(self.stems)
-        most = MAX_TOKENS if self.random.random() < 0.2 else USUAL_TOKENS
-        shared = stem[: self.random.randint(most // 2 if most == MAX_TOKENS else 1, most - 2)]
+        is_long = self.random.random() < 0.2 and self.usual_tokens == USUAL_TOKENS
+        most = MAX_TOKENS if is_long else self.usual_tokens
+        shared = stem[: self.random.randint(most // 2 if is_long else 1, most - 2)]
         own = self._fresh(self.random.choice((2, self.random.randint(1, 60), self.random.randint(3, 200))))
         if self.random.random() < 0.01:
             self.stems[self.random.randrange(len(self.stems))] = self._fresh(MAX_TOKENS)
@@ -406,6 +410,7 @@ def run_cases(
     is_divided: bool = False,
     leaving_share: float = LEAVING_SHARE,
     has_gpu_shapes: bool = False,
+    usual_tokens: int = USUAL_TOKENS,
 ) -> tuple[Counter[str], str]:
     """Run cases of one model. Returns the counted events and the first difference."""
     first = ""
@@ -427,6 +432,7 @@ def run_cases(
             is_divided,
             leaving_share,
             has_gpu_shapes,
+            usual_tokens,
         )
         for index in range(num_cases):
             difference = cases.run()
@@ -479,6 +485,7 @@ def _try_model(options: argparse.Namespace, model: str) -> dict[str, Any]:
             options.tiers,
             leaving_share=options.leaving_share,
             has_gpu_shapes=(options.models_of or options.device) == "cuda",
+            usual_tokens=options.usual_tokens,
         )
     except Exception as raised:  # noqa: BLE001 - the other models are tried
         traceback.print_exc()
@@ -509,6 +516,7 @@ def main() -> int:
     parser.add_argument("--adapters", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=1, help="processes, each with a model")
     parser.add_argument("--leaving-share", type=float, default=LEAVING_SHARE, help="see Cases")
+    parser.add_argument("--usual-tokens", type=int, default=USUAL_TOKENS, help="see Cases; fewer for more cases")
     parser.add_argument("--tiers", action="append", choices=STORES, default=[], help="may be repeated")
     options = parser.parse_args()
     start_s, counts, first, rows = time.perf_counter(), Counter[str](), "", []
