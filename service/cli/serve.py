@@ -153,9 +153,6 @@ def _run(config: Config, progress: StartProgress) -> None:
         from radixkv.telemetry.otlp import exported_spans
 
         progress.begin("importing PyTorch and transformers")
-        from radixkv.startup.transformers_import import import_transformers
-
-        import_transformers()
         from radixkv.startup.build_engine import build_engine
 
     with contextlib.ExitStack() as resources:
