@@ -88,7 +88,7 @@ def test_a_single_bit_is_a_difference() -> None:
 
 
 def test_an_answer_that_reused_another_number_of_tokens_is_wrong() -> None:
-    case = BitsCase(np.arange(8, dtype=np.uint32), 5, "tenant", cold=answer((1, 2)))
+    case = BitsCase(np.arange(8, dtype=np.uint32), 5, "tenant", uncached=answer((1, 2)))
     assert case.difference(answer((1, 2), cached=5)) == ""
     assert case.difference(answer((1, 2), cached=4)) == "expected 5 cached tokens, got 4"
 
@@ -128,7 +128,7 @@ def test_a_replay_fails_by_errors_and_on_the_exact_server_by_other_answers(
     assert row["requests_per_s"] == 5
 
 
-def test_a_request_that_gets_other_tokens_in_other_company_is_counted() -> None:
+def test_a_request_that_gets_other_tokens_next_to_other_requests_is_counted() -> None:
     prompts = [np.array([number], dtype=np.uint32) for number in range(2)]
     alone, other = TimedGeneration((1, 2), (0.0, 1.0)), TimedGeneration((1, 3), (0.0, 1.0))
     seen: dict[bytes, tuple[int, ...]] = {}
