@@ -182,34 +182,26 @@ class _ResponseWriter:
 
     async def stream(self, chunks: AsyncGenerator[TextChunk, None]) -> web.StreamResponse:
         """Send events as text is generated, and return the response."""
-        events = self._request.events()
+        events = self._request.events(lambda body: events.send(body, "error"))
         blocks = _Blocks(events)
-        try:
-            async for chunk in chunks:
-                if not events.has_begun:
-                    nothing: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None}
-                    usage = self._usage(chunk.response.usage, None)
-                    await blocks.send("message_start", message={**self._head, **nothing, "usage": usage})
-                self._num_tokens += len(chunk.response.token_ids)
-                text = chunk.text
-                calls: list[ToolCall] = []
-                if self._tools is not None:
-                    text, calls = self._tools.put(text)
-                    text += self._tools.end() if chunk.is_last else ""
-                if text and not (self._num_calls and text.isspace()):
-                    await blocks.add_text(text)
-                for call in self._allowed(calls):
-                    await blocks.add_call(_tool_use(call))
-            await blocks.end()
-            await blocks.send(
-                "message_delta", delta=self._end_of(chunk), usage=self._usage(chunk.response.usage, chunk)
-            )
-            await blocks.send("message_stop")
-        except Exception as error:
+        async for chunk in chunks:
             if not events.has_begun:
-                raise
-            self._request.log_failure(error)
-            await events.send(self._request.error_body(error), "error")
+                nothing: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None}
+                usage = self._usage(chunk.response.usage, None)
+                await blocks.send("message_start", message={**self._head, **nothing, "usage": usage})
+            self._num_tokens += len(chunk.response.token_ids)
+            text = chunk.text
+            calls: list[ToolCall] = []
+            if self._tools is not None:
+                text, calls = self._tools.put(text)
+                text += self._tools.end() if chunk.is_last else ""
+            if text and not (self._num_calls and text.isspace()):
+                await blocks.add_text(text)
+            for call in self._allowed(calls):
+                await blocks.add_call(_tool_use(call))
+        await blocks.end()
+        await blocks.send("message_delta", delta=self._end_of(chunk), usage=self._usage(chunk.response.usage, chunk))
+        await blocks.send("message_stop")
         return await events.end()
 
     def _allowed(self, calls: Sequence[ToolCall]) -> Sequence[ToolCall]:

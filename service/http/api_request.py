@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from aiohttp import web
 
-from radixkv.errors import InvalidRequest
+from radixkv.errors import DeadlinePassed, InvalidRequest
 from radixkv.service.http.api_errors import http_status_of
 from radixkv.service.http.event_stream import EventStream
 from radixkv.service.server.calls import Context
@@ -19,6 +20,8 @@ from radixkv.v1.prefill_pb2 import GenerateRequest
 
 TENANT_HEADER = "radixkv-tenant"
 REQUEST_ID_HEADER = "x-request-id"
+
+SendError = Callable[[Mapping[str, Any]], Awaitable[None]]
 
 _logger = logging.getLogger(__name__)
 
@@ -59,6 +62,8 @@ class ApiRequest:
         self._in_flight = in_flight
         self._receiver = receiver
         self._send_timeout_s = send_timeout_s
+        self._events: EventStream | None = None
+        self._send_error: SendError | None = None
 
     def hold(self, generate: GenerateRequest) -> str:
         """Set the tenant and the id of a generation, and charge the request to the tenant. Returns the tenant.
@@ -89,11 +94,29 @@ class ApiRequest:
         text = json.dumps(body, ensure_ascii=False, separators=(",", ":"))
         return web.json_response(text=text, headers={REQUEST_ID_HEADER: self.request_id})
 
-    def events(self) -> EventStream:
-        """Return a response with server-sent events."""
-        return EventStream(self._request, {REQUEST_ID_HEADER: self.request_id}, self._send_timeout_s)
+    def events(self, send_error: SendError | None = None) -> EventStream:
+        """Return a response with server-sent events.
 
-    def log_failure(self, error: BaseException) -> None:
-        """Log an exception that the client must not see."""
-        if http_status_of(error) == 500:
-            _logger.error("%s failed", self._request.path, exc_info=error)
+        Args:
+            send_error: sends the body of an error as an event; None for an event without a name.
+        """
+        self._events = EventStream(self._request, {REQUEST_ID_HEADER: self.request_id}, self._send_timeout_s)
+        self._send_error = send_error or self._events.send
+        return self._events
+
+    @property
+    def is_streaming(self) -> bool:
+        """Whether a stream has begun, so that an error can only be its last event."""
+        return self._events is not None and self._events.has_begun
+
+    async def end_stream(self, error: Exception) -> web.StreamResponse:
+        """End the stream of a request that failed with an event, and return its response."""
+        assert self._events is not None, "it has begun"
+        assert self._send_error is not None
+        if not isinstance(error, ConnectionError):  # otherwise the client has disconnected
+            if http_status_of(error) == 500:
+                _logger.error("%s failed", self._request.path, exc_info=error)
+            with contextlib.suppress(ConnectionError, DeadlinePassed):
+                await self._send_error(self.error_body(error))
+                await self._events.end()
+        return self._events.response

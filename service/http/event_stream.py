@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
-from collections.abc import Mapping
+from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
 from aiohttp import web
@@ -43,19 +44,25 @@ class EventStream:
         """
         text = data if isinstance(data, str) else json.dumps(data, ensure_ascii=False, separators=(",", ":"))
         line = f"data: {text}\n\n" if name is None else f"event: {name}\ndata: {text}\n\n"
+        async with self._in_time():
+            if not self.has_begun:
+                await self.response.prepare(self._request)
+            await self.response.write(line.encode())
+
+    async def end(self) -> web.StreamResponse:
+        """End the response after the last event, and return it. Raises as `send`."""
+        async with self._in_time():
+            await self.response.write_eof()
+        return self.response
+
+    @contextlib.asynccontextmanager
+    async def _in_time(self) -> AsyncGenerator[None, None]:
         try:
             async with asyncio.timeout(self._timeout_s):
-                if not self.has_begun:
-                    await self.response.prepare(self._request)
-                await self.response.write(line.encode())
+                yield
         except TimeoutError as error:
             if self._request.transport is not None:
                 self._request.transport.abort()
             raise DeadlinePassed(
                 f"response: the client read nothing within {self._timeout_s:g} s (`server.send_timeout_s`)"
             ) from error
-
-    async def end(self) -> web.StreamResponse:
-        """End the response after the last event, and return it."""
-        await self.response.write_eof()
-        return self.response

@@ -274,8 +274,13 @@ class HttpPort:
                 self._config.send_timeout_s,
                 lambda error: self._error(request.path, error),
             )
-            async with self._revocation(authorization, call):
-                return await answer(api_request, fields)
+            try:
+                async with self._revocation(authorization, call):
+                    return await answer(api_request, fields)
+            except Exception as error:
+                if not api_request.is_streaming:
+                    raise
+                return await api_request.end_stream(error)
 
         return handle
 

@@ -314,25 +314,19 @@ class _ResponseWriter:
     async def stream(self, chunks: AsyncGenerator[tuple[int, TextChunk], None]) -> web.StreamResponse:
         """Send chunks as they are generated, and return the response."""
         events = self.request.events()
-        try:
-            async for position, chunk in chunks:
-                index, choice = self._add(position, chunk)
-                rows = list(zip(chunk.response.token_ids, chunk.response.logprobs, strict=False))
-                offset = len(choice.text)
-                is_first = choice.num_tokens == len(chunk.response.token_ids)
-                choice.text += chunk.text
-                if not (chunk.text or chunk.is_last or is_first or rows):
-                    continue  # a part of a character, or of what may be a stop string
-                logprobs = self._format.logprobs(rows, self.tokenizer, offset) if self._has_logprobs else None
-                delta = self._format.delta(index, chunk.text, logprobs, choice.finish_reason, is_first=is_first)
-                await events.send(self._chunk([delta]))
-            if self.options.has_usage_chunk:
-                await events.send({**self._chunk([]), "usage": self._usage()})
-        except Exception as error:
-            if not events.has_begun:
-                raise
-            self.request.log_failure(error)
-            await events.send(self.request.error_body(error))
+        async for position, chunk in chunks:
+            index, choice = self._add(position, chunk)
+            rows = list(zip(chunk.response.token_ids, chunk.response.logprobs, strict=False))
+            offset = len(choice.text)
+            is_first = choice.num_tokens == len(chunk.response.token_ids)
+            choice.text += chunk.text
+            if not (chunk.text or chunk.is_last or is_first or rows):
+                continue  # a part of a character, or of what may be a stop string
+            logprobs = self._format.logprobs(rows, self.tokenizer, offset) if self._has_logprobs else None
+            delta = self._format.delta(index, chunk.text, logprobs, choice.finish_reason, is_first=is_first)
+            await events.send(self._chunk([delta]))
+        if self.options.has_usage_chunk:
+            await events.send({**self._chunk([]), "usage": self._usage()})
         await events.send("[DONE]")
         return await events.end()
 

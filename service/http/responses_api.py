@@ -252,29 +252,22 @@ class _Answer:
 
     async def stream(self, chunks: AsyncGenerator[TextChunk, None]) -> web.StreamResponse:
         """Send events as text is generated, and return the response."""
-        events = self._request.events()
+        events = self._request.events(lambda body: items.send_error(body))
         items = _Items(events, self._output)
-        try:
-            async for chunk in chunks:
-                if not events.has_begun:
-                    begun = {**self._head, "status": "in_progress", "output": [], "usage": None}
-                    await items.send("response.created", response=begun)
-                    await items.send("response.in_progress", response=begun)
-                self._num_tokens += len(chunk.response.token_ids)
-                text, calls = self._split(chunk.text, is_last=chunk.is_last)
-                if text and not (self._num_calls and text.isspace()):
-                    await items.add_text(text)
-                for call in calls:
-                    await items.add_call(_function_call(call))
-            await items.end()
-            body = self._body(chunk)
-            await items.send(f"response.{body['status']}", response=body)
-        except Exception as error:
+        async for chunk in chunks:
             if not events.has_begun:
-                raise
-            self._request.log_failure(error)
-            failure = self._request.error_body(error)["error"]
-            await items.send("error", code=failure["code"], message=failure["message"], param=failure["param"])
+                begun = {**self._head, "status": "in_progress", "output": [], "usage": None}
+                await items.send("response.created", response=begun)
+                await items.send("response.in_progress", response=begun)
+            self._num_tokens += len(chunk.response.token_ids)
+            text, calls = self._split(chunk.text, is_last=chunk.is_last)
+            if text and not (self._num_calls and text.isspace()):
+                await items.add_text(text)
+            for call in calls:
+                await items.add_call(_function_call(call))
+        await items.end()
+        body = self._body(chunk)
+        await items.send(f"response.{body['status']}", response=body)
         return await events.end()
 
     def _split(self, text: str, *, is_last: bool) -> tuple[str, list[ToolCall]]:
@@ -331,6 +324,11 @@ class _Items:
         """Send an event."""
         await self._events.send({"type": kind, **fields, "sequence_number": self._num_events}, kind)
         self._num_events += 1
+
+    async def send_error(self, body: Mapping[str, Any]) -> None:
+        """Send an event with the error in the body of a response."""
+        error = body["error"]
+        await self.send("error", code=error["code"], message=error["message"], param=error["param"])
 
     async def add_text(self, text: str) -> None:
         """Send text, in the message that was begun, or else in a new one."""

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 import radixkv.service.http.connections as connections_module
+import radixkv.service.server.auth.revocation as revocation_module
 from radixkv.errors import ConfigError, InvalidRequest, QueueFull
 from tests.free_port import free_port
 from tests.patience import PATIENCE_S
@@ -426,6 +427,46 @@ def test_a_compressed_body_is_refused() -> None:
 
     status, answer = run(main())
     assert (status, answer["error"]["param"]) == (400, "content-encoding")
+
+
+MESSAGE = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 4}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", BODY),
+        ("/v1/messages", MESSAGE),
+        ("/v1/responses", {"input": "a", "max_output_tokens": 20}),
+    ],
+)
+def test_a_stream_whose_credential_is_revoked_ends_with_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(revocation_module, "PERIOD_S", 0.01)
+    tokens = tmp_path / "tokens.toml"
+    tokens.write_text(TOKENS.format(**hashed("one", "router", "reader")))
+
+    async def main() -> tuple[int, bytes]:
+        async with port_of(engine, tokens_file=str(tokens), insecure=True) as (server, port):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(request_bytes({**body, "stream": True}, path, authorization="Bearer one-token"))
+            response = asyncio.create_task(response_of(reader))
+            await becomes_true(lambda: bool(engine.futures))
+            tokens.write_text(TOKENS.format(**{**hashed("router", "reader"), "one": "0" * 64}))
+            status, _, data = await response
+            await becomes_true(engine.futures[-1].cancelled)
+            assert server.receiver.held_bytes.used == 0
+            writer.write(request_bytes(body, path, authorization="Bearer one-token"))
+            assert (await response_of(reader))[0] == 401  # the connection stays usable
+            writer.close()
+            return status, data
+
+    engine = FakeEngine(is_gated=True)
+    status, data = run(main())
+    assert status == 200
+    (error,) = [line for line in data.decode().splitlines() if '"error"' in line and '"error":null' not in line]
+    assert "this service does not know the token" in error
 
 
 def test_a_port_in_use_is_reported() -> None:
