@@ -28,13 +28,13 @@ def test_it_measures_levels_in_turn_over_grpc(tmp_path, capsys):
     assert capsys.readouterr().out.count("\n") == 3
 
 
-def test_tokens_that_depend_on_company_are_not_measured(monkeypatch):
+def test_tokens_that_depend_on_other_requests_are_not_measured(monkeypatch):
     async def generate_all(call, messages, concurrency):
         return [batching.Generated((concurrency,) * 4, 0.1, 0.1) for _ in messages], 1.0
 
     monkeypatch.setattr(batching, "generate_all", generate_all)
     messages = batching.build_messages(2, 5, 4, vocab_size=256, seed=0)
-    with pytest.raises(AssertionError, match="16 at a time: other tokens"):
+    with pytest.raises(AssertionError, match="16 at a time: expected the same tokens"):
         asyncio.run(batching.measure("127.0.0.1:1", messages, [1, 16], rounds=1))
 
 
