@@ -18,7 +18,7 @@ from radixkv.service.http.anthropic_requests import (
     read_messages,
     read_prompt_only,
 )
-from radixkv.service.http.api_errors import http_status_of, message_of
+from radixkv.service.http.api_errors import http_status_of, renamed
 from radixkv.service.http.api_request import ApiRequest
 from radixkv.service.http.completions import Servicer, TextChunk, text_chunks
 from radixkv.service.http.event_stream import EventStream
@@ -41,6 +41,16 @@ _ERROR_TYPES = {
     429: "rate_limit_error",
     503: "overloaded_error",
     504: "timeout_error",
+}
+# Names of fields in messages of this server, and in Anthropic's API.
+_NAMES = {
+    "prefill.token_ids": "messages",
+    "token_ids": "messages",
+    "max_new_tokens": "max_tokens",
+    "adapter": "model",
+    "salt": "cache_salt",
+    "stop": "stop_sequences",
+    "json_schema": "output_config.format.schema",
 }
 _HOUR_S = 3600
 
@@ -76,7 +86,7 @@ class AnthropicApi:
 
     def error(self, error: BaseException) -> Mapping[str, Any]:
         """Return the body of the response to a request that failed."""
-        message = message_of(error).replace("prefill.token_ids", "messages").replace("max_new_tokens", "max_tokens")
+        message, _ = renamed(error, _NAMES)
         if isinstance(error, UnknownAdapter):
             message = f"model: expected {self._limits.model} or the name of a loaded adapter, got another name"
         return error_object(message, http_status_of(error))

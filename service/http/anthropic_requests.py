@@ -169,7 +169,7 @@ def _read_prompt(fields: Fields) -> MessagesPrompt:
     breakpoints: list[Breakpoint] = []
     tools = _read_tools(fields, breakpoints)
     system = fields.any("system")
-    if system is not None:
+    if system not in (None, "", []):
         _add_message(messages, breakpoints, "system", system, "system")
     conversation = fields.items("messages")
     if not conversation:
@@ -216,7 +216,10 @@ def _read_tools(fields: Fields, breakpoints: list[Breakpoint]) -> Tools:
         control = tool.any("cache_control")
         if control is not None:
             breakpoints.append(Breakpoint(0, 0, _ttl_s(control, f"tools[{index}].cache_control")))
-        tool.ignore("strict", "input_examples", "eager_input_streaming", "defer_loading", "allowed_callers")
+        tool.ignore("strict", "eager_input_streaming")
+        tool.require_neutral("the model sees all tools", defer_loading=False)
+        tool.require_neutral("only the client runs tools", allowed_callers=(["direct"],))
+        tool.require_neutral("describe them in the description", input_examples=([],))
         tool.require_no_others()
         kept = {name: value for name, value in function.items() if value is not None}
         definitions.append({"type": "function", "function": kept})
@@ -294,7 +297,7 @@ def _tool_result(block: Fields, place: str) -> dict[str, Any]:
     content = block.any("content")
     parts = []
     if isinstance(content, str):
-        parts.append({"type": "text", "text": content})
+        parts += [{"type": "text", "text": content}] if content else []
     elif isinstance(content, list):
         for index, value in enumerate(content):
             part = Fields.of(value, f"{place}.content[{index}]")
@@ -333,7 +336,7 @@ def _read_output_format(fields: Fields, generate: GenerateRequest) -> None:
     if config is None:
         return
     form = config.inner("format")
-    config.ignore("effort")
+    config.require_neutral("this server does not control the effort", effort="high")
     config.require_no_others()
     if form is None:
         return

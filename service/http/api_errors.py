@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import grpc
 
@@ -48,3 +49,23 @@ def field_of(error: BaseException) -> str | None:
     name, found, _ = str(error).partition(": ")
     is_field = bool(found) and isinstance(error, RadixKVError) and " " not in name.replace(", ", "")
     return name if is_field else None
+
+
+def renamed(error: BaseException, names: Mapping[str, str]) -> tuple[str, str | None]:
+    """Return what a client may read about an exception, and the field that it is about, as the API calls it.
+
+    Args:
+        error: the exception.
+        names: the names of fields in the API, by their names in messages of this server.
+    """
+    message, field = message_of(error), field_of(error)
+    if field is None:
+        return message, None
+    name = ", ".join(_renamed(each, names) for each in field.split(", "))
+    return name + message[len(field) :], name
+
+
+def _renamed(name: str, names: Mapping[str, str]) -> str:
+    """Return the name of a field in the API. It may have an index, such as `[0]`."""
+    bare, bracket, index = name.partition("[")
+    return names.get(bare, bare) + bracket + index

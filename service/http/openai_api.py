@@ -35,8 +35,19 @@ from radixkv.service.text.tool_calls import ToolCall, ToolCallText
 from radixkv.v1.prefill_pb2 import GenerateRequest, MissReason, TokenLogprobs, Usage
 
 # Names of fields in messages of this server, and in OpenAI's API.
-_CHAT_NAMES = {"prefill.token_ids": "messages", "token_ids": "messages", "max_new_tokens": "max_completion_tokens"}
-_COMPLETION_NAMES = {"prefill.token_ids": "prompt", "token_ids": "prompt", "max_new_tokens": "max_tokens"}
+_NAMES = {"adapter": "model", "salt": "cache_salt", "json_schema": "response_format"}
+_CHAT_NAMES = {
+    **_NAMES,
+    "prefill.token_ids": "messages",
+    "token_ids": "messages",
+    "max_new_tokens": "max_completion_tokens",
+}
+_COMPLETION_NAMES = {
+    **_NAMES,
+    "prefill.token_ids": "prompt",
+    "token_ids": "prompt",
+    "max_new_tokens": "max_tokens",
+}
 
 
 class OpenAIApi:

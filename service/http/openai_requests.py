@@ -107,6 +107,8 @@ def read_chat(fields: Fields) -> tuple[ChatPrompt, CompletionOptions]:
         function_call=("none", "auto"),
     )
     fields.require_neutral("this server stores no responses", store=False)
+    fields.require_neutral("this server does not control the verbosity", verbosity="medium")
+    fields.require_neutral("this server moderates nothing", moderation=())
     fields.require_no_others()
     return prompt, options
 
@@ -129,7 +131,7 @@ def read_completion(fields: Fields) -> tuple[list[str | list[Any]], CompletionOp
         options.generate.logprobs = logprobs
     fields.require_neutral("this server returns only new text", echo=False)
     fields.require_neutral("this server does not fill in the middle", suffix="")
-    fields.require_neutral("use n", best_of=(1, num_completions))
+    fields.require_neutral("use n", best_of=tuple({1, num_completions}))
     fields.require_no_others()
     return prompts, options
 
@@ -141,6 +143,8 @@ def _read_conversation(fields: Fields) -> ChatPrompt:
     for index, message in enumerate(messages):
         if not isinstance(message, dict):
             raise InvalidRequest(f"messages[{index}]: expected an object with a role and content, got another value")
+        if not message.get("role") or not isinstance(message["role"], str):
+            raise InvalidRequest(f"messages[{index}].role: expected a role, got nothing or another value")
     tools = _read_tools(fields)
     documents = fields.items("documents")
     variables = fields.any("chat_template_kwargs") or {}
@@ -166,7 +170,9 @@ def _read_tools(fields: Fields) -> Tools:
         tool.require_no_others()
     choice = fields.any("tool_choice")
     if isinstance(choice, dict):
-        function = Fields(choice, "tool_choice").inner("function")
+        chosen = Fields(choice, "tool_choice")
+        chosen.one_of("type", ("function",), "function")
+        function = chosen.inner("function")
         choice = None if function is None else function.text("name")
         if not choice:
             raise InvalidRequest("tool_choice.function.name: expected a name, got nothing")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from radixkv.service.http.api_errors import field_of, http_status_of, message_of
+from radixkv.service.http.api_errors import http_status_of, renamed
 from radixkv.service.http.completions import TextChunk
 from radixkv.service.text.tokenizer import Tokenizer
 from radixkv.v1.prefill_pb2 import MissReason, TokenLogprobs, Usage
@@ -19,26 +19,15 @@ _ERROR_TYPES = {
 }
 
 
-def error_body(error: BaseException, names: Mapping[str, str] | None = None) -> dict[str, Any]:
+def error_body(error: BaseException, names: Mapping[str, str]) -> dict[str, Any]:
     """Return the body of a response to a request that failed.
 
     Args:
         error: why.
         names: the names of fields in OpenAI's API, by their names in messages of this server.
     """
-    message = message_of(error)
-    param = field_of(error)
-    if param is not None and names:
-        renamed = ", ".join(_renamed(name, names) for name in param.split(", "))
-        message = renamed + message[len(param) :]
-        param = renamed
+    message, param = renamed(error, names)
     return error_object(message, http_status_of(error), param)
-
-
-def _renamed(name: str, names: Mapping[str, str]) -> str:
-    """Return the name of a field in OpenAI's API. It may have an index, such as `[0]`."""
-    bare, bracket, index = name.partition("[")
-    return names.get(bare, bare) + bracket + index
 
 
 def error_object(message: str, status: int, param: str | None = None, code: str | None = None) -> dict[str, Any]:

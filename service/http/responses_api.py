@@ -30,6 +30,10 @@ NAMES = {
     "max_completion_tokens": "max_output_tokens",
     "max_new_tokens": "max_output_tokens",
     "response_format": "text.format",
+    "json_schema": "text.format",
+    "verbosity": "text.verbosity",
+    "adapter": "model",
+    "salt": "cache_salt",
 }
 _TEXT_PARTS = ("input_text", "output_text", "text")
 _SAME = (
@@ -70,7 +74,7 @@ def read_response(fields: Fields) -> tuple[ChatPrompt, CompletionOptions]:
     text = fields.inner("text")
     if text is not None:
         chat["response_format"] = _format(text.inner("format"))
-        text.ignore("verbosity")
+        chat["verbosity"] = text.text("verbosity")
         text.require_no_others()
     fields.ignore("stream_options", "include", "truncation", "max_tool_calls")
     fields.require_neutral(

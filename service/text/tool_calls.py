@@ -106,6 +106,7 @@ def _calls_in(text: str) -> list[ToolCall]:
     """Return the calls in a text; none if it is something else."""
     try:
         parsed = json.loads(text)
+        json.dumps(parsed, ensure_ascii=False, allow_nan=False).encode()  # no infinite numbers, no lone surrogates
     except (ValueError, RecursionError):
         return []
     calls = list(_calls_of(parsed if isinstance(parsed, list) else [parsed]))

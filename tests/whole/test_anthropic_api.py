@@ -172,6 +172,14 @@ REFUSED: list[tuple[tuple[str, object], int, str]] = [
     (message_with(tools=[{"name": "a"}]), 400, "tools[0]: expected a name and an input_schema, got nothing or other"),
     (message_with(tools=TOOLS), 400, "tools: expected a model whose chat template writes calls as JSON"),
     (message_with(tools=[{"type": "bash_20250124", "name": "bash"}]), 400, "tools[0].type: expected custom, got a"),
+    (
+        message_with(tools=[{**TOOLS[0], "defer_loading": True}]),
+        400,
+        "tools[0].defer_loading: expected false, got true",
+    ),
+    (message_with(output_config={"effort": "low"}), 400, 'output_config.effort: expected "high", got a string'),
+    (message_with(stop_sequences=[""]), 400, "stop_sequences[0]: expected 1 to 256 characters, got 0"),
+    (message_with(model="a" * 257), 400, "model: expected at most 256 characters, got 257"),
     (message_with(temperature=1.5), 400, "temperature: expected a number from 0 to 1, got 1.5"),
     (message_with(thinking={"type": "enabled"}), 400, "messages: chat_template_kwargs: the model's chat template has"),
     (message_with(model="claude-x"), 404, "model: expected tiny or the name of a loaded adapter, got another name"),
@@ -187,6 +195,13 @@ def test_a_bad_request_gets_a_clear_error(
     assert (found_status, found["error"]["message"][: len(message)]) == (status, message)
     assert found["type"] == "error"
     assert found["error"]["type"] == ("not_found_error" if status == 404 else "invalid_request_error")
+
+
+@pytest.mark.parametrize("system", ["", []])
+def test_an_empty_system_prompt_counts_as_absent(served: Served, system: Any) -> None:
+    counts = served.anthropic.messages.count_tokens
+    expected = counts(model=MODEL, messages=HELLO).input_tokens
+    assert counts(model=MODEL, messages=HELLO, system=system).input_tokens == expected
 
 
 def test_thinking_may_be_disabled_for_a_model_without_it(served: Served) -> None:

@@ -162,6 +162,17 @@ def test_anthropics_client_calls_tools_too(claude: anthropic.Anthropic, streamed
     assert 0 < usage.input_tokens < 30 < usage.cache_creation_input_tokens
 
 
+@pytest.mark.parametrize("content", ["", []])
+def test_the_result_of_a_tool_may_be_empty(claude: anthropic.Anthropic, content: Any) -> None:
+    turn: Any = [
+        *QUESTION,
+        {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "clock", "input": {}}]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": content}]},
+    ]
+    message = claude.messages.create(model="with-tools", max_tokens=1, messages=turn, tools=CLAUDE_TOOLS)
+    assert message.usage.output_tokens == 1
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
