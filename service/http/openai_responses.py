@@ -7,6 +7,7 @@ from typing import Any
 
 from radixkv.service.http.api_errors import http_status_of, renamed
 from radixkv.service.http.completions import TextChunk
+from radixkv.service.text.text_stream import BROKEN
 from radixkv.service.text.tokenizer import Tokenizer
 from radixkv.v1.prefill_pb2 import MissReason, TokenLogprobs, Usage
 
@@ -85,8 +86,7 @@ def chat_logprobs(rows: Iterable[tuple[int, TokenLogprobs]], tokenizer: Tokenize
 
 
 def _chat_logprob(token_id: int, logprob: float, tokenizer: Tokenizer) -> dict[str, Any]:
-    text = tokenizer.decode([token_id])
-    return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+    return {"token": tokenizer.decode([token_id]), "logprob": logprob, "bytes": list(tokenizer.token_bytes(token_id))}
 
 
 def completion_logprobs(
@@ -99,14 +99,22 @@ def completion_logprobs(
         tokenizer: of the model.
         first_offset: characters of the completion before these tokens.
     """
-    texts = [tokenizer.decode([token_id]) for token_id, _ in rows]
+    texts = [_token_text(token_id, tokenizer) for token_id, _ in rows]
     offsets = []
-    for text in texts:
+    for token_id, _ in rows:
         offsets.append(first_offset)
-        first_offset += len(text)
+        first_offset += len(tokenizer.decode([token_id]))
     return {
         "tokens": texts,
         "token_logprobs": [row.logprob for _, row in rows],
-        "top_logprobs": [{tokenizer.decode([each.token_id]): each.logprob for each in row.top} for _, row in rows],
+        "top_logprobs": [{_token_text(each.token_id, tokenizer): each.logprob for each in row.top} for _, row in rows],
         "text_offset": offsets,
     }
+
+
+def _token_text(token_id: int, tokenizer: Tokenizer) -> str:
+    r"""Return the text of a token; for a part of a character, its bytes in OpenAI's form, such as `bytes:\xe2`."""
+    text = tokenizer.decode([token_id])
+    if BROKEN not in text:
+        return text
+    return "bytes:" + "".join(f"\\x{each:02x}" for each in tokenizer.token_bytes(token_id))

@@ -8,7 +8,7 @@ from radixkv.service.text.clean_up import CleanUp
 
 NUM_PROMPT_IDS = 5  # number of last prompt tokens that are decoded with the completion, because they affect its text
 
-_BROKEN = "\ufffd"  # replaces bytes that are not valid UTF-8, or not yet
+BROKEN = "\ufffd"  # replaces bytes that are not valid UTF-8, or not yet
 _LONGEST_PART = 3  # bytes of an incomplete character, each of which may be shown as a character of its own
 # With byte tokens, an incomplete character and the one before it may be shown as up to 7 replacement characters.
 _MAX_BROKEN = 8
@@ -41,7 +41,7 @@ class TextStream:
         self._clean_up = clean_up
         self._ids = list(prompt_ids[-NUM_PROMPT_IDS:])
         self._num_old_ids = len(self._ids)
-        self._num_emitted = len(decode(self._ids).rstrip(_BROKEN)) if self._ids else 0
+        self._num_emitted = len(decode(self._ids).rstrip(BROKEN)) if self._ids else 0
 
     def put(self, token_id: int) -> str:
         """Add a token, and return the text that is complete; may be empty if a character takes several tokens.
@@ -60,7 +60,7 @@ class TextStream:
     def _put(self, token_id: int) -> str:
         self._ids.append(token_id)
         text = self._decode(self._ids)
-        whole = text.rstrip(_BROKEN)
+        whole = text.rstrip(BROKEN)
         is_whole = len(whole) == len(text)
         if len(text) - len(whole) > _MAX_BROKEN:
             whole = text[:-_LONGEST_PART]

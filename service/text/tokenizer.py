@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -11,7 +12,7 @@ from radixkv.config.needed_package import missing_package
 from radixkv.errors import ConfigError
 from radixkv.service.missing_package import MissingPackage
 from radixkv.service.text.clean_up import CleanUp, cleaned_up
-from radixkv.service.text.text_stream import TextStream
+from radixkv.service.text.text_stream import BROKEN, TextStream
 from radixkv.service.text.tool_calls import has_json_tool_calls
 from radixkv.service.text.transformers_tokenizer import SlowBackend, load_with_transformers
 
@@ -21,6 +22,11 @@ if TYPE_CHECKING:
     from radixkv.service.text.chat_template import ChatTemplate
 
 _EXTRA = "text"
+_BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")  # a byte in tokenizers of SentencePiece
+# In byte-level tokenizers, a character stands for each byte: itself if it is printable, or else one from U+0100 on.
+_PRINTABLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
+_OTHERS = tuple(each for each in range(256) if each not in _PRINTABLE)
+_BYTES = {chr(each): each for each in _PRINTABLE} | {chr(256 + index): each for index, each in enumerate(_OTHERS)}
 _DEFAULT = "default"  # name of the chat template for conversations without tools
 _WITH_TOOLS = "tool_use"  # name of the chat template for conversations with tools, in models that have several
 
@@ -214,6 +220,18 @@ class Tokenizer:
         """Return the text of token ids. Ids outside the vocabulary have no text."""
         text = self._decode(list(token_ids))
         return cleaned_up(text) if self._is_cleaned_up else text
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return the bytes of one token, which may be a part of a character. Special tokens have none."""
+        text = self._decode([token_id])
+        if BROKEN not in text:
+            return text.encode()
+        token = self._backend.id_to_token(token_id) or ""
+        if _BYTE_TOKEN.fullmatch(token):
+            return bytes.fromhex(token[3:5])
+        if all(each in _BYTES for each in token):
+            return bytes(_BYTES[each] for each in token)
+        return text.encode()
 
     def stream(self, prompt_ids: Sequence[int] = ()) -> TextStream:
         """Return a stream for the text of one completion.

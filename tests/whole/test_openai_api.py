@@ -205,6 +205,15 @@ def test_log_probabilities_are_those_of_grpc(served: Served) -> None:
     assert bytes(rows[0].bytes).decode() == rows[0].token
 
 
+def test_parts_of_a_character_have_their_bytes(served: Served) -> None:
+    options: dict[str, Any] = {"model": MODEL, "temperature": 0, "extra_body": {"structured_outputs": {"regex": "€😀"}}}
+    chat = served.openai.chat.completions.create(messages=CHAT, logprobs=True, **options).choices[0]
+    assert chat.message.content == "€😀"
+    assert bytes(byte for row in chat.logprobs.content for byte in row.bytes).decode() == "€😀"
+    completion = served.openai.completions.create(prompt="a", logprobs=0, **options).choices[0]
+    assert completion.logprobs.tokens[0] == r"bytes:\xe2"
+
+
 def test_an_answer_follows_a_schema(served: Served) -> None:
     form = {"type": "json_schema", "json_schema": {"name": "a", "strict": True, "schema": SCHEMA}}
     completion = served.openai.chat.completions.create(

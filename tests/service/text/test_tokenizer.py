@@ -18,6 +18,15 @@ def test_text_becomes_tokens_and_text_again():
     assert tokenizer.decode([510, *b"hi", 511]) == "hi"
 
 
+@pytest.mark.parametrize("make", [byte_level, byte_fallback])
+def test_the_bytes_of_tokens_are_those_of_the_text(make):
+    tokenizer = make()
+    text = "a€😀é"
+    ids = tokenizer.encode(text)
+    assert b"".join(map(tokenizer.token_bytes, ids)).decode().lstrip() == text
+    assert any("\ufffd" in tokenizer.decode([each]) for each in ids)
+
+
 def test_the_definition_is_that_of_the_package_tokenizers():
     assert json.loads(byte_level().definition)["model"]["type"] == "BPE"
     with pytest.raises(ValueError, match="only transformers can run it"):
