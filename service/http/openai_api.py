@@ -148,6 +148,7 @@ class _Choice:
 
     text: str = ""
     num_tokens: int = 0
+    num_chars: int = 0  # of tokens whose log probabilities were streamed
     rows: list[tuple[int, TokenLogprobs]] = field(default_factory=list)
     finish_reason: str | None = None
 
@@ -328,12 +329,13 @@ class _ResponseWriter:
         async for position, chunk in chunks:
             index, choice = self._add(position, chunk)
             rows = list(zip(chunk.response.token_ids, chunk.response.logprobs, strict=False))
-            offset = len(choice.text)
             is_first = choice.num_tokens == len(chunk.response.token_ids)
-            choice.text += chunk.text
             if not (chunk.text or chunk.is_last or is_first or rows):
                 continue  # a part of a character, or of what may be a stop string
-            logprobs = self._format.logprobs(rows, self.tokenizer, offset) if self._has_logprobs else None
+            logprobs = None
+            if self._has_logprobs:
+                logprobs = self._format.logprobs(rows, self.tokenizer, choice.num_chars)
+                choice.num_chars += sum(len(self.tokenizer.decode([token_id])) for token_id, _ in rows)
             delta = self._format.delta(index, chunk.text, logprobs, choice.finish_reason, is_first=is_first)
             await events.send(self._chunk([delta]))
         if self.options.has_usage_chunk:

@@ -214,6 +214,19 @@ def test_parts_of_a_character_have_their_bytes(served: Served) -> None:
     assert completion.logprobs.tokens[0] == r"bytes:\xe2"
 
 
+def test_streamed_offsets_are_those_of_the_whole_completion(served: Served) -> None:
+    options: dict[str, Any] = {
+        "model": MODEL,
+        "prompt": TEXT,
+        "max_tokens": 20,
+        "logprobs": 0,
+        "stop": ["a b c", "the q"],
+    }
+    whole = served.openai.completions.create(**options, **SAMPLED).choices[0].logprobs
+    chunks = list(served.openai.completions.create(stream=True, **options, **SAMPLED))
+    assert [each for chunk in chunks for each in chunk.choices[0].logprobs.text_offset] == whole.text_offset
+
+
 def test_an_answer_follows_a_schema(served: Served) -> None:
     form = {"type": "json_schema", "json_schema": {"name": "a", "strict": True, "schema": SCHEMA}}
     completion = served.openai.chat.completions.create(
