@@ -67,7 +67,7 @@ def test_metadata_and_tensors_are_read(read):
         "m": GgufTensor((3, 64), "Q4_0", start, 3 * 2 * 18),
         "n": GgufTensor((5,), "F32", start + 128, 20),
     }
-    assert (file.architecture, file.num_parameters) == ("llama", 197)
+    assert file.architecture == "llama"
     assert file.num_bytes_by_type == {"Q4_0": 108, "F32": 20}
 
 
@@ -136,7 +136,7 @@ def test_damaged_lengths_and_types_are_refused(read, damaged):
 def test_every_cut_of_a_file_is_refused(read):
     keys = (NAME, key("a.texts", ARRAY, struct.pack("<IQ", STRING, 2) + text("x") + text("yy")))
     whole = gguf_bytes(keys, (tensor("m", (2, 32), 2), tensor("n", (3,), 0, 64)), bytes(64 + 12))
-    assert read(whole).num_parameters == 67
+    assert read(whole).tensors.keys() == {"m", "n"}
     for length in range(len(whole)):
         with pytest.raises(ConfigError):
             read(whole[:length])

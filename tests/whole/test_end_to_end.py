@@ -99,7 +99,7 @@ def test_a_cache_hit_changes_no_byte_of_the_logits_with_a_quantized_pool(tmp_pat
         assert_the_cache_changes_no_logit(client, "acme")
         stats = client.stats()
         assert stats.kv_dtype == "k8v4"
-        assert stats.block_bytes == stats.block_size * 3 * 2 * 2 * (16 // 2 + 4)
+        assert stats.block_bytes == stats.block_size * 3 * 2 * (16 + 16 // 2 + 2 * 4)  # keys, values, scales
 
 
 def test_a_thousand_simultaneous_cold_requests_compute_their_prefix_once(tmp_path: Path) -> None:
