@@ -197,6 +197,18 @@ def gguf_served(folder: Path) -> None:
     expect((folder / "model" / "model.safetensors").is_file(), "convert: expected safetensors, got none")
 
 
+def http(folder: Path) -> None:
+    """Check a chat over HTTP, and what it reuses the second time."""
+    port = free_port()
+    body = json.dumps({"messages": [{"role": "user", "content": "It was a"}], "max_completion_tokens": 4}).encode()
+    with serving(f"server.http_port={port}"):
+        for is_cached in (False, True):
+            url = f"http://127.0.0.1:{port}/v1/chat/completions"
+            with urllib.request.urlopen(url, body, timeout=PATIENCE_S) as response:
+                usage = json.load(response)["usage"]
+            expect((usage["prompt_tokens_details"]["cached_tokens"] > 0) is is_cached, f"http: got {usage}")
+
+
 def structured(folder: Path) -> None:
     """Check an answer that follows a JSON schema."""
     from radixkv.service.client import Client
@@ -393,6 +405,7 @@ CHECKS = {
     "tracing": Checks(served=tracing),
     "text": Checks(alone=text, served=text_served),
     "gguf": Checks(alone=gguf, served=gguf_served),
+    "http": Checks(served=http),
     "events": Checks(served=events),
     "structured": Checks(served=structured),
     "gateway": Checks(served=gateway),
