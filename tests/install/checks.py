@@ -197,7 +197,7 @@ def gguf_served(folder: Path) -> None:
     expect((folder / "model" / "model.safetensors").is_file(), "convert: expected safetensors, got none")
 
 
-def http(folder: Path) -> None:
+def http_api(folder: Path) -> None:
     """Check a chat over HTTP, and what it reuses the second time."""
     port = free_port()
     body = json.dumps({"messages": [{"role": "user", "content": "It was a"}], "max_completion_tokens": 4}).encode()
@@ -405,7 +405,7 @@ CHECKS = {
     "tracing": Checks(served=tracing),
     "text": Checks(alone=text, served=text_served),
     "gguf": Checks(alone=gguf, served=gguf_served),
-    "http": Checks(served=http),
+    "http": Checks(served=http_api),
     "events": Checks(served=events),
     "structured": Checks(served=structured),
     "gateway": Checks(served=gateway),
