@@ -97,7 +97,9 @@ async def generate_all(
 async def measure(
     address: str, messages: Sequence[prefill_pb2.GenerateRequest], levels: Sequence[int], rounds: int
 ) -> list[Row]:
-    """Measure rounds in turn. Tokens per second are medians of rounds, times are medians of all requests.
+    """Measure all levels in each round.
+
+    Tokens per second are the median over the rounds. Times are p50 and p99 over the requests of all rounds.
 
     Raises:
         AssertionError: the tokens of a request depend on the other requests of its batch.
@@ -109,10 +111,11 @@ async def measure(
             request_serializer=prefill_pb2.GenerateRequest.SerializeToString,
             response_deserializer=prefill_pb2.GenerateResponse.FromString,
         )
-        # The first round checks answers and warms up.
+        # The expected tokens: one request at a time.
         expected = [each.token_ids for each in (await generate_all(call, messages, 1))[0]]
         assert all(len(ids) == message.max_new_tokens for ids, message in zip(expected, messages, strict=True))
         measured: dict[int, list[tuple[list[Generated], float]]] = {level: [] for level in levels}
+        # Round -1 only checks answers and warms up.
         for number, level in itertools.product(range(-1, rounds), levels):
             results, wall_s = await generate_all(call, messages, level)
             assert [each.token_ids for each in results] == expected, (

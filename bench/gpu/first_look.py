@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.gpu.parts import ENGINE_IMPORTS, OTHER_IMPORTS
+from bench.gpu.parts import ENGINE_IMPORTS, REPORTED_IMPORTS
 from bench.gpu.stage import missing_imports
 from bench.parts.environment import describe_machine, describe_versions
 from bench.parts.result_file import write_json
@@ -77,7 +77,7 @@ def _imports() -> str:
 QUESTIONS: dict[str, Callable[[], object]] = {
     "versions": describe_versions,
     "machine": describe_machine,
-    "missing imports": lambda: missing_imports((*ENGINE_IMPORTS, *OTHER_IMPORTS)),
+    "missing imports": lambda: missing_imports((*ENGINE_IMPORTS, *REPORTED_IMPORTS)),
     "clocks": lambda: output_of(["nvidia-smi", f"--query-gpu={_CLOCKS}", "--format=csv"]),
     "gcc": lambda: output_of(["gcc", "--version"]).splitlines()[0],
     "nvcc": lambda: output_of(["nvcc", "--version"]).splitlines()[-1],

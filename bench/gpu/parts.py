@@ -1,10 +1,11 @@
 """The parts of a run on a GPU. Each is useful alone, and measures the most important rows first.
 
-product   9 minutes  real servers over gRPC: exactness, tiers, TTFT, decoding, out of memory; then kernels and their
-                     peers
+product   9 minutes  real servers over gRPC: exactness, tiers, TTFT, decoding; prefill without a server; kernels and
+                     their peers; a server out of memory; tests
 look      2 minutes  the machine, and whether the warp-specialized kernel runs
-prefill   9 minutes  time to first token: fast mode, 64 tokens after 8,192, then the rest; exact mode; exactness
-kernels   9 minutes  each kernel and its reference: attention first; the kernels' own tests; recorded steps
+prefill   9 minutes  time to first token in fast mode, 64 new tokens after 8,192 cached ones before the other sizes; in
+                     exact mode; checks that exact mode is exact
+kernels   9 minutes  each kernel and its reference: attention first; the kernels' own tests; CUDA graphs
 peers     9 minutes  attention of torch, cuDNN, FlashAttention 3 and SGLang; the cost of exact mode; bookkeeping; flex
                      and FlashInfer last
 """
@@ -18,15 +19,16 @@ _KERNEL_IMPORTS = ("numpy", "torch", "triton")
 _TEST_IMPORTS = (*_KERNEL_IMPORTS, "pytest")
 ENGINE_IMPORTS = (*_KERNEL_IMPORTS, "safetensors", "sortedcontainers", "transformers", "xxhash")
 _SERVER_IMPORTS = (*ENGINE_IMPORTS, "google.protobuf", "grpc")
-# Modules that only some stages need, or that no stage needs.
-OTHER_IMPORTS = ("flashinfer", "google.protobuf", "grpc", "grpc_health", "grpc_reflection", "pytest", "xdist")
+# Further modules that reports list if they are missing. Not every part needs them.
+REPORTED_IMPORTS = ("flashinfer", "google.protobuf", "grpc", "grpc_health", "grpc_reflection", "pytest", "xdist")
 
 # Peers of `bench.attention_peers` that need no compiler. If a package is missing, such as the wheel of fa3_fwd, the
 # report has the reason.
 _PEERS = "sdpa_flash sdpa_cudnn cudnn_merged fa3_fwd sglang"
 
 # Each kernel has its own process, since after an illegal access a process cannot use the GPU any more. A first process
-# warms the machine up, and a trial that times out is repeated alone: 85 seconds in total, so that each gets a verdict.
+# warms the machine up, and a trial that timed out is repeated while no other trial runs. All of this has 85 s, less
+# than the 95 s of the stage, so that every kernel gets a verdict.
 _TRIALS = Stage(
     "trials",
     95,

@@ -26,7 +26,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from bench.gpu.parts import ENGINE_IMPORTS, OTHER_IMPORTS, PARTS
+from bench.gpu.parts import ENGINE_IMPORTS, PARTS, REPORTED_IMPORTS
 from bench.gpu.product.product_server import stop_servers
 from bench.gpu.stage import Stage, missing_imports
 from bench.gpu.stage_process import Outcome, run_stage
@@ -116,7 +116,7 @@ class _PartRun:
             "part": part,
             "is_dry_run": options.dry_run,
             "is_finished": False,
-            "missing_imports": missing_imports((*ENGINE_IMPORTS, *OTHER_IMPORTS)),
+            "missing_imports": missing_imports((*ENGINE_IMPORTS, *REPORTED_IMPORTS)),
             "command": command,
             **describe_run(),
             "stages": {},

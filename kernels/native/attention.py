@@ -29,9 +29,9 @@ class _Problem(ctypes.Structure):
     )
 
 
-def reads(pool: KVPool, dtype: torch.dtype) -> bool:
+def supports(pool: KVPool, query_dtype: torch.dtype) -> bool:
     """Return whether the kernel supports a pool and queries of a dtype: the pool must not be quantized."""
-    return pool.dtype in KINDS and dtype in KINDS
+    return pool.dtype in KINDS and query_dtype in KINDS
 
 
 class Queries(NamedTuple):
@@ -63,7 +63,7 @@ class Attention:
     Args:
         library: returned by `load_library`.
         queries: the layout of the queries of each layer.
-        pool: the K/V, for which `reads` is true.
+        pool: the K/V, for which `supports` is true.
         work: the plan for these heads, and for the window of `scoring`.
         scoring: scale, window and softcap of the layers.
         num_threads: number of threads.
@@ -92,8 +92,8 @@ class Attention:
         self._attend = library.radixkv_attend
         self._attend.argtypes, self._attend.restype = (_POINTER,) * 6, None
         self._first_key = values.data_ptr()
-        self._layer_bytes = values.stride(1) * values.element_size()
-        self._v_bytes = 0 if pool.is_latent else values.stride(2) * values.element_size()
+        self._layer_stride_bytes = values.stride(1) * values.element_size()
+        self._value_offset_bytes = 0 if pool.is_latent else values.stride(2) * values.element_size()
         self._shape = (queries.num_tokens, queries.num_heads, queries.head_dim)
 
     @property
@@ -103,14 +103,15 @@ class Attention:
 
     def pool_of(self, layer: int) -> tuple[int, int]:
         """Return the addresses of a layer's keys and of its values."""
-        key = self._first_key + layer * self._layer_bytes
-        return key, key + self._v_bytes
+        key = self._first_key + layer * self._layer_stride_bytes
+        return key, key + self._value_offset_bytes
 
     def __call__(self, query: torch.Tensor, layer: int, sinks: torch.Tensor | None) -> torch.Tensor:
         """Compute `reference.paged_attention`.
 
         K and V are rounded to the dtype of the queries. If the processor multiplies bfloat16, softmax weights are
-        rounded to bfloat16 too. Sums are float32. Besides the result, each thread needs memory for the rows of an item.
+        rounded to bfloat16 too. Sums are float32. Besides the result, each thread needs memory for the rows
+        of one work item (`AttentionWork.items`).
 
         Args:
             query: the queries of a layer, with the layout that was passed to the constructor.

@@ -21,7 +21,7 @@ from radixkv.tokens import TOKEN_BYTES, prefix_fingerprint, shared_bytes
 
 
 class Insertion(NamedTuple):
-    """The outcome of an insert. Of the blocks offered, `[num_known_blocks, end)` belong to the tree now.
+    """The outcome of an insert. The tree owns the offered blocks `[num_known_blocks, end)` now, unless `is_covered`.
 
     Attributes:
         node: the node in which the inserted run ends.
@@ -132,21 +132,22 @@ class RadixTree:
         found = node if position > start_bytes else None
         return found, position, self.root.block_ids + b"".join(runs), len(runs)
 
-    def insert(self, tokens: bytes, block_ids: bytes, known: Node | None = None) -> Insertion:
+    def insert(self, tokens: bytes, block_ids: bytes, known_node: Node | None = None) -> Insertion:
         """Make a run of tokens matchable. The tree takes ownership of the blocks that it did not hold before.
 
         Args:
             tokens: the run, which begins with the tokens of the root, and at least one token more.
             block_ids: packed ids of all its blocks, `ceil(tokens / block_size)`.
-            known: a node of the path; the tree is known to hold the run up to this node in these blocks.
+            known_node: a node on the path of the run, at which matching starts. The caller guarantees that the tree
+                holds everything before this node, in the same blocks as `block_ids`.
 
         Complexity: O(len(tokens)) memory comparison, one split or one new node at most; a dict look-up for each node of
-        the path from `known` on.
+        the path from `known_node` on.
         """
         block_bytes = self._block_bytes
         node, position = self.root, self._start_bytes
-        if known is not None and known.parent is not None:
-            node, position = known.parent, known.start_bytes
+        if known_node is not None and known_node.parent is not None:
+            node, position = known_node.parent, known_node.start_bytes
         runs = [block_ids[: position // block_bytes * BLOCK_ID_BYTES]]
         while children := node.children:
             first_block = tokens[position : position + block_bytes]
@@ -155,7 +156,7 @@ class RadixTree:
                 child, shared = children.nearest(first_block)
                 if shared == len(first_block):  # the run ends inside a longer block
                     return Insertion(child, len(tokens), b"".join(runs), True, None, b"")
-                if shared == len(child.tokens):  # a leaf inside its first block, which the run continues
+                if shared == len(child.tokens):  # a leaf of less than one block, which the run continues
                     return self._grow(child, tokens, position, block_ids, runs)
                 return self._attach(node, tokens, position, position + shared, block_ids, runs, None)
             shared = shared_bytes(child.tokens, tokens, position)
@@ -182,7 +183,7 @@ class RadixTree:
         parent: Node,
         tokens: bytes,
         start: int,
-        known: int,
+        known_bytes: int,
         block_ids: bytes,
         runs: list[bytes],
         split: Node | None,
@@ -193,18 +194,18 @@ class RadixTree:
         if parent.children is None:
             parent.children = ChildTable()
         parent.children[tokens[start : start + self._block_bytes]] = node
-        return Insertion(node, known, b"".join(runs), False, split, b"")
+        return Insertion(node, known_bytes, b"".join(runs), False, split, b"")
 
     def _grow(self, leaf: Node, tokens: bytes, start: int, block_ids: bytes, runs: list[bytes]) -> Insertion:
         """Grow a leaf that begins at `start` to the end of `tokens`, of which it holds a proper prefix."""
-        known = start + len(leaf.tokens)
+        known_bytes = start + len(leaf.tokens)
         whole_blocks = len(leaf.tokens) // self._block_bytes
         kept = leaf.block_ids[: whole_blocks * BLOCK_ID_BYTES]
         replaced = leaf.block_ids[whole_blocks * BLOCK_ID_BYTES :]
         old_key = leaf.tokens[: self._block_bytes]
         leaf.tokens = tokens[start:]
         leaf.block_ids = kept + block_ids[start // self._block_bytes * BLOCK_ID_BYTES + len(kept) :]
-        if whole_blocks == 0:  # the first block itself was longer than known: the leaf has a new key
+        if whole_blocks == 0:  # the leaf had less than one block, so its key (its first block) changes
             assert leaf.parent is not None
             siblings = leaf.parent.children
             assert siblings is not None
@@ -212,7 +213,7 @@ class RadixTree:
             siblings[leaf.tokens[: self._block_bytes]] = leaf
             leaf.fingerprint = self._fingerprint(tokens, start)
         runs.append(kept)
-        return Insertion(leaf, known, b"".join(runs), False, None, replaced)
+        return Insertion(leaf, known_bytes, b"".join(runs), False, None, replaced)
 
     def cut(self, node: Node, num_blocks: int) -> Node:
         """Split a node after its first `num_blocks` blocks, at least one and fewer than it has. Returns the upper half.
@@ -226,7 +227,7 @@ class RadixTree:
         return upper
 
     def _split(self, lower: Node, num_blocks: int, tokens: bytes, start: int) -> None:
-        """Cut a node that begins at `start` after `num_blocks` blocks, which `tokens` shares.
+        """Cut a node after its first `num_blocks` blocks, which `tokens` contains from byte `start` on.
 
         The new upper node takes the beginning; `lower` stays the same object and keeps its children, its pins and
         its position in the eviction queue.
@@ -294,7 +295,7 @@ class RadixTree:
         return removed
 
     def fingerprint_after(self, node: Node, num_blocks: int) -> int:
-        """Hash the namespace and all tokens up to the end of the block that follows a node's first `num_blocks`.
+        """Hash the namespace and all tokens up to the end of block `num_blocks` of a node, counted from 0.
 
         Complexity: O(depth + tokens of the path).
         """

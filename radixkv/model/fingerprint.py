@@ -23,7 +23,9 @@ _WITHOUT_EFFECT = ("_name_or_path", "transformers_version", "architectures")
 
 
 def fingerprint_model(module: PreTrainedModel, weights: str, *, is_exact: bool) -> str:
-    """Digest a model, including all bytes of its weights, stored ones as they are quantized. Logs how long it took.
+    """Digest a model, including all bytes of its weights. Logs how long it took.
+
+    Weights that stay quantized as in their file (`stored_weight`) are hashed as codes, scales and minima.
 
     Equal models have equal digests, whatever directory they were read from. XXH3 is not cryptographic: models that were
     constructed to collide may also have equal digests.

@@ -46,7 +46,7 @@ def load_model(config: ModelConfig, report: Report = report_nothing) -> Model:
     start_s = time.perf_counter()
     device = _resolve_device(config.device)
     if config.weights != "auto":
-        _require_quantized(config.weights, device)
+        _check_weights_format(config.weights, device)
     model = _make_tiny(config, device, report) if config.path == "tiny" else _load(config, device, report)
     _log.info(
         "loaded %s in %.1f s: %s with %.1f million parameters in %s on %s",
@@ -118,12 +118,14 @@ def _load_module(
     check_architecture(model_class, hf_config, device)
     if config.longrope == "long":
         text = hf_config.get_text_config()
-        if not use_long_factors({"rope_parameters": getattr(text, "rope_parameters", None)}):
+        # This changes the tables of `text` in place.
+        has_longrope = use_long_factors({"rope_parameters": getattr(text, "rope_parameters", None)})
+        if not has_longrope:
             raise ConfigError(_NO_LONGROPE.format(directory))
     if location.is_gguf:
         file = GgufFile.read(location.path)
         dtype = _dtype(config) or getattr(torch, file.dtype)
-        # Other formats than the stored ones are quantized from the dequantized weights.
+        # Otherwise the weights are dequantized here. With another `model.weights` they are then quantized again.
         keeps_quantized = config.weights == "auto" and device.type == "cpu" and native_library() is not None
         return load_gguf_weights(file, model_class, hf_config, dtype, ATTENTION_NAME, keeps_quantized=keeps_quantized)
     module, info = AutoModelForCausalLM.from_pretrained(
@@ -179,7 +181,7 @@ def _dtype(config: ModelConfig) -> torch.dtype | None:
     return None if config.dtype == "auto" else getattr(torch, config.dtype)
 
 
-def _require_quantized(weights: str, device: torch.device) -> None:
+def _check_weights_format(weights: str, device: torch.device) -> None:
     if device.type != "cpu":
         raise ConfigError(f'model.weights: expected "auto" on {device}, got "{weights}", which runs on a CPU only')
     if weights == "int8" and not adds_integers_exactly():

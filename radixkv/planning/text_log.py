@@ -2,11 +2,14 @@
 
 | record | what it holds |
 |---|---|
-| `{"conversations": [{"from": "human", "value": TEXT}, ...]}` | ShareGPT: a chat; each answer is a request |
+| `{"conversations": [{"from": "human", "value": TEXT}, ...]}` | ShareGPT: a chat; see below |
 | `{"conversation": [{"role": "user", "content": TEXT}, ...]}` | LMSYS: the same |
-| `{"messages": [...]}` | a chat if it ends with an answer of the model, otherwise one request |
-| `{"body": {"messages": [...]}}`, `{"payload": ...}`, `{"request": ...}` | OpenAI's batch file: one request |
-| `{"prompt": TEXT}`, also `text_input`, `text` or `input` | one request |
+| `{"messages": [...]}` | a chat if it ends with an answer of the model, otherwise a single request |
+| `{"body": {...}}`, also `payload` or `request` | OpenAI's batch file: the inner object is one of the other records |
+| `{"prompt": TEXT}`, also `text_input`, `text` or `input` | a single request |
+
+In a chat, each answer that is not the first message is one request, whose prompt is the messages before it. Messages
+after the last answer are one more.
 """
 
 from __future__ import annotations
@@ -49,7 +52,7 @@ class TextRequest:
 
 
 def text_requests(record: Record) -> Iterator[TextRequest]:
-    """Yield the requests of a record: one, or one per answer of a chat.
+    """Yield the requests of a record; the docstring of this module says which.
 
     Raises:
         ConfigError: the record has no text. The message names the line, the expected and the actual fields.

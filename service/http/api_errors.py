@@ -31,9 +31,7 @@ def http_status_of(error: BaseException) -> int:
 
 def message_of(error: BaseException) -> str:
     """Return what a client may read about an exception. The message of an unexpected one may have data of others."""
-    if isinstance(error, RadixKVError) and http_status_of(error) != 500:
-        return str(error)
-    return "internal error; the server's log has the cause"
+    return str(error) if _may_be_read(error) else "internal error; the server's log has the cause"
 
 
 def retry_headers_of(error: BaseException) -> dict[str, str]:
@@ -45,9 +43,9 @@ def retry_headers_of(error: BaseException) -> dict[str, str]:
 
 
 def field_of(error: BaseException) -> str | None:
-    """Return the field that an exception is about: the beginning of its message; None without one."""
+    """Return the field that an exception is about: the beginning of `message_of`; None without one."""
     name, found, _ = str(error).partition(": ")
-    is_field = bool(found) and isinstance(error, RadixKVError) and " " not in name.replace(", ", "")
+    is_field = bool(found) and _may_be_read(error) and " " not in name.replace(", ", "")
     return name if is_field else None
 
 
@@ -69,3 +67,7 @@ def _renamed(name: str, names: Mapping[str, str]) -> str:
     """Return the name of a field in the API. It may have an index, such as `[0]`."""
     bare, bracket, index = name.partition("[")
     return names.get(bare, bare) + bracket + index
+
+
+def _may_be_read(error: BaseException) -> bool:
+    return isinstance(error, RadixKVError) and http_status_of(error) != 500

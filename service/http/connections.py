@@ -12,7 +12,7 @@ _PERIOD_S = 1.0
 
 
 class Connections:
-    """Accepts connections and closes those that are idle: without a request, or with one whose headers are incomplete.
+    """Counts connections and closes idle ones: those without a request, or with one whose headers are incomplete.
 
         accepted ─▶ idle ─▶ answering a request ─▶ idle ─▶ ...
                      └▶ closed: after its time, or as the one that was idle for longest when there are too many
@@ -29,7 +29,8 @@ class Connections:
         self._max_connections = max_connections
         self._first_s = first_s
         self._idle_s = idle_s
-        self._idle: dict[web.RequestHandler, float] = {}  # with their ends; the longest idle first
+        # With the time at which each is closed; the longest idle first.
+        self._idle: dict[web.RequestHandler, float] = {}
         self._busy: set[web.RequestHandler] = set()
         self._watch = asyncio.create_task(self._close_idle())
 
@@ -37,7 +38,11 @@ class Connections:
         return len(self._idle) + len(self._busy)
 
     def make_room(self) -> bool:
-        """Return whether another connection may be accepted; closes the connection that was idle for longest if not."""
+        """Make room for one more connection, if necessary by closing the one that was idle for longest.
+
+        Returns:
+            False if there is no room: the maximum number of connections are answering requests.
+        """
         if len(self) < self._max_connections:
             return True
         self._forget_closed()
@@ -64,7 +69,7 @@ class Connections:
             if connection.transport is not None:
                 self._wait_for_request(connection, self._idle_s)
 
-    def close(self) -> None:
+    def stop_watching(self) -> None:
         """Stop closing idle connections."""
         self._watch.cancel()
 

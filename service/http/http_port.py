@@ -165,7 +165,7 @@ class HttpPort:
             task.cancel()
         for listener in self._listeners:
             listener.close()
-        self._connections.close()
+        self._connections.stop_watching()
         await self._runner.cleanup()
 
     async def _accept(self, listener: socket.socket) -> None:

@@ -699,7 +699,7 @@ OFFLOAD_MUTANTS = (
         "[found.block_ids[index] for index in indices]",
         "found.block_ids[: len(indices)]",
     ),
-    Mutant("engine/transfer/transfer.py", "marked[:-TOKEN_BYTES]", "marked"),
+    Mutant("engine/transfer/transfer.py", "key_tokens[:-TOKEN_BYTES]", "key_tokens"),
     Mutant("scheduling/held_leases.py", "num_tokens = lease.num_tokens", "num_tokens = 1 << 30"),
     Mutant(
         "service/server/servicers/kv_fetcher.py",

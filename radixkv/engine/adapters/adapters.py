@@ -49,7 +49,7 @@ class Adapters:
 
         load   ─▶ read, on a separate thread ─▶ register, on the engine's thread: the name now maps to it
         unload ─────────────────────────────▶ unregister: the name is unknown from now on
-        the last request of an adapter without a name ends ─▶ its weights are freed, and its K/V purged in slices
+        the last request of an unloaded or replaced adapter ends ─▶ its weights are freed, and its K/V purged in slices
 
     Args:
         model: fingerprint of the model.

@@ -71,9 +71,9 @@ class FleetAccess:
 class Transfer:
     """Sends K/V of held leases to other servers, and lists the blocks that a prompt needs from another server.
 
-        holder of a lease ── FetchKV ──▶ blocks_of, objects        here
-        another server ◀── objects ──────────┘
-             └── wanted: keys of the prompt, to compare ──▶ Engine.generate(fetched=...)
+        the server with the lease    FetchKV ─▶ blocks_of ─▶ objects ───┐
+                                                                       │ the blocks, as a stream
+        the server with the prompt   wanted ─▶ FetchKV ─▶ payload_of ◀──┘ ─▶ Engine.generate(fetched=...)
 
     Args:
         parts: of the engine.
@@ -137,7 +137,8 @@ class Transfer:
         """Return the MAC that authenticates the blocks of a source; None if the source is trusted without a MAC.
 
         Args:
-            is_member: whether it is a server of this server's fleet that no section `kv_sources` names.
+            is_member: whether the source is accepted only as a member of this server's fleet; False if a section
+                `kv_sources` names it.
         """
         return self._mac_of_members if is_member else self._mac
 
@@ -160,8 +161,8 @@ class Transfer:
 
         Complexity: about 1 us per block.
         """
-        namespace, marked = self._adapters.keyed(caller, tokens).key
-        return list(self._key_blocks(namespace, marked[:-TOKEN_BYTES]))
+        namespace, key_tokens = self._adapters.keyed(caller, tokens).key  # tokens of an invoked adapter are marked
+        return list(self._key_blocks(namespace, key_tokens[:-TOKEN_BYTES]))
 
     def stores_for(self, blocks: Sequence[KeyedBlock], tenant: str) -> Future[list[str]]:
         """List the shared stores from which a tenant's blocks may be loaded."""

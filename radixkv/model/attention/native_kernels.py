@@ -11,7 +11,7 @@ import torch
 
 from radixkv.kernels.batch import PagedBatch
 from radixkv.kernels.kv_pool import KVPool
-from radixkv.kernels.native.attention import Attention, Queries, reads
+from radixkv.kernels.native.attention import Attention, Queries, supports
 from radixkv.kernels.native.attention_work import AttentionWork, plan_work
 from radixkv.kernels.native.layer import KVView
 from radixkv.kernels.native.rows import NativeRows, has_adjacent_heads
@@ -52,14 +52,14 @@ class NativeKernels:
     ) -> None:
         """Compute `reference.write_kv`."""
         are_in_order = has_adjacent_heads(key) and (value is None or has_adjacent_heads(value))
-        write = self._rows.write_kv if are_in_order and reads(pool, key.dtype) else self._torch.write_kv
+        write = self._rows.write_kv if are_in_order and supports(pool, key.dtype) else self._torch.write_kv
         write(key, value, slots, pool, layer, largest)
 
     def paged_attention(
         self, query: torch.Tensor, pool: KVPool, layer: int, batch: PagedBatch, scoring: Scoring
     ) -> torch.Tensor:
         """Compute `reference.paged_attention`; see `radixkv.kernels.native.attention`."""
-        if query.stride(2) != 1 or not reads(pool, query.dtype):
+        if query.stride(2) != 1 or not supports(pool, query.dtype):
             return self._torch.paged_attention(query, pool, layer, batch, scoring)
         attention = self._step_of(batch).attention_of(Queries.of(query), pool, scoring)
         return attention(query, layer, _sinks_of(scoring))
@@ -84,7 +84,7 @@ class NativeKernels:
             largest: as for `write_kv`.
         """
         has_heads = (pool.num_kv_heads, pool.head_dim) == (num_kv_heads, queries.head_dim) and not pool.is_latent
-        if not has_heads or not reads(pool, queries.dtype):
+        if not has_heads or not supports(pool, queries.dtype):
             return None
         attention = self._step_of(batch).attention_of(queries, pool, scoring)
         return KVView(attention, layers, _sinks_of(scoring), batch.slots, largest)

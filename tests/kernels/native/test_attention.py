@@ -13,7 +13,7 @@ from radixkv.kernels import reference
 from radixkv.kernels.batch import PagedBatch
 from radixkv.kernels.cancelling_inputs import CANCELLING_SCALE, sensitive_attention
 from radixkv.kernels.kv_pool import KVPool
-from radixkv.kernels.native.attention import Attention, Queries, reads
+from radixkv.kernels.native.attention import Attention, Queries, supports
 from radixkv.kernels.native.attention_work import plan_work
 from radixkv.kernels.scoring import Scoring
 
@@ -93,13 +93,13 @@ def test_heads_may_have_awkward_sizes(dtype: torch.dtype, head_dim: int, attend:
 @pytest.mark.parametrize("kv_dtype", DTYPES)
 def test_reads_pools_of_other_dtypes(kv_dtype: torch.dtype, dtype: torch.dtype, attend: Attend) -> None:
     step = make_step([37, 600], [20, 70], GQA, dtype=dtype, kv_dtype=kv_dtype)
-    assert reads(step.pool, dtype)
+    assert supports(step.pool, dtype)
     assert error_against_reference(attend, step) < 1.5 * TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("kv_dtype", [torch.float8_e4m3fn, torch.int8, torch.int4], ids=str)
 def test_reports_that_it_does_not_support_quantized_pools(kv_dtype: torch.dtype) -> None:
-    assert not reads(make_step([3], [1], MHA, kv_dtype=kv_dtype).pool, torch.float32)
+    assert not supports(make_step([3], [1], MHA, kv_dtype=kv_dtype).pool, torch.float32)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
