@@ -49,9 +49,7 @@ class Fleet:
     metrics_url: str
     servers: list[ServerProcess]
     addresses: list[str]
-
-    def openai(self) -> Any:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S)
+    client: Any
 
     def post(self, path: str, body: dict[str, Any]) -> Any:
         request = urllib.request.Request(
@@ -105,7 +103,8 @@ def started_fleet(*settings: str) -> Iterator[Fleet]:
             list(threads.map(warm, range(2), addresses))
         gateway = GatewayProcess(addresses)
         url = stack.enter_context(gateway)
-        yield Fleet(url, gateway.metrics_url, servers, addresses)
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S)
+        yield Fleet(url, gateway.metrics_url, servers, addresses, stack.enter_context(client))
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +118,7 @@ def chat(text: str, **options: Any) -> dict[str, Any]:
 
 
 def test_the_second_call_reuses_all_but_the_last_token_of_the_first(fleet: Fleet) -> None:
-    client = fleet.openai()
+    client = fleet.client
     first, second = (client.chat.completions.create(**chat("Tell me about trees", max_tokens=4)) for _ in range(2))
     assert first.choices[0].message.content == second.choices[0].message.content
     assert first.choices[0].finish_reason == "length"
@@ -128,7 +127,7 @@ def test_the_second_call_reuses_all_but_the_last_token_of_the_first(fleet: Fleet
 
 
 def test_a_streamed_chat_returns_the_same_text_and_usage(fleet: Fleet) -> None:
-    client = fleet.openai()
+    client = fleet.client
     options = chat("Sing a song", max_tokens=12)
     whole = client.chat.completions.create(**options)
     pieces = list(client.chat.completions.create(**options, stream=True, stream_options={"include_usage": True}))
@@ -141,7 +140,7 @@ def test_a_streamed_chat_returns_the_same_text_and_usage(fleet: Fleet) -> None:
 
 
 def test_completions(fleet: Fleet) -> None:
-    client = fleet.openai()
+    client = fleet.client
     options = {"model": MODEL, "prompt": "Once upon a time", "max_tokens": 8, "temperature": 0}
     whole = client.completions.create(**options)
     pieces = client.completions.create(**options, stream=True)
@@ -162,9 +161,7 @@ def test_chat_messages_and_responses_return_the_same_text(fleet: Fleet) -> None:
 
 
 def test_log_probabilities(fleet: Fleet) -> None:
-    answer = fleet.openai().chat.completions.create(
-        **chat("Count to five", max_tokens=5, logprobs=True, top_logprobs=3)
-    )
+    answer = fleet.client.chat.completions.create(**chat("Count to five", max_tokens=5, logprobs=True, top_logprobs=3))
     rows = answer.choices[0].logprobs.content
     assert len(rows) == 5
     for row in rows:
@@ -174,7 +171,7 @@ def test_log_probabilities(fleet: Fleet) -> None:
 
 
 def test_two_completions_with_a_seed_are_reproducible(fleet: Fleet) -> None:
-    client = fleet.openai()
+    client = fleet.client
     options = chat("Draw", max_tokens=12, n=2, seed=-5) | {"temperature": 1.0}
     first, second = (client.chat.completions.create(**options) for _ in range(2))
     texts = [[choice.message.content for choice in answer.choices] for answer in (first, second)]
@@ -209,7 +206,7 @@ def test_sampled_text_equals_that_of_a_direct_call_with_the_same_seed(fleet: Fle
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_stop_string_ends_the_text_and_the_generation(fleet: Fleet, stream: bool) -> None:
-    client = fleet.openai()
+    client = fleet.client
     options = {"model": MODEL, "prompt": "The end of it", "temperature": 0, "extra_body": {"ignore_eos": True}}
     text = client.completions.create(**options, max_tokens=40).choices[0].text
     stop = next(text[at : at + 3] for at in range(10, len(text)) if text[at : at + 3].isascii())
@@ -232,7 +229,7 @@ def test_output_follows_the_schema_of_openais_client(fleet: Fleet, stream: bool)
     properties = {"id": {"type": "integer", "maximum": 99}, "is": {"type": "boolean"}, "of": {"enum": ["a", "b"]}}
     schema = {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
     options = chat("An object", temperature=1.0, seed=3, max_tokens=400, response_format=schema_of(schema))
-    answer = fleet.openai().chat.completions.create(**options, stream=stream)
+    answer = fleet.client.chat.completions.create(**options, stream=stream)
     choices = [each.choices[0] for each in answer if each.choices] if stream else [answer.choices[0]]
     texts = [choice.delta.content or "" if stream else choice.message.content for choice in choices]
     value = json.loads("".join(texts))
@@ -244,7 +241,7 @@ def test_output_follows_the_schema_of_openais_client(fleet: Fleet, stream: bool)
 def test_json_mode(fleet: Fleet) -> None:
     pytest.importorskip("llguidance")
     options = chat("An object", temperature=1.0, seed=4, max_tokens=400, response_format={"type": "json_object"})
-    choice = fleet.openai().chat.completions.create(**options).choices[0]
+    choice = fleet.client.chat.completions.create(**options).choices[0]
     assert choice.message.content.lstrip().startswith("{")
     if choice.finish_reason == "stop":
         assert isinstance(json.loads(choice.message.content), dict)
@@ -256,7 +253,7 @@ def test_json_mode(fleet: Fleet) -> None:
 )
 def test_a_refusal_names_the_field(fleet: Fleet, options: dict[str, Any], field: str) -> None:
     with pytest.raises(openai.BadRequestError, match=field):
-        fleet.openai().chat.completions.create(**chat("No", **options))
+        fleet.client.chat.completions.create(**chat("No", **options))
 
 
 def generated(fleet: Fleet, ids: list[int]) -> dict[str, Any]:
@@ -350,9 +347,7 @@ def test_no_client_sees_an_error_when_a_server_is_killed_during_480_requests() -
 def long_stream(fleet: Fleet, number: int) -> tuple[str, int]:
     """Stream a long completion; return its finish reason and its number of tokens."""
     options = chat(f"{number}" * 40, max_tokens=1000, extra_body={"ignore_eos": True})
-    pieces = list(
-        fleet.openai().chat.completions.create(**options, stream=True, stream_options={"include_usage": True})
-    )
+    pieces = list(fleet.client.chat.completions.create(**options, stream=True, stream_options={"include_usage": True}))
     reason = next(piece.choices[0].finish_reason for piece in reversed(pieces) if piece.choices)
     return reason, pieces[-1].usage.completion_tokens
 
