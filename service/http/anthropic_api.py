@@ -20,17 +20,14 @@ from radixkv.service.http.anthropic_requests import (
 )
 from radixkv.service.http.api_errors import http_status_of, renamed
 from radixkv.service.http.api_request import ApiRequest
-from radixkv.service.http.completions import Servicer, TextChunk, text_chunks
+from radixkv.service.http.completions import RETENTION_PRIORITY, Servicer, TextChunk, complete_request, text_chunks
 from radixkv.service.http.event_stream import EventStream
 from radixkv.service.http.json_fields import Fields
 from radixkv.service.http.prompts import PromptEncoder
-from radixkv.service.http.tools import Tools
-from radixkv.service.text.tool_calls import ToolCall, ToolCallText
+from radixkv.service.http.tools import CompletionSplitter, Tools
+from radixkv.service.text.tool_calls import ToolCall
 from radixkv.v1.cache_pb2 import RetainRequest
-from radixkv.v1.prefill_pb2 import GenerateRequest, MissReason, Usage
-
-# The retention priority of prompts with `cache_control`, above the default of 50.
-RETENTION_PRIORITY = 75
+from radixkv.v1.prefill_pb2 import GenerateRequest, Usage
 
 _ERROR_TYPES = {
     400: "invalid_request_error",
@@ -101,16 +98,13 @@ class AnthropicApi:
     async def messages(self, request: ApiRequest, fields: Fields) -> web.StreamResponse:
         """Answer `POST /v1/messages`."""
         prompt, options = read_messages(fields)
-        request.hold(options.generate)
+        tenant = request.hold(options.generate)
         token_ids = await self._encoder.encode(request.num_bytes, "messages", prompt.encode)
         ranges: list[CachedRange] = []
         if prompt.breakpoints:
             find = partial(prompt.cached_ranges, token_ids=token_ids)
             ranges = await self._encoder.encode(request.num_bytes, "messages", find)
-        generate = options.generate
-        generate.prefill.token_ids.extend(token_ids)
-        if options.model not in ("", self._limits.model):
-            generate.prefill.adapter = options.model
+        generate = complete_request(options.generate, token_ids, options.model, tenant, self._limits)
         if ranges:  # the last range has the shortest time, and contains the others
             retention = generate.prefill.retention
             retention.priority, retention.ttl.seconds = RETENTION_PRIORITY, ranges[-1].ttl_s
@@ -168,9 +162,7 @@ class _ResponseWriter:
         self._ranges = ranges
         self._head = {"id": f"msg_{request.request_id}", "type": "message", "role": "assistant", "model": model}
         self._num_tokens = 0
-        self._tools = ToolCallText() if tools.may_be_called else None
-        self._is_parallel = tools.is_parallel
-        self._num_calls = 0
+        self._splitter = CompletionSplitter(tools)
 
     async def whole(self, chunks: AsyncGenerator[TextChunk, None]) -> web.StreamResponse:
         """Return the response after the completion has ended."""
@@ -178,15 +170,11 @@ class _ResponseWriter:
         async for chunk in chunks:
             self._num_tokens += len(chunk.response.token_ids)
             pieces.append(chunk.text)
-        text = "".join(pieces)
-        calls: list[ToolCall] = []
-        if self._tools is not None:
-            text, calls = self._tools.put(text)
-            text += self._tools.end()
+        text, calls = self._splitter.put("".join(pieces), is_last=True)
         content: list[dict[str, Any]] = []
-        if text.strip() if calls else self._num_tokens:
-            content.append({"type": "text", "text": text.strip() if calls else text})
-        content += [_tool_use(call) for call in self._allowed(calls)]
+        if text or (self._num_tokens and not calls):
+            content.append({"type": "text", "text": text})
+        content += [_tool_use(call) for call in calls]
         usage = self._usage(chunk.response.usage, chunk)
         return self._request.json({**self._head, "content": content, **self._end_of(chunk), "usage": usage})
 
@@ -200,30 +188,20 @@ class _ResponseWriter:
                 usage = self._usage(chunk.response.usage, None)
                 await blocks.send("message_start", message={**self._head, **nothing, "usage": usage})
             self._num_tokens += len(chunk.response.token_ids)
-            text = chunk.text
-            calls: list[ToolCall] = []
-            if self._tools is not None:
-                text, calls = self._tools.put(text)
-                text += self._tools.end() if chunk.is_last else ""
-            if text and not (self._num_calls and text.isspace()):
+            text, calls = self._splitter.put(chunk.text, is_last=chunk.is_last)
+            if text:
                 await blocks.add_text(text)
-            for call in self._allowed(calls):
+            for call in calls:
                 await blocks.add_call(_tool_use(call))
         await blocks.end()
         await blocks.send("message_delta", delta=self._end_of(chunk), usage=self._usage(chunk.response.usage, chunk))
         await blocks.send("message_stop")
         return await events.end()
 
-    def _allowed(self, calls: Sequence[ToolCall]) -> Sequence[ToolCall]:
-        """Return the calls that the answer may have; only its first one if calls must not be parallel."""
-        allowed = calls if self._is_parallel else calls[: 1 - self._num_calls]
-        self._num_calls += len(allowed)
-        return allowed
-
     def _end_of(self, chunk: TextChunk) -> dict[str, Any]:
         """Return why the completion ended."""
         matched = chunk.response.matched_stop or None
-        reason = "stop_sequence" if matched else "tool_use" if self._num_calls else "end_turn"
+        reason = "stop_sequence" if matched else "tool_use" if self._splitter.has_calls else "end_turn"
         return {"stop_reason": "max_tokens" if chunk.has_reached_length else reason, "stop_sequence": matched}
 
     def _usage(self, usage: Usage, last: TextChunk | None) -> dict[str, Any]:
@@ -255,10 +233,7 @@ class _ResponseWriter:
             "output_tokens": self._num_tokens,
             "service_tier": "standard",
         }
-        if last is None:
-            return counts
-        reason = MissReason.Name(last.response.miss_reason)
-        return {**counts, "miss_reason": None if reason == "NONE" else reason.lower()}
+        return counts if last is None else {**counts, "miss_reason": last.miss_reason}
 
 
 class _Blocks:

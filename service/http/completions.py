@@ -8,10 +8,21 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from radixkv.api.limits import Limits
 from radixkv.service.server.calls import Context
 from radixkv.service.text.answer_text import AnswerText
 from radixkv.service.text.tokenizer import Tokenizer
-from radixkv.v1.prefill_pb2 import FinishReason, GenerateRequest, GenerateResponse, PrefillRequest, PrefillResponse
+from radixkv.v1.prefill_pb2 import (
+    FinishReason,
+    GenerateRequest,
+    GenerateResponse,
+    MissReason,
+    PrefillRequest,
+    PrefillResponse,
+)
+
+# The retention priority of prompts that a request retains for some time, above the default of 50.
+RETENTION_PRIORITY = 75
 
 
 class Servicer(Protocol):
@@ -46,9 +57,35 @@ class TextChunk:
         return bool(self.response.finished)
 
     @property
+    def miss_reason(self) -> str | None:
+        """In the last chunk of a completion, why no more of its prompt was cached, such as `cold`; None if all was."""
+        reason = self.response.miss_reason
+        return None if reason == MissReason.NONE else MissReason.Name(reason).lower()
+
+    @property
     def has_reached_length(self) -> bool:
         """Whether its completion ends with it, because it has the maximum number of tokens."""
         return bool(self.response.finish_reason == FinishReason.LENGTH)
+
+
+def complete_request(
+    request: GenerateRequest, token_ids: Sequence[int], model: str, tenant: str, limits: Limits
+) -> GenerateRequest:
+    """Add to the options of a request its prompt, the adapter, and the maximum length if it has none. Returns it.
+
+    Args:
+        request: the options.
+        token_ids: the prompt.
+        model: the field `model`: the name of the served model or of an adapter; empty for the served model.
+        tenant: the tenant of the request, which may have a ceiling.
+        limits: of the engine.
+    """
+    request.prefill.token_ids.extend(token_ids)
+    if model not in ("", limits.model):
+        request.prefill.adapter = model
+    if not request.HasField("max_new_tokens"):
+        request.max_new_tokens = max(1, limits.max_new_tokens(len(token_ids), tenant))
+    return request
 
 
 async def text_chunks(

@@ -6,6 +6,7 @@ import contextlib
 import json
 import secrets
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,7 +17,7 @@ from aiohttp import web
 from radixkv.api.limits import Limits
 from radixkv.errors import InvalidRequest, PromptTooLong, UnknownAdapter
 from radixkv.service.http.api_request import ApiRequest
-from radixkv.service.http.completions import Servicer, TextChunk, merged, text_chunks
+from radixkv.service.http.completions import Servicer, TextChunk, complete_request, merged, text_chunks
 from radixkv.service.http.json_fields import Fields
 from radixkv.service.http.openai_requests import CompletionOptions, read_chat, read_completion
 from radixkv.service.http.openai_responses import (
@@ -29,10 +30,10 @@ from radixkv.service.http.openai_responses import (
 )
 from radixkv.service.http.prompts import PromptEncoder
 from radixkv.service.http.responses_api import NAMES as RESPONSE_NAMES
-from radixkv.service.http.tools import Tools
+from radixkv.service.http.tools import CompletionSplitter, Tools
 from radixkv.service.text.tokenizer import Tokenizer
-from radixkv.service.text.tool_calls import ToolCall, ToolCallText
-from radixkv.v1.prefill_pb2 import GenerateRequest, MissReason, TokenLogprobs, Usage
+from radixkv.service.text.tool_calls import ToolCall
+from radixkv.v1.prefill_pb2 import GenerateRequest, TokenLogprobs, Usage
 
 # Names of fields in messages of this server, and in OpenAI's API.
 _NAMES = {"adapter": "model", "salt": "cache_salt", "json_schema": "response_format"}
@@ -93,7 +94,8 @@ class OpenAIApi:
         tenant = request.hold(options.generate)
         token_ids = await self._encoder.encode(request.num_bytes, "messages", prompt.encode)
         body_format = _ToolChatFormat(prompt.tools) if prompt.tools.may_be_called else _ChatFormat()
-        return await self._answer(request, options, body_format, [self._complete(options, token_ids, tenant)])
+        generate = complete_request(options.generate, token_ids, options.model, tenant, self._limits)
+        return await self._answer(request, options, body_format, [generate])
 
     async def completions(self, request: ApiRequest, fields: Fields) -> web.StreamResponse:
         """Answer `POST /v1/completions`."""
@@ -103,19 +105,10 @@ class OpenAIApi:
         for prompt in prompts:
             encode = partial(_encoded, prompt, self._limits)
             token_ids = await self._encoder.encode(request.num_bytes, "prompt", encode)
-            generates.append(self._complete(options, token_ids, tenant))
+            generate = GenerateRequest()
+            generate.CopyFrom(options.generate)
+            generates.append(complete_request(generate, token_ids, options.model, tenant, self._limits))
         return await self._answer(request, options, _CompletionFormat(), generates)
-
-    def _complete(self, options: CompletionOptions, token_ids: Sequence[int], tenant: str) -> GenerateRequest:
-        """Return the gRPC request for one prompt."""
-        request = GenerateRequest()
-        request.CopyFrom(options.generate)
-        request.prefill.token_ids.extend(token_ids)
-        if options.model not in ("", self._limits.model):
-            request.prefill.adapter = options.model
-        if not request.HasField("max_new_tokens"):
-            request.max_new_tokens = max(1, self._limits.max_new_tokens(len(token_ids), tenant))
-        return request
 
     async def _answer(
         self,
@@ -191,17 +184,13 @@ class _ToolChatFormat(_ChatFormat):
 
     def __init__(self, tools: Tools) -> None:
         self._tools = tools
-        self._texts: dict[int, ToolCallText] = {}
-        self._calls: dict[int, list[dict[str, Any]]] = {}
+        self._splitters: dict[int, CompletionSplitter] = {}
+        self._num_calls: Counter[int] = Counter()
 
     def choice(self, index: int, choice: _Choice, logprobs: dict[str, Any] | None) -> dict[str, Any]:
         """Return a whole completion."""
-        text, calls = self._put(index, choice.text, is_last=True)
-        message: dict[str, Any] = {
-            "role": "assistant",
-            "content": text.strip() or None if calls else text,
-            "refusal": None,
-        }
+        text, calls = self._split(index, choice.text, is_last=True)
+        message: dict[str, Any] = {"role": "assistant", "content": text or (None if calls else ""), "refusal": None}
         if calls:
             message["tool_calls"] = [{name: value for name, value in each.items() if name != "index"} for each in calls]
         return {
@@ -215,9 +204,9 @@ class _ToolChatFormat(_ChatFormat):
         self, index: int, text: str, logprobs: dict[str, Any] | None, reason: str | None, *, is_first: bool
     ) -> dict[str, Any]:
         """Return a chunk of a completion. A call is in one chunk, as soon as it is complete."""
-        text, calls = self._put(index, text, is_last=reason is not None)
+        text, calls = self._split(index, text, is_last=reason is not None)
         delta: dict[str, Any] = {"role": "assistant", "content": None} if is_first else {}
-        if text and not (self._calls.get(index) and text.isspace()):
+        if text:
             delta["content"] = text
         if calls:
             delta["tool_calls"] = calls
@@ -228,21 +217,15 @@ class _ToolChatFormat(_ChatFormat):
             "finish_reason": self._reason(index, reason),
         }
 
-    def _put(self, index: int, piece: str, *, is_last: bool) -> tuple[str, list[dict[str, Any]]]:
+    def _split(self, index: int, piece: str, *, is_last: bool) -> tuple[str, list[dict[str, Any]]]:
         """Return the text of a piece that belongs to no call, and its calls."""
-        parser = self._texts.setdefault(index, ToolCallText())
-        text, calls = parser.put(piece)
-        if is_last:
-            text += parser.end()
-        known = self._calls.setdefault(index, [])
-        before = len(known)
-        for call in calls:
-            if self._tools.is_parallel or not known:
-                known.append(_call_object(call, len(known)))
-        return text, known[before:]
+        text, calls = self._splitters.setdefault(index, CompletionSplitter(self._tools)).put(piece, is_last=is_last)
+        first = self._num_calls[index]
+        self._num_calls[index] += len(calls)
+        return text, [_call_object(call, first + position) for position, call in enumerate(calls)]
 
     def _reason(self, index: int, reason: str | None) -> str | None:
-        return "tool_calls" if reason == "stop" and self._calls.get(index) else reason
+        return "tool_calls" if reason == "stop" and self._num_calls[index] else reason
 
 
 def _call_object(call: ToolCall, index: int) -> dict[str, Any]:
@@ -303,7 +286,7 @@ class _ResponseWriter:
         self._num_completions = max(1, options.generate.n)
         self._has_logprobs = options.generate.HasField("logprobs")
         self._choices: dict[int, _Choice] = {}
-        self._usages: dict[int, tuple[Usage, str]] = {}  # by prompt
+        self._usages: dict[int, tuple[Usage, str | None]] = {}  # by prompt
 
     async def whole(self, chunks: AsyncGenerator[tuple[int, TextChunk], None], num_prompts: int) -> web.StreamResponse:
         """Return the response after all completions have ended."""
@@ -354,7 +337,7 @@ class _ResponseWriter:
         choice.num_tokens += len(chunk.response.token_ids)
         choice.finish_reason = finish_reason(chunk)
         if chunk.is_last and chunk.index == 0:
-            self._usages[position] = chunk.response.usage, MissReason.Name(chunk.response.miss_reason)
+            self._usages[position] = chunk.response.usage, chunk.miss_reason
         return index, choice
 
     def _usage(self) -> dict[str, Any]:

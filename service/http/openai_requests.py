@@ -13,6 +13,7 @@ from typing import Any
 
 from radixkv.api.sampling import MAX_ANSWERS, MAX_BIASED_TOKENS, MAX_LOGIT_BIAS, MAX_PENALTY, MAX_TOP_LOGPROBS
 from radixkv.errors import InvalidRequest
+from radixkv.service.http.completions import RETENTION_PRIORITY
 from radixkv.service.http.json_fields import Fields
 from radixkv.service.http.tools import Tools
 from radixkv.service.structured.grammar_text import GrammarText
@@ -24,7 +25,6 @@ _NUM_SEEDS = 2**64
 _MAX_ID_DIGITS = 10
 _MAX_TEMPERATURE = 2.0
 _DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for `/v1/completions`; a chat may use the whole context
-_RETENTION_PRIORITY = 75
 _RETENTION_S = {"in_memory": 0, "in-memory": 0, "24h": 24 * 3600}
 _CACHE_TTL_S = {"30m": 1800, "12h": 12 * 3600}
 
@@ -293,7 +293,7 @@ def _read_retention(fields: Fields, generate: GenerateRequest) -> None:
         options.ignore("mode", "comparison_response_id")  # every prefix is cached, and the usage has the reason
         options.require_no_others()
     if seconds:
-        generate.prefill.retention.priority = _RETENTION_PRIORITY
+        generate.prefill.retention.priority = RETENTION_PRIORITY
         generate.prefill.retention.ttl.seconds = seconds
 
 

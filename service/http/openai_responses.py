@@ -9,7 +9,7 @@ from radixkv.service.http.api_errors import http_status_of, renamed
 from radixkv.service.http.completions import TextChunk
 from radixkv.service.text.text_stream import BROKEN
 from radixkv.service.text.tokenizer import Tokenizer
-from radixkv.v1.prefill_pb2 import MissReason, TokenLogprobs, Usage
+from radixkv.v1.prefill_pb2 import TokenLogprobs, Usage
 
 _ERROR_TYPES = {
     400: "invalid_request_error",
@@ -44,16 +44,16 @@ def error_object(message: str, status: int, param: str | None = None, code: str 
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
-def usage_object(prompts: Iterable[tuple[Usage, str]], num_generated: int) -> dict[str, Any]:
+def usage_object(prompts: Iterable[tuple[Usage, str | None]], num_generated: int) -> dict[str, Any]:
     """Return the usage of a request.
 
     Args:
-        prompts: the usage of each prompt, and the name of the reason why no more of it was cached.
+        prompts: the usage of each prompt, and why no more of it was cached; None if all of it was.
         num_generated: tokens of all completions.
     """
     usages = list(prompts)
     num_prompt = sum(usage.prompt_tokens for usage, _ in usages)
-    reasons = list(dict.fromkeys(reason for _, reason in usages if reason != MissReason.Name(MissReason.NONE)))
+    reasons = list(dict.fromkeys(reason for _, reason in usages if reason is not None))
     return {
         "prompt_tokens": num_prompt,
         "completion_tokens": num_generated,
@@ -61,7 +61,7 @@ def usage_object(prompts: Iterable[tuple[Usage, str]], num_generated: int) -> di
         "prompt_tokens_details": {
             "cached_tokens": sum(usage.cached_tokens for usage, _ in usages),
             "cache_write_tokens": sum(usage.written_tokens for usage, _ in usages),
-            "miss_reason": ", ".join(reasons).lower() or None,
+            "miss_reason": ", ".join(reasons) or None,
         },
     }
 

@@ -14,13 +14,13 @@ from aiohttp import web
 from radixkv.api.limits import Limits
 from radixkv.errors import InvalidRequest
 from radixkv.service.http.api_request import ApiRequest
-from radixkv.service.http.completions import Servicer, TextChunk, text_chunks
+from radixkv.service.http.completions import Servicer, TextChunk, complete_request, text_chunks
 from radixkv.service.http.event_stream import EventStream
 from radixkv.service.http.json_fields import Fields
 from radixkv.service.http.openai_requests import ChatPrompt, CompletionOptions, read_chat
 from radixkv.service.http.prompts import PromptEncoder
-from radixkv.service.text.tool_calls import ToolCall, ToolCallText
-from radixkv.v1.prefill_pb2 import MissReason
+from radixkv.service.http.tools import CompletionSplitter
+from radixkv.service.text.tool_calls import ToolCall
 
 # Names of fields of a chat, in which a request is expressed, and their names here.
 NAMES = {
@@ -192,12 +192,7 @@ class ResponsesApi:
         prompt, options = read_response(fields)
         tenant = request.hold(options.generate)
         token_ids = await self._encoder.encode(request.num_bytes, "messages", prompt.encode)
-        generate = options.generate
-        generate.prefill.token_ids.extend(token_ids)
-        if options.model not in ("", self._limits.model):
-            generate.prefill.adapter = options.model
-        if not generate.HasField("max_new_tokens"):
-            generate.max_new_tokens = max(1, self._limits.max_new_tokens(len(token_ids), tenant))
+        generate = complete_request(options.generate, token_ids, options.model, tenant, self._limits)
         tokenizer = await self._encoder.tokenizer()
         answer = _Answer(request, prompt, options, options.model or self._limits.model)
         async with contextlib.aclosing(
@@ -220,10 +215,8 @@ class _Answer:
         tools = prompt.tools
         generate = options.generate
         self._request = request
-        self._parser = ToolCallText() if tools.may_be_called else None
-        self._is_parallel = tools.is_parallel
+        self._splitter = CompletionSplitter(tools)
         self._num_tokens = 0
-        self._num_calls = 0
         self._output: list[dict[str, Any]] = []
         self._head = {
             "id": f"resp_{request.request_id}",
@@ -248,9 +241,9 @@ class _Answer:
         async for chunk in chunks:
             self._num_tokens += len(chunk.response.token_ids)
             pieces.append(chunk.text)
-        text, calls = self._split("".join(pieces), is_last=True)
-        if text.strip() if calls else self._num_tokens:
-            self._output.append(_message(text.strip() if calls else text))
+        text, calls = self._splitter.put("".join(pieces), is_last=True)
+        if text or (self._num_tokens and not calls):
+            self._output.append(_message(text))
         self._output += [_function_call(call) for call in calls]
         return self._request.json(self._body(chunk))
 
@@ -264,8 +257,8 @@ class _Answer:
                 await items.send("response.created", response=begun)
                 await items.send("response.in_progress", response=begun)
             self._num_tokens += len(chunk.response.token_ids)
-            text, calls = self._split(chunk.text, is_last=chunk.is_last)
-            if text and not (self._num_calls and text.isspace()):
+            text, calls = self._splitter.put(chunk.text, is_last=chunk.is_last)
+            if text:
                 await items.add_text(text)
             for call in calls:
                 await items.add_call(_function_call(call))
@@ -274,21 +267,9 @@ class _Answer:
         await items.send(f"response.{body['status']}", response=body)
         return await events.end()
 
-    def _split(self, text: str, *, is_last: bool) -> tuple[str, list[ToolCall]]:
-        """Return the text of a piece that belongs to no call, and its calls."""
-        if self._parser is None:
-            return text, []
-        text, calls = self._parser.put(text)
-        if is_last:
-            text += self._parser.end()
-        allowed = calls if self._is_parallel else calls[: max(0, 1 - self._num_calls)]
-        self._num_calls += len(allowed)
-        return text, allowed
-
     def _body(self, last: TextChunk) -> dict[str, Any]:
         """Return the whole response."""
         usage = last.response.usage
-        reason = MissReason.Name(last.response.miss_reason)
         incomplete = {"reason": "max_output_tokens"} if last.has_reached_length else None
         return {
             **self._head,
@@ -300,7 +281,7 @@ class _Answer:
                 "input_tokens_details": {
                     "cached_tokens": usage.cached_tokens,
                     "cache_write_tokens": usage.written_tokens,
-                    "miss_reason": None if reason == "NONE" else reason.lower(),
+                    "miss_reason": last.miss_reason,
                 },
                 "output_tokens": self._num_tokens,
                 "output_tokens_details": {"reasoning_tokens": 0},

@@ -8,7 +8,7 @@ from typing import Any
 
 from radixkv.errors import InvalidRequest
 from radixkv.service.text.tokenizer import Tokenizer
-from radixkv.service.text.tool_calls import tool_call_grammar
+from radixkv.service.text.tool_calls import ToolCall, ToolCallText, tool_call_grammar
 from radixkv.v1.prefill_pb2 import GenerateRequest
 
 
@@ -60,3 +60,37 @@ class Tools:
                 "</tool_call>, got another one, whose calls this server does not recognize; with tool_choice none, the "
                 "model only sees the tools"
             )
+
+
+class CompletionSplitter:
+    """Splits the text of one completion, which arrives in pieces, into text and the calls that the request allows.
+
+    White space around calls is left out. Without tools, all is text.
+
+    Args:
+        tools: the tools of the request.
+    """
+
+    def __init__(self, tools: Tools) -> None:
+        self._parser = ToolCallText() if tools.may_be_called else None
+        self._is_parallel = tools.is_parallel
+        self._num_calls = 0
+
+    @property
+    def has_calls(self) -> bool:
+        """Whether there was a call so far."""
+        return self._num_calls > 0
+
+    def put(self, piece: str, *, is_last: bool) -> tuple[str, list[ToolCall]]:
+        """Add a piece. Returns the text that belongs to no call, and the calls that are complete."""
+        if self._parser is None:
+            return piece, []
+        text, calls = self._parser.put(piece)
+        if is_last:
+            text += self._parser.end()
+        if not self._is_parallel:
+            calls = [] if self.has_calls else calls[:1]
+        self._num_calls += len(calls)
+        if calls:
+            text = text.rstrip()
+        return "" if self.has_calls and text.isspace() else text, calls

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
-import socket
 import subprocess
 import time
 import urllib.error
@@ -17,15 +16,11 @@ from typing import Any
 
 import yaml
 
+from tests.free_port import free_port
 from tests.patience import PATIENCE_S
 
 DEPLOY = Path(__file__).parents[2] / "docs" / "deploy"
 PROMETHEUS, PROMTOOL = shutil.which("prometheus"), shutil.which("promtool")
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 class Prometheus:

@@ -12,11 +12,12 @@ import grpc
 import pytest
 
 from radixkv.service.client import Client
+from tests.free_port import free_port
 from tests.patience import PATIENCE_S
 from tests.rules.test_metric_names import ALL_NAMES
 from tests.service.server.auth.certificates import TOKENS, CredentialFiles
 
-from .prometheus import DEPLOY, PROMETHEUS, Prometheus, free_port, scraping
+from .prometheus import DEPLOY, PROMETHEUS, Prometheus, scraping
 
 DASHBOARD = json.loads((DEPLOY / "grafana.json").read_text(encoding="utf-8"))
 QUERIES = {

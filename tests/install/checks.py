@@ -271,7 +271,7 @@ def encryption(folder: Path) -> None:
 
 def mooncake(folder: Path) -> None:
     """Check that a second server finds in Mooncake what the first one has computed."""
-    from tests.offload.tiers.mooncake_master import WHY_NOT, free_port, mooncake_master
+    from tests.offload.tiers.mooncake_master import WHY_NOT, mooncake_master
 
     if WHY_NOT is not None:
         raise Skipped(WHY_NOT)

@@ -12,7 +12,6 @@ import contextlib
 import dataclasses
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -30,6 +29,7 @@ from bench.hostile.attacks.frames import RawConnection
 from radixkv.api.retention import Retention
 from radixkv.service.client import Client
 from radixkv.v1.prefill_pb2 import PrefillRequest
+from tests.free_port import free_port
 from tests.patience import PATIENCE_S, wait_until
 from tests.service.command_line import fake_service
 from tests.service.fake_engine import FakeEngine
@@ -45,13 +45,6 @@ pytestmark = [
 CALLS = 1000
 CALLERS = 8
 RESETS = 5000
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
 
 
 def configured(addresses: Sequence[str], port: int) -> dict[str, Any]:

@@ -6,13 +6,14 @@ import contextlib
 import os
 import secrets
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 
 import grpc
 import pytest
+
+from tests.free_port import free_port
 
 pytest.importorskip("ray", reason="the extra ray is not installed")
 
@@ -23,11 +24,6 @@ from tests.service.fleet.fleet_process import command_of, running_fleet
 from tests.service.server.auth.certificates import CredentialFiles
 
 pytestmark = pytest.mark.slow
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        return found.getsockname()[1]
 
 
 @contextlib.contextmanager

@@ -144,20 +144,8 @@ def test_anthropics_client_calls_tools_too(claude: anthropic.Anthropic, streamed
         {"role": "assistant", "content": [used]},
         {"role": "user", "content": [result, {"type": "text", "text": "So?", "cache_control": {"type": "ephemeral"}}]},
     ]
-    usage = claude.messages.create(
-        model="with-tools",
-        max_tokens=1,
-        messages=turn,
-        tools=CLAUDE_TOOLS,
-        extra_body={"cache_salt": str(streamed)},
-    ).usage
-    again = claude.messages.create(
-        model="with-tools",
-        max_tokens=1,
-        messages=turn,
-        tools=CLAUDE_TOOLS,
-        extra_body={"cache_salt": str(streamed)},
-    ).usage
+    options = {"max_tokens": 1, "messages": turn, "tools": CLAUDE_TOOLS, "extra_body": {"cache_salt": str(streamed)}}
+    usage, again = (claude.messages.create(model="with-tools", **options).usage for _ in range(2))
     assert (usage.cache_read_input_tokens, again.input_tokens) == (0, 1)
     assert 0 < usage.input_tokens < 30 < usage.cache_creation_input_tokens
 

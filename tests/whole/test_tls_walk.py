@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import re
 import shutil
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.free_port import free_port
 from tests.patience import PATIENCE_S
 from tests.service.command_line import LAUNCHER
 
 PAGE = Path(__file__).parents[2] / "docs" / "deploy" / "tls.md"
 SYSTEM_PATH = "/usr/bin:/bin"
 STEP = re.compile(r"^```(console|toml)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 @pytest.fixture

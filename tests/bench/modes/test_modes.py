@@ -10,7 +10,8 @@ import pytest
 from bench.modes.__main__ import main
 from bench.modes.traffic import traffics
 from radixkv.config import CacheConfig
-from tests.offload.tiers.mooncake_master import WHY_NOT, free_port, mooncake_master
+from tests.free_port import free_port
+from tests.offload.tiers.mooncake_master import WHY_NOT, mooncake_master
 from tests.offload.tiers.redis_server import SERVER, redis_server
 
 _QUARTER = "a quarter fits"

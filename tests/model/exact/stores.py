@@ -8,7 +8,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from radixkv.config import TiersConfig
-from tests.offload.tiers.mooncake_master import free_port, mooncake_master
+from tests.free_port import free_port
+from tests.offload.tiers.mooncake_master import mooncake_master
 from tests.offload.tiers.redis_server import redis_server
 
 STORES = ("host", "disk", "redis", "mooncake")

@@ -10,6 +10,7 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
+from tests.free_port import free_port
 from tests.patience import PATIENCE_S, wait_until
 
 os.environ.setdefault("GLOG_minloglevel", "3")
@@ -25,11 +26,6 @@ def why_not() -> str | None:
 
 
 WHY_NOT = why_not()
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 @contextlib.contextmanager

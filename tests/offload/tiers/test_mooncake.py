@@ -11,10 +11,11 @@ import pytest
 
 from radixkv.errors import ConfigError, StoreUnavailable
 from radixkv.offload.tiers.block_store import PutOutcome
+from tests.free_port import free_port
 from tests.patience import PATIENCE_S
 
 from .blocks import OBJECT_BYTES, block, key_of, stored
-from .mooncake_master import WHY_NOT, free_port, mooncake_master
+from .mooncake_master import WHY_NOT, mooncake_master
 
 if WHY_NOT is not None:
     pytest.skip(WHY_NOT, allow_module_level=True)
