@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,6 +14,7 @@ from radixkv.errors import ConfigError
 from radixkv.events.zmq_publisher import ZmqPublisher
 from tests.events.fake_source import SALTED, FakeSource
 from tests.patience import PATIENCE_S, wait_until
+from tests.started_threads import started_threads
 
 ANYWHERE = "tcp://127.0.0.1:*"
 
@@ -179,6 +179,7 @@ def test_the_topic_is_the_first_frame() -> None:
 
 
 def test_closing_publishes_the_rest_and_ends_the_thread() -> None:
+    started = started_threads()
     source = FakeSource()
     publisher = ZmqPublisher(source, EventsConfig(zmq_endpoint=ANYWHERE))
     assert publisher.replay_endpoint is None
@@ -189,7 +190,7 @@ def test_closing_publishes_the_rest_and_ends_the_thread() -> None:
         publisher.close()
         assert receive(reader)[0] == sequence
         source.store(1, 2, 3, 4, 5, 6, 7, 8)
-    assert "radixkv-events" not in {thread.name for thread in threading.enumerate()}
+    assert not started("radixkv-events")
 
 
 @pytest.mark.parametrize("key", ["zmq_endpoint", "replay_endpoint"])

@@ -38,6 +38,7 @@ from radixkv.v1.prefill_pb2_grpc import PrefillServiceStub
 from tests.core_bench import Bench
 from tests.patience import PATIENCE_S, wait_until
 from tests.service.command_line import launch
+from tests.started_threads import started_threads
 
 ROOT = Path(__file__).parents[2]
 TRACE_ID, SPAN_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -196,6 +197,7 @@ def quick_end(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("quick_end")
 def test_an_unreachable_collector_blocks_neither_requests_nor_the_shutdown(caplog: pytest.LogCaptureFixture) -> None:
+    started = started_threads()
     with caplog.at_level(logging.INFO), exported_spans(TelemetryConfig(NO_COLLECTOR)) as tracing:
         assert tracing is not None
         bench = Bench(observers=[tracing])
@@ -205,7 +207,7 @@ def test_an_unreachable_collector_blocks_neither_requests_nor_the_shutdown(caplo
     assert len(warnings) <= 2  # of the outage, and of the end
     assert "dropping spans that could not be sent within 0.2 s of shutdown" in warnings
     assert not [record for record in caplog.records if record.name.startswith("opentelemetry")]
-    assert not [thread for thread in threading.enumerate() if thread.name == "radixkv-spans-flush"]
+    assert not started("radixkv-spans-flush")
 
 
 @pytest.mark.usefixtures("quick_end")

@@ -22,6 +22,7 @@ from radixkv.startup.progress import StartProgress
 from tests.patience import PATIENCE_S, wait_until
 from tests.service.command_line import LAUNCHER, fake_service, install, launch
 from tests.service.text.tokenizers import write_tiny
+from tests.started_threads import started_threads
 
 
 @pytest.mark.parametrize(
@@ -150,6 +151,8 @@ def test_the_first_line_of_the_log_comes_before_what_takes_long_to_import(log_fo
 
 
 def test_a_phase_that_takes_long_is_logged_again_until_the_start_ends(monkeypatch, caplog):
+    started = started_threads()
+
     def num_reminders():
         return sum(message.startswith("still importing PyTorch and transformers after ") for message in caplog.messages)
 
@@ -162,7 +165,7 @@ def test_a_phase_that_takes_long_is_logged_again_until_the_start_ends(monkeypatc
     with caplog.at_level(logging.INFO, logger="radixkv"):
         assert main(["serve", "--port", "0"]) == 2
     assert num_reminders() >= 2
-    assert all(thread.name != "start-progress" for thread in threading.enumerate())
+    assert not started("start-progress")
 
 
 def test_a_chat_template_that_ends_answers_with_another_token_is_reported(tmp_path, caplog):

@@ -28,6 +28,7 @@ from tests.patience import PATIENCE_S
 from tests.service.command_line import LAUNCHER, fake_service, install, launch
 from tests.service.fake_engine import FakeEngine
 from tests.service.server.auth.certificates import TOKENS, CredentialFiles
+from tests.started_threads import started_threads
 from tests.telemetry.test_metrics import ended_request
 
 
@@ -45,10 +46,10 @@ def scrape(address):
 
 def test_without_a_port_nothing_is_served_and_nothing_observed():
     quiet = telemetry()
-    threads = set(threading.enumerate())
+    started = started_threads()
     with quiet.serving(FakeEngine()) as address:
         assert (quiet.observers, address) == ([], None)
-        assert set(threading.enumerate()) <= threads
+        assert not started("radixkv-metrics")
 
 
 def test_a_scrape_finds_what_was_counted_and_what_the_engine_holds():
@@ -126,10 +127,10 @@ def test_tenants_of_the_configuration_are_known_before_their_first_request():
 
 
 def test_the_port_is_free_again_and_no_thread_is_left():
-    threads = set(threading.enumerate())
+    started = started_threads()
     with telemetry("server.metrics_port=0").serving(FakeEngine()) as address:
         pass
-    assert set(threading.enumerate()) <= threads
+    assert not started("radixkv-metrics")
     with telemetry(f"server.metrics_port={address.rpartition(':')[2]}").serving(FakeEngine()) as again:
         assert again == address
     with pytest.raises(urllib.error.URLError):

@@ -10,6 +10,7 @@ from radixkv.errors import ConfigError
 from radixkv.service.server.auth import reloaded_files
 from radixkv.service.server.auth.reloaded_files import ReloadedFiles
 from tests.patience import PATIENCE_S, wait_until
+from tests.started_threads import started_threads
 
 
 class Clock:
@@ -122,13 +123,14 @@ def test_a_file_that_is_broken_at_start_is_an_error(file):
 
 def test_a_thread_checks_the_files_until_nothing_uses_the_value(file, monkeypatch):
     monkeypatch.setattr(reloaded_files, "PERIOD_S", 0.01)
+    started = started_threads()
     words = [ReloadedFiles("words", [file], file.read_text)]
     file.write_text("second")
     wait_until(lambda: words[0].get() == "second")
-    assert "radixkv-files" in names_of_threads()
+    assert len(started("radixkv-files")) == 1
     words.clear()
     gc.collect()
-    wait_until(lambda: "radixkv-files" not in names_of_threads())
+    wait_until(lambda: not started("radixkv-files"))
 
 
 def test_a_file_that_blocks_keeps_nobody_from_the_old_value_and_is_logged_once(file, monkeypatch, caplog):
@@ -165,7 +167,3 @@ def test_a_fifo_in_place_of_a_file_is_refused_and_blocks_nothing(file, caplog):
     assert words.get() == "first"
     assert "key: expected a readable file, got" in caplog.text
     assert "not a regular file but a FIFO" in caplog.text
-
-
-def names_of_threads():
-    return [thread.name for thread in threading.enumerate()]
