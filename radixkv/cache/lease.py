@@ -7,6 +7,7 @@ from types import TracebackType
 
 import numpy as np
 
+from radixkv.api.awaits import Awaits
 from radixkv.api.retention import DEFAULT_PRIORITY
 from radixkv.blocks import BlockCopy, BlockIds
 from radixkv.cache.cache_state import CacheState
@@ -70,6 +71,7 @@ class Lease:
         copy: the pending block copy; the owner sets it to None after making it.
         committed_tokens: tokens known to be matchable: the reused ones, and those published through this lease.
         written_from_tokens: position of the first token that this lease published; None until it publishes one.
+        awaits: what the session of the request waits for when the lease closes; the owner sets it before that.
         is_closed, is_held, is_private: the states above.
         is_revoked: whether the namespace was purged; if so, nothing more is published.
     """
@@ -79,6 +81,7 @@ class Lease:
         "_on_close",
         "_private_block_ids",
         "_state",
+        "awaits",
         "block_ids",
         "cached_tokens",
         "committed_tokens",
@@ -148,6 +151,7 @@ class Lease:
         self.committed_tokens = cached_tokens
         self.written_from_tokens: int | None = None
         self.num_dropped_tokens = 0
+        self.awaits = Awaits.UNKNOWN
         self.is_closed = False
         self.is_held = False
         self.is_private = False
@@ -467,7 +471,7 @@ class Lease:
         if node is not None:
             self.node = None
             is_deep = self._state.evictor.thin(node, self.num_nodes)
-            self._state.pins.unpin_and_join(node, even_unlike=is_deep)
+            self._state.pins.unpin_and_join(node, self.awaits, even_unlike=is_deep)
         if self._on_close is not None:
             on_close = self._on_close
             self._on_close = None

@@ -8,6 +8,7 @@ from typing import Any, Generic, TypeVar
 
 from sortedcontainers import SortedList
 
+from radixkv.api.awaits import Awaits
 from radixkv.api.retention import DEFAULT_PRIORITY
 from radixkv.blocks import BLOCK_ID_BYTES
 from radixkv.cache.tenants import TenantUsage
@@ -129,6 +130,8 @@ class Node:
             are freed when the node is unpinned.
         last_used_s: when a lease of this node or below last began or ended. Far above the end of that lease's path, the
             time is only updated when the node is unpinned.
+        awaits: what the session of the last lease that ended here, or below, waits for. A lease whose session has ended
+            leaves it unchanged in nodes that have other children. A split copies it to both halves.
         num_uses: leases that found all tokens of this node cached, except those whose path ends far below.
         policy_note: data of the eviction policy; None on a new node. A split copies it to both halves.
         eviction_entry: entry in the eviction queue; None while the node is not evictable.
@@ -141,6 +144,7 @@ class Node:
     """
 
     __slots__ = (
+        "awaits",
         "block_ids",
         "children",
         "eviction_entry",
@@ -179,6 +183,7 @@ class Node:
         self.held_ref_count = 0
         self.retired_block_ids = b""
         self.last_used_s = 0.0
+        self.awaits = Awaits.UNKNOWN
         self.num_uses = 0
         self.num_reused_blocks = 0
         self.num_probation_blocks = 0

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from radixkv.api.awaits import Awaits
 from radixkv.cache.block_pool import BlockPool
 from radixkv.cache.changes import Changes
 from radixkv.cache.eviction_policy import EvictionPolicy
@@ -68,8 +69,13 @@ class Pins:
         self.count(first, num_blocks)
         _touch(node, now)
 
-    def unpin(self, node: Node) -> Node:
+    def unpin(self, node: Node, awaits: Awaits | None = None) -> Node:
         """Undo one `pin` of the same node.
+
+        Args:
+            node: the end of the path.
+            awaits: what the session of the lease waits for now; None if its use of the path does not count. That a
+                session has ended says nothing about nodes from which other sessions have continued.
 
         Returns:
             The deepest node of the path that is still pinned, or the root.
@@ -85,6 +91,10 @@ class Pins:
             if node.retired_block_ids:
                 self._free_retired(node)
             node.last_used_s = now
+            if awaits is Awaits.NOTHING and node.children is not None and len(node.children) > 1:
+                awaits = None
+            if awaits is not None:
+                node.awaits = awaits
             node = node.parent
         self.count(first, -num_blocks)
         _touch(node, now)
@@ -92,7 +102,7 @@ class Pins:
             self._queue.add(first)
         return node
 
-    def unpin_and_join(self, node: Node, *, even_unlike: bool = False) -> None:
+    def unpin_and_join(self, node: Node, awaits: Awaits, *, even_unlike: bool = False) -> None:
         """Undo one `pin`, and join nodes that are no longer pinned, where they have the same properties.
 
         This undoes splits for priorities that have expired and for branches that were evicted, so that they do not slow
@@ -100,11 +110,12 @@ class Pins:
 
         Args:
             node: the end of the path.
+            awaits: what the session of the lease waits for now.
             even_unlike: also join nodes that the policy treats differently.
 
         Complexity: that of `unpin`, and O(tokens of the nodes that are joined).
         """
-        end = self.unpin(node)
+        end = self.unpin(node, awaits)
         while node is not end:
             uppers: list[Node] = []
             above = node.parent

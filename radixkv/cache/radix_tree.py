@@ -241,6 +241,7 @@ class RadixTree:
         upper.ref_count = int(lower.ref_count > 0)
         upper.held_ref_count = int(lower.held_ref_count > 0)
         upper.last_used_s = lower.last_used_s
+        upper.awaits = lower.awaits
         upper.num_uses = lower.num_uses
         upper.policy_note = lower.policy_note
         parent.children[upper.tokens[: self._block_bytes]] = upper

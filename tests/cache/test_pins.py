@@ -7,6 +7,7 @@ import itertools
 
 import pytest
 
+from radixkv.api.awaits import Awaits
 from radixkv.api.retention import Retention
 from radixkv.cache import retained_nodes
 from radixkv.cache.node import NUM_FOLLOWED_NODES, Node, path_to
@@ -24,6 +25,19 @@ def runs(cache: PrefixCache) -> list[int]:
     """Return the number of blocks of each node, parents before children."""
     cache.check()
     return [node.num_blocks for node in cache.nodes()]
+
+
+def close(cache: PrefixCache, text: str, awaits: Awaits) -> None:
+    """Publish a prompt for a session that waits for `awaits` then."""
+    with lease_text(cache, text) as lease:
+        lease.commit(len(text))
+        lease.awaits = awaits
+
+
+def awaits_of(cache: PrefixCache, text: str) -> list[Awaits]:
+    """Return the value of each node of a path."""
+    cache.check()
+    return [node.awaits for node in path_to(cache._trees[MODEL].match(spell(text))[0])]
 
 
 def retain(cache: PrefixCache, text: str, retention: Retention) -> int:
@@ -45,6 +59,44 @@ def test_a_second_lease_of_a_path_changes_only_its_end() -> None:
         lease.close()
         cache.check()
     assert cache.num_pinned_blocks == 0
+
+
+def test_a_path_has_what_the_session_of_its_last_lease_waits_for() -> None:
+    cache, _ = make_cache()
+    close(cache, "aaaabbbb", Awaits.TOOL)
+    assert awaits_of(cache, "aaaabbbb") == [Awaits.TOOL]
+    publish(cache, "aaaabbbb")
+    assert awaits_of(cache, "aaaabbbb") == [Awaits.UNKNOWN]
+    first, second = lease_text(cache, "aaaabbbbZ"), lease_text(cache, "aaaabbbbZ")
+    first.awaits, second.awaits = Awaits.USER, Awaits.NOTHING
+    second.close()
+    assert second.node is None
+    assert [node.awaits for node in path_to(first.node)] == [Awaits.UNKNOWN]  # the first lease still uses it
+    first.close()
+    assert awaits_of(cache, "aaaabbbb") == [Awaits.USER]
+
+
+def test_a_split_keeps_what_the_session_of_the_lower_half_waits_for() -> None:
+    cache, _ = make_cache()
+    close(cache, "aaaabbbb", Awaits.TOOL)
+    close(cache, "aaaaXXXX", Awaits.USER)
+    assert awaits_of(cache, "aaaaXXXX") == [Awaits.USER, Awaits.USER]
+    assert awaits_of(cache, "aaaabbbb") == [Awaits.USER, Awaits.TOOL]
+
+
+def test_a_prefix_that_the_cache_splits_keeps_what_its_session_waits_for() -> None:
+    cache, _ = make_cache()
+    close(cache, "aaaabbbb", Awaits.TOOL)
+    retain(cache, "aaaabbbb", Retention(priority=20, end=4))
+    assert awaits_of(cache, "aaaabbbb") == [Awaits.TOOL, Awaits.TOOL]
+
+
+def test_the_end_of_a_session_says_nothing_about_what_other_sessions_continued() -> None:
+    cache, _ = make_cache()
+    close(cache, "aaaabbbbcccc", Awaits.TOOL)
+    close(cache, "aaaabbbbXXXX", Awaits.NOTHING)
+    assert awaits_of(cache, "aaaabbbbXXXX") == [Awaits.TOOL, Awaits.NOTHING]
+    assert awaits_of(cache, "aaaabbbbcccc") == [Awaits.TOOL, Awaits.TOOL]
 
 
 def test_what_a_priority_cut_is_one_node_again_when_it_has_ended_and_was_used() -> None:

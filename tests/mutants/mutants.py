@@ -186,7 +186,7 @@ CACHE_MUTANTS = (
     Mutant("cache/lease.py", "        if own.size:\n            self._release(own)\n", ""),
     Mutant(
         "cache/lease.py",
-        "            self._state.pins.unpin_and_join(node, even_unlike=is_deep)\n",
+        "            self._state.pins.unpin_and_join(node, self.awaits, even_unlike=is_deep)\n",
         "            pass\n",
     ),
     Mutant("cache/evictor.py", "            del self._trees[tree.owner.namespace]\n", "            pass\n"),

@@ -19,6 +19,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
+from radixkv.api.awaits import Awaits
 from radixkv.api.miss_reason import MissReason
 from radixkv.api.retention import Retention
 from radixkv.cache.held_blocks import HeldPath
@@ -493,6 +494,7 @@ class Walk:
             self.holders.remove(holder)
             self.events["closed uncommitted"] += holder.lease.committed_tokens < holder.lease.num_tokens
             num_evicted_blocks = self.cache.num_evicted_blocks
+            holder.lease.awaits = self.random.choice(list(Awaits))
             holder.lease.close()
             self.events["blocks thinned"] += self.cache.num_evicted_blocks - num_evicted_blocks
             is_long = holder.lease.num_nodes > self.world.max_path_nodes
