@@ -12,7 +12,7 @@ from typing import Any
 from aiohttp import web
 
 from radixkv.api.limits import Limits
-from radixkv.errors import UnknownAdapter
+from radixkv.errors import PromptTooLong, UnknownAdapter
 from radixkv.service.http.anthropic_requests import (
     CachedRange,
     read_messages,
@@ -27,7 +27,7 @@ from radixkv.service.http.prompts import PromptEncoder
 from radixkv.service.http.tools import CompletionSplitter, Tools
 from radixkv.service.text.tool_calls import ToolCall
 from radixkv.v1.cache_pb2 import RetainRequest
-from radixkv.v1.prefill_pb2 import GenerateRequest, Usage
+from radixkv.v1.prefill_pb2 import GenerateRequest, ProbeRequest, Usage
 
 _ERROR_TYPES = {
     400: "invalid_request_error",
@@ -83,16 +83,24 @@ class AnthropicApi:
 
     def error(self, error: BaseException) -> Mapping[str, Any]:
         """Return the body of the response to a request that failed."""
-        message, _ = renamed(error, _NAMES)
+        message, field = renamed(error, _NAMES)
         if isinstance(error, UnknownAdapter):
             message = f"model: expected {self._limits.model} or the name of a loaded adapter, got another name"
+        if (
+            isinstance(error, PromptTooLong) and field == "messages"
+        ):  # agents search for these words, and then shorten the conversation
+            message = f"prompt is too long: {message}"
         return error_object(message, http_status_of(error))
 
     async def count_tokens(self, request: ApiRequest, fields: Fields) -> web.StreamResponse:
         """Answer `POST /v1/messages/count_tokens`."""
-        prompt = read_prompt_only(fields)
-        request.hold(GenerateRequest())
+        prompt, model = read_prompt_only(fields)
+        tenant = request.hold(GenerateRequest())
         token_ids = await self._encoder.encode(request.num_bytes, "messages", prompt.encode)
+        if model not in ("", self._limits.model):  # a probe fails if it is no adapter
+            await self._servicer.Probe(
+                ProbeRequest(token_ids=token_ids[:1], tenant=tenant, adapter=model), request.call
+            )
         return request.json({"input_tokens": len(token_ids)})
 
     async def messages(self, request: ApiRequest, fields: Fields) -> web.StreamResponse:

@@ -152,16 +152,17 @@ def read_messages(fields: Fields) -> tuple[MessagesPrompt, MessagesOptions]:
     return prompt, options
 
 
-def read_prompt_only(fields: Fields) -> MessagesPrompt:
-    """Read a request to `/v1/messages/count_tokens`.
+def read_prompt_only(fields: Fields) -> tuple[MessagesPrompt, str]:
+    """Read a request to `/v1/messages/count_tokens`. Returns the prompt and the model or adapter.
 
     Raises:
         InvalidRequest: the message names the field.
     """
     prompt = _read_prompt(fields)
-    fields.ignore("model", "output_config")
+    model = fields.text("model", "") or ""
+    fields.ignore("output_config")
     fields.require_no_others()
-    return prompt
+    return prompt, model
 
 
 def _read_prompt(fields: Fields) -> MessagesPrompt:

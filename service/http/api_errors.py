@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import grpc
 
-from radixkv.errors import CapacityError, RadixKVError
+from radixkv.errors import CapacityError, InvalidRequest, RadixKVError
 from radixkv.service.server.status import status_of
 
 _STATUS = {
@@ -24,8 +24,14 @@ _STATUS = {
 }
 
 
+class BodyTooLarge(InvalidRequest):
+    """The body of a request is larger than this server accepts."""
+
+
 def http_status_of(error: BaseException) -> int:
     """Return the HTTP status of an exception; 500 for one that radixkv does not raise on purpose."""
+    if isinstance(error, BodyTooLarge):
+        return 413
     return _STATUS.get(status_of(error), 500)
 
 

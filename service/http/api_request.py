@@ -20,10 +20,23 @@ from radixkv.v1.prefill_pb2 import GenerateRequest
 
 TENANT_HEADER = "radixkv-tenant"
 REQUEST_ID_HEADER = "x-request-id"
+_ANTHROPIC_REQUEST_ID_HEADER = "request-id"
+_ANTHROPIC_VERSION_HEADER = "anthropic-version"  # its clients send it with each request
+_ANTHROPIC_PATH = "/v1/messages"
 
 SendError = Callable[[Mapping[str, Any]], Awaitable[None]]
 
 _logger = logging.getLogger(__name__)
+
+
+def is_of_anthropic(request: web.BaseRequest) -> bool:
+    """Return whether a request is one of Anthropic's API, not OpenAI's; some paths are in both."""
+    return request.path.startswith(_ANTHROPIC_PATH) or _ANTHROPIC_VERSION_HEADER in request.headers
+
+
+def id_headers(request_id: str) -> dict[str, str]:
+    """Return the headers of a response that contain the id of its request, by the name of each API."""
+    return {REQUEST_ID_HEADER: request_id, _ANTHROPIC_REQUEST_ID_HEADER: request_id}
 
 
 class ApiRequest:
@@ -79,9 +92,9 @@ class ApiRequest:
         generate.prefill.tenant = self._header(TENANT_HEADER)
         if not generate.prefill.request_id:
             generate.prefill.request_id = self.request_id
-        self.request_id = generate.prefill.request_id
-        if not self.request_id.isprintable():  # it becomes a header of the response
+        if not generate.prefill.request_id.isprintable():  # it becomes a header of the response
             raise InvalidRequest("request_id: expected printable characters, got others among them")
+        self.request_id = generate.prefill.request_id
         self._receiver.hold(self._in_flight, generate, self.num_bytes)
         return str(generate.prefill.tenant)
 
@@ -92,7 +105,7 @@ class ApiRequest:
     def json(self, body: Mapping[str, Any]) -> web.Response:
         """Return a response with a JSON object."""
         text = json.dumps(body, ensure_ascii=False, separators=(",", ":"))
-        return web.json_response(text=text, headers={REQUEST_ID_HEADER: self.request_id})
+        return web.json_response(text=text, headers=id_headers(self.request_id))
 
     def events(self, send_error: SendError | None = None) -> EventStream:
         """Return a response with server-sent events.
@@ -100,7 +113,7 @@ class ApiRequest:
         Args:
             send_error: sends the body of an error as an event; None for an event without a name.
         """
-        self._events = EventStream(self._request, {REQUEST_ID_HEADER: self.request_id}, self._send_timeout_s)
+        self._events = EventStream(self._request, id_headers(self.request_id), self._send_timeout_s)
         self._send_error = send_error or self._events.send
         return self._events
 

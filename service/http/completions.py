@@ -19,6 +19,8 @@ from radixkv.v1.prefill_pb2 import (
     MissReason,
     PrefillRequest,
     PrefillResponse,
+    ProbeRequest,
+    ProbeResponse,
 )
 
 # The retention priority of prompts that a request retains for some time, above the default of 50.
@@ -30,6 +32,10 @@ class Servicer(Protocol):
 
     async def Prefill(self, request: PrefillRequest, context: Context) -> PrefillResponse:  # noqa: N802
         """Compute and cache a prompt."""
+        ...
+
+    async def Probe(self, request: ProbeRequest, context: Context) -> ProbeResponse:  # noqa: N802
+        """Return what a prefill of a prompt would reuse."""
         ...
 
     def Generate(self, request: GenerateRequest, context: Context) -> AsyncIterator[GenerateResponse | bytes]:  # noqa: N802

@@ -9,6 +9,7 @@ import grpc
 from aiohttp import web
 
 from radixkv.errors import DeadlinePassed, InvalidRequest
+from radixkv.service.http.api_errors import BodyTooLarge
 from radixkv.service.server.calls import Context
 
 
@@ -73,18 +74,19 @@ class HttpCall:
         """Receive the body.
 
         Raises:
-            InvalidRequest: it is compressed, or larger than `max_body_bytes`, or the client disconnected.
+            InvalidRequest: it is compressed, or the client disconnected.
+            BodyTooLarge: it is larger than `max_body_bytes`.
         """
         if self._request.headers.get("content-encoding", "identity").lower() != "identity":
             raise InvalidRequest("content-encoding: expected none, got another one; send the body uncompressed")
         declared = self._request.content_length
         if declared is not None and declared > self._max_body_bytes:
-            raise InvalidRequest(f"body: expected at most {self._max_body_bytes} bytes, got {declared}")
+            raise BodyTooLarge(f"body: expected at most {self._max_body_bytes} bytes, got {declared}")
         pieces: list[bytes] = []
         num_bytes = 0
         async for piece in self._request.content.iter_any():
             num_bytes += len(piece)
             if num_bytes > self._max_body_bytes:
-                raise InvalidRequest(f"body: expected at most {self._max_body_bytes} bytes, got more")
+                raise BodyTooLarge(f"body: expected at most {self._max_body_bytes} bytes, got more")
             pieces.append(piece)
         return b"".join(pieces)

@@ -16,11 +16,13 @@ from radixkv.errors import RadixKVError
 from radixkv.service.http.anthropic_api import AnthropicApi, Retain
 from radixkv.service.http.anthropic_api import error_object as anthropic_error
 from radixkv.service.http.api_errors import http_status_of, retry_headers_of
-from radixkv.service.http.api_request import ApiRequest
+from radixkv.service.http.api_request import ApiRequest, id_headers, is_of_anthropic
 from radixkv.service.http.completions import Servicer
 from radixkv.service.http.connections import Connections
 from radixkv.service.http.http_call import context_of
+from radixkv.service.http.http_connection import HttpConnection, NotHttp
 from radixkv.service.http.json_fields import Fields
+from radixkv.service.http.models import Models
 from radixkv.service.http.openai_api import OpenAIApi
 from radixkv.service.http.openai_responses import error_object as openai_error
 from radixkv.service.http.prompts import PromptEncoder
@@ -36,12 +38,12 @@ from radixkv.service.server.model_tokenizer import ModelTokenizer
 from radixkv.service.server.open_files import max_connections
 from radixkv.service.server.receive.grpc_options import max_message_bytes
 from radixkv.service.server.receive.receiver import Receiver
+from radixkv.service.server.servicers.messages import new_request_id
 
 Answer = Callable[[ApiRequest, Fields], Awaitable[web.StreamResponse]]
 
 _GENERATE = "/radixkv.v1.PrefillService/Generate"  # its rule applies to requests for completions,
 _DESCRIBE = "/radixkv.v1.ModelService/GetTokenizer"  # and this one to descriptions of the model
-_MESSAGES = "/v1/messages"  # the paths of Anthropic's API
 _BACKLOG = 1024
 _TLS_HANDSHAKE_S = 10.0
 _MAX_HEADER_BYTES = 16_384
@@ -101,6 +103,7 @@ class HttpPort:
         self._openai = OpenAIApi(servicer, self._encoder, limits)
         self._responses = ResponsesApi(servicer, self._encoder, limits)
         self._anthropic = AnthropicApi(servicer, retain, self._encoder, limits)
+        self._models = Models(limits)
         self._connections = Connections(max_connections(config), config.receive_timeout_s, config.connection_idle_s)
         self._listeners: list[socket.socket] = []
         self._accepting: list[asyncio.Task[None]] = []
@@ -113,22 +116,16 @@ class HttpPort:
                 web.post("/v1/responses", self._posted(self._responses.responses)),
                 web.post("/v1/messages", self._posted(self._anthropic.messages)),
                 web.post("/v1/messages/count_tokens", self._posted(self._anthropic.count_tokens)),
-                web.get("/v1/models", self._described(self._openai.models)),
-                web.get("/v1/models/{model:.+}", self._model),
+                web.get("/v1/models", self._list_models),
+                web.get("/v1/models/{model:.+}", self._describe_model),
                 web.get("/health", self._health),
             ]
         )
         self._runner = web.AppRunner(
             application,
             handle_signals=False,
-            access_log=None,
-            logger=_silent,
             handler_cancellation=True,
             shutdown_timeout=_SHUTDOWN_S,
-            keepalive_timeout=config.connection_idle_s,
-            max_line_size=_MAX_HEADER_BYTES,
-            max_field_size=_MAX_HEADER_BYTES,
-            auto_decompress=False,
         )
 
     async def start(self) -> str:
@@ -186,16 +183,14 @@ class HttpPort:
             task.add_done_callback(self._connecting.discard)
 
     async def _connect(self, accepted: socket.socket) -> None:
-        server = self._runner.server
-        assert server is not None, "the runner is set up"
         loop = asyncio.get_running_loop()
         try:
             accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if self._tls is None:
-                transport, connection = await loop.connect_accepted_socket(server, accepted)
+                transport, connection = await loop.connect_accepted_socket(self._new_connection, accepted)
             else:
                 transport, connection = await loop.connect_accepted_socket(
-                    server, accepted, ssl=self._tls.https(), ssl_handshake_timeout=_TLS_HANDSHAKE_S
+                    self._new_connection, accepted, ssl=self._tls.https(), ssl_handshake_timeout=_TLS_HANDSHAKE_S
                 )
         except (OSError, ConnectionError):
             accepted.close()  # the client disconnected, or does not use TLS
@@ -203,6 +198,19 @@ class HttpPort:
         # A write waits until the system has taken all of it, so that a response counts as unsent until then.
         transport.set_write_buffer_limits(0)
         self._connections.add(connection)
+
+    def _new_connection(self) -> HttpConnection:
+        server = self._runner.server
+        assert server is not None, "the runner is set up"
+        return HttpConnection(
+            server,
+            self._failure,
+            _MAX_HEADER_BYTES,
+            access_log=None,
+            logger=_silent,
+            keepalive_timeout=self._config.connection_idle_s,
+            auto_decompress=False,
+        )
 
     @web.middleware
     async def _middleware(
@@ -272,14 +280,14 @@ class HttpPort:
                 self._receiver,
                 len(body),
                 self._config.send_timeout_s,
-                lambda error: self._error(request.path, error),
+                lambda error: self._error(request, error),
             )
             try:
                 async with self._revocation(authorization, call):
                     return await answer(api_request, fields)
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001 - every exception becomes a response
                 if not api_request.is_streaming:
-                    raise
+                    return self._failure(request, error, api_request.request_id)
                 return await api_request.end_stream(error)
 
         return handle
@@ -291,44 +299,50 @@ class HttpPort:
             return Revocation(None)
         return Revocation(lambda: self._authorizer.require_still(authorization, call))
 
-    def _described(self, describe: Callable[[], Mapping[str, Any]]) -> Callable[[web.Request], Awaitable[web.Response]]:
-        """Return a handler that returns a description of the model."""
-
-        async def handle(request: web.Request) -> web.Response:
-            self._authorizer.authorize(_DESCRIBE, context_of(request, 0))
-            return web.json_response(describe())
-
-        return handle
-
-    async def _model(self, request: web.Request) -> web.Response:
-        model = self._openai.model()
+    async def _list_models(self, request: web.Request) -> web.Response:
         self._authorizer.authorize(_DESCRIBE, context_of(request, 0))
-        if request.match_info["model"] != model["id"]:
-            raise web.HTTPNotFound(reason=f"this server serves the model {model['id']}")
-        return web.json_response(model)
+        models = self._models
+        return web.json_response(
+            models.anthropic_list(request.query) if is_of_anthropic(request) else models.openai_list()
+        )
+
+    async def _describe_model(self, request: web.Request) -> web.Response:
+        self._authorizer.authorize(_DESCRIBE, context_of(request, 0))
+        models = self._models
+        if request.match_info["model"] != models.name:
+            raise web.HTTPNotFound(reason=f"this server serves the model {models.name}")
+        return web.json_response(models.anthropic_model() if is_of_anthropic(request) else models.openai_model())
 
     async def _health(self, request: web.Request) -> web.Response:
         """Answer a probe: 200 while requests are accepted, else 503."""
         return web.Response(status=200 if self._is_healthy() else 503)
 
-    def _failure(self, request: web.Request, error: Exception) -> web.Response:
+    def _failure(self, request: web.BaseRequest, error: Exception, request_id: str = "") -> web.Response:
         """Return the response to a request that failed."""
+        request_id = request_id or new_request_id()
+        headers = {**id_headers(request_id), **retry_headers_of(error)}
         if isinstance(error, web.HTTPException):
-            write = anthropic_error if request.path.startswith(_MESSAGES) else openai_error
-            body = write(f"{request.method} {request.path}: {error.reason}", error.status)
-            headers = {"allow": error.headers["allow"]} if "allow" in error.headers else {}
-            return web.json_response(body, status=error.status, headers=headers)
-        status = http_status_of(error)
-        if status == 500:
-            _logger.error("%s failed", request.path, exc_info=error)
-        headers = retry_headers_of(error)
-        if status == 401:
-            headers["www-authenticate"] = "Bearer"
-        return web.json_response(self._error(request.path, error), status=status, headers=headers)
+            status = error.status
+            message = f"{request.method} {request.path}: {error.reason}"
+            body = anthropic_error(message, status) if is_of_anthropic(request) else openai_error(message, status)
+            headers |= {"allow": error.headers["allow"]} if "allow" in error.headers else {}
+        else:
+            status = http_status_of(error)
+            if status == 500:
+                _logger.error("%s failed", request.path, exc_info=error)
+            if status == 401:
+                headers["www-authenticate"] = "Bearer"
+            body = dict(self._error(request, error))
+        if is_of_anthropic(request):
+            body["request_id"] = request_id
+        return web.json_response(body, status=status, headers=headers)
 
-    def _error(self, path: str, error: BaseException) -> Mapping[str, Any]:
+    def _error(self, request: web.BaseRequest, error: BaseException) -> Mapping[str, Any]:
         """Return the body of the response to a failed request, in the form of the API that it belongs to."""
-        return self._anthropic.error(error) if path.startswith(_MESSAGES) else self._openai.error(path, error)
+        if is_of_anthropic(request):
+            return self._anthropic.error(error)
+        body = self._openai.error(request.path, error)
+        return {"type": "error", **body} if isinstance(error, NotHttp) else body  # of either API
 
     def _count(self, refusal: RadixKVError) -> None:
         if self._count_refusal is not None:

@@ -1,4 +1,4 @@
-"""OpenAI's API: chat completions, completions and models."""
+"""OpenAI's API: chat completions and completions."""
 
 from __future__ import annotations
 
@@ -64,7 +64,6 @@ class OpenAIApi:
         self._servicer = servicer
         self._encoder = encoder
         self._limits = limits
-        self._start_s = int(time.time())
 
     def error(self, path: str, error: BaseException) -> Mapping[str, Any]:
         """Return the body of the response to a request that failed."""
@@ -73,20 +72,6 @@ class OpenAIApi:
             return error_object(message, 404, "model", "model_not_found")
         names = {"/v1/chat/completions": _CHAT_NAMES, "/v1/responses": RESPONSE_NAMES}
         return error_body(error, names.get(path, _COMPLETION_NAMES))
-
-    def models(self) -> dict[str, Any]:
-        """Return the list of models."""
-        return {"object": "list", "data": [self.model()]}
-
-    def model(self) -> dict[str, Any]:
-        """Return the description of the model."""
-        return {
-            "id": self._limits.model,
-            "object": "model",
-            "created": self._start_s,
-            "owned_by": "radixkv",
-            "max_model_len": self._limits.max_sequence_tokens,
-        }
 
     async def chat_completions(self, request: ApiRequest, fields: Fields) -> web.StreamResponse:
         """Answer `POST /v1/chat/completions`."""
@@ -318,7 +303,7 @@ class _ResponseWriter:
             logprobs = None
             if self._has_logprobs:
                 logprobs = self._format.logprobs(rows, self.tokenizer, choice.num_chars)
-                choice.num_chars += sum(len(self.tokenizer.decode([token_id])) for token_id, _ in rows)
+                choice.num_chars += sum(len(self.tokenizer.token_text(token_id)) for token_id, _ in rows)
             delta = self._format.delta(index, chunk.text, logprobs, choice.finish_reason, is_first=is_first)
             await events.send(self._chunk([delta]))
         if self.options.has_usage_chunk:

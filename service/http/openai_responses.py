@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from radixkv.errors import CapacityError, InvalidCredential, PromptTooLong, UnknownAdapter
 from radixkv.service.http.api_errors import http_status_of, renamed
 from radixkv.service.http.completions import TextChunk
 from radixkv.service.text.text_stream import BROKEN
@@ -20,6 +21,15 @@ _ERROR_TYPES = {
 }
 
 
+# OpenAI's names of errors that programs distinguish.
+_CODES = {
+    InvalidCredential: "invalid_api_key",
+    PromptTooLong: "context_length_exceeded",
+    UnknownAdapter: "model_not_found",
+    CapacityError: "rate_limit_exceeded",
+}
+
+
 def error_body(error: BaseException, names: Mapping[str, str]) -> dict[str, Any]:
     """Return the body of a response to a request that failed.
 
@@ -28,7 +38,8 @@ def error_body(error: BaseException, names: Mapping[str, str]) -> dict[str, Any]
         names: the names of fields in OpenAI's API, by their names in messages of this server.
     """
     message, param = renamed(error, names)
-    return error_object(message, http_status_of(error), param)
+    code = next((code for kind, code in _CODES.items() if isinstance(error, kind)), None)
+    return error_object(message, http_status_of(error), param, code)
 
 
 def error_object(message: str, status: int, param: str | None = None, code: str | None = None) -> dict[str, Any]:
@@ -86,7 +97,7 @@ def chat_logprobs(rows: Iterable[tuple[int, TokenLogprobs]], tokenizer: Tokenize
 
 
 def _chat_logprob(token_id: int, logprob: float, tokenizer: Tokenizer) -> dict[str, Any]:
-    return {"token": tokenizer.decode([token_id]), "logprob": logprob, "bytes": list(tokenizer.token_bytes(token_id))}
+    return {"token": tokenizer.token_text(token_id), "logprob": logprob, "bytes": list(tokenizer.token_bytes(token_id))}
 
 
 def completion_logprobs(
@@ -103,7 +114,7 @@ def completion_logprobs(
     offsets = []
     for token_id, _ in rows:
         offsets.append(first_offset)
-        first_offset += len(tokenizer.decode([token_id]))
+        first_offset += len(tokenizer.token_text(token_id))
     return {
         "tokens": texts,
         "token_logprobs": [row.logprob for _, row in rows],
@@ -114,7 +125,7 @@ def completion_logprobs(
 
 def _token_text(token_id: int, tokenizer: Tokenizer) -> str:
     r"""Return the text of a token; for a part of a character, its bytes in OpenAI's form, such as `bytes:\xe2`."""
-    text = tokenizer.decode([token_id])
+    text = tokenizer.token_text(token_id)
     if BROKEN not in text:
         return text
     return "bytes:" + "".join(f"\\x{each:02x}" for each in tokenizer.token_bytes(token_id))

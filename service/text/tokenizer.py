@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -221,9 +222,19 @@ class Tokenizer:
         text = self._decode(list(token_ids))
         return cleaned_up(text) if self._is_cleaned_up else text
 
+    def token_text(self, token_id: int) -> str:
+        """Return the text that one token adds to a text before it, so with its leading space. Special tokens have none.
+
+        A part of a character is U+FFFD.
+        """
+        # Decoders of SentencePiece remove the space at the beginning of a text.
+        before = self._decode(self._letter_ids)
+        text = self._decode([*self._letter_ids, token_id])
+        return text[len(before) :] if text.startswith(before) else self._decode([token_id])
+
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes of one token, which may be a part of a character. Special tokens have none."""
-        text = self._decode([token_id])
+        text = self.token_text(token_id)
         if BROKEN not in text:
             return text.encode()
         token = self._backend.id_to_token(token_id) or ""
@@ -240,6 +251,11 @@ class Tokenizer:
             prompt_ids: the tokens before the completion. The last ones determine whether it begins with a space.
         """
         return TextStream(self._decode, prompt_ids, CleanUp() if self._is_cleaned_up else None)
+
+    @cached_property
+    def _letter_ids(self) -> list[int]:
+        """The tokens of a text that ends in a letter."""
+        return self._ids("a", add_special_tokens=False)
 
     def _ids(self, text: str, *, add_special_tokens: bool) -> list[int]:
         try:

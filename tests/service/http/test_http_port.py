@@ -235,7 +235,7 @@ def test_a_body_that_is_too_large_is_refused() -> None:
             return [(status, answer["error"]["message"]) for status, answer in (*found, (status, json.loads(data)))]
 
     (status, message), (chunked_status, chunked_message) = run(main())
-    assert (status, chunked_status) == (400, 400)
+    assert (status, chunked_status) == (413, 413)
     assert message.startswith("body: expected at most 1024 bytes, got 20")
     assert chunked_message == "body: expected at most 1024 bytes, got more"
 
@@ -410,6 +410,48 @@ def test_hostile_values_are_refused(fields: dict[str, Any], message: str) -> Non
 
     status, answer = run(main())
     assert (status, answer["error"]["message"][: len(message)]) == (400, message)
+
+
+HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n"
+OF_ANTHROPIC = b"POST /v1/messages HTTP/1.1\r\nhost: localhost\r\n"
+
+
+@pytest.mark.parametrize(
+    ("sent", "status", "message"),
+    [
+        (b"\x16\x03\x01\x00\xff\r\n\r\n", 400, "request: expected HTTP/1.1"),
+        (b"GET / HTTP/9.9\r\n\r\n", 400, "request: expected HTTP/1.1"),
+        (HEAD + b"content-length: -1\r\n\r\n", 400, "request: expected HTTP/1.1"),
+        (
+            HEAD + b"x: " + b"a" * 20_000 + b"\r\n\r\n",
+            400,
+            "request: expected HTTP/1.1, with a request line and headers",
+        ),
+        (HEAD + b"expect: magic\r\ncontent-length: 2\r\n\r\n{}", 417, "POST /v1/completions: Expectation Failed"),
+        (
+            OF_ANTHROPIC + b"expect: magic\r\ncontent-length: 2\r\n\r\n{}",
+            417,
+            "POST /v1/messages: Expectation Failed",
+        ),
+        (HEAD.replace(b"completions", b"x") + b"expect: magic\r\n\r\n", 417, "POST /v1/x: Expectation Failed"),
+    ],
+)
+def test_what_is_refused_before_its_handler_has_the_form_of_the_api(sent: bytes, status: int, message: str) -> None:
+    async def main() -> tuple[int, dict[str, str], bytes]:
+        async with port_of(FakeEngine()) as (_, port):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(sent)
+            try:
+                return await response_of(reader)
+            finally:
+                writer.close()
+
+    found_status, headers, data = run(main())
+    body = json.loads(data)
+    assert (found_status, body["error"]["message"][: len(message)]) == (status, message)
+    assert body["error"]["type"] == "invalid_request_error"
+    assert headers["content-type"].startswith("application/json")
+    assert ("type" in body) == (b"completions" not in sent and b"/v1/x" not in sent or status == 400)
 
 
 def test_text_beyond_ascii_is_accepted() -> None:

@@ -27,6 +27,13 @@ def test_the_bytes_of_tokens_are_those_of_the_text(make):
     assert any("\ufffd" in tokenizer.decode([each]) for each in ids)
 
 
+@pytest.mark.parametrize("make", [byte_level, byte_fallback])
+def test_the_text_of_a_token_has_its_leading_space(make):
+    tokenizer = make()
+    ids = tokenizer.encode("Hello, world")
+    assert "".join(map(tokenizer.token_text, ids)).lstrip() == "Hello, world"
+
+
 def test_the_definition_is_that_of_the_package_tokenizers():
     assert json.loads(byte_level().definition)["model"]["type"] == "BPE"
     with pytest.raises(ValueError, match="only transformers can run it"):
