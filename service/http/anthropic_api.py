@@ -5,28 +5,23 @@ from __future__ import annotations
 import contextlib
 import json
 import secrets
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
 
 from aiohttp import web
 
 from radixkv.api.limits import Limits
 from radixkv.errors import PromptTooLong, UnknownAdapter
-from radixkv.service.http.anthropic_requests import (
-    CachedRange,
-    read_messages,
-    read_prompt_only,
-)
+from radixkv.service.http.anthropic_requests import read_messages, read_prompt_only
 from radixkv.service.http.api_errors import http_status_of, renamed
 from radixkv.service.http.api_request import ApiRequest
-from radixkv.service.http.completions import RETENTION_PRIORITY, Servicer, TextChunk, complete_request, text_chunks
+from radixkv.service.http.breakpoints import CachedRange, Retain, retained_chunks
+from radixkv.service.http.completions import Servicer, TextChunk, complete_request, text_chunks
 from radixkv.service.http.event_stream import EventStream
 from radixkv.service.http.json_fields import Fields
 from radixkv.service.http.prompts import PromptEncoder
 from radixkv.service.http.tools import CompletionSplitter, Tools
 from radixkv.service.text.tool_calls import ToolCall
-from radixkv.v1.cache_pb2 import RetainRequest
 from radixkv.v1.prefill_pb2 import GenerateRequest, ProbeRequest, Usage
 
 _ERROR_TYPES = {
@@ -50,8 +45,6 @@ _NAMES = {
     "json_schema": "output_config.format.schema",
 }
 _HOUR_S = 3600
-
-Retain = Callable[[RetainRequest, Any], Awaitable[Any]]
 
 
 def error_object(message: str, status: int) -> dict[str, Any]:
@@ -96,7 +89,7 @@ class AnthropicApi:
         """Answer `POST /v1/messages/count_tokens`."""
         prompt, model = read_prompt_only(fields)
         tenant = request.hold(GenerateRequest())
-        token_ids = await self._encoder.encode(request.num_bytes, "messages", prompt.encode)
+        token_ids, _ = await self._encoder.encode(request.num_bytes, "messages", prompt.encode)
         if model not in ("", self._limits.model):  # a probe fails if it is no adapter
             await self._servicer.Probe(
                 ProbeRequest(token_ids=token_ids[:1], tenant=tenant, adapter=model), request.call
@@ -107,52 +100,14 @@ class AnthropicApi:
         """Answer `POST /v1/messages`."""
         prompt, options = read_messages(fields)
         tenant = request.hold(options.generate)
-        token_ids = await self._encoder.encode(request.num_bytes, "messages", prompt.encode)
-        ranges: list[CachedRange] = []
-        if prompt.breakpoints:
-            find = partial(prompt.cached_ranges, token_ids=token_ids)
-            ranges = await self._encoder.encode(request.num_bytes, "messages", find)
+        token_ids, ranges = await self._encoder.encode(request.num_bytes, "messages", prompt.encode)
         generate = complete_request(options.generate, token_ids, options.model, tenant, self._limits)
-        if ranges:  # the last range has the shortest time, and contains the others
-            retention = generate.prefill.retention
-            retention.priority, retention.ttl.seconds = RETENTION_PRIORITY, ranges[-1].ttl_s
-            retention.end_token = ranges[-1].num_tokens
         tokenizer = await self._encoder.tokenizer()
         writer = _ResponseWriter(request, prompt.tools, ranges, options.model or self._limits.model)
-        async with contextlib.aclosing(
-            text_chunks(self._servicer, generate, request.call, tokenizer, options.stops)
-        ) as chunks:
-            retaining = self._with_hour_retained(request, generate, ranges, chunks)
-            async with contextlib.aclosing(retaining):
-                return await (writer.stream(retaining) if options.is_streamed else writer.whole(retaining))
-
-    async def _with_hour_retained(
-        self,
-        request: ApiRequest,
-        generate: GenerateRequest,
-        ranges: Sequence[CachedRange],
-        chunks: AsyncGenerator[TextChunk, None],
-    ) -> AsyncGenerator[TextChunk, None]:
-        """Yield chunks. Before the first one, retain the range that should be cached for an hour.
-
-        The request itself has room for one retention only, that of the last range. The prompt is cached when its first
-        token is known.
-        """
-        longer = [each for each in ranges[:-1] if each.ttl_s > ranges[-1].ttl_s]
-        async for chunk in chunks:
-            if longer:
-                last = longer[-1]
-                prefill = generate.prefill
-                retain = RetainRequest(
-                    token_ids=prefill.token_ids[: last.num_tokens],
-                    tenant=prefill.tenant,
-                    adapter=prefill.adapter,
-                    salt=prefill.salt,
-                )
-                retain.retention.priority, retain.retention.ttl.seconds = RETENTION_PRIORITY, last.ttl_s
-                await self._retain(retain, request.call)
-                longer = []
-            yield chunk
+        chunks = text_chunks(self._servicer, generate, request.call, tokenizer, options.stops)
+        retaining = retained_chunks(chunks, ranges, generate.prefill, self._retain, request.call)
+        async with contextlib.aclosing(retaining):
+            return await (writer.stream(retaining) if options.is_streamed else writer.whole(retaining))
 
 
 class _ResponseWriter:

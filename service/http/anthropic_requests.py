@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from radixkv.errors import InvalidRequest
+from radixkv.service.http.breakpoints import Breakpoint, CachedRange, cached_ranges
+from radixkv.service.http.documents import read_document
 from radixkv.service.http.json_fields import Fields
 from radixkv.service.http.tools import Tools
 from radixkv.service.text.tokenizer import Tokenizer
@@ -20,31 +23,6 @@ _TTL_S = {"5m": 300, "1h": 3600}
 
 
 @dataclass(frozen=True, slots=True)
-class Breakpoint:
-    """The end of a content block with `cache_control`: the prompt up to there should be retained.
-
-    Attributes:
-        num_messages: number of messages before the position, including the system prompt and the last, partial one; 0
-            for a position after the tools.
-        num_parts: number of content parts of the last of these messages before the position. Tool calls are at the end
-            of their message.
-        ttl_s: seconds of retention. Each later request with the same breakpoint restarts them.
-    """
-
-    num_messages: int
-    num_parts: int
-    ttl_s: int
-
-
-@dataclass(frozen=True, slots=True)
-class CachedRange:
-    """The first tokens of a prompt, and the seconds for which they should be retained."""
-
-    num_tokens: int
-    ttl_s: int
-
-
-@dataclass(frozen=True, slots=True)
 class MessagesPrompt:
     """A conversation with its breakpoints.
 
@@ -53,17 +31,25 @@ class MessagesPrompt:
         breakpoints: in the order of their positions.
         has_thinking: whether the model may think; None if the request does not say.
         tools: the tools that the model may call.
+        documents: plain-text documents, which templates write before the conversation.
     """
 
     messages: Sequence[Mapping[str, Any]]
     breakpoints: Sequence[Breakpoint]
     has_thinking: bool | None
     tools: Tools
+    documents: Sequence[Mapping[str, Any]]
 
-    def encode(self, tokenizer: Tokenizer) -> list[int]:
-        """Return the token ids. Raises InvalidRequest if the model's calls of tools cannot be recognized."""
+    def encode(self, tokenizer: Tokenizer) -> tuple[list[int], list[CachedRange]]:
+        """Return the token ids, and the range of them before each breakpoint.
+
+        Raises:
+            InvalidRequest: the model's calls of tools cannot be recognized.
+        """
         self.tools.require_parser(tokenizer)
-        return self._encode(tokenizer, self.messages, add_generation_prompt=True)
+        token_ids = self._encode(tokenizer, self.messages, add_generation_prompt=True)
+        encode = partial(self._encode, tokenizer, add_generation_prompt=False)
+        return token_ids, cached_ranges(self.breakpoints, self.messages, token_ids, encode)
 
     def _encode(
         self, tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool
@@ -71,33 +57,10 @@ class MessagesPrompt:
         return tokenizer.encode_chat(
             messages,
             tools=self.tools.definitions or None,
+            documents=self.documents or None,
             add_generation_prompt=add_generation_prompt,
             chat_template_kwargs=self._variables(tokenizer),
         )
-
-    def cached_ranges(self, tokenizer: Tokenizer, token_ids: Sequence[int]) -> list[CachedRange]:
-        """Return the range of tokens before each breakpoint, without empty ones.
-
-        Args:
-            tokenizer: of the model.
-            token_ids: what `encode` returned.
-        """
-        ranges = (CachedRange(self._num_tokens(tokenizer, token_ids, each), each.ttl_s) for each in self.breakpoints)
-        return [each for each in ranges if each.num_tokens]
-
-    def _num_tokens(self, tokenizer: Tokenizer, token_ids: Sequence[int], place: Breakpoint) -> int:
-        """Return how many tokens the prompt has in common with a conversation that ends at a breakpoint.
-
-        A template may require a message of a user. So after a system prompt, the first message stays, with other text.
-        """
-        shortened = list(self.messages[: place.num_messages])
-        if shortened and place.num_parts < len(shortened[-1]["content"] or ()):
-            shortened[-1] = {"role": shortened[-1]["role"], "content": shortened[-1]["content"][: place.num_parts]}
-        if all(message["role"] == "system" for message in shortened):
-            shortened.append({"role": "user", "content": "."})
-        ids = self._encode(tokenizer, shortened, add_generation_prompt=False)
-        pairs = enumerate(zip(token_ids, ids, strict=False))
-        return next((index for index, (one, other) in pairs if one != other), min(len(token_ids), len(ids)))
 
     def _variables(self, tokenizer: Tokenizer) -> dict[str, Any]:
         if self.has_thinking is None or not (self.has_thinking or tokenizer.has_template_variable("enable_thinking")):
@@ -168,10 +131,11 @@ def read_prompt_only(fields: Fields) -> tuple[MessagesPrompt, str]:
 def _read_prompt(fields: Fields) -> MessagesPrompt:
     messages: list[dict[str, Any]] = []
     breakpoints: list[Breakpoint] = []
+    documents: list[dict[str, Any]] = []
     tools = _read_tools(fields, breakpoints)
     system = fields.any("system")
     if system not in (None, "", []):
-        _add_message(messages, breakpoints, "system", system, "system")
+        _add_message(messages, breakpoints, documents, "system", system, "system")
     conversation = fields.items("messages")
     if not conversation:
         raise InvalidRequest("messages: expected at least one message, got none")
@@ -181,7 +145,7 @@ def _read_prompt(fields: Fields) -> MessagesPrompt:
         role = message.one_of("role", ("user", "assistant"), "")
         if not role:
             raise InvalidRequest(f"{place}.role: expected user or assistant, got nothing")
-        _add_message(messages, breakpoints, role, message.any("content"), f"{place}.content")
+        _add_message(messages, breakpoints, documents, role, message.any("content"), f"{place}.content")
         message.require_no_others()
     for added in messages:
         added["content"] = added["content"] or (None if added["role"] == "assistant" else "")
@@ -198,7 +162,7 @@ def _read_prompt(fields: Fields) -> MessagesPrompt:
         raise InvalidRequest(f"cache_control: expected at most {MAX_BREAKPOINTS} breakpoints, got {len(breakpoints)}")
     if [each.ttl_s for each in breakpoints] != sorted((each.ttl_s for each in breakpoints), reverse=True):
         raise InvalidRequest("cache_control: expected breakpoints with the ttl 1h before those with 5m")
-    return MessagesPrompt(messages, breakpoints, _read_thinking(fields), tools)
+    return MessagesPrompt(messages, breakpoints, _read_thinking(fields), tools, documents)
 
 
 def _read_tools(fields: Fields, breakpoints: list[Breakpoint]) -> Tools:
@@ -240,9 +204,14 @@ def _read_tools(fields: Fields, breakpoints: list[Breakpoint]) -> Tools:
 
 
 def _add_message(
-    messages: list[dict[str, Any]], breakpoints: list[Breakpoint], role: str, content: Any, place: str
+    messages: list[dict[str, Any]],
+    breakpoints: list[Breakpoint],
+    documents: list[dict[str, Any]],
+    role: str,
+    content: Any,
+    place: str,
 ) -> None:
-    """Add the messages for the content of one message, and its breakpoints.
+    """Add the messages for the content of one message, its breakpoints and its documents.
 
     Consecutive messages of a role become one, as in Anthropic's API. The result of a tool becomes a message of its own.
     """
@@ -259,11 +228,17 @@ def _add_message(
             _message_of(messages, role).setdefault("tool_calls", []).append(_tool_call(block, f"{place}[{index}]"))
         elif kind == "tool_result" and role == "user":
             messages.append(_tool_result(block, f"{place}[{index}]"))
+        elif kind == "document" and role == "user":
+            _message_of(messages, role)
+            documents.append(read_document(block))
         elif kind in ("thinking", "redacted_thinking") and role == "assistant":
             block.ignore("thinking", "signature", "data")  # earlier thoughts are not a part of the prompt
             continue
         else:
-            raise InvalidRequest(f"{place}[{index}].type: expected a block of text or of tools, got another type")
+            raise InvalidRequest(
+                f"{place}[{index}].type: expected a block of text, of tools or a document, since models are served for "
+                "text only, got another type"
+            )
         control = block.any("cache_control")
         if control is not None:
             ttl_s = _ttl_s(control, f"{place}[{index}].cache_control")

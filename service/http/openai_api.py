@@ -17,6 +17,7 @@ from aiohttp import web
 from radixkv.api.limits import Limits
 from radixkv.errors import InvalidRequest, PromptTooLong, UnknownAdapter
 from radixkv.service.http.api_request import ApiRequest
+from radixkv.service.http.breakpoints import CachedRange, Retain, retained_chunks
 from radixkv.service.http.completions import Servicer, TextChunk, complete_request, merged, text_chunks
 from radixkv.service.http.json_fields import Fields
 from radixkv.service.http.openai_requests import CompletionOptions, read_chat, read_completion
@@ -56,12 +57,14 @@ class OpenAIApi:
 
     Args:
         servicer: generates completions.
+        retain: retains a range for some time.
         encoder: encodes prompts.
         limits: of the engine.
     """
 
-    def __init__(self, servicer: Servicer, encoder: PromptEncoder, limits: Limits) -> None:
+    def __init__(self, servicer: Servicer, retain: Retain, encoder: PromptEncoder, limits: Limits) -> None:
         self._servicer = servicer
+        self._retain = retain
         self._encoder = encoder
         self._limits = limits
 
@@ -77,10 +80,10 @@ class OpenAIApi:
         """Answer `POST /v1/chat/completions`."""
         prompt, options = read_chat(fields)
         tenant = request.hold(options.generate)
-        token_ids = await self._encoder.encode(request.num_bytes, "messages", prompt.encode)
+        token_ids, ranges = await self._encoder.encode(request.num_bytes, "messages", prompt.encode)
         body_format = _ToolChatFormat(prompt.tools) if prompt.tools.may_be_called else _ChatFormat()
         generate = complete_request(options.generate, token_ids, options.model, tenant, self._limits)
-        return await self._answer(request, options, body_format, [generate])
+        return await self._answer(request, options, body_format, [generate], ranges)
 
     async def completions(self, request: ApiRequest, fields: Fields) -> web.StreamResponse:
         """Answer `POST /v1/completions`."""
@@ -101,10 +104,20 @@ class OpenAIApi:
         options: CompletionOptions,
         body_format: _ChatFormat,
         generates: Sequence[GenerateRequest],
+        ranges: Sequence[CachedRange] = (),
     ) -> web.StreamResponse:
         tokenizer = await self._encoder.tokenizer()
         writer = _ResponseWriter(request, options, tokenizer, body_format, options.model or self._limits.model)
-        streams = [text_chunks(self._servicer, each, request.call, tokenizer, options.stops) for each in generates]
+        streams = [
+            retained_chunks(
+                text_chunks(self._servicer, each, request.call, tokenizer, options.stops),
+                ranges,
+                each.prefill,
+                self._retain,
+                request.call,
+            )
+            for each in generates
+        ]
         async with contextlib.aclosing(merged(streams)) as chunks:
             return await (writer.stream(chunks) if options.is_streamed else writer.whole(chunks, len(streams)))
 

@@ -9,11 +9,14 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from radixkv.api.sampling import MAX_ANSWERS, MAX_BIASED_TOKENS, MAX_LOGIT_BIAS, MAX_PENALTY, MAX_TOP_LOGPROBS
 from radixkv.errors import InvalidRequest
+from radixkv.service.http.breakpoints import Breakpoint, CachedRange, cached_ranges
 from radixkv.service.http.completions import RETENTION_PRIORITY
+from radixkv.service.http.documents import read_file
 from radixkv.service.http.json_fields import Fields
 from radixkv.service.http.tools import Tools
 from radixkv.service.structured.grammar_text import GrammarText
@@ -27,6 +30,9 @@ _MAX_TEMPERATURE = 2.0
 _DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for `/v1/completions`; a chat may use the whole context
 _RETENTION_S = {"in_memory": 0, "in-memory": 0, "24h": 24 * 3600}
 _CACHE_TTL_S = {"30m": 1800, "12h": 12 * 3600}
+_DEFAULT_CACHE_TTL_S = 1800
+_BREAKPOINT = "prompt_cache_breakpoint"
+_MAX_BREAKPOINTS = 4  # of a request; the implicit one, at the end of the prompt, is one of them
 
 # Fields that do not affect the answer of this server.
 _WITHOUT_EFFECT = (
@@ -39,22 +45,34 @@ _WITHOUT_EFFECT = (
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """A conversation; the arguments of `Tokenizer.encode_chat`."""
+    """A conversation; the arguments of `Tokenizer.encode_chat`, and the positions up to which it should be retained."""
 
     messages: Sequence[Mapping[str, Any]]
     tools: Tools
     documents: Sequence[Mapping[str, Any]] | None
     add_generation_prompt: bool
     variables: Mapping[str, Any]
+    breakpoints: Sequence[Breakpoint]
 
-    def encode(self, tokenizer: Tokenizer) -> list[int]:
-        """Return the token ids. Raises InvalidRequest if the model's calls of tools cannot be recognized."""
+    def encode(self, tokenizer: Tokenizer) -> tuple[list[int], list[CachedRange]]:
+        """Return the token ids, and the range of them before each breakpoint.
+
+        Raises:
+            InvalidRequest: the model's calls of tools cannot be recognized.
+        """
         self.tools.require_parser(tokenizer)
+        token_ids = self._encode(tokenizer, self.messages, add_generation_prompt=self.add_generation_prompt)
+        encode = partial(self._encode, tokenizer, add_generation_prompt=False)
+        return token_ids, cached_ranges(self.breakpoints, self.messages, token_ids, encode)
+
+    def _encode(
+        self, tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool
+    ) -> list[int]:
         return tokenizer.encode_chat(
-            self.messages,
+            messages,
             tools=self.tools.definitions or None,
             documents=self.documents,
-            add_generation_prompt=self.add_generation_prompt,
+            add_generation_prompt=add_generation_prompt,
             chat_template_kwargs=self.variables,
         )
 
@@ -145,15 +163,72 @@ def _read_conversation(fields: Fields) -> ChatPrompt:
             raise InvalidRequest(f"messages[{index}]: expected an object with a role and content, got another value")
         if not message.get("role") or not isinstance(message["role"], str):
             raise InvalidRequest(f"messages[{index}].role: expected a role, got nothing or another value")
+    _, ttl_s, is_explicit = _read_cache_options(fields)
+    parts = _Parts(messages, ttl_s or _DEFAULT_CACHE_TTL_S)
+    breakpoints = parts.breakpoints[-_MAX_BREAKPOINTS if is_explicit else 1 - _MAX_BREAKPOINTS :]
     tools = _read_tools(fields)
-    documents = fields.items("documents")
+    documents = [*fields.items("documents"), *parts.documents]
     variables = fields.any("chat_template_kwargs") or {}
     if not isinstance(variables, dict):
         raise InvalidRequest("chat_template_kwargs: expected an object, got another value")
     effort = fields.text("reasoning_effort")
     if effort is not None:
         variables = {"reasoning_effort": effort, **variables}
-    return ChatPrompt(messages, tools, documents or None, fields.flag("add_generation_prompt", default=True), variables)
+    add_generation_prompt = fields.flag("add_generation_prompt", default=True)
+    return ChatPrompt(parts.messages, tools, documents or None, add_generation_prompt, variables, breakpoints)
+
+
+class _Parts:
+    """Takes from messages what templates do not read there: the breakpoints, and files, which become documents.
+
+    Attributes:
+        messages: without them.
+        documents: from files.
+        breakpoints: all of them, in the order of their positions.
+    """
+
+    def __init__(self, messages: Sequence[dict[str, Any]], ttl_s: int) -> None:
+        self.messages: list[dict[str, Any]] = []
+        self.documents: list[dict[str, Any]] = []
+        self.breakpoints: list[Breakpoint] = []
+        for index, message in enumerate(messages):
+            content = message.get("content")
+            parts = content if isinstance(content, list) else []
+            if any(isinstance(part, dict) and (part.get("type") == "file" or _BREAKPOINT in part) for part in parts):
+                message = {**message, "content": self._taken(parts, f"messages[{index}].content", ttl_s)}
+            self.messages.append(message)
+
+    def _taken(self, parts: Sequence[Any], place: str, ttl_s: int) -> list[Any]:
+        """Return the parts that stay in the last message."""
+        kept: list[Any] = []
+        for number, part in enumerate(parts):
+            if not isinstance(part, dict):
+                kept.append(part)
+                continue
+            control = part.get(_BREAKPOINT)
+            if part.get("type") == "file":
+                file = Fields.of(part.get("file"), f"{place}[{number}].file")
+                self.documents.append(read_file(file))
+                file.require_no_others()
+            else:
+                kept.append({name: value for name, value in part.items() if name != _BREAKPOINT})
+            if control is not None:
+                found_s = read_breakpoint(control, f"{place}[{number}].{_BREAKPOINT}") or ttl_s
+                self.breakpoints.append(Breakpoint(len(self.messages) + 1, len(kept), found_s))
+        return kept
+
+
+def read_breakpoint(value: object, place: str) -> int | None:
+    """Return the seconds of a `prompt_cache_breakpoint`; None if it has none of its own.
+
+    Raises:
+        InvalidRequest: it is something else.
+    """
+    control = Fields.of(value, place)
+    control.one_of("mode", ("explicit",), "explicit")
+    ttl = control.one_of("ttl", tuple(_CACHE_TTL_S), "") or None
+    control.require_no_others()
+    return None if ttl is None else _CACHE_TTL_S[ttl]
 
 
 def _read_tools(fields: Fields) -> Tools:
@@ -280,21 +355,32 @@ def _read_retention(fields: Fields, generate: GenerateRequest) -> None:
         if name not in _RETENTION_S:
             raise InvalidRequest(f"prompt_cache_retention: expected one of {', '.join(_RETENTION_S)}, got another name")
         seconds = _RETENTION_S[name]
-    options = fields.inner("prompt_cache_options")
-    if options is not None:
-        ttl = options.text("ttl")
-        if ttl is not None and ttl not in _CACHE_TTL_S:
-            raise InvalidRequest(
-                f"prompt_cache_options.ttl: expected one of {', '.join(_CACHE_TTL_S)}, got another name"
-            )
-        seconds = max(seconds, 0 if ttl is None else _CACHE_TTL_S[ttl])
-        if options.flag("prewarm"):
-            generate.max_new_tokens = 0
-        options.ignore("mode", "comparison_response_id")  # every prefix is cached, and the usage has the reason
-        options.require_no_others()
+    prewarms, ttl_s, is_explicit = _read_cache_options(fields)
+    if prewarms:
+        generate.max_new_tokens = 0
+    if not is_explicit:  # else only breakpoints in the messages have the time to live
+        seconds = max(seconds, ttl_s or 0)
     if seconds:
         generate.prefill.retention.priority = RETENTION_PRIORITY
         generate.prefill.retention.ttl.seconds = seconds
+
+
+def _read_cache_options(fields: Fields) -> tuple[bool, int | None, bool]:
+    """Read `prompt_cache_options`.
+
+    Returns:
+        Whether to cache the prompt without an answer, the time to live of breakpoints in seconds, and whether there is
+        no breakpoint at the end of the prompt.
+    """
+    options = fields.inner("prompt_cache_options")
+    if options is None:
+        return False, None, False
+    ttl = options.one_of("ttl", tuple(_CACHE_TTL_S), "")
+    is_explicit = options.one_of("mode", ("implicit", "explicit"), "implicit") == "explicit"
+    prewarms = options.flag("prewarm")
+    options.ignore("comparison_response_id")  # the usage has the reason of a miss
+    options.require_no_others()
+    return prewarms, _CACHE_TTL_S.get(ttl), is_explicit
 
 
 def _read_format(fields: Fields, generate: GenerateRequest) -> None:

@@ -14,10 +14,12 @@ from aiohttp import web
 from radixkv.api.limits import Limits
 from radixkv.errors import InvalidRequest
 from radixkv.service.http.api_request import ApiRequest
+from radixkv.service.http.breakpoints import Retain, retained_chunks
 from radixkv.service.http.completions import Servicer, TextChunk, complete_request, text_chunks
+from radixkv.service.http.documents import read_file
 from radixkv.service.http.event_stream import EventStream
 from radixkv.service.http.json_fields import Fields
-from radixkv.service.http.openai_requests import ChatPrompt, CompletionOptions, read_chat
+from radixkv.service.http.openai_requests import ChatPrompt, CompletionOptions, read_breakpoint, read_chat
 from radixkv.service.http.prompts import PromptEncoder
 from radixkv.service.http.tools import CompletionSplitter
 from radixkv.service.text.tool_calls import ToolCall
@@ -135,12 +137,25 @@ def _content(content: Any, place: str) -> Any:
         if not isinstance(content, str):
             raise InvalidRequest(f"{place}: expected text or a list of parts, got another value")
         return content
-    parts = []
+    parts: list[dict[str, Any]] = []
     for index, value in enumerate(content):
         part = Fields.of(value, f"{place}[{index}]")
-        if part.text("type") not in _TEXT_PARTS:
-            raise InvalidRequest(f"{place}[{index}].type: expected input_text, since models are served for text only")
-        parts.append({"type": "text", "text": part.text("text", "")})
+        kind = part.text("type")
+        if kind == "input_file":
+            part.ignore("detail")
+            read_file(part)
+            names = ("file_data", "file_id", "file_url", "filename")
+            parts.append({"type": "file", "file": {name: part.any(name) for name in names}})
+        elif kind in _TEXT_PARTS:
+            parts.append({"type": "text", "text": part.text("text", "")})
+        else:
+            raise InvalidRequest(
+                f"{place}[{index}].type: expected input_text or input_file, since models are served for text only"
+            )
+        control = part.any("prompt_cache_breakpoint")
+        if control is not None:
+            read_breakpoint(control, part.path_of("prompt_cache_breakpoint"))
+            parts[-1]["prompt_cache_breakpoint"] = control
         part.ignore("annotations", "logprobs")
         part.require_no_others()
     return parts
@@ -178,12 +193,14 @@ class ResponsesApi:
 
     Args:
         servicer: generates completions.
+        retain: retains a range for some time.
         encoder: encodes prompts.
         limits: of the engine.
     """
 
-    def __init__(self, servicer: Servicer, encoder: PromptEncoder, limits: Limits) -> None:
+    def __init__(self, servicer: Servicer, retain: Retain, encoder: PromptEncoder, limits: Limits) -> None:
         self._servicer = servicer
+        self._retain = retain
         self._encoder = encoder
         self._limits = limits
 
@@ -191,14 +208,14 @@ class ResponsesApi:
         """Answer `POST /v1/responses`."""
         prompt, options = read_response(fields)
         tenant = request.hold(options.generate)
-        token_ids = await self._encoder.encode(request.num_bytes, "messages", prompt.encode)
+        token_ids, ranges = await self._encoder.encode(request.num_bytes, "messages", prompt.encode)
         generate = complete_request(options.generate, token_ids, options.model, tenant, self._limits)
         tokenizer = await self._encoder.tokenizer()
         answer = _Answer(request, prompt, options, options.model or self._limits.model)
-        async with contextlib.aclosing(
-            text_chunks(self._servicer, generate, request.call, tokenizer, options.stops)
-        ) as chunks:
-            return await (answer.stream(chunks) if options.is_streamed else answer.whole(chunks))
+        chunks = text_chunks(self._servicer, generate, request.call, tokenizer, options.stops)
+        retaining = retained_chunks(chunks, ranges, generate.prefill, self._retain, request.call)
+        async with contextlib.aclosing(retaining):
+            return await (answer.stream(retaining) if options.is_streamed else answer.whole(retaining))
 
 
 class _Answer:

@@ -1,0 +1,142 @@
+"""Breakpoints: positions in a conversation up to which its prompt should be retained."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from radixkv.service.http.completions import RETENTION_PRIORITY, TextChunk
+from radixkv.service.server.calls import Context
+from radixkv.v1.cache_pb2 import RetainRequest
+from radixkv.v1.prefill_pb2 import PrefillRequest
+
+# Returns the token ids of messages, without the beginning of an answer.
+Encode = Callable[[Sequence[Mapping[str, Any]]], Sequence[int]]
+
+
+class Retain(Protocol):
+    """Retains a range for some time; see `CacheServicer.Retain`."""
+
+    def __call__(self, request: RetainRequest, context: Context) -> Awaitable[object]:
+        """Retain."""
+        ...
+
+
+_INSTRUCTIONS = ("system", "developer")
+
+
+@dataclass(frozen=True, slots=True)
+class Breakpoint:
+    """The end of a content part up to which the prompt should be retained.
+
+    Attributes:
+        num_messages: number of messages before the position, including the system prompt and the last, partial one; 0
+            for a position after the tools.
+        num_parts: number of content parts of the last of these messages before the position. Tool calls are at the end
+            of their message.
+        ttl_s: seconds of retention. Each later request with the same breakpoint restarts them.
+    """
+
+    num_messages: int
+    num_parts: int
+    ttl_s: int
+
+
+@dataclass(frozen=True, slots=True)
+class CachedRange:
+    """The first tokens of a prompt, and the seconds for which they should be retained."""
+
+    num_tokens: int
+    ttl_s: int
+
+
+def cached_ranges(
+    breakpoints: Sequence[Breakpoint],
+    messages: Sequence[Mapping[str, Any]],
+    token_ids: Sequence[int],
+    encode: Encode,
+) -> list[CachedRange]:
+    """Return the range of tokens before each breakpoint, without empty ones.
+
+    Args:
+        breakpoints: in the order of their positions.
+        messages: the conversation.
+        token_ids: of the conversation.
+        encode: see above.
+    """
+    ranges = (CachedRange(_num_tokens(each, messages, token_ids, encode), each.ttl_s) for each in breakpoints)
+    return [each for each in ranges if each.num_tokens]
+
+
+def _num_tokens(
+    place: Breakpoint, messages: Sequence[Mapping[str, Any]], token_ids: Sequence[int], encode: Encode
+) -> int:
+    """Return how many tokens the prompt has in common with a conversation that ends at a breakpoint.
+
+    A template may require a message of a user. So after a system prompt, the first message stays, with other text.
+    """
+    shortened = list(messages[: place.num_messages])
+    if shortened and place.num_parts < len(shortened[-1]["content"] or ()):
+        shortened[-1] = {"role": shortened[-1]["role"], "content": shortened[-1]["content"][: place.num_parts]}
+    if all(message["role"] in _INSTRUCTIONS for message in shortened):
+        shortened.append({"role": "user", "content": "."})
+    ids = encode(shortened)
+    pairs = enumerate(zip(token_ids, ids, strict=False))
+    return next((index for index, (one, other) in pairs if one != other), min(len(token_ids), len(ids)))
+
+
+async def retained_chunks(
+    chunks: AsyncGenerator[TextChunk, None],
+    ranges: Sequence[CachedRange],
+    prefill: PrefillRequest,
+    retain: Retain,
+    call: Context,
+) -> AsyncGenerator[TextChunk, None]:
+    """Yield the chunks of a completion, and retain ranges of its prompt.
+
+    The request itself has room for one retention, that of the longest range. The others are retained before the first
+    chunk, because the prompt is cached when its first token is known.
+
+    Args:
+        chunks: of the completion, which starts with the first one.
+        ranges: in the order of their lengths.
+        prefill: the request. It may request the retention of the whole prompt already.
+        retain: retains a range.
+        call: the HTTP request.
+    """
+    others = _request_retention(prefill, ranges)
+    async with contextlib.aclosing(chunks):
+        async for chunk in chunks:
+            for each in others:
+                await retain(_retain_request(each, prefill), call)
+            others = []
+            yield chunk
+
+
+def _request_retention(prefill: PrefillRequest, ranges: Sequence[CachedRange]) -> list[CachedRange]:
+    """Request the retention of the longest range. Returns the others that are retained for longer."""
+    whole_s = prefill.retention.ttl.seconds
+    whole = [CachedRange(len(prefill.token_ids), whole_s)] if whole_s else []
+    lasting: list[CachedRange] = []
+    for each in reversed([*ranges, *whole]):
+        if not lasting or each.ttl_s > lasting[-1].ttl_s:
+            lasting.append(each)
+    if not lasting:
+        return []
+    retention = prefill.retention
+    retention.priority, retention.ttl.seconds = RETENTION_PRIORITY, lasting[0].ttl_s
+    retention.end_token = lasting[0].num_tokens
+    return lasting[1:]
+
+
+def _retain_request(cached: CachedRange, prefill: PrefillRequest) -> RetainRequest:
+    request = RetainRequest(
+        token_ids=prefill.token_ids[: cached.num_tokens],
+        tenant=prefill.tenant,
+        adapter=prefill.adapter,
+        salt=prefill.salt,
+    )
+    request.retention.priority, request.retention.ttl.seconds = RETENTION_PRIORITY, cached.ttl_s
+    return request
