@@ -14,7 +14,7 @@ import pytest
 
 import radixkv.service.http.connections as connections_module
 import radixkv.service.server.auth.revocation as revocation_module
-from radixkv.errors import ConfigError, InvalidRequest, QueueFull
+from radixkv.errors import ConfigError, DeadlinePassed, InvalidRequest, QueueFull
 from tests.free_port import free_port
 from tests.patience import PATIENCE_S
 from tests.reference_cycles import uncollected
@@ -329,6 +329,79 @@ def test_a_drain_lets_running_requests_finish() -> None:
     assert run(main()) == 200
 
 
+MESSAGE = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 4}
+# The path and the body of a request for a stream, and what its last data contains if its deadline passes.
+STREAMS = [
+    ("/v1/completions", BODY, '"type":"server_error"'),
+    ("/v1/chat/completions", MESSAGE, '"type":"server_error"'),
+    ("/v1/responses", {"input": "a", "max_output_tokens": 4}, '"type":"error"'),
+    ("/v1/messages", MESSAGE, '"type":"timeout_error"'),
+]
+
+
+@contextlib.asynccontextmanager
+async def streaming(
+    engine: FakeEngine, path: str, body: Any, **config: Any
+) -> AsyncIterator[tuple[Any, asyncio.StreamReader]]:
+    """Yield the server and the connection of a stream that has sent its first data, and waits at the gate."""
+    async with port_of(engine, **config) as (server, port):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        try:
+            writer.write(request_bytes({**body, "stream": True}, path))
+            assert (await reader.readline()).startswith(b"HTTP/1.1 200 ")
+            await reader.readuntil(b"data: ")
+            yield server, reader
+        finally:
+            writer.close()
+
+
+@pytest.mark.parametrize(("path", "body", "expected"), STREAMS)
+def test_a_stream_whose_deadline_passes_ends_with_an_error(path: str, body: Any, expected: str) -> None:
+    async def main() -> str:
+        async with streaming(engine, path, body) as (_, reader):
+            engine.failure = DeadlinePassed("deadline: passed after 600 s")
+            engine.open_gate()
+            return (await reader.readuntil(b"0\r\n\r\n")).decode()
+
+    engine = FakeEngine(is_gated=True)
+    data = run(main())
+    last = [line for line in data.splitlines() if line.startswith("data: ")][-1]
+    assert expected in last
+    assert "deadline: passed after 600 s" in last
+    assert "[DONE]" not in data
+
+
+@pytest.mark.parametrize(("path", "body", "_"), STREAMS)
+def test_a_drain_lets_a_stream_finish(path: str, body: Any, _: str) -> None:
+    async def main() -> str:
+        async with streaming(engine, path, body) as (server, reader):
+            draining = asyncio.create_task(server.drain())
+            await becomes_true(lambda: engine.is_draining)
+            engine.open_gate()
+            data = await reader.readuntil(b"0\r\n\r\n")
+            assert await draining
+            return data.decode()
+
+    engine = FakeEngine(is_gated=True)
+    data = run(main())
+    assert any(end in data for end in ("[DONE]", "message_stop", "response.incomplete"))
+    assert '"error":{' not in data
+
+
+@pytest.mark.parametrize(("path", "body", "_"), STREAMS)
+def test_a_drain_that_takes_too_long_ends_a_stream(path: str, body: Any, _: str) -> None:
+    async def main() -> bytes:
+        async with streaming(engine, path, body, drain_timeout_s=0.01) as (server, reader):
+            draining = asyncio.create_task(server.drain())
+            data = await reader.read()
+            assert not await draining
+            assert engine.futures[-1].cancelled()
+            return data
+
+    engine = FakeEngine(is_gated=True)
+    assert b"[DONE]" not in run(main())
+
+
 @pytest.mark.parametrize(
     "body",
     [
@@ -469,9 +542,6 @@ def test_a_compressed_body_is_refused() -> None:
 
     status, answer = run(main())
     assert (status, answer["error"]["param"]) == (400, "content-encoding")
-
-
-MESSAGE = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 4}
 
 
 @pytest.mark.parametrize(
