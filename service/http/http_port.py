@@ -37,6 +37,7 @@ from radixkv.service.server.host_check import HostCheck
 from radixkv.service.server.listen_address import bind_error, host_port
 from radixkv.service.server.model_tokenizer import ModelTokenizer
 from radixkv.service.server.open_files import max_connections
+from radixkv.service.server.page.page import Page
 from radixkv.service.server.receive.grpc_options import max_message_bytes
 from radixkv.service.server.receive.receiver import Receiver
 from radixkv.service.server.servicers.messages import new_request_id
@@ -45,6 +46,7 @@ Answer = Callable[[ApiRequest, Fields], Awaitable[web.StreamResponse]]
 
 _GENERATE = "/radixkv.v1.PrefillService/Generate"  # its rule applies to requests for completions,
 _DESCRIBE = "/radixkv.v1.ModelService/GetTokenizer"  # and this one to descriptions of the model
+_OVERSEE = "/radixkv.v1.CacheService/ListAdapters"  # and this one to the state that the page draws
 _BACKLOG = 1024
 _TLS_HANDSHAKE_S = 10.0
 _MAX_HEADER_BYTES = 16_384
@@ -72,6 +74,7 @@ class HttpPort:
         receiver: receives requests, together with those of the gRPC port.
         tls: TLS of the port; None without a certificate.
         is_healthy: returns whether the engine accepts requests.
+        page: draws the state of the engine, and asks the model.
         count_refusal: is called with the exception of each request that is refused before it reaches the engine.
 
     Attributes:
@@ -89,6 +92,7 @@ class HttpPort:
         receiver: Receiver,
         tls: Tls | None,
         is_healthy: Callable[[], bool],
+        page: Page,
         count_refusal: CountRefusal | None = None,
     ) -> None:
         self.address: str | None = None
@@ -97,6 +101,7 @@ class HttpPort:
         self._receiver = receiver
         self._tls = tls
         self._is_healthy = is_healthy
+        self._page = page
         self._count_refusal = count_refusal
         self._host_check = HostCheck(config)
         self._max_body_bytes = max_message_bytes(config, limits)
@@ -120,6 +125,8 @@ class HttpPort:
                 web.get("/v1/models", self._list_models),
                 web.get("/v1/models/{model:.+}", self._describe_model),
                 web.get("/health", self._health),
+                web.get("/", self._show_page),
+                web.get("/state.json", self._describe_state),
             ]
         )
         self._runner = web.AppRunner(
@@ -313,6 +320,18 @@ class HttpPort:
         if request.match_info["model"] != models.name:
             raise web.HTTPNotFound(reason=f"this server serves the model {models.name}")
         return web.json_response(models.anthropic_model() if is_of_anthropic(request) else models.openai_model())
+
+    async def _show_page(self, request: web.Request) -> web.Response:
+        """Answer with the page, which has no data and needs no credential."""
+        return self._of_page(request)
+
+    async def _describe_state(self, request: web.Request) -> web.Response:
+        self._authorizer.authorize(_OVERSEE, context_of(request, 0))
+        return await asyncio.to_thread(self._of_page, request)
+
+    def _of_page(self, request: web.Request) -> web.Response:
+        status, headers, body = self._page.answer(request.method, request.path)
+        return web.Response(status=status.value, headers=headers, body=body)
 
     async def _health(self, request: web.Request) -> web.Response:
         """Answer a probe: 200 while requests are accepted, else 503."""

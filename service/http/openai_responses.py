@@ -62,18 +62,30 @@ def usage_object(prompts: Iterable[tuple[Usage, str | None]], num_generated: int
         prompts: the usage of each prompt, and why no more of it was cached; None if all of it was.
         num_generated: tokens of all completions.
     """
-    usages = list(prompts)
-    num_prompt = sum(usage.prompt_tokens for usage, _ in usages)
-    reasons = list(dict.fromkeys(reason for _, reason in usages if reason is not None))
+    prompts = list(prompts)
+    usages = [usage for usage, _ in prompts]
+    num_prompt = sum(usage.prompt_tokens for usage in usages)
+    reasons = list(dict.fromkeys(reason for _, reason in prompts if reason is not None))
     return {
         "prompt_tokens": num_prompt,
         "completion_tokens": num_generated,
         "total_tokens": num_prompt + num_generated,
         "prompt_tokens_details": {
-            "cached_tokens": sum(usage.cached_tokens for usage, _ in usages),
-            "cache_write_tokens": sum(usage.written_tokens for usage, _ in usages),
+            "cached_tokens": sum(usage.cached_tokens for usage in usages),
+            "cache_write_tokens": sum(usage.written_tokens for usage in usages),
+            "cached_by_tier": cached_by_tier(usages),
             "miss_reason": ", ".join(reasons) or None,
         },
+    }
+
+
+def cached_by_tier(usages: Sequence[Usage]) -> dict[str, int]:
+    """Return the cached tokens by where they were stored."""
+    return {
+        "device": sum(each.device_tokens for each in usages),
+        "host": sum(each.host_tokens for each in usages),
+        "disk": sum(each.disk_tokens for each in usages),
+        "remote": sum(each.remote_tokens for each in usages),
     }
 
 

@@ -20,6 +20,7 @@ from radixkv.service.http.documents import read_file
 from radixkv.service.http.event_stream import EventStream
 from radixkv.service.http.json_fields import Fields
 from radixkv.service.http.openai_requests import ChatPrompt, CompletionOptions, read_breakpoint, read_chat
+from radixkv.service.http.openai_responses import cached_by_tier
 from radixkv.service.http.prompts import PromptEncoder
 from radixkv.service.http.tools import CompletionSplitter
 from radixkv.service.text.tool_calls import ToolCall
@@ -298,6 +299,7 @@ class _Answer:
                 "input_tokens_details": {
                     "cached_tokens": usage.cached_tokens,
                     "cache_write_tokens": usage.written_tokens,
+                    "cached_by_tier": cached_by_tier([usage]),
                     "miss_reason": last.miss_reason,
                 },
                 "output_tokens": self._num_tokens,

@@ -158,6 +158,8 @@ class Server:
     ) -> HttpPort:
         """Return the HTTP port. Its package is imported only here, because it requires aiohttp."""
         from radixkv.service.http.http_port import HttpPort
+        from radixkv.service.server.page.page import Page
+        from radixkv.service.server.page.state_feed import StateFeed
 
         engine = self._engine
         return HttpPort(
@@ -170,6 +172,7 @@ class Server:
             self.receiver,
             self._auth.tls,
             lambda: engine.is_healthy,
+            Page(StateFeed(engine), has_api=True),
             self._count_refusal,
         )
 

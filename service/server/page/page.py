@@ -1,4 +1,4 @@
-"""The page on the metrics port, and the state that it draws."""
+"""The page on the metrics port and on the HTTP port, and the state that it draws."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from wsgiref.types import StartResponse, WSGIEnvironment
 from radixkv.service.server.page.state_feed import StateFeed
 
 _FILE = Path(__file__).with_name("page.html")
+_WITHOUT_API, _WITH_API = b'<html lang="en">', b'<html lang="en" data-api>'
 
 
 class Page:
@@ -23,21 +24,34 @@ class Page:
 
     Args:
         feed: returns the state.
+        has_api: whether the port serves OpenAI's API, with which the page asks the model.
     """
 
     PATHS = ("/", "/state.json")
 
-    def __init__(self, feed: StateFeed) -> None:
+    def __init__(self, feed: StateFeed, *, has_api: bool = False) -> None:
         self._feed = feed
         self._html = _FILE.read_bytes()
+        if has_api:
+            self._html = self._html.replace(_WITHOUT_API, _WITH_API)
         self._policy = _policy(self._html.decode())
 
     def __call__(self, environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
-        """Serve one of `PATHS`; 405 for methods other than GET and HEAD, 503 if the engine does not respond."""
+        """Serve one of `PATHS`."""
+        status, headers, body = self.answer(environ["REQUEST_METHOD"], environ["PATH_INFO"])
+        start_response(f"{status.value} {status.phrase}", headers)
+        return [] if environ["REQUEST_METHOD"] == "HEAD" else [body]
+
+    def answer(self, method: str, path: str) -> tuple[HTTPStatus, list[tuple[str, str]], bytes]:
+        """Return the status, the headers and the body of the response to a request for one of `PATHS`.
+
+        The status is 405 for methods other than GET and HEAD, and 503 if the engine does not respond in time. Blocks
+        until it does. Thread-safe.
+        """
         body: bytes | None
-        if environ["REQUEST_METHOD"] not in ("GET", "HEAD"):
+        if method not in ("GET", "HEAD"):
             status, kind, body = HTTPStatus.METHOD_NOT_ALLOWED, "text/plain", b"Method Not Allowed\n"
-        elif environ["PATH_INFO"] == "/":
+        elif path == "/":
             status, kind, body = HTTPStatus.OK, "text/html", self._html
         else:
             status, kind, body = HTTPStatus.OK, "application/json", self._feed.state()
@@ -53,8 +67,7 @@ class Page:
         ]
         if status is HTTPStatus.METHOD_NOT_ALLOWED:
             headers.append(("Allow", "GET, HEAD"))
-        start_response(f"{status.value} {status.phrase}", headers)
-        return [] if environ["REQUEST_METHOD"] == "HEAD" else [body]
+        return status, headers, body
 
 
 def _policy(html: str) -> str:
