@@ -19,12 +19,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
+from transformers.initialization import no_init_weights
 
 from radixkv.errors import ConfigError
 from radixkv.kernels.quantized_weight import GROUP_FEATURES, QuantizedWeight
 from radixkv.model.layers.stored_weight import can_keep_stored_weight, keep_stored_weight, weight_without_data
-from radixkv.model.refusals import misfits
 from radixkv.model_files.gguf_config import ROPE_TENSORS
 from radixkv.model_files.gguf_file import FLOAT_TYPES, TENSOR_TYPES, GgufFile, GgufTensor
 
@@ -59,9 +60,9 @@ def load_gguf_weights(
     Raises:
         ConfigError: a weight is missing, is unknown, or has the wrong shape.
     """
-    with torch.device("meta"):
-        empty = model_class(config)
-    shapes = {name: tuple(weight.shape) for name, weight in empty.state_dict().items()}
+    with _EmptyWithoutData(), no_init_weights():
+        module = model_class._from_config(config, attn_implementation=attention, dtype=dtype).eval()
+    shapes = {name: tuple(weight.shape) for name, weight in module.state_dict().items()}
     names = _gguf_names(file, shapes, config)
     _require_same(file, names)
     for name, gguf_name in names.items():
@@ -69,23 +70,17 @@ def load_gguf_weights(
         if found != shapes[name]:
             raise ConfigError(f"{file.path}: expected {gguf_name} of the shape {shapes[name]}, got {found}")
     data = np.memmap(file.path, np.uint8, "r")
-    kept = _kept_names(empty, file, names) if keeps_quantized else ()
+    kept = _kept_names(module, file, names) if keeps_quantized else ()
     weights = {
         name: weight_without_data(shapes[name], dtype)
         if name in kept
         else _weight(file, gguf_name, data, config, dtype)
         for name, gguf_name in names.items()
     }
-    module, info = model_class.from_pretrained(
-        None,
-        config=config,
-        state_dict=weights,
-        attn_implementation=attention,
-        dtype=dtype,
-        output_loading_info=True,
-    )
-    if wrong := misfits(info):
-        raise ConfigError(f"{file.path}: the weights do not fit the metadata: {wrong}")
+    module.load_state_dict(weights, strict=False, assign=True)
+    module.tie_weights()
+    if missing := [name for name, weight in module.named_parameters() if weight.is_meta]:
+        raise ConfigError(f"{file.path}: the weights do not fit the metadata: there is no {missing[0]}")
     for name in kept:
         stored = _quantized_weight(file, names[name], data, config, dtype)
         part = module.get_submodule(name.removesuffix(".weight"))
@@ -100,6 +95,21 @@ def load_gguf_weights(
         str(dtype).removeprefix("torch."),
     )
     return module
+
+
+class _EmptyWithoutData(TorchFunctionMode):
+    """Lets `torch.empty` create tensors without data, which parameters are made of, unless a device is given.
+
+    In contrast to `torch.device("meta")`, buffers are computed. Without data, PyTorch imports SymPy (40 MB) for them.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is torch.empty and kwargs.get("device") is None:
+            kwargs["device"] = "meta"
+        return func(*args, **kwargs)
 
 
 def _kept_names(module: nn.Module, file: GgufFile, names: dict[str, str]) -> list[str]:

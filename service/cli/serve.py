@@ -153,7 +153,11 @@ def _run(config: Config, progress: StartProgress) -> None:
         from radixkv.telemetry.otlp import exported_spans
 
         progress.begin("importing PyTorch and transformers")
+        from radixkv.startup.lean_imports import import_transformers
+
+        import_transformers()
         from radixkv.startup.build_engine import build_engine
+        from radixkv.startup.malloc import give_back_freed_memory
 
     with contextlib.ExitStack() as resources:
         telemetry = Telemetry(config, resources.enter_context(exported_spans(config.telemetry)))
@@ -162,6 +166,7 @@ def _run(config: Config, progress: StartProgress) -> None:
         engine = build_engine(config, telemetry.observers, progress=progress)
         telemetry.watch(engine)
         _warn_of_turn_end(config.model.path, engine.eos_token_ids)
+        give_back_freed_memory()  # of the checks and of the tokenizer
         progress.begin("starting to listen")
         resources.enter_context(publishing(engine, config.events))
         run(
