@@ -14,6 +14,7 @@ from radixkv.cache.namespace_trees import NamespaceTrees
 from radixkv.cache.pins import Pins
 from radixkv.cache.recurrent_states import StateSlots
 from radixkv.cache.retained_nodes import RetainedNodes
+from radixkv.cache.sessions import Sessions
 from radixkv.cache.tenants import Tenants
 from radixkv.cache.windowed_layers import WindowedLayers
 
@@ -32,6 +33,7 @@ class CacheState:
         queue: the leaves that may be evicted.
         retained: the nodes that have a priority.
         held: counts the blocks of held leases.
+        sessions: the sessions, and the nodes that only one of them has used.
         changes: notifies listeners of changes to the trees.
         pins: keeps nodes that leases use from eviction.
         evictor: evicts leaves.
@@ -47,6 +49,7 @@ class CacheState:
     queue: EvictionQueue
     retained: RetainedNodes
     held: HeldBlocks
+    sessions: Sessions
     changes: Changes
     pins: Pins
     evictor: Evictor

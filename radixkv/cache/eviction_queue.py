@@ -1,7 +1,8 @@
 """The queue of leaves that may be evicted, in the order of their eviction.
 
-Leaves of lower priority are evicted first; among leaves of equal priority the policy decides. Leaves that were never
-reused are on probation: while they take more than their share of the pool, they are evicted before all others.
+Leaves of lower priority are evicted first; among leaves of equal priority the policy decides. Leaves that only an ended
+session has used count as leaves of priority 0. Leaves that were never reused are on probation: while they take more than
+their share of the pool, they are evicted before all others.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from typing import Any
 
 from sortedcontainers import SortedList
 
+from radixkv.api.awaits import Awaits
 from radixkv.api.miss_reason import MissReason
+from radixkv.api.retention import DEFAULT_PRIORITY
 from radixkv.cache.changes import Listener
 from radixkv.cache.eviction_policy import EvictionPolicy
 from radixkv.cache.node import Node
@@ -22,7 +25,7 @@ from radixkv.cache.tenants import Tenants
 from radixkv.tokens import TOKEN_BYTES
 
 Entry = tuple[int, Any, int, Node]
-"""Priority, the policy's key, arrival and node of a leaf; arrivals are distinct."""
+"""Rank (mostly the priority), the policy's key, arrival and node of a leaf; arrivals are distinct."""
 
 _KEYED_AT_ONCE = 32  # takes 0.1 ms; all of a million leaves at once would take 3 s
 _MAX_OUTDATED = 64  # outdated entries of a heap, in addition to one per queue
@@ -224,6 +227,11 @@ def _first(on_probation: Entry | None, reused: Entry | None, *, is_over: bool) -
     return min(on_probation, reused)[-1]
 
 
+def _rank(leaf: Node) -> int:
+    """Return the retention priority of a leaf; 0 if its session has ended, unless it is retained."""
+    return 0 if leaf.awaits is Awaits.NOTHING and leaf.priority <= DEFAULT_PRIORITY else leaf.priority
+
+
 class TenantEvictionQueues:
     """A sorted queue for each tenant with a quota, and one for all other tenants together, or one for each of these.
 
@@ -367,7 +375,7 @@ class LeafQueue:
 
     def add(self, leaf: Node) -> None:
         """Add a leaf that is in no queue."""
-        leaf.eviction_entry = (leaf.priority, self._policy.key(leaf), next(self._arrivals), leaf)
+        leaf.eviction_entry = (_rank(leaf), self._policy.key(leaf), next(self._arrivals), leaf)
         self._entries.add(leaf.eviction_entry)
 
     def remove(self, leaf: Node) -> None:

@@ -13,6 +13,7 @@ from radixkv.blocks import BlockCopy, BlockIds
 from radixkv.cache.cache_state import CacheState
 from radixkv.cache.node import Node
 from radixkv.cache.radix_tree import NO_ROOT_PREFIX, Insertion, RootPrefix
+from radixkv.cache.sessions import Session
 from radixkv.cache.tenants import TenantUsage
 from radixkv.cache.windowed_layers import WindowLease
 from radixkv.errors import InvalidRequest, InvariantViolation, LeaseClosed
@@ -60,6 +61,7 @@ class Lease:
         num_expected_tokens: length that the lease will probably reach; adjacent blocks are left free for that.
         num_nodes: nodes that were visited to find what is reused.
         is_resumed: whether the request had a lease of the same prompt before.
+        session: the session that the request belongs to; None for none.
         windows: the lease of parts in each group of windowed layers.
         on_close: called when the lease no longer uses the public prefix.
 
@@ -101,6 +103,7 @@ class Lease:
         "num_published_blocks",
         "public_tokens",
         "root_prefix",
+        "session",
         "tokens",
         "usage",
         "windows",
@@ -126,6 +129,7 @@ class Lease:
         num_expected_tokens: int = 0,
         num_nodes: int = 0,
         is_resumed: bool = False,
+        session: Session | None = None,
         windows: Sequence[WindowLease] = (),
         on_close: Callable[[], None] | None = None,
     ) -> None:
@@ -147,6 +151,7 @@ class Lease:
         self.num_expected_tokens = num_expected_tokens
         self.num_nodes = num_nodes
         self.is_resumed = is_resumed
+        self.session = session
         self.windows = windows
         self.committed_tokens = cached_tokens
         self.written_from_tokens: int | None = None
@@ -233,6 +238,7 @@ class Lease:
             if insertion.split is before:
                 before.last_used_s = self.node_used_s  # this lease used only the upper half
                 state.queue.requeue(before)
+        state.sessions.found(insertion.node, self.session)
         known_tokens = max(self.committed_tokens, insertion.known_bytes // TOKEN_BYTES)
         self.committed_tokens = end
         return max(0, end - known_tokens)
@@ -276,6 +282,7 @@ class Lease:
         if num_old_blocks == 0:
             state.changes.inserted(node, state.clock())
             state.queue.returned(node, self.is_resumed)
+            state.sessions.published(node, self.session)
             return
         state.changes.grown(node, num_more_blocks, state.clock())
         if node.held_ref_count and num_more_blocks:
@@ -451,7 +458,11 @@ class Lease:
         self._leases.remove(self)
         if self.is_held:
             self._state.held.release(self)
+        if self.session is not None and self.session.has_ended:
+            self.awaits = Awaits.NOTHING
         self._release_shared()
+        if self.session is not None:
+            self._state.sessions.leave(self.session, self.awaits, self._state.clock())
 
     def close_unused(self) -> None:
         """Close a lease whose request did not start, so that it counts neither as a hit nor as a miss."""

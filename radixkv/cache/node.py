@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from sortedcontainers import SortedList
 
@@ -14,6 +14,9 @@ from radixkv.blocks import BLOCK_ID_BYTES
 from radixkv.cache.tenants import TenantUsage
 from radixkv.namespace import Namespace
 from radixkv.tokens import shared_bytes
+
+if TYPE_CHECKING:
+    from radixkv.cache.sessions import Session
 
 _V = TypeVar("_V")
 
@@ -140,6 +143,7 @@ class Node:
         has_expired: whether the priority was above the default and has expired.
         num_retained_children: children that `RetainedNodes` counts as retained.
         place: position in the `SegmentIndex`; `NO_PLACE` outside.
+        session: the session that is the only one to have used this node; None if there is no such session.
         keys: keys of the first blocks in stores, as far as they were computed; None before that. See `NodeKeys`.
     """
 
@@ -165,6 +169,7 @@ class Node:
         "priority",
         "ref_count",
         "retired_block_ids",
+        "session",
         "start_bytes",
         "tokens",
     )
@@ -194,6 +199,7 @@ class Node:
         self.has_expired = False
         self.num_retained_children = 0
         self.place = NO_PLACE
+        self.session: Session | None = None
         self.keys: list[bytes] | None = None
 
     @property

@@ -138,6 +138,7 @@ class Pins:
             and len(upper.block_ids) > 0  # otherwise it was purged
             and upper.priority == lower.priority
             and upper.has_expired is lower.has_expired
+            and upper.session is lower.session
             and upper.expiry_entry is None
             and lower.expiry_entry is None
             and (even_unlike or self._policy.are_alike(upper, lower))

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from radixkv.api.awaits import Awaits
 from radixkv.api.miss_reason import MissReason
 from radixkv.api.retention import Grant, Retention
 from radixkv.blocks import BlockCopy, BlockIds
@@ -31,6 +32,7 @@ from radixkv.cache.radix_tree import NO_ROOT_PREFIX, RootPrefix
 from radixkv.cache.recurrent_states import StateSlots
 from radixkv.cache.retained_nodes import RetainedNodes
 from radixkv.cache.segment_index import SegmentIndex
+from radixkv.cache.sessions import Sessions
 from radixkv.cache.tenants import Quota, Tenants
 from radixkv.cache.windowed_layers import WindowedLayers, WindowLease
 from radixkv.errors import CapacityError
@@ -113,6 +115,7 @@ class PrefixCache:
         held: the bounds and the counts of blocks that held leases keep.
         max_retained_blocks: blocks that may be retained.
         segments: the nodes of all trees.
+        sessions: the sessions of all tenants.
         public: the prefixes that all tenants share.
 
     Example:
@@ -154,6 +157,7 @@ class PrefixCache:
         self.max_retained_blocks = num_blocks // 5 if max_retained_blocks is None else max_retained_blocks
         self.held = HeldBlocks(num_blocks // 2 if max_held_blocks is None else max_held_blocks, self.tenants, self._cut)
         self.segments = SegmentIndex(clock, self.marks)
+        self.sessions = Sessions()
         self._clock = clock
         self._trees = NamespaceTrees(block_size)
         self._evicted = EvictedPrefixes(max_evicted_prefixes, self.marks)
@@ -163,7 +167,15 @@ class PrefixCache:
         part_shares = [pool.share for pool in self.windows.pools if pool.share is not None]
         probation_listeners = [self._queue] if self._queue.has_probation else []
         # `RetainedNodes` resets the priority of an evicted node, so listeners that read the priority come before it.
-        own_listeners = (self._retained, self.held, policy, *probation_listeners, self._evicted, self.segments)
+        own_listeners = (
+            self._retained,
+            self.held,
+            policy,
+            *probation_listeners,
+            self._evicted,
+            self.segments,
+            self.sessions,
+        )
         self._changes = Changes((*listeners, *own_listeners, *part_shares))
         self._pins = Pins(
             block_size=block_size,
@@ -197,6 +209,7 @@ class PrefixCache:
             queue=self._queue,
             retained=self._retained,
             held=self.held,
+            sessions=self.sessions,
             changes=self._changes,
             pins=self._pins,
             evictor=self._evictor,
@@ -388,6 +401,7 @@ class PrefixCache:
         num_private_blocks: int = 0,
         num_expected_tokens: int = 0,
         is_resumed: bool = False,
+        session_id: str = "",
         require_path: Callable[[HeldPath, int], None] | None = None,
     ) -> Lease:
         """Open a lease of a prompt: cached blocks are pinned, missing blocks are allocated.
@@ -407,6 +421,7 @@ class PrefixCache:
             num_private_blocks: blocks that the caller reserves next with `Lease.reserve_private`, which then succeeds.
             num_expected_tokens: length that the lease will probably reach; adjacent blocks are left free for that.
             is_resumed: the request had a lease of this prompt before, so the tokens it finds do not count as reuse.
+            session_id: the conversation that the request belongs to, a name chosen by the tenant; empty for none.
             require_path: called before the lease is opened, if the caller will hold the lease after its request: with
                 the path of blocks that the held lease would keep, and the number of nodes visited to find them. It
                 raises OutOfBlocks or QuotaExceeded if they may not be held.
@@ -455,9 +470,12 @@ class PrefixCache:
         num_new_blocks = num_blocks - cached_tokens // self.block_size
         if self.windows.pools and read and not is_resumed:
             self.windows.record_lookup(found.namespace, tokens, packed, found_tokens, found.cached_tokens)
+        session = self.sessions.enter(tenant, session_id, self._clock()) if session_id else None
         node_used_s = 0.0
         if node is not None:
             node_used_s = node.last_used_s
+            is_whole = node.start_bytes + len(node.tokens) <= found.found_bytes
+            self.sessions.found(node if is_whole else node.parent, session)
             self._changes.used(node, found.found_bytes, self._clock())
             self._queue.found(node, found.found_bytes, is_resumed)
             self._pins.pin(node)
@@ -499,6 +517,7 @@ class PrefixCache:
             num_expected_tokens=num_expected_tokens,
             num_nodes=found.num_nodes,
             is_resumed=is_resumed,
+            session=session,
             windows=windows,
             on_close=on_close,
         )
@@ -584,6 +603,26 @@ class PrefixCache:
             self._queue.requeue(node)
         return public.joined(own)
 
+    def end_session(self, tenant: str, session_id: str) -> int | None:
+        """End a session: the blocks that only it has used are evicted before all others, until they are used again.
+
+        Open leases of the session continue, and count as ended when they close.
+
+        Returns:
+            The number of blocks that only this session has used; None if it is unknown, because it never had a lease or
+            nothing that it alone has used is cached.
+
+        Complexity: O(log leaves) for each node of the session.
+        """
+        session = self.sessions.get(tenant, session_id)
+        if session is None:
+            return None
+        num_blocks = session.num_blocks
+        for node in self.sessions.end(session):
+            node.awaits = Awaits.NOTHING
+            self._queue.requeue(node)
+        return num_blocks
+
     def expire(self) -> None:
         """Reset priorities that have expired, at most 256 per call."""
         self._evictor.expire()
@@ -634,6 +673,7 @@ class PrefixCache:
         self._evictor.expire()
         audit(self._state, self.leases)
         self.segments.check(self.nodes())
+        self.sessions.check(self.nodes())
         self.public.check()
 
     def _cut(self, node: Node, num_blocks: int) -> Node:

@@ -21,7 +21,7 @@ import pytest
 
 from radixkv.api.awaits import Awaits
 from radixkv.api.miss_reason import MissReason
-from radixkv.api.retention import Retention
+from radixkv.api.retention import DEFAULT_PRIORITY, Retention
 from radixkv.cache.held_blocks import HeldPath
 from radixkv.cache.lease import Lease
 from radixkv.cache.node import Node, path_to
@@ -30,6 +30,7 @@ from radixkv.cache.policies import make_policy
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.cache.public_prefixes import PublicPrefix
 from radixkv.cache.purge import Purged, all_slices
+from radixkv.cache.sessions import Session
 from radixkv.cache.tenants import Quota
 from radixkv.cache.window_pool import Reach, WindowPool
 from radixkv.cache.windowed_layers import WindowedLayers
@@ -276,6 +277,7 @@ class Walk:
         self.closed = self.cache.lease(NAMESPACES[0], b"\1\0\0\0")
         self.closed.close()
         self.prompts: list[tuple[int, ...]] = [()]
+        self.publishers: dict[int, set[Session | None]] = {}  # the sessions that published each whole block
         self.events: Counter[str] = Counter()
         self.actions: dict[Callable[[], str | None], float] = {
             self.match: 4,
@@ -290,6 +292,7 @@ class Walk:
             self.publish_text: 3 * bool(self.texts),
             self.purge: 0.1 * world.evicts,
             self.drain: 0.1 * world.evicts,
+            self.end_session: 1,
             self.misuse: 1,
             self.publish_events: 10,
         }
@@ -311,6 +314,7 @@ class Walk:
         for tree in self.cache._trees.values():
             self.oracle.verify_priorities(tree)
         self.oracle.poison_free_blocks(self.cache)
+        self._verify_sessions()
         for tenant, usage in self.cache.tenants.items():
             ceiling_blocks = self.world.quota_of(tenant).ceiling_blocks
             assert usage.num_cached_blocks + usage.num_leased_blocks <= (ceiling_blocks or math.inf)
@@ -360,7 +364,10 @@ class Walk:
         place, num_reused = next(((place, num) for place, num in choices if num is not None), (places[0], None))
         before, floors = self._counts(), self._floors(namespace.tenant)
         try:
-            lease = self.cache.lease(namespace, tokens, read=read, num_expected_tokens=num_expected)
+            session_id = self.random.choice(("", "s", "t", "u"))
+            lease = self.cache.lease(
+                namespace, tokens, read=read, num_expected_tokens=num_expected, session_id=session_id
+            )
         except CapacityError as error:
             is_for_parts = "parts of" in str(error)
             assert is_for_parts or num_reused is None, f"it has room at {place}"
@@ -436,7 +443,8 @@ class Walk:
         upto = self.random.choice((holder.num_written, self.random.randint(0, holder.num_written)))
         whole = upto if upto == lease.num_tokens else upto // block_size * block_size
         end = max(whole, lease.committed_tokens)
-        if end > lease.committed_tokens:
+        publishes = end > lease.committed_tokens
+        if publishes:
             holder.begin()  # whoever commits has made the copy
         if holder.is_revoked:
             counts = self._counts()
@@ -453,6 +461,8 @@ class Walk:
         assert lease.committed_tokens == end
         if end > lease.public_tokens:
             self.oracle.publish(lease.namespace, bytes(lease.tokens[: end * 4]), holder.identities[:end])
+            for identity in holder.identities[block_size - 1 : end * publishes : block_size].tolist():
+                self.publishers.setdefault(identity, set()).add(lease.session)
         grown = len(self.cache.segments) - num_segments
         self.events["splits"] += grown == 2
         self.events["leaves attached"] += grown == 1
@@ -575,6 +585,28 @@ class Walk:
         self.events["blocks purged"] += purged.freed_blocks
         self.events["blocks purged while in use"] += purged.pinned_blocks
 
+    def end_session(self) -> None:
+        sessions = list(self.cache.sessions)
+        if sessions:
+            session = self.random.choice(sessions)
+            nodes = set(session.nodes)
+            num_blocks = sum(node.num_blocks for node in nodes)
+            assert self.cache.end_session(session.tenant, session.session_id) == num_blocks
+            assert self.cache.end_session(session.tenant, session.session_id) is None
+            assert all(node.session is None and node.awaits is Awaits.NOTHING for node in nodes)
+            self.events["nodes of ended sessions"] += len(nodes)
+
+    def _verify_sessions(self) -> None:
+        """Check that no other session, and no lease without one, has published the blocks of a session's nodes."""
+        self.publishers = {each: who for each, who in self.publishers.items() if self.oracle.is_published(each)}
+        for session in self.cache.sessions:
+            for node in session.nodes:
+                tokens = self.cache._trees[node.owner.namespace].path_tokens(node)
+                size, start = self.world.block_size, node.start_bytes // 4
+                block_ends = self.oracle.identities(node.owner.namespace, tokens)[start + size - 1 :: size].tolist()
+                assert all(self.publishers.get(each, set()) <= {session} for each in block_ends)
+                self.events["nodes of one session"] += 1
+
     def misuse(self) -> None:
         before = self._counts()
         with pytest.raises(LeaseClosed):
@@ -664,7 +696,11 @@ class Walk:
         """Priority and blocks of each leaf that may be evicted."""
         self.cache.check()  # priorities whose time has come are taken back
         nodes = (node for tree in self.cache._trees.values() for node in tree.nodes())
-        return {node: (node.priority, node.num_blocks) for node in nodes if node.is_leaf and not node.ref_count}
+        leaves = (node for node in nodes if node.is_leaf and not node.ref_count)
+        return {leaf: (min(leaf.priority, 0) if self._has_ended(leaf) else leaf.priority, leaf.num_blocks) for leaf in leaves}
+
+    def _has_ended(self, leaf: Node) -> bool:
+        return leaf.awaits is Awaits.NOTHING and leaf.priority <= DEFAULT_PRIORITY
 
     def _num_kept_from(self, tenant: str | None) -> int:
         """Count the evictable blocks that floors of other tenants keep from a tenant."""

@@ -105,6 +105,10 @@ class Oracle:
                 assert content[part, token % self.block_size] == identities[token], f"token {token} has a wrong part"
         return True
 
+    def is_published(self, identity: int) -> bool:
+        """Whether a prefix is cached."""
+        return identity in self._published
+
     def was_published(self, identity: int) -> bool:
         """Whether a prefix could be matched at any time."""
         return identity in self._ever_published

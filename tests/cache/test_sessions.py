@@ -1,0 +1,161 @@
+"""Sessions: who alone has used a node, and what happens to it when the session ends."""
+
+from __future__ import annotations
+
+import pytest
+
+from radixkv.api.awaits import Awaits
+from radixkv.cache.lease import Lease
+from radixkv.cache.prefix_cache import PrefixCache
+from radixkv.namespace import Namespace
+from tests.fakes import MODEL, FakeClock, cached, spell
+
+ACME = Namespace("m", tenant="acme")
+
+
+@pytest.fixture
+def clock() -> FakeClock:
+    return FakeClock()
+
+
+@pytest.fixture
+def cache(clock: FakeClock) -> PrefixCache:
+    return PrefixCache(num_blocks=12, block_size=2, clock=clock)
+
+
+def opened(cache: PrefixCache, text: str, session_id: str = "", namespace: Namespace = MODEL) -> Lease:
+    return cache.lease(namespace, spell(text), session_id=session_id)
+
+
+def publish(cache: PrefixCache, text: str, session_id: str = "", namespace: Namespace = MODEL) -> None:
+    with opened(cache, text, session_id, namespace) as lease:
+        lease.commit(len(text))
+    cache.check()
+
+
+def own(cache: PrefixCache, session_id: str, tenant: str = "") -> list[str]:
+    """Spell the nodes that only a session has used."""
+    session = cache.sessions.get(tenant, session_id)
+    return [] if session is None else sorted(bytes(node.tokens[::4]).decode() for node in session.nodes)
+
+
+def test_a_node_belongs_to_the_session_that_published_it(cache: PrefixCache) -> None:
+    publish(cache, "abcd", "s")
+    publish(cache, "xy")
+    assert own(cache, "s") == ["abcd"]
+    assert [session.session_id for session in cache.sessions] == ["s"]
+
+
+@pytest.mark.parametrize("other", ["t", ""])
+def test_a_node_that_another_session_or_none_uses_belongs_to_nobody(cache: PrefixCache, other: str) -> None:
+    publish(cache, "abcdefgh", "s")
+    publish(cache, "abcdxy", other)
+    assert own(cache, "s") == ["efgh"]
+    assert own(cache, other) == (["xy"] if other else [])
+    publish(cache, "abcdefghij", other)
+    assert own(cache, "s") == []
+    assert cache.sessions.get("", "s") is None
+
+
+def test_the_next_turns_of_a_session_stay_its_own(cache: PrefixCache) -> None:
+    for text in ("ab", "abcd", "abcdefgh", "abxy"):
+        publish(cache, text, "s")
+    assert own(cache, "s") == ["ab", "cdefgh", "xy"]
+    session = cache.sessions.get("", "s")
+    assert session is not None
+    assert sorted(bytes(node.tokens[::4]).decode() for node in session.ends) == ["cdefgh", "xy"]
+    assert session.num_blocks == 5
+
+
+def test_a_prompt_that_ends_inside_a_node_of_another_session_uses_it(cache: PrefixCache) -> None:
+    publish(cache, "abcdef", "s")
+    publish(cache, "abcd", "t")
+    assert own(cache, "s") == own(cache, "t") == []
+
+
+def test_two_sessions_that_publish_the_same_prompt_at_the_same_time_share_it(cache: PrefixCache) -> None:
+    first, second = opened(cache, "abcd", "s"), opened(cache, "abcdef", "t")
+    first.commit(4)
+    second.commit(6)
+    first.close()
+    second.close()
+    cache.check()
+    assert (own(cache, "s"), own(cache, "t")) == ([], [])
+
+
+def test_a_session_is_forgotten_with_its_last_node_or_lease(cache: PrefixCache) -> None:
+    lease = opened(cache, "abcd", "s")
+    assert len(cache.sessions) == 1
+    lease.close()
+    assert len(cache.sessions) == 0
+    publish(cache, "abcd", "s")
+    cache.evict(1)
+    assert own(cache, "s") == ["ab"]
+    cache.evict(1)
+    assert len(cache.sessions) == 0
+    publish(cache, "abcd", "s")
+    cache.purge()
+    assert len(cache.sessions) == 0
+
+
+def test_sessions_of_two_tenants_have_nothing_in_common(cache: PrefixCache) -> None:
+    publish(cache, "abcd", "s")
+    publish(cache, "abcd", "s", ACME)
+    assert cache.end_session("acme", "s") == 2
+    assert own(cache, "s") == ["abcd"]
+    assert cache.sessions.of("acme") == []
+
+
+def test_what_only_an_ended_session_has_used_is_evicted_first(cache: PrefixCache, clock: FakeClock) -> None:
+    publish(cache, "abxy")
+    clock.now_s = 1
+    publish(cache, "abcd", "s")
+    publish(cache, "abefgh", "t")
+    assert cache.end_session("", "t") == 2
+    cache.evict(2)
+    assert [cached(cache, text) for text in ("abxy", "abcd", "abefgh")] == [4, 4, 2]
+
+
+def test_a_use_after_the_end_keeps_it_cached_again(cache: PrefixCache, clock: FakeClock) -> None:
+    publish(cache, "abcd", "s")
+    clock.now_s = 1
+    publish(cache, "xy")
+    cache.end_session("", "s")
+    clock.now_s = 2
+    publish(cache, "abcd", "t")
+    cache.evict(1)
+    assert [cached(cache, text) for text in ("abcd", "xy")] == [4, 0]
+
+
+def test_a_session_may_end_while_it_has_a_lease(cache: PrefixCache) -> None:
+    publish(cache, "xy")
+    lease = opened(cache, "abcdef", "s")
+    lease.commit(4)
+    assert cache.end_session("", "s") == 2
+    lease.commit(6)
+    lease.close()
+    cache.check()
+    assert lease.awaits is Awaits.NOTHING
+    assert len(cache.sessions) == 0
+    cache.evict(3)
+    assert [cached(cache, text) for text in ("abcdef", "xy")] == [0, 2]
+    publish(cache, "abcd", "s")
+    assert own(cache, "s") == ["abcd"]
+
+
+def test_an_unknown_session_cannot_end(cache: PrefixCache) -> None:
+    publish(cache, "abcd", "s")
+    assert cache.end_session("acme", "s") is None
+    assert cache.end_session("", "t") is None
+
+
+def test_a_session_knows_what_it_waits_for(cache: PrefixCache, clock: FakeClock) -> None:
+    with opened(cache, "abcd", "s") as lease:
+        lease.commit(4)
+        lease.awaits = Awaits.TOOL
+        clock.now_s = 3
+    session = cache.sessions.get("", "s")
+    assert session is not None
+    assert (session.awaits, session.last_used_s, session.num_leases) == (Awaits.TOOL, 3, 0)
+    with opened(cache, "abcdef", "s"):
+        assert (session.awaits, session.num_leases) == (Awaits.UNKNOWN, 1)
