@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from google.protobuf.message import Message
 
-from radixkv.v1.cache_pb2 import RegisterPublicPrefixRequest, RetainRequest
+from radixkv.v1.cache_pb2 import HintRequest, RegisterPublicPrefixRequest, RetainRequest
 from radixkv.v1.fleet_pb2 import RouteRequest
 from radixkv.v1.prefill_pb2 import PrefillRequest, ProbeRequest
 
@@ -21,8 +21,10 @@ MAX_TOKEN_ID = 2**32 - 1
 _FIELD_NUMBER = 1
 _LENGTH_DELIMITED = 2
 
-Prompt = TypeVar("Prompt", PrefillRequest, ProbeRequest, RetainRequest)
-Tokens = TypeVar("Tokens", PrefillRequest, ProbeRequest, RetainRequest, RegisterPublicPrefixRequest, RouteRequest)
+Prompt = TypeVar("Prompt", PrefillRequest, ProbeRequest, RetainRequest, HintRequest)
+Tokens = TypeVar(
+    "Tokens", PrefillRequest, ProbeRequest, RetainRequest, HintRequest, RegisterPublicPrefixRequest, RouteRequest
+)
 
 
 class _Array(Protocol):

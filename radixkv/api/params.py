@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from radixkv.api.awaits import Awaits
 from radixkv.api.caller import ANONYMOUS, Caller
+from radixkv.api.hints import HintAction
 from radixkv.api.retention import Retention
 from radixkv.errors import InvalidRequest
 from radixkv.tokens import TOKEN_BYTES
@@ -30,6 +32,9 @@ class PrefillParams:
         return_logits: whether to return the logits of the next token, float32 `[vocab_size]`.
         hold_lease: whether the lease on the prompt's blocks is held after the response.
         traceparent: the caller's span as a W3C Trace Context header; empty for none.
+        session_id: the session that the request belongs to, a name chosen by the tenant; empty for none.
+        awaits: what the session waits for when the request has ended, if the caller knows it.
+        hints: applied when the request has ended.
         deadline_s: `time.monotonic()` after which the caller no longer waits; None for no deadline.
     """
 
@@ -44,6 +49,9 @@ class PrefillParams:
     return_logits: bool = False
     hold_lease: bool = False
     traceparent: str = ""
+    session_id: str = ""
+    awaits: Awaits = Awaits.UNKNOWN
+    hints: tuple[HintAction, ...] = ()
     deadline_s: float | None = None
 
     @property

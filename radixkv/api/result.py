@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from radixkv.api.hints import HintOutcome
 from radixkv.api.miss_reason import MissReason
 from radixkv.api.retention import Grant
 
@@ -118,6 +119,7 @@ class PrefillResult:
         timing: durations of its phases.
         held_lease: the held lease; None unless requested.
         retained: the result of the retention; None unless requested.
+        hints: what was done with each hint.
     """
 
     request_id: str
@@ -129,6 +131,7 @@ class PrefillResult:
     timing: Timing
     held_lease: HeldLease | None
     retained: Retained | None
+    hints: tuple[HintOutcome, ...] = ()
 
 
 class FinishReason(enum.Enum):
@@ -152,6 +155,7 @@ class GenerateResult:
         retained: the result of the retention; None unless requested.
         logprobs: one for each token that was not reported in a `GeneratedTokens` before; empty unless requested.
         prompt_logprobs: one for each token of the prompt but the first; empty unless requested.
+        hints: what was done with each hint.
     """
 
     request_id: str
@@ -163,6 +167,7 @@ class GenerateResult:
     retained: Retained | None
     logprobs: Sequence[TokenLogprobs] = ()
     prompt_logprobs: Sequence[TokenLogprobs] = ()
+    hints: tuple[HintOutcome, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,6 +65,7 @@ class Sampling:
         constraint: a constraint on the answer, such as a grammar; the generation ends when it is complete. None for no
             constraint.
         compression: which K/V entries are kept during the generation; None for all.
+        write_generated: whether to publish the generated tokens. The prompt is published in any case.
     """
 
     max_new_tokens: int = DEFAULT_MAX_NEW_TOKENS
@@ -84,6 +85,7 @@ class Sampling:
     prompt_logprobs: int | None = None
     constraint: Constraint | None = None
     compression: Compression | None = None
+    write_generated: bool = True
 
     def of_answer(self, index: int) -> Sampling:
         """Return the options of one of several completions of a prompt. Each has a seed of its own.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from radixkv.api.awaits import Awaits
 from radixkv.namespace import Namespace
 
 HEAT_HALF_LIFE_S = 300.0
@@ -28,6 +29,8 @@ class Segment(NamedTuple):
         priority: 0 to 100, set by a retention.
         is_retained: whether it counts as retained, because of its own priority or that of a later segment.
         expires_in_s: seconds until its priority expires; None for never.
+        session_id: the session that is the only one to have used it; empty if there is none.
+        awaits: what the session that last used it waits for.
     """
 
     place: int
@@ -44,6 +47,8 @@ class Segment(NamedTuple):
     priority: int
     is_retained: bool
     expires_in_s: float | None
+    session_id: str
+    awaits: Awaits
 
 
 class SegmentPage(NamedTuple):

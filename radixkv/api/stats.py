@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from radixkv.api.awaits import Awaits
 from radixkv.api.result import Usage
 
 DEFAULT_MAX_TENANTS = 100  # in statistics, unless the caller requests another number
@@ -143,6 +144,27 @@ class TenantStats:
     floor_blocks: int
     ceiling_blocks: int | None
     stored_blocks: Mapping[str, int]
+    sessions: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SessionStats:
+    """A session of a tenant.
+
+    Attributes:
+        tenant, session_id: its names.
+        awaits: what it waits for since its last request ended.
+        blocks: blocks on the device that only this session has used.
+        running_requests: its requests that hold a lease.
+        idle_s: seconds since a request of it last began or ended.
+    """
+
+    tenant: str
+    session_id: str
+    awaits: Awaits
+    blocks: int
+    running_requests: int
+    idle_s: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,6 +76,7 @@ def audit(state: CacheState, leases: Iterable[Lease]) -> None:
             blocks["probation"] += num_probation_blocks
             num_evictable += node.is_evictable
             num_expiring += node.expiry_entry is not None
+            _require(node.renew_s is None or node.expiry_entry is not None, "a node renews a priority without an end")
         pinned_nodes.difference_update(tree.nodes())
     for node in pinned_nodes:
         _require(node.ref_count > 0 and not node.block_ids, "a lease pins a node outside every tree")

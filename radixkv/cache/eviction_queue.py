@@ -1,8 +1,8 @@
 """The queue of leaves that may be evicted, in the order of their eviction.
 
-Leaves of lower priority are evicted first; among leaves of equal priority the policy decides. Leaves that only an ended
-session has used count as leaves of priority 0. Leaves that were never reused are on probation: while they take more than
-their share of the pool, they are evicted before all others.
+Leaves of lower priority are evicted first; among leaves of equal priority the policy decides. Leaves that only an
+ended session has used count as leaves of priority 0. Leaves that were never reused are on probation: while they take
+more than their share of the pool, they are evicted before all others.
 """
 
 from __future__ import annotations

@@ -261,8 +261,16 @@ class Evictor:
         elif parent is tree.root and parent.is_leaf:
             del self._trees[tree.owner.namespace]
 
-    def purge_leaves(self, tree: RadixTree, max_nodes: int) -> tuple[int, int]:
+    def purge_leaves(
+        self, tree: RadixTree, max_nodes: int, *, top: Node | None = None, evicts: bool = False
+    ) -> tuple[int, int]:
         """Remove unused leaves from a tree, and then the nodes that become unused leaves, perhaps the whole tree.
+
+        Args:
+            tree: the tree.
+            max_nodes: maximum number of nodes to remove.
+            top: remove only this node and those below it; None for the whole tree.
+            evicts: evict them, so that tiers save their blocks, instead of purging them.
 
         Returns:
             The number of removed nodes, which is less than `max_nodes` only if no more can be removed; and the number
@@ -271,7 +279,8 @@ class Evictor:
         Complexity: O(max_nodes * log leaves + children of the nodes on the way).
         """
         runs: list[bytes] = []
-        stack = [(tree.root, _children_of(tree.root))]
+        top = top or tree.root
+        stack = [(top, _children_of(top))]
         while stack and len(runs) < max_nodes:
             node, children = stack[-1]
             child = next(children, None)
@@ -280,7 +289,7 @@ class Evictor:
                 continue
             stack.pop()
             if node.is_evictable:
-                runs.append(self._purge(tree, node))
+                runs.append(self._take(node, node.num_blocks) if evicts else self._purge(tree, node))
         self._free(runs)
         return len(runs), sum(map(len, runs)) // BLOCK_ID_BYTES
 

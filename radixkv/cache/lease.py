@@ -17,7 +17,7 @@ from radixkv.cache.sessions import Session
 from radixkv.cache.tenants import TenantUsage
 from radixkv.cache.windowed_layers import WindowLease
 from radixkv.errors import InvalidRequest, InvariantViolation, LeaseClosed
-from radixkv.namespace import PUBLIC_TENANT, Namespace
+from radixkv.namespace import PUBLIC_TENANT, Namespace, PromptKey
 from radixkv.tokens import TOKEN_BYTES, require_tokens
 
 _Names = tuple[str, str]  # adapter and salt
@@ -462,7 +462,10 @@ class Lease:
             self.awaits = Awaits.NOTHING
         self._release_shared()
         if self.session is not None:
-            self._state.sessions.leave(self.session, self.awaits, self._state.clock())
+            prompt = None
+            if self._state.sessions.remembers_prompts and self.tokens and not self.is_revoked:
+                prompt = PromptKey(self.namespace._replace(public_prefix=""), bytes(self.tokens))
+            self._state.sessions.leave(self.session, self.awaits, self._state.clock(), prompt)
 
     def close_unused(self) -> None:
         """Close a lease whose request did not start, so that it counts neither as a hit nor as a miss."""

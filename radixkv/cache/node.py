@@ -140,6 +140,8 @@ class Node:
         eviction_entry: entry in the eviction queue; None while the node is not evictable.
         priority: 0 to 100; unused leaves of lower priority are evicted first.
         expiry_entry: entry among the priorities that expire; None if the priority does not expire.
+        renew_s: seconds until the priority expires after a lease has found all tokens of this node; None if a lease
+            does not change its expiry.
         has_expired: whether the priority was above the default and has expired.
         num_retained_children: children that `RetainedNodes` counts as retained.
         place: position in the `SegmentIndex`; `NO_PLACE` outside.
@@ -168,6 +170,7 @@ class Node:
         "policy_note",
         "priority",
         "ref_count",
+        "renew_s",
         "retired_block_ids",
         "session",
         "start_bytes",
@@ -196,6 +199,7 @@ class Node:
         self.eviction_entry: tuple[int, Any, int, Node] | None = None
         self.priority = DEFAULT_PRIORITY
         self.expiry_entry: tuple[float, int, Node] | None = None
+        self.renew_s: float | None = None
         self.has_expired = False
         self.num_retained_children = 0
         self.place = NO_PLACE

@@ -32,13 +32,15 @@ from radixkv.cache.radix_tree import NO_ROOT_PREFIX, RootPrefix
 from radixkv.cache.recurrent_states import StateSlots
 from radixkv.cache.retained_nodes import RetainedNodes
 from radixkv.cache.segment_index import SegmentIndex
-from radixkv.cache.sessions import Sessions
+from radixkv.cache.sessions import Session, Sessions
 from radixkv.cache.tenants import Quota, Tenants
 from radixkv.cache.windowed_layers import WindowedLayers, WindowLease
 from radixkv.errors import CapacityError
 from radixkv.invocation import InvocationMarks
 from radixkv.namespace import PUBLIC_TENANT, Namespace, PromptKey
 from radixkv.tokens import TOKEN_BYTES, require_tokens
+
+_MAX_DROPPED_NODES = 1024
 
 
 class Match(NamedTuple):
@@ -99,6 +101,7 @@ class PrefixCache:
         probation_share: share of the pool beyond which leaves that were never reused are evicted first; with 1 only the
             policy decides.
         max_evicted_prefixes: number of evicted prefixes to remember, to explain misses.
+        max_session_prompt_bytes: size of the last prompts of sessions to remember, to load them from tiers.
         listeners: notified of every change to the trees, before the cache's own parts, so that they still see the
             priority of an evicted node.
         clock: seconds, monotonic.
@@ -141,6 +144,7 @@ class PrefixCache:
         max_public_blocks: int | None = None,
         probation_share: float = 1.0,
         max_evicted_prefixes: int = 65_536,
+        max_session_prompt_bytes: int = 0,
         listeners: Iterable[Listener] = (),
         clock: Callable[[], float] = time.monotonic,
         marks: InvocationMarks | None = None,
@@ -157,7 +161,7 @@ class PrefixCache:
         self.max_retained_blocks = num_blocks // 5 if max_retained_blocks is None else max_retained_blocks
         self.held = HeldBlocks(num_blocks // 2 if max_held_blocks is None else max_held_blocks, self.tenants, self._cut)
         self.segments = SegmentIndex(clock, self.marks)
-        self.sessions = Sessions()
+        self.sessions = Sessions(max_session_prompt_bytes)
         self._clock = clock
         self._trees = NamespaceTrees(block_size)
         self._evicted = EvictedPrefixes(max_evicted_prefixes, self.marks)
@@ -478,6 +482,7 @@ class PrefixCache:
             self.sessions.found(node if is_whole else node.parent, session)
             self._changes.used(node, found.found_bytes, self._clock())
             self._queue.found(node, found.found_bytes, is_resumed)
+            self._retained.found(node, found.found_bytes, self._clock())
             self._pins.pin(node)
         num_shared_blocks, num_copied_tokens = divmod(cached_tokens, self.block_size)
         reused = np.frombuffer(packed, np.int32, num_shared_blocks + (num_copied_tokens > 0))
@@ -596,12 +601,66 @@ class PrefixCache:
         start = max(start, first)
         end = max(end, first)
         expires_s = None if retention.ttl_s is None else self._clock() + retention.ttl_s
+        renew_s = retention.ttl_s if retention.renew else None
         own, nodes = self._retained.grant_tokens(
-            self._trees.get(found.namespace), tokens, start, end, retention.priority, expires_s, only_raise
+            self._trees.get(found.namespace), tokens, start, end, retention.priority, expires_s, only_raise, renew_s
         )
         for node in nodes:
             self._queue.requeue(node)
         return public.joined(own)
+
+    def drop(self, namespace: Namespace, tokens: bytes, start: int = 0, *, evicts: bool) -> tuple[int, int]:
+        """Drop what is cached of a prompt after `start`, and everything that continues it.
+
+        Blocks that leases use, the blocks before them, and public prefixes stay.
+
+        Args:
+            namespace, tokens: the prompt.
+            start: the first token to drop, rounded up to a whole block.
+            evicts: whether tiers save the blocks, as they do when blocks are evicted.
+
+        Returns:
+            The number of tokens that were dropped, in whole blocks, and the number of tokens of the prompt after
+            `start` that stay.
+
+        Raises:
+            InvalidRequest: `tokens` is empty or not whole tokens.
+
+        Complexity: O(log leaves) for each of at most 1,024 nodes; further nodes stay.
+        """
+        found = self._find(namespace, tokens)
+        first_block = -(-max(start, found.root_tokens) // self.block_size)
+        tree = self._trees.get(found.namespace)
+        if found.node is None or tree is None:
+            return 0, 0
+        nodes = self._retained.cut_range(
+            found.node, first_block, -(-found.found_bytes // TOKEN_BYTES // self.block_size)
+        )
+        if not nodes:
+            return 0, 0
+        _, num_blocks = self._evictor.purge_leaves(tree, _MAX_DROPPED_NODES, top=nodes[0], evicts=evicts)
+        num_left = self._find(namespace, tokens).found_bytes // TOKEN_BYTES - first_block * self.block_size
+        return num_blocks * self.block_size, max(0, num_left)
+
+    def drop_session(self, session: Session, *, evicts: bool) -> int:
+        """Drop the blocks that only a session has used and that no lease needs; see `drop`. Returns their number."""
+        num_blocks = 0
+        for node in sorted(session.nodes, key=lambda each: -each.start_bytes)[:_MAX_DROPPED_NODES]:
+            if node.is_evictable:
+                tree = self._trees[node.owner.namespace]
+                num_blocks += self._evictor.purge_leaves(tree, 1, top=node, evicts=evicts)[1]
+        return num_blocks
+
+    def set_awaits(self, namespace: Namespace, tokens: bytes, awaits: Awaits) -> int:
+        """Set what the session of a prompt waits for, as if its lease had closed with it. Returns its cached tokens.
+
+        Complexity: O(nodes of the path that no lease uses).
+        """
+        found = self._find(namespace, tokens)
+        if found.node is not None:
+            self._pins.pin(found.node)
+            self._pins.unpin(found.node, awaits)
+        return min(found.found_bytes, len(tokens)) // TOKEN_BYTES
 
     def end_session(self, tenant: str, session_id: str) -> int | None:
         """End a session: the blocks that only it has used are evicted before all others, until they are used again.
@@ -655,6 +714,7 @@ class PrefixCache:
         self, *, tenant: str | None = None, adapter: str | None = None, salt: str | None = None
     ) -> Generator[None, None, Purged]:
         """Remove whole namespaces, in slices between which the cache may be used; see `purge.py`."""
+        self.sessions.forget_prompts(tenant, adapter, salt)
         return purge(self._trees, self.leases, self._evictor, self.segments, tenant, adapter, salt)
 
     def purging_adapter(self, adapter: str) -> Generator[None, None, Purged]:

@@ -52,13 +52,22 @@ class RetainedNodes(Listener):
         """Number of nodes whose priority expires."""
         return len(self._expiries)
 
-    def grant(self, node: Node, priority: int, expires_s: float | None, *, only_raise: bool = False) -> Node | None:
+    def grant(
+        self,
+        node: Node,
+        priority: int,
+        expires_s: float | None,
+        *,
+        renew_s: float | None = None,
+        only_raise: bool = False,
+    ) -> Node | None:
         """Give a node a priority. If not all of it may be retained, split it and give the priority to its beginning.
 
         Args:
             node: the node.
             priority: 0 to 100.
             expires_s: when the priority expires; None for never.
+            renew_s: see `Node.renew_s`.
             only_raise: do not change a node that has a higher priority, or the same priority for at least as long.
 
         Returns:
@@ -74,7 +83,7 @@ class RetainedNodes(Listener):
                 return None
             if num_blocks < node.num_blocks:
                 node = self._cut(node, num_blocks)
-        self.set(node, priority, expires_s)
+        self.set(node, priority, expires_s, renew_s)
         return node
 
     def _num_grantable(self, usage: TenantUsage) -> int:
@@ -83,7 +92,15 @@ class RetainedNodes(Listener):
         return left if own is None else min(left, own - usage.num_retained_blocks)
 
     def grant_range(
-        self, node: Node, start: int, end: int, priority: int, expires_s: float | None, *, only_raise: bool
+        self,
+        node: Node,
+        start: int,
+        end: int,
+        priority: int,
+        expires_s: float | None,
+        *,
+        renew_s: float | None = None,
+        only_raise: bool,
     ) -> list[Node]:
         """Give the blocks `[start, end)` of a node's path a priority, as many from `start` on as may be retained.
 
@@ -98,7 +115,7 @@ class RetainedNodes(Listener):
         nodes = _whole_nodes(path, start, end) if len(path) > _MAX_CUT_NODES else self._cut_path(path, start, end)
         granted: list[Node] = []
         for each in nodes:
-            has_priority = self.grant(each, priority, expires_s, only_raise=only_raise)
+            has_priority = self.grant(each, priority, expires_s, renew_s=renew_s, only_raise=only_raise)
             if has_priority is not None:
                 granted.append(has_priority)
             if has_priority is not each:
@@ -114,13 +131,14 @@ class RetainedNodes(Listener):
         priority: int,
         expires_s: float | None,
         only_raise: bool,
+        renew_s: float | None = None,
     ) -> tuple[Grant, list[Node]]:
         """Give the cached tokens in `[start, end)` of a prompt a priority, as many as may be retained.
 
         Args:
             tree: where to look; None for a tree without tokens.
             tokens: the prompt, little-endian uint32 bytes.
-            priority, expires_s, only_raise: as in `grant`.
+            priority, expires_s, only_raise, renew_s: as in `grant`.
 
         Returns:
             What was granted, and the nodes that have the priority now.
@@ -131,7 +149,7 @@ class RetainedNodes(Listener):
             return Grant(0, 0, end - start), []
         block_size = tree.owner.block_size
         first, last = start // block_size, -(-reached // block_size)
-        granted = self.grant_range(node, first, last, priority, expires_s, only_raise=only_raise)
+        granted = self.grant_range(node, first, last, priority, expires_s, renew_s=renew_s, only_raise=only_raise)
         num_blocks = first + sum(each.num_blocks for each in granted)
         granted_tokens = max(0, min(reached, num_blocks * block_size) - start)
         ends_s = [each.expiry_entry[0] for each in granted if each.expiry_entry is not None]
@@ -165,13 +183,31 @@ class RetainedNodes(Listener):
                 self._cut(leaf, num_blocks)
             self.set(leaf, DEFAULT_PRIORITY, None)
 
-    def set(self, node: Node, priority: int, expires_s: float | None) -> None:
+    def set(self, node: Node, priority: int, expires_s: float | None, renew_s: float | None = None) -> None:
         """Give a node a priority until `expires_s`; None for no expiry. Complexity: O(depth + log expiring nodes)."""
         was_retained = is_retained(node)
         node.priority = priority
+        node.renew_s = renew_s
         node.has_expired = False
         self._set_expiry(node, expires_s)
         self._recount(node, was_retained)
+
+    def found(self, node: Node, num_bytes: int, now_s: float) -> None:
+        """Extend the expiry of the nodes that a lease has found completely, if they were granted so.
+
+        Args:
+            node: the end of the path.
+            num_bytes: bytes of the path that the lease found.
+
+        Complexity: O(depth + log expiring nodes for each extended node); O(1) if no priority expires.
+        """
+        if not self._expiries:
+            return
+        if node.start_bytes + len(node.tokens) > num_bytes and node.parent is not None:
+            node = node.parent
+        for each in path_to(node):
+            if each.renew_s is not None:
+                self._set_expiry(each, now_s + each.renew_s)
 
     def expire(self, now_s: float) -> Iterator[Node]:
         """Reset expired priorities, 256 at most, and yield their nodes.
@@ -202,6 +238,7 @@ class RetainedNodes(Listener):
         assert upper is not None
         upper.priority = lower.priority
         upper.has_expired = lower.has_expired
+        upper.renew_s = lower.renew_s
         upper.num_retained_children = int(is_retained(lower))
         if lower.expiry_entry is not None:
             self._set_expiry(upper, lower.expiry_entry[0])

@@ -104,6 +104,11 @@ class SegmentIndex(Listener):
                 node = node.parent
         return self._page(found.values(), end, len(nodes))
 
+    def of_nodes(self, nodes: Iterable[Node]) -> SegmentPage:
+        """List the segments of some nodes."""
+        listed = list(nodes)
+        return self._page(listed, len(self._nodes), len(listed))
+
     def tokens_by_adapter(self) -> Generator[None, None, Counter[str]]:
         """Count the cached tokens of each adapter, by digest, in slices of `MAX_PASSED` places that end with a `yield`.
 
@@ -234,4 +239,6 @@ def _segment(node: Node, namespace: Namespace, now_s: float) -> Segment:
         node.priority,
         is_retained(node),
         None if expiry is None else max(0.0, expiry[0] - now_s),
+        "" if node.session is None else node.session.session_id,
+        node.awaits,
     )

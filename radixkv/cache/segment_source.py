@@ -40,6 +40,15 @@ class SegmentSource:
         """List hot segments among every `stride`-th place; see `SegmentIndex.hottest`."""
         return self._call(lambda: self._cache.segments.hottest(start, stride, tenant, max_segments), tenant)
 
+    def of_session(self, tenant: str, session_id: str, max_segments: int) -> Future[SegmentPage]:
+        """List segments that only one session has used, those nearest to the beginning of a prompt first."""
+        return self._call(lambda: self._of_session(tenant, session_id, max_segments), tenant)
+
+    def _of_session(self, tenant: str, session_id: str, max_segments: int) -> SegmentPage:
+        session = self._cache.sessions.get(tenant, session_id)
+        nodes = () if session is None else session.nodes
+        return self._cache.segments.of_nodes(sorted(nodes, key=lambda node: node.start_bytes)[:max_segments])
+
     def stored(self, store: str, start: int, tenant: str | None, max_listed: int) -> Future[StoredPage]:
         """List the namespaces whose blocks a store holds; see `NamespaceKeys.page`. May raise InvalidRequest."""
         return self._call(lambda: self._list_stored(store, start, tenant, max_listed), tenant)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator
+from itertools import islice
 
 from radixkv.api.awaits import Awaits
 from radixkv.api.miss_reason import MissReason
 from radixkv.cache.changes import Listener
 from radixkv.cache.node import Node
 from radixkv.errors import require_invariant
+from radixkv.namespace import PromptKey
 
 _require = functools.partial(require_invariant, "sessions")
 
@@ -24,9 +27,11 @@ class Session:
         last_used_s: when a lease of it last began or ended.
         awaits: what it waits for since its last lease was closed.
         has_ended: whether the tenant has ended it.
+        prompt: the prompt of its last lease with the generated tokens, to load it from the tiers before the next turn;
+            None if it is not remembered.
     """
 
-    __slots__ = ("awaits", "has_ended", "last_used_s", "nodes", "num_leases", "session_id", "tenant")
+    __slots__ = ("awaits", "has_ended", "last_used_s", "nodes", "num_leases", "prompt", "session_id", "tenant")
 
     def __init__(self, tenant: str, session_id: str) -> None:
         self.tenant = tenant
@@ -35,6 +40,7 @@ class Session:
         self.num_leases = 0
         self.last_used_s = 0.0
         self.awaits = Awaits.UNKNOWN
+        self.prompt: PromptKey | None = None
         self.has_ended = False
 
     @property
@@ -59,45 +65,101 @@ class Sessions(Listener):
     above it have been used by the same leases, so they belong to the same session or to none, and a lease that finds a
     path visits only the nodes that change their owner.
 
-    Memory: one set entry per node, so sessions are bounded by the blocks of the pool and by the open leases.
+    With `max_prompt_bytes`, the last prompts of the sessions used most recently are remembered as well, even after all
+    of their nodes were evicted.
+
+    Memory: one set entry per node, and `max_prompt_bytes`.
+
+    Args:
+        max_prompt_bytes: size of the prompts to remember.
+
+    Attributes:
+        remembers_prompts: whether it is more than 0.
     """
 
-    def __init__(self) -> None:
-        self._by_tenant: dict[str, dict[str, Session]] = {}
+    def __init__(self, max_prompt_bytes: int = 0) -> None:
+        self.remembers_prompts = max_prompt_bytes > 0
+        self._max_prompt_bytes = max_prompt_bytes
+        self._num_prompt_bytes = 0
+        self._remembered: OrderedDict[Session, None] = OrderedDict()  # those with a prompt, the oldest prompt first
+        self._sessions: OrderedDict[tuple[str, str], Session] = OrderedDict()  # the one used last is last
+        self._num_of: Counter[str] = Counter()  # by tenant
         self._num_nodes = 0
 
     def __len__(self) -> int:
-        return sum(map(len, self._by_tenant.values()))
+        return len(self._sessions)
 
     def __iter__(self) -> Iterator[Session]:
-        for sessions in self._by_tenant.values():
-            yield from sessions.values()
+        return iter(self._sessions.values())
 
-    def of(self, tenant: str) -> list[Session]:
-        """List the sessions of a tenant. Complexity: O(sessions of the tenant)."""
-        return list(self._by_tenant.get(tenant, {}).values())
+    def num_of(self, tenant: str) -> int:
+        """Count the sessions of a tenant."""
+        return self._num_of[tenant]
+
+    def latest(self, max_sessions: int, tenant: str | None = None) -> list[Session]:
+        """List the sessions that were used most recently, of one tenant or of all (None), the last one first.
+
+        Complexity: O(sessions) at most; for all tenants O(max_sessions).
+        """
+        latest = reversed(self._sessions.values())
+        return list(islice((each for each in latest if tenant in (None, each.tenant)), max_sessions))
 
     def get(self, tenant: str, session_id: str) -> Session | None:
         """Return a session; None if nothing of it is cached and it has no open lease."""
-        return self._by_tenant.get(tenant, {}).get(session_id)
+        return self._sessions.get((tenant, session_id))
 
     def enter(self, tenant: str, session_id: str, now_s: float) -> Session:
         """Return the session of a new lease."""
-        sessions = self._by_tenant.setdefault(tenant, {})
-        session = sessions.get(session_id)
+        session = self._sessions.get((tenant, session_id))
         if session is None:
-            session = sessions[session_id] = Session(tenant, session_id)
+            session = self._sessions[tenant, session_id] = Session(tenant, session_id)
+            self._num_of[tenant] += 1
         session.num_leases += 1
-        session.last_used_s = now_s
-        session.awaits = Awaits.UNKNOWN
+        self._note_use(session, Awaits.UNKNOWN, now_s)
         return session
 
-    def leave(self, session: Session, awaits: Awaits, now_s: float) -> None:
-        """Note that a lease of a session was closed."""
+    def leave(self, session: Session, awaits: Awaits, now_s: float, prompt: PromptKey | None) -> None:
+        """Note that a lease of a session was closed; `prompt` is its prompt with the generated tokens, if known."""
         session.num_leases -= 1
-        session.last_used_s = now_s
+        if not session.has_ended:
+            self._note_use(session, awaits, now_s)
+            if prompt is not None:
+                self._remember(session, prompt)
+            self._drop_if_unused(session)
+
+    def _note_use(self, session: Session, awaits: Awaits, now_s: float) -> None:
         session.awaits = awaits
-        self._drop_if_unused(session)
+        session.last_used_s = now_s
+        self._sessions.move_to_end((session.tenant, session.session_id))
+
+    def _remember(self, session: Session, prompt: PromptKey) -> None:
+        self._forget_prompt(session)
+        if len(prompt.tokens) <= self._max_prompt_bytes:
+            session.prompt = prompt
+            self._remembered[session] = None
+            self._num_prompt_bytes += len(prompt.tokens)
+        while self._num_prompt_bytes > self._max_prompt_bytes:
+            oldest = next(iter(self._remembered))
+            self._forget_prompt(oldest)
+            self._drop_if_unused(oldest)
+
+    def _forget_prompt(self, session: Session) -> None:
+        if session.prompt is not None:
+            self._num_prompt_bytes -= len(session.prompt.tokens)
+            session.prompt = None
+            del self._remembered[session]
+
+    @property
+    def remembered(self) -> Iterable[Session]:
+        """The sessions whose last prompt is remembered, in the order of their last turns."""
+        return self._remembered
+
+    def forget_prompts(self, tenant: str | None, adapter: str | None, salt: str | None) -> None:
+        """Forget the prompts of namespaces with these names, None for any. Complexity: O(sessions)."""
+        for session in list(self._remembered):
+            if session.prompt is not None and session.prompt.namespace.is_among(tenant, adapter, salt):
+                self._forget_prompt(session)
+                self._drop_if_unused(session)
 
     def found(self, node: Node | None, session: Session | None) -> None:
         """Note that a lease of a session, or of none, has used all tokens of the path to `node`.
@@ -121,6 +183,7 @@ class Sessions(Listener):
         session.has_ended = True
         for node in nodes:
             self._disown(node)
+        self._forget_prompt(session)
         self._forget(session)
         return nodes
 
@@ -158,10 +221,14 @@ class Sessions(Listener):
         for node in owned:
             above = None if node.parent is None else node.parent.session
             _require(above in (None, node.session), "a node belongs to another session than the node above it")
-            _require(node.session is not None and node in node.session.nodes, "a session does not know a node of its own")
+            _require(
+                node.session is not None and node in node.session.nodes, "a session does not know a node of its own"
+            )
         _require(sum(len(session.nodes) for session in self) == len(owned), "a session has a node outside every tree")
         _require(self._num_nodes == len(owned), "the count of nodes is wrong")
-        _require(all(session.nodes or session.num_leases for session in self), "an unused session is kept")
+        _require(all(each.nodes or each.num_leases or each.prompt for each in self), "an unused session is kept")
+        num_bytes = sum(len(each.prompt.tokens) for each in self if each.prompt is not None)
+        _require(num_bytes == self._num_prompt_bytes, "the size of the remembered prompts is wrong")
 
     def _own(self, node: Node, session: Session) -> None:
         node.session = session
@@ -177,11 +244,11 @@ class Sessions(Listener):
             self._drop_if_unused(session)
 
     def _drop_if_unused(self, session: Session) -> None:
-        if not session.nodes and not session.num_leases and not session.has_ended:
+        if not session.nodes and not session.num_leases and session.prompt is None and not session.has_ended:
             self._forget(session)
 
     def _forget(self, session: Session) -> None:
-        sessions = self._by_tenant[session.tenant]
-        del sessions[session.session_id]
-        if not sessions:
-            del self._by_tenant[session.tenant]
+        del self._sessions[session.tenant, session.session_id]
+        self._num_of[session.tenant] -= 1
+        if not self._num_of[session.tenant]:
+            del self._num_of[session.tenant]

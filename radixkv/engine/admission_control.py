@@ -70,6 +70,15 @@ class AdmissionControl:
             self._num_by_tenant[tenant] += 1
             submit(request)
 
+    def charge_call(self, tenant: str) -> None:
+        """Charge a tenant for a call that is no request.
+
+        Raises:
+            RateExceeded: this tenant exceeds its rates.
+        """
+        if self._rates is not None:
+            self._rates.enter(tenant)
+
     def charge_prompt(self, request: Request) -> None:
         """Charge the tenant of a request for the prompt tokens that are not cached, when the request is scheduled."""
         if self._rates is not None:

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import cast
 
+from radixkv.api.awaits import Awaits
+from radixkv.api.hints import HintAction, HintOutcome
 from radixkv.api.logprob_table import LogprobTable
 from radixkv.api.result import (
     FinishReason,
@@ -29,12 +31,15 @@ from radixkv.engine.sampler import Prediction
 from radixkv.engine.stats_collector import StatsCollector
 from radixkv.engine.step import SliceResult, release_parts
 from radixkv.errors import NotFinite, RadixKVError, StepFailed
+from radixkv.namespace import PromptKey
 from radixkv.scheduling.held_leases import HeldLeases
 from radixkv.scheduling.request import Generation, Outcome, Request
 from radixkv.scheduling.scheduler import Scheduler
 from radixkv.scheduling.single_flight import SingleFlight
 
 _log = logging.getLogger(__name__)
+
+ApplyHints = Callable[[Sequence[HintAction], str, PromptKey | None], tuple[HintOutcome, ...]]
 
 
 class RequestCompleter:
@@ -54,6 +59,7 @@ class RequestCompleter:
         stats: counts requests and tokens.
         observer: is notified of each request that ends.
         on_end: called last with each request that has ended.
+        apply_hints: applies hints to the cache; see `HintApplier.apply`.
         clock: seconds, monotonic.
     """
 
@@ -67,6 +73,7 @@ class RequestCompleter:
         stats: StatsCollector,
         observer: Observer,
         on_end: Callable[[Request], None],
+        apply_hints: ApplyHints,
         clock: Callable[[], float],
     ) -> None:
         self._cache = cache
@@ -77,6 +84,7 @@ class RequestCompleter:
         self._stats = stats
         self._observer = observer
         self._on_end = on_end
+        self._apply_hints = apply_hints
         self._clock = clock
 
     def advance(self, results: Iterable[SliceResult]) -> None:
@@ -196,6 +204,8 @@ class RequestCompleter:
         assert lease is not None, "it holds the computed tokens"
         if not params.write_cache or request.is_revoked:
             return
+        if generation is not None and not generation.sampling.write_generated:
+            upto = min(upto, request.num_prompt_tokens)
         is_finished = upto == request.num_tokens if generation is None else generation.finish_reason is not None
         if not params.read_cache and not is_finished:
             return
@@ -231,7 +241,13 @@ class RequestCompleter:
             logprobs = () if prediction is None else prediction.logprobs
             result = self._generate_result(request, finish_reason, logprobs, now_s)
         self._stats.count_tokens(result.usage)
+        if request.lease is not None:
+            request.lease.awaits = _awaits(request, finish_reason)
         self.end(request, Outcome.FINISHED)
+        if request.params.hints:  # applied after the lease of the request has closed
+            prompt = PromptKey(request.namespace, request.prompt_tokens)
+            outcomes = self._apply_hints(request.params.hints, request.tenant, prompt)
+            result = dataclasses.replace(result, hints=outcomes)
         cast("Future[PrefillResult | GenerateResult]", request.future).set_result(result)
 
     def _prefill_result(self, request: Request, lease: Lease, prediction: Prediction, now_s: float) -> PrefillResult:
@@ -305,6 +321,14 @@ class RequestCompleter:
         lease_id, expires_s = self._held_leases.hold(lease, request.tenant, self._clock())
         request.lease = None  # `held_leases` owns it
         return HeldLease(lease_id, unix_time_of(expires_s, self._clock), block_ids)
+
+
+def _awaits(request: Request, finish_reason: FinishReason | None) -> Awaits:
+    """Return what the session of a request waits for, as far as its caller has said it or its answer shows it."""
+    generation = request.generation
+    if request.params.awaits is not Awaits.UNKNOWN or generation is None or finish_reason is not FinishReason.STOP:
+        return request.params.awaits
+    return Awaits.TOOL if generation.has_tool_call else Awaits.USER
 
 
 def unix_time_of(when_s: float, clock: Callable[[], float]) -> float:

@@ -9,16 +9,18 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 import torch
 
 from radixkv.api.result import ProbeResult, Retained
-from radixkv.api.retention import Retention
+from radixkv.api.retention import Grant, Retention
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.compute.runner import Runner
 from radixkv.config import EngineConfig
 from radixkv.engine.cancellation import Cancellations
 from radixkv.engine.completion import RequestCompleter, retained_until, unix_time_of
 from radixkv.engine.compression import Compressor
+from radixkv.engine.hints import HintApplier
 from radixkv.engine.observer import CompositeObserver, Observer
 from radixkv.engine.overlap import OverlapScheduler
 from radixkv.engine.preemption import Preemptor
+from radixkv.engine.prefetch import Prefetcher
 from radixkv.engine.stats_collector import StatsCollector
 from radixkv.engine.step import PreparedStep, SliceResult, Step, release_parts, start_step, trial_chunk
 from radixkv.errors import OutOfMemory, RadixKVError, StepFailed
@@ -55,6 +57,7 @@ class EngineCore:
         held_leases: leases that outlive their request.
         stats: counts requests, tokens and blocks.
         observer: notifies all observers.
+        hints: applies the hints of callers.
         num_failed_steps: failed steps since the last one that worked.
     """
 
@@ -76,6 +79,8 @@ class EngineCore:
         observer: Observer,
         events: TreeFeed | None,
         offload: Offload | None,
+        prefetcher: Prefetcher | None,
+        hints: HintApplier,
         clock: Callable[[], float],
     ) -> None:
         self.cache = cache
@@ -94,6 +99,8 @@ class EngineCore:
         self._completer = completer
         self._events = events
         self._offload = offload
+        self._prefetcher = prefetcher
+        self.hints = hints
         self._clock = clock
         self._started_step: Step | None = None  # a step that was started before the previous one was published
 
@@ -149,9 +156,15 @@ class EngineCore:
             offload.leave(request)
             on_end(request)
 
+        def retain(namespace: Namespace, tokens: bytes, retention: Retention) -> Grant:
+            grant = cache.retain(namespace, tokens, retention)
+            return grant if offload is None else offload.retain(namespace, tokens, retention, grant)
+
+        prefetcher = None if offload is None else Prefetcher(cache, offload, scheduler)
+        hints = HintApplier(cache, retain, None if prefetcher is None else prefetcher.begin)
         ended = on_end if offload is None else leave_tiers_and_end
         completer = RequestCompleter(
-            cache, scheduler, flights, cancellations, held_leases, stats, observer, ended, clock
+            cache, scheduler, flights, cancellations, held_leases, stats, observer, ended, hints.apply, clock
         )
         lending = Lending(cache, config.step_tokens)
         return cls(
@@ -170,6 +183,8 @@ class EngineCore:
             observer=observer,
             events=events,
             offload=offload,
+            prefetcher=prefetcher,
+            hints=hints,
             clock=clock,
         )
 
@@ -245,6 +260,8 @@ class EngineCore:
         for request in self._scheduler.requests():
             self._completer.fail(request, error)
         self.held_leases.close()
+        if self._prefetcher is not None:
+            self._prefetcher.close()
         if self._offload is not None:
             self._offload.close()
         if self._events is not None:
@@ -264,10 +281,7 @@ class EngineCore:
 
     def retain(self, namespace: Namespace, tokens: bytes, retention: Retention) -> Retained:
         """Set the retention priority of a range on the device and in tiers; see `PrefixCache.retain`."""
-        grant = self.cache.retain(namespace, tokens, retention)
-        if self._offload is not None:
-            grant = self._offload.retain(namespace, tokens, retention, grant)
-        return retained_until(grant, self._clock)
+        return retained_until(self.hints.retain(namespace, tokens, retention), self._clock)
 
     def purging(
         self, *, tenant: str | None, adapter: str | None, salt: str | None
@@ -281,6 +295,8 @@ class EngineCore:
         for request in self._scheduler.requests():
             request.is_revoked = request.is_revoked or request.is_among(tenant, adapter, salt)
         self._leave_revoked()
+        if self._prefetcher is not None:
+            self._prefetcher.forget(tenant, adapter, salt)
         deletions = [] if self._offload is None else self._offload.purge(tenant, adapter, salt)
         purged = yield from self.cache.purging(tenant=tenant, adapter=adapter, salt=salt)
         for request in self._scheduler.running:  # includes requests that were admitted between the slices
@@ -304,7 +320,8 @@ class EngineCore:
         self._preemptor.prepare_step()
         offload = self._offload
         if offload is not None:
-            self._scheduler.resume(offload.ready())
+            ready = offload.ready()
+            self._scheduler.resume(ready if self._prefetcher is None else self._prefetcher.take(ready))
         slices = self._scheduler.next_step(self._admitter)
         if offload is not None:
             offload.copy()  # before evicted blocks are overwritten

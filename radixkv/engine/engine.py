@@ -6,17 +6,18 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
 from radixkv.api.caller import ANONYMOUS, Caller
+from radixkv.api.hints import HintAction, HintOutcome
 from radixkv.api.limits import Limits
 from radixkv.api.params import PrefillParams
 from radixkv.api.result import GenerationFuture, OnTokens, PrefillResult, ProbeResult, Retained
 from radixkv.api.retention import Retention
 from radixkv.api.sampling import Sampling
-from radixkv.api.stats import DEFAULT_MAX_TENANTS, EngineLoad, EngineStats
+from radixkv.api.stats import DEFAULT_MAX_TENANTS, EngineLoad, EngineStats, SessionStats
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.cache.purge import Purged
 from radixkv.cache.segment_source import SegmentSource
@@ -75,6 +76,7 @@ class Engine:
         adapters, public: load and unload adapters, and register prefixes that all tenants share.
         limits: what the engine serves and accepts.
         eos_token_ids: the model's own tokens that end a generation.
+        tool_call_token_ids: tokens with which a tool call begins; the owner sets them before the first request.
         events: the log of what is cached; None without a listener.
         segments: lists what is cached, one page at a time.
         offload, transfer: the tiers below the device, and the transfer of K/V between servers; None without any.
@@ -108,6 +110,7 @@ class Engine:
             model_limit_reason=model.limit.explanation,
         )
         self.eos_token_ids = model.eos_token_ids
+        self.tool_call_token_ids: frozenset[int] = frozenset()
         self._runner = runner
         self._admission = AdmissionControl(config, rates)
         self._inbox = Inbox(config.max_waiting_calls, config.max_tenant_calls)
@@ -216,7 +219,7 @@ class Engine:
         try:
             prompt = self.adapters.acquire(params.caller, params.tokens)
             self.limits.require_generation(params, sampling)
-            generation = Generation.of(sampling, self.eos_token_ids, on_tokens)
+            generation = Generation.of(sampling, self.eos_token_ids, on_tokens, self.tool_call_token_ids)
             self._submit(prompt.request(sampling.prompt_params(params), future, generation, fetched))
         except BaseException as error:
             self._report_refusal(prompt, error)
@@ -249,6 +252,32 @@ class Engine:
         self.limits.require_retention(tokens, retention)
         return self._call_for(caller.tenant, lambda: self._core.retain(*prompt.key, retention))
 
+    def hint(
+        self, actions: Sequence[HintAction], caller: Caller = ANONYMOUS, tokens: bytes = b""
+    ) -> Future[tuple[HintOutcome, ...]]:
+        """Apply hints; see `HintApplier`. The future has one outcome for each action.
+
+        Args:
+            actions: at most `MAX_HINT_ACTIONS`.
+            caller: the tenant, adapter and salt of the prompt.
+            tokens: the prompt that the actions address; empty for none.
+
+        Raises:
+            InvalidRequest, PromptTooLong, UnknownAdapter: the call is wrong. What is wrong with an action is in its
+                outcome.
+            RateExceeded: the tenant exceeds its rate of requests.
+        """
+        prompt = None
+        if tokens:
+            prompt = self.adapters.keyed(caller, tokens).key
+            self.limits.require_tokens(tokens)
+        self._admission.charge_call(caller.tenant)
+        return self._call_for(caller.tenant, lambda: self._core.hints.apply(actions, caller.tenant, prompt))
+
+    def end_session(self, session_id: str, caller: Caller = ANONYMOUS) -> Future[int | None]:
+        """End a session of the caller's tenant; see `PrefixCache.end_session`."""
+        return self._call_for(caller.tenant, lambda: self._core.cache.end_session(caller.tenant, session_id))
+
     def purge(
         self, *, tenant: str | None = None, adapter: str | None = None, salt: str | None = None
     ) -> Future[Purged]:
@@ -261,6 +290,10 @@ class Engine:
     def stats(self, max_tenants: int = DEFAULT_MAX_TENANTS, tenant: str | None = None) -> Future[EngineStats]:
         """Return all statistics, including those of the largest tenants, or of `tenant`; see `StatsCollector.stats`."""
         return self._call_for(tenant, lambda: self._core.stats.stats(max_tenants, tenant))
+
+    def sessions(self, max_sessions: int, tenant: str | None = None) -> Future[list[SessionStats]]:
+        """Return the sessions that were used most recently; see `StatsCollector.sessions`."""
+        return self._call_for(tenant, lambda: self._core.stats.sessions(max_sessions, tenant))
 
     def load(self) -> Future[EngineLoad]:
         """Return the load of the engine; cheaper than `stats`."""

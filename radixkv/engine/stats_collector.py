@@ -12,6 +12,7 @@ from radixkv.api.stats import (
     EngineLoad,
     EngineStats,
     RequestStats,
+    SessionStats,
     TenantStats,
     TimeStats,
     TokenStats,
@@ -142,6 +143,24 @@ class StatsCollector:
             first_tokens=TimeStats(_BOUNDS_S, tuple(self._ttft_counts), self._ttft_sum_s),
         )
 
+    def sessions(self, max_sessions: int, tenant: str | None = None) -> list[SessionStats]:
+        """Return the sessions that were used most recently, of one tenant or of all (None), the last one first.
+
+        Complexity: O(nodes of these sessions); with a tenant also O(sessions).
+        """
+        now_s = self._clock()
+        return [
+            SessionStats(
+                tenant=each.tenant,
+                session_id=each.session_id,
+                awaits=each.awaits,
+                blocks=each.num_blocks,
+                running_requests=each.num_leases,
+                idle_s=max(0.0, now_s - each.last_used_s),
+            )
+            for each in self._cache.sessions.latest(max_sessions, tenant)
+        ]
+
     def _tenant_stats(self, tenant: str, usage: TenantUsage) -> TenantStats:
         return TenantStats(
             tenant=tenant,
@@ -155,6 +174,7 @@ class StatsCollector:
             floor_blocks=usage.quota.floor_blocks,
             ceiling_blocks=usage.quota.ceiling_blocks,
             stored_blocks=self._stored_blocks(tenant),
+            sessions=self._cache.sessions.num_of(tenant),
         )
 
     def _stored_blocks(self, tenant: str) -> dict[str, int]:

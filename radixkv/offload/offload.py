@@ -226,6 +226,10 @@ class Offload:
             self._saver.save(copies)
         self._touches.send()  # after the writes, so that new blocks are touched as well
 
+    def has_load(self, request: Request) -> bool:
+        """Whether blocks were loaded, or are being loaded, for a request."""
+        return self._loader.has_load(request)
+
     def fill(self, request: Request, lease: Lease) -> int:
         """Copy loaded blocks into a request's blocks; see `Loader.fill`."""
         self._resuming.discard(request)

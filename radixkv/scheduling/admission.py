@@ -146,6 +146,7 @@ class Admitter:
             num_private_blocks=-(-num_private_tokens // self._cache.block_size),
             num_expected_tokens=request.num_expected_tokens,
             is_resumed=request.has_computed,
+            session_id=request.params.session_id,
             require_path=require_held_path if request.params.hold_lease else None,
         )
         if num_private_tokens:

@@ -47,6 +47,7 @@ class Generation:
         matcher: the state of the constraint; None without one, and before the first token is sampled. It is kept while
             the request is preempted.
         is_finished: its caller stopped it, or its constraint allows no more tokens.
+        tool_call_token_ids: tokens with which a tool call begins.
     """
 
     sampling: Sampling
@@ -57,12 +58,19 @@ class Generation:
     prompt_ids: npt.NDArray[np.int64] | None = None
     matcher: Matcher | None = None
     is_finished: bool = False
+    tool_call_token_ids: frozenset[int] = frozenset()
 
     @classmethod
-    def of(cls, sampling: Sampling, eos_token_ids: frozenset[int], on_tokens: OnTokens) -> Generation:
+    def of(
+        cls,
+        sampling: Sampling,
+        eos_token_ids: frozenset[int],
+        on_tokens: OnTokens,
+        tool_call_token_ids: frozenset[int] = frozenset(),
+    ) -> Generation:
         """Return a generation with the stop tokens of `sampling`, and those of the model unless `ignore_eos` is set."""
         stops = sampling.stop_token_ids | (frozenset() if sampling.ignore_eos else eos_token_ids)
-        return cls(sampling, stops, on_tokens)
+        return cls(sampling, stops, on_tokens, tool_call_token_ids=tool_call_token_ids)
 
     def append(self, token_id: int) -> None:
         """Append the next token. Raises what the constraint raises."""
@@ -70,6 +78,11 @@ class Generation:
         if self.matcher is not None and token_id not in self.stop_token_ids:
             self.matcher.accept(token_id)
             self.is_finished |= self.matcher.is_finished
+
+    @property
+    def has_tool_call(self) -> bool:
+        """Whether it contains a token with which a tool call begins. Complexity: O(generated tokens)."""
+        return not self.tool_call_token_ids.isdisjoint(self.token_ids)
 
     @property
     def finish_reason(self) -> FinishReason | None:

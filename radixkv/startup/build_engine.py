@@ -54,6 +54,7 @@ from radixkv.startup.windowed_layers import divide_layers, windows_of
 from radixkv.storage.device_pool import KVShape, KVStorage
 
 _log = logging.getLogger(__name__)
+_MAX_SESSION_PROMPT_BYTES = 64 * 2**20  # 160 prompts of 100,000 tokens
 
 
 def build_engine(
@@ -145,7 +146,10 @@ def build_engine(
         listeners.append(stores.index)
         events.follow(stores.index)
     policy = make_policy(config.cache.policy, num_blocks_in_one_pool)
-    cache = _make_cache(config.cache, policy, quotas, default_quota, num_blocks, listeners, marks, windows, states)
+    prompt_bytes = 0 if stores is None else _MAX_SESSION_PROMPT_BYTES  # only tiers have something to load ahead
+    cache = _make_cache(
+        config.cache, policy, quotas, default_quota, num_blocks, listeners, marks, windows, states, prompt_bytes
+    )
     if windows.shares_memory:
         observers = (*observers, PageReclaimer(storage, cache.pool, windows.pools[-1]))
     weights = {tenant: bounds.weight for tenant, bounds in config.tenants.items()}
@@ -289,6 +293,7 @@ def _make_cache(
     marks: InvocationMarks,
     windows: WindowedLayers,
     state_slots: StateSlots | None,
+    max_session_prompt_bytes: int,
 ) -> PrefixCache:
     return PrefixCache(
         num_blocks,
@@ -301,6 +306,7 @@ def _make_cache(
         max_public_blocks=int(cache.max_public_share * num_blocks),
         probation_share=cache.probation_share,
         max_evicted_prefixes=cache.evicted_prefixes,
+        max_session_prompt_bytes=max_session_prompt_bytes,
         listeners=listeners,
         marks=marks,
         windows=windows,

@@ -1,3 +1,4 @@
+from radixkv.v1 import hints_pb2 as _hints_pb2
 from radixkv.v1 import prefill_pb2 as _prefill_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
@@ -26,6 +27,42 @@ class RetainResponse(_message.Message):
     RETAINED_FIELD_NUMBER: _ClassVar[int]
     retained: _prefill_pb2.Grant
     def __init__(self, retained: _Optional[_Union[_prefill_pb2.Grant, _Mapping]] = ...) -> None: ...
+
+class HintRequest(_message.Message):
+    __slots__ = ("token_ids", "tenant", "adapter", "salt", "kv_hints")
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    SALT_FIELD_NUMBER: _ClassVar[int]
+    KV_HINTS_FIELD_NUMBER: _ClassVar[int]
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    tenant: str
+    adapter: str
+    salt: str
+    kv_hints: _hints_pb2.KvHintsEnvelope
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., tenant: _Optional[str] = ..., adapter: _Optional[str] = ..., salt: _Optional[str] = ..., kv_hints: _Optional[_Union[_hints_pb2.KvHintsEnvelope, _Mapping]] = ...) -> None: ...
+
+class HintResponse(_message.Message):
+    __slots__ = ("hints",)
+    HINTS_FIELD_NUMBER: _ClassVar[int]
+    hints: _containers.RepeatedCompositeFieldContainer[_hints_pb2.HintOutcome]
+    def __init__(self, hints: _Optional[_Iterable[_Union[_hints_pb2.HintOutcome, _Mapping]]] = ...) -> None: ...
+
+class EndSessionRequest(_message.Message):
+    __slots__ = ("tenant", "session_id")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    session_id: str
+    def __init__(self, tenant: _Optional[str] = ..., session_id: _Optional[str] = ...) -> None: ...
+
+class EndSessionResponse(_message.Message):
+    __slots__ = ("was_known", "blocks")
+    WAS_KNOWN_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    was_known: bool
+    blocks: int
+    def __init__(self, was_known: bool = ..., blocks: _Optional[int] = ...) -> None: ...
 
 class PurgeRequest(_message.Message):
     __slots__ = ("tenant", "adapter", "salt")
@@ -56,18 +93,20 @@ class DeletedBlocks(_message.Message):
     def __init__(self, store: _Optional[str] = ..., blocks: _Optional[int] = ...) -> None: ...
 
 class ListSegmentsRequest(_message.Message):
-    __slots__ = ("tenant", "page_size", "page_token", "hottest_first", "store")
+    __slots__ = ("tenant", "page_size", "page_token", "hottest_first", "store", "session_id")
     TENANT_FIELD_NUMBER: _ClassVar[int]
     PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
     PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
     HOTTEST_FIRST_FIELD_NUMBER: _ClassVar[int]
     STORE_FIELD_NUMBER: _ClassVar[int]
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     tenant: str
     page_size: int
     page_token: str
     hottest_first: bool
     store: str
-    def __init__(self, tenant: _Optional[str] = ..., page_size: _Optional[int] = ..., page_token: _Optional[str] = ..., hottest_first: bool = ..., store: _Optional[str] = ...) -> None: ...
+    session_id: str
+    def __init__(self, tenant: _Optional[str] = ..., page_size: _Optional[int] = ..., page_token: _Optional[str] = ..., hottest_first: bool = ..., store: _Optional[str] = ..., session_id: _Optional[str] = ...) -> None: ...
 
 class ListSegmentsResponse(_message.Message):
     __slots__ = ("segments", "next_page_token", "total_segments", "compared_segments", "stored")
@@ -104,7 +143,7 @@ class StoredNamespace(_message.Message):
     def __init__(self, tenant: _Optional[str] = ..., adapter: _Optional[str] = ..., namespace_id: _Optional[int] = ..., has_salt: bool = ..., num_blocks: _Optional[int] = ..., num_tokens: _Optional[int] = ..., adapter_names: _Optional[_Iterable[str]] = ..., num_retained_blocks: _Optional[int] = ...) -> None: ...
 
 class Segment(_message.Message):
-    __slots__ = ("segment_id", "parent_id", "tenant", "adapter", "namespace_id", "has_salt", "start_token", "num_tokens", "num_blocks", "num_children", "num_uses", "idle_s", "heat", "num_leases", "priority", "is_retained", "expires_in_s", "adapter_names")
+    __slots__ = ("segment_id", "parent_id", "tenant", "adapter", "namespace_id", "has_salt", "start_token", "num_tokens", "num_blocks", "num_children", "num_uses", "idle_s", "heat", "num_leases", "priority", "is_retained", "expires_in_s", "adapter_names", "session_id", "awaits")
     SEGMENT_ID_FIELD_NUMBER: _ClassVar[int]
     PARENT_ID_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
@@ -123,6 +162,8 @@ class Segment(_message.Message):
     IS_RETAINED_FIELD_NUMBER: _ClassVar[int]
     EXPIRES_IN_S_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_NAMES_FIELD_NUMBER: _ClassVar[int]
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    AWAITS_FIELD_NUMBER: _ClassVar[int]
     segment_id: int
     parent_id: int
     tenant: str
@@ -141,7 +182,9 @@ class Segment(_message.Message):
     is_retained: bool
     expires_in_s: float
     adapter_names: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, segment_id: _Optional[int] = ..., parent_id: _Optional[int] = ..., tenant: _Optional[str] = ..., adapter: _Optional[str] = ..., namespace_id: _Optional[int] = ..., has_salt: bool = ..., start_token: _Optional[int] = ..., num_tokens: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_children: _Optional[int] = ..., num_uses: _Optional[int] = ..., idle_s: _Optional[float] = ..., heat: _Optional[float] = ..., num_leases: _Optional[int] = ..., priority: _Optional[int] = ..., is_retained: bool = ..., expires_in_s: _Optional[float] = ..., adapter_names: _Optional[_Iterable[str]] = ...) -> None: ...
+    session_id: str
+    awaits: _hints_pb2.Awaits
+    def __init__(self, segment_id: _Optional[int] = ..., parent_id: _Optional[int] = ..., tenant: _Optional[str] = ..., adapter: _Optional[str] = ..., namespace_id: _Optional[int] = ..., has_salt: bool = ..., start_token: _Optional[int] = ..., num_tokens: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_children: _Optional[int] = ..., num_uses: _Optional[int] = ..., idle_s: _Optional[float] = ..., heat: _Optional[float] = ..., num_leases: _Optional[int] = ..., priority: _Optional[int] = ..., is_retained: bool = ..., expires_in_s: _Optional[float] = ..., adapter_names: _Optional[_Iterable[str]] = ..., session_id: _Optional[str] = ..., awaits: _Optional[_Union[_hints_pb2.Awaits, str]] = ...) -> None: ...
 
 class LoadAdapterRequest(_message.Message):
     __slots__ = ("name", "path")
@@ -202,15 +245,17 @@ class Adapter(_message.Message):
     def __init__(self, name: _Optional[str] = ..., digest: _Optional[str] = ..., rank: _Optional[int] = ..., num_bytes: _Optional[int] = ..., is_on_device: bool = ..., is_draining: bool = ..., unfinished_requests: _Optional[int] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
 
 class StatsRequest(_message.Message):
-    __slots__ = ("max_tenants", "tenant")
+    __slots__ = ("max_tenants", "tenant", "max_sessions")
     MAX_TENANTS_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
+    MAX_SESSIONS_FIELD_NUMBER: _ClassVar[int]
     max_tenants: int
     tenant: str
-    def __init__(self, max_tenants: _Optional[int] = ..., tenant: _Optional[str] = ...) -> None: ...
+    max_sessions: int
+    def __init__(self, max_tenants: _Optional[int] = ..., tenant: _Optional[str] = ..., max_sessions: _Optional[int] = ...) -> None: ...
 
 class StatsResponse(_message.Message):
-    __slots__ = ("model", "device", "epoch", "uptime_s", "block_size", "blocks", "requests", "tokens", "namespaces", "segments", "held_leases", "evicted_blocks", "block_bytes", "tenants", "kv_dtype", "first_tokens", "known_tenants", "model_fingerprint", "tiers", "evicted_probation_blocks", "replicas", "states", "parts")
+    __slots__ = ("model", "device", "epoch", "uptime_s", "block_size", "blocks", "requests", "tokens", "namespaces", "segments", "held_leases", "evicted_blocks", "block_bytes", "tenants", "kv_dtype", "first_tokens", "known_tenants", "model_fingerprint", "tiers", "evicted_probation_blocks", "replicas", "states", "parts", "sessions")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     DEVICE_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -234,6 +279,7 @@ class StatsResponse(_message.Message):
     REPLICAS_FIELD_NUMBER: _ClassVar[int]
     STATES_FIELD_NUMBER: _ClassVar[int]
     PARTS_FIELD_NUMBER: _ClassVar[int]
+    SESSIONS_FIELD_NUMBER: _ClassVar[int]
     model: str
     device: str
     epoch: int
@@ -257,7 +303,8 @@ class StatsResponse(_message.Message):
     replicas: _containers.RepeatedCompositeFieldContainer[ReplicaStats]
     states: StateStats
     parts: PartStats
-    def __init__(self, model: _Optional[str] = ..., device: _Optional[str] = ..., epoch: _Optional[int] = ..., uptime_s: _Optional[float] = ..., block_size: _Optional[int] = ..., blocks: _Optional[_Union[BlockStats, _Mapping]] = ..., requests: _Optional[_Union[RequestStats, _Mapping]] = ..., tokens: _Optional[_Union[TokenStats, _Mapping]] = ..., namespaces: _Optional[int] = ..., segments: _Optional[int] = ..., held_leases: _Optional[int] = ..., evicted_blocks: _Optional[int] = ..., block_bytes: _Optional[int] = ..., tenants: _Optional[_Iterable[_Union[TenantStats, _Mapping]]] = ..., kv_dtype: _Optional[str] = ..., first_tokens: _Optional[_Union[TimeStats, _Mapping]] = ..., known_tenants: _Optional[int] = ..., model_fingerprint: _Optional[str] = ..., tiers: _Optional[_Iterable[_Union[TierStats, _Mapping]]] = ..., evicted_probation_blocks: _Optional[int] = ..., replicas: _Optional[_Iterable[_Union[ReplicaStats, _Mapping]]] = ..., states: _Optional[_Union[StateStats, _Mapping]] = ..., parts: _Optional[_Union[PartStats, _Mapping]] = ...) -> None: ...
+    sessions: _containers.RepeatedCompositeFieldContainer[SessionStats]
+    def __init__(self, model: _Optional[str] = ..., device: _Optional[str] = ..., epoch: _Optional[int] = ..., uptime_s: _Optional[float] = ..., block_size: _Optional[int] = ..., blocks: _Optional[_Union[BlockStats, _Mapping]] = ..., requests: _Optional[_Union[RequestStats, _Mapping]] = ..., tokens: _Optional[_Union[TokenStats, _Mapping]] = ..., namespaces: _Optional[int] = ..., segments: _Optional[int] = ..., held_leases: _Optional[int] = ..., evicted_blocks: _Optional[int] = ..., block_bytes: _Optional[int] = ..., tenants: _Optional[_Iterable[_Union[TenantStats, _Mapping]]] = ..., kv_dtype: _Optional[str] = ..., first_tokens: _Optional[_Union[TimeStats, _Mapping]] = ..., known_tenants: _Optional[int] = ..., model_fingerprint: _Optional[str] = ..., tiers: _Optional[_Iterable[_Union[TierStats, _Mapping]]] = ..., evicted_probation_blocks: _Optional[int] = ..., replicas: _Optional[_Iterable[_Union[ReplicaStats, _Mapping]]] = ..., states: _Optional[_Union[StateStats, _Mapping]] = ..., parts: _Optional[_Union[PartStats, _Mapping]] = ..., sessions: _Optional[_Iterable[_Union[SessionStats, _Mapping]]] = ...) -> None: ...
 
 class ReplicaStats(_message.Message):
     __slots__ = ("address", "stats", "error")
@@ -344,7 +391,7 @@ class TimeStats(_message.Message):
     def __init__(self, bounds_s: _Optional[_Iterable[float]] = ..., counts: _Optional[_Iterable[int]] = ..., sum_s: _Optional[float] = ...) -> None: ...
 
 class TenantStats(_message.Message):
-    __slots__ = ("tenant", "cached_blocks", "pinned_blocks", "leased_blocks", "evicted_blocks", "hit_tokens", "miss_tokens", "floor_blocks", "ceiling_blocks", "retained_blocks", "stored_blocks")
+    __slots__ = ("tenant", "cached_blocks", "pinned_blocks", "leased_blocks", "evicted_blocks", "hit_tokens", "miss_tokens", "floor_blocks", "ceiling_blocks", "retained_blocks", "stored_blocks", "sessions")
     class StoredBlocksEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -363,6 +410,7 @@ class TenantStats(_message.Message):
     CEILING_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     RETAINED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     STORED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    SESSIONS_FIELD_NUMBER: _ClassVar[int]
     tenant: str
     cached_blocks: int
     pinned_blocks: int
@@ -374,7 +422,24 @@ class TenantStats(_message.Message):
     ceiling_blocks: int
     retained_blocks: int
     stored_blocks: _containers.ScalarMap[str, int]
-    def __init__(self, tenant: _Optional[str] = ..., cached_blocks: _Optional[int] = ..., pinned_blocks: _Optional[int] = ..., leased_blocks: _Optional[int] = ..., evicted_blocks: _Optional[int] = ..., hit_tokens: _Optional[int] = ..., miss_tokens: _Optional[int] = ..., floor_blocks: _Optional[int] = ..., ceiling_blocks: _Optional[int] = ..., retained_blocks: _Optional[int] = ..., stored_blocks: _Optional[_Mapping[str, int]] = ...) -> None: ...
+    sessions: int
+    def __init__(self, tenant: _Optional[str] = ..., cached_blocks: _Optional[int] = ..., pinned_blocks: _Optional[int] = ..., leased_blocks: _Optional[int] = ..., evicted_blocks: _Optional[int] = ..., hit_tokens: _Optional[int] = ..., miss_tokens: _Optional[int] = ..., floor_blocks: _Optional[int] = ..., ceiling_blocks: _Optional[int] = ..., retained_blocks: _Optional[int] = ..., stored_blocks: _Optional[_Mapping[str, int]] = ..., sessions: _Optional[int] = ...) -> None: ...
+
+class SessionStats(_message.Message):
+    __slots__ = ("tenant", "session_id", "awaits", "blocks", "running_requests", "idle_s")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    AWAITS_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    RUNNING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    IDLE_S_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    session_id: str
+    awaits: _hints_pb2.Awaits
+    blocks: int
+    running_requests: int
+    idle_s: float
+    def __init__(self, tenant: _Optional[str] = ..., session_id: _Optional[str] = ..., awaits: _Optional[_Union[_hints_pb2.Awaits, str]] = ..., blocks: _Optional[int] = ..., running_requests: _Optional[int] = ..., idle_s: _Optional[float] = ...) -> None: ...
 
 class BlockStats(_message.Message):
     __slots__ = ("total", "free", "leased", "published", "pinned", "retained", "retainable", "on_probation", "withheld")

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class CacheServiceStub(object):
-    """Requests have at most 4,096 bytes, except those of Retain, Purge and RegisterPublicPrefix. In this file, a tier is a
+    """Requests have at most 4,096 bytes, except those of Retain, Hint, Purge and RegisterPublicPrefix. In this file, a tier is a
     store for blocks that are evicted from the device, such as host memory, disk or Redis.
     """
 
@@ -45,6 +45,16 @@ class CacheServiceStub(object):
                 '/radixkv.v1.CacheService/Retain',
                 request_serializer=radixkv_dot_v1_dot_cache__pb2.RetainRequest.SerializeToString,
                 response_deserializer=radixkv_dot_v1_dot_cache__pb2.RetainResponse.FromString,
+                _registered_method=True)
+        self.Hint = channel.unary_unary(
+                '/radixkv.v1.CacheService/Hint',
+                request_serializer=radixkv_dot_v1_dot_cache__pb2.HintRequest.SerializeToString,
+                response_deserializer=radixkv_dot_v1_dot_cache__pb2.HintResponse.FromString,
+                _registered_method=True)
+        self.EndSession = channel.unary_unary(
+                '/radixkv.v1.CacheService/EndSession',
+                request_serializer=radixkv_dot_v1_dot_cache__pb2.EndSessionRequest.SerializeToString,
+                response_deserializer=radixkv_dot_v1_dot_cache__pb2.EndSessionResponse.FromString,
                 _registered_method=True)
         self.Purge = channel.unary_unary(
                 '/radixkv.v1.CacheService/Purge',
@@ -94,7 +104,7 @@ class CacheServiceStub(object):
 
 
 class CacheServiceServicer(object):
-    """Requests have at most 4,096 bytes, except those of Retain, Purge and RegisterPublicPrefix. In this file, a tier is a
+    """Requests have at most 4,096 bytes, except those of Retain, Hint, Purge and RegisterPublicPrefix. In this file, a tier is a
     store for blocks that are evicted from the device, such as host memory, disk or Redis.
     """
 
@@ -106,6 +116,21 @@ class CacheServiceServicer(object):
 
     def Retain(self, request, context):
         """Set the retention priority of a cached range of tokens, replacing its previous priority.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Hint(self, request, context):
+        """Apply hints about the future use of cached tokens. Each is answered; none is an error of the call.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def EndSession(self, request, context):
+        """End a session: what only it has used is evicted from the device before everything else, until a request uses it
+        again. Its requests that still run continue.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -191,6 +216,16 @@ def add_CacheServiceServicer_to_server(servicer, server):
                     request_deserializer=radixkv_dot_v1_dot_cache__pb2.RetainRequest.FromString,
                     response_serializer=radixkv_dot_v1_dot_cache__pb2.RetainResponse.SerializeToString,
             ),
+            'Hint': grpc.unary_unary_rpc_method_handler(
+                    servicer.Hint,
+                    request_deserializer=radixkv_dot_v1_dot_cache__pb2.HintRequest.FromString,
+                    response_serializer=radixkv_dot_v1_dot_cache__pb2.HintResponse.SerializeToString,
+            ),
+            'EndSession': grpc.unary_unary_rpc_method_handler(
+                    servicer.EndSession,
+                    request_deserializer=radixkv_dot_v1_dot_cache__pb2.EndSessionRequest.FromString,
+                    response_serializer=radixkv_dot_v1_dot_cache__pb2.EndSessionResponse.SerializeToString,
+            ),
             'Purge': grpc.unary_unary_rpc_method_handler(
                     servicer.Purge,
                     request_deserializer=radixkv_dot_v1_dot_cache__pb2.PurgeRequest.FromString,
@@ -245,7 +280,7 @@ def add_CacheServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class CacheService(object):
-    """Requests have at most 4,096 bytes, except those of Retain, Purge and RegisterPublicPrefix. In this file, a tier is a
+    """Requests have at most 4,096 bytes, except those of Retain, Hint, Purge and RegisterPublicPrefix. In this file, a tier is a
     store for blocks that are evicted from the device, such as host memory, disk or Redis.
     """
 
@@ -293,6 +328,60 @@ class CacheService(object):
             '/radixkv.v1.CacheService/Retain',
             radixkv_dot_v1_dot_cache__pb2.RetainRequest.SerializeToString,
             radixkv_dot_v1_dot_cache__pb2.RetainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Hint(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/radixkv.v1.CacheService/Hint',
+            radixkv_dot_v1_dot_cache__pb2.HintRequest.SerializeToString,
+            radixkv_dot_v1_dot_cache__pb2.HintResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def EndSession(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/radixkv.v1.CacheService/EndSession',
+            radixkv_dot_v1_dot_cache__pb2.EndSessionRequest.SerializeToString,
+            radixkv_dot_v1_dot_cache__pb2.EndSessionResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -2,6 +2,7 @@ import datetime
 
 from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import timestamp_pb2 as _timestamp_pb2
+from radixkv.v1 import hints_pb2 as _hints_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
@@ -55,7 +56,7 @@ NO_STATE: MissReason
 NO_WINDOW: MissReason
 
 class PrefillRequest(_message.Message):
-    __slots__ = ("token_ids", "tenant", "adapter", "salt", "request_id", "read_cache", "write_cache", "retention", "top_logprobs", "return_logits", "hold_lease", "priority", "return_block_table")
+    __slots__ = ("token_ids", "tenant", "adapter", "salt", "request_id", "read_cache", "write_cache", "retention", "top_logprobs", "return_logits", "hold_lease", "priority", "return_block_table", "session_id", "awaits", "kv_hints")
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
@@ -69,6 +70,9 @@ class PrefillRequest(_message.Message):
     HOLD_LEASE_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     RETURN_BLOCK_TABLE_FIELD_NUMBER: _ClassVar[int]
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    AWAITS_FIELD_NUMBER: _ClassVar[int]
+    KV_HINTS_FIELD_NUMBER: _ClassVar[int]
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     tenant: str
     adapter: str
@@ -82,10 +86,13 @@ class PrefillRequest(_message.Message):
     hold_lease: bool
     priority: int
     return_block_table: bool
-    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., tenant: _Optional[str] = ..., adapter: _Optional[str] = ..., salt: _Optional[str] = ..., request_id: _Optional[str] = ..., read_cache: bool = ..., write_cache: bool = ..., retention: _Optional[_Union[Retention, _Mapping]] = ..., top_logprobs: _Optional[int] = ..., return_logits: bool = ..., hold_lease: bool = ..., priority: _Optional[int] = ..., return_block_table: bool = ...) -> None: ...
+    session_id: str
+    awaits: _hints_pb2.Awaits
+    kv_hints: _hints_pb2.KvHintsEnvelope
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., tenant: _Optional[str] = ..., adapter: _Optional[str] = ..., salt: _Optional[str] = ..., request_id: _Optional[str] = ..., read_cache: bool = ..., write_cache: bool = ..., retention: _Optional[_Union[Retention, _Mapping]] = ..., top_logprobs: _Optional[int] = ..., return_logits: bool = ..., hold_lease: bool = ..., priority: _Optional[int] = ..., return_block_table: bool = ..., session_id: _Optional[str] = ..., awaits: _Optional[_Union[_hints_pb2.Awaits, str]] = ..., kv_hints: _Optional[_Union[_hints_pb2.KvHintsEnvelope, _Mapping]] = ...) -> None: ...
 
 class PrefillResponse(_message.Message):
-    __slots__ = ("request_id", "usage", "next_token_id", "top_logprobs", "logits", "miss_reason", "timing", "lease_id", "lease_expires_at", "block_table", "block_size", "epoch", "retained")
+    __slots__ = ("request_id", "usage", "next_token_id", "top_logprobs", "logits", "miss_reason", "timing", "lease_id", "lease_expires_at", "block_table", "block_size", "epoch", "retained", "hints")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     USAGE_FIELD_NUMBER: _ClassVar[int]
     NEXT_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
@@ -99,6 +106,7 @@ class PrefillResponse(_message.Message):
     BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     RETAINED_FIELD_NUMBER: _ClassVar[int]
+    HINTS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     usage: Usage
     next_token_id: int
@@ -112,19 +120,22 @@ class PrefillResponse(_message.Message):
     block_size: int
     epoch: int
     retained: Grant
-    def __init__(self, request_id: _Optional[str] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., next_token_id: _Optional[int] = ..., top_logprobs: _Optional[_Iterable[_Union[TokenLogprob, _Mapping]]] = ..., logits: _Optional[bytes] = ..., miss_reason: _Optional[_Union[MissReason, str]] = ..., timing: _Optional[_Union[Timing, _Mapping]] = ..., lease_id: _Optional[str] = ..., lease_expires_at: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., block_table: _Optional[_Iterable[int]] = ..., block_size: _Optional[int] = ..., epoch: _Optional[int] = ..., retained: _Optional[_Union[Grant, _Mapping]] = ...) -> None: ...
+    hints: _containers.RepeatedCompositeFieldContainer[_hints_pb2.HintOutcome]
+    def __init__(self, request_id: _Optional[str] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., next_token_id: _Optional[int] = ..., top_logprobs: _Optional[_Iterable[_Union[TokenLogprob, _Mapping]]] = ..., logits: _Optional[bytes] = ..., miss_reason: _Optional[_Union[MissReason, str]] = ..., timing: _Optional[_Union[Timing, _Mapping]] = ..., lease_id: _Optional[str] = ..., lease_expires_at: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., block_table: _Optional[_Iterable[int]] = ..., block_size: _Optional[int] = ..., epoch: _Optional[int] = ..., retained: _Optional[_Union[Grant, _Mapping]] = ..., hints: _Optional[_Iterable[_Union[_hints_pb2.HintOutcome, _Mapping]]] = ...) -> None: ...
 
 class Retention(_message.Message):
-    __slots__ = ("priority", "ttl", "start_token", "end_token")
+    __slots__ = ("priority", "ttl", "start_token", "end_token", "renew")
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     TTL_FIELD_NUMBER: _ClassVar[int]
     START_TOKEN_FIELD_NUMBER: _ClassVar[int]
     END_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    RENEW_FIELD_NUMBER: _ClassVar[int]
     priority: int
     ttl: _duration_pb2.Duration
     start_token: int
     end_token: int
-    def __init__(self, priority: _Optional[int] = ..., ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., start_token: _Optional[int] = ..., end_token: _Optional[int] = ...) -> None: ...
+    renew: bool
+    def __init__(self, priority: _Optional[int] = ..., ttl: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., start_token: _Optional[int] = ..., end_token: _Optional[int] = ..., renew: bool = ...) -> None: ...
 
 class Grant(_message.Message):
     __slots__ = ("granted_tokens", "refused_tokens", "uncached_tokens", "expires_at")
@@ -139,7 +150,7 @@ class Grant(_message.Message):
     def __init__(self, granted_tokens: _Optional[int] = ..., refused_tokens: _Optional[int] = ..., uncached_tokens: _Optional[int] = ..., expires_at: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("prefill", "max_new_tokens", "temperature", "top_p", "seed", "stop_token_ids", "ignore_eos", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "min_tokens", "logit_bias", "logprobs", "n", "stop", "prompt_logprobs", "json_schema", "regex", "grammar", "json_object", "kv_source", "compression")
+    __slots__ = ("prefill", "max_new_tokens", "temperature", "top_p", "seed", "stop_token_ids", "ignore_eos", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "min_tokens", "logit_bias", "logprobs", "n", "stop", "prompt_logprobs", "json_schema", "regex", "grammar", "json_object", "kv_source", "compression", "write_generated")
     class LogitBiasEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -171,6 +182,7 @@ class GenerateRequest(_message.Message):
     JSON_OBJECT_FIELD_NUMBER: _ClassVar[int]
     KV_SOURCE_FIELD_NUMBER: _ClassVar[int]
     COMPRESSION_FIELD_NUMBER: _ClassVar[int]
+    WRITE_GENERATED_FIELD_NUMBER: _ClassVar[int]
     prefill: PrefillRequest
     max_new_tokens: int
     temperature: float
@@ -195,7 +207,8 @@ class GenerateRequest(_message.Message):
     json_object: bool
     kv_source: KVSource
     compression: Compression
-    def __init__(self, prefill: _Optional[_Union[PrefillRequest, _Mapping]] = ..., max_new_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., seed: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: bool = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., min_tokens: _Optional[int] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., logprobs: _Optional[int] = ..., n: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., prompt_logprobs: _Optional[int] = ..., json_schema: _Optional[str] = ..., regex: _Optional[str] = ..., grammar: _Optional[str] = ..., json_object: bool = ..., kv_source: _Optional[_Union[KVSource, _Mapping]] = ..., compression: _Optional[_Union[Compression, _Mapping]] = ...) -> None: ...
+    write_generated: bool
+    def __init__(self, prefill: _Optional[_Union[PrefillRequest, _Mapping]] = ..., max_new_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., seed: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: bool = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., min_tokens: _Optional[int] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., logprobs: _Optional[int] = ..., n: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., prompt_logprobs: _Optional[int] = ..., json_schema: _Optional[str] = ..., regex: _Optional[str] = ..., grammar: _Optional[str] = ..., json_object: bool = ..., kv_source: _Optional[_Union[KVSource, _Mapping]] = ..., compression: _Optional[_Union[Compression, _Mapping]] = ..., write_generated: bool = ...) -> None: ...
 
 class Compression(_message.Message):
     __slots__ = ("policy", "max_tokens", "num_sinks", "window")
@@ -220,7 +233,7 @@ class KVSource(_message.Message):
     def __init__(self, address: _Optional[str] = ..., lease_id: _Optional[str] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
-    __slots__ = ("token_ids", "finished", "finish_reason", "usage", "request_id", "miss_reason", "timing", "retained", "logprobs", "index", "matched_stop", "prompt_logprobs")
+    __slots__ = ("token_ids", "finished", "finish_reason", "usage", "request_id", "miss_reason", "timing", "retained", "logprobs", "index", "matched_stop", "prompt_logprobs", "hints")
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
@@ -233,6 +246,7 @@ class GenerateResponse(_message.Message):
     INDEX_FIELD_NUMBER: _ClassVar[int]
     MATCHED_STOP_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    HINTS_FIELD_NUMBER: _ClassVar[int]
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     finished: bool
     finish_reason: FinishReason
@@ -245,7 +259,8 @@ class GenerateResponse(_message.Message):
     index: int
     matched_stop: str
     prompt_logprobs: _containers.RepeatedCompositeFieldContainer[TokenLogprobs]
-    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., finished: bool = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., request_id: _Optional[str] = ..., miss_reason: _Optional[_Union[MissReason, str]] = ..., timing: _Optional[_Union[Timing, _Mapping]] = ..., retained: _Optional[_Union[Grant, _Mapping]] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., index: _Optional[int] = ..., matched_stop: _Optional[str] = ..., prompt_logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ...) -> None: ...
+    hints: _containers.RepeatedCompositeFieldContainer[_hints_pb2.HintOutcome]
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., finished: bool = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., request_id: _Optional[str] = ..., miss_reason: _Optional[_Union[MissReason, str]] = ..., timing: _Optional[_Union[Timing, _Mapping]] = ..., retained: _Optional[_Union[Grant, _Mapping]] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., index: _Optional[int] = ..., matched_stop: _Optional[str] = ..., prompt_logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., hints: _Optional[_Iterable[_Union[_hints_pb2.HintOutcome, _Mapping]]] = ...) -> None: ...
 
 class TokenLogprobs(_message.Message):
     __slots__ = ("logprob", "top")

@@ -34,6 +34,7 @@ A call that fails raises a subclass of `ServiceError`, which is also a `grpc.Rpc
 `radixkv.service.client.errors` describes each.
 """
 
+from radixkv.api.awaits import Awaits
 from radixkv.api.compression import Compression, CompressionPolicy
 from radixkv.api.retention import Retention
 from radixkv.service.client.async_client import AsyncClient
@@ -59,11 +60,13 @@ from radixkv.service.client.errors import (
 from radixkv.service.client.requests import logits_of
 from radixkv.service.client.text_answers import AsyncTextAnswer, TextAnswer, TextChunk
 from radixkv.service.text.tokenizer import Tokenizer
+from radixkv.v1.hints_pb2 import HintStatus
 from radixkv.v1.prefill_pb2 import FinishReason, KVSource, MissReason
 
 __all__ = [
     "AsyncClient",
     "AsyncTextAnswer",
+    "Awaits",
     "Cancelled",
     "Client",
     "Compression",
@@ -73,6 +76,7 @@ __all__ = [
     "DeadlineExceeded",
     "FailedPrecondition",
     "FinishReason",
+    "HintStatus",
     "InternalError",
     "InvalidArgument",
     "KVSource",

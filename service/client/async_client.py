@@ -19,6 +19,7 @@ from radixkv.service.client.requests import (
     GenerateOptions,
     PrefillOptions,
     generate_request,
+    hint_request,
     make_request,
     prefill_request,
     prompt_request,
@@ -33,6 +34,9 @@ from radixkv.service.text.tokenizer import Tokenizer
 from radixkv.service.token_ids import TokenIds, pack_token_ids, write_token_ids
 from radixkv.v1.cache_pb2 import (
     DrainRequest,
+    EndSessionRequest,
+    EndSessionResponse,
+    HintResponse,
     ListAdaptersRequest,
     ListAdaptersResponse,
     ListPublicPrefixesRequest,
@@ -214,6 +218,25 @@ class AsyncClient:
         request = retain_request(token_ids, retention, tenant=tenant, adapter=adapter, salt=salt)
         return await self._call(methods.RETAIN, request)
 
+    async def hint(
+        self,
+        actions: Sequence[Mapping[str, Any]],
+        prompt: str | TokenIds | None = None,
+        *,
+        tenant: str = "",
+        adapter: str = "",
+        salt: str = "",
+    ) -> HintResponse:
+        """Apply hints about the future use of cached tokens; see `Client.hint`."""
+        token_ids = None if prompt is None else await self._served.token_ids(prompt)
+        request = hint_request(actions, token_ids, tenant=tenant, adapter=adapter, salt=salt)
+        return await self._call(methods.HINT, request)
+
+    async def end_session(self, session_id: str, *, tenant: str = "") -> EndSessionResponse:
+        """End a session; see `Client.end_session`."""
+        request = make_request(EndSessionRequest, tenant=tenant, session_id=session_id)
+        return await self._call(methods.END_SESSION, request)
+
     async def purge(
         self,
         *,
@@ -233,6 +256,7 @@ class AsyncClient:
         page_token: str = "",
         hottest_first: bool = False,
         store: str = "",
+        session_id: str = "",
     ) -> ListSegmentsResponse:
         """List the cached segments page by page; see `Client.segments`."""
         request = make_request(
@@ -242,12 +266,17 @@ class AsyncClient:
             page_token=page_token,
             hottest_first=hottest_first,
             store=store,
+            session_id=session_id,
         )
         return await self._call(methods.LIST_SEGMENTS, request)
 
-    async def stats(self, *, max_tenants: int | None = None, tenant: str | None = None) -> StatsResponse:
+    async def stats(
+        self, *, max_tenants: int | None = None, tenant: str | None = None, max_sessions: int = 0
+    ) -> StatsResponse:
         """Return the contents of the cache and the counters of the server; see `Client.stats`."""
-        return await self._call(methods.STATS, make_request(StatsRequest, max_tenants=max_tenants, tenant=tenant))
+        return await self._call(
+            methods.STATS, make_request(StatsRequest, max_tenants=max_tenants, tenant=tenant, max_sessions=max_sessions)
+        )
 
     async def load_adapter(self, name: str, path: str) -> LoadAdapterResponse:
         """Load a LoRA adapter; see `Client.load_adapter`."""

@@ -18,6 +18,7 @@ from radixkv.service.client.requests import (
     GenerateOptions,
     PrefillOptions,
     generate_request,
+    hint_request,
     make_request,
     prefill_request,
     prompt_request,
@@ -31,6 +32,9 @@ from radixkv.service.text.tokenizer import Tokenizer
 from radixkv.service.token_ids import TokenIds
 from radixkv.v1.cache_pb2 import (
     DrainRequest,
+    EndSessionRequest,
+    EndSessionResponse,
+    HintResponse,
     ListAdaptersRequest,
     ListAdaptersResponse,
     ListPublicPrefixesRequest,
@@ -306,6 +310,33 @@ class Client:
         request = retain_request(token_ids, retention, tenant=tenant, adapter=adapter, salt=salt)
         return self._call(methods.RETAIN, request)
 
+    def hint(
+        self,
+        actions: Sequence[Mapping[str, Any]],
+        prompt: str | TokenIds | None = None,
+        *,
+        tenant: str = "",
+        adapter: str = "",
+        salt: str = "",
+    ) -> HintResponse:
+        """Apply hints about the future use of cached tokens, and say what was done with each. Raises like `prefill`.
+
+        Args:
+            actions: dicts with `action_type`, `payload` and perhaps `action_id`; hints.proto has the table.
+            prompt: the prompt that the actions address; not needed if each payload has a `session_id`.
+
+        Example:
+            >>> client.hint([{"action_type": "kv.release", "payload": {"session_id": "s-1"}}])  # doctest: +SKIP
+        """
+        token_ids = None if prompt is None else self._served.token_ids(prompt)
+        request = hint_request(actions, token_ids, tenant=tenant, adapter=adapter, salt=salt)
+        return self._call(methods.HINT, request)
+
+    def end_session(self, session_id: str, *, tenant: str = "") -> EndSessionResponse:
+        """End a session: what only it has used is evicted before everything else. Raises like `prefill`."""
+        request = make_request(EndSessionRequest, tenant=tenant, session_id=session_id)
+        return self._call(methods.END_SESSION, request)
+
     def purge(
         self,
         *,
@@ -330,6 +361,7 @@ class Client:
         page_token: str = "",
         hottest_first: bool = False,
         store: str = "",
+        session_id: str = "",
     ) -> ListSegmentsResponse:
         """List the cached segments page by page. Token ids are never returned. Raises like `prefill`.
 
@@ -339,6 +371,7 @@ class Client:
             page_token: `next_page_token` of the previous response, which is empty after the last page.
             hottest_first: return the hottest segments, up to 256, in one page.
             store: list the blocks of each namespace in this tier, such as `host`, instead of segments on the device.
+            session_id: list only what this session of the tenant has used alone, in one page.
         """
         request = make_request(
             ListSegmentsRequest,
@@ -347,18 +380,24 @@ class Client:
             page_token=page_token,
             hottest_first=hottest_first,
             store=store,
+            session_id=session_id,
         )
         return self._call(methods.LIST_SEGMENTS, request)
 
-    def stats(self, *, max_tenants: int | None = None, tenant: str | None = None) -> StatsResponse:
+    def stats(
+        self, *, max_tenants: int | None = None, tenant: str | None = None, max_sessions: int = 0
+    ) -> StatsResponse:
         """Return the contents of the cache and the counters of the server.
 
         Args:
             max_tenants: number of tenants to list, those with the most blocks, at most 128; None for 100.
+            max_sessions: number of sessions to list, those used most recently, at most 100.
             tenant: return only the statistics that this tenant may see; None for all. With a tenant's credential, only
                 those of that tenant are returned in any case.
         """
-        return self._call(methods.STATS, make_request(StatsRequest, max_tenants=max_tenants, tenant=tenant))
+        return self._call(
+            methods.STATS, make_request(StatsRequest, max_tenants=max_tenants, tenant=tenant, max_sessions=max_sessions)
+        )
 
     def load_adapter(self, name: str, path: str) -> LoadAdapterResponse:
         """Load a LoRA adapter, or replace the one with this name. Requests that already run keep the previous weights.

@@ -94,6 +94,8 @@ RENEW = Method(_PREFILL, "Renew", prefill.RenewRequest, prefill.RenewResponse, i
 FETCH_KV = Method(_PREFILL, "FetchKV", prefill.FetchKVRequest, prefill.FetchKVResponse, is_streaming=True)
 
 RETAIN = Method(_CACHE, "Retain", cache.RetainRequest, cache.RetainResponse, is_idempotent=True, prompt_of=_itself)
+HINT = Method(_CACHE, "Hint", cache.HintRequest, cache.HintResponse, prompt_of=_itself)
+END_SESSION = Method(_CACHE, "EndSession", cache.EndSessionRequest, cache.EndSessionResponse)
 PURGE = Method(_CACHE, "Purge", cache.PurgeRequest, cache.PurgeResponse)  # a second one counts no blocks
 STATS = Method(_CACHE, "Stats", cache.StatsRequest, cache.StatsResponse, is_idempotent=True)
 LIST_SEGMENTS = Method(
@@ -142,6 +144,8 @@ METHODS: tuple[Method[Any, Any], ...] = (
     RENEW,
     FETCH_KV,
     RETAIN,
+    HINT,
+    END_SESSION,
     PURGE,
     STATS,
     LIST_SEGMENTS,

@@ -10,12 +10,15 @@ import numpy as np
 import numpy.typing as npt
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.duration_pb2 import Duration
+from google.protobuf.json_format import ParseDict, ParseError
 from google.protobuf.message import Message
 
+from radixkv.api.awaits import Awaits
 from radixkv.api.compression import Compression, CompressionPolicy
 from radixkv.api.retention import MAX_TTL_S, Retention
 from radixkv.service.token_ids import TokenIds, Tokens, pack_token_ids, write_token_ids
-from radixkv.v1.cache_pb2 import PurgeRequest, RetainRequest
+from radixkv.v1.cache_pb2 import HintRequest, PurgeRequest, RetainRequest
+from radixkv.v1.hints_pb2 import KvHintsEnvelope
 from radixkv.v1.prefill_pb2 import Compression as CompressionMessage
 from radixkv.v1.prefill_pb2 import GenerateRequest, KVSource, PrefillRequest, PrefillResponse
 from radixkv.v1.prefill_pb2 import Retention as RetentionMessage
@@ -47,6 +50,11 @@ class PromptOptions(TypedDict, total=False):
         urgency: scheduling priority among the tenant's own requests, 0 to 100, default 50. One point counts as one
             second of waiting: a request of 60 runs before requests of 50 that arrived up to 10 s earlier. The .proto
             calls it `priority`.
+        session_id: the session (the conversation) of the request; default none.
+        awaits: what the session waits for when the request has ended, if you know it; `Awaits.UNKNOWN` by default, for
+            which the server uses what it sees.
+        kv_hints: a `KvHintsEnvelope` as a dict, applied when the request has ended; `hints` of the response says what
+            was done. Default none.
     """
 
     tenant: str
@@ -57,6 +65,9 @@ class PromptOptions(TypedDict, total=False):
     write_cache: bool
     retention: Retention | None
     urgency: int | None
+    session_id: str
+    awaits: Awaits
+    kv_hints: Mapping[str, Any] | None
 
 
 class PrefillOptions(PromptOptions, total=False):
@@ -111,6 +122,7 @@ class GenerateOptions(PromptOptions, total=False):
         json_object: whether each completion is a JSON object.
         kv_source: a held lease on another server, from which the K/V of the prompt is fetched; default none.
         compression: keep only some K/V entries after the prompt, which changes the completion; default none.
+        write_generated: publish the generated tokens for later requests; default true.
     """
 
     max_new_tokens: int | None
@@ -136,6 +148,7 @@ class GenerateOptions(PromptOptions, total=False):
     json_object: bool | None
     kv_source: KVSource | None
     compression: Compression | None
+    write_generated: bool | None
 
 
 _CONSTRAINTS = ("json_schema", "regex", "grammar", "json_object")
@@ -223,6 +236,8 @@ def logits_of(response: PrefillResponse) -> npt.NDArray[np.float32]:
 def _prompt(token_ids: TokenIds, options: dict[str, Any]) -> PrefillRequest:
     if "retention" in options:
         options["retention"] = _retention_message(options["retention"])
+    if "kv_hints" in options:
+        options["kv_hints"] = _hints_message(options["kv_hints"])
     return prompt_request(PrefillRequest, token_ids, **options)
 
 
@@ -249,6 +264,31 @@ def _compression_message(compression: object) -> CompressionMessage | None:
     )
 
 
+def hint_request(
+    actions: Sequence[Mapping[str, Any]], token_ids: TokenIds | None, *, tenant: str, adapter: str, salt: str
+) -> HintRequest:
+    """Return the request of `Client.hint`; raises the errors that it documents."""
+    hints = _hints_message({"protocol_version": "1.0", "actions": [_action(each) for each in actions]})
+    fields = {"tenant": tenant, "adapter": adapter, "salt": salt, "kv_hints": hints}
+    return (
+        make_request(HintRequest, **fields) if token_ids is None else prompt_request(HintRequest, token_ids, **fields)
+    )
+
+
+def _action(action: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an action with the version of this client, unless it names another."""
+    return {"action_version": "1.0", **action}
+
+
+def _hints_message(hints: Mapping[str, Any] | None) -> KvHintsEnvelope | None:
+    if hints is None:
+        return None
+    try:
+        return ParseDict(dict(hints), KvHintsEnvelope())
+    except (ParseError, TypeError, ValueError) as error:
+        raise ValueError(f"kv_hints: expected the fields of a KvHintsEnvelope, got: {error}") from error
+
+
 def _retention_message(retention: Retention | None) -> RetentionMessage | None:
     if retention is None:
         return None
@@ -267,4 +307,5 @@ def _retention_message(retention: Retention | None) -> RetentionMessage | None:
         ttl=None if ttl_s is None else Duration(seconds=seconds, nanos=nanos),
         start_token=retention.start,
         end_token=retention.end,
+        renew=retention.renew,
     )

@@ -214,6 +214,54 @@ def test_a_priority_ends_with_its_time() -> None:
     assert shelf.left_after(1, "aaaa", "bbbb") == [0, 4]
 
 
+@pytest.mark.parametrize(
+    ("text", "expires_s"),
+    [
+        ("aaaabbbbX", 18),  # a hit on all of the range
+        ("aaaaX", 11),  # a hit on a part of it, which is not published, so the node stays whole
+        ("bbbbX", 11),  # no hit
+    ],
+)
+def test_a_hit_renews_the_time_of_the_nodes_that_it_finds(text: str, expires_s: float) -> None:
+    shelf = Shelf()
+    shelf.publish("aaaabbbb")
+    shelf.retain("aaaabbbb", Retention(80, ttl_s=10, renew=True))
+    shelf.clock.now_s = 8
+    lease_text(shelf.cache, text).close()
+    shelf.cache.check()
+    shelf.clock.now_s = expires_s - 0.5
+    assert shelf.cache.num_retained_blocks == 2
+    shelf.clock.now_s = expires_s
+    assert shelf.cache.num_retained_blocks == 0
+
+
+def test_both_halves_of_a_split_are_renewed_separately() -> None:
+    shelf = Shelf()
+    shelf.publish("aaaabbbb")
+    shelf.retain("aaaabbbb", Retention(80, ttl_s=10, renew=True))
+    shelf.publish("aaaacccc")
+    shelf.clock.now_s = 8
+    lease_text(shelf.cache, "aaaaX").close()
+    shelf.clock.now_s = 12
+    assert shelf.cache.num_retained_blocks == 1
+    assert shelf.priorities() == {"aaaa": 80, "bbbb": 50, "cccc": 50}
+    shelf.clock.now_s = 18
+    assert shelf.cache.num_retained_blocks == 0
+    shelf.publish("aaaadddd")
+    assert shelf.cache.num_retained_blocks == 0
+
+
+def test_a_later_retention_replaces_the_renewal() -> None:
+    shelf = Shelf()
+    shelf.publish("aaaa")
+    shelf.retain("aaaa", Retention(80, ttl_s=10, renew=True))
+    shelf.retain("aaaa", Retention(80, ttl_s=20))
+    shelf.clock.now_s = 8
+    lease_text(shelf.cache, "aaaaX").close()
+    shelf.clock.now_s = 22
+    assert shelf.cache.num_retained_blocks == 0
+
+
 def test_a_miss_after_the_time_is_up_is_explained() -> None:
     shelf = Shelf()
     shelf.publish("aaaa", "bbbb")

@@ -103,7 +103,7 @@ def test_sessions_of_two_tenants_have_nothing_in_common(cache: PrefixCache) -> N
     publish(cache, "abcd", "s", ACME)
     assert cache.end_session("acme", "s") == 2
     assert own(cache, "s") == ["abcd"]
-    assert cache.sessions.of("acme") == []
+    assert (cache.sessions.num_of("acme"), cache.sessions.num_of("")) == (0, 1)
 
 
 def test_what_only_an_ended_session_has_used_is_evicted_first(cache: PrefixCache, clock: FakeClock) -> None:

@@ -152,6 +152,8 @@ RULES: dict[str, MethodRule] = {
     "/radixkv.v1.FleetService/Route": _TENANT,
     "/radixkv.v1.CacheService/Stats": _READ,
     "/radixkv.v1.CacheService/Retain": _TENANT,
+    "/radixkv.v1.CacheService/Hint": _TENANT,
+    "/radixkv.v1.CacheService/EndSession": _TENANT,
     "/radixkv.v1.CacheService/Purge": MethodRule(Permission.TENANT, is_logged=True),
     "/radixkv.v1.CacheService/ListSegments": _READ,
     "/radixkv.v1.CacheService/LoadAdapter": MethodRule(Permission.ADMIN, is_logged=True),

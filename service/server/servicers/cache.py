@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from radixkv.api.caller import Caller
 from radixkv.api.stats import DEFAULT_MAX_TENANTS
 from radixkv.errors import InvalidRequest
 from radixkv.service.server.calls import Context
@@ -13,11 +14,14 @@ from radixkv.service.server.servicers.engine_calls import result_of
 from radixkv.service.server.servicers.messages import (
     adapter_message,
     grant_message,
+    hint_message,
     public_prefix_message,
     purge_message,
     read_caller,
+    read_hints,
     read_retention,
     require_names,
+    session_message,
     stats_response,
     tenant_stats_response,
 )
@@ -27,6 +31,8 @@ from radixkv.v1 import cache_pb2, cache_pb2_grpc
 
 if TYPE_CHECKING:  # the engine needs torch; this module does not
     from radixkv.engine.engine import Engine
+
+MAX_SESSIONS = 100
 
 
 class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
@@ -52,6 +58,24 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
         retained = await result_of(self._engine, self._mailbox, future)
         return cache_pb2.RetainResponse(retained=grant_message(retained))
 
+    async def Hint(self, request: cache_pb2.HintRequest, context: Context) -> cache_pb2.HintResponse:  # noqa: N802
+        """Apply hints about the future use of cached tokens."""
+        caller, actions = read_caller(request), read_hints(request.kv_hints)
+        tokens = read_token_ids(request) if request.token_ids else b""
+        outcomes = await result_of(self._engine, self._mailbox, self._engine.hint(actions, caller, tokens))
+        return cache_pb2.HintResponse(hints=map(hint_message, outcomes))
+
+    async def EndSession(  # noqa: N802
+        self, request: cache_pb2.EndSessionRequest, context: Context
+    ) -> cache_pb2.EndSessionResponse:
+        """End a session of the caller's tenant."""
+        require_names(tenant=request.tenant, session_id=request.session_id)
+        if not request.session_id:
+            raise InvalidRequest("session_id: it is required")
+        future = self._engine.end_session(request.session_id, Caller(request.tenant))
+        num_blocks = await result_of(self._engine, self._mailbox, future)
+        return cache_pb2.EndSessionResponse(was_known=num_blocks is not None, blocks=num_blocks or 0)
+
     async def Purge(self, request: cache_pb2.PurgeRequest, context: Context) -> cache_pb2.PurgeResponse:  # noqa: N802
         """Delete what is cached in the namespaces that match."""
         require_names(tenant=request.tenant, adapter=request.adapter, salt=request.salt)
@@ -71,6 +95,16 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
     async def Stats(self, request: cache_pb2.StatsRequest, context: Context) -> cache_pb2.StatsResponse:  # noqa: N802
         """Return statistics of the engine, or of one tenant only."""
         require_names(tenant=request.tenant)
+        if request.max_sessions > MAX_SESSIONS:
+            raise InvalidRequest(f"max_sessions: expected at most {MAX_SESSIONS}, got {request.max_sessions}")
+        response = await self._stats(request)
+        if request.max_sessions:
+            tenant = request.tenant if request.HasField("tenant") else None
+            sessions = await result_of(self._engine, self._mailbox, self._engine.sessions(request.max_sessions, tenant))
+            response.sessions.extend(map(session_message, sessions))
+        return response
+
+    async def _stats(self, request: cache_pb2.StatsRequest) -> cache_pb2.StatsResponse:
         max_tenants = request.max_tenants if request.HasField("max_tenants") else DEFAULT_MAX_TENANTS
         if request.HasField("tenant"):
             stats = await result_of(self._engine, self._mailbox, self._engine.stats(tenant=request.tenant))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import AsyncGenerator
 from functools import partial
 from typing import TYPE_CHECKING
@@ -64,7 +65,8 @@ class GenerateCall:
         self._num_sent = [0] * num_completions
         for index in range(num_completions):
             on_tokens = partial(self._stream.put, index)
-            future = self._engine.generate(self._params, sampling.of_answer(index), on_tokens, fetched)
+            params = self._params if index == 0 else dataclasses.replace(self._params, hints=())
+            future = self._engine.generate(params, sampling.of_answer(index), on_tokens, fetched)
             self._futures.append(future)
             future.add_done_callback(partial(self._stream.end, index))
 

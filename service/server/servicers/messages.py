@@ -8,11 +8,14 @@ import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from google.protobuf.json_format import MessageToDict
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from radixkv.api.adapters import Adapter
+from radixkv.api.awaits import Awaits
 from radixkv.api.caller import Caller
 from radixkv.api.compression import Compression, CompressionPolicy
+from radixkv.api.hints import MAX_HINT_ACTIONS, HintAction, HintOutcome
 from radixkv.api.limits import Limits
 from radixkv.api.params import DEFAULT_URGENCY, PrefillParams
 from radixkv.api.public_prefixes import PublicPrefixStatus
@@ -26,12 +29,12 @@ from radixkv.api.sampling import (
     Sampling,
     random_seed,
 )
-from radixkv.api.stats import EngineStats, TenantStats, TierStats
+from radixkv.api.stats import EngineStats, SessionStats, TenantStats, TierStats
 from radixkv.cache.purge import Purged
 from radixkv.errors import InvalidRequest
 from radixkv.service.structured.grammar_text import GrammarText
 from radixkv.service.token_ids import read_token_ids
-from radixkv.v1 import cache_pb2, prefill_pb2
+from radixkv.v1 import cache_pb2, hints_pb2, prefill_pb2
 
 if TYPE_CHECKING:  # the engine needs torch; this module does not
     from radixkv.engine.adapters.adapters import Adapters
@@ -55,7 +58,9 @@ def new_request_id() -> str:
     return f"{random.getrandbits(128):032x}"
 
 
-def read_caller(request: prefill_pb2.PrefillRequest | prefill_pb2.ProbeRequest | cache_pb2.RetainRequest) -> Caller:
+def read_caller(
+    request: prefill_pb2.PrefillRequest | prefill_pb2.ProbeRequest | cache_pb2.RetainRequest | cache_pb2.HintRequest,
+) -> Caller:
     """Read the names that select the namespace of a request.
 
     Raises:
@@ -77,7 +82,7 @@ def read_params(request: prefill_pb2.PrefillRequest, remaining_s: float | None, 
     Raises:
         InvalidRequest: a field is out of range.
     """
-    require_names(request_id=request.request_id)
+    require_names(request_id=request.request_id, session_id=request.session_id)
     if request.top_logprobs > MAX_TOP_LOGPROBS:
         raise InvalidRequest(f"top_logprobs: expected at most {MAX_TOP_LOGPROBS}, got {request.top_logprobs}")
     if request.return_block_table and not request.hold_lease:
@@ -93,6 +98,9 @@ def read_params(request: prefill_pb2.PrefillRequest, remaining_s: float | None, 
         top_logprobs=request.top_logprobs,
         return_logits=request.return_logits,
         hold_lease=request.hold_lease,
+        session_id=request.session_id,
+        awaits=read_awaits(request),
+        hints=read_hints(request.kv_hints) if request.HasField("kv_hints") else (),
         traceparent=traceparent,
         deadline_s=None if remaining_s is None else time.monotonic() + remaining_s,
     )
@@ -119,7 +127,55 @@ def read_retention(request: prefill_pb2.PrefillRequest | cache_pb2.RetainRequest
         ttl_s=ttl.seconds + ttl.nanos / 1e9 if retention.HasField("ttl") else None,
         start=retention.start_token,
         end=retention.end_token if retention.HasField("end_token") else None,
+        renew=retention.renew,
     )
+
+
+def read_awaits(request: prefill_pb2.PrefillRequest) -> Awaits:
+    """Read what the session of a request waits for afterwards.
+
+    Raises:
+        InvalidRequest: the value is unknown.
+    """
+    try:
+        return Awaits(request.awaits)
+    except ValueError:
+        raise InvalidRequest(f"awaits: expected 0 to {max(Awaits).value}, got {request.awaits}") from None
+
+
+def read_hints(envelope: hints_pb2.KvHintsEnvelope) -> tuple[HintAction, ...]:
+    """Read the actions of hints. Their types and payloads are checked when they are applied.
+
+    Raises:
+        InvalidRequest: the version is unknown, or there are too many actions.
+    """
+    if envelope.protocol_version.split(".")[0] not in ("0", "1"):
+        got = envelope.protocol_version[:MAX_NAME_CHARS]
+        raise InvalidRequest(f"kv_hints.protocol_version: expected 1.x or 0.x, got {got!r}")
+    if len(envelope.actions) > MAX_HINT_ACTIONS:
+        raise InvalidRequest(f"kv_hints.actions: expected at most {MAX_HINT_ACTIONS}, got {len(envelope.actions)}")
+    actions = []
+    for index, action in enumerate(envelope.actions):
+        at = f"kv_hints.actions[{index}]"
+        require_names(**{f"{at}.action_id": action.action_id, f"{at}.action_type": action.action_type})
+        payload = MessageToDict(action.payload)
+        actions.append(HintAction(action.action_id, action.action_type, action.action_version, payload))
+    return tuple(actions)
+
+
+def hint_message(outcome: HintOutcome) -> hints_pb2.HintOutcome:
+    """Write what was done with an action."""
+    return hints_pb2.HintOutcome(
+        action_id=outcome.action_id,
+        status=hints_pb2.HintStatus.Name(outcome.status.value),
+        reason=outcome.reason,
+        tokens=outcome.tokens,
+    )
+
+
+def session_message(stats: SessionStats) -> cache_pb2.SessionStats:
+    """Write the statistics of one session."""
+    return cache_pb2.SessionStats(**dataclasses.asdict(stats))
 
 
 def prefill_response(
@@ -138,6 +194,7 @@ def prefill_response(
         miss_reason=result.miss_reason.value,
         timing=_timing_message(result.timing),
         retained=None if result.retained is None else grant_message(result.retained),
+        hints=map(hint_message, result.hints),
     )
     held = result.held_lease
     if held is not None:
@@ -165,6 +222,7 @@ def last_response(
         miss_reason=result.miss_reason.value,
         timing=_timing_message(result.timing),
         retained=None if result.retained is None else grant_message(result.retained),
+        hints=map(hint_message, result.hints),
     )
 
 
@@ -301,6 +359,7 @@ def read_sampling(request: prefill_pb2.GenerateRequest) -> Sampling:
         prompt_logprobs=request.prompt_logprobs if request.HasField("prompt_logprobs") else None,
         logit_bias=tuple(sorted(request.logit_bias.items())),
         compression=read_compression(request),
+        write_generated=request.write_generated if request.HasField("write_generated") else True,
     )
 
 

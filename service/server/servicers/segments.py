@@ -12,7 +12,7 @@ from radixkv.service.server.mailbox import Mailbox
 from radixkv.service.server.opaque_ids import NamespaceIds, PageTokens, SegmentIds
 from radixkv.service.server.servicers.engine_calls import result_of
 from radixkv.service.server.servicers.messages import require_names
-from radixkv.v1 import cache_pb2
+from radixkv.v1 import cache_pb2, hints_pb2
 
 if TYPE_CHECKING:  # the engine needs torch; this module does not
     from radixkv.engine.engine import Engine
@@ -46,12 +46,14 @@ class SegmentLister:
             InvalidRequest: a field is out of range.
             Draining, StepHangs: the engine accepts no calls.
         """
-        require_names(tenant=request.tenant, store=request.store)
+        require_names(tenant=request.tenant, store=request.store, session_id=request.session_id)
         tenant = request.tenant if request.HasField("tenant") else None
         page_size = request.page_size if request.HasField("page_size") else DEFAULT_PAGE_SIZE
         max_page_size = MAX_SEGMENTS if request.hottest_first else MAX_PAGE_SIZE
         if not 1 <= page_size <= max_page_size:
             raise InvalidRequest(f"page_size: expected 1 to {max_page_size}, got {page_size}")
+        if request.session_id:
+            return await self._of_session(request, tenant)
         if request.hottest_first:
             if request.store:
                 raise InvalidRequest("store: can't be combined with hottest_first")
@@ -97,6 +99,19 @@ class SegmentLister:
         response.next_page_token = self._page_tokens.token(position)
         return response
 
+    async def _of_session(
+        self, request: cache_pb2.ListSegmentsRequest, tenant: str | None
+    ) -> cache_pb2.ListSegmentsResponse:
+        if tenant is None:
+            raise InvalidRequest("session_id: requires a tenant, since each tenant has its own sessions")
+        for field in ("store", "page_token", "hottest_first"):
+            if getattr(request, field):
+                raise InvalidRequest(f"{field}: can't be combined with session_id")
+        future = self._engine.segments.of_session(tenant, request.session_id, MAX_PAGE_SIZE)
+        page = await result_of(self._engine, self._mailbox, future)
+        segments = [self._segment_message(each) for each in page.segments]
+        return cache_pb2.ListSegmentsResponse(segments=segments, compared_segments=len(segments))
+
     async def _hottest(self, tenant: str | None, page_size: int) -> cache_pb2.ListSegmentsResponse:
         hottest = HottestSegments(page_size, tenant)
         while (future := hottest.next_call(self._engine.segments)) is not None:
@@ -128,6 +143,8 @@ class SegmentLister:
             priority=segment.priority,
             is_retained=segment.is_retained,
             expires_in_s=segment.expires_in_s,
+            session_id=segment.session_id,
+            awaits=hints_pb2.Awaits.Name(segment.awaits.value),
         )
 
     def _stored_message(self, stored: StoredNamespace) -> cache_pb2.StoredNamespace:

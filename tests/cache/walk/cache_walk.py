@@ -697,7 +697,10 @@ class Walk:
         self.cache.check()  # priorities whose time has come are taken back
         nodes = (node for tree in self.cache._trees.values() for node in tree.nodes())
         leaves = (node for node in nodes if node.is_leaf and not node.ref_count)
-        return {leaf: (min(leaf.priority, 0) if self._has_ended(leaf) else leaf.priority, leaf.num_blocks) for leaf in leaves}
+        return {
+            leaf: (min(leaf.priority, 0) if self._has_ended(leaf) else leaf.priority, leaf.num_blocks)
+            for leaf in leaves
+        }
 
     def _has_ended(self, leaf: Node) -> bool:
         return leaf.awaits is Awaits.NOTHING and leaf.priority <= DEFAULT_PRIORITY

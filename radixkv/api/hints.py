@@ -1,0 +1,56 @@
+"""Hints of callers about the future use of cached tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import IntEnum
+from typing import Any, NamedTuple
+
+MAX_HINT_ACTIONS = 16
+MAX_DIRECTIVES = 128
+
+
+class HintStatus(IntEnum):
+    """What was done with a hint.
+
+    Attributes:
+        ACCEPTED: it had its effect on all tokens that it addresses and that are cached.
+        CLIPPED: it had its effect on some of them.
+        REFUSED: it had no effect.
+    """
+
+    ACCEPTED = 1
+    CLIPPED = 2
+    REFUSED = 3
+
+
+class HintAction(NamedTuple):
+    """One action of a `KvHintsEnvelope`; see proto/radixkv/v1/hints.proto for the actions and their payloads.
+
+    Attributes:
+        action_id: returned in the outcome.
+        action_type: such as `kv.retain`.
+        action_version: "1.x" or "0.x".
+        payload: decoded JSON.
+    """
+
+    action_id: str
+    action_type: str
+    action_version: str
+    payload: Mapping[str, Any]
+
+
+class HintOutcome(NamedTuple):
+    """What was done with one action.
+
+    Attributes:
+        action_id: of the action.
+        status: see `HintStatus`.
+        reason: why an action was clipped or refused; empty for an accepted one.
+        tokens: tokens for which it had an effect.
+    """
+
+    action_id: str
+    status: HintStatus
+    reason: str = ""
+    tokens: int = 0

@@ -1,0 +1,272 @@
+"""Applies hints of callers to the cache and the tiers, and says what was done with each."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from radixkv.api.awaits import Awaits
+from radixkv.api.hints import MAX_DIRECTIVES, HintAction, HintOutcome, HintStatus
+from radixkv.api.retention import MAX_PRIORITY, Grant, Retention
+from radixkv.cache.node import path_to
+from radixkv.cache.prefix_cache import PrefixCache
+from radixkv.cache.sessions import Session
+from radixkv.errors import InvalidRequest
+from radixkv.namespace import Namespace, PromptKey
+from radixkv.tokens import TOKEN_BYTES
+
+Prefetch = Callable[[Namespace, bytes], int]
+"""Starts to load a prompt from the tiers; returns the number of tokens that are loaded."""
+
+_AWAITS = {each.name.lower(): each for each in Awaits}
+_RANGE_FIELDS = ("start", "end")
+_RETAIN_FIELDS = ("priority", "ttl_seconds", "duration", "renew", *_RANGE_FIELDS)
+_MAX_ENDS = 64  # prompts of one session
+_TYPE_NAMES = {int: "a whole number", float: "a number", str: "a string", bool: "true or false", list: "a list"}
+
+
+class Refusal(Exception):
+    """An action has no effect. The message is the reason that the caller is given."""
+
+
+class _Range(NamedTuple):
+    """Tokens that an action addresses.
+
+    Attributes:
+        namespace, tokens: a prompt, in the form of the cache.
+        start: the first token of it that is addressed.
+    """
+
+    namespace: Namespace
+    tokens: bytes
+    start: int = 0
+
+
+class HintApplier:
+    """Applies the actions of hints, on the engine's thread.
+
+    An action addresses prompts of its caller's tenant only: the prompt that came with it, in its caller's namespace, or
+    the nodes that a session of its tenant alone has used. So it can neither read nor move the blocks of another tenant,
+    and its retentions are bounded as all others are.
+
+    Args:
+        cache: the radix trees.
+        retain: sets the priority of a range on the device and in the tiers; also an attribute.
+        prefetch: starts to load a prompt; None without tiers.
+    """
+
+    def __init__(
+        self,
+        cache: PrefixCache,
+        retain: Callable[[Namespace, bytes, Retention], Grant],
+        prefetch: Prefetch | None,
+    ) -> None:
+        self.retain = retain
+        self._cache = cache
+        self._prefetch = prefetch
+        self._actions: Mapping[str, Callable[[_Payload, str, PromptKey | None], tuple[int, str]]] = {
+            "kv.retain": self._retain_ranges,
+            "kv.pin": self._pin,
+            "kv.prefetch": self._load,
+            "kv.demote": self._demote,
+            "kv.release": self._release,
+            "kv.evict": self._release,
+            "kv.await": self._await,
+        }
+
+    def apply(self, actions: Sequence[HintAction], tenant: str, prompt: PromptKey | None) -> tuple[HintOutcome, ...]:
+        """Apply actions in order.
+
+        Args:
+            actions: the actions.
+            tenant: whose they are.
+            prompt: the prompt that came with them; None for none.
+
+        Returns:
+            One outcome for each action.
+        """
+        return tuple(self._apply(action, tenant, prompt) for action in actions)
+
+    def _apply(self, action: HintAction, tenant: str, prompt: PromptKey | None) -> HintOutcome:
+        try:
+            perform = self._actions.get(action.action_type)
+            if perform is None:
+                raise Refusal(f"action_type: expected one of {', '.join(self._actions)}, got {action.action_type!r}")
+            if action.action_version.split(".")[0] not in ("0", "1"):
+                raise Refusal(f"action_version: expected 1.x or 0.x, got {action.action_version!r}")
+            num_tokens, reason = perform(_Payload(action.payload), tenant, prompt)
+        except Refusal as refusal:
+            return HintOutcome(action.action_id, HintStatus.REFUSED, str(refusal))
+        except InvalidRequest as error:
+            return HintOutcome(action.action_id, HintStatus.REFUSED, f"payload: {error}")
+        if not num_tokens:
+            return HintOutcome(action.action_id, HintStatus.REFUSED, reason or "nothing that it addresses is cached")
+        status = HintStatus.CLIPPED if reason else HintStatus.ACCEPTED
+        return HintOutcome(action.action_id, status, reason, num_tokens)
+
+    def _retain_ranges(self, payload: _Payload, tenant: str, prompt: PromptKey | None) -> tuple[int, str]:
+        payload.allow("session_id", "scope", "directives", *_RETAIN_FIELDS)
+        directives = payload.get("directives", list)
+        if directives is None:
+            return self._retain_all(payload, tenant, prompt)
+        if len(directives) > MAX_DIRECTIVES:
+            raise Refusal(f"payload.directives: expected at most {MAX_DIRECTIVES}, got {len(directives)}")
+        session_id = payload.get("session_id", str)
+        num_tokens, reasons = 0, []
+        for index, directive in enumerate(directives):
+            if not isinstance(directive, Mapping):
+                raise Refusal(f"payload.directives[{index}]: expected an object, got {type(directive).__name__}")
+            fields = dict(directive)
+            if session_id is not None:
+                fields["session_id"] = session_id
+            each = _Payload(fields, f"payload.directives[{index}]")
+            each.allow("session_id", "covers_output", *_RETAIN_FIELDS)
+            if each.get("covers_output", bool):
+                raise Refusal(
+                    f"payload.directives[{index}].covers_output: expected false, since a retention covers the prompt"
+                )
+            num_retained, reason = self._retain_all(each, tenant, prompt)
+            num_tokens += num_retained
+            reasons += [reason] if reason else []
+        return num_tokens, "; ".join(dict.fromkeys(reasons))
+
+    def _pin(self, payload: _Payload, tenant: str, prompt: PromptKey | None) -> tuple[int, str]:
+        payload.allow("session_id", "ttl_seconds", "duration", *_RANGE_FIELDS)
+        if payload.ttl_s is None:
+            raise Refusal("payload.ttl_seconds: it is required, because a pin must end")
+        return self._retain_all(payload, tenant, prompt, MAX_PRIORITY)
+
+    def _retain_all(
+        self, payload: _Payload, tenant: str, prompt: PromptKey | None, priority: int | None = None
+    ) -> tuple[int, str]:
+        if priority is None:
+            priority = payload.get("priority", int)
+        if priority is None:
+            raise Refusal(f"{payload.name}.priority: it is required, 0 to {MAX_PRIORITY}")
+        total = Grant(0, 0, 0)
+        for each in self._ranges(payload, tenant, prompt):
+            start = max(each.start, payload.get("start", int) or 0)
+            retention = Retention(
+                priority, payload.ttl_s, start, payload.get("end", int), bool(payload.get("renew", bool))
+            )
+            total = total.joined(self.retain(each.namespace, each.tokens, retention))
+        reasons = []
+        if total.refused_tokens:
+            reasons.append(f"{total.refused_tokens} tokens exceed the share of the cache that may be retained")
+        if total.uncached_tokens:
+            reasons.append(f"{total.uncached_tokens} tokens are not cached")
+        return total.granted_tokens, "; ".join(reasons)
+
+    def _load(self, payload: _Payload, tenant: str, prompt: PromptKey | None) -> tuple[int, str]:
+        payload.allow("session_id")
+        if self._prefetch is None:
+            raise Refusal("there are no tiers to load from")
+        session = self._session(payload, tenant)
+        if session is not None:
+            if session.prompt is None:
+                raise Refusal("the last prompt of the session is not known any more")
+            prompt = session.prompt
+        num_tokens = self._prefetch(*_required(prompt))
+        return (
+            num_tokens,
+            "" if num_tokens else "no tier has more of the prompt than the device, or too much is loading",
+        )
+
+    def _demote(self, payload: _Payload, tenant: str, prompt: PromptKey | None) -> tuple[int, str]:
+        if self._prefetch is None:
+            raise Refusal("there are no tiers to save to; kv.release frees the blocks")
+        return self._drop(payload, tenant, prompt, evicts=True)
+
+    def _release(self, payload: _Payload, tenant: str, prompt: PromptKey | None) -> tuple[int, str]:
+        return self._drop(payload, tenant, prompt, evicts=False)
+
+    def _drop(self, payload: _Payload, tenant: str, prompt: PromptKey | None, *, evicts: bool) -> tuple[int, str]:
+        payload.allow("session_id", "start")
+        start = payload.get("start", int) or 0
+        session = self._session(payload, tenant)
+        if session is not None:
+            if start:
+                raise Refusal("payload.start: expected none with a session, of which everything is dropped")
+            size = self._cache.block_size
+            num_dropped, num_left = self._cache.drop_session(session, evicts=evicts) * size, session.num_blocks * size
+        else:
+            num_dropped, num_left = self._cache.drop(*_required(prompt), start, evicts=evicts)
+        return num_dropped, f"{num_left} tokens stay, because requests use them" if num_left else ""
+
+    def _await(self, payload: _Payload, tenant: str, prompt: PromptKey | None) -> tuple[int, str]:
+        payload.allow("session_id", "awaits")
+        name = payload.get("awaits", str)
+        if name not in _AWAITS:
+            raise Refusal(f"payload.awaits: expected one of {', '.join(_AWAITS)}, got {name!r}")
+        awaits = _AWAITS[name]
+        session = self._session(payload, tenant)
+        if session is not None:
+            session.awaits = awaits
+        ranges = self._ranges(payload, tenant, prompt)
+        return sum(self._cache.set_awaits(each.namespace, each.tokens, awaits) for each in ranges), ""
+
+    def _session(self, payload: _Payload, tenant: str) -> Session | None:
+        """Return the session that an action addresses; None if it addresses a prompt."""
+        session_id = payload.get("session_id", str)
+        if session_id is None:
+            return None
+        session = self._cache.sessions.get(tenant, session_id)
+        if session is None:
+            raise Refusal("payload.session_id: no such session of this tenant is cached")
+        return session
+
+    def _ranges(self, payload: _Payload, tenant: str, prompt: PromptKey | None) -> list[_Range]:
+        session = self._session(payload, tenant)
+        if session is None:
+            return [_Range(*_required(prompt))]
+        return [self._own_range(session, end) for end in session.ends[:_MAX_ENDS]]
+
+    def _own_range(self, session: Session, end: Any) -> _Range:
+        """Return the end of a path that only a session has used, as a range of the whole prompt."""
+        path = path_to(end)
+        root = path[0].parent
+        tokens = (b"" if root is None else root.tokens) + b"".join(node.tokens for node in path)
+        own = next(node for node in path if node.session is session)
+        return _Range(end.owner.namespace._replace(public_prefix=""), tokens, own.start_bytes // TOKEN_BYTES)
+
+
+class _Payload:
+    """The payload of an action, whose fields are read with their types."""
+
+    def __init__(self, fields: Mapping[str, Any], name: str = "payload") -> None:
+        self.name = name
+        self._fields = fields
+
+    def allow(self, *names: str) -> None:
+        """Refuse fields with other names."""
+        unknown = next((name for name in self._fields if name not in names), None)
+        if unknown is not None:
+            raise Refusal(f"{self.name}.{unknown[:64]}: expected one of {', '.join(names)}")
+
+    def get(self, name: str, kind: type) -> Any:
+        """Return a field; None if it is absent or null. JSON has no whole numbers of its own, so 3.0 is one."""
+        value = self._fields.get(name)
+        if value is None:
+            return None
+        if kind in (int, float):
+            is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+            if is_number and (kind is float or value == int(value)):
+                return kind(value)
+        elif isinstance(value, kind):
+            return value
+        raise Refusal(f"{self.name}.{name}: expected {_TYPE_NAMES[kind]}, got {str(value)[:64]}")
+
+    @property
+    def ttl_s(self) -> float | None:
+        """The time to live, under either of its two names."""
+        ttl_s: float | None = self.get("ttl_seconds", float)
+        if ttl_s is None:
+            ttl_s = self.get("duration", float)
+        return ttl_s
+
+
+def _required(prompt: PromptKey | None) -> PromptKey:
+    if prompt is None:
+        raise Refusal("payload: expected session_id, or a prompt in the request")
+    return prompt

@@ -1,0 +1,134 @@
+"""Loads prompts from the tiers to the device before a request asks for them."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import Future
+
+from radixkv.api.caller import Caller
+from radixkv.api.params import PrefillParams
+from radixkv.api.result import PrefillResult
+from radixkv.cache.prefix_cache import PrefixCache
+from radixkv.errors import CapacityError
+from radixkv.namespace import Namespace
+from radixkv.offload.offload import Offload
+from radixkv.scheduling.request import Request
+from radixkv.scheduling.scheduler import Scheduler
+from radixkv.tokens import TOKEN_BYTES
+
+_MAX_LOADING = 32  # prompts at a time
+_MAX_TENANT_LOADING = 4
+
+
+class Prefetcher:
+    """Loads the stored blocks of prompts, as for requests that compute nothing.
+
+        begin ──▶ tiers load the blocks ──▶ ready: a lease takes blocks, they are filled and published, the lease closes
+
+    A prefetch takes blocks that are free or can be evicted for its tenant, as a request would, but leaves
+    one block for each running request; if there are too few, it is dropped.
+
+    Args:
+        cache: the radix trees.
+        offload: the tiers.
+        scheduler: knows the running requests.
+
+    Attributes:
+        num_loaded_tokens: tokens that were loaded so far.
+        num_dropped: prefetches for which there was no room, or whose blocks no tier had any more.
+    """
+
+    def __init__(self, cache: PrefixCache, offload: Offload, scheduler: Scheduler) -> None:
+        self.num_loaded_tokens = 0
+        self.num_dropped = 0
+        self._cache = cache
+        self._offload = offload
+        self._scheduler = scheduler
+        self._loading: set[Request] = set()
+        self._due: list[Request] = []  # those whose blocks were loaded at once
+
+    @property
+    def num_loading(self) -> int:
+        """Number of prompts that are being loaded."""
+        return len(self._loading)
+
+    def begin(self, namespace: Namespace, tokens: bytes, session_id: str = "") -> int:
+        """Start to load a prompt.
+
+        Args:
+            namespace, tokens: the prompt, in the form of the cache.
+            session_id: the session that it belongs to; empty for none.
+
+        Returns:
+            The number of tokens that are loaded; 0 if the tiers have no more of it than the device, if computing it is
+            faster, or if too many prompts are being loaded, in total or of this tenant.
+        """
+        num_of_tenant = sum(each.tenant == namespace.tenant for each in self._loading)
+        if len(self._loading) >= _MAX_LOADING or num_of_tenant >= _MAX_TENANT_LOADING:
+            return 0
+        cached_tokens = self._cache.match(namespace, tokens + bytes(TOKEN_BYTES)).cached_tokens
+        caller = Caller(namespace.tenant, namespace.adapter, namespace.salt)
+        # One token more: the last token of a prompt is always computed, and so never loaded.
+        params = PrefillParams(tokens + bytes(TOKEN_BYTES), caller, session_id=session_id)
+        request = Request(params, namespace, Future[PrefillResult](), time.monotonic())
+        is_waiting = self._offload.begin(request)
+        num_tokens = request.reuse.stored_upto - cached_tokens
+        if not is_waiting and not self._offload.has_load(request):
+            return 0
+        self._loading.add(request)
+        if not is_waiting:
+            self._due.append(request)
+        return max(0, num_tokens)
+
+    def take(self, ready: list[Request]) -> list[Request]:
+        """Fill the prompts among requests that no longer wait for the tiers. Returns the other requests."""
+        if not self._loading:
+            return ready
+        due, self._due = self._due, []
+        others = []
+        for request in (*due, *ready):
+            if request in self._loading:
+                self._fill(request)
+            elif request not in due:
+                others.append(request)
+        return others
+
+    def forget(self, tenant: str | None, adapter: str | None, salt: str | None) -> None:
+        """Drop the prompts whose namespaces have these names, None for any."""
+        for request in [each for each in self._loading if each.is_among(tenant, adapter, salt)]:
+            self._drop(request)
+
+    def close(self) -> None:
+        """Drop all prompts that are being loaded."""
+        self.forget(None, None, None)
+
+    def _fill(self, request: Request) -> None:
+        """Give the loaded blocks of a prompt to the tree."""
+        end = request.reuse.stored_upto * TOKEN_BYTES
+        tokens = request.prompt_tokens[:end]
+        session = self._cache.sessions.get(request.tenant, request.params.session_id)
+        awaits = None if session is None else session.awaits
+        try:
+            lease = self._cache.lease(
+                request.namespace,
+                tokens,
+                num_headroom_blocks=len(self._scheduler.running),
+                session_id=request.params.session_id,
+            )
+        except CapacityError:
+            self._drop(request)
+            return
+        if awaits is not None:
+            lease.awaits = awaits
+        before = lease.cached_tokens
+        num_loaded_tokens = max(0, self._offload.fill(request, lease) - before)
+        self.num_loaded_tokens += num_loaded_tokens
+        self.num_dropped += not num_loaded_tokens
+        lease.close_unused()
+        self._offload.leave(request)
+        self._loading.discard(request)
+
+    def _drop(self, request: Request) -> None:
+        self.num_dropped += 1
+        self._offload.leave(request)
+        self._loading.discard(request)
