@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import secrets
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -65,6 +66,8 @@ class Sampling:
         constraint: a constraint on the answer, such as a grammar; the generation ends when it is complete. None for no
             constraint.
         compression: which K/V entries are kept during the generation; None for all.
+        is_tool_call: whether the generated tokens contain a tool call; None if that cannot be told. Called when the
+            generation ends.
         write_generated: whether to publish the generated tokens. The prompt is published in any case.
     """
 
@@ -85,6 +88,7 @@ class Sampling:
     prompt_logprobs: int | None = None
     constraint: Constraint | None = None
     compression: Compression | None = None
+    is_tool_call: Callable[[Sequence[int]], bool] | None = None
     write_generated: bool = True
 
     def of_answer(self, index: int) -> Sampling:

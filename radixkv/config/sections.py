@@ -255,6 +255,9 @@ class ServerConfig:
             without TLS.
         admin_port: separate port for calls of administrators and readers, on the same host. 0 picks a free one.
             Default: they use `port`.
+        record_path: directory in which the traffic is recorded as a trace for `radixkv simulate`, with keyed hashes in
+            place of tokens and names. Default: no recording.
+        record_bytes: maximum size of the recorded files together; the oldest are deleted.
     """
 
     host: str = "127.0.0.1"
@@ -280,6 +283,8 @@ class ServerConfig:
     tokens_file: str | None = None
     insecure: bool = False
     admin_port: _Port | None = None
+    record_path: str | None = None
+    record_bytes: Annotated[int, Range(2**20, 2**40)] = 2**30
 
     def __post_init__(self) -> None:
         require_fields("server", self)

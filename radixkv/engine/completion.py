@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import cast
 
-from radixkv.api.awaits import Awaits
 from radixkv.api.hints import HintAction, HintOutcome
 from radixkv.api.logprob_table import LogprobTable
 from radixkv.api.result import (
@@ -242,7 +241,7 @@ class RequestCompleter:
             result = self._generate_result(request, finish_reason, logprobs, now_s)
         self._stats.count_tokens(result.usage)
         if request.lease is not None:
-            request.lease.awaits = _awaits(request, finish_reason)
+            request.lease.awaits = request.awaits
         self.end(request, Outcome.FINISHED)
         if request.params.hints:  # applied after the lease of the request has closed
             prompt = PromptKey(request.namespace, request.prompt_tokens)
@@ -321,14 +320,6 @@ class RequestCompleter:
         lease_id, expires_s = self._held_leases.hold(lease, request.tenant, self._clock())
         request.lease = None  # `held_leases` owns it
         return HeldLease(lease_id, unix_time_of(expires_s, self._clock), block_ids)
-
-
-def _awaits(request: Request, finish_reason: FinishReason | None) -> Awaits:
-    """Return what the session of a request waits for, as far as its caller has said it or its answer shows it."""
-    generation = request.generation
-    if request.params.awaits is not Awaits.UNKNOWN or generation is None or finish_reason is not FinishReason.STOP:
-        return request.params.awaits
-    return Awaits.TOOL if generation.has_tool_call else Awaits.USER
 
 
 def unix_time_of(when_s: float, clock: Callable[[], float]) -> float:

@@ -10,6 +10,7 @@ from dataclasses import InitVar, dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from radixkv.api.awaits import Awaits
 from radixkv.api.compression import Compression
 from radixkv.api.constraint import Matcher
 from radixkv.api.logprob_table import LogprobTable
@@ -81,8 +82,11 @@ class Generation:
 
     @property
     def has_tool_call(self) -> bool:
-        """Whether it contains a token with which a tool call begins. Complexity: O(generated tokens)."""
-        return not self.tool_call_token_ids.isdisjoint(self.token_ids)
+        """Whether it contains a tool call. Complexity: O(generated tokens)."""
+        is_tool_call = self.sampling.is_tool_call
+        if not self.tool_call_token_ids.isdisjoint(self.token_ids):
+            return True
+        return is_tool_call is not None and is_tool_call(self.token_ids)
 
     @property
     def finish_reason(self) -> FinishReason | None:
@@ -306,6 +310,16 @@ class Request:
     def is_preempted(self) -> bool:
         """Whether it was preempted and does not run again yet."""
         return self.times.scheduled_s is not None and self.lease is None
+
+    @property
+    def awaits(self) -> Awaits:
+        """What its session waits for when it has ended: what its caller said, or else what its answer shows."""
+        generation = self.generation
+        if self.params.awaits is not Awaits.UNKNOWN or generation is None:
+            return self.params.awaits
+        if generation.finish_reason is not FinishReason.STOP:
+            return Awaits.UNKNOWN
+        return Awaits.TOOL if generation.has_tool_call else Awaits.USER
 
     def is_late(self, now_s: float) -> bool:
         """Whether its deadline has passed. A request that is cancelled after its deadline counts as late."""

@@ -150,7 +150,7 @@ class Grant(_message.Message):
     def __init__(self, granted_tokens: _Optional[int] = ..., refused_tokens: _Optional[int] = ..., uncached_tokens: _Optional[int] = ..., expires_at: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("prefill", "max_new_tokens", "temperature", "top_p", "seed", "stop_token_ids", "ignore_eos", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "min_tokens", "logit_bias", "logprobs", "n", "stop", "prompt_logprobs", "json_schema", "regex", "grammar", "json_object", "kv_source", "compression", "write_generated")
+    __slots__ = ("prefill", "max_new_tokens", "temperature", "top_p", "seed", "stop_token_ids", "ignore_eos", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "min_tokens", "logit_bias", "logprobs", "n", "stop", "prompt_logprobs", "json_schema", "regex", "grammar", "json_object", "kv_source", "compression", "write_generated", "tool_call_begin")
     class LogitBiasEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -183,6 +183,7 @@ class GenerateRequest(_message.Message):
     KV_SOURCE_FIELD_NUMBER: _ClassVar[int]
     COMPRESSION_FIELD_NUMBER: _ClassVar[int]
     WRITE_GENERATED_FIELD_NUMBER: _ClassVar[int]
+    TOOL_CALL_BEGIN_FIELD_NUMBER: _ClassVar[int]
     prefill: PrefillRequest
     max_new_tokens: int
     temperature: float
@@ -208,7 +209,8 @@ class GenerateRequest(_message.Message):
     kv_source: KVSource
     compression: Compression
     write_generated: bool
-    def __init__(self, prefill: _Optional[_Union[PrefillRequest, _Mapping]] = ..., max_new_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., seed: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: bool = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., min_tokens: _Optional[int] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., logprobs: _Optional[int] = ..., n: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., prompt_logprobs: _Optional[int] = ..., json_schema: _Optional[str] = ..., regex: _Optional[str] = ..., grammar: _Optional[str] = ..., json_object: bool = ..., kv_source: _Optional[_Union[KVSource, _Mapping]] = ..., compression: _Optional[_Union[Compression, _Mapping]] = ..., write_generated: bool = ...) -> None: ...
+    tool_call_begin: str
+    def __init__(self, prefill: _Optional[_Union[PrefillRequest, _Mapping]] = ..., max_new_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., seed: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: bool = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., min_tokens: _Optional[int] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., logprobs: _Optional[int] = ..., n: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., prompt_logprobs: _Optional[int] = ..., json_schema: _Optional[str] = ..., regex: _Optional[str] = ..., grammar: _Optional[str] = ..., json_object: bool = ..., kv_source: _Optional[_Union[KVSource, _Mapping]] = ..., compression: _Optional[_Union[Compression, _Mapping]] = ..., write_generated: bool = ..., tool_call_begin: _Optional[str] = ...) -> None: ...
 
 class Compression(_message.Message):
     __slots__ = ("policy", "max_tokens", "num_sinks", "window")

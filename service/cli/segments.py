@@ -13,6 +13,7 @@ from radixkv.service.cli.options import Option, add_options, flag
 from radixkv.service.cli.output import json_of
 from radixkv.service.cli.terminal import aligned
 from radixkv.v1.cache_pb2 import ListSegmentsResponse, Segment, StoredNamespace
+from radixkv.v1.hints_pb2 import Awaits
 
 if TYPE_CHECKING:
     from radixkv.service.client import Client
@@ -32,6 +33,7 @@ _OPTIONS = (
         "list what this tier, such as host, holds of each namespace (default: the device)",
         "",
     ),
+    Option("--session", "ID", name, "only what this session of the tenant has used alone", ""),
     flag("--all", "all pages"),
 )
 _STORED_HEADER = ("tenant", "namespace", "blocks", "tokens", "retained")
@@ -51,6 +53,16 @@ def segment_rows(segments: Iterable[Segment]) -> list[tuple[str, ...]]:
     return [_HEADER, *map(_row, segments)]
 
 
+def awaits_text(awaits: Awaits) -> str:
+    """Return what a session waits for, as the end of a phrase; empty if it is not known."""
+    texts = {
+        Awaits.AWAITS_TOOL: ", awaits a tool",
+        Awaits.AWAITS_USER: ", awaits the user",
+        Awaits.AWAITS_NOTHING: ", ended",
+    }
+    return texts.get(awaits, "")
+
+
 def duration(seconds: float) -> str:
     """Return a time in a readable unit: `7s`, `12m`, `5h`, `3d`."""
     for unit, length_s, next_s in (("s", 1, 60), ("m", 60, 3600), ("h", 3600, 86_400)):
@@ -62,6 +74,8 @@ def duration(seconds: float) -> str:
 def _segments(arguments: argparse.Namespace) -> None:
     if arguments.hottest and (arguments.all or arguments.page_token or arguments.store):
         raise ConfigError("segments: --hottest can't be combined with --all, --page-token or --store")
+    if arguments.session and (arguments.hottest or arguments.page_token or arguments.store):
+        raise ConfigError("segments: --session can't be combined with --hottest, --page-token or --store")
     with client_of(arguments) as client:
         response = _page(client, arguments, arguments.page_token)
         while arguments.all and response.next_page_token:
@@ -79,11 +93,12 @@ def _segments(arguments: argparse.Namespace) -> None:
 
 def _page(client: Client, arguments: argparse.Namespace, page_token: str) -> ListSegmentsResponse:
     return client.segments(
-        tenant=arguments.tenant,
+        tenant=arguments.tenant or ("" if arguments.session else None),
         page_size=arguments.page_size,
         page_token=page_token,
         hottest_first=arguments.hottest,
         store=arguments.store,
+        session_id=arguments.session,
     )
 
 
@@ -100,6 +115,8 @@ def _row(segment: Segment) -> tuple[str, ...]:
     if segment.is_retained:
         ends = f" for {duration(segment.expires_in_s)}" if segment.HasField("expires_in_s") else ""
         states.append(f"retained at {segment.priority}{ends}")
+    if segment.session_id:
+        states.append(f"only session {segment.session_id}{awaits_text(segment.awaits)}")
     return (
         str(segment.segment_id),
         str(segment.parent_id) if segment.parent_id else "-",

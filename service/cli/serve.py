@@ -151,6 +151,7 @@ def _run(config: Config, progress: StartProgress) -> None:
         from radixkv.service.server.optional_services import optional_services
         from radixkv.service.server.server import run
         from radixkv.telemetry.otlp import exported_spans
+        from radixkv.telemetry.traffic_recorder import recorded_traffic
 
         progress.begin("importing PyTorch and transformers")
         from radixkv.startup.lean_imports import import_transformers
@@ -161,9 +162,11 @@ def _run(config: Config, progress: StartProgress) -> None:
 
     with contextlib.ExitStack() as resources:
         telemetry = Telemetry(config, resources.enter_context(exported_spans(config.telemetry)))
+        recorder = resources.enter_context(recorded_traffic(config))
         # The metrics port is open from here on, so that liveness probes pass while a large model is loaded.
         resources.enter_context(telemetry.serving())
-        engine = build_engine(config, telemetry.observers, progress=progress)
+        observers = [*telemetry.observers, *([] if recorder is None else [recorder])]
+        engine = build_engine(config, observers, progress=progress)
         telemetry.watch(engine)
         _warn_of_turn_end(config.model.path, engine.eos_token_ids)
         give_back_freed_memory()  # of the checks and of the tokenizer

@@ -16,7 +16,7 @@ from radixkv.service.cli.argument_types import name, period
 from radixkv.service.cli.connection import add_connection, client_of
 from radixkv.service.cli.options import Option, add_options, flag
 from radixkv.service.cli.output import json_of
-from radixkv.service.cli.segments import duration, segment_rows
+from radixkv.service.cli.segments import awaits_text, duration, segment_rows
 from radixkv.service.cli.terminal import aligned
 from radixkv.v1.cache_pb2 import ListSegmentsResponse, StatsResponse, TierStats
 from radixkv.v1.cache_pb2 import TimeStats as TimeStatsMessage
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 _PERIOD_S = 2.0
 _MAX_TENANTS = 10
+_MAX_SESSIONS = 8
 _MAX_SEGMENTS = 40
 # The alternate screen restores the terminal's contents at the end; the cursor is hidden on it.
 _ENTER = "\x1b[?1049h\x1b[?25l"
@@ -83,7 +84,7 @@ def screen(
         parts[0].append(_requests(stats))
         parts.append(_rates(stats, None if before is None else before.stats))
         parts.append([*_blocks(stats, max(_MIN_COLUMNS, num_columns)), *map(_store, stats.tiers)])
-    parts += [_tenant_lines(stats), _segments(now.hottest)]
+    parts += [_tenant_lines(stats), *([_session_lines(stats)] if stats.sessions else []), _segments(now.hottest)]
     lines = [line for part in parts for line in ("", *part)][1:]
     return [line[:num_columns] for line in lines[:num_lines]]
 
@@ -114,7 +115,7 @@ def _top(arguments: argparse.Namespace) -> None:
 
 
 def _read(client: Client, tenant: str | None) -> StatsSample:
-    stats = client.stats(max_tenants=_MAX_TENANTS)
+    stats = client.stats(max_tenants=_MAX_TENANTS, max_sessions=_MAX_SESSIONS)
     return StatsSample(stats, client.segments(tenant=tenant, page_size=_MAX_SEGMENTS, hottest_first=True))
 
 
@@ -191,6 +192,15 @@ def _tenant_lines(stats: StatsResponse) -> list[str]:
         counts = (tenant.cached_blocks, tenant.pinned_blocks, tenant.retained_blocks, tenant.evicted_blocks)
         stored = (tenant.stored_blocks.get(store, 0) for store in stores)
         rows.append((tenant.tenant or "(none)", *map(str, (*counts, *stored)), rate))
+    return aligned(rows, is_right=True)
+
+
+def _session_lines(stats: StatsResponse) -> list[str]:
+    rows = [("session used last", "tenant", "blocks of its own", "running", "idle", "")]
+    for session in stats.sessions:
+        state = awaits_text(session.awaits).removeprefix(", ")
+        counts = (str(session.blocks), str(session.running_requests), duration(session.idle_s))
+        rows.append((session.session_id, session.tenant or "(none)", *counts, state))
     return aligned(rows, is_right=True)
 
 

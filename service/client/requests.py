@@ -123,6 +123,7 @@ class GenerateOptions(PromptOptions, total=False):
         kv_source: a held lease on another server, from which the K/V of the prompt is fetched; default none.
         compression: keep only some K/V entries after the prompt, which changes the completion; default none.
         write_generated: publish the generated tokens for later requests; default true.
+        tool_call_begin: text with which a tool call begins, if the model has no token for it; default none.
     """
 
     max_new_tokens: int | None
@@ -149,6 +150,7 @@ class GenerateOptions(PromptOptions, total=False):
     kv_source: KVSource | None
     compression: Compression | None
     write_generated: bool | None
+    tool_call_begin: str
 
 
 _CONSTRAINTS = ("json_schema", "regex", "grammar", "json_object")

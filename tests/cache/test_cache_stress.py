@@ -115,7 +115,7 @@ def test_a_path_that_is_too_long_loses_branches_and_nothing_else(world: World) -
 
 
 @pytest.mark.sampled(one_in=2)
-@pytest.mark.parametrize("num_steps", [2000, pytest.param(8000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_steps", [1500, pytest.param(8000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("world", PUBLIC, ids=world_id)
 def test_a_prompt_is_leased_wherever_there_is_room(world: World, num_steps: int) -> None:
     events = walk(world, "lru", dice_of(4, num_steps))

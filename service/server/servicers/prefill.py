@@ -37,6 +37,7 @@ from radixkv.service.server.servicers.messages import (
 )
 from radixkv.service.server.servicers.response_writer import ResponseWriter
 from radixkv.service.server.servicers.stop_strings import stop_strings
+from radixkv.service.server.servicers.tool_calls import with_tool_calls
 from radixkv.service.server.shared_parts import SharedParts
 from radixkv.service.token_ids import read_token_ids
 from radixkv.v1 import prefill_pb2, prefill_pb2_grpc
@@ -102,6 +103,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         num_completions = read_num_completions(request)
         key = QuotaKey.of_tenant(params.caller.tenant)
         sampling = await self._shared.grammars.constrain(read_sampling(request), read_grammar(request), key)
+        sampling = await with_tool_calls(self._shared.tokenizer, request.tool_call_begin, sampling)
         stops = await stop_strings(self._shared.tokenizer, request.stop, params, sampling, num_completions)
         generation = GenerateCall(self._engine, self._mailbox, self._writer, self._shared.held_bytes, params, stops)
         try:

@@ -246,6 +246,7 @@ class Walk:
     def __init__(self, world: World, policy: str) -> None:
         self.world = world
         self.random = random.Random()
+        self.session_random = random.Random()  # of its own, so that a walk is the same with and without sessions
         self.clock = FakeClock()
         self.parts = WindowedLayers(
             [
@@ -292,7 +293,6 @@ class Walk:
             self.publish_text: 3 * bool(self.texts),
             self.purge: 0.1 * world.evicts,
             self.drain: 0.1 * world.evicts,
-            self.end_session: 1,
             self.misuse: 1,
             self.publish_events: 10,
         }
@@ -300,10 +300,13 @@ class Walk:
     def step(self, dice: int) -> None:
         """Do one random thing, then recount everything."""
         self.random.seed(dice)
+        self.session_random.seed(dice)
         self.clock.now_s += self.random.choice((0, 0, 1))
         self.events["blocks expired"] += self.oracle.retention.expire(self.clock.now_s)
         num_evicted_blocks = self.cache.num_evicted_blocks
         self.random.choices(list(self.actions), list(self.actions.values()))[0]()
+        if self.session_random.random() < 0.03:
+            self.end_session()
         num_evicted_blocks = self.cache.num_evicted_blocks - num_evicted_blocks
         if num_evicted_blocks:
             num_lost_tokens = self.oracle.forget_evicted(self.cache)
@@ -364,7 +367,7 @@ class Walk:
         place, num_reused = next(((place, num) for place, num in choices if num is not None), (places[0], None))
         before, floors = self._counts(), self._floors(namespace.tenant)
         try:
-            session_id = self.random.choice(("", "s", "t", "u"))
+            session_id = self.session_random.choice(("", "s", "t", "u"))
             lease = self.cache.lease(
                 namespace, tokens, read=read, num_expected_tokens=num_expected, session_id=session_id
             )
@@ -588,7 +591,7 @@ class Walk:
     def end_session(self) -> None:
         sessions = list(self.cache.sessions)
         if sessions:
-            session = self.random.choice(sessions)
+            session = self.session_random.choice(sessions)
             nodes = set(session.nodes)
             num_blocks = sum(node.num_blocks for node in nodes)
             assert self.cache.end_session(session.tenant, session.session_id) == num_blocks

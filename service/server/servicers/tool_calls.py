@@ -1,0 +1,43 @@
+"""Recognizes tool calls in completions, so that the cache knows what their session waits for."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Sequence
+from functools import partial
+
+from radixkv.api.sampling import Sampling
+from radixkv.errors import InvalidRequest
+from radixkv.service.server.model_tokenizer import ModelTokenizer
+from radixkv.service.server.servicers.messages import MAX_NAME_CHARS
+from radixkv.service.text.tokenizer import Tokenizer
+
+_logger = logging.getLogger(__name__)
+
+
+async def with_tool_calls(tokenizer: ModelTokenizer, begin: str, sampling: Sampling) -> Sampling:
+    """Return the options of a generation that recognizes tool calls by the text with which they begin.
+
+    Args:
+        tokenizer: the model's tokenizer, which is loaded on another thread.
+        begin: the text; empty to change nothing.
+        sampling: the options.
+
+    Raises:
+        InvalidRequest: the text is too long, or the model has no tokenizer.
+    """
+    if not begin:
+        return sampling
+    if len(begin) > MAX_NAME_CHARS:
+        raise InvalidRequest(f"tool_call_begin: expected at most {MAX_NAME_CHARS} characters, got {len(begin)}")
+    try:
+        loaded = await tokenizer.loaded()
+    except ValueError as error:
+        _logger.warning("a request has tool_call_begin, but the model has no tokenizer: %s", error)  # may name paths
+        raise InvalidRequest("tool_call_begin: the model has no tokenizer, which it requires") from error
+    return dataclasses.replace(sampling, is_tool_call=partial(_contains, loaded, begin))
+
+
+def _contains(tokenizer: Tokenizer, begin: str, token_ids: Sequence[int]) -> bool:
+    return begin in tokenizer.decode(token_ids)
