@@ -60,8 +60,8 @@ class Prefetcher:
             session_id: the session that it belongs to; empty for none.
 
         Returns:
-            The number of tokens that are loaded; 0 if the tiers have no more of it than the device, if computing it is
-            faster, or if too many prompts are being loaded, in total or of this tenant.
+            The number of tokens that are loaded; 0 if the tiers have no more of it than the device, or if too many
+            prompts are being loaded, in total or of this tenant.
         """
         num_of_tenant = sum(each.tenant == namespace.tenant for each in self._loading)
         if len(self._loading) >= _MAX_LOADING or num_of_tenant >= _MAX_TENANT_LOADING:
@@ -70,15 +70,16 @@ class Prefetcher:
         caller = Caller(namespace.tenant, namespace.adapter, namespace.salt)
         # One token more: the last token of a prompt is always computed, and so never loaded.
         params = PrefillParams(tokens + bytes(TOKEN_BYTES), caller, session_id=session_id)
-        request = Request(params, namespace, Future[PrefillResult](), time.monotonic())
+        request = Request(params, namespace, Future[PrefillResult](), time.monotonic(), is_prefetch=True)
         is_waiting = self._offload.begin(request)
-        num_tokens = request.reuse.stored_upto - cached_tokens
         if not is_waiting and not self._offload.has_load(request):
             return 0
         self._loading.add(request)
         if not is_waiting:
             self._due.append(request)
-        return max(0, num_tokens)
+        # While a shared store is asked, it may have everything.
+        end = request.reuse.stored_upto or len(tokens) // TOKEN_BYTES
+        return max(0, end - cached_tokens)
 
     def take(self, ready: list[Request]) -> list[Request]:
         """Fill the prompts among requests that no longer wait for the tiers. Returns the other requests."""

@@ -189,11 +189,9 @@ class Loader:
         request.reuse.stored_upto = (first_block + len(run)) * self._cache.block_size
         load = self._loads.get(run[0].block.key) if run else None
         if load is None:
-            choice = self._choice.choose(first_block * self._cache.block_size, [each.tier for each in run])
-            self.num_computed_blocks.update(each.tier for each in run[choice.num_blocks :])
-            if not choice.num_blocks:
-                self._choice.doubt({each.tier for each in run})
-            run = run[: min(choice.num_blocks, self._num_free_blocks)]
+            if not request.is_prefetch:
+                run = self._chosen(first_block, run)
+            run = run[: self._num_free_blocks]
             run = self._usable(request.namespace, request.tokens, first_block, run)
             if not run:
                 return False
@@ -205,6 +203,14 @@ class Loader:
         if not load.is_ended:
             self._waiting.add(request)
         return not load.is_ended
+
+    def _chosen(self, first_block: int, run: Sequence[StoredBlock]) -> Sequence[StoredBlock]:
+        """Return the first blocks of a run, as many as can be loaded faster than they can be computed."""
+        choice = self._choice.choose(first_block * self._cache.block_size, [each.tier for each in run])
+        self.num_computed_blocks.update(each.tier for each in run[choice.num_blocks :])
+        if not choice.num_blocks:
+            self._choice.doubt({each.tier for each in run})
+        return run[: choice.num_blocks]
 
     def find(self, namespace: Namespace, tokens: bytes, first_block: int) -> tuple[int, Sequence[StoredBlock]]:
         """Find the stored blocks that follow those on the device and from which a request can continue.

@@ -78,7 +78,9 @@ class Lookups:
         stores = [name for name in self._tiers if not self._purger.is_purging_any(name, blocks)]
         start = first_block * self._block_size
         num_tokens = len(blocks) * self._block_size
-        queried = [name for name in stores if self._choice.is_lookup_worthwhile(name, start, num_tokens)]
+        queried = [
+            name for name in stores if request.is_prefetch or self._choice.is_lookup_worthwhile(name, start, num_tokens)
+        ]
         if not blocks or not queried:
             self._choice.doubt(stores if blocks else ())
             return False

@@ -148,6 +148,7 @@ class Request:
         generation: None for a prefill.
         former: its keys before its adapter was replaced; they only explain a miss.
         fetched: blocks of its prompt that were fetched from another server; None if there are none, or they are used.
+        is_prefetch: whether it only loads stored blocks, for a later request; see `Prefetcher`.
         invocation: where an invoked adapter begins; None if `namespace.adapter` computes the whole prompt.
         prompt_tokens: the prompt in the form of the cache, with the tokens of an invoked adapter marked; little-endian
             uint32 bytes.
@@ -181,6 +182,7 @@ class Request:
     generation: Generation | None = None
     former: Sequence[PromptKey] = ()
     invocation: Invocation | None = None
+    is_prefetch: bool = False
     fetched: FetchedBlocks | None = None
     prompt_tokens: bytes = field(init=False)
     num_prompt_tokens: int = field(init=False)

@@ -63,8 +63,8 @@ class TrafficRecorder(Observer):
      "cached_length": 64, "tenant": "3f..", "session": "a1..", "stop": "tool_use"}
 
     Ids are hashes with a secret key, of the namespace and all tokens up to the end of a block. Without the key, which
-    stays in the directory with mode 0600, they neither reveal tokens nor allow to test whether a guessed prompt occurred.
-    `output_hash_ids` are the ids from the block in which the prompt ends on, with the generated tokens.
+    stays in the directory with mode 0600, nobody can learn the tokens from them, or test whether a guessed prompt
+    occurred. `output_hash_ids` are the ids of the blocks from the one in which the prompt ends, with generated tokens.
 
     The engine's thread only puts a request into a queue; a thread of the recorder hashes and writes. If it is more than
     64 MiB of tokens behind, requests are left out, and a warning is logged.

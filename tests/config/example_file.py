@@ -34,6 +34,7 @@ EXAMPLES = {
     "server.client_ca": "/etc/radixkv/callers.pem",
     "server.tokens_file": "/etc/radixkv/tokens.toml",
     "server.admin_port": 50052,
+    "server.record_path": "/var/lib/radixkv/traffic",
     "events.zmq_endpoint": "tcp://127.0.0.1:5557",
     "events.replay_endpoint": "tcp://127.0.0.1:5558",
     "events.curve_key_file": "/etc/radixkv/events.key_secret",

@@ -229,3 +229,19 @@ def test_a_purge_forgets_the_prompts_of_sessions(client: Client) -> None:
     client.prefill(prompt(1), session_id="s")
     client.purge(everything=True)
     assert not client.stats(max_sessions=10).sessions
+
+
+@pytest.mark.parametrize(
+    ("options", "awaits"),
+    [
+        ({}, Awaits.USER),
+        ({"tool_call_begin": "0"}, Awaits.TOOL),
+        ({"tool_call_begin": "<never>"}, Awaits.USER),
+        ({"awaits": Awaits.NOTHING}, Awaits.NOTHING),
+        ({"regex": None, "ignore_eos": True}, Awaits.UNKNOWN),  # ends at the maximum length
+    ],
+)
+def test_the_answer_shows_what_the_session_waits_for(client: Client, options: dict[str, Any], awaits: Awaits) -> None:
+    list(client.generate(prompt(1), max_new_tokens=24, session_id="s", **{"regex": "a[0-9]{3}", **options}))
+    (session,) = client.stats(max_sessions=1).sessions
+    assert session.awaits == awaits

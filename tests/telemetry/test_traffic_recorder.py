@@ -1,0 +1,134 @@
+"""Recording of traffic: what is in a line, what is not, and what bounds it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from radixkv.api.awaits import Awaits
+from radixkv.config import Config
+from radixkv.errors import ConfigError
+from radixkv.planning.trace import load_trace
+from radixkv.telemetry import traffic_recorder
+from radixkv.telemetry.traffic_recorder import TrafficRecorder, recorded_traffic
+from tests.core_bench import BLOCK_SIZE, Bench
+
+
+class Recording:
+    """A core whose traffic is recorded."""
+
+    def __init__(self, directory: Path, max_bytes: int = 2**20) -> None:
+        self.directory = directory
+        self.recorder = TrafficRecorder(directory, max_bytes, BLOCK_SIZE, clock=lambda: 1000.0)
+        self.bench = Bench(observers=[self.recorder])
+
+    def lines(self) -> list[dict[str, Any]]:
+        """End the recording, and return its lines."""
+        self.recorder.close()
+        files = sorted(self.directory.glob("traffic-*.jsonl"))
+        return [json.loads(line) for file in files for line in file.read_text().splitlines()]
+
+
+def test_prompts_that_begin_alike_have_the_same_first_ids(tmp_path: Path) -> None:
+    recording = Recording(tmp_path)
+    for prompt in (range(10), [*range(8), 99, 98, 97], [5, *range(9)]):
+        recording.bench.prefill(prompt)
+    first, second, third = (line["hash_ids"] for line in recording.lines())
+    assert (len(first), len(second), len(third)) == (3, 3, 3)
+    assert (first[:2] == second[:2], first[2] == second[2]) == (True, False)
+    assert not set(first) & set(third)
+
+
+def test_a_line_has_lengths_and_no_names(tmp_path: Path) -> None:
+    recording = Recording(tmp_path)
+    recording.bench.prefill(range(9), tenant="acme", session_id="s-1", awaits=Awaits.TOOL)
+    recording.bench.prefill(range(9), tenant="acme", session_id="s-1", awaits=Awaits.NOTHING)
+    recording.bench.prefill(range(9), tenant="other", session_id="s-1")
+    first, last, other = recording.lines()
+    assert (first["timestamp"], first["input_length"], first["output_length"]) == (1_000_000, 9, 0)
+    assert (first["cached_length"], last["cached_length"], other["cached_length"]) == (0, 8, 0)
+    assert (first["stop"], last["stop"], "last" in first, last["last"]) == ("tool_use", "other", False, True)
+    assert first["hash_ids"] == last["hash_ids"] != other["hash_ids"]
+    assert first["session"] == last["session"] != other["session"]
+    assert first["tenant"] == last["tenant"] != other["tenant"]
+    assert "acme" not in json.dumps(first)
+    assert "s-1" not in json.dumps(first)
+
+
+def test_generated_tokens_have_ids_that_the_next_turn_has(tmp_path: Path) -> None:
+    recording = Recording(tmp_path)
+    generation = recording.bench.generate(range(9), max_new_tokens=6)
+    recording.bench.run()
+    answer = generation.result(0).token_ids
+    recording.bench.prefill([*range(9), *answer, 7, 7])
+    turn, after = recording.lines()
+    assert (turn["input_length"], turn["output_length"], turn["stop"]) == (9, 6, "other")
+    assert turn["hash_ids"][:2] == after["hash_ids"][:2]
+    assert turn["output_hash_ids"][0] == after["hash_ids"][2]  # the block in which the prompt ends, filled up
+    assert len(turn["output_hash_ids"]) == 2
+
+
+def test_a_recording_is_a_trace(tmp_path: Path) -> None:
+    recording = Recording(tmp_path)
+    for prompt in (range(10), [*range(8), 99, 98, 97]):
+        recording.bench.prefill(prompt)
+    recording.lines()
+    requests = load_trace(tmp_path)
+    assert [(each.input_length, each.tokens_per_id) for each in requests] == [(10, BLOCK_SIZE), (11, BLOCK_SIZE)]
+
+
+def test_the_ids_of_two_directories_differ_and_those_of_two_processes_do_not(tmp_path: Path) -> None:
+    ids = []
+    for name in ("one", "other", "one"):
+        recording = Recording(tmp_path / name)
+        recording.bench.prefill(range(10))
+        ids.append(recording.lines()[-1]["hash_ids"])
+    assert ids[0] == ids[2] != ids[1]
+    assert (tmp_path / "one" / "key").stat().st_mode & 0o777 == 0o600
+    assert all(file.stat().st_mode & 0o777 == 0o600 for file in (tmp_path / "one").iterdir())
+
+
+def test_the_oldest_files_are_deleted(tmp_path: Path) -> None:
+    recording = Recording(tmp_path, max_bytes=8 * 1000)
+    for number in range(100):
+        recording.bench.prefill([number, 1, 2])
+    lines = recording.lines()
+    assert 20 < len(lines) < 100
+    assert sum(file.stat().st_size for file in tmp_path.glob("traffic-*")) <= 8 * 1000
+    assert lines[-1]["input_length"] == 3
+
+
+def test_a_recorder_that_is_behind_leaves_requests_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(traffic_recorder, "_MAX_WAITING_BYTES", 0)
+    recording = Recording(tmp_path)
+    recording.recorder._num_waiting_bytes = 1  # as if a request waited
+    for _ in range(3):
+        recording.bench.prefill(range(10))
+    assert recording.lines() == []
+    assert recording.recorder.num_dropped == 3
+    assert [record.getMessage() for record in caplog.records] == [
+        "recording: behind the traffic, 1 requests were left out so far"
+    ]
+
+
+def test_without_a_path_nothing_is_recorded() -> None:
+    with recorded_traffic(Config()) as recorder:
+        assert recorder is None
+
+
+def test_a_directory_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    with pytest.raises(ConfigError, match=r"server\.record_path: expected a directory that can be written, got"):
+        TrafficRecorder(file, 2**20, 4)
+
+
+def test_a_key_that_is_damaged_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "key").write_bytes(b"short")
+    with pytest.raises(ConfigError, match=r"server\.record_path: expected a key of 32 bytes"):
+        TrafficRecorder(tmp_path, 2**20, 4)
