@@ -609,6 +609,13 @@ class PrefixCache:
             self._queue.requeue(node)
         return public.joined(own)
 
+    def has_idle_blocks(self, num_blocks: int) -> bool:
+        """Whether this many blocks are free, or the next one to be evicted belongs to no session that awaits a tool."""
+        if self.pool.num_free >= num_blocks:
+            return True
+        first = self._queue.first(())
+        return first is not None and first.awaits is not Awaits.TOOL and self.num_evictable_blocks >= num_blocks
+
     def drop(self, namespace: Namespace, tokens: bytes, start: int = 0, *, evicts: bool) -> tuple[int, int]:
         """Drop what is cached of a prompt after `start`, and everything that continues it.
 
@@ -628,19 +635,23 @@ class PrefixCache:
 
         Complexity: O(log leaves) for each of at most 1,024 nodes; further nodes stay.
         """
-        found = self._find(namespace, tokens)
-        first_block = -(-max(start, found.root_tokens) // self.block_size)
-        tree = self._trees.get(found.namespace)
-        if found.node is None or tree is None:
+        num_dropped = num_left = 0
+        for found in self._find_all(namespace, tokens):
+            dropped, left = self._drop(found, tokens, start, evicts=evicts)
+            num_dropped += dropped
+            num_left = max(num_left, left)
+        return num_dropped, num_left
+
+    def _drop(self, found: _TreeMatch, tokens: bytes, start: int, *, evicts: bool) -> tuple[int, int]:
+        """Drop what is cached of a prompt in one tree; see `drop`."""
+        tree, node, size = self._trees.get(found.namespace), found.node, self.block_size
+        first_block = -(-max(start, found.root_tokens) // size)
+        if tree is None or node is None or found.found_bytes // TOKEN_BYTES <= first_block * size:
             return 0, 0
-        nodes = self._retained.cut_range(
-            found.node, first_block, -(-found.found_bytes // TOKEN_BYTES // self.block_size)
-        )
-        if not nodes:
-            return 0, 0
-        _, num_blocks = self._evictor.purge_leaves(tree, _MAX_DROPPED_NODES, top=nodes[0], evicts=evicts)
-        num_left = self._find(namespace, tokens).found_bytes // TOKEN_BYTES - first_block * self.block_size
-        return num_blocks * self.block_size, max(0, num_left)
+        num_path_blocks = node.start_bytes // (size * TOKEN_BYTES) + node.num_blocks
+        top = self._retained.cut_range(node, first_block, num_path_blocks)[0]
+        _, num_blocks = self._evictor.purge_leaves(tree, _MAX_DROPPED_NODES, top=top, evicts=evicts)
+        return num_blocks * size, max(0, tree.match(tokens)[1] // TOKEN_BYTES - first_block * size)
 
     def drop_session(self, session: Session, *, evicts: bool) -> int:
         """Drop the blocks that only a session has used and that no lease needs; see `drop`. Returns their number."""

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator
 from itertools import islice
+
+from sortedcontainers import SortedList
 
 from radixkv.api.awaits import Awaits
 from radixkv.api.miss_reason import MissReason
@@ -13,6 +16,9 @@ from radixkv.cache.changes import Listener
 from radixkv.cache.node import Node
 from radixkv.errors import require_invariant
 from radixkv.namespace import PromptKey
+
+_USUAL_TOOL_WAIT_S = 10.0  # of a session whose waits are not known; the median of recorded coding agents is 17 s
+_SHARE_OF_WAIT = 0.5  # after which the next turn is prepared for
 
 _require = functools.partial(require_invariant, "sessions")
 
@@ -29,9 +35,22 @@ class Session:
         has_ended: whether the tenant has ended it.
         prompt: the prompt of its last lease with the generated tokens, to load it from the tiers before the next turn;
             None if it is not remembered.
+        tool_wait_s: how long it has waited for tools recently; None before its first wait.
+        return_entry: entry among the sessions whose next turn is expected; None while it waits for no tool.
     """
 
-    __slots__ = ("awaits", "has_ended", "last_used_s", "nodes", "num_leases", "prompt", "session_id", "tenant")
+    __slots__ = (
+        "awaits",
+        "has_ended",
+        "last_used_s",
+        "nodes",
+        "num_leases",
+        "prompt",
+        "return_entry",
+        "session_id",
+        "tenant",
+        "tool_wait_s",
+    )
 
     def __init__(self, tenant: str, session_id: str) -> None:
         self.tenant = tenant
@@ -41,6 +60,8 @@ class Session:
         self.last_used_s = 0.0
         self.awaits = Awaits.UNKNOWN
         self.prompt: PromptKey | None = None
+        self.tool_wait_s: float | None = None
+        self.return_entry: tuple[float, int, Session] | None = None
         self.has_ended = False
 
     @property
@@ -81,6 +102,8 @@ class Sessions(Listener):
         self.remembers_prompts = max_prompt_bytes > 0
         self._max_prompt_bytes = max_prompt_bytes
         self._num_prompt_bytes = 0
+        self._returns = SortedList()  # of (expected_s, serial, session); serials are distinct
+        self._serials = itertools.count()
         self._remembered: OrderedDict[Session, None] = OrderedDict()  # those with a prompt, the oldest prompt first
         self._sessions: OrderedDict[tuple[str, str], Session] = OrderedDict()  # the one used last is last
         self._num_of: Counter[str] = Counter()  # by tenant
@@ -115,6 +138,11 @@ class Sessions(Listener):
             session = self._sessions[tenant, session_id] = Session(tenant, session_id)
             self._num_of[tenant] += 1
         session.num_leases += 1
+        if session.awaits is Awaits.TOOL:
+            wait_s = now_s - session.last_used_s
+            before_s = session.tool_wait_s
+            session.tool_wait_s = wait_s if before_s is None else (before_s + wait_s) / 2
+        self.expect(session, None)
         self._note_use(session, Awaits.UNKNOWN, now_s)
         return session
 
@@ -125,6 +153,9 @@ class Sessions(Listener):
             self._note_use(session, awaits, now_s)
             if prompt is not None:
                 self._remember(session, prompt)
+            if awaits is Awaits.TOOL and session.prompt is not None:
+                wait_s = _USUAL_TOOL_WAIT_S if session.tool_wait_s is None else session.tool_wait_s
+                self.expect(session, now_s + _SHARE_OF_WAIT * wait_s)
             self._drop_if_unused(session)
 
     def _note_use(self, session: Session, awaits: Awaits, now_s: float) -> None:
@@ -147,12 +178,29 @@ class Sessions(Listener):
         if session.prompt is not None:
             self._num_prompt_bytes -= len(session.prompt.tokens)
             session.prompt = None
+            self.expect(session, None)
             del self._remembered[session]
 
+    def expect(self, session: Session, when_s: float | None) -> None:
+        """Set when the next turn of a session should be prepared for; None for not at all."""
+        if session.return_entry is not None:
+            self._returns.remove(session.return_entry)
+        session.return_entry = None if when_s is None else (when_s, next(self._serials), session)
+        if session.return_entry is not None:
+            self._returns.add(session.return_entry)
+
     @property
-    def remembered(self) -> Iterable[Session]:
-        """The sessions whose last prompt is remembered, in the order of their last turns."""
-        return self._remembered
+    def next_return_s(self) -> float | None:
+        """When the next turn of the first of all sessions should be prepared for; None for none."""
+        return self._returns[0][0] if self._returns else None
+
+    def returning(self, now_s: float, max_sessions: int) -> list[Session]:
+        """List the sessions whose next turn should be prepared for by now, and do not expect them any more."""
+        due: list[Session] = []
+        while self._returns and self._returns[0][0] <= now_s and len(due) < max_sessions:
+            due.append(self._returns[0][2])
+            self.expect(due[-1], None)
+        return due
 
     def forget_prompts(self, tenant: str | None, adapter: str | None, salt: str | None) -> None:
         """Forget the prompts of namespaces with these names, None for any. Complexity: O(sessions)."""
@@ -228,6 +276,8 @@ class Sessions(Listener):
         _require(self._num_nodes == len(owned), "the count of nodes is wrong")
         _require(all(each.nodes or each.num_leases or each.prompt for each in self), "an unused session is kept")
         num_bytes = sum(len(each.prompt.tokens) for each in self if each.prompt is not None)
+        expected = [each.return_entry for each in self if each.return_entry is not None]
+        _require(sorted(expected) == list(self._returns), "an expected return is wrong")
         _require(num_bytes == self._num_prompt_bytes, "the size of the remembered prompts is wrong")
 
     def _own(self, node: Node, session: Session) -> None:

@@ -247,12 +247,14 @@ class EngineCore:
         """Return the seconds until the next timed task of an idle engine; None if there is none."""
         if self._events is not None and self._events.has_backlog:
             return 0.0
-        until_flush_s = None if self._offload is None else self._offload.seconds_until_due()
+        now_s = self._clock()
         expires_s = self.held_leases.next_expiry_s()
-        if expires_s is None:
-            return until_flush_s
-        until_expiry_s = max(0.0, expires_s - self._clock())
-        return until_expiry_s if until_flush_s is None else min(until_expiry_s, until_flush_s)
+        times = [
+            None if expires_s is None else max(0.0, expires_s - now_s),
+            None if self._offload is None else self._offload.seconds_until_due(),
+            None if self._prefetcher is None else self._prefetcher.seconds_until_due(now_s),
+        ]
+        return min((each for each in times if each is not None), default=None)
 
     def close(self, error: RadixKVError) -> None:
         """Fail every unfinished request with `error` and close every held lease."""
@@ -320,8 +322,10 @@ class EngineCore:
         self._preemptor.prepare_step()
         offload = self._offload
         if offload is not None:
+            assert self._prefetcher is not None
+            self._prefetcher.look_ahead(now_s)
             ready = offload.ready()
-            self._scheduler.resume(ready if self._prefetcher is None else self._prefetcher.take(ready))
+            self._scheduler.resume(self._prefetcher.take(ready))
         slices = self._scheduler.next_step(self._admitter)
         if offload is not None:
             offload.copy()  # before evicted blocks are overwritten

@@ -18,6 +18,8 @@ from radixkv.tokens import TOKEN_BYTES
 
 _MAX_LOADING = 32  # prompts at a time
 _MAX_TENANT_LOADING = 4
+_MAX_LOOKED_AT = 4  # sessions at a time
+_MAX_WAIT_S = 600.0  # of a session that is still expected to return
 
 
 class Prefetcher:
@@ -46,6 +48,34 @@ class Prefetcher:
         self._scheduler = scheduler
         self._loading: set[Request] = set()
         self._due: list[Request] = []  # those whose blocks were loaded at once
+
+    def look_ahead(self, now_s: float) -> None:
+        """Start to load the prompts of sessions that wait for a tool, when about half of their usual wait is over.
+
+        A session is loaded if its blocks are free, or if the cache would otherwise evict blocks that no session waiting
+        for a tool needs. If it is not loaded for want of room, it is tried again later, until ten minutes have passed.
+
+        Complexity: O(1) while no return is due; a match and a hash of the prompt for each of at most four sessions.
+        """
+        sessions = self._cache.sessions
+        if sessions.next_return_s is None or sessions.next_return_s > now_s:
+            return
+        for session in sessions.returning(now_s, _MAX_LOOKED_AT):
+            assert session.prompt is not None, "only sessions with a prompt return"
+            namespace, tokens = session.prompt
+            cached_tokens = self._cache.match(namespace, tokens).cached_tokens
+            num_blocks = (len(tokens) // TOKEN_BYTES - cached_tokens) // self._cache.block_size
+            if not num_blocks:
+                continue
+            if self._cache.has_idle_blocks(num_blocks):
+                self.begin(namespace, tokens, session.session_id)
+            elif (waited_s := now_s - session.last_used_s) < _MAX_WAIT_S:
+                sessions.expect(session, now_s + max(1.0, waited_s / 4))
+
+    def seconds_until_due(self, now_s: float) -> float | None:
+        """Return the seconds until `look_ahead` has something to do; None if nothing is expected."""
+        return_s = self._cache.sessions.next_return_s
+        return None if return_s is None else max(0.0, return_s - now_s)
 
     @property
     def num_loading(self) -> int:

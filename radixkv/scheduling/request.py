@@ -148,8 +148,8 @@ class Request:
         generation: None for a prefill.
         former: its keys before its adapter was replaced; they only explain a miss.
         fetched: blocks of its prompt that were fetched from another server; None if there are none, or they are used.
-        is_prefetch: whether it only loads stored blocks, for a later request; see `Prefetcher`.
         invocation: where an invoked adapter begins; None if `namespace.adapter` computes the whole prompt.
+        is_prefetch: whether it only loads stored blocks, for a later request; see `Prefetcher`.
         prompt_tokens: the prompt in the form of the cache, with the tokens of an invoked adapter marked; little-endian
             uint32 bytes.
         num_prompt_tokens: its length in tokens.
@@ -182,8 +182,8 @@ class Request:
     generation: Generation | None = None
     former: Sequence[PromptKey] = ()
     invocation: Invocation | None = None
-    is_prefetch: bool = False
     fetched: FetchedBlocks | None = None
+    is_prefetch: bool = False
     prompt_tokens: bytes = field(init=False)
     num_prompt_tokens: int = field(init=False)
     num_tokens: int = field(init=False)

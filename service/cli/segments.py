@@ -33,7 +33,7 @@ _OPTIONS = (
         "list what this tier, such as host, holds of each namespace (default: the device)",
         "",
     ),
-    Option("--session", "ID", name, "only what this session of the tenant has used alone", ""),
+    Option("--session", "ID", name, "only what this session of the tenant has used alone (default: all)", ""),
     flag("--all", "all pages"),
 )
 _STORED_HEADER = ("tenant", "namespace", "blocks", "tokens", "retained")

@@ -10,6 +10,7 @@ from radixkv.config import EVICTION_POLICIES
 from tests.cache.walk.cache_walk import (
     BORDERED,
     DEEP,
+    HINTED,
     PARTED,
     PUBLIC,
     ROOMY,
@@ -83,6 +84,15 @@ def test_tenants_get_what_they_were_promised(world: World, num_steps: int) -> No
     wanted = {"evicted blocks", "OutOfBlocks", "retained tokens", "refused tokens", "blocks purged while in use"}
     wanted |= {"explained as ADAPTER_CHANGED"} if world.num_namespaces > 2 else set()
     wanted |= {"QuotaExceeded"} if any(quota.ceiling_blocks for _, quota in world.quotas) else set()
+    assert {event for event in wanted if not events[event]} == set()
+
+
+@pytest.mark.sampled(one_in=2)
+@pytest.mark.parametrize("num_steps", [1500, pytest.param(10_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world", HINTED, ids=world_id)
+def test_hints_of_one_tenant_change_nothing_for_others(world: World, num_steps: int) -> None:
+    events = walk(world, "lru", dice_of(6, num_steps))
+    wanted = {"dropped", "dropped of sessions", "nodes of ended sessions", "evicted blocks"}
     assert {event for event in wanted if not events[event]} == set()
 
 

@@ -44,6 +44,7 @@ def test_the_exported_names_of_the_client_are_stable() -> None:
     assert radixkv.service.client.__all__ == [
         "AsyncClient",
         "AsyncTextAnswer",
+        "Awaits",
         "Cancelled",
         "Client",
         "Compression",
@@ -53,6 +54,7 @@ def test_the_exported_names_of_the_client_are_stable() -> None:
         "DeadlineExceeded",
         "FailedPrecondition",
         "FinishReason",
+        "HintStatus",
         "InternalError",
         "InvalidArgument",
         "KVSource",

@@ -13,7 +13,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -73,6 +73,7 @@ class World:
     max_path_nodes: int = 512
     keeps: bool = False  # whether leases are held after their requests
     public_texts: tuple[str, ...] = ()  # digits, which are made public and private again
+    hints: bool = False  # whether prompts and sessions are dropped, and told what they await
 
     def quota_of(self, tenant: str) -> Quota:
         return dict(self.quotas).get(tenant, self.default_quota)
@@ -203,7 +204,8 @@ PUBLIC = [
         public_texts=("0100110", "1100"),
     ),
 ]
-WORLDS = (*ROOMY, *TIGHT, *SHARED, *PARTED, *BORDERED, *DEEP, *PUBLIC)
+HINTED = [replace(world, hints=True) for world in (*SHARED, TIGHT[1], BORDERED[3], PUBLIC[2])]
+WORLDS = (*ROOMY, *TIGHT, *SHARED, *PARTED, *BORDERED, *DEEP, *PUBLIC, *HINTED)
 EVENT_BLOCK_SIZES = {1: 2, 2: 1, 4: 6, 16: 4}  # by block size of the cache
 
 
@@ -278,6 +280,7 @@ class Walk:
         self.closed = self.cache.lease(NAMESPACES[0], b"\1\0\0\0")
         self.closed.close()
         self.prompts: list[tuple[int, ...]] = [()]
+        self.num_dropped_blocks = 0  # in the last step, without those that were evicted
         self.publishers: dict[int, set[Session | None]] = {}  # the sessions that published each whole block
         self.events: Counter[str] = Counter()
         self.actions: dict[Callable[[], str | None], float] = {
@@ -303,11 +306,13 @@ class Walk:
         self.session_random.seed(dice)
         self.clock.now_s += self.random.choice((0, 0, 1))
         self.events["blocks expired"] += self.oracle.retention.expire(self.clock.now_s)
-        num_evicted_blocks = self.cache.num_evicted_blocks
+        num_evicted_blocks, self.num_dropped_blocks = self.cache.num_evicted_blocks, 0
         self.random.choices(list(self.actions), list(self.actions.values()))[0]()
         if self.session_random.random() < 0.03:
             self.end_session()
-        num_evicted_blocks = self.cache.num_evicted_blocks - num_evicted_blocks
+        if self.world.hints and self.session_random.random() < 0.15:
+            self.session_random.choice((self.drop, self.drop_session, self.set_awaits))()
+        num_evicted_blocks = self.cache.num_evicted_blocks - num_evicted_blocks + self.num_dropped_blocks
         if num_evicted_blocks:
             num_lost_tokens = self.oracle.forget_evicted(self.cache)
             assert num_evicted_blocks <= num_lost_tokens <= num_evicted_blocks * self.world.block_size
@@ -598,6 +603,53 @@ class Walk:
             assert self.cache.end_session(session.tenant, session.session_id) is None
             assert all(node.session is None and node.awaits is Awaits.NOTHING for node in nodes)
             self.events["nodes of ended sessions"] += len(nodes)
+
+    def drop(self) -> None:
+        """Drop the end of a prompt, and everything that continues it."""
+        runs = self.oracle.runs()
+        if not runs:
+            return
+        namespace, tokens = self.session_random.choice(runs)
+        evicts, start = self.session_random.random() < 0.5, self.session_random.randrange(len(tokens) // 4)
+        others = self._blocks_of_others(namespace.tenant)
+        pinned = self.cache.num_pinned_blocks
+        before = self._counts()
+        plain = namespace._replace(public_prefix="")
+        num_dropped, num_left = self.cache.drop(plain, tokens, start, evicts=evicts)
+        self._verify_dropped(before, num_dropped // self.world.block_size, evicts=evicts)
+        assert (self._blocks_of_others(namespace.tenant), self.cache.num_pinned_blocks) == (others, pinned)
+        if num_dropped and not num_left and not self.texts:  # public prefixes stay
+            assert self.cache.match(plain, tokens).cached_tokens <= start + self.world.block_size - 1
+        self.events["dropped"] += num_dropped
+
+    def drop_session(self) -> None:
+        sessions = [session for session in self.cache.sessions if session.nodes]
+        if sessions:
+            session = self.session_random.choice(sessions)
+            evicts = self.session_random.random() < 0.5
+            before, others, num_own = self._counts(), self._blocks_of_others(session.tenant), session.num_blocks
+            num_blocks = self.cache.drop_session(session, evicts=evicts)
+            self._verify_dropped(before, num_blocks, evicts=evicts)
+            assert self._blocks_of_others(session.tenant) == others
+            assert session.num_blocks == num_own - num_blocks
+            self.events["dropped of sessions"] += num_blocks
+
+    def _verify_dropped(self, before: Counts, num_blocks: int, *, evicts: bool) -> None:
+        assert self.cache.pool.num_published == before.num_published - num_blocks
+        assert self.cache.num_evicted_blocks == before.num_evicted + num_blocks * evicts
+        self.num_dropped_blocks += num_blocks * (not evicts)
+
+    def set_awaits(self) -> None:
+        runs = self.oracle.runs()
+        if runs:
+            namespace, tokens = self.session_random.choice(runs)
+            before = self._counts()
+            awaits = self.session_random.choice(list(Awaits))
+            self.cache.set_awaits(namespace._replace(public_prefix=""), tokens, awaits)
+            assert self._counts() == before
+
+    def _blocks_of_others(self, tenant: str) -> dict[str, int]:
+        return {other: usage.num_cached_blocks for other, usage in self.cache.tenants.items() if other != tenant}
 
     def _verify_sessions(self) -> None:
         """Check that no other session, and no lease without one, has published the blocks of a session's nodes."""

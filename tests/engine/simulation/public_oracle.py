@@ -112,7 +112,11 @@ class PublicOracle:
         return self._known[serial].tokens[: int(num_tokens) * TOKEN_BYTES] if serial else b""
 
     def reuse(self, namespace: Namespace, tokens: bytes) -> Reuse:
-        """Compute what a prompt reuses, by looking at everything that is cached."""
+        """Compute what a prompt reuses if there is room, by looking at everything that is cached."""
+        return max(self._reuses(namespace, tokens), key=lambda each: (each.cached_tokens, each.root_tokens))
+
+    def _reuses(self, namespace: Namespace, tokens: bytes) -> list[Reuse]:
+        """Compute what a prompt could reuse in each of its trees."""
         most = len(tokens) - TOKEN_BYTES
         found = [Reuse(self._in_tree(namespace, tokens, most), 0, 0)]
         for prefix in self._usable(namespace):
@@ -124,18 +128,28 @@ class PublicOracle:
                 num_root = end // TOKEN_BYTES
                 num_public = num_root + (num_more if num_more > num_own else 0)
                 found.append(Reuse(num_root + max(num_own, num_more), num_public, num_root))
-        return max(found, key=lambda each: (each.cached_tokens, each.root_tokens))
+        return found
 
     def lease(self, take: Callable[..., Lease], namespace: Namespace, tokens: bytes, **options: Any) -> Lease:
         """Take a lease, and assert that it reuses exactly what it can, and says how much of that is public."""
         expected = self.reuse(namespace, tokens) if options.get("read", True) else Reuse(0, 0, 0)
+        usage, spared = self._cache.tenants[namespace.tenant], options.get("num_headroom_blocks", 0)
+        num_takeable_before = self._cache._evictor.num_takeable_blocks(namespace.tenant, usage, spared)
         lease = take(namespace, tokens, **options)
         cached, public = lease.cached_tokens, lease.public_tokens
+        size = self._cache.block_size
+        if cached // size < expected.cached_tokens // size:  # it does not fit where the prompt has most
+            assert num_takeable_before < -(-len(tokens) // self._block_bytes), "there was room for the whole prompt"
+            others = [each for each in self._reuses(namespace, tokens) if each.cached_tokens < expected.cached_tokens]
+            assert cached in {
+                used for each in others for used in (each.cached_tokens, each.cached_tokens // size * size)
+            }
+            self._events["leased where there was room"] += 1
+            return lease
         if cached != expected.cached_tokens:
-            assert cached == expected.cached_tokens // self._cache.block_size * self._cache.block_size, (
+            assert cached == expected.cached_tokens // size * size, (
                 f"{expected.cached_tokens} tokens are cached, of which {cached} were reused"
             )
-            usage, spared = self._cache.tenants[namespace.tenant], options.get("num_headroom_blocks", 0)
             takeable = self._cache._evictor.num_takeable_blocks(namespace.tenant, usage, spared)
             assert takeable <= 0, "cached tokens were dropped although there were enough blocks"
             assert public in (0, expected.root_tokens)
