@@ -11,9 +11,8 @@ from radixkv.api.awaits import Awaits
 from radixkv.api.retention import DEFAULT_PRIORITY
 from radixkv.blocks import BlockCopy, BlockIds
 from radixkv.cache.cache_state import CacheState
-from radixkv.cache.node import Node
+from radixkv.cache.node import Node, Session
 from radixkv.cache.radix_tree import NO_ROOT_PREFIX, Insertion, RootPrefix
-from radixkv.cache.sessions import Session
 from radixkv.cache.tenants import TenantUsage
 from radixkv.cache.windowed_layers import WindowLease
 from radixkv.errors import InvalidRequest, InvariantViolation, LeaseClosed

@@ -24,7 +24,7 @@ from radixkv.cache.evictor import Evictor
 from radixkv.cache.held_blocks import HeldBlocks, HeldPath
 from radixkv.cache.lease import Lease, OpenLeases
 from radixkv.cache.namespace_trees import NamespaceTrees
-from radixkv.cache.node import Node
+from radixkv.cache.node import Node, Session
 from radixkv.cache.pins import Pins
 from radixkv.cache.public_prefixes import PublicPrefix, PublicPrefixes, PublicRoot
 from radixkv.cache.purge import Purged, all_slices, purge, sweep
@@ -32,7 +32,7 @@ from radixkv.cache.radix_tree import NO_ROOT_PREFIX, RootPrefix
 from radixkv.cache.recurrent_states import StateSlots
 from radixkv.cache.retained_nodes import RetainedNodes
 from radixkv.cache.segment_index import SegmentIndex
-from radixkv.cache.sessions import Session, Sessions
+from radixkv.cache.sessions import Sessions
 from radixkv.cache.tenants import Quota, Tenants
 from radixkv.cache.windowed_layers import WindowedLayers, WindowLease
 from radixkv.errors import CapacityError

@@ -13,7 +13,7 @@ from sortedcontainers import SortedList
 from radixkv.api.awaits import Awaits
 from radixkv.api.miss_reason import MissReason
 from radixkv.cache.changes import Listener
-from radixkv.cache.node import Node
+from radixkv.cache.node import Node, Session
 from radixkv.errors import require_invariant
 from radixkv.namespace import PromptKey
 
@@ -21,58 +21,6 @@ _USUAL_TOOL_WAIT_S = 10.0  # of a session whose waits are not known; the median 
 _SHARE_OF_WAIT = 0.5  # after which the next turn is prepared for
 
 _require = functools.partial(require_invariant, "sessions")
-
-
-class Session:
-    """A conversation of one tenant.
-
-    Attributes:
-        tenant, session_id: its names. The tenant chooses the id.
-        nodes: the nodes that only this session has used.
-        num_leases: its open leases.
-        last_used_s: when a lease of it last began or ended.
-        awaits: what it waits for since its last lease was closed.
-        has_ended: whether the tenant has ended it.
-        prompt: the prompt of its last lease with the generated tokens, to load it from the tiers before the next turn;
-            None if it is not remembered.
-        tool_wait_s: how long it has waited for tools recently; None before its first wait.
-        return_entry: entry among the sessions whose next turn is expected; None while it waits for no tool.
-    """
-
-    __slots__ = (
-        "awaits",
-        "has_ended",
-        "last_used_s",
-        "nodes",
-        "num_leases",
-        "prompt",
-        "return_entry",
-        "session_id",
-        "tenant",
-        "tool_wait_s",
-    )
-
-    def __init__(self, tenant: str, session_id: str) -> None:
-        self.tenant = tenant
-        self.session_id = session_id
-        self.nodes: set[Node] = set()
-        self.num_leases = 0
-        self.last_used_s = 0.0
-        self.awaits = Awaits.UNKNOWN
-        self.prompt: PromptKey | None = None
-        self.tool_wait_s: float | None = None
-        self.return_entry: tuple[float, int, Session] | None = None
-        self.has_ended = False
-
-    @property
-    def num_blocks(self) -> int:
-        """Blocks of the nodes that only this session has used. Complexity: O(nodes)."""
-        return sum(node.num_blocks for node in self.nodes)
-
-    @property
-    def ends(self) -> list[Node]:
-        """The nodes in which its prompts end, as far as no other session has used them. Complexity: O(nodes)."""
-        return [node for node in self.nodes if not any(child in self.nodes for child in (node.children or {}).values())]
 
 
 class Sessions(Listener):

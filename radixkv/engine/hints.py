@@ -9,9 +9,8 @@ from typing import Any, NamedTuple
 from radixkv.api.awaits import Awaits
 from radixkv.api.hints import MAX_DIRECTIVES, HintAction, HintOutcome, HintStatus
 from radixkv.api.retention import MAX_PRIORITY, Grant, Retention
-from radixkv.cache.node import path_to
+from radixkv.cache.node import Session, path_to
 from radixkv.cache.prefix_cache import PrefixCache
-from radixkv.cache.sessions import Session
 from radixkv.errors import InvalidRequest
 from radixkv.namespace import Namespace, PromptKey
 from radixkv.tokens import TOKEN_BYTES

@@ -33,10 +33,18 @@ def test_no_field_number_is_reused() -> None:
             assert names.setdefault((found[1], found[3]), found[2]) == found[2]
 
 
+def dependencies_of(file):
+    """Return the files that a file needs, each after its own dependencies."""
+    found = {}
+    for each in file.dependencies:
+        found |= {needed.name: needed for needed in (*dependencies_of(each), each)}
+    return list(found.values())
+
+
 def changed(change) -> list[str]:
     """Return the lines of prefill.proto after a change of its descriptor."""
     pool = descriptor_pool.DescriptorPool()
-    for file in FILES[0].dependencies:
+    for file in dependencies_of(FILES[0]):
         copy = descriptor_pb2.FileDescriptorProto()
         file.CopyToProto(copy)
         pool.Add(copy)

@@ -9,6 +9,7 @@ from concurrent.futures import Future
 
 import numpy as np
 
+from radixkv.api.awaits import Awaits
 from radixkv.api.caller import Caller
 from radixkv.api.limits import Limits
 from radixkv.api.miss_reason import MissReason
@@ -33,6 +34,7 @@ from radixkv.api.stats import (
     EngineStats,
     PartStats,
     RequestStats,
+    SessionStats,
     StateStats,
     TenantStats,
     TimeStats,
@@ -257,6 +259,15 @@ class FakeEngine:
             future.set_result(all_slices(result) if isinstance(result, Generator) else result)
         except RadixKVError as error:
             future.set_exception(error)
+        return future
+
+    def sessions(self, max_sessions, tenant=None) -> Future:
+        future = Future()
+        sessions = [
+            SessionStats("acme", "build-42", Awaits.TOOL, 7, 1, 12.0),
+            SessionStats("", "chat", Awaits.USER, 3, 0, 99.0),
+        ]
+        future.set_result([each for each in sessions if tenant in (None, each.tenant)][:max_sessions])
         return future
 
     def stats(self, max_tenants=100, tenant=None) -> Future:

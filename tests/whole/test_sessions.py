@@ -64,6 +64,10 @@ def test_a_session_is_one_thing_in_the_statistics_and_in_the_segments(client: Cl
     assert sum(each.num_blocks for each in segments) == 5
     assert {(each.session_id, each.awaits) for each in segments} == {("s", Awaits.TOOL)}
     assert not client.segments(tenant="acme", session_id="unknown").segments
+    with pytest.raises(InvalidArgument, match="max_sessions: expected at most 100, got 101"):
+        client.stats(max_sessions=101)
+    with pytest.raises(InvalidArgument, match="session_id: expected at most 256 characters, got 257"):
+        client.segments(tenant="acme", session_id="s" * 257)
     with pytest.raises(InvalidArgument, match="session_id: requires a tenant"):
         client.segments(session_id="s")
 

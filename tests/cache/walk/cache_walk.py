@@ -24,13 +24,12 @@ from radixkv.api.miss_reason import MissReason
 from radixkv.api.retention import DEFAULT_PRIORITY, Retention
 from radixkv.cache.held_blocks import HeldPath
 from radixkv.cache.lease import Lease
-from radixkv.cache.node import Node, path_to
+from radixkv.cache.node import Node, Session, path_to
 from radixkv.cache.part_memory import PartMemory
 from radixkv.cache.policies import make_policy
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.cache.public_prefixes import PublicPrefix
 from radixkv.cache.purge import Purged, all_slices
-from radixkv.cache.sessions import Session
 from radixkv.cache.tenants import Quota
 from radixkv.cache.window_pool import Reach, WindowPool
 from radixkv.cache.windowed_layers import WindowedLayers

@@ -52,7 +52,7 @@ def test_statistics_hidden_from_a_tenant_are_missing_and_not_0():
     assert tree["blocks"] == {"total": 10}
     assert set(tree) == {
         *("model", "device", "epoch", "uptime_s", "block_size", "block_bytes", "kv_dtype", "model_fingerprint"),
-        *("blocks", "tenants", "replicas"),
+        *("blocks", "tenants", "replicas", "sessions"),
     }
     assert tree["tenants"][0]["cached_blocks"] == 0
     fleet = StatsResponse(replicas=[ReplicaStats(address="a", stats=mine), ReplicaStats(address="b", error="gone")])

@@ -64,6 +64,7 @@ def test_one_screen_for_scripts(capsys, engine):
     assert out.startswith("radixkv  fake on cpu, up 2s\n")
     assert re.search(r"^hit rate +60\.0 % +60\.0 %$", out, re.MULTILINE)
     assert re.search(r"^hottest segments: 2 of 2, 2 compared$", out, re.MULTILINE)
+    assert re.search(r"^build-42 +acme +7 +1 +12s +awaits a tool$", out, re.MULTILINE)
     assert "\x1b" not in out
 
 

@@ -39,6 +39,8 @@ def test_only_idempotent_calls_are_retried() -> None:
     assert {method.name for method in METHODS if not method.is_idempotent} == {
         "Release",
         "FetchKV",
+        "Hint",
+        "EndSession",
         "Purge",
         "LoadAdapter",
         "UnloadAdapter",

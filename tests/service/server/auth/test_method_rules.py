@@ -44,6 +44,8 @@ REQUESTS = {
     "radixkv.v1.PrefillService/FetchKV": _OWN,
     "radixkv.v1.CacheService/Stats": _OWN,
     "radixkv.v1.CacheService/Retain": _OWN,
+    "radixkv.v1.CacheService/Hint": _OWN,
+    "radixkv.v1.CacheService/EndSession": _OWN,
     "radixkv.v1.CacheService/Purge": _OWN,
     "radixkv.v1.CacheService/ListSegments": _OWN,
     "radixkv.v1.CacheService/LoadAdapter": set(),
@@ -72,6 +74,8 @@ REQUESTS = {
 ADMINS = {
     "radixkv.v1.CacheService/Stats": {"watcher", "boss"},
     "radixkv.v1.CacheService/Retain": {"boss"},
+    "radixkv.v1.CacheService/Hint": {"boss"},
+    "radixkv.v1.CacheService/EndSession": {"boss"},
     "radixkv.v1.CacheService/Purge": {"boss"},
     "radixkv.v1.CacheService/ListSegments": {"watcher", "boss"},
     "radixkv.v1.CacheService/LoadAdapter": {"boss"},

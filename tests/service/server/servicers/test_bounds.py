@@ -85,7 +85,7 @@ def compressed(**fields: Any) -> GenerateRequest:
 
 
 def names(field: str) -> Bounds:
-    kinds = (PrefillRequest, ProbeRequest) if field != "request_id" else (PrefillRequest,)
+    kinds = (PrefillRequest,) if field in ("request_id", "session_id") else (PrefillRequest, ProbeRequest)
     inside = [kind(**{"token_ids": PROMPT, field: "n" * 256}) for kind in kinds]
     return Bounds(inside, [kind(**{"token_ids": PROMPT, field: "n" * 257}) for kind in kinds])
 
@@ -96,6 +96,7 @@ TABLE = {
     "PrefillRequest.adapter": Bounds([], [prefill(adapter="n" * 257)]),  # unknown within the bounds
     "PrefillRequest.salt": names("salt"),
     "PrefillRequest.request_id": names("request_id"),
+    "PrefillRequest.session_id": names("session_id"),
     "PrefillRequest.top_logprobs": Bounds([prefill(top_logprobs=n) for n in (0, 100)], [prefill(top_logprobs=101)]),
     "PrefillRequest.priority": Bounds([prefill(priority=n) for n in (0, 100)], [prefill(priority=101)]),
     "Retention.priority": Bounds([retained(n) for n in (0, 100)], [retained(101)]),
@@ -158,6 +159,8 @@ ELSEWHERE = {
     "StatsResponse.namespaces",
     "StatsResponse.tenants",
     "StatsRequest.max_tenants",  # beyond, fewer are returned
+    "StatsRequest.max_sessions",  # tests/whole/test_sessions.py
+    "ListSegmentsRequest.session_id",  # tests/whole/test_sessions.py
     "RegisterPublicPrefixRequest.token_ids",  # tests/service/server/servicers/test_cache_public_prefixes.py
     "RouteRequest.token_ids",  # tests/service/fleet
     "TokenizerChunk.data",
