@@ -119,7 +119,7 @@ def choose_gemm(
     scored_rows = [min(num_rows, sizes[-1]) for num_rows in _SCORED_ROWS]
     names = _without_slow(backends, rows[:2], part, part_bias, watch)
     batch_invariant = next((each for each in backends if GEMM_BACKENDS[each].is_batch_invariant), None)
-    candidates = [_Candidate(names[0])]
+    candidates = [_RankedBackend(names[0])]
     if len(names) > 1:
         kept_s = limit_s / 2 if is_exact and batch_invariant is None and limit_s < math.inf else 0.0
         candidates = _time_in_turn(names, rows, part, part_bias, scored_rows, watch, lambda: left_s() - kept_s)
@@ -140,7 +140,7 @@ def choose_gemm(
 
 
 @dataclass(slots=True, eq=False)
-class _Candidate:
+class _RankedBackend:
     """A backend and its times.
 
     Attributes:
@@ -194,16 +194,16 @@ def _time_in_turn(
     scored_rows: Sequence[int],
     watch: Stopwatch,
     left_s: Callable[[], float],
-) -> list[_Candidate]:
+) -> list[_RankedBackend]:
     """Time backends one after the other. A backend that can't catch up with the leader is dropped early.
 
     Returns:
         All of them, the fastest first, and those that were not timed last.
     """
     candidates = [
-        _Candidate(name) for name in sorted(names, key=lambda name: not GEMM_BACKENDS[name].is_batch_invariant)
+        _RankedBackend(name) for name in sorted(names, key=lambda name: not GEMM_BACKENDS[name].is_batch_invariant)
     ]
-    first: _Candidate | None = None
+    first: _RankedBackend | None = None
     for candidate in candidates:
         if left_s() <= 0:
             break
@@ -237,7 +237,7 @@ def _time_in_turn(
 
 
 def _confirm(
-    ranked: Sequence[_Candidate],
+    ranked: Sequence[_RankedBackend],
     rows: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
@@ -271,7 +271,7 @@ def _confirm(
 
 
 def _fastest_exact(
-    candidates: Sequence[_Candidate],
+    candidates: Sequence[_RankedBackend],
     whole: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
     sizes: Sequence[int],
     scored_rows: Sequence[int],

@@ -26,20 +26,20 @@ struct InFloat32 {
 
   static int words_of(int64_t head_dim) { return static_cast<int>((head_dim + kLanes - 1) / kLanes * kLanes); }
 
-  static Floats load_row(const void* row, int64_t word, int64_t kind, int64_t head_dim) {
-    return load(row, word, kind, first_lanes(head_dim - word));
+  static Floats load_row(const void* row, int64_t word, int64_t dtype, int64_t head_dim) {
+    return load(row, word, dtype, first_lanes(head_dim - word));
   }
 
-  static Floats multiply_add(Floats sum, float a, Floats b) { return ::multiply_add(all(a), b, sum); }
+  static Floats multiply_add(Floats sum, float a, Floats b) { return ::multiply_add(broadcast(a), b, sum); }
 
   // Values are read in place if they are float32 and whole vectors; otherwise they are converted and padded.
-  static void pack_values(const void* const* rows, int num_keys, int64_t kind, int64_t head_dim, int dims,
+  static void pack_values(const void* const* rows, int num_keys, int64_t dtype, int64_t head_dim, int dims,
                           float* packed, const float** values) {
-    const bool is_in_place = kind == kFloat32 && head_dim % kLanes == 0;
+    const bool is_in_place = dtype == kFloat32 && head_dim % kLanes == 0;
     for (int k = 0; k < num_keys; k++) {
       values[k] = is_in_place ? static_cast<const float*>(rows[k]) : packed + static_cast<int64_t>(k) * dims;
       for (int d = 0; d < dims && !is_in_place; d += kLanes)
-        store_floats(packed + static_cast<int64_t>(k) * dims + d, load_row(rows[k], d, kind, head_dim));
+        store_floats(packed + static_cast<int64_t>(k) * dims + d, load_row(rows[k], d, dtype, head_dim));
     }
   }
 
@@ -58,8 +58,8 @@ struct InBfloat16 {
 
   static int words_of(int64_t head_dim) { return static_cast<int>((head_dim + 31) / 32 * 16); }
 
-  static __m512 load_row(const void* row, int64_t word, int64_t kind, int64_t head_dim) {
-    return as_floats(load_pairs(row, 2 * word, kind, head_dim));
+  static __m512 load_row(const void* row, int64_t word, int64_t dtype, int64_t head_dim) {
+    return as_floats(load_pairs(row, 2 * word, dtype, head_dim));
   }
 
   static __m512 multiply_add(__m512 sum, uint32_t a, __m512 b) {
@@ -67,13 +67,13 @@ struct InBfloat16 {
   }
 
   // Values of two keys are interleaved: [num_keys / 2, dims] words.
-  static void pack_values(const void* const* rows, int num_keys, int64_t kind, int64_t head_dim, int dims,
+  static void pack_values(const void* const* rows, int num_keys, int64_t dtype, int64_t head_dim, int dims,
                           uint32_t* packed, const uint32_t** values) {
     for (int k = 0; k < num_keys; k += 2) {
       uint32_t* to = packed + static_cast<int64_t>(k / 2) * dims;
       values[k / 2] = to;
       for (int d = 0; d < dims; d += 32) {
-        const Interleaved words(load_pairs(rows[k], d, kind, head_dim), load_pairs(rows[k + 1], d, kind, head_dim));
+        const Interleaved words(load_pairs(rows[k], d, dtype, head_dim), load_pairs(rows[k + 1], d, dtype, head_dim));
         store_words(to + d, 0xffff, words.first);
         if (d + kLanes < dims) store_words(to + d + kLanes, 0xffff, words.second);
       }
@@ -148,7 +148,7 @@ __attribute__((noinline)) void score(const typename Arithmetic::Word* query, int
                                      const typename Arithmetic::Word* keys, float* scores) {
   Floats sums[R][2];
 #pragma GCC unroll 8
-  for (int r = 0; r < R; r++) sums[r][0] = sums[r][1] = all(0.0f);
+  for (int r = 0; r < R; r++) sums[r][0] = sums[r][1] = broadcast(0.0f);
   const float* first = reinterpret_cast<const float*>(keys);
   const float* second = first + words * kLanes;
   for (int64_t w = 0; w < words; w++) {
@@ -175,7 +175,7 @@ __attribute__((noinline)) void add_values(const typename Arithmetic::Word* weigh
   Floats sums[R][N];
 #pragma GCC unroll 8
   for (int r = 0; r < R; r++) {
-    const Floats factor = all(rescale[r]);
+    const Floats factor = broadcast(rescale[r]);
     sums[r][0] = load_floats(to + r * dims + at) * factor;
     if constexpr (N == 2) sums[r][1] = load_floats(to + r * dims + at + kLanes) * factor;
   }
@@ -206,7 +206,7 @@ void attend_block(const Problem& problem, Scratch<Arithmetic>& scratch, int64_t 
   if (last_key < first_key || (window && end_key <= lowest - window + 1)) return;
   const int num_pairs = (last_key - first_key) / kPair + 1;  // pairs of vectors of scores
   const bool is_masked = first_key + kKeys > std::min(lowest + 1, end_key) || (window && first_key <= highest - window);
-  const int64_t vector_bytes = problem.head_dim * bytes_of(problem.kv_kind);
+  const int64_t vector_bytes = problem.head_dim * bytes_of(problem.kv_dtype);
   for (int i = 0; i < num_pairs; i++) {
     if constexpr (kPrefetches) scratch.prefetch(vector_bytes);
     score<Arithmetic, R>(scratch.query + row * scratch.words, scratch.words,
@@ -216,18 +216,18 @@ void attend_block(const Problem& problem, Scratch<Arithmetic>& scratch, int64_t 
   // Scores are multiplied and rounded like the largest one, so that no difference exceeds 0, however large they are.
   const double power = kLog2e * problem.scale;
   const float factor = problem.softcap ? 1.0f : static_cast<float>(power);
-  const Floats cap_factor = all(problem.softcap ? static_cast<float>(2 * power / problem.softcap) : 0.0f);
+  const Floats cap_factor = broadcast(problem.softcap ? static_cast<float>(2 * power / problem.softcap) : 0.0f);
   float rescale[kLanes] = {};
   for (int r = 0; r < R; r++) {
     float* scores = scratch.scores + r * kKeys;
-    Floats top = all(-INFINITY);
+    Floats top = broadcast(-INFINITY);
     for (int i = 0; i < kKeys / kLanes; i++) {
       Floats x = load_floats(scores + i * kLanes);
       if (problem.softcap) x = capped(x * cap_factor, problem.softcap);
       if (is_masked)
         x = between(x, first_key + i * kLanes, window ? positions[r] - window : -1, std::min(positions[r], end_key - 1));
       if (problem.softcap || is_masked) store_floats(scores + i * kLanes, x);
-      top = larger(top, x);
+      top = max_of(top, x);
     }
     float& largest = scratch.largest[row + r];
     const float now = std::max(largest, largest_of(top) * factor);
@@ -237,14 +237,14 @@ void attend_block(const Problem& problem, Scratch<Arithmetic>& scratch, int64_t 
   store_floats(rescale, exp2_of(load_floats(rescale)));
   for (int r = 0; r < R; r++) {
     const float* scores = scratch.scores + r * kKeys;
-    const Floats largest = all(scratch.largest[row + r]);
+    const Floats largest = broadcast(scratch.largest[row + r]);
     Floats x[kKeys / kLanes];
     for (int i = 0; i < kKeys / kLanes; i++)
-      x[i] = exp2_of(load_floats(scores + i * kLanes) * all(factor) - largest);
-    Floats sum = all(0.0f);
+      x[i] = exp2_of(load_floats(scores + i * kLanes) * broadcast(factor) - largest);
+    Floats sum = broadcast(0.0f);
     for (int i = 0; i < kKeys / kLanes; i += 4) sum = sum + ((x[i] + x[i + 1]) + (x[i + 2] + x[i + 3]));
     float* weight_sums = scratch.weight_sums + (row + r) * kLanes;
-    store_floats(weight_sums, multiply_add(load_floats(weight_sums), all(rescale[r]), sum));
+    store_floats(weight_sums, multiply_add(load_floats(weight_sums), broadcast(rescale[r]), sum));
 #pragma GCC unroll 4
     for (int i = 0; i < kKeys / kPair; i++)
       Arithmetic::store_weights(scratch.weights + (r * kKeys + i * kPair) / Arithmetic::kNumbers, x[2 * i], x[2 * i + 1]);
@@ -279,12 +279,12 @@ void pack_block(const Problem& problem, Scratch<Arithmetic>& scratch) {
     for (int w = 0; w < scratch.words; w += kLanes) {
       Words rows[kLanes];
       for (int k = 0; k < kLanes; k++)
-        rows[k] = as_words(Arithmetic::load_row(pointers.keys[i + k], w, problem.kv_kind, problem.head_dim));
+        rows[k] = as_words(Arithmetic::load_row(pointers.keys[i + k], w, problem.kv_dtype, problem.head_dim));
       transpose(rows);
       for (int k = 0; k < kLanes; k++) store_floats(to + (w + k) * kLanes, as_floats(rows[k]));
     }
   }
-  Arithmetic::pack_values(pointers.values, pointers.num_keys, problem.kv_kind, problem.head_dim, scratch.dims,
+  Arithmetic::pack_values(pointers.values, pointers.num_keys, problem.kv_dtype, problem.head_dim, scratch.dims,
                           scratch.packed_values, scratch.values);
 }
 
@@ -295,12 +295,12 @@ void begin(const Problem& problem, const Item& item, const char* query, const fl
   for (int64_t i = 0; i < num_rows; i++) {
     const int64_t row = item.first_row + i, head = item.kv_head * problem.group_size + row % problem.group_size;
     const int64_t number = problem.tokens[row / problem.group_size] * problem.query_token_stride + head * problem.query_head_stride;
-    const char* from = query + number * bytes_of(problem.query_kind);
+    const char* from = query + number * bytes_of(problem.query_dtype);
     float* to = reinterpret_cast<float*>(scratch.query + i * scratch.words);
     for (int w = 0; w < scratch.words; w += kLanes)
-      store_floats(to + w, Arithmetic::load_row(from, w, problem.query_kind, problem.head_dim));
+      store_floats(to + w, Arithmetic::load_row(from, w, problem.query_dtype, problem.head_dim));
     scratch.largest[i] = sinks ? sinks[head] * kLog2e : kInitialMax;
-    store_floats(scratch.weight_sums + i * kLanes, all(0.0f));
+    store_floats(scratch.weight_sums + i * kLanes, broadcast(0.0f));
     if (sinks) scratch.weight_sums[i * kLanes] = 1.0f;
   }
   memset(scratch.sums, 0, num_rows * scratch.dims * sizeof(float));
@@ -314,10 +314,10 @@ void finish(const Problem& problem, const Item& item, const Scratch<Arithmetic>&
     const int64_t number = (token * problem.num_kv_heads * problem.group_size + head) * problem.head_dim;
     const float sum = sum_of(load_floats(scratch.weight_sums + i * kLanes));
     for (int64_t d = 0; d < problem.head_dim; d += kLanes) {
-      const Floats mean = load_floats(scratch.sums + i * scratch.dims + d) / all(sum);
+      const Floats mean = load_floats(scratch.sums + i * scratch.dims + d) / broadcast(sum);
       // -0 becomes 0, because the sign of a zero sum may depend on weights of 0 that were added to it.
-      store(output + number * bytes_of(problem.query_kind), d, problem.query_kind, first_lanes(problem.head_dim - d),
-            mean + all(0.0f));
+      store(output + number * bytes_of(problem.query_dtype), d, problem.query_dtype, first_lanes(problem.head_dim - d),
+            mean + broadcast(0.0f));
     }
   }
 }
@@ -335,7 +335,7 @@ void attend(const Problem& problem, const Item& item, const char* query, const c
       const int end_key = std::min(round.end_key, first_key + kKeys);
       locate(problem, round, item.kv_head, key, value, first_key, end_key, scratch.zeros, pointers);
     };
-    const bool prefetches = problem.kv_kind == kFloat32 && end - first <= kMaxPrefetchingRows;
+    const bool prefetches = problem.kv_dtype == kFloat32 && end - first <= kMaxPrefetchingRows;
     find_block(round.first_key, scratch.next);
     for (int first_key = round.first_key; first_key < round.end_key; first_key += kKeys) {
       const int end_key = std::min(round.end_key, first_key + kKeys);
@@ -380,7 +380,7 @@ extern "C" void radixkv_attend(const Problem* problem, const void* query, const 
                                void* output, const float* sinks) {
   if (attend_in_tiles(*problem, query, key, value, output, sinks)) return;
 #ifdef __AVX512BF16__
-  if (problem->query_kind == kBfloat16) return attend_all<InBfloat16>(*problem, query, key, value, output, sinks);
+  if (problem->query_dtype == kBfloat16) return attend_all<InBfloat16>(*problem, query, key, value, output, sinks);
 #endif
   attend_all<InFloat32>(*problem, query, key, value, output, sinks);
 }

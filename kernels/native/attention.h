@@ -23,7 +23,7 @@ struct Problem {
   int64_t num_items, max_rows;
   int64_t num_kv_heads, group_size, head_dim, block_size;
   int64_t query_token_stride, query_head_stride, kv_head_stride, kv_block_stride;
-  int64_t query_kind, kv_kind;
+  int64_t query_dtype, kv_dtype;
   int64_t window, num_threads;
   double scale, softcap;
 };
@@ -48,14 +48,14 @@ struct KeyPointers {
 
 #ifdef __AVX512BF16__
 // Loads 32 numbers of a vector from `at` on as bfloat16, 0 past its end.
-inline Words load_pairs(const void* vector, int64_t at, int64_t kind, int64_t head_dim) {
+inline Words load_pairs(const void* vector, int64_t at, int64_t dtype, int64_t head_dim) {
   const int64_t left = head_dim - at;
-  if (kind == kBfloat16) {
+  if (dtype == kBfloat16) {
     const __mmask32 mask = left >= 32 ? 0xffffffffu : (1u << left) - 1;
     return _mm512_maskz_loadu_epi16(mask, static_cast<const uint16_t*>(vector) + at);
   }
-  const Floats low = load(vector, at, kind, first_lanes(left));
-  const Floats high = load(vector, at + kLanes, kind, left > kLanes ? first_lanes(left - kLanes) : 0);
+  const Floats low = load(vector, at, dtype, first_lanes(left));
+  const Floats high = load(vector, at + kLanes, dtype, left > kLanes ? first_lanes(left - kLanes) : 0);
   return (__m512i)_mm512_cvtne2ps_pbh(high, low);
 }
 
@@ -86,14 +86,14 @@ inline void locate(const Problem& problem, const Round& round, int64_t kv_head, 
     const int64_t block = problem.blocks[round.first_block + at / problem.block_size - round.first_key / problem.block_size];
     const int64_t number = kv_head * problem.kv_head_stride + block * problem.kv_block_stride +
                            at % problem.block_size * problem.head_dim;
-    pointers.keys[i] = key + number * bytes_of(problem.kv_kind);
-    pointers.values[i] = value + number * bytes_of(problem.kv_kind);
+    pointers.keys[i] = key + number * bytes_of(problem.kv_dtype);
+    pointers.values[i] = value + number * bytes_of(problem.kv_dtype);
   }
 }
 
 // softcap * tanh(x / softcap), times log2(e). `doubled` is 2 * log2(e) * x / softcap.
 inline Floats capped(Floats doubled, double softcap) {
-  const Floats one = all(1.0f);
-  const Floats tanh = one - all(2.0f) / (exp2_of(smaller(doubled, all(100.0f))) + one);
-  return tanh * all(static_cast<float>(softcap) * kLog2e);
+  const Floats one = broadcast(1.0f);
+  const Floats tanh = one - broadcast(2.0f) / (exp2_of(min_of(doubled, broadcast(100.0f))) + one);
+  return tanh * broadcast(static_cast<float>(softcap) * kLog2e);
 }

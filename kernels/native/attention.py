@@ -9,13 +9,13 @@ import torch
 
 from radixkv.kernels.kv_pool import KVPool
 from radixkv.kernels.native.attention_work import AttentionWork
-from radixkv.kernels.native.library import KINDS
+from radixkv.kernels.native.library import DTYPE_CODES
 from radixkv.kernels.scoring import Scoring
 
 _POINTER, _INT, _DOUBLE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
 
 
-class _Problem(ctypes.Structure):
+class _ProblemStruct(ctypes.Structure):
     """`Problem` of attention.h: the arguments that layers have in common. Strides are in elements."""
 
     _fields_ = (
@@ -23,7 +23,7 @@ class _Problem(ctypes.Structure):
         *((name, _INT) for name in ("num_items", "max_rows")),
         *((name, _INT) for name in ("num_kv_heads", "group_size", "head_dim", "block_size")),
         *((name, _INT) for name in ("query_token_stride", "query_head_stride", "kv_head_stride", "kv_block_stride")),
-        *((name, _INT) for name in ("query_kind", "kv_kind")),
+        *((name, _INT) for name in ("query_dtype", "kv_dtype")),
         *((name, _INT) for name in ("window", "num_threads")),  # no window: 0
         *((name, _DOUBLE) for name in ("scale", "softcap")),  # no softcap: 0
     )
@@ -31,7 +31,7 @@ class _Problem(ctypes.Structure):
 
 def supports(pool: KVPool, query_dtype: torch.dtype) -> bool:
     """Return whether the kernel supports a pool and queries of a dtype: the pool must not be quantized."""
-    return pool.dtype in KINDS and query_dtype in KINDS
+    return pool.dtype in DTYPE_CODES and query_dtype in DTYPE_CODES
 
 
 class Queries(NamedTuple):
@@ -80,12 +80,12 @@ class Attention:
     ) -> None:
         values, arrays = pool.values, (work.tokens, work.positions, work.blocks, work.rounds, work.items)
         self._arrays = arrays  # keeps the memory of the pointers alive
-        self._problem = _Problem(
+        self._problem = _ProblemStruct(
             *(array.ctypes.data for array in arrays),
             *(len(work.items), work.max_rows),
             *(pool.num_kv_heads, queries.num_heads // pool.num_kv_heads, pool.head_dim, pool.block_size),
             *(queries.token_stride, queries.head_stride, values.stride(3), values.stride(0)),
-            *(KINDS[queries.dtype], KINDS[pool.dtype]),
+            *(DTYPE_CODES[queries.dtype], DTYPE_CODES[pool.dtype]),
             *(scoring.window or 0, num_threads),
             *(scoring.scale, scoring.softcap or 0.0),
         )

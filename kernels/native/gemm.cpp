@@ -26,15 +26,15 @@ constexpr int64_t kAheadBytes = 4096;  // distance at which a weight is prefetch
 constexpr int64_t kLineBytes = 64;
 
 // Arithmetic in float32. Weights of 16 bits stay in 16 bits, so that less memory is read.
-template <int64_t kKind, int64_t kWeightKind = kKind>
+template <int64_t kDtype, int64_t kWeightDtype = kDtype>
 struct InFloat32 {
   using Row = float;  // a word of a packed row
-  using Weight = std::conditional_t<kWeightKind == kFloat32, float, uint16_t>;
+  using Weight = std::conditional_t<kWeightDtype == kFloat32, float, uint16_t>;
   static constexpr int kNumbers = 1;  // numbers per word
 
-  static Words load_row(const void* row, int64_t word, Lanes lanes) { return as_words(load(row, word, kKind, lanes)); }
-  static Floats load_weight(const Weight* from) { return load(from, 0, kWeightKind, first_lanes(kLanes)); }
-  static Floats add(Floats sum, float a, Floats b) { return multiply_add(all(a), b, sum); }
+  static Words load_row(const void* row, int64_t word, Lanes lanes) { return as_words(load(row, word, kDtype, lanes)); }
+  static Floats load_weight(const Weight* from) { return load(from, 0, kWeightDtype, first_lanes(kLanes)); }
+  static Floats add(Floats sum, float a, Floats b) { return multiply_add(broadcast(a), b, sum); }
 };
 
 #ifdef __AVX512BF16__
@@ -86,7 +86,8 @@ __attribute__((noinline)) void add_words(const typename Arithmetic::Row* rows, c
 #pragma GCC unroll 12
   for (int r = 0; r < R; r++)
 #pragma GCC unroll 12
-    for (int i = 0; i < 2 * P; i++) sum[r][i] = is_first ? all(0.0f) : load_floats(sums + r * stride + i * kLanes);
+    for (int i = 0; i < 2 * P; i++)
+      sum[r][i] = is_first ? broadcast(0.0f) : load_floats(sums + r * stride + i * kLanes);
   constexpr bool kIsSpread = kRegisters == 16 && sizeof(typename Arithmetic::Weight) == sizeof(float);
   const int64_t interval = kIsSpread ? num_words / std::max<int64_t>(1, num_ahead) : 1;  // words per prefetch
   int64_t num_prefetched = 0, next = 0;
@@ -123,7 +124,7 @@ __attribute__((noinline)) void sum_groups(const typename Arithmetic::Row* rows, 
   using Weight = typename Arithmetic::Weight;
   Floats sum[R][2];
 #pragma GCC unroll 4
-  for (int r = 0; r < R; r++) sum[r][0] = sum[r][1] = all(0.0f);
+  for (int r = 0; r < R; r++) sum[r][0] = sum[r][1] = broadcast(0.0f);
   for (int64_t g = 0; g < num_groups; g++, groups += group_bytes(format), rows += kGroupWords<Weight> * R) {
     prefetch_ahead(groups, format);
     dequantize_words(groups, format, static_cast<const Weight*>(nullptr), [&](int64_t w, int v, Floats word) {
@@ -163,13 +164,13 @@ void add_tile(int64_t num_panels, int64_t num_rows, Rest... rest) {
 template <class Arithmetic>
 void pack_rows(const Matmul& matmul, int64_t first_row, int64_t num_rows, int64_t first_word, int64_t num_words,
              uint32_t* to) {
-  const int64_t row_bytes = matmul.in_features * bytes_of(matmul.kind);
+  const int64_t row_bytes = matmul.in_features * bytes_of(matmul.dtype);
   const char* rows = static_cast<const char*>(matmul.rows) + first_row * row_bytes;
   for (int64_t w = 0; w < num_words; w += kLanes) {
     Words words[kLanes];
     for (int r = 0; r < kLanes; r++)
       words[r] = r < num_rows ? Arithmetic::load_row(rows + r * row_bytes, first_word + w, first_lanes(num_words - w))
-                              : as_words(all(0.0f));
+                              : as_words(broadcast(0.0f));
     transpose(words);
     const int64_t num_here = std::min<int64_t>(kLanes, num_words - w);
     for (int64_t i = 0; i < num_here; i++) store_words(to + (w + i) * num_rows, first_lanes(num_rows), words[i]);
@@ -184,10 +185,10 @@ void finish(const Matmul& matmul, int64_t first_row, int64_t num_rows, int64_t p
     for (int64_t f = first; f < end; f += kLanes) {
       const Lanes lanes = first_lanes(matmul.out_features - f);
       const float* at = sums + r * stride + f - first;
-      Floats number = with_bias(at, matmul.bias, f, matmul.kind, lanes);
+      Floats number = with_bias(at, matmul.bias, f, matmul.dtype, lanes);
       if (matmul.other_weight)
-        number = silu_of(number) * with_bias(at + num_rows * stride, matmul.other_bias, f, matmul.kind, lanes);
-      store(matmul.out, (first_row + r) * matmul.out_features + f, matmul.kind, lanes, number);
+        number = silu_of(number) * with_bias(at + num_rows * stride, matmul.other_bias, f, matmul.dtype, lanes);
+      store(matmul.out, (first_row + r) * matmul.out_features + f, matmul.dtype, lanes, number);
     }
 }
 
@@ -204,7 +205,7 @@ void multiply(const Matmul& matmul, int64_t first_row, int64_t num_rows) {
   const int64_t num_tiles = (num_rows + tile.rows - 1) / tile.rows;
   const int64_t num_groups = num_panels / tile.panels + num_panels % tile.panels;  // remaining panels are groups of one
   const int num_weights = matmul.other_weight ? 2 : 1;
-  const bool is_in_place = matmul.kind == kFloat32 && matmul.out_features % kFeatures == 0 && num_weights == 1;
+  const bool is_in_place = matmul.dtype == kFloat32 && matmul.out_features % kFeatures == 0 && num_weights == 1;
   constexpr int64_t kUnit = kGroup / Arithmetic::kNumbers;
   const int64_t unit = is_quantized ? kUnit : 1, num_units = num_words / unit;  // words that are not separated
   const int64_t num_blocks = is_in_place && num_tiles > 1 ? (num_words + kMaxWords - 1) / kMaxWords : 1;
@@ -291,13 +292,13 @@ void pack_weight(const Word* weight, int64_t num_features, int64_t num_words, in
       Words words[kLanes];
       for (int64_t f = 0; f < kLanes; f++) {
         const Word* row = rows + std::min(f, end - first - 1) * num_words + w;
-        if constexpr (sizeof(Word) == 2) words[f] = widened(load_halves(row, lanes));
+        if constexpr (sizeof(Word) == 2) words[f] = widen(load_halves(row, lanes));
         else words[f] = load_words(row, lanes);
       }
       transpose(words);
       for (int64_t i = 0; i < std::min<int64_t>(kLanes, num_words - w); i++) {
         Word* at = to + (w + i) * kFeatures;
-        if constexpr (sizeof(Word) == 2) store_halves(at, first_lanes(end - first), narrowed(words[i]));
+        if constexpr (sizeof(Word) == 2) store_halves(at, first_lanes(end - first), narrow(words[i]));
         else store_words(at, first_lanes(end - first), words[i]);
       }
     }
@@ -308,7 +309,7 @@ void pack_weight(const Word* weight, int64_t num_features, int64_t num_words, in
 
 // The packed layout of a weight: features per panel, and numbers per word.
 extern "C" int64_t radixkv_panel_features() { return kFeatures; }
-extern "C" int64_t radixkv_word_numbers(int64_t kind) { return kind == kBfloat16 ? InBfloat16::kNumbers : 1; }
+extern "C" int64_t radixkv_word_numbers(int64_t dtype) { return dtype == kBfloat16 ? InBfloat16::kNumbers : 1; }
 
 // Packs a weight `[num_features, num_words]` into the panels of the features from `first_feature` on.
 extern "C" void radixkv_pack_weight(const void* weight, int64_t num_features, int64_t num_words, int64_t word_bytes,
@@ -325,7 +326,7 @@ extern "C" void radixkv_pack_weight(const void* weight, int64_t num_features, in
 extern "C" void radixkv_multiply(const Matmul* matmul) {
   if (multiply_in_tiles(*matmul)) return;
   const bool is_quantized = matmul->format != kPlain;
-  switch (matmul->kind) {
+  switch (matmul->dtype) {
     case kFloat32:
       return multiply_all<InFloat32<kFloat32>>(*matmul);
     case kBfloat16:

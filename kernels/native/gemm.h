@@ -13,7 +13,7 @@ struct Matmul {
   const void *weight, *other_weight;
   const void *bias, *other_bias;
   void* out;
-  int64_t num_rows, in_features, out_features, kind, format, num_threads;
+  int64_t num_rows, in_features, out_features, dtype, format, num_threads;
 };
 
 extern "C" void radixkv_multiply(const Matmul* matmul);
@@ -21,7 +21,7 @@ extern "C" void radixkv_multiply(const Matmul* matmul);
 // Computes a GEMM in AMX tiles, if the processor has them and the shape fits. Returns whether it did.
 bool multiply_in_tiles(const Matmul& matmul);
 
-inline Floats with_bias(const float* sums, const void* bias, int64_t at, int64_t kind, Lanes lanes) {
+inline Floats with_bias(const float* sums, const void* bias, int64_t at, int64_t dtype, Lanes lanes) {
   const Floats sum = load_floats(sums);
-  return bias ? sum + load(bias, at, kind, lanes) : sum;
+  return bias ? sum + load(bias, at, dtype, lanes) : sum;
 }

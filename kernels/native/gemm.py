@@ -13,12 +13,12 @@ from typing import NamedTuple
 
 import torch
 
-from radixkv.kernels.native.library import KINDS
+from radixkv.kernels.native.library import DTYPE_CODES
 from radixkv.kernels.quantized_weight import GROUP_FEATURES, QuantizedWeight
 
 _POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
 
-DTYPES = tuple(KINDS)  # supported dtypes of weights
+DTYPES = tuple(DTYPE_CODES)  # supported dtypes of weights
 
 
 class Format(IntEnum):
@@ -41,12 +41,12 @@ class _Library(NamedTuple):
 _library: _Library | None = None
 
 
-class _Matmul(ctypes.Structure):
+class _MatmulStruct(ctypes.Structure):
     """`Matmul` of gemm.cpp."""
 
     _fields_ = (
         *((name, _POINTER) for name in ("rows", "weight", "other_weight", "bias", "other_bias", "out")),
-        *((name, _INT) for name in ("num_rows", "in_features", "out_features", "kind", "format", "num_threads")),
+        *((name, _INT) for name in ("num_rows", "in_features", "out_features", "dtype", "format", "num_threads")),
     )
 
 
@@ -143,7 +143,9 @@ def use(library: ctypes.CDLL) -> None:
     pack_weight.argtypes, pack_weight.restype = (_POINTER, *(_INT,) * 4, _POINTER, _INT), None
     features.argtypes, features.restype = (), _INT
     numbers.argtypes, numbers.restype = (_INT,), _INT
-    _library = _Library(multiply, pack_weight, features(), {dtype: numbers(kind) for dtype, kind in KINDS.items()})
+    _library = _Library(
+        multiply, pack_weight, features(), {dtype: numbers(code) for dtype, code in DTYPE_CODES.items()}
+    )
 
 
 def multiplies(weight: torch.Tensor) -> bool:
@@ -181,9 +183,9 @@ def _computed(
     num_rows, in_features = rows.shape
     out = rows.new_empty(num_rows, weight.out_features)
     tensors = (rows, weight.numbers, None if up is None else up.numbers, bias, up_bias, out)
-    matmul = _Matmul(
+    matmul = _MatmulStruct(
         *(None if tensor is None else tensor.data_ptr() for tensor in tensors),
-        *(num_rows, in_features, weight.out_features, KINDS[rows.dtype], weight.format, torch.get_num_threads()),
+        *(num_rows, in_features, weight.out_features, DTYPE_CODES[rows.dtype], weight.format, torch.get_num_threads()),
     )
     _in_use().multiply(ctypes.byref(matmul))
     return out

@@ -20,7 +20,7 @@ namespace {
 // The fields are documented in `kernels/native/layer.py`.
 struct Norm {
   const void* weight;
-  int64_t kind, rounds_first;
+  int64_t dtype, rounds_first;
   double eps;
 };
 
@@ -32,7 +32,7 @@ struct Weight {
 struct Layer {
   Norm first, second, query, key;
   Weight heads, attended, gate, up, down;
-  int64_t num_query_heads, num_kv_heads, head_dim, kind;
+  int64_t num_query_heads, num_kv_heads, head_dim, dtype;
 };
 
 struct KVView {
@@ -83,11 +83,11 @@ class LayerOfTokens {
   int64_t rotated_width() const { return query_width() + layer_.num_kv_heads * layer_.head_dim; }
 
   // Bytes of `width` numbers per token, padded to whole cache lines.
-  int64_t bytes_of_all(int64_t width) const { return (num_tokens_ * width * bytes_of(layer_.kind) + 63) / 64 * 64; }
+  int64_t bytes_of_all(int64_t width) const { return (num_tokens_ * width * bytes_of(layer_.dtype) + 63) / 64 * 64; }
 
   // Replaces rows by the output of the attention block.
   void attend(char* rows, const void* cos, const void* sin, char* scratch) const {
-    const int64_t width = layer_.heads.out_features, bytes = bytes_of(layer_.kind);
+    const int64_t width = layer_.heads.out_features, bytes = bytes_of(layer_.dtype);
     char* heads = scratch;  // queries, keys, values
     char* rotated = heads + bytes_of_all(width);
     char* attended = rotated + bytes_of_all(rotated_width());
@@ -95,12 +95,12 @@ class LayerOfTokens {
     norm_heads(layer_.query, heads, layer_.num_query_heads);
     norm_heads(layer_.key, heads + query_width() * bytes, layer_.num_kv_heads);
     radixkv_rotate(heads, cos, sin, rotated, num_tokens_, layer_.num_query_heads + layer_.num_kv_heads, layer_.head_dim,
-                   width, layer_.kind, num_threads_);
+                   width, layer_.dtype, num_threads_);
     const Problem& problem = *view_.problem;
     radixkv_write(rotated + query_width() * bytes, heads + rotated_width() * bytes, view_.slots, view_.key,
                   view_.value, view_.largest, num_tokens_, layer_.num_kv_heads, layer_.head_dim, problem.block_size,
-                  rotated_width(), width, problem.kv_head_stride, problem.kv_block_stride, layer_.kind,
-                  problem.kv_kind);
+                  rotated_width(), width, problem.kv_head_stride, problem.kv_block_stride, layer_.dtype,
+                  problem.kv_dtype);
     radixkv_attend(&problem, rotated, view_.key, view_.value, attended, view_.sinks);
     multiply(attended, layer_.attended, nullptr, rows);
   }
@@ -112,7 +112,7 @@ class LayerOfTokens {
     if (is_joined()) {
       char* both = gated + bytes_of_all(width);
       multiply(rows, layer_.gate, nullptr, both);
-      radixkv_gate(both, gated, num_tokens_, width, layer_.kind, num_threads_);
+      radixkv_gate(both, gated, num_tokens_, width, layer_.dtype, num_threads_);
     } else {
       multiply(rows, layer_.gate, &layer_.up, gated);
     }
@@ -121,7 +121,7 @@ class LayerOfTokens {
 
   void norm(const Norm& norm, const void* rows, void* normed) const {
     const int64_t size = layer_.heads.in_features;
-    radixkv_norm(rows, norm.weight, normed, num_tokens_, size, size, layer_.kind, norm.kind, norm.eps,
+    radixkv_norm(rows, norm.weight, normed, num_tokens_, size, size, layer_.dtype, norm.dtype, norm.eps,
                  norm.rounds_first, num_threads_);
   }
 
@@ -130,15 +130,15 @@ class LayerOfTokens {
     const int64_t size = layer_.head_dim, width = layer_.heads.out_features;
     const bool is_shared = num_threads_ > 1 && num_tokens_ * num_heads * size > kMaxSerialNumbers;
     parallel_for(num_tokens_, is_shared ? num_threads_ : 1, [&](int64_t t) {
-      char* own = heads + t * width * bytes_of(layer_.kind);
-      radixkv_norm(own, norm.weight, own, num_heads, size, size, layer_.kind, norm.kind, norm.eps, norm.rounds_first, 1);
+      char* own = heads + t * width * bytes_of(layer_.dtype);
+      radixkv_norm(own, norm.weight, own, num_heads, size, size, layer_.dtype, norm.dtype, norm.eps, norm.rounds_first, 1);
     });
   }
 
   void multiply(const void* rows, const Weight& weight, const Weight* up, void* output) const {
     const Matmul matmul = {rows,       weight.panels,      up ? up->panels : nullptr, weight.bias, up ? up->bias : nullptr,
                              output,     num_tokens_,        weight.in_features,        weight.out_features,
-                             layer_.kind, weight.format, num_threads_};
+                             layer_.dtype, weight.format, num_threads_};
     radixkv_multiply(&matmul);
   }
 
@@ -147,7 +147,7 @@ class LayerOfTokens {
     parallel_for((num_numbers + kLanes - 1) / kLanes, is_shared ? num_threads_ : 1, [&](int64_t vector) {
       const int64_t i = vector * kLanes;
       const Lanes lanes = first_lanes(num_numbers - i);
-      store(sums, i, layer_.kind, lanes, load(some, i, layer_.kind, lanes) + load(others, i, layer_.kind, lanes));
+      store(sums, i, layer_.dtype, lanes, load(some, i, layer_.dtype, lanes) + load(others, i, layer_.dtype, lanes));
     });
   }
 

@@ -14,19 +14,19 @@ import torch
 from radixkv.kernels.native.addresses import address_of
 from radixkv.kernels.native.attention import Attention, Queries
 from radixkv.kernels.native.gemm import Panels
-from radixkv.kernels.native.library import KINDS
+from radixkv.kernels.native.library import DTYPE_CODES
 from radixkv.kernels.native.rows import NativeNorm
 
 _POINTER, _INT, _DOUBLE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
 
 
-class _Norm(ctypes.Structure):
+class _NormStruct(ctypes.Structure):
     """`Norm` of layer.cpp. Without a weight there is no norm."""
 
-    _fields_ = (("weight", _POINTER), ("kind", _INT), ("rounds_first", _INT), ("eps", _DOUBLE))
+    _fields_ = (("weight", _POINTER), ("dtype", _INT), ("rounds_first", _INT), ("eps", _DOUBLE))
 
 
-class _Weight(ctypes.Structure):
+class _WeightStruct(ctypes.Structure):
     """`Weight` of layer.cpp."""
 
     _fields_ = (
@@ -35,17 +35,17 @@ class _Weight(ctypes.Structure):
     )
 
 
-class _Layer(ctypes.Structure):
+class _LayerStruct(ctypes.Structure):
     """`Layer` of layer.cpp."""
 
     _fields_ = (
-        *((name, _Norm) for name in ("first", "second", "query", "key")),
-        *((name, _Weight) for name in ("heads", "attended", "gate", "up", "down")),
-        *((name, _INT) for name in ("num_query_heads", "num_kv_heads", "head_dim", "kind")),
+        *((name, _NormStruct) for name in ("first", "second", "query", "key")),
+        *((name, _WeightStruct) for name in ("heads", "attended", "gate", "up", "down")),
+        *((name, _INT) for name in ("num_query_heads", "num_kv_heads", "head_dim", "dtype")),
     )
 
 
-class _KVView(ctypes.Structure):
+class _KVViewStruct(ctypes.Structure):
     """`KVView` of layer.cpp."""
 
     _fields_ = tuple((name, _POINTER) for name in ("problem", "key", "value", "sinks", "slots", "largest"))
@@ -72,7 +72,9 @@ class KVView:
     ) -> None:
         shared = (None if sinks is None else sinks.data_ptr(), slots.data_ptr(), largest.data_ptr())
         problem, pool_of = attention.problem, attention.pool_of
-        self._views = (_KVView * len(layers))(*[_KVView(problem, *pool_of(layer), *shared) for layer in layers])
+        self._views = (_KVViewStruct * len(layers))(
+            *[_KVViewStruct(problem, *pool_of(layer), *shared) for layer in layers]
+        )
         self._kept = (attention, sinks, slots, largest)  # keeps the memory of the pointers alive
 
     @property
@@ -88,11 +90,11 @@ class Weights:
     panels: Panels
     bias: torch.Tensor | None
 
-    def structure(self, in_features: int) -> _Weight:
+    def structure(self, in_features: int) -> _WeightStruct:
         """Return the structure that is passed to C++."""
         bias = None if self.bias is None else self.bias.data_ptr()
         panels = self.panels
-        return _Weight(panels.numbers.data_ptr(), bias, in_features, panels.out_features, panels.format)
+        return _WeightStruct(panels.numbers.data_ptr(), bias, in_features, panels.out_features, panels.format)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +144,7 @@ class NativeLayers:
         self._call = library.radixkv_layers
         self._call.argtypes, self._call.restype = (*(_POINTER,) * 2, _INT, *(_POINTER,) * 4, _INT, _INT), None
         self._layers = layers  # keeps the memory of the pointers alive
-        self._structures = (_Layer * len(layers))(*map(_structure, layers))
+        self._structures = (_LayerStruct * len(layers))(*map(_structure, layers))
 
     def __len__(self) -> int:
         return len(self._layers)
@@ -177,18 +179,18 @@ class NativeLayers:
         return output
 
 
-def _structure(parts: LayerParts) -> _Layer:
+def _structure(parts: LayerParts) -> _LayerStruct:
     size, mlp_size = len(parts.first.weight), parts.gate.panels.out_features // (2 if parts.up is None else 1)
     attended_size = parts.num_query_heads * parts.head_dim
-    return _Layer(
+    return _LayerStruct(
         *map(_norm, (parts.first, parts.second, parts.query, parts.key)),
         *(parts.heads.structure(size), parts.attended.structure(attended_size), parts.gate.structure(size)),
-        *(_Weight() if parts.up is None else parts.up.structure(size), parts.down.structure(mlp_size)),
-        *(parts.num_query_heads, parts.num_kv_heads, parts.head_dim, KINDS[parts.dtype]),
+        *(_WeightStruct() if parts.up is None else parts.up.structure(size), parts.down.structure(mlp_size)),
+        *(parts.num_query_heads, parts.num_kv_heads, parts.head_dim, DTYPE_CODES[parts.dtype]),
     )
 
 
-def _norm(norm: NativeNorm | None) -> _Norm:
+def _norm(norm: NativeNorm | None) -> _NormStruct:
     if norm is None:
-        return _Norm()
-    return _Norm(norm.weight.data_ptr(), KINDS[norm.weight.dtype], int(norm.rounds_first), norm.eps)
+        return _NormStruct()
+    return _NormStruct(norm.weight.data_ptr(), DTYPE_CODES[norm.weight.dtype], int(norm.rounds_first), norm.eps)

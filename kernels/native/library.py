@@ -34,8 +34,8 @@ _INSTALLED = Path(__file__).parent
 _MAX_KEPT = 8  # libraries in the cache directory: two versions of radixkv with four variants each
 _RANKS = ("AVX2", "AVX512", "AMX")
 
-# The values of `Kind` in `vectors.h`.
-KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+# The values of `Dtype` in `vectors.h`.
+DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
 def runnable_variants() -> list[Variant]:

@@ -46,7 +46,7 @@ inline void dequantize_pairs(const uint8_t* group, int64_t format, const Use& us
 #pragma GCC unroll 2
       for (int v = 0; v < 2; v++) {
         const uint8_t* own = codes + v * kLanes;
-        use(i, v, dequantized(widened_signed(own), scales[v]), dequantized(widened_signed(own + kFeatures), scales[v]));
+        use(i, v, dequantized(widen_signed(own), scales[v]), dequantized(widen_signed(own + kFeatures), scales[v]));
       }
   } else {
     const Floats minima[2] = {float16_at(halves + kFeatures), float16_at(halves + kFeatures + kLanes)};
@@ -54,9 +54,9 @@ inline void dequantize_pairs(const uint8_t* group, int64_t format, const Use& us
     for (int64_t i = 0; i < kGroup / 2; i++, bytes += kFeatures)
 #pragma GCC unroll 2
       for (int v = 0; v < 2; v++) {
-        const Words codes = widened_bytes(bytes + v * kLanes);
-        use(i, v, multiply_add(from_integers(common_bits(codes, 15)), scales[v], minima[v]),
-            multiply_add(from_integers(shifted_down(codes, 4)), scales[v], minima[v]));
+        const Words codes = widen_bytes(bytes + v * kLanes);
+        use(i, v, multiply_add(from_integers(and_bits(codes, 15)), scales[v], minima[v]),
+            multiply_add(from_integers(shift_right(codes, 4)), scales[v], minima[v]));
       }
   }
 }
@@ -79,9 +79,9 @@ inline void dequantize_words(const uint8_t* group, int64_t format, const float*,
 // halves to even, needs a permutation after it: a decoded token took 1.4 times as long.)
 template <class Use>
 inline void dequantize_words(const uint8_t* group, int64_t format, const uint32_t*, const Use& use) {
-  const Words half = all_words(0x8000);
+  const Words half = broadcast_words(0x8000);
   dequantize_pairs(group, format, [&](int64_t i, int v, Floats first, Floats second) {
-    const Words low = shifted_down(added(as_words(first), half), 16), high = added(as_words(second), half);
+    const Words low = shift_right(sum_of_words(as_words(first), half), 16), high = sum_of_words(as_words(second), half);
     use(i, v, as_floats(_mm512_mask_blend_epi16(0xaaaaaaaa, low, high)));
   });
 }

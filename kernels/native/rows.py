@@ -9,7 +9,7 @@ import torch
 
 from radixkv.kernels.kv_pool import KVPool
 from radixkv.kernels.native.addresses import address_of
-from radixkv.kernels.native.library import KINDS
+from radixkv.kernels.native.library import DTYPE_CODES
 from radixkv.kernels.norm_style import NormStyle
 
 _POINTER, _INT, _DOUBLE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
@@ -69,7 +69,7 @@ class NativeRows:
         rotated = heads.new_empty(heads.shape)
         self._rotate(
             *(heads.data_ptr(), cos_at, sin_at, rotated.data_ptr(), num_tokens, num_heads, head_dim),
-            *(heads.stride(0), KINDS[heads.dtype], torch.get_num_threads()),
+            *(heads.stride(0), DTYPE_CODES[heads.dtype], torch.get_num_threads()),
         )
         return rotated
 
@@ -79,7 +79,7 @@ class NativeRows:
         width = rows.shape[-1] // 2
         gated = rows.new_empty(*rows.shape[:-1], width)
         num_rows = rows.numel() // max(1, 2 * width)
-        self._gate(rows.data_ptr(), gated.data_ptr(), num_rows, width, KINDS[rows.dtype], torch.get_num_threads())
+        self._gate(rows.data_ptr(), gated.data_ptr(), num_rows, width, DTYPE_CODES[rows.dtype], torch.get_num_threads())
         return gated
 
     def write_kv(
@@ -112,7 +112,7 @@ class NativeRows:
             *(key.data_ptr(), None if value is None else value.data_ptr(), slots_at, at),
             *(at + values.stride(2) * values.element_size(), largest_at),
             *(*key.shape, pool.block_size, key.stride(0), 0 if value is None else value.stride(0)),
-            *(values.stride(3), values.stride(0), KINDS[key.dtype], KINDS[pool.dtype]),
+            *(values.stride(3), values.stride(0), DTYPE_CODES[key.dtype], DTYPE_CODES[pool.dtype]),
         )
 
 
@@ -140,7 +140,13 @@ class NativeNorm:
         output = rows.new_empty(rows.shape)
         self._norm(
             *(flat.data_ptr(), self.weight.data_ptr(), output.data_ptr(), flat.shape[0], num_columns, flat.stride(0)),
-            *(KINDS[rows.dtype], KINDS[self.weight.dtype], self.eps, int(self.rounds_first), torch.get_num_threads()),
+            *(
+                DTYPE_CODES[rows.dtype],
+                DTYPE_CODES[self.weight.dtype],
+                self.eps,
+                int(self.rounds_first),
+                torch.get_num_threads(),
+            ),
         )
         return output
 

@@ -18,11 +18,11 @@ namespace {
 // 2^x with a relative error of at most 9e-5, and exactly 1 for 0. Weights are rounded to bfloat16 afterwards, which adds an
 // error of up to 2e-3.
 Floats weight_of(Floats x) {
-  const Parts parts = parts_of(x);
-  Floats sum = multiply_add(all(7.7067241e-2f), parts.rest, all(2.2764498e-1f));
-  sum = multiply_add(sum, parts.rest, all(6.9511664e-1f));
-  sum = multiply_add(sum, parts.rest, all(1.0f));
-  return times_power_of_2(sum, parts);
+  const Split split = split_of(x);
+  Floats sum = multiply_add(broadcast(7.7067241e-2f), split.fraction, broadcast(2.2764498e-1f));
+  sum = multiply_add(sum, split.fraction, broadcast(6.9511664e-1f));
+  sum = multiply_add(sum, split.fraction, broadcast(1.0f));
+  return times_power_of_2(sum, split);
 }
 
 // 16 consecutive rows of an item, or fewer at its end.
@@ -69,7 +69,7 @@ class Attention {
       : problem_(problem), query_(query), key_(key), value_(value), output_(output), sinks_(sinks),
         words_((problem.head_dim + 2 * kTileWords - 1) / (2 * kTileWords) * kTileWords),
         dims_(2 * words_),
-        reads_in_place_(problem.kv_kind == kBfloat16 && problem.head_dim % (2 * kTileWords) == 0 &&
+        reads_in_place_(problem.kv_dtype == kBfloat16 && problem.head_dim % (2 * kTileWords) == 0 &&
                         problem.block_size % kLines == 0),
         rows_((problem.max_rows + kLines - 1) / kLines), query_words_(rows_.size() * words_ * kLines),
         sums_(rows_.size() * dims_ * kLines), scores_(kKeys * kLines), weights_(kKeys / 2 * kLines),
@@ -113,7 +113,7 @@ class Attention {
       largest[r] = sinks_ ? sinks_[head] * kLog2e : kInitialMax;
     }
     rows.largest = load_floats(largest);
-    rows.weight_sums = all(sinks_ ? 1.0f : 0.0f);
+    rows.weight_sums = broadcast(sinks_ ? 1.0f : 0.0f);
     Words lines[kLines];
     for (int64_t w = 0; w < words_; w += kTileWords) {
       for (int r = 0; r < kLines; r++) lines[r] = load_pairs(queries[r], 2 * w, kBfloat16, problem_.head_dim);
@@ -155,7 +155,7 @@ class Attention {
       for (int k = i; k < i + kLines; k++)
         for (int64_t w = 0; w < words_; w += kTileWords)
           store_words(copied_keys_ + k * words_ + w, 0xffff,
-                      load_pairs(pointers_.keys[k], 2 * w, problem_.kv_kind, problem_.head_dim));
+                      load_pairs(pointers_.keys[k], 2 * w, problem_.kv_dtype, problem_.head_dim));
     }
   }
 
@@ -166,8 +166,8 @@ class Attention {
         Words first[kTileWords], second[kTileWords];
         for (int w = 0; w < kTileWords; w++) {
           const void** values = pointers_.values + i + 2 * w;
-          const Interleaved words(load_pairs(values[0], d, problem_.kv_kind, problem_.head_dim),
-                                  load_pairs(values[1], d, problem_.kv_kind, problem_.head_dim));
+          const Interleaved words(load_pairs(values[0], d, problem_.kv_dtype, problem_.head_dim),
+                                  load_pairs(values[1], d, problem_.kv_dtype, problem_.head_dim));
           first[w] = words.first;
           second[w] = words.second;
         }
@@ -207,26 +207,26 @@ class Attention {
     const int num_keys = rows.num_pairs * kPair;
     // Scores are multiplied and rounded like the largest one, so that no difference exceeds 0, however large they are.
     const double power = kLog2e * problem_.scale;
-    const Floats factor = all(problem_.softcap ? 1.0f : static_cast<float>(power));
+    const Floats factor = broadcast(problem_.softcap ? 1.0f : static_cast<float>(power));
     if (problem_.softcap) {
-      const Floats cap_factor = all(static_cast<float>(2 * power / problem_.softcap));
+      const Floats cap_factor = broadcast(static_cast<float>(2 * power / problem_.softcap));
       for (int k = 0; k < num_keys; k++) {
         float* score = scores_ + k * kLines;
         store_floats(score, capped(load_floats(score) * cap_factor, problem_.softcap));
       }
     }
     if (rows.is_masked) mask_scores(rows, first_key, num_keys);
-    Floats tops[4] = {all(-INFINITY), all(-INFINITY), all(-INFINITY), all(-INFINITY)};
+    Floats tops[4] = {broadcast(-INFINITY), broadcast(-INFINITY), broadcast(-INFINITY), broadcast(-INFINITY)};
     for (int k = 0; k < num_keys; k += 4)
-      for (int i = 0; i < 4; i++) tops[i] = larger(tops[i], load_floats(scores_ + (k + i) * kLines));
-    const Floats top = larger(larger(tops[0], tops[1]), larger(tops[2], tops[3]));
-    const Floats largest = larger(rows.largest, top * factor), rescale = exp2_of(rows.largest - largest);
+      for (int i = 0; i < 4; i++) tops[i] = max_of(tops[i], load_floats(scores_ + (k + i) * kLines));
+    const Floats top = max_of(max_of(tops[0], tops[1]), max_of(tops[2], tops[3]));
+    const Floats largest = max_of(rows.largest, top * factor), rescale = exp2_of(rows.largest - largest);
     rows.largest = largest;
 
     alignas(64) static constexpr uint16_t kPairs[32] = {0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23,
                                                         8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
     const Words pairs = _mm512_load_si512(kPairs);
-    Floats weight_sums[2] = {all(0.0f), all(0.0f)};
+    Floats weight_sums[2] = {broadcast(0.0f), broadcast(0.0f)};
     for (int k = 0; k < num_keys; k += 2) {
       const Floats a = weight_of(load_floats(scores_ + k * kLines) * factor - largest);
       const Floats b = weight_of(load_floats(scores_ + (k + 1) * kLines) * factor - largest);
@@ -272,7 +272,7 @@ class Attention {
       const Words key = _mm512_set1_epi32(first_key + k);
       const Lanes is_visible = _mm512_cmple_epi32_mask(key, rows.selected_positions) & _mm512_cmpgt_epi32_mask(key, before);
       float* score = scores_ + k * kLines;
-      store_floats(score, _mm512_mask_blend_ps(is_visible, all(-INFINITY), load_floats(score)));
+      store_floats(score, _mm512_mask_blend_ps(is_visible, broadcast(-INFINITY), load_floats(score)));
     }
   }
 
@@ -281,7 +281,7 @@ class Attention {
     for (int64_t d = 0; d < problem_.head_dim; d += kLines) {
       // -0 becomes 0, because the sign of a zero sum may depend on weights of 0 that were added to it.
       for (int i = 0; i < kLines; i++)
-        lines[i] = as_words(load_floats(rows.sums + (d + i) * kLines) / rows.weight_sums + all(0.0f));
+        lines[i] = as_words(load_floats(rows.sums + (d + i) * kLines) / rows.weight_sums + broadcast(0.0f));
       transpose(lines);
       for (int r = 0; r < rows.count; r++) {
         const int64_t token = problem_.tokens[token_of(item, rows.first + r)];
@@ -315,7 +315,7 @@ class Attention {
 
 bool attend_in_tiles(const Problem& problem, const void* query, const void* key, const void* value, void* output,
                      const float* sinks) {
-  if (problem.query_kind != kBfloat16 || !has_tiles()) return false;
+  if (problem.query_dtype != kBfloat16 || !has_tiles()) return false;
   parallel_items(problem.num_items, problem.num_threads, [&](Items& items) {
     const Tiles tiles;
     Attention attention(problem, static_cast<const char*>(query), static_cast<const char*>(key),

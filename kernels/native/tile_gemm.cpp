@@ -199,7 +199,7 @@ void multiply(const Matmul& matmul, int64_t first_row, int64_t num_rows) {
 }  // namespace
 
 bool multiply_in_tiles(const Matmul& matmul) {
-  if (matmul.kind != kBfloat16 || matmul.in_features % (2 * kTileWords) || !has_tiles()) return false;
+  if (matmul.dtype != kBfloat16 || matmul.in_features % (2 * kTileWords) || !has_tiles()) return false;
   for (int64_t row = 0; row < matmul.num_rows; row += kMaxRows)
     multiply(matmul, row, std::min(kMaxRows, matmul.num_rows - row));
   return true;

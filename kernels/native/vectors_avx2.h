@@ -18,7 +18,7 @@ inline Words mask_of(Lanes lanes) {
   return _mm256_cmpgt_epi32(_mm256_set1_epi32(lanes.count), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
 }
 
-inline Floats all(float x) { return _mm256_set1_ps(x); }
+inline Floats broadcast(float x) { return _mm256_set1_ps(x); }
 inline Floats load_floats(const float* from) { return _mm256_loadu_ps(from); }
 inline void store_floats(float* to, Floats x) { _mm256_storeu_ps(to, x); }
 inline Floats as_floats(Words x) { return _mm256_castsi256_ps(x); }
@@ -48,15 +48,15 @@ inline void store_halves(uint16_t* to, Lanes lanes, Halves x) {
 }
 
 inline Floats multiply_add(Floats a, Floats b, Floats sum) { return _mm256_fmadd_ps(a, b, sum); }
-inline Floats smaller(Floats a, Floats b) { return _mm256_min_ps(a, b); }
-inline Floats larger(Floats a, Floats b) { return _mm256_max_ps(a, b); }
-inline Words larger_words(Words a, Words b) { return _mm256_max_epu32(a, b); }
-inline Words shifted_up(Words x, int bits) { return _mm256_slli_epi32(x, bits); }
-inline Words shifted_down(Words x, int bits) { return _mm256_srli_epi32(x, bits); }
-inline Words added(Words a, Words b) { return _mm256_add_epi32(a, b); }
-inline Words all_words(uint32_t x) { return _mm256_set1_epi32(static_cast<int>(x)); }
-inline Words common_bits(Words a, uint32_t b) { return _mm256_and_si256(a, all_words(b)); }
-inline Words if_nan(Floats x, Words is, Words is_not) {
+inline Floats min_of(Floats a, Floats b) { return _mm256_min_ps(a, b); }
+inline Floats max_of(Floats a, Floats b) { return _mm256_max_ps(a, b); }
+inline Words max_of_words(Words a, Words b) { return _mm256_max_epu32(a, b); }
+inline Words shift_left(Words x, int bits) { return _mm256_slli_epi32(x, bits); }
+inline Words shift_right(Words x, int bits) { return _mm256_srli_epi32(x, bits); }
+inline Words sum_of_words(Words a, Words b) { return _mm256_add_epi32(a, b); }
+inline Words broadcast_words(uint32_t x) { return _mm256_set1_epi32(static_cast<int>(x)); }
+inline Words and_bits(Words a, uint32_t b) { return _mm256_and_si256(a, broadcast_words(b)); }
+inline Words select_nan(Floats x, Words is, Words is_not) {
   return _mm256_blendv_epi8(is_not, is, as_words(_mm256_cmp_ps(x, x, _CMP_UNORD_Q)));
 }
 
@@ -78,40 +78,41 @@ inline uint32_t largest_of(Words x) {
   return static_cast<uint32_t>(_mm_cvtsi128_si32(_mm_max_epu32(pairs, _mm_shuffle_epi32(pairs, 0xb1))));
 }
 
-inline Words widened(Halves x) { return _mm256_cvtepu16_epi32(x); }
+inline Words widen(Halves x) { return _mm256_cvtepu16_epi32(x); }
 
-inline Halves narrowed(Words x) {
-  const Words lower = common_bits(x, 0xffff);
+inline Halves narrow(Words x) {
+  const Words lower = and_bits(x, 0xffff);
   return _mm_packus_epi32(_mm256_castsi256_si128(lower), _mm256_extracti128_si256(lower, 1));
 }
 
-inline Words widened_bytes(const uint8_t* from) {
+inline Words widen_bytes(const uint8_t* from) {
   return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)));
 }
-inline Words widened_signed(const uint8_t* from) {
+inline Words widen_signed(const uint8_t* from) {
   return _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)));
 }
 inline Floats from_integers(Words x) { return _mm256_cvtepi32_ps(x); }
 
 inline Floats from_float16(Halves x) { return _mm256_cvtph_ps(x); }
 inline Halves to_float16(Floats x) { return _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT); }
-inline Floats from_bfloat16(Halves x) { return as_floats(shifted_up(widened(x), 16)); }
+inline Floats from_bfloat16(Halves x) { return as_floats(shift_left(widen(x), 16)); }
 
-// The integer part of each number, as a float, and the rest, in [0, 1).
-struct Parts {
-  Floats whole, rest;
+// The next lower integer of a number, as a float, and the fraction above it, in [0, 1).
+struct Split {
+  Floats whole, fraction;
 };
 
-inline Parts parts_of(Floats x) {
-  x = smaller(all(254.0f), larger(all(-252.0f), x));  // NaN is kept: min and max return the second operand then
+inline Split split_of(Floats x) {
+  // NaN is kept: min and max return the second operand then.
+  x = min_of(broadcast(254.0f), max_of(broadcast(-252.0f), x));
   const Floats whole = _mm256_floor_ps(x);
   return {whole, x - whole};
 }
 
 // Multiplies by two powers of 2, each of which is a normal float even if their product is not.
-inline Floats times_power_of_2(Floats sum, Parts parts) {
-  const Words exponent = _mm256_cvtps_epi32(parts.whole), half = _mm256_srai_epi32(exponent, 1);
-  const auto power = [](Words x) { return as_floats(shifted_up(_mm256_add_epi32(x, _mm256_set1_epi32(127)), 23)); };
+inline Floats times_power_of_2(Floats sum, Split split) {
+  const Words exponent = _mm256_cvtps_epi32(split.whole), half = _mm256_srai_epi32(exponent, 1);
+  const auto power = [](Words x) { return as_floats(shift_left(_mm256_add_epi32(x, _mm256_set1_epi32(127)), 23)); };
   return sum * power(half) * power(_mm256_sub_epi32(exponent, half));
 }
 
@@ -119,7 +120,7 @@ inline Floats between(Floats x, int first, int after, int last) {
   const Words at = _mm256_add_epi32(_mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7), _mm256_set1_epi32(first));
   const Words is_inside = _mm256_andnot_si256(_mm256_cmpgt_epi32(at, _mm256_set1_epi32(last)),
                                               _mm256_cmpgt_epi32(at, _mm256_set1_epi32(after)));
-  return _mm256_blendv_ps(all(-__builtin_inff()), x, as_floats(is_inside));
+  return _mm256_blendv_ps(broadcast(-__builtin_inff()), x, as_floats(is_inside));
 }
 
 // Transposes 8 vectors of 8 words.

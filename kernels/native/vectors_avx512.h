@@ -12,7 +12,7 @@ using Lanes = __mmask16;
 // Returns a mask of the first `left` lanes; all lanes if `left` is at least their number.
 inline Lanes first_lanes(int64_t left) { return left >= kLanes ? 0xffff : static_cast<Lanes>((1u << left) - 1); }
 
-inline Floats all(float x) { return _mm512_set1_ps(x); }
+inline Floats broadcast(float x) { return _mm512_set1_ps(x); }
 inline Floats load_floats(const float* from) { return _mm512_loadu_ps(from); }
 inline void store_floats(float* to, Floats x) { _mm512_storeu_ps(to, x); }
 inline Floats as_floats(Words x) { return _mm512_castsi512_ps(x); }
@@ -24,46 +24,46 @@ inline Halves load_halves(const uint16_t* from, Lanes lanes) { return _mm256_mas
 inline void store_halves(uint16_t* to, Lanes lanes, Halves x) { _mm256_mask_storeu_epi16(to, lanes, x); }
 
 inline Floats multiply_add(Floats a, Floats b, Floats sum) { return _mm512_fmadd_ps(a, b, sum); }
-inline Floats smaller(Floats a, Floats b) { return _mm512_min_ps(a, b); }
-inline Floats larger(Floats a, Floats b) { return _mm512_max_ps(a, b); }
-inline Words larger_words(Words a, Words b) { return _mm512_max_epu32(a, b); }
-inline Words shifted_up(Words x, int bits) { return _mm512_slli_epi32(x, bits); }
-inline Words shifted_down(Words x, int bits) { return _mm512_srli_epi32(x, bits); }
-inline Words added(Words a, Words b) { return _mm512_add_epi32(a, b); }
-inline Words all_words(uint32_t x) { return _mm512_set1_epi32(static_cast<int>(x)); }
-inline Words common_bits(Words a, uint32_t b) { return _mm512_and_si512(a, all_words(b)); }
-inline Words if_nan(Floats x, Words is, Words is_not) {
+inline Floats min_of(Floats a, Floats b) { return _mm512_min_ps(a, b); }
+inline Floats max_of(Floats a, Floats b) { return _mm512_max_ps(a, b); }
+inline Words max_of_words(Words a, Words b) { return _mm512_max_epu32(a, b); }
+inline Words shift_left(Words x, int bits) { return _mm512_slli_epi32(x, bits); }
+inline Words shift_right(Words x, int bits) { return _mm512_srli_epi32(x, bits); }
+inline Words sum_of_words(Words a, Words b) { return _mm512_add_epi32(a, b); }
+inline Words broadcast_words(uint32_t x) { return _mm512_set1_epi32(static_cast<int>(x)); }
+inline Words and_bits(Words a, uint32_t b) { return _mm512_and_si512(a, broadcast_words(b)); }
+inline Words select_nan(Floats x, Words is, Words is_not) {
   return _mm512_mask_mov_epi32(is_not, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), is);
 }
 inline float sum_of(Floats x) { return _mm512_reduce_add_ps(x); }
 inline float largest_of(Floats x) { return _mm512_reduce_max_ps(x); }
 inline uint32_t largest_of(Words x) { return _mm512_reduce_max_epu32(x); }
 
-inline Words widened(Halves x) { return _mm512_cvtepu16_epi32(x); }
-inline Halves narrowed(Words x) { return _mm512_cvtepi32_epi16(x); }  // the lower halves
+inline Words widen(Halves x) { return _mm512_cvtepu16_epi32(x); }
+inline Halves narrow(Words x) { return _mm512_cvtepi32_epi16(x); }  // the lower halves
 
-inline Words widened_bytes(const uint8_t* from) {
+inline Words widen_bytes(const uint8_t* from) {
   return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
 }
-inline Words widened_signed(const uint8_t* from) {
+inline Words widen_signed(const uint8_t* from) {
   return _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
 }
 inline Floats from_integers(Words x) { return _mm512_cvtepi32_ps(x); }
 
 inline Floats from_float16(Halves x) { return _mm512_cvtph_ps(x); }
 inline Halves to_float16(Floats x) { return _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT); }
-inline Floats from_bfloat16(Halves x) { return as_floats(shifted_up(widened(x), 16)); }
+inline Floats from_bfloat16(Halves x) { return as_floats(shift_left(widen(x), 16)); }
 
-// Numbers, and their fractional parts relative to the next lower integer, in [0, 1).
-struct Parts {
-  Floats x, rest;
+// A number, and its fraction above the next lower integer, in [0, 1).
+struct Split {
+  Floats x, fraction;
 };
 
-inline Parts parts_of(Floats x) {
+inline Split split_of(Floats x) {
   return {x, _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC)};  // 0 for infinite x
 }
 
-inline Floats times_power_of_2(Floats sum, Parts parts) { return _mm512_scalef_ps(sum, parts.x); }
+inline Floats times_power_of_2(Floats sum, Split split) { return _mm512_scalef_ps(sum, split.x); }
 
 // Lane i stands for the position first + i. Keeps the lanes of the positions (after, last], and sets others to -infinity.
 inline Floats between(Floats x, int first, int after, int last) {
@@ -71,7 +71,7 @@ inline Floats between(Floats x, int first, int after, int last) {
                                     _mm512_set1_epi32(first));
   const Lanes is_inside = _mm512_cmple_epi32_mask(at, _mm512_set1_epi32(last)) &
                           _mm512_cmpgt_epi32_mask(at, _mm512_set1_epi32(after));
-  return _mm512_mask_blend_ps(is_inside, all(-__builtin_inff()), x);
+  return _mm512_mask_blend_ps(is_inside, broadcast(-__builtin_inff()), x);
 }
 
 // Transposes 16 vectors of 16 words.

@@ -10,7 +10,7 @@ from radixkv.config.cache_directory import cache_directory
 from radixkv.kernels.native import gemm
 from radixkv.kernels.native.compiler import NotCompiled
 from radixkv.kernels.native.copies import NativeCopies
-from radixkv.kernels.native.library import KINDS, load_library
+from radixkv.kernels.native.library import DTYPE_CODES, load_library
 from radixkv.model.attention.interface import AttentionKernels, AttentionUse
 from radixkv.model.attention.native_kernels import NativeKernels
 from radixkv.model.attention.refused_attention import NATIVE, TORCH
@@ -49,5 +49,5 @@ def cpu_candidates(use: AttentionUse) -> dict[str, AttentionKernels]:
         use: the requirements of a model on a CPU.
     """
     candidates: dict[str, AttentionKernels] = {TORCH: TorchKernels()}
-    library = native_library() if use.shape.dtype in KINDS else None
+    library = native_library() if use.shape.dtype in DTYPE_CODES else None
     return candidates if library is None else {NATIVE: NativeKernels(library), **candidates}

@@ -53,46 +53,46 @@ class LoadOrCompute:
                 weight = (1 - _FORGET) ** ((end - start) / _FIRST_BUCKET_TOKENS)
                 self._token_s[bucket] = token_s + weight * (self._token_s.get(bucket, token_s) - token_s)
 
-    def note_start(self, store: str, num_blocks: int) -> None:
+    def note_start(self, tier: str, num_blocks: int) -> None:
         """Record that a load was queued."""
-        self._num_queued_blocks[store] = self._num_queued_blocks.get(store, 0) + num_blocks
+        self._num_queued_blocks[tier] = self._num_queued_blocks.get(tier, 0) + num_blocks
 
-    def note_end(self, store: str, num_blocks: int, seconds: float | None) -> None:
+    def note_end(self, tier: str, num_blocks: int, seconds: float | None) -> None:
         """Record the time of a load; None if it failed and its time is not representative."""
-        self._num_queued_blocks[store] -= num_blocks
+        self._num_queued_blocks[tier] -= num_blocks
         if seconds is not None:
-            self._loads.setdefault(store, _LinearFit()).learn(num_blocks, seconds)
+            self._loads.setdefault(tier, _LinearFit()).learn(num_blocks, seconds)
 
     def note_fill(self, num_blocks: int, seconds: float) -> None:
         """Record the time to copy loaded blocks into the pool: on a GPU, until the copy was complete."""
         self._fills.learn(num_blocks, seconds)
 
-    def note_lookup(self, store: str, seconds: float) -> None:
+    def note_lookup(self, tier: str, seconds: float) -> None:
         """Record the time of a lookup in a shared store."""
-        known_s = self._lookups_s.setdefault(store, seconds)
-        self._lookups_s[store] = known_s + _FORGET * (seconds - known_s)
+        known_s = self._lookups_s.setdefault(tier, seconds)
+        self._lookups_s[tier] = known_s + _FORGET * (seconds - known_s)
 
-    def is_lookup_worthwhile(self, store: str, start_token: int, num_tokens: int) -> bool:
+    def is_lookup_worthwhile(self, tier: str, start_token: int, num_tokens: int) -> bool:
         """Whether computing these tokens takes longer than a lookup of their blocks in a shared store."""
-        lookup_s = self._lookups_s.get(store)
+        lookup_s = self._lookups_s.get(tier)
         token_s = self._seconds_per_token(start_token)
         return lookup_s is None or token_s is None or lookup_s <= token_s * num_tokens
 
-    def doubt(self, stores: Iterable[str]) -> None:
+    def doubt(self, tiers: Iterable[str]) -> None:
         """Record that tiers were not used because they are slow. Their estimates shrink, so they are tried again."""
-        for store in stores:
-            if store in self._lookups_s:
-                self._lookups_s[store] *= 1 - _DOUBT
-            if store in self._loads:
-                self._loads[store].doubt()
+        for tier in tiers:
+            if tier in self._lookups_s:
+                self._lookups_s[tier] *= 1 - _DOUBT
+            if tier in self._loads:
+                self._loads[tier].doubt()
         self._fills.doubt()
 
-    def choose(self, start_token: int, stores: Sequence[str]) -> LoadDecision:
+    def choose(self, start_token: int, tiers: Sequence[str]) -> LoadDecision:
         """Choose how many stored blocks to load, from the first on.
 
         Args:
             start_token: position of the first block.
-            stores: the tier of each block. There is one call per tier, and all calls run at the same time.
+            tiers: the tier of each block. There is one call per tier, and all calls run at the same time.
 
         Complexity: O(blocks).
         """
@@ -100,8 +100,8 @@ class LoadOrCompute:
         best_gain_s = 0.0
         counts: dict[str, int] = {}
         compute_s: float | None = 0.0
-        for index, store in enumerate(stores):
-            counts[store] = counts.get(store, 0) + 1
+        for index, tier in enumerate(tiers):
+            counts[tier] = counts.get(tier, 0) + 1
             token_s = self._seconds_per_token(start_token + index * self._block_size)
             compute_s = None if token_s is None or compute_s is None else compute_s + token_s * self._block_size
             load_s = self._load_s(counts)
@@ -120,13 +120,13 @@ class LoadOrCompute:
         return None if nearest is None else self._token_s[nearest]
 
     def _load_s(self, counts: dict[str, int]) -> float | None:
-        """Return the time of the slowest call and of filling the pool; None if one of the stores was never measured."""
+        """Return the time of the slowest call and of filling the pool; None if one of the tiers was never measured."""
         slowest_s = 0.0
-        for store, num_blocks in counts.items():
-            line = self._loads.get(store)
+        for tier, num_blocks in counts.items():
+            line = self._loads.get(tier)
             if line is None:
                 return None
-            slowest_s = max(slowest_s, line.at(num_blocks + self._num_queued_blocks.get(store, 0)))
+            slowest_s = max(slowest_s, line.at(num_blocks + self._num_queued_blocks.get(tier, 0)))
         return slowest_s + self._fills.at(sum(counts.values()))
 
 

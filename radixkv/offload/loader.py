@@ -67,10 +67,10 @@ class Load:
         self.blocks: dict[bytes, LoadedBlock] = {}
         self.requests: set[Request] = set()
         self.copies: list[Copy] = []
-        self._open = set(self.stores)
+        self._open = set(self.tiers)
 
     @property
-    def stores(self) -> list[str]:
+    def tiers(self) -> list[str]:
         """Names of the tiers that hold some of the blocks, in the order of the run."""
         return list(dict.fromkeys(each.tier for each in self.run))
 
@@ -79,9 +79,9 @@ class Load:
         """Whether all calls have ended."""
         return not self._open
 
-    def keys_of(self, store: str) -> list[bytes]:
+    def keys_of(self, tier: str) -> list[bytes]:
         """List the keys of the blocks that a tier holds."""
-        return [each.block.key for each in self.run if each.tier == store]
+        return [each.block.key for each in self.run if each.tier == tier]
 
     def wanted_of(self, tier: Tier) -> list[Wanted]:
         """Return the blocks to request from a tier."""
@@ -89,9 +89,9 @@ class Load:
         blocks = (each.block for each in self.run if each.tier == tier.name)
         return [Wanted(block.key, block.tokens, protection) for block in blocks]
 
-    def end_call(self, store: str, outcome: LoadedBlocks) -> None:
+    def end_call(self, tier: str, outcome: LoadedBlocks) -> None:
         """Add the result of a call."""
-        self._open.discard(store)
+        self._open.discard(tier)
         self.blocks.update(outcome.blocks)
         if self.is_ended:
             self.futures.clear()  # their callbacks refer to the load, and their results to the memory of its blocks
@@ -250,14 +250,14 @@ class Loader:
         self._release_copied()
         ready: list[Request] = []
         while not self._ended.empty():
-            load, store, blocks, ended_s = self._ended.get()
-            load.end_call(store, blocks)
-            num_blocks = len(load.keys_of(store))
-            self._choice.note_end(store, num_blocks, ended_s - load.started_s if blocks.is_timed else None)
-            self._index.lost(store, blocks.lost)
+            load, tier, blocks, ended_s = self._ended.get()
+            load.end_call(tier, blocks)
+            num_blocks = len(load.keys_of(tier))
+            self._choice.note_end(tier, num_blocks, ended_s - load.started_s if blocks.is_timed else None)
+            self._index.lost(tier, blocks.lost)
             partless = [key for key, each in blocks.blocks.items() if not self._mover.has_part(each.payload)]
-            if partless and store in self._tiers:
-                self._index.note_partless(store, partless)
+            if partless and tier in self._tiers:
+                self._index.note_partless(tier, partless)
             if load.is_ended:
                 ready += load.requests & self._waiting
                 self._drop_if_unused(load)
@@ -296,7 +296,7 @@ class Loader:
         copies = [self._mover.write(lease.block_ids[first:end].tolist(), payloads[: len(found)])]
         lease.copy = None
         num_loaded = Counter(each.tier for each in found)
-        num_tokens = {store: num_blocks * size for store, num_blocks in num_loaded.items()}
+        num_tokens = {tier: num_blocks * size for tier, num_blocks in num_loaded.items()}
         num_tokens[found[0].tier] -= max(0, start - first * size)
         if not request.has_computed:
             request.reuse.loaded_tokens = num_tokens
@@ -384,18 +384,18 @@ class Loader:
         load = Load(run, self._clock())
         self._loads[run[0].block.key] = load
         self._num_free_blocks -= len(run)
-        for store in load.stores:
-            wanted = load.wanted_of(self._tiers[store])
-            self._choice.note_start(store, len(wanted))
-            future = self._tiers[store].load(wanted)
+        for tier in load.tiers:
+            wanted = load.wanted_of(self._tiers[tier])
+            self._choice.note_start(tier, len(wanted))
+            future = self._tiers[tier].load(wanted)
             load.futures.append(future)
-            future.add_done_callback(partial(self._end, load, store))
+            future.add_done_callback(partial(self._end, load, tier))
         return load
 
-    def _end(self, load: Load, store: str, loaded: Future[list[LoadedBlock | Miss]]) -> None:
+    def _end(self, load: Load, tier: str, loaded: Future[list[LoadedBlock | Miss]]) -> None:
         """Queue the result of a call. Runs on a thread of the store or, if it was cancelled, of the engine."""
-        blocks = LoadedBlocks.of(load.keys_of(store), None if loaded.cancelled() else loaded.result())
-        self._ended.put((load, store, blocks, self._clock()))
+        blocks = LoadedBlocks.of(load.keys_of(tier), None if loaded.cancelled() else loaded.result())
+        self._ended.put((load, tier, blocks, self._clock()))
         self._wake()
 
     def _drop_if_unused(self, load: Load) -> None:

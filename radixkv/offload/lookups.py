@@ -17,10 +17,10 @@ from radixkv.scheduling.request import Request
 
 
 class _Lookup(NamedTuple):
-    """A lookup of blocks in a store for a request."""
+    """A lookup of blocks in a tier for a request."""
 
     request: Request
-    store: str
+    tier: str
     blocks: Sequence[KeyedBlock]
     started_s: float
 
@@ -75,32 +75,32 @@ class Lookups:
         if not self._tiers:
             return False
         blocks = self._index.unknown(request.namespace, request.prompt_tokens, first_block)
-        stores = [name for name in self._tiers if not self._purger.is_purging_any(name, blocks)]
+        tiers = [name for name in self._tiers if not self._purger.is_purging_any(name, blocks)]
         start = first_block * self._block_size
         num_tokens = len(blocks) * self._block_size
         queried = [
-            name for name in stores if request.is_prefetch or self._choice.is_lookup_worthwhile(name, start, num_tokens)
+            name for name in tiers if request.is_prefetch or self._choice.is_lookup_worthwhile(name, start, num_tokens)
         ]
         if not blocks or not queried:
-            self._choice.doubt(stores if blocks else ())
+            self._choice.doubt(tiers if blocks else ())
             return False
         self._num_open[request] = len(queried)
         keys = [each.key for each in blocks]
-        for store in queried:
-            lookup = _Lookup(request, store, blocks, self._clock())
-            self._tiers[store].exists(keys).add_done_callback(partial(self._end, lookup))
+        for tier in queried:
+            lookup = _Lookup(request, tier, blocks, self._clock())
+            self._tiers[tier].exists(keys).add_done_callback(partial(self._end, lookup))
         return True
 
     def ended(self) -> list[Request]:
         """Return the requests whose lookups have ended since the last call."""
         ended: list[Request] = []
         while not self._results.empty():
-            (request, store, blocks, started_s), are_there, ended_s = self._results.get()
+            (request, tier, blocks, started_s), are_there, ended_s = self._results.get()
             if are_there is not None:
-                self._choice.note_lookup(store, ended_s - started_s)
+                self._choice.note_lookup(tier, ended_s - started_s)
                 found = [block for block, is_there in zip(blocks, are_there, strict=True) if is_there]
-                if found and not self._purger.is_purging_any(store, found):
-                    self._index.discovered(store, found)
+                if found and not self._purger.is_purging_any(tier, found):
+                    self._index.discovered(tier, found)
             if request in self._num_open:
                 self._num_open[request] -= 1
                 if not self._num_open[request]:

@@ -1,12 +1,10 @@
-"""Deletion of blocks from the tiers: of single keys, and of whole namespaces when they are purged."""
+"""Purges: deletion of whole namespaces from the tiers."""
 
 from __future__ import annotations
 
-import queue
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from functools import partial
 from typing import NamedTuple
 
 from radixkv.cache.purge import Purged
@@ -15,6 +13,7 @@ from radixkv.offload.block_keys import BlockKeys
 from radixkv.offload.deleter import Deleter
 from radixkv.offload.index.offload_index import OffloadIndex
 from radixkv.offload.index.prompt_blocks import KeyedBlock
+from radixkv.offload.retried_calls import RetriedCalls
 from radixkv.offload.saver import Saver
 from radixkv.offload.tiers.tier import Tier
 
@@ -165,16 +164,16 @@ class LocalPurger:
         deletions: list[Deletion] = []
         for name, keys in found.items():
             if not self._index.tiers[name].is_shared:
-                in_flight = filter(scope.has, (*self._saver.victims(name), *self._deleter.unanswered(name)))
+                in_flight = filter(scope.has, (*self._saver.victims(name), *self._deleter.unconfirmed(name)))
                 keys = list(dict.fromkeys((*keys, *self._index.drop_victims(name, scope.has), *in_flight)))
                 deletions.append(Deletion(name, self._deleter.delete(name, keys)))
         return deletions
 
 
 class _Purge(NamedTuple):
-    """A purge of one shared store: its name, and the names of the namespaces, None for any."""
+    """A purge of one tier: its name, and the names of the namespaces, None for any."""
 
-    store: str
+    tier: str
     tenant: str | None
     adapter: str | None
     salt: str | None
@@ -183,7 +182,7 @@ class _Purge(NamedTuple):
 class SharedPurger:
     """Purges namespaces from shared stores, including the blocks that other servers stored.
 
-    Until a store has confirmed a purge, nothing of these namespaces is loaded from it. Failed purges are retried later.
+    Until a tier has confirmed a purge, nothing of these namespaces is loaded from it. Failed purges are retried later.
 
     Args:
         tiers: the shared stores by name.
@@ -194,61 +193,37 @@ class SharedPurger:
     def __init__(self, tiers: Mapping[str, Tier], keys: BlockKeys, wake: Callable[[], None] = lambda: None) -> None:
         self._tiers = tiers
         self._keys = keys
-        self._wake = wake
-        self._open: dict[_Purge, int] = {}  # calls in flight
-        self._failed: set[_Purge] = set()
-        self._ended: queue.SimpleQueue[tuple[_Purge, bool]] = queue.SimpleQueue()
+        self._calls = RetriedCalls[_Purge](wake)
 
     def purge(self, tenant: str | None, adapter: str | None, salt: str | None) -> dict[str, Future[int | None]]:
-        """Purge each store. Returns the number of deleted blocks, None if the call fails."""
-        return {store: self._start(_Purge(store, tenant, adapter, salt)) for store in self._tiers}
+        """Purge each tier. Returns the number of deleted blocks, None if the call fails."""
+        return {tier: self._start(_Purge(tier, tenant, adapter, salt)) for tier in self._tiers}
 
     @property
     def has_failed(self) -> bool:
         """Whether there are purges to retry."""
-        self._note_ended()
-        return bool(self._failed)
+        return self._calls.has_failed
 
-    def is_purging(self, store: str, namespace: Namespace) -> bool:
-        """Whether a store may still hold purged blocks of a namespace. Complexity: O(open purges)."""
-        self._note_ended()
+    def is_purging(self, tier: str, namespace: Namespace) -> bool:
+        """Whether a tier may still hold purged blocks of a namespace. Complexity: O(unconfirmed purges)."""
         return any(
-            each.store == store and namespace.is_among(each.tenant, each.adapter, each.salt)
-            for each in (*self._open, *self._failed)
+            each.tier == tier and namespace.is_among(each.tenant, each.adapter, each.salt)
+            for each in self._calls.unconfirmed()
         )
 
-    def is_purging_any(self, store: str, blocks: Iterable[KeyedBlock]) -> bool:
-        """Whether a store may still hold purged blocks of any owner of some blocks.
+    def is_purging_any(self, tier: str, blocks: Iterable[KeyedBlock]) -> bool:
+        """Whether a tier may still hold purged blocks of any owner of some blocks.
 
         A prompt that invokes an adapter has two owners: the base model, and the adapter from its invocation on.
         """
-        return any(self.is_purging(store, owner) for owner in {block.namespace for block in blocks})
+        return any(self.is_purging(tier, owner) for owner in {block.namespace for block in blocks})
 
     def retry(self) -> None:
         """Retry failed purges."""
-        self._note_ended()
-        failed, self._failed = self._failed, set()
-        for each in failed:
+        for each in dict.fromkeys(self._calls.take_failed()):
             self._start(each)
 
     def _start(self, purge: _Purge) -> Future[int | None]:
-        self._open[purge] = self._open.get(purge, 0) + 1
-        purged = self._tiers[purge.store].purge(self._keys.scope(purge.tenant, purge.adapter, purge.salt))
-        purged.add_done_callback(partial(self._end, purge))
+        purged = self._tiers[purge.tier].purge(self._keys.scope(purge.tenant, purge.adapter, purge.salt))
+        self._calls.start(purge, purged)
         return purged
-
-    def _end(self, purge: _Purge, purged: Future[int | None]) -> None:
-        """Queue the result of a call. Runs on a thread of the store."""
-        has_answered = not purged.cancelled() and purged.result() is not None
-        self._ended.put((purge, has_answered))
-        if not has_answered:
-            self._wake()
-
-    def _note_ended(self) -> None:
-        while not self._ended.empty():
-            purge, has_answered = self._ended.get()
-            self._open[purge] -= 1
-            if not self._open[purge]:
-                del self._open[purge]
-            if not has_answered:
-                self._failed.add(purge)

@@ -25,7 +25,7 @@ _REWRITES_PER_S = 16.0
 class _Touched(NamedTuple):
     """The result of a touch: which of the keys the store has; None if the call failed."""
 
-    store: str
+    tier: str
     keys: Sequence[bytes]
     are_there: list[bool] | None
 
@@ -45,8 +45,8 @@ class Touches:
         wake: called on a store's thread when there is a result, so that the engine calls `process_results`.
 
     Attributes:
-        num_touched_blocks: used blocks that a store still had, by store.
-        num_rewritten_blocks: used blocks that a store had lost, and that were queued again, by store.
+        num_touched_blocks: used blocks that a store still had, by tier.
+        num_rewritten_blocks: used blocks that a store had lost, and that were queued again, by tier.
     """
 
     def __init__(
@@ -107,27 +107,27 @@ class Touches:
                 return
 
     def _process(self, touched: _Touched) -> None:
-        store, keys, are_there = touched
+        tier, keys, are_there = touched
         self._num_open -= 1
         if are_there is None:
             return
         gone = [key for key, is_there in zip(keys, are_there, strict=True) if not is_there]
-        self.num_touched_blocks[store] += len(keys) - len(gone)
+        self.num_touched_blocks[tier] += len(keys) - len(gone)
         if gone:
-            self._rewrite(store, gone)
+            self._rewrite(tier, gone)
 
-    def _rewrite(self, store: str, gone: Sequence[bytes]) -> None:
+    def _rewrite(self, tier: str, gone: Sequence[bytes]) -> None:
         """Queue as many lost blocks as the limit allows, beginnings of prompts first, since most prompts need them."""
         now_s = self._clock()
         earned = (now_s - self._budgeted_s) * _REWRITES_PER_S
         self._may_rewrite = min(float(_MAX_REWRITES), self._may_rewrite + earned)
         self._budgeted_s = now_s
-        self._index.lost(store, gone)
-        num_blocks = self._index.store_again(store, gone[max(0, len(gone) - int(self._may_rewrite)) :])
+        self._index.lost(tier, gone)
+        num_blocks = self._index.store_again(tier, gone[max(0, len(gone) - int(self._may_rewrite)) :])
         self._may_rewrite -= num_blocks
-        self.num_rewritten_blocks[store] += num_blocks
+        self.num_rewritten_blocks[tier] += num_blocks
 
-    def _end(self, store: str, keys: Sequence[bytes], touched: Future[list[bool] | None]) -> None:
+    def _end(self, tier: str, keys: Sequence[bytes], touched: Future[list[bool] | None]) -> None:
         """Queue a result. Runs on a thread of the store."""
-        self._results.put(_Touched(store, keys, None if touched.cancelled() else touched.result()))
+        self._results.put(_Touched(tier, keys, None if touched.cancelled() else touched.result()))
         self._wake()

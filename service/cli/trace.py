@@ -47,7 +47,7 @@ def add_arguments(trace: argparse.ArgumentParser) -> None:
     trace.set_defaults(command=_trace)
 
 
-class _Blocks:
+class _BlockTokens:
     """Numbers token blocks in order of first appearance. Equal blocks with equal preceding blocks share a number."""
 
     def __init__(self, tokens_per_id: int) -> None:
@@ -105,7 +105,7 @@ def _trace(arguments: argparse.Namespace) -> None:
     requests = itertools.islice(
         itertools.chain.from_iterable(map(text_requests, read_records(Path(arguments.texts)))), arguments.limit
     )
-    blocks = _Blocks(arguments.tokens_per_id)
+    blocks = _BlockTokens(arguments.tokens_per_id)
     num_lines = 0
     try:
         with gzip.open(output, "wt") if output.suffix == ".gz" else output.open("w") as file:
@@ -125,7 +125,7 @@ def _refusals(encoder: _Encoder, what: str) -> str:
     return f"{what}; {encoder.num_refused:,} left out, the first one: {encoder.first_refused}"
 
 
-def _lines(requests: Iterable[TextRequest], encoder: _Encoder, blocks: _Blocks) -> Iterator[dict[str, object]]:
+def _lines(requests: Iterable[TextRequest], encoder: _Encoder, blocks: _BlockTokens) -> Iterator[dict[str, object]]:
     start_s: float | None = None
     for request in requests:
         token_ids = encoder.encode(request)

@@ -96,7 +96,7 @@ class Telemetry:
                 app = guarded(app, authenticator, OPEN_PATHS)
             app = with_host_check(app, HostCheck(self._config))
             tls = None if self._config.tls_certificate is None else Tls(self._config)
-            server = _Server(host, port, app, tls)
+            server = _WsgiServer(host, port, app, tls)
         except (OSError, UnicodeError) as error:
             raise bind_error("server.metrics_port", host, port) from error
         thread = threading.Thread(target=server.serve_forever, name="radixkv-metrics", daemon=True)
@@ -207,7 +207,7 @@ _RESPONSE_S = 30.0  # maximum time from then until the response was read
 _THREAD_END_S = 1.0  # maximum time until the thread of a closed connection ends
 
 
-class _Connections:
+class _WsgiConnections:
     """The open connections of a port. Connections whose request has not arrived are closed first. Thread-safe."""
 
     def __init__(self) -> None:
@@ -255,7 +255,7 @@ class _Connections:
             socket.socket.shutdown(connection, socket.SHUT_RDWR)
 
 
-class _Server(ThreadingMixIn, WSGIServer):
+class _WsgiServer(ThreadingMixIn, WSGIServer):
     """Handles each connection on a daemon thread of its own, including the TLS handshake."""
 
     daemon_threads = True
@@ -264,9 +264,9 @@ class _Server(ThreadingMixIn, WSGIServer):
     def __init__(self, host: str, port: int, app: WSGIApplication, tls: Tls | None) -> None:
         self._tls = tls
         self._slots = threading.BoundedSemaphore(_MAX_CONNECTIONS)
-        self.connections = _Connections()
+        self.connections = _WsgiConnections()
         self.address_family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        super().__init__((host, port), _Handler)
+        super().__init__((host, port), _WsgiHandler)
         self.set_app(app)
 
     def get_request(self) -> tuple[socket.socket, Any]:
@@ -310,11 +310,11 @@ class _Server(ThreadingMixIn, WSGIServer):
             super().handle_error(request, client_address)
 
 
-class _Handler(WSGIRequestHandler):
+class _WsgiHandler(WSGIRequestHandler):
     """Reads a request without logging it."""
 
     timeout = _RESPONSE_S  # seconds that a single read or write may block
-    server: _Server
+    server: _WsgiServer
 
     def parse_request(self) -> bool:
         """Read the headers of the request and return whether it can be answered."""

@@ -34,7 +34,7 @@ _SIZES = {
 }
 _GEMMA = {"tie_word_embeddings": True, "head_dim": 48, "query_pre_attn_scalar": 48, "sliding_window": 24}
 # Models by name: the architecture in the file, the model type, and what differs.
-KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
+DTYPE_CODES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("llama", "llama", {}),
     "llama-tied-with-biases": (
         "llama",
@@ -116,7 +116,7 @@ KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 def random_model(kind: str, **others: Any) -> PreTrainedModel:
     """Return a model of a kind in float32, with eager attention, and norms that are not 1."""
-    _, model_type, differences = KINDS[kind]
+    _, model_type, differences = DTYPE_CODES[kind]
     config = AutoConfig.for_model(model_type, **{**_SIZES, **differences, **others})
     torch.manual_seed(5)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
@@ -166,7 +166,7 @@ def write_gguf(
         mixed: other types of matrices, by a part of their names.
         metadata: further values; `None` leaves a value out. Two underscores stand for a dot.
     """
-    architecture = KINDS[kind][0]
+    architecture = DTYPE_CODES[kind][0]
     writer = gguf.GGUFWriter(path, architecture)
     values = {**_hyperparameters(model, architecture)}
     values |= {f"tokenizer.ggml.{key}": value for key, value in vocabulary().items()}

@@ -556,7 +556,7 @@ KERNEL_MUTANTS = (
     # Tiles are compiled where a processor has AMX; offload_index nothing catches these.
     Mutant("kernels/native/tile_attention.cpp", "has_all_lanes ? now : ", "true ? now : "),
     Mutant("kernels/native/tile_attention.cpp", "selected_lanes != 0xffff || ", ""),
-    Mutant("kernels/native/tile_attention.cpp", "all(sinks_ ? 1.0f : 0.0f)", "all(0.0f)"),
+    Mutant("kernels/native/tile_attention.cpp", "broadcast(sinks_ ? 1.0f : 0.0f)", "broadcast(0.0f)"),
     Mutant("kernels/native/tile_attention.cpp", "problem_.window ? _mm512_sub", "false ? _mm512_sub"),
     Mutant("kernels/native/tile_attention.cpp", "kBfloat16 && problem.head_dim % (2 * kTileWords) == 0", "kBfloat16"),
     Mutant("kernels/native/tile_gemm.cpp", "own_sums, block == 0,", "own_sums, true,"),
@@ -570,7 +570,7 @@ KERNEL_MUTANTS = (
     Mutant("kernels/native/tile_gemm.cpp", "sums, sums + kept_lines * kFeatures", "sums, sums"),
     Mutant("kernels/native/vectors_avx2.h", "memcpy(&own, from, lanes.count", "memcpy(&own, from, kLanes"),
     Mutant("kernels/native/rows.cpp", "        most = most > other ? most : other;\n", ""),
-    Mutant("kernels/native/vectors.h", "all(200.0f)", "all(20.0f)"),
+    Mutant("kernels/native/vectors.h", "broadcast(200.0f)", "broadcast(20.0f)"),
     Mutant("kernels/native/layer.cpp", "std::max(in_attention, in_mlp)", "in_mlp"),
     Mutant("kernels/native/layer.cpp", "    add(rows, normed, output, num_numbers);\n", ""),
     Mutant("kernels/native/layer.cpp", "    norm_heads(layer_.key, ", "    norm_heads(layer_.query, "),
@@ -611,8 +611,8 @@ KERNEL_MUTANTS = (
     Mutant("kernels/native/gemm.cpp", " + word * rows_here", ""),
     Mutant(
         "kernels/native/quantized.h",
-        "shifted_down(codes, 4)), scales[v], minima[v]",
-        "shifted_down(codes, 4)), scales[v], scales[v]",
+        "shift_right(codes, 4)), scales[v], minima[v]",
+        "shift_right(codes, 4)), scales[v], scales[v]",
     ),
     Mutant(
         "kernels/native/gemm.py",
@@ -821,7 +821,7 @@ OFFLOAD_MUTANTS = (
         "is_unfinished = self._saver.has_waiting or self._deleter.has_failed",
         "is_unfinished = self._saver.has_waiting",
     ),
-    Mutant("offload/lookups.py", "if found and not self._purger.is_purging_any(store, found):", "if found:"),
+    Mutant("offload/lookups.py", "if found and not self._purger.is_purging_any(tier, found):", "if found:"),
     Mutant("offload/lookups.py", "if not self._purger.is_purging_any(name, blocks)]", "]"),
     Mutant(
         "offload/purge.py",
@@ -835,13 +835,13 @@ OFFLOAD_MUTANTS = (
         "        if fetched",
     ),
     Mutant("offload/offload.py", "        self.purger.retry()\n", ""),
-    Mutant("offload/purge.py", "for each in (*self._open, *self._failed)", "for each in self._open"),
+    Mutant("offload/retried_calls.py", "[*self._in_flight.values(), *self._failed]", "[*self._in_flight.values()]"),
     Mutant(
         "offload/purge.py",
-        "each.store == store and namespace.is_among(",
-        "each.store == store and not namespace.is_among(",
+        "each.tier == tier and namespace.is_among(",
+        "each.tier == tier and not namespace.is_among(",
     ),
-    Mutant("offload/purge.py", "            if not has_answered:\n", "            if False:\n"),
+    Mutant("offload/retried_calls.py", "            if not _has_succeeded(call):\n", "            if False:\n"),
     Mutant("offload/block_keys.py", "self._keys.with_tags_of(parent, owner)", "parent"),
     Mutant(
         "offload/index/offload_index.py",
@@ -884,19 +884,17 @@ OFFLOAD_MUTANTS = (
     Mutant("offload/tiers/block_object.py", "memory[-CHECKSUM_BYTES:] =", "_ ="),
     Mutant("offload/purge.py", "*self._index.drop_victims(name, scope.has), ", ""),
     Mutant("offload/purge.py", "(*self._saver.victims(name), *self", "(*(), *self"),
-    Mutant("offload/purge.py", ", *self._deleter.unanswered(name))", ",)"),
+    Mutant("offload/purge.py", ", *self._deleter.unconfirmed(name))", ",)"),
     Mutant("offload/purge.py", "filter(scope.has, ", "iter("),
-    Mutant("offload/deleter.py", "[*in_flight, *self._failed.get(name, ())]", "in_flight"),
-    Mutant("offload/deleter.py", "[*in_flight, *self._failed.get(name, ())]", "[*self._failed.get(name, ())]"),
+    Mutant("offload/retried_calls.py", "[*self._in_flight.values(), *self._failed]", "[*self._failed]"),
     Mutant("offload/offload.py", "is_unfinished = self._saver.has_waiting or ", "is_unfinished = "),
     Mutant("offload/deleter.py", " if key not in tier_index]:", "]:"),
-    Mutant("offload/deleter.py", "            self._wake()\n", ""),
-    Mutant("offload/deleter.py", "return not open_calls and not self._failed and all(", "return all("),
-    Mutant("offload/purge.py", "            self._wake()\n", "            pass\n"),
+    Mutant("offload/retried_calls.py", "            self._wake()\n", "            pass\n"),
+    Mutant("offload/retried_calls.py", "return not in_flight and not self.has_failed and all(", "return all("),
     Mutant("offload/deleter.py", " and not tier_index.holds(key)]:", " and tier_index.holds(key)]:"),
     Mutant(
         "offload/deleter.py",
-        "            self._failed.setdefault(name, {}).update(dict.fromkeys(undecided))\n",
+        "            self._calls.add_failed(_Keys(name, undecided))\n",
         "            pass\n",
     ),
     Mutant(
@@ -944,7 +942,7 @@ OFFLOAD_MUTANTS = (
         "found = found[: pending.load.num_there(found)]",
         "found = [each for each in found if each.block.key in wish.load.blocks]",
     ),
-    Mutant("offload/loader.py", "            self._index.lost(store, blocks.lost)\n", ""),
+    Mutant("offload/loader.py", "            self._index.lost(tier, blocks.lost)\n", ""),
     Mutant("offload/tiers/slot_table.py", "return None if entry.num_readers else key", "return key"),
     Mutant(
         "offload/offload.py",
@@ -1032,7 +1030,7 @@ OFFLOAD_MUTANTS = (
     Mutant("offload/disk_record.py", "namespace if owners.get(tags, namespace) == namespace else None", "namespace"),
     Mutant(
         "offload/load_or_compute.py",
-        "line.at(num_blocks + self._num_queued_blocks.get(store, 0))",
+        "line.at(num_blocks + self._num_queued_blocks.get(tier, 0))",
         "line.at(num_blocks)",
     ),
 )
@@ -1334,7 +1332,7 @@ PART_MUTANTS = (
     ),
     Mutant(
         "offload/loader.py",
-        "                self._index.note_partless(store, partless)\n",
+        "                self._index.note_partless(tier, partless)\n",
         "                pass\n",
     ),
     Mutant(

@@ -1,0 +1,82 @@
+"""Calls to tiers that are retried until they succeed."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class RetriedCalls(Generic[T]):
+    """Keeps what calls to tiers were to do, until they have succeeded. The owner repeats those that failed.
+
+        start ──▶ in flight ─┬─ succeeded
+                             └─ failed ── take_failed ──▶ started again by the owner
+
+    Only the engine's thread uses it; the calls end on threads of the stores.
+
+    Args:
+        wake: called on a store's thread when a call has failed, so that the engine repeats it.
+    """
+
+    def __init__(self, wake: Callable[[], None] = lambda: None) -> None:
+        self._wake = wake
+        self._in_flight: dict[Future[int | None], T] = {}
+        self._ended: queue.SimpleQueue[Future[int | None]] = queue.SimpleQueue()
+        self._failed: list[T] = []
+
+    def start(self, task: T, call: Future[int | None]) -> None:
+        """Record a call that has begun.
+
+        Args:
+            task: what the call does.
+            call: its result: the number of deleted blocks, None if it fails.
+        """
+        self._in_flight[call] = task
+        call.add_done_callback(self._end)
+
+    def add_failed(self, task: T) -> None:
+        """Have a call made later."""
+        self._failed.append(task)
+
+    def unconfirmed(self) -> list[T]:
+        """List the tasks in flight and those that failed. Complexity: O(these tasks)."""
+        self._note_ended()
+        return [*self._in_flight.values(), *self._failed]
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether there are calls to repeat."""
+        self._note_ended()
+        return bool(self._failed)
+
+    def take_failed(self) -> list[T]:
+        """Return the tasks that failed, and forget them. The caller starts them again."""
+        self._note_ended()
+        failed, self._failed = self._failed, []
+        return failed
+
+    def wait(self, limit_s: float) -> bool:
+        """Wait for the calls in flight. Returns whether all calls have succeeded."""
+        ended, in_flight = wait(list(self._in_flight), limit_s)  # callbacks may run after `wait` has returned
+        return not in_flight and not self.has_failed and all(map(_has_succeeded, ended))
+
+    def _end(self, call: Future[int | None]) -> None:
+        """Queue the result of a call. Runs on a thread of the store."""
+        self._ended.put(call)
+        if not _has_succeeded(call):
+            self._wake()
+
+    def _note_ended(self) -> None:
+        while not self._ended.empty():
+            call = self._ended.get()
+            task = self._in_flight.pop(call)
+            if not _has_succeeded(call):
+                self._failed.append(task)
+
+
+def _has_succeeded(call: Future[int | None]) -> bool:
+    return not call.cancelled() and call.result() is not None
