@@ -45,7 +45,7 @@ def test_content_keeps_its_mark() -> None:
     assert not marks.has("three")
 
 
-def test_ids_that_nobody_marked_are_the_base_models() -> None:
+def test_unmarked_ids_are_the_base_models() -> None:
     huge = tokens([1, 2**32 - 1])
     assert InvocationMarks().digest_of(huge) == ""
     assert InvocationMarks().num_plain(huge) == 2

@@ -97,7 +97,7 @@ def test_what_is_cached_under_fuzzed_fields_is_found_under_no_others() -> None:
 
 
 @pytest.mark.parametrize("name", _NASTY)
-def test_nobody_means_a_public_prefix_by_any_name(name: str) -> None:
+def test_no_name_of_a_client_means_a_public_prefix(name: str) -> None:
     namespace = Namespace("model", PUBLIC_TENANT, name, name)
     assert not namespace.is_among(None, None, None)
     assert not namespace.is_among(PUBLIC_TENANT, name, name)

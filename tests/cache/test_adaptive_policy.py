@@ -98,7 +98,7 @@ def test_what_it_remembers_is_bounded() -> None:
     assert len(policy._ghosts) == 4096
 
 
-def test_a_leaf_that_comes_back_after_eviction_is_learned_from() -> None:
+def test_a_leaf_that_returns_after_its_eviction_is_learned_from() -> None:
     cache, clock, policy = make_adaptive_cache(4)
     publish(cache, "aaaabbbb")
     cache.evict(1)  # the leaf is shortened before it goes: both parts are remembered
@@ -125,7 +125,7 @@ def test_what_is_learned_does_not_depend_on_where_a_path_is_cut() -> None:
     assert learned(cuts=True) == learned(cuts=False) == (4, 28)
 
 
-def test_a_leaf_that_comes_back_in_chunks_is_learned_from_as_if_at_once() -> None:
+def test_a_leaf_that_returns_in_chunks_is_learned_from_as_if_at_once() -> None:
     def learned(*ends: int) -> float:
         cache, clock, policy = make_adaptive_cache(8)
         publish(cache, "aaaabbbbccccdddd")

@@ -159,7 +159,7 @@ def test_an_eviction_under_the_new_adapter_is_reported_first() -> None:
     assert explain_changed(cache, "abcdefgh") is MissReason.EVICTED
 
 
-def test_an_adapter_that_comes_back_unchanged_was_evicted() -> None:
+def test_an_adapter_that_is_loaded_again_unchanged_was_evicted() -> None:
     cache = make_cache()
     publish(cache, "abcdefgh", OLD)
     drain(cache, OLD)

@@ -280,7 +280,7 @@ def test_the_copied_block_outlives_its_replacement() -> None:
     assert_all_free(cache)
 
 
-def test_blocks_published_first_by_somebody_else_are_adopted() -> None:
+def test_blocks_published_first_by_another_lease_are_adopted() -> None:
     cache = make_cache()
     first, second = lease_text(cache, "abcdefghij"), lease_text(cache, "abcdefghXX")
     own = second.block_ids.tolist()
@@ -310,7 +310,7 @@ def test_a_run_inserted_again_hands_back_exactly_its_duplicate_blocks() -> None:
     assert cache.pool.num_free == num_free
 
 
-def test_a_commit_counts_only_tokens_that_nobody_else_published() -> None:
+def test_a_commit_counts_only_tokens_that_no_other_lease_published() -> None:
     cache = make_cache()
     slow = lease_text(cache, "abcdefghXXXX")
     publish(cache, "abcdefgY")
@@ -448,7 +448,7 @@ def test_a_shared_block_is_kept_if_evicting_beyond_it_is_enough() -> None:
         assert cached(cache, "abcdefghijkl") == 8
 
 
-def test_the_last_block_of_a_full_pool_is_computed_anew_rather_than_copied() -> None:
+def test_the_last_block_of_a_full_pool_is_computed_again_rather_than_copied() -> None:
     cache = make_cache(num_blocks=3)
     block_ids = publish(cache, "abcdefgh")
     with lease_text(cache, "ZZ"):
@@ -535,7 +535,7 @@ def test_check_notices_a_lost_tree() -> None:
         cache.check()
 
 
-def test_check_notices_a_block_that_nobody_owns() -> None:
+def test_check_detects_a_block_without_an_owner() -> None:
     cache = make_cache()
     cache.pool.acquire(1)
     with pytest.raises(InvariantViolation, match="LEASED blocks"):

@@ -185,7 +185,7 @@ def test_the_next_turn_of_a_prompt_that_ends_with_a_block_finds_its_answer() -> 
     cache.check()
 
 
-def test_what_hangs_below_a_short_prefix_is_found_when_a_longer_one_comes() -> None:
+def test_trees_below_a_short_prefix_are_found_when_a_longer_one_is_registered() -> None:
     cache = _cache()
     _make_public(cache, spell("abcdefgh"), "short")
     assert _serve(cache, _ACME, spell("abcdefghijOWN")) == (8, 8)
@@ -195,7 +195,7 @@ def test_what_hangs_below_a_short_prefix_is_found_when_a_longer_one_comes() -> N
     cache.check()
 
 
-def test_what_hangs_below_more_of_a_prefix_is_not_found_by_who_shares_less() -> None:
+def test_trees_below_more_of_a_prefix_are_not_found_by_prompts_that_share_less() -> None:
     cache = _cache()
     _make_public(cache, spell("abcdefghijkl"))
     assert _serve(cache, _ACME, spell("abcdefghijklOWNmore")) == (12, 12)
@@ -241,7 +241,7 @@ def test_a_retention_counts_public_tokens_as_granted_and_keeps_the_others() -> N
     cache.check()
 
 
-def test_a_purge_of_a_tenant_forgets_what_hangs_below_and_leaves_the_prefix() -> None:
+def test_a_purge_of_a_tenant_removes_the_trees_below_and_leaves_the_prefix() -> None:
     cache = _cache()
     _make_public(cache, spell("abcdefgh"))
     _serve(cache, _ACME, spell("abcdefghijkl"))
@@ -417,7 +417,7 @@ class _Walk:
 
 @pytest.mark.parametrize("num_blocks", [12, 24, 400])
 @pytest.mark.parametrize("seed", range(4))
-def test_nobody_reuses_what_another_tenant_wrote_or_other_tokens(seed: int, num_blocks: int) -> None:
+def test_no_prompt_reuses_what_another_tenant_wrote_or_other_tokens(seed: int, num_blocks: int) -> None:
     walk = _Walk(seed, num_blocks)
     for _ in range(500):
         walk.step()
@@ -430,7 +430,7 @@ def cache() -> PrefixCache:
     return PrefixCache(16, _BLOCK, max_public_blocks=4)
 
 
-def test_a_prefix_takes_its_blocks_until_nobody_computes_it(cache: PrefixCache) -> None:
+def test_a_prefix_takes_its_blocks_until_no_request_computes_it(cache: PrefixCache) -> None:
     prefix = cache.public.register("p", "model", "", spell("abcdefghijkl"))
     lease = cache.lease(prefix.namespace, prefix.tokens)
     lease.commit(8)

@@ -210,7 +210,7 @@ def test_a_leaf_of_whole_blocks_grows_without_replacing_one() -> None:
     assert insertion.replaced_block_ids == b""
 
 
-def test_a_leaf_that_grows_inside_its_first_block_is_filed_anew() -> None:
+def test_a_leaf_that_grows_inside_its_first_block_is_indexed_again() -> None:
     planter = Planter()
     old = planter.insert("ab").node
     insertion = planter.insert("abc")

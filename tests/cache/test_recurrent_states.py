@@ -264,7 +264,7 @@ def test_the_snapshot_with_the_lowest_score_is_evicted() -> None:
     slots.check(NONE_FREE)
 
 
-def test_a_snapshot_that_somebody_reads_is_not_given_up() -> None:
+def test_a_snapshot_that_a_request_reads_is_not_evicted() -> None:
     slots = slots_of(num_snapshots=1)
     publish(slots, 8)
     lease = slots.open(SLOT_BLOCKS, 8, 31, 31)

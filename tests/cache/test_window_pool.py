@@ -58,7 +58,7 @@ def with_part(pool: WindowPool) -> list[int]:
     return np.flatnonzero(pool.table >= 0).tolist()
 
 
-def test_parts_that_were_passed_are_given_up_before_those_where_a_prompt_ended() -> None:
+def test_passed_parts_are_evicted_before_those_where_a_prompt_ended() -> None:
     pool = pool_of(5)
     pool.need([1, 2, 3, 4, 5])
     pool.end_at([1])
@@ -80,7 +80,7 @@ def test_a_part_that_is_needed_again_stays_the_same() -> None:
     assert (pool.table[1], pool.num_waiting) == (part, 0)
 
 
-def test_a_part_stays_needed_until_the_last_request_lets_it_go() -> None:
+def test_a_part_stays_needed_until_the_last_request_releases_it() -> None:
     pool = pool_of(5)
     pool.need([1])
     pool.need([1])
@@ -100,7 +100,7 @@ def test_the_part_of_a_block_is_freed_with_it() -> None:
 
 
 @pytest.mark.parametrize("is_needed", [True, False])
-def test_a_block_of_a_tree_gets_the_part_that_only_its_twin_has(is_needed: bool) -> None:
+def test_a_block_of_a_tree_takes_over_the_part_of_an_equal_block(is_needed: bool) -> None:
     pool = pool_of(5)
     pool.need([1])
     part = pool.table[1]
@@ -122,7 +122,7 @@ def test_a_block_of_a_tree_keeps_its_own_part() -> None:
     assert with_part(pool) == [9]
 
 
-def test_no_more_is_reserved_than_there_is_beside_a_step() -> None:
+def test_no_more_is_reserved_than_a_step_leaves() -> None:
     pool = pool_of(6)
     pool.require_room(5)
     pool.reserve(3)

@@ -151,7 +151,7 @@ def test_loaded_blocks_get_parts_where_the_next_token_reaches() -> None:
     assert holder.cover(BLOCKS, 12, 14).part_ids.tolist() == [0, 0, 0, 0, *pool.table[[14, 15, 16]]]
 
 
-def test_parts_that_are_there_do_not_go_for_loaded_ones() -> None:
+def test_cached_parts_are_not_evicted_for_loaded_ones() -> None:
     pool = pool_of(num_parts=7)
     pool.need([14, 15, 25, 26, 27, 28, 29])
     pool.end_at([14, 15, 25, 26, 27, 28, 29])
@@ -433,7 +433,7 @@ def test_what_suits_a_group_suits_it_no_more_once_another_could_use_less() -> No
     assert groups.num_usable(blocks, loaded) == 1
 
 
-def test_who_keeps_all_can_use_no_block_after_one_without_its_part() -> None:
+def test_a_request_that_keeps_all_parts_can_use_no_block_after_one_without_its_part() -> None:
     groups = groups_of(Reach(1), num_parts=12)
     blocks = np.arange(1, dtype=np.int32)
     assert groups.num_usable(blocks, [True], keeps_all=True) == 0
@@ -615,7 +615,7 @@ def test_hits_that_lack_parts_are_counted_with_what_they_leave_out() -> None:
     assert (stats.shortened_hits, stats.lost_tokens) == (1, 6)
 
 
-def test_parts_are_counted_by_who_has_them() -> None:
+def test_parts_are_counted_by_owner() -> None:
     cache = cache_of()
     publish(cache, ALPHABET)
     with cache.lease(MODEL, spell(ALPHABET + "!")) as lease:

@@ -143,8 +143,8 @@ CACHE_MUTANTS = (
         "if root is not None and cached_tokens < root_tokens + root.num_more_tokens:",
         "if root is not None:",
     ),
-    Mutant("cache/public_prefixes.py", "namespace.tenant == PUBLIC_TENANT:", ":"),
-    Mutant("cache/public_prefixes.py", "state.pins.pin(node)\n", ""),
+    Mutant("cache/public_prefixes.py", "if namespace.tenant == PUBLIC_TENANT:", "if False:"),
+    Mutant("cache/public_prefixes.py", "        self._state.pins.pin(node)\n", ""),
     Mutant(
         "cache/public_prefixes.py",
         "        if not prefix.num_users and not prefix.is_computing:\n",
@@ -170,7 +170,7 @@ CACHE_MUTANTS = (
     Mutant(
         "cache/lease.py",
         "        state.pins.pin(insertion.node)\n        if before is not None:\n            state.pins.unpin(before)\n",
-        "",
+        "        if before is not None:\n",
     ),
     Mutant("cache/lease.py", "        if not packed.startswith(insertion.known_block_ids):\n", "        if False:\n"),
     Mutant("cache/lease.py", "            node.retired_block_ids += insertion.replaced_block_ids\n", ""),
@@ -740,7 +740,7 @@ OFFLOAD_MUTANTS = (
     ),
     Mutant("offload/index/offload_index.py", "        self._node_keys.shortened(leaf, num_kept_blocks)\n", ""),
     Mutant("offload/index/retention.py", "before == hint or before.priority", "before.priority"),
-    Mutant("offload/index/retention.py", "before == hint or before.priority > hint.priority", "before == wish"),
+    Mutant("offload/index/retention.py", "before == hint or before.priority > hint.priority", "before == hint"),
     Mutant("offload/index/retention.py", "have_it = before is not None and (", "have_it = before is None or ("),
     Mutant("offload/index/retention.py", "if have_it or hint.priority < DEFAULT_PRIORITY:", "if have_it:"),
     Mutant(
@@ -846,7 +846,7 @@ OFFLOAD_MUTANTS = (
     Mutant(
         "offload/index/offload_index.py",
         "        for key in reversed(keys):\n            for tier_index",
-        "        for key in keys:\n            for shelf",
+        "        for key in keys:\n            for tier_index",
     ),
     Mutant(
         "offload/index/offload_index.py",
@@ -940,7 +940,7 @@ OFFLOAD_MUTANTS = (
     Mutant(
         "offload/loader.py",
         "found = found[: pending.load.num_there(found)]",
-        "found = [each for each in found if each.block.key in wish.load.blocks]",
+        "found = [each for each in found if each.block.key in pending.load.blocks]",
     ),
     Mutant("offload/loader.py", "            self._index.lost(tier, blocks.lost)\n", ""),
     Mutant("offload/tiers/slot_table.py", "return None if entry.num_readers else key", "return key"),
@@ -1015,7 +1015,7 @@ OFFLOAD_MUTANTS = (
         "            elif hint.priority > DEFAULT_PRIORITY:\n",
         "            else:\n",
     ),
-    Mutant("offload/index/retention.py", "max(known, hint, key=lambda each: each.rank)", "wish"),
+    Mutant("offload/index/retention.py", "max(known, hint, key=lambda each: each.rank)", "hint"),
     Mutant("offload/index/retention.py", "key=lambda each: each.rank", "key=lambda each: each.priority"),
     Mutant("offload/index/retention.py", "        return oldest\n", "        return None\n"),
     Mutant("offload/index/offload_index.py", "        self.retention.purge(*names)\n", ""),

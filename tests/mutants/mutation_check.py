@@ -4,12 +4,13 @@
 
 Files, such as `cache/tenants.py` or `service/`, select the mutants whose path begins with them; the default is all.
 A mutant is a text that occurs exactly once in its file, and its replacement. When the code changes, some mutants no
-longer apply: the check lists them first and fails; `--stale` only lists them, in a second.
+longer apply: the check lists them first and fails; `--stale` only lists them, in some seconds.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import os
 import shutil
 import subprocess
@@ -240,8 +241,15 @@ def stale(mutant: Mutant) -> str | None:
         return "the file does not exist"
     if mutant.replacement == mutant.text:
         return "the replacement changes nothing"
-    count = path.read_text(encoding="utf-8").count(mutant.text)
-    return None if count == 1 else f"expected the text exactly once, got {count} times"
+    source = path.read_text(encoding="utf-8")
+    if (count := source.count(mutant.text)) != 1:
+        return f"expected the text exactly once, got {count} times"
+    if path.suffix == ".py":
+        try:
+            ast.parse(source.replace(mutant.text, mutant.replacement))
+        except SyntaxError as error:
+            return f"the file with the replacement is not valid Python: {error.msg}"
+    return None
 
 
 def is_caught(mutant: Mutant, tests: tuple[str, ...]) -> bool:

@@ -197,7 +197,7 @@ def test_a_gap_asks_for_a_snapshot_and_the_snapshot_heals_it() -> None:
     assert view.match([9], ["a"]) == [Hits()]
 
 
-def test_a_replica_that_leaves_is_forgotten_and_comes_back_with_nothing() -> None:
+def test_a_replica_that_leaves_is_forgotten_and_returns_with_nothing() -> None:
     view = view_of("a", "b")
     for name in "ab":
         view.read(name, batch(2, stored(1, 2)))
@@ -266,7 +266,7 @@ def test_blocks_of_another_size_are_refused() -> None:
         view.read("a", batch(2, BlocksStored(None, bytes(8), bytes(32), 8, "")))
 
 
-def test_a_number_that_the_replica_does_not_know_is_given_up() -> None:
+def test_a_number_that_the_replica_does_not_know_is_dropped() -> None:
     view = view_of("a")
     view.request_snapshot("a")
     assert (view.number_of("a"), view.is_up_to_date("a")) == (0, False)

@@ -73,7 +73,7 @@ def test_a_replica_that_computes_slowly_has_a_longer_queue() -> None:
     assert chosen(candidates) == "b"
 
 
-def test_a_part_of_what_was_computed_of_late_counts_as_a_queue() -> None:
+def test_a_part_of_the_recently_computed_tokens_counts_as_a_queue() -> None:
     for recent, expected in ((5_900, "a"), (6_100, "b")):  # half of a tenth of it is compared with 300 tokens
         assert chosen([replica("a", 300, recent=recent), replica("b")]) == expected
     assert chosen([replica("a", recent=5), replica("b", recent=4), replica("c", recent=9)]) == "b"

@@ -46,7 +46,6 @@ from radixkv.model.layers.replaced_parts import (
     ReplacedParts,
     agree,
     eps_of,
-    has_hooks,
     is_norm,
     require,
     with_replaced_children,
@@ -267,17 +266,17 @@ class FusedCpuLayers(ReplacedParts):
             with torch.inference_mode():
                 if is_norm(part, self._dtype):
                     self._norms[part] = self._try_norm(part)
-                    return partial(_unless_hooked, inside=(), replacement=self._norms[part])
+                    return partial(_unless_hooked, hooks=(), replacement=self._norms[part])
                 if children.keys() == MLP_PARTS and (
                     is_joined(part.gate_proj, part.up_proj, last=part.down_proj) or is_gated(part)
                 ):
                     self._mlps[part] = self._try_mlp(part)
-                    return partial(_unless_hooked, inside=tuple(children.values()), replacement=self._mlps[part])
+                    return partial(_unless_hooked, hooks=_hooks(children.values()), replacement=self._mlps[part])
                 if children.keys() - _HEAD_NORMS == _ATTENTION_PARTS and is_joined(
                     part.q_proj, part.k_proj, part.v_proj, last=part.o_proj
                 ):
                     self._attentions[part] = self._try_attention(part)
-                    return partial(_attended, inside=tuple(children.values()), attention=self._attentions[part])
+                    return partial(_attended, hooks=_hooks(children.values()), attention=self._attentions[part])
                 if children.keys() == _LAYER_PARTS and self._knows(children):
                     forward = self._try_layer(part)
                     self._layers.add(part)
@@ -381,9 +380,9 @@ class FusedCpuLayers(ReplacedParts):
             in_one_call = layer_in_one_call(self._library, self._native, (first, second), attention, mlp)
             if in_one_call is not None:
                 self._in_one_call[layer] = in_one_call
-        inside = tuple(part for part in layer.modules() if part is not layer)
+        hooks = _hooks(part for part in layer.modules() if part is not layer)
         return partial(
-            _added, inside=inside, first=first, attention=attention, second=second, mlp=mlp, in_one_call=in_one_call
+            _added, hooks=hooks, first=first, attention=attention, second=second, mlp=mlp, in_one_call=in_one_call
         )
 
 
@@ -439,7 +438,7 @@ def _try_decoder(decoder: Any, in_one_call: NativeLayerCall) -> Forward:
     expected = simplified.forward(**given)
     got = _decoded(decoder, hooks=(), layers=stand_in_for_all, takes=in_one_call.takes, **given)
     require(type(expected) is type(got) and torch.equal(expected.last_hidden_state, got.last_hidden_state))
-    hooks = [hooks_of for part in decoder.modules() if part is not decoder for hooks_of in _hooks(part)]
+    hooks = _hooks(part for part in decoder.modules() if part is not decoder)
     return partial(_decoded, hooks=hooks, layers=in_one_call, takes=in_one_call.takes)
 
 
@@ -464,9 +463,9 @@ def _row_counts(part: nn.Module) -> tuple[int, ...]:
 
 
 def _unless_hooked(
-    part: nn.Module, rows: torch.Tensor, *, inside: tuple[nn.Module, ...], replacement: RowFunction
+    part: nn.Module, rows: torch.Tensor, *, hooks: Sequence[Mapping[int, object]], replacement: RowFunction
 ) -> Any:
-    if any(map(has_hooks, inside)):
+    if any(hooks):
         return type(part).forward(part, rows)
     with torch._C.DisableTorchFunction():  # the replacement is exact by itself
         return replacement(rows)
@@ -476,21 +475,21 @@ def _attended(
     part: Any,
     hidden_states: torch.Tensor,
     *args: Any,
-    inside: tuple[nn.Module, ...],
+    hooks: Sequence[Mapping[int, object]],
     attention: FusedAttention,
     **kwargs: Any,
 ) -> Any:
-    if args or not _can_join(hidden_states, kwargs, attention) or any(map(has_hooks, inside)):
-        return type(part).forward(part, hidden_states, *args, **kwargs)
     with torch._C.DisableTorchFunction():
-        return attention(hidden_states, kwargs["position_embeddings"], kwargs["radix_step"]), None
+        if not (args or any(hooks)) and _can_join(hidden_states, kwargs, attention):
+            return attention(hidden_states, kwargs["position_embeddings"], kwargs["radix_step"]), None
+    return type(part).forward(part, hidden_states, *args, **kwargs)
 
 
 def _added(
     layer: Any,
     hidden_states: torch.Tensor,
     *args: Any,
-    inside: tuple[nn.Module, ...],
+    hooks: Sequence[Mapping[int, object]],
     first: RowFunction,
     attention: FusedAttention,
     second: RowFunction,
@@ -498,14 +497,14 @@ def _added(
     in_one_call: NativeLayerCall | None,
     **kwargs: Any,
 ) -> Any:
-    if args or not _can_join(hidden_states, kwargs, attention) or any(map(has_hooks, inside)):
-        return type(layer).forward(layer, hidden_states, *args, **kwargs)
-    embeddings, step = kwargs["position_embeddings"], kwargs["radix_step"]
     with torch._C.DisableTorchFunction():
-        layered = None if in_one_call is None else in_one_call(hidden_states, embeddings, step)
-        if layered is not None:
-            return layered
-        return _layered(hidden_states, first, lambda rows: attention(rows, embeddings, step), second, mlp)
+        if not (args or any(hooks)) and _can_join(hidden_states, kwargs, attention):
+            embeddings, step = kwargs["position_embeddings"], kwargs["radix_step"]
+            layered = None if in_one_call is None else in_one_call(hidden_states, embeddings, step)
+            if layered is not None:
+                return layered
+            return _layered(hidden_states, first, lambda rows: attention(rows, embeddings, step), second, mlp)
+    return type(layer).forward(layer, hidden_states, *args, **kwargs)
 
 
 def _decoded(
@@ -532,9 +531,9 @@ def _decoded(
     return type(decoder).forward(decoder, *args, **kwargs)
 
 
-def _hooks(part: nn.Module) -> tuple[Mapping[int, object], ...]:
-    """Return the forward hooks of a module by kind. The mappings are those of the module, which may change them."""
-    return part._forward_hooks, part._forward_pre_hooks
+def _hooks(parts: Iterable[nn.Module]) -> list[Mapping[int, object]]:
+    """List the forward hooks of modules. The mappings are those of the modules, which may change them."""
+    return [hooks for part in parts for hooks in (part._forward_hooks, part._forward_pre_hooks)]
 
 
 def _layered(

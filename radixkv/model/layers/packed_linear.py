@@ -73,10 +73,9 @@ class Matmul:
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         """Return a new tensor `[..., out_features]` for rows `[..., in_features]`."""
-        flat = aligned_rows(rows)
-        if not len(flat):  # a step without logits
+        if not rows.numel():  # a step without logits
             return rows.new_empty(*rows.shape[:-1], self.out_features)
-        output = self._in_calls(self._call, flat).view(*rows.shape[:-1], self.out_features)
+        output = self._in_calls(self.one_call, rows)
         if self.addition is not None:
             self.addition(rows, output)
         return output
@@ -119,17 +118,20 @@ class Matmul:
             up: a matmul of the same choice and shape; both `can_gate`.
         """
 
-        def gated(piece: torch.Tensor) -> torch.Tensor:
+        def gated(aligned: torch.Tensor) -> torch.Tensor:
             assert self._gate is not None, "its backend gates"
-            return self._gate(aligned_rows(piece), self._packed, self._bias, up._packed, up._bias)
+            return self._gate(aligned, self._packed, self._bias, up._packed, up._bias)
 
-        return self._in_calls(gated, aligned_rows(rows)).view(*rows.shape[:-1], self.out_features)
+        return self._in_calls(gated, rows)
 
-    def _call(self, piece: torch.Tensor) -> torch.Tensor:
-        return self._multiply(aligned_rows(piece), self._packed, self._bias)
-
-    def _in_calls(self, function: RowFunction, flat: torch.Tensor) -> torch.Tensor:
-        return function(flat) if self._tiles is None else in_tiles(function, flat, self._tiles)
+    def _in_calls(self, function: RowFunction, rows: torch.Tensor) -> torch.Tensor:
+        """Apply a function of `aligned_rows` to all rows, in calls of the allowed numbers of rows."""
+        aligned = aligned_rows(rows)
+        if self._tiles is None:
+            output = function(aligned)
+        else:
+            output = in_tiles(lambda piece: function(aligned_rows(piece)), aligned, self._tiles)
+        return output.view(*rows.shape[:-1], self.out_features)
 
 
 class _Parameters(NamedTuple):

@@ -69,7 +69,7 @@ def test_the_refused_ask_again() -> None:
     asyncio.run(test())
 
 
-def test_every_other_one_reads_and_comes_back_after_falling_behind() -> None:
+def test_every_other_client_reads_and_resubscribes_after_falling_behind() -> None:
     async def test() -> None:
         service = Service(accepts=True)
         crowd = ClosedLoopCallers([service], 4)

@@ -85,7 +85,7 @@ def test_layers_with_different_heads_are_refused_on_a_gpu(monkeypatch: pytest.Mo
         probe_attention("Some", unlike, torch.device("cuda"), 3)
 
 
-def test_layers_with_different_heads_are_refused_beside_short_convolutions() -> None:
+def test_layers_with_different_heads_are_refused_next_to_short_convolutions() -> None:
     def forward(ids: torch.Tensor, positions: torch.Tensor, step: Any, rows: torch.Tensor) -> None:
         unlike(ids, positions, step, rows)
         step.convolve(0, torch.zeros(2, 4), torch.zeros(1), None)

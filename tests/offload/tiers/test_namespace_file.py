@@ -107,7 +107,7 @@ def test_what_a_full_disk_did_not_take_is_written_later(tmp_path: Path) -> None:
     assert len(names.by_root()) == 3
 
 
-def test_the_file_is_written_anew_where_most_lines_are_of_no_use(tmp_path: Path) -> None:
+def test_the_file_is_rewritten_when_most_lines_are_useless(tmp_path: Path) -> None:
     path = tmp_path / "names"
     roots = [bytes([number]) * 32 for number in range(10)]
     names = NamespaceFile(path)

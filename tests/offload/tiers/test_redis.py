@@ -52,7 +52,7 @@ def test_one_server_finds_what_another_stored(server: RedisServer) -> None:
     assert first.exists([key_of(1), key_of(2)]) == [False, True]
 
 
-def test_a_scan_that_never_ends_is_given_up(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_scan_that_never_ends_is_aborted(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
     store = store_of(server, purge_timeout_s=0.05)
     scans: list[object] = []
 
@@ -246,7 +246,7 @@ def endless_line(connection: socket.socket) -> None:
 @pytest.mark.parametrize(
     ("answer", "timeout_s"), [(drip, 0.2), (endless_string, 60.0), (endless_array, 60.0), (endless_line, 60.0)]
 )
-def test_a_reply_that_never_ends_is_given_up(answer: Callable[[socket.socket], None], timeout_s: float) -> None:
+def test_a_reply_that_never_ends_is_aborted(answer: Callable[[socket.socket], None], timeout_s: float) -> None:
     def serve() -> None:
         while True:
             connection, _ = listener.accept()

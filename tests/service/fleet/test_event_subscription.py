@@ -140,7 +140,7 @@ def test_a_broken_stream_resumes_after_the_last_number_with_exponential_backoff(
 
 
 @pytest.mark.parametrize("code", [grpc.StatusCode.OUT_OF_RANGE, grpc.StatusCode.DATA_LOSS])
-def test_a_number_that_the_server_does_not_know_is_given_up(code):
+def test_a_number_that_the_server_does_not_know_is_dropped(code):
     server = ScriptedServer([snapshot(5, 1, 2), refusal(code)], [snapshot(9, 1)])
     stream = server.run()
     assert server.starts == [0, 0, 9]

@@ -97,7 +97,7 @@ def test_all_replicas_are_counted_and_purged(fleet, client) -> None:
     assert "acme" not in [each.tenant for each in client.stats().tenants if each.cached_blocks]
 
 
-def test_a_killed_replica_costs_no_answer_and_comes_back(fleet, client) -> None:
+def test_a_killed_replica_costs_no_answer_and_is_restarted(fleet, client) -> None:
     wait_until(lambda: has_all(fleet))
     client.prefill(prompt(60))
     home = route(fleet, prompt(60)).address

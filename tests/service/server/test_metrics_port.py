@@ -267,7 +267,7 @@ def test_with_credentials_only_admins_and_readers_read_more_than_the_health_and_
         assert get_over_tls(address, "/healthz", credential_files)[0] == 200
 
 
-def test_a_caller_who_begins_a_handshake_and_stops_keeps_nobody_waiting(tmp_path):
+def test_a_caller_that_stops_during_its_handshake_does_not_block_others(tmp_path):
     credential_files = CredentialFiles(tmp_path)
     settings = [f"server.{key}={json.dumps(value)}" for key, value in credential_files.tls.items()]
     with telemetry("server.metrics_port=0", *settings).serving(FakeEngine()) as address:
@@ -285,7 +285,7 @@ def silent_connections(address, number):
 
 
 @pytest.mark.parametrize("has_tls", [False, True])
-def test_callers_who_ask_nothing_keep_nobody_away(tmp_path, monkeypatch, has_tls):
+def test_callers_that_send_no_request_do_not_block_others(tmp_path, monkeypatch, has_tls):
     monkeypatch.setattr(metrics_port, "_REQUEST_S", PATIENCE_S)
     credential_files = CredentialFiles(tmp_path)
     settings = [f"server.{key}={json.dumps(value)}" for key, value in credential_files.tls.items()] if has_tls else []

@@ -59,7 +59,7 @@ def test_the_tokenizer_is_loaded_once(monkeypatch):
 
 
 @pytest.mark.parametrize("is_there", [True, False])
-def test_callers_who_wait_for_the_tokenizer_take_one_thread(monkeypatch, is_there):
+def test_callers_that_wait_for_the_tokenizer_take_one_thread(monkeypatch, is_there):
     may_load = threading.Event()
 
     def load(directory):

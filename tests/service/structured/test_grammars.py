@@ -75,7 +75,7 @@ def test_everything_else_stays_as_it_was():
     assert (constrained.max_new_tokens, constrained.seed) == (5, 1)
 
 
-def test_a_text_is_compiled_once_for_all_who_wait_and_later(compiled):
+def test_a_text_is_compiled_once_for_waiting_and_later_callers(compiled):
     async def ask():
         made = grammars()
         asked = [made.constrain(SAMPLING, regex("a+"), MINE) for _ in range(5)]
@@ -158,7 +158,7 @@ def test_the_tokenizer_is_loaded_outside_the_time_to_compile(monkeypatch):
     assert None not in asyncio.run(ask())
 
 
-def test_a_text_that_fails_after_all_who_asked_are_gone_is_not_logged(compiled, limits, monkeypatch):
+def test_a_text_that_fails_after_all_its_callers_are_gone_is_not_logged(compiled, limits, monkeypatch):
     async def ask():
         logged, made = [], grammars()
         asyncio.get_running_loop().set_exception_handler(lambda _, context: logged.append(context["message"]))
@@ -225,7 +225,7 @@ def test_too_many_that_wait_are_refused(compiled):
     assert asyncio.run(ask()) is not None
 
 
-def test_texts_of_one_tenant_that_wait_refuse_nobody_else_and_tenants_take_turns(compiled):
+def test_waiting_texts_of_one_tenant_do_not_refuse_others_and_tenants_take_turns(compiled):
     async def ask():
         made = grammars()
         with compiled[1]:

@@ -62,7 +62,7 @@ def test_a_certificate_counts_for_nothing_where_grpc_checks_none():
         callers(entry_of_certificate("a", 'role = "admin"')).identify_call(Call(x509_common_name=["a"]))
 
 
-def test_a_wrong_token_is_refused_beside_a_right_certificate():
+def test_a_wrong_token_is_refused_despite_a_valid_certificate():
     known = callers(entry_of_certificate("a", 'role = "admin"'), has_certificates=True)
     with pytest.raises(InvalidCredential):
         known.identify_call(Call(("authorization", "Bearer wrong"), x509_common_name=["a"]))

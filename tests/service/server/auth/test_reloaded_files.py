@@ -133,7 +133,7 @@ def test_a_thread_checks_the_files_until_nothing_uses_the_value(file, monkeypatc
     wait_until(lambda: not started("radixkv-files"))
 
 
-def test_a_file_that_blocks_keeps_nobody_from_the_old_value_and_is_logged_once(file, monkeypatch, caplog):
+def test_while_a_file_blocks_the_old_value_stays_available_and_it_is_logged_once(file, monkeypatch, caplog):
     monkeypatch.setattr(reloaded_files, "PERIOD_S", 0.01)
     clock, is_blocked, may_go_on = Clock(), threading.Event(), threading.Event()
 

@@ -125,7 +125,7 @@ def test_other_namespaces_are_not_in_a_snapshot():
     assert [len(each.blocks) for each in stored(talking(talk))] == [1]
 
 
-def test_a_gateway_that_comes_back_goes_on_after_its_number():
+def test_a_gateway_that_reconnects_continues_after_its_number():
     async def talk(subscribe, source, _):
         source.switch_on()
         for start in range(3):

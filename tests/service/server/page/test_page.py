@@ -78,7 +78,7 @@ def test_the_policy_allows_what_is_in_the_file_and_nothing_else(address):
     assert ' style="' not in html, "the policy would refuse it"
 
 
-def test_the_state_is_json_that_nobody_keeps(address):
+def test_the_state_is_json_that_no_cache_keeps(address):
     status, text, headers = get(address, "/state.json")
     assert (status, headers["Content-Type"]) == (200, "application/json; charset=utf-8")
     assert (headers["Cache-Control"], headers["X-Content-Type-Options"]) == ("no-store", "nosniff")

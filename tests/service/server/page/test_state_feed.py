@@ -48,7 +48,7 @@ def test_a_state_has_what_the_stores_hold(engine):
     assert (tier["tier"], tier["blocks"], tier["is_working"]) == ("host", 7, True)
 
 
-def test_a_state_is_made_once_for_all_who_ask_soon(engine):
+def test_a_state_is_collected_once_for_all_requests_within_a_short_time(engine):
     clock = FakeClock()
     feed = StateFeed(engine, clock)
     before = feed.state()
@@ -65,7 +65,7 @@ def test_an_engine_that_does_not_answer_has_no_state(engine, monkeypatch):
     assert StateFeed(engine).state() is None
 
 
-def test_an_engine_that_does_not_answer_is_asked_once_for_all_who_wait(engine, monkeypatch):
+def test_an_engine_that_does_not_answer_is_asked_once_for_all_waiting_requests(engine, monkeypatch):
     monkeypatch.setattr(state_feed, "_TIMEOUT_S", 0.01)
     engine.is_hanging = True
     clock, asked, stats = FakeClock(), [], engine.stats

@@ -30,7 +30,7 @@ async def begun(address):
     return channel, call
 
 
-def test_a_message_that_does_not_come_is_given_up():
+def test_a_message_that_does_not_arrive_is_aborted():
     async def run():
         async with serving(FakeEngine(), receive_timeout_s=0.05) as (_, address):
             channel, call = await begun(address)
@@ -70,7 +70,7 @@ def test_a_message_that_comes_when_no_new_calls_are_taken_is_refused():
     assert asyncio.run(run()) == (grpc.StatusCode.UNAVAILABLE, [])
 
 
-def test_callers_that_send_nothing_keep_nobody_from_being_served():
+def test_callers_that_send_nothing_do_not_block_others():
     async def run():
         async with (
             serving(FakeEngine(), max_message_bytes=2048, max_receiving_bytes=8192) as (_, address),
@@ -123,7 +123,7 @@ def test_log_probabilities_of_a_prompt_count_as_held_before_they_are_known():
     assert asyncio.run(run()) == (grpc.StatusCode.RESOURCE_EXHAUSTED, 2)
 
 
-def test_an_answer_that_nobody_reads_ends_with_its_connection():
+def test_a_response_that_is_not_read_ends_with_its_connection():
     """The answer of 8 MB does not fit into what sockets hold, and the caller reads none of it."""
 
     async def run():

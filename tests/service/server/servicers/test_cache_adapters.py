@@ -122,7 +122,7 @@ def test_a_service_that_loads_no_adapters_says_that_it_is_switched_off(is_on: bo
     serve_and_call(engine, talk)
 
 
-def test_segments_show_names_beside_the_digest() -> None:
+def test_segments_show_names_next_to_the_digest() -> None:
     engine = FakeEngine()
     for digest in ("one", "two", ""):
         publish(engine.cache, "abcd", of_adapter(digest))

@@ -68,7 +68,7 @@ def test_watchers_are_notified_of_changes_also_after_others_have_left() -> None:
     assert asyncio.run(run()) == [SERVING, SERVING, UNKNOWN, NOT_SERVING, SERVING, SERVING]
 
 
-def test_a_server_that_leaves_does_not_come_back() -> None:
+def test_a_stopped_server_does_not_become_healthy_again() -> None:
     async def run() -> int:
         health = HealthStatus()
         health.set(["a.B"], is_serving=True)

@@ -81,7 +81,7 @@ def test_a_source_that_stalls_keeps_its_caller_no_longer_than_a_block_may_take(
 
 
 @pytest.mark.usefixtures("is_impatient")
-def test_a_source_that_sends_a_little_from_time_to_time_is_given_up_as_well() -> None:
+def test_a_source_that_sends_a_little_from_time_to_time_is_abandoned_as_well() -> None:
     assert asyncio.run(fetched(StallingSource(FORMAT, block(0), trickle_s=0.01), 3)) == 1
 
 

@@ -196,7 +196,7 @@ def test_without_room_for_a_block_nothing_is_fetched() -> None:
     assert fetched(FakeTransfer(), max_fetching_bytes=2 * PAYLOAD_BYTES - 1) == (None, 0)
 
 
-def test_queued_generations_of_a_tenant_keep_nobody_else_from_fetching() -> None:
+def test_queued_generations_of_a_tenant_do_not_keep_other_tenants_from_fetching() -> None:
     """FetchedBlocks K/V stays until the engine copies it."""
 
     async def run() -> Any:
@@ -235,7 +235,7 @@ def test_a_stream_that_breaks_off_goes_on_where_it_was(monkeypatch: pytest.Monke
     assert sending.num_reads == NUM_BLOCKS + 1, "none was sent again"
 
 
-def test_a_stream_that_breaks_off_each_time_is_given_up() -> None:
+def test_a_stream_that_breaks_off_each_time_is_abandoned() -> None:
     sending = FakeTransfer()
     sending.faults = [RuntimeError("broken")] * 9
     with pytest.raises(KVSourceError, match="INTERNAL") as caught:

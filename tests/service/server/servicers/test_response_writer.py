@@ -45,7 +45,7 @@ def test_the_loop_goes_on_while_pieces_are_written() -> None:
     assert asyncio.run(run()) == b"one two"
 
 
-def test_two_answers_are_written_at_a_time_also_when_those_who_asked_are_gone() -> None:
+def test_two_responses_are_written_at_a_time_even_if_their_callers_are_gone() -> None:
     async def run() -> None:
         writer, (first, second, third) = ResponseWriter(), [Gated() for _ in range(3)]
         tasks = [asyncio.create_task(writer.joined(pieces)) for pieces in (first, second, third)]
