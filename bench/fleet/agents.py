@@ -11,9 +11,10 @@ from radixkv.planning.trace import TOKENS_PER_ID, TraceRequest
 _NUM_TOOLS = 2000
 _TURN_STOPS = 0.25
 _PAUSE_S = 300.0
+_DURATION_S = 3600.0  # sessions begin within this time, and later requests are left out
 
 
-def agents_trace(num_requests: int = 24_000, *, seconds: float = 3600.0, seed: int = 0) -> list[TraceRequest]:
+def agents_trace(num_requests: int = 24_000, *, seed: int = 0) -> list[TraceRequest]:
     """Generate an hour of sessions of agents. The same arguments give the same trace.
 
     - A session belongs to one of 2,000 tool sets, to the k-th most popular with a probability proportional to 1/k. Its
@@ -25,8 +26,8 @@ def agents_trace(num_requests: int = 24_000, *, seconds: float = 3600.0, seed: i
       distributed, with a mean of 300 s.
 
     Args:
-        num_requests: four times the number of sessions. The trace has fewer requests, because later ones are left out.
-        seconds: time during which sessions begin. Requests after it are left out.
+        num_requests: four times the number of sessions. The trace has fewer requests, because those after the hour are
+            left out.
         seed: seed of all random choices.
 
     Returns:
@@ -41,11 +42,11 @@ def agents_trace(num_requests: int = 24_000, *, seconds: float = 3600.0, seed: i
     for session in range(round(num_requests * _TURN_STOPS)):
         tool = draw.choices(range(_NUM_TOOLS), cum_weights=weights)[0]
         ids = list(range(firsts[tool], firsts[tool] + sizes[tool]))
-        heapq.heappush(due, (draw.random() * seconds, session, ids))
+        heapq.heappush(due, (draw.random() * _DURATION_S, session, ids))
     requests: list[TraceRequest] = []
     while due and len(requests) < num_requests:
         time_s, session, ids = heapq.heappop(due)
-        if time_s > seconds:
+        if time_s > _DURATION_S:
             break
         num_new = 1
         while draw.random() < 0.5:

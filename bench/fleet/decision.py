@@ -25,6 +25,7 @@ _NAMESPACE = Namespace("bench")
 _SYSTEM_TOKENS = 1024  # the common beginning of all prompts, cached on all replicas
 _NEW_TOKENS = 512  # per turn
 _NUM_IN_FLIGHT = 256
+_SEED = 0  # of tokens and order
 _CONTINUED_SHARE = 0.7  # of the requests
 _SNAPSHOT_BLOCKS = 512
 
@@ -83,7 +84,7 @@ class ConversationPrompts:
 
 
 def time_decisions(
-    *, replicas: int, num_blocks: int, block_size: int, prompt_tokens: int, decisions: int, seed: int = 0
+    *, replicas: int, num_blocks: int, block_size: int, prompt_tokens: int, decisions: int
 ) -> DecisionTimes:
     """Fill a router's view by events, then time decisions while events continue.
 
@@ -97,16 +98,15 @@ def time_decisions(
         block_size: tokens per block.
         prompt_tokens: length of a prompt before its last turn.
         decisions: number of decisions.
-        seed: seed of tokens and order.
     """
-    conversations, identities = ConversationPrompts(prompt_tokens, seed), Identities("")
+    conversations, identities = ConversationPrompts(prompt_tokens, _SEED), Identities("")
     router = Router(FleetView(block_size), FleetLoad(), PrefixDemand(), make_routing("prefix"), identities=identities)
     held = _fill(router, conversations, identities, replicas, num_blocks)
     names, known = list(held), sum(len(each.conversations) for each in held.values())
     known_blocks = router.view.index.num_blocks
     gc.collect()
     gc.freeze()
-    draw = random.Random(seed)
+    draw = random.Random(_SEED)
     times_us, remember_us, event_us = [], [], []
     in_flight: list[Route] = []
     for turn in range(decisions):

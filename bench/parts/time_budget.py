@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 
 
 class TimeBudget:
@@ -11,17 +10,15 @@ class TimeBudget:
 
     Args:
         limit_s: seconds; None for no limit.
-        clock: seconds.
     """
 
-    def __init__(self, limit_s: float | None, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._end_s = None if limit_s is None else clock() + limit_s
+    def __init__(self, limit_s: float | None) -> None:
+        self._end_s = None if limit_s is None else time.monotonic() + limit_s
 
     @property
     def left_s(self) -> float:
         """Seconds until the limit, at least 0; infinite without a limit."""
-        return float("inf") if self._end_s is None else max(0.0, self._end_s - self._clock())
+        return float("inf") if self._end_s is None else max(0.0, self._end_s - time.monotonic())
 
     def share_s(self, share: float, max_s: float = float("inf")) -> float:
         """Return a share of the seconds left, or `max_s` if that is less; infinite without any limit."""

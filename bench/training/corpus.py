@@ -34,17 +34,17 @@ class Document:
         return [paragraph.strip() for paragraph in self.text.split("\n\n") if paragraph.strip()]
 
 
-def training_documents(folder: Path = FOLDER) -> list[Document]:
+def training_documents() -> list[Document]:
     """Read the documents that the model is trained on, 7.6 MB."""
-    return [document for source in _TRAINING for document in _read(folder, source)]
+    return [document for source in _TRAINING for document in _read(source)]
 
 
-def held_out_documents(folder: Path = FOLDER) -> list[Document]:
+def held_out_documents() -> list[Document]:
     """Read the documents that the model is evaluated on, 0.6 MB. They are not part of the training documents."""
-    return _read(folder, _HELD_OUT)
+    return _read(_HELD_OUT)
 
 
-def _read(folder: Path, source: str) -> list[Document]:
+def _read(source: str) -> list[Document]:
     """Read the documents of a file, which are separated by form feeds."""
-    text = lzma.decompress((folder / f"{source}.txt.xz").read_bytes()).decode()
+    text = lzma.decompress((FOLDER / f"{source}.txt.xz").read_bytes()).decode()
     return [Document(source, part) for part in text.split("\f")]

@@ -113,8 +113,8 @@ class PublicPrefixes:
         acme                 └─ tree               └─ tree        one tree per namespace and position
         other                                      └─ tree
 
-    A prompt shares a prefix up to some token; its tree begins after the whole blocks before that token. So prompts that
-    share more with each other than with the prefix have the same root, and find each other there.
+    A prompt shares a prefix up to some token; its tree begins after the whole blocks before that token. So prompts of a
+    namespace that leave the prefix in the same block are in the same tree, and reuse each other's tokens there.
 
     Iterating yields the registered prefixes in the order of registration.
 

@@ -58,21 +58,16 @@ class ReplayReader:
 
 
 class MalformedRequests:
-    """Counts malformed requests, and logs them at most once per minute.
+    """Counts malformed requests, and logs them at most once per minute."""
 
-    Args:
-        clock: monotonic time in seconds.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
+    def __init__(self) -> None:
         self._num_unlogged = 0
         self._next_log_s = 0.0
 
     def note(self) -> None:
         """Count a request."""
         self._num_unlogged += 1
-        now_s = self._clock()
+        now_s = time.monotonic()
         if now_s >= self._next_log_s:
             _logger.warning(
                 "%d malformed requests for replays were not answered: expected the frames b'' and a sequence number of "

@@ -128,7 +128,7 @@ def choose(
     return ReplicaChoice(best, candidates[best].hits, costs[best], needs_new_home and totals[best] < longest)
 
 
-def make_routing(name: str, weights: RoutingWeights = DEFAULT_WEIGHTS, seed: int = 0) -> RoutingPolicy:
+def make_routing(name: str, weights: RoutingWeights = DEFAULT_WEIGHTS) -> RoutingPolicy:
     """Return a routing policy.
 
     Args:
@@ -137,7 +137,6 @@ def make_routing(name: str, weights: RoutingWeights = DEFAULT_WEIGHTS, seed: int
             of the prompt, and otherwise takes the shortest queue. `least-loaded` always takes the shortest queue.
             `round-robin` and `random` ignore caches and queues.
         weights: weights of `prefix`.
-        seed: seed of `random`.
 
     Raises:
         ConfigError: the name is unknown.
@@ -154,7 +153,7 @@ def make_routing(name: str, weights: RoutingWeights = DEFAULT_WEIGHTS, seed: int
         turns = itertools.count()
         return lambda prompt, candidates: _take(candidates, next(turns) % len(candidates))
     if name == "random":
-        draw = random.Random(seed)
+        draw = random.Random(0)
         return lambda prompt, candidates: _take(candidates, draw.randrange(len(candidates)))
     raise ConfigError(f"routing: expected one of {', '.join(ROUTINGS)}, got {name}")
 

@@ -132,7 +132,9 @@ class _RequestCounters:
         ended = Counter(
             "radixkv_requests_total", "Requests that ended, by outcome.", ["kind", "outcome"], registry=registry
         )
-        self._ended = {kind: {outcome: ended.labels(kind, outcome.value) for outcome in Outcome} for kind in DTYPE_CODES}
+        self._ended = {
+            kind: {outcome: ended.labels(kind, outcome.value) for outcome in Outcome} for kind in DTYPE_CODES
+        }
         self._failures = Counter(
             "radixkv_request_failures_total",
             "Requests that were queued and then failed, by class of error.",

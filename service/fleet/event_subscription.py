@@ -44,13 +44,12 @@ class EventSubscription:
               └── after a pause ─────────────┘ the connection ended
 
     While the connection is down, the view keeps the blocks of the server, because it probably still has them. After
-    `forget_s` seconds they are removed.
+    30 s they are removed.
 
     Args:
         name: of the replica in the view.
         client: of the server; not closed.
         view: of the fleet; used on the same event loop.
-        forget_s: seconds without a stream after which the blocks of the server are removed from the view.
         sleep: sleeps for a number of seconds.
         clock: a monotonic clock in seconds.
 
@@ -65,7 +64,6 @@ class EventSubscription:
         client: Subscriber,
         view: FleetView,
         *,
-        forget_s: float = _FORGET_S,
         sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -74,7 +72,6 @@ class EventSubscription:
         self._name = name
         self._client = client
         self._view = view
-        self._forget_s = forget_s
         self._sleep = sleep
         self._clock = clock
         self._last_batch_s: float | None = None  # None after the blocks were removed
@@ -118,7 +115,7 @@ class EventSubscription:
             return
         self.num_breaks += 1
         _log.info("events of %s: the stream ended with %s", self._name, code.name)
-        if self._last_batch_s is not None and self._clock() - self._last_batch_s >= self._forget_s:
+        if self._last_batch_s is not None and self._clock() - self._last_batch_s >= _FORGET_S:
             self._view.join(self._name)
             self._last_batch_s = None
 

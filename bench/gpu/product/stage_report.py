@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -69,10 +69,10 @@ class StageReport:
             write_json(self._file, {"rows": self._rows, "is_finished": is_finished, "summary": summary})
 
 
-def open_report(description: str, arguments: Sequence[str] | None = None) -> StageReport:
+def open_report(description: str) -> StageReport:
     """Parse the command line that all stages share, and open the report of a stage."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--dry-run", action="store_true", help="small sizes and the embedded model on the CPU")
     parser.add_argument("--json", type=Path)
-    options = parser.parse_args(arguments)
+    options = parser.parse_args()
     return StageReport(options.json, is_dry_run=options.dry_run)

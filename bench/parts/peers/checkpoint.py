@@ -17,13 +17,13 @@ from radixkv.model.tiny_model import build_tiny_model
 _SEED = 0
 
 
-def llama_config(num_layers: int = 12) -> LlamaConfig:
+def llama_config() -> LlamaConfig:
     """Return the shape of Qwen2 0.5B with half its layers and a vocabulary of 32,000: 208 million parameters."""
     return LlamaConfig(
         vocab_size=32_000,
         hidden_size=896,
         intermediate_size=4864,
-        num_hidden_layers=num_layers,
+        num_hidden_layers=12,
         num_attention_heads=14,
         num_key_value_heads=2,
         head_dim=64,

@@ -8,7 +8,7 @@
     layer        input_layernorm, self_attn,                              all of the above without calling modules, or
                  post_attention_layernorm, mlp                            one C++ call, if the step allows it
     decoder      embed_tokens, rotary_emb, layers, norm                   its layers in one C++ call, if the step
-                                                                          allows it
+                                                                          allows it; the last one by itself in a prefill
 
 A call of a module or of a PyTorch function takes 1 to 5 us, and twice as long in exact mode, where functions are
 intercepted. For a small model, this is most of the time of a decode step. Whether a part is replaced does not depend on
@@ -282,9 +282,7 @@ class FusedCpuLayers(ReplacedParts):
                     self._layers.add(part)
                     return forward
                 if children.keys() == _DECODER_PARTS and self._in_one_call.keys() >= {*part.layers}:
-                    calls = [self._in_one_call[layer] for layer in part.layers]
-                    joined = NativeLayerCall.joined(calls) if len(calls) > 1 else None
-                    return None if joined is None else _try_decoder(part, joined)
+                    return _try_decoder(part, [self._in_one_call[layer] for layer in part.layers])
         except Refused:
             raise
         except Exception as error:  # a module with another signature may raise anything
@@ -403,14 +401,18 @@ class _RecordingStep:
         return query.flip(-1)
 
 
-def _try_decoder(decoder: Any, in_one_call: NativeLayerCall) -> Forward:
-    """Return the forward pass of a decoder that computes its layers in one call.
+def _try_decoder(decoder: Any, calls: Sequence[NativeLayerCall]) -> Forward | None:
+    """Return the forward pass of a decoder that computes its layers in one call; None if they cannot be joined.
 
     The trial replaces the layers, and checks what the decoder passes to them and what it does with their rows.
 
     Raises:
         Refused: it does something else than `_decoded`.
     """
+    layers = NativeLayerCall.joined(calls) if len(calls) > 1 else None
+    before_last = None if layers is None else NativeLayerCall.joined(calls[:-1])
+    if layers is None or before_last is None:
+        return None
     step, passed = _RecordingStep(), []
 
     def changed(rows: torch.Tensor) -> torch.Tensor:
@@ -431,15 +433,17 @@ def _try_decoder(decoder: Any, in_one_call: NativeLayerCall) -> Forward:
     ids = torch.arange(_DECODER_TRIAL_TOKENS)[None]
     given: dict[str, Any] = {"input_ids": ids, "position_ids": ids, "use_cache": False, "radix_step": step}
     simplified = copy.copy(decoder)
-    layers = nn.ModuleList(nn.Module() for _ in decoder.layers)
-    for each in layers:
+    stand_ins = nn.ModuleList(nn.Module() for _ in decoder.layers)
+    for each in stand_ins:
         each.forward = stand_in
-    simplified._modules = {**decoder._modules, "layers": layers}
+    simplified._modules = {**decoder._modules, "layers": stand_ins}
     expected = simplified.forward(**given)
-    got = _decoded(decoder, hooks=(), layers=stand_in_for_all, takes=in_one_call.takes, **given)
+    decoded = partial(_decoded, takes=layers.takes, before_last=before_last)
+    got = decoded(decoder, hooks=(), last_hooks=(), layers=stand_in_for_all, **given)
     require(type(expected) is type(got) and torch.equal(expected.last_hidden_state, got.last_hidden_state))
-    hooks = _hooks(part for part in decoder.modules() if part is not decoder)
-    return partial(_decoded, hooks=hooks, layers=in_one_call, takes=in_one_call.takes)
+    last = decoder.layers[-1]
+    hooks = _hooks(part for part in decoder.modules() if part is not decoder and part is not last)
+    return partial(decoded, hooks=hooks, last_hooks=_hooks([last]), layers=layers)
 
 
 def _outside(part: nn.Module, layers: Set[nn.Module]) -> Iterator[nn.Module]:
@@ -511,7 +515,9 @@ def _decoded(
     decoder: Any,
     *args: Any,
     hooks: Sequence[Mapping[int, object]],
+    last_hooks: Sequence[Mapping[int, object]],
     layers: Callable[..., torch.Tensor | None],
+    before_last: Callable[..., torch.Tensor | None],
     takes: Callable[..., bool],
     input_ids: torch.Tensor | None = None,
     position_ids: torch.Tensor | None = None,
@@ -522,9 +528,13 @@ def _decoded(
     if is_known and input_ids is not None and position_ids is not None and not any(hooks):
         rows = decoder.embed_tokens(input_ids)
         embeddings = decoder.rotary_emb(rows, position_ids)
+        calls_last = any(last_hooks)  # such as that of `LastLayer`, which computes only some rows
+        in_one_call = before_last if calls_last else layers
         with torch._C.DisableTorchFunction():
-            layered = layers(rows, embeddings, radix_step) if takes(rows, embeddings) else None
+            layered = in_one_call(rows, embeddings, radix_step) if takes(rows, embeddings) else None
         if layered is not None:
+            if calls_last:
+                layered = decoder.layers[-1](layered, position_embeddings=embeddings, radix_step=radix_step)
             return BaseModelOutputWithPast(last_hidden_state=decoder.norm(layered))
     kwargs |= {"input_ids": input_ids, "position_ids": position_ids}
     kwargs |= {} if radix_step is None else {"radix_step": radix_step}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache
@@ -222,7 +222,6 @@ class Authorizer:
         authenticator: identifies the caller.
         roles: the roles that the port accepts.
         gateway_tenant: the tenant that owns the gateway's data.
-        rules: the rule of each method.
     """
 
     def __init__(
@@ -230,12 +229,10 @@ class Authorizer:
         authenticator: Authenticator,
         roles: Collection[Role] = frozenset(Role),
         gateway_tenant: str = "",
-        rules: Mapping[str, MethodRule] = RULES,
     ) -> None:
         self._authenticator = authenticator
         self._roles = roles
         self._gateway_tenant = gateway_tenant
-        self._rules = rules
 
     def require_still(self, authorization: Authorization, context: Context, request: Any = None) -> None:
         """Authorize a running call again, by the credentials that are valid now.
@@ -264,7 +261,7 @@ class Authorizer:
             NotPermitted: the caller may not make the call, or not on this port.
             SwitchedOff: the method has no rule, for example because a newer version of a dependency has added it.
         """
-        rule = self._rules.get(method)
+        rule = RULES.get(method)
         if rule is None:
             raise SwitchedOff(f"{method}: this server does not implement the method")
         if rule.permission is Permission.OPEN:

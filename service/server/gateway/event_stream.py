@@ -28,7 +28,6 @@ class GatewayEvents:
         batches: batches of the event log, from the requested sequence number on. The caller closes it.
         first_number: sequence number of load records before the first batch; None to send none before it.
         load: returns the engine's load.
-        heartbeat_s: seconds between two load records.
     """
 
     def __init__(
@@ -36,12 +35,10 @@ class GatewayEvents:
         batches: AsyncIterator[EventBatch],
         first_number: int | None,
         load: Callable[[], Awaitable[SchedulerLoad]],
-        heartbeat_s: float = HEARTBEAT_S,
     ) -> None:
         self._batches = batches
         self._number = first_number
         self._load = load
-        self._heartbeat_s = heartbeat_s
         self._event_ids = itertools.count(1)
         self._samples = itertools.count(1)
 
@@ -59,7 +56,7 @@ class GatewayEvents:
                     yield batch_message(batch, self._event_ids)
                     next_batch = asyncio.ensure_future(anext(self._batches))
                 if clock() >= next_load_s:
-                    next_load_s = clock() + self._heartbeat_s
+                    next_load_s = clock() + HEARTBEAT_S
                     message = await self._load_message()
                     if message is not None:
                         yield message

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from transformers import LlamaConfig
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.models.olmo2.modeling_olmo2 import Olmo2Attention
 
@@ -20,10 +21,11 @@ from radixkv.model.attention.interface import WatchedRows
 from radixkv.model.attention.native_kernels import NativeKernels
 from radixkv.model.attention.paged_step import PagedStep
 from radixkv.model.attention.torch_kernels import TorchKernels
+from radixkv.model.last_layer import LastLayerRows
 from radixkv.model.model import Model
 from radixkv.model.on_cpu import native_library
-from tests.model.exact.checkpoints import VOCAB_SIZE
-from tests.model.layers.test_cpu_layers import CPU, make, replaced, scaled, swap_class
+from tests.model.exact.checkpoints import SHAPE, VOCAB_SIZE
+from tests.model.layers.test_cpu_layers import CPU, MODELS, make, replaced, scaled, swap_class
 from tests.model.layers.test_fused_attention import strided_llama
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -108,6 +110,27 @@ def test_all_layers_are_one_call_unless_hooks_are_between_them(monkeypatch: pyte
     expected = answers(model, ((20, 4), (0, 1)))
     assert nums_layers == [NUM_LAYERS, 1, 1]
     assert all(torch.equal(one, other) for one, other in zip(got, expected, strict=True))
+
+
+def test_the_layers_before_a_shortened_last_one_are_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[tuple[int, int]] = []
+    monkeypatch.setitem(MODELS, "llama", LlamaConfig(**SHAPE | {"num_hidden_layers": 3}))
+    model = Model("three layers", make("llama"), CPU)
+    watch(monkeypatch, lambda layers, rows: called.append((len(layers), rows.shape[1])))
+    outputs = []
+    for sees_layers in (True, False):
+        pool = KVPool.allocate(2, 3, model.kv_shape.num_kv_heads, 16, model.kv_shape.head_dim, dtype=torch.float32)
+        tables, kernels = [np.arange(2, dtype=np.int32)], NativeKernels(native_library())
+        step = PagedStep(pool, PagedBatch.build([20], [20], tables, 16), kernels)
+        last = PagedStep(pool, PagedBatch.build([1], [20], tables, 16), kernels, is_reading=True)
+        if not sees_layers:
+            step.view = lambda *_: None
+        rows = torch.tensor([19])
+        last_rows = LastLayerRows(rows, step.write, last.read)
+        ids = torch.arange(20)
+        outputs.append((model.forward(ids, ids, step, rows, last_rows=last_rows)[0], pool.values))
+    assert called == [(2, 20)]
+    assert all(torch.equal(one, other) for one, other in zip(*outputs, strict=True))
 
 
 def doubled(self: Any, input_ids: torch.Tensor, position_ids: torch.Tensor, **kwargs: Any) -> Any:

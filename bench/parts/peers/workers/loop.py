@@ -71,7 +71,7 @@ class WorkerAnswer:
     cached_tokens: int | None
 
 
-def work(start: Callable[[WorkerOptions], WorkerEngine], arguments: list[str] | None = None) -> None:
+def work(start: Callable[[WorkerOptions], WorkerEngine]) -> None:
     """Run an engine: print a ready line, then a line for each task. Other output is redirected to stderr.
 
     If a task fails, an error is printed, and the next task is read. The threads of matmuls and of OpenMP are limited
@@ -84,7 +84,7 @@ def work(start: Callable[[WorkerOptions], WorkerEngine], arguments: list[str] | 
     parser.add_argument("--mode", default="")
     parser.add_argument("--cache", type=Path, required=True)
     parser.add_argument("--context-tokens", type=int, default=0)
-    options = WorkerOptions(**vars(parser.parse_args(arguments)))
+    options = WorkerOptions(**vars(parser.parse_args()))
     os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(options.threads)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that `finally` runs
     with os.fdopen(os.dup(1), "w", encoding="utf-8") as answers:
