@@ -20,17 +20,10 @@ from radixkv.engine.observer import Observer
 from radixkv.namespace import Namespace
 from radixkv.scheduling.request import Generation, Request
 from tests.fake_runner import FakeRunner, tokens
+from tests.fakes import FakeClock
 
 BLOCK_SIZE = 4
 _SAMPLING = {field.name for field in dataclasses.fields(Sampling)} - {"max_new_tokens"}
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def purge_at_once(core: EngineCore, *, tenant: str | None, salt: str | None = None) -> Purged:
@@ -55,7 +48,7 @@ class Bench:
         every_tokens: int = 16,
         **config: object,
     ) -> None:
-        self.clock = Clock()
+        self.clock = FakeClock()
         self.has_pending_calls = False  # while it is true, no step is started ahead
         engine_config = EngineConfig(**config)
         states = None

@@ -45,8 +45,10 @@ def cached(cache: PrefixCache, text: str, namespace: Namespace = MODEL) -> int:
 
 
 class FakeClock:
-    def __init__(self) -> None:
-        self.now_s = 0.0
+    """A clock that stands still until a test sets `now_s`."""
+
+    def __init__(self, now_s: float = 0.0) -> None:
+        self.now_s = now_s
 
     def __call__(self) -> float:
         return self.now_s

@@ -94,7 +94,7 @@ def test_a_prompt_can_be_retained_longer_than_others() -> None:
     bench.prefill(range(100, 132))
     bench.prefill(range(200, 232))
     assert bench.prefill(range(8)).usage.cached_tokens == 7
-    bench.clock.now = 61
+    bench.clock.now_s = 61
     bench.prefill(range(300, 332))
     bench.prefill(range(400, 440))
     expired = bench.prefill(range(8))
@@ -252,10 +252,10 @@ class TestHeldLeases:
     def test_it_expires(self) -> None:
         bench = Bench(held_lease_ttl_s=5.0)
         bench.prefill(range(8), hold_lease=True)
-        bench.clock.now = 4.9
+        bench.clock.now_s = 4.9
         bench.core.step()
         assert len(bench.core.held_leases) == 1
-        bench.clock.now = 5.0
+        bench.clock.now_s = 5.0
         bench.core.step()
         assert len(bench.core.held_leases) == 0
         assert bench.cache.num_pinned_blocks == 0
@@ -264,15 +264,15 @@ class TestHeldLeases:
         bench = Bench(held_lease_ttl_s=5.0)
         held = [bench.prefill(range(start, start + 8), hold_lease=True).held_lease for start in (0, 50)]
         assert held[0] is not None
-        bench.clock.now = 4.0
+        bench.clock.now_s = 4.0
         bench.core.renew(held[0].lease_id, "")
-        bench.clock.now = 5.0
+        bench.clock.now_s = 5.0
         bench.core.step()
         assert len(bench.core.held_leases) == 1
-        bench.clock.now = 8.9
+        bench.clock.now_s = 8.9
         bench.core.step()
         assert len(bench.core.held_leases) == 1
-        bench.clock.now = 9.0
+        bench.clock.now_s = 9.0
         bench.core.step()
         assert len(bench.core.held_leases) == 0
 
@@ -321,7 +321,7 @@ class TestHeldLeases:
     def test_they_are_bounded_in_number_and_the_refusal_says_when_to_retry(self) -> None:
         bench = Bench(held_lease_ttl_s=5.0, max_tenant_held_leases=2, max_held_leases=3)
         held = [bench.prefill(range(start, start + 8), tenant="a", hold_lease=True) for start in (0, 50)]
-        bench.clock.now = 1.0
+        bench.clock.now_s = 1.0
         refused = bench.submit(range(8), tenant="a", hold_lease=True)
         bench.run()
         error = refused.exception(0)
@@ -345,9 +345,9 @@ class TestHeldLeases:
     def test_a_tenant_at_its_own_bound_does_not_learn_when_another_tenants_lease_expires(self) -> None:
         bench = Bench(held_lease_ttl_s=10.0, max_tenant_held_leases=1, max_held_leases=2)
         for now_s, tenant in ((1.0, "a"), (3.0, "b")):
-            bench.clock.now = now_s
+            bench.clock.now_s = now_s
             bench.prefill(range(8), tenant=tenant, hold_lease=True)
-        bench.clock.now = 5.0
+        bench.clock.now_s = 5.0
         refused = [bench.submit(range(8), tenant=tenant, hold_lease=True) for tenant in ("b", "c")]
         bench.run()
         errors = [future.exception(0) for future in refused]
@@ -387,7 +387,7 @@ def test_priorities_that_expire_together_expire_over_the_following_steps() -> No
     for start in range(300):
         bench.prefill([start, start], retention=Retention(priority=80, ttl_s=5.0))
     assert bench.cache._retained.num_blocks == 300
-    bench.clock.now = 5.0
+    bench.clock.now_s = 5.0
     bench.core.step()
     assert bench.cache._retained.num_blocks == 300 - 256
     bench.core.step()
@@ -418,7 +418,7 @@ class TestWaysOut:
         bench = Bench(max_step_tokens=4)
         future = bench.submit(range(12), deadline_s=10.0)
         bench.core.step()
-        bench.clock.now = 10.0
+        bench.clock.now_s = 10.0
         bench.run()
         assert isinstance(future.exception(0), DeadlinePassed)
         assert len(bench.runner.steps) == 1
@@ -429,7 +429,7 @@ class TestWaysOut:
         in_time, late = bench.submit(range(12), deadline_s=20.0), bench.submit(range(12), deadline_s=10.0)
         bench.core.step()
         in_time.cancel(), late.cancel()  # the second by a server that minds the deadline as well
-        bench.clock.now = 10.0
+        bench.clock.now_s = 10.0
         bench.core.step()
         ended = bench.core.stats.load().requests
         assert (ended.cancelled, ended.failed) == (1, 1)
@@ -470,7 +470,7 @@ class TestWaysOut:
         run = bench.runner.run
 
         def slow_run(chunks: Sequence[Chunk]) -> StepResult:
-            bench.clock.now = 2.0
+            bench.clock.now_s = 2.0
             return run(chunks)
 
         bench.runner.run = slow_run  # type: ignore[method-assign]

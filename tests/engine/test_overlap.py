@@ -125,7 +125,7 @@ def test_a_step_takes_from_its_start_until_it_was_waited_for() -> None:
     bench = Bench(observers=[Stopwatch()])
     _, diary = decoding(bench)
     for number in range(1, 5):
-        bench.clock.now += number
+        bench.clock.now_s += number
         assert diary.of_next_step() == ["prepare", "wait", "start", "stream"]
     assert seconds == [0, 0, 1, 2, 3, 4]
 
@@ -252,7 +252,7 @@ class TestNoStepIsStartedAhead:
         late = bench.generate(range(50, 60), 9, deadline_s=5.0)
         while len(late.streamed) < 3:
             bench.core.step()
-        bench.clock.now = 5.0
+        bench.clock.now_s = 5.0
         assert diary.of_next_step() == ["wait", "stream"]
         bench.core.step()
         assert late.done()
@@ -261,7 +261,7 @@ class TestNoStepIsStartedAhead:
         bench = Bench(held_lease_ttl_s=5.0)
         bench.prefill(range(50, 60), hold_lease=True)
         _, diary = decoding(bench)
-        bench.clock.now = 5.0
+        bench.clock.now_s = 5.0
         assert diary.of_next_step() == ["wait", "stream"]
         bench.core.step()
         assert len(bench.core.held_leases) == 0
@@ -398,7 +398,7 @@ def test_a_request_whose_callback_and_step_fail_is_forgotten() -> None:
     future = bench.generate(PROMPT, 9, on_tokens=fail)
     bench.run()
     assert isinstance(future.exception(0), StepFailed)
-    assert not bench.core._cancellations.is_any_due(bench.clock.now)
+    assert not bench.core._cancellations.is_any_due(bench.clock.now_s)
 
 
 def test_a_failed_start_of_a_step_frees_its_device_memory() -> None:

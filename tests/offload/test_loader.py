@@ -95,7 +95,7 @@ def test_what_is_left_on_the_device_without_parts_is_of_no_use_where_the_store_h
 def test_other_blocks_are_evicted_for_a_prompt_whose_end_is_loaded() -> None:
     bench = bench_of(num_blocks=24)
     bench.prefill(PROMPT)
-    bench.clock.now += 1
+    bench.clock.now_s += 1
     bench.prefill(range(100, 184))  # 21 blocks of 24
     assert bench.cache.found_blocks(NAMESPACE, tokens(PROMPT)).size == 3
     assert loaded(bench.prefill(PROMPT)) == (12, 28)

@@ -128,7 +128,7 @@ def test_a_retained_stored_prompt_is_evicted_after_others() -> None:
     assert retained.grant == Grant(12, 0, 1, bench.clock() + 100.0), "three whole blocks are stored"
     flood(bench, 4)
     assert bench.core.probe(NAMESPACE, tokens(PROMPT)).stored_tokens == 12
-    bench.clock.now += 101.0
+    bench.clock.now_s += 101.0
     flood(bench, 4)
     assert bench.core.probe(NAMESPACE, tokens(PROMPT)).stored_tokens == 0
 
@@ -378,7 +378,7 @@ def test_a_cancelled_request_releases_its_load() -> None:
 def test_a_deadline_ends_a_request_that_waits_for_a_store() -> None:
     bench = emptied(TieredBench())
     future = bench.submit(PROMPT, deadline_s=5.0)
-    bench.clock.now = 6.0
+    bench.clock.now_s = 6.0
     bench.core.step()
     with pytest.raises(DeadlinePassed):
         future.result(0)
@@ -460,7 +460,7 @@ def test_failed_deletions_are_retried_once_per_second_in_one_call() -> None:
     for _ in range(10):
         bench.core.step()
         assert not store.calls
-    bench.clock.now += 1.0
+    bench.clock.now_s += 1.0
     bench.core.step()
     assert len(store.calls) == 1
 
@@ -474,7 +474,7 @@ def test_purged_blocks_that_are_evicted_again_before_the_store_recovers_are_dele
     bench.submit(PROMPT)
     bench.core.step()
     bench.cache.evict(4)
-    bench.clock.now += 2.0
+    bench.clock.now_s += 2.0
     bench.core.step()  # asks again, while the blocks are on their way to the store
     store.run()
     store.error = None

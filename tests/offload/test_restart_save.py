@@ -63,7 +63,7 @@ def saved_last(bench: TieredBench, limit_s: float = 60.0) -> tuple[bool, list[by
 
 def used(bench: TieredBench, *firsts: int, num_tokens: int = 13) -> None:
     for first in firsts:
-        bench.clock.now += 1.0
+        bench.clock.now_s += 1.0
         bench.prefill(range(first, first + num_tokens))
 
 

@@ -48,7 +48,7 @@ def stored_without_parts(room_blocks: int = 100) -> TieredBench:
     bench.evict(4)
     bench.index.note_partless("host", list(bench.index.tiers["host"]))
     for ids in (range(100, 104), PROMPT):
-        bench.clock.now += 1.0
+        bench.clock.now_s += 1.0
         bench.prefill(ids, read_cache=False)
     return bench
 
@@ -137,7 +137,7 @@ def test_the_index_agrees_with_the_stores_whatever_fails(seed: int) -> None:
     bench.runner.is_asynchronous = False
     prompts = [[rng.randrange(200) for _ in range(30)] for _ in range(3)]
     for _ in range(120):
-        bench.clock.now += rng.choice([0.0, 0.1, 3.0])
+        bench.clock.now_s += rng.choice([0.0, 0.1, 3.0])
         choice = rng.random()
         if choice < 0.6:
             ids = [*rng.choice(prompts)[: rng.randint(1, 30)], *range(rng.choice([0, 0, 3]))]

@@ -106,7 +106,7 @@ def test_a_block_that_is_being_stored_is_not_touched() -> None:
     bench.submit(HOT)
     while bench.core.has_work:
         bench.core.step()
-    bench.clock.now += 10
+    bench.clock.now_s += 10
     bench.core.step()
     assert not store.touches
     bench.run()

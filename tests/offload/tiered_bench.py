@@ -25,8 +25,9 @@ from radixkv.offload.tiers.block_object import BlockObject, object_bytes
 from radixkv.offload.tiers.block_store import Loan, PutResult, StoreSize
 from radixkv.offload.tiers.host import HostStore, map_memory
 from radixkv.offload.tiers.tier import Tier
-from tests.core_bench import BLOCK_SIZE, Bench, Clock
+from tests.core_bench import BLOCK_SIZE, Bench
 from tests.fake_runner import FakeRunner
+from tests.fakes import FakeClock
 
 PAYLOAD_BYTES = 4096
 BYTES_WITHOUT_PART = 4032
@@ -151,7 +152,7 @@ class TieredBench(Bench):
         wake: Callable[[], None] = do_nothing,
         **stores: int | SteppedStore,
     ) -> None:
-        self.clock = Clock()
+        self.clock = FakeClock()
         self.has_pending_calls = False
         self.runner = FakeRunner(num_blocks, BLOCK_SIZE)
         stores = stores or {"host": 100}
@@ -214,4 +215,4 @@ class TieredBench(Bench):
             is_idle = not self.core.has_work and not has_calls
             num_quiet = num_quiet + 1 if is_idle and rest_s is None else 0
             if is_idle:
-                self.clock.now += rest_s or 0.0
+                self.clock.now_s += rest_s or 0.0

@@ -5,22 +5,16 @@ from __future__ import annotations
 import pytest
 
 from radixkv.routing.fleet_load import FleetLoad
-
-
-class Clock:
-    now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
+from tests.fakes import FakeClock
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
+def clock() -> FakeClock:
+    return FakeClock(100.0)
 
 
 @pytest.fixture
-def load(clock: Clock) -> FleetLoad:
+def load(clock: FakeClock) -> FleetLoad:
     load = FleetLoad(half_life_s=10, lost_s=60, clock=clock)
     load.join("a")
     load.join("b")
@@ -37,7 +31,7 @@ def test_a_queue_is_what_was_sent_and_not_finished(load: FleetLoad) -> None:
     assert load.queue_tokens("a") == 0
 
 
-def test_a_request_whose_end_is_never_reported_is_forgotten(load: FleetLoad, clock: Clock) -> None:
+def test_a_request_whose_end_is_never_reported_is_forgotten(load: FleetLoad, clock: FakeClock) -> None:
     load.sent("a", 100)
     clock.now_s += 59
     load.sent("a", 1)
@@ -46,7 +40,7 @@ def test_a_request_whose_end_is_never_reported_is_forgotten(load: FleetLoad, clo
     assert load.queue_tokens("a") == 1
 
 
-def test_what_was_computed_counts_half_after_the_half_life(load: FleetLoad, clock: Clock) -> None:
+def test_what_was_computed_counts_half_after_the_half_life(load: FleetLoad, clock: FakeClock) -> None:
     load.sent("a", 800)
     clock.now_s += 10
     load.sent("a", 100)
@@ -55,7 +49,7 @@ def test_what_was_computed_counts_half_after_the_half_life(load: FleetLoad, cloc
     assert load.recent_tokens("a") == pytest.approx(125)
 
 
-def test_what_was_computed_is_corrected_at_its_age(load: FleetLoad, clock: Clock) -> None:
+def test_what_was_computed_is_corrected_at_its_age(load: FleetLoad, clock: FakeClock) -> None:
     ticket = load.sent("a", 800)
     clock.now_s += 10
     load.finished("a", ticket, 200)
@@ -89,7 +83,7 @@ def test_a_tenant_waits_for_as_many_tokens_of_each_other_as_of_its_own(load: Fle
     assert load.waits(["a"], "new", [10]) == [(20, 1030)]
 
 
-def test_one_that_is_lost_is_forgotten_on_each_replica(load: FleetLoad, clock: Clock) -> None:
+def test_one_that_is_lost_is_forgotten_on_each_replica(load: FleetLoad, clock: FakeClock) -> None:
     load.sent("a", 100)
     clock.now_s += 30
     ended = load.sent("b", 10)

@@ -19,17 +19,11 @@ from radixkv.namespace import Namespace
 from radixkv.routing.candidate import Hits
 from radixkv.routing.fleet_view import FleetView
 from radixkv.routing.prompt_blocks import PromptBlocks
+from tests.fakes import FakeClock
 
 SIZE = 4
 IDENTITIES = Identities("", bytes(range(32)))
 NAMESPACES = (Namespace("m"), Namespace("m", tenant="acme"), Namespace("m", salt="acme"))
-
-
-class Clock:
-    now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 class WatchedReplica:
@@ -96,8 +90,8 @@ def removed(*hashes: int, tier: str = DEVICE) -> BlocksRemoved:
     return BlocksRemoved(np.array(hashes, "<u8").tobytes(), "", tier)
 
 
-def view_of(*names: str, clock: Clock | None = None, max_blocks: int = 1000) -> FleetView:
-    view = FleetView(SIZE, max_blocks=max_blocks, expect_s=30, clock=clock or Clock())
+def view_of(*names: str, clock: FakeClock | None = None, max_blocks: int = 1000) -> FleetView:
+    view = FleetView(SIZE, max_blocks=max_blocks, expect_s=30, clock=clock or FakeClock())
     for name in names:
         view.join(name)
         assert view.read(name, snapshot(1))
@@ -212,7 +206,7 @@ def test_a_replica_that_leaves_is_forgotten_and_returns_with_nothing() -> None:
 
 
 def test_an_expected_prefix_expires_without_an_event() -> None:
-    clock = Clock()
+    clock = FakeClock()
     view = view_of("a", "b", clock=clock)
     clock.now_s = 29
     view.expect("a", [1, 2])
@@ -225,7 +219,7 @@ def test_an_expected_prefix_expires_without_an_event() -> None:
 
 
 def test_an_expectation_is_renewed_by_the_next_request() -> None:
-    clock = Clock()
+    clock = FakeClock()
     view = view_of("a", clock=clock)
     for now_s in (0, 29, 58, 87, 116):
         clock.now_s = now_s
@@ -236,7 +230,7 @@ def test_an_expectation_is_renewed_by_the_next_request() -> None:
 
 
 def test_expectations_end_also_after_a_long_pause() -> None:
-    clock = Clock()
+    clock = FakeClock()
     view = view_of("a", clock=clock)
     view.expect("a", [1])
     clock.now_s = 60
@@ -280,7 +274,7 @@ def test_what_finds_no_room_shortens_matches() -> None:
 
 
 def test_what_is_remembered_stays_bounded_while_replicas_come_and_go() -> None:
-    clock = Clock()
+    clock = FakeClock()
     view = view_of(clock=clock)
     for turn in range(400):
         clock.now_s += 40

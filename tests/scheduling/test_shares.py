@@ -169,7 +169,7 @@ def test_a_point_of_urgency_counts_as_a_second_of_waiting() -> None:
     bench.submit(range(900, 964))
     bench.core.step()
     futures = [bench.submit([i] * 64, urgency=50) for i in range(2)]
-    bench.clock.now = 10.0
+    bench.clock.now_s = 10.0
     futures += [bench.submit([9] * 64, urgency=59), bench.submit([10] * 64, urgency=61), bench.submit([11] * 64)]
     futures += [bench.submit([12] * 64, urgency=0)]
     assert order_of_admission(bench, futures) == [3, 0, 1, 2, 4, 5]
@@ -245,7 +245,7 @@ def test_no_request_starves(seed: int) -> None:
                 bench.generate(ids, rng.randrange(1, 12), tenant=tenant, urgency=urgency)
             else:
                 bench.submit(ids, tenant=tenant, urgency=urgency)
-        bench.clock.now += 1.0
+        bench.clock.now_s += 1.0
         bench.core.step()
         num_steps += 1
         assert num_steps < 400
@@ -328,7 +328,7 @@ def test_urgency_does_not_decide_which_tenant_is_preempted() -> None:
     for urgency in (50, 100):
         bench = Bench(num_blocks=10)
         quiet = bench.generate(range(8), 24, tenant="quiet")
-        bench.clock.now = 1.0
+        bench.clock.now_s = 1.0
         loud = bench.generate(range(50, 58), 24, tenant="loud", urgency=urgency)
         bench.run()
         ended.append((quiet.result(0).usage.recomputed_tokens, loud.result(0).usage.recomputed_tokens > 0))

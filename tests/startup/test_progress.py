@@ -6,25 +6,17 @@ from collections.abc import Iterator
 import pytest
 
 from radixkv.startup.progress import StartProgress
+from tests.fakes import FakeClock
 from tests.patience import wait_until
 
 
-class Clock:
-    """A clock that stands still until it is moved."""
-
-    now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
+@pytest.fixture
+def clock() -> FakeClock:
+    return FakeClock(100.0)
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
-def progress(clock: Clock, caplog: pytest.LogCaptureFixture) -> Iterator[StartProgress]:
+def progress(clock: FakeClock, caplog: pytest.LogCaptureFixture) -> Iterator[StartProgress]:
     with caplog.at_level(logging.INFO, logger="radixkv"):
         yield StartProgress(reminder_s=4.0, now=clock)
 
@@ -36,7 +28,7 @@ def test_a_phase_is_logged_when_it_begins(progress: StartProgress, caplog: pytes
 
 
 def test_a_phase_is_logged_again_only_after_a_time_without_a_line(
-    progress: StartProgress, clock: Clock, caplog: pytest.LogCaptureFixture
+    progress: StartProgress, clock: FakeClock, caplog: pytest.LogCaptureFixture
 ) -> None:
     progress.begin("loading the model")
     clock.now_s += 3.0
@@ -52,7 +44,7 @@ def test_a_phase_is_logged_again_only_after_a_time_without_a_line(
 
 
 def test_a_new_phase_has_its_own_time_and_details(
-    progress: StartProgress, clock: Clock, caplog: pytest.LogCaptureFixture
+    progress: StartProgress, clock: FakeClock, caplog: pytest.LogCaptureFixture
 ) -> None:
     progress.begin("loading the model")
     progress.report("reading the weights")
@@ -75,7 +67,7 @@ def test_a_new_phase_has_its_own_time_and_details(
 
 
 def test_the_last_line_has_the_whole_time_and_what_was_noted(
-    progress: StartProgress, clock: Clock, caplog: pytest.LogCaptureFixture
+    progress: StartProgress, clock: FakeClock, caplog: pytest.LogCaptureFixture
 ) -> None:
     progress.note("model tiny on cpu")
     clock.now_s += 2.0

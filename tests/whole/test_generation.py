@@ -233,7 +233,7 @@ class TestFinish:
         bench = Bench()
         future = bench.generate(range(10), 30, deadline_s=5.0)
         bench.core.step()
-        bench.clock.now = 6.0
+        bench.clock.now_s = 6.0
         future.finish()
         bench.run()
         assert isinstance(future.exception(0), DeadlinePassed)
@@ -445,7 +445,7 @@ class TestWaysOut:
         future = bench.generate(range(10), 50, deadline_s=5.0)
         for _ in range(4):
             bench.core.step()
-        bench.clock.now = 5.0
+        bench.clock.now_s = 5.0
         bench.run()
         assert isinstance(future.exception(0), DeadlinePassed)
         assert len(future.streamed) == 5, "the last one was in flight"

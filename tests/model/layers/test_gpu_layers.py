@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     AutoModelForCausalLM,
@@ -33,6 +32,7 @@ from radixkv.startup.model_check import check_model
 from radixkv.storage.device_pool import KVStorage
 from tests.kernels.gpu.interpreter import interpret_kernels
 from tests.model.exact.checkpoints import SHAPE, VOCAB_SIZE
+from tests.model.layers.test_cpu_layers import replaced, scaled, swap_class
 
 # Two layers: a row in the interpreter takes a millisecond.
 SMALL = {**SHAPE, "num_hidden_layers": 2, "sliding_window": 8}
@@ -81,10 +81,6 @@ def make(family: str, dtype: torch.dtype = torch.float32, attention: str = ATTEN
 
 def fused(module: PreTrainedModel, device: torch.device) -> Model:
     return Model("fused", module, device, is_exact=False, is_fused=True)
-
-
-def replaced(module: nn.Module) -> set[str]:
-    return {name for name, part in module.named_modules() if "forward" in vars(part)}
 
 
 @pytest.mark.sampled(one_in=3)
@@ -206,16 +202,6 @@ def launches_per_layer(monkeypatch: pytest.MonkeyPatch, *, max_adapters: int = 0
 def test_a_layer_takes_22_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two norms, four matmuls, ten of the rotary embedding, four of attention, the gate, and the last residual sum."""
     assert launches_per_layer(monkeypatch, is_exact=False) == 22
-
-
-def swap_class(part: nn.Module, forward: Callable[..., Any]) -> None:
-    """Make a part another class's, which computes something else."""
-    own = type(part)
-    part.__class__ = type(f"Odd{own.__name__}", (own,), {"forward": forward})
-
-
-def scaled(self: Any, rows: torch.Tensor) -> torch.Tensor:
-    return 1.01 * super(type(self), self).forward(rows)
 
 
 def centered(self: Any, rows: torch.Tensor) -> torch.Tensor:

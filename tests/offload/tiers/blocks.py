@@ -7,6 +7,7 @@ import numpy as np
 from radixkv.offload.block_keys import BlockFormat, BlockKeys
 from radixkv.offload.tiers.block_mac import BlockMac
 from radixkv.offload.tiers.block_object import BlockObject, Protection, Wanted
+from radixkv.offload.tiers.block_store import StoreBackend
 
 BLOCK_SIZE = 16
 PAYLOAD_BYTES = 3000  # no multiple of anything
@@ -40,6 +41,11 @@ def wanted(number: int, protection: Protection | None = None) -> Wanted:
 def stored(number: int, generation: int = 0, protection: Protection | None = None) -> bytes:
     """The whole object of a block."""
     return b"".join(block(number, generation, protection).pieces())
+
+
+def got(store: StoreBackend, *numbers: int) -> list[bytes | None]:
+    """Read blocks from a store: the whole object of each, None where it has none."""
+    return [loan and bytes(loan.data) for loan in store.get([key_of(number) for number in numbers])]
 
 
 OBJECT_BYTES = block(0).num_bytes

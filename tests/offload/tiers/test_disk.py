@@ -22,15 +22,12 @@ from radixkv.offload.tiers.block_object import BlockObject
 from radixkv.offload.tiers.block_store import PutOutcome
 from radixkv.offload.tiers.disk import DiskStore
 from radixkv.offload.tiers.namespace_file import NamespaceFile
+from tests.fakes import FakeClock
 from tests.patience import PATIENCE_S
 
-from .blocks import FORMAT, OBJECT_BYTES, ROOT, block, key_of, stored, tokens_of
+from .blocks import FORMAT, OBJECT_BYTES, ROOT, block, got, key_of, stored, tokens_of
 from .damage import damaged_files, damaged_objects, killed_writers
 from .disks import PAGE_BYTES, SLOT_BYTES, disk_at
-
-
-def got(store: DiskStore, *numbers: int) -> list[bytes | None]:
-    return [loan and bytes(loan.data) for loan in store.get([key_of(number) for number in numbers])]
 
 
 def directory_of(path: Path) -> Path:
@@ -64,13 +61,6 @@ class Power:
         index = self.index.read_bytes() if first_lines else self._synced
         store.close()
         self.index.write_bytes(first_lines + index[len(first_lines) :])
-
-
-class Clock:
-    now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 def test_the_next_process_finds_what_was_written(tmp_path: Path) -> None:
@@ -352,7 +342,7 @@ def limit() -> Iterator[None]:
 
 @pytest.mark.usefixtures("limit")
 def test_a_full_disk_is_a_smaller_store(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    clock = Clock()
+    clock = FakeClock()
     store = DiskStore(tmp_path, FORMAT, OBJECT_BYTES, 64 * SLOT_BYTES, clock)
     for number in range(20):
         assert store.put([block(number)]).outcomes == (PutOutcome.STORED,)

@@ -3,22 +3,16 @@ from __future__ import annotations
 import pytest
 
 from radixkv.offload.tiers.guard import CircuitBreaker, CircuitState
-
-
-class Clock:
-    now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
+from tests.fakes import FakeClock
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
+def clock() -> FakeClock:
+    return FakeClock()
 
 
 @pytest.fixture
-def circuit(clock: Clock) -> CircuitBreaker:
+def circuit(clock: FakeClock) -> CircuitBreaker:
     return CircuitBreaker(clock, max_failures=3, first_pause_s=1.0, max_pause_s=5.0)
 
 
@@ -38,7 +32,7 @@ def test_failures_in_a_row_open_it(circuit: CircuitBreaker) -> None:
     assert (circuit.state, circuit.num_opened) == (CircuitState.OPEN, 1)
 
 
-def test_after_a_pause_one_trial_call_is_allowed(circuit: CircuitBreaker, clock: Clock) -> None:
+def test_after_a_pause_one_trial_call_is_allowed(circuit: CircuitBreaker, clock: FakeClock) -> None:
     open_it(circuit)
     clock.now_s = 0.99
     assert not circuit.lets_through()
@@ -49,7 +43,9 @@ def test_after_a_pause_one_trial_call_is_allowed(circuit: CircuitBreaker, clock:
     assert [circuit.lets_through() for _ in range(3)] == [True, True, True]
 
 
-def test_pauses_grow_up_to_the_longest_and_begin_again_after_an_answer(circuit: CircuitBreaker, clock: Clock) -> None:
+def test_pauses_grow_up_to_the_longest_and_begin_again_after_an_answer(
+    circuit: CircuitBreaker, clock: FakeClock
+) -> None:
     open_it(circuit)
     for pause_s in (1.0, 2.0, 4.0, 5.0, 5.0):
         clock.now_s += pause_s - 0.25
@@ -66,7 +62,7 @@ def test_pauses_grow_up_to_the_longest_and_begin_again_after_an_answer(circuit: 
     assert circuit.num_opened == 2
 
 
-def test_an_inconclusive_trial_call_is_followed_by_another(circuit: CircuitBreaker, clock: Clock) -> None:
+def test_an_inconclusive_trial_call_is_followed_by_another(circuit: CircuitBreaker, clock: FakeClock) -> None:
     open_it(circuit)
     clock.now_s = 1.0
     assert circuit.lets_through()
@@ -84,7 +80,7 @@ def test_calls_from_before_change_nothing_about_an_open_circuit(circuit: Circuit
     assert circuit.num_opened == 1
 
 
-def test_the_circuit_of_an_unknown_store_opens_after_one_failure(clock: Clock) -> None:
+def test_the_circuit_of_an_unknown_store_opens_after_one_failure(clock: FakeClock) -> None:
     circuit = CircuitBreaker(clock, is_known=False)
     assert circuit.fail()
     clock.now_s = 1.0

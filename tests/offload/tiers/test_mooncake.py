@@ -14,7 +14,7 @@ from radixkv.offload.tiers.block_store import PutOutcome
 from tests.free_port import free_port
 from tests.patience import PATIENCE_S
 
-from .blocks import OBJECT_BYTES, block, key_of, stored
+from .blocks import OBJECT_BYTES, block, got, key_of, stored
 from .mooncake_master import WHY_NOT, mooncake_master
 
 if WHY_NOT is not None:
@@ -23,10 +23,6 @@ if WHY_NOT is not None:
 from radixkv.offload.tiers.mooncake import MooncakeStore
 
 SIZES = {"lent_bytes": 16 << 20, "buffer_bytes": 16 << 20}
-
-
-def got(store: MooncakeStore, *numbers: int) -> list[bytes | None]:
-    return [loan and bytes(loan.data) for loan in store.get([key_of(number) for number in numbers])]
 
 
 def test_one_server_finds_what_another_stored() -> None:

@@ -15,7 +15,7 @@ from radixkv.offload.tiers.block_store import PutOutcome
 from radixkv.offload.tiers.redis import RedisStore
 from tests.patience import PATIENCE_S, wait_until
 
-from .blocks import KEYS, OBJECT_BYTES, block, key_of, stored
+from .blocks import KEYS, OBJECT_BYTES, block, got, key_of, stored
 from .redis_server import SERVER, WHY_NOT, RedisServer, redis_server
 
 pytestmark = pytest.mark.skipif(SERVER is None, reason=WHY_NOT)
@@ -36,10 +36,6 @@ def client(server: RedisServer) -> Iterator[redis.Redis]:
 
 def store_of(server: RedisServer, **options: float) -> RedisStore:
     return RedisStore(server.url, OBJECT_BYTES, **{"timeout_s": 60.0, **options})
-
-
-def got(store: RedisStore, *numbers: int) -> list[bytes | None]:
-    return [loan and bytes(loan.data) for loan in store.get([key_of(number) for number in numbers])]
 
 
 @pytest.mark.usefixtures("client")

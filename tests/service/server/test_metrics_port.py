@@ -27,6 +27,7 @@ from radixkv.service.server.metrics_port import Telemetry
 from tests.patience import PATIENCE_S
 from tests.service.command_line import LAUNCHER, fake_service, install, launch
 from tests.service.fake_engine import FakeEngine
+from tests.service.http_get import get
 from tests.service.server.auth.certificates import TOKENS, CredentialFiles
 from tests.started_threads import started_threads
 from tests.telemetry.test_metrics import ended_request
@@ -61,16 +62,6 @@ def test_a_scrape_finds_what_was_counted_and_what_the_engine_holds():
     assert samples["radixkv_evicted_blocks_total"] == 2**53
     assert samples["radixkv_up"] == 1
     assert samples["process_resident_memory_bytes"] > 0
-
-
-def get(address, path, method="GET"):
-    """Status, body and headers of an answer."""
-    request = urllib.request.Request(f"http://{address}{path}", method=method)
-    try:
-        with urllib.request.urlopen(request, timeout=PATIENCE_S) as response:
-            return response.status, response.read().decode(), response.headers
-    except urllib.error.HTTPError as error:
-        return error.code, error.read().decode(), error.headers
 
 
 @pytest.mark.parametrize("path", ["/page", "/metrics/", "/metric", "/favicon.ico", "/healthz/x", "/%2e%2e/etc/passwd"])

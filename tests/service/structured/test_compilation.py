@@ -5,24 +5,15 @@ import pytest
 from radixkv.errors import InvalidRequest, QueueFull
 from radixkv.service.structured.compilation import Compilation
 from radixkv.service.structured.grammar_text import GrammarText
+from tests.fakes import FakeClock
 from tests.patience import PATIENCE_S
 
 LIMIT_S = 10.0
 
 
-class Clock:
-    """Stands still."""
-
-    def __init__(self):
-        self.now_s = 100.0
-
-    def __call__(self):
-        return self.now_s
-
-
 @pytest.fixture
 def clock():
-    return Clock()
+    return FakeClock(100.0)
 
 
 @pytest.fixture

@@ -9,16 +9,9 @@ from radixkv.config.named_file import read_named
 from radixkv.errors import ConfigError
 from radixkv.service.server.auth import reloaded_files
 from radixkv.service.server.auth.reloaded_files import ReloadedFiles
+from tests.fakes import FakeClock
 from tests.patience import PATIENCE_S, wait_until
 from tests.started_threads import started_threads
-
-
-class Clock:
-    def __init__(self):
-        self.now_s = 0.0
-
-    def __call__(self):
-        return self.now_s
 
 
 @pytest.fixture
@@ -45,7 +38,7 @@ def reloaded(file, clock, reads=None, errors=()):
 
 
 def test_a_changed_file_is_read_at_the_next_check_and_an_unchanged_one_never_again(file):
-    clock, reads = Clock(), []
+    clock, reads = FakeClock(), []
     words = reloaded(file, clock, reads)
     file.write_text("second")
     assert words.get() == "first"
@@ -56,7 +49,7 @@ def test_a_changed_file_is_read_at_the_next_check_and_an_unchanged_one_never_aga
 
 
 def test_a_file_that_is_put_in_place_of_another_is_read(file):
-    clock = Clock()
+    clock = FakeClock()
     words = reloaded(file, clock)
     other = file.with_name("other")
     other.write_text("other")
@@ -67,7 +60,7 @@ def test_a_file_that_is_put_in_place_of_another_is_read(file):
 
 def test_a_broken_or_missing_file_leaves_the_old_value_and_is_logged_once(file, caplog):
     caplog.set_level(logging.ERROR)
-    clock = Clock()
+    clock = FakeClock()
     words = reloaded(file, clock)
     file.unlink()
     for _ in range(3):
@@ -93,7 +86,7 @@ def test_a_broken_or_missing_file_leaves_the_old_value_and_is_logged_once(file, 
     ids=lambda error: type(error).__name__,
 )
 def test_an_invalid_file_is_read_again_at_each_check_and_logged_once_per_change(file, caplog, error):
-    clock, reads = Clock(), []
+    clock, reads = FakeClock(), []
     words = reloaded(file, clock, reads, [error, error])
     file.write_text("the second")
     for expected in ("first", "first", "the second", "the second"):
@@ -106,7 +99,7 @@ def test_an_invalid_file_is_read_again_at_each_check_and_logged_once_per_change(
 
 
 def test_another_invalid_change_is_logged_again(file, caplog):
-    clock = Clock()
+    clock = FakeClock()
     words = reloaded(file, clock, [], [ValueError(), ValueError()])
     for text in ("the second", "another third"):
         file.write_text(text)
@@ -118,7 +111,7 @@ def test_another_invalid_change_is_logged_again(file, caplog):
 def test_a_file_that_is_broken_at_start_is_an_error(file):
     file.write_text("")
     with pytest.raises(ConfigError, match="expected text"):
-        reloaded(file, Clock())
+        reloaded(file, FakeClock())
 
 
 def test_a_thread_checks_the_files_until_nothing_uses_the_value(file, monkeypatch):
@@ -135,7 +128,7 @@ def test_a_thread_checks_the_files_until_nothing_uses_the_value(file, monkeypatc
 
 def test_while_a_file_blocks_the_old_value_stays_available_and_it_is_logged_once(file, monkeypatch, caplog):
     monkeypatch.setattr(reloaded_files, "PERIOD_S", 0.01)
-    clock, is_blocked, may_go_on = Clock(), threading.Event(), threading.Event()
+    clock, is_blocked, may_go_on = FakeClock(), threading.Event(), threading.Event()
 
     def read():
         if file.read_text() == "blocks":

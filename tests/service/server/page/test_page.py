@@ -9,8 +9,6 @@ import json
 import re
 import shutil
 import subprocess
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
@@ -26,6 +24,7 @@ from radixkv.service.server.page import state_feed
 from tests.fakes import lease_text, publish
 from tests.patience import PATIENCE_S
 from tests.service.fake_engine import FakeEngine
+from tests.service.http_get import get
 from tests.service.server.auth.certificates import CredentialFiles
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
@@ -48,15 +47,6 @@ def serving(engine: FakeEngine, *settings: str) -> Iterator[str]:
 def address(engine) -> Iterator[str]:
     with serving(engine) as address:
         yield address
-
-
-def get(address: str, path: str, method: str = "GET"):
-    request = urllib.request.Request(f"http://{address}{path}", method=method)
-    try:
-        with urllib.request.urlopen(request, timeout=PATIENCE_S) as response:
-            return response.status, response.read().decode(), response.headers
-    except urllib.error.HTTPError as error:
-        return error.code, error.read().decode(), error.headers
 
 
 def test_the_page_is_one_file_that_loads_nothing_from_elsewhere(address):
