@@ -51,7 +51,6 @@ CACHE_TESTS = (
     "tests/cache/test_held_blocks.py",
     "tests/cache/test_eviction_queue.py",
     "tests/cache/test_evictor.py",
-    "tests/cache/test_eviction_queue.py",
     "tests/cache/test_probation.py",
     "tests/cache/test_probation_order.py",
     "tests/cache/test_miss_reason.py",
@@ -63,8 +62,6 @@ CACHE_TESTS = (
     "tests/cache/test_namespace_trees.py",
     "tests/cache/test_tenants.py",
     "tests/cache/test_policies.py",
-    "tests/cache/test_adaptive_policy.py",
-    "tests/cache/test_adaptive_policy.py",
     "tests/cache/test_adaptive_policy.py",
     "tests/cache/test_cache_stress.py",
 )
@@ -123,7 +120,6 @@ OFFLOAD_TESTS = (
     "tests/offload/index/test_namespace_keys.py",
     "tests/offload/index/test_retention.py",
     "tests/offload/index/test_tier_index.py",
-    "tests/offload/index/test_retention.py",
     "tests/offload/index/test_offload_index.py",
     "tests/offload/index/test_node_keys.py",
     "tests/offload/test_prompt_keys.py",
@@ -131,7 +127,6 @@ OFFLOAD_TESTS = (
     "tests/offload/test_disk_record.py",
     "tests/offload/test_restart_scan.py",
     "tests/offload/test_restart_save.py",
-    "tests/offload/index/test_offload_index.py",
     "tests/offload/test_offload.py",
     "tests/engine/transfer/test_lease_exporter.py",
     "tests/engine/transfer/test_transfer.py",
@@ -141,7 +136,6 @@ OFFLOAD_TESTS = (
     "tests/offload/test_purge_local.py",
     "tests/offload/test_saver.py",
     "tests/offload/test_purge_shared.py",
-    "tests/offload/index/test_tier_index.py",
     "tests/scheduling/test_admission.py",
     "tests/offload/test_load_or_compute.py",
 )
@@ -174,9 +168,6 @@ STATE_TESTS = (
 )
 PART_TESTS = (
     "tests/cache/test_window_pool.py",
-    "tests/cache/test_window_pool.py",
-    "tests/cache/test_windowed_layers.py",
-    "tests/cache/test_windowed_layers.py",
     "tests/cache/test_windowed_layers.py",
     "tests/offload/index/test_tier_index.py",
     "tests/offload/index/test_offload_index.py",
