@@ -86,7 +86,7 @@ def test_fuzzed_fields_never_meet(seed: int) -> None:
     assert {each[1:] for each, identity in published.items() if not identity.cache_salt} <= {("a", "", "", "")}
 
 
-def test_what_is_cached_under_fuzzed_fields_is_found_under_no_others() -> None:
+def test_tokens_cached_under_fuzzed_fields_are_found_under_no_others() -> None:
     namespaces = list(dict.fromkeys(_fuzzed(7, 900)))
     cache = PrefixCache(2 * len(namespaces), 4)
     for namespace in namespaces[::3]:

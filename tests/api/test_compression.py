@@ -21,7 +21,7 @@ STREAMING_LLM, H2O, SNAPKV = CompressionPolicy
         (Compression(SNAPKV, 1000, window=256), 0, 256),
     ],
 )
-def test_what_is_not_asked_for_has_a_default_within_bounds(compression: Compression, sinks: int, recent: int) -> None:
+def test_omitted_fields_have_defaults_within_their_bounds(compression: Compression, sinks: int, recent: int) -> None:
     Sampling(compression=compression).validate(vocab_size=100)
     assert (compression.sinks, compression.recent) == (sinks, recent)
 

@@ -18,7 +18,7 @@ def rows(start: int, end: int) -> LogprobRows:
     return LogprobRows(np.array(logprobs, np.float32), np.array(token_ids, np.uint32))
 
 
-def test_what_is_put_is_a_sequence_like_any_other() -> None:
+def test_a_table_behaves_like_any_other_sequence() -> None:
     table = LogprobTable(9)
     assert (len(table), table == ()) == (0, True)
     table.put(0, rows(0, 3))

@@ -95,7 +95,7 @@ def test_a_norm_without_its_residual_and_a_gate_without_its_curve_are_wrong(
 
 
 @pytest.mark.long
-def test_what_raises_fails_its_row_and_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_that_raises_fails_its_row_and_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object) -> None:
         raise RuntimeError("illegal memory access\nand more")
 

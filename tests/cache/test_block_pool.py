@@ -115,7 +115,7 @@ def test_only_published_blocks_are_unpublished() -> None:
     assert state(pool) == before
 
 
-def test_no_blocks_are_a_fine_number_of_blocks() -> None:
+def test_zero_blocks_can_be_acquired_and_released() -> None:
     pool = BlockPool(2)
     for change in pool.release, pool.publish, pool.unpublish:
         change(ids())
@@ -220,7 +220,7 @@ def test_blocks_of_several_runs_are_ascending_and_the_longest_runs_are_taken() -
     assert pool.acquire(3).tolist() == [2, 4, 11]
 
 
-def test_what_others_took_from_a_known_run_is_left_out() -> None:
+def test_blocks_that_others_took_from_a_known_run_are_left_out() -> None:
     pool = BlockPool(8)
     pool.acquire(8)
     pool.release(ids(2, 3, 4, 6, 7))

@@ -99,7 +99,7 @@ def test_hints_of_one_tenant_change_nothing_for_others(world: World, num_steps: 
 @pytest.mark.sampled(one_in=2)
 @pytest.mark.parametrize("num_steps", [2500, pytest.param(10_000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("world", PARTED, ids=world_id)
-def test_what_is_found_has_the_parts_that_it_needs(world: World, num_steps: int) -> None:
+def test_matches_have_the_parts_that_they_need(world: World, num_steps: int) -> None:
     events = walk(world, "lru", dice_of(3, num_steps))
     wanted = {"matches cut short", "evicted blocks", "blocks adopted", "blocks purged while in use", "extensions"}
     wanted |= {"copies", "extensions in a copy"} if world.block_size > 1 else set()
@@ -109,9 +109,7 @@ def test_what_is_found_has_the_parts_that_it_needs(world: World, num_steps: int)
 @pytest.mark.sampled(one_in=2)
 @pytest.mark.parametrize("num_steps", [2500, pytest.param(10_000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("world", BORDERED, ids=world_id)
-def test_what_is_found_has_the_parts_that_it_needs_if_they_share_memory_with_blocks(
-    world: World, num_steps: int
-) -> None:
+def test_matches_have_the_parts_that_they_need_if_parts_share_memory_with_blocks(world: World, num_steps: int) -> None:
     events = walk(world, "lru", dice_of(4, num_steps))
     wanted = {"matches cut short", "evicted blocks", "blocks adopted", "blocks purged while in use", "extensions"}
     assert {event for event in wanted if not events[event]} == set()

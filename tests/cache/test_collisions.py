@@ -37,7 +37,7 @@ def test_no_two_of_thousands_of_names_are_the_same_namespace() -> None:
     assert len({ids.of(namespace) for namespace in NAMESPACES}) == len(NAMESPACES)
 
 
-def test_what_one_of_thousands_of_namespaces_caches_no_other_finds() -> None:
+def test_no_namespace_finds_the_tokens_of_thousands_of_others() -> None:
     cache = PrefixCache(2 * len(NAMESPACES), 4)
     for namespace in NAMESPACES[::7]:
         publish(cache, "abcdef", namespace)

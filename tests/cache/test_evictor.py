@@ -31,7 +31,7 @@ class Timeline:
         return [cached(self.cache, text) for text in texts]
 
 
-def test_the_least_recently_used_leaf_goes_first() -> None:
+def test_the_least_recently_used_leaf_is_evicted_first() -> None:
     line = Timeline()
     line.publish("aaaa", "bbbb", "cccc")
     line.publish("aaaa")
@@ -74,7 +74,7 @@ def test_leaves_used_at_the_same_time_go_in_the_order_they_fell_idle() -> None:
     assert line.left("aaaa", "bbbb", "cccc") == [0, 0, 4]
 
 
-def test_leaves_go_before_their_parents() -> None:
+def test_leaves_are_evicted_before_their_parents() -> None:
     line = Timeline()
     line.publish("aaaabbbb", "aaaacccc", "dddd")
     assert line.evict(2) == 2
@@ -129,7 +129,7 @@ def test_a_negative_number_of_blocks_evicts_nothing() -> None:
     assert line.left("aaaa") == [4]
 
 
-def test_a_pinned_path_stays_and_its_idle_siblings_go() -> None:
+def test_a_pinned_path_stays_and_its_idle_siblings_are_evicted() -> None:
     line = Timeline()
     line.publish("aaaabbbb", "aaaacccc")
     with lease_text(line.cache, "aaaabbbbX"):

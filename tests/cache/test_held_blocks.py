@@ -95,7 +95,7 @@ def test_a_quota_names_another_bound_and_all_together_have_theirs() -> None:
 
 
 @pytest.mark.parametrize(("text", "num_kept_blocks"), [("aaaabb", 3), ("aaaabbbb", 2)])  # 3: a copy of the last block
-def test_what_a_kept_path_gains_is_not_kept(text: str, num_kept_blocks: int) -> None:
+def test_blocks_that_are_added_to_a_held_path_are_not_held(text: str, num_kept_blocks: int) -> None:
     cache = make_cache()
     lease, same = keep(cache, text), keep(cache, text)
     publish(cache, "aaaabbbbccccdddd")
@@ -152,7 +152,7 @@ def test_a_lease_keeps_no_more_of_a_node_than_it_uses() -> None:
     assert cache.held.num_blocks == 0
 
 
-def test_what_several_would_share_is_counted_once() -> None:
+def test_blocks_that_several_leases_would_share_are_counted_once() -> None:
     cache = make_cache()
     publish(cache, "aaaabbbbcccc")
     paths = [HeldPath.of(lease_text(cache, text)) for text in ("aaaabbbbX", "aaaabbbbccccX", "aaaabbbbY", "aaaaX")]

@@ -353,7 +353,7 @@ class TestExtend:
         with pytest.raises(InvalidRequest, match=f"expected one or more uint32 token ids, got {len(tokens)} bytes"):
             lease.extend(tokens)
 
-    def test_a_closed_lease_does_not_go_on(self, cache: PrefixCache) -> None:
+    def test_a_closed_lease_cannot_be_continued(self, cache: PrefixCache) -> None:
         lease = lease_text(cache, "abcd")
         lease.close()
         with pytest.raises(LeaseClosed):

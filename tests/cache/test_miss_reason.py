@@ -40,7 +40,7 @@ def test_a_prompt_of_one_token_missed_nothing() -> None:
     assert explain(make_cache(), "a") is MissReason.NONE
 
 
-def test_a_prompt_that_goes_its_own_way_diverged() -> None:
+def test_a_prompt_that_differs_after_its_prefix_diverged() -> None:
     cache = make_cache()
     publish(cache, "abcdefghij")
     assert explain(cache, "abcdefghXXXX") is MissReason.DIVERGED
@@ -91,7 +91,7 @@ def test_one_namespace_does_not_learn_what_another_lost() -> None:
     assert explain(cache, "abcdefgh") is MissReason.EVICTED
 
 
-def test_what_was_forgotten_long_ago_is_cold() -> None:
+def test_a_prefix_whose_eviction_is_forgotten_is_cold() -> None:
     cache = PrefixCache(16, 4, clock=FakeClock(), max_evicted_prefixes=1)
     for text in ("abcd", "efgh"):
         publish(cache, text)
@@ -123,7 +123,7 @@ def drain(cache: PrefixCache, namespace: Namespace) -> None:
     all_slices(cache.purging_adapter(namespace.adapter))
 
 
-def test_what_is_cached_under_the_former_adapter_is_reported_as_its_change() -> None:
+def test_tokens_cached_under_the_former_adapter_are_reported_as_adapter_changed() -> None:
     cache = make_cache()
     publish(cache, "abcdefgh", OLD)
     assert explain_changed(cache, "abcdefgh") is MissReason.ADAPTER_CHANGED
@@ -131,7 +131,7 @@ def test_what_is_cached_under_the_former_adapter_is_reported_as_its_change() -> 
     assert cache.match(NEW, spell("abcdefgh")).cached_tokens == 0
 
 
-def test_what_drained_with_the_former_adapter_is_reported_as_its_change() -> None:
+def test_tokens_that_drained_with_the_former_adapter_are_reported_as_adapter_changed() -> None:
     cache = make_cache()
     publish(cache, "abcdefgh", OLD)
     drain(cache, OLD)

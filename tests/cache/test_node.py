@@ -74,7 +74,7 @@ def num_shared(word: str, other: str) -> int:
     return next((n for n, (a, b) in enumerate(zip(word, other, strict=True)) if a != b), len(word))
 
 
-def test_a_key_filed_behind_its_back_is_noticed() -> None:
+def test_a_key_added_without_its_sorted_entry_is_detected() -> None:
     table, nodes = table_of(*MANY)
     dict.__setitem__(table, spell("zzzz"), nodes["abcd"])
     assert not table.is_in_order()

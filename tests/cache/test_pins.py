@@ -99,7 +99,7 @@ def test_the_end_of_a_session_says_nothing_about_what_other_sessions_continued()
     assert awaits_of(cache, "aaaabbbbcccc") == [Awaits.TOOL, Awaits.TOOL]
 
 
-def test_what_a_priority_cut_is_one_node_again_when_it_has_ended_and_was_used() -> None:
+def test_nodes_that_a_priority_split_are_joined_after_it_has_expired_and_they_were_used() -> None:
     cache, clock = make_cache()
     publish(cache, "aaaabbbbccccdddd")
     retain(cache, "aaaabbbbccccdddd", Retention(priority=80, ttl_s=5, start=4, end=8))
@@ -114,7 +114,7 @@ def test_what_a_priority_cut_is_one_node_again_when_it_has_ended_and_was_used() 
     assert runs(cache) == [4]
 
 
-def test_what_a_lower_priority_cut_is_one_node_again() -> None:
+def test_nodes_that_a_lower_priority_split_are_joined_again() -> None:
     cache, clock = make_cache()
     publish(cache, "aaaabbbbccccdddd")
     retain(cache, "aaaabbbbccccdddd", Retention(priority=20, ttl_s=5, start=4, end=8))

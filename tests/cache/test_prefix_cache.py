@@ -220,7 +220,7 @@ def test_a_commit_publishes_whole_blocks_and_the_prompts_end(upto: int, publishe
     assert_all_free(cache)
 
 
-def test_commits_go_on_where_the_last_one_ended() -> None:
+def test_commits_continue_where_the_last_one_ended() -> None:
     cache = make_cache()
     with lease_text(cache, "abcdefghij") as lease:
         assert [lease.commit(upto) for upto in (2, 5, 5, 4, 9, 10, 10)] == [0, 4, 0, 0, 4, 2, 0]
@@ -420,7 +420,7 @@ def test_out_of_blocks_does_not_reveal_what_other_tenants_use() -> None:
     }
 
 
-def test_what_a_lease_does_not_reuse_of_its_path_can_be_evicted_for_it() -> None:
+def test_blocks_of_its_path_that_a_lease_does_not_reuse_can_be_evicted_for_it() -> None:
     cache = make_cache(num_blocks=4)
     publish(cache, "abcdefghijkl")
     with lease_text(cache, "ZZ"), lease_text(cache, "abcdXXXX") as lease:

@@ -23,7 +23,7 @@ def leaf(cache: PrefixCache) -> Node:
     return node
 
 
-def test_what_a_second_request_finds_is_not_on_probation_any_more() -> None:
+def test_blocks_that_a_second_request_finds_leave_probation() -> None:
     cache = make_cache()
     publish(cache, "aaaabbbb")
     assert on_probation(cache) == 2
@@ -31,14 +31,14 @@ def test_what_a_second_request_finds_is_not_on_probation_any_more() -> None:
     assert on_probation(cache) == 0
 
 
-def test_what_shares_less_than_a_block_ends_nothing() -> None:
+def test_a_prompt_that_shares_less_than_a_block_ends_no_probation() -> None:
     cache = make_cache()
     publish(cache, "aaaabbbb")
     publish(cache, "aaacbbbb")
     assert on_probation(cache) == 4
 
 
-def test_what_is_only_read_in_part_is_not_on_probation_any_more() -> None:
+def test_a_leaf_of_which_a_part_is_found_leaves_probation() -> None:
     cache = make_cache()
     publish(cache, "aaaabbbbcccc")
     cache.lease(MODEL, spell("aaaabbbbdddd")).close()  # it publishes nothing, so nothing is split
@@ -53,14 +53,14 @@ def test_later_chunks_of_a_prompt_do_not_end_its_probation() -> None:
     assert on_probation(cache) == 3
 
 
-def test_a_request_that_goes_on_does_not_end_its_own_probation() -> None:
+def test_a_request_that_continues_does_not_end_its_own_probation() -> None:
     cache = make_cache()
     publish(cache, "aaaabbbb")
     cache.lease(MODEL, spell("aaaabbbb"), is_resumed=True).close()
     assert on_probation(cache) == 2
 
 
-def test_what_only_goes_on_after_its_eviction_has_not_returned() -> None:
+def test_a_resumed_request_does_not_count_as_the_return_of_an_evicted_prompt() -> None:
     cache = make_cache()
     publish(cache, "aaaabbbb")
     cache.evict(2)
@@ -69,7 +69,7 @@ def test_what_only_goes_on_after_its_eviction_has_not_returned() -> None:
     assert on_probation(cache) == 2
 
 
-def test_a_paused_request_stays_on_probation() -> None:
+def test_a_preempted_request_stays_on_probation() -> None:
     bench = Bench(num_blocks=9, probation_share=0.5)
     for start in (0, 50, 100):
         bench.generate(range(start, start + 8), 16)
@@ -135,7 +135,7 @@ def test_a_leaf_that_is_shortened_keeps_no_more_reuse_than_blocks() -> None:
     assert on_probation(cache) == 1
 
 
-def test_what_returns_after_its_eviction_has_passed() -> None:
+def test_a_prompt_that_returns_soon_after_its_eviction_is_not_on_probation() -> None:
     cache = make_cache()
     publish(cache, "aaaa")
     cache.evict(1)
@@ -144,7 +144,7 @@ def test_what_returns_after_its_eviction_has_passed() -> None:
     assert on_probation(cache) == 1
 
 
-def test_what_returns_after_a_pool_of_evictions_is_new() -> None:
+def test_a_prompt_that_returns_after_a_pool_of_evictions_is_on_probation() -> None:
     for num_others, is_new in ((7, False), (8, True)):
         cache = make_cache()
         publish(cache, "aaaa")

@@ -65,7 +65,7 @@ def test_among_themselves_one_shots_go_in_the_policys_order() -> None:
     assert [cached(cache, text) for text in ONE_SHOTS[:4]] == [0, 0, 4, 4]
 
 
-def test_a_low_priority_goes_before_what_is_on_probation() -> None:
+def test_a_low_priority_is_evicted_before_leaves_on_probation() -> None:
     cache, clock = make_cache(0.0)
     publish_all(cache, clock, "aaaa", "aaaa", "bbbb")
     cache.retain(MODEL, spell("aaaa"), Retention(20))
@@ -73,7 +73,7 @@ def test_a_low_priority_goes_before_what_is_on_probation() -> None:
     assert [cached(cache, text) for text in ("aaaa", "bbbb")] == [0, 4]
 
 
-def test_a_high_priority_keeps_what_is_on_probation() -> None:
+def test_a_high_priority_keeps_leaves_on_probation() -> None:
     cache, clock = make_cache(0.0)
     publish_all(cache, clock, "aaaa", "aaaa", "bbbb")
     cache.retain(MODEL, spell("bbbb"), Retention(80))

@@ -79,7 +79,7 @@ def test_a_commit_inside_the_prefix_publishes_nothing() -> None:
         assert lease.commit(10) == 2
 
 
-def test_what_tenants_add_stays_their_own() -> None:
+def test_tokens_that_tenants_add_stay_their_own() -> None:
     cache = _cache()
     _make_public(cache, spell("abcdefgh"))
     _serve(cache, _ACME, spell("abcdefghSECRETS"))
@@ -101,7 +101,7 @@ def test_the_blocks_of_the_prefix_exist_once_for_a_hundred_tenants() -> None:
     cache.check()
 
 
-def test_what_was_cached_before_is_used_while_it_is_longer() -> None:
+def test_tokens_cached_before_a_registration_are_used_while_they_are_longer() -> None:
     cache = _cache()
     _serve(cache, _ACME, spell("abcdefghijklmnop"))
     _make_public(cache, spell("abcdefgh"))

@@ -45,7 +45,7 @@ def left(cache: PrefixCache) -> set[Namespace]:
         ({"tenant": "unknown"}, set()),
     ],
 )
-def test_what_is_named_is_gone_and_nothing_else(wanted: dict[str, str], gone: set[Namespace]) -> None:
+def test_a_purge_removes_the_named_namespaces_and_no_others(wanted: dict[str, str], gone: set[Namespace]) -> None:
     cache = make_cache()
     assert cache.purge(**wanted) == Purged(4 * len(gone), 0)
     assert left(cache) == set(ALL) - gone

@@ -79,7 +79,7 @@ def test_a_match_ends_at_the_first_token_that_differs(prompt: str, num_tokens: i
     assert planter.match(prompt) == (num_tokens, block_ids)
 
 
-def test_a_match_goes_on_through_nodes_and_ends_inside_a_sibling() -> None:
+def test_a_match_continues_through_nodes_and_ends_inside_a_sibling() -> None:
     planter = Planter()
     planter.insert("abcdefghijkl")  # 0 1 2
     planter.insert("abcdEFGHIJ")  # 3 4 5, of which 3 stays outside
@@ -285,7 +285,7 @@ def test_truncating_cuts_from_the_end(text: str, kept: str) -> None:
     assert planter.match(text) == (8, [0, 1])
 
 
-def test_what_is_truncated_is_named_as_the_leaf_that_it_would_have_been() -> None:
+def test_truncated_blocks_have_the_fingerprint_of_the_leaf_that_they_would_have_been() -> None:
     planter, other = Planter(), Planter()
     leaf = planter.insert("abcdefghij").node
     fingerprint = planter.tree.fingerprint_after(leaf, 1)

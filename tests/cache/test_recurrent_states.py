@@ -26,7 +26,7 @@ def test_a_use_counts_as_much_as_the_making() -> None:
     assert (order.lowest(), order.num_uses(1)) == (2, 2)
 
 
-def test_what_was_worth_much_long_ago_falls_behind() -> None:
+def test_old_scores_lose_their_weight() -> None:
     order = SnapshotOrder()
     order.add(0, 250)
     for slot in (1, 2):
@@ -69,7 +69,7 @@ def test_the_order_is_that_of_a_plain_list_whatever_happens() -> None:
 
 
 @pytest.mark.parametrize("is_used", [False, True])
-def test_what_is_out_of_date_takes_no_more_room_than_what_is_kept(is_used: bool) -> None:
+def test_outdated_entries_take_no_more_room_than_current_ones(is_used: bool) -> None:
     order = SnapshotOrder()
     for slot in range(1000):
         order.add(slot % 7, slot)

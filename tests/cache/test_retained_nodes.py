@@ -54,7 +54,7 @@ class Shelf:
 
 
 @pytest.mark.parametrize("policy", EVICTION_POLICIES)
-def test_lower_priority_goes_first_whatever_the_policy(policy: str) -> None:
+def test_lower_priority_is_evicted_first_whatever_the_policy(policy: str) -> None:
     shelf = Shelf(policy=policy)
     shelf.publish("aaaa", "bbbb", "cccc", "bbbb")
     shelf.retain("aaaa", Retention(80))
@@ -63,7 +63,7 @@ def test_lower_priority_goes_first_whatever_the_policy(policy: str) -> None:
     assert shelf.left_after(1, "aaaa", "cccc") == [4, 0]
 
 
-def test_a_retained_leaf_goes_when_nothing_else_is_left() -> None:
+def test_a_retained_leaf_is_evicted_when_nothing_else_is_left() -> None:
     shelf = Shelf(max_retained_blocks=1)
     shelf.publish("aaaa")
     shelf.retain("aaaa", Retention(100))
@@ -89,7 +89,7 @@ def test_a_range_is_widened_to_whole_blocks() -> None:
     assert shelf.priorities() == {"aaaa": 50, "bbbbcccc": 20, "dddd": 50}
 
 
-def test_what_is_before_a_retained_range_counts_too() -> None:
+def test_blocks_before_a_retained_range_count_too() -> None:
     shelf = Shelf()
     shelf.publish("aaaabbbbcccc", "aaaaXXXX")
     assert shelf.retain("aaaabbbbcccc", Retention(80, start=8)) == (4, 0, 0)
@@ -97,7 +97,7 @@ def test_what_is_before_a_retained_range_counts_too() -> None:
     assert shelf.priorities() == {"aaaa": 50, "bbbb": 50, "cccc": 80, "XXXX": 50}
 
 
-def test_what_is_not_cached_is_reported() -> None:
+def test_tokens_that_are_not_cached_are_reported() -> None:
     shelf = Shelf()
     shelf.publish("aaaabb")
     assert shelf.retain("aaaabbYYYY", Retention(80)) == (6, 0, 4)
@@ -119,7 +119,7 @@ def test_a_split_leaves_both_halves_retained() -> None:
     assert shelf.cache.num_retained_blocks == 0
 
 
-def test_what_a_retained_leaf_grows_by_is_not_retained() -> None:
+def test_tokens_that_are_appended_to_a_retained_leaf_are_not_retained() -> None:
     shelf = Shelf()
     shelf.publish("aaaabb")
     shelf.retain("aaaabb", Retention(80))
@@ -157,7 +157,7 @@ def test_a_fifth_of_the_pool_may_be_retained() -> None:
     assert shelf.priorities() == {"aaaabbbb": 80, "cccc": 50}
 
 
-def test_what_is_over_the_budget_is_refused_from_the_end() -> None:
+def test_a_range_beyond_the_budget_is_cut_at_its_end() -> None:
     shelf = Shelf(max_retained_blocks=3)
     shelf.publish("aaaabbbb", "ccccddddeeeeff")
     assert shelf.retain("aaaabbbb", Retention(80)) == (8, 0, 0)

@@ -107,7 +107,7 @@ def test_a_page_passes_a_bounded_number_of_places(cache: PrefixCache, monkeypatc
     assert [segment.num_tokens for segment in listed(cache, "c")] == [3]
 
 
-def test_whatever_happens_between_pages_what_stays_is_listed_once(cache: PrefixCache) -> None:
+def test_segments_that_stay_are_listed_once_whatever_happens_between_pages(cache: PrefixCache) -> None:
     """Prompts come, are cut and are evicted between the pages of many listings."""
     chance = random.Random(5)
     for _ in range(40):

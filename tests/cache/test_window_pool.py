@@ -130,7 +130,7 @@ def test_no_more_is_reserved_than_a_step_leaves() -> None:
         pool.require_room(3)
 
 
-def test_what_outlives_its_request_takes_half_of_what_one_request_does_not_need() -> None:
+def test_parts_that_outlive_requests_take_half_of_those_that_one_request_does_not_need() -> None:
     pool = pool_of(12)
     assert pool.max_lasting == 3
     pool.num_lasting = 2
@@ -161,7 +161,7 @@ def test_more_needs_than_parts_are_a_bug_of_the_caller() -> None:
         ({1: 1}, 0, (1,), "a free block has a part"),
     ],
 )
-def test_a_wrong_count_is_seen(needs: dict[int, int], reserved: int, free: tuple[int, ...], message: str) -> None:
+def test_a_wrong_count_is_detected(needs: dict[int, int], reserved: int, free: tuple[int, ...], message: str) -> None:
     pool = pool_of(5)
     pool.need([1])
     with pytest.raises(InvariantViolation, match=message):

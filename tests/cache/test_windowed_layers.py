@@ -79,7 +79,7 @@ def test_a_copied_block_is_kept_until_the_copy_is_made() -> None:
     assert sorted(second.needed) == [11, 27]
 
 
-def test_what_was_found_waits_with_the_ends() -> None:
+def test_parts_that_a_hit_needed_are_evicted_with_those_of_ends() -> None:
     pool = pool_of(8)
     first = WindowLease(pool, 0)
     first.cover(BLOCKS, 0, 6)
@@ -111,7 +111,7 @@ def test_one_that_keeps_all_passes_nothing() -> None:
     assert sorted(holder.needed) == BLOCKS[:10].tolist()
 
 
-def test_an_exchanged_block_is_let_go_in_the_place_of_the_old_one() -> None:
+def test_an_exchanged_block_is_evicted_in_the_place_of_the_old_one() -> None:
     pool = pool_of()
     holder = WindowLease(pool, 0)
     holder.cover(BLOCKS, 0, 4)
@@ -162,7 +162,7 @@ def test_cached_parts_are_not_evicted_for_loaded_ones() -> None:
     assert with_part(pool) == [10, 11, 12, 13, 14, 15, 29]
 
 
-def test_what_others_may_go_on_from_outlasts_what_is_only_passed() -> None:
+def test_parts_from_which_others_may_continue_outlast_passed_ones() -> None:
     pool = pool_of(num_parts=8)
     holder = WindowLease(pool, 0)
     holder.expect_others(8)  # needs five to eight, in the third and fourth block
@@ -174,7 +174,7 @@ def test_what_others_may_go_on_from_outlasts_what_is_only_passed() -> None:
     assert with_part(pool)[:2] == [12, 13]
 
 
-def test_what_computes_the_last_token_again_is_kept() -> None:
+def test_the_parts_that_compute_the_last_token_again_are_kept() -> None:
     pool = pool_of()
     holder = WindowLease(pool, 0)
     holder.cover(BLOCKS, 0, 9)
@@ -423,7 +423,7 @@ def test_loaded_blocks_are_usable_as_far_as_every_group_has_what_it_needs() -> N
     assert groups.num_reached_blocks == 4
 
 
-def test_what_suits_a_group_suits_it_no_more_once_another_could_use_less() -> None:
+def test_a_prefix_that_one_group_could_reuse_is_cut_if_another_group_can_reuse_less() -> None:
     groups = groups_of(Reach(8), Reach(12), num_parts=12)  # two blocks, three
     blocks = np.arange(1, dtype=np.int32)
     groups.pools[1].need([0])
@@ -517,7 +517,7 @@ def test_a_miss_for_a_missing_part_has_a_reason_of_its_own() -> None:
     assert cache.explain(MODEL, spell("abc!!"), 3) is MissReason.DIVERGED
 
 
-def test_what_a_lease_found_stays_until_it_is_closed() -> None:
+def test_parts_that_a_lease_found_stay_until_it_is_closed() -> None:
     cache = cache_of(num_parts=11)
     publish(cache, ALPHABET)
     with cache.lease(MODEL, spell(ALPHABET + "!")) as lease:

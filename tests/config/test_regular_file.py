@@ -21,7 +21,7 @@ def test_a_file_that_is_too_large_is_refused(tmp_path: Path) -> None:
         read_regular(tmp_path / "file", max_bytes=6)
 
 
-def test_what_is_not_a_regular_file_is_refused_at_once(tmp_path: Path) -> None:
+def test_a_path_that_is_not_a_regular_file_is_refused_at_once(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo")
     (tmp_path / "link").symlink_to(tmp_path / "fifo")
     for path in (tmp_path / "fifo", tmp_path / "link"):

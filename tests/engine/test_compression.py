@@ -100,7 +100,7 @@ def test_the_output_of_latent_attention_is_that_of_transformers_too(tmp_path: Pa
 @pytest.mark.sampled(one_in=3)
 @each_policy
 @pytest.mark.parametrize("kv_dtype", ["auto", "fp8", "k8v4"])
-def test_where_nothing_is_dropped_no_bit_changes(model: Model, compression: Compression, kv_dtype: str) -> None:
+def test_no_bit_changes_if_nothing_is_dropped(model: Model, compression: Compression, kv_dtype: str) -> None:
     bench = CompressedBench(model, kv_dtype=kv_dtype)
     roomy = Compression(compression.policy, 60)
     whole, compressed = bench.generate(prompt(40), 20), bench.generate(prompt(40), 20, roomy)

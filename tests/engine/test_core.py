@@ -138,7 +138,7 @@ def test_a_low_priority_applies_only_to_tokens_that_the_request_computed() -> No
     assert bench.prefill([*range(8), 90, 91, 92, 93]).usage.cached_tokens == 8
 
 
-def test_what_was_not_published_is_not_retained() -> None:
+def test_unpublished_tokens_are_not_retained() -> None:
     result = Bench().prefill(range(8), write_cache=False, retention=Retention(80))
     assert result.retained is not None
     assert result.retained.grant == Grant(0, 0, 8)
@@ -318,7 +318,7 @@ class TestHeldLeases:
         with pytest.raises(UnknownLease):
             bench.core.renew(held.lease_id, "a")
 
-    def test_they_are_bounded_in_number_and_the_refusal_says_when_to_retry(self) -> None:
+    def test_held_leases_are_bounded_in_number_and_the_refusal_says_when_to_retry(self) -> None:
         bench = Bench(held_lease_ttl_s=5.0, max_tenant_held_leases=2, max_held_leases=3)
         held = [bench.prefill(range(start, start + 8), tenant="a", hold_lease=True) for start in (0, 50)]
         bench.clock.now_s = 1.0

@@ -265,7 +265,9 @@ def test_a_request_beyond_its_tenants_ceiling_is_refused_immediately(runner: Gat
         ({"urgency": 101}, "priority: expected an urgency of 0 to 100, got 101"),
     ],
 )
-def test_what_a_generation_does_not_have_is_refused(engine: Engine, fields: dict[str, object], message: str) -> None:
+def test_options_that_a_generation_does_not_have_are_refused(
+    engine: Engine, fields: dict[str, object], message: str
+) -> None:
     with pytest.raises(InvalidRequest, match=message):
         engine.generate(params(range(4), **fields), Sampling(), lambda _: None)
 

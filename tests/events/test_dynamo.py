@@ -112,7 +112,7 @@ def test_salted_prompts_are_never_published(form: str) -> None:
 
 
 @pytest.mark.parametrize("form", ["array", "map"])
-def test_what_is_evicted_is_forgotten(form: str) -> None:
+def test_evicted_blocks_are_forgotten(form: str) -> None:
     async def test() -> None:
         async with routed(form) as (router, (source, *_)):
             source.cache.purge()

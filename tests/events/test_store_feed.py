@@ -112,7 +112,7 @@ class Watched:
         return {(salt, packed[at : at + 8]) for at in range(start // EVENT * 8, len(packed), 8)}
 
     def held(self, name: str) -> set[tuple[str, bytes]]:
-        """The event blocks of what a store holds, from the keys on its tier_index."""
+        """The event blocks of what a store holds, from the keys in its index."""
         tier_index, found = self.index.tiers[name], set()
         for key in tier_index:
             if tier_index.holds(key):

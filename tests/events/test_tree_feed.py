@@ -60,7 +60,7 @@ def test_nothing_is_recorded_until_it_is_switched_on() -> None:
     assert watch.log.num_batches == 0
 
 
-def test_what_was_cached_before_is_published_when_it_is_switched_on() -> None:
+def test_blocks_cached_before_are_published_when_the_log_is_switched_on() -> None:
     watch = WatchedCache(2, 4)
     cache = PrefixCache(64, 4, listeners=[watch.feed])
     publish(cache, tokens(1, 2, 3, 4, 5, 6))
@@ -253,7 +253,7 @@ def test_stored_minus_removed_is_what_is_cached(block_size: int, pool_block_size
 
 
 @pytest.mark.parametrize("block_size", [2, 4, 16])
-def test_what_an_invoked_adapter_computed_is_not_published(block_size: int) -> None:
+def test_tokens_of_an_invoked_adapter_are_not_published(block_size: int) -> None:
     marks = InvocationMarks()
     marks.add("one")
     feed = TreeFeed(EventLog(), block_size, 4, Identities(), marks=marks)

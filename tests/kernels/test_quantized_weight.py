@@ -28,7 +28,7 @@ def test_a_number_is_off_by_at_most_half_a_step(bits: int, dtype: torch.dtype) -
     assert (errors.square().mean(-1).sqrt() <= 0.4 * step).all()
 
 
-def test_what_4_bits_can_express_is_kept() -> None:
+def test_weights_that_4_bits_can_express_are_kept() -> None:
     codes = torch.randint(0, 16, (40, 3, GROUP_FEATURES), generator=torch.Generator().manual_seed(0))
     codes[..., 0], codes[..., 1] = 0, 15
     scales, minima = random(40, 3).abs().half().float(), random(40, 3).half().float()
@@ -72,6 +72,6 @@ def test_a_large_weight_is_quantized_as_its_parts_are(monkeypatch: pytest.Monkey
     ],
 )
 @pytest.mark.parametrize("bits", [8, 4])
-def test_what_has_no_such_form_is_refused(bits: int, weight: torch.Tensor, words: str) -> None:
+def test_weights_without_this_format_are_refused(bits: int, weight: torch.Tensor, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         QuantizedWeight.quantize(weight, bits)

@@ -78,7 +78,7 @@ def test_each_place_that_files_have_for_it(files: dict[str, Any], tmp_path: Path
         {"config": {"eos_token_id": True}, "generation_config": {"eos_token_id": ["2", [3]]}},
     ],
 )
-def test_what_is_no_token_of_the_vocabulary_is_none(
+def test_an_id_outside_the_vocabulary_is_no_end_token(
     files: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert end_token_ids(write(tmp_path, **files), 300) == set()

@@ -207,7 +207,7 @@ def test_the_cases_see_what_depends_on_the_batch(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("part", ["mlp.act_fn", "self_attn.q_proj", "input_layernorm"])
-def test_what_is_not_exact_is_refused_by_name(part: str, tmp_path: Path) -> None:
+def test_functions_that_are_not_exact_are_refused_by_name(part: str, tmp_path: Path) -> None:
     model = load_model(ModelConfig(path=str(write_checkpoint(CONFIGS["llama"], tmp_path)), device="cpu"))
 
     def depend_on_the_batch(_: object, __: object, output: torch.Tensor) -> torch.Tensor:

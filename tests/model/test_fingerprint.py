@@ -51,7 +51,7 @@ def shorten_the_window(model: PreTrainedModel) -> None:
         shorten_the_window,
     ],
 )  # fmt: skip
-def test_whatever_changes_k_and_v_changes_the_fingerprint(
+def test_everything_that_changes_k_and_v_changes_the_fingerprint(
     change: Callable[[PreTrainedModel], None], model: PreTrainedModel
 ) -> None:
     changed = copy.deepcopy(model)

@@ -66,7 +66,7 @@ def test_it_predicts_text_that_it_never_saw(module: LlamaForCausalLM, tokenizer:
 
 
 @pytest.mark.long
-def test_what_it_writes_is_made_of_words(
+def test_generated_text_consists_of_words(
     module: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, known_words: set[str]
 ) -> None:
     prompts = ("The next morning", "And the king said unto", "She was", "In the beginning", "It was not till")

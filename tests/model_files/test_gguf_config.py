@@ -69,7 +69,7 @@ def test_sizes_are_read():
         ("phi3", {"rope.dimension_count": 12}, {"partial_rotary_factor": 0.75}),
     ],
 )
-def test_what_files_leave_to_llama_cpp(architecture, values, expected):
+def test_defaults_of_llama_cpp_for_missing_fields(architecture, values, expected):
     values = {key.replace(".", "__"): value for key, value in values.items()}
     if architecture != "phi3":
         values["attention__value_length"] = values.get("attention__key_length")
@@ -158,7 +158,7 @@ def test_every_architecture_has_a_class_of_transformers():
         assert getattr(transformers, name).config_class.model_type in (model_type, model_type.removesuffix("_text"))
 
 
-def test_whatever_a_file_says_is_read_or_refused():
+def test_every_header_is_read_or_refused():
     """Values of other types and ranges, for every key of every architecture."""
     dice = random.Random(3)
     odd = (0, 1, -1, 2**40, 0.0, -2.5, float("nan"), float("inf"), True, "x", "", (), (1, 2), ("a",), (3, 3, 3))

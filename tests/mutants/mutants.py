@@ -553,7 +553,7 @@ KERNEL_MUTANTS = (
     Mutant("kernels/native/attention.cpp", "    largest = now;\n", ""),
     Mutant("kernels/native/attention.cpp", "window ? positions[r] - window : -1", "-1"),
     Mutant("kernels/native/attention.cpp", "first + (end - first) * t / num_tiles", "first + t * kRows"),
-    # Tiles are compiled where a processor has AMX; offload_index nothing catches these.
+    # Tiles are only compiled if the processor has AMX; on other processors no test catches these.
     Mutant("kernels/native/tile_attention.cpp", "has_all_lanes ? now : ", "true ? now : "),
     Mutant("kernels/native/tile_attention.cpp", "selected_lanes != 0xffff || ", ""),
     Mutant("kernels/native/tile_attention.cpp", "broadcast(sinks_ ? 1.0f : 0.0f)", "broadcast(0.0f)"),

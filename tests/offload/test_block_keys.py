@@ -59,7 +59,7 @@ def test_keys_begin_with_the_names_of_their_namespace() -> None:
     assert not is_among(Namespace("model", PUBLIC_TENANT, salt="1"), None, None, None)
 
 
-def test_what_an_invoked_adapter_computes_begins_with_its_name() -> None:
+def test_keys_of_blocks_that_an_invoked_adapter_computes_begin_with_its_tag() -> None:
     base = NAMESPACE._replace(adapter="")
     invoked = NAMESPACE
     parent = KEYS.child(KEYS.root(base), tokens_of(1))

@@ -100,7 +100,7 @@ def test_blocks_of_namespaces_with_equal_tags_are_deleted(tmp_path: Path) -> Non
     assert read(tmp_path) == ([(each.key, OTHER) for each in blocks_of(OTHER, range(8))], 2)
 
 
-def test_what_was_stored_with_another_secret_is_deleted(tmp_path: Path) -> None:
+def test_blocks_stored_with_another_secret_are_deleted(tmp_path: Path) -> None:
     store(tmp_path, blocks_of(ACME, range(8)), [ACME])
     disk = disk_at(tmp_path)
     assert DiskRecord(disk, BlockKeys(FORMAT, b"another")).read() == ([], [])

@@ -70,7 +70,7 @@ def test_a_prompt_that_ends_where_parts_are_gone_is_computed_and_nothing_is_load
     assert bench.offload.stats()[0].loaded_blocks == 0
 
 
-def test_what_is_left_on_the_device_is_used_with_the_end_that_is_loaded() -> None:
+def test_blocks_left_on_the_device_are_used_with_the_loaded_end() -> None:
     bench = bench_of()
     bench.prefill(PROMPT)
     bench.evict(8)
@@ -81,7 +81,7 @@ def test_what_is_left_on_the_device_is_used_with_the_end_that_is_loaded() -> Non
     assert bench.cache.found_blocks(NAMESPACE, tokens(PROMPT)).tolist()[:3] == before
 
 
-def test_what_is_left_on_the_device_without_parts_is_of_no_use_where_the_store_has_lost_the_end() -> None:
+def test_blocks_left_on_the_device_without_parts_are_not_reused_if_the_store_has_lost_the_end() -> None:
     bench = bench_of()
     bench.prefill(PROMPT)
     bench.evict(8)

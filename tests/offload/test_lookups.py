@@ -85,7 +85,7 @@ def test_blocks_that_are_known_to_be_stored_are_not_sent_again() -> None:
     assert sum(second.offload.tiers["redis"].counts().saved.values()) == 0
 
 
-def test_what_the_store_has_lost_is_computed_and_sent_again() -> None:
+def test_blocks_that_the_store_has_lost_are_computed_and_sent_again() -> None:
     first, second, store = two_servers()
     first.prefill(PROMPT)
     second.prefill(PROMPT)

@@ -148,7 +148,7 @@ def test_a_prompt_that_is_not_stored_is_not_retained_later() -> None:
     assert bench.core.probe(NAMESPACE, tokens(PROMPT)).stored_tokens == 0
 
 
-def test_what_a_store_holds_is_listed_by_namespace() -> None:
+def test_the_blocks_of_a_store_are_listed_by_namespace() -> None:
     bench = emptied(TieredBench(host=100))
     page = bench.offload.stored("host", 0, None, 10)
     assert page.namespaces == (StoredNamespace(NAMESPACE, 3),)
@@ -314,7 +314,7 @@ def test_requests_for_the_same_blocks_share_a_load() -> None:
 
 
 @pytest.mark.parametrize("error", [StoreLate("late"), StoreUnavailable("gone")])
-def test_what_a_store_does_not_answer_is_computed(error: Exception) -> None:
+def test_blocks_for_which_a_store_does_not_answer_are_computed(error: Exception) -> None:
     bench = emptied(TieredBench())
     (store,) = bench.stores.values()
     store.error = error
@@ -334,7 +334,7 @@ def test_a_store_that_recovers_still_has_its_blocks() -> None:
     assert loaded(bench.prefill(PROMPT)) == (0, 12, 0)
 
 
-def test_what_a_store_has_lost_is_computed_and_stored_again() -> None:
+def test_blocks_that_a_store_has_lost_are_computed_and_stored_again() -> None:
     bench = emptied(TieredBench())
     (store,) = bench.stores.values()
     keys = list(bench.index.tiers["host"])

@@ -80,7 +80,7 @@ def test_keys_are_the_same_whatever_mark_an_adapter_has() -> None:
     assert keys_of(ours, marks=first) == keys_of(theirs, marks=second)
 
 
-def test_what_an_invoked_adapter_computed_has_its_name_and_plain_tokens() -> None:
+def test_blocks_of_an_invoked_adapter_have_its_name_and_plain_tokens() -> None:
     marks = InvocationMarks()
     blocks = list(PromptKeys(BlockKeys(FORMAT), marks).blocks(NAMESPACE, invoked(marks, "law", 6)))
     assert [each.namespace.adapter for each in blocks] == ["", "law", "law"]

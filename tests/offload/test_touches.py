@@ -70,7 +70,7 @@ def test_many_hits_are_one_touch() -> None:
     assert sorted(store.touches[0]) == sorted(keys_of(bench, HOT))
 
 
-def test_what_the_store_has_lost_is_written_again() -> None:
+def test_blocks_that_the_store_has_lost_are_written_again() -> None:
     bench, store = bench_and_store()
     bench.prefill(HOT)
     hot = keys_of(bench, HOT)
@@ -85,7 +85,7 @@ def test_what_the_store_has_lost_is_written_again() -> None:
     ] * 2
 
 
-def test_what_left_the_device_in_the_meantime_is_written_when_it_is_computed_again() -> None:
+def test_blocks_evicted_in_the_meantime_are_written_when_they_are_computed_again() -> None:
     bench, store = bench_and_store()
     bench.prefill(HOT)
     hot = keys_of(bench, HOT)

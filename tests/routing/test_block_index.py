@@ -87,7 +87,7 @@ def test_a_holder_that_is_forgotten_during_a_sweep_waits_for_the_next() -> None:
     assert (index.num_blocks, index.add_holder()) == (0, two)
 
 
-def test_what_finds_no_room_is_not_noted() -> None:
+def test_blocks_without_room_are_not_added() -> None:
     index = BlockIndex(3)
     one, two = index.add_holder(), index.add_holder()
     index.store(one, [1, 2, 3, 4, 5])

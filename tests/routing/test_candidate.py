@@ -16,5 +16,5 @@ def test_a_prompt_costs_what_is_computed_and_what_is_loaded() -> None:
     assert times.seconds(100, Hits(10, 20, 30, 40)) == pytest.approx(5 + 15 + 30)
 
 
-def test_what_loads_slowly_is_computed() -> None:
+def test_blocks_that_load_slowly_are_computed() -> None:
     assert TokenTimes(compute_s=1.0, remote_s=9.0).seconds(100, Hits(remote=60)) == 100

@@ -32,7 +32,7 @@ def test_a_gap_is_healed_by_a_snapshot_only() -> None:
     assert verdicts(cursor, part(10, 0, 1), batch(11)) == "AA"
 
 
-def test_what_was_read_is_skipped() -> None:
+def test_batches_that_were_read_are_skipped() -> None:
     cursor = EventCursor()
     assert verdicts(cursor, part(7, 0, 1), batch(8), batch(8), batch(7), batch(9)) == "AASSA"
 

@@ -40,7 +40,7 @@ def test_a_request_whose_end_is_never_reported_is_forgotten(load: FleetLoad, clo
     assert load.queue_tokens("a") == 1
 
 
-def test_what_was_computed_counts_half_after_the_half_life(load: FleetLoad, clock: FakeClock) -> None:
+def test_computed_tokens_count_half_after_the_half_life(load: FleetLoad, clock: FakeClock) -> None:
     load.sent("a", 800)
     clock.now_s += 10
     load.sent("a", 100)
@@ -49,7 +49,7 @@ def test_what_was_computed_counts_half_after_the_half_life(load: FleetLoad, cloc
     assert load.recent_tokens("a") == pytest.approx(125)
 
 
-def test_what_was_computed_is_corrected_at_its_age(load: FleetLoad, clock: FakeClock) -> None:
+def test_computed_tokens_are_corrected_at_their_age(load: FleetLoad, clock: FakeClock) -> None:
     ticket = load.sent("a", 800)
     clock.now_s += 10
     load.finished("a", ticket, 200)

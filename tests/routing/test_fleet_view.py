@@ -170,7 +170,7 @@ def test_a_snapshot_replaces_what_was_known_of_all_tiers() -> None:
     assert view.match([1, 2, 3], ["a"]) == [Hits(device=4, disk=4)]
 
 
-def test_what_stores_have_leaves_room_for_devices() -> None:
+def test_blocks_of_stores_leave_room_for_those_of_devices() -> None:
     view = view_of("a", max_blocks=8)
     view.read("a", batch(2, stored(*range(10, 14), tier="disk"), stored(10, 11, 20, 21, tier="host")))
     view.read("a", batch(3, stored(1, 2, 3, 4)))
@@ -266,14 +266,14 @@ def test_a_number_that_the_replica_does_not_know_is_dropped() -> None:
     assert (view.number_of("a"), view.is_up_to_date("a")) == (0, False)
 
 
-def test_what_finds_no_room_shortens_matches() -> None:
+def test_blocks_without_room_shorten_matches() -> None:
     view = view_of("a", max_blocks=3)
     view.read("a", batch(2, stored(1, 2, 3, 4)))
     assert view.match([1, 2, 3, 4], ["a"]) == [Hits(device=12)]
     assert view.index.num_refused == 1
 
 
-def test_what_is_remembered_stays_bounded_while_replicas_come_and_go() -> None:
+def test_memory_stays_bounded_while_replicas_join_and_leave() -> None:
     clock = FakeClock()
     view = view_of(clock=clock)
     for turn in range(400):

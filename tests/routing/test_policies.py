@@ -61,7 +61,7 @@ def test_a_longer_match_on_a_slow_disk_loses_to_a_shorter_one_on_the_device() ->
     assert chosen([replica("a", hits=Hits(disk=600)), replica("b", 300)]) == "a"
 
 
-def test_what_loads_slower_than_it_computes_is_no_worse_than_nothing() -> None:
+def test_blocks_that_load_slower_than_they_compute_cost_no_more_than_missing_ones() -> None:
     slow = dataclasses.replace(TIMES, remote_s=5.0)
     cost_s = choose(RoutedPrompt(1000), [Candidate("a", Hits(remote=500), times=slow)], WEIGHTS).cost_s
     assert cost_s == choose(RoutedPrompt(1000), [Candidate("a", times=slow)], WEIGHTS).cost_s

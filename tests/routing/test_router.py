@@ -78,7 +78,7 @@ def test_requests_follow_what_was_just_sent_before_events_tell() -> None:
     assert len(names) == 1
 
 
-def test_what_was_sent_and_never_came_is_looked_for_elsewhere_after_a_while() -> None:
+def test_a_prompt_that_never_arrived_is_expected_for_a_limited_time() -> None:
     fleet = Fleet("a", "b")
     first = fleet.route(prompt(1, 0))
     fleet.router.finished(first)
@@ -87,7 +87,7 @@ def test_what_was_sent_and_never_came_is_looked_for_elsewhere_after_a_while() ->
     assert fleet.route(prompt(1, 1)).hits == Hits()
 
 
-def test_what_was_sent_is_noted_after_the_choice_and_before_whatever_comes_next() -> None:
+def test_a_sent_prompt_is_recorded_after_the_choice_and_before_the_next_call() -> None:
     for then in ("remember", "join", "leave", "read"):
         fleet = Fleet("a", "b", "c")
         name = fleet.route(prompt(1, 0)).name
@@ -171,7 +171,7 @@ def test_salted_requests_never_match_what_others_have() -> None:
     assert fleet.route(prompt(1, 0), Namespace("m", tenant="x")).hits == Hits()
 
 
-def test_what_one_tenant_sent_is_not_expected_for_another() -> None:
+def test_prompts_of_one_tenant_are_not_expected_for_another() -> None:
     fleet = Fleet("a", "b")
     fleet.route(prompt(1, 0), SALTED)
     assert fleet.route(prompt(1, 0)).hits == Hits()

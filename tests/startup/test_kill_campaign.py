@@ -76,7 +76,7 @@ def test_only_kills_that_were_meant_count_and_the_lives_after_them(campaign: Cam
     assert campaign.report.restarts_after_a_kill_that_served == 1
 
 
-def test_what_is_purged_is_asked_for_in_the_next_lives(campaign: Campaign) -> None:
+def test_purged_prompts_are_requested_in_the_next_lives(campaign: Campaign) -> None:
     end_life(campaign, "purged 0", "purged 2")
     assert campaign.purged == {0, 2}
     end_life(campaign, "used 2")

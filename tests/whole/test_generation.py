@@ -154,10 +154,10 @@ class TestFinish:
         futures = [bench.generate(range(start, start + 8), 16) for start in (0, 50, 100)]
         while not bench.core.stats.load().requests.paused:
             bench.core.step()
-        paused = [
+        preempted = [
             future for future in futures if len(future.streamed) < max(len(each.streamed) for each in futures)
         ] or futures
-        youngest = paused[-1]
+        youngest = preempted[-1]
         computed = bench.runner.computed_tokens
         youngest.finish()
         while not youngest.done():
@@ -248,7 +248,7 @@ class TestPressure:
         requests = bench.core.stats.load().requests
         assert requests.pauses > 0
         assert requests.paused == 0
-        assert futures[0].result(0).usage.recomputed_tokens == 0, "the oldest is never paused"
+        assert futures[0].result(0).usage.recomputed_tokens == 0, "the oldest is never preempted"
         recomputed_tokens = bench.core.stats.stats().tokens.recomputed
         assert recomputed_tokens == sum(f.result(0).usage.recomputed_tokens for f in futures)
         assert recomputed_tokens == bench.runner.computed_tokens - 3 * (8 + 15)
@@ -417,8 +417,8 @@ class TestWaysOut:
         futures = [bench.generate(range(start, start + 8), 16) for start in (0, 50, 100)]
         while not bench.core.stats.load().requests.paused:
             bench.core.step()
-        (paused,) = (request for request in bench.core._scheduler.idle_requests() if request.is_preempted)
-        paused.future.cancel()
+        (preempted,) = (request for request in bench.core._scheduler.idle_requests() if request.is_preempted)
+        preempted.future.cancel()
         bench.run()
         assert bench.core.stats.load().requests.cancelled == 1
         assert sum(future.cancelled() for future in futures) == 1

@@ -23,7 +23,7 @@ def test_a_small_fleet_is_timed(block_size: int) -> None:
 
 
 @pytest.mark.parametrize("block_size", [16, 64])
-def test_what_comes_takes_the_place_of_what_leaves(block_size: int) -> None:
+def test_stored_blocks_replace_removed_ones(block_size: int) -> None:
     times = time_decisions(replicas=4, num_blocks=2000, block_size=block_size, prompt_tokens=2048, decisions=200)
     assert 0.95 * times.known_blocks <= times.end_blocks <= times.known_blocks
     assert times.refused_blocks == 0

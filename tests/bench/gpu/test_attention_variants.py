@@ -22,7 +22,7 @@ def kinds(choice: str, allowed: Permissions) -> list[tuple[bool, bool, bool]]:
     return [(each.is_specialized, each.is_exact, each.is_dequantized_first) for each in found]
 
 
-def test_what_serves_is_measured_alone() -> None:
+def test_the_kernel_that_serves_is_measured_alone() -> None:
     assert kinds("served", ALL) == [(True, False, False)]
     assert kinds("served", NONE) == [(False, False, False)]
 

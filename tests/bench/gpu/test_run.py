@@ -264,7 +264,7 @@ def test_the_namespace_is_whole_without_an_installation(tmp_path: Path) -> None:
     assert (folder / "sglang_wheel").resolve() == wheel
 
 
-def test_what_stages_run_exists() -> None:
+def test_the_modules_that_stages_run_exist() -> None:
     for stages in PARTS.values():
         for each in stages:
             for command in (each.command, each.dry_command or each.command):

@@ -30,7 +30,7 @@ def test_nothing_known_costs_the_whole_vocabulary() -> None:
     assert Bigram(VOCABULARY).bits([0, 1]) == pytest.approx(math.log2(VOCABULARY))
 
 
-def test_what_it_knows_costs_less_and_a_copy_learns_alone() -> None:
+def test_known_text_takes_fewer_bits_and_a_copy_learns_alone() -> None:
     bigram = Bigram(VOCABULARY)
     bigram.learn(IDS * 10)
     costs = [bigram.copy().bits(IDS) for _ in range(2)]

@@ -11,7 +11,7 @@ TEXT, BEFORE = (" ".join(DICE.choices(WORDS, k=count)).encode() for count in (20
 
 
 @pytest.mark.parametrize("bits", COMPRESSORS.values(), ids=COMPRESSORS)
-def test_what_was_said_before_need_not_be_said_again(bits) -> None:  # type: ignore[no-untyped-def]
+def test_text_that_was_read_before_takes_fewer_bits(bits) -> None:  # type: ignore[no-untyped-def]
     assert bits(TEXT, BEFORE + TEXT) < 0.1 * bits(TEXT, b"")
     assert bits(TEXT, BEFORE) < 1.01 * bits(TEXT, b"")
 

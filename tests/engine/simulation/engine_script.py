@@ -70,7 +70,7 @@ def make_script(world: World, seed: int) -> list[Event]:
     return [*script, *public_events(world, seed, script)]
 
 
-class _Told(NamedTuple):
+class _EarlierPrompt(NamedTuple):
     """An earlier prompt, and the number of tokens generated after it by taking the most likely ones."""
 
     prompt: Prompt
@@ -84,7 +84,7 @@ class _Author:
         self._world = world
         self._random = random.Random(f"script {seed}")
         self._finishes = random.Random(f"finishes {seed}")  # of its own: older scripts stay as they are
-        self._prompts: list[tuple[str, str, _Told]] = []  # with tenant and salt
+        self._prompts: list[tuple[str, str, _EarlierPrompt]] = []  # with tenant and salt
         self._num_stems = 0
         self._adapters = random.Random(f"adapters {seed}")  # of its own as well
         self._names = self._adapters.choice(((), (), ("law",), ("law", "tax"))) if not world.computes_once else ()
@@ -119,7 +119,7 @@ class _Author:
 
     def _ask(self, at_s: float, key: int) -> Ask:
         rng, world = self._random, self._world
-        tenant, salt, stem = rng.choice(self._tenants), rng.choice(self._salts), _Told((), 0)
+        tenant, salt, stem = rng.choice(self._tenants), rng.choice(self._salts), _EarlierPrompt((), 0)
         if self._prompts and self._chance(0.8):
             old_tenant, old_salt, stem = rng.choice(self._prompts[-8:])
             if world.computes_once or self._chance(0.8):
@@ -130,7 +130,7 @@ class _Author:
         most_tokens -= max_new_tokens
         prompt = self._branching(stem.prompt) if world.computes_once else self._prompt(stem, most_tokens)
         is_greedy = self._chance(0.5)
-        self._prompts.append((tenant, salt, _Told(prompt, max_new_tokens if is_greedy else 0)))
+        self._prompts.append((tenant, salt, _EarlierPrompt(prompt, max_new_tokens if is_greedy else 0)))
         trouble = 0.0 if self._is_calm else self._trouble
         return Ask(
             at_s,
@@ -194,7 +194,7 @@ class _Author:
     def _digest(self) -> str:
         return self._adapters.choice(("one", "two", "three"))
 
-    def _prompt(self, earlier: _Told, most_tokens: int) -> Prompt:
+    def _prompt(self, earlier: _EarlierPrompt, most_tokens: int) -> Prompt:
         """Make a prompt from an earlier one: equal, cut, or continued by its answer; often new tokens follow."""
         rng, pieces = self._random, earlier.prompt
         if earlier.num_generated and self._chance(0.7):

@@ -138,7 +138,7 @@ def test_every_request_gets_the_result_that_it_would_have_alone(seeds: range) ->
 
 
 @pytest.mark.parametrize("why", FOUND)
-def test_what_was_found_stays_found(why: str) -> None:
+def test_seeds_that_once_found_bugs_pass(why: str) -> None:
     num_asked = sum(isinstance(event, Ask | Register) for event in FOUND[why][1])
     events = judged(*FOUND[why])
     assert events["answered"] == num_asked - events["public prefixes that failed"]

@@ -122,7 +122,7 @@ def test_no_block_of_a_purged_prompt_is_exported() -> None:
             ask()
 
 
-def test_what_a_request_did_not_publish_is_left_out() -> None:
+def test_tokens_that_a_request_did_not_publish_are_left_out() -> None:
     exporting = Exporting()
     assert exporting.exports.blocks_of(exporting.hold(write_cache=False), "").blocks == ()
 

@@ -172,14 +172,14 @@ def test_joined_rows_attend_to_what_their_requests_share(
         (BF16, FP8, 128, 64, False),
     ],
 )
-def test_what_it_supports(
+def test_supported_shapes_and_dtypes(
     dtype: torch.dtype, kv_dtype: torch.dtype, head_dim: int, block_size: int, is_supported: bool
 ) -> None:
     assert supports(dtype, kv_dtype, head_dim, block_size) == is_supported
     assert not supports(dtype, kv_dtype, head_dim, block_size, tile_rows=64)
 
 
-def test_what_it_does_not_support_is_refused() -> None:
+def test_unsupported_arguments_are_refused() -> None:
     with pytest.raises(ValueError, match=r"warp-specialized kernel does not support .* 16 tokens per block"):
         attend(make([0], [5], GQA, "cpu", block_size=16))
 

@@ -197,7 +197,7 @@ def test_large_weights_without_tma_get_wide_tiles() -> None:
         (torch.zeros(3, 4), torch.zeros(3, dtype=HALF), r"bias: expected .* got \(3,\) in torch.bfloat16 on cpu"),
     ],
 )
-def test_what_does_not_fit_is_refused(weight: torch.Tensor, bias: torch.Tensor | None, message: str) -> None:
+def test_shapes_that_do_not_fit_are_refused(weight: torch.Tensor, bias: torch.Tensor | None, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         linear(torch.zeros(2, 4), weight, bias)
 

@@ -90,7 +90,7 @@ def test_the_check_of_a_shape_finds_it_batch_invariant(kernel_device: str, monke
     assert not low_rank_rows_agree(torch.empty(16, 48), torch.empty(40, 16))
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_shapes_that_do_not_fit_are_refused() -> None:
     case = Case(torch.float32, 8, 8, 16, "cpu")
     step = LowRankStep.build(ROWS, case.addresses)
     with pytest.raises(ValueError, match=r"^out: expected shape \(37, 8\) in torch\.float32 on cpu, got \(36, 8\)"):

@@ -58,6 +58,6 @@ def test_any_strides_and_empty_inputs_are_supported(kernel_device: str) -> None:
 @pytest.mark.parametrize(
     "up", [torch.zeros(2, 5), torch.zeros(2, 4, dtype=torch.bfloat16), torch.zeros(2, 4, device="meta")]
 )
-def test_what_does_not_fit_is_refused(up: torch.Tensor) -> None:
+def test_shapes_that_do_not_fit_are_refused(up: torch.Tensor) -> None:
     with pytest.raises(ValueError, match=r"^up: expected torch\.float32 \(2, 4\) on cpu, got "):
         swiglu(torch.zeros(2, 4), up)

@@ -84,7 +84,7 @@ def test_a_store_may_have_an_earlier_object_of_what_is_written_once_more() -> No
     assert not tier_index.may_have(b"a")
 
 
-def test_what_is_not_there_is_forgotten_without_effect() -> None:
+def test_forgetting_an_absent_block_has_no_effect() -> None:
     tier_index = shelf_of(b"a")
     tier_index.remove(b"b")
     tier_index.remove(b"a")

@@ -90,7 +90,7 @@ def test_a_deleted_block_does_not_reappear_in_an_earlier_generation(tmp_path: Pa
     store.put([block(1, generation=1)])
     loading = store._table.find(key_of(1))
     assert loading is not None
-    store._table.start_reading(loading)  # so that the next generation has to be written offload_index
+    store._table.start_reading(loading)  # so that the next generation is written to another slot
     store.put([block(1, generation=2)])
     store._table.end_reading(loading)
     store.delete([key_of(1)])
@@ -109,7 +109,7 @@ def test_a_deleted_block_does_not_reappear_after_a_power_failure_left_it_twice(
     before = power.index.read_bytes()[:64]
     loading = store._table.find(key_of(1))
     assert loading is not None
-    store._table.start_reading(loading)  # so that the next generation has to be written offload_index
+    store._table.start_reading(loading)  # so that the next generation is written to another slot
     store.put([block(1, generation=2)])
     power.fail(store, first_lines=before)
     store = disk_at(tmp_path, 8)

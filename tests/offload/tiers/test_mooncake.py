@@ -40,7 +40,7 @@ def test_one_server_finds_what_another_stored() -> None:
         second.close()
 
 
-def test_what_is_touched_outlives_what_is_not() -> None:
+def test_touched_blocks_outlive_others() -> None:
     size = 256 << 10
     with mooncake_master(free_port(), "--default_kv_lease_ttl=100") as master:
         store = MooncakeStore(master, size + 4096, **SIZES)

@@ -90,7 +90,7 @@ def test_only_the_user_can_read_the_namespaces(tmp_path: Path) -> None:
     assert (tmp_path / "names").stat().st_mode & 0o777 == 0o600
 
 
-def test_what_a_full_disk_did_not_take_is_written_later(tmp_path: Path) -> None:
+def test_lines_that_a_full_disk_did_not_take_are_written_later(tmp_path: Path) -> None:
     path = tmp_path / "names"
     names = NamespaceFile(path)
     add(names, bytes(32), Namespace("model", "first"))

@@ -33,7 +33,7 @@ def test_the_directory_of_a_disk_tier_is_private(tmp_path: Path) -> None:
     disk(tmp_path / "disk").close()
 
 
-def test_what_does_not_exist_is_not_refused() -> None:
+def test_a_path_that_does_not_exist_is_not_refused() -> None:
     require_private(Path("/dev/null/below"))
     require_private(Path("/dev/shm/radixkv-does-not-exist"))
 

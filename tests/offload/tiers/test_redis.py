@@ -62,7 +62,7 @@ def test_a_scan_that_never_ends_is_aborted(server: RedisServer, monkeypatch: pyt
     assert scans
 
 
-def test_what_is_there_is_not_sent_again(server: RedisServer, client: redis.Redis) -> None:
+def test_stored_blocks_are_not_sent_again(server: RedisServer, client: redis.Redis) -> None:
     store_of(server).put([block(1, generation=3)])
     (name,) = client.keys()
     client.append(name, b"mark")
@@ -75,7 +75,7 @@ def test_what_is_there_is_not_sent_again(server: RedisServer, client: redis.Redi
     assert client.get(name) == stored(1, 4)
 
 
-def test_what_lies_under_a_key_and_is_no_object_is_replaced(server: RedisServer, client: redis.Redis) -> None:
+def test_a_value_that_is_no_object_is_replaced(server: RedisServer, client: redis.Redis) -> None:
     store = store_of(server)
     store.put([block(1)])
     (name,) = client.keys()

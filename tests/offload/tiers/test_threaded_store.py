@@ -134,7 +134,7 @@ def test_a_full_queue_refuses_at_once_and_cancelled_calls_are_in_it(backend: Gat
     store.close()
 
 
-def test_what_waits_when_a_store_closes_fails(backend: GatedBackend) -> None:
+def test_calls_that_wait_when_a_store_closes_fail(backend: GatedBackend) -> None:
     backend.num_readers = 1
     store = ThreadedStore(backend)
     running = store.get([])

@@ -97,7 +97,7 @@ def test_a_damaged_block_is_a_miss_that_is_logged_once(caplog: pytest.LogCapture
 
 
 @pytest.mark.parametrize(("is_shared", "deleted"), [(False, [key_of(1)]), (True, [])])
-def test_what_another_server_sealed_is_not_deleted(is_shared: bool, deleted: list[bytes]) -> None:
+def test_blocks_that_another_server_encrypted_are_not_deleted(is_shared: bool, deleted: list[bytes]) -> None:
     store = PendingStore()
     tier = Tier("redis", store, PAYLOAD_BYTES, is_shared=is_shared)
     store.answer.set_result([Loan(memoryview(stored(1, protection=BlockCipher(bytes(32)))))])

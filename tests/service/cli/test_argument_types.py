@@ -45,7 +45,7 @@ def test_a_count_means_the_same_everywhere(text, value):
 @pytest.mark.parametrize(
     "text", ["", "k", "Ki", "-1", "+1", "1.0005k", "1.5", ".5k", "1e3", "8kb", "8 k", "inf", "nan", "²"]
 )
-def test_what_is_no_count_is_refused(text):
+def test_a_value_that_is_no_count_is_refused(text):
     for kind in (whole, positive, count, capacities):
         with pytest.raises(argparse.ArgumentTypeError, match=r"^expected a whole number from [01]"):
             kind(text)
@@ -116,7 +116,7 @@ def test_token_ids_stand_between_commas_or_spaces(text):
 
 
 @pytest.mark.parametrize("text", ["", " ", "1,,2", "1,", "1;2", "1k"])
-def test_what_is_no_token_id_is_refused(text):
+def test_a_value_that_is_no_token_id_is_refused(text):
     with pytest.raises(argparse.ArgumentTypeError, match=r"^expected integers"):
         token_ids(text)
 

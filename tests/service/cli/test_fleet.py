@@ -48,7 +48,7 @@ def test_numbers_by_role_come_together_and_alone(flags, message, capsys) -> None
         "events.replay_endpoint=tcp://127.0.0.1:5558",
     ],
 )
-def test_what_only_a_single_server_has_is_refused(setting, capsys) -> None:
+def test_options_of_a_single_server_are_refused(setting, capsys) -> None:
     key, _, value = setting.partition("=")
     assert main(["fleet", "--set", setting]) == 2
     assert capsys.readouterr().err == f"radixkv: {key}: a fleet does not support it, got {value}; leave it out\n"

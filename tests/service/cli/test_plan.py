@@ -446,7 +446,7 @@ def test_small_sizes_are_bytes(capsys):
         ),
     ],
 )
-def test_what_is_missing_or_wrong_is_one_line_and_exit_code_2(capsys, arguments, message):
+def test_a_missing_or_wrong_option_is_one_line_and_exit_code_2(capsys, arguments, message):
     assert refusal(capsys, *arguments) == message
 
 

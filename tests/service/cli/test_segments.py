@@ -82,6 +82,6 @@ def test_the_contents_of_a_store_are_listed_by_namespace(capsys, engine):
 
 
 @pytest.mark.parametrize("wrong", [["--store", "host"], ["--all"], ["--page-token", "1-1"]])
-def test_what_makes_no_sense_is_refused_in_one_line(capsys, wrong):
+def test_inconsistent_options_are_refused_in_one_line(capsys, wrong):
     assert main(["segments", "--hottest", *wrong, "--address", "127.0.0.1:1"]) == 2
     assert capsys.readouterr().err.count("\n") == 1

@@ -108,7 +108,7 @@ def test_a_wrong_model_directory_is_one_line_before_torch_is_imported(tmp_path, 
         ("stores.shelf.place=x", "stores.shelf: expected the name of an installed package's entry point"),
     ],
 )
-def test_what_a_model_would_be_loaded_for_in_vain_is_refused_before_torch_is_imported(setting, message):
+def test_a_configuration_that_cannot_be_served_is_refused_before_torch_is_imported(setting, message):
     program = WITHOUT_TORCH + "sys.exit(main(['serve', '--port', '0', '--set', sys.argv[1]]))"
     code, out, err = launch("-P", "-c", program, setting)
     assert (code, out) == (2, "")

@@ -152,7 +152,7 @@ def test_a_limit_and_the_tokens_of_an_id_are_options(tmp_path: Path, tokenizer: 
         ('{"prompt": "x"}', ["--output", "/nowhere/trace"], "--output: expected a file that can be written, got"),
     ],
 )
-def test_what_can_not_be_converted_is_refused(
+def test_a_file_that_cannot_be_converted_is_refused(
     tmp_path: Path, capsys, tokenizer: Path, text: str, options: list[str], message: str
 ) -> None:
     texts = tmp_path / "texts"

@@ -110,7 +110,7 @@ def test_both_clients_send_the_same_bytes():
 @pytest.mark.parametrize(
     ("token_ids", "kind"), [([-1], ValueError), ([2**32], ValueError), ([0.5], TypeError), ([[1], [2]], ValueError)]
 )
-def test_what_is_no_prompt_never_reaches_the_wire(token_ids, kind):
+def test_an_invalid_prompt_is_never_sent(token_ids, kind):
     def talk(address):
         with Client(address) as client:
             for call in (client.prefill, client.probe):
@@ -257,7 +257,7 @@ def restarting(num_refusals):
 
 
 @pytest.mark.parametrize(("retries", "num_calls"), [(0, 1), (1, 2), (4, 3)])
-def test_what_is_unavailable_is_tried_again_only_if_asked_for(retries, num_calls):
+def test_unavailable_calls_are_retried_only_with_retries(retries, num_calls):
     with (
         restarting(num_refusals=2) as (servicer, address),
         Client(address, timeout_s=PATIENCE_S, retries=retries) as client,

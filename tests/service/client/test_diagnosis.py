@@ -131,7 +131,7 @@ def test_a_connection_that_is_closed_at_once(details: str) -> None:
         ),
     ],
 )
-def test_what_happened_to_a_call(code: grpc.StatusCode, details: str | None, kind: type, words: str) -> None:
+def test_the_explanation_of_a_failed_call(code: grpc.StatusCode, details: str | None, kind: type, words: str) -> None:
     found, text = explained(code, details)
     assert found is kind
     assert words in text

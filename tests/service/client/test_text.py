@@ -266,7 +266,7 @@ def test_a_chat_is_put_into_the_template_of_the_model(service, use):
     assert (service.requests[-1].prefill.tenant, list(service.requests[-1].stop)) == ("t", ["x"])
 
 
-def test_what_a_template_needs_is_passed_on(service, use, tmp_path):
+def test_arguments_of_the_template_are_passed_on(service, use, tmp_path):
     (tmp_path / "tokenizer.json").write_text(byte_level().definition)
     (tmp_path / "chat_template.jinja").write_text("{{ [messages, tools, documents, add_generation_prompt, think] }}")
     service.script = result_of([1])
@@ -277,7 +277,7 @@ def test_what_a_template_needs_is_passed_on(service, use, tmp_path):
     assert byte_level().decode(service.prompts()[0]) == expected
 
 
-def test_what_can_not_be_a_prompt_is_refused_before_it_is_sent(service, use):
+def test_text_that_cannot_be_a_prompt_is_refused_before_it_is_sent(service, use):
     with pytest.raises(TypeError, match=r"^temperature: expected a number, got 'hot'$"):
         use(lambda client: client.generate("a", temperature="hot"))
     with pytest.raises(TypeError, match="stop: expected a sequence of strings, got 'x'"):

@@ -78,7 +78,7 @@ def test_another_digest_is_refused(folder):
 
 
 @pytest.mark.parametrize("digest", ["", "0" * 63, "../" + "0" * 61, "0" * 63 + "\n", "A" * 64])
-def test_what_is_no_digest_names_no_folder(digest):
+def test_a_value_that_is_no_digest_names_no_folder(digest):
     with pytest.raises(ValueError, match="expected a digest of 64 hexadecimal digits"):
         stored_files(digest)
 

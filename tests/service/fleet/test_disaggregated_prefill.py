@@ -235,7 +235,7 @@ def test_a_reader_that_leaves_gives_the_lease_back() -> None:
 
 
 @pytest.mark.parametrize("change", ["read_cache", "write_cache", "prompt_logprobs"])
-def test_what_no_lease_could_bring_is_computed_where_it_is_generated(change: str) -> None:
+def test_a_prompt_whose_kv_cannot_be_fetched_is_computed_by_the_decode_replica(change: str) -> None:
     request = GenerateRequest()
     request.CopyFrom(REQUEST)
     if change == "prompt_logprobs":

@@ -156,7 +156,7 @@ def test_a_missing_batch_asks_for_a_snapshot():
     assert server.view.match([1, 2, 3], ["a"]) == [Hits(device=12)]
 
 
-def test_what_a_silent_server_had_is_forgotten_after_a_while():
+def test_the_blocks_of_a_silent_server_are_forgotten_after_30_s():
     cut = [refusal(grpc.StatusCode.UNAVAILABLE)]
     server = ScriptedServer([snapshot(5, 1), *cut], cut, cut, seconds_a_pause=16)
     server.run(before_the_last=lambda: server.view.match([1], ["a"]) == [Hits(device=4)])
@@ -187,7 +187,7 @@ EVENTS = (
 )
 
 
-def test_what_the_service_writes_is_read_as_it_was() -> None:
+def test_batches_are_read_as_the_service_writes_them() -> None:
     for part in (None, SnapshotPart(1, 3, 99)):
         batch = EventBatch(12, 3.5, EVENTS, part)
         read = batch_of(Message.FromString(EventServicer(None, 1)._write(batch, True)))  # type: ignore[arg-type]

@@ -101,7 +101,7 @@ def test_a_silent_replica_gets_nothing_unless_it_is_the_last() -> None:
     run(test)
 
 
-def test_replicas_come_and_go() -> None:
+def test_replicas_join_and_leave() -> None:
     async def test() -> None:
         seen = Seen("a", "b")
         before = dict(seen.connections)
@@ -119,7 +119,7 @@ def test_replicas_come_and_go() -> None:
     run(test)
 
 
-def test_calls_to_a_replica_that_leaves_go_on() -> None:
+def test_calls_to_a_replica_that_leaves_continue() -> None:
     async def test() -> None:
         seen = Seen("a", "b")
         seen.connections["a"].num_calls = 1
@@ -176,7 +176,7 @@ def test_a_tenant_waits_for_its_share_alone() -> None:
     run(test)
 
 
-def test_what_one_computed_another_one_decodes() -> None:
+def test_one_replica_decodes_what_another_has_computed() -> None:
     async def test() -> None:
         seen = Seen("a", "b")
         home = seen.state.route(RoutingRequest(tokens(0))).name

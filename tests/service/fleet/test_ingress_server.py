@@ -151,7 +151,7 @@ def test_a_route_names_a_replica_once() -> None:
     run(test)
 
 
-def test_what_a_fleet_has_not_is_refused_with_a_way_out() -> None:
+def test_calls_that_a_fleet_lacks_are_refused_with_an_alternative() -> None:
     async def test() -> None:
         async with fleet(1) as served, AsyncClient(served.address) as client:
             for call in (

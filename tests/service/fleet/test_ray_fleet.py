@@ -110,7 +110,7 @@ def test_a_killed_replica_costs_no_answer_and_is_restarted(fleet, client) -> Non
     wait_until(lambda: has_all(fleet) and len(set(replicas(fleet)) - set(before)) == 1)
 
 
-def test_what_one_replica_computed_another_one_decodes(fleet, client) -> None:
+def test_one_replica_decodes_what_another_one_has_computed(fleet, client) -> None:
     wait_until(lambda: has_all(fleet))
     ids, home = prompt(70), route(fleet, prompt(70), "acme").address
     with Client(home, timeout_s=PATIENCE_S) as replica:

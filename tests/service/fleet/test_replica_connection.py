@@ -39,7 +39,7 @@ def run(test) -> None:
     asyncio.run(asyncio.wait_for(test(), PATIENCE_S))
 
 
-def test_a_line_is_up_while_the_server_says_so() -> None:
+def test_a_connection_is_up_while_the_server_is_serving() -> None:
     async def test() -> None:
         async with serving(FakeEngine()) as (server, address), connection_to(address) as connection:
             await connection.check()
@@ -52,7 +52,7 @@ def test_a_line_is_up_while_the_server_says_so() -> None:
     run(test)
 
 
-def test_a_line_has_tls_and_knows_the_name_in_a_certificate(tmp_path) -> None:
+def test_a_connection_has_tls_and_knows_the_name_in_a_certificate(tmp_path) -> None:
     credential_files = CredentialFiles(tmp_path)
 
     async def test() -> None:
@@ -124,7 +124,7 @@ def test_a_call_to_a_replica_that_accepts_but_does_not_answer_is_abandoned(
     run(test)
 
 
-def test_a_line_recovers() -> None:
+def test_a_connection_recovers() -> None:
     async def test() -> None:
         async with serving(FakeEngine()) as (_, address), connection_to(address) as connection:
             check, connection._check_health = connection._check_health, Refusing(grpc.StatusCode.DEADLINE_EXCEEDED)
@@ -148,7 +148,7 @@ class Refusing:
         raise grpc.aio.AioRpcError(self._code, grpc.aio.Metadata(), grpc.aio.Metadata())
 
 
-def test_a_replica_that_refuses_to_tell_its_health_is_there() -> None:
+def test_a_replica_that_refuses_health_checks_counts_as_up() -> None:
     async def test() -> None:
         async with connection_to("127.0.0.1:1") as connection:
             connection._check_health = Refusing(grpc.StatusCode.RESOURCE_EXHAUSTED)
@@ -210,7 +210,7 @@ def test_an_unread_response_does_not_end_other_calls(monkeypatch: pytest.MonkeyP
     run(test)
 
 
-def test_what_is_awaited_ends_with_its_caller() -> None:
+def test_a_call_ends_with_the_task_that_awaits_it() -> None:
     async def test() -> None:
         async with connection_to("127.0.0.1:1") as connection:
             inner = asyncio.get_running_loop().create_future()

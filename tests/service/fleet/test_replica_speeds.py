@@ -65,7 +65,7 @@ def test_an_idle_replica_is_not_slow() -> None:
     assert speeds.compute_s("a") == pytest.approx(0.01)
 
 
-def test_what_differs_by_less_than_two_times_is_the_same() -> None:
+def test_speeds_that_differ_by_less_than_two_times_count_as_equal() -> None:
     speeds = SpeedTrial()
     speeds.respond("a", 1.0)
     speeds.respond("b", 1.9)

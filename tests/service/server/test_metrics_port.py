@@ -65,7 +65,7 @@ def test_a_scrape_finds_what_was_counted_and_what_the_engine_holds():
 
 
 @pytest.mark.parametrize("path", ["/page", "/metrics/", "/metric", "/favicon.ico", "/healthz/x", "/%2e%2e/etc/passwd"])
-def test_where_nothing_is_the_port_says_so(path):
+def test_unknown_paths_are_not_found(path):
     with telemetry("server.metrics_port=0").serving(FakeEngine()) as address:
         assert get(address, path)[:2] == (404, "Not Found\n")
 

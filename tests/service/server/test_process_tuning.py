@@ -26,7 +26,7 @@ def num_walked(things):
     return len({id(each) for each in things} & {id(each) for each in gc.get_objects()})
 
 
-def test_what_survives_a_full_collection_is_walked_no_more():
+def test_objects_that_survive_a_full_collection_are_not_traversed_again():
     with frozen_survivors():
         things = [Thing() for _ in range(1000)]
         assert num_walked(things) == 1000
@@ -50,7 +50,7 @@ def test_the_nodes_of_a_cache_are_walked_once_and_freed_when_evicted():
         assert gc.get_freeze_count() <= num_frozen - 100
 
 
-def test_what_is_frozen_goes_when_nothing_refers_to_it():
+def test_frozen_objects_are_freed_when_nothing_refers_to_them():
     with frozen_survivors():
         thing = Thing()
         gc.collect()

@@ -39,7 +39,7 @@ def test_every_service_is_healthy_once_started():
     assert asyncio.run(run()) == {SERVING}
 
 
-def test_what_is_there_before_serving_is_left_alone_by_garbage_collection(monkeypatch):
+def test_objects_from_before_serving_are_not_traversed_by_garbage_collection(monkeypatch):
     frozen = []
 
     async def serve(*_):

@@ -86,7 +86,7 @@ def test_a_new_error_takes_the_status_of_its_nearest_ancestor():
     assert status_of(Nearly("x")) is grpc.StatusCode.NOT_FOUND
 
 
-def test_what_is_not_raised_on_purpose_is_internal():
+def test_unexpected_exceptions_are_internal():
     assert status_of(KeyError("x")) is grpc.StatusCode.INTERNAL
 
 
@@ -98,7 +98,7 @@ def test_retry_after_is_whole_milliseconds_rounded_up(retry_after_s, text):
     assert trailing_metadata_of(error) == (("retry-after-ms", text),)
 
 
-def test_a_cause_goes_along_by_name():
+def test_a_cause_is_sent_by_name():
     assert trailing_metadata_of(errors.UnknownLease("x")) == ()
     assert trailing_metadata_of(errors.UnknownLease("x", cause=errors.Cause.KV_SOURCE)) == (
         ("radixkv-cause", "kv_source"),
@@ -168,7 +168,7 @@ def test_our_own_bugs_are_logged_with_their_traceback(caplog):
     [b"\xff\xff\xff\xff", b"\x0a\xff", b"\x0a\x03abc", b"\x12\x02\xc3\x28", b"\x12\x02a"],
     ids=["no key", "cut length", "ids of 3 bytes", "not UTF-8", "cut string"],
 )
-def test_bytes_that_do_not_parse_are_refused_and_the_server_goes_on(data):
+def test_bytes_that_do_not_parse_are_refused_and_the_server_continues(data):
     async def run():
         async with serving(FakeEngine()) as (_, address), grpc.aio.insecure_channel(address) as channel:
             call = channel.unary_unary(

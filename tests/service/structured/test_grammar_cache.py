@@ -62,7 +62,7 @@ def test_of_equals_the_account_that_asked_longest_ago_loses_its_text():
     assert [left(kept, each) for each in (A, B, C)] == ["p", "", "p"]
 
 
-def test_what_is_not_compiled_stays():
+def test_grammars_that_are_not_compiled_yet_stay():
     kept = GrammarCache(2)
     unfinished = [waiting(text) for text in "pqrs"]
     for each in unfinished:

@@ -38,7 +38,7 @@ def test_long_texts_are_refused_by_name(kind: str) -> None:
         ("3", "got int"),
     ],
 )
-def test_what_is_no_schema_is_refused_by_name(schema: str, got: str) -> None:
+def test_an_invalid_schema_is_refused_by_name(schema: str, got: str) -> None:
     with pytest.raises(InvalidRequest) as refused:
         text("json_schema", schema).lark()
     assert str(refused.value).startswith("my_field: expected a JSON schema, got ")
@@ -112,7 +112,7 @@ def test_the_error_for_a_grammar_without_a_first_rule_names_it(grammar: str) -> 
 
 
 @pytest.mark.parametrize("grammar", ["", "root ::= (", "\x00", "(" * 16_384])
-def test_what_is_no_grammar_is_refused_by_name(grammar: str) -> None:
+def test_an_invalid_grammar_is_refused_by_name(grammar: str) -> None:
     with pytest.raises(InvalidRequest, match=r"^my_field: expected "):
         follows(text("grammar", grammar), "a")
 

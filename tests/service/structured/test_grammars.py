@@ -104,7 +104,7 @@ def test_the_latest_texts_are_kept(compiled):
     assert len(made._cache) == MAX_CACHED
 
 
-def test_who_goes_away_takes_nothing_from_others(compiled):
+def test_a_caller_that_leaves_cancels_nothing_for_others(compiled):
     async def ask():
         made = grammars()
         with compiled[1]:
@@ -119,7 +119,7 @@ def test_who_goes_away_takes_nothing_from_others(compiled):
     assert compiled[0] == ["a+"]
 
 
-def test_who_waits_too_long_is_refused_and_the_rest_is_still_compiled(compiled, limits, monkeypatch):
+def test_a_caller_that_waits_too_long_is_refused_and_the_others_are_still_compiled(compiled, limits, monkeypatch):
     async def ask():
         made = grammars()
         with compiled[1]:
@@ -268,7 +268,7 @@ def test_a_text_is_compiled_for_each_tenant_so_that_none_learns_what_others_ask(
 
 
 @pytest.mark.parametrize("text", ["(a", "b" * (MAX_CHARS["regex"] + 1)])
-def test_what_is_wrong_is_refused_each_time(text, compiled):
+def test_an_invalid_grammar_is_refused_each_time(text, compiled):
     async def ask():
         made = grammars()
         for _ in range(2):

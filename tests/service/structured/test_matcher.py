@@ -61,7 +61,7 @@ def language(pattern: str) -> set[bytes]:
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
-def test_what_may_come_is_what_some_string_goes_on_with(pattern: str) -> None:
+def test_the_allowed_tokens_are_those_that_continue_some_string(pattern: str) -> None:
     strings = language(pattern)
     prefixes = {spelled[:upto] for spelled in strings for upto in range(len(spelled) + 1)}
     ready = constraint(pattern)
@@ -103,7 +103,7 @@ def test_answers_are_followed_by_themselves() -> None:
     assert np.flatnonzero(ready.start(frozenset()).allowed()).tolist() == [0, 1, 6, 7, 13]
 
 
-def test_what_may_come_is_found_once_a_token() -> None:
+def test_the_allowed_tokens_are_computed_once_per_token() -> None:
     now_s = itertools.count()
     ready = GrammarConstraint(GrammarText("regex", "regex", "a*"), VOCABULARY, clock=lambda: 0.0 * next(now_s))
     matcher, before = ready.start(frozenset()), next(now_s)
@@ -113,7 +113,7 @@ def test_what_may_come_is_found_once_a_token() -> None:
     assert next(now_s) == before + 3, "two times of one search"
 
 
-def test_what_takes_too_long_is_refused_by_name() -> None:
+def test_a_grammar_that_takes_too_long_is_refused_by_name() -> None:
     now_s = itertools.count(step=2 * MAX_MASK_S)
     with pytest.raises(InvalidRequest, match=r"^regex: expected one whose token mask takes at most 1 s, got 2.0 s$"):
         GrammarConstraint(GrammarText("regex", "regex", "a*"), VOCABULARY, clock=lambda: next(now_s))
@@ -136,7 +136,7 @@ def test_what_takes_too_long_is_refused_by_name() -> None:
         ("json_schema", '{"$ref": "#"}', "its token mask can't be computed"),
     ],
 )
-def test_what_nothing_can_follow_is_refused_by_name(kind: str, text: str, reason: str) -> None:
+def test_a_grammar_that_no_text_can_follow_is_refused_by_name(kind: str, text: str, reason: str) -> None:
     with pytest.raises(InvalidRequest) as refused:
         constraint(text, kind)
     assert str(refused.value).startswith(f"{kind}: ")

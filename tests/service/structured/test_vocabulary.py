@@ -52,6 +52,6 @@ def test_a_model_may_have_more_tokens_than_its_tokenizer_or_less(tokenizer, voca
     assert not matcher.allowed()[512:].any()
 
 
-def test_what_is_no_tokenizer_is_refused():
+def test_files_that_are_no_tokenizer_are_refused():
     with pytest.raises(ValueError, match=r"."):
         Vocabulary.of('{"version": "1.0"}', 512, ())

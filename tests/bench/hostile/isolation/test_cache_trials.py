@@ -7,7 +7,7 @@ def test_no_namespace_finds_what_another_has():
     assert search(2000, 3) == Isolation(trials=2000, cross_hits=0, controls=100, control_hits=100)
 
 
-def test_a_cache_that_joins_names_is_seen(monkeypatch):
+def test_a_cache_that_joins_names_is_detected(monkeypatch):
     joined = [Namespace("".join(names)) for names in cache_trials.NAMESPACES]
     monkeypatch.setattr(cache_trials, "NAMESPACES", joined)
     assert search(2000, 3).cross_hits > 0

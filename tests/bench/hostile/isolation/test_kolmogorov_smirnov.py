@@ -4,12 +4,12 @@ import pytest
 from bench.hostile.isolation.kolmogorov_smirnov import p_value
 
 
-def test_samples_of_one_distribution_are_taken_for_such():
+def test_samples_of_one_distribution_have_a_high_p_value():
     numbers = np.random.default_rng(1)
     assert p_value(numbers.normal(size=250), numbers.normal(size=250)) > 0.05
 
 
-def test_a_shift_by_half_a_deviation_is_seen():
+def test_a_shift_by_half_a_deviation_is_detected():
     numbers = np.random.default_rng(1)
     assert p_value(numbers.normal(size=250), numbers.normal(size=250) + 0.5) < 1e-4
 

@@ -64,7 +64,7 @@ def test_a_worker_that_says_nothing_is_killed() -> None:
         assert not worker.is_running
 
 
-def test_what_a_worker_started_in_a_session_of_its_own_is_gone_too(tmp_path: Path) -> None:
+def test_processes_that_a_worker_started_in_a_session_of_their_own_end_too(tmp_path: Path) -> None:
     file = tmp_path / "pid"
     with fake_process(mode=f"child {file}") as worker:
         worker.wait_until_ready()

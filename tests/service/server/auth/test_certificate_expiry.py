@@ -16,6 +16,6 @@ def test_the_expiry_of_a_certificate_is_read(year: int) -> None:
 
 
 @pytest.mark.parametrize("pem", [b"", b"-----BEGIN CERTIFICATE-----\nMAA=\n-----END CERTIFICATE-----\n"])
-def test_what_is_not_a_certificate_is_refused(pem: bytes) -> None:
+def test_bytes_that_are_no_certificate_are_refused(pem: bytes) -> None:
     with pytest.raises(ValueError):
         expiry_of(pem)

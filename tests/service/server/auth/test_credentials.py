@@ -82,7 +82,7 @@ def test_an_expiry_without_a_zone_is_in_utc(text, seconds):
         (entry() + entry(token_sha256=f'"{"0b" * 32}"'), "another entry has the same name, token or certificate"),
     ],
 )
-def test_what_can_not_be_meant_is_refused_without_its_values(text, message):
+def test_invalid_entries_are_refused_without_their_values(text, message):
     with pytest.raises(ConfigError, match=message) as caught:
         parse_credentials(text)
     assert "secret" not in str(caught.value)

@@ -79,7 +79,7 @@ def test_an_empty_cache_is_sent_as_well():
     assert (empty.snapshot.index, empty.snapshot.count, empty.snapshot.blocks) == (0, 1, 0)
 
 
-def test_what_changes_follows_by_one_with_parents_before_children():
+def test_changes_follow_one_by_one_with_parents_before_children():
     async def talk(subscribe, source, _):
         call = subscribe()
         first = await next_batch(call)

@@ -143,7 +143,7 @@ def test_neutral_values_pass():
         ("data_parallel_rank", -1),
     ],
 )
-def test_what_a_request_may_not_ask_for(field, value):
+def test_requests_with_unsupported_fields_are_refused(field, value):
     with pytest.raises(InvalidRequest, match=rf"^{field}: (expected .*, got |radixkv does not support this field)"):
         asked(**{field: value})
 
@@ -159,7 +159,7 @@ def test_what_a_request_may_not_ask_for(field, value):
         ("stop_token_ids", [1] * 1025),
     ],
 )
-def test_what_sampling_may_not_ask_for(field, value):
+def test_unsupported_sampling_fields_are_refused(field, value):
     with pytest.raises(InvalidRequest, match=rf"^{field}: (expected .*, got |radixkv does not support this field)"):
         sampling_of(**{field: value})
 
@@ -172,7 +172,7 @@ def test_values_out_of_range_are_left_to_the_engine_which_names_them(field, valu
         sampling_of(**{field: value}).validate(LIMITS.vocab_size)
 
 
-def test_what_an_answer_must_follow():
+def test_the_constraint_of_a_request():
     assert asked().grammar is None
     assert asked({"json_object": False}).grammar is None
     for kind in ("json_schema", "regex", "grammar"):

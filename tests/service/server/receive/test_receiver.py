@@ -301,7 +301,7 @@ def test_messages_that_bring_no_prompt_are_small():
     assert details == "request: expected at most 4096 bytes without a prompt, got 5003"
 
 
-def test_what_strangers_hold_is_not_counted_for_the_tenant_without_a_name():
+def test_memory_of_unauthenticated_callers_is_not_charged_to_the_unnamed_tenant():
     async def run():
         async with (
             serving(FakeEngine(), max_held_bytes=1000) as (_, address),

@@ -30,7 +30,7 @@ def of_gateway(**sampling):
         (of_gateway(logprobs=4), 0),
     ],
 )
-def test_what_is_asked_for_counts_three_times_and_other_answers_only_once_they_are_there(request_, num_bytes):
+def test_requested_values_count_three_times_and_generated_tokens_when_they_exist(request_, num_bytes):
     assert response_bytes(request_, 1000) == num_bytes
 
 

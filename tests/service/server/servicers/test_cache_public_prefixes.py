@@ -59,7 +59,7 @@ def test_both_clients_register_list_and_unregister() -> None:
         (lambda client: client.public.unregister("p"), "NOT_FOUND", "name: expected the name of a public prefix"),
     ],
 )
-def test_what_is_wrong_is_refused_by_name(call: Callable[[Client], object], status: str, words: str) -> None:
+def test_invalid_requests_are_refused_by_name(call: Callable[[Client], object], status: str, words: str) -> None:
     def ask(address: str) -> Any:
         with Client(address) as client:
             return refused(lambda: call(client))

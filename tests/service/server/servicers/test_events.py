@@ -38,7 +38,7 @@ async def status_at_the_end(batches) -> grpc.StatusCode:
     return caught.value.code()
 
 
-def test_a_stream_begins_with_all_blocks_and_goes_on():
+def test_a_stream_begins_with_all_blocks_and_continues():
     async def test():
         engine = with_events()
         engine.events.store(1, 2, 3, 4, 5, 6, 7, 8)
@@ -161,7 +161,7 @@ def test_a_blocking_client_replays_from_its_number():
     assert serve_and_call(engine, read) == [last - 2, last - 1, last]
 
 
-def test_a_slow_reader_gets_data_loss_and_others_go_on():
+def test_a_slow_reader_gets_data_loss_and_others_continue():
     async def test():
         engine = with_events(max_batches=8)
         async with (

@@ -92,7 +92,7 @@ def test_every_field_of_a_generation_reaches_the_engine():
     assert params.retention == Retention(80)
 
 
-def test_what_is_not_said_is_greedy_and_sixteen_tokens():
+def test_the_defaults_are_greedy_decoding_and_sixteen_tokens():
     async def talk(client, engine):
         await read(client.generate([1]))
         await read(client.generate([1]))
@@ -167,7 +167,7 @@ def pairs(answer):
     return zip(answer.token_ids, answer.logprobs, strict=True)
 
 
-def test_what_answers_follow_is_compiled_for_each_tenant(monkeypatch):
+def test_grammars_are_compiled_for_each_tenant(monkeypatch):
     compiled = []
     monkeypatch.setattr(Grammars, "_load_vocabulary", lambda *_: "read")
     monkeypatch.setattr(Grammars, "_compile", lambda _, text, __: compiled.append(text.text))
@@ -333,7 +333,7 @@ def test_a_refusal_and_a_failure_have_their_statuses():
     assert held.details() == "tenant: expected at most 256 characters, got 257"
 
 
-def test_a_caller_that_goes_away_cancels_its_generation():
+def test_a_caller_that_disconnects_cancels_its_generation():
     async def talk(client, engine):
         stream = client.generate([1], max_new_tokens=3)
         await anext(stream)
@@ -353,7 +353,7 @@ def test_a_deadline_ends_a_generation():
     assert calling(talk, FakeEngine(is_gated=True)) == (grpc.StatusCode.DEADLINE_EXCEEDED, True)
 
 
-def test_what_the_engine_cancels_is_unavailable():
+def test_requests_that_the_engine_cancels_are_unavailable():
     async def talk(client, engine):
         call = asyncio.create_task(refusal_of(client.generate([1], max_new_tokens=3)))
         assert await becomes_true(lambda: len(engine.futures) == 1)
@@ -414,7 +414,7 @@ def test_the_blocking_client_generates_and_closing_it_cancels():
         ({"timeout_s": "soon"}, ValueError, "timeout_s: expected more than 0 and less than"),
     ],
 )
-def test_what_does_not_fit_is_refused_by_name_before_anything_is_sent(fields, kind, message):
+def test_options_that_do_not_fit_are_refused_by_name_before_anything_is_sent(fields, kind, message):
     with Client("127.0.0.1:1") as client, pytest.raises(kind) as refused:
         client.generate([1], **fields)
     assert str(refused.value).startswith(message)

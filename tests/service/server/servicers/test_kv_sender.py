@@ -216,7 +216,7 @@ def test_queued_generations_of_a_tenant_do_not_keep_other_tenants_from_fetching(
     assert taken <= 4 * NUM_BLOCKS * PAYLOAD_BYTES
 
 
-def test_what_is_not_there_gives_its_room_back_at_once() -> None:
+def test_missing_blocks_return_their_room_at_once() -> None:
     sending = FakeTransfer()
     sending.faults = [lambda found: LeaseBlocks(found.blocks[:4], found.block_ids[:4])]
     assert fetched(sending) == ((0, [0, 1, 2, 3]), 4 * PAYLOAD_BYTES)
@@ -227,7 +227,7 @@ def test_large_blocks_come_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     assert fetched(FakeTransfer())[0] == (0, list(range(NUM_BLOCKS)))
 
 
-def test_a_stream_that_breaks_off_goes_on_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_stream_is_resumed_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_sender, "_SLICE_BYTES", PAYLOAD_BYTES)  # a block a call
     sending = FakeTransfer()
     sending.faults = [None, None, None, RuntimeError("broken")]
@@ -373,7 +373,7 @@ def test_blocks_of_a_shared_store_come_as_handles_and_are_loaded_there() -> None
     assert (stores.num_loaded, sending.num_reads) == (4, 2)
 
 
-def test_what_can_not_be_loaded_is_fetched() -> None:
+def test_blocks_that_cannot_be_loaded_are_fetched() -> None:
     sending, stores = FakeTransfer(), FakeStores(reported=(), missing=(1, 2, 5))
     sending.stores = FakeStores(reported=range(NUM_BLOCKS))
     assert fetched(sending, stores=stores)[0] == (0, list(range(NUM_BLOCKS)))

@@ -34,7 +34,7 @@ def test_slices_have_all_rows_and_few_numbers(num_rows: int, num_top: int) -> No
     assert num_numbers(rows) == num_rows * (1 + num_top)
 
 
-def test_the_loop_goes_on_while_pieces_are_written() -> None:
+def test_the_loop_continues_while_pieces_are_written() -> None:
     async def run() -> bytes:
         pieces = Gated()
         written = asyncio.create_task(ResponseWriter().joined(pieces))

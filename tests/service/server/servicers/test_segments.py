@@ -128,7 +128,7 @@ def test_pages_are_made_of_a_bounded_number_of_calls(engine, monkeypatch):
     assert second.next_page_token == ""
 
 
-def test_what_makes_no_sense_is_refused(engine):
+def test_inconsistent_requests_are_refused(engine):
     def talk(address):
         with Client(address, timeout_s=PATIENCE_S) as client:
             token = client.segments(page_size=1).next_page_token

@@ -133,7 +133,7 @@ def test_all_answers_to_a_prompt_end_by_themselves():
         ({"stop": ["a"], "model_path": None}, "stop: the model has no tokenizer, which stop strings require"),
     ],
 )
-def test_what_can_not_be_looked_for_is_refused_before_the_engine_is_asked(options, message):
+def test_stop_strings_that_cannot_be_matched_are_refused_before_the_engine_is_called(options, message):
     engine = FakeEngine()
     with pytest.raises(grpc.RpcError) as refused:
         generating(engine=engine, **options)

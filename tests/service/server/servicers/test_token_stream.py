@@ -56,7 +56,7 @@ def test_tokens_that_wait_are_sent_together():
     assert (other.token_ids, other.logprobs) == ([1], ())
 
 
-def test_what_arrives_while_others_are_sent_is_taken_with_them_and_is_no_update():
+def test_tokens_that_arrive_while_others_are_sent_are_sent_with_them():
     async def run():
         line = Line()
         await line.receive(0, chunk_of(1))
@@ -141,7 +141,7 @@ def test_an_account_that_leaves_too_much_unread_loses_the_call_and_others_do_not
     assert (num_cancels, num_other_cancels, left) == (1, 0, 0)
 
 
-def test_what_comes_after_the_end_is_not_held():
+def test_tokens_after_the_end_are_not_held():
     async def run():
         line = Line()
         await line.receive(0, chunk_of(1))
