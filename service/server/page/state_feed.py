@@ -111,6 +111,8 @@ class StateFeed:
             "priority": segment.priority,
             "is_retained": segment.is_retained,
             "expires_in_s": segment.expires_in_s,
+            "session": segment.session_id,
+            "awaits": segment.awaits.name.lower(),
         }
 
 

@@ -5,12 +5,13 @@ from types import SimpleNamespace
 
 import pytest
 
+from radixkv.api.awaits import Awaits
 from radixkv.api.stats import TierStats
 from radixkv.errors import Draining
 from radixkv.namespace import Namespace
 from radixkv.service.server.page import state_feed
 from radixkv.service.server.page.state_feed import MAX_CELLS, StateFeed, block_map
-from tests.fakes import FakeClock, publish
+from tests.fakes import FakeClock, publish, spell
 from tests.service.fake_engine import FakeEngine
 
 
@@ -38,6 +39,14 @@ def test_a_state_has_what_the_engine_holds(engine):
     assert (first["parent"], first["start"], first["tokens"], first["has_salt"]) == (None, 0, 4, True)
     assert [(each["parent"], each["start"]) for each in others] == [(first["id"], 4)] * 2
     assert state["block_map"]["cells"].count([0, 0, 1]) == 3
+
+
+def test_a_segment_names_the_session_that_alone_has_used_it(engine):
+    with engine.cache.lease(Namespace("model", "a"), spell("klmnop"), session_id="build-42") as lease:
+        lease.commit(6)
+        lease.awaits = Awaits.TOOL
+    segments = json.loads(StateFeed(engine).state())["segments"]
+    assert {(each["session"], each["awaits"]) for each in segments} == {("", "unknown"), ("build-42", "tool")}
 
 
 def test_a_state_has_what_the_stores_hold(engine):
