@@ -45,7 +45,7 @@ class ChatTemplate:
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = lambda form: now().strftime(form)
         environment.globals["dict"] = _Dict()
-        environment.globals["namespace"] = _Namespace
+        environment.globals["namespace"] = _TemplateNamespace
         self._special_tokens = special_tokens
         self._written_roles: set[tuple[str, bool]] = set()
         try:
@@ -169,7 +169,7 @@ class _Dict:
         return dict.fromkeys(*args)
 
 
-class _Namespace(Namespace):
+class _TemplateNamespace(Namespace):
     """`namespace` in templates, without access to Python's attributes."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:

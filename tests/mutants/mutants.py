@@ -250,8 +250,13 @@ CACHE_MUTANTS = (
     Mutant("cache/retained_nodes.py", "node.expiry_entry[0] >= expires_s", "node.expiry_entry[0] < expires_s"),
     Mutant("cache/lease.py", "            state.retained.end_after(node, num_old_blocks)\n", "            pass\n"),
     Mutant("cache/lease.py", " or self.is_revoked:", ":"),
-    Mutant("cache/prefix_cache.py", "            self._queue.requeue(node)\n", "            pass\n"),
-    Mutant("cache/eviction_queue.py", "(leaf.priority, self._policy.key(leaf), ", "(50, self._policy.key(leaf), "),
+    Mutant("cache/prefix_cache.py", "        for node in nodes:\n            self._queue.requeue(node)\n", ""),
+    Mutant(
+        "cache/prefix_cache.py",
+        "node.awaits = Awaits.NOTHING\n            self._queue.requeue(node)\n",
+        "node.awaits = Awaits.NOTHING\n",
+    ),
+    Mutant("cache/eviction_queue.py", "(_rank(leaf), self._policy.key(leaf), ", "(50, self._policy.key(leaf), "),
     Mutant("cache/evicted_prefixes.py", "            self._reasons.popitem(last=False)\n", "            pass\n"),
     Mutant(
         "cache/eviction_queue.py",
