@@ -29,6 +29,7 @@ from bench.hostile.attacks.by_name import ATTACKS
 from bench.hostile.trial import Trial, measure
 from bench.hostile.verdict import broken_bounds, memory_budget_mb
 from bench.parts.environment import describe_run
+from bench.parts.peers.workers.http_engine import free_port
 from bench.parts.result_file import write_json
 from bench.parts.server_process import ServerProcess
 from radixkv.config import Config
@@ -54,6 +55,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--step-ms", type=float, default=0.0, help="time of each step of the model; default 0")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
+    if options.apart and any(ATTACKS[name].is_http for name in options.attacks):
+        parser.error("--apart: expected attacks on the gRPC port, since both servers would have the same HTTP port")
     command = shlex.join(["python", "-m", "bench.hostile", *(sys.argv[1:] if arguments is None else arguments)])
     parameters = {name: vars(options)[name] for name in ("seconds", "settings", "apart", "equal_priority", "step_ms")}
     print(_HEADING)
@@ -67,7 +70,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _row(name: str, options: argparse.Namespace) -> dict[str, Any]:
     attack, seconds = ATTACKS[name], options.seconds
-    settings = [*attack.settings, *options.settings]
+    http_port = free_port() if attack.is_http else None
+    settings = [*attack.settings, *options.settings, *([f"server.http_port={http_port}"] if http_port else [])]
     command = [sys.executable, "-m", "bench.parts.null_service", "engine", "--vocab-size", str(attack.vocab_size)]
     command += ["--step-ms", str(options.step_ms)]
     command += [word for setting in settings for word in ("--set", setting)]
@@ -75,10 +79,17 @@ def _row(name: str, options: argparse.Namespace) -> dict[str, Any]:
     load = os.getloadavg()[0]
     with process as address, ServerProcess(command) if options.apart else contextlib.nullcontext() as other:
         assert process.pid is not None, "a server that listens has a process"
+        http_address = f"127.0.0.1:{http_port}" if http_port else ""
         attacked = None if other is None else Target(other, seconds)
         has_low_priority = not options.equal_priority
         trial = asyncio.run(
-            measure(name, Target(address, seconds), process.pid, attacked, has_low_priority=has_low_priority)
+            measure(
+                name,
+                Target(address, seconds, http_address=http_address),
+                process.pid,
+                attacked,
+                has_low_priority=has_low_priority,
+            )
         )
     budget_mb = memory_budget_mb(Config.load(None, settings).server, attack.num_connections)
     broken = broken_bounds(trial, budget_mb)

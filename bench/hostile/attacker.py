@@ -1,6 +1,6 @@
 """Runs an attacker in its own process, so that its CPU time and memory are not counted as the server's.
 
-python -m bench.hostile.attacker NAME ADDRESS SECONDS SCALE
+python -m bench.hostile.attacker NAME ADDRESS SECONDS SCALE HTTP_ADDRESS
 
 The process prepares the attack, prints a line, waits for a line on stdin, attacks, and prints what it observed as JSON.
 """
@@ -31,7 +31,7 @@ class AttackerProcess:
 
     def __init__(self, name: str, target: Target, *, has_low_priority: bool) -> None:
         self._has_low_priority = has_low_priority
-        self._arguments = [name, target.address, str(target.seconds), str(target.scale)]
+        self._arguments = [name, target.address, str(target.seconds), str(target.scale), target.http_address]
         self._max_s = target.seconds + _ATTACK_TIMEOUT_S
         self._process: asyncio.subprocess.Process
 
@@ -73,8 +73,8 @@ class AttackerProcess:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Prepare an attack, and run it after a line on stdin."""
-    name, address, seconds, scale = sys.argv[1:] if arguments is None else arguments
-    target, attack = Target(address, float(seconds), float(scale)), ATTACKS[name]
+    name, address, seconds, scale, http_address = sys.argv[1:] if arguments is None else arguments
+    target, attack = Target(address, float(seconds), float(scale), http_address), ATTACKS[name]
     prepared = asyncio.run(attack.prepare(target)) if attack.prepare else {}
     print(json.dumps(prepared), flush=True)
     sys.stdin.readline()

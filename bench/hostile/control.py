@@ -34,7 +34,8 @@ _BURSTS = ("stalled", "unread", "cancels")
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the attacks, each on a new server; print a line for each, and write JSON."""
     parser = argparse.ArgumentParser(description="Attack a gRPC server that does nothing but respond.")
-    parser.add_argument("--attacks", nargs="+", choices=ATTACKS, default=list(_BURSTS))
+    on_grpc = [name for name, attack in ATTACKS.items() if not attack.is_http]
+    parser.add_argument("--attacks", nargs="+", choices=on_grpc, default=list(_BURSTS))
     parser.add_argument("--seconds", type=float, default=8.0, help="seconds of each attack; default 8")
     parser.add_argument(
         "--equal-priority", action="store_true", help="run attackers with the same priority as server and client"
@@ -69,9 +70,7 @@ async def measure(name: str, target: Target, *, has_low_priority: bool) -> dict[
     alone = await calls_alone(target)
     async with AttackerProcess(name, target, has_low_priority=has_low_priority) as attacker:
         await attacker.prepared()
-        under_attack, observed = await asyncio.gather(
-            well_behaved_calls(target.address, target.seconds, 2), attacker.attack()
-        )
+        under_attack, observed = await asyncio.gather(well_behaved_calls(target, target.seconds, 2), attacker.attack())
     return {"attack": name, "alone": asdict(alone), "under_attack": asdict(under_attack), "observed": observed}
 
 

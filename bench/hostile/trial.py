@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 from collections import Counter
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
+import aiohttp
 import grpc.aio
 import numpy as np
+import numpy.typing as npt
 
 from bench.hostile.attacker import AttackerProcess
 from bench.hostile.attacks.attack import Figures, Target
@@ -18,6 +23,8 @@ from radixkv.v1.cache_pb2 import StatsResponse
 
 _PERIOD_S = 0.05
 _NUM_TOKENS = 120
+_TENANT = "well-behaved"
+_TIMEOUT_S = 60.0
 _WARM_UP_S = 1.0
 _IDLE_TIMEOUT_S = 30.0
 
@@ -28,7 +35,7 @@ class Latencies:
 
     Attributes:
         p50_ms, p99_ms: latency of the answered calls; None if none was answered.
-        step_ms: median time that the server computed for a call.
+        step_ms: median time that the server computed for a call; 0 over HTTP, which does not report it.
         calls: prompts sent.
         refusals: prompts that were not answered.
         statuses: number of calls by status and error message.
@@ -66,28 +73,31 @@ class Trial:
     idle_after_s: float | None
 
 
-async def well_behaved_calls(address: str, seconds: float, seed: int) -> Latencies:
+async def well_behaved_calls(target: Target, seconds: float, seed: int) -> Latencies:
     """Send a new prompt every 50 ms, for a tenant that no attacker uses, and measure the answers."""
     loop, numbers = asyncio.get_running_loop(), np.random.default_rng(seed)
     took_ms: list[float] = []
     steps_ms: list[float] = []
     statuses: Counter[str] = Counter()
 
-    async def call(client: AsyncClient) -> None:
+    async def call(prompts: _Prompts) -> None:
         start_s = loop.time()
         try:
-            answer = await client.prefill(numbers.integers(1, 200, _NUM_TOKENS), tenant="well-behaved", timeout_s=60)
+            step_ms = await prompts.send(numbers.integers(1, 200, _NUM_TOKENS))
         except grpc.aio.AioRpcError as error:
             statuses[f"{error.code().name}: {error.details()}"] += 1
             return
+        except aiohttp.ClientError as error:
+            statuses[f"{type(error).__name__}: {error}"] += 1
+            return
         statuses["OK"] += 1
         took_ms.append((loop.time() - start_s) * 1000)
-        steps_ms.append(answer.timing.prefill_us / 1000)
+        steps_ms.append(step_ms)
 
-    async with AsyncClient(address) as client:
+    async with _prompts_of(target) as prompts:
         calls = []
         for _ in range(max(1, round(seconds / _PERIOD_S))):
-            calls.append(asyncio.create_task(call(client)))
+            calls.append(asyncio.create_task(call(prompts)))
             await asyncio.sleep(_PERIOD_S)
         await asyncio.gather(*calls)
     return Latencies(
@@ -100,10 +110,53 @@ async def well_behaved_calls(address: str, seconds: float, seed: int) -> Latenci
     )
 
 
+class _Prompts(Protocol):
+    """Sends prompts to a server."""
+
+    async def send(self, token_ids: npt.NDArray[np.int64]) -> float:
+        """Send a prompt, and wait for its answer. Returns the milliseconds that the server computed, if it says so."""
+        ...
+
+
+@contextlib.asynccontextmanager
+async def _prompts_of(target: Target) -> AsyncIterator[_Prompts]:
+    if target.http_address:
+        timeout = aiohttp.ClientTimeout(_TIMEOUT_S)
+        # Each prompt has a new connection, so that a crowd at the port delays it.
+        connector = aiohttp.TCPConnector(limit=0, force_close=True)
+        async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
+            yield _HttpPrompts(session, target.http_address)
+    else:
+        async with AsyncClient(target.address) as client:
+            yield _GrpcPrompts(client)
+
+
+class _GrpcPrompts:
+    def __init__(self, client: AsyncClient) -> None:
+        self._client = client
+
+    async def send(self, token_ids: npt.NDArray[np.int64]) -> float:
+        answer = await self._client.prefill(token_ids, tenant=_TENANT, timeout_s=_TIMEOUT_S)
+        return float(answer.timing.prefill_us / 1000)
+
+
+class _HttpPrompts:
+    def __init__(self, session: aiohttp.ClientSession, address: str) -> None:
+        self._session = session
+        self._url = f"http://{address}/v1/completions"
+
+    async def send(self, token_ids: npt.NDArray[np.int64]) -> float:
+        body = {"prompt": token_ids.tolist(), "max_tokens": 1}
+        headers = {"radixkv-tenant": _TENANT}
+        async with self._session.post(self._url, json=body, headers=headers, raise_for_status=True) as response:
+            await response.read()
+        return 0.0
+
+
 async def calls_alone(target: Target) -> Latencies:
     """Measure the well-behaved client without an attack, for the duration of one, after a warm-up of a second."""
-    await well_behaved_calls(target.address, min(_WARM_UP_S, target.seconds), 0)
-    return await well_behaved_calls(target.address, target.seconds, 1)
+    await well_behaved_calls(target, min(_WARM_UP_S, target.seconds), 0)
+    return await well_behaved_calls(target, target.seconds, 1)
 
 
 async def measure(
@@ -125,9 +178,7 @@ async def measure(
         AttackerProcess(name, attacked or target, has_low_priority=has_low_priority) as attacker,
     ):
         prepared = await attacker.prepared()
-        under_attack, observed = await asyncio.gather(
-            well_behaved_calls(target.address, target.seconds, 2), attacker.attack()
-        )
+        under_attack, observed = await asyncio.gather(well_behaved_calls(target, target.seconds, 2), attacker.attack())
         idle_after_s = await _seconds_to_idle(target.address)
     return Trial(name, prepared, observed, alone, under_attack, idle_mb, peak.max_mb, resident_mb(pid), idle_after_s)
 

@@ -136,7 +136,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     else:
         keep_freed_memory()  # as `radixkv serve` does
         config = Config.load(None, ["server.port=0", *options.settings])
-        run(build_null_engine(config, options.vocab_size, options.step_ms / 1000), config.server)
+        tokenizer_path = None if config.server.http_port is None else "tiny"  # the HTTP port requires a tokenizer
+        run(build_null_engine(config, options.vocab_size, options.step_ms / 1000), config.server, tokenizer_path)
 
 
 if __name__ == "__main__":

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable
 from typing import Any
 
-from aiohttp import web
+from aiohttp import StreamReader, web
 
 from radixkv.errors import InvalidRequest
+
+_MAX_HEAD_BYTES = 65_536
+_END_OF_HEAD = b"\r\n\r\n"
+_TOO_LARGE = (
+    b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-type: application/json\r\nconnection: close\r\n"
+    b"content-length: %d\r\n\r\n"
+)
 
 # Returns the response to a request that failed.
 Failure = Callable[[web.BaseRequest, Exception], web.Response]
@@ -21,6 +29,8 @@ class NotHttp(InvalidRequest):
 class HttpConnection(web.RequestHandler):
     """One connection. What aiohttp refuses by itself, as plain text, gets a response in the form of the APIs.
 
+    aiohttp limits each header, and their number, but not all of them together; this class does.
+
     Args:
         server: the server that the connection belongs to.
         failure: returns the response to a request that failed.
@@ -28,7 +38,7 @@ class HttpConnection(web.RequestHandler):
         options: further arguments of `web.RequestHandler`.
     """
 
-    __slots__ = ("_failure",)
+    __slots__ = ("_content", "_end_of_data", "_failure", "_has_head", "_num_head_bytes")
 
     def __init__(self, server: web.Server, failure: Failure, max_header_bytes: int, **options: Any) -> None:
         super().__init__(
@@ -39,6 +49,37 @@ class HttpConnection(web.RequestHandler):
             **options,
         )
         self._failure = failure
+        self._has_head = False  # all headers of the current request have arrived
+        self._num_head_bytes = 0
+        self._end_of_data = b""
+        self._content: StreamReader | None = None  # the body of the current request
+
+    def note_request(self, content: StreamReader) -> None:
+        """Record that a request with this body is answered now."""
+        self._content = content
+
+    def data_received(self, data: bytes) -> None:
+        """Take what arrived. Answers 431 and closes the connection if the headers of a request are too large."""
+        if self._content is not None and self._content.is_eof():
+            self._content, self._has_head, self._num_head_bytes, self._end_of_data = None, False, 0, b""
+        if not self._has_head:
+            end = (self._end_of_data + data).find(_END_OF_HEAD)
+            self._has_head = end >= 0
+            self._num_head_bytes += end if self._has_head else len(data)
+            self._end_of_data = data[1 - len(_END_OF_HEAD) :]
+            if self._num_head_bytes > _MAX_HEAD_BYTES:
+                self._refuse_head()
+                return
+        super().data_received(data)
+
+    def _refuse_head(self) -> None:
+        if self.transport is None:
+            return
+        message = f"request: expected headers of at most {_MAX_HEAD_BYTES} bytes together, got more"
+        error = {"type": "invalid_request_error", "message": message, "param": None, "code": None}
+        body = json.dumps({"type": "error", "error": error}).encode()
+        self.transport.write(_TOO_LARGE % len(body) + body)
+        self.force_close()
 
     def handle_error(
         self,

@@ -228,6 +228,8 @@ class HttpPort:
 
         aiohttp runs all requests of a connection in one task.
         """
+        if isinstance(request.protocol, HttpConnection):
+            request.protocol.note_request(request.content)
         with self._connections.answering(request.protocol):
             task = asyncio.create_task(self._answer(request, handler))
             try:

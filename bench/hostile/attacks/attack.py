@@ -23,11 +23,13 @@ class Target:
         address: of the server.
         seconds: duration of the attack.
         scale: share of the full number of prompts, nodes, tenants and connections; tests take less than 1.
+        http_address: of its HTTP port; empty without one. The well-behaved client uses this port if there is one.
     """
 
     address: str
     seconds: float
     scale: float = 1.0
+    http_address: str = ""
 
     def part_of(self, number: int) -> int:
         """Return this share of a number; at least 1."""
@@ -44,6 +46,7 @@ class Attack:
         settings: of the server, as `section.key=value`.
         vocab_size: vocabulary size of the model.
         num_connections: number of connections that it opens.
+        is_http: whether it attacks the HTTP port.
     """
 
     run: Callable[[Target], Coroutine[Any, Any, Figures]]
@@ -51,3 +54,4 @@ class Attack:
     settings: tuple[str, ...] = ()
     vocab_size: int = VOCAB_SIZE
     num_connections: int = 16
+    is_http: bool = False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bench.hostile.attacks import connections, deep_paths, held_leases, messages, operators
+from bench.hostile.attacks import connections, deep_paths, held_leases, http, messages, operators
 from bench.hostile.attacks.attack import LARGE_POOL, Attack
 from bench.hostile.attacks.cancels import cancels
 
@@ -32,4 +32,12 @@ ATTACKS: dict[str, Attack] = {
     "rapid_reset": Attack(connections.rapid_reset),
     "reset_burst": Attack(connections.reset_burst),
     "broken_paths": Attack(connections.broken_paths, num_connections=100),
+    "http_idle": Attack(http.idle, num_connections=10_000, is_http=True),
+    "http_slow_headers": Attack(http.slow_headers, num_connections=300, is_http=True),
+    "http_slow_bodies": Attack(http.slow_bodies, num_connections=200, is_http=True),
+    "http_unread": Attack(http.unread, settings=("server.send_timeout_s=2",), num_connections=50, is_http=True),
+    "http_malformed": Attack(http.malformed, is_http=True),
+    "http_huge_headers": Attack(http.huge_headers, is_http=True),
+    "http_large_bodies": Attack(http.large_bodies, is_http=True),
+    "http_refused": Attack(http.refused, num_connections=20, is_http=True),
 }

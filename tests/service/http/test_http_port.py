@@ -489,6 +489,36 @@ HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n"
 OF_ANTHROPIC = b"POST /v1/messages HTTP/1.1\r\nhost: localhost\r\n"
 
 
+def test_headers_that_are_too_large_together_are_refused() -> None:
+    async def main() -> list[int]:
+        async with port_of(FakeEngine()) as (_, port):
+            statuses = []
+            for number in (3, 5):
+                reader, writer = await asyncio.open_connection("127.0.0.1", port)
+                writer.write(request_bytes(BODY))  # the second request of a connection has the same limit
+                statuses.append((await response_of(reader))[0])
+                writer.write(request_bytes(BODY, **{f"x{index}": "a" * 15_000 for index in range(number)}))
+                statuses.append((await response_of(reader))[0])
+                writer.close()
+            return statuses
+
+    assert run(main()) == [200, 200, 200, 431]
+
+
+def test_a_large_body_is_not_counted_as_headers() -> None:
+    async def main() -> list[int]:
+        async with port_of(FakeEngine()) as (_, port):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            statuses = []
+            for _ in range(2):
+                writer.write(request_bytes({**BODY, "user": "a" * 300_000}))
+                statuses.append((await response_of(reader))[0])
+            writer.close()
+            return statuses
+
+    assert run(main()) == [200, 200]
+
+
 @pytest.mark.parametrize(
     ("sent", "status", "message"),
     [

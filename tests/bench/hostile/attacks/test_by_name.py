@@ -11,26 +11,35 @@ from bench.hostile.attacks.attack import LARGE_POOL, Target
 from bench.hostile.attacks.by_name import ATTACKS
 from bench.parts.server_process import ServerProcess
 from radixkv.service.client import Client
+from tests.free_port import free_port
 from tests.service.serving import becomes_true
 
 pytestmark = pytest.mark.usefixtures("forked_servers")
 
 SETTINGS = (*LARGE_POOL, "engine.held_lease_ttl_s=0.5", "server.send_timeout_s=0.2")
 RIGHT = {"OK", "RESOURCE_EXHAUSTED", "INVALID_ARGUMENT", "CANCELLED", "status 0", "status 3", "status 8"}
+HTTP_STATUSES = {"status 200", "status 400", "status 431", "closed"}
 FIGURES = {"connections", "calls", "frames", "streams"}
 
 
 @pytest.fixture(scope="module")
-def address():
-    settings = [word for setting in SETTINGS for word in ("--set", setting)]
+def http_address():
+    return f"127.0.0.1:{free_port()}"
+
+
+@pytest.fixture(scope="module")
+def address(http_address):
+    port = http_address.rpartition(":")[2]
+    settings = [word for setting in (*SETTINGS, f"server.http_port={port}") for word in ("--set", setting)]
     with ServerProcess([sys.executable, "-m", "bench.parts.null_service", "engine", *settings]) as address:
         yield address
 
 
 @pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize("name", ATTACKS)
-def test_an_attack_sees_right_statuses_and_leaves_nothing(address, name):
-    target, attack = Target(address, 0.2, 0.005), ATTACKS[name]
+def test_an_attack_sees_right_statuses_and_leaves_nothing(address, http_address, name):
+    attack = ATTACKS[name]
+    target = Target(address, 0.2, 0.005, http_address if attack.is_http else "")
 
     async def run():
         if attack.prepare is not None:
@@ -39,7 +48,10 @@ def test_an_attack_sees_right_statuses_and_leaves_nothing(address, name):
 
     observed = asyncio.run(run())
     assert observed
-    assert set(observed) <= RIGHT | FIGURES | {"status 12"}  # UNIMPLEMENTED, as raw connections report it
+    if attack.is_http:
+        assert set(observed) <= HTTP_STATUSES | FIGURES
+    else:
+        assert set(observed) <= RIGHT | FIGURES | {"status 12"}  # UNIMPLEMENTED, as raw connections report it
     with Client(address) as client:
 
         def is_idle():
