@@ -54,8 +54,9 @@ class Connections:
         return True
 
     def add(self, connection: web.RequestHandler) -> None:
-        """Add a connection that was accepted."""
-        self._wait_for_request(connection, self._first_s)
+        """Add a connection that was accepted. Its first request may have arrived already."""
+        if connection not in self._busy:
+            self._wait_for_request(connection, self._first_s)
 
     @contextmanager
     def answering(self, connection: web.RequestHandler) -> Iterator[None]:

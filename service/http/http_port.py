@@ -47,7 +47,11 @@ Answer = Callable[[ApiRequest, Fields], Awaitable[web.StreamResponse]]
 _GENERATE = "/radixkv.v1.PrefillService/Generate"  # its rule applies to requests for completions,
 _DESCRIBE = "/radixkv.v1.ModelService/GetTokenizer"  # and this one to descriptions of the model
 _OVERSEE = "/radixkv.v1.CacheService/ListAdapters"  # and this one to the state that the page draws
-_BACKLOG = 1024
+_BACKLOG = 4096  # the maximum that Linux allows by default
+_ACCEPTED_AT_ONCE = 64
+_SEND_BUFFER_BYTES = (
+    65_536  # of the system, per connection; Linux would let it grow to megabytes for an unread response
+)
 _TLS_HANDSHAKE_S = 10.0
 _MAX_HEADER_BYTES = 16_384
 _SHUTDOWN_S = 1.0  # for responses that were written to reach their clients, after a drain
@@ -179,21 +183,31 @@ class HttpPort:
         while True:
             try:
                 accepted, _ = await loop.sock_accept(listener)
+                self._admit(accepted)
+                for _ in range(_ACCEPTED_AT_ONCE):  # so that a burst does not overflow the backlog
+                    accepted, _ = listener.accept()
+                    self._admit(accepted)
+            except BlockingIOError:
+                continue
             except OSError as error:
                 _logger.warning("cannot accept an HTTP connection: %s", error)
                 await asyncio.sleep(_ACCEPT_PAUSE_S)
-                continue
-            if len(self._connecting) >= _BACKLOG or not self._connections.make_room():
-                accepted.close()
-                continue
-            task = asyncio.create_task(self._connect(accepted))
-            self._connecting.add(task)
-            task.add_done_callback(self._connecting.discard)
+
+    def _admit(self, accepted: socket.socket) -> None:
+        """Connect a connection that was accepted, or close it if there are too many."""
+        if len(self._connecting) >= _BACKLOG or not self._connections.make_room():
+            accepted.close()
+            return
+        accepted.setblocking(False)
+        task = asyncio.create_task(self._connect(accepted))
+        self._connecting.add(task)
+        task.add_done_callback(self._connecting.discard)
 
     async def _connect(self, accepted: socket.socket) -> None:
         loop = asyncio.get_running_loop()
         try:
             accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            accepted.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
             if self._tls is None:
                 transport, connection = await loop.connect_accepted_socket(self._new_connection, accepted)
             else:
@@ -278,7 +292,7 @@ class HttpPort:
             try:
                 authorization = self._authorizer.authorize(_GENERATE, call)
                 in_flight = self._receiver.begin(call, authorization)
-                body = await self._receiver.receive_bytes(in_flight)
+                body = await self._receiver.receive_bytes(in_flight, request.content_length)
                 fields = Fields(await self._encoder.parse(body))
             except RadixKVError as error:
                 self._count(error)

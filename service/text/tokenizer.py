@@ -28,6 +28,7 @@ _BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")  # a byte in tokenizers of Senten
 _PRINTABLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
 _OTHERS = tuple(each for each in range(256) if each not in _PRINTABLE)
 _BYTES = {chr(each): each for each in _PRINTABLE} | {chr(256 + index): each for index, each in enumerate(_OTHERS)}
+_MAX_TOKEN_TEXTS = 65_536
 _DEFAULT = "default"  # name of the chat template for conversations without tools
 _WITH_TOOLS = "tool_use"  # name of the chat template for conversations with tools, in models that have several
 
@@ -59,6 +60,7 @@ class Tokenizer:
         self._sources = chat_templates or {}
         self._templates: dict[str, ChatTemplate] = {}
         self._is_cleaned_up = is_cleaned_up
+        self._token_texts: dict[int, str] = {}
 
     @classmethod
     def load(cls, source: str | Path) -> Self:
@@ -227,10 +229,16 @@ class Tokenizer:
 
         A part of a character is U+FFFD.
         """
+        known = self._token_texts.get(token_id)
+        if known is not None:
+            return known
         # Decoders of SentencePiece remove the space at the beginning of a text.
         before = self._decode(self._letter_ids)
         text = self._decode([*self._letter_ids, token_id])
-        return text[len(before) :] if text.startswith(before) else self._decode([token_id])
+        text = text[len(before) :] if text.startswith(before) else self._decode([token_id])
+        if len(self._token_texts) < _MAX_TOKEN_TEXTS:
+            self._token_texts[token_id] = text
+        return text
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes of one token, which may be a part of a character. Special tokens have none."""

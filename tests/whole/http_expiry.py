@@ -114,6 +114,7 @@ async def run(num_calls: int, seed: int) -> Counter[str]:
 def _usage_of(connection: http.client.HTTPConnection, body: dict[str, Any]) -> dict[str, Any]:
     connection.request("POST", "/v1/messages", json.dumps(body))
     answer = json.load(connection.getresponse())
+    assert "usage" in answer, answer
     usage: dict[str, Any] = answer["usage"]
     return usage
 

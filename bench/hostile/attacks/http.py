@@ -13,7 +13,7 @@ from bench.hostile.attacks.attack import Figures, Target
 
 _AT_ONCE = 100  # connections that are opened together
 _RESPONSE_S = 5.0
-_UNREAD = {"max_tokens": 400, "stream": True, "ignore_eos": True, "logprobs": 20, "n": 4}
+_UNREAD = {"max_tokens": 400, "stream": True, "ignore_eos": True, "logprobs": 20}
 _MALFORMED = (
     b"\x00\xff" * 50 + b"\r\n\r\n",
     b"GET / HTTP/9.9\r\n\r\n",

@@ -16,7 +16,7 @@ from radixkv.errors import DeadlinePassed, Draining, InvalidRequest
 from radixkv.service.server.auth.authorizer import Authorization
 from radixkv.service.server.calls import Context, InFlightCalls, current_call
 from radixkv.service.server.receive.fair_shares import FairShares, QuotaKey
-from radixkv.service.server.receive.grpc_options import max_message_bytes
+from radixkv.service.server.receive.grpc_options import WINDOW_BYTES, max_message_bytes
 from radixkv.service.server.receive.parsing import PIECE_BYTES, parse_in_pieces
 from radixkv.service.server.receive.receive_slots import ReceiveSlots
 from radixkv.service.server.receive.response_bytes import response_bytes
@@ -189,9 +189,18 @@ class Receiver:
         self.hold(call, request, len(data))
         return request
 
-    async def receive_bytes(self, call: InFlightCall) -> bytes:
-        """Receive the request of a call without parsing it. Raises as `receive`, apart from NotPermitted."""
-        data = await self._slots.receive(call.peer, call.context.read)
+    async def receive_bytes(self, call: InFlightCall, declared_bytes: int | None = None) -> bytes:
+        """Receive the request of a call without parsing it. Raises as `receive`, apart from NotPermitted.
+
+        Args:
+            call: returned by `begin`.
+            declared_bytes: size of the request, if it is known. A request that is no larger than a flow-control window,
+                which a connection may take in any case, waits for no slot, and so never behind slow senders.
+        """
+        if declared_bytes is not None and declared_bytes <= WINDOW_BYTES:
+            data = await self._received_in_time(call)
+        else:
+            data = await self._slots.receive(call.peer, call.context.read)
         authorization = call.authorization
         self._require_accepting(authorization.method)  # a drain waits for requests that have arrived, and no others
         if data is grpc.aio.EOF:  # type: ignore[attr-defined]  # not in its stubs
@@ -201,6 +210,16 @@ class Receiver:
         if not call.is_endless:
             self.in_flight.add(call)
         return data
+
+    async def _received_in_time(self, call: InFlightCall) -> bytes:
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                data: bytes = await call.context.read()
+                return data
+        except TimeoutError as error:
+            raise DeadlinePassed(
+                f"message: only a part of it arrived within {self._timeout_s:g} s (`server.receive_timeout_s`)"
+            ) from error
 
     def hold(self, call: InFlightCall, request: Any, num_bytes: int) -> None:
         """Bind the tenant of a request, and charge the request to it until the call ends.

@@ -223,6 +223,23 @@ def test_a_body_that_does_not_arrive_is_refused() -> None:
     assert b"only a part of it arrived within 0.1 s" in data
 
 
+def test_small_bodies_that_arrive_slowly_delay_no_other() -> None:
+    async def main() -> list[int]:
+        async with port_of(FakeEngine(), max_receiving_bytes=1) as (server, port):
+            slow = [await asyncio.open_connection("127.0.0.1", port) for _ in range(8)]
+            for _, writer in slow:
+                writer.write(request_bytes(BODY)[:-5])
+            await becomes_true(lambda: server.receiver.num_calls == 8)
+            statuses = [(await call(port, BODY))[0]]
+            for reader, writer in slow:
+                writer.write(request_bytes(BODY)[-5:])
+                statuses.append((await response_of(reader))[0])
+                writer.close()
+            return statuses
+
+    assert run(main()) == [200] * 9
+
+
 def test_a_body_that_is_too_large_is_refused() -> None:
     async def main() -> list[tuple[int, str]]:
         async with port_of(FakeEngine(), max_message_bytes=1024) as (_, port):
