@@ -20,7 +20,7 @@ def counts(cache: PrefixCache) -> tuple[int, int, int, int]:
     return cache.pool.num_free, cache.pool.num_leased, cache.pool.num_published, cache.num_pinned_blocks
 
 
-def test_closing_gives_back_what_was_not_committed(cache: PrefixCache) -> None:
+def test_closing_releases_uncommitted_blocks(cache: PrefixCache) -> None:
     lease = lease_text(cache, "abcdefghij")
     lease.commit(8)
     assert counts(cache) == (29, 1, 2, 2)
@@ -169,7 +169,7 @@ class TestAdjacentBlocks:
             second.extend(spell("xy"))
         assert (first.block_ids.tolist(), second.block_ids.tolist()) == ([0, 1, 2, 3], [5, 6, 7, 8])
 
-    def test_beyond_its_room_it_goes_on_behind_the_others(self, cache: PrefixCache) -> None:
+    def test_a_lease_beyond_its_room_continues_behind_the_others(self, cache: PrefixCache) -> None:
         first = cache.lease(MODEL, spell("abcd"), num_expected_tokens=8)
         cache.lease(MODEL, spell("ghijkl"))
         for _ in range(4):

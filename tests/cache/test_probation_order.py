@@ -51,7 +51,7 @@ def test_without_a_bound_the_policy_alone_decides() -> None:
 
 
 @pytest.mark.parametrize("num_others", [4, 5])
-def test_up_to_its_bound_what_came_once_goes_in_the_policys_order(num_others: int) -> None:
+def test_within_their_share_leaves_on_probation_are_evicted_in_the_policys_order(num_others: int) -> None:
     cache, clock = make_cache(0.5)
     publish_all(cache, clock, "aaaa", "aaaa", *ONE_SHOTS[:num_others])
     cache.evict(1)
@@ -126,7 +126,7 @@ def test_without_a_bound_leaves_go_in_the_order_of_the_policys_keys(policy: str,
 
 
 @pytest.mark.parametrize("share", [1.0, NEVER_OVER])
-def test_without_a_bound_the_default_policy_goes_in_the_order_in_force(share: float) -> None:
+def test_without_a_bound_the_default_policy_evicts_in_its_current_order(share: float) -> None:
     clock, policy, dice = FakeClock(), AdaptivePolicy(24), random.Random(2)
     cache = PrefixCache(24, 4, policy=policy, probation_share=share, clock=clock)
     num_choices = 0

@@ -237,7 +237,7 @@ def test_examining_namespaces_is_done_in_slices_as_well(monkeypatch: pytest.Monk
         next(purging)
 
 
-def test_nothing_from_before_a_purge_in_slices_is_left_by_what_came_between_them(
+def test_operations_between_the_slices_of_a_purge_leave_nothing_from_before_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("radixkv.cache.purge._MAX_PURGED", 3)  # one namespace
@@ -261,7 +261,7 @@ def test_nothing_from_before_a_purge_in_slices_is_left_by_what_came_between_them
     assert cache.pool.num_leased == 0
 
 
-def test_a_namespace_that_was_evicted_between_slices_and_came_again_is_another_one(
+def test_a_namespace_that_was_evicted_and_cached_again_between_slices_is_another_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("radixkv.cache.purge._MAX_PURGED", 1)

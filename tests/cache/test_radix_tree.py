@@ -313,7 +313,7 @@ def test_cutting_splits_a_node_and_returns_the_upper_half() -> None:
     assert path_text(lower) == "abcd/efgh/ijkl"
 
 
-def test_a_fingerprint_depends_on_the_path_and_not_on_the_way_it_came_about() -> None:
+def test_a_fingerprint_depends_on_the_path_and_not_on_how_it_was_built() -> None:
     grown, split = Planter(), Planter()
     for text in ("ab", "abcd", "abcdXXXX", "abcdefghij"):
         grown.insert(text)

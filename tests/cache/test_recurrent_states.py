@@ -302,7 +302,7 @@ def test_no_more_requests_run_than_there_are_slots_for() -> None:
     slots.open(SLOT_BLOCKS, 0, 31, 0)
 
 
-def test_a_request_can_only_go_on_where_a_snapshot_is() -> None:
+def test_a_request_can_only_continue_from_a_snapshot() -> None:
     with pytest.raises(InvariantViolation, match="a request continues where there is no snapshot"):
         slots_of().open(SLOT_BLOCKS, 8, 31, 31)
 

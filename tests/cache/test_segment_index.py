@@ -40,7 +40,7 @@ def test_an_empty_cache_has_one_empty_page(cache: PrefixCache) -> None:
     assert (page.segments, page.next_place, page.num_segments) == ((), None, 0)
 
 
-def test_a_segment_tells_where_it_is_and_how_large(cache: PrefixCache) -> None:
+def test_a_segment_reports_its_position_and_its_size(cache: PrefixCache) -> None:
     publish(cache, "abcdefghij")
     publish(cache, "abcdefghXY")
     first, tail, other = sorted(listed(cache), key=lambda segment: (segment.start_token, segment.place))
@@ -58,7 +58,7 @@ def test_a_split_leaves_the_old_node_its_place(cache: PrefixCache) -> None:
     assert (lower.start_token, lower.num_tokens) == (4, 4)
 
 
-def test_a_segment_tells_how_it_is_used(cache: PrefixCache, clock: FakeClock) -> None:
+def test_a_segment_reports_its_uses_leases_and_heat(cache: PrefixCache, clock: FakeClock) -> None:
     publish(cache, "abcdefgh")
     clock.now_s = 100.0
     with lease_text(cache, "abcdefghij"):
@@ -69,7 +69,7 @@ def test_a_segment_tells_how_it_is_used(cache: PrefixCache, clock: FakeClock) ->
     assert listed(cache)[0].num_leases == 0
 
 
-def test_a_segment_tells_what_was_retained_and_for_how_long(cache: PrefixCache, clock: FakeClock) -> None:
+def test_a_segment_reports_its_retention_and_when_it_expires(cache: PrefixCache, clock: FakeClock) -> None:
     publish(cache, "abcdefgh")
     cache.retain(MODEL, spell("abcdefgh"), Retention(80, ttl_s=60.0, start=4))
     clock.now_s = 20.0

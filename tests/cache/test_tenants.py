@@ -36,7 +36,7 @@ def test_a_floor_does_not_protect_a_tenant_from_itself() -> None:
     assert cached(cache, "1111222233334444", ACME) == 16
 
 
-def test_without_quotas_the_oldest_goes_whoever_it_is() -> None:
+def test_without_quotas_the_oldest_leaf_is_evicted_whatever_its_tenant() -> None:
     cache = make_cache(4)
     publish(cache, "aaaabbbb", ACME)
     publish(cache, "11112222", OTHER)

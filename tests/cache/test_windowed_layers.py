@@ -121,7 +121,7 @@ def test_an_exchanged_block_is_evicted_in_the_place_of_the_old_one() -> None:
     assert holder.needed == []
 
 
-def test_closing_gives_back_what_was_reserved_once() -> None:
+def test_closing_releases_reserved_parts_once() -> None:
     pool = pool_of()
     pool.reserve(4)
     holder = WindowLease(pool, 4)

@@ -35,7 +35,7 @@ def test_a_tenant_that_returns_is_behind_those_that_wait() -> None:
     assert take_all(queue) == [("b", 2), ("a", 4), ("b", 3)]
 
 
-def test_a_call_that_is_put_back_goes_before_the_others_of_its_tenant() -> None:
+def test_a_call_that_is_put_back_precedes_the_others_of_its_tenant() -> None:
     queue = FairCallQueue[int](10, 10)
     for tenant, call in (("a", 1), ("a", 2), ("b", 3)):
         queue.add(tenant, call)

@@ -119,7 +119,7 @@ def test_parts_are_loaded_again_of_blocks_that_the_device_has_without() -> None:
     assert parts_of(bench, shorter)[-2:] == [True, True]
 
 
-def test_a_store_learns_from_a_load_that_a_block_came_without_its_part() -> None:
+def test_the_index_learns_from_a_load_that_a_block_has_no_part() -> None:
     bench = bench_of()
     bench.prefill(PROMPT)
     bench.evict(11)

@@ -211,7 +211,7 @@ def test_a_request_that_may_not_read_uses_no_blocks_that_come_with_it() -> None:
     assert (result.usage.remote_tokens, result.usage.computed_tokens) == (0, 13)
 
 
-def test_a_purge_drops_the_blocks_that_came_with_a_waiting_request() -> None:
+def test_a_purge_drops_the_fetched_blocks_of_a_waiting_request() -> None:
     bench = TieredBench()
     future: Future[PrefillResult] = Future()
     fetched = fetched_from(TieredBench())
@@ -493,7 +493,7 @@ def test_a_call_that_never_reached_a_store_leaves_nothing_to_delete() -> None:
     assert bench.offload.stats()[0].refused_blocks == 3
 
 
-def test_a_deletion_that_failed_is_tried_once_more_before_the_stores_are_closed() -> None:
+def test_a_failed_deletion_is_retried_before_the_stores_are_closed() -> None:
     bench = emptied(TieredBench(disk=100))
     (store,) = bench.stores.values()
     store.error = StoreUnavailable("gone")

@@ -31,8 +31,8 @@ def test_a_block_evicted_again_before_the_store_dropped_it_is_stored() -> None:
     bench = TieredBench(host=3)
     bench.prefill(PROMPT)
     bench.evict(4)
-    compute(bench, OTHER)  # is to take the place of the first
-    compute(bench, PROMPT)  # and goes for it
+    compute(bench, OTHER)  # its blocks are to replace those of the first prompt
+    compute(bench, PROMPT)  # evicted once more; now its blocks are to replace those of the other prompt
     bench.run()
     assert bench.stores["host"].memory.size().num_objects == len(bench.index.tiers["host"]) == 3
     assert bench.prefill(PROMPT).usage.host_tokens == 12
@@ -41,7 +41,7 @@ def test_a_block_evicted_again_before_the_store_dropped_it_is_stored() -> None:
 def stored_without_parts(room_blocks: int = 100) -> TieredBench:
     """A bench whose store has a prompt's blocks without their parts, and whose device has them with their parts.
 
-    The device has a block of another prompt as well, which leaves first.
+    The device has a block of another prompt as well, which is evicted first.
     """
     bench = TieredBench(12, num_parts=8, host=room_blocks)
     bench.prefill(PROMPT)
@@ -60,7 +60,7 @@ def num_stored(bench: TieredBench) -> int:
     return sum(map(len, bench.index.tiers.values()))
 
 
-def test_a_block_is_stored_once_more_with_its_part() -> None:
+def test_a_block_is_stored_again_with_its_part() -> None:
     bench = stored_without_parts()
     bench.evict(5)
     assert num_stored(bench) == 4

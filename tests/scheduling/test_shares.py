@@ -143,7 +143,7 @@ def order_of_admission(bench: Bench, futures: list[Future[PrefillResult]]) -> li
     return order
 
 
-def test_within_a_tenant_the_longest_cached_prefix_goes_first() -> None:
+def test_within_a_tenant_the_longest_cached_prefix_is_admitted_first() -> None:
     bench = Bench(num_blocks=1024, max_step_tokens=64, max_running_requests=1)
     bench.prefill(range(100, 150))
     bench.prefill(range(200, 240))

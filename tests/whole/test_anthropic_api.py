@@ -115,7 +115,7 @@ def usage_of(served: Served, salt: str, **options: Any) -> tuple[int, int, int, 
     )
 
 
-def test_usage_tells_what_was_created_and_read(served: Served) -> None:
+def test_usage_reports_created_and_read_tokens(served: Served) -> None:
     system = [block(SYSTEM, "1h")]
     first = [{"role": "user", "content": [block("Which plants like shade? " * 4, "5m")]}]
     total = len(served.tokenizer.encode_chat([{"role": "system", "content": system}, *first]))

@@ -5,7 +5,7 @@ import pytest
 from bench.fleet.decision import ConversationPrompts, time_decisions
 
 
-def test_conversations_share_their_system_prompt_and_go_on() -> None:
+def test_conversations_share_their_system_prompt_and_continue() -> None:
     conversations = ConversationPrompts(2048, 0)
     first, second = conversations.prompt(0), conversations.prompt(1)
     assert (len(first), first[:4096] == second[:4096], first[4096:] == second[4096:]) == (8192, True, False)

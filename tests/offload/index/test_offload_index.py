@@ -305,7 +305,7 @@ def test_a_block_is_evicted_with_its_part_or_without() -> None:
     assert [each.has_part for each in cached.find(range(9))] == [True, False]
 
 
-def test_a_block_that_is_stored_without_its_part_is_stored_once_more_with_it() -> None:
+def test_a_block_that_is_stored_without_its_part_is_stored_again_with_it() -> None:
     cached = Cached()
     leave_with(cached, NO_PART, NO_PART)
     cached.find(range(9))
@@ -315,7 +315,7 @@ def test_a_block_that_is_stored_without_its_part_is_stored_once_more_with_it() -
     assert leave_with(cached, NO_PART, 3) == []
 
 
-def test_a_block_that_came_without_its_part_is_known_to_lack_it() -> None:
+def test_a_block_that_was_loaded_without_its_part_is_known_to_lack_it() -> None:
     cached = Cached()
     leave_with(cached, 1, 2)
     _, second = cached.find(range(9))

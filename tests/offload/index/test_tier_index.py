@@ -71,7 +71,7 @@ def test_a_namespace_is_forgotten_as_a_whole() -> None:
     assert list(tier_index) == [b"c"]
 
 
-def test_a_store_may_have_an_earlier_object_of_what_is_written_once_more() -> None:
+def test_a_store_may_hold_an_earlier_object_of_a_block_that_is_written_again() -> None:
     tier_index = TierIndex("host", 4)
     tier_index.add(b"a", ACME)
     assert not tier_index.may_have(b"a"), "it is on its way"
@@ -288,7 +288,7 @@ def test_a_random_walk_evicts_only_allowed_victims(seed: int) -> None:
     assert num_refused
 
 
-def test_a_block_that_is_written_once_more_can_not_be_loaded_meanwhile() -> None:
+def test_a_block_that_is_written_again_cannot_be_loaded_meanwhile() -> None:
     tier_index = shelf_of(b"a")
     tier_index.note_stored(b"a")
     tier_index.partless.add(b"a")

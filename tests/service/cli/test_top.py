@@ -186,7 +186,7 @@ def test_a_screen_shows_the_tiers_below_the_device() -> None:
     assert row[1:] == ["30", "0", "0", "4", "5", "0", "75.0", "%"]
 
 
-def test_later_screens_tell_what_happened_since_the_one_before() -> None:
+def test_later_screens_show_what_happened_since_the_previous_one() -> None:
     before, now = sample(100.0, 1000, 250, (2, 2, 0)), sample(102.0, 1200, 400, (2, 4, 0))
     lines = screen(now, before)
     assert line_of(lines, "hit rate")[2:] == ["75.0", "%", "33.3", "%"]

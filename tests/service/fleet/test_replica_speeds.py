@@ -87,7 +87,7 @@ def test_a_slow_replica_is_tried_again() -> None:
     assert speeds.compute_s("b") == pytest.approx(0.1), "and found slow again"
 
 
-def test_short_answers_and_failures_tell_nothing() -> None:
+def test_short_answers_and_failures_are_not_measured() -> None:
     speeds = SpeedTrial()
     speeds.respond("a", 1.0, 63)
     speeds.respond("a", 1.0, None)

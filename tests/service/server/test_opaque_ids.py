@@ -5,7 +5,7 @@ from radixkv.namespace import Namespace
 from radixkv.service.server.opaque_ids import NamespaceIds, PageTokens, SegmentIds
 
 
-def test_a_number_tells_namespaces_apart_and_differs_in_each_service():
+def test_an_id_distinguishes_namespaces_and_differs_in_each_service():
     ids, other = NamespaceIds(), NamespaceIds()
     names = [Namespace("m", "a", "", "bc"), Namespace("m", "ab", "", "c"), Namespace("m", "a"), Namespace("n", "a")]
     assert len({ids.of(name) for name in names}) == 4
@@ -47,7 +47,7 @@ def test_another_token_is_refused() -> None:
             tokens.position_of(token)
 
 
-def test_a_number_is_that_of_a_place_and_tells_nothing_of_it():
+def test_an_id_belongs_to_a_place_and_reveals_nothing_about_it():
     ids, again, other = SegmentIds(b"secret"), SegmentIds(b"secret"), SegmentIds(b"another")
     numbers = [ids.of(place) for place in range(10_000)]
     assert len(set(numbers)) == 10_000

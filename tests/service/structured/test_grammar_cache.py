@@ -40,7 +40,7 @@ def test_a_text_is_found_by_the_account_that_wrote_it_alone():
     assert kept.find(A, regex("q")) is None
 
 
-def test_the_oldest_text_goes_first_and_a_found_one_is_the_latest():
+def test_the_oldest_text_is_evicted_first_and_a_found_one_is_the_latest():
     kept = kept_with(3, a="pqr")
     kept.find(A, regex("p"))
     kept.add(A, compiled("s"))

@@ -149,7 +149,7 @@ def test_no_token_can_spell_it() -> None:
         constraint("x")
 
 
-def test_an_answer_that_gets_too_large_is_refused_and_tells_no_token() -> None:
+def test_a_response_that_becomes_too_large_is_refused_and_reveals_no_token() -> None:
     matcher = constraint("((((a{1,30}){1,30}){1,30}){1,30}){1,30}").start(frozenset())
     with pytest.raises(InvalidRequest) as refused:
         repeat_a(matcher)

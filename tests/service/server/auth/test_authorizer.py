@@ -96,7 +96,7 @@ def test_a_tenant_that_names_none_means_itself(credential_files):
     assert engine.purges == [("acme", None, "s")]
 
 
-def test_the_stats_of_a_tenant_tell_nothing_of_others(credential_files):
+def test_the_stats_of_a_tenant_reveal_nothing_about_others(credential_files):
     credential_files.write_tokens(entry_of("acme", 'role = "tenant"\ntenant = "a"'))  # the fake engine has counts of it
 
     async def talk(engine, clients):
@@ -221,7 +221,7 @@ def test_nothing_secret_is_logged_in_a_whole_session(credential_files, caplog):
     assert "210, 211" not in text
 
 
-def test_the_log_tells_of_purges_that_were_let_through(credential_files, caplog):
+def test_the_log_reports_allowed_purges(credential_files, caplog):
     caplog.set_level(logging.INFO)
 
     async def talk(engine, clients):

@@ -15,7 +15,7 @@ def entry(**changes):
     return "[[credentials]]\n" + "".join(f"{key} = {value}\n" for key, value in keys.items() if value is not None)
 
 
-def test_a_token_says_who_the_caller_is():
+def test_a_token_identifies_the_caller():
     credentials = parse_credentials(FILE)
     found = {name: credentials.of_token(token).identity for name, token in TOKENS.items()}
     assert found == {

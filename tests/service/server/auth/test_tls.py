@@ -69,7 +69,7 @@ def test_a_client_without_tls_is_not_understood(credential_files):
     assert asyncio.run(run()) is grpc.StatusCode.UNAVAILABLE
 
 
-def test_a_certificate_says_who_calls_by_common_name_or_alternative_name(credential_files):
+def test_a_certificate_identifies_the_caller_by_common_or_alternative_name(credential_files):
     tenant = 'role = "tenant"\ntenant = "acme"'
     credential_files.write_tokens(
         FILE + entry_of_certificate("worker 7", tenant) + entry_of_certificate("w8.example", tenant)
@@ -110,7 +110,7 @@ def test_mutual_tls_refuses_no_certificate_one_of_another_authority_and_one_that
     assert asyncio.run(run()) == {grpc.StatusCode.UNAVAILABLE}
 
 
-def test_changed_certificates_count_for_new_connections_and_a_running_stream_goes_on(
+def test_changed_certificates_apply_to_new_connections_and_a_running_stream_continues(
     credential_files, looks_always, caplog
 ):
     caplog.set_level(logging.INFO)
@@ -139,7 +139,7 @@ def test_changed_certificates_count_for_new_connections_and_a_running_stream_goe
     assert asyncio.run(asyncio.wait_for(run(), PATIENCE_S)) == (4, True)
 
 
-def test_a_token_that_is_taken_out_is_refused_in_calls_and_streams_and_other_tenants_go_on(
+def test_a_removed_token_is_refused_in_calls_and_streams_and_other_tenants_continue(
     credential_files, looks_always, caplog
 ):
     caplog.set_level(logging.INFO)
@@ -200,7 +200,7 @@ def test_a_stream_ends_when_its_credential_loses_the_right_to_it(credential_file
     assert len(kinds) == 1
 
 
-def test_a_stream_goes_on_when_its_credential_changes_otherwise(credential_files, looks_always, caplog):
+def test_a_stream_continues_when_its_credential_changes_in_other_ways(credential_files, looks_always, caplog):
     caplog.set_level(logging.INFO)
     engine = FakeEngine(is_gated=True)
 

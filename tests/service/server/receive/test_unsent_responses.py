@@ -29,7 +29,7 @@ def test_connections_that_leave_an_answer_unread_are_closed():
     assert asyncio.run(run()) == [{"ipv4:1.1.1.1:2"}, {"ipv4:1.1.1.1:3"}]
 
 
-def test_the_log_tells_how_many_connections_were_closed(caplog):
+def test_the_log_reports_how_many_connections_were_closed(caplog):
     async def run():
         unsent = UnsentResponses(0.01, lambda _: 1)  # one of the two has disconnected
         for port in (1, 2):

@@ -55,7 +55,7 @@ def test_both_clients_load_list_and_unload() -> None:
     assert engine.device.held == set()
 
 
-def test_a_list_counts_tokens_and_requests_and_tells_what_drains() -> None:
+def test_a_list_counts_tokens_and_requests_and_shows_draining_adapters() -> None:
     engine = FakeEngine()
 
     def talk(address: str) -> None:

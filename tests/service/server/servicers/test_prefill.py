@@ -285,7 +285,7 @@ def test_an_end_of_nothing_is_not_the_end_of_the_prompt():
     assert calling(talk) == Retention(80, ttl_s=2.0, end=0)
 
 
-def test_purge_tells_any_name_from_the_empty_one():
+def test_purge_distinguishes_any_name_from_the_empty_one():
     async def talk(client, engine):
         answer = await client.purge(everything=True)
         await client.purge(tenant="t", adapter="", salt="s")
@@ -488,7 +488,7 @@ def test_each_tenant_is_reported_with_its_bounds():
     assert (second.floor_blocks, second.ceiling_blocks) == (5, 9)
 
 
-def test_a_lease_is_given_back_at_once_if_the_answer_that_tells_it_is_refused():
+def test_a_lease_is_released_at_once_if_its_response_is_refused():
     async def run():
         engine = FakeEngine()
         async with serving(engine, max_held_bytes=180) as (_, address), AsyncClient(address) as client:

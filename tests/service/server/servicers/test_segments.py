@@ -58,7 +58,7 @@ def test_pages_follow_each_other_and_have_every_segment_once(engine):
     assert all(by_id[each.parent_id].num_children == 2 for each in segments if each.start_token)
 
 
-def test_ids_tell_a_tenant_nothing_of_the_segments_of_others(engine):
+def test_ids_reveal_nothing_about_the_segments_of_other_tenants(engine):
     def talk(address):
         with Client(address, timeout_s=PATIENCE_S) as client:
             return client.segments(tenant="b")
