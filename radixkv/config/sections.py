@@ -15,6 +15,21 @@ from radixkv.errors import ConfigError
 
 KV_DTYPES = ("auto", "bf16", "fp8", "int8", "k8v4")
 EVICTION_POLICIES = ("adaptive", "lru", "slru", "lfu", "priority")
+TOOL_FORMATS = (
+    "deepseek_v3",
+    "deepseek_v31",
+    "functools",
+    "glm4",
+    "hermes",
+    "kimi_k2",
+    "llama3_json",
+    "mistral",
+    "mistral_args",
+    "phi4_mini",
+    "pythonic",
+    "qwen3_coder",
+)
+REASONING_FORMATS = ("cohere", "mistral", "seed_oss", "think")
 MAX_BLOCKS = 2**31 - 1  # block ids are int32
 STATE_SHARE = 0.1  # of the memory of K and V: the memory for state snapshots without `cache.state_bytes`
 
@@ -226,6 +241,9 @@ class ServerConfig:
         metrics_port: HTTP port for Prometheus metrics, on the same host. 0 picks a free one. Default: no metrics port.
         http_port: port for the APIs of OpenAI and Anthropic over HTTP, on the same host. 0 picks a free one. Default:
             no HTTP API.
+        tool_format: format in which the model writes calls of tools, for the HTTP APIs. `auto` recognizes it by the
+            chat template, and `none` refuses tools.
+        reasoning_format: format in which the model writes its reasoning; likewise. `none` leaves it in the text.
         metrics_hosts: further host names under which clients reach the metrics port, separated by commas, such as those
             that a proxy passes on. On a loopback address, requests that name any other host than this machine are
             refused; on other addresses only if this key is set, and never those that name an IP address.
@@ -264,6 +282,8 @@ class ServerConfig:
     port: _Port = 50051
     metrics_port: _Port | None = None
     http_port: _Port | None = None
+    tool_format: Annotated[str, OneOf("auto", "none", *TOOL_FORMATS)] = "auto"
+    reasoning_format: Annotated[str, OneOf("auto", "none", *REASONING_FORMATS)] = "auto"
     metrics_hosts: str = ""
     drain_timeout_s: _Seconds = 30.0
     max_message_bytes: Annotated[int, Range(1024, _MAX_INT32)] | None = None

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import secrets
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping
+from functools import partial
 from typing import Any
 
 from aiohttp import web
@@ -15,12 +17,13 @@ from radixkv.errors import PromptTooLong, UnknownAdapter
 from radixkv.service.http.anthropic_requests import read_messages, read_prompt_only
 from radixkv.service.http.api_errors import http_status_of, renamed
 from radixkv.service.http.api_request import ApiRequest
-from radixkv.service.http.breakpoints import CachedRange, Retain, retained_chunks
+from radixkv.service.http.breakpoints import Retain, retained_chunks
 from radixkv.service.http.completions import Servicer, TextChunk, complete_request, text_chunks
 from radixkv.service.http.event_stream import EventStream
 from radixkv.service.http.json_fields import Fields
 from radixkv.service.http.prompts import PromptEncoder
-from radixkv.service.http.tools import CompletionSplitter, Tools
+from radixkv.service.http.tools import EncodedChat
+from radixkv.service.text.answer_format import AnswerPart, Reasoning
 from radixkv.service.text.tool_calls import ToolCall
 from radixkv.v1.prefill_pb2 import GenerateRequest, ProbeRequest, Usage
 
@@ -89,23 +92,25 @@ class AnthropicApi:
         """Answer `POST /v1/messages/count_tokens`."""
         prompt, model = read_prompt_only(fields)
         tenant = request.hold(GenerateRequest())
-        token_ids, _ = await self._encoder.encode(request.num_bytes, "messages", prompt.encode)
+        encode = partial(prompt.encode, await self._encoder.answer_format())
+        chat = await self._encoder.encode(request.num_bytes, "messages", encode)
         if model not in ("", self._limits.model):  # a probe fails if it is no adapter
-            await self._servicer.Probe(
-                ProbeRequest(token_ids=token_ids[:1], tenant=tenant, adapter=model), request.call
-            )
-        return request.json({"input_tokens": len(token_ids)})
+            probe = ProbeRequest(token_ids=chat.token_ids[:1], tenant=tenant, adapter=model)
+            await self._servicer.Probe(probe, request.call)
+        return request.json({"input_tokens": len(chat.token_ids)})
 
     async def messages(self, request: ApiRequest, fields: Fields) -> web.StreamResponse:
         """Answer `POST /v1/messages`."""
         prompt, options = read_messages(fields)
         tenant = request.hold(options.generate)
-        token_ids, ranges = await self._encoder.encode(request.num_bytes, "messages", prompt.encode)
-        generate = complete_request(options.generate, token_ids, options.model, tenant, self._limits)
+        encode = partial(prompt.encode, await self._encoder.answer_format())
+        chat = await self._encoder.encode(request.num_bytes, "messages", encode)
+        chat = chat.constrained(options.generate)
+        generate = complete_request(options.generate, chat.token_ids, options.model, tenant, self._limits)
         tokenizer = await self._encoder.tokenizer()
-        writer = _ResponseWriter(request, prompt.tools, ranges, options.model or self._limits.model)
-        chunks = text_chunks(self._servicer, generate, request.call, tokenizer, options.stops)
-        retaining = retained_chunks(chunks, ranges, generate.prefill, self._retain, request.call)
+        writer = _ResponseWriter(request, chat, options.model or self._limits.model)
+        chunks = text_chunks(self._servicer, generate, request.call, tokenizer, options.stops, chat.shown)
+        retaining = retained_chunks(chunks, chat.ranges, generate.prefill, self._retain, request.call)
         async with contextlib.aclosing(retaining):
             return await (writer.stream(retaining) if options.is_streamed else writer.whole(retaining))
 
@@ -115,29 +120,29 @@ class _ResponseWriter:
 
     Args:
         request: the request.
-        tools: its tools.
-        ranges: the ranges of the prompt that should be retained, the shortest first.
+        chat: its conversation.
         model: the name of the model or adapter that answers.
     """
 
-    def __init__(self, request: ApiRequest, tools: Tools, ranges: Sequence[CachedRange], model: str) -> None:
+    def __init__(self, request: ApiRequest, chat: EncodedChat, model: str) -> None:
         self._request = request
-        self._ranges = ranges
+        self._ranges = chat.ranges
         self._head = {"id": f"msg_{request.request_id}", "type": "message", "role": "assistant", "model": model}
         self._num_tokens = 0
-        self._splitter = CompletionSplitter(tools)
+        self._answer = chat.parts()
 
     async def whole(self, chunks: AsyncGenerator[TextChunk, None]) -> web.StreamResponse:
         """Return the response after the completion has ended."""
-        pieces = []
+        content: list[dict[str, Any]] = []
         async for chunk in chunks:
             self._num_tokens += len(chunk.response.token_ids)
-            pieces.append(chunk.text)
-        text, calls = self._splitter.put("".join(pieces), is_last=True)
-        content: list[dict[str, Any]] = []
-        if text or (self._num_tokens and not calls):
-            content.append({"type": "text", "text": text})
-        content += [_tool_use(call) for call in calls]
+            for part in self._answer.put(chunk.text, is_last=chunk.is_last):
+                _add_part(content, part)
+        for block in content:
+            if block["type"] == "thinking":
+                block["signature"] = _signature(block["thinking"])
+        if self._num_tokens and not content:
+            content.append({"type": "text", "text": ""})
         usage = self._usage(chunk.response.usage, chunk)
         return self._request.json({**self._head, "content": content, **self._end_of(chunk), "usage": usage})
 
@@ -151,11 +156,13 @@ class _ResponseWriter:
                 usage = self._usage(chunk.response.usage, None)
                 await blocks.send("message_start", message={**self._head, **nothing, "usage": usage})
             self._num_tokens += len(chunk.response.token_ids)
-            text, calls = self._splitter.put(chunk.text, is_last=chunk.is_last)
-            if text:
-                await blocks.add_text(text)
-            for call in calls:
-                await blocks.add_call(_tool_use(call))
+            for part in self._answer.put(chunk.text, is_last=chunk.is_last):
+                if isinstance(part, ToolCall):
+                    await blocks.add_call(_tool_use(part))
+                elif isinstance(part, Reasoning):
+                    await blocks.add_text(part.text, "thinking")
+                else:
+                    await blocks.add_text(part)
         await blocks.end()
         await blocks.send("message_delta", delta=self._end_of(chunk), usage=self._usage(chunk.response.usage, chunk))
         await blocks.send("message_stop")
@@ -164,7 +171,7 @@ class _ResponseWriter:
     def _end_of(self, chunk: TextChunk) -> dict[str, Any]:
         """Return why the completion ended."""
         matched = chunk.response.matched_stop or None
-        reason = "stop_sequence" if matched else "tool_use" if self._splitter.has_calls else "end_turn"
+        reason = "stop_sequence" if matched else "tool_use" if self._answer.num_calls else "end_turn"
         return {"stop_reason": "max_tokens" if chunk.has_reached_length else reason, "stop_sequence": matched}
 
     def _usage(self, usage: Usage, last: TextChunk | None) -> dict[str, Any]:
@@ -200,7 +207,7 @@ class _ResponseWriter:
 
 
 class _Blocks:
-    """Sends the content of a streamed response as blocks: text, and calls of tools.
+    """Sends the content of a streamed response as blocks: reasoning, text, and calls of tools.
 
     Args:
         events: the response.
@@ -209,36 +216,61 @@ class _Blocks:
     def __init__(self, events: EventStream) -> None:
         self._events = events
         self._index = -1
-        self._is_open = False  # a block of text
+        self._kind = ""  # of the block of text that is open: `text` or `thinking`
+        self._thinking: list[str] = []
 
     async def send(self, kind: str, **fields: Any) -> None:
         """Send an event."""
         await self._events.send({"type": kind, **fields}, kind)
 
-    async def add_text(self, text: str) -> None:
-        """Send text, in the last block if it is text, or else in a new one."""
-        if not self._is_open:
-            self._is_open = True
-            await self._begin({"type": "text", "text": ""})
-        await self.send("content_block_delta", index=self._index, delta={"type": "text_delta", "text": text})
+    async def add_text(self, text: str, kind: str = "text") -> None:
+        """Send text or reasoning, in the last block if it is of this kind, or else in a new one."""
+        if self._kind != kind:
+            await self.end()
+            self._kind = kind
+            await self._begin({"type": kind, kind: ""} | ({"signature": ""} if kind == "thinking" else {}))
+        if kind == "thinking":
+            self._thinking.append(text)
+        await self._delta({"type": f"{kind}_delta", kind: text})
 
     async def add_call(self, call: dict[str, Any]) -> None:
         """Send the call of a tool as a block of its own."""
         await self.end()
         await self._begin({**call, "input": {}})
         delta = {"type": "input_json_delta", "partial_json": json.dumps(call["input"], ensure_ascii=False)}
-        await self.send("content_block_delta", index=self._index, delta=delta)
+        await self._delta(delta)
         await self.send("content_block_stop", index=self._index)
 
     async def end(self) -> None:
-        """End the last block if it is text."""
-        if self._is_open:
-            self._is_open = False
+        """End the last block if it is text or reasoning."""
+        kind, self._kind = self._kind, ""
+        if kind == "thinking":
+            await self._delta({"type": "signature_delta", "signature": _signature("".join(self._thinking))})
+        if kind:
             await self.send("content_block_stop", index=self._index)
+
+    async def _delta(self, delta: dict[str, Any]) -> None:
+        await self.send("content_block_delta", index=self._index, delta=delta)
 
     async def _begin(self, block: dict[str, Any]) -> None:
         self._index += 1
         await self.send("content_block_start", index=self._index, content_block=block)
+
+
+def _add_part(content: list[dict[str, Any]], part: AnswerPart) -> None:
+    """Add a part of an answer to the content of a message."""
+    if isinstance(part, ToolCall):
+        content.append(_tool_use(part))
+        return
+    kind, text = ("thinking", part.text) if isinstance(part, Reasoning) else ("text", part)
+    if not content or content[-1]["type"] != kind:
+        content.append({"type": kind, kind: ""})
+    content[-1][kind] += text
+
+
+def _signature(thinking: str) -> str:
+    """Return the signature of a block of reasoning. Clients expect one; this server does not verify it."""
+    return hashlib.sha256(thinking.encode()).hexdigest()
 
 
 def _tool_use(call: ToolCall) -> dict[str, Any]:

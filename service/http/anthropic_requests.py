@@ -9,10 +9,11 @@ from functools import partial
 from typing import Any
 
 from radixkv.errors import InvalidRequest
-from radixkv.service.http.breakpoints import Breakpoint, CachedRange, cached_ranges
+from radixkv.service.http.breakpoints import Breakpoint
 from radixkv.service.http.documents import read_document
 from radixkv.service.http.json_fields import Fields
-from radixkv.service.http.tools import Tools
+from radixkv.service.http.tools import EncodedChat, Tools, reasoning_switch
+from radixkv.service.text.answer_format import AnswerFormat
 from radixkv.service.text.tokenizer import Tokenizer
 from radixkv.v1.prefill_pb2 import GenerateRequest
 
@@ -40,32 +41,36 @@ class MessagesPrompt:
     tools: Tools
     documents: Sequence[Mapping[str, Any]]
 
-    def encode(self, tokenizer: Tokenizer) -> tuple[list[int], list[CachedRange]]:
-        """Return the token ids, and the range of them before each breakpoint.
+    def encode(self, form: AnswerFormat, tokenizer: Tokenizer) -> EncodedChat:
+        """Encode the conversation.
+
+        Args:
+            form: how the model writes its answers.
+            tokenizer: of the model.
 
         Raises:
-            InvalidRequest: the model's calls of tools cannot be recognized.
+            InvalidRequest: the model's calls of tools cannot be recognized, or it cannot reason as requested.
+            TypeError, ValueError: see `Tokenizer.encode_chat`.
         """
-        self.tools.require_parser(tokenizer)
-        token_ids = self._encode(tokenizer, self.messages, add_generation_prompt=True)
-        encode = partial(self._encode, tokenizer, add_generation_prompt=False)
-        return token_ids, cached_ranges(self.breakpoints, self.messages, token_ids, encode)
-
-    def _encode(
-        self, tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool
-    ) -> list[int]:
-        return tokenizer.encode_chat(
-            messages,
+        self.tools.require_format(form)
+        render = partial(
+            tokenizer.render_chat,
             tools=self.tools.definitions or None,
             documents=self.documents or None,
-            add_generation_prompt=add_generation_prompt,
-            chat_template_kwargs=self._variables(tokenizer),
+            chat_template_kwargs=self._variables(tokenizer, form),
         )
+        chat = EncodedChat.of(render(self.messages), tokenizer, form, self.tools)
+        return chat.with_ranges(self.breakpoints, self.messages, tokenizer, render)
 
-    def _variables(self, tokenizer: Tokenizer) -> dict[str, Any]:
-        if self.has_thinking is None or not (self.has_thinking or tokenizer.has_template_variable("enable_thinking")):
-            return {}
-        return {"enable_thinking": self.has_thinking}
+    def _variables(self, tokenizer: Tokenizer, form: AnswerFormat) -> dict[str, Any]:
+        """Return the template variables for reasoning. As in Anthropic's API, it is off unless it is requested."""
+        switch = reasoning_switch(tokenizer)
+        if switch is not None:
+            return {switch: bool(self.has_thinking)}
+        if self.has_thinking is not None and self.has_thinking != (form.reasoning is not None):
+            always = "never" if form.reasoning is None else "always"
+            raise InvalidRequest(f"thinking.type: this model {always} reasons, since its chat template has no switch")
+        return {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +111,7 @@ def read_messages(fields: Fields) -> tuple[MessagesPrompt, MessagesOptions]:
     if not all(isinstance(each, str) for each in stops):
         raise InvalidRequest("stop_sequences: expected a list of strings, got other values among them")
     _read_output_format(fields, generate)
-    prompt.tools.constrain(generate)
+    prompt.tools.require_possible(generate)
     options = MessagesOptions(fields.text("model", "") or "", generate, tuple(stops), fields.flag("stream"))
     fields.ignore("metadata", "diagnostics")
     fields.require_neutral("this server has one tier of service", service_tier=("auto", "standard_only"))
@@ -175,13 +180,14 @@ def _read_tools(fields: Fields, breakpoints: list[Breakpoint]) -> Tools:
             "name": tool.text("name"),
             "description": tool.text("description"),
             "parameters": tool.any("input_schema"),
+            "strict": tool.flag("strict") or None,
         }
         if not function["name"] or not isinstance(function["parameters"], dict):
             raise InvalidRequest(f"tools[{index}]: expected a name and an input_schema, got nothing or other values")
         control = tool.any("cache_control")
         if control is not None:
             breakpoints.append(Breakpoint(0, 0, _ttl_s(control, f"tools[{index}].cache_control")))
-        tool.ignore("strict", "eager_input_streaming")
+        tool.ignore("eager_input_streaming")
         tool.require_neutral("the model sees all tools", defer_loading=False)
         tool.require_neutral("only the client runs tools", allowed_callers=(["direct"],))
         tool.require_neutral("describe them in the description", input_examples=([],))
@@ -191,16 +197,19 @@ def _read_tools(fields: Fields, breakpoints: list[Breakpoint]) -> Tools:
     choice = fields.inner("tool_choice")
     kind = "auto" if choice is None else choice.one_of("type", ("auto", "any", "tool", "none"), "auto")
     is_parallel = choice is None or not choice.flag("disable_parallel_tool_use")
-    name = {"any": "required"}.get(kind, kind)
+    forced = None
     if choice is not None and kind == "tool":
-        name = choice.text("name", "") or ""
+        forced = choice.text("name")
+        if not forced:
+            raise InvalidRequest("tool_choice.name: expected the name of a tool, got nothing")
     if choice is not None:
         choice.require_no_others()
+    kind = {"any": "required", "tool": "required"}.get(kind, kind)
     if not definitions:
-        if name not in ("auto", "none"):
+        if kind == "required":
             raise InvalidRequest("tool_choice: expected tools to choose from, got none")
         return Tools()
-    return Tools(definitions, name, is_parallel)
+    return Tools(definitions, kind, forced, is_parallel)
 
 
 def _add_message(
@@ -232,7 +241,11 @@ def _add_message(
             _message_of(messages, role)
             documents.append(read_document(block))
         elif kind in ("thinking", "redacted_thinking") and role == "assistant":
-            block.ignore("thinking", "signature", "data")  # earlier thoughts are not a part of the prompt
+            block.ignore("signature", "data")  # templates write earlier reasoning if the model needs it
+            thinking = block.text("thinking", "")
+            if thinking:
+                message = _message_of(messages, role)
+                message["reasoning_content"] = message.get("reasoning_content", "") + thinking
             continue
         else:
             raise InvalidRequest(

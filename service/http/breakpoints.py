@@ -79,7 +79,8 @@ def _num_tokens(
     """
     shortened = list(messages[: place.num_messages])
     if shortened and place.num_parts < len(shortened[-1]["content"] or ()):
-        shortened[-1] = {"role": shortened[-1]["role"], "content": shortened[-1]["content"][: place.num_parts]}
+        kept = {name: value for name, value in shortened[-1].items() if name != "tool_calls"}
+        shortened[-1] = {**kept, "content": shortened[-1]["content"][: place.num_parts]}
     if all(message["role"] in _INSTRUCTIONS for message in shortened):
         shortened.append({"role": "user", "content": "."})
     ids = encode(shortened)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -95,7 +95,12 @@ def complete_request(
 
 
 async def text_chunks(
-    servicer: Servicer, request: GenerateRequest, call: Context, tokenizer: Tokenizer, stops: Sequence[str]
+    servicer: Servicer,
+    request: GenerateRequest,
+    call: Context,
+    tokenizer: Tokenizer,
+    stops: Sequence[str],
+    shown: Mapping[int, str] | None = None,
 ) -> AsyncGenerator[TextChunk, None]:
     """Generate the completions of a prompt, and yield their text as it is generated.
 
@@ -109,6 +114,7 @@ async def text_chunks(
         call: the HTTP request.
         tokenizer: of the model.
         stops: stop strings.
+        shown: texts of special tokens that are a part of the text, by their ids.
 
     Raises:
         RadixKVError: the request is refused or fails.
@@ -128,7 +134,7 @@ async def text_chunks(
             response = GenerateResponse.FromString(each) if isinstance(each, bytes) else each
             index = response.index
             if index not in answers:
-                answers[index] = AnswerText(tokenizer.stream(prompt_ids), tuple(stops), request.min_tokens)
+                answers[index] = AnswerText(tokenizer.stream(prompt_ids, shown), tuple(stops), request.min_tokens)
             answer = answers[index]
             text = answer.put(response.token_ids)
             if response.finished:

@@ -109,7 +109,7 @@ class HttpPort:
         self._count_refusal = count_refusal
         self._host_check = HostCheck(config)
         self._max_body_bytes = max_message_bytes(config, limits)
-        self._encoder = PromptEncoder(tokenizer)
+        self._encoder = PromptEncoder(tokenizer, config.tool_format, config.reasoning_format)
         self._openai = OpenAIApi(servicer, retain, self._encoder, limits)
         self._responses = ResponsesApi(servicer, retain, self._encoder, limits)
         self._anthropic = AnthropicApi(servicer, retain, self._encoder, limits)

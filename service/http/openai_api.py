@@ -31,7 +31,8 @@ from radixkv.service.http.openai_responses import (
 )
 from radixkv.service.http.prompts import PromptEncoder
 from radixkv.service.http.responses_api import NAMES as RESPONSE_NAMES
-from radixkv.service.http.tools import CompletionSplitter, Tools
+from radixkv.service.http.tools import EncodedChat
+from radixkv.service.text.answer_format import AnswerPart, AnswerParts, Reasoning
 from radixkv.service.text.tokenizer import Tokenizer
 from radixkv.service.text.tool_calls import ToolCall
 from radixkv.v1.prefill_pb2 import GenerateRequest, TokenLogprobs, Usage
@@ -80,10 +81,12 @@ class OpenAIApi:
         """Answer `POST /v1/chat/completions`."""
         prompt, options = read_chat(fields)
         tenant = request.hold(options.generate)
-        token_ids, ranges = await self._encoder.encode(request.num_bytes, "messages", prompt.encode)
-        body_format = _ToolChatFormat(prompt.tools) if prompt.tools.may_be_called else _ChatFormat()
-        generate = complete_request(options.generate, token_ids, options.model, tenant, self._limits)
-        return await self._answer(request, options, body_format, [generate], ranges)
+        encode = partial(prompt.encode, await self._encoder.answer_format())
+        chat = await self._encoder.encode(request.num_bytes, "messages", encode)
+        chat = chat.constrained(options.generate)
+        body_format = _PartsChatFormat(chat, prompt.has_reasoning) if chat.has_parts else _ChatFormat()
+        generate = complete_request(options.generate, chat.token_ids, options.model, tenant, self._limits)
+        return await self._answer(request, options, body_format, [generate], chat.ranges)
 
     async def completions(self, request: ApiRequest, fields: Fields) -> web.StreamResponse:
         """Answer `POST /v1/completions`."""
@@ -110,7 +113,7 @@ class OpenAIApi:
         writer = _ResponseWriter(request, options, tokenizer, body_format, options.model or self._limits.model)
         streams = [
             retained_chunks(
-                text_chunks(self._servicer, each, request.call, tokenizer, options.stops),
+                text_chunks(self._servicer, each, request.call, tokenizer, options.stops, body_format.shown),
                 ranges,
                 each.prefill,
                 self._retain,
@@ -137,7 +140,7 @@ def _encoded(prompt: str | list[Any], limits: Limits, tokenizer: Tokenizer) -> l
 class _Choice:
     """One completion of a response, so far."""
 
-    text: str = ""
+    parts: list[AnswerPart] = field(default_factory=list)
     num_tokens: int = 0
     num_chars: int = 0  # of tokens whose log probabilities were streamed
     rows: list[tuple[int, TokenLogprobs]] = field(default_factory=list)
@@ -150,26 +153,39 @@ class _ChatFormat:
     Attributes:
         object: the type of the whole response; that of a chunk is different in a chat.
         id_prefix: the beginning of its id.
+        shown: texts of special tokens that are a part of the text, by their ids.
+        num_reasoning_tokens: tokens of reasoning so far, in all completions; None if the model does not reason.
     """
 
     object = "chat.completion"
     chunk_object = "chat.completion.chunk"
     id_prefix = "chatcmpl-"
+    shown: Mapping[int, str] = {}
+    num_reasoning_tokens: int | None = None
+
+    def parts(self, index: int, chunk: TextChunk) -> list[AnswerPart]:
+        """Return the new parts of a completion."""
+        return [chunk.text] if chunk.text else []
 
     def choice(self, index: int, choice: _Choice, logprobs: dict[str, Any] | None) -> dict[str, Any]:
         """Return a whole completion."""
         return {
             "index": index,
-            "message": {"role": "assistant", "content": choice.text, "refusal": None},
+            "message": {"role": "assistant", "content": _text_of(choice.parts), "refusal": None},
             "logprobs": logprobs,
             "finish_reason": choice.finish_reason,
         }
 
-    def delta(
-        self, index: int, text: str, logprobs: dict[str, Any] | None, reason: str | None, *, is_first: bool
+    def delta(self, parts: Sequence[AnswerPart], *, is_first: bool) -> dict[str, Any]:
+        """Return the new parts of a completion in a chunk: reasoning, or text and calls."""
+        text = _text_of(parts)
+        return {"role": "assistant", "content": text} if is_first else {"content": text} if text else {}
+
+    def chunk_choice(
+        self, index: int, parts: Sequence[AnswerPart], logprobs: Any, reason: str | None, *, is_first: bool
     ) -> dict[str, Any]:
-        """Return a chunk of a completion."""
-        delta = {"role": "assistant", "content": text} if is_first else {"content": text} if text else {}
+        """Return the choice of a chunk."""
+        delta = self.delta(parts, is_first=is_first)
         return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
 
     def logprobs(self, rows: Sequence[tuple[int, TokenLogprobs]], tokenizer: Tokenizer, offset: int) -> dict[str, Any]:
@@ -177,18 +193,38 @@ class _ChatFormat:
         return chat_logprobs(rows, tokenizer)
 
 
-class _ToolChatFormat(_ChatFormat):
-    """The format of a chat completion that may contain tool calls."""
+class _PartsChatFormat(_ChatFormat):
+    """The format of a chat completion that may contain reasoning and tool calls.
 
-    def __init__(self, tools: Tools) -> None:
-        self._tools = tools
-        self._splitters: dict[int, CompletionSplitter] = {}
-        self._num_calls: Counter[int] = Counter()
+    Args:
+        chat: the conversation.
+        has_reasoning: whether the response contains the reasoning.
+    """
+
+    def __init__(self, chat: EncodedChat, has_reasoning: bool) -> None:
+        self.shown = chat.shown
+        self.num_reasoning_tokens = None if chat.form.reasoning is None else 0
+        self._chat = chat
+        self._has_reasoning = has_reasoning
+        self._answers: dict[int, AnswerParts] = {}
+        self._num_calls: Counter[int] = Counter()  # that were written
+
+    def parts(self, index: int, chunk: TextChunk) -> list[AnswerPart]:
+        """Return the new parts of a completion."""
+        if index not in self._answers:
+            self._answers[index] = self._chat.parts()
+        answer = self._answers[index]
+        was_reasoning = answer.is_reasoning
+        parts = answer.put(chunk.text, is_last=chunk.is_last)
+        if self.num_reasoning_tokens is not None and (was_reasoning or answer.is_reasoning):
+            self.num_reasoning_tokens += len(chunk.response.token_ids)
+        return [each for each in parts if self._has_reasoning or not isinstance(each, Reasoning)]
 
     def choice(self, index: int, choice: _Choice, logprobs: dict[str, Any] | None) -> dict[str, Any]:
         """Return a whole completion."""
-        text, calls = self._split(index, choice.text, is_last=True)
+        text, calls = _text_of(choice.parts), self._calls(index, choice.parts)
         message: dict[str, Any] = {"role": "assistant", "content": text or (None if calls else ""), "refusal": None}
+        message |= _reasoning_fields(choice.parts)
         if calls:
             message["tool_calls"] = [{name: value for name, value in each.items() if name != "index"} for each in calls]
         return {
@@ -198,32 +234,43 @@ class _ToolChatFormat(_ChatFormat):
             "finish_reason": self._reason(index, choice.finish_reason),
         }
 
-    def delta(
-        self, index: int, text: str, logprobs: dict[str, Any] | None, reason: str | None, *, is_first: bool
-    ) -> dict[str, Any]:
-        """Return a chunk of a completion. A call is in one chunk, as soon as it is complete."""
-        text, calls = self._split(index, text, is_last=reason is not None)
+    def delta(self, parts: Sequence[AnswerPart], *, is_first: bool) -> dict[str, Any]:
+        """Return the new parts of a completion in a chunk, without calls."""
         delta: dict[str, Any] = {"role": "assistant", "content": None} if is_first else {}
+        text = _text_of(parts)
         if text:
             delta["content"] = text
+        return delta | _reasoning_fields(parts)
+
+    def chunk_choice(
+        self, index: int, parts: Sequence[AnswerPart], logprobs: Any, reason: str | None, *, is_first: bool
+    ) -> dict[str, Any]:
+        """Return the choice of a chunk. A call is in one chunk, as soon as it is complete."""
+        delta = self.delta(parts, is_first=is_first)
+        calls = self._calls(index, parts)
         if calls:
             delta["tool_calls"] = calls
-        return {
-            "index": index,
-            "delta": delta,
-            "logprobs": logprobs,
-            "finish_reason": self._reason(index, reason),
-        }
+        reason = self._reason(index, reason)
+        return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
 
-    def _split(self, index: int, piece: str, *, is_last: bool) -> tuple[str, list[dict[str, Any]]]:
-        """Return the text of a piece that belongs to no call, and its calls."""
-        text, calls = self._splitters.setdefault(index, CompletionSplitter(self._tools)).put(piece, is_last=is_last)
+    def _calls(self, index: int, parts: Sequence[AnswerPart]) -> list[dict[str, Any]]:
+        calls = [each for each in parts if isinstance(each, ToolCall)]
         first = self._num_calls[index]
         self._num_calls[index] += len(calls)
-        return text, [_call_object(call, first + position) for position, call in enumerate(calls)]
+        return [_call_object(call, first + position) for position, call in enumerate(calls)]
 
     def _reason(self, index: int, reason: str | None) -> str | None:
         return "tool_calls" if reason == "stop" and self._num_calls[index] else reason
+
+
+def _text_of(parts: Sequence[AnswerPart]) -> str:
+    return "".join(each for each in parts if isinstance(each, str))
+
+
+def _reasoning_fields(parts: Sequence[AnswerPart]) -> dict[str, Any]:
+    """Return the fields with reasoning: clients of DeepSeek's API read the first one, clients of vLLM the second."""
+    text = "".join(each.text for each in parts if isinstance(each, Reasoning))
+    return {"reasoning_content": text, "reasoning": text} if text else {}
 
 
 def _call_object(call: ToolCall, index: int) -> dict[str, Any]:
@@ -244,13 +291,18 @@ class _CompletionFormat(_ChatFormat):
 
     def choice(self, index: int, choice: _Choice, logprobs: dict[str, Any] | None) -> dict[str, Any]:
         """Return a whole completion."""
-        return {"index": index, "text": choice.text, "logprobs": logprobs, "finish_reason": choice.finish_reason}
+        return {
+            "index": index,
+            "text": _text_of(choice.parts),
+            "logprobs": logprobs,
+            "finish_reason": choice.finish_reason,
+        }
 
-    def delta(
-        self, index: int, text: str, logprobs: dict[str, Any] | None, reason: str | None, *, is_first: bool
+    def chunk_choice(
+        self, index: int, parts: Sequence[AnswerPart], logprobs: Any, reason: str | None, *, is_first: bool
     ) -> dict[str, Any]:
-        """Return a chunk of a completion."""
-        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+        """Return the choice of a chunk."""
+        return {"index": index, "text": _text_of(parts), "logprobs": logprobs, "finish_reason": reason}
 
     def logprobs(self, rows: Sequence[tuple[int, TokenLogprobs]], tokenizer: Tokenizer, offset: int) -> dict[str, Any]:
         """Return the log probabilities of tokens."""
@@ -288,16 +340,14 @@ class _ResponseWriter:
 
     async def whole(self, chunks: AsyncGenerator[tuple[int, TextChunk], None], num_prompts: int) -> web.StreamResponse:
         """Return the response after all completions have ended."""
-        pieces: dict[int, list[str]] = {}
         async for position, chunk in chunks:
             index, choice = self._add(position, chunk)
-            pieces.setdefault(index, []).append(chunk.text)
+            choice.parts += self._format.parts(index, chunk)
             if self._has_logprobs:
                 choice.rows += zip(chunk.response.token_ids, chunk.response.logprobs, strict=False)
         choices = []
         for index in range(num_prompts * self._num_completions):
             choice = self._choices[index]
-            choice.text = "".join(pieces[index])
             logprobs = self._format.logprobs(choice.rows, self.tokenizer, 0) if self._has_logprobs else None
             choices.append(self._format.choice(index, choice, logprobs))
         return self.request.json(
@@ -311,14 +361,21 @@ class _ResponseWriter:
             index, choice = self._add(position, chunk)
             rows = list(zip(chunk.response.token_ids, chunk.response.logprobs, strict=False))
             is_first = choice.num_tokens == len(chunk.response.token_ids)
-            if not (chunk.text or chunk.is_last or is_first or rows):
-                continue  # a part of a character, or of what may be a stop string
+            parts = self._format.parts(index, chunk)
+            if not (parts or chunk.is_last or is_first or rows):
+                continue  # a part of a character, or of what may be a stop string or a call
             logprobs = None
             if self._has_logprobs:
                 logprobs = self._format.logprobs(rows, self.tokenizer, choice.num_chars)
                 choice.num_chars += sum(len(self.tokenizer.token_text(token_id)) for token_id, _ in rows)
-            delta = self._format.delta(index, chunk.text, logprobs, choice.finish_reason, is_first=is_first)
-            await events.send(self._chunk([delta]))
+            reasoning: list[AnswerPart] = [each for each in parts if isinstance(each, Reasoning)]
+            others: list[AnswerPart] = [each for each in parts if not isinstance(each, Reasoning)]
+            if reasoning and others:  # clients read one of them in a chunk
+                first = self._format.chunk_choice(index, reasoning, None, None, is_first=is_first)
+                await events.send(self._chunk([first]))
+                parts, is_first = others, False
+            last = self._format.chunk_choice(index, parts, logprobs, choice.finish_reason, is_first=is_first)
+            await events.send(self._chunk([last]))
         if self.options.has_usage_chunk:
             await events.send({**self._chunk([]), "usage": self._usage()})
         await events.send("[DONE]")
@@ -339,4 +396,5 @@ class _ResponseWriter:
         return index, choice
 
     def _usage(self) -> dict[str, Any]:
-        return usage_object(self._usages.values(), sum(each.num_tokens for each in self._choices.values()))
+        num_generated = sum(each.num_tokens for each in self._choices.values())
+        return usage_object(self._usages.values(), num_generated, self._format.num_reasoning_tokens)

@@ -14,12 +14,13 @@ from typing import Any
 
 from radixkv.api.sampling import MAX_ANSWERS, MAX_BIASED_TOKENS, MAX_LOGIT_BIAS, MAX_PENALTY, MAX_TOP_LOGPROBS
 from radixkv.errors import InvalidRequest
-from radixkv.service.http.breakpoints import Breakpoint, CachedRange, cached_ranges
+from radixkv.service.http.breakpoints import Breakpoint
 from radixkv.service.http.completions import RETENTION_PRIORITY
 from radixkv.service.http.documents import read_file
 from radixkv.service.http.json_fields import Fields
-from radixkv.service.http.tools import Tools
+from radixkv.service.http.tools import EncodedChat, Tools, reasoning_variables
 from radixkv.service.structured.grammar_text import GrammarText
+from radixkv.service.text.answer_format import AnswerFormat
 from radixkv.service.text.tokenizer import Tokenizer
 from radixkv.v1.prefill_pb2 import GenerateRequest
 
@@ -45,7 +46,18 @@ _WITHOUT_EFFECT = (
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """A conversation; the arguments of `Tokenizer.encode_chat`, and the positions up to which it should be retained."""
+    """A conversation.
+
+    Attributes:
+        messages: see `Tokenizer.encode_chat`.
+        tools: the tools that the model may call.
+        documents: see `Tokenizer.encode_chat`.
+        add_generation_prompt: likewise.
+        variables: variables of the chat template.
+        breakpoints: the positions up to which it should be retained.
+        effort: how much the model should reason; None if the request does not say.
+        has_reasoning: whether the response contains the reasoning.
+    """
 
     messages: Sequence[Mapping[str, Any]]
     tools: Tools
@@ -53,28 +65,31 @@ class ChatPrompt:
     add_generation_prompt: bool
     variables: Mapping[str, Any]
     breakpoints: Sequence[Breakpoint]
+    effort: str | None
+    has_reasoning: bool
 
-    def encode(self, tokenizer: Tokenizer) -> tuple[list[int], list[CachedRange]]:
-        """Return the token ids, and the range of them before each breakpoint.
+    def encode(self, form: AnswerFormat, tokenizer: Tokenizer) -> EncodedChat:
+        """Encode the conversation.
+
+        Args:
+            form: how the model writes its answers.
+            tokenizer: of the model.
 
         Raises:
-            InvalidRequest: the model's calls of tools cannot be recognized.
+            InvalidRequest: the model's calls of tools cannot be recognized, or it cannot reason as requested.
+            TypeError, ValueError: see `Tokenizer.encode_chat`.
         """
-        self.tools.require_parser(tokenizer)
-        token_ids = self._encode(tokenizer, self.messages, add_generation_prompt=self.add_generation_prompt)
-        encode = partial(self._encode, tokenizer, add_generation_prompt=False)
-        return token_ids, cached_ranges(self.breakpoints, self.messages, token_ids, encode)
-
-    def _encode(
-        self, tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool
-    ) -> list[int]:
-        return tokenizer.encode_chat(
-            messages,
+        self.tools.require_format(form)
+        effort = {} if self.effort is None else reasoning_variables(tokenizer, form, self.effort)
+        render = partial(
+            tokenizer.render_chat,
             tools=self.tools.definitions or None,
             documents=self.documents,
-            add_generation_prompt=add_generation_prompt,
-            chat_template_kwargs=self.variables,
+            chat_template_kwargs={**effort, **self.variables},
         )
+        text = render(self.messages, add_generation_prompt=self.add_generation_prompt)
+        chat = EncodedChat.of(text, tokenizer, form, self.tools)
+        return chat.with_ranges(self.breakpoints, self.messages, tokenizer, render)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +125,7 @@ def read_chat(fields: Fields) -> tuple[ChatPrompt, CompletionOptions]:
     else:
         fields.ignore("max_tokens")  # deprecated in favor of the other one
     options = _read_options(fields, max_tokens)
-    prompt.tools.constrain(options.generate)
+    prompt.tools.require_possible(options.generate)
     if fields.flag("logprobs"):
         options.generate.logprobs = fields.integer("top_logprobs", 0, MAX_TOP_LOGPROBS, 0) or 0
     else:
@@ -171,11 +186,16 @@ def _read_conversation(fields: Fields) -> ChatPrompt:
     variables = fields.any("chat_template_kwargs") or {}
     if not isinstance(variables, dict):
         raise InvalidRequest("chat_template_kwargs: expected an object, got another value")
-    effort = fields.text("reasoning_effort")
-    if effort is not None:
-        variables = {"reasoning_effort": effort, **variables}
-    add_generation_prompt = fields.flag("add_generation_prompt", default=True)
-    return ChatPrompt(parts.messages, tools, documents or None, add_generation_prompt, variables, breakpoints)
+    return ChatPrompt(
+        parts.messages,
+        tools,
+        documents or None,
+        fields.flag("add_generation_prompt", default=True),
+        variables,
+        breakpoints,
+        fields.text("reasoning_effort"),
+        fields.flag("include_reasoning", default=True),
+    )
 
 
 class _Parts:
@@ -242,23 +262,26 @@ def _read_tools(fields: Fields) -> Tools:
             raise InvalidRequest(f"{place}.function.name: expected a name, got nothing")
         if not isinstance(function.any("parameters"), dict | None):
             raise InvalidRequest(f"{place}.function.parameters: expected a JSON schema, got another value")
+        function.flag("strict")
         tool.require_no_others()
     choice = fields.any("tool_choice")
+    forced = None
     if isinstance(choice, dict):
         chosen = Fields(choice, "tool_choice")
         chosen.one_of("type", ("function",), "function")
         function = chosen.inner("function")
-        choice = None if function is None else function.text("name")
-        if not choice:
+        forced = None if function is None else function.text("name")
+        if not forced:
             raise InvalidRequest("tool_choice.function.name: expected a name, got nothing")
+        choice = "required"
     elif choice not in (None, "none", "auto", "required"):
         raise InvalidRequest("tool_choice: expected none, auto, required or a function, got another value")
     is_parallel = fields.flag("parallel_tool_calls", default=True)
     if not definitions:
-        if choice not in (None, "none", "auto"):
+        if choice == "required":
             raise InvalidRequest("tool_choice: expected tools to choose from, got none")
         return Tools()
-    return Tools(definitions, choice or "auto", is_parallel)
+    return Tools(definitions, choice or "auto", forced, is_parallel)
 
 
 def _read_prompts(fields: Fields) -> list[str | list[Any]]:

@@ -55,18 +55,21 @@ def error_object(message: str, status: int, param: str | None = None, code: str 
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
-def usage_object(prompts: Iterable[tuple[Usage, str | None]], num_generated: int) -> dict[str, Any]:
+def usage_object(
+    prompts: Iterable[tuple[Usage, str | None]], num_generated: int, num_reasoning: int | None = None
+) -> dict[str, Any]:
     """Return the usage of a request.
 
     Args:
         prompts: the usage of each prompt, and why no more of it was cached; None if all of it was.
         num_generated: tokens of all completions.
+        num_reasoning: those of them that are reasoning; None if the model does not reason.
     """
     prompts = list(prompts)
     usages = [usage for usage, _ in prompts]
     num_prompt = sum(usage.prompt_tokens for usage in usages)
     reasons = list(dict.fromkeys(reason for _, reason in prompts if reason is not None))
-    return {
+    usage = {
         "prompt_tokens": num_prompt,
         "completion_tokens": num_generated,
         "total_tokens": num_prompt + num_generated,
@@ -77,6 +80,9 @@ def usage_object(prompts: Iterable[tuple[Usage, str | None]], num_generated: int
             "miss_reason": ", ".join(reasons) or None,
         },
     }
+    if num_reasoning is not None:
+        usage["completion_tokens_details"] = {"reasoning_tokens": num_reasoning}
+    return usage
 
 
 def cached_by_tier(usages: Sequence[Usage]) -> dict[str, int]:

@@ -10,7 +10,9 @@ from typing import Any, TypeVar
 
 from radixkv.errors import InvalidRequest
 from radixkv.service.server.model_tokenizer import ModelTokenizer
+from radixkv.service.text.answer_format import AnswerFormat
 from radixkv.service.text.tokenizer import Tokenizer
+from radixkv.service.text.tool_formats import AUTOMATIC
 
 Result = TypeVar("Result")
 
@@ -27,10 +29,16 @@ class PromptEncoder:
 
     Args:
         tokenizer: the model's tokenizer.
+        tool_format: name of the format of calls of tools, see `Tokenizer.answer_format`.
+        reasoning_format: name of the format of reasoning; likewise.
     """
 
-    def __init__(self, tokenizer: ModelTokenizer) -> None:
+    def __init__(
+        self, tokenizer: ModelTokenizer, tool_format: str = AUTOMATIC, reasoning_format: str = AUTOMATIC
+    ) -> None:
         self._tokenizer = tokenizer
+        self._formats = tool_format, reasoning_format
+        self._answer_format: AnswerFormat | None = None
         self._small = asyncio.Semaphore(_MAX_ENCODING)
         self._large = asyncio.Semaphore(_MAX_ENCODING)
 
@@ -57,6 +65,16 @@ class PromptEncoder:
         except ValueError as error:
             _logger.warning("the HTTP API requires a tokenizer, and the model has none: %s", error)  # may name paths
             raise InvalidRequest("model: it has no tokenizer, which the HTTP API requires") from error
+
+    async def answer_format(self) -> AnswerFormat:
+        """Return how the model writes its answers.
+
+        Raises:
+            InvalidRequest: the model has no tokenizer.
+        """
+        if self._answer_format is None:
+            self._answer_format = (await self.tokenizer()).answer_format(*self._formats)
+        return self._answer_format
 
     async def encode(self, num_bytes: int, field: str, encode: Callable[[Tokenizer], Result]) -> Result:
         """Return what `encode` returns for the tokenizer, such as the token ids of a prompt.

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import secrets
 import time
 from collections.abc import AsyncGenerator, Mapping
+from functools import partial
 from typing import Any
 
 from aiohttp import web
@@ -22,7 +24,8 @@ from radixkv.service.http.json_fields import Fields
 from radixkv.service.http.openai_requests import ChatPrompt, CompletionOptions, read_breakpoint, read_chat
 from radixkv.service.http.openai_responses import cached_by_tier
 from radixkv.service.http.prompts import PromptEncoder
-from radixkv.service.http.tools import CompletionSplitter
+from radixkv.service.http.tools import EncodedChat
+from radixkv.service.text.answer_format import AnswerPart, Reasoning
 from radixkv.service.text.tool_calls import ToolCall
 
 # Names of fields of a chat, in which a request is expressed, and their names here.
@@ -35,6 +38,7 @@ NAMES = {
     "response_format": "text.format",
     "json_schema": "text.format",
     "verbosity": "text.verbosity",
+    "reasoning_effort": "reasoning.effort",
     "adapter": "model",
     "salt": "cache_salt",
 }
@@ -115,7 +119,11 @@ def _add_item(messages: list[dict[str, Any]], item: Fields, place: str) -> None:
     if kind == "message":
         role = item.one_of("role", ("user", "assistant", "system", "developer"), "user")
         role = "system" if role == "developer" else role
-        messages.append({"role": role, "content": _content(item.any("content"), f"{place}.content")})
+        content = _content(item.any("content"), f"{place}.content")
+        if role == "assistant" and _is_reasoning_only(messages):
+            messages[-1]["content"] = content
+        else:
+            messages.append({"role": role, "content": content})
     elif kind == "function_call":
         call = {"name": item.text("name"), "arguments": item.text("arguments", "{}")}
         if not messages or messages[-1]["role"] != "assistant":
@@ -126,10 +134,28 @@ def _add_item(messages: list[dict[str, Any]], item: Fields, place: str) -> None:
         output = _content(item.any("output"), f"{place}.output")
         messages.append({"role": "tool", "tool_call_id": item.text("call_id", ""), "content": output})
     elif kind == "reasoning":
-        item.ignore("summary", "content", "encrypted_content")
+        item.ignore("encrypted_content")
+        text = "\n".join(_texts(item, "content") or _texts(item, "summary"))
+        if text:
+            messages.append({"role": "assistant", "content": None, "reasoning_content": text})
     else:
         raise InvalidRequest(f"{place}.type: expected message, function_call, function_call_output or reasoning")
     item.require_no_others()
+
+
+def _is_reasoning_only(messages: list[dict[str, Any]]) -> bool:
+    """Return whether the last message has reasoning, and nothing else so far."""
+    return (
+        bool(messages)
+        and messages[-1].keys() == {"role", "content", "reasoning_content"}
+        and (messages[-1]["content"] is None)
+    )
+
+
+def _texts(item: Fields, name: str) -> list[str]:
+    """Return the texts of a list of parts."""
+    parts = item.items(name)
+    return [Fields.of(each, item.path_of(name)).text("text", "") or "" for each in parts]
 
 
 def _content(content: Any, place: str) -> Any:
@@ -209,12 +235,14 @@ class ResponsesApi:
         """Answer `POST /v1/responses`."""
         prompt, options = read_response(fields)
         tenant = request.hold(options.generate)
-        token_ids, ranges = await self._encoder.encode(request.num_bytes, "messages", prompt.encode)
-        generate = complete_request(options.generate, token_ids, options.model, tenant, self._limits)
+        encode = partial(prompt.encode, await self._encoder.answer_format())
+        chat = await self._encoder.encode(request.num_bytes, "messages", encode)
+        chat = chat.constrained(options.generate)
+        generate = complete_request(options.generate, chat.token_ids, options.model, tenant, self._limits)
         tokenizer = await self._encoder.tokenizer()
-        answer = _Answer(request, prompt, options, options.model or self._limits.model)
-        chunks = text_chunks(self._servicer, generate, request.call, tokenizer, options.stops)
-        retaining = retained_chunks(chunks, ranges, generate.prefill, self._retain, request.call)
+        answer = _Answer(request, chat, options, options.model or self._limits.model)
+        chunks = text_chunks(self._servicer, generate, request.call, tokenizer, options.stops, chat.shown)
+        retaining = retained_chunks(chunks, chat.ranges, generate.prefill, self._retain, request.call)
         async with contextlib.aclosing(retaining):
             return await (answer.stream(retaining) if options.is_streamed else answer.whole(retaining))
 
@@ -224,17 +252,18 @@ class _Answer:
 
     Args:
         request: the request.
-        prompt: its conversation and tools.
+        chat: its conversation and tools.
         options: its options.
         model: the name of the model or adapter that answers.
     """
 
-    def __init__(self, request: ApiRequest, prompt: ChatPrompt, options: CompletionOptions, model: str) -> None:
-        tools = prompt.tools
+    def __init__(self, request: ApiRequest, chat: EncodedChat, options: CompletionOptions, model: str) -> None:
+        tools = chat.tools
         generate = options.generate
         self._request = request
-        self._splitter = CompletionSplitter(tools)
+        self._answer = chat.parts()
         self._num_tokens = 0
+        self._num_reasoning_tokens = 0
         self._output: list[dict[str, Any]] = []
         self._head = {
             "id": f"resp_{request.request_id}",
@@ -245,9 +274,7 @@ class _Answer:
             "temperature": round(generate.temperature, 6),
             "top_p": round(generate.top_p, 6) if generate.HasField("top_p") else 1.0,
             "parallel_tool_calls": tools.is_parallel,
-            "tool_choice": tools.choice
-            if tools.choice in ("none", "auto", "required")
-            else {"type": "function", "name": tools.choice},
+            "tool_choice": tools.choice if tools.forced is None else {"type": "function", "name": tools.forced},
             "tools": [{"type": "function", "strict": False, **each["function"]} for each in tools.definitions],
             "store": False,
             "error": None,
@@ -255,14 +282,17 @@ class _Answer:
 
     async def whole(self, chunks: AsyncGenerator[TextChunk, None]) -> web.StreamResponse:
         """Return the response after the completion has ended."""
-        pieces = []
+        parts: list[AnswerPart] = []
         async for chunk in chunks:
-            self._num_tokens += len(chunk.response.token_ids)
-            pieces.append(chunk.text)
-        text, calls = self._splitter.put("".join(pieces), is_last=True)
-        if text or (self._num_tokens and not calls):
-            self._output.append(_message(text))
-        self._output += [_function_call(call) for call in calls]
+            parts += self._parts(chunk)
+        for kind, group in itertools.groupby(parts, type):
+            if kind is ToolCall:
+                self._output += [_function_call(each) for each in group if isinstance(each, ToolCall)]
+            else:
+                text = "".join(each.text if isinstance(each, Reasoning) else str(each) for each in group)
+                self._output.append(_reasoning(text) if kind is Reasoning else _message(text))
+        if self._num_tokens and not self._output:
+            self._output.append(_message(""))
         return self._request.json(self._body(chunk))
 
     async def stream(self, chunks: AsyncGenerator[TextChunk, None]) -> web.StreamResponse:
@@ -274,16 +304,24 @@ class _Answer:
                 begun = {**self._head, "status": "in_progress", "output": [], "usage": None}
                 await items.send("response.created", response=begun)
                 await items.send("response.in_progress", response=begun)
-            self._num_tokens += len(chunk.response.token_ids)
-            text, calls = self._splitter.put(chunk.text, is_last=chunk.is_last)
-            if text:
-                await items.add_text(text)
-            for call in calls:
-                await items.add_call(_function_call(call))
+            for part in self._parts(chunk):
+                if isinstance(part, ToolCall):
+                    await items.add_call(_function_call(part))
+                else:
+                    await items.add_text(part)
         await items.end()
         body = self._body(chunk)
         await items.send(f"response.{body['status']}", response=body)
         return await events.end()
+
+    def _parts(self, chunk: TextChunk) -> list[AnswerPart]:
+        """Return the new parts of the answer."""
+        was_reasoning = self._answer.is_reasoning
+        parts = self._answer.put(chunk.text, is_last=chunk.is_last)
+        self._num_tokens += len(chunk.response.token_ids)
+        if was_reasoning or self._answer.is_reasoning:
+            self._num_reasoning_tokens += len(chunk.response.token_ids)
+        return parts
 
     def _body(self, last: TextChunk) -> dict[str, Any]:
         """Return the whole response."""
@@ -303,14 +341,14 @@ class _Answer:
                     "miss_reason": last.miss_reason,
                 },
                 "output_tokens": self._num_tokens,
-                "output_tokens_details": {"reasoning_tokens": 0},
+                "output_tokens_details": {"reasoning_tokens": self._num_reasoning_tokens},
                 "total_tokens": usage.prompt_tokens + self._num_tokens,
             },
         }
 
 
 class _Items:
-    """Sends the output of a streamed response item by item: messages, and calls of tools.
+    """Sends the output of a streamed response item by item: reasoning, messages, and calls of tools.
 
     Args:
         events: the response.
@@ -321,7 +359,7 @@ class _Items:
         self._events = events
         self._output = output
         self._num_events = 0
-        self._message: dict[str, Any] | None = None
+        self._begun: dict[str, Any] | None = None  # a message, or reasoning
         self._pieces: list[str] = []
 
     async def send(self, kind: str, **fields: Any) -> None:
@@ -334,14 +372,20 @@ class _Items:
         error = body["error"]
         await self.send("error", code=error["code"], message=error["message"], param=error["param"])
 
-    async def add_text(self, text: str) -> None:
-        """Send text, in the message that was begun, or else in a new one."""
-        if self._message is None:
-            self._message = {**_message(""), "status": "in_progress", "content": []}
-            await self.send("response.output_item.added", output_index=len(self._output), item=self._message)
-            await self.send("response.content_part.added", **self._place(), part=_text_part(""))
-        self._pieces.append(text)
-        await self.send("response.output_text.delta", **self._place(), delta=text, logprobs=[])
+    async def add_text(self, part: str | Reasoning) -> None:
+        """Send text or reasoning, in the item that was begun if it is of this kind, or else in a new one."""
+        item = _reasoning("") if isinstance(part, Reasoning) else _message("")
+        if self._begun is None or self._begun["type"] != item["type"]:
+            await self.end()
+            self._begun = {**item, "status": "in_progress", "content": []}
+            await self.send("response.output_item.added", output_index=len(self._output), item=self._begun)
+            await self.send("response.content_part.added", **self._place(), part=item["content"][0])
+        if isinstance(part, Reasoning):
+            self._pieces.append(part.text)
+            await self.send("response.reasoning_text.delta", **self._place(), delta=part.text)
+        else:
+            self._pieces.append(part)
+            await self.send("response.output_text.delta", **self._place(), delta=part, logprobs=[])
 
     async def add_call(self, call: dict[str, Any]) -> None:
         """Send the call of a tool."""
@@ -357,21 +401,40 @@ class _Items:
         await self.send("response.output_item.done", output_index=index, item=call)
 
     async def end(self) -> None:
-        """End the message that was begun."""
-        if self._message is None:
+        """End the item that was begun."""
+        if self._begun is None:
             return
         text = "".join(self._pieces)
-        await self.send("response.output_text.done", **self._place(), text=text, logprobs=[])
-        await self.send("response.content_part.done", **self._place(), part=_text_part(text))
-        message = {**self._message, "status": "completed", "content": [_text_part(text)]}
-        self._output.append(message)
-        self._message = None
+        if self._begun["type"] == "reasoning":
+            await self.send("response.reasoning_text.done", **self._place(), text=text)
+            part = _reasoning_part(text)
+        else:
+            await self.send("response.output_text.done", **self._place(), text=text, logprobs=[])
+            part = _text_part(text)
+        await self.send("response.content_part.done", **self._place(), part=part)
+        item = {**self._begun, "status": "completed", "content": [part]}
+        self._output.append(item)
+        self._begun = None
         self._pieces.clear()
-        await self.send("response.output_item.done", output_index=len(self._output) - 1, item=message)
+        await self.send("response.output_item.done", output_index=len(self._output) - 1, item=item)
 
     def _place(self) -> Mapping[str, Any]:
-        assert self._message is not None, "a message was begun"
-        return {"item_id": self._message["id"], "output_index": len(self._output), "content_index": 0}
+        assert self._begun is not None, "an item was begun"
+        return {"item_id": self._begun["id"], "output_index": len(self._output), "content_index": 0}
+
+
+def _reasoning(text: str) -> dict[str, Any]:
+    return {
+        "id": f"rs_{secrets.token_hex(12)}",
+        "type": "reasoning",
+        "status": "completed",
+        "summary": [],
+        "content": [_reasoning_part(text)],
+    }
+
+
+def _reasoning_part(text: str) -> dict[str, Any]:
+    return {"type": "reasoning_text", "text": text}
 
 
 def _message(text: str) -> dict[str, Any]:

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from radixkv.errors import InvalidRequest
+from radixkv.service.http.breakpoints import Breakpoint, CachedRange, cached_ranges
+from radixkv.service.text.answer_format import AnswerFormat, AnswerParts
+from radixkv.service.text.answer_grammar import forced_calls, strict_calls
 from radixkv.service.text.tokenizer import Tokenizer
-from radixkv.service.text.tool_calls import ToolCall, ToolCallText, tool_call_grammar
 from radixkv.v1.prefill_pb2 import GenerateRequest
+
+# Variables of chat templates that switch reasoning on and off.
+_SWITCHES = ("enable_thinking", "thinking")
+_EFFORT = "reasoning_effort"
+_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,12 +25,14 @@ class Tools:
 
     Attributes:
         definitions: in the form of OpenAI's API, which chat templates expect.
-        choice: `none`, `auto`, `required`, or the name of the tool that must be called.
+        choice: `none`, `auto`, or `required`.
+        forced: the name of the tool that must be called; None if `choice` says all.
         is_parallel: whether an answer may call several tools.
     """
 
     definitions: Sequence[Mapping[str, Any]] = ()
     choice: str = "none"
+    forced: str | None = None
     is_parallel: bool = True
 
     @property
@@ -31,66 +40,155 @@ class Tools:
         """Whether the answer may contain calls."""
         return bool(self.definitions) and self.choice != "none"
 
-    def constrain(self, generate: GenerateRequest) -> None:
-        """Constrain an answer that must be a call.
+    @property
+    def functions(self) -> list[Mapping[str, Any]]:
+        """The functions that may be called, each with `name` and `parameters`."""
+        found = [each["function"] for each in self.definitions]
+        return found if self.forced is None else [each for each in found if each["name"] == self.forced]
+
+    def require_possible(self, generate: GenerateRequest) -> None:
+        """Refuse an answer that must be a call, and cannot be one.
 
         Raises:
-            InvalidRequest: it is constrained already, or the tool that must be called is not defined.
+            InvalidRequest: the answer is constrained already, or the tool that must be called is not defined.
         """
-        if self.choice in ("none", "auto"):
+        if self.choice != "required":
             return
-        functions = [each["function"] for each in self.definitions]
-        called = [each for each in functions if self.choice in ("required", each["name"])]
-        if not called:
+        if not self.functions:
             raise InvalidRequest("tool_choice: expected a tool of this request, got another one")
         if generate.WhichOneof("constraint") is not None:
             raise InvalidRequest("tool_choice, response_format: expected one of them, got both")
-        is_parallel = self.is_parallel and self.choice == "required"
-        generate.grammar = tool_call_grammar(called, is_parallel=is_parallel)
 
-    def require_parser(self, tokenizer: Tokenizer) -> None:
+    def require_format(self, form: AnswerFormat) -> None:
         """Refuse tools whose calls cannot be recognized in the answers of the model.
 
         Raises:
             InvalidRequest: the message says what to do.
         """
-        if self.may_be_called and not tokenizer.has_json_tool_calls:
+        if self.may_be_called and form.tools is None:
             raise InvalidRequest(
-                "tools: expected a model whose chat template writes calls as JSON between <tool_call> and "
-                "</tool_call>, got another one, whose calls this server does not recognize; with tool_choice none, the "
-                "model only sees the tools"
+                "tools: expected a model whose chat template writes calls of tools in a format that this server knows, "
+                "got another one; server.tool_format names the format, and with tool_choice none, the model only sees "
+                "the tools"
             )
 
 
-class CompletionSplitter:
-    """Splits the text of one completion, which arrives in pieces, into text and the calls that the request allows.
+@dataclass(frozen=True, slots=True)
+class EncodedChat:
+    """A conversation as token ids, and how the model writes its answer.
 
-    White space around calls is left out. Without tools, all is text.
-
-    Args:
-        tools: the tools of the request.
+    Attributes:
+        token_ids: the prompt.
+        form: how the model writes its answers.
+        tools: the tools that it may call.
+        is_open: whether the prompt ends with the beginning of reasoning; None if no reasoning may follow.
+        is_text: whether the answer is only text, because the request constrains it.
+        ranges: the ranges of the prompt that should be retained.
     """
 
-    def __init__(self, tools: Tools) -> None:
-        self._parser = ToolCallText() if tools.may_be_called else None
-        self._is_parallel = tools.is_parallel
-        self._num_calls = 0
+    token_ids: list[int]
+    form: AnswerFormat
+    tools: Tools
+    is_open: bool | None
+    is_text: bool = False
+    ranges: Sequence[CachedRange] = ()
+
+    @classmethod
+    def of(cls, text: str, tokenizer: Tokenizer, form: AnswerFormat, tools: Tools) -> EncodedChat:
+        """Encode a rendered conversation."""
+        is_open: bool | None = None
+        end = text[-64:].rstrip()
+        if form.reasoning is not None and not end.endswith(form.reasoning.end):
+            is_open = end.endswith(form.reasoning.begin)
+        return cls(tokenizer.encode_rendered(text), form, tools, is_open)
+
+    def with_ranges(
+        self,
+        breakpoints: Sequence[Breakpoint],
+        messages: Sequence[Mapping[str, Any]],
+        tokenizer: Tokenizer,
+        render: Callable[..., str],
+    ) -> EncodedChat:
+        """Return this conversation with the ranges before breakpoints.
+
+        Args:
+            breakpoints: in the order of their positions.
+            messages: the conversation.
+            tokenizer: of the model.
+            render: renders messages; see `Tokenizer.render_chat`.
+        """
+
+        def encode(shortened: Sequence[Mapping[str, Any]]) -> list[int]:
+            return tokenizer.encode_rendered(render(shortened, add_generation_prompt=False))
+
+        return replace(self, ranges=cached_ranges(breakpoints, messages, self.token_ids, encode))
 
     @property
-    def has_calls(self) -> bool:
-        """Whether there was a call so far."""
-        return self._num_calls > 0
+    def has_parts(self) -> bool:
+        """Whether the answer may contain anything but text."""
+        return not self.is_text and (self.form.reasoning is not None or self.tools.may_be_called)
 
-    def put(self, piece: str, *, is_last: bool) -> tuple[str, list[ToolCall]]:
-        """Add a piece. Returns the text that belongs to no call, and the calls that are complete."""
-        if self._parser is None:
-            return piece, []
-        text, calls = self._parser.put(piece)
-        if is_last:
-            text += self._parser.end()
-        if not self._is_parallel:
-            calls = [] if self.has_calls else calls[:1]
-        self._num_calls += len(calls)
-        if calls:
-            text = text.rstrip()
-        return "" if self.has_calls and text.isspace() else text, calls
+    @property
+    def shown(self) -> dict[int, str]:
+        """The special tokens whose text is needed to read the answer, by their ids."""
+        return {token_id: tag for tag, token_id in self.form.tags.items()} if self.has_parts else {}
+
+    def constrained(self, generate: GenerateRequest) -> EncodedChat:
+        """Constrain an answer that must be a call, or whose calls must follow their schemas.
+
+        Args:
+            generate: the options of the request. If they constrain the answer already, it is only text.
+        """
+        if generate.WhichOneof("constraint") is not None:
+            return replace(self, is_text=True)
+        tools = self.tools
+        is_parallel = tools.is_parallel and tools.forced is None
+        if tools.choice == "required":
+            generate.grammar = forced_calls(self.form, tools.functions, is_parallel=is_parallel, is_open=self.is_open)
+        elif tools.may_be_called and any(each.get("strict") for each in tools.functions):
+            functions = [each if each.get("strict") else {"name": each["name"]} for each in tools.functions]
+            generate.grammar = strict_calls(self.form, functions, is_parallel=is_parallel, is_open=self.is_open)
+        return self
+
+    def parts(self) -> AnswerParts:
+        """Return what reads one answer."""
+        tools = self.tools
+        if self.is_text:
+            return AnswerParts()
+        return AnswerParts(
+            self.form.reasoning,
+            is_open=bool(self.is_open),
+            tools=self.form.tools if tools.may_be_called else None,
+            functions=tools.functions,
+            is_parallel=tools.is_parallel,
+        )
+
+
+def reasoning_variables(tokenizer: Tokenizer, form: AnswerFormat, effort: str) -> dict[str, Any]:
+    """Return the template variables for a `reasoning_effort`.
+
+    Args:
+        tokenizer: of the model.
+        form: how the model writes its answers.
+        effort: `none` for an answer without reasoning, or how much of it there should be.
+
+    Raises:
+        InvalidRequest: the model cannot do that.
+    """
+    if tokenizer.has_template_variable(_EFFORT):
+        return {_EFFORT: effort}
+    if effort not in _EFFORTS:
+        raise InvalidRequest(f"reasoning_effort: expected one of {', '.join(_EFFORTS)}, got another name")
+    switch = reasoning_switch(tokenizer)
+    if switch is not None:
+        return {switch: effort != "none"}
+    only = "none" if form.reasoning is None else "medium"
+    if effort != only:
+        always = "never" if form.reasoning is None else "always"
+        raise InvalidRequest(f"reasoning_effort: expected {only}, since this model {always} reasons, got {effort}")
+    return {}
+
+
+def reasoning_switch(tokenizer: Tokenizer) -> str | None:
+    """Return the template variable that switches reasoning on and off; None if there is none."""
+    return next((each for each in _SWITCHES if tokenizer.has_template_variable(each)), None)

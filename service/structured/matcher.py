@@ -122,7 +122,8 @@ class GrammarMatcher:
                 f"{self._field}: expected one whose token mask takes at most {MAX_MASK_S:g} s, got {took_s:.1f} s"
             )
         bits = np.unpackbits(words.view(np.uint8), bitorder="little", count=self._vocab_size + 1).view(np.bool_)
-        allowed, can_end = bits[:-1], bool(bits[-1])
+        # Where a special token may follow, llguidance 1.9 allows the end in any case.
+        allowed, can_end = bits[:-1], bool(bits[-1]) and self._matcher.is_accepting()
         is_last = can_end and not allowed.any()
         if can_end:
             allowed[self._ends] = True

@@ -1,6 +1,6 @@
 """The messages of a conversation, in the forms that chat templates accept.
 
-OpenAI's API, transformers and the templates of models represent three things differently. Each combination of their
+OpenAI's API, transformers and the templates of models represent four things differently. Each combination of their
 representations is one form of the messages. The first form is the one that most templates accept:
 
 | in a message | in a form |
@@ -8,10 +8,12 @@ representations is one form of the messages. The first form is the one that most
 | `content` is a list of parts | the list; or the texts of its parts, joined by line breaks |
 | `content` is null | empty text; or null |
 | `arguments` of a tool call, JSON text in OpenAI's API | an object; or JSON text |
+| ids of tool calls, which templates of Mistral's models restrict | these ids; or 9 letters and digits for each |
 """
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,6 +21,7 @@ from typing import Any, NoReturn
 
 # Keys of a message that may hold its reasoning. Templates read the first one; those of gpt-oss read the second one.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
+_NUM_ID_CHARS = 9  # of ids of tool calls in templates of Mistral's models
 # Functions that convert values of subclasses, such as members of an enum, to the JSON type.
 _SCALARS: tuple[tuple[type, Callable[[Any], Any]], ...] = (
     (str, str.__str__),
@@ -69,11 +72,11 @@ class Conversation:
         """Iterate over the forms of these messages."""
         has_parts = any(isinstance(each.get("content"), Parts) for each in self._messages)
         has_nulls = any(each.get("content", "") is None for each in self._messages)
-        choices = [
-            (False, True) if has_choice else (False,) for has_choice in (has_parts, has_nulls, self.has_tool_calls)
-        ]
-        for joins_parts, keeps_nulls, dumps_arguments in itertools.product(*choices):
-            yield [_formed(each, joins_parts, keeps_nulls, dumps_arguments) for each in self._messages]
+        calls = self.has_tool_calls
+        choices = [(False, True) if has_choice else (False,) for has_choice in (has_parts, has_nulls, calls, calls)]
+        for joins_parts, keeps_nulls, dumps_arguments, has_short_ids in itertools.product(*choices):
+            form = [_formed(each, joins_parts, keeps_nulls, dumps_arguments) for each in self._messages]
+            yield [_with_short_ids(each) for each in form] if has_short_ids else form
 
 
 def without_tool_calls(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -182,6 +185,22 @@ def _dumped(call: dict[str, Any]) -> dict[str, Any]:
     if isinstance(call.get("function"), dict):
         return {**call, "function": _dumped(call["function"])}
     return {**call, "arguments": json.dumps(call["arguments"], ensure_ascii=False)} if "arguments" in call else call
+
+
+def _with_short_ids(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message in which a hash of 9 characters replaces each id of a tool call that has another length."""
+    copy = dict(message)
+    if "tool_call_id" in copy:
+        copy["tool_call_id"] = _short_id(copy["tool_call_id"])
+    if copy.get("tool_calls"):
+        copy["tool_calls"] = [{**each, "id": _short_id(each.get("id", ""))} for each in copy["tool_calls"]]
+    return copy
+
+
+def _short_id(value: object) -> str:
+    text = str(value)
+    is_short = len(text) == _NUM_ID_CHARS and text.isascii() and text.isalnum()
+    return text if is_short else hashlib.sha256(text.encode()).hexdigest()[:_NUM_ID_CHARS]
 
 
 def _joined(parts: Sequence[dict[str, Any]]) -> str:

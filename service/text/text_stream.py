@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from radixkv.service.text.clean_up import CleanUp
 
@@ -29,6 +29,7 @@ class TextStream:
         decode: returns the text of token ids.
         prompt_ids: the tokens before the completion.
         clean_up: removes spaces from the text; None to keep them.
+        shown: texts of special tokens that have a text here, by their ids.
     """
 
     def __init__(
@@ -36,9 +37,11 @@ class TextStream:
         decode: Callable[[Sequence[int]], str],
         prompt_ids: Sequence[int] = (),
         clean_up: CleanUp | None = None,
+        shown: Mapping[int, str] | None = None,
     ) -> None:
         self._decode = decode
         self._clean_up = clean_up
+        self._shown = shown or {}
         self._ids = list(prompt_ids[-NUM_PROMPT_IDS:])
         self._num_old_ids = len(self._ids)
         self._num_emitted = len(decode(self._ids).rstrip(BROKEN)) if self._ids else 0
@@ -48,6 +51,10 @@ class TextStream:
 
         Complexity: decodes at most `_MAX_IDS` tokens, usually two or three, twice.
         """
+        if token_id in self._shown:
+            text = self.end() + self._shown[token_id]
+            self._ids, self._num_old_ids, self._num_emitted = [token_id], 1, 0
+            return text
         new_text = self._put(token_id)
         return new_text if self._clean_up is None else self._clean_up.put(new_text)
 

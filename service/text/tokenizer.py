@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Any, Self
 from radixkv.config.needed_package import missing_package
 from radixkv.errors import ConfigError
 from radixkv.service.missing_package import MissingPackage
+from radixkv.service.text.answer_format import AnswerFormat
 from radixkv.service.text.clean_up import CleanUp, cleaned_up
+from radixkv.service.text.reasoning import REASONING_FORMATS, reasoning_format_of
 from radixkv.service.text.text_stream import BROKEN, TextStream
-from radixkv.service.text.tool_calls import has_json_tool_calls
+from radixkv.service.text.tool_formats import AUTOMATIC, TOOL_FORMATS, tool_format_of
 from radixkv.service.text.transformers_tokenizer import SlowBackend, load_with_transformers
 
 if TYPE_CHECKING:
@@ -165,13 +167,39 @@ class Tokenizer:
             ValueError: the model has no chat template, or the template rejects the messages, or would drop something
                 that is given, such as tools.
         """
-        text = self._template(has_tools=tools is not None).render(
+        text = self.render_chat(
+            messages,
+            tools=tools,
+            documents=documents,
+            add_generation_prompt=add_generation_prompt,
+            chat_template_kwargs=chat_template_kwargs,
+        )
+        return self.encode_rendered(text)
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> str:
+        """Return the text of a conversation. The arguments and exceptions are those of `encode_chat`."""
+        return self._template(has_tools=tools is not None).render(
             messages,
             tools=tools,
             documents=documents,
             add_generation_prompt=add_generation_prompt,
             variables=chat_template_kwargs,
         )
+
+    def encode_rendered(self, text: str) -> list[int]:
+        """Return the token ids of a rendered conversation, which contains all special tokens that the model requires.
+
+        Raises:
+            ValueError: the text contains surrogates, which UTF-8 cannot encode.
+        """
         return self._ids(text, add_special_tokens=False)
 
     def turn_end(self) -> tuple[str, int] | None:
@@ -205,10 +233,22 @@ class Tokenizer:
         """Return whether the chat template reads a variable, such as `enable_thinking`. Raises as `encode_chat`."""
         return self._template(has_tools=False).has_variable(name)
 
-    @property
-    def has_json_tool_calls(self) -> bool:
-        """Whether the chat template writes tool calls in a form that `ToolCallText` reads."""
-        return has_json_tool_calls(self._sources.get(_WITH_TOOLS) or self._sources.get(_DEFAULT, ""))
+    def answer_format(self, tools: str = AUTOMATIC, reasoning: str = AUTOMATIC) -> AnswerFormat:
+        """Return how the model writes its answers.
+
+        Args:
+            tools: name of the format of calls of tools; `auto` recognizes it by the chat template, and `none` is none.
+            reasoning: name of the format of reasoning; likewise.
+        """
+        added = self._backend.get_added_tokens_decoder()
+        template = self._sources.get(_WITH_TOOLS) or self._sources.get(_DEFAULT, "")
+        known = {token.content for token in added.values()}
+        calls = tool_format_of(template, known) if tools == AUTOMATIC else TOOL_FORMATS.get(tools)
+        thoughts = reasoning_format_of(template) if reasoning == AUTOMATIC else REASONING_FORMATS.get(reasoning)
+        texts = (*calls.variants, calls.prefix, calls.suffix) if calls else ()
+        texts += (thoughts.begin, thoughts.end) if thoughts else ()
+        tags = {token.content: token_id for token_id, token in added.items() if token.special}
+        return AnswerFormat(calls, thoughts, {tag: tags[tag] for tag in tags if any(tag in text for text in texts)})
 
     @property
     def definition(self) -> str:
@@ -252,13 +292,14 @@ class Tokenizer:
             return bytes(_BYTES[each] for each in token)
         return text.encode()
 
-    def stream(self, prompt_ids: Sequence[int] = ()) -> TextStream:
+    def stream(self, prompt_ids: Sequence[int] = (), shown: Mapping[int, str] | None = None) -> TextStream:
         """Return a stream for the text of one completion.
 
         Args:
             prompt_ids: the tokens before the completion. The last ones determine whether it begins with a space.
+            shown: texts of special tokens that have a text in this stream, by their ids.
         """
-        return TextStream(self._decode, prompt_ids, CleanUp() if self._is_cleaned_up else None)
+        return TextStream(self._decode, prompt_ids, CleanUp() if self._is_cleaned_up else None, shown)
 
     @cached_property
     def _letter_ids(self) -> list[int]:

@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-_BEGIN, _END = "<tool_call>", "</tool_call>"
-# Templates with these use the same tags, but not JSON.
-_OTHER_FORMS = ("<function=", "<arg_key>")
+from radixkv.service.text.tool_formats import ToolFormat
+from radixkv.service.text.value_end import ValueEnd
+
 _ARGUMENTS = ("arguments", "parameters")
-# The white space that `tojson` of chat templates writes, so that a call is rendered as it was generated.
-_SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_MAX_HEADER_CHARS = 512  # between the beginning of a call and its arguments
+_NAME = r"[^\s<>{}()\[\]\"']+"
+_NO_NAME = ("{", "[", "<", '"')
+_PLACEHOLDER = re.compile(r"\{(\w+)\}")
+_BRACKETS = {"call": "{[", "calls": "{[", "python": "["}
+_CONSTANTS = {"True": True, "False": False, "None": None, "true": True, "false": False, "null": None}
+# In Python's notation: a string, the name of a function, the name of an argument, a constant, or a bracket.
+_PYTHON = re.compile(
+    r"""("(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*')|([\w.-]+)\s*\(|([A-Za-z_]\w*)\s*=|([A-Za-z_]\w*)|\)""", re.DOTALL
+)
+
+_ESCAPE = re.compile(r"\\(x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|(.))", re.DOTALL)
+_ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "\\": "\\", "'": "'", '"': '"', "/": "/", "\n": ""}
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,94 +40,400 @@ class ToolCall:
     arguments: Mapping[str, Any]
 
 
-def has_json_tool_calls(template: str) -> bool:
-    """Return whether models with this chat template write calls as JSON between `<tool_call>` and `</tool_call>`.
-
-    Those of Hermes, Qwen 2.5, Qwen 3 and SmolLM 3 do.
-    """
-    return _BEGIN in template and not any(each in template for each in _OTHER_FORMS)
-
-
-def tool_call_grammar(tools: Sequence[Mapping[str, Any]], *, is_parallel: bool) -> str:
-    """Return a grammar in Lark's syntax of completions that consist of calls.
-
-    Args:
-        tools: the functions that may be called, each with `name` and `parameters`, a JSON schema.
-        is_parallel: whether there may be several calls.
-    """
-    calls = [
-        {
-            "type": "object",
-            "properties": {"name": {"const": tool["name"]}, "arguments": tool.get("parameters") or {"type": "object"}},
-            "required": ["name", "arguments"],
-            "additionalProperties": False,
-        }
-        for tool in tools
-    ]
-    schema = json.dumps({**(calls[0] if len(calls) == 1 else {"anyOf": calls}), "x-guidance": _SPACING})
-    further = ' ("\\n" call)*' if is_parallel else ""
-    return f'start: call{further}\ncall: "{_BEGIN}\\n" arguments "\\n{_END}"\narguments: %json {schema}\n'
-
-
 class ToolCallText:
     """Separates the text of a completion, which arrives in pieces, from its calls.
 
-    A call is JSON between the tags: an object with `name` and `arguments`, or a list of such objects. Anything else
-    between the tags is text.
+    What begins like a call and is none is text. White space around calls is left out.
 
-    >>> text = ToolCallText()
+    >>> text = ToolCallText(TOOL_FORMATS["hermes"])
     >>> text.put('Let me see. <tool_call>{"name": "clock", "argu'), text.put('ments": {}}</tool_call>')
-    (('Let me see. ', []), ('', [ToolCall(name='clock', arguments={})]))
+    (['Let me see.'], [ToolCall(name='clock', arguments={})])
+
+    Args:
+        form: the format of calls.
+        schemas: the JSON schemas of the arguments of each tool, by its name. Where text may be a call without any tag,
+            only the names of these tools make it one.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, form: ToolFormat, schemas: Mapping[str, Mapping[str, Any]]) -> None:
+        self._variants = [_Variant(each, form) for each in form.variants]
+        self._schemas = schemas
+        self._prefix = form.prefix
+        self._suffix = form.suffix
+        self._separator = form.separator.strip()
+        self._begins = tuple({each.begin for each in self._variants if each.begin} | ({self._prefix} - {""}))
+        self._bare = "".join(each.brackets for each in self._variants if not each.begin)
         self._held = ""
+        self._gap = ""  # white space that is text unless a call follows it
+        self._unit: _Unit | None = None  # which begins where the text that is held begins
+        self._is_start = True  # whether there was only white space so far, or only after a call
+        self._is_after_call = False
 
-    def put(self, piece: str) -> tuple[str, list[ToolCall]]:
-        """Add a piece. Returns the text that belongs to no call, and the calls that are complete."""
+    def put(self, piece: str) -> list[str | ToolCall]:
+        """Add a piece. Returns the text that belongs to no call, and the calls that are complete, in their order."""
         self._held += piece
-        texts: list[str] = []
-        calls: list[ToolCall] = []
-        while (begin := self._held.find(_BEGIN)) >= 0:
-            end = self._held.find(_END, begin)
-            if end < 0:
-                texts.append(self._held[:begin])
-                self._held = self._held[begin:]
-                return "".join(texts), calls
-            found = _calls_in(self._held[begin + len(_BEGIN) : end])
-            after = end + len(_END)
-            if found:
-                texts.append(self._held[:begin].rstrip("\n") if not calls else self._held[:begin].strip())
-                calls += found
-            else:
-                texts.append(self._held[:after])
-            self._held = self._held[after:]
-        num_kept = next((n for n in range(len(_BEGIN) - 1, 0, -1) if self._held.endswith(_BEGIN[:n])), 0)
-        cut = len(self._held) - num_kept
-        texts.append(self._held[:cut])
+        return self._read(is_last=False)
+
+    def end(self) -> list[str | ToolCall]:
+        """Return what was held back, after the last piece."""
+        found = self._read(is_last=True)
+        return found if self._is_after_call else self._with_text(found, "", "")
+
+    def _read(self, *, is_last: bool) -> list[str | ToolCall]:
+        found: list[str | ToolCall] = []
+        while self._held and (self._unit is not None or self._find_unit(found, is_last=is_last)):
+            assert self._unit is not None
+            try:
+                read = self._unit.read(self._held, is_last=is_last)
+                is_call = read is not None or not is_last
+            except ValueError:
+                is_call = False
+            if not is_call:
+                self._unit = None
+                self._is_start = self._is_after_call = False
+                found = self._with_text(found, self._held[0], "")
+                self._held = self._held[1:]
+                continue
+            if read is None:
+                break
+            end, calls = read
+            found += calls
+            self._unit, self._held, self._gap = None, self._held[end:], ""
+            self._is_start = self._is_after_call = True
+        return found
+
+    def _find_unit(self, found: list[str | ToolCall], *, is_last: bool) -> bool:
+        """Add the text before what may be a call to `found`, and return whether there is such a thing."""
+        if self._is_start:
+            text = self._held.lstrip()
+            if not self._is_after_call:
+                self._gap += self._held[: len(self._held) - len(text)]
+            self._held = text
+            if self._is_after_call and self._suffix:
+                if text.startswith(self._suffix):
+                    self._held = text[len(self._suffix) :]
+                    return self._find_unit(found, is_last=is_last)
+                if self._suffix.startswith(text) and not is_last:
+                    return False
+            is_next = self._is_after_call and bool(self._separator) and text.startswith(self._separator)
+            if text and (text[0] in self._bare or is_next):
+                self._unit = self._unit_after(self._separator if is_next else "")
+                return True
+        begin = min((at for at in map(self._held.find, self._begins) if at >= 0), default=-1)
+        cut = begin if begin >= 0 else len(self._held)
+        if begin < 0 and not is_last:
+            cut -= _num_begun(self._held, self._begins)
+        kept = self._held[:cut].rstrip()
+        if kept:
+            self._is_start = self._is_after_call = False
+            self._with_text(found, kept, "")
+        if not self._is_after_call:
+            self._gap += self._held[len(kept) : cut]
         self._held = self._held[cut:]
-        return "".join(texts), calls
+        if begin >= 0:
+            self._unit = self._unit_after(self._prefix)
+        return begin >= 0
 
-    def end(self) -> str:
-        """Return the text that was held back, after the last piece."""
-        held, self._held = self._held, ""
-        return held
+    def _unit_after(self, lead: str) -> _Unit:
+        return _Unit(self._variants, self._schemas, lead)
+
+    def _with_text(self, found: list[str | ToolCall], text: str, gap: str) -> list[str | ToolCall]:
+        """Add the white space before a text, and the text."""
+        text, self._gap = self._gap + text, gap
+        if text and found and isinstance(found[-1], str):
+            found[-1] += text
+        elif text:
+            found.append(text)
+        return found
 
 
-def _calls_in(text: str) -> list[ToolCall]:
-    """Return the calls in a text; none if it is something else."""
+class _Variant:
+    """A way to write a call, see `ToolFormat`.
+
+    Args:
+        text: the text of a call with its placeholders.
+        form: the format that it belongs to.
+
+    Attributes:
+        begin: the text that begins a call; may be empty.
+        brackets: those that the call itself may begin with; empty if its name comes before them.
+        end: the text that ends a call; may be empty.
+        header: what is between `begin` and the arguments.
+    """
+
+    def __init__(self, text: str, form: ToolFormat) -> None:
+        first = _PLACEHOLDER.search(text)
+        assert first is not None
+        last = next(each for each in _PLACEHOLDER.finditer(text) if each[1] not in ("name", "id"))
+        self.begin, _, self.within = text[: first.start()].partition("\n")
+        self.is_python = first[1] == "python"
+        self.brackets = _BRACKETS.get(first[1], "")
+        self.end = text[last.end() :].strip()
+        self.header = re.compile(rf"\s*{_pattern(text[len(self.begin) : last.start()])}\s*", re.DOTALL)
+        self.argument = re.compile(rf"\s*{_pattern(form.argument)}\s*", re.DOTALL) if form.argument else None
+        self.last_line = self.end.rpartition("\n")[2]
+        self.lines_before = self.end.removesuffix(self.last_line).strip()
+
+
+class _Unit:
+    """One call, or list of calls, at the beginning of a text that arrives in pieces.
+
+    Args:
+        variants: the ways to write it.
+        schemas: of the arguments, by the name of the tool.
+        lead: text that may come before it.
+    """
+
+    def __init__(self, variants: Sequence[_Variant], schemas: Mapping[str, Mapping[str, Any]], lead: str) -> None:
+        self._variants = variants
+        self._schemas = schemas
+        self._lead = lead
+        self._start = 0  # of the call, after the lead
+        self._header: re.Match[str] | None = None
+        self._value: ValueEnd | None = None
+        self._value_start = 0
+        self._num_read = 0
+        self._matching: list[_Variant] = []
+
+    def read(self, text: str, *, is_last: bool) -> tuple[int, list[ToolCall]] | None:
+        """Return the end of the calls and the calls; None if they are not complete.
+
+        Args:
+            text: the text so far; it begins with that of the call before.
+            is_last: whether no more text follows.
+
+        Raises:
+            ValueError: there is no call.
+        """
+        if not self._matching and not self._begin(text):
+            return None
+        if self._matching[0].argument is not None:
+            return self._read_arguments(text, self._matching[0])
+        if self._value is None and not self._begin_value(text):
+            return None
+        assert self._value is not None
+        value_end = self._value.find(text)
+        if value_end is None:
+            return None
+        end = self._end(text, value_end, is_last=is_last)
+        if end is None:
+            return None
+        return end, self._calls(text[self._value_start : value_end])
+
+    def _begin(self, text: str) -> bool:
+        """Find the variants that the text may be, and return whether enough of it is known."""
+        at = 0
+        if self._lead and text.startswith(self._lead):
+            at = _skipped(text, len(self._lead))
+        elif self._lead and self._lead.startswith(text):
+            return False
+        rest = text[at : at + _MAX_HEADER_CHARS]
+        if not rest or any(len(each.begin) > len(rest) and each.begin.startswith(rest) for each in self._variants):
+            return False
+        longest = max((each.begin for each in self._variants if rest.startswith(each.begin)), key=len, default=None)
+        if longest is None:
+            raise ValueError("no call begins here")
+        self._matching = [each for each in self._variants if each.begin == longest]
+        self._start = at + len(longest)
+        return True
+
+    def _begin_value(self, text: str) -> bool:
+        """Find the beginning of the arguments, or of the object or list that has them; return whether it is known."""
+        at = _skipped(text, self._start)
+        if at == len(text):
+            return False
+        whole = [each for each in self._matching if text[at] in each.brackets]
+        if not whole:
+            if all(each.brackets for each in self._matching):
+                raise ValueError("there is no object or list")
+            at = text.find("{", self._start, self._start + _MAX_HEADER_CHARS)
+            if at < 0:
+                if len(text) - self._start < _MAX_HEADER_CHARS:
+                    return False
+                raise ValueError("there are no arguments")
+            headers = ((each, each.header.fullmatch(text, self._start, at)) for each in self._matching)
+            found = [(each, header) for each, header in headers if header is not None and not each.brackets]
+            if not found:
+                raise ValueError("there is no name")
+            whole, self._header = [found[0][0]], found[0][1]
+        self._matching = whole
+        self._value_start = at
+        self._value = ValueEnd(at, "\"'" if whole[0].is_python else '"')
+        return True
+
+    def _end(self, text: str, at: int, *, is_last: bool) -> int | None:
+        """Return the end of a call whose arguments end at a position; None if it is not known yet.
+
+        What ends a call may be missing at the end of a completion, because it may be what ended it.
+        """
+        after = _skipped(text, at)
+        for end in sorted({each.end for each in self._matching}, key=len, reverse=True):
+            if not end:
+                return at
+            if text.startswith(end, after):
+                return after + len(end)
+            if end.startswith(text[after:]):
+                return len(text) if is_last else None
+        raise ValueError("something else follows the call")
+
+    def _calls(self, value: str) -> list[ToolCall]:
+        if self._header is not None:
+            arguments = _json(value)
+            if not isinstance(arguments, dict):
+                raise ValueError("the arguments are no object")
+            return [ToolCall(self._header["name"], arguments)]
+        variant = self._matching[0]
+        parsed = _json(_json_of_python(value) if variant.is_python else value)
+        calls = list(_calls_of(parsed if isinstance(parsed, list) else [parsed], is_bare=not variant.begin))
+        if not calls or (not variant.begin and any(each.name not in self._schemas for each in calls)):
+            raise ValueError("there is no call of a tool")
+        return calls
+
+    def _read_arguments(self, text: str, variant: _Variant) -> tuple[int, list[ToolCall]] | None:
+        """Read a call whose arguments have tags of their own."""
+        assert variant.argument is not None
+        at = _skipped(text, self._start)
+        if not text.startswith(variant.within, at) and not variant.within.startswith(
+            text[at : at + len(variant.within)]
+        ):
+            raise ValueError("there is no name")
+        if not variant.within and text[at : at + 1] in _NO_NAME:
+            raise ValueError("there is no name")
+        while True:
+            last = text.find(variant.last_line, max(at, self._num_read))
+            if last < 0:
+                self._num_read = len(text) - len(variant.last_line)
+                return None
+            body_end = _stripped(text, last)
+            if text.endswith(variant.lines_before, 0, body_end):
+                break
+            self._num_read = last + 1
+        body_end -= len(variant.lines_before)
+        header = variant.header.match(text, self._start, body_end)
+        if header is None:
+            raise ValueError("there is no name")
+        schema = self._schemas.get(header["name"], {})
+        arguments, at = {}, header.end()
+        while at < body_end:
+            argument = variant.argument.match(text, at, body_end)
+            if argument is None:
+                raise ValueError("there is something else than arguments")
+            arguments[argument["key"]] = _value_of(argument["value"], argument["key"], schema)
+            at = argument.end()
+        _require_unicode(arguments)
+        return last + len(variant.last_line), [ToolCall(header["name"], arguments)]
+
+
+def _pattern(text: str) -> str:
+    """Return a regular expression for a text with placeholders, in which white space may differ, except in a value."""
+    names = ["", *_PLACEHOLDER.split(text)[1::2], ""]
+    parts = []
+    for index, part in enumerate(_PLACEHOLDER.split(text)[::2]):
+        before, after = names[index], names[index + 1]
+        if before == "value":
+            parts.append("\n?" if part.startswith("\n") else "")
+        is_value_next = after == "value" and part.endswith("\n")
+        parts.append(r"\s*".join(re.escape(line.strip()) for line in part.strip("\n").split("\n")))
+        parts.append("\n?" if is_value_next else r"\s*" if after != "value" else "")
+        if after:
+            parts.append({"value": "(?P<value>.*?)", "id": r"[^\s{]*?"}.get(after, rf"(?P<{after}>{_NAME})"))
+            parts.append("" if after == "value" else r"\s*")
+    return "".join(parts)
+
+
+def _num_begun(text: str, begins: Sequence[str]) -> int:
+    """Return the number of last characters of a text that may be the beginning of one of several texts."""
+    longest = max(map(len, begins), default=1) - 1
+    return next(
+        (n for n in range(min(longest, len(text)), 0, -1) if any(each.startswith(text[-n:]) for each in begins)), 0
+    )
+
+
+def _skipped(text: str, at: int) -> int:
+    """Return the position of the first character from a position that is no white space."""
+    while at < len(text) and text[at].isspace():
+        at += 1
+    return at
+
+
+def _stripped(text: str, end: int) -> int:
+    """Return the position after the last character before a position that is no white space."""
+    while end and text[end - 1].isspace():
+        end -= 1
+    return end
+
+
+def _json(text: str) -> Any:
+    """Return the value of JSON text, which may have line breaks in strings. Raises ValueError."""
     try:
-        parsed = json.loads(text)
-        json.dumps(parsed, ensure_ascii=False, allow_nan=False).encode()  # no infinite numbers, no lone surrogates
-    except (ValueError, RecursionError):
-        return []
-    calls = list(_calls_of(parsed if isinstance(parsed, list) else [parsed]))
-    return [] if None in calls else [each for each in calls if each is not None]
+        parsed = json.loads(text, strict=False)
+    except RecursionError as error:
+        raise ValueError("too deep") from error
+    _require_unicode(parsed)
+    return parsed
 
 
-def _calls_of(values: Sequence[object]) -> Iterator[ToolCall | None]:
+def _require_unicode(value: Any) -> None:
+    """Raise ValueError if a value contains infinite numbers or lone surrogates."""
+    json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+
+
+def _calls_of(values: Sequence[Any], *, is_bare: bool) -> Iterator[ToolCall]:
     for value in values:
         call = value if isinstance(value, dict) else {}
-        arguments: Any = next((call[name] for name in _ARGUMENTS if name in call), {})
-        is_call = isinstance(call.get("name"), str) and isinstance(arguments, dict)
-        yield ToolCall(call["name"], arguments) if is_call else None
+        keys = [each for each in _ARGUMENTS if each in call]
+        arguments = call[keys[0]] if keys else {}
+        if not isinstance(call.get("name"), str) or not call["name"] or not isinstance(arguments, dict):
+            raise ValueError("there is no name, or the arguments are no object")
+        if is_bare and not keys:
+            raise ValueError("there are no arguments")
+        yield ToolCall(call["name"], arguments)
+
+
+def _json_of_python(text: str) -> str:
+    """Return a list of calls in Python's notation as a list of JSON objects; invalid JSON for anything else."""
+
+    def translated(found: re.Match[str]) -> str:
+        string, function, argument, constant = found.groups()
+        if string is not None:
+            return json.dumps(_python_string(string))
+        if function is not None:
+            return f'{{"name": {json.dumps(function)}, "arguments": {{'
+        if argument is not None:
+            return f"{json.dumps(argument)}:"
+        if constant is not None:
+            return json.dumps(_CONSTANTS[constant]) if constant in _CONSTANTS else "invalid"
+        return "}}"
+
+    return _PYTHON.sub(translated, text)
+
+
+def _python_string(literal: str) -> str:
+    """Return the text of a string in Python's notation. A backslash before any other character stands for itself."""
+
+    def unescaped(found: re.Match[str]) -> str:
+        return chr(int(found[1][1:], 16)) if found[2] is None else _ESCAPES.get(found[2], found[0])
+
+    return _ESCAPE.sub(unescaped, literal[1:-1])
+
+
+def _value_of(text: str, key: str, schema: Mapping[str, Any]) -> Any:
+    """Return the value of an argument: text if the schema allows nothing else, JSON if it is, or else text."""
+    properties = schema.get("properties")
+    declared = properties.get(key) if isinstance(properties, Mapping) else None
+    if isinstance(declared, Mapping) and _is_text(declared):
+        return text
+    stripped = text.strip()
+    if stripped in _CONSTANTS:
+        return _CONSTANTS[stripped]
+    try:
+        return _json(stripped)
+    except ValueError:
+        return text
+
+
+def _is_text(schema: Mapping[str, Any]) -> bool:
+    if schema.get("type") == "string":
+        return True
+    values = schema.get("enum") or ([schema["const"]] if "const" in schema else [])
+    return "type" not in schema and bool(values) and all(isinstance(each, str) for each in values)

@@ -73,6 +73,11 @@ class SlowBackend:
         token: str | None = self._model.convert_ids_to_tokens(token_id)
         return token
 
+    def get_added_tokens_decoder(self) -> Mapping[int, Any]:
+        """Return the added tokens by their ids; each has `content`, and `special` if it has no text."""
+        tokens: Mapping[int, Any] = self._model.added_tokens_decoder
+        return tokens
+
     def to_str(self) -> str:
         """Raise, because there is no JSON format.
 

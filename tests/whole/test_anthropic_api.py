@@ -168,9 +168,9 @@ REFUSED: list[tuple[tuple[str, object], int, str]] = [
     (message_with(messages=FIVE), 400, "cache_control: expected at most 4 breakpoints, got 5"),
     (message_with(messages=LONG_AFTER_SHORT), 400, "cache_control: expected breakpoints with the ttl 1h before"),
     (message_with(cache_control={"ttl": "2h"}), 400, "cache_control.ttl: expected one of 5m, 1h, got a string"),
-    (message_with(messages=CALL), 400, "messages[0].content[0].type: expected a block of text or of tools, got anot"),
+    (message_with(messages=CALL), 400, "messages[0].content[0].type: expected a block of text, of tools or a docume"),
     (message_with(tools=[{"name": "a"}]), 400, "tools[0]: expected a name and an input_schema, got nothing or other"),
-    (message_with(tools=TOOLS), 400, "tools: expected a model whose chat template writes calls as JSON"),
+    (message_with(tools=TOOLS), 400, "tools: expected a model whose chat template writes calls of tools"),
     (message_with(tools=[{"type": "bash_20250124", "name": "bash"}]), 400, "tools[0].type: expected custom, got a"),
     (
         message_with(tools=[{**TOOLS[0], "defer_loading": True}]),
@@ -181,7 +181,7 @@ REFUSED: list[tuple[tuple[str, object], int, str]] = [
     (message_with(stop_sequences=[""]), 400, "stop_sequences[0]: expected 1 to 256 characters, got 0"),
     (message_with(model="a" * 257), 400, "model: expected at most 256 characters, got 257"),
     (message_with(temperature=1.5), 400, "temperature: expected a number from 0 to 1, got 1.5"),
-    (message_with(thinking={"type": "enabled"}), 400, "messages: chat_template_kwargs: the model's chat template has"),
+    (message_with(thinking={"type": "enabled"}), 400, "thinking.type: this model never reasons, since its chat"),
     (message_with(model="claude-x"), 404, "model: expected tiny or the name of a loaded adapter, got another name"),
     (message_with(typo=1), 400, "typo: this server does not know the field"),
 ]

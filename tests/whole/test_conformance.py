@@ -320,6 +320,7 @@ RESPONSES = [
     ),
     ("its events are numbered", response(stream=True, max_output_tokens=1), "*.sequence_number", list(range(9))),
 ]
+THINKING = {"type": "adaptive"}
 USED = message(tools=CLAUDE_TOOLS, tool_choice={"type": "tool", "name": "weather"}, max_tokens=200)
 EVENTS = message(stream=True, max_tokens=1)
 WITH_DOCUMENT = message(
@@ -369,10 +370,11 @@ MESSAGES = [
     ("a use is the reason to stop", USED, "stop_reason", "tool_use"),
     ("the result of a use is accepted", message(messages=RESULT_OF_USE, tools=CLAUDE_TOOLS), "role", "assistant"),
     ("a text document is accepted", WITH_DOCUMENT, "role", "assistant"),
-    ("tokens are counted", count(), "input_tokens", 17),
+    ("tokens are counted", count(thinking=THINKING), "input_tokens", 17),
+    ("without thinking it is off", count(), "input_tokens", 24),
     (
         "a document counts",
-        count(messages=WITH_DOCUMENT.fields["messages"]),
+        count(messages=WITH_DOCUMENT.fields["messages"], thinking=THINKING),
         "input_tokens",
         32,
     ),
@@ -604,8 +606,9 @@ def test_an_answer_is_the_one_of_grpc_cached_and_not(
     prompt = served.tokenizer.encode("Hello") if api is completion else served.tokenizer.encode_chat(HELLO)
     chunks = served.grpc.generate(prompt, max_new_tokens=20, salt=f"{api.__name__} grpc")
     expected = served.tokenizer.decode([token_id for chunk in chunks for token_id in chunk.token_ids])
+    options = {"thinking": THINKING} if api is message else {}
     for is_streamed in (False, True):
-        salted = {maximum: 20, "extra_body": {"cache_salt": f"{api.__name__} {is_streamed}"}}
+        salted = {**options, maximum: 20, "extra_body": {"cache_salt": f"{api.__name__} {is_streamed}"}}
         for cached in (0, len(prompt) - 1):
             answer = as_json(api(stream=is_streamed, **salted).send(served))
             if is_streamed:

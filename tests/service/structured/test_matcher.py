@@ -175,3 +175,12 @@ def test_a_token_that_may_not_come_is_followed_by_a_refusal() -> None:
     assert not matcher.is_finished
     with pytest.raises(InvalidRequest, match=r"^regex: "):
         matcher.allowed()
+
+
+def test_where_a_special_token_may_follow_the_completion_does_not_end() -> None:
+    matcher = constraint('start: <[15]> "a"', "grammar").start({16})
+    assert np.flatnonzero(matcher.allowed()).tolist() == [15]
+    matcher.accept(15)
+    assert np.flatnonzero(matcher.allowed()).tolist() == [0]
+    matcher.accept(0)
+    assert matcher.is_finished

@@ -2,83 +2,72 @@
 
 from __future__ import annotations
 
-import json
+import random
+import re
+from collections.abc import Callable, Iterator
 
 import pytest
 
-from radixkv.service.text.tool_calls import ToolCall, ToolCallText, has_json_tool_calls, tool_call_grammar
+from radixkv.config import sections
+from radixkv.service.text.reasoning import REASONING_FORMATS
+from radixkv.service.text.tool_calls import ToolCall, ToolCallText
+from radixkv.service.text.tool_formats import TOOL_FORMATS
+from tests.service.text.tool_texts import FORCED, FUNCTIONS, OTHERS
 
-CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Größe"}}\n</tool_call>'
-WEATHER = ToolCall("weather", {"city": "Größe"})
-
-CASES = [
-    ("", "", []),
-    ("No call.", "No call.", []),
-    (CALL, "", [WEATHER]),
-    (f"Let me see.\n{CALL}", "Let me see.", [WEATHER]),
-    (f"{CALL}\n{CALL}", "", [WEATHER, WEATHER]),
-    ('<tool_call>{"name": "a"}</tool_call>', "", [ToolCall("a", {})]),
-    ('<tool_call>{"name": "a", "parameters": {"b": 1}}</tool_call>', "", [ToolCall("a", {"b": 1})]),
-    ('<tool_call>[{"name": "a"}, {"name": "b"}]</tool_call>', "", [ToolCall("a", {}), ToolCall("b", {})]),
-    ("<tool_call>no JSON</tool_call> after", "<tool_call>no JSON</tool_call> after", []),
-    ('<tool_call>[{"name": "a"}, 1]</tool_call>', '<tool_call>[{"name": "a"}, 1]</tool_call>', []),
-    ('<tool_call>{"name": 1}</tool_call>', '<tool_call>{"name": 1}</tool_call>', []),
-    ('<tool_call>{"name": "", "parameters": 1}</tool_call>',) * 2 + ([],),
-    ("<tool_call>[]</tool_call>", "<tool_call>[]</tool_call>", []),
-    ('<tool_call>{"name": "a", "parameters": {"b": 1e999}}</tool_call>',) * 2 + ([],),
-    ('<tool_call>{"name": "a", "parameters": {"b": NaN}}</tool_call>',) * 2 + ([],),
-    ('<tool_call>{"name": "a", "parameters": {"b": "\\ud800"}}</tool_call>',) * 2 + ([],),
-    ('before <tool_call>{"name": "a"', 'before <tool_call>{"name": "a"', []),
-    ("a < b, <tool, <tool_cal", "a < b, <tool, <tool_cal", []),
-    ("<tool_call>" * 3, "<tool_call>" * 3, []),
-]  # fmt: skip
+SCHEMAS = {each["name"]: each.get("parameters", {}) for each in FUNCTIONS}
+CASES = [(name, text, calls) for name, cases in FORCED.items() for text, calls in cases]
+CASES += [(name, text, parts) for name, cases in OTHERS.items() for text, parts in cases]
 
 
-@pytest.mark.parametrize(("whole", "text", "calls"), CASES)
-@pytest.mark.parametrize("size", [1, 2, 7, 1000])
-def test_text_and_calls_are_separated(whole: str, text: str, calls: list[ToolCall], size: int) -> None:
-    parser = ToolCallText()
-    pieces, found = [], []
-    for start in range(0, len(whole), size):
-        piece, complete = parser.put(whole[start : start + size])
-        pieces.append(piece)
-        found += complete
-    assert ("".join([*pieces, parser.end()]).rstrip("\n"), found) == (text, calls)
+def split(name: str, text: str, next_size: Callable[[], int]) -> list[str | ToolCall]:
+    """Return the parts of a text that arrives in pieces."""
+    parser = ToolCallText(TOOL_FORMATS[name], SCHEMAS)
+    parts: list[str | ToolCall] = []
+    for piece in pieces_of(text, next_size):
+        parts += parser.put(piece)
+    return merged([*parts, *parser.end()])
 
 
-@pytest.mark.parametrize(
-    ("template", "has_calls"),
-    [
-        ("<tool_call>\n{{ call | tojson }}\n</tool_call>", True),
-        ("<tool_call>\n<function={{ name }}>", False),
-        ("<tool_call>{{ name }}<arg_key>", False),
-        ("{{ messages }}", False),
-    ],
-)
-def test_templates_with_json_calls_are_known(template: str, has_calls: bool) -> None:
-    assert has_json_tool_calls(template) is has_calls
+def pieces_of(text: str, next_size: Callable[[], int]) -> Iterator[str]:
+    while text:
+        size = next_size()
+        yield text[:size]
+        text = text[size:]
 
 
-@pytest.mark.parametrize("is_parallel", [False, True])
-def test_the_grammar_accepts_calls_only(is_parallel: bool) -> None:
-    llguidance = pytest.importorskip("llguidance")
-    schema = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
-    tools = [{"name": "weather", "parameters": schema}, {"name": "clock"}]
-    grammar = tool_call_grammar(tools, is_parallel=is_parallel)
-    tokenizer = llguidance.LLTokenizer("byte")
+def merged(parts: list[str | ToolCall]) -> list[str | ToolCall]:
+    found: list[str | ToolCall] = []
+    for part in parts:
+        if isinstance(part, str) and found and isinstance(found[-1], str):
+            found[-1] += part
+        else:
+            found.append(part)
+    return found
 
-    def accepts(text: str) -> bool:
-        matcher = llguidance.LLMatcher(tokenizer, grammar)
-        assert not matcher.get_error()
-        tokens = tokenizer.tokenize_str(text)
-        return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
 
-    def call(name: str, **arguments: object) -> str:
-        return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+@pytest.mark.parametrize(("name", "text", "parts"), CASES)
+@pytest.mark.parametrize("size", [1, 2, 7, 10_000])
+def test_text_and_calls_are_separated(name: str, text: str, parts: list[str | ToolCall], size: int) -> None:
+    assert split(name, text, lambda: size) == parts
 
-    assert accepts(call("weather", city="Rome"))
-    assert accepts(call("clock"))
-    assert not accepts(call("other"))
-    assert not accepts(call("weather", city=1))
-    assert not accepts("Rome")
-    assert accepts(f"{call('clock')}\n{call('clock')}") is is_parallel
+
+@pytest.mark.parametrize("name", list(TOOL_FORMATS))
+def test_no_text_is_lost_however_it_arrives(name: str) -> None:
+    rng = random.Random(name)
+    cases = "".join(text for text, _ in (*FORCED[name], *OTHERS.get(name, ())))
+    words = list(dict.fromkeys(re.findall(r"<[^<>]*>|\[[A-Z_]+\]|\w+|.", cases[:3000], re.DOTALL)))
+    for _ in range(150):
+        text = "".join(rng.choices(words, k=rng.randrange(25)))
+        if rng.random() < 0.5:
+            at = rng.randrange(len(text) + 1)
+            text = text[:at] + rng.choice(FORCED[name])[0] + text[at:]
+        whole = split(name, text, lambda: 10_000)
+        assert split(name, text, lambda: rng.choice((1, 1, 2, 3, 9))) == whole
+        if not any(isinstance(part, ToolCall) for part in whole):
+            assert "".join(map(str, whole)) == text
+
+
+def test_every_format_has_a_name_in_the_configuration() -> None:
+    assert sorted(TOOL_FORMATS) == list(sections.TOOL_FORMATS)
+    assert sorted(REASONING_FORMATS) == list(sections.REASONING_FORMATS)
+    assert FORCED.keys() == TOOL_FORMATS.keys()

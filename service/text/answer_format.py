@@ -1,0 +1,103 @@
+"""How a model writes its answers: reasoning, text and calls of tools."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from radixkv.service.text.reasoning import ReasoningFormat, ReasoningText
+from radixkv.service.text.tool_calls import ToolCall, ToolCallText
+from radixkv.service.text.tool_formats import ToolFormat
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerFormat:
+    """How a model writes its answers.
+
+    Attributes:
+        tools: the format of calls of tools; None if it is not known.
+        reasoning: the format of reasoning; None if the model does not reason.
+        tags: texts of these formats that are special tokens, with the ids of the tokens.
+    """
+
+    tools: ToolFormat | None = None
+    reasoning: ReasoningFormat | None = None
+    tags: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    """A part of an answer: reasoning."""
+
+    text: str
+
+
+AnswerPart = str | Reasoning | ToolCall
+
+
+class AnswerParts:
+    """Separates a completion, which arrives in pieces, into its parts.
+
+    The concatenated parts do not depend on the pieces.
+
+    Args:
+        reasoning: the format of reasoning; None if all is the answer.
+        is_open: whether the prompt ends with the beginning of reasoning.
+        tools: the format of calls of tools; None if there are no calls.
+        functions: the tools that may be called, each with `name` and `parameters`, a JSON schema.
+        is_parallel: whether the answer may have several calls. Otherwise, those after the first one are left out.
+
+    Attributes:
+        num_calls: number of calls so far.
+    """
+
+    def __init__(
+        self,
+        reasoning: ReasoningFormat | None = None,
+        *,
+        is_open: bool = False,
+        tools: ToolFormat | None = None,
+        functions: Sequence[Mapping[str, Any]] = (),
+        is_parallel: bool = True,
+    ) -> None:
+        self.num_calls = 0
+        self._reasoning = None if reasoning is None else ReasoningText(reasoning, is_open=is_open)
+        schemas = {each["name"]: each.get("parameters") or {} for each in functions}
+        self._calls = None if tools is None else ToolCallText(tools, schemas)
+        self._is_parallel = is_parallel
+
+    @property
+    def is_reasoning(self) -> bool:
+        """Whether the last character belongs to reasoning."""
+        return self._reasoning is not None and self._reasoning.is_reasoning
+
+    def put(self, piece: str, *, is_last: bool = False) -> list[AnswerPart]:
+        """Add a piece. Returns the parts that are complete, in their order; of reasoning and text, what is new.
+
+        Args:
+            piece: the next piece.
+            is_last: whether it is the last one.
+        """
+        parts: list[AnswerPart] = []
+        text = piece
+        if self._reasoning is not None:
+            reasoning, text = self._reasoning.put(piece)
+            if is_last:
+                last_reasoning, last_text = self._reasoning.end()
+                reasoning, text = reasoning + last_reasoning, text + last_text
+            if reasoning:
+                parts.append(Reasoning(reasoning))
+        if self._calls is None:
+            return [*parts, text] if text else parts
+        found = self._calls.put(text)
+        if is_last:
+            found += self._calls.end()
+        for each in found:
+            if isinstance(each, ToolCall):
+                self.num_calls += 1
+                if self.num_calls > 1 and not self._is_parallel:
+                    self.num_calls = 1
+                    continue
+            parts.append(each)
+        return parts

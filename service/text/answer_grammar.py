@@ -1,0 +1,241 @@
+"""Grammars of answers with calls of tools, in llguidance's Lark syntax."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from radixkv.service.text.answer_format import AnswerFormat
+
+# The white space that `tojson` of chat templates writes, so that a call is rendered as it was generated.
+_SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_ANY = "/(?s:.*)/"
+_OTHER_TEXT = r"/\s*[^\s{\[](?s:.*)/"  # text that begins like no call without a tag
+_DEFINITIONS = ("$defs", "definitions")
+# Keys of schemas that do not constrain a value. They would take most of the maximum length of a grammar.
+_ANNOTATIONS = {"title", "description", "examples", "default", "deprecated", "readOnly", "writeOnly", "$comment"}
+_SCHEMAS_BY_NAME = {"properties", "patternProperties", "dependentSchemas", *_DEFINITIONS}
+_VALUES = {"enum", "const"}
+
+
+def forced_calls(
+    form: AnswerFormat, functions: Sequence[Mapping[str, Any]], *, is_parallel: bool, is_open: bool | None = None
+) -> str:
+    """Return the grammar of answers that consist of calls, after reasoning if there is any.
+
+    Args:
+        form: the format of answers; it has one of calls.
+        functions: the functions that may be called, each with `name` and `parameters`, a JSON schema.
+        is_parallel: whether there may be several calls.
+        is_open: whether the prompt ends with the beginning of reasoning; None if no reasoning may follow.
+    """
+    rules = _Rules(form)
+    reasoning = rules.reasoning(is_open=is_open)
+    assert form.tools is not None
+    calls = rules.calls(form.tools.variants[0], form.tools.prefix, functions, is_parallel=is_parallel)
+    rules.add("start", f"{reasoning} {calls}")
+    return rules.text()
+
+
+def strict_calls(
+    form: AnswerFormat, functions: Sequence[Mapping[str, Any]], *, is_parallel: bool, is_open: bool | None = None
+) -> str:
+    """Return the grammar of any text in which whatever begins like a call is one, and its arguments follow the schema.
+
+    Args:
+        form: the format of answers; it has one of calls.
+        functions: as for `forced_calls`.
+        is_parallel: whether there may be several calls. Otherwise, text after the first one is not constrained.
+        is_open: as for `forced_calls`.
+    """
+    assert form.tools is not None
+    rules = _Rules(form)
+    prefix, call = form.tools.prefix, form.tools.variants[0]
+    begin = rules.first_tag(prefix or call.partition("{")[0])
+    if not begin:
+        calls = rules.calls(call, prefix, functions, is_parallel=is_parallel)
+        rules.add("start", f"{rules.reasoning(is_open=is_open)} ({calls} | {_OTHER_TEXT})?")
+        return rules.text()
+    if prefix:
+        calls = rules.calls(call, prefix[len(begin) :], functions, is_parallel=is_parallel)
+    else:
+        calls = rules.calls(call[len(begin) :], "", functions, is_parallel=False)
+    text = rules.any_text()
+    if begin in form.tags:
+        rules.add("call_in_text", f"{text} {rules.literal(begin)} {calls}")
+    else:  # of the tokens that continue a text, those that complete the beginning of a call begin one
+        rules.add("text_to_call[lazy]", f"{_ANY} {rules.literal(begin)}")
+        rules.add("call_in_text", f"{'' if text == _ANY else text} text_to_call {calls}")
+    rules.add("start", f"call_in_text{'*' if is_parallel else '?'} {text}")
+    return rules.text()
+
+
+class _Rules:
+    """Rules of a grammar.
+
+    Args:
+        form: the format of answers.
+    """
+
+    def __init__(self, form: AnswerFormat) -> None:
+        assert form.tools is not None
+        self._reasoning = form.reasoning
+        self._tools = form.tools
+        self._tags = form.tags
+        self._rules: dict[str, str] = {}
+
+    def add(self, name: str, rule: str) -> None:
+        """Add a rule."""
+        self._rules[name] = rule
+
+    def text(self) -> str:
+        """Return the grammar."""
+        return "".join(f"{name}: {rule}\n" for name, rule in self._rules.items())
+
+    def first_tag(self, text: str) -> str:
+        """Return the first special token of a text that begins with one, or else its first line."""
+        return next((each for each in self._tags if text.startswith(each)), text.partition("\n")[0])
+
+    def literal(self, text: str) -> str:
+        """Return an expression of exactly this text, in which the tags are special tokens."""
+        pieces = re.split(f"({'|'.join(map(re.escape, self._tags))})", text) if self._tags else [text]
+        return " ".join(
+            f"<[{self._tags[each]}]>" if each in self._tags else json.dumps(each) for each in pieces if each
+        )
+
+    def any_text(self) -> str:
+        """Return an expression of any text, including the tags of reasoning."""
+        form = self._reasoning
+        tags = [f"<[{self._tags[each]}]>" for each in ((form.begin, form.end) if form else ()) if each in self._tags]
+        return f"({_ANY} ({' | '.join(tags)}))* {_ANY}" if tags else _ANY
+
+    def reasoning(self, *, is_open: bool | None) -> str:
+        """Return an expression of the reasoning before the answer."""
+        form = self._reasoning
+        if form is None or is_open is None:
+            return ""
+        end = self.literal(form.end)
+        self.add("reasoning" if form.end in self._tags else "reasoning[lazy]", f"{_ANY} {end}")
+        return r"reasoning /\s*/" if is_open else rf"({self.literal(form.begin)} reasoning /\s*/)?"
+
+    def calls(self, variant: str, prefix: str, functions: Sequence[Mapping[str, Any]], *, is_parallel: bool) -> str:
+        """Return an expression of one call, or of several.
+
+        Args:
+            variant: the text of a call, see `ToolFormat`.
+            prefix: the text before the first one.
+            functions: the functions that may be called.
+            is_parallel: whether there may be several calls.
+        """
+        tools = self._tools
+        schemas = [_plain(each.get("parameters") or {"type": "object"}) for each in functions]
+        names = [str(each["name"]) for each in functions]
+        before, placeholder, after = re.split(r"\{(calls?|name|python)\}", variant, maxsplit=1)
+        further = f"({self.literal(tools.separator)} call)*" if is_parallel else ""
+        if placeholder == "name":
+            rules = [
+                self._named_call(index, before + name, after, schema)
+                for index, (name, schema) in enumerate(zip(names, schemas, strict=True))
+            ]
+            self.add("call", " | ".join(rules))
+        elif placeholder == "python":
+            further = ' (", " call)*' if is_parallel else ""
+            rules = [
+                f'{json.dumps(name + "(")} {self._keyword_arguments(index, schema)} ")"'
+                for index, (name, schema) in enumerate(zip(names, schemas, strict=True))
+            ]
+            self.add("call", " | ".join(rules))
+            return f'"[" call{further} "]"'
+        else:
+            schema = _schema_of_call(names, schemas, tools.arguments_key)
+            if placeholder == "calls":
+                further = ""
+                schema = {"type": "array", "minItems": 1, "items": schema} | ({} if is_parallel else {"maxItems": 1})
+            self.add("call", f"{self.literal(before)} {_json(schema)} {self.literal(after)}")
+        return f"{self.literal(prefix)} call {further} {self.literal(tools.suffix)}"
+
+    def _named_call(self, index: int, before: str, after: str, schema: Any) -> str:
+        """Return an expression of a call whose name comes before its arguments."""
+        middle, _, end = after.partition("{arguments}")
+        middle_parts = [self.literal(each) for each in middle.split("{id}")]
+        header = f"{self.literal(before)} {' /[0-9]{1,3}/ '.join(middle_parts)}"
+        if not self._tools.argument:
+            return f"{header} {_json(schema)} {self.literal(end)}"
+        arguments = [
+            self._tagged_argument(f"value_{index}_{number}", key, each) + ("" if is_required else "?")
+            for number, (key, each, is_required) in enumerate(_properties(schema))
+        ]
+        return f"{header} {' '.join(arguments)} {self.literal(end)}"
+
+    def _tagged_argument(self, rule: str, key: str, schema: Any) -> str:
+        before, _, after = self._tools.argument.replace("{key}", key).partition("{value}")
+        values = _texts(schema)
+        if values is None:
+            return f"({json.dumps(before)} {_json(schema)} {json.dumps(after)})"
+        if values:
+            choices = " | ".join(json.dumps(each) for each in values)
+            return f"({json.dumps(before)} ({choices}) {json.dumps(after)})"
+        self.add(f"{rule}[suffix={json.dumps(after)}]", _ANY)
+        return f"({json.dumps(before)} {rule})"
+
+    def _keyword_arguments(self, index: int, schema: Any) -> str:
+        found = sorted(_properties(schema), key=lambda each: not each[2])  # the required ones first
+        pairs = [(f'"{key}=" {_json(each)}', is_required) for key, each, is_required in found]
+        required = [pair for pair, is_required in pairs if is_required]
+        others = [pair for pair, is_required in pairs if not is_required]
+        if required or not others:
+            return " ".join([' ", " '.join(required), *(f'(", " {each})?' for each in others)])
+        chains = [
+            " ".join([each, *(f'(", " {later})?' for later in others[at + 1 :])]) for at, each in enumerate(others)
+        ]
+        return f"({' | '.join(chains)})?"
+
+
+def _schema_of_call(names: Sequence[str], schemas: Sequence[Any], key: str) -> dict[str, Any]:
+    calls = [
+        {
+            "type": "object",
+            "properties": {"name": {"const": name}, key: schema},
+            "required": ["name", key],
+            "additionalProperties": False,
+        }
+        for name, schema in zip(names, schemas, strict=True)
+    ]
+    return calls[0] if len(calls) == 1 else {"anyOf": calls}
+
+
+def _json(schema: Any) -> str:
+    return f"%json {json.dumps({**schema, 'x-guidance': _SPACING} if isinstance(schema, dict) else schema)}"
+
+
+def _properties(schema: Any) -> list[tuple[str, Any, bool]]:
+    """Return the name and the schema of each property of an object, and whether it is required."""
+    shared = {name: schema[name] for name in _DEFINITIONS if name in schema}
+    required = schema.get("required") or ()
+    found = (schema.get("properties") or {}).items()
+    return [(name, {**each, **shared} if isinstance(each, dict) else {}, name in required) for name, each in found]
+
+
+def _texts(schema: Mapping[str, Any]) -> list[str] | None:
+    """Return the texts that a schema allows, an empty list if it allows any, or None if it allows other values."""
+    values = schema.get("enum") or ([schema["const"]] if "const" in schema else [])
+    if schema.get("type", "string" if values else None) != "string" or not all(
+        isinstance(each, str) for each in values
+    ):
+        return None
+    return list(values)
+
+
+def _plain(schema: Any) -> Any:
+    """Return a schema without annotations."""
+    if not isinstance(schema, dict):
+        return [_plain(each) for each in schema] if isinstance(schema, list) else schema
+    kept: dict[str, Any] = {}
+    for name, value in schema.items():
+        if name in _SCHEMAS_BY_NAME and isinstance(value, dict):
+            kept[name] = {each: _plain(inner) for each, inner in value.items()}
+        elif name not in _ANNOTATIONS:
+            kept[name] = value if name in _VALUES else _plain(value)
+    return kept

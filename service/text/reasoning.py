@@ -1,0 +1,117 @@
+"""The reasoning of a model before its answer, such as the text between `<think>` and `</think>`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningFormat:
+    """How a model writes its reasoning.
+
+    Attributes:
+        name: its name in the configuration.
+        begin: the text before the reasoning. A chat template may write it at the end of the prompt.
+        end: the text after it.
+    """
+
+    name: str
+    begin: str
+    end: str
+
+
+_FORMATS = (
+    ReasoningFormat("think", "<think>", "</think>"),
+    ReasoningFormat("mistral", "[THINK]", "[/THINK]"),
+    ReasoningFormat("seed_oss", "<seed:think>", "</seed:think>"),
+    ReasoningFormat("cohere", "<|START_THINKING|>", "<|END_THINKING|>"),
+)
+REASONING_FORMATS = {each.name: each for each in _FORMATS}
+
+
+def reasoning_format_of(template: str) -> ReasoningFormat | None:
+    """Return the format in which models with a chat template write reasoning; None if it is none of these."""
+    return next((each for each in _FORMATS if each.end in template), None)
+
+
+class ReasoningText:
+    """Separates reasoning at the beginning of a completion, which arrives in pieces, from the answer.
+
+    White space around the reasoning is left out.
+
+    >>> text = ReasoningText(REASONING_FORMATS["think"])
+    >>> text.put("<think>\\nHm. </th"), text.put("ink>\\n\\nYes")
+    (('Hm.', ''), ('', 'Yes'))
+
+    Args:
+        form: the format of reasoning.
+        is_open: whether the prompt ends with the beginning of reasoning.
+
+    Attributes:
+        is_reasoning: whether the last character belongs to reasoning.
+    """
+
+    def __init__(self, form: ReasoningFormat, *, is_open: bool = False) -> None:
+        self.is_reasoning = is_open
+        self._may_repeat = is_open  # some models write again what the prompt ends with
+        self._form = form
+        self._held = ""
+        self._is_start = True  # of the completion, or of the reasoning in it
+        self._has_ended = False
+        self._is_after = False  # directly after reasoning
+
+    def put(self, piece: str) -> tuple[str, str]:
+        """Add a piece. Returns the reasoning and the part of the answer that are complete."""
+        if self._has_ended and not self._is_after:
+            return "", piece
+        self._held += piece
+        if not self.is_reasoning and not self._has_ended and not self._begin():
+            return "", self._answer()
+        reasoning = self._reasoning() if self.is_reasoning else ""
+        return reasoning, self._answer() if self._has_ended else ""
+
+    def end(self) -> tuple[str, str]:
+        """Return what was held back, after the last piece."""
+        held, self._held = self._held, ""
+        if self.is_reasoning:
+            return "" if self._may_repeat and held == self._form.begin else held.rstrip(), ""
+        return "", "" if self._is_after else held
+
+    def _begin(self) -> bool:
+        """Read the beginning of the reasoning, and return whether there is any."""
+        text = self._held.lstrip()
+        if text.startswith(self._form.begin):
+            self._held = text[len(self._form.begin) :]
+            self.is_reasoning = True
+        elif not self._form.begin.startswith(text):
+            self._has_ended = True
+        return self.is_reasoning
+
+    def _reasoning(self) -> str:
+        if self._is_start:
+            self._held = self._held.lstrip()
+            if self._may_repeat and self._form.begin.startswith(self._held):
+                return ""
+            if self._may_repeat and self._held.startswith(self._form.begin):
+                self._held = self._held[len(self._form.begin) :].lstrip()
+                self._may_repeat = False
+            self._is_start = not self._held
+        found = self._held.find(self._form.end)
+        if found >= 0:
+            text = self._held[:found].rstrip()
+            self._held = self._held[found + len(self._form.end) :]
+            self.is_reasoning, self._has_ended, self._is_after = False, True, True
+            return text
+        end = self._form.end
+        num_begun = next((n for n in range(len(end) - 1, 0, -1) if self._held.endswith(end[:n])), 0)
+        text = self._held[: len(self._held) - num_begun].rstrip()
+        self._held = self._held[len(text) :]
+        return text
+
+    def _answer(self) -> str:
+        if not self._has_ended:
+            return ""
+        text = self._held.lstrip() if self._is_after else self._held
+        self._is_after = self._is_after and not text
+        self._held = ""
+        return text

@@ -1,0 +1,135 @@
+"""The formats in which models write calls of tools, each described by the text of a call.
+
+A format has one or more variants. The first one is the text of a call that the server forces; all of them are
+recognized in what a model writes. A variant has one of these placeholders:
+
+| placeholder | stands for |
+|---|---|
+| `{call}` | a JSON object with `name` and the arguments; when it is read, also a list of such objects |
+| `{calls}` | a JSON list of such objects |
+| `{name}`, `{arguments}` | the name, and the arguments: a JSON object, or what `argument` describes |
+| `{python}` | a list of calls in Python's notation, such as `[clock(), weather(city="Rome")]` |
+
+`{id}` stands for an identifier that is written before the arguments, and is not used. White space next to a
+placeholder, and in place of a line break, may differ in what a model writes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+AUTOMATIC = "auto"
+NO_FORMAT = "none"
+
+
+@dataclass(frozen=True, slots=True)
+class ToolFormat:
+    """How a model writes calls of tools.
+
+    Attributes:
+        name: its name in the configuration.
+        variants: the text of a call, see above.
+        signs: sets of texts; a chat template that contains all texts of a set is one of this format.
+        tokens: tokens that the tokenizer of such a model must have.
+        separator: between two calls.
+        prefix: before the first call.
+        suffix: after the last call.
+        argument: the text of an argument with `{key}` and `{value}`, where the arguments are no JSON object. Values are
+            JSON, but text is written without quotes.
+        arguments_key: the key of the arguments in `{call}`.
+    """
+
+    name: str
+    variants: tuple[str, ...]
+    signs: tuple[tuple[str, ...], ...]
+    tokens: tuple[str, ...] = ()
+    separator: str = "\n"
+    prefix: str = ""
+    suffix: str = ""
+    argument: str = ""
+    arguments_key: str = "arguments"
+
+
+_DEEPSEEK = tuple(
+    f"<\uff5ctool▁{each}\uff5c>" for each in ("calls▁begin", "calls▁end", "call▁begin", "sep", "call▁end")
+)
+_MISTRAL = (
+    "[TOOL_CALLS]{calls}",
+    "[TOOL_CALLS]{name}[ARGS]{arguments}",
+    "[TOOL_CALLS]{name}[CALL_ID]{id}[ARGS]{arguments}",
+    "[TOOL_CALLS]{name}{arguments}",
+)
+# In the order in which they are looked for: a format whose signs contain those of another one comes first.
+_FORMATS = (
+    ToolFormat(
+        "deepseek_v3",
+        (f"{_DEEPSEEK[2]}function{_DEEPSEEK[3]}{{name}}\n```json\n{{arguments}}\n```{_DEEPSEEK[4]}",),
+        ((_DEEPSEEK[2], "```json"),),
+        prefix=_DEEPSEEK[0],
+        suffix=_DEEPSEEK[1],
+    ),
+    ToolFormat(
+        "deepseek_v31",
+        (f"{_DEEPSEEK[2]}{{name}}{_DEEPSEEK[3]}{{arguments}}{_DEEPSEEK[4]}",),
+        ((_DEEPSEEK[2],),),
+        separator="",
+        prefix=_DEEPSEEK[0],
+        suffix=_DEEPSEEK[1],
+    ),
+    ToolFormat(
+        "kimi_k2",
+        ("<|tool_call_begin|>functions.{name}:{id}<|tool_call_argument_begin|>{arguments}<|tool_call_end|>",),
+        (("<|tool_call_begin|>", "<|tool_call_argument_begin|>"),),
+        separator="",
+        prefix="<|tool_calls_section_begin|>",
+        suffix="<|tool_calls_section_end|>",
+    ),
+    ToolFormat(
+        "glm4",
+        ("<tool_call>{name}\n{arguments}</tool_call>",),
+        (("<tool_call>", "<arg_key>"),),
+        argument="<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n",
+    ),
+    ToolFormat(
+        "qwen3_coder",
+        ("<tool_call>\n<function={name}>\n{arguments}</function>\n</tool_call>",),
+        (("<tool_call>", "<function="),),
+        argument="<parameter={key}>\n{value}\n</parameter>\n",
+    ),
+    ToolFormat("hermes", ("<tool_call>\n{call}\n</tool_call>",), (("<tool_call>",),)),
+    ToolFormat("mistral_args", (_MISTRAL[1], *_MISTRAL), (("[TOOL_CALLS]", "[ARGS]"),), separator=""),
+    ToolFormat("mistral", _MISTRAL, (("[TOOL_CALLS]",),), separator=""),
+    ToolFormat(
+        "phi4_mini",
+        ("<|tool_call|>{calls}<|/tool_call|>", "<|tool_call|>{calls}"),
+        (("<|tool_call|>",), ("<|tool|>", "<|/tool|>")),
+        tokens=("<|tool_call|>",),
+        separator="",
+    ),
+    ToolFormat("functools", ("functools{calls}",), (("functools[",),), separator=""),
+    ToolFormat(
+        "llama3_json",
+        ("{call}", "<|python_tag|>{call}"),
+        (('{"name": ', '"parameters": ', "<|start_header_id|>"), ('{"name": ', '"parameters": ', "<|python_tag|>")),
+        separator="; ",
+        arguments_key="parameters",
+    ),
+    ToolFormat("pythonic", ("{python}",), (("[func_name1(params_name1=",),), separator=""),
+)
+TOOL_FORMATS = {each.name: each for each in _FORMATS}
+
+
+def tool_format_of(template: str, tokens: Collection[str]) -> ToolFormat | None:
+    """Return the format in which models with a chat template write calls of tools; None if it is none of these.
+
+    Args:
+        template: the chat template.
+        tokens: the tokenizer's added tokens.
+    """
+    for each in _FORMATS:
+        if all(token in tokens for token in each.tokens) and any(
+            all(sign in template for sign in signs) for signs in each.signs
+        ):
+            return each
+    return None

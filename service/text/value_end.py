@@ -1,0 +1,67 @@
+"""Incremental search for the end of a value in JSON or in Python's notation."""
+
+from __future__ import annotations
+
+import re
+
+_MAX_DEPTH = 128
+_CLOSING = {"{": "}", "[": "]", "(": ")"}
+_PLAIN = {  # what may be outside of brackets and strings
+    '"': re.compile(r"[\w\s.,:+-]*"),
+    "\"'": re.compile(r"[\w\s.,:+=-]*"),
+}
+_IN_STRING = {quote: re.compile(rf"[^{quote}\\]*") for quote in "\"'"}
+
+
+class ValueEnd:
+    """Finds where an object or list ends that arrives in pieces. Each character is read once.
+
+    >>> end = ValueEnd(0)
+    >>> end.find('{"a": "}'), end.find('{"a": "}", "b": []} and more')
+    (None, 19)
+
+    Args:
+        start: where the value begins in the text.
+        quotes: characters that enclose strings: `"`, or `"'` in Python's notation.
+    """
+
+    def __init__(self, start: int, quotes: str = '"') -> None:
+        self._position = start
+        self._quotes = quotes
+        self._plain = _PLAIN[quotes]
+        self._quote = ""  # of the string that is open
+        self._closing: list[str] = []  # brackets that are open
+        self._end: int | None = None
+
+    def find(self, text: str) -> int | None:
+        """Return the end of the value; None if it is not complete.
+
+        Args:
+            text: the text so far; it begins with that of the call before.
+
+        Raises:
+            ValueError: this is no value.
+        """
+        while self._end is None:
+            run = _IN_STRING[self._quote] if self._quote else self._plain
+            found = run.match(text, self._position)
+            assert found is not None, "an empty run matches"
+            self._position = found.end()
+            num_needed = 2 if self._quote and text.startswith("\\", self._position) else 1
+            if len(text) - self._position < num_needed:
+                return None
+            char = text[self._position]
+            self._position += num_needed
+            if self._quote:
+                self._quote = self._quote if char == "\\" else ""
+            elif char in self._quotes:
+                self._quote = char
+            elif char in _CLOSING and len(self._closing) < _MAX_DEPTH:
+                self._closing.append(_CLOSING[char])
+            elif self._closing and char == self._closing[-1]:
+                self._closing.pop()
+                if not self._closing:
+                    self._end = self._position
+            else:
+                raise ValueError("not a value")
+        return self._end

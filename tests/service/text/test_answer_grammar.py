@@ -1,0 +1,116 @@
+"""Grammars of calls: what they force, and what they leave to the model."""
+
+from __future__ import annotations
+
+import functools
+import re
+from typing import Any
+
+import pytest
+
+from radixkv.service.text.answer_format import AnswerFormat, AnswerParts
+from radixkv.service.text.answer_grammar import forced_calls, strict_calls
+from radixkv.service.text.reasoning import REASONING_FORMATS
+from radixkv.service.text.tool_calls import ToolCall
+from radixkv.service.text.tool_formats import TOOL_FORMATS
+from tests.service.text.tool_texts import FORCED, FUNCTIONS
+
+pytest.importorskip("llguidance")
+
+from radixkv.service.structured.grammar_text import GrammarText
+from radixkv.service.structured.matcher import GrammarConstraint
+from radixkv.service.structured.vocabulary import Vocabulary
+
+TAG = re.compile(r"<[^<>\n]+>|\[/?[A-Z_]+\]")
+THINK = REASONING_FORMATS["think"]
+FORMS = ("text", "special tokens")
+CASES = [(name, text, calls) for name, cases in FORCED.items() for text, calls in cases]
+
+
+def form_of(name: str, form: str) -> AnswerFormat:
+    """Return a format whose tags are text, or special tokens with the ids from 256 on."""
+    tools = TOOL_FORMATS[name]
+    texts = (*tools.variants[:1], tools.prefix, tools.suffix, THINK.begin, THINK.end) if form != "text" else ()
+    tags = dict.fromkeys(tag for text in texts for tag in TAG.findall(text) if "{" not in tag)
+    return AnswerFormat(tools, THINK, {tag: 256 + index for index, tag in enumerate(tags)})
+
+
+@functools.cache
+def constraint(grammar: str, tags: tuple[str, ...]) -> GrammarConstraint:
+    names = [*(bytes([byte]) for byte in range(256)), *(tag.encode() for tag in tags), b"<end>"]
+    vocabulary = Vocabulary.of_names(names, frozenset(range(256, len(names))))
+    return GrammarConstraint(GrammarText("grammar", "grammar", grammar), vocabulary, clock=lambda: 0.0)
+
+
+def accepts(grammar: str, text: str, form: AnswerFormat) -> bool:
+    tags = tuple(form.tags)
+    end = 256 + len(tags)
+    matcher = constraint(grammar, tags).start({end})
+    for piece in re.split(f"({'|'.join(map(re.escape, tags))})", text) if tags else [text]:
+        for token_id in [form.tags[piece]] if piece in form.tags else piece.encode():
+            if not matcher.allowed()[token_id]:
+                return False
+            matcher.accept(token_id)
+    return bool(matcher.allowed()[end])
+
+
+def forced(form: AnswerFormat, **options: Any) -> str:
+    return forced_calls(form, FUNCTIONS, **{"is_parallel": True, **options})
+
+
+@pytest.mark.parametrize("kind", FORMS)
+@pytest.mark.parametrize(("name", "text", "calls"), CASES)
+def test_a_forced_answer_consists_of_calls(name: str, text: str, calls: list[ToolCall], kind: str) -> None:
+    form = form_of(name, kind)
+    grammar = forced(form)
+    assert accepts(grammar, text, form)
+    assert AnswerParts(tools=form.tools, functions=FUNCTIONS).put(text, is_last=True) == calls
+    assert accepts(forced(form, is_parallel=False), text, form) is (len(calls) == 1)
+    for other in ("", "Rome", f"So {text}", text.replace("weather", "wetter").replace("clock", "uhr")):
+        assert not accepts(grammar, other, form)
+    if "3" in text:
+        assert not accepts(grammar, text.replace("3", "x"), form)
+
+
+@pytest.mark.parametrize("kind", FORMS)
+@pytest.mark.parametrize("name", list(TOOL_FORMATS))
+def test_reasoning_may_come_before_a_forced_call(name: str, kind: str) -> None:
+    form, text = form_of(name, kind), FORCED[name][0][0]
+    assert accepts(forced(form, is_open=False), f"<think>Hm.</think>\n\n{text}", form)
+    assert accepts(forced(form, is_open=False), text, form)
+    assert accepts(forced(form, is_open=True), f"Hm.\n</think>\n\n{text}", form)
+    assert not accepts(forced(form, is_open=True), text, form)
+    assert not accepts(forced(form), f"<think>Hm.</think>\n\n{text}", form)
+
+
+@pytest.mark.parametrize("kind", FORMS)
+@pytest.mark.parametrize("name", list(TOOL_FORMATS))
+def test_what_begins_like_a_strict_call_follows_its_schema(name: str, kind: str) -> None:
+    form, text = form_of(name, kind), FORCED[name][0][0]
+    grammar = strict_calls(form, FUNCTIONS, is_parallel=True, is_open=False)
+    answers = ["", "It is noon.", "<think>Hm.</think>\n\nIt is <b>noon</b>.", text, f"<think>Hm.</think>\n{text}"]
+    assert all(accepts(grammar, answer, form) for answer in answers)
+    assert accepts(strict_calls(form, FUNCTIONS, is_parallel=False, is_open=False), text, form)
+    assert not accepts(grammar, text.replace("3", "x"), form)
+    assert not accepts(grammar, text.replace("weather", "wetter").replace("clock", "uhr"), form)
+    if name not in ("llama3_json", "pythonic"):  # in these, only the beginning of an answer is a call
+        assert accepts(grammar, f"Let me see.\n{text}", form)
+        assert not accepts(grammar, f"Let me see.\n{text.replace('3', 'x')}", form)
+
+
+def test_annotations_of_a_schema_are_left_out() -> None:
+    schema = {"type": "object", "description": "x" * 9999, "properties": {"description": {"enum": ["title"]}}}
+    form = AnswerFormat(TOOL_FORMATS["hermes"])
+    grammar = forced_calls(form, [{"name": "a", "parameters": schema}], is_parallel=False)
+    assert len(grammar) < 1000
+    assert accepts(grammar, '<tool_call>\n{"name": "a", "arguments": {"description": "title"}}\n</tool_call>', form)
+
+
+def test_arguments_may_refer_to_shared_definitions() -> None:
+    schema = {"type": "object", "properties": {"a": {"$ref": "#/$defs/A"}}, "$defs": {"A": {"enum": [1]}}}
+    for name, text in (("pythonic", "[f(a={})]"), ("qwen3_coder", "<parameter=a>\n{}\n</parameter>\n")):
+        form = AnswerFormat(TOOL_FORMATS[name])
+        grammar = forced_calls(form, [{"name": "f", "parameters": schema}], is_parallel=False)
+        call = text if name == "pythonic" else f"<tool_call>\n<function=f>\n{text}</function>\n</tool_call>"
+        assert accepts(grammar, call.format(1), form)
+        assert not accepts(grammar, call.format(2), form)

@@ -1,0 +1,150 @@
+"""Calls and reasoning over HTTP in other formats than Hermes', some of whose tags are special tokens."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import openai
+import pytest
+
+from radixkv.model.tiny_files import write_tiny_files
+from radixkv.model.tiny_model import build_tiny_model
+from tests.free_port import free_port
+from tests.patience import PATIENCE_S
+from tests.service.text.tool_templates import MISTRAL_ARGS
+from tests.whole.forked_server import serving
+
+pytestmark = pytest.mark.usefixtures("forked_servers")
+
+# The prompt ends with the beginning of reasoning if it is switched on.
+TEMPLATE = f"{MISTRAL_ARGS}{{% if enable_thinking %}}<think>\n{{% endif %}}{{# until </think> #}}"
+UNIT = {"type": "object", "properties": {"unit": {"enum": ["C", "F"]}}, "required": ["unit"]}
+NOTHING = {"type": "object", "additionalProperties": False}
+TOOLS: Any = [
+    {"type": "function", "function": {"name": "auto", "parameters": {**UNIT, "additionalProperties": False}}},
+    {"type": "function", "function": {"name": "none", "parameters": NOTHING}},
+]
+NAMED = {"type": "function", "function": {"name": "auto"}}
+QUESTION: Any = [{"role": "user", "content": "How warm is it?"}]
+
+
+def write_model(directory: Path, template: str, tags: list[str]) -> None:
+    """Write the embedded model with a template, and with further special tokens."""
+    model = build_tiny_model("eager")
+    model.resize_token_embeddings(512 + len(tags))
+    model.save_pretrained(directory)
+    write_tiny_files(directory)
+    config = directory / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "vocab_size": 512 + len(tags)}))
+    settings = directory / "tokenizer_config.json"
+    settings.write_text(json.dumps({**json.loads(settings.read_text()), "chat_template": template}))
+    file = directory / "tokenizer.json"
+    tokenizer = json.loads(file.read_text())
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    for index, tag in enumerate(tags):
+        tokenizer["added_tokens"].append({"id": 512 + index, "content": tag, "special": True, **flags})
+    file.write_text(json.dumps(tokenizer))
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    directory = tmp_path_factory.mktemp("model")
+    write_model(directory, TEMPLATE, ["[TOOL_CALLS]", "[ARGS]"])
+    port = free_port()
+    with serving("--model", str(directory), "--http-port", str(port)):
+        yield f"http://127.0.0.1:{port}"
+
+
+@pytest.fixture(scope="module")
+def gpt(url: str) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def claude(url: str) -> Iterator[anthropic.Anthropic]:
+    with anthropic.Anthropic(base_url=url, api_key="none", max_retries=0, timeout=PATIENCE_S) as client:
+        yield client
+
+
+def test_calls_are_forced_and_read_in_each_api(gpt: Any, claude: Any) -> None:
+    options = {"model": "", "messages": QUESTION, "tools": TOOLS, "temperature": 0, "max_tokens": 200}
+    (whole,) = gpt.chat.completions.create(tool_choice=NAMED, **options).choices
+    (call,) = whole.message.tool_calls
+    assert (whole.message.content, whole.finish_reason, call.function.name) == (None, "tool_calls", "auto")
+    assert json.loads(call.function.arguments)["unit"] in ("C", "F")
+
+    chunks = [each.choices[0] for each in gpt.chat.completions.create(tool_choice=NAMED, stream=True, **options)]
+    (streamed,) = [each for chunk in chunks for each in chunk.delta.tool_calls or ()]
+    assert streamed.function.model_dump() == call.function.model_dump()
+    assert not any(chunk.delta.content for chunk in chunks)
+
+    result = {"role": "tool", "tool_call_id": call.id, "content": "12"}  # the template wants an id of 9 characters
+    turn = {**options, "messages": [*QUESTION, whole.message.model_dump(exclude_none=True), result], "max_tokens": 3}
+    (second,) = gpt.chat.completions.create(tool_choice="none", **turn).choices
+    assert second.message.tool_calls is None
+
+    tools = [{"name": each["function"]["name"], "input_schema": each["function"]["parameters"]} for each in TOOLS]
+    choice = {"type": "tool", "name": "none"}
+    message = claude.messages.create(model="", max_tokens=200, messages=QUESTION, tools=tools, tool_choice=choice)
+    (block,) = message.content
+    assert (message.stop_reason, block.type, block.name) == ("tool_use", "tool_use", "none")
+
+    tools = [{"type": "function", **each["function"]} for each in TOOLS]
+    response = gpt.responses.create(
+        model="",
+        input="How warm?",
+        tools=tools,
+        tool_choice={"type": "function", "name": "auto"},
+        max_output_tokens=200,
+    )
+    (item,) = response.output
+    assert (item.type, item.name) == ("function_call", "auto")
+
+
+def test_reasoning_is_separated_in_each_api(gpt: Any, claude: Any) -> None:
+    options = {"model": "", "messages": QUESTION, "temperature": 0, "max_tokens": 20, "reasoning_effort": "low"}
+    answer = gpt.chat.completions.create(**options)
+    message = answer.choices[0].message
+    assert message.content == ""
+    assert message.reasoning_content
+    assert message.reasoning == message.reasoning_content
+    assert answer.usage.completion_tokens_details.reasoning_tokens == answer.usage.completion_tokens
+
+    deltas = [each.choices[0].delta for each in gpt.chat.completions.create(stream=True, **options)]
+    assert "".join(getattr(each, "reasoning", "") for each in deltas) == message.reasoning
+    assert not any(each.content for each in deltas)
+    (hidden,) = gpt.chat.completions.create(extra_body={"include_reasoning": False}, **options).choices
+    assert not hasattr(hidden.message, "reasoning")
+
+    thinking = {"type": "enabled", "budget_tokens": 1024}
+    same = {
+        "model": "",
+        "messages": QUESTION,
+        "max_tokens": 20,
+        "thinking": thinking,
+        "extra_body": {"temperature": 0},
+    }
+    with claude.messages.stream(**same) as stream:
+        (block,) = stream.get_final_message().content
+    assert (block.type, block.thinking) == ("thinking", message.reasoning)
+    assert block.signature
+
+    asked = {"model": "", "input": QUESTION, "temperature": 0, "max_output_tokens": 20, "reasoning": {"effort": "low"}}
+    (item,) = gpt.responses.create(**asked).output
+    assert (item.type, item.content[0].text) == ("reasoning", message.reasoning)
+    events = list(gpt.responses.create(stream=True, **asked))
+    assert "".join(each.delta for each in events if each.type == "response.reasoning_text.delta") == message.reasoning
+
+
+def test_without_a_request_for_reasoning_the_template_decides_or_anthropics_default_holds(
+    gpt: Any, claude: Any
+) -> None:
+    message = claude.messages.create(model="", max_tokens=5, messages=QUESTION)
+    assert [block.type for block in message.content] == ["text"]
+    (choice,) = gpt.chat.completions.create(model="", messages=QUESTION, max_tokens=5).choices
+    assert choice.message.content
