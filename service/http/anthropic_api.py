@@ -82,10 +82,9 @@ class AnthropicApi:
         message, field = renamed(error, _NAMES)
         if isinstance(error, UnknownAdapter):
             message = f"model: expected {self._limits.model} or the name of a loaded adapter, got another name"
-        if (
-            isinstance(error, PromptTooLong) and field == "messages"
-        ):  # agents search for these words, and then shorten the conversation
-            message = f"prompt is too long: {message}"
+        if isinstance(error, PromptTooLong):  # agents search for these words, and then shorten the conversation
+            reason = "prompt is too long" if field == "messages" else "input length and max_tokens exceed context limit"
+            message = f"{reason}: {message}"
         return error_object(message, http_status_of(error))
 
     async def count_tokens(self, request: ApiRequest, fields: Fields) -> web.StreamResponse:

@@ -38,6 +38,8 @@ def error_body(error: BaseException, names: Mapping[str, str]) -> dict[str, Any]
         names: the names of fields in OpenAI's API, by their names in messages of this server.
     """
     message, param = renamed(error, names)
+    if isinstance(error, PromptTooLong):  # agents search for these words, and then shorten the conversation
+        message = f"This model's maximum context length is exceeded: {message}"
     code = next((code for kind, code in _CODES.items() if isinstance(error, kind)), None)
     return error_object(message, http_status_of(error), param, code)
 

@@ -161,7 +161,7 @@ REFUSED: list[tuple[tuple[str, object], int, str]] = [
     (("/v1/messages", b"["), 400, "body: expected JSON, got 1 other bytes"),
     (("/v1/messages/batches", {}), 404, "POST /v1/messages/batches: Not Found"),
     (message_with(max_tokens=None), 400, "max_tokens: expected an integer, got nothing"),
-    (message_with(max_tokens=10**9), 400, "messages, max_tokens: expected at most"),
+    (message_with(max_tokens=10**9), 400, "input length and max_tokens exceed context limit: messages, max_tok"),
     (message_with(messages=[]), 400, "messages: expected at least one message, got none"),
     (message_with(messages=[{"role": "tool"}]), 400, "messages[0].role: expected one of user, assistant, got a string"),
     (message_with(messages=[{"role": "assistant", "content": "a"}]), 400, "messages: expected the last message from"),

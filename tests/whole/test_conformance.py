@@ -506,6 +506,7 @@ CLAUDE_REFUSED: Sequence[tuple[Request, tuple[int, str, str]]] = [
         (400, BAD, "messages[0].content[0].source.type: "),
     ),
     (message(max_tokens=-1), (400, BAD, "max_tokens: ")),
+    (message(max_tokens=10**9), (400, BAD, "input length and max_tokens exceed context limit: ")),
     (message(messages=said(part("a" * 140_000))), (400, BAD, "prompt is too long: messages: ")),
     (message(extra_body={"temperature": 1.1}), (400, BAD, "temperature: ")),
     (message(extra_body={"typo": 1}), (400, BAD, "typo: ")),

@@ -253,6 +253,7 @@ def completion_with(**fields: object) -> tuple[str, object]:
 
 TOOLS = [{"type": "function", "function": {"name": "a"}}]
 IMAGE = [{"role": "user", "content": [{"type": "image_url"}]}]
+TOO_LONG = "This model's maximum context length is exceeded"
 FORMATS = "text, json_object, json_schema"
 PROMPTS = "prompt: expected text, a list of token ids, or a list of these, got another value"
 
@@ -273,7 +274,7 @@ REFUSED: list[tuple[tuple[str, object], int, str]] = [
     (chat_with(tools=TOOLS), 400, "tools: expected a model whose chat template writes calls as JSON"),
     (chat_with(stream_options={}), 400, "stream_options: expected it only with stream: true"),
     (chat_with(response_format={"type": "xml"}), 400, f"response_format.type: expected one of {FORMATS}, got a string"),
-    (chat_with(max_tokens=10**9), 400, "messages, max_completion_tokens: expected at most"),
+    (chat_with(max_tokens=10**9), 400, f"{TOO_LONG}: messages, max_completion_tokens: expected at most"),
     (chat_with(model="gpt-x"), 404, "model: expected tiny or the name of a loaded adapter, got another name"),
     (chat_with(model="a" * 257), 400, "model: expected at most 256 characters, got 257"),
     (chat_with(messages=[{"content": "a"}]), 400, "messages[0].role: expected a role, got nothing"),
@@ -283,7 +284,7 @@ REFUSED: list[tuple[tuple[str, object], int, str]] = [
     (completion_with(prompt=[]), 400, PROMPTS),
     (completion_with(prompt=[1, "a"]), 400, "prompt: expected token ids, got other values among them"),
     (completion_with(prompt=["a", 1]), 400, "prompt[1]: expected text or a list of token ids, got another value"),
-    (completion_with(prompt=[1] * 140_000), 400, "prompt: expected at most "),
+    (completion_with(prompt=[1] * 140_000), 400, f"{TOO_LONG}: prompt: expected at most "),
     (completion_with(prompt=[-1]), 400, "prompt: expected token ids, got other values among them"),
     (completion_with(prompt=[2**31]), 400, "prompt[0]: expected an id below the vocabulary size"),
     (completion_with(prompt=["a"] * 65), 400, "prompt, n: expected at most 64 completions together, got 65"),
