@@ -8,6 +8,7 @@ from typing import Any
 
 from radixkv.errors import InvalidRequest
 from radixkv.service.http.breakpoints import Breakpoint, CachedRange, cached_ranges
+from radixkv.service.structured.grammar_text import MAX_CHARS
 from radixkv.service.text.answer_format import AnswerFormat, AnswerParts
 from radixkv.service.text.answer_grammar import forced_calls, strict_calls
 from radixkv.service.text.tokenizer import Tokenizer
@@ -138,6 +139,9 @@ class EncodedChat:
 
         Args:
             generate: the options of the request. If they constrain the answer already, it is only text.
+
+        Raises:
+            InvalidRequest: the schemas of the tools are too long for a grammar.
         """
         if generate.WhichOneof("constraint") is not None:
             return replace(self, is_text=True)
@@ -148,6 +152,11 @@ class EncodedChat:
         elif tools.may_be_called and any(each.get("strict") for each in tools.functions):
             functions = [each if each.get("strict") else {"name": each["name"]} for each in tools.functions]
             generate.grammar = strict_calls(self.form, functions, is_parallel=is_parallel, is_open=self.is_open)
+        if len(generate.grammar) > MAX_CHARS["grammar"]:
+            raise InvalidRequest(
+                f"tools: expected schemas whose grammar has at most {MAX_CHARS['grammar']} characters, got "
+                f"{len(generate.grammar)}; send fewer tools, or neither tool_choice nor strict"
+            )
         return self
 
     def parts(self) -> AnswerParts:

@@ -45,7 +45,8 @@ class ToolCallText:
 
     What begins like a call and is none is text. White space around calls is left out.
 
-    >>> text = ToolCallText(TOOL_FORMATS["hermes"])
+    >>> from radixkv.service.text.tool_formats import TOOL_FORMATS
+    >>> text = ToolCallText(TOOL_FORMATS["hermes"], {})
     >>> text.put('Let me see. <tool_call>{"name": "clock", "argu'), text.put('ments": {}}</tool_call>')
     (['Let me see.'], [ToolCall(name='clock', arguments={})])
 
