@@ -17,10 +17,12 @@ from jinja2 import nodes
 from jinja2.parser import Parser
 from jinja2.utils import Namespace
 
-from radixkv.service.text.conversation import Conversation, Parts, plain, with_longer_content, without_tool_calls
+from radixkv.service.text.conversation import Conversation, plain, with_longer_content, without_tool_calls
 
 # Variables of every template that are separate arguments of `render`.
 _ARGUMENTS = ("messages", "tools", "documents", "add_generation_prompt")
+_Shape = tuple[frozenset[tuple[str, type, frozenset[type]]], bool, bool]  # of a conversation
+_MAX_WRITTEN = 256  # results of checks that are remembered
 
 
 class ChatTemplate:
@@ -47,7 +49,7 @@ class ChatTemplate:
         environment.globals["dict"] = _Dict()
         environment.globals["namespace"] = _TemplateNamespace
         self._special_tokens = special_tokens
-        self._written_roles: set[tuple[str, bool]] = set()
+        self._written: set[tuple[str, _Shape]] = set()
         try:
             self._template = environment.from_string(source)
             self._names = {each.name for each in environment.parse(source).find_all(nodes.Name)}
@@ -67,8 +69,9 @@ class ChatTemplate:
 
         A conversation is refused if the template would drop a part of it. To find out, the conversation is rendered
         again without the tools, without the documents, without the tool calls, and with other contents, and each
-        text must differ from the first. The contents of a role are checked until the template has written one. The
-        messages have several forms, see `radixkv.service.text.conversation`; the first form from which nothing is
+        text must differ from the first. What the template has written is not checked again in conversations of the
+        same shape: those whose messages have the same roles, types of contents, and types of tool calls, in any number.
+        The messages have several forms, see `radixkv.service.text.conversation`; the first form from which nothing is
         dropped is used.
 
         Args:
@@ -114,21 +117,21 @@ class ChatTemplate:
     def _complete(self, conversation: Conversation, values: dict[str, Any]) -> str:
         """Return the text of a form of the conversation, from which nothing is dropped."""
         text, messages = self._text(values), values["messages"]
+        shape = _shape(values)
         for name in ("tools", "documents"):
             if values[name]:
-                self._require(text, name, {**values, name: None})
+                self._require(text, name, shape, {**values, name: None})
         if conversation.has_tool_calls:
-            self._require(text, "tool_calls", {**values, "messages": without_tool_calls(messages)})
-        has_parts = any(isinstance(each.get("content"), Parts) for each in messages)
+            self._require(text, "tool_calls", shape, {**values, "messages": without_tool_calls(messages)})
         for role in conversation.roles:
-            if (role, has_parts) not in self._written_roles:
-                altered = {**values, "messages": with_longer_content(messages, role)}
-                self._require(text, f"messages of the role {role}", altered)
-                self._written_roles.add((role, has_parts))
+            altered = {**values, "messages": with_longer_content(messages, role)}
+            self._require(text, f"messages of the role {role}", shape, altered)
         return text
 
-    def _require(self, text: str, what: str, altered: dict[str, Any]) -> None:
-        """Raise ValueError if the altered values give the same text."""
+    def _require(self, text: str, what: str, shape: _Shape, altered: dict[str, Any]) -> None:
+        """Raise ValueError if the altered values give the same text, unless it is known that they do not."""
+        if (what, shape) in self._written:
+            return
         try:
             is_dropped = self._text(altered) == text
         except ValueError:
@@ -138,6 +141,8 @@ class ChatTemplate:
                 f"the model's chat template drops {what}: send them as text in another message, or serve a model whose "
                 "template writes them"
             )
+        if len(self._written) < _MAX_WRITTEN:
+            self._written.add((what, shape))
 
     def _text(self, values: dict[str, Any]) -> str:
         try:
@@ -146,6 +151,20 @@ class ChatTemplate:
             raise ValueError(f"the model's chat template rejects these messages: {error}") from error
         except Exception as error:  # a template may compute with values of unexpected types
             raise ValueError(f"the model's chat template failed with {type(error).__name__}") from error
+
+
+def _shape(values: Mapping[str, Any]) -> _Shape:
+    """Return what decides which parts of a template are used, except contents and the number of messages."""
+    messages = frozenset(
+        (each.get("role"), type(each.get("content")), frozenset(map(_type_of_arguments, each.get("tool_calls") or ())))
+        for each in values["messages"]
+    )
+    return messages, bool(values["tools"]), bool(values["documents"])
+
+
+def _type_of_arguments(call: Mapping[str, Any]) -> type:
+    function = call.get("function")
+    return type((function if isinstance(function, dict) else call).get("arguments"))
 
 
 class _GenerationTag(jinja2.ext.Extension):

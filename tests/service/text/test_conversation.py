@@ -159,6 +159,26 @@ def test_a_role_is_checked_in_each_form_until_it_was_written():
     assert template.render([USER, USER]) == "user: Weather?\n\n" * 2
 
 
+def test_a_conversation_of_a_known_shape_is_rendered_once(monkeypatch):
+    template, rendered = ChatTemplate(QWEN, {}), []
+    text = template._text
+    monkeypatch.setattr(template, "_text", lambda values: rendered.append(values) or text(values))
+    turns = [USER, CALLING, ANSWER]
+    template.render(turns, tools=[TOOL])
+    assert len(rendered) == 1 + 4  # without the tools, without the call, and with other contents of two roles
+    rendered.clear()
+    longer = template.render([*turns, {**USER, "content": "And there?"}, CALLING, ANSWER], tools=[TOOL])
+    assert len(rendered) == 1
+    assert "And there?" in longer
+
+
+def test_a_conversation_of_another_shape_is_checked():
+    template = ChatTemplate(DEEPSEEK, {})
+    template.render([USER, CALLING])
+    with pytest.raises(ValueError, match="drops tool_calls"):
+        template.render([USER, {**CALLING, "content": "I will look."}])
+
+
 def test_messages_of_the_caller_are_not_changed():
     messages = [USER, {**CALLING, "content": HELLO}, ANSWER]
     before = json.dumps(messages)
