@@ -18,6 +18,7 @@ from radixkv.service.http.anthropic_requests import read_messages, read_prompt_o
 from radixkv.service.http.api_errors import http_status_of, renamed
 from radixkv.service.http.api_request import ApiRequest
 from radixkv.service.http.breakpoints import Retain, retained_chunks
+from radixkv.service.http.cache_diagnostics import CacheDiagnostics, Diagnosis
 from radixkv.service.http.completions import Servicer, TextChunk, complete_request, text_chunks
 from radixkv.service.http.event_stream import EventStream
 from radixkv.service.http.json_fields import Fields
@@ -76,6 +77,7 @@ class AnthropicApi:
         self._retain = retain
         self._encoder = encoder
         self._limits = limits
+        self._diagnostics = CacheDiagnostics()
 
     def error(self, error: BaseException) -> Mapping[str, Any]:
         """Return the body of the response to a request that failed."""
@@ -107,7 +109,18 @@ class AnthropicApi:
         chat = chat.constrained(options.generate)
         generate = complete_request(options.generate, chat.token_ids, options.model, tenant, self._limits)
         tokenizer = await self._encoder.tokenizer()
-        writer = _ResponseWriter(request, chat, options.model or self._limits.model)
+        model = options.model or self._limits.model
+        diagnosis = None
+        if options.is_diagnosed:
+            diagnose = partial(
+                self._diagnostics.diagnose,
+                tenant,
+                f"msg_{request.request_id}",
+                options.previous_message_id,
+                prompt.compared(model, len(chat.token_ids)),
+            )
+            diagnosis = await self._encoder.on_thread(request.num_bytes, diagnose)
+        writer = _ResponseWriter(request, chat, model, diagnosis)
         chunks = text_chunks(self._servicer, generate, request.call, tokenizer, options.stops, chat.shown)
         retaining = retained_chunks(chunks, chat.ranges, generate.prefill, self._retain, request.call)
         async with contextlib.aclosing(retaining):
@@ -121,9 +134,11 @@ class _ResponseWriter:
         request: the request.
         chat: its conversation.
         model: the name of the model or adapter that answers.
+        diagnosis: why the prompt of an earlier message could not be reused; None if it was, or nothing was asked.
     """
 
-    def __init__(self, request: ApiRequest, chat: EncodedChat, model: str) -> None:
+    def __init__(self, request: ApiRequest, chat: EncodedChat, model: str, diagnosis: Diagnosis | None) -> None:
+        self._diagnosis = diagnosis
         self._request = request
         self._ranges = chat.ranges
         self._head = {"id": f"msg_{request.request_id}", "type": "message", "role": "assistant", "model": model}
@@ -142,8 +157,16 @@ class _ResponseWriter:
                 block["signature"] = _signature(block["thinking"])
         if self._num_tokens and not content:
             content.append({"type": "text", "text": ""})
-        usage = self._usage(chunk.response.usage, chunk)
-        return self._request.json({**self._head, "content": content, **self._end_of(chunk), "usage": usage})
+        response = chunk.response
+        return self._request.json(
+            {
+                **self._head,
+                "content": content,
+                **self._end_of(chunk),
+                "usage": self._usage(response.usage, chunk),
+                "diagnostics": self._diagnosed(response.usage),
+            }
+        )
 
     async def stream(self, chunks: AsyncGenerator[TextChunk, None]) -> web.StreamResponse:
         """Send events as text is generated, and return the response."""
@@ -152,8 +175,9 @@ class _ResponseWriter:
         async for chunk in chunks:
             if not events.has_begun:
                 nothing: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None}
-                usage = self._usage(chunk.response.usage, None)
-                await blocks.send("message_start", message={**self._head, **nothing, "usage": usage})
+                usage = chunk.response.usage
+                begun = {"usage": self._usage(usage, None), "diagnostics": self._diagnosed(usage)}
+                await blocks.send("message_start", message={**self._head, **nothing, **begun})
             self._num_tokens += len(chunk.response.token_ids)
             for part in self._answer.put(chunk.text, is_last=chunk.is_last):
                 if isinstance(part, ToolCall):
@@ -166,6 +190,12 @@ class _ResponseWriter:
         await blocks.send("message_delta", delta=self._end_of(chunk), usage=self._usage(chunk.response.usage, chunk))
         await blocks.send("message_stop")
         return await events.end()
+
+    def _diagnosed(self, usage: Usage) -> dict[str, Any] | None:
+        """Return the field `diagnostics`."""
+        if self._diagnosis is None:
+            return None
+        return {"cache_miss_reason": self._diagnosis.reason(usage.cached_tokens)}
 
     def _end_of(self, chunk: TextChunk) -> dict[str, Any]:
         """Return why the completion ended."""

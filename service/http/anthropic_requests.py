@@ -10,6 +10,7 @@ from typing import Any
 
 from radixkv.errors import InvalidRequest
 from radixkv.service.http.breakpoints import Breakpoint
+from radixkv.service.http.cache_diagnostics import Prompt
 from radixkv.service.http.documents import read_document
 from radixkv.service.http.json_fields import Fields
 from radixkv.service.http.tools import EncodedChat, Tools, reasoning_switch
@@ -72,6 +73,23 @@ class MessagesPrompt:
             raise InvalidRequest(f"thinking.type: this model {always} reasons, since its chat template has no switch")
         return {}
 
+    def compared(self, model: str, num_tokens: int) -> Prompt:
+        """Return the parts that are compared with those of an earlier prompt.
+
+        Args:
+            model: name of the model or adapter.
+            num_tokens: tokens of the prompt.
+        """
+        has_system = self.messages[0]["role"] == "system"
+        return Prompt(
+            model,
+            self.messages[0]["content"] if has_system else None,
+            self.tools.definitions,
+            self.messages[has_system:],
+            self.documents,
+            num_tokens,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class MessagesOptions:
@@ -82,12 +100,16 @@ class MessagesOptions:
         generate: the options of the completion, without token ids and stop strings.
         stops: stop strings.
         is_streamed: whether text is sent as it is generated.
+        is_diagnosed: whether the response says why the prompt of an earlier message could not be reused.
+        previous_message_id: the id of that message; None if there is none.
     """
 
     model: str
     generate: GenerateRequest
     stops: tuple[str, ...]
     is_streamed: bool
+    is_diagnosed: bool
+    previous_message_id: str | None
 
 
 def read_messages(fields: Fields) -> tuple[MessagesPrompt, MessagesOptions]:
@@ -112,8 +134,18 @@ def read_messages(fields: Fields) -> tuple[MessagesPrompt, MessagesOptions]:
         raise InvalidRequest("stop_sequences: expected a list of strings, got other values among them")
     _read_output_format(fields, generate)
     prompt.tools.require_possible(generate)
-    options = MessagesOptions(fields.text("model", "") or "", generate, tuple(stops), fields.flag("stream"))
-    fields.ignore("metadata", "diagnostics")
+    diagnostics = fields.inner("diagnostics")
+    options = MessagesOptions(
+        model=fields.text("model", "") or "",
+        generate=generate,
+        stops=tuple(stops),
+        is_streamed=fields.flag("stream"),
+        is_diagnosed=diagnostics is not None,
+        previous_message_id=None if diagnostics is None else diagnostics.text("previous_message_id"),
+    )
+    if diagnostics is not None:
+        diagnostics.require_no_others()
+    fields.ignore("metadata")
     fields.require_neutral("this server has one tier of service", service_tier=("auto", "standard_only"))
     fields.require_neutral("this server has one speed", speed="standard")
     fields.require_no_others()

@@ -49,7 +49,7 @@ class PromptEncoder:
             InvalidRequest: there is something else.
         """
         is_small = len(body) <= _SMALL_BYTES
-        parsed = _parsed(body) if is_small else await self._on_thread(len(body), lambda: _parsed(body))
+        parsed = _parsed(body) if is_small else await self.on_thread(len(body), lambda: _parsed(body))
         if not isinstance(parsed, dict):
             raise InvalidRequest("body: expected a JSON object, got other JSON")
         return parsed
@@ -89,12 +89,13 @@ class PromptEncoder:
         """
         tokenizer = await self.tokenizer()
         try:
-            return await self._on_thread(num_bytes, lambda: encode(tokenizer))
+            return await self.on_thread(num_bytes, lambda: encode(tokenizer))
         except (TypeError, ValueError) as error:
             text = str(error)
             raise InvalidRequest(text if text.startswith(field) else f"{field}: {text}") from error
 
-    async def _on_thread(self, num_bytes: int, function: Callable[[], Result]) -> Result:
+    async def on_thread(self, num_bytes: int, function: Callable[[], Result]) -> Result:
+        """Return what a function returns that processes the content of a body of this size, called on a thread."""
         async with self._small if num_bytes <= _SMALL_BYTES else self._large:
             return await asyncio.to_thread(function)
 

@@ -407,6 +407,23 @@ MESSAGES = [
         ["message_start", "message_delta", "message_stop"],
     ),
 ]
+NOT_FOUND = {"type": "previous_message_not_found"}
+DIAGNOSED = [
+    ("diagnostics are null by default", message(), "diagnostics", None),
+    ("and without a previous message", message(diagnostics={"previous_message_id": None}), "diagnostics", None),
+    (
+        "an unknown message is not found",
+        message(diagnostics={"previous_message_id": "msg_x"}),
+        "diagnostics.cache_miss_reason",
+        NOT_FOUND,
+    ),
+    (
+        "a stream begins with the diagnostics",
+        message(diagnostics={"previous_message_id": "msg_x"}, stream=True),
+        "0.message.diagnostics.cache_miss_reason",
+        NOT_FOUND,
+    ),
+]
 LIST_MODELS = Request("openai.models.list", {})
 LIST_CLAUDE_MODELS = Request("anthropic.models.list", {})
 CLAUDE_MODEL = Request("anthropic.models.retrieve", {"model_id": "tiny"})
@@ -557,6 +574,7 @@ ROWS = [
         ("completion", COMPLETIONS),
         ("response", RESPONSES),
         ("message", MESSAGES),
+        ("diagnostics", DIAGNOSED),
         ("models", MODELS),
     )
     for behavior, request, path, expected in rows
@@ -648,6 +666,16 @@ def test_a_breakpoint_retains_the_prompt_up_to_there(served: Served) -> None:
 def test_in_explicit_mode_only_breakpoints_retain(served: Served) -> None:
     assert not retained(served, long_part("explicit"), prompt_cache_options={"mode": "explicit", "ttl": "30m"})
     assert retained(served, long_part("implicit"), prompt_cache_options={"mode": "implicit", "ttl": "30m"})
+
+
+def test_diagnostics_name_the_part_that_changed(served: Served) -> None:
+    first = message(diagnostics={"previous_message_id": None}, system="Be brief.").send(served)
+    previous = {"previous_message_id": first.id}
+    turn = [*HELLO, {"role": "assistant", "content": first.content[0].text}, *HELLO]
+    assert message(diagnostics=previous, system="Be brief.", messages=turn).send(served).diagnostics is None
+    found = message(diagnostics=previous, system="Be long.", messages=turn).send(served).diagnostics.cache_miss_reason
+    assert found.type == "system_changed"
+    assert 0 < found.cache_missed_input_tokens < count(system="Be brief.").send(served).input_tokens
 
 
 def test_a_schema_of_pydantic_is_parsed(served: Served) -> None:

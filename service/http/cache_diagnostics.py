@@ -1,0 +1,132 @@
+"""Why a message of Anthropic's API could not reuse the prompt of an earlier one, as its field `diagnostics` reports."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+_MAX_PROMPTS = 16_384
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """The parts of a prompt.
+
+    Attributes:
+        model: name of the model or adapter.
+        system: content of the system prompt; None without one.
+        tools: their definitions.
+        messages: the others.
+        documents: plain-text documents, which belong to the messages.
+        num_tokens: tokens of the prompt.
+    """
+
+    model: str
+    system: Any
+    tools: Sequence[Any]
+    messages: Sequence[Any]
+    documents: Sequence[Any]
+    num_tokens: int
+
+    def digest_of_messages(self, number: int) -> bytes:
+        """Return a digest of the first messages."""
+        return _digest([self.documents, self.messages[:number]])
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """What is remembered of a prompt: digests, and counts of messages and tokens."""
+
+    model: str
+    system: bytes
+    tools: bytes
+    messages: bytes
+    num_messages: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """The first part of a prompt that differs from the previous one.
+
+    Attributes:
+        kind: its name in Anthropic's API.
+        num_tokens: tokens of the previous prompt; None if it is not known.
+    """
+
+    kind: str
+    num_tokens: int | None = None
+
+    def reason(self, num_cached: int) -> dict[str, Any]:
+        """Return the field `cache_miss_reason`.
+
+        Args:
+            num_cached: tokens of the prompt that were cached.
+        """
+        if self.num_tokens is None:
+            return {"type": self.kind}
+        return {"type": self.kind, "cache_missed_input_tokens": max(0, self.num_tokens - num_cached)}
+
+
+class CacheDiagnostics:
+    """Compares prompts with earlier ones of their tenant, of which it remembers a bounded number of digests.
+
+        message 1 ─▶ digests ─────────────────────────────┐
+        message 2, with previous_message_id ─▶ digests ─▶ compared ─▶ the first part that differs
+
+    Thread-safe.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._known: OrderedDict[tuple[str, str], _Known] = OrderedDict()
+
+    def diagnose(self, tenant: str, message_id: str, previous_id: str | None, prompt: Prompt) -> Diagnosis | None:
+        """Compare a prompt with the previous one, and remember it.
+
+        Args:
+            tenant: of both prompts.
+            message_id: the id of the answer.
+            previous_id: the id of the answer to the previous prompt; None if there is none to compare with.
+            prompt: the prompt.
+
+        Returns:
+            What differs; None if nothing does, or if there is nothing to compare with.
+        """
+        known = _Known(
+            prompt.model,
+            _digest(prompt.system),
+            _digest(prompt.tools),
+            prompt.digest_of_messages(len(prompt.messages)),
+            len(prompt.messages),
+            prompt.num_tokens,
+        )
+        with self._lock:
+            previous = None if previous_id is None else self._known.get((tenant, previous_id))
+            self._known[tenant, message_id] = known
+            if len(self._known) > _MAX_PROMPTS:
+                self._known.popitem(last=False)
+        if previous_id is None:
+            return None
+        if previous is None:
+            return Diagnosis("previous_message_not_found")
+        if known.model != previous.model:
+            kind = "model_changed"
+        elif known.system != previous.system:
+            kind = "system_changed"
+        elif known.tools != previous.tools:
+            kind = "tools_changed"
+        elif prompt.digest_of_messages(previous.num_messages) != previous.messages:
+            kind = "messages_changed"
+        else:
+            return None
+        return Diagnosis(kind, previous.num_tokens)
+
+
+def _digest(value: Any) -> bytes:
+    return hashlib.blake2b(json.dumps(value, sort_keys=True).encode(), digest_size=16).digest()
