@@ -20,6 +20,8 @@ Result = TypeVar("Result")
 _MAX_ENCODING = 2
 # Requests with no larger body are parsed on the event loop, in less than 1 ms, and never wait behind larger ones.
 _SMALL_BYTES = 65_536
+# Fields that messages about a prompt may begin with, apart from the one that contains it.
+_OTHER_FIELDS = ("tools: ", "documents: ", "chat_template_kwargs: ")
 
 _logger = logging.getLogger(__name__)
 
@@ -92,7 +94,7 @@ class PromptEncoder:
             return await self.on_thread(num_bytes, lambda: encode(tokenizer))
         except (TypeError, ValueError) as error:
             text = str(error)
-            raise InvalidRequest(text if text.startswith(field) else f"{field}: {text}") from error
+            raise InvalidRequest(text if text.startswith((field, *_OTHER_FIELDS)) else f"{field}: {text}") from error
 
     async def on_thread(self, num_bytes: int, function: Callable[[], Result]) -> Result:
         """Return what a function returns that processes the content of a body of this size, called on a thread."""

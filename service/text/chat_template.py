@@ -6,7 +6,8 @@ The environment is that of `apply_chat_template` of transformers, for which publ
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -17,11 +18,22 @@ from jinja2 import nodes
 from jinja2.parser import Parser
 from jinja2.utils import Namespace
 
-from radixkv.service.text.conversation import Conversation, plain, with_longer_content, without_tool_calls
+from radixkv.service.text.conversation import (
+    Conversation,
+    WriteCalls,
+    plain,
+    with_calls_as_text,
+    with_longer_content,
+    with_tools,
+    without_tool_calls,
+    without_tools,
+)
 
 # Variables of every template that are separate arguments of `render`.
 _ARGUMENTS = ("messages", "tools", "documents", "add_generation_prompt")
 _Shape = tuple[frozenset[tuple[str, type, frozenset[type]]], bool, bool]  # of a conversation
+# A template that reads the tools in a message, as JSON text.
+_TOOLS_OF_MESSAGE = re.compile(r"message(?:\.tools\b|\[(['\"])tools\1\])")
 _MAX_WRITTEN = 256  # results of checks that are remembered
 
 
@@ -32,13 +44,18 @@ class ChatTemplate:
         source: the template.
         special_tokens: text of the tokenizer's special tokens by name, such as `bos_token`; variables of the template.
         now: returns the local time, for templates that write the date.
+        write_calls: writes tool calls as the model does, for a template that writes no tool calls.
 
     Raises:
         ValueError: the source is not a valid template.
     """
 
     def __init__(
-        self, source: str, special_tokens: Mapping[str, str], now: Callable[[], datetime] = datetime.now
+        self,
+        source: str,
+        special_tokens: Mapping[str, str],
+        now: Callable[[], datetime] = datetime.now,
+        write_calls: WriteCalls | None = None,
     ) -> None:
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
@@ -49,10 +66,12 @@ class ChatTemplate:
         environment.globals["dict"] = _Dict()
         environment.globals["namespace"] = _TemplateNamespace
         self._special_tokens = special_tokens
+        self._write_calls = write_calls
         self._written: set[tuple[str, _Shape]] = set()
         try:
             self._template = environment.from_string(source)
             self._names = {each.name for each in environment.parse(source).find_all(nodes.Name)}
+            self._reads_tools_of_message = "tools" not in self._names and bool(_TOOLS_OF_MESSAGE.search(source))
         except jinja2.TemplateError as error:
             raise ValueError(f"the model's chat template is not valid: {error}") from error
 
@@ -86,21 +105,30 @@ class ChatTemplate:
             ValueError: there is no message, or the template rejects the messages, fails, or would drop an argument.
         """
         conversation = Conversation(messages)
+        tools = plain(tools)
         values = {
             **self._special_tokens,
             **self._checked(plain(dict(variables or {}))),
-            "tools": plain(tools),
+            "tools": None if self._reads_tools_of_message else tools,
             "documents": plain(documents),
             "add_generation_prompt": add_generation_prompt,
         }
         first_error: ValueError | None = None
-        for form in conversation.forms():
+        for form in self._forms(conversation):
             try:
-                return self._complete(conversation, {**values, "messages": form})
+                with_them = with_tools(form, tools) if tools and self._reads_tools_of_message else form
+                return self._complete(conversation, {**values, "messages": with_them})
             except ValueError as error:
                 first_error = first_error or error
         assert first_error is not None
         raise first_error
+
+    def _forms(self, conversation: Conversation) -> Iterator[list[dict[str, Any]]]:
+        """Iterate over the forms of a conversation, with its tool calls as text in the last ones."""
+        yield from conversation.forms()
+        if conversation.has_tool_calls and self._write_calls is not None:
+            for form in conversation.forms():
+                yield with_calls_as_text(form, self._write_calls)
 
     def has_variable(self, name: str) -> bool:
         """Return whether the template reads a variable."""
@@ -121,7 +149,9 @@ class ChatTemplate:
         for name in ("tools", "documents"):
             if values[name]:
                 self._require(text, name, shape, {**values, name: None})
-        if conversation.has_tool_calls:
+        if any("tools" in each for each in messages):
+            self._require(text, "tools", shape, {**values, "messages": without_tools(messages)})
+        if any(each.get("tool_calls") for each in messages):
             self._require(text, "tool_calls", shape, {**values, "messages": without_tool_calls(messages)})
         for role in conversation.roles:
             altered = {**values, "messages": with_longer_content(messages, role)}
@@ -137,9 +167,10 @@ class ChatTemplate:
         except ValueError:
             return
         if is_dropped:
+            place = f"{what}: " if what in _ARGUMENTS else ""
             raise ValueError(
-                f"the model's chat template drops {what}: send them as text in another message, or serve a model whose "
-                "template writes them"
+                f"{place}the model's chat template drops {what}: send them as text in another message, or serve a "
+                "model whose template writes them"
             )
         if len(self._written) < _MAX_WRITTEN:
             self._written.add((what, shape))

@@ -22,6 +22,8 @@ from typing import Any, NoReturn
 # Keys of a message that may hold its reasoning. Templates read the first one; those of gpt-oss read the second one.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 _NUM_ID_CHARS = 9  # of ids of tool calls in templates of Mistral's models
+# Writes calls, each with `name` and `arguments`, as text; None if it cannot.
+WriteCalls = Callable[[Sequence[Mapping[str, Any]]], str | None]
 # Functions that convert values of subclasses, such as members of an enum, to the JSON type.
 _SCALARS: tuple[tuple[type, Callable[[Any], Any]], ...] = (
     (str, str.__str__),
@@ -77,6 +79,31 @@ class Conversation:
         for joins_parts, keeps_nulls, dumps_arguments, has_short_ids in itertools.product(*choices):
             form = [_formed(each, joins_parts, keeps_nulls, dumps_arguments) for each in self._messages]
             yield [_with_short_ids(each) for each in form] if has_short_ids else form
+
+
+def with_tools(messages: Sequence[dict[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages whose first one, which has the role `system`, contains the tools as JSON text."""
+    text = json.dumps([each.get("function", each) for each in tools], ensure_ascii=False)
+    has_system = bool(messages) and messages[0].get("role") == "system"
+    system = messages[0] if has_system else {"role": "system", "content": ""}
+    return [{**system, "tools": text}, *messages[1 if has_system else 0 :]]
+
+
+def without_tools(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages without the tools in them."""
+    return [{name: value for name, value in each.items() if name != "tools"} for each in messages]
+
+
+def with_calls_as_text(messages: Sequence[dict[str, Any]], write: WriteCalls) -> list[dict[str, Any]]:
+    """Return messages whose tool calls are a part of their contents; unchanged if these calls cannot be written."""
+    found = []
+    for message in messages:
+        calls = [each.get("function", each) for each in message.get("tool_calls") or ()]
+        text = write(calls) if calls and all("arguments" in each for each in calls) else None
+        if text is not None:
+            message = {**message, "content": f"{message.get('content') or ''}{text}", "tool_calls": []}
+        found.append(message)
+    return found
 
 
 def without_tool_calls(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

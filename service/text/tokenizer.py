@@ -242,8 +242,7 @@ class Tokenizer:
         """
         added = self._backend.get_added_tokens_decoder()
         template = self._sources.get(_WITH_TOOLS) or self._sources.get(_DEFAULT, "")
-        known = {token.content for token in added.values()}
-        calls = tool_format_of(template, known) if tools == AUTOMATIC else TOOL_FORMATS.get(tools)
+        calls = tool_format_of(template, self._added_tokens()) if tools == AUTOMATIC else TOOL_FORMATS.get(tools)
         thoughts = reasoning_format_of(template) if reasoning == AUTOMATIC else REASONING_FORMATS.get(reasoning)
         texts = (*calls.variants, calls.prefix, calls.suffix) if calls else ()
         texts += (thoughts.begin, thoughts.end) if thoughts else ()
@@ -313,6 +312,9 @@ class Tokenizer:
             raise ValueError("expected text in Unicode, got lone surrogates") from None
         return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
 
+    def _added_tokens(self) -> set[str]:
+        return {token.content for token in self._backend.get_added_tokens_decoder().values()}
+
     def _decode(self, token_ids: Sequence[int]) -> str:
         return str(self._backend.decode(token_ids))
 
@@ -326,5 +328,7 @@ class Tokenizer:
             found = f"only {', '.join(sorted(self._sources))}" if self._sources else "none"
             raise ValueError(f"expected a tokenizer with a default chat template, got {found}")
         if name not in self._templates:
-            self._templates[name] = ChatTemplate(self._sources[name], self._special_tokens)
+            form = tool_format_of(self._sources[name], self._added_tokens())
+            write_calls = None if form is None else form.written
+            self._templates[name] = ChatTemplate(self._sources[name], self._special_tokens, write_calls=write_calls)
         return self._templates[name]

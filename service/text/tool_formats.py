@@ -16,8 +16,10 @@ placeholder, and in place of a line break, may differ in what a model writes.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import json
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 AUTOMATIC = "auto"
 NO_FORMAT = "none"
@@ -49,6 +51,16 @@ class ToolFormat:
     suffix: str = ""
     argument: str = ""
     arguments_key: str = "arguments"
+
+    def written(self, calls: Sequence[Mapping[str, Any]]) -> str | None:
+        """Return the text of calls, each with `name` and `arguments`; None if the format is more than JSON in tags."""
+        objects = [json.dumps({"name": each["name"], self.arguments_key: each["arguments"]}) for each in calls]
+        variant = self.variants[0]
+        if "{calls}" in variant:
+            return variant.replace("{calls}", f"[{', '.join(objects)}]")
+        if "{call}" in variant:
+            return self.separator.join(variant.replace("{call}", each) for each in objects)
+        return None
 
 
 _DEEPSEEK = tuple(

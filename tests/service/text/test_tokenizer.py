@@ -167,6 +167,7 @@ def test_a_tokenizer_in_python_is_served_through_transformers(tmp_path):
         chat_template = "{{ bos_token }}{{ messages[0].content }}"
         special_tokens_map = {"bos_token": "<s>"}  # noqa: RUF012
         clean_up_tokenization_spaces = True
+        added_tokens_decoder = {}  # noqa: RUF012
 
         def encode(self, text, add_special_tokens=True):
             return [*([1] if add_special_tokens else []), *text.encode()]

@@ -27,8 +27,9 @@ def test_a_template_writes_calls_as_they_are_read(family: str) -> None:
     question = {"role": "user", "content": "How warm is it?"}
     asked = {"role": "assistant", "content": None, "tool_calls": [{"id": ID, "type": "function", "function": call}]}
     result = {"role": "tool", "tool_call_id": ID, "content": "12 degrees"}
-    template = ChatTemplate(source, {"bos_token": "<s>"})
+    template = ChatTemplate(source, {"bos_token": "<s>"}, write_calls=form.written)
     before = template.render([question], tools=TOOLS, add_generation_prompt=False)
+    assert '"weather"' in before
     after = template.render([question, asked], tools=TOOLS, add_generation_prompt=False)
     assert after.startswith(before)
     answer = after[len(before) :].removeprefix("<|start_header_id|>assistant<|end_header_id|>\n\n")

@@ -123,6 +123,12 @@ FUNCTOOLS = _CHATML.replace("# Tools", "# Tools: functools[...]").replace(
 GRANITE = _CHATML.replace(
     "CALL", '<|tool_call|>[{"name": "{{ call.name }}", "arguments": {{ call.arguments | tojson }}}]'
 )
+# Phi-4-mini: the tools are in the system message, and neither calls nor results have a form of their own.
+PHI4_MINI = """{% for message in messages %}{% if message['role'] == 'system' and 'tools' in message and
+message['tools'] is not none %}{{
+'<|system|>' + message['content'] + '<|tool|>' + message['tools'] + '<|/tool|><|end|>' }}{%
+else %}{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}{% endif %}{% endfor %}{%
+if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"""
 GEMMA = """{{ bos_token }}{% for message in messages %}<start_of_turn>{{
 "model" if message.role == "assistant" else message.role }}
 {{ message.content }}<end_of_turn>
@@ -145,5 +151,6 @@ TEMPLATES = {
     "kimi_k2": (KIMI, "kimi_k2"),
     "pythonic": (PYTHONIC, "pythonic"),
     "functools": (FUNCTOOLS, "functools"),
+    "phi4_mini": (PHI4_MINI, "phi4_mini"),
     "granite": (GRANITE, "phi4_mini"),
 }
