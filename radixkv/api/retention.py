@@ -21,7 +21,7 @@ class Retention:
         ttl_s: seconds after which the range has priority 50 again; None for as long as it is cached.
         start: first token of the range.
         end: the token after the last one of the range; None for the end of the prompt.
-        renew: whether each request that finds the range on the device starts `ttl_s` anew.
+        renew: whether each request that finds the range on the device restarts `ttl_s`.
     """
 
     priority: int
@@ -46,7 +46,7 @@ class Retention:
         if self.ttl_s is not None and not 0 < self.ttl_s <= MAX_TTL_S:
             raise InvalidRequest(f"retention.ttl: expected more than 0 and at most {MAX_TTL_S:.0f} s, got {self.ttl_s}")
         if self.renew and self.ttl_s is None:
-            raise InvalidRequest("retention.renew: expected a ttl, which it starts anew, got none")
+            raise InvalidRequest("retention.renew: expected a ttl, which hits restart, got none")
         if not 0 <= self.start < num_tokens:
             raise InvalidRequest(f"retention.start_token: expected 0 to {num_tokens - 1}, got {self.start}")
         if not self.start < end <= num_tokens:

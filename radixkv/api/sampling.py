@@ -66,7 +66,7 @@ class Sampling:
         constraint: a constraint on the answer, such as a grammar; the generation ends when it is complete. None for no
             constraint.
         compression: which K/V entries are kept during the generation; None for all.
-        is_tool_call: whether the generated tokens contain a tool call; None if that cannot be told. Called when the
+        is_tool_call: whether the generated tokens contain a tool call; None if that is not known. Called when the
             generation ends.
         write_generated: whether to publish the generated tokens. The prompt is published in any case.
     """

@@ -68,7 +68,7 @@ def test_only_blocks_that_are_not_kept_yet_need_room() -> None:
     keep(cache, "aaaabbbbcccc")
     same, longer = lease_text(cache, "aaaabbbbcccc"), lease_text(cache, "aaaabbbbccccdddde")
     branch, foreign = lease_text(cache, "aaaabbbbX"), lease_text(cache, "aaaabbbbcccc", OTHER)
-    assert cache.held.num_more([HeldPath.of(same)]) == 1  # its last block is a copy: the last token is computed anew
+    assert cache.held.num_more([HeldPath.of(same)]) == 1  # its last block is a copy: the last token is computed again
     assert cache.held.num_more([HeldPath.of(longer)]) == 2
     assert cache.held.num_more([HeldPath.of(branch)]) == 1
     assert cache.held.num_more([HeldPath.of(foreign)]) == 3
