@@ -8,15 +8,16 @@ from typing import Any
 
 from radixkv.errors import InvalidRequest
 from radixkv.service.http.breakpoints import Breakpoint, CachedRange, cached_ranges
-from radixkv.service.structured.grammar_text import MAX_CHARS
+from radixkv.service.structured.grammar_text import MAX_CHARS, GrammarText
 from radixkv.service.text.answer_format import AnswerFormat, AnswerParts
-from radixkv.service.text.answer_grammar import forced_calls, strict_calls
+from radixkv.service.text.answer_grammar import calls_or_answer, forced_calls, strict_calls
 from radixkv.service.text.tokenizer import Tokenizer
 from radixkv.v1.prefill_pb2 import GenerateRequest
 
 # Variables of chat templates that switch reasoning on and off.
 _SWITCHES = ("enable_thinking", "thinking")
 _EFFORT = "reasoning_effort"
+_JSON = ("json_schema", "json_object")  # constraints of an answer that must be JSON
 _EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 
 
@@ -138,24 +139,34 @@ class EncodedChat:
         """Constrain an answer that must be a call, or whose calls must follow their schemas.
 
         Args:
-            generate: the options of the request. If they constrain the answer already, it is only text.
+            generate: the options of the request. An answer that must be JSON may then consist of calls instead, and
+                come after reasoning that the prompt begins; one with another constraint is only text.
 
         Raises:
             InvalidRequest: the schemas of the tools are too long for a grammar.
         """
-        if generate.WhichOneof("constraint") is not None:
-            return replace(self, is_text=True)
         tools = self.tools
         is_parallel = tools.is_parallel and tools.forced is None
-        if tools.choice == "required":
+        kind = generate.WhichOneof("constraint")
+        if kind in _JSON and (tools.may_be_called or self.is_open):
+            schema = generate.json_schema if kind == "json_schema" else '{"type": "object"}'
+            answer = GrammarText(kind, "json_schema", schema).json_expression()
+            functions = tools.functions if tools.may_be_called else []
+            generate.grammar = calls_or_answer(
+                self.form, functions, answer, is_parallel=is_parallel, is_open=self.is_open
+            )
+        elif kind is not None:
+            return replace(self, is_text=True)
+        elif tools.choice == "required":
             generate.grammar = forced_calls(self.form, tools.functions, is_parallel=is_parallel, is_open=self.is_open)
         elif tools.may_be_called and any(each.get("strict") for each in tools.functions):
             functions = [each if each.get("strict") else {"name": each["name"]} for each in tools.functions]
             generate.grammar = strict_calls(self.form, functions, is_parallel=is_parallel, is_open=self.is_open)
         if len(generate.grammar) > MAX_CHARS["grammar"]:
             raise InvalidRequest(
-                f"tools: expected schemas whose grammar has at most {MAX_CHARS['grammar']} characters, got "
-                f"{len(generate.grammar)}; send fewer tools, or neither tool_choice nor strict"
+                "tools, response_format: expected schemas whose grammar has at most "
+                f"{MAX_CHARS['grammar']} characters, got {len(generate.grammar)}; send fewer tools, or none of "
+                "response_format, tool_choice and strict"
             )
         return self
 

@@ -86,7 +86,7 @@ class GrammarText:
             InvalidRequest: it is not JSON, or not a grammar that can be translated. The message names the field.
         """
         if self.kind == "json_schema":
-            return f"start: %json {json.dumps(self._schema())}{_OPTIONS}"
+            return f"start: {self.json_expression()}{_OPTIONS}"
         if self.kind == "regex":
             from llguidance import LLMatcher
 
@@ -104,6 +104,14 @@ class GrammarText:
             return f"{gbnf_to_lark(self.text)}{_OPTIONS}"
         except Exception as error:
             raise InvalidRequest(f"{self.field}: expected a grammar, got {in_a_line(error)}") from error
+
+    def json_expression(self) -> str:
+        """Return a JSON schema as an expression in llguidance's Lark syntax.
+
+        Raises:
+            InvalidRequest: it is not JSON, or no schema. The message names the field.
+        """
+        return f"%json {json.dumps(self._schema())}"
 
     def _schema(self) -> dict[str, Any]:
         try:

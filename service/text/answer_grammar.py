@@ -39,6 +39,34 @@ def forced_calls(
     return rules.text()
 
 
+def calls_or_answer(
+    form: AnswerFormat,
+    functions: Sequence[Mapping[str, Any]],
+    answer: str,
+    *,
+    is_parallel: bool,
+    is_open: bool | None = None,
+) -> str:
+    """Return the grammar of answers that consist of calls, or of what an expression describes; after reasoning if any.
+
+    Args:
+        form: the format of answers.
+        functions: as for `forced_calls`; there may be none.
+        answer: an expression in llguidance's Lark syntax.
+        is_parallel: whether there may be several calls.
+        is_open: as for `forced_calls`.
+    """
+    rules = _Rules(form)
+    reasoning = rules.reasoning(is_open=is_open)
+    tools = form.tools
+    if functions:
+        assert tools is not None
+        answer += f" | {rules.calls(tools.variants[0], tools.prefix, functions, is_parallel=is_parallel)}"
+    rules.add("answer", answer)
+    rules.add("start", f"{reasoning} answer")
+    return rules.text()
+
+
 def strict_calls(
     form: AnswerFormat, functions: Sequence[Mapping[str, Any]], *, is_parallel: bool, is_open: bool | None = None
 ) -> str:
@@ -80,7 +108,6 @@ class _Rules:
     """
 
     def __init__(self, form: AnswerFormat) -> None:
-        assert form.tools is not None
         self._reasoning = form.reasoning
         self._tools = form.tools
         self._tags = form.tags
@@ -130,6 +157,7 @@ class _Rules:
             is_parallel: whether there may be several calls.
         """
         tools = self._tools
+        assert tools is not None
         schemas = [_plain(each.get("parameters") or {"type": "object"}) for each in functions]
         names = [str(each["name"]) for each in functions]
         before, placeholder, after = re.split(r"\{(calls?|name|python)\}", variant, maxsplit=1)
@@ -161,6 +189,7 @@ class _Rules:
         middle, _, end = after.partition("{arguments}")
         middle_parts = [self.literal(each) for each in middle.split("{id}")]
         header = f"{self.literal(before)} {' /[0-9]{1,3}/ '.join(middle_parts)}"
+        assert self._tools is not None
         if not self._tools.argument:
             return f"{header} {_json(schema)} {self.literal(end)}"
         arguments = [
@@ -170,6 +199,7 @@ class _Rules:
         return f"{header} {' '.join(arguments)} {self.literal(end)}"
 
     def _tagged_argument(self, rule: str, key: str, schema: Any) -> str:
+        assert self._tools is not None
         before, _, after = self._tools.argument.replace("{key}", key).partition("{value}")
         values = _texts(schema)
         if values is None:

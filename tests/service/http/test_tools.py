@@ -69,6 +69,20 @@ def test_an_answer_that_the_request_constrains_is_text() -> None:
     assert answer.parts().put(f"<think>{CALL}", is_last=True) == [f"<think>{CALL}"]
 
 
+@pytest.mark.parametrize("options", [{"json_object": True}, {"json_schema": '{"type": "object"}'}])
+def test_an_answer_in_json_may_be_calls_or_come_after_reasoning(options: Any) -> None:
+    for text, tools, is_grammar in (
+        ("", Tools(), False),
+        ("<think>", Tools(), True),
+        ("", Tools(DEFINITIONS, "none"), False),
+        ("", Tools(DEFINITIONS, "auto"), True),
+    ):
+        generate = GenerateRequest(**options)
+        answer = chat(text, tools).constrained(generate)
+        assert bool(generate.grammar) is is_grammar
+        assert answer.has_parts is is_grammar
+
+
 def test_special_tokens_are_shown_where_the_answer_may_have_parts() -> None:
     assert chat("", Tools()).shown == {7: "<think>"}
     assert chat("", Tools()).parts().put("<think>a</think>b", is_last=True) == [Reasoning("a"), "b"]
@@ -76,7 +90,9 @@ def test_special_tokens_are_shown_where_the_answer_may_have_parts() -> None:
 
 def test_schemas_that_are_too_long_for_a_grammar_are_refused() -> None:
     long: Any = ({"type": "function", "function": {"name": "a", "parameters": {"enum": ["x" * 20_000]}}},)
-    with pytest.raises(InvalidRequest, match="tools: expected schemas whose grammar has at most 16384 characters"):
+    with pytest.raises(
+        InvalidRequest, match="tools, response_format: expected schemas whose grammar has at most 16384 characters"
+    ):
         chat("", Tools(long, "required")).constrained(GenerateRequest())
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from radixkv.service.text.answer_format import AnswerFormat, AnswerParts
-from radixkv.service.text.answer_grammar import forced_calls, strict_calls
+from radixkv.service.text.answer_grammar import calls_or_answer, forced_calls, strict_calls
 from radixkv.service.text.reasoning import REASONING_FORMATS
 from radixkv.service.text.tool_calls import ToolCall
 from radixkv.service.text.tool_formats import TOOL_FORMATS
@@ -96,6 +96,21 @@ def test_what_begins_like_a_strict_call_follows_its_schema(name: str, kind: str)
     if name not in ("llama3_json", "pythonic"):  # in these, only the beginning of an answer is a call
         assert accepts(grammar, f"Let me see.\n{text}", form)
         assert not accepts(grammar, f"Let me see.\n{text.replace('3', 'x')}", form)
+
+
+@pytest.mark.parametrize("name", list(TOOL_FORMATS))
+def test_an_answer_that_must_be_json_may_be_calls_instead(name: str) -> None:
+    form, text = form_of(name, "special tokens"), FORCED[name][0][0]
+    answer = '%json {"type": "object", "properties": {"a": {"const": 1}}, "additionalProperties": false}'
+    grammar = calls_or_answer(form, FUNCTIONS, answer, is_parallel=True, is_open=False)
+    for beginning in ("", "<think>Hm.</think>\n"):
+        assert accepts(grammar, f"{beginning}{text}", form)
+        assert accepts(grammar, beginning + '{"a":1}', form)
+        assert not accepts(grammar, f"{beginning}So", form)
+        assert not accepts(grammar, beginning + '{"a":2}', form)
+    opened = calls_or_answer(AnswerFormat(None, THINK), [], answer, is_parallel=True, is_open=True)
+    assert accepts(opened, 'Hm.</think>{"a":1}', AnswerFormat())
+    assert not accepts(opened, '{"a":1}', AnswerFormat())
 
 
 def test_annotations_of_a_schema_are_left_out() -> None:
