@@ -113,6 +113,8 @@ class ChatTemplate:
             "documents": plain(documents),
             "add_generation_prompt": add_generation_prompt,
         }
+        if documents and "documents" not in self._names:
+            raise _dropped("documents")
         first_error: ValueError | None = None
         for form in self._forms(conversation):
             try:
@@ -167,11 +169,7 @@ class ChatTemplate:
         except ValueError:
             return
         if is_dropped:
-            place = f"{what}: " if what in _ARGUMENTS else ""
-            raise ValueError(
-                f"{place}the model's chat template drops {what}: send them as text in another message, or serve a "
-                "model whose template writes them"
-            )
+            raise _dropped(what)
         if len(self._written) < _MAX_WRITTEN:
             self._written.add((what, shape))
 
@@ -196,6 +194,14 @@ def _shape(values: Mapping[str, Any]) -> _Shape:
 def _type_of_arguments(call: Mapping[str, Any]) -> type:
     function = call.get("function")
     return type((function if isinstance(function, dict) else call).get("arguments"))
+
+
+def _dropped(what: str) -> ValueError:
+    place = f"{what}: " if what in _ARGUMENTS else ""
+    return ValueError(
+        f"{place}the model's chat template drops {what}: send them as text in another message, or serve a model whose "
+        "template writes them"
+    )
 
 
 class _GenerationTag(jinja2.ext.Extension):

@@ -156,6 +156,8 @@ def message_with(**fields: object) -> tuple[str, object]:
 LONG_AFTER_SHORT = [{"role": "user", "content": [block("a", "5m"), block("b", "1h")]}]
 FIVE = [{"role": "user", "content": [block("a", "5m")] * 5}]
 CALL = [{"role": "user", "content": [{"type": "tool_use", "id": "1", "name": "a", "input": {}}]}]
+TEXT_SOURCE = {"type": "text", "media_type": "text/plain", "data": "Roses."}
+DOCUMENT = [{"role": "user", "content": [{"type": "document", "source": TEXT_SOURCE}, block("So?")]}]
 TOOLS = [{"name": "a", "input_schema": {"type": "object"}}]
 REFUSED: list[tuple[tuple[str, object], int, str]] = [
     (("/v1/messages", b"["), 400, "body: expected JSON, got 1 other bytes"),
@@ -183,6 +185,7 @@ REFUSED: list[tuple[tuple[str, object], int, str]] = [
     (message_with(temperature=1.5), 400, "temperature: expected a number from 0 to 1, got 1.5"),
     (message_with(thinking={"type": "enabled"}), 400, "thinking.type: this model never reasons, since its chat"),
     (message_with(model="claude-x"), 404, "model: expected tiny or the name of a loaded adapter, got another name"),
+    (message_with(messages=DOCUMENT), 400, "documents: the model's chat template drops documents: send them as text"),
     (message_with(typo=1), 400, "typo: this server does not know the field"),
 ]
 
