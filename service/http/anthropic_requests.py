@@ -21,6 +21,7 @@ from radixkv.v1.prefill_pb2 import GenerateRequest
 MAX_BREAKPOINTS = 4
 
 _MAX_INT32 = 2**31 - 1
+_BUDGET = "thinking_budget"  # a variable of chat templates
 _TTL_S = {"5m": 300, "1h": 3600}
 
 
@@ -32,6 +33,7 @@ class MessagesPrompt:
         messages: in the form of OpenAI's API, the system prompt first.
         breakpoints: in the order of their positions.
         has_thinking: whether the model may think; None if the request does not say.
+        thinking_budget: tokens of reasoning; None if the request does not say.
         tools: the tools that the model may call.
         documents: plain-text documents, which templates write before the conversation.
     """
@@ -39,6 +41,7 @@ class MessagesPrompt:
     messages: Sequence[Mapping[str, Any]]
     breakpoints: Sequence[Breakpoint]
     has_thinking: bool | None
+    thinking_budget: int | None
     tools: Tools
     documents: Sequence[Mapping[str, Any]]
 
@@ -65,9 +68,14 @@ class MessagesPrompt:
 
     def _variables(self, tokenizer: Tokenizer, form: AnswerFormat) -> dict[str, Any]:
         """Return the template variables for reasoning. As in Anthropic's API, it is off unless it is requested."""
+        budget = self.thinking_budget if self.has_thinking else 0
+        has_budget = budget is not None and tokenizer.has_template_variable(_BUDGET)
+        variables = {_BUDGET: budget} if has_budget else {}
         switch = reasoning_switch(tokenizer)
         if switch is not None:
-            return {switch: bool(self.has_thinking)}
+            return {**variables, switch: bool(self.has_thinking)}
+        if has_budget:
+            return variables
         if self.has_thinking is not None and self.has_thinking != (form.reasoning is not None):
             always = "never" if form.reasoning is None else "always"
             raise InvalidRequest(f"thinking.type: this model {always} reasons, since its chat template has no switch")
@@ -199,7 +207,7 @@ def _read_prompt(fields: Fields) -> MessagesPrompt:
         raise InvalidRequest(f"cache_control: expected at most {MAX_BREAKPOINTS} breakpoints, got {len(breakpoints)}")
     if [each.ttl_s for each in breakpoints] != sorted((each.ttl_s for each in breakpoints), reverse=True):
         raise InvalidRequest("cache_control: expected breakpoints with the ttl 1h before those with 5m")
-    return MessagesPrompt(messages, breakpoints, _read_thinking(fields), tools, documents)
+    return MessagesPrompt(messages, breakpoints, *_read_thinking(fields), tools, documents)
 
 
 def _read_tools(fields: Fields, breakpoints: list[Breakpoint]) -> Tools:
@@ -341,14 +349,16 @@ def _ttl_s(value: object, place: str) -> int:
     return seconds
 
 
-def _read_thinking(fields: Fields) -> bool | None:
+def _read_thinking(fields: Fields) -> tuple[bool | None, int | None]:
+    """Return whether the model may think, and for how many tokens; None if the request does not say."""
     thinking = fields.inner("thinking")
     if thinking is None:
-        return None
+        return None, None
     kind = thinking.one_of("type", ("enabled", "adaptive", "disabled"), "enabled")
-    thinking.ignore("budget_tokens", "display")
+    budget = thinking.integer("budget_tokens", 0, _MAX_INT32)
+    thinking.ignore("display")
     thinking.require_no_others()
-    return kind != "disabled"
+    return kind != "disabled", budget
 
 
 def _read_output_format(fields: Fields, generate: GenerateRequest) -> None:

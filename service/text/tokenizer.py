@@ -46,6 +46,7 @@ class Tokenizer:
         backend: the tokenizer itself.
         special_tokens: text of special tokens by name, such as `bos_token`; chat templates use them.
         chat_templates: sources of Jinja templates by name; `default` is the usual one.
+        response_template: how the model writes its answers, as JSON text in transformers' form; empty if not given.
         is_cleaned_up: whether spaces before punctuation are removed from text, as some models' configurations require.
     """
 
@@ -55,12 +56,14 @@ class Tokenizer:
         *,
         special_tokens: Mapping[str, str] | None = None,
         chat_templates: Mapping[str, str] | None = None,
+        response_template: str = "",
         is_cleaned_up: bool = False,
     ) -> None:
         self._backend = backend
         self._special_tokens = special_tokens or {}
         self._sources = chat_templates or {}
         self._templates: dict[str, ChatTemplate] = {}
+        self._response_template = response_template
         self._is_cleaned_up = is_cleaned_up
         self._token_texts: dict[int, str] = {}
 
@@ -113,6 +116,7 @@ class Tokenizer:
             read.backend,
             special_tokens=read.special_tokens,
             chat_templates=read.chat_templates,
+            response_template=read.response_template,
             is_cleaned_up=read.is_cleaned_up,
         )
 
@@ -237,11 +241,12 @@ class Tokenizer:
         """Return how the model writes its answers.
 
         Args:
-            tools: name of the format of calls of tools; `auto` recognizes it by the chat template, and `none` is none.
+            tools: name of the format of calls of tools; `auto` recognizes it by the chat template and the response
+                template, and `none` is none.
             reasoning: name of the format of reasoning; likewise.
         """
         added = self._backend.get_added_tokens_decoder()
-        template = self._sources.get(_WITH_TOOLS) or self._sources.get(_DEFAULT, "")
+        template = (self._sources.get(_WITH_TOOLS) or self._sources.get(_DEFAULT, "")) + self._response_template
         calls = tool_format_of(template, self._added_tokens()) if tools == AUTOMATIC else TOOL_FORMATS.get(tools)
         thoughts = reasoning_format_of(template) if reasoning == AUTOMATIC else REASONING_FORMATS.get(reasoning)
         texts = (*calls.variants, calls.prefix, calls.suffix) if calls else ()

@@ -25,12 +25,14 @@ class TokenizerDirectory:
         backend: the tokenizer of the package tokenizers.
         special_tokens: text of special tokens by name, such as `bos_token`.
         chat_templates: templates by name; `default` is the unnamed one.
+        response_template: how the model writes its answers, as JSON text in transformers' form; empty if not given.
         is_cleaned_up: whether spaces before punctuation are removed from decoded text.
     """
 
     backend: Backend
     special_tokens: Mapping[str, str]
     chat_templates: Mapping[str, str]
+    response_template: str
     is_cleaned_up: bool
 
     @classmethod
@@ -48,7 +50,9 @@ class TokenizerDirectory:
         backend.no_truncation()  # prompts are never truncated silently
         backend.no_padding()
         backend.encode_special_tokens = bool(settings.get("split_special_tokens", False))
-        return cls(backend, special_tokens, _chat_templates(directory, settings), _is_cleaned_up(backend, settings))
+        response = json.dumps(settings.get("response_template") or "", ensure_ascii=False)
+        templates = _chat_templates(directory, settings)
+        return cls(backend, special_tokens, templates, response, _is_cleaned_up(backend, settings))
 
 
 def _complete(backend: Backend, directory: Path, settings: dict[str, Any]) -> dict[str, str]:

@@ -3,12 +3,16 @@ import sys
 from unittest import mock
 
 import pytest
+from tokenizers import Tokenizer as Rust
+from tokenizers import models
 
 from radixkv.service.missing_package import MissingPackage
+from radixkv.service.text.reasoning import REASONING_FORMATS
 from radixkv.service.text.tokenizer import Tokenizer
+from radixkv.service.text.tool_formats import TOOL_FORMATS
 from radixkv.service.text.transformers_tokenizer import SlowBackend, converted_files
 from tests.service.command_line import launch
-from tests.service.text.tokenizers import byte_fallback, byte_level, write_tiny, write_without_json
+from tests.service.text.tokenizers import byte_fallback, byte_level, write, write_tiny, write_without_json
 
 
 def test_text_becomes_tokens_and_text_again():
@@ -211,3 +215,25 @@ def test_text_needs_neither_torch_nor_transformers(tmp_path):
         "assert not {'torch', 'transformers', 'huggingface_hub'} & set(sys.modules)"
     )
     assert launch("-P", "-c", program, str(tmp_path)) == (0, "user\nhi\nassistant\n\n", "")
+
+
+def test_the_tags_of_an_answer_may_be_special_tokens(tmp_path):
+    rust = Rust(models.BPE({"a": 0, "b": 1}, []))
+    rust.add_special_tokens(["[TOOL_CALLS]", "[THINK]", "<s>"])
+    write(tmp_path, rust, {"chat_template": "[TOOL_CALLS]{{ messages }}[/THINK]"})
+    tokenizer = Tokenizer.load(tmp_path)
+    form = tokenizer.answer_format()
+    assert (form.tools, form.reasoning) == (TOOL_FORMATS["mistral"], REASONING_FORMATS["mistral"])
+    assert form.tags == {"[TOOL_CALLS]": 2, "[THINK]": 3}
+    shown = {token_id: tag for tag, token_id in form.tags.items()}
+    stream = tokenizer.stream((), shown)
+    assert [stream.put(token_id) for token_id in (0, 2, 4, 1)] == ["a", "[TOOL_CALLS]", "", "b"]
+    other = tokenizer.answer_format("hermes", "none")
+    assert (other.tools, other.reasoning, other.tags) == (TOOL_FORMATS["hermes"], None, {})
+
+
+def test_a_response_template_shows_the_format_of_answers(tmp_path):
+    template = {"fields": {"thinking": {"open": "<think>", "close": "</think>"}, "tool_calls": {"open": "<tool_call>"}}}
+    write(tmp_path, Rust(models.BPE({"a": 0}, [])), {"chat_template": "a", "response_template": template})
+    form = Tokenizer.load(tmp_path).answer_format()
+    assert (form.tools, form.reasoning) == (TOOL_FORMATS["hermes"], REASONING_FORMATS["think"])
