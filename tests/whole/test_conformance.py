@@ -297,6 +297,12 @@ RESPONSES = [
     ("with a call a response is complete", CALLED, "status", "completed"),
     ("tools are returned", CALLED, "tools.*.name", ["weather"]),
     (
+        "a breakpoint is not in the prompt",
+        response(input=said({"type": "input_text", "text": "Hello", "prompt_cache_breakpoint": EXPLICIT})),
+        "usage.input_tokens",
+        response(),
+    ),
+    (
         "a text file is a document",
         response(input=said({"type": "input_text", "text": "Hello"}, {"type": "input_file", "file_data": DATA_URL})),
         "usage.input_tokens",
@@ -502,6 +508,10 @@ REFUSED: Sequence[tuple[Request, tuple[int, str, str | None, str | None]]] = [
     (response(tools=[{"type": "web_search"}]), (400, BAD, "tools[0].type", None)),
     (response(input=said({"type": "input_image", "image_url": "a"})), (400, BAD, "input[0].content[0].type", None)),
     (response(input=said({"type": "input_file", "file_url": "a"})), (400, BAD, "input[0].content[0].file_url", None)),
+    (
+        response(input=said({"type": "input_text", "text": "a", "prompt_cache_breakpoint": {"ttl": "1h"}})),
+        (400, BAD, "input[0].content[0].prompt_cache_breakpoint.ttl", None),
+    ),
     (response(max_output_tokens=10**9), (400, BAD, "input, max_output_tokens", "context_length_exceeded")),
     (response(model="gpt-x"), (404, UNKNOWN, "model", "model_not_found")),
     (Request("openai.models.retrieve", {"model": "gpt-x"}), (404, UNKNOWN, None, None)),
