@@ -29,7 +29,7 @@ class Refusal(Exception):
     """An action has no effect. The message is the reason that the caller is given."""
 
 
-class _Range(NamedTuple):
+class _AddressedTokens(NamedTuple):
     """Tokens that an action addresses.
 
     Attributes:
@@ -215,19 +215,19 @@ class HintApplier:
             raise Refusal("payload.session_id: no such session of this tenant is cached")
         return session
 
-    def _ranges(self, payload: _Payload, tenant: str, prompt: PromptKey | None) -> list[_Range]:
+    def _ranges(self, payload: _Payload, tenant: str, prompt: PromptKey | None) -> list[_AddressedTokens]:
         session = self._session(payload, tenant)
         if session is None:
-            return [_Range(*_required(prompt))]
+            return [_AddressedTokens(*_required(prompt))]
         return [self._own_range(session, end) for end in session.ends[:_MAX_ENDS]]
 
-    def _own_range(self, session: Session, end: Any) -> _Range:
+    def _own_range(self, session: Session, end: Any) -> _AddressedTokens:
         """Return the end of a path that only a session has used, as a range of the whole prompt."""
         path = path_to(end)
         root = path[0].parent
         tokens = (b"" if root is None else root.tokens) + b"".join(node.tokens for node in path)
         own = next(node for node in path if node.session is session)
-        return _Range(end.owner.namespace._replace(public_prefix=""), tokens, own.start_bytes // TOKEN_BYTES)
+        return _AddressedTokens(end.owner.namespace._replace(public_prefix=""), tokens, own.start_bytes // TOKEN_BYTES)
 
 
 class _Payload:

@@ -77,11 +77,6 @@ class Prefetcher:
         return_s = self._cache.sessions.next_return_s
         return None if return_s is None else max(0.0, return_s - now_s)
 
-    @property
-    def num_loading(self) -> int:
-        """Number of prompts that are being loaded."""
-        return len(self._loading)
-
     def begin(self, namespace: Namespace, tokens: bytes, session_id: str = "") -> int:
         """Start to load a prompt.
 
