@@ -180,7 +180,7 @@ class Command:
     sizes: Mapping[str, int | tuple[int, ...]]
 
     def run(self, measure: Callable[[str, argparse.Namespace], Iterable[Row]]) -> int:
-        """Parse the options, print a table, and write JSON if a file is asked for. Returns the exit status.
+        """Parse the options, print a table, and write JSON after each model if a file is given. Returns the status.
 
         Args:
             measure: returns the rows of a model, given its path and the options.
@@ -202,19 +202,19 @@ class Command:
         parser.add_argument("--json", type=Path, metavar="FILE")
         options = parser.parse_args()
         print(f"{'model':>28} {self.header} {'perplexity':>10} {'change':>8} {'KL':>8} {'same top':>8}")
+        sizes = {name: getattr(options, name) for name in ("texts", *self.sizes)}
+        command = shlex.join(["python", "-m", f"bench.{self.name}", *sys.argv[1:]])
         rows = []
         try:
             for path in options.model:
                 for row in measure(path, options):
                     rows.append(row)
                     print(f"{row['model']:>28}", (self.columns + _QUALITY_COLUMNS).format(**row), flush=True)
+                if options.json:
+                    write_json(options.json, {"rows": rows, **sizes, "command": command, **describe_run()})
         except ConfigError as error:
             print(f"error: {error}", file=sys.stderr)
             return 2
-        if options.json:
-            sizes = {name: getattr(options, name) for name in ("texts", *self.sizes)}
-            command = shlex.join(["python", "-m", f"bench.{self.name}", *sys.argv[1:]])
-            write_json(options.json, {"rows": rows, **sizes, "command": command, **describe_run()})
         return 0
 
 
