@@ -249,7 +249,7 @@ def _read_tools(fields: Fields, breakpoints: list[Breakpoint]) -> Tools:
         if kind == "required":
             raise InvalidRequest("tool_choice: expected tools to choose from, got none")
         return Tools()
-    return Tools(definitions, kind, forced, is_parallel)
+    return Tools(definitions, kind, forced, is_parallel=is_parallel)
 
 
 def _add_message(

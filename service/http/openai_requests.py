@@ -265,15 +265,17 @@ def _read_tools(fields: Fields) -> Tools:
         function.flag("strict")
         tool.require_no_others()
     choice = fields.any("tool_choice")
-    forced = None
+    forced = allowed = None
     if isinstance(choice, dict):
         chosen = Fields(choice, "tool_choice")
-        chosen.one_of("type", ("function",), "function")
-        function = chosen.inner("function")
-        forced = None if function is None else function.text("name")
-        if not forced:
-            raise InvalidRequest("tool_choice.function.name: expected a name, got nothing")
-        choice = "required"
+        if chosen.one_of("type", ("function", "allowed_tools"), "function") == "function":
+            forced, choice = _name_of_function(chosen), "required"
+        else:
+            subset = Fields.of(chosen.any("allowed_tools"), "tool_choice.allowed_tools")
+            choice = subset.one_of("mode", ("auto", "required"), "auto")
+            place = "tool_choice.allowed_tools.tools"
+            named = enumerate(subset.items("tools"))
+            allowed = [_name_of_function(Fields.of(each, f"{place}[{index}]")) for index, each in named]
     elif choice not in (None, "none", "auto", "required"):
         raise InvalidRequest("tool_choice: expected none, auto, required or a function, got another value")
     is_parallel = fields.flag("parallel_tool_calls", default=True)
@@ -281,7 +283,16 @@ def _read_tools(fields: Fields) -> Tools:
         if choice == "required":
             raise InvalidRequest("tool_choice: expected tools to choose from, got none")
         return Tools()
-    return Tools(definitions, choice or "auto", forced, is_parallel)
+    return Tools(definitions, choice or "auto", forced, allowed, is_parallel)
+
+
+def _name_of_function(chosen: Fields) -> str:
+    """Return the name in a reference to a function."""
+    function = chosen.inner("function")
+    name = None if function is None else function.text("name")
+    if not name:
+        raise InvalidRequest(f"{chosen.path_of('function')}.name: expected a name, got nothing")
+    return name
 
 
 def _read_prompts(fields: Fields) -> list[str | list[Any]]:

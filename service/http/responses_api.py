@@ -24,7 +24,7 @@ from radixkv.service.http.json_fields import Fields
 from radixkv.service.http.openai_requests import ChatPrompt, CompletionOptions, read_breakpoint, read_chat
 from radixkv.service.http.openai_responses import cached_by_tier
 from radixkv.service.http.prompts import PromptEncoder
-from radixkv.service.http.tools import EncodedChat
+from radixkv.service.http.tools import EncodedChat, Tools
 from radixkv.service.text.answer_format import AnswerPart, Reasoning
 from radixkv.service.text.tool_calls import ToolCall
 
@@ -198,9 +198,13 @@ def _tool(tool: Fields) -> dict[str, Any]:
 
 
 def _tool_choice(choice: Any) -> Any:
-    if isinstance(choice, dict):
-        return {"type": "function", "function": {"name": choice.get("name")}}
-    return choice
+    """Return the choice of a tool in the form of a chat."""
+    if not isinstance(choice, dict):
+        return choice
+    if choice.get("type") == "allowed_tools" and isinstance(choice.get("tools"), list):
+        tools = [_tool_choice(each) for each in choice["tools"]]
+        return {"type": "allowed_tools", "allowed_tools": {"mode": choice.get("mode"), "tools": tools}}
+    return {"type": choice.get("type"), "function": {"name": choice.get("name")}}
 
 
 def _format(form: Fields | None) -> dict[str, Any] | None:
@@ -274,7 +278,7 @@ class _Answer:
             "temperature": round(generate.temperature, 6),
             "top_p": round(generate.top_p, 6) if generate.HasField("top_p") else 1.0,
             "parallel_tool_calls": tools.is_parallel,
-            "tool_choice": tools.choice if tools.forced is None else {"type": "function", "name": tools.forced},
+            "tool_choice": _choice_object(tools),
             "tools": [{"type": "function", "strict": False, **each["function"]} for each in tools.definitions],
             "store": False,
             "error": None,
@@ -345,6 +349,16 @@ class _Answer:
                 "total_tokens": usage.prompt_tokens + self._num_tokens,
             },
         }
+
+
+def _choice_object(tools: Tools) -> Any:
+    """Return the choice of a tool in the form of this API."""
+    if tools.forced is not None:
+        return {"type": "function", "name": tools.forced}
+    if tools.allowed is not None:
+        allowed = [{"type": "function", "name": name} for name in tools.allowed]
+        return {"type": "allowed_tools", "mode": tools.choice, "tools": allowed}
+    return tools.choice
 
 
 class _Items:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,12 +29,14 @@ class Tools:
         definitions: in the form of OpenAI's API, which chat templates expect.
         choice: `none`, `auto`, or `required`.
         forced: the name of the tool that must be called; None if `choice` says all.
+        allowed: the names of the tools that may be called; None for all. The model sees the others, too.
         is_parallel: whether an answer may call several tools.
     """
 
     definitions: Sequence[Mapping[str, Any]] = ()
     choice: str = "none"
     forced: str | None = None
+    allowed: Collection[str] | None = None
     is_parallel: bool = True
 
     @property
@@ -46,7 +48,8 @@ class Tools:
     def functions(self) -> list[Mapping[str, Any]]:
         """The functions that may be called, each with `name` and `parameters`."""
         found = [each["function"] for each in self.definitions]
-        return found if self.forced is None else [each for each in found if each["name"] == self.forced]
+        names = self.allowed if self.forced is None else (self.forced,)
+        return found if names is None else [each for each in found if each["name"] in names]
 
     def require_possible(self, generate: GenerateRequest) -> None:
         """Refuse an answer that must be a call, and cannot be one.
@@ -54,10 +57,10 @@ class Tools:
         Raises:
             InvalidRequest: the answer is constrained already, or the tool that must be called is not defined.
         """
+        if self.may_be_called and not self.functions:
+            raise InvalidRequest("tool_choice: expected a tool of this request, got another one")
         if self.choice != "required":
             return
-        if not self.functions:
-            raise InvalidRequest("tool_choice: expected a tool of this request, got another one")
         if generate.WhichOneof("constraint") is not None:
             raise InvalidRequest("tool_choice, response_format: expected one of them, got both")
 
@@ -159,7 +162,7 @@ class EncodedChat:
             return replace(self, is_text=True)
         elif tools.choice == "required":
             generate.grammar = forced_calls(self.form, tools.functions, is_parallel=is_parallel, is_open=self.is_open)
-        elif tools.may_be_called and any(each.get("strict") for each in tools.functions):
+        elif tools.may_be_called and (tools.allowed is not None or any(each.get("strict") for each in tools.functions)):
             functions = [each if each.get("strict") else {"name": each["name"]} for each in tools.functions]
             generate.grammar = strict_calls(self.form, functions, is_parallel=is_parallel, is_open=self.is_open)
         if len(generate.grammar) > MAX_CHARS["grammar"]:

@@ -104,6 +104,12 @@ def test_calls_are_forced_and_read_in_each_api(gpt: Any, claude: Any) -> None:
     )
     (item,) = response.output
     assert (item.type, item.name) == ("function_call", "auto")
+    subset = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "none"}]}
+    response = gpt.responses.create(
+        model="", input="?", tools=tools, tool_choice=subset, max_output_tokens=200, parallel_tool_calls=False
+    )
+    assert [each.name for each in response.output] == ["none"]
+    assert response.tool_choice.model_dump() == subset
 
 
 def test_reasoning_is_separated_in_each_api(gpt: Any, claude: Any) -> None:

@@ -48,6 +48,16 @@ def test_tools_may_have_the_names_of_choices() -> None:
     assert answer.parts().put(CALL, is_last=True) == [ToolCall("none", {})]
 
 
+@pytest.mark.parametrize("choice", ["auto", "required"])
+def test_only_allowed_tools_are_called(choice: str) -> None:
+    generate = GenerateRequest()
+    chat("", Tools(DEFINITIONS, choice, allowed=["none"])).constrained(generate)
+    assert '"none"' in generate.grammar
+    assert '"auto"' not in generate.grammar
+    with pytest.raises(InvalidRequest, match="tool_choice: expected a tool of this request, got another one"):
+        Tools(DEFINITIONS, choice, allowed=["other"]).require_possible(generate)
+
+
 def test_only_forced_and_strict_calls_are_constrained() -> None:
     strict: Any = ({"type": "function", "function": {"name": "a", "strict": True}},)
     for tools, is_constrained in (
@@ -55,6 +65,7 @@ def test_only_forced_and_strict_calls_are_constrained() -> None:
         (Tools(DEFINITIONS, "none"), False),
         (Tools(DEFINITIONS, "auto"), False),
         (Tools(DEFINITIONS, "required"), True),
+        (Tools(DEFINITIONS, "auto", allowed=["auto", "none"]), True),
         (Tools(strict, "auto"), True),
         (Tools(strict, "none"), False),
     ):
