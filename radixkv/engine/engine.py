@@ -76,7 +76,6 @@ class Engine:
         adapters, public: load and unload adapters, and register prefixes that all tenants share.
         limits: what the engine serves and accepts.
         eos_token_ids: the model's own tokens that end a generation.
-        tool_call_token_ids: tokens with which a tool call begins; the owner sets them before the first request.
         events: the log of what is cached; None without a listener.
         segments: lists what is cached, one page at a time.
         offload, transfer: the tiers below the device, and the transfer of K/V between servers; None without any.
@@ -110,7 +109,6 @@ class Engine:
             model_limit_reason=model.limit.explanation,
         )
         self.eos_token_ids = model.eos_token_ids
-        self.tool_call_token_ids: frozenset[int] = frozenset()
         self._runner = runner
         self._admission = AdmissionControl(config, rates)
         self._inbox = Inbox(config.max_waiting_calls, config.max_tenant_calls)
@@ -219,7 +217,7 @@ class Engine:
         try:
             prompt = self.adapters.acquire(params.caller, params.tokens)
             self.limits.require_generation(params, sampling)
-            generation = Generation.of(sampling, self.eos_token_ids, on_tokens, self.tool_call_token_ids)
+            generation = Generation.of(sampling, self.eos_token_ids, on_tokens)
             self._submit(prompt.request(sampling.prompt_params(params), future, generation, fetched))
         except BaseException as error:
             self._report_refusal(prompt, error)

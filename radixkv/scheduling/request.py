@@ -48,7 +48,6 @@ class Generation:
         matcher: the state of the constraint; None without one, and before the first token is sampled. It is kept while
             the request is preempted.
         is_finished: its caller stopped it, or its constraint allows no more tokens.
-        tool_call_token_ids: tokens with which a tool call begins.
     """
 
     sampling: Sampling
@@ -59,19 +58,12 @@ class Generation:
     prompt_ids: npt.NDArray[np.int64] | None = None
     matcher: Matcher | None = None
     is_finished: bool = False
-    tool_call_token_ids: frozenset[int] = frozenset()
 
     @classmethod
-    def of(
-        cls,
-        sampling: Sampling,
-        eos_token_ids: frozenset[int],
-        on_tokens: OnTokens,
-        tool_call_token_ids: frozenset[int] = frozenset(),
-    ) -> Generation:
+    def of(cls, sampling: Sampling, eos_token_ids: frozenset[int], on_tokens: OnTokens) -> Generation:
         """Return a generation with the stop tokens of `sampling`, and those of the model unless `ignore_eos` is set."""
         stops = sampling.stop_token_ids | (frozenset() if sampling.ignore_eos else eos_token_ids)
-        return cls(sampling, stops, on_tokens, tool_call_token_ids=tool_call_token_ids)
+        return cls(sampling, stops, on_tokens)
 
     def append(self, token_id: int) -> None:
         """Append the next token. Raises what the constraint raises."""
@@ -84,8 +76,6 @@ class Generation:
     def has_tool_call(self) -> bool:
         """Whether it contains a tool call. Complexity: O(generated tokens)."""
         is_tool_call = self.sampling.is_tool_call
-        if not self.tool_call_token_ids.isdisjoint(self.token_ids):
-            return True
         return is_tool_call is not None and is_tool_call(self.token_ids)
 
     @property

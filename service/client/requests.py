@@ -123,7 +123,8 @@ class GenerateOptions(PromptOptions, total=False):
         kv_source: a held lease on another server, from which the K/V of the prompt is fetched; default none.
         compression: keep only some K/V entries after the prompt, which changes the completion; default none.
         write_generated: publish the generated tokens for later requests; default true.
-        tool_call_begin: text with which a tool call begins, if the model has no token for it; default none.
+        tool_call_begin: text with which a tool call begins, such as `<tool_call>`, so that the cache knows whether the
+            session waits for a tool; default none.
     """
 
     max_new_tokens: int | None

@@ -13,6 +13,7 @@ from radixkv.service.http.breakpoints import Breakpoint
 from radixkv.service.http.cache_diagnostics import Prompt
 from radixkv.service.http.documents import read_document
 from radixkv.service.http.json_fields import Fields
+from radixkv.service.http.sessions import read_session, session_of_user
 from radixkv.service.http.tools import EncodedChat, Tools, reasoning_switch
 from radixkv.service.text.answer_format import AnswerFormat
 from radixkv.service.text.tokenizer import Tokenizer
@@ -137,6 +138,8 @@ def read_messages(fields: Fields) -> tuple[MessagesPrompt, MessagesOptions]:
         top_p=fields.number("top_p", 0, 1),
     )
     generate.prefill.salt = fields.text("cache_salt", "") or ""
+    read_session(fields, generate.prefill)
+    generate.prefill.session_id = generate.prefill.session_id or session_of_user(fields.any("metadata"))
     stops = fields.items("stop_sequences")
     if not all(isinstance(each, str) for each in stops):
         raise InvalidRequest("stop_sequences: expected a list of strings, got other values among them")
@@ -153,7 +156,6 @@ def read_messages(fields: Fields) -> tuple[MessagesPrompt, MessagesOptions]:
     )
     if diagnostics is not None:
         diagnostics.require_no_others()
-    fields.ignore("metadata")
     fields.require_neutral("this server has one tier of service", service_tier=("auto", "standard_only"))
     fields.require_neutral("this server has one speed", speed="standard")
     fields.require_no_others()

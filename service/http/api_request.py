@@ -13,6 +13,7 @@ from aiohttp import web
 from radixkv.errors import DeadlinePassed, InvalidRequest
 from radixkv.service.http.api_errors import http_status_of
 from radixkv.service.http.event_stream import EventStream
+from radixkv.service.http.sessions import SESSION_HEADERS
 from radixkv.service.server.calls import Context
 from radixkv.service.server.receive.receiver import InFlightCall, Receiver
 from radixkv.service.server.servicers.messages import new_request_id
@@ -79,7 +80,7 @@ class ApiRequest:
         self._send_error: SendError | None = None
 
     def hold(self, generate: GenerateRequest) -> str:
-        """Set the tenant and the id of a generation, and charge the request to the tenant. Returns the tenant.
+        """Set the names of a generation, and charge the request to its tenant. Returns the tenant.
 
         The tenant is the one of the credential. A credential for several tenants names one in the header
         `radixkv-tenant`.
@@ -90,6 +91,9 @@ class ApiRequest:
             QueueFull: too much is held for it.
         """
         generate.prefill.tenant = self._header(TENANT_HEADER)
+        generate.prefill.session_id = generate.prefill.session_id or next(
+            filter(None, map(self._header, SESSION_HEADERS)), ""
+        )
         if not generate.prefill.request_id:
             generate.prefill.request_id = self.request_id
         if not generate.prefill.request_id.isprintable():  # it becomes a header of the response

@@ -36,7 +36,7 @@ class Breakpoint:
             for a position after the tools.
         num_parts: number of content parts of the last of these messages before the position. Tool calls are at the end
             of their message.
-        ttl_s: seconds of retention. Each later request with the same breakpoint restarts them.
+        ttl_s: seconds of retention. Each later request that finds the prompt cached restarts them.
     """
 
     num_messages: int
@@ -129,6 +129,7 @@ def _request_retention(prefill: PrefillRequest, ranges: Sequence[CachedRange]) -
     retention = prefill.retention
     retention.priority, retention.ttl.seconds = RETENTION_PRIORITY, lasting[0].ttl_s
     retention.end_token = lasting[0].num_tokens
+    retention.renew = True
     return lasting[1:]
 
 
@@ -140,4 +141,5 @@ def _retain_request(cached: CachedRange, prefill: PrefillRequest) -> RetainReque
         salt=prefill.salt,
     )
     request.retention.priority, request.retention.ttl.seconds = RETENTION_PRIORITY, cached.ttl_s
+    request.retention.renew = True
     return request

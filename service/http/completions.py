@@ -6,9 +6,10 @@ import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from radixkv.api.limits import Limits
+from radixkv.service.http.sessions import hint_objects
 from radixkv.service.server.calls import Context
 from radixkv.service.text.answer_text import AnswerText
 from radixkv.service.text.tokenizer import Tokenizer
@@ -67,6 +68,12 @@ class TextChunk:
         """In the last chunk of a completion, why no more of its prompt was cached, such as `cold`; None if all was."""
         reason = self.response.miss_reason
         return None if reason == MissReason.NONE else MissReason.Name(reason).lower()
+
+    @property
+    def hints(self) -> dict[str, Any]:
+        """In the last chunk of the first completion, `kv_hints` with what was done with them; empty without any."""
+        outcomes = hint_objects(self.response)
+        return {"kv_hints": outcomes} if outcomes else {}
 
     @property
     def has_reached_length(self) -> bool:
@@ -194,4 +201,5 @@ def _without_tokens(cached: PrefillResponse, index: int) -> GenerateResponse:
         usage=cached.usage,
         miss_reason=cached.miss_reason,
         request_id=cached.request_id,
+        hints=() if index else cached.hints,
     )

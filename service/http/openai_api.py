@@ -337,6 +337,7 @@ class _ResponseWriter:
         self._has_logprobs = options.generate.HasField("logprobs")
         self._choices: dict[int, _Choice] = {}
         self._usages: dict[int, tuple[Usage, str | None]] = {}  # by prompt
+        self._hints: dict[str, Any] = {}  # what was done with those of the last prompt
 
     async def whole(self, chunks: AsyncGenerator[tuple[int, TextChunk], None], num_prompts: int) -> web.StreamResponse:
         """Return the response after all completions have ended."""
@@ -393,8 +394,10 @@ class _ResponseWriter:
         choice.finish_reason = finish_reason(chunk)
         if chunk.is_last and chunk.index == 0:
             self._usages[position] = chunk.response.usage, chunk.miss_reason
+            self._hints = chunk.hints
         return index, choice
 
     def _usage(self) -> dict[str, Any]:
         num_generated = sum(each.num_tokens for each in self._choices.values())
-        return usage_object(self._usages.values(), num_generated, self._format.num_reasoning_tokens)
+        usage = usage_object(self._usages.values(), num_generated, self._format.num_reasoning_tokens)
+        return {**usage, **self._hints}

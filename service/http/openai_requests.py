@@ -18,6 +18,7 @@ from radixkv.service.http.breakpoints import Breakpoint
 from radixkv.service.http.completions import RETENTION_PRIORITY
 from radixkv.service.http.documents import read_file
 from radixkv.service.http.json_fields import Fields
+from radixkv.service.http.sessions import read_session
 from radixkv.service.http.tools import EncodedChat, Tools, reasoning_variables
 from radixkv.service.structured.grammar_text import GrammarText
 from radixkv.service.text.answer_format import AnswerFormat
@@ -333,6 +334,7 @@ def _read_options(fields: Fields, max_tokens: int | None) -> CompletionOptions:
     prefill = generate.prefill
     prefill.salt = fields.text("cache_salt", "") or ""
     prefill.request_id = fields.text("request_id", "") or ""
+    read_session(fields, prefill)
     _read_retention(fields, generate)
     _read_format(fields, generate)
     stream_options = fields.inner("stream_options")

@@ -12,6 +12,7 @@ from radixkv.service.structured.grammar_text import MAX_CHARS, GrammarText
 from radixkv.service.text.answer_format import AnswerFormat, AnswerParts
 from radixkv.service.text.answer_grammar import calls_or_answer, forced_calls, strict_calls
 from radixkv.service.text.tokenizer import Tokenizer
+from radixkv.v1.hints_pb2 import Awaits
 from radixkv.v1.prefill_pb2 import GenerateRequest
 
 # Variables of chat templates that switch reasoning on and off.
@@ -149,6 +150,13 @@ class EncodedChat:
             InvalidRequest: the schemas of the tools are too long for a grammar.
         """
         tools = self.tools
+        if tools.may_be_called and self.form.tools is not None:
+            generate.tool_call_begin = self.form.tools.begin
+        if tools.choice == "required":
+            generate.prefill.awaits = Awaits.AWAITS_TOOL
+        elif self.is_open is not None and not tools.may_be_called:
+            # Templates leave reasoning out of the next prompt, except between calls.
+            generate.write_generated = False
         is_parallel = tools.is_parallel and tools.forced is None
         kind = generate.WhichOneof("constraint")
         if kind in _JSON and (tools.may_be_called or self.is_open):

@@ -254,6 +254,11 @@ class Tokenizer:
         tags = {token.content: token_id for token_id, token in added.items() if token.special}
         return AnswerFormat(calls, thoughts, {tag: tags[tag] for tag in tags if any(tag in text for text in texts)})
 
+    def special_id(self, text: str) -> int | None:
+        """Return the id of the special token with this text; None if there is no such token."""
+        added = self._backend.get_added_tokens_decoder()
+        return next((token_id for token_id, token in added.items() if token.special and token.content == text), None)
+
     @property
     def definition(self) -> str:
         """The tokenizer as JSON, in the format of the package tokenizers.

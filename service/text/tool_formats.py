@@ -52,6 +52,15 @@ class ToolFormat:
     argument: str = ""
     arguments_key: str = "arguments"
 
+    @property
+    def begin(self) -> str:
+        """The text with which a call begins, before the first placeholder; empty if a call begins with one.
+
+        >>> [TOOL_FORMATS[name].begin for name in ("hermes", "mistral", "pythonic")]
+        ['<tool_call>', '[TOOL_CALLS]', '']
+        """
+        return (self.prefix + self.variants[0]).partition("{")[0].strip()
+
     def written(self, calls: Sequence[Mapping[str, Any]]) -> str | None:
         """Return the text of calls, each with `name` and `arguments`; None if the format is more than JSON in tags."""
         objects = [json.dumps({"name": each["name"], self.arguments_key: each["arguments"]}) for each in calls]

@@ -36,8 +36,8 @@ async def with_tool_calls(tokenizer: ModelTokenizer, begin: str, sampling: Sampl
     except ValueError as error:
         _logger.warning("a request has tool_call_begin, but the model has no tokenizer: %s", error)  # may name paths
         raise InvalidRequest("tool_call_begin: the model has no tokenizer, which it requires") from error
-    return dataclasses.replace(sampling, is_tool_call=partial(_contains, loaded, begin))
+    return dataclasses.replace(sampling, is_tool_call=partial(_contains, loaded, begin, loaded.special_id(begin)))
 
 
-def _contains(tokenizer: Tokenizer, begin: str, token_ids: Sequence[int]) -> bool:
-    return begin in tokenizer.decode(token_ids)
+def _contains(tokenizer: Tokenizer, begin: str, begin_id: int | None, token_ids: Sequence[int]) -> bool:
+    return begin_id in token_ids if begin_id is not None else begin in tokenizer.decode(token_ids)

@@ -1,0 +1,72 @@
+"""Sessions and hints in HTTP requests: which session a request belongs to, and what its hints did."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from google.protobuf.json_format import ParseDict, ParseError
+
+from radixkv.errors import InvalidRequest
+from radixkv.service.http.json_fields import Fields
+from radixkv.v1.hints_pb2 import HintOutcome, HintStatus
+from radixkv.v1.prefill_pb2 import GenerateResponse, PrefillRequest
+
+# Headers in which clients name a session: any client, Claude Code, and Codex.
+SESSION_HEADERS = ("x-session-id", "x-claude-code-session-id", "session_id")
+# What Claude Code appends to `metadata.user_id`.
+_SESSION_MARK = "_session_"
+
+
+def read_session(fields: Fields, prefill: PrefillRequest) -> None:
+    """Read `session_id` and `kv_hints`, which this server adds to the APIs, as SGLang does.
+
+    Raises:
+        InvalidRequest: the message names the field.
+    """
+    prefill.session_id = fields.text("session_id", "") or ""
+    hints = fields.any("kv_hints")
+    if hints is None:
+        return
+    try:
+        if not isinstance(hints, Mapping):
+            raise TypeError("it is not an object")
+        ParseDict(dict(hints), prefill.kv_hints)
+    except (ParseError, TypeError, ValueError) as error:
+        raise InvalidRequest("kv_hints: expected the fields of a KvHintsEnvelope, got other ones") from error
+
+
+def session_of_user(metadata: object) -> str:
+    """Return the session that Claude Code names in Anthropic's `metadata.user_id`; empty if there is none.
+
+    >>> session_of_user({"user_id": "user_1f_account_2e_session_3d"})
+    '3d'
+    >>> session_of_user({"user_id": '{"session_id": "3d"}'}), session_of_user({"user_id": "somebody"})
+    ('3d', '')
+    """
+    user = metadata.get("user_id") if isinstance(metadata, Mapping) else None
+    if not isinstance(user, str):
+        return ""
+    if _SESSION_MARK in user:
+        return user.rpartition(_SESSION_MARK)[2]
+    try:
+        named = json.loads(user)
+    except ValueError:
+        return ""
+    session = named.get("session_id") if isinstance(named, dict) else None
+    return session if isinstance(session, str) else ""
+
+
+def hint_objects(response: GenerateResponse) -> list[dict[str, Any]]:
+    """Return what was done with the hints of a request, from its last response."""
+    return [_hint_object(each) for each in response.hints]
+
+
+def _hint_object(outcome: HintOutcome) -> dict[str, Any]:
+    return {
+        "action_id": outcome.action_id,
+        "status": HintStatus.Name(outcome.status).removeprefix("HINT_").lower(),
+        "reason": outcome.reason or None,
+        "tokens": outcome.tokens,
+    }

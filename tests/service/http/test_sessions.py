@@ -1,0 +1,38 @@
+from __future__ import annotations
+
+import pytest
+
+from radixkv.service.http.tools import EncodedChat, Tools
+from radixkv.service.text.answer_format import AnswerFormat
+from radixkv.service.text.reasoning import REASONING_FORMATS
+from radixkv.service.text.tool_formats import TOOL_FORMATS
+from radixkv.v1.hints_pb2 import Awaits
+from radixkv.v1.prefill_pb2 import GenerateRequest
+
+CLOCK = {"type": "function", "function": {"name": "clock", "parameters": {"type": "object", "properties": {}}}}
+THINKING = next(iter(REASONING_FORMATS.values()))
+
+
+@pytest.mark.parametrize(
+    ("form", "tools", "is_open", "expected"),
+    [
+        ("hermes", Tools((CLOCK,), "auto"), None, {"tool_call_begin": "<tool_call>"}),
+        ("mistral", Tools((CLOCK,), "auto"), False, {"tool_call_begin": "[TOOL_CALLS]"}),
+        ("hermes", Tools((CLOCK,), "none"), None, {}),
+        ("hermes", Tools(), None, {}),
+        ("hermes", Tools(), False, {"write_generated": False}),  # reasoning that the next prompt will not contain
+        ("hermes", Tools(), True, {"write_generated": False}),
+    ],
+)
+def test_the_server_is_asked_to_note_calls_and_not_to_cache_reasoning(
+    form: str, tools: Tools, is_open: bool | None, expected: dict[str, object]
+) -> None:
+    generate = GenerateRequest()
+    EncodedChat([1], AnswerFormat(TOOL_FORMATS[form], THINKING), tools, is_open).constrained(generate)
+    assert generate == GenerateRequest(**expected)
+
+
+def test_an_answer_that_must_be_a_call_awaits_a_tool() -> None:
+    generate = GenerateRequest()
+    EncodedChat([1], AnswerFormat(TOOL_FORMATS["hermes"]), Tools((CLOCK,), "required"), None).constrained(generate)
+    assert generate.prefill.awaits == Awaits.AWAITS_TOOL

@@ -1,0 +1,130 @@
+"""Sessions and hints over HTTP: who names a session, and what an answer shows of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import anthropic
+import openai
+import pytest
+
+from radixkv.service.client import Awaits, Client
+from radixkv.v1.cache_pb2 import SessionStats
+from tests.free_port import free_port
+from tests.patience import PATIENCE_S
+from tests.whole.forked_server import serving
+
+pytestmark = pytest.mark.usefixtures("forked_servers")
+
+TOOL: Any = {"type": "function", "function": {"name": "clock", "parameters": {"type": "object", "properties": {}}}}
+ONE: Any = {"type": "json_schema", "json_schema": {"name": "one", "schema": {"enum": [1]}}}
+MESSAGES: Any = [{"role": "user", "content": "What time is it?"}]
+
+
+class Service(NamedTuple):
+    """One server, by its three protocols."""
+
+    gpt: openai.OpenAI
+    claude: anthropic.Anthropic
+    grpc: Client
+
+    def session(self) -> SessionStats:
+        """Return the session that was used last."""
+        (session,) = self.grpc.stats(max_sessions=1).sessions
+        return session
+
+
+@pytest.fixture(scope="module")
+def service() -> Iterator[Service]:
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    options: Any = {"api_key": "none", "max_retries": 0, "timeout": PATIENCE_S}
+    with (
+        serving("--http-port", str(port), "--set", "server.tool_format=hermes") as (_, address),
+        openai.OpenAI(base_url=f"{url}/v1", **options) as gpt,
+        anthropic.Anthropic(base_url=url, **options) as claude,
+        Client(address, timeout_s=PATIENCE_S) as grpc,
+    ):
+        yield Service(gpt, claude, grpc)
+
+
+@pytest.fixture(autouse=True)
+def _empty(service: Service) -> None:
+    service.grpc.purge(everything=True)
+
+
+def chat(service: Service, **options: Any) -> Any:
+    options = {"messages": MESSAGES, "max_tokens": 4, **options}
+    return service.gpt.chat.completions.create(model="tiny", **options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"extra_body": {"session_id": "build-42"}},
+        {"extra_headers": {"x-session-id": "build-42"}},
+        {"extra_headers": {"x-claude-code-session-id": "build-42"}},
+        {"extra_headers": {"session_id": "build-42"}},
+        {"extra_body": {"session_id": "build-42"}, "extra_headers": {"x-session-id": "other"}},
+    ],
+)
+def test_a_request_names_its_session(service: Service, options: dict[str, Any]) -> None:
+    chat(service, **options)
+    assert service.session().session_id == "build-42"
+
+
+@pytest.mark.parametrize("user", ["user_1f_account__session_build-42", json.dumps({"session_id": "build-42"})])
+def test_claude_code_names_its_session_in_the_user_id(service: Service, user: str) -> None:
+    service.claude.messages.create(model="tiny", max_tokens=4, messages=MESSAGES, metadata={"user_id": user})
+    assert service.session().session_id == "build-42"
+
+
+@pytest.mark.parametrize(
+    ("options", "awaits"),
+    [
+        ({"tools": [TOOL], "tool_choice": "required", "max_tokens": 60}, Awaits.TOOL),
+        ({"response_format": ONE, "max_tokens": 60}, Awaits.USER),
+        ({"response_format": ONE, "max_tokens": 60, "tools": [TOOL]}, Awaits.USER),
+        ({"extra_body": {"ignore_eos": True}}, Awaits.UNKNOWN),
+    ],
+)
+def test_the_answer_shows_what_the_session_waits_for(service: Service, options: dict[str, Any], awaits: Awaits) -> None:
+    body = {"session_id": "s", **options.pop("extra_body", {})}
+    chat(service, extra_body=body, **options)
+    assert service.session().awaits == awaits
+
+
+def test_hints_are_applied_and_answered_in_the_usage(service: Service) -> None:
+    action = {"action_id": "a", "action_type": "kv.retain", "action_version": "1.0", "payload": {"priority": 70}}
+    wrong = {**action, "action_id": "b", "payload": {"priority": 700}}
+    hints = {"protocol_version": "1.0", "message_id": "m", "actions": [action, wrong]}
+    answer = chat(service, extra_body={"kv_hints": hints})
+    accepted, refused = answer.usage.model_extra["kv_hints"]
+    assert (accepted["action_id"], accepted["status"], accepted["reason"]) == ("a", "accepted", None)
+    assert accepted["tokens"] > 0
+    assert refused["status"] == "refused"
+    assert refused["reason"] == "payload: retention.priority: expected 0 to 100, got 700"
+    message = service.claude.messages.create(
+        model="tiny", max_tokens=4, messages=MESSAGES, extra_body={"kv_hints": hints}
+    )
+    assert [each["status"] for each in message.usage.model_extra["kv_hints"]] == ["accepted", "refused"]
+
+
+@pytest.mark.parametrize("hints", [3, {"actions": 3}, {"action": []}])
+def test_hints_that_are_no_envelope_are_refused(service: Service, hints: Any) -> None:
+    with pytest.raises(openai.BadRequestError, match="kv_hints: expected the fields of a KvHintsEnvelope"):
+        chat(service, extra_body={"kv_hints": hints})
+
+
+def test_a_breakpoint_of_anthropic_is_renewed_by_each_hit(service: Service) -> None:
+    system: Any = [{"type": "text", "text": "Be brief. " * 60, "cache_control": {"type": "ephemeral"}}]
+    service.claude.messages.create(model="tiny", max_tokens=2, system=system, messages=MESSAGES)
+    (retained,) = [each for each in service.grpc.segments().segments if each.priority > 50]
+    plain: Any = [{"type": "text", "text": system[0]["text"]}]
+    expires = retained.expires_in_s
+    message = service.claude.messages.create(model="tiny", max_tokens=2, system=plain, messages=MESSAGES)
+    assert message.usage.cache_read_input_tokens > 0
+    (renewed,) = [each for each in service.grpc.segments().segments if each.priority > 50]
+    assert renewed.expires_in_s > expires - 1
