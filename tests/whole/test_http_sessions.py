@@ -14,11 +14,14 @@ from radixkv.service.client import Awaits, Client
 from radixkv.v1.cache_pb2 import SessionStats
 from tests.free_port import free_port
 from tests.patience import PATIENCE_S
+from tests.service.text.tool_templates import HERMES
 from tests.whole.forked_server import serving
+from tests.whole.test_http_tool_formats import write_model
 
 pytestmark = pytest.mark.usefixtures("forked_servers")
 
 TOOL: Any = {"type": "function", "function": {"name": "clock", "parameters": {"type": "object", "properties": {}}}}
+MODEL = ""  # the served one
 ONE: Any = {"type": "json_schema", "json_schema": {"name": "one", "schema": {"enum": [1]}}}
 MESSAGES: Any = [{"role": "user", "content": "What time is it?"}]
 
@@ -37,12 +40,14 @@ class Service(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def service() -> Iterator[Service]:
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    directory = tmp_path_factory.mktemp("model")
+    write_model(directory, HERMES, [])
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     options: Any = {"api_key": "none", "max_retries": 0, "timeout": PATIENCE_S}
     with (
-        serving("--http-port", str(port), "--set", "server.tool_format=hermes") as (_, address),
+        serving("--model", str(directory), "--http-port", str(port)) as (_, address),
         openai.OpenAI(base_url=f"{url}/v1", **options) as gpt,
         anthropic.Anthropic(base_url=url, **options) as claude,
         Client(address, timeout_s=PATIENCE_S) as grpc,
@@ -57,7 +62,7 @@ def _empty(service: Service) -> None:
 
 def chat(service: Service, **options: Any) -> Any:
     options = {"messages": MESSAGES, "max_tokens": 4, **options}
-    return service.gpt.chat.completions.create(model="tiny", **options)
+    return service.gpt.chat.completions.create(model=MODEL, **options)
 
 
 @pytest.mark.parametrize(
@@ -77,7 +82,7 @@ def test_a_request_names_its_session(service: Service, options: dict[str, Any]) 
 
 @pytest.mark.parametrize("user", ["user_1f_account__session_build-42", json.dumps({"session_id": "build-42"})])
 def test_claude_code_names_its_session_in_the_user_id(service: Service, user: str) -> None:
-    service.claude.messages.create(model="tiny", max_tokens=4, messages=MESSAGES, metadata={"user_id": user})
+    service.claude.messages.create(model=MODEL, max_tokens=4, messages=MESSAGES, metadata={"user_id": user})
     assert service.session().session_id == "build-42"
 
 
@@ -107,7 +112,7 @@ def test_hints_are_applied_and_answered_in_the_usage(service: Service) -> None:
     assert refused["status"] == "refused"
     assert refused["reason"] == "payload: retention.priority: expected 0 to 100, got 700"
     message = service.claude.messages.create(
-        model="tiny", max_tokens=4, messages=MESSAGES, extra_body={"kv_hints": hints}
+        model=MODEL, max_tokens=4, messages=MESSAGES, extra_body={"kv_hints": hints}
     )
     assert [each["status"] for each in message.usage.model_extra["kv_hints"]] == ["accepted", "refused"]
 
@@ -120,11 +125,11 @@ def test_hints_that_are_no_envelope_are_refused(service: Service, hints: Any) ->
 
 def test_a_breakpoint_of_anthropic_is_renewed_by_each_hit(service: Service) -> None:
     system: Any = [{"type": "text", "text": "Be brief. " * 60, "cache_control": {"type": "ephemeral"}}]
-    service.claude.messages.create(model="tiny", max_tokens=2, system=system, messages=MESSAGES)
+    service.claude.messages.create(model=MODEL, max_tokens=2, system=system, messages=MESSAGES)
     (retained,) = [each for each in service.grpc.segments().segments if each.priority > 50]
     plain: Any = [{"type": "text", "text": system[0]["text"]}]
     expires = retained.expires_in_s
-    message = service.claude.messages.create(model="tiny", max_tokens=2, system=plain, messages=MESSAGES)
+    message = service.claude.messages.create(model=MODEL, max_tokens=2, system=plain, messages=MESSAGES)
     assert message.usage.cache_read_input_tokens > 0
     (renewed,) = [each for each in service.grpc.segments().segments if each.priority > 50]
     assert renewed.expires_in_s > expires - 1
