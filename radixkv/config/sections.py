@@ -22,12 +22,15 @@ TOOL_FORMATS = (
     "glm4",
     "hermes",
     "kimi_k2",
+    "lfm2",
     "llama3_json",
     "mistral",
     "mistral_args",
+    "nemotron",
     "phi4_mini",
     "pythonic",
     "qwen3_coder",
+    "seed_oss",
 )
 REASONING_FORMATS = ("cohere", "mistral", "seed_oss", "think")
 MAX_BLOCKS = 2**31 - 1  # block ids are int32

@@ -175,7 +175,7 @@ class _Rules:
                 for index, (name, schema) in enumerate(zip(names, schemas, strict=True))
             ]
             self.add("call", " | ".join(rules))
-            return f'"[" call{further} "]"'
+            return f'{self.literal(before)} "[" call{further} "]" {self.literal(after)}'
         else:
             schema = _schema_of_call(names, schemas, tools.arguments_key)
             if placeholder == "calls":

@@ -41,6 +41,15 @@ def test_a_template_writes_calls_as_they_are_read(family: str) -> None:
     assert "12 degrees" in whole
 
 
+def test_calls_that_a_template_refuses_are_written_as_text() -> None:
+    form = TOOL_FORMATS["llama3_json"]
+    template = ChatTemplate(TEMPLATES["llama3"][0], {}, write_calls=form.written)
+    call = {"type": "function", "id": ID, "function": {"name": "clock", "arguments": "{}"}}
+    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": None, "tool_calls": [call, call]}]
+    text = template.render(messages, tools=TOOLS, add_generation_prompt=False)
+    assert '{"name": "clock", "parameters": {}}; {"name": "clock", "parameters": {}}<|eot_id|>' in text
+
+
 @pytest.mark.parametrize(
     ("family", "reasoning"),
     [("qwen3", "think"), ("always_thinking", "think"), ("magistral", "mistral"), ("hermes", None), ("llama3", None)],

@@ -135,6 +135,17 @@ GEMMA = """{{ bos_token }}{% for message in messages %}<start_of_turn>{{
 {% endfor %}{% if add_generation_prompt %}<start_of_turn>model
 {% endif %}"""
 
+LFM2 = (
+    PYTHONIC.replace("CALL", "")
+    .replace("[{{ call.name", "<|tool_call_start|>[{{ call.name")
+    .replace("%})]", "%})]<|tool_call_end|>")
+)
+NEMOTRON = FUNCTOOLS.replace("functools[...]", "").replace("functools[", "<TOOLCALL>[").replace("}]", "}]</TOOLCALL>")
+SEED_OSS = (
+    QWEN3_CODER.replace("tool_call>", "seed:tool_call>")
+    .replace(">\n{{ value", ">{{ value")
+    .replace("\n</parameter>", "</parameter>")
+)
 # By the name of the family: the template, and the format of its calls.
 TEMPLATES = {
     "hermes": (HERMES, "hermes"),
@@ -150,6 +161,9 @@ TEMPLATES = {
     "deepseek_v31": (DEEPSEEK_V31, "deepseek_v31"),
     "kimi_k2": (KIMI, "kimi_k2"),
     "pythonic": (PYTHONIC, "pythonic"),
+    "lfm2": (LFM2, "lfm2"),
+    "nemotron": (NEMOTRON, "nemotron"),
+    "seed_oss": (SEED_OSS, "seed_oss"),
     "functools": (FUNCTOOLS, "functools"),
     "phi4_mini": (PHI4_MINI, "phi4_mini"),
     "granite": (GRANITE, "phi4_mini"),

@@ -97,6 +97,15 @@ FORCED: dict[str, tuple[tuple[str, list[ToolCall]], ...]] = {
             [WEATHER, CLOCK],
         ),
     ),
+    "seed_oss": (
+        (
+            "<seed:tool_call>\n<function=weather>\n<parameter=city>Rom é</parameter>\n<parameter=days>3</parameter>\n"
+            "</function>\n</seed:tool_call>",
+            [WEATHER],
+        ),
+    ),
+    "nemotron": ((f"<TOOLCALL>[{_JSON}]</TOOLCALL>", [WEATHER]),),
+    "lfm2": (('<|tool_call_start|>[weather(city="Rom é", days=3)]<|tool_call_end|>', [WEATHER]),),
     "pythonic": (
         ('[weather(city="Rom é", days=3)]', [WEATHER]),
         ('[clock(), weather(city="Rom é", days=3)]', [CLOCK, WEATHER]),
