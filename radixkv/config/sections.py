@@ -18,7 +18,9 @@ EVICTION_POLICIES = ("adaptive", "lru", "slru", "lfu", "priority")
 TOOL_FORMATS = (
     "deepseek_v3",
     "deepseek_v31",
+    "functiongemma",
     "functools",
+    "gemma4",
     "glm4",
     "hermes",
     "kimi_k2",
@@ -32,7 +34,7 @@ TOOL_FORMATS = (
     "qwen3_coder",
     "seed_oss",
 )
-REASONING_FORMATS = ("cohere", "mistral", "seed_oss", "think")
+REASONING_FORMATS = ("cohere", "gemma4", "mistral", "seed_oss", "think")
 MAX_BLOCKS = 2**31 - 1  # block ids are int32
 STATE_SHARE = 0.1  # of the memory of K and V: the memory for state snapshots without `cache.state_bytes`
 

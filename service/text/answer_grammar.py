@@ -190,6 +190,8 @@ class _Rules:
         middle_parts = [self.literal(each) for each in middle.split("{id}")]
         header = f"{self.literal(before)} {' /[0-9]{1,3}/ '.join(middle_parts)}"
         assert self._tools is not None
+        if self._tools.quote:
+            return f"{header} {self._quoted(f'value_{index}', schema)} {self.literal(end)}"
         if not self._tools.argument:
             return f"{header} {_json(schema)} {self.literal(end)}"
         arguments = [
@@ -210,17 +212,65 @@ class _Rules:
         self.add(f"{rule}[suffix={json.dumps(after)}]", _ANY)
         return f"({json.dumps(before)} {rule})"
 
+    def _quoted(self, rule: str, schema: Any) -> str:
+        """Return an expression of a value with the quotes of the format.
+
+        Args:
+            rule: the beginning of the names of its rules.
+            schema: of the value. Where it describes no object, list or simple value, any value is allowed.
+        """
+        assert self._tools is not None
+        schema = schema if isinstance(schema, dict) else {}
+        quote, kind, texts = self.literal(self._tools.quote), schema.get("type"), _texts(schema)
+        if texts:
+            return f"{quote} ({' | '.join(json.dumps(each) for each in texts)}) {quote}"
+        if texts is not None:
+            return f"{quote} {self._quoted_text(rule)}"
+        if kind == "object" and schema.get("properties"):
+            found = enumerate(_properties(schema))
+            pairs = [
+                (f"{json.dumps(key + ':')} {self._quoted(f'{rule}_{number}', each)}", is_required)
+                for number, (key, each, is_required) in found
+            ]
+            return f'"{{" {_joined(pairs, ",")} "}}"'
+        if kind == "object" and schema.get("additionalProperties") is False:
+            return '"{}"'
+        if kind == "array" and isinstance(schema.get("items"), dict):
+            item = self._quoted(f"{rule}_item", schema["items"])
+            return f'"[" ({item} ("," {item})*)? "]"'
+        if kind in ("integer", "number", "boolean", "null"):
+            return _json(schema)
+        self.add("any_value", f"{quote} {self._quoted_text('any')} | any_object | any_list | any_simple")
+        self.add("any_simple", '%json {"type": ["number", "boolean", "null"]}')
+        self.add("any_pair", '/[A-Za-z_][A-Za-z0-9_]{0,63}/ ":" any_value')
+        self.add("any_object", '"{" (any_pair ("," any_pair)*)? "}"')
+        self.add("any_list", '"[" (any_value ("," any_value)*)? "]"')
+        return "any_object" if kind == "object" else "any_value"
+
+    def _quoted_text(self, rule: str) -> str:
+        """Return an expression of any text and the quote after it."""
+        assert self._tools is not None
+        quote = self._tools.quote
+        if quote in self._tags:
+            return f"{_ANY} {self.literal(quote)}"
+        self.add(f"{rule}_text[suffix={json.dumps(quote)}]", _ANY)
+        return f"{rule}_text"
+
     def _keyword_arguments(self, index: int, schema: Any) -> str:
-        found = sorted(_properties(schema), key=lambda each: not each[2])  # the required ones first
-        pairs = [(f'"{key}=" {_json(each)}', is_required) for key, each, is_required in found]
-        required = [pair for pair, is_required in pairs if is_required]
-        others = [pair for pair, is_required in pairs if not is_required]
-        if required or not others:
-            return " ".join([' ", " '.join(required), *(f'(", " {each})?' for each in others)])
-        chains = [
-            " ".join([each, *(f'(", " {later})?' for later in others[at + 1 :])]) for at, each in enumerate(others)
-        ]
-        return f"({' | '.join(chains)})?"
+        pairs = [(f'"{key}=" {_json(each)}', is_required) for key, each, is_required in _properties(schema)]
+        return _joined(pairs, ", ")
+
+
+def _joined(pairs: Sequence[tuple[str, bool]], separator: str) -> str:
+    """Return an expression of expressions with a separator between them: the required ones, then any of the others."""
+    comma = json.dumps(separator)
+    required = [pair for pair, is_required in pairs if is_required]
+    others = [pair for pair, is_required in pairs if not is_required]
+    optional = [f"({comma} {each})?" for each in others]
+    if required or not others:
+        return " ".join([f" {comma} ".join(required), *optional])
+    chains = [" ".join([each, *optional[at + 1 :]]) for at, each in enumerate(others)]
+    return f"({' | '.join(chains)})?"
 
 
 def _schema_of_call(names: Sequence[str], schemas: Sequence[Any], key: str) -> dict[str, Any]:

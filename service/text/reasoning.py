@@ -24,6 +24,7 @@ _FORMATS = (
     ReasoningFormat("think", "<think>", "</think>"),
     ReasoningFormat("mistral", "[THINK]", "[/THINK]"),
     ReasoningFormat("seed_oss", "<seed:think>", "</seed:think>"),
+    ReasoningFormat("gemma4", "<|channel>thought", "<channel|>"),
     ReasoningFormat("cohere", "<|START_THINKING|>", "<|END_THINKING|>"),
 )
 REASONING_FORMATS = {each.name: each for each in _FORMATS}

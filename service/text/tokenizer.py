@@ -249,7 +249,7 @@ class Tokenizer:
         template = (self._sources.get(_WITH_TOOLS) or self._sources.get(_DEFAULT, "")) + self._response_template
         calls = tool_format_of(template, self._added_tokens()) if tools == AUTOMATIC else TOOL_FORMATS.get(tools)
         thoughts = reasoning_format_of(template) if reasoning == AUTOMATIC else REASONING_FORMATS.get(reasoning)
-        texts = (*calls.variants, calls.prefix, calls.suffix) if calls else ()
+        texts = (*calls.variants, calls.prefix, calls.suffix, calls.quote) if calls else ()
         texts += (thoughts.begin, thoughts.end) if thoughts else ()
         tags = {token.content: token_id for token_id, token in added.items() if token.special}
         return AnswerFormat(calls, thoughts, {tag: tags[tag] for tag in tags if any(tag in text for text in texts)})

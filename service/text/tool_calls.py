@@ -23,6 +23,7 @@ _PYTHON = re.compile(
     r"""("(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*')|([\w.-]+)\s*\(|([A-Za-z_]\w*)\s*=|([A-Za-z_]\w*)|\)""", re.DOTALL
 )
 
+_KEY = re.compile(r"([{,]\s*)([\w.$-]+)\s*:")
 _ESCAPE = re.compile(r"\\(x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|(.))", re.DOTALL)
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "\\": "\\", "'": "'", '"': '"', "/": "/", "\n": ""}
 
@@ -171,6 +172,7 @@ class _Variant:
         self.brackets = _BRACKETS.get(first[1], "")
         self.end = text[last.end() :].strip()
         self.header = re.compile(rf"\s*{_pattern(text[len(self.begin) : last.start()])}\s*", re.DOTALL)
+        self.quote = form.quote
         self.argument = re.compile(rf"\s*{_pattern(form.argument)}\s*", re.DOTALL) if form.argument else None
         self.last_line = self.end.rpartition("\n")[2]
         self.lines_before = self.end.removesuffix(self.last_line).strip()
@@ -212,6 +214,8 @@ class _Unit:
             return self._read_arguments(text, self._matching[0])
         if self._value is None and not self._begin_value(text):
             return None
+        if self._matching[0].quote:
+            return self._read_quoted(text, self._matching[0])
         assert self._value is not None
         value_end = self._value.find(text)
         if value_end is None:
@@ -289,6 +293,21 @@ class _Unit:
         if not calls or (not variant.begin and any(each.name not in self._schemas for each in calls)):
             raise ValueError("there is no call of a tool")
         return calls
+
+    def _read_quoted(self, text: str, variant: _Variant) -> tuple[int, list[ToolCall]] | None:
+        """Read a call whose text has other quotes than JSON."""
+        assert self._header is not None
+        start = self._value_start
+        end = text.find(variant.end, max(start, self._num_read))
+        while end >= 0 and text.count(variant.quote, start, end) % 2:  # the end is inside of text
+            end = text.find(variant.end, end + 1)
+        if end < 0:
+            self._num_read = len(text) - len(variant.end)
+            return None
+        arguments = _json(_json_of_quoted(text[start:end].rstrip(), variant.quote))
+        if not isinstance(arguments, dict):
+            raise ValueError("the arguments are no object")
+        return end + len(variant.end), [ToolCall(self._header["name"], arguments)]
 
     def _read_arguments(self, text: str, variant: _Variant) -> tuple[int, list[ToolCall]] | None:
         """Read a call whose arguments have tags of their own."""
@@ -407,6 +426,14 @@ def _json_of_python(text: str) -> str:
         return "}}"
 
     return _PYTHON.sub(translated, text)
+
+
+def _json_of_quoted(text: str, quote: str) -> str:
+    """Return JSON for a value whose keys have no quotes, and whose text is enclosed in another quote."""
+    parts = text.split(quote)
+    parts[1::2] = [json.dumps(each) for each in parts[1::2]]
+    parts[::2] = [_KEY.sub(r'\1"\2":', each) for each in parts[::2]]
+    return "".join(parts)
 
 
 def _python_string(literal: str) -> str:

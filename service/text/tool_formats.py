@@ -40,6 +40,7 @@ class ToolFormat:
         argument: the text of an argument with `{key}` and `{value}`, where the arguments are no JSON object. Values are
             JSON, but text is written without quotes.
         arguments_key: the key of the arguments in `{call}`.
+        quote: what encloses text in `{arguments}` in place of quotes, in formats whose keys have no quotes.
     """
 
     name: str
@@ -51,6 +52,7 @@ class ToolFormat:
     suffix: str = ""
     argument: str = ""
     arguments_key: str = "arguments"
+    quote: str = ""
 
     @property
     def begin(self) -> str:
@@ -140,6 +142,20 @@ _FORMATS = (
         (("<|tool_call|>",), ("<|tool|>", "<|/tool|>")),
         tokens=("<|tool_call|>",),
         separator="",
+    ),
+    ToolFormat(
+        "gemma4",
+        ("<|tool_call>call:{name}{arguments}<tool_call|>",),
+        (("<|tool_call>call:",),),
+        separator="",
+        quote='<|"|>',
+    ),
+    ToolFormat(
+        "functiongemma",
+        ("<start_function_call>call:{name}{arguments}<end_function_call>",),
+        (("<start_function_call>",),),
+        separator="",
+        quote="<escape>",
     ),
     ToolFormat("functools", ("functools{calls}",), (("functools[",),), separator=""),
     ToolFormat(

@@ -30,7 +30,9 @@ CASES = [(name, text, calls) for name, cases in FORCED.items() for text, calls i
 def form_of(name: str, form: str) -> AnswerFormat:
     """Return a format whose tags are text, or special tokens with the ids from 256 on."""
     tools = TOOL_FORMATS[name]
-    texts = (*tools.variants[:1], tools.prefix, tools.suffix, THINK.begin, THINK.end) if form != "text" else ()
+    texts = (
+        (*tools.variants[:1], tools.prefix, tools.suffix, tools.quote, THINK.begin, THINK.end) if form != "text" else ()
+    )
     tags = dict.fromkeys(tag for text in texts for tag in TAG.findall(text) if "{" not in tag)
     return AnswerFormat(tools, THINK, {tag: 256 + index for index, tag in enumerate(tags)})
 
@@ -119,6 +121,22 @@ def test_annotations_of_a_schema_are_left_out() -> None:
     grammar = forced_calls(form, [{"name": "a", "parameters": schema}], is_parallel=False)
     assert len(grammar) < 1000
     assert accepts(grammar, '<tool_call>\n{"name": "a", "arguments": {"description": "title"}}\n</tool_call>', form)
+
+
+def test_other_quotes_than_those_of_json_follow_the_schema() -> None:
+    inner = {"type": "object", "properties": {"x": {"type": "array", "items": {"type": "string"}}}, "required": ["x"]}
+    schema = {"type": "object", "properties": {"a": inner, "b": {}, "c": {"type": "boolean"}}, "required": ["a"]}
+    form = AnswerFormat(TOOL_FORMATS["gemma4"])
+    grammar = forced_calls(form, [{"name": "f", "parameters": schema}], is_parallel=False)
+    for text, is_accepted in (
+        ('{a:{x:[<|"|>y<|"|>,<|"|>z<|"|>]}}', True),
+        ('{a:{x:[]},b:{k:[1,<|"|>v<|"|>,null]},c:true}', True),
+        ("{a:{x:[]},c:false}", True),
+        ("{a:{x:[1]}}", False),
+        ("{b:1}", False),
+        ("{a:{}}", False),
+    ):
+        assert accepts(grammar, f"<|tool_call>call:f{text}<tool_call|>", form) is is_accepted
 
 
 def test_arguments_may_refer_to_shared_definitions() -> None:

@@ -146,6 +146,15 @@ SEED_OSS = (
     .replace(">\n{{ value", ">{{ value")
     .replace("\n</parameter>", "</parameter>")
 )
+_VALUES = (
+    "call:{{ call.name }}{{ '{' }}{% for name, value in call.arguments | dictsort %}{{ name }}:"
+    "{{ 'QUOTE' + value + 'QUOTE' if value is string else value | tojson }}{% if not loop.last %},{% endif %}"
+    "{% endfor %}{{ '}' }}"
+)
+GEMMA4 = _CHATML.replace("CALL", f"<|tool_call>{_VALUES}<tool_call|>".replace("QUOTE", '<|"|>'))
+FUNCTIONGEMMA = _CHATML.replace(
+    "CALL", f"<start_function_call>{_VALUES}<end_function_call>".replace("QUOTE", "<escape>")
+)
 # By the name of the family: the template, and the format of its calls.
 TEMPLATES = {
     "hermes": (HERMES, "hermes"),
@@ -161,6 +170,8 @@ TEMPLATES = {
     "deepseek_v31": (DEEPSEEK_V31, "deepseek_v31"),
     "kimi_k2": (KIMI, "kimi_k2"),
     "pythonic": (PYTHONIC, "pythonic"),
+    "gemma4": (GEMMA4, "gemma4"),
+    "functiongemma": (FUNCTIONGEMMA, "functiongemma"),
     "lfm2": (LFM2, "lfm2"),
     "nemotron": (NEMOTRON, "nemotron"),
     "seed_oss": (SEED_OSS, "seed_oss"),

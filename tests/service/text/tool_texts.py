@@ -97,6 +97,19 @@ FORCED: dict[str, tuple[tuple[str, list[ToolCall]], ...]] = {
             [WEATHER, CLOCK],
         ),
     ),
+    "gemma4": (
+        ('<|tool_call>call:weather{city:<|"|>Rom é<|"|>,days:3}<tool_call|>', [WEATHER]),
+        (
+            '<|tool_call>call:clock{}<tool_call|><|tool_call>call:weather{city:<|"|>Rom é<|"|>,days:3}<tool_call|>',
+            [CLOCK, WEATHER],
+        ),
+    ),
+    "functiongemma": (
+        (
+            "<start_function_call>call:weather{city:<escape>Rom é<escape>,days:3}<end_function_call>",
+            [WEATHER],
+        ),
+    ),
     "seed_oss": (
         (
             "<seed:tool_call>\n<function=weather>\n<parameter=city>Rom é</parameter>\n<parameter=days>3</parameter>\n"
@@ -169,6 +182,14 @@ OTHERS: dict[str, tuple[tuple[str, list[str | ToolCall]], ...]] = {
         ("<tool_call>clock</tool_call>", [CLOCK]),
         ("<tool_call>{}</tool_call>", ["<tool_call>{}</tool_call>"]),
         ("<tool_call>two words</tool_call>", ["<tool_call>two words</tool_call>"]),
+    ),
+    "gemma4": (
+        (
+            'Well. <|tool_call>call:a{b:{c-d: [1,<|"|>,x: "<tool_call|><|"|>]}}<tool_call|>',
+            ["Well.", ToolCall("a", {"b": {"c-d": [1, ',x: "<tool_call|>']}})],
+        ),
+        ("<|tool_call>call:a{b}<tool_call|>", ["<|tool_call>call:a{b}<tool_call|>"]),
+        ("<|tool_call>call:a{b:1", ["<|tool_call>call:a{b:1"]),
     ),
     "phi4_mini": ((f"<|tool_call|>[{_CLOCK}] So", [CLOCK, "So"]), (f"<|tool_call|>[{_CLOCK}]", [CLOCK])),
     "deepseek_v3": ((f"{_DEEPSEEK[0]} nothing", [f"{_DEEPSEEK[0]} nothing"]),),
