@@ -101,7 +101,8 @@ def with_calls_as_text(messages: Sequence[dict[str, Any]], write: WriteCalls) ->
         calls = [each.get("function", each) for each in message.get("tool_calls") or ()]
         text = write(calls) if calls and all("arguments" in each for each in calls) else None
         if text is not None:
-            message = {**message, "content": f"{message.get('content') or ''}{text}", "tool_calls": []}
+            kept = {name: value for name, value in message.items() if name != "tool_calls"}
+            message = {**kept, "content": f"{message.get('content') or ''}{text}"}
         found.append(message)
     return found
 

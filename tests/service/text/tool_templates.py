@@ -52,7 +52,7 @@ Respond in the format {"name": function name, "parameters": dictionary of argume
 {% endfor %}<|eot_id|>{% endif %}{% for message in messages %}<|start_header_id|>{{
 "ipython" if message.role == "tool" else message.role }}<|end_header_id|>
 
-{% if message.tool_calls %}{% if message.tool_calls | length != 1 %}{{
+{% if 'tool_calls' in message %}{% if message.tool_calls | length != 1 %}{{
 raise_exception("This model only supports single tool-calls at once!") }}{% endif %}{{
 '{"name": "' + message.tool_calls[0].function.name + '", ' }}{{ '"parameters": ' }}{{
 message.tool_calls[0].function.arguments | tojson }}{{ "}" }}{% elif message.content is mapping %}{{
