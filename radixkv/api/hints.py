@@ -54,3 +54,20 @@ class HintOutcome(NamedTuple):
     status: HintStatus
     reason: str = ""
     tokens: int = 0
+
+
+class AgentStats(NamedTuple):
+    """Sessions, hints and prefetches of a server.
+
+    Attributes:
+        sessions: sessions that are known now.
+        hints: totals since the start, by action type and status, such as `("kv.pin", "clipped")`. Action types that do
+            not exist count as `other`.
+        prefetched_tokens: tokens that were loaded before a request needed them.
+        dropped_prefetches: prefetches for which there was no room, or whose blocks no tier had any more.
+    """
+
+    sessions: int
+    hints: Mapping[tuple[str, str], int]
+    prefetched_tokens: int = 0
+    dropped_prefetches: int = 0

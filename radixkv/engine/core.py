@@ -8,6 +8,7 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 
 import torch
 
+from radixkv.api.hints import AgentStats
 from radixkv.api.result import ProbeResult, Retained
 from radixkv.api.retention import Grant, Retention
 from radixkv.cache.prefix_cache import PrefixCache
@@ -255,6 +256,14 @@ class EngineCore:
             None if self._prefetcher is None else self._prefetcher.seconds_until_due(now_s),
         ]
         return min((each for each in times if each is not None), default=None)
+
+    def agent_stats(self) -> AgentStats:
+        """Return the numbers of sessions, hints and prefetches. Any thread may call this."""
+        counts = dict(self.hints.counts.copy())
+        if self._prefetcher is None:
+            return AgentStats(len(self.cache.sessions), counts)
+        prefetcher = self._prefetcher
+        return AgentStats(len(self.cache.sessions), counts, prefetcher.num_loaded_tokens, prefetcher.num_dropped)
 
     def close(self, error: RadixKVError) -> None:
         """Fail every unfinished request with `error` and close every held lease."""

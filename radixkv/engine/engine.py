@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from radixkv.api.caller import ANONYMOUS, Caller
-from radixkv.api.hints import HintAction, HintOutcome
+from radixkv.api.hints import AgentStats, HintAction, HintOutcome
 from radixkv.api.limits import Limits
 from radixkv.api.params import PrefillParams
 from radixkv.api.result import GenerationFuture, OnTokens, PrefillResult, ProbeResult, Retained
@@ -145,6 +145,10 @@ class Engine:
     def device_stats(self) -> DeviceStats:
         """Return the attention kernels, CUDA graphs and memory of the device. May be called from any thread."""
         return self._runner.device_stats()
+
+    def agent_stats(self) -> AgentStats:
+        """Return the numbers of sessions, hints and prefetches. Any thread may call this."""
+        return self._core.agent_stats()
 
     @property
     def is_alive(self) -> bool:

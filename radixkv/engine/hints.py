@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -53,6 +54,9 @@ class HintApplier:
         cache: the radix trees.
         retain: sets the priority of a range on the device and in the tiers; also an attribute.
         prefetch: starts to load a prompt; None without tiers.
+
+    Attributes:
+        counts: actions so far, by type and status; see `AgentStats.hints`.
     """
 
     def __init__(
@@ -62,6 +66,7 @@ class HintApplier:
         prefetch: Prefetch | None,
     ) -> None:
         self.retain = retain
+        self.counts: Counter[tuple[str, str]] = Counter()
         self._cache = cache
         self._prefetch = prefetch
         self._actions: Mapping[str, Callable[[_Payload, str, PromptKey | None], tuple[int, str]]] = {
@@ -85,7 +90,11 @@ class HintApplier:
         Returns:
             One outcome for each action.
         """
-        return tuple(self._apply(action, tenant, prompt) for action in actions)
+        outcomes = tuple(self._apply(action, tenant, prompt) for action in actions)
+        for action, outcome in zip(actions, outcomes, strict=True):
+            kind = action.action_type if action.action_type in self._actions else "other"
+            self.counts[kind, outcome.status.name.lower()] += 1
+        return outcomes
 
     def _apply(self, action: HintAction, tenant: str, prompt: PromptKey | None) -> HintOutcome:
         try:

@@ -38,7 +38,8 @@ class EngineGauges(Collector):
     def describe(self) -> Iterable[Metric]:
         """List all metrics without asking the engine, so that a scrape can select some of them by name."""
         now = (self._adapters(), _tiers([]), [self._rejected()], _families(_EMPTY), self._aliases(_EMPTY))
-        return [*self._states(is_up=False), *self._device(), *self._events(), *itertools.chain(*now)]
+        always = (self._states(is_up=False), self._device(), self._events(), self._agents())
+        return [*itertools.chain(*always, *now)]
 
     def collect(self) -> Iterable[Metric]:
         """Collect all metrics, without those of the engine's load if it does not answer. Never raises."""
@@ -48,6 +49,7 @@ class EngineGauges(Collector):
         if load is not None:
             yield from self._device()
             yield from self._adapters()
+            yield from self._agents()
             yield from _tiers([] if self._engine.offload is None else self._engine.offload.stats())
             yield self._rejected()
             yield from _families(load)
@@ -113,6 +115,25 @@ class EngineGauges(Collector):
         states = {"loaded": len(adapters) - draining, "draining": draining}
         yield _by_label("radixkv_adapters", "Different LoRA adapters, by state.", "state", states)
         yield _by_label("radixkv_adapter_bytes", "Memory of adapter weights in bytes, by place.", "place", num_bytes)
+
+    def _agents(self) -> Iterable[Metric]:
+        """Report sessions, hints and prefetches. Any thread may read them."""
+        stats = self._engine.agent_stats()
+        yield GaugeMetricFamily(
+            "radixkv_sessions",
+            "Sessions with a running request or with blocks that only they have used.",
+            stats.sessions,
+        )
+        hints = CounterMetricFamily("radixkv_hints", "Actions of hints.", labels=["action", "status"])
+        for labels, number in sorted(stats.hints.items()):
+            hints.add_metric(labels, number)
+        yield hints
+        yield CounterMetricFamily(
+            "radixkv_prefetched_tokens", "Tokens loaded before a request needed them.", stats.prefetched_tokens
+        )
+        yield CounterMetricFamily(
+            "radixkv_dropped_prefetches", "Prefetches without room, or without blocks.", stats.dropped_prefetches
+        )
 
     def _aliases(self, load: EngineLoad) -> Iterable[Metric]:
         """Report the metrics of vLLM that schedulers read. Blocks that can be evicted do not count as usage."""

@@ -11,6 +11,7 @@ import numpy as np
 
 from radixkv.api.awaits import Awaits
 from radixkv.api.caller import Caller
+from radixkv.api.hints import AgentStats
 from radixkv.api.limits import Limits
 from radixkv.api.miss_reason import MissReason
 from radixkv.api.result import (
@@ -285,6 +286,9 @@ class FakeEngine:
         )
         future.set_result(stats)
         return future
+
+    def agent_stats(self) -> AgentStats:
+        return AgentStats(len(self.cache.sessions), {("kv.pin", "clipped"): 2}, 640, 1)
 
     def device_stats(self) -> DeviceStats:
         return DeviceStats(
