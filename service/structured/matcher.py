@@ -27,14 +27,14 @@ class GrammarConstraint:
     Args:
         text: the grammar as the caller wrote it.
         vocabulary: the model's tokens.
-        clock: a monotonic clock in seconds.
+        clock: CPU seconds of the calling thread, so that a busy machine refuses no request.
 
     Raises:
         InvalidRequest: no completion can follow it. The message names the field and the reason.
     """
 
     def __init__(
-        self, text: GrammarText, vocabulary: Vocabulary, clock: Callable[[], float] = time.perf_counter
+        self, text: GrammarText, vocabulary: Vocabulary, clock: Callable[[], float] = time.thread_time
     ) -> None:
         self._field = text.field
         self._vocabulary = vocabulary
@@ -62,7 +62,7 @@ class GrammarMatcher:
         ends: tokens without text that end the completion, int64.
         vocab_size: number of the model's tokens, which is llguidance's id for the end.
         field: name of the request's field, for error messages.
-        clock: a monotonic clock in seconds.
+        clock: CPU seconds of the calling thread, so that a busy machine refuses no request.
     """
 
     def __init__(
