@@ -9,16 +9,18 @@ from radixkv.cache.node import NUM_FOLLOWED_NODES, Node
 
 
 class EvictionPolicy(Listener):
-    """Orders the leaves that no lease uses by a sort key. The leaf with the smallest key is evicted first.
+    """Orders the leaves that no lease uses. The first leaf is evicted next.
 
-    A policy is a subclass with a `key`. As a listener it is notified of every change to the trees, and it may store
-    what it needs in `Node.policy_note`. This class counts the uses of each node.
+    A policy is a subclass with a `key`: the leaf with the smallest key is evicted first. It may also put leaves into
+    kinds, and say what a leaf of a kind is worth at any time. Then the leaf of the least worth is evicted first, among
+    those with the smallest and the greatest key of each kind. As a listener a policy is notified of every change to the
+    trees, and it may store what it needs in `Node.policy_note`. This class counts the uses of each node.
 
     Attributes:
-        generation: a policy that changes its order increases it; all leaves get new keys then.
+        has_kinds: whether the policy has a `kind` and a `worth`.
     """
 
-    generation = 0
+    has_kinds = False
 
     def key(self, node: Node) -> Any:
         """Return the sort key of a node. Called when the node becomes evictable.
@@ -27,6 +29,17 @@ class EvictionPolicy(Listener):
         evictable. By default the key is the time of the last use.
         """
         return node.last_used_s
+
+    def kind(self, node: Node) -> int:
+        """Return the kind of a node. Called when the node becomes evictable."""
+        return 0
+
+    def worth(self, kind: int, key: Any, now_s: float) -> float:
+        """Return what it is worth to keep a leaf with this kind and key."""
+        raise NotImplementedError
+
+    def waits(self, node: Node) -> None:
+        """Take note of `Node.awaits`, which is not UNKNOWN, when the last lease of a node has ended."""
 
     def num_offered_blocks(self, leaf: Node) -> int:
         """Return how many blocks may be evicted from a leaf's end before it needs a new key.

@@ -7,7 +7,6 @@ more than their share of the pool, they are evicted before all others.
 
 from __future__ import annotations
 
-import heapq
 import itertools
 from collections import OrderedDict
 from collections.abc import Collection, Iterator
@@ -24,12 +23,12 @@ from radixkv.cache.node import Node
 from radixkv.cache.tenants import Tenants
 from radixkv.tokens import TOKEN_BYTES
 
-Entry = tuple[int, Any, int, Node]
-"""Rank (mostly the priority), the policy's key, arrival and node of a leaf; arrivals are distinct."""
+Entry = tuple[int, Any, int, int, Node]
+"""Rank (mostly the priority), the policy's key, arrival, kind and node of a leaf; arrivals are distinct."""
 
-_KEYED_AT_ONCE = 32  # takes 0.1 ms; all of a million leaves at once would take 3 s
-_MAX_OUTDATED = 64  # outdated entries of a heap, in addition to one per queue
-_MOVED_AT_ONCE = 4  # takes 0.5 ms, since each queue gives some leaves new keys
+# The newest leaf of a kind is evicted instead of the oldest one of a kind only if it is worth so much less. This keeps
+# a part of a loop that is larger than the cache, and chance from evicting what was just used.
+_NEWEST_FACTOR = 1.3
 
 
 class EvictionQueue(Listener):
@@ -119,20 +118,21 @@ class EvictionQueue(Listener):
             self.discard(leaf)
             self.add(leaf)
 
-    def first(self, spared: Collection[str]) -> Node | None:
+    def first(self, spared: Collection[str], now_s: float) -> Node | None:
         """Return the leaf to evict next, ignoring the spared tenants; None if there is none."""
-        reused = self._reused.first(spared)
+        reused = self._reused.first(spared, now_s)
         if not self.has_probation:
             return None if reused is None else reused[-1]
         num_blocks = self.num_probation_blocks - sum(self._tenants[each].num_probation_blocks for each in spared)
-        return _first(self._on_probation.first(spared), reused, is_over=num_blocks > self._max_probation_blocks)
+        return _first(self._on_probation.first(spared, now_s), reused, is_over=num_blocks > self._max_probation_blocks)
 
-    def first_of(self, tenant: str) -> Node | None:
+    def first_of(self, tenant: str, now_s: float) -> Node | None:
         """Return the next leaf to evict of a tenant with a ceiling; None if the tenant has no unused leaf."""
         usage = self._tenants[tenant]
         max_blocks = self._probation_share * (usage.quota.ceiling_blocks or 0)
         is_over = usage.num_probation_blocks > max_blocks
-        return _first(self._on_probation.first_of(tenant), self._reused.first_of(tenant), is_over=is_over)
+        on_probation, reused = self._on_probation.first_of(tenant, now_s), self._reused.first_of(tenant, now_s)
+        return _first(on_probation, reused, is_over=is_over)
 
     def is_on_probation(self, node: Node) -> bool:
         """Return whether no other request has found a block of a node yet."""
@@ -233,165 +233,114 @@ def _rank(leaf: Node) -> int:
 
 
 class TenantEvictionQueues:
-    """A sorted queue for each tenant with a quota, and one for all other tenants together, or one for each of these.
+    """A queue for each tenant with a quota, and one for all other tenants together.
 
-    If each of many tenants has its own queue, a heap holds their first leaves. It may have entries that are no longer
-    first; each is replaced when it reaches the top, so a leaf that is used again costs nothing here. When the policy
-    changes its order, these queues move to the new order a few at a time, beginning with those at the front. A queue
-    is evicted from after all others until it is moved.
+    If tenants without a quota have a default ceiling, each of them has its own queue as well.
 
     Args:
         policy: orders all queues.
-        tenants: their quotas. If tenants without one have a default ceiling, each of them has its own queue.
+        tenants: their quotas.
         arrivals: distinct numbers, ascending.
     """
 
     def __init__(self, policy: EvictionPolicy, tenants: Tenants, arrivals: Iterator[int]) -> None:
         self._policy = policy
         self._arrivals = arrivals
-        self._with_quota = {tenant: LeafQueue(policy, arrivals) for tenant in tenants.with_quota}
-        has_ceiling = tenants.default_quota.ceiling_blocks is not None
-        self._shared = None if has_ceiling else LeafQueue(policy, arrivals)
-        self._by_tenant: dict[str, LeafQueue] = {}  # of tenants without a quota, if they do not share a queue
-        self._heap: list[tuple[Entry, str]] = []  # arrivals are distinct, so tenants are never compared
-        self._outdated: list[tuple[Entry, str]] = []  # the same, of the policy's previous order
-        self._generation = policy.generation
+        self._with_quota = {tenant: LeafQueue(policy) for tenant in tenants.with_quota}
+        self._shared = LeafQueue(policy)
+        self._has_ceiling = tenants.default_quota.ceiling_blocks is not None
+        self._by_tenant: dict[str, LeafQueue] = {}  # of tenants without a quota, if they have a ceiling
 
     def __len__(self) -> int:
-        num_shared = 0 if self._shared is None else len(self._shared)
-        return num_shared + sum(map(len, (*self._with_quota.values(), *self._by_tenant.values())))
-
-    @property
-    def num_heap_entries(self) -> int:
-        """Entries of the heap, outdated ones included."""
-        return len(self._heap) + len(self._outdated)
+        return len(self._shared) + sum(map(len, self._with_quota.values()))
 
     def add(self, leaf: Node) -> None:
         """Add a leaf that is in no queue."""
+        policy = self._policy
+        leaf.eviction_entry = (_rank(leaf), policy.key(leaf), next(self._arrivals), policy.kind(leaf), leaf)
         tenant = leaf.owner.namespace.tenant
-        queue = self._with_quota.get(tenant, self._shared)
-        if queue is not None:
-            queue.add(leaf)
-            return
-        queue = self._by_tenant.get(tenant)
-        if queue is None:
-            queue = self._by_tenant[tenant] = LeafQueue(self._policy, self._arrivals)
-        queue.add(leaf)
-        first = queue.first()
-        if first is not None and first is leaf.eviction_entry:
-            heapq.heappush(self._heap, (first, tenant))
-            if len(self._heap) > 2 * len(self._by_tenant) + _MAX_OUTDATED:
-                self._heap = self._first_of_each()
-                heapq.heapify(self._heap)
+        self._with_quota.get(tenant, self._shared).add(leaf.eviction_entry)
+        if self._has_ceiling and tenant not in self._with_quota:
+            queue = self._by_tenant.get(tenant)
+            if queue is None:
+                queue = self._by_tenant[tenant] = LeafQueue(policy)
+            queue.add(leaf.eviction_entry)
 
     def remove(self, leaf: Node) -> None:
         """Remove a leaf that is in its tenant's queue."""
         tenant = leaf.owner.namespace.tenant
-        queue = self._with_quota.get(tenant, self._shared)
+        assert leaf.eviction_entry is not None
+        self._with_quota.get(tenant, self._shared).remove(leaf.eviction_entry)
+        queue = self._by_tenant.get(tenant)
         if queue is not None:
-            queue.remove(leaf)
-            return
-        queue = self._by_tenant[tenant]
-        queue.remove(leaf)
-        if not queue:
-            del self._by_tenant[tenant]
+            queue.remove(leaf.eviction_entry)
+            if not queue:
+                del self._by_tenant[tenant]
+        leaf.eviction_entry = None
 
-    def first_of(self, tenant: str) -> Entry | None:
+    def first_of(self, tenant: str, now_s: float) -> Entry | None:
         """Return the first leaf of a tenant that has its own queue; None if it has none."""
         queue = self._with_quota.get(tenant) or self._by_tenant.get(tenant)
-        return None if queue is None else queue.first()
+        return None if queue is None else queue.first(now_s)
 
-    def first(self, spared: Collection[str]) -> Entry | None:
+    def first(self, spared: Collection[str], now_s: float) -> Entry | None:
         """Return the first leaf of all tenants except the spared ones; None if there is none."""
-        first = self._first_without_quota() if self._shared is None else self._shared.first()
+        first = self._shared.first(now_s)
         for tenant, queue in self._with_quota.items():
             if tenant not in spared:
-                entry = queue.first()
+                entry = queue.first(now_s)
                 if first is None or (entry is not None and entry < first):
                     first = entry
         return first
 
-    def _first_without_quota(self) -> Entry | None:
-        self._follow_policy()
-        while self._heap:
-            entry, tenant = self._heap[0]
-            actual = self.first_of(tenant)
-            if actual is entry:
-                return entry
-            if actual is None:
-                heapq.heappop(self._heap)
-            else:
-                heapq.heapreplace(self._heap, (actual, tenant))
-        return None
-
-    def _follow_policy(self) -> None:
-        """Move some queues to the policy's current order."""
-        if self._generation != self._policy.generation:
-            self._generation = self._policy.generation
-            self._outdated += self._heap
-            heapq.heapify(self._outdated)
-            self._heap = []
-        num_moved = 0
-        while self._outdated and (num_moved < _MOVED_AT_ONCE or not self._heap):
-            _, tenant = heapq.heappop(self._outdated)
-            entry = self.first_of(tenant)
-            if entry is not None:
-                heapq.heappush(self._heap, (entry, tenant))
-                if self._by_tenant[tenant].is_changing:
-                    heapq.heappush(self._outdated, (entry, tenant))
-                num_moved += 1
-
-    def _first_of_each(self) -> list[tuple[Entry, str]]:
-        first: dict[str, Entry] = {}
-        for entry, tenant in self._heap:
-            if tenant in self._by_tenant:
-                first[tenant] = min(entry, first.get(tenant, entry))
-        return [(entry, tenant) for tenant, entry in first.items()]
-
 
 class LeafQueue:
-    """Leaves sorted by priority, and then by the policy's key.
+    """Leaves sorted by priority, and then by the policy's key, in one list for each kind.
 
-    When the policy changes its order, leaves get new keys a few at a time, beginning at the front. A leaf with an
-    outdated key is not evicted before it has a new one.
-
-    Complexity: O(log n) for each operation.
+    Complexity: O(log n) to add and to remove; O(kinds) to find the first.
     """
 
-    def __init__(self, policy: EvictionPolicy, arrivals: Iterator[int]) -> None:
+    def __init__(self, policy: EvictionPolicy) -> None:
         self._policy = policy
-        self._entries = SortedList()
-        self._outdated = SortedList()  # entries with keys of the policy's previous order
-        self._arrivals = arrivals
-        self._generation = policy.generation
+        self._by_kind: dict[int, SortedList] = {}
+        self._num_leaves = 0
 
     def __len__(self) -> int:
-        return len(self._entries) + len(self._outdated)
+        return self._num_leaves
 
-    @property
-    def is_changing(self) -> bool:
-        """Whether leaves wait for new keys, so that `first` may return another one without any change."""
-        return bool(self._outdated)
+    def add(self, entry: Entry) -> None:
+        """Add the entry of a leaf."""
+        entries = self._by_kind.get(entry[3])
+        if entries is None:
+            entries = self._by_kind[entry[3]] = SortedList()
+        entries.add(entry)
+        self._num_leaves += 1
 
-    def add(self, leaf: Node) -> None:
-        """Add a leaf that is in no queue."""
-        leaf.eviction_entry = (_rank(leaf), self._policy.key(leaf), next(self._arrivals), leaf)
-        self._entries.add(leaf.eviction_entry)
+    def remove(self, entry: Entry) -> None:
+        """Remove an entry that is in this queue."""
+        entries = self._by_kind[entry[3]]
+        entries.remove(entry)
+        if not entries:
+            del self._by_kind[entry[3]]
+        self._num_leaves -= 1
 
-    def remove(self, leaf: Node) -> None:
-        """Remove a leaf that is in this queue."""
-        is_outdated = self._outdated and leaf.eviction_entry in self._outdated
-        (self._outdated if is_outdated else self._entries).remove(leaf.eviction_entry)
-        leaf.eviction_entry = None
+    def first(self, now_s: float) -> Entry | None:
+        """Return the entry of the leaf to evict next; None if there is no leaf.
 
-    def first(self) -> Entry | None:
-        """Return the entry of the leaf to evict next; None if there is no leaf."""
-        if self._generation != self._policy.generation:
-            self._generation = self._policy.generation
-            self._outdated.update(self._entries)
-            self._entries.clear()
-        for _ in range(min(_KEYED_AT_ONCE, len(self._outdated))):
-            priority, _, arrival, leaf = self._outdated.pop(0)
-            leaf.eviction_entry = (priority, self._policy.key(leaf), arrival, leaf)
-            self._entries.add(leaf.eviction_entry)
-        return self._entries[0] if self._entries else None
+        If the policy has kinds, the key in the returned entry is what the leaf is worth, followed by its key.
+        """
+        if not self._policy.has_kinds:
+            return next((entries[0] for entries in self._by_kind.values()), None)
+        worth_of = self._policy.worth
+        first: Entry | None = None
+        for kind, entries in self._by_kind.items():
+            priority, key, arrival, _, leaf = entries[0]
+            rank = priority, (worth_of(kind, key, now_s), key), arrival, kind, leaf
+            if first is None or rank < first:
+                first = rank
+            newest_priority, key, arrival, _, leaf = entries[-1]
+            if newest_priority == priority and len(entries) > 1:
+                rank = priority, (_NEWEST_FACTOR * worth_of(kind, key, now_s), key), arrival, kind, leaf
+                if rank < first:
+                    first = rank
+        return first

@@ -124,7 +124,7 @@ class Evictor:
         if ceiling is not None:
             self.expire()
             over = usage.num_cached_blocks + usage.num_leased_blocks + num_blocks - ceiling
-            self._evict(over, lambda: self._queue.first_of(tenant), tenant)
+            self._evict(over, lambda: self._queue.first_of(tenant, self._clock()), tenant)
         if self._windows.shares_memory:
             self._make_room_with_parts(num_blocks, windows, tenant)
         elif num_blocks > self._pool.num_free:
@@ -158,7 +158,10 @@ class Evictor:
         """
         self.expire()
         return self._evict(
-            num_blocks, lambda: self._queue.first(spared=self._spared(tenant)), tenant, with_dead_ends=with_dead_ends
+            num_blocks,
+            lambda: self._queue.first(self._spared(tenant), self._clock()),
+            tenant,
+            with_dead_ends=with_dead_ends,
         )
 
     def thin(self, end: Node, num_nodes: int) -> bool:

@@ -245,7 +245,7 @@ class Node:
         self.num_reused_blocks = 0
         self.num_probation_blocks = 0
         self.policy_note: Any = None
-        self.eviction_entry: tuple[int, Any, int, Node] | None = None
+        self.eviction_entry: tuple[int, Any, int, int, Node] | None = None
         self.priority = DEFAULT_PRIORITY
         self.expiry_entry: tuple[float, int, Node] | None = None
         self.renew_s: float | None = None

@@ -91,10 +91,12 @@ class Pins:
             if node.retired_block_ids:
                 self._free_retired(node)
             node.last_used_s = now
-            if awaits is Awaits.NOTHING and node.children is not None and len(node.children) > 1:
+            if awaits is Awaits.NOTHING and _has_other_continuations(node):
                 awaits = None
             if awaits is not None:
                 node.awaits = awaits
+                if awaits:
+                    self._policy.waits(node)
             node = node.parent
         self.count(first, -num_blocks)
         _touch(node, now)
@@ -199,6 +201,20 @@ class Pins:
         self._pool.release(block_ids)
         node.owner.usage.num_leased_blocks -= block_ids.size
         node.retired_block_ids = b""
+
+
+def _has_other_continuations(node: Node) -> bool:
+    """Whether other sessions have probably continued after a node from which a session continued.
+
+    A single other child of one block does not count: it usually is the end of an earlier prompt of the same session.
+    """
+    if node.children is None or len(node.children) < 2:
+        return False
+    return len(node.children) > 2 or min(map(_num_blocks_below, node.children.values())) > 1
+
+
+def _num_blocks_below(node: Node) -> int:
+    return node.num_blocks if node.is_leaf else 2
 
 
 def _touch(node: Node, now_s: float) -> None:

@@ -613,7 +613,7 @@ class PrefixCache:
         """Whether this many blocks are free, or the next one to be evicted belongs to no session that awaits a tool."""
         if self.pool.num_free >= num_blocks:
             return True
-        first = self._queue.first(())
+        first = self._queue.first((), self._clock())
         return first is not None and first.awaits is not Awaits.TOOL and self.num_evictable_blocks >= num_blocks
 
     def drop(self, namespace: Namespace, tokens: bytes, start: int = 0, *, evicts: bool) -> tuple[int, int]:

@@ -1,74 +1,79 @@
 """The default policy, which learns from leaves that are used again. Blocks have four tokens."""
 
-from types import SimpleNamespace
-from typing import Any
+from __future__ import annotations
 
+import math
+
+import pytest
+
+from radixkv.api.awaits import Awaits
 from radixkv.api.retention import Retention
-from radixkv.cache.adaptive_policy import AdaptivePolicy, BlockSampler, LeafOrder, OrderTrial, ShadowCache
-from radixkv.cache.policies import make_policy
+from radixkv.cache.adaptive_policy import AdaptivePolicy, HitDensities
 from radixkv.cache.prefix_cache import PrefixCache
-from tests.fakes import MODEL, FakeClock, publish, spell
+from tests.fakes import MODEL, FakeClock, cached, lease_text, publish, spell
+
+OLD = 15  # some kind of reused nodes
 
 
-def test_a_shadow_cache_lets_the_smallest_key_go() -> None:
-    shadow = ShadowCache()
-    for digest, key, was_held in ((1, 5.0, False), (2, 3.0, False), (3, 4.0, False), (1, 2.0, True)):
-        assert shadow.use([digest], key, key, 3) == [was_held]
-    assert shadow.use([4, 3], 9.0, 4.0, 3) == [False, True]  # the newest key of a block counts
-    assert [digest in shadow for digest in (1, 2, 3, 4)] == [False, True, True, True]
-    for index in range(1000):
-        shadow.use([index % 5], float(index), float(index), 3)
-    assert len(shadow) == 3
-    assert len(shadow._heap) <= 13
+def learned_from(kind: int, waits_s: list[float], num_unused: int) -> HitDensities:
+    densities = HitDensities()
+    for wait_s in waits_s:
+        densities.wait(kind, 10)
+        densities.hit(kind, 10, math.log2(wait_s))
+    for _ in range(num_unused):
+        densities.wait(kind, 10)
+    densities.update()
+    return densities
 
 
-def test_the_same_prefixes_are_sampled_wherever_nodes_begin() -> None:
-    def samples(*texts: str) -> list[tuple[int, int]]:
-        """Depth in blocks and digest."""
-        cache = PrefixCache(1000, 4, clock=FakeClock())
-        for text in texts:
-            publish(cache, text)
-        sampler = BlockSampler(1000)
-        found = []
-        for node in cache._trees[MODEL].nodes():
-            depth, above = 0, node.parent
-            while above is not None:
-                depth, above = depth + above.num_blocks, above.parent
-            found += [(depth + index, digest) for index, digest in sampler.sample(node, 0)]
-        return sorted(found)
-
-    text = "".join(chr(97 + index % 26) * 4 for index in range(500))
-    whole = samples(text)
-    assert [depth for depth, _ in whole] == [127, 255, 383]  # every 512 tokens of four a block
-    assert samples(text, text[:800] + "?" * 40) == whole
+def test_the_density_is_the_hits_in_the_best_period_divided_by_the_room_that_they_take() -> None:
+    densities = learned_from(OLD, [64.0] * 1000, num_unused=0)
+    assert densities.density(OLD, 0.1) == pytest.approx(1 / 64, rel=0.3)
+    assert densities.density(OLD, 50.0) > 2 * densities.density(OLD, 0.1)  # the use comes nearer
+    assert densities.density(OLD, 100.0) < 1e-9  # it has not come
+    halved = learned_from(OLD, [64.0] * 1000, num_unused=1000)
+    assert halved.density(OLD, 0.1) == pytest.approx(0.5 / 64, rel=0.3)
 
 
-def test_an_order_in_force_gives_way_to_a_clearly_better_one_only() -> None:
-    trial = OrderTrial(100)
-    trial.count_inserted(400)
-    trial._wins[LeafOrder.REUSED_LAST][LeafOrder.LIFETIMES] = 60.0
-    trial._wins[LeafOrder.LIFETIMES][LeafOrder.REUSED_LAST] = 40.0  # a lead of 20: two deviations of a coin
-    assert not trial.count_inserted(10)
-    assert trial.order == LeafOrder.LIFETIMES
-    trial._wins[LeafOrder.REUSED_LAST][LeafOrder.LIFETIMES] += 10
-    assert not trial.count_inserted(9)  # a tenth of the cache is not yet new
-    assert trial.count_inserted(1)
-    assert trial.order == LeafOrder.REUSED_LAST
+def test_a_kind_with_few_uses_has_the_density_of_its_group() -> None:
+    densities = learned_from(OLD, [8.0] * 1000, num_unused=0)
+    densities.wait(OLD + 1, 10)
+    densities.update()
+    assert densities.density(OLD + 1, 1.0) == pytest.approx(densities.density(OLD, 0.1), rel=0.6)
 
 
-def test_lifetimes_are_given_time_to_be_learned() -> None:
-    trial = OrderTrial(100)
-    trial.count_inserted(380)
-    trial._wins[LeafOrder.LAST_USE][LeafOrder.LIFETIMES] = 1000.0
-    assert not trial.count_inserted(10)
-    assert trial.order == LeafOrder.LIFETIMES
-    assert trial.count_inserted(20)
-    assert trial.order == LeafOrder.LAST_USE
+def test_what_a_session_awaits_is_a_kind_of_its_own() -> None:
+    cache, _, policy = make_adaptive_cache()
+    kinds = set()
+    for awaits in Awaits:
+        with lease_text(cache, "aaaabbbb") as lease:
+            lease.commit(8)
+            lease.awaits = awaits
+        kinds.add(policy.kind(next(iter(cache.nodes()))))
+        assert sum(policy.densities.num_stays) == len(kinds)
+    assert len(kinds) == len(Awaits)
 
 
-def make_cache(policy: str, num_blocks: int = 32) -> tuple[PrefixCache, FakeClock]:
-    clock = FakeClock()
-    return PrefixCache(num_blocks, 4, policy=make_policy(policy, num_blocks), clock=clock), clock
+def test_what_an_ended_session_used_is_evicted_first() -> None:
+    cache, clock, _ = make_adaptive_cache()
+    publish(cache, "aaaa")
+    clock.now_s = 1
+    with lease_text(cache, "bbbb") as lease:
+        lease.commit(4)
+        lease.awaits = Awaits.NOTHING
+    clock.now_s = 2
+    publish(cache, "cccc")
+    cache.evict(1)
+    assert [cached(cache, text) for text in ("aaaa", "bbbb", "cccc")] == [4, 0, 4]
+
+
+def test_it_begins_as_least_recently_used() -> None:
+    cache, clock, _ = make_adaptive_cache()
+    for text in ("aaaa", "bbbb", "aaaa"):
+        clock.now_s += 1
+        publish(cache, text)
+    cache.evict(1)
+    assert [cached(cache, text) for text in ("aaaa", "bbbb")] == [4, 0]
 
 
 def make_adaptive_cache(num_blocks: int = 32) -> tuple[PrefixCache, FakeClock, AdaptivePolicy]:
@@ -76,18 +81,20 @@ def make_adaptive_cache(num_blocks: int = 32) -> tuple[PrefixCache, FakeClock, A
     return PrefixCache(num_blocks, 4, policy=policy, clock=clock), clock, policy
 
 
-def leaf_used(num_uses: int, age_s: float, fingerprint: int = 0) -> Any:
-    stay = SimpleNamespace(kind=num_uses)
-    return SimpleNamespace(num_uses=num_uses, last_used_s=age_s, fingerprint=fingerprint, policy_note=stay)
+def num_hits(policy: AdaptivePolicy) -> float:
+    return sum(map(sum, policy.densities.hits))
 
 
-def test_a_lifetime_is_added_to_the_last_use_and_a_share_of_nodes_gets_the_long_one() -> None:
-    policy = AdaptivePolicy(100)
-    policy._lifetimes_s = [(0.0, 8.0), (64.0, 64.0)]
-    policy._long_share = 0.5
-    assert policy.key(leaf_used(0, 10.0, fingerprint=2**62)) == 18
-    assert policy.key(leaf_used(0, 10.0, fingerprint=2**63)) == 10
-    assert policy.key(leaf_used(1, 10.0)) == 74
+def test_new_blocks_after_reused_ones_are_evicted_as_new_ones() -> None:
+    cache, _, policy = make_adaptive_cache()
+    publish(cache, "aaaabbbb")
+    publish(cache, "aaaabbbbcccc")
+    (node,) = cache.nodes()
+    assert policy.num_offered_blocks(node) == 1
+    new_kind = policy.kind(node)
+    cache.evict(1)
+    assert policy.num_offered_blocks(node) == 2
+    assert policy.kind(node) != new_kind
 
 
 def test_what_it_remembers_is_bounded() -> None:
@@ -105,13 +112,13 @@ def test_a_leaf_that_returns_after_its_eviction_is_learned_from() -> None:
     cache.evict(1)
     clock.now_s = 60
     publish(cache, "aaaabbbbcccc")
-    assert policy._counts.hits.sum() == 2
-    assert policy._counts.waits.sum() == 120
-    assert [node.policy_note.num_uses for node in cache._trees[MODEL].nodes()] == [1]
+    assert num_hits(policy) == 2
+    (node,) = cache.nodes()
+    assert (node.policy_note.num_uses, node.policy_note.num_blocks, node.policy_note.num_new_blocks) == (1, 2, 1)
 
 
 def test_what_is_learned_does_not_depend_on_where_a_path_is_cut() -> None:
-    def learned(*, cuts: bool) -> tuple[float, float]:
+    def learned(*, cuts: bool) -> float:
         cache, clock, policy = make_adaptive_cache()
         publish(cache, "aaaabbbbccccdddd")
         if cuts:
@@ -120,9 +127,9 @@ def test_what_is_learned_does_not_depend_on_where_a_path_is_cut() -> None:
             assert len(cache.segments) == 4
         clock.now_s = 7
         publish(cache, "aaaabbbbccccddddeeee")
-        return policy._counts.hits.sum(), policy._counts.waits.sum()
+        return num_hits(policy)
 
-    assert learned(cuts=True) == learned(cuts=False) == (4, 28)
+    assert learned(cuts=True) == learned(cuts=False) == 4
 
 
 def test_a_leaf_that_returns_in_chunks_is_learned_from_as_if_at_once() -> None:
@@ -134,6 +141,6 @@ def test_a_leaf_that_returns_in_chunks_is_learned_from_as_if_at_once() -> None:
         with cache.lease(MODEL, spell("aaaabbbbccccddddeeee")) as lease:
             for end in ends:
                 lease.commit(end)
-        return float(policy._counts.hits.sum())
+        return num_hits(policy)
 
     assert learned(20) == learned(4, 8, 12, 16, 20) == 4

@@ -8,7 +8,7 @@ import random
 import pytest
 
 from radixkv.cache.eviction_policy import EvictionPolicy
-from radixkv.cache.eviction_queue import EvictionQueue, LeafQueue, TenantEvictionQueues
+from radixkv.cache.eviction_queue import EvictionQueue, TenantEvictionQueues
 from radixkv.cache.node import Node, Owner
 from radixkv.cache.policies import LeastRecentlyUsed
 from radixkv.cache.radix_tree import RadixTree
@@ -17,11 +17,16 @@ from radixkv.namespace import Namespace
 from tests.fakes import make_tree
 
 
-class EitherWay(EvictionPolicy):
-    """Least or most recently used leaves first."""
+class TwoKinds(EvictionPolicy):
+    """Leaves of an even time are worth their age, the others a constant."""
 
-    def key(self, node: Node) -> float:
-        return node.last_used_s if self.generation % 2 == 0 else -node.last_used_s
+    has_kinds = True
+
+    def kind(self, node: Node) -> int:
+        return int(node.last_used_s) % 2
+
+    def worth(self, kind: int, key: float, now_s: float) -> float:
+        return 5.0 if kind else now_s - key
 
 
 def make_queues(policy: EvictionPolicy | None = None) -> TenantEvictionQueues:
@@ -38,7 +43,7 @@ def leaf_of(tenant: str, last_used_s: float) -> Node:
 
 
 def first_of(queues: TenantEvictionQueues) -> Node | None:
-    entry = queues.first(())
+    entry = queues.first((), 0.0)
     return None if entry is None else entry[-1]
 
 
@@ -62,49 +67,45 @@ def test_the_first_of_all_is_the_first_of_any(seed: int) -> None:
         assert first_of(queues) is min(there, key=lambda each: each.last_used_s, default=None)
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_queues_follow_a_policy_that_changes_its_order(seed: int) -> None:
-    dice, policy = random.Random(seed), EitherWay()
-    queues, there = make_queues(policy), set[Node]()
-    for round_number in range(8):
-        for _ in range(300):
-            node = leaf_of(str(dice.randrange(40)), dice.random())
-            queues.add(node)
-            there.add(node)
-        policy.generation += dice.randrange(1, 3)
-        for _ in range(150):  # some leaves are removed and added again while queues move
-            node = dice.choice(sorted(there, key=lambda each: each.last_used_s))
-            queues.remove(node)
-            queues.add(node)
-            assert first_of(queues) in there
-        while there and (round_number == 7 or dice.random() < 0.99):
-            first = first_of(queues)
-            assert first is min(there, key=policy.key)
-            queues.remove(first)
-            there.remove(first)
-    assert first_of(queues) is None
-    assert len(queues) == 0
+def test_the_leaf_of_the_least_worth_is_first_among_the_ends_of_each_kind() -> None:
+    queues, nodes = make_queues(TwoKinds()), {now: leaf_of("a", now) for now in (1.0, 2.0, 3.0, 4.0, 6.0)}
+    for node in nodes.values():
+        queues.add(node)
+
+    def first_at(now_s: float) -> Node:
+        entry = queues.first((), now_s)
+        assert entry is not None
+        return entry[-1]
+
+    assert first_at(7.0) is nodes[6.0]  # worth 1, with the factor of the newest of a kind
+    assert first_at(9.5) is nodes[6.0]  # worth 3.5, which is 4.55 with the factor
+    assert first_at(10.0) is nodes[1.0]  # worth 5, as all of this kind, of which it is the oldest
+    nodes[3.0].priority = 10
+    queues.remove(nodes[3.0])
+    queues.add(nodes[3.0])
+    assert first_at(7.0) is nodes[3.0]
 
 
-def test_leaves_that_are_used_again_and_again_leave_no_entries_behind() -> None:
+def test_a_tenants_own_queue_forgets_what_is_removed() -> None:
     queues, node = make_queues(), leaf_of("a", 0.0)
     queues.add(node)
-    for now in range(10_000):
+    for now in range(100):
         queues.remove(node)
         node.last_used_s = now
         queues.add(node)
-    assert queues.num_heap_entries < 100
+    assert len(queues) == 1
     queues.remove(node)
-    assert queues.first(()) is None
+    assert queues.first((), 0.0) is None
+    assert queues.first_of("a", 0.0) is None
     assert len(queues) == 0
 
 
 def test_a_tenant_without_leaves_has_no_first_leaf() -> None:
     queues = make_queues()
-    assert queues.first_of("a") is None
+    assert queues.first_of("a", 0.0) is None
     node = leaf_of("a", 1.0)
     queues.add(node)
-    entry = queues.first_of("a")
+    entry = queues.first_of("a", 0.0)
     assert entry is not None
     assert entry[-1] is node
 
@@ -114,19 +115,23 @@ def test_tenants_with_and_without_a_quota_are_in_one_order() -> None:
     nodes = [leaf_of("named", 2.0), leaf_of("a", 1.0), leaf_of("b", 3.0)]
     for node in nodes:
         queue.add(node)
-    assert queue.first(spared=()) is nodes[1]
-    assert queue.first_of("b") is nodes[2]
-    assert queue.first_of("c") is None
+    assert queue.first((), 0.0) is nodes[1]
+    assert queue.first_of("b", 0.0) is nodes[2]
+    assert queue.first_of("c", 0.0) is None
     queue.discard(nodes[1])
-    assert queue.first(spared=()) is nodes[0]
-    assert queue.first(spared={"named"}) is nodes[2]
+    assert queue.first((), 0.0) is nodes[0]
+    assert queue.first({"named"}, 0.0) is nodes[2]
     assert len(queue) == 2
 
 
-def first_in(queue: LeafQueue) -> Node:
-    entry = queue.first()
-    assert entry is not None
-    return entry[-1]
+def first_in(queue: EvictionQueue) -> Node:
+    leaf = queue.first((), 0.0)
+    assert leaf is not None
+    return leaf
+
+
+def make_queue() -> EvictionQueue:
+    return EvictionQueue(LeastRecentlyUsed(), Tenants({}))
 
 
 def idle_node(last_used_s: float) -> Node:
@@ -137,19 +142,19 @@ def idle_node(last_used_s: float) -> Node:
 
 
 def test_a_queue_is_in_the_policys_order() -> None:
-    queue = LeafQueue(LeastRecentlyUsed(), itertools.count())
+    queue = make_queue()
     nodes = [idle_node(seconds) for seconds in (3.0, 1.0, 2.0)]
     for node in nodes:
         queue.add(node)
     order = []
     while len(queue):
         order.append(first_in(queue))
-        queue.remove(order[-1])
+        queue.discard(order[-1])
     assert order == [nodes[1], nodes[2], nodes[0]]
 
 
 def test_adding_twice_and_discarding_twice_change_nothing() -> None:
-    queue, node = EvictionQueue(LeastRecentlyUsed(), Tenants({})), idle_node(1.0)
+    queue, node = make_queue(), idle_node(1.0)
     queue.discard(node)
     queue.add(node)
     queue.add(node)
@@ -162,15 +167,15 @@ def test_adding_twice_and_discarding_twice_change_nothing() -> None:
 
 
 def test_the_key_of_a_leaf_is_taken_when_it_is_added() -> None:
-    queue, early, late = LeafQueue(LeastRecentlyUsed(), itertools.count()), idle_node(1.0), idle_node(2.0)
+    queue, early, late = make_queue(), idle_node(1.0), idle_node(2.0)
     queue.add(early)
     queue.add(late)
     early.last_used_s = 3.0
     assert first_in(queue) is early
-    queue.remove(early)
+    queue.discard(early)
     queue.add(early)
     assert first_in(queue) is late
 
 
 def test_an_empty_queue_has_no_first_leaf() -> None:
-    assert LeafQueue(LeastRecentlyUsed(), itertools.count()).first() is None
+    assert make_queue().first((), 0.0) is None

@@ -93,10 +93,17 @@ def test_a_prefix_that_the_cache_splits_keeps_what_its_session_waits_for() -> No
 
 def test_the_end_of_a_session_says_nothing_about_what_other_sessions_continued() -> None:
     cache, _ = make_cache()
-    close(cache, "aaaabbbbcccc", Awaits.TOOL)
-    close(cache, "aaaabbbbXXXX", Awaits.NOTHING)
-    assert awaits_of(cache, "aaaabbbbXXXX") == [Awaits.TOOL, Awaits.NOTHING]
-    assert awaits_of(cache, "aaaabbbbcccc") == [Awaits.TOOL, Awaits.TOOL]
+    close(cache, "aaaabbbbccccdddd", Awaits.TOOL)
+    close(cache, "aaaabbbbXXXXYYYY", Awaits.NOTHING)
+    assert awaits_of(cache, "aaaabbbbXXXXYYYY") == [Awaits.TOOL, Awaits.NOTHING]
+    assert awaits_of(cache, "aaaabbbbccccdddd") == [Awaits.TOOL, Awaits.TOOL]
+
+
+def test_a_session_that_ends_takes_the_end_of_its_earlier_prompt_for_its_own() -> None:
+    cache, _ = make_cache()
+    close(cache, "aaaabbbbcc", Awaits.TOOL)
+    close(cache, "aaaabbbbXXXXYYYY", Awaits.NOTHING)
+    assert awaits_of(cache, "aaaabbbbXXXXYYYY") == [Awaits.NOTHING, Awaits.NOTHING]
 
 
 def test_nodes_that_a_priority_split_are_joined_after_it_has_expired_and_they_were_used() -> None:
@@ -125,7 +132,7 @@ def test_nodes_that_a_lower_priority_split_are_joined_again() -> None:
     assert cached(cache, "aaaabbbbccccdddd") == 16
 
 
-@pytest.mark.parametrize(("policy", "is_one"), [("lru", True), ("lfu", False), ("slru", False), ("adaptive", False)])
+@pytest.mark.parametrize(("policy", "is_one"), [("lru", True), ("lfu", False), ("slru", False), ("adaptive", True)])
 def test_nodes_become_one_after_a_branch_died_if_the_policy_sees_no_difference(policy: str, *, is_one: bool) -> None:
     cache, clock = make_cache(policy)
     publish(cache, "aaaabbbb")

@@ -110,21 +110,3 @@ def test_the_mechanism_knows_no_policy_by_name(module: Any) -> None:
     words = set(re.findall(r"\w+", Path(module.__file__).read_text(encoding="utf-8").lower()))
     assert words.isdisjoint({*EVICTION_POLICIES, "optimal"} - {"priority"})
     assert "leastrecentlyused" not in words
-
-
-def test_a_change_of_order_keys_all_leaves_anew() -> None:
-    class Turned(EvictionPolicy):
-        sign = 1
-
-        def key(self, node: Any) -> float:
-            return self.sign * node.last_used_s
-
-    policy, clock = Turned(), FakeClock()
-    cache = PrefixCache(16, 4, policy=policy, clock=clock)
-    for text in ("aaaa", "bbbb", "cccc"):
-        clock.now_s += 1
-        publish(cache, text)
-    policy.sign, policy.generation = -1, 1
-    cache.evict(1)
-    cache.check()
-    assert [cached(cache, text) for text in ("aaaa", "bbbb", "cccc")] == [4, 4, 0]

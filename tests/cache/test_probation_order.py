@@ -7,7 +7,6 @@ import random
 import pytest
 
 from radixkv.api.retention import Retention
-from radixkv.cache.adaptive_policy import AdaptivePolicy, LeafOrder
 from radixkv.cache.policies import make_policy
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.cache.tenants import Quota
@@ -123,27 +122,6 @@ def test_without_a_bound_leaves_go_in_the_order_of_the_policys_keys(policy: str,
             after = {node: node.num_blocks for node in cache.nodes()}
             assert [node for node in before if after.get(node) != before[node]] == [expected]
     assert num_choices > 100
-
-
-@pytest.mark.parametrize("share", [1.0, NEVER_OVER])
-def test_without_a_bound_the_default_policy_evicts_in_its_current_order(share: float) -> None:
-    clock, policy, dice = FakeClock(), AdaptivePolicy(24), random.Random(2)
-    cache = PrefixCache(24, 4, policy=policy, probation_share=share, clock=clock)
-    num_choices = 0
-    for turn in range(900):
-        if turn % 100 == 0:
-            policy._trial.order = list(LeafOrder)[turn // 100 % 3]
-            policy.generation += 1
-        publish_all(cache, clock, "".join(dice.choices("abcdefgh", k=dice.randint(1, 16))))
-        while cache.pool.num_free < 4:
-            entries = [node.eviction_entry for node in cache.nodes() if node.eviction_entry is not None]
-            keys = {entry[-1]: entry[:3] if turn % 100 else (50, policy.key(entry[-1]), entry[2]) for entry in entries}
-            before = {node: node.num_blocks for node in keys}
-            cache.evict(1)
-            after = {node: node.num_blocks for node in cache.nodes()}
-            assert [node for node in before if after.get(node) != before[node]] == [min(keys, key=keys.__getitem__)]
-            num_choices += len(keys) > 1
-    assert num_choices > 300
 
 
 def flood() -> list[TraceRequest]:
