@@ -19,10 +19,11 @@ from radixkv.config import EVICTION_POLICIES
 from radixkv.errors import ConfigError
 from radixkv.namespace import Namespace
 from radixkv.planning.tiers import SimulatedTiers, TierCapacity, TierUsage, check_tiers
-from radixkv.planning.trace import TOKENS_PER_ID, TraceRequest, prompt_tokens
+from radixkv.planning.trace import TOKENS_PER_ID, TraceRequest, prompt_tokens, sequence_tokens
 
 OPTIMAL = "optimal"
 SIMULATED_POLICIES = (*EVICTION_POLICIES, OPTIMAL)
+NO_HINTS, STOP, STOP_AND_END = HINTS = ("none", "stop", "stop+end")
 _VOCAB_SIZE = 2**32
 _MIN_STEP_S = 1e-5  # so that time advances in a trace without timestamps
 _NEVER = np.iinfo(np.int32).max
@@ -97,6 +98,7 @@ def simulate(
     block_size: int = TOKENS_PER_ID,
     probation_share: float = 1.0,
     tiers: Sequence[TierCapacity] = (),
+    hints: str = NO_HINTS,
     on_request: Callable[[], object] | None = None,
 ) -> Simulation:
     """Replay a trace in order and on its clock; each prompt is leased, published and closed before the next one.
@@ -115,18 +117,20 @@ def simulate(
         block_size: tokens per block, at least 1.
         probation_share: of the cache, see `PrefixCache`; `optimal` has none.
         tiers: tiers below the cache, the fastest first.
+        hints: what the cache knows of sessions, one of `HINTS`: nothing; why each answer ended; that, and which answer
+            was the last one of its session.
         on_request: called after each request.
 
     Raises:
         ConfigError: the policy is unknown, the block size is below 1, a capacity is less than a block, or two tiers
             have one name.
     """
-    check_simulation(policy=policy, capacity_tokens=capacity_tokens, block_size=block_size, tiers=tiers)
+    check_simulation(policy=policy, capacity_tokens=capacity_tokens, block_size=block_size, tiers=tiers, hints=hints)
     start_s = time.perf_counter()
     num_blocks = capacity_tokens // block_size
     if policy == OPTIMAL and tiers:
         num_blocks, tiers = _total_blocks(requests, num_blocks, block_size, tiers), ()
-    replay = _CacheReplay(requests, policy, num_blocks, block_size, probation_share, tiers)
+    replay = _CacheReplay(requests, policy, num_blocks, block_size, probation_share, tiers, hints)
     for index in range(len(requests)):
         replay.step(index)
         if on_request is not None:
@@ -156,10 +160,12 @@ class _CacheReplay:
         block_size: int,
         probation_share: float,
         tiers: Sequence[TierCapacity],
+        hints: str,
     ) -> None:
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
         self.tiers = SimulatedTiers(tiers, block_size) if tiers else None
+        self._hints = hints
         self._requests = requests
         self._num_kept_blocks = num_blocks
         self._namespace = Namespace("trace")
@@ -188,22 +194,41 @@ class _CacheReplay:
         if request.input_length > self.cache.pool.num_blocks * self.cache.block_size:
             return
         if self.tiers:
-            self._step_with(self.tiers, tokens)
-            return
-        with self.cache.lease(self._namespace, tokens) as lease:
-            lease.commit(lease.num_tokens)
-            self.num_cached_tokens += lease.cached_tokens
-            if self._future is not None:
-                self._set_next_uses(self._future, lease, index)
+            self._step_with(self.tiers, request, tokens)
+        else:
+            with self._lease(request, tokens) as lease:
+                lease.commit(_num_published_tokens(request))
+                self.num_cached_tokens += lease.cached_tokens
+                if self._future is not None:
+                    self._set_next_uses(self._future, lease, index)
+        if self._future is None:
+            self._publish_answer(request)
+            if request.is_last and self._hints == STOP_AND_END:
+                self.cache.end_session(self._namespace.tenant, request.session)
         if self._future is not None:
             self.cache.evict(self.cache.pool.num_published - self._num_kept_blocks)
 
-    def _step_with(self, tiers: SimulatedTiers, tokens: bytes) -> None:
+    def _lease(self, request: TraceRequest, tokens: bytes) -> Lease:
+        """Open a lease of a prompt that knows what the hints tell."""
+        lease = self.cache.lease(self._namespace, tokens, session_id="" if self._hints == NO_HINTS else request.session)
+        if self._hints != NO_HINTS:
+            lease.awaits = request.awaits
+        return lease
+
+    def _publish_answer(self, request: TraceRequest) -> None:
+        """Cache the generated tokens, if the trace contains their ids and there is room for them."""
+        tokens = sequence_tokens(request, vocab_size=_VOCAB_SIZE)
+        num_blocks = self.cache.pool.num_blocks
+        if tokens is not None and tokens.size <= num_blocks * self.cache.block_size:
+            with self._lease(request, tokens.tobytes()) as lease:
+                lease.commit(lease.num_tokens)
+
+    def _step_with(self, tiers: SimulatedTiers, request: TraceRequest, tokens: bytes) -> None:
         first_block = self.cache.match(self._namespace, tokens).cached_tokens // self.cache.block_size
         run = tiers.index.find(self._namespace, tokens, first_block)
-        with self.cache.lease(self._namespace, tokens) as lease:
+        with self._lease(request, tokens) as lease:
             tiers.save()
-            lease.commit(lease.num_tokens)
+            lease.commit(_num_published_tokens(request))
             self.num_cached_tokens += lease.cached_tokens + tiers.load(lease, first_block, run)
 
     def _set_next_uses(self, future: FarthestFuture, lease: Lease, index: int) -> None:
@@ -217,8 +242,19 @@ class _CacheReplay:
         future.set_next_uses(known, next_uses[: known.size])
 
 
+def _num_published_tokens(request: TraceRequest) -> int:
+    """Return how much of a prompt is published by itself: all, unless the ids of the answer complete its last block."""
+    num_tokens = request.input_length
+    return num_tokens // request.tokens_per_id * request.tokens_per_id if request.output_ids else num_tokens
+
+
 def check_simulation(
-    *, policy: str, capacity_tokens: int, block_size: int = TOKENS_PER_ID, tiers: Sequence[TierCapacity] = ()
+    *,
+    policy: str,
+    capacity_tokens: int,
+    block_size: int = TOKENS_PER_ID,
+    tiers: Sequence[TierCapacity] = (),
+    hints: str = NO_HINTS,
 ) -> None:
     """Check the arguments of `simulate` before anything is replayed.
 
@@ -227,6 +263,8 @@ def check_simulation(
     """
     if policy not in SIMULATED_POLICIES:
         raise ConfigError(f"policy: expected one of {', '.join(SIMULATED_POLICIES)}, got {policy}")
+    if hints not in HINTS:
+        raise ConfigError(f"hints: expected one of {', '.join(HINTS)}, got {hints}")
     if block_size < 1:
         raise ConfigError(f"block_size: expected at least 1 token, got {block_size}")
     if capacity_tokens < block_size:

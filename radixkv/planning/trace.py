@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from radixkv.api.awaits import Awaits
 from radixkv.errors import ConfigError
 from radixkv.planning.trace_formats import (
     FORMATS,
@@ -56,6 +57,9 @@ class TraceRequest:
         output_length: generated tokens; 0 if the trace does not contain it.
         hash_ids: ids of the prompt's blocks, in prompt order, each in `[0, 2**64)`.
         tokens_per_id: tokens of an id; the last one covers the rest of the prompt.
+        output_ids: ids of the blocks from the one in which the prompt ends on, with the generated tokens; empty if the
+            trace does not contain them.
+        session, awaits, is_last: see `RecordedRequest`.
     """
 
     timestamp_ms: float
@@ -63,6 +67,10 @@ class TraceRequest:
     output_length: int
     hash_ids: tuple[int, ...]
     tokens_per_id: int = TOKENS_PER_ID
+    output_ids: tuple[int, ...] = ()
+    session: str = ""
+    awaits: Awaits = Awaits.UNKNOWN
+    is_last: bool = False
 
 
 def load_trace(
@@ -170,6 +178,21 @@ def prompt_tokens(request: TraceRequest, *, vocab_size: int, scale: float = 1.0)
     return tokens[: tokens_per_id * (len(request.hash_ids) - 1) + kept_of_last]
 
 
+def sequence_tokens(request: TraceRequest, *, vocab_size: int) -> npt.NDArray[np.uint32] | None:
+    """Generate the whole blocks of a prompt and of the answer after it, as the server cached them.
+
+    Returns:
+        uint32 `[num_tokens]`, owned by the caller; None if the trace does not contain the ids of the answer.
+    """
+    if not request.output_ids:
+        return None
+    num_whole_ids = request.input_length // request.tokens_per_id
+    ids = (*request.hash_ids[:num_whole_ids], *request.output_ids)
+    # The last generated token is not cached, because nothing was computed after it.
+    num_tokens = min(len(ids) * request.tokens_per_id, request.input_length + request.output_length - 1)
+    return _blocks(ids, request.tokens_per_id, vocab_size).reshape(-1)[:num_tokens]
+
+
 def tokens_per_scaled_id(scale: float, tokens_per_id: int = TOKENS_PER_ID) -> int:
     """Return the tokens of an id at this scale: `round(tokens_per_id * scale)`, at least 1.
 
@@ -213,13 +236,13 @@ class _IdNumbers:
     def __init__(self) -> None:
         self._hashes: dict[tuple[str, int | str | bytes], int] = {}
 
-    def of(self, request: RecordedRequest) -> tuple[int, ...]:
-        """Return the numbers of a request's ids, the same ones on every machine."""
-        scope, hashes = request.scope, self._hashes
-        if not scope and all(isinstance(each, int) and 0 <= each < _NUM_IDS for each in request.ids):
-            return tuple(request.ids)  # type: ignore[arg-type]
+    def of(self, scope: str, ids: Sequence[int | str | bytes]) -> tuple[int, ...]:
+        """Return the numbers of ids, the same ones on every machine."""
+        hashes = self._hashes
+        if not scope and all(isinstance(each, int) and 0 <= each < _NUM_IDS for each in ids):
+            return tuple(ids)  # type: ignore[arg-type]
         numbers = []
-        for each in request.ids:
+        for each in ids:
             key = scope, each
             if (number := hashes.get(key)) is None:
                 number = hashes[key] = self.hash_of(scope, each)
@@ -244,10 +267,20 @@ def _numbered(
             f"{request.where}: input_length: expected {lengths.start} to {lengths.stop - 1} tokens for {num_ids} "
             f"hash_ids of {tokens_per_id} tokens, got {length}{_hint(trace_format)}"
         )
-    ids = numbers.of(request)
+    ids = numbers.of(request.scope, request.ids)
     if length > tokens_per_id * num_ids:
         ids = (*ids, numbers.hash_of("rest", index))
-    return TraceRequest(request.time_ms or 0.0, length, request.output_length, ids, tokens_per_id)
+    return TraceRequest(
+        request.time_ms or 0.0,
+        length,
+        request.output_length,
+        ids,
+        tokens_per_id,
+        numbers.of(request.scope, request.output_ids),
+        request.session,
+        request.awaits,
+        request.is_last,
+    )
 
 
 def _hint(trace_format: TraceFormat) -> str:

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
+from radixkv.api.awaits import Awaits
 from radixkv.config.model_directory import shown
 from radixkv.errors import ConfigError
 from radixkv.planning.trace_records import Record
@@ -35,6 +36,13 @@ _UNIT_NAMES: Mapping[TimeUnit, str] = {"ms": "milliseconds", "s": "seconds"}
 _TEXT_FIELDS = ("messages", "conversations", "conversation", "prompt", "text", "text_input", "body", "payload")
 _CONVERT = "convert it with `radixkv trace FILE --tokenizer DIR --output TRACE`"
 _EVENTS = frozenset({"BlockStored", "BlockRemoved", "AllBlocksCleared"})
+# Why an answer ended, in Anthropic's and OpenAI's terms.
+_STOPS = {
+    "tool_use": Awaits.TOOL,
+    "tool_calls": Awaits.TOOL,
+    "end_turn": Awaits.USER,
+    "stop": Awaits.USER,
+}
 _DEVICE_MEDIA = (None, "gpu", "GPU")
 # A chunk of a prefill follows after one step, and a decoded block after 16 steps; the next turn of a chat takes longer.
 _SAME_REQUEST_S = 2.0
@@ -52,6 +60,11 @@ class RecordedRequest:
         ids: of the prompt's blocks: int, str or bytes.
         scope: requests share equal ids only if they have the same scope.
         tokens_per_id: tokens per id; None if the file does not contain it.
+        output_ids: of the blocks from the one in which the prompt ends on, with the generated tokens; empty if the file
+            does not contain them.
+        session: the session that the request belongs to; empty for none.
+        awaits: what the session waits for after the answer, by the reason why the answer ended.
+        is_last: whether the session sends nothing more.
     """
 
     where: str
@@ -61,6 +74,10 @@ class RecordedRequest:
     ids: Sequence[int | str | bytes]
     scope: str = ""
     tokens_per_id: int | None = None
+    output_ids: Sequence[int | str | bytes] = ()
+    session: str = ""
+    awaits: Awaits = Awaits.UNKNOWN
+    is_last: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +133,10 @@ def _read_mooncake(records: Iterable[Record], unit: TimeUnit, *, trace: str) -> 
             _integer(_field(fields, "input_length", where, trace), "input_length", 1, where),
             _output_length(fields.get("output_length"), "output_length", where),
             ids,
+            output_ids=_ids(fields.get("output_hash_ids", []), "output_hash_ids", 0, where),
+            session=str(fields.get("session", "")),
+            awaits=_STOPS.get(str(fields.get("stop")), Awaits.UNKNOWN),
+            is_last=fields.get("last") is True,
         )
 
 
@@ -221,7 +242,9 @@ def _read_weka(records: Iterable[Record], unit: TimeUnit) -> Iterator[RecordedRe
         requests = _field(session, "requests", where, "weka")
         if not isinstance(requests, list):
             raise ConfigError(f"{where}: requests: expected a list of requests, got {shown(requests)}")
-        for place, fields, time_ms in _weka_requests(requests, where, unit):
+        found = list(_weka_requests(requests, where, unit))
+        last = max(found, key=lambda each: each[2] or 0.0, default=None)
+        for place, fields, time_ms in found:
             length = "input_length" if "input_length" in fields else "in"
             output = "output_length" if "output_length" in fields else "out"
             yield RecordedRequest(
@@ -232,6 +255,9 @@ def _read_weka(records: Iterable[Record], unit: TimeUnit) -> Iterator[RecordedRe
                 _ids(fields.get("hash_ids", []), "hash_ids", 0, place),
                 scope,
                 tokens_per_id,
+                session=f"session {number}",
+                awaits=_STOPS.get(str(fields.get("stop")), Awaits.UNKNOWN),
+                is_last=last is not None and place == last[0],
             )
 
 

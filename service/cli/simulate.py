@@ -15,7 +15,15 @@ from typing import Any
 from radixkv.config import CacheConfig
 from radixkv.config.needed_package import missing_package
 from radixkv.errors import ConfigError
-from radixkv.planning.simulate import OPTIMAL, SIMULATED_POLICIES, Simulation, check_simulation, simulate
+from radixkv.planning.simulate import (
+    HINTS,
+    NO_HINTS,
+    OPTIMAL,
+    SIMULATED_POLICIES,
+    Simulation,
+    check_simulation,
+    simulate,
+)
 from radixkv.planning.tiers import TierCapacity
 from radixkv.planning.trace import TraceRequest
 from radixkv.service.cli.argument_types import COUNTS, capacities, names, positive, share
@@ -37,6 +45,13 @@ _OPTIONS = (
         "share of the cache for one-shot prompts, as cache.probation_share (whose default is "
         f"{CacheConfig().probation_share}); with 1 the policy alone decides",
         1.0,
+    ),
+    Option(
+        "--hints",
+        "H",
+        None,
+        f"what the cache knows of sessions: {', '.join(HINTS)}; stop: why each answer ended",
+        NO_HINTS,
     ),
     tier_option("tiers for blocks that are evicted from the cache"),
     flag("--json", "print a JSON list with one object per policy and capacity"),
@@ -82,12 +97,20 @@ def run_simulations(arguments: argparse.Namespace, tiers: Sequence[TierCapacity]
     """
     policies, capacities_tokens, block_size = arguments.policy, arguments.capacity_tokens, arguments.block_size
     for policy, capacity_tokens in itertools.product(policies, capacities_tokens):
-        check_simulation(policy=policy, capacity_tokens=capacity_tokens, block_size=block_size, tiers=tiers)
+        check_simulation(
+            policy=policy,
+            capacity_tokens=capacity_tokens,
+            block_size=block_size,
+            tiers=tiers,
+            hints=arguments.hints,
+        )
     plot = None if arguments.plot is None else Path(arguments.plot)
     if plot is not None:
         _require_plottable(plot)
     requests, probation_share = requests_of(arguments), arguments.probation_share
-    simulations = _simulate_all(requests, policies, capacities_tokens, block_size, probation_share, tiers)
+    simulations = _simulate_all(
+        requests, policies, capacities_tokens, block_size, probation_share, tiers, arguments.hints
+    )
     if plot is not None:
         from radixkv.service.cli.hit_rate_plot import draw_hit_rates
 
@@ -144,6 +167,7 @@ def _simulate_all(
     block_size: int,
     probation_share: float,
     tiers: Sequence[TierCapacity],
+    hints: str = NO_HINTS,
 ) -> list[Simulation]:
     simulations = []
     for policy, capacity_tokens in itertools.product(policies, capacities_tokens):
@@ -156,6 +180,7 @@ def _simulate_all(
                     block_size=block_size,
                     probation_share=probation_share,
                     tiers=tiers,
+                    hints=hints,
                     on_request=advance,
                 )
             )

@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import cache
 
 import pytest
 
+from radixkv.api.awaits import Awaits
 from radixkv.config import EVICTION_POLICIES
 from radixkv.errors import ConfigError
-from radixkv.planning.simulate import OPTIMAL, SIMULATED_POLICIES, Simulation, simulate
+from radixkv.planning.simulate import HINTS, OPTIMAL, SIMULATED_POLICIES, Simulation, simulate
 from radixkv.planning.trace import TOKENS_PER_ID, TraceRequest, load_trace
 
 TRACE = os.environ.get("RADIXKV_TRACE")
@@ -238,3 +240,53 @@ def test_the_default_is_no_regret_on_the_trace() -> None:
     for index in range(len(CAPACITIES_TOKENS)):
         assert adaptive[index] >= max(lru[index], slru[index]) - 0.005
     assert adaptive[0] >= 1.5 * lru[0]
+
+
+def agents(num_sessions: int = 30, num_turns: int = 8) -> list[TraceRequest]:
+    """Sessions that grow by a block per turn: half of them wait for tools, the others for users who seldom return."""
+    requests = []
+    for session in range(num_sessions):
+        waits_for_tools = session % 2 == 0
+        for turn in range(num_turns if waits_for_tools else 2):
+            is_last = turn == (num_turns if waits_for_tools else 2) - 1
+            requests.append(
+                TraceRequest(
+                    timestamp_ms=1000.0 * (2 * session + (turn if waits_for_tools else 60 * turn)),
+                    input_length=TOKENS_PER_ID * (turn + 3),
+                    output_length=1,
+                    hash_ids=tuple(1000 * session + block for block in range(turn + 3)),
+                    session=f"s{session}",
+                    awaits=Awaits.TOOL if waits_for_tools and not is_last else Awaits.USER,
+                    is_last=is_last,
+                )
+            )
+    return sorted(requests, key=lambda request: request.timestamp_ms)
+
+
+def test_known_ends_of_sessions_gain_hits_under_every_policy() -> None:
+    for policy in EVICTION_POLICIES:
+        rates = [
+            simulate(agents(), policy=policy, capacity_tokens=24 * TOKENS_PER_ID, hints=hints).token_hit_rate
+            for hints in ("none", "stop+end")
+        ]
+        assert rates[1] > rates[0], policy
+
+
+def test_hints_change_nothing_where_the_trace_has_none() -> None:
+    requests = trace([(1, 2), (3, 4), (5, 6), (1, 2, 7), (3, 4)])
+    done = [simulate(requests, policy="adaptive", capacity_tokens=4 * 512, hints=hints) for hints in HINTS]
+    assert len({each.cached_tokens for each in done}) == 1
+
+
+def test_unknown_hints_are_refused() -> None:
+    with pytest.raises(ConfigError, match="hints: expected one of none, stop, stop\\+end, got all"):
+        simulate(trace([(1,)]), policy="lru", capacity_tokens=512, hints="all")
+
+
+def test_recorded_answers_are_cached_too() -> None:
+    first = TraceRequest(0, 700, 600, (1, 2), output_ids=(3, 4))  # the prompt ends inside the second block
+    second = TraceRequest(1000, 1300, 1, (1, 3, 5))
+    done = simulate([first, second], policy="lru", capacity_tokens=10 * 512)
+    assert done.cached_tokens == 2 * 512
+    without = simulate([replace(first, output_ids=()), second], policy="lru", capacity_tokens=10 * 512)
+    assert without.cached_tokens == 512

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from radixkv.api.awaits import Awaits
 from radixkv.errors import ConfigError
 from radixkv.planning.trace import TraceRequest, block_tokens, load_trace, prompt_tokens, tokens_per_scaled_id
 
@@ -363,3 +364,34 @@ def test_equal_ids_of_different_length_are_prefixes_of_each_other() -> None:
     short, long = (prompt_tokens(request(n, 3, 4), vocab_size=256, scale=0.25) for n in (600, 900))
     assert len(short) < len(long)
     assert (short == long[: len(short)]).all()
+
+
+def test_what_a_trace_knows_of_sessions_is_read(tmp_path: Path) -> None:
+    first = {"timestamp": 1, "input_length": 600, "output_length": 500, "hash_ids": [1, 2], "output_hash_ids": [3, 4]}
+    lines = [
+        {**first, "session": "a1", "stop": "tool_use"},
+        {"timestamp": 2, "input_length": 600, "hash_ids": [1, 5], "session": 7, "stop": "end_turn", "last": True},
+        {"timestamp": 3, "input_length": 600, "hash_ids": [1, 6], "stop": "other"},
+    ]
+    file = tmp_path / "trace.jsonl"
+    file.write_text("\n".join(map(json.dumps, lines)))
+    requests = load_trace(file)
+    assert [(each.session, each.awaits, each.is_last, each.output_ids) for each in requests] == [
+        ("a1", Awaits.TOOL, False, (3, 4)),
+        ("7", Awaits.USER, True, ()),
+        ("", Awaits.UNKNOWN, False, ()),
+    ]
+
+
+def test_the_last_request_of_an_agent_session_is_known(tmp_path: Path) -> None:
+    requests = [
+        {"t": 9.0, "in": 64, "out": 1, "hash_ids": [1], "stop": "end_turn"},
+        {"t": 1.0, "in": 64, "out": 1, "hash_ids": [1], "stop": "tool_use"},
+    ]
+    file = tmp_path / "trace.json"
+    file.write_text(json.dumps({"id": "x", "block_size": 64, "requests": requests}))
+    read = load_trace(file)
+    assert [(each.awaits, each.is_last, each.session) for each in read] == [
+        (Awaits.TOOL, False, "session 0"),
+        (Awaits.USER, True, "session 0"),
+    ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from radixkv.api.awaits import Awaits
 from radixkv.config import Config
 from radixkv.errors import ConfigError
+from radixkv.planning.simulate import simulate
 from radixkv.planning.trace import load_trace
 from radixkv.telemetry import traffic_recorder
 from radixkv.telemetry.traffic_recorder import TrafficRecorder, recorded_traffic
@@ -132,3 +134,30 @@ def test_a_key_that_is_damaged_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "key").write_bytes(b"short")
     with pytest.raises(ConfigError, match=r"server\.record_path: expected a key of 32 bytes"):
         TrafficRecorder(tmp_path, 2**20, 4)
+
+
+def test_a_replay_predicts_what_the_server_reused(tmp_path: Path) -> None:
+    """Conversations of growing prompts with generated answers, in a pool that holds a few of them."""
+    recording = Recording(tmp_path)
+    random = Random(7)
+    conversations = [[100 * number + token for token in range(5)] for number in range(12)]
+    for _ in range(300):
+        number = int(random.triangular(0, len(conversations), 3))
+        tokens = conversations[number]
+        generation = recording.bench.generate(list(tokens), max_new_tokens=random.randint(1, 9))
+        recording.bench.run()
+        tokens += [*generation.result(0).token_ids, *(random.randrange(500) for _ in range(random.randint(1, 6)))]
+        recording.bench.clock.now_s += random.random()
+        if len(tokens) > 90:
+            conversations[number] = tokens[: random.randint(4, 30)]
+    lines = recording.lines()
+    measured = sum(line["cached_length"] for line in lines) / sum(line["input_length"] for line in lines)
+    pool = recording.bench.cache.pool
+    simulated = simulate(
+        load_trace(tmp_path, tokens_per_id=BLOCK_SIZE),
+        policy="lru",
+        capacity_tokens=pool.num_blocks * BLOCK_SIZE,
+        block_size=BLOCK_SIZE,
+    )
+    assert 0.3 < measured < 0.9
+    assert abs(simulated.token_hit_rate - measured) <= 0.02
