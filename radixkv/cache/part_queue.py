@@ -15,7 +15,7 @@ _OUTSIDE = -1
 
 
 class PartQueue:
-    """Orders unpinned parts for eviction: parts that requests only passed come before those where a request ended.
+    """Orders unpinned parts for eviction. *Passed* parts, which the window of a request left behind, are evicted first.
 
     A passed part is only useful to a prompt that diverges there, and prompts may diverge anywhere. Therefore windows
     are evicted evenly over a prompt: those that end at odd eighths of it before those at odd quarters, and the window

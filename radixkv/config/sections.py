@@ -576,7 +576,7 @@ class TenantConfig:
         uses_public_prefixes: whether prompts of the tenant reuse public prefixes, which are computed once for all
             tenants.
         weight: share of the computed tokens while tenants compete, relative to the default weight of 1.
-        max_calls_per_s: maximum rate of Prefill and Generate calls, per second; further calls are refused with
+        max_calls_per_s: maximum rate of Prefill, Generate and Hint calls, per second; further calls are refused with
             RESOURCE_EXHAUSTED. Default: unlimited.
         max_computed_tokens_per_s: maximum rate of computed tokens, per second; while it is exceeded, calls are refused.
             Cached tokens do not count. Default: unlimited.

@@ -1,4 +1,4 @@
-"""The keys of CURVE: that of the server, and those of the readers that may connect, from files."""
+"""The keys of CURVE, the encryption of ZMQ: that of the server, and those of the readers that may connect."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def read_curve_keys(config: EventsConfig) -> CurveKeys | None:
     """Read the files of the configuration. Returns None without them.
 
     Raises:
-        ConfigError: only one of the two keys of the configuration is set, the package is missing, or a file can't be
-            used. The message names the key.
+        ConfigError: only one of `curve_key_file` and `curve_clients` is set, PyNaCl is missing, or a file can't be
+            used. The message names the setting.
     """
     if config.curve_key_file is None and config.curve_clients is None:
         return None

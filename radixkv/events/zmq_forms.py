@@ -4,7 +4,7 @@
     map         {"type": "BlockStored", "block_hashes": hashes, ...}, also called plain_map
 
 Source: vLLM's `KVEventBatch`. Blocks that must not be matched by tokens alone, such as those of salted prompts, are
-omitted: readers over ZMQ have no credentials, and cannot compute the secret name of a namespace.
+omitted, because readers over ZMQ have no credentials.
 """
 
 from __future__ import annotations

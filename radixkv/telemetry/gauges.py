@@ -121,7 +121,7 @@ class EngineGauges(Collector):
         stats = self._engine.agent_stats()
         yield GaugeMetricFamily(
             "radixkv_sessions",
-            "Sessions with a running request or with blocks that only they have used.",
+            "Sessions with a running request, with blocks of their own, or with a prompt to prefetch.",
             stats.sessions,
         )
         hints = CounterMetricFamily("radixkv_hints", "Actions of hints.", labels=["action", "status"])

@@ -23,7 +23,7 @@ TRACE_OPTIONS = (
         "--tokens-per-id",
         "N",
         positive,
-        "tokens per id of the trace (default: as the trace states, 16 for bailian, or the power of two that fits)",
+        "tokens per hash id of the trace (default: as the trace states, 16 for bailian, or the power of two that fits)",
     ),
     Option(
         "--timestamps",

@@ -150,8 +150,8 @@ def _application(plan: FleetPlan) -> Any:
 
     fleet = plan.config.fleet
     drain_s = plan.config.server.drain_timeout_s
-    lives = {"health_check_period_s": _HEALTH_PERIOD_S, "health_check_timeout_s": _HEALTH_TIMEOUT_S}
-    ends = {"graceful_shutdown_timeout_s": drain_s + _STOP_S, "graceful_shutdown_wait_loop_s": 0.1}
+    health_checks = {"health_check_period_s": _HEALTH_PERIOD_S, "health_check_timeout_s": _HEALTH_TIMEOUT_S}
+    shutdown = {"graceful_shutdown_timeout_s": drain_s + _STOP_S, "graceful_shutdown_wait_loop_s": 0.1}
     routing = RequestRouterConfig(
         request_router_class=_ROUTER,
         request_router_kwargs={
@@ -185,8 +185,8 @@ def _application(plan: FleetPlan) -> Any:
             ray_actor_options={"num_cpus": plan.cpus, "num_gpus": plan.gpus},
             max_constructor_retry_count=_MAX_STARTS,
             **number,
-            **lives,
-            **ends,
+            **health_checks,
+            **shutdown,
         )
         replicas.append(described.bind(with_role(plan.config, deployment.role), secrets, plan.replica_host))
     return serve.deployment(
@@ -194,8 +194,8 @@ def _application(plan: FleetPlan) -> Any:
         name="Ingress",
         num_replicas=1,
         ray_actor_options={"num_cpus": 0, "runtime_env": {"env_vars": _ONE_LOOP}},
-        **lives,
-        **ends,
+        **health_checks,
+        **shutdown,
     ).bind(plan.config.server, fleet, *replicas)
 
 

@@ -78,7 +78,7 @@ class HttpPort:
         receiver: receives requests, together with those of the gRPC port.
         tls: TLS of the port; None without a certificate.
         is_healthy: returns whether the engine accepts requests.
-        page: draws the state of the engine, and asks the model.
+        page: draws the state of the engine, and has a playground.
         count_refusal: is called with the exception of each request that is refused before it reaches the engine.
 
     Attributes:

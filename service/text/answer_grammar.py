@@ -12,7 +12,7 @@ from radixkv.service.text.answer_format import AnswerFormat
 # The white space that `tojson` of chat templates writes, so that a call is rendered as it was generated.
 _SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _ANY = "/(?s:.*)/"
-_OTHER_TEXT = r"/\s*[^\s{\[](?s:.*)/"  # text that begins like no call without a tag
+_OTHER_TEXT = r"/\s*[^\s{\[](?s:.*)/"  # text that does not begin with a bracket, as calls without a tag do
 _DEFINITIONS = ("$defs", "definitions")
 # Keys of schemas that do not constrain a value. They would take most of the maximum length of a grammar.
 _ANNOTATIONS = {"title", "description", "examples", "default", "deprecated", "readOnly", "writeOnly", "$comment"}
@@ -26,7 +26,7 @@ def forced_calls(
     """Return the grammar of answers that consist of calls, after reasoning if there is any.
 
     Args:
-        form: the format of answers; it has one of calls.
+        form: the format of answers; `form.tools` is not None.
         functions: the functions that may be called, each with `name` and `parameters`, a JSON schema.
         is_parallel: whether there may be several calls.
         is_open: whether the prompt ends with the beginning of reasoning; None if no reasoning may follow.
@@ -70,10 +70,10 @@ def calls_or_answer(
 def strict_calls(
     form: AnswerFormat, functions: Sequence[Mapping[str, Any]], *, is_parallel: bool, is_open: bool | None = None
 ) -> str:
-    """Return the grammar of any text in which whatever begins like a call is one, and its arguments follow the schema.
+    """Return the grammar of any text, in which what begins like a call must be one that follows the schema.
 
     Args:
-        form: the format of answers; it has one of calls.
+        form: the format of answers; `form.tools` is not None.
         functions: as for `forced_calls`.
         is_parallel: whether there may be several calls. Otherwise, text after the first one is not constrained.
         is_open: as for `forced_calls`.
@@ -93,7 +93,7 @@ def strict_calls(
     text = rules.any_text()
     if begin in form.tags:
         rules.add("call_in_text", f"{text} {rules.literal(begin)} {calls}")
-    else:  # of the tokens that continue a text, those that complete the beginning of a call begin one
+    else:  # `begin` is ordinary text; a lazy rule ends with its first occurrence
         rules.add("text_to_call[lazy]", f"{_ANY} {rules.literal(begin)}")
         rules.add("call_in_text", f"{'' if text == _ANY else text} text_to_call {calls}")
     rules.add("start", f"call_in_text{'*' if is_parallel else '?'} {text}")
@@ -262,7 +262,7 @@ class _Rules:
 
 
 def _joined(pairs: Sequence[tuple[str, bool]], separator: str) -> str:
-    """Return an expression of expressions with a separator between them: the required ones, then any of the others."""
+    """Join expressions with a separator: all required ones, then any of the others."""
     comma = json.dumps(separator)
     required = [pair for pair, is_required in pairs if is_required]
     others = [pair for pair, is_required in pairs if not is_required]

@@ -24,7 +24,7 @@ class Page:
 
     Args:
         feed: returns the state.
-        has_api: whether the port serves OpenAI's API, with which the page asks the model.
+        has_api: whether the port serves OpenAI's API, which the playground of the page needs.
     """
 
     PATHS = ("/", "/state.json")
