@@ -36,7 +36,7 @@ _WIDTHS_S = np.diff(_AGES_S, prepend=0.0)  # [num_ages]
 _SHORTEST_AGE_S = float(_AGES_S[0])
 _MIN_UNUSED_SHARE = 1e-3  # assumed share of blocks that are never reused
 
-_PRIOR_USES = 30  # a kind with as many uses gets the mean of its own density and that of its group
+_PRIOR_USES = 30  # after this many waits, a kind gets the geometric mean of its own density and that of its group
 _TINY_DENSITY = 1e-12
 
 _TURNS_TO_LEARN = 4  # one turn is the insertion of as many blocks as the cache has
@@ -54,8 +54,8 @@ class HitDensities:
 
     Attributes:
         hits: `[num_kinds][num_ages]`, blocks used again, by age.
-        stays: `[num_kinds]`, blocks that began to wait for their next use.
-        num_stays: `[num_kinds]`, the same, counting nodes.
+        stays: `[num_kinds]`, number of blocks that began to wait for their next use.
+        num_stays: `[num_kinds]`, number of nodes that did.
     """
 
     def __init__(self) -> None:
@@ -86,7 +86,7 @@ class HitDensities:
         self.num_stays = [each * kept for each in self.num_stays]
 
     def density(self, kind: int, age_s: float) -> float:
-        """Return the hits per block second to expect of a node of this kind and age. Complexity: O(1)."""
+        """Return the expected hits per block second of a node of this kind and age. Complexity: O(1)."""
         return self._densities[kind][_age_index(math.log2(max(age_s, _SHORTEST_AGE_S)))]
 
     def update(self) -> None:
@@ -145,7 +145,7 @@ def _age_index(log_age: float) -> int:
 
 
 class _Stay:
-    """A node that waits for its next use: the blocks that were used before, and new ones after them.
+    """The policy's note on a node: its blocks that were used before, and new ones after them.
 
     Attributes:
         kind: the kind of the used blocks.
@@ -214,7 +214,7 @@ class _Ghost(NamedTuple):
 
 
 class AdaptivePolicy(EvictionPolicy):
-    """Evicts the leaf that has the fewest hits to expect per block second.
+    """Evicts the leaf with the fewest expected hits per block second.
 
     A leaf is of a kind: by what its session awaits, and by its pace (the mean time between its uses) or, if it was
     never reused, by its parent's uses and its length. For each kind the policy records after how many seconds blocks
@@ -254,7 +254,7 @@ class AdaptivePolicy(EvictionPolicy):
         return num_new_blocks if num_new_blocks > 0 else leaf.num_blocks
 
     def worth(self, kind: int, key: float, now_s: float) -> float:
-        """Return the hits per block second to expect of a leaf. Complexity: O(1)."""
+        """Return the expected hits per block second of a leaf. Complexity: O(1)."""
         if kind >= _NUM_KINDS * Awaits.NOTHING:
             return -1.0
         if self._num_new_blocks < _TURNS_TO_LEARN * self._num_blocks:
@@ -275,7 +275,7 @@ class AdaptivePolicy(EvictionPolicy):
         self._tick()
 
     def waits(self, node: Node) -> None:
-        """Record what the session that used a node last awaits."""
+        """Record what the last session that used a node waits for."""
         stay: _Stay = node.policy_note
         kind = stay.kind % _NUM_KINDS + _NUM_KINDS * node.awaits
         new_kind = stay.new_kind % _NUM_KINDS + _NUM_KINDS * node.awaits
