@@ -29,6 +29,8 @@ Entry = tuple[int, Any, int, int, Node]
 # The newest leaf of a kind is evicted instead of the oldest one of a kind only if it is worth so much less. This keeps
 # a part of a loop that is larger than the cache, and chance from evicting what was just used.
 _NEWEST_FACTOR = 1.3
+# Seconds for which the order of kinds is kept: their leaves hardly age in that time.
+_RANKED_FOR_S = 0.1
 
 
 class EvictionQueue(Listener):
@@ -297,12 +299,16 @@ class TenantEvictionQueues:
 class LeafQueue:
     """Leaves sorted by priority, and then by the policy's key, in one list for each kind.
 
+    The order of kinds is kept for a tenth of a second, in which their leaves hardly age.
+
     Complexity: O(log n) to add and to remove; O(kinds) to find the first.
     """
 
     def __init__(self, policy: EvictionPolicy) -> None:
         self._policy = policy
         self._by_kind: dict[int, SortedList] = {}
+        self._ranked: dict[int, Entry] = {}  # the first entry of each kind; a kind that has changed is missing
+        self._ranked_s = 0.0
         self._num_leaves = 0
 
     def __len__(self) -> int:
@@ -314,12 +320,14 @@ class LeafQueue:
         if entries is None:
             entries = self._by_kind[entry[3]] = SortedList()
         entries.add(entry)
+        self._ranked.pop(entry[3], None)
         self._num_leaves += 1
 
     def remove(self, entry: Entry) -> None:
         """Remove an entry that is in this queue."""
         entries = self._by_kind[entry[3]]
         entries.remove(entry)
+        self._ranked.pop(entry[3], None)
         if not entries:
             del self._by_kind[entry[3]]
         self._num_leaves -= 1
@@ -331,16 +339,22 @@ class LeafQueue:
         """
         if not self._policy.has_kinds:
             return next((entries[0] for entries in self._by_kind.values()), None)
+        ranked = self._ranked
+        if not self._ranked_s <= now_s < self._ranked_s + _RANKED_FOR_S:
+            self._ranked_s = now_s
+            ranked.clear()
+        if len(ranked) < len(self._by_kind):
+            for kind, entries in self._by_kind.items():
+                if kind not in ranked:
+                    ranked[kind] = self._first_of_kind(kind, entries, now_s)
+        return min(ranked.values()) if ranked else None
+
+    def _first_of_kind(self, kind: int, entries: SortedList, now_s: float) -> Entry:
+        """Return the oldest leaf of a kind, or the newest one if that is worth less."""
         worth_of = self._policy.worth
-        first: Entry | None = None
-        for kind, entries in self._by_kind.items():
-            priority, key, arrival, _, leaf = entries[0]
-            rank = priority, (worth_of(kind, key, now_s), key), arrival, kind, leaf
-            if first is None or rank < first:
-                first = rank
-            newest_priority, key, arrival, _, leaf = entries[-1]
-            if newest_priority == priority and len(entries) > 1:
-                rank = priority, (_NEWEST_FACTOR * worth_of(kind, key, now_s), key), arrival, kind, leaf
-                if rank < first:
-                    first = rank
-        return first
+        priority, key, arrival, _, leaf = entries[0]
+        oldest = priority, (worth_of(kind, key, now_s), key), arrival, kind, leaf
+        newest_priority, key, arrival, _, leaf = entries[-1]
+        if newest_priority != priority or len(entries) == 1:
+            return oldest
+        return min(oldest, (priority, (_NEWEST_FACTOR * worth_of(kind, key, now_s), key), arrival, kind, leaf))

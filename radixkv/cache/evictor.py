@@ -124,7 +124,8 @@ class Evictor:
         if ceiling is not None:
             self.expire()
             over = usage.num_cached_blocks + usage.num_leased_blocks + num_blocks - ceiling
-            self._evict(over, lambda: self._queue.first_of(tenant, self._clock()), tenant)
+            now_s = self._clock()
+            self._evict(over, lambda: self._queue.first_of(tenant, now_s), tenant)
         if self._windows.shares_memory:
             self._make_room_with_parts(num_blocks, windows, tenant)
         elif num_blocks > self._pool.num_free:
@@ -157,9 +158,10 @@ class Evictor:
         With `with_dead_ends`, further blocks before these are freed if no prompt could continue after them.
         """
         self.expire()
+        now_s = self._clock()
         return self._evict(
             num_blocks,
-            lambda: self._queue.first(self._spared(tenant), self._clock()),
+            lambda: self._queue.first(self._spared(tenant), now_s),
             tenant,
             with_dead_ends=with_dead_ends,
         )
