@@ -1,4 +1,4 @@
-"""Stats and Purge of a fleet: each call is made on all replicas, and the responses are aggregated."""
+"""Stats, Purge and EndSession of a fleet: each call is made on all replicas, and the responses are aggregated."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class FleetCacheService:
     @property
     def methods(self) -> Mapping[str, Callable[[Any, Context], Awaitable[Any]]]:
         """The methods of CacheService that a fleet implements."""
-        return {"Purge": self.purge, "Stats": self.stats}
+        return {"Purge": self.purge, "Stats": self.stats, "EndSession": self.end_session}
 
     async def purge(self, request: cache_pb2.PurgeRequest, context: Context) -> cache_pb2.PurgeResponse:
         """Purge namespaces on all replicas. The call succeeds only if it did on each of them."""
@@ -66,6 +66,20 @@ class FleetCacheService:
             response.stores.append(cache_pb2.DeletedBlocks(store=store, blocks=blocks))
         return response
 
+    async def end_session(self, request: cache_pb2.EndSessionRequest, context: Context) -> cache_pb2.EndSessionResponse:
+        """End a session on all replicas. The call succeeds only if it did on each of them."""
+        require_names(tenant=request.tenant, session_id=request.session_id)
+        async with replica_errors_as_status(context):
+            responses, failures = await self._call_all(
+                lambda connection: connection.cache.EndSession(request, **call_options(connection, context))
+            )
+            if failures:
+                raise _incomplete(failures, len(responses))
+        return cache_pb2.EndSessionResponse(
+            was_known=any(each.was_known for each in responses.values()),
+            blocks=sum(each.blocks for each in responses.values()),
+        )
+
     async def stats(self, request: cache_pb2.StatsRequest, context: Context) -> cache_pb2.StatsResponse:
         """Return the sum of the statistics of all replicas, and the statistics of each."""
         require_names(tenant=request.tenant)
@@ -76,7 +90,7 @@ class FleetCacheService:
             if not responses:
                 raise _incomplete(failures, 0)
         max_tenants = request.max_tenants if request.HasField("max_tenants") else DEFAULT_MAX_TENANTS
-        response = summed(responses.values(), max_tenants)
+        response = summed(responses.values(), max_tenants, request.max_sessions)
         for address, part in responses.items():
             response.replicas.add(address=address).stats.CopyFrom(part)
         for address, failure in failures.items():
@@ -110,7 +124,9 @@ class FleetCacheService:
         return responses, failures
 
 
-def summed(responses: Iterable[cache_pb2.StatsResponse], max_tenants: int) -> cache_pb2.StatsResponse:
+def summed(
+    responses: Iterable[cache_pb2.StatsResponse], max_tenants: int, max_sessions: int = 0
+) -> cache_pb2.StatsResponse:
     """Add up the statistics of replicas.
 
     A namespace or a segment that several replicas have counts several times. A fleet has no epoch. A number that one of
@@ -119,13 +135,16 @@ def summed(responses: Iterable[cache_pb2.StatsResponse], max_tenants: int) -> ca
     Args:
         responses: the responses of the replicas, at least one.
         max_tenants: number of tenants to list, those with the most blocks.
+        max_sessions: number of sessions to list, those used most recently. A session of several replicas is listed for
+            each.
     """
     parts = list(responses)
     total = cache_pb2.StatsResponse()
     _add(total, parts)
     total.ClearField("epoch")
     largest = sorted(total.tenants, key=lambda each: (-each.cached_blocks, each.tenant))[:max_tenants]
-    kept = cache_pb2.StatsResponse(tenants=largest)
+    latest = sorted((each for part in parts for each in part.sessions), key=lambda each: each.idle_s)[:max_sessions]
+    kept = cache_pb2.StatsResponse(tenants=largest, sessions=latest)
     del total.tenants[:]
     total.MergeFrom(kept)
     return total
@@ -150,7 +169,7 @@ def _add(total: Message, parts: Sequence[Message]) -> None:
     """Add up messages of one type into an empty one, field by field."""
     for field in total.DESCRIPTOR.fields:
         name, values = field.name, [getattr(part, field.name) for part in parts]
-        if name == "replicas":
+        if name in ("replicas", "sessions"):
             continue
         if name in _NAME_OF:
             _add_by_name(getattr(total, name), values, _NAME_OF[name])

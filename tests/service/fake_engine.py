@@ -239,6 +239,11 @@ class FakeEngine:
         future.set_result(_retained(retention))
         return future
 
+    def end_session(self, session_id, caller=None) -> Future:
+        future = Future()
+        future.set_result(7 if session_id == "build-42" else None)
+        return future
+
     def purge(self, *, tenant, adapter, salt) -> Future:
         future = Future()
         self.purges.append((tenant, adapter, salt))

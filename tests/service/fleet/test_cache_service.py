@@ -192,3 +192,15 @@ def test_times_add_up_by_their_buckets() -> None:
     times = TimeStats(bounds_s=[1.0, 2.0], counts=[1, 2, 3], sum_s=4.0)
     response = summed([answer(1, first_tokens=times), answer(1, first_tokens=times), answer(1)], 100)
     assert response.first_tokens == TimeStats(bounds_s=[1.0, 2.0], counts=[2, 4, 6], sum_s=8.0)
+
+
+def test_a_session_ends_on_all_replicas() -> None:
+    async def test() -> None:
+        async with fleet(2) as served, AsyncClient(served.address) as client:
+            ended = await client.end_session("build-42", tenant="acme")
+            assert (ended.was_known, ended.blocks) == (True, 2 * 7)
+            assert not (await client.end_session("unknown", tenant="acme")).was_known
+            stats = await client.stats(max_sessions=3)
+            assert [each.session_id for each in stats.sessions] == ["build-42", "build-42", "chat"]
+
+    run(test)
