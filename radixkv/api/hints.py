@@ -64,7 +64,8 @@ class AgentStats(NamedTuple):
         hints: totals since the start, by action type and status, such as `("kv.pin", "clipped")`. Action types that do
             not exist count as `other`.
         prefetched_tokens: tokens that were loaded before a request needed them.
-        dropped_prefetches: prefetches for which there was no room, or whose blocks no tier had any more.
+        dropped_prefetches: prefetches for which there was no room, whose blocks no tier had any more, or whose
+            session is no longer known.
     """
 
     sessions: int

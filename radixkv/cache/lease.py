@@ -60,6 +60,7 @@ class Lease:
         num_expected_tokens: length that the lease will probably reach; adjacent blocks are left free for that.
         num_nodes: nodes that were visited to find what is reused.
         is_resumed: whether the request had a lease of the same prompt before.
+        is_prefetch: whether it only loads blocks for a later request, and is no use by its session.
         session: the session that the request belongs to; None for none.
         windows: the lease of parts in each group of windowed layers.
         on_close: called when the lease no longer uses the public prefix.
@@ -90,6 +91,7 @@ class Lease:
         "found_tokens",
         "is_closed",
         "is_held",
+        "is_prefetch",
         "is_private",
         "is_resumed",
         "is_revoked",
@@ -128,6 +130,7 @@ class Lease:
         num_expected_tokens: int = 0,
         num_nodes: int = 0,
         is_resumed: bool = False,
+        is_prefetch: bool = False,
         session: Session | None = None,
         windows: Sequence[WindowLease] = (),
         on_close: Callable[[], None] | None = None,
@@ -150,12 +153,13 @@ class Lease:
         self.num_expected_tokens = num_expected_tokens
         self.num_nodes = num_nodes
         self.is_resumed = is_resumed
+        self.is_prefetch = is_prefetch
         self.session = session
         self.windows = windows
         self.committed_tokens = cached_tokens
         self.written_from_tokens: int | None = None
         self.num_dropped_tokens = 0
-        self.awaits = Awaits.UNKNOWN
+        self.awaits = session.awaits if is_prefetch and session is not None else Awaits.UNKNOWN
         self.is_closed = False
         self.is_held = False
         self.is_private = False
@@ -460,7 +464,11 @@ class Lease:
         if self.session is not None and self.session.has_ended:
             self.awaits = Awaits.NOTHING
         self._release_shared()
-        if self.session is not None:
+        if self.session is None:
+            return
+        if self.is_prefetch:
+            self._state.sessions.leave_prefetch(self.session)
+        else:
             prompt = None
             if self._state.sessions.remembers_prompts and self.tokens and not self.is_revoked:
                 prompt = PromptKey(self.namespace._replace(public_prefix=""), bytes(self.tokens))

@@ -405,6 +405,7 @@ class PrefixCache:
         num_private_blocks: int = 0,
         num_expected_tokens: int = 0,
         is_resumed: bool = False,
+        is_prefetch: bool = False,
         session_id: str = "",
         require_path: Callable[[HeldPath, int], None] | None = None,
     ) -> Lease:
@@ -425,6 +426,8 @@ class PrefixCache:
             num_private_blocks: blocks that the caller reserves next with `Lease.reserve_private`, which then succeeds.
             num_expected_tokens: length that the lease will probably reach; adjacent blocks are left free for that.
             is_resumed: the request had a lease of this prompt before, so the tokens it finds do not count as reuse.
+            is_prefetch: the lease only loads blocks for a later request. It is no use by the session: what is known of
+                the session's waits and prompt stays, and a session that does not exist is not created.
             session_id: the conversation that the request belongs to, a name chosen by the tenant; empty for none.
             require_path: called before the lease is opened, if the caller will hold the lease after its request: with
                 the path of blocks that the held lease would keep, and the number of nodes visited to find them. It
@@ -474,7 +477,13 @@ class PrefixCache:
         num_new_blocks = num_blocks - cached_tokens // self.block_size
         if self.windows.pools and read and not is_resumed:
             self.windows.record_lookup(found.namespace, tokens, packed, found_tokens, found.cached_tokens)
-        session = self.sessions.enter(tenant, session_id, self._clock()) if session_id else None
+        session = None
+        if session_id:
+            session = (
+                self.sessions.enter_prefetch(tenant, session_id)
+                if is_prefetch
+                else self.sessions.enter(tenant, session_id, self._clock())
+            )
         node_used_s = 0.0
         if node is not None:
             node_used_s = node.last_used_s
@@ -522,6 +531,7 @@ class PrefixCache:
             num_expected_tokens=num_expected_tokens,
             num_nodes=found.num_nodes,
             is_resumed=is_resumed,
+            is_prefetch=is_prefetch,
             session=session,
             windows=windows,
             on_close=on_close,

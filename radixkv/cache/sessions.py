@@ -94,6 +94,18 @@ class Sessions(Listener):
         self._note_use(session, Awaits.UNKNOWN, now_s)
         return session
 
+    def enter_prefetch(self, tenant: str, session_id: str) -> Session | None:
+        """Return the session of a new lease that only loads blocks, and is no use; None if there is no such session."""
+        session = self._sessions.get((tenant, session_id))
+        if session is not None:
+            session.num_leases += 1
+        return session
+
+    def leave_prefetch(self, session: Session) -> None:
+        """Note that a lease of `enter_prefetch` was closed."""
+        session.num_leases -= 1
+        self._drop_if_unused(session)
+
     def leave(self, session: Session, awaits: Awaits, now_s: float, prompt: PromptKey | None) -> None:
         """Note that a lease of a session was closed; `prompt` is its prompt with the generated tokens, if known."""
         session.num_leases -= 1

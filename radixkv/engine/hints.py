@@ -16,8 +16,8 @@ from radixkv.errors import InvalidRequest
 from radixkv.namespace import Namespace, PromptKey
 from radixkv.tokens import TOKEN_BYTES
 
-Prefetch = Callable[[Namespace, bytes], int]
-"""Starts to load a prompt from the tiers; returns the number of tokens that are loaded."""
+Prefetch = Callable[[Namespace, bytes, str], int]
+"""Starts to load a prompt of a session, or of none (""), from the tiers; returns the number of tokens to load."""
 
 _AWAITS = {each.name.lower(): each for each in Awaits}
 _RANGE_FIELDS = ("start", "end")
@@ -175,7 +175,7 @@ class HintApplier:
             if session.prompt is None:
                 raise Refusal("the last prompt of the session is not known any more")
             prompt = session.prompt
-        num_tokens = self._prefetch(*_required(prompt))
+        num_tokens = self._prefetch(*_required(prompt), "" if session is None else session.session_id)
         return (
             num_tokens,
             "" if num_tokens else "no tier has more of the prompt than the device, or too much is loading",

@@ -37,7 +37,8 @@ class Prefetcher:
 
     Attributes:
         num_loaded_tokens: tokens that were loaded so far.
-        num_dropped: prefetches for which there was no room, or whose blocks no tier had any more.
+        num_dropped: prefetches for which there was no room, whose blocks no tier had any more, or whose session is no
+            longer known.
     """
 
     def __init__(self, cache: PrefixCache, offload: Offload, scheduler: Scheduler) -> None:
@@ -130,22 +131,21 @@ class Prefetcher:
 
     def _fill(self, request: Request) -> None:
         """Give the loaded blocks of a prompt to the tree."""
-        end = request.reuse.stored_upto * TOKEN_BYTES
-        tokens = request.prompt_tokens[:end]
-        session = self._cache.sessions.get(request.tenant, request.params.session_id)
-        awaits = None if session is None else session.awaits
+        session_id = request.params.session_id
+        if session_id and self._cache.sessions.get(request.tenant, session_id) is None:  # it has ended
+            self._drop(request)
+            return
         try:
             lease = self._cache.lease(
                 request.namespace,
-                tokens,
+                request.prompt_tokens[: request.reuse.stored_upto * TOKEN_BYTES],
                 num_headroom_blocks=len(self._scheduler.running),
-                session_id=request.params.session_id,
+                is_prefetch=True,
+                session_id=session_id,
             )
         except CapacityError:
             self._drop(request)
             return
-        if awaits is not None:
-            lease.awaits = awaits
         before = lease.cached_tokens
         num_loaded_tokens = max(0, self._offload.fill(request, lease) - before)
         self.num_loaded_tokens += num_loaded_tokens

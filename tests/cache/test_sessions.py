@@ -159,3 +159,32 @@ def test_a_session_knows_what_it_waits_for(cache: PrefixCache, clock: FakeClock)
     assert (session.awaits, session.last_used_s, session.num_leases) == (Awaits.TOOL, 3, 0)
     with opened(cache, "abcdef", "s"):
         assert (session.awaits, session.num_leases) == (Awaits.UNKNOWN, 1)
+
+
+def test_loading_ahead_is_no_use_by_the_session(clock: FakeClock) -> None:
+    cache = PrefixCache(num_blocks=12, block_size=2, clock=clock, max_session_prompt_bytes=1000)
+    with opened(cache, "abcdef", "s") as lease:
+        lease.commit(6)
+        lease.awaits = Awaits.TOOL
+    session = cache.sessions.get("", "s")
+    assert session is not None
+    cache.evict(2)
+    clock.now_s = 5
+    with cache.lease(MODEL, spell("abcd"), is_prefetch=True, session_id="s") as lease:
+        lease.commit(4)
+        assert session.num_leases == 1
+    cache.check()
+    assert own(cache, "s") == ["abcd"]
+    assert {node.awaits for node in session.nodes} == {Awaits.TOOL}
+    assert (session.awaits, session.last_used_s, session.num_leases) == (Awaits.TOOL, 0, 0)
+    assert session.prompt == (MODEL, spell("abcdef"))
+    clock.now_s = 8
+    publish(cache, "abcdefgh", "s")
+    assert session.tool_wait_s == 8
+
+
+def test_loading_ahead_creates_no_session(cache: PrefixCache) -> None:
+    with cache.lease(MODEL, spell("abcd"), is_prefetch=True, session_id="s") as lease:
+        lease.commit(4)
+    assert cache.sessions.get("", "s") is None
+    cache.check()

@@ -140,15 +140,19 @@ def test_what_a_running_request_uses_stays(client: Client) -> None:
 
 @pytest.mark.parametrize("by_session", [True, False])
 def test_a_session_is_loaded_before_its_next_turn(client: Client, by_session: bool) -> None:
-    client.prefill(prompt(1), session_id="s", awaits=Awaits.TOOL)
-    hint(client, "kv.demote", prompt(1))
-    wait_until(lambda: client.probe([*prompt(1), 1]).stored_tokens == 4 * _BLOCK)
-    outcome = (
-        hint(client, "kv.prefetch", session_id="s") if by_session else hint(client, "kv.prefetch", [*prompt(1), 1])
-    )
+    client.prefill(prompt(1), session_id="s", tenant="acme", awaits=Awaits.TOOL)
+    hint(client, "kv.demote", prompt(1), tenant="acme")
+    wait_until(lambda: client.probe([*prompt(1), 1], tenant="acme").stored_tokens == 4 * _BLOCK)
+    if by_session:
+        outcome = hint(client, "kv.prefetch", session_id="s", tenant="acme")
+    else:
+        outcome = hint(client, "kv.prefetch", [*prompt(1), 1], tenant="acme")
     assert (outcome.status, outcome.tokens) == (HintStatus.HINT_ACCEPTED, 4 * _BLOCK)
-    wait_until(lambda: client.probe([*prompt(1), 1]).cached_tokens == 4 * _BLOCK)
-    usage = client.prefill([*prompt(1), 1], session_id="s").usage
+    wait_until(lambda: client.probe([*prompt(1), 1], tenant="acme").cached_tokens == 4 * _BLOCK)
+    owned = client.segments(session_id="s", tenant="acme").segments
+    assert sum(each.num_blocks for each in owned) == (4 if by_session else 0)
+    assert {each.awaits for each in owned} <= {Awaits.TOOL}
+    usage = client.prefill([*prompt(1), 1], session_id="s", tenant="acme").usage
     assert (usage.device_tokens, usage.host_tokens) == (4 * _BLOCK, 0)
 
 
