@@ -87,7 +87,7 @@ async def well_behaved_calls(target: Target, seconds: float, seed: int) -> Laten
         except grpc.aio.AioRpcError as error:
             statuses[f"{error.code().name}: {error.details()}"] += 1
             return
-        except aiohttp.ClientError as error:
+        except (aiohttp.ClientError, TimeoutError) as error:
             statuses[f"{type(error).__name__}: {error}"] += 1
             return
         statuses["OK"] += 1

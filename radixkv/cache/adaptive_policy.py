@@ -99,10 +99,13 @@ class HitDensities:
         Complexity: constant; it takes half a millisecond.
         """
         shape = (len(Awaits), _NUM_KINDS, _NUM_AGES)
-        hits, stays = np.array(self.hits).reshape(shape), np.array(self.stays).reshape(shape[:2])
+        hits = np.array(self.hits).reshape(shape)
+        # `move` subtracts what `wait` added, although `forget` has reduced that in the meantime.
+        stays = np.maximum(np.array(self.stays), 0.0).reshape(shape[:2])
+        num_stays = np.maximum(np.array(self.num_stays), 0.0).reshape(shape[:2])
         groups = (slice(_NUM_NEW_KINDS), slice(_NUM_NEW_KINDS, None))  # never reused, reused
         own = _densities(hits.reshape(-1, _NUM_AGES), stays.reshape(-1)).reshape(shape)
-        weights = _PRIOR_USES / (_PRIOR_USES + np.array(self.num_stays).reshape(shape[:2]))[..., None]
+        weights = _PRIOR_USES / (_PRIOR_USES + num_stays)[..., None]
         blended = np.empty(shape)
         for group in groups:
             shared = _densities(hits[:, group].sum(axis=1), stays[:, group].sum(axis=1))  # [num_awaits, num_ages]

@@ -39,7 +39,10 @@ class EvictionPolicy(Listener):
         raise NotImplementedError
 
     def waits(self, node: Node) -> None:
-        """Take note of `Node.awaits`, which is not UNKNOWN, when the last lease of a node has ended."""
+        """Take note of `Node.awaits`, which was set.
+
+        When the last lease of a node ends with UNKNOWN, this is not called: the use has reset it.
+        """
 
     def num_offered_blocks(self, leaf: Node) -> int:
         """Return how many blocks may be evicted from a leaf's end before it needs a new key.

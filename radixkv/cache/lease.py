@@ -455,6 +455,9 @@ class Lease:
 
     def close(self) -> None:
         """Release all blocks; committed blocks stay cached. Closing again does nothing."""
+        self._close()
+
+    def _close(self, *, is_used: bool = True) -> None:
         if self.is_closed:
             return
         self.is_closed = True
@@ -470,15 +473,16 @@ class Lease:
             self._state.sessions.leave_prefetch(self.session)
         else:
             prompt = None
-            if self._state.sessions.remembers_prompts and self.tokens and not self.is_revoked:
-                prompt = PromptKey(self.namespace._replace(public_prefix=""), bytes(self.tokens))
+            cached_bytes = min(self.committed_tokens * TOKEN_BYTES, len(self.tokens))
+            if is_used and cached_bytes and self._state.sessions.remembers_prompts and not self.is_revoked:
+                prompt = PromptKey(self.namespace._replace(public_prefix=""), bytes(self.tokens[:cached_bytes]))
             self._state.sessions.leave(self.session, self.awaits, self._state.clock(), prompt)
 
     def close_unused(self) -> None:
         """Close a lease whose request did not start, so that it counts neither as a hit nor as a miss."""
         self.usage.num_hit_tokens -= self.cached_tokens
         self.usage.num_miss_tokens -= self.num_tokens - self.cached_tokens
-        self.close()
+        self._close(is_used=False)
 
     def _release_shared(self) -> None:
         """Unpin the path and release all blocks that no tree has."""

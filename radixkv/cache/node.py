@@ -120,8 +120,8 @@ class Session:
         last_used_s: when a lease of it last began or ended.
         awaits: what it waits for since its last lease was closed.
         has_ended: whether the tenant has ended it.
-        prompt: the prompt of its last lease with the generated tokens, to load it from the tiers before the next turn;
-            None if it is not remembered.
+        prompt: what was cached of the prompt of its last lease and of its generated tokens, to load it from the tiers
+            before the next turn; None if it is not remembered.
         tool_wait_s: how long it has waited for tools recently; None before its first wait.
         return_entry: entry among the sessions whose next turn is expected; None while it waits for no tool.
     """

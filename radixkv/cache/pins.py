@@ -104,6 +104,20 @@ class Pins:
             self._queue.add(first)
         return node
 
+    def set_awaits(self, node: Node, awaits: Awaits) -> None:
+        """Set what the session of a node waits for, without a use of the node. Complexity: O(log leaves)."""
+        node.awaits = awaits
+        self._policy.waits(node)
+        self._queue.requeue(node)
+
+    def set_awaits_of_path(self, node: Node, awaits: Awaits) -> None:
+        """Set what the session of a path waits for, in the nodes that no lease uses, as if its lease had closed so."""
+        while node.parent is not None and not node.ref_count:
+            if awaits is Awaits.NOTHING and _has_other_continuations(node):
+                break
+            self.set_awaits(node, awaits)
+            node = node.parent
+
     def unpin_and_join(self, node: Node, awaits: Awaits, *, even_unlike: bool = False) -> None:
         """Undo one `pin`, and join nodes that are no longer pinned, where they have the same properties.
 

@@ -477,21 +477,20 @@ class PrefixCache:
         num_new_blocks = num_blocks - cached_tokens // self.block_size
         if self.windows.pools and read and not is_resumed:
             self.windows.record_lookup(found.namespace, tokens, packed, found_tokens, found.cached_tokens)
+        now_s = self._clock()
         session = None
-        if session_id:
-            session = (
-                self.sessions.enter_prefetch(tenant, session_id)
-                if is_prefetch
-                else self.sessions.enter(tenant, session_id, self._clock())
-            )
+        if session_id and is_prefetch:
+            session = self.sessions.enter_prefetch(tenant, session_id)
+        elif session_id:
+            session = self.sessions.enter(tenant, session_id, now_s)
         node_used_s = 0.0
         if node is not None:
             node_used_s = node.last_used_s
             is_whole = node.start_bytes + len(node.tokens) <= found.found_bytes
             self.sessions.found(node if is_whole else node.parent, session)
-            self._changes.used(node, found.found_bytes, self._clock())
+            self._changes.used(node, found.found_bytes, now_s)
             self._queue.found(node, found.found_bytes, is_resumed)
-            self._retained.found(node, found.found_bytes, self._clock())
+            self._retained.found(node, found.found_bytes, now_s)
             self._pins.pin(node)
         num_shared_blocks, num_copied_tokens = divmod(cached_tokens, self.block_size)
         reused = np.frombuffer(packed, np.int32, num_shared_blocks + (num_copied_tokens > 0))
@@ -679,8 +678,7 @@ class PrefixCache:
         """
         found = self._find(namespace, tokens)
         if found.node is not None:
-            self._pins.pin(found.node)
-            self._pins.unpin(found.node, awaits)
+            self._pins.set_awaits_of_path(found.node, awaits)
         return min(found.found_bytes, len(tokens)) // TOKEN_BYTES
 
     def end_session(self, tenant: str, session_id: str) -> int | None:
@@ -699,8 +697,7 @@ class PrefixCache:
             return None
         num_blocks = session.num_blocks
         for node in self.sessions.end(session):
-            node.awaits = Awaits.NOTHING
-            self._queue.requeue(node)
+            self._pins.set_awaits(node, Awaits.NOTHING)
         return num_blocks
 
     def expire(self) -> None:

@@ -90,8 +90,8 @@ class Sessions(Listener):
             wait_s = now_s - session.last_used_s
             before_s = session.tool_wait_s
             session.tool_wait_s = wait_s if before_s is None else (before_s + wait_s) / 2
-        self.expect(session, None)
-        self._note_use(session, Awaits.UNKNOWN, now_s)
+        self.set_awaits(session, Awaits.UNKNOWN)
+        self._note_use(session, now_s)
         return session
 
     def enter_prefetch(self, tenant: str, session_id: str) -> Session | None:
@@ -110,16 +110,22 @@ class Sessions(Listener):
         """Note that a lease of a session was closed; `prompt` is its prompt with the generated tokens, if known."""
         session.num_leases -= 1
         if not session.has_ended:
-            self._note_use(session, awaits, now_s)
+            self._note_use(session, now_s)
             if prompt is not None:
                 self._remember(session, prompt)
-            if awaits is Awaits.TOOL and session.prompt is not None:
-                wait_s = _USUAL_TOOL_WAIT_S if session.tool_wait_s is None else session.tool_wait_s
-                self.expect(session, now_s + _SHARE_OF_WAIT * wait_s)
+            self.set_awaits(session, awaits)
             self._drop_if_unused(session)
 
-    def _note_use(self, session: Session, awaits: Awaits, now_s: float) -> None:
+    def set_awaits(self, session: Session, awaits: Awaits) -> None:
+        """Set what a session has been waiting for since its last use."""
         session.awaits = awaits
+        expected_s = None
+        if awaits is Awaits.TOOL and session.prompt is not None:
+            wait_s = _USUAL_TOOL_WAIT_S if session.tool_wait_s is None else session.tool_wait_s
+            expected_s = session.last_used_s + _SHARE_OF_WAIT * wait_s
+        self.expect(session, expected_s)
+
+    def _note_use(self, session: Session, now_s: float) -> None:
         session.last_used_s = now_s
         self._sessions.move_to_end((session.tenant, session.session_id))
 

@@ -232,6 +232,8 @@ class RequestCompleter:
         if not request.future.set_running_or_notify_cancel():
             self.end(request, Outcome.CANCELLED)
             return
+        if request.lease is not None:
+            request.lease.awaits = request.awaits
         result: PrefillResult | GenerateResult
         if finish_reason is None:
             assert prediction is not None, "a prefill has one token"
@@ -240,8 +242,6 @@ class RequestCompleter:
             logprobs = () if prediction is None else prediction.logprobs
             result = self._generate_result(request, finish_reason, logprobs, now_s)
         self._stats.count_tokens(result.usage)
-        if request.lease is not None:
-            request.lease.awaits = request.awaits
         self.end(request, Outcome.FINISHED)
         if request.params.hints:  # applied after the lease of the request has closed
             prompt = PromptKey(request.namespace, request.prompt_tokens)

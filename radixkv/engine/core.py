@@ -259,7 +259,7 @@ class EngineCore:
 
     def agent_stats(self) -> AgentStats:
         """Return the numbers of sessions, hints and prefetches. Any thread may call this."""
-        counts = dict(self.hints.counts.copy())
+        counts = dict(self.hints.counts)
         if self._prefetcher is None:
             return AgentStats(len(self.cache.sessions), counts)
         prefetcher = self._prefetcher

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -23,11 +22,12 @@ _AWAITS = {each.name.lower(): each for each in Awaits}
 _RANGE_FIELDS = ("start", "end")
 _RETAIN_FIELDS = ("priority", "ttl_seconds", "duration", "renew", *_RANGE_FIELDS)
 _MAX_ENDS = 64  # prompts of one session
+_MAX_NUMBER = 2**53  # up to which JSON's numbers are exact
 _TYPE_NAMES = {int: "a whole number", float: "a number", str: "a string", bool: "true or false", list: "a list"}
 
 
 class Refusal(Exception):
-    """An action has no effect. The message is the reason that the caller is given."""
+    """An action is refused. The message is the reason in its outcome."""
 
 
 class _AddressedTokens(NamedTuple):
@@ -134,7 +134,13 @@ class HintApplier:
                 raise Refusal(
                     f"payload.directives[{index}].covers_output: expected false, since a retention covers the prompt"
                 )
-            num_retained, reason = self._retain_all(each, tenant, prompt)
+            try:
+                num_retained, reason = self._retain_all(each, tenant, prompt)
+            except (Refusal, InvalidRequest) as error:
+                if not num_tokens:
+                    raise
+                reasons.append(str(error))  # the directives before it had their effect
+                break
             num_tokens += num_retained
             reasons += [reason] if reason else []
         return num_tokens, "; ".join(dict.fromkeys(reasons))
@@ -153,13 +159,19 @@ class HintApplier:
         if priority is None:
             raise Refusal(f"{payload.name}.priority: it is required, 0 to {MAX_PRIORITY}")
         total = Grant(0, 0, 0)
+        reasons = []
         for each in self._ranges(payload, tenant, prompt):
             start = max(each.start, payload.get("start", int) or 0)
             retention = Retention(
                 priority, payload.ttl_s, start, payload.get("end", int), bool(payload.get("renew", bool))
             )
-            total = total.joined(self.retain(each.namespace, each.tokens, retention))
-        reasons = []
+            try:
+                total = total.joined(self.retain(each.namespace, each.tokens, retention))
+            except InvalidRequest as error:
+                if not total.granted_tokens:
+                    raise
+                reasons.append(str(error))  # the ranges before it had their effect
+                break
         if total.refused_tokens:
             reasons.append(f"{total.refused_tokens} tokens exceed the share of the cache that may be retained")
         if total.uncached_tokens:
@@ -196,6 +208,7 @@ class HintApplier:
         if session is not None:
             if start:
                 raise Refusal("payload.start: expected none with a session, of which everything is dropped")
+            self._cache.sessions.expect(session, None)  # it is not loaded back by itself
             size = self._cache.block_size
             num_dropped, num_left = self._cache.drop_session(session, evicts=evicts) * size, session.num_blocks * size
         else:
@@ -210,7 +223,7 @@ class HintApplier:
         awaits = _AWAITS[name]
         session = self._session(payload, tenant)
         if session is not None:
-            session.awaits = awaits
+            self._cache.sessions.set_awaits(session, awaits)
         ranges = self._ranges(payload, tenant, prompt)
         return sum(self._cache.set_awaits(each.namespace, each.tokens, awaits) for each in ranges), ""
 
@@ -258,7 +271,7 @@ class _Payload:
         if value is None:
             return None
         if kind in (int, float):
-            is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+            is_number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _MAX_NUMBER
             if is_number and (kind is float or value == int(value)):
                 return kind(value)
         elif isinstance(value, kind):

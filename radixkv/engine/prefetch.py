@@ -54,7 +54,8 @@ class Prefetcher:
         """Start to load the prompts of sessions that wait for a tool, when about half of their usual wait is over.
 
         A session is loaded if its blocks are free, or if the cache would otherwise evict blocks that no session waiting
-        for a tool needs. If it is not loaded for want of room, it is tried again later, until ten minutes have passed.
+        for a tool needs. Whether it is loaded or not, it is looked at again later, until ten minutes have passed: there
+        may be room then, or its blocks may have been evicted.
 
         Complexity: O(1) while no return is due; a match and a hash of the prompt for each of at most four sessions.
         """
@@ -66,11 +67,12 @@ class Prefetcher:
             namespace, tokens = session.prompt
             cached_tokens = self._cache.match(namespace, tokens).cached_tokens
             num_blocks = (len(tokens) // TOKEN_BYTES - cached_tokens) // self._cache.block_size
-            if not num_blocks:
-                continue
-            if self._cache.has_idle_blocks(num_blocks):
+            is_loading = any(
+                each.tenant == session.tenant and each.params.session_id == session.session_id for each in self._loading
+            )
+            if num_blocks and not is_loading and self._cache.has_idle_blocks(num_blocks):
                 self.begin(namespace, tokens, session.session_id)
-            elif (waited_s := now_s - session.last_used_s) < _MAX_WAIT_S:
+            if (waited_s := now_s - session.last_used_s) < _MAX_WAIT_S:
                 sessions.expect(session, now_s + max(1.0, waited_s / 4))
 
     def seconds_until_due(self, now_s: float) -> float | None:
@@ -103,7 +105,7 @@ class Prefetcher:
         self._loading.add(request)
         if not is_waiting:
             self._due.append(request)
-        # While a shared store is asked, it may have everything.
+        # Until a shared store has answered, assume that it has the whole prompt.
         end = request.reuse.stored_upto or len(tokens) // TOKEN_BYTES
         return max(0, end - cached_tokens)
 
@@ -132,7 +134,8 @@ class Prefetcher:
     def _fill(self, request: Request) -> None:
         """Give the loaded blocks of a prompt to the tree."""
         session_id = request.params.session_id
-        if session_id and self._cache.sessions.get(request.tenant, session_id) is None:  # it has ended
+        has_ended = session_id and self._cache.sessions.get(request.tenant, session_id) is None
+        if has_ended or not self._offload.has_load(request):
             self._drop(request)
             return
         try:

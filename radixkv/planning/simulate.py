@@ -189,24 +189,22 @@ class _CacheReplay:
         """Replay the request at `index`."""
         request = self._requests[index]
         self._now_s = max(self._now_s + _MIN_STEP_S, request.timestamp_ms / 1000)
-        tokens = prompt_tokens(request, vocab_size=_VOCAB_SIZE).tobytes()
         self.num_prompt_tokens += request.input_length
         if request.input_length > self.cache.pool.num_blocks * self.cache.block_size:
             return
+        prompt, answer = self._tokens_of(request)
         if self.tiers:
-            self._step_with(self.tiers, request, tokens)
+            self._step_with(self.tiers, request, prompt, answer)
         else:
-            with self._lease(request, tokens) as lease:
-                lease.commit(_num_published_tokens(request))
+            with self._lease(request, prompt) as lease:
                 self.num_cached_tokens += lease.cached_tokens
+                _publish(lease, answer)
                 if self._future is not None:
                     self._set_next_uses(self._future, lease, index)
-        if self._future is None:
-            self._publish_answer(request)
-            if request.is_last and self._hints == STOP_AND_END:
-                self.cache.end_session(self._namespace.tenant, request.session)
         if self._future is not None:
             self.cache.evict(self.cache.pool.num_published - self._num_kept_blocks)
+        elif request.is_last and self._hints == STOP_AND_END:
+            self.cache.end_session(self._namespace.tenant, request.session)
 
     def _lease(self, request: TraceRequest, tokens: bytes) -> Lease:
         """Open a lease of a prompt that knows what the hints tell."""
@@ -215,21 +213,24 @@ class _CacheReplay:
             lease.awaits = request.awaits
         return lease
 
-    def _publish_answer(self, request: TraceRequest) -> None:
-        """Cache the generated tokens, if the trace contains their ids and there is room for them."""
-        tokens = sequence_tokens(request, vocab_size=_VOCAB_SIZE)
-        num_blocks = self.cache.pool.num_blocks
-        if tokens is not None and tokens.size <= num_blocks * self.cache.block_size:
-            with self._lease(request, tokens.tobytes()) as lease:
-                lease.commit(lease.num_tokens)
+    def _tokens_of(self, request: TraceRequest) -> tuple[bytes, bytes]:
+        """Return a prompt and its answer, which is empty unless the trace contains its ids and there is room for it.
 
-    def _step_with(self, tiers: SimulatedTiers, request: TraceRequest, tokens: bytes) -> None:
-        first_block = self.cache.match(self._namespace, tokens).cached_tokens // self.cache.block_size
-        run = tiers.index.find(self._namespace, tokens, first_block)
-        with self._lease(request, tokens) as lease:
+        The first id of an answer stands for the block in which the prompt ends. So with an answer, the end of the
+        prompt has the tokens that the next turn has there.
+        """
+        sequence = None if self._future is not None else sequence_tokens(request, vocab_size=_VOCAB_SIZE)
+        if sequence is None or sequence.size > self.cache.pool.num_blocks * self.cache.block_size:
+            return prompt_tokens(request, vocab_size=_VOCAB_SIZE).tobytes(), b""
+        return sequence[: request.input_length].tobytes(), sequence[request.input_length :].tobytes()
+
+    def _step_with(self, tiers: SimulatedTiers, request: TraceRequest, prompt: bytes, answer: bytes) -> None:
+        first_block = self.cache.match(self._namespace, prompt).cached_tokens // self.cache.block_size
+        run = tiers.index.find(self._namespace, prompt, first_block)
+        with self._lease(request, prompt) as lease:
             tiers.save()
-            lease.commit(_num_published_tokens(request))
             self.num_cached_tokens += lease.cached_tokens + tiers.load(lease, first_block, run)
+            _publish(lease, answer)
 
     def _set_next_uses(self, future: FarthestFuture, lease: Lease, index: int) -> None:
         last_tokens = np.arange(1, lease.block_ids.size + 1) * self.cache.block_size - 1  # [num_blocks]
@@ -242,10 +243,12 @@ class _CacheReplay:
         future.set_next_uses(known, next_uses[: known.size])
 
 
-def _num_published_tokens(request: TraceRequest) -> int:
-    """Return how much of a prompt is published by itself: all, unless the ids of the answer complete its last block."""
-    num_tokens = request.input_length
-    return num_tokens // request.tokens_per_id * request.tokens_per_id if request.output_ids else num_tokens
+def _publish(lease: Lease, answer: bytes) -> None:
+    """Cache the prompt of a lease, and its answer."""
+    lease.commit(lease.num_tokens)
+    if answer:
+        lease.extend(answer)
+        lease.commit(lease.num_tokens)
 
 
 def check_simulation(

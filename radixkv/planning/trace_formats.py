@@ -243,8 +243,8 @@ def _read_weka(records: Iterable[Record], unit: TimeUnit) -> Iterator[RecordedRe
         if not isinstance(requests, list):
             raise ConfigError(f"{where}: requests: expected a list of requests, got {shown(requests)}")
         found = list(_weka_requests(requests, where, unit))
-        last = max(found, key=lambda each: each[2] or 0.0, default=None)
-        for place, fields, time_ms in found:
+        last = max(((time_ms or 0.0, index) for index, (_, _, time_ms) in enumerate(found)), default=None)
+        for index, (place, fields, time_ms) in enumerate(found):
             length = "input_length" if "input_length" in fields else "in"
             output = "output_length" if "output_length" in fields else "out"
             yield RecordedRequest(
@@ -257,7 +257,7 @@ def _read_weka(records: Iterable[Record], unit: TimeUnit) -> Iterator[RecordedRe
                 tokens_per_id,
                 session=f"session {number}",
                 awaits=_STOPS.get(str(fields.get("stop")), Awaits.UNKNOWN),
-                is_last=last is not None and place == last[0],
+                is_last=last is not None and index == last[1],
             )
 
 

@@ -18,7 +18,7 @@ from radixkv.scheduling.request import Outcome, Request
 MAX_UNKNOWN_TENANTS = 64
 OTHER_TENANTS = "other"
 
-DTYPE_CODES = ("prefill", "generate")
+KINDS = ("prefill", "generate")
 PHASES = ("prefill", "decode")
 _TIERS = ("host", "disk", "remote")
 
@@ -132,9 +132,7 @@ class _RequestCounters:
         ended = Counter(
             "radixkv_requests_total", "Requests that ended, by outcome.", ["kind", "outcome"], registry=registry
         )
-        self._ended = {
-            kind: {outcome: ended.labels(kind, outcome.value) for outcome in Outcome} for kind in DTYPE_CODES
-        }
+        self._ended = {kind: {outcome: ended.labels(kind, outcome.value) for outcome in Outcome} for kind in KINDS}
         self._failures = Counter(
             "radixkv_request_failures_total",
             "Requests that were queued and then failed, by class of error.",
@@ -205,7 +203,7 @@ class _PhaseHistograms:
             registry=registry,
             buckets=_SECONDS,
         )
-        self._durations = {kind: durations.labels(kind) for kind in DTYPE_CODES}
+        self._durations = {kind: durations.labels(kind) for kind in KINDS}
 
     def observe(self, request: Request, outcome: Outcome, now_s: float) -> None:
         """Record the times of a request that ended."""

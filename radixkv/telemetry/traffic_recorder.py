@@ -25,6 +25,7 @@ _KEY_FILE = "key"
 _KEY_BYTES = 32
 _ID_BYTES = 8
 _NUM_FILES = 8  # that share the space
+_NUM_DIGITS = 8  # in their names
 _MAX_WAITING_BYTES = 64 * 2**20  # tokens of requests that wait to be written
 _WARNING_PERIOD_S = 60.0
 _STOPS = {Awaits.TOOL: "tool_use", Awaits.USER: "end_turn"}
@@ -62,8 +63,8 @@ class TrafficRecorder(Observer):
     {"timestamp": 1764288000123, "input_length": 700, "output_length": 52, "hash_ids": [17, 4], "output_hash_ids": [9],
      "cached_length": 64, "tenant": "3f..", "session": "a1..", "stop": "tool_use"}
 
-    Ids are hashes with a secret key, of the namespace and all tokens up to the end of a block. Without the key, which
-    stays in the directory with mode 0600, nobody can learn the tokens from them, or test whether a guessed prompt
+    Ids are hashes with a secret key, of the namespace and all tokens up to the end of a block. The key stays in
+    the directory with mode 0600. Without it, the ids neither reveal tokens nor allow a test of whether a guessed prompt
     occurred. `output_hash_ids` are the ids of the blocks from the one in which the prompt ends, with generated tokens.
 
     The engine's thread only puts a request into a queue; a thread of the recorder hashes and writes. If it is more than
@@ -95,6 +96,7 @@ class TrafficRecorder(Observer):
         self._lock = threading.Lock()
         self._warned_s: float | None = None
         self._file: IO[str] | None = None
+        self._num_file_bytes = 0
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
             self._key = _key_in(self._directory)
@@ -199,10 +201,11 @@ class TrafficRecorder(Observer):
         return digest.digest()
 
     def _write(self, line: str) -> None:
-        if self._file is None or self._file.tell() + len(line) > self._max_file_bytes:
+        if self._file is None or self._num_file_bytes + len(line) > self._max_file_bytes:
             self._open_next()
         assert self._file is not None
         self._file.write(line)
+        self._num_file_bytes += len(line)
         if self._queue.empty():
             self._file.flush()
 
@@ -211,12 +214,13 @@ class TrafficRecorder(Observer):
         if self._file is not None:
             self._file.close()
             self._file = None
-        files = sorted(self._directory.glob("traffic-*.jsonl"))
+        self._num_file_bytes = 0
+        files = sorted(self._directory.glob(f"traffic-{'[0-9]' * _NUM_DIGITS}.jsonl"))
         for old in files[: max(0, len(files) - _NUM_FILES + 1)]:
             with contextlib.suppress(FileNotFoundError):
                 old.unlink()
         number = int(files[-1].stem.rpartition("-")[2]) + 1 if files else 1
-        path = self._directory / f"traffic-{number:08d}.jsonl"
+        path = self._directory / f"traffic-{number:0{_NUM_DIGITS}d}.jsonl"
         self._file = os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii")
 
 

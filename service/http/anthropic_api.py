@@ -18,8 +18,8 @@ from radixkv.service.http.anthropic_requests import read_messages, read_prompt_o
 from radixkv.service.http.api_errors import http_status_of, renamed
 from radixkv.service.http.api_request import ApiRequest
 from radixkv.service.http.breakpoints import Retain, retained_chunks
-from radixkv.service.http.cache_diagnostics import CacheDiagnostics, Diagnosis
-from radixkv.service.http.completions import Servicer, TextChunk, complete_request, text_chunks
+from radixkv.service.http.cache_diagnostics import CacheDiagnostics, PromptDifference
+from radixkv.service.http.completions import CompletionChunk, Servicer, complete_request, text_chunks
 from radixkv.service.http.event_stream import EventStream
 from radixkv.service.http.json_fields import Fields
 from radixkv.service.http.prompts import PromptEncoder
@@ -137,7 +137,7 @@ class _ResponseWriter:
         diagnosis: why the prompt of an earlier message could not be reused; None if it was, or nothing was asked.
     """
 
-    def __init__(self, request: ApiRequest, chat: EncodedChat, model: str, diagnosis: Diagnosis | None) -> None:
+    def __init__(self, request: ApiRequest, chat: EncodedChat, model: str, diagnosis: PromptDifference | None) -> None:
         self._diagnosis = diagnosis
         self._request = request
         self._ranges = chat.ranges
@@ -145,7 +145,7 @@ class _ResponseWriter:
         self._num_tokens = 0
         self._answer = chat.parts()
 
-    async def whole(self, chunks: AsyncGenerator[TextChunk, None]) -> web.StreamResponse:
+    async def whole(self, chunks: AsyncGenerator[CompletionChunk, None]) -> web.StreamResponse:
         """Return the response after the completion has ended."""
         content: list[dict[str, Any]] = []
         async for chunk in chunks:
@@ -168,7 +168,7 @@ class _ResponseWriter:
             }
         )
 
-    async def stream(self, chunks: AsyncGenerator[TextChunk, None]) -> web.StreamResponse:
+    async def stream(self, chunks: AsyncGenerator[CompletionChunk, None]) -> web.StreamResponse:
         """Send events as text is generated, and return the response."""
         events = self._request.events(lambda body: events.send(body, "error"))
         blocks = _Blocks(events)
@@ -197,13 +197,13 @@ class _ResponseWriter:
             return None
         return {"cache_miss_reason": self._diagnosis.reason(usage.cached_tokens)}
 
-    def _end_of(self, chunk: TextChunk) -> dict[str, Any]:
+    def _end_of(self, chunk: CompletionChunk) -> dict[str, Any]:
         """Return why the completion ended."""
         matched = chunk.response.matched_stop or None
         reason = "stop_sequence" if matched else "tool_use" if self._answer.num_calls else "end_turn"
         return {"stop_reason": "max_tokens" if chunk.has_reached_length else reason, "stop_sequence": matched}
 
-    def _usage(self, usage: Usage, last: TextChunk | None) -> dict[str, Any]:
+    def _usage(self, usage: Usage, last: CompletionChunk | None) -> dict[str, Any]:
         """Return the usage, whose input tokens add up to the prompt.
 
         | tokens of the prompt | count |

@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequen
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from radixkv.service.http.completions import RETENTION_PRIORITY, TextChunk
+from radixkv.service.http.completions import RETENTION_PRIORITY, CompletionChunk
 from radixkv.service.server.calls import Context
 from radixkv.v1.cache_pb2 import RetainRequest
 from radixkv.v1.prefill_pb2 import PrefillRequest
@@ -89,12 +89,12 @@ def _num_tokens(
 
 
 async def retained_chunks(
-    chunks: AsyncGenerator[TextChunk, None],
+    chunks: AsyncGenerator[CompletionChunk, None],
     ranges: Sequence[CachedRange],
     prefill: PrefillRequest,
     retain: Retain,
     call: Context,
-) -> AsyncGenerator[TextChunk, None]:
+) -> AsyncGenerator[CompletionChunk, None]:
     """Yield the chunks of a completion, and retain ranges of its prompt.
 
     The request itself has room for one retention, that of the longest range. The others are retained before the first

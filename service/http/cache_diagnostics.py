@@ -51,7 +51,7 @@ class _Known:
 
 
 @dataclass(frozen=True, slots=True)
-class Diagnosis:
+class PromptDifference:
     """The first part of a prompt that differs from the previous one.
 
     Attributes:
@@ -86,7 +86,9 @@ class CacheDiagnostics:
         self._lock = threading.Lock()
         self._known: OrderedDict[tuple[str, str], _Known] = OrderedDict()
 
-    def diagnose(self, tenant: str, message_id: str, previous_id: str | None, prompt: Prompt) -> Diagnosis | None:
+    def diagnose(
+        self, tenant: str, message_id: str, previous_id: str | None, prompt: Prompt
+    ) -> PromptDifference | None:
         """Compare a prompt with the previous one, and remember it.
 
         Args:
@@ -114,7 +116,7 @@ class CacheDiagnostics:
         if previous_id is None:
             return None
         if previous is None:
-            return Diagnosis("previous_message_not_found")
+            return PromptDifference("previous_message_not_found")
         if known.model != previous.model:
             kind = "model_changed"
         elif known.system != previous.system:
@@ -125,7 +127,7 @@ class CacheDiagnostics:
             kind = "messages_changed"
         else:
             return None
-        return Diagnosis(kind, previous.num_tokens)
+        return PromptDifference(kind, previous.num_tokens)
 
 
 def _digest(value: Any) -> bytes:

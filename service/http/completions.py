@@ -45,7 +45,7 @@ class Servicer(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class TextChunk:
+class CompletionChunk:
     """New text of a completion.
 
     Attributes:
@@ -108,7 +108,7 @@ async def text_chunks(
     tokenizer: Tokenizer,
     stops: Sequence[str],
     shown: Mapping[int, str] | None = None,
-) -> AsyncGenerator[TextChunk, None]:
+) -> AsyncGenerator[CompletionChunk, None]:
     """Generate the completions of a prompt, and yield their text as it is generated.
 
     Text that may be the beginning of a stop string is held back, and the stop string is not part of the text.
@@ -129,7 +129,7 @@ async def text_chunks(
     if request.max_new_tokens == 0:
         cached = await servicer.Prefill(request.prefill, call)
         for index in range(max(1, request.n)):
-            yield TextChunk(index, "", _without_tokens(cached, index))
+            yield CompletionChunk(index, "", _without_tokens(cached, index))
         return
     request.stop.extend(stops)
     prompt_ids = request.prefill.token_ids
@@ -146,17 +146,19 @@ async def text_chunks(
             text = answer.put(response.token_ids)
             if response.finished:
                 text += answer.end()
-            yield TextChunk(index, text, response)
+            yield CompletionChunk(index, text, response)
 
 
-async def merged(streams: Sequence[AsyncGenerator[TextChunk, None]]) -> AsyncGenerator[tuple[int, TextChunk], None]:
+async def merged(
+    streams: Sequence[AsyncGenerator[CompletionChunk, None]],
+) -> AsyncGenerator[tuple[int, CompletionChunk], None]:
     """Yield the chunks of several prompts as they are generated, each with the position of its prompt."""
     if len(streams) == 1:
         async with contextlib.aclosing(streams[0]) as chunks:
             async for chunk in chunks:
                 yield 0, chunk
         return
-    queue: asyncio.Queue[tuple[int, TextChunk | BaseException | None]] = asyncio.Queue(maxsize=len(streams))
+    queue: asyncio.Queue[tuple[int, CompletionChunk | BaseException | None]] = asyncio.Queue(maxsize=len(streams))
     tasks = [asyncio.create_task(_put_all(queue, position, stream)) for position, stream in enumerate(streams)]
     num_running = len(tasks)
     try:
@@ -178,9 +180,9 @@ async def merged(streams: Sequence[AsyncGenerator[TextChunk, None]]) -> AsyncGen
 
 
 async def _put_all(
-    queue: asyncio.Queue[tuple[int, TextChunk | BaseException | None]],
+    queue: asyncio.Queue[tuple[int, CompletionChunk | BaseException | None]],
     position: int,
-    stream: AsyncGenerator[TextChunk, None],
+    stream: AsyncGenerator[CompletionChunk, None],
 ) -> None:
     """Put the chunks of one prompt into a queue, then None, or the exception that it fails with."""
     end: BaseException | None = None

@@ -66,7 +66,7 @@ class HttpConnection(web.RequestHandler):
             end = (self._end_of_data + data).find(_END_OF_HEAD)
             self._has_head = end >= 0
             self._num_head_bytes += end if self._has_head else len(data)
-            self._end_of_data = data[1 - len(_END_OF_HEAD) :]
+            self._end_of_data = (self._end_of_data + data)[1 - len(_END_OF_HEAD) :]
             if self._num_head_bytes > _MAX_HEAD_BYTES:
                 self._refuse_head()
                 return

@@ -18,7 +18,7 @@ from radixkv.api.limits import Limits
 from radixkv.errors import InvalidRequest, PromptTooLong, UnknownAdapter
 from radixkv.service.http.api_request import ApiRequest
 from radixkv.service.http.breakpoints import CachedRange, Retain, retained_chunks
-from radixkv.service.http.completions import Servicer, TextChunk, complete_request, merged, text_chunks
+from radixkv.service.http.completions import CompletionChunk, Servicer, complete_request, merged, text_chunks
 from radixkv.service.http.json_fields import Fields
 from radixkv.service.http.openai_requests import CompletionOptions, read_chat, read_completion
 from radixkv.service.http.openai_responses import (
@@ -163,7 +163,7 @@ class _ChatFormat:
     shown: Mapping[int, str] = {}
     num_reasoning_tokens: int | None = None
 
-    def parts(self, index: int, chunk: TextChunk) -> list[AnswerPart]:
+    def parts(self, index: int, chunk: CompletionChunk) -> list[AnswerPart]:
         """Return the new parts of a completion."""
         return [chunk.text] if chunk.text else []
 
@@ -209,7 +209,7 @@ class _PartsChatFormat(_ChatFormat):
         self._answers: dict[int, AnswerParts] = {}
         self._num_calls: Counter[int] = Counter()  # that were written
 
-    def parts(self, index: int, chunk: TextChunk) -> list[AnswerPart]:
+    def parts(self, index: int, chunk: CompletionChunk) -> list[AnswerPart]:
         """Return the new parts of a completion."""
         if index not in self._answers:
             self._answers[index] = self._chat.parts()
@@ -339,7 +339,9 @@ class _ResponseWriter:
         self._usages: dict[int, tuple[Usage, str | None]] = {}  # by prompt
         self._hints: dict[str, Any] = {}  # what was done with those of the last prompt
 
-    async def whole(self, chunks: AsyncGenerator[tuple[int, TextChunk], None], num_prompts: int) -> web.StreamResponse:
+    async def whole(
+        self, chunks: AsyncGenerator[tuple[int, CompletionChunk], None], num_prompts: int
+    ) -> web.StreamResponse:
         """Return the response after all completions have ended."""
         async for position, chunk in chunks:
             index, choice = self._add(position, chunk)
@@ -355,7 +357,7 @@ class _ResponseWriter:
             {**self._head, "object": self._format.object, "choices": choices, "usage": self._usage()}
         )
 
-    async def stream(self, chunks: AsyncGenerator[tuple[int, TextChunk], None]) -> web.StreamResponse:
+    async def stream(self, chunks: AsyncGenerator[tuple[int, CompletionChunk], None]) -> web.StreamResponse:
         """Send chunks as they are generated, and return the response."""
         events = self.request.events()
         async for position, chunk in chunks:
@@ -386,7 +388,7 @@ class _ResponseWriter:
         chunk = {**self._head, "object": self._format.chunk_object, "choices": choices}
         return {**chunk, "usage": None} if self.options.has_usage_chunk else chunk
 
-    def _add(self, position: int, chunk: TextChunk) -> tuple[int, _Choice]:
+    def _add(self, position: int, chunk: CompletionChunk) -> tuple[int, _Choice]:
         """Add the counts of a chunk of a prompt, and return the index of its choice, and the choice."""
         index = position * self._num_completions + chunk.index
         choice = self._choices.setdefault(index, _Choice())

@@ -7,7 +7,7 @@ from typing import Any
 
 from radixkv.errors import CapacityError, InvalidCredential, PromptTooLong, UnknownAdapter
 from radixkv.service.http.api_errors import http_status_of, renamed
-from radixkv.service.http.completions import TextChunk
+from radixkv.service.http.completions import CompletionChunk
 from radixkv.service.text.text_stream import BROKEN
 from radixkv.service.text.tokenizer import Tokenizer
 from radixkv.v1.prefill_pb2 import TokenLogprobs, Usage
@@ -97,7 +97,7 @@ def cached_by_tier(usages: Sequence[Usage]) -> dict[str, int]:
     }
 
 
-def finish_reason(chunk: TextChunk) -> str | None:
+def finish_reason(chunk: CompletionChunk) -> str | None:
     """Return why a completion ended; None if it has not."""
     if not chunk.is_last:
         return None

@@ -17,7 +17,7 @@ from radixkv.api.limits import Limits
 from radixkv.errors import InvalidRequest
 from radixkv.service.http.api_request import ApiRequest
 from radixkv.service.http.breakpoints import Retain, retained_chunks
-from radixkv.service.http.completions import Servicer, TextChunk, complete_request, text_chunks
+from radixkv.service.http.completions import CompletionChunk, Servicer, complete_request, text_chunks
 from radixkv.service.http.documents import read_file
 from radixkv.service.http.event_stream import EventStream
 from radixkv.service.http.json_fields import Fields
@@ -284,7 +284,7 @@ class _Answer:
             "error": None,
         }
 
-    async def whole(self, chunks: AsyncGenerator[TextChunk, None]) -> web.StreamResponse:
+    async def whole(self, chunks: AsyncGenerator[CompletionChunk, None]) -> web.StreamResponse:
         """Return the response after the completion has ended."""
         parts: list[AnswerPart] = []
         async for chunk in chunks:
@@ -299,7 +299,7 @@ class _Answer:
             self._output.append(_message(""))
         return self._request.json(self._body(chunk))
 
-    async def stream(self, chunks: AsyncGenerator[TextChunk, None]) -> web.StreamResponse:
+    async def stream(self, chunks: AsyncGenerator[CompletionChunk, None]) -> web.StreamResponse:
         """Send events as text is generated, and return the response."""
         events = self._request.events(lambda body: items.send_error(body))
         items = _Items(events, self._output)
@@ -318,7 +318,7 @@ class _Answer:
         await items.send(f"response.{body['status']}", response=body)
         return await events.end()
 
-    def _parts(self, chunk: TextChunk) -> list[AnswerPart]:
+    def _parts(self, chunk: CompletionChunk) -> list[AnswerPart]:
         """Return the new parts of the answer."""
         was_reasoning = self._answer.is_reasoning
         parts = self._answer.put(chunk.text, is_last=chunk.is_last)
@@ -327,7 +327,7 @@ class _Answer:
             self._num_reasoning_tokens += len(chunk.response.token_ids)
         return parts
 
-    def _body(self, last: TextChunk) -> dict[str, Any]:
+    def _body(self, last: CompletionChunk) -> dict[str, Any]:
         """Return the whole response."""
         usage = last.response.usage
         incomplete = {"reason": "max_output_tokens"} if last.has_reached_length else None

@@ -42,7 +42,7 @@ def session_of_user(metadata: object) -> str:
 
     >>> session_of_user({"user_id": "user_1f_account_2e_session_3d"})
     '3d'
-    >>> session_of_user({"user_id": '{"session_id": "3d"}'}), session_of_user({"user_id": "somebody"})
+    >>> session_of_user({"user_id": '{"session_id": "3d"}'}), session_of_user({"user_id": "user_1f"})
     ('3d', '')
     """
     user = metadata.get("user_id") if isinstance(metadata, Mapping) else None
@@ -52,7 +52,7 @@ def session_of_user(metadata: object) -> str:
         return user.rpartition(_SESSION_MARK)[2]
     try:
         named = json.loads(user)
-    except ValueError:
+    except (ValueError, RecursionError):
         return ""
     session = named.get("session_id") if isinstance(named, dict) else None
     return session if isinstance(session, str) else ""

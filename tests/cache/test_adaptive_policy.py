@@ -54,6 +54,48 @@ def test_what_a_session_awaits_is_a_kind_of_its_own() -> None:
     assert len(kinds) == len(Awaits)
 
 
+@pytest.mark.parametrize("num_at_a_time", [1, 16, 29, 34, 64])
+def test_a_kind_that_all_nodes_leave_has_the_density_of_its_group(num_at_a_time: int) -> None:
+    densities, left = HitDensities(), OLD + 41
+    for number in range(20_000):
+        densities.wait(OLD, 10)
+        if number >= num_at_a_time:
+            densities.move(OLD, left, 10)
+            densities.hit(left, 10, math.log2(8.0))
+        if number % 256 == 0:
+            densities.forget(0.99)
+    for _ in range(num_at_a_time):
+        densities.move(OLD, left, 10)
+    densities.update()
+    assert 0 <= densities.density(OLD, 8.0) <= 1
+
+
+@pytest.mark.parametrize("ends_first", [True, False])
+def test_the_kind_of_an_ended_session_does_not_depend_on_the_order_of_calls(*, ends_first: bool) -> None:
+    cache, _, policy = make_adaptive_cache()
+    lease = cache.lease(MODEL, spell("aaaabbbb"), session_id="s")
+    lease.commit(8)
+    lease.awaits = Awaits.TOOL
+    if not ends_first:
+        lease.close()
+    cache.end_session("", "s")
+    lease.close()
+    (node,) = cache.nodes()
+    assert policy.kind(node) // (len(policy.densities.stays) // len(Awaits)) == Awaits.NOTHING
+
+
+def test_setting_what_a_session_awaits_sets_the_kind() -> None:
+    cache, _, policy = make_adaptive_cache()
+    publish(cache, "aaaabbbb")
+    (node,) = cache.nodes()
+    kinds = []
+    for awaits in (Awaits.TOOL, Awaits.UNKNOWN):
+        cache.set_awaits(MODEL, spell("aaaabbbb"), awaits)
+        kinds.append(policy.kind(node) // (len(policy.densities.stays) // len(Awaits)))
+    assert kinds == [Awaits.TOOL, Awaits.UNKNOWN]
+    cache.check()
+
+
 def test_what_an_ended_session_used_is_evicted_first() -> None:
     cache, clock, _ = make_adaptive_cache()
     publish(cache, "aaaa")

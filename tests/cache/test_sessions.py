@@ -47,7 +47,7 @@ def test_a_node_belongs_to_the_session_that_published_it(cache: PrefixCache) -> 
 
 
 @pytest.mark.parametrize("other", ["t", ""])
-def test_a_node_that_another_session_or_none_uses_belongs_to_nobody(cache: PrefixCache, other: str) -> None:
+def test_a_node_that_another_session_or_none_uses_belongs_to_no_session(cache: PrefixCache, other: str) -> None:
     publish(cache, "abcdefgh", "s")
     publish(cache, "abcdxy", other)
     assert own(cache, "s") == ["efgh"]

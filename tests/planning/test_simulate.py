@@ -47,6 +47,15 @@ def test_a_roomy_cache_reuses_all_but_the_last_token(policy: str) -> None:
     )
 
 
+def test_an_answer_is_no_use_of_its_prompt() -> None:
+    request = TraceRequest(0, 2 * TOKENS_PER_ID, TOKENS_PER_ID, (1, 2), output_ids=(3,))
+    other = [TraceRequest(1000 + index, TOKENS_PER_ID, 1, (9 + index,)) for index in range(4)]
+    done = simulate([request, *other, request], policy="lru", capacity_tokens=4 * TOKENS_PER_ID, probation_share=0.5)
+    without = [replace(each, output_ids=()) for each in [request, *other, request]]
+    same = simulate(without, policy="lru", capacity_tokens=4 * TOKENS_PER_ID, probation_share=0.5)
+    assert done.cached_tokens == same.cached_tokens == 0
+
+
 def test_the_least_recently_used_conversation_is_lost() -> None:
     requests = trace([(1, 2), (3, 4), (5, 6), (3, 4, 7)])
     assert simulate(requests, policy="lru", capacity_tokens=4 * 512).cached_tokens == 2 * 512

@@ -361,6 +361,13 @@ def test_subagents_of_weka_with_absolute_times_are_not_moved(tmp_path: Path) -> 
     assert [each.hash_ids[0] for each in load_trace(written(tmp_path, session))] == [20, 25, 30]
 
 
+@pytest.mark.parametrize("times", [(None, None, None), (0, 0, 0), (0, 1, 2)])
+def test_the_last_request_of_a_weka_session_is_marked(tmp_path: Path, times: tuple[int | None, ...]) -> None:
+    requests = [{"t": time, "type": "n", "in": 64, "out": 1, "hash_ids": [7]} for time in times]
+    trace = load_trace(written(tmp_path, {"block_size": 64, "requests": requests * 4}))
+    assert [each.is_last for each in trace] == [False] * 11 + [True]
+
+
 def test_short_prompts_of_weka_have_no_ids_and_share_nothing(tmp_path: Path) -> None:
     request = {"t": 0, "type": "n", "in": 40, "out": 1, "hash_ids": []}
     session = {"block_size": 64, "hash_id_scope": "global", "requests": [request, request]}

@@ -103,6 +103,15 @@ def test_the_oldest_files_are_deleted(tmp_path: Path) -> None:
     assert lines[-1]["input_length"] == 3
 
 
+def test_other_files_stay(tmp_path: Path) -> None:
+    (tmp_path / "traffic-old.jsonl").write_text("kept\n")
+    recording = Recording(tmp_path, max_bytes=8 * 1000)
+    for number in range(100):
+        recording.bench.prefill([number, 1, 2])
+    recording.recorder.close()
+    assert (tmp_path / "traffic-old.jsonl").read_text() == "kept\n"
+
+
 def test_a_recorder_that_is_behind_leaves_requests_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

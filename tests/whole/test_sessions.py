@@ -255,13 +255,16 @@ def test_the_answer_shows_what_the_session_waits_for(client: Client, options: di
     assert session.awaits == awaits
 
 
+def test_a_held_lease_says_what_its_session_waits_for(client: Client) -> None:
+    held = client.prefill(prompt(1), session_id="s", awaits=Awaits.TOOL, hold_lease=True)
+    client.release(held.lease_id)
+    (session,) = client.stats(max_sessions=1).sessions
+    assert session.awaits == Awaits.TOOL
+
+
 def test_a_session_is_loaded_while_its_tool_runs(client: Client) -> None:
     for _ in range(3):  # the server learns how long the tools of this session take
         client.prefill(prompt(1), session_id="s", awaits=Awaits.TOOL)
     hint(client, "kv.demote", prompt(1))
-    wait_until(lambda: client.probe([*prompt(1), 1]).stored_tokens == 4 * _BLOCK)
-    client.prefill(prompt(2), session_id="other")
-    client.prefill(prompt(1)[:1], session_id="s", awaits=Awaits.TOOL)
-    client.prefill(prompt(1), session_id="s", awaits=Awaits.TOOL, read_cache=False, write_cache=False)
     wait_until(lambda: client.probe([*prompt(1), 1]).cached_tokens == 4 * _BLOCK)
     assert client.prefill([*prompt(1), 1], session_id="s").usage.device_tokens == 4 * _BLOCK

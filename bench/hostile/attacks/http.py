@@ -51,7 +51,7 @@ async def unread(target: Target) -> Figures:
 
 
 async def malformed(target: Target) -> Figures:
-    """Send what is no HTTP, what is no JSON, and JSON that is nested 20,000 levels deep."""
+    """Send data that is not HTTP, bodies that are not JSON, and JSON nested 20,000 levels deep."""
     return await _repeat(target, 8, (*_MALFORMED, _request_of(b"{"), _request_of(b"[" * 20_000)))
 
 
@@ -105,7 +105,10 @@ async def _repeat(target: Target, num_at_once: int, requests: Sequence[bytes]) -
 
 async def _status_of(address: str, request: bytes) -> str:
     """Send a request on a new connection. Returns the status of the response, `closed` or `silent`."""
-    reader, writer = await _open(address)
+    try:
+        reader, writer = await _open(address)
+    except OSError:
+        return "closed"
     try:
         writer.write(request)
         async with asyncio.timeout(_RESPONSE_S):

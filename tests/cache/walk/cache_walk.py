@@ -72,7 +72,7 @@ class World:
     max_path_nodes: int = 512
     keeps: bool = False  # whether leases are held after their requests
     public_texts: tuple[str, ...] = ()  # digits, which are made public and private again
-    hints: bool = False  # whether prompts and sessions are dropped, and told what they await
+    hints: bool = False  # whether prompts and sessions are dropped, and what they await is set
 
     def quota_of(self, tenant: str) -> Quota:
         return dict(self.quotas).get(tenant, self.default_quota)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from radixkv.service.http.breakpoints import Breakpoint, CachedRange, cached_ranges, retained_chunks
-from radixkv.service.http.completions import TextChunk
+from radixkv.service.http.completions import CompletionChunk
 from radixkv.v1.cache_pb2 import RetainRequest
 from radixkv.v1.prefill_pb2 import GenerateResponse, PrefillRequest
 
@@ -26,10 +26,10 @@ def retained(ranges: list[CachedRange], whole_s: int = 0) -> tuple[tuple[int, in
     async def retain(request: RetainRequest, context: Any) -> None:
         calls.append(request)
 
-    async def chunks() -> AsyncGenerator[TextChunk, None]:
+    async def chunks() -> AsyncGenerator[CompletionChunk, None]:
         assert not calls, "the prompt is not cached yet"
-        yield TextChunk(0, "a", GenerateResponse())
-        yield TextChunk(0, "b", GenerateResponse())
+        yield CompletionChunk(0, "a", GenerateResponse())
+        yield CompletionChunk(0, "b", GenerateResponse())
 
     async def main() -> list[str]:
         return [each.text async for each in retained_chunks(chunks(), ranges, prefill, retain, None)]  # type: ignore[arg-type]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from radixkv.service.http import cache_diagnostics
-from radixkv.service.http.cache_diagnostics import CacheDiagnostics, Diagnosis, Prompt
+from radixkv.service.http.cache_diagnostics import CacheDiagnostics, Prompt, PromptDifference
 
 FIRST = Prompt("m", "Be brief.", ({"name": "a"},), ({"role": "user", "content": "Hello"},), (), 40)
 NEXT = replace(FIRST, messages=(*FIRST.messages, {"role": "assistant", "content": "Hi"}), num_tokens=60)
@@ -30,13 +30,13 @@ def test_the_first_part_that_differs_is_reported(changes: dict[str, Any], kind: 
     diagnostics = CacheDiagnostics()
     assert diagnostics.diagnose("a", "1", None, FIRST) is None
     found = diagnostics.diagnose("a", "2", "1", replace(NEXT, **changes))
-    assert found == (None if kind is None else Diagnosis(kind, 40))
+    assert found == (None if kind is None else PromptDifference(kind, 40))
 
 
 def test_a_prompt_of_another_tenant_is_not_found() -> None:
     diagnostics = CacheDiagnostics()
     diagnostics.diagnose("a", "1", None, FIRST)
-    assert diagnostics.diagnose("b", "2", "1", FIRST) == Diagnosis("previous_message_not_found")
+    assert diagnostics.diagnose("b", "2", "1", FIRST) == PromptDifference("previous_message_not_found")
 
 
 def test_old_prompts_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,11 +44,14 @@ def test_old_prompts_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     diagnostics = CacheDiagnostics()
     for number in range(3):
         diagnostics.diagnose("a", str(number), None, FIRST)
-    assert diagnostics.diagnose("a", "3", "0", FIRST) == Diagnosis("previous_message_not_found")
+    assert diagnostics.diagnose("a", "3", "0", FIRST) == PromptDifference("previous_message_not_found")
     assert diagnostics.diagnose("a", "4", "2", FIRST) is None
 
 
 def test_a_reason_counts_the_tokens_that_were_not_cached() -> None:
-    assert Diagnosis("tools_changed", 40).reason(30) == {"type": "tools_changed", "cache_missed_input_tokens": 10}
-    assert Diagnosis("tools_changed", 40).reason(50) == {"type": "tools_changed", "cache_missed_input_tokens": 0}
-    assert Diagnosis("previous_message_not_found").reason(0) == {"type": "previous_message_not_found"}
+    assert PromptDifference("tools_changed", 40).reason(30) == {
+        "type": "tools_changed",
+        "cache_missed_input_tokens": 10,
+    }
+    assert PromptDifference("tools_changed", 40).reason(50) == {"type": "tools_changed", "cache_missed_input_tokens": 0}
+    assert PromptDifference("previous_message_not_found").reason(0) == {"type": "previous_message_not_found"}

@@ -298,6 +298,21 @@ def test_a_client_that_reads_nothing_loses_its_connection() -> None:
     run(main())
 
 
+def test_headers_may_end_in_several_pieces() -> None:
+    async def main() -> int:
+        async with port_of(FakeEngine()) as (_, port):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            head, _, body = request_bytes({**BODY, "user": "u" * 100_000}).partition(b"\r\n\r\n")
+            for piece in (head, b"\r", b"\n", b"\r", b"\n", body):
+                writer.write(piece)
+                await asyncio.sleep(0.05)  # so that each piece is a read of its own
+            status, _, _ = await response_of(reader)
+            writer.close()
+            return status
+
+    assert run(main()) == 200
+
+
 def test_another_host_is_refused() -> None:
     async def main() -> bytes:
         async with port_of(FakeEngine()) as (_, port):

@@ -1,4 +1,4 @@
-"""What a request's tools and its wish for reasoning mean for the answer."""
+"""What tools and reasoning in a request mean for the answer."""
 
 from __future__ import annotations
 
