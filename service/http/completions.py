@@ -134,6 +134,8 @@ async def text_chunks(
     request.stop.extend(stops)
     prompt_ids = request.prefill.token_ids
     answers: dict[int, AnswerText] = {}
+    # Stop strings are searched for in text without special tokens.
+    stops = tuple(stop for stop in stops if not any(tag in stop for tag in (shown or {}).values()))
     generator = servicer.Generate(request, call)
     assert isinstance(generator, AsyncGenerator)
     async with contextlib.aclosing(generator) as responses:
@@ -141,7 +143,7 @@ async def text_chunks(
             response = GenerateResponse.FromString(each) if isinstance(each, bytes) else each
             index = response.index
             if index not in answers:
-                answers[index] = AnswerText(tokenizer.stream(prompt_ids, shown), tuple(stops), request.min_tokens)
+                answers[index] = AnswerText(tokenizer.stream(prompt_ids, shown), stops, request.min_tokens)
             answer = answers[index]
             text = answer.put(response.token_ids)
             if response.finished:

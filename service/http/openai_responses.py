@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from radixkv.errors import CapacityError, InvalidCredential, PromptTooLong, UnknownAdapter
+from radixkv.errors import CapacityError, InvalidCredential, PromptTooLong
 from radixkv.service.http.api_errors import http_status_of, renamed
 from radixkv.service.http.completions import CompletionChunk
 from radixkv.service.text.text_stream import BROKEN
@@ -25,7 +25,6 @@ _ERROR_TYPES = {
 _CODES = {
     InvalidCredential: "invalid_api_key",
     PromptTooLong: "context_length_exceeded",
-    UnknownAdapter: "model_not_found",
     CapacityError: "rate_limit_exceeded",
 }
 

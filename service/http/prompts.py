@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -22,8 +21,6 @@ _MAX_ENCODING = 2
 _SMALL_BYTES = 65_536
 # Fields that messages about a prompt may begin with, apart from the one that contains it.
 _OTHER_FIELDS = ("tools: ", "documents: ", "chat_template_kwargs: ")
-
-_logger = logging.getLogger(__name__)
 
 
 class PromptEncoder:
@@ -62,11 +59,7 @@ class PromptEncoder:
         Raises:
             InvalidRequest: the model has none.
         """
-        try:
-            return await self._tokenizer.loaded()
-        except ValueError as error:
-            _logger.warning("the HTTP API requires a tokenizer, and the model has none: %s", error)  # may name paths
-            raise InvalidRequest("model: it has no tokenizer, which the HTTP API requires") from error
+        return await self._tokenizer.required("model", "the HTTP API requires")
 
     async def answer_format(self) -> AnswerFormat:
         """Return how the model writes its answers.

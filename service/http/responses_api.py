@@ -56,6 +56,9 @@ _SAME = (
     "prompt_cache_options",
     "prompt_cache_retention",
     "cache_salt",
+    "session_id",
+    "kv_hints",
+    "request_id",
     "chat_template_kwargs",
     "seed",
     "stream",
@@ -242,9 +245,9 @@ class ResponsesApi:
         encode = partial(prompt.encode, await self._encoder.answer_format())
         chat = await self._encoder.encode(request.num_bytes, "messages", encode)
         chat = chat.constrained(options.generate)
+        answer = _Answer(request, chat, options, options.model or self._limits.model)
         generate = complete_request(options.generate, chat.token_ids, options.model, tenant, self._limits)
         tokenizer = await self._encoder.tokenizer()
-        answer = _Answer(request, chat, options, options.model or self._limits.model)
         chunks = text_chunks(self._servicer, generate, request.call, tokenizer, options.stops, chat.shown)
         retaining = retained_chunks(chunks, chat.ranges, generate.prefill, self._retain, request.call)
         async with contextlib.aclosing(retaining):
@@ -347,6 +350,7 @@ class _Answer:
                 "output_tokens": self._num_tokens,
                 "output_tokens_details": {"reasoning_tokens": self._num_reasoning_tokens},
                 "total_tokens": usage.prompt_tokens + self._num_tokens,
+                **last.hints,
             },
         }
 
@@ -388,9 +392,9 @@ class _Items:
 
     async def add_text(self, part: str | Reasoning) -> None:
         """Send text or reasoning, in the item that was begun if it is of this kind, or else in a new one."""
-        item = _reasoning("") if isinstance(part, Reasoning) else _message("")
-        if self._begun is None or self._begun["type"] != item["type"]:
+        if self._begun is None or (self._begun["type"] == "reasoning") is not isinstance(part, Reasoning):
             await self.end()
+            item = _reasoning("") if isinstance(part, Reasoning) else _message("")
             self._begun = {**item, "status": "in_progress", "content": []}
             await self.send("response.output_item.added", output_index=len(self._output), item=self._begun)
             await self.send("response.content_part.added", **self._place(), part=item["content"][0])

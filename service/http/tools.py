@@ -151,7 +151,7 @@ class EncodedChat:
         """
         tools = self.tools
         if tools.may_be_called and self.form.tools is not None:
-            generate.tool_call_begin = self.form.tools.begin
+            generate.tool_call_begin = self.form.call_begin
         if tools.choice == "required":
             generate.prefill.awaits = Awaits.AWAITS_TOOL
         elif self.is_open is not None and not tools.may_be_called:
@@ -164,14 +164,15 @@ class EncodedChat:
             answer = GrammarText(kind, "json_schema", schema).json_expression()
             functions = tools.functions if tools.may_be_called else []
             generate.grammar = calls_or_answer(
-                self.form, functions, answer, is_parallel=is_parallel, is_open=self.is_open
+                self.form, functions, answer, is_parallel=is_parallel, is_open=self.is_open or None
             )
         elif kind is not None:
             return replace(self, is_text=True)
         elif tools.choice == "required":
             generate.grammar = forced_calls(self.form, tools.functions, is_parallel=is_parallel, is_open=self.is_open)
         elif tools.may_be_called and (tools.allowed is not None or any(each.get("strict") for each in tools.functions)):
-            functions = [each if each.get("strict") else {"name": each["name"]} for each in tools.functions]
+            any_arguments = {"parameters": {"type": "object"}}
+            functions = [each if each.get("strict") else {**each, **any_arguments} for each in tools.functions]
             generate.grammar = strict_calls(self.form, functions, is_parallel=is_parallel, is_open=self.is_open)
         if len(generate.grammar) > MAX_CHARS["grammar"]:
             raise InvalidRequest(

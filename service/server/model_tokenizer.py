@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import logging
 import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-from radixkv.errors import ConfigError, UnknownTokenizer
+from radixkv.errors import ConfigError, InvalidRequest, UnknownTokenizer
 from radixkv.model_files.model_location import files_directory
 from radixkv.service.server.tokenizer_archive import tokenizer_archive
 from radixkv.service.text.tokenizer import Tokenizer
+
+_logger = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
@@ -113,6 +116,22 @@ class ModelTokenizer:
             self._waiting = asyncio.ensure_future(asyncio.to_thread(self.load))
             self._waiting.add_done_callback(self._forget_waiting)
         return await asyncio.shield(self._waiting)
+
+    async def required(self, field: str, requirement: str) -> Tokenizer:
+        """Return the tokenizer as `loaded` does.
+
+        Args:
+            field: the field of the request that requires it.
+            requirement: what requires it, such as "stop strings require".
+
+        Raises:
+            InvalidRequest: the model has no tokenizer that can be loaded. The log says why, which may name local paths.
+        """
+        try:
+            return await self.loaded()
+        except ValueError as error:
+            _logger.warning("%s a tokenizer, but the model has no tokenizer: %s", requirement, error)
+            raise InvalidRequest(f"{field}: the model has no tokenizer, which {requirement}") from error
 
     def _forget_waiting(self, done: asyncio.Future[Tokenizer]) -> None:
         self._waiting = None

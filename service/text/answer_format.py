@@ -25,6 +25,15 @@ class AnswerFormat:
     reasoning: ReasoningFormat | None = None
     tags: Mapping[str, int] = field(default_factory=dict)
 
+    @property
+    def call_begin(self) -> str:
+        """What shows that an answer has a call: a special token or text; empty if calls begin with their JSON."""
+        return "" if self.tools is None else self.first_tag(self.tools.begin)
+
+    def first_tag(self, text: str) -> str:
+        """Return the first special token of a text that begins with one, or else its first line."""
+        return next((each for each in self.tags if text.startswith(each)), text.partition("\n")[0])
+
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:

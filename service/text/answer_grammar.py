@@ -12,6 +12,8 @@ from radixkv.service.text.answer_format import AnswerFormat
 # The white space that `tojson` of chat templates writes, so that a call is rendered as it was generated.
 _SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _ANY = "/(?s:.*)/"
+_NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
+_FREE_KEY = r"/[A-Za-z_][A-Za-z0-9_]{0,63}/"
 _OTHER_TEXT = r"/\s*[^\s{\[](?s:.*)/"  # text that does not begin with a bracket, as calls without a tag do
 _DEFINITIONS = ("$defs", "definitions")
 # Keys of schemas that do not constrain a value. They would take most of the maximum length of a grammar.
@@ -81,7 +83,7 @@ def strict_calls(
     assert form.tools is not None
     rules = _Rules(form)
     prefix, call = form.tools.prefix, form.tools.variants[0]
-    begin = rules.first_tag(prefix or call.partition("{")[0])
+    begin = form.first_tag(prefix or call.partition("{")[0])
     if not begin:
         calls = rules.calls(call, prefix, functions, is_parallel=is_parallel)
         rules.add("start", f"{rules.reasoning(is_open=is_open)} ({calls} | {_OTHER_TEXT})?")
@@ -121,10 +123,6 @@ class _Rules:
         """Return the grammar."""
         return "".join(f"{name}: {rule}\n" for name, rule in self._rules.items())
 
-    def first_tag(self, text: str) -> str:
-        """Return the first special token of a text that begins with one, or else its first line."""
-        return next((each for each in self._tags if text.startswith(each)), text.partition("\n")[0])
-
     def literal(self, text: str) -> str:
         """Return an expression of exactly this text, in which the tags are special tokens."""
         pieces = re.split(f"({'|'.join(map(re.escape, self._tags))})", text) if self._tags else [text]
@@ -158,7 +156,7 @@ class _Rules:
         """
         tools = self._tools
         assert tools is not None
-        schemas = [_plain(each.get("parameters") or {"type": "object"}) for each in functions]
+        schemas = [_plain(each.get("parameters") or _NO_ARGUMENTS) for each in functions]
         names = [str(each["name"]) for each in functions]
         before, placeholder, after = re.split(r"\{(calls?|name|python)\}", variant, maxsplit=1)
         further = f"({self.literal(tools.separator)} call)*" if is_parallel else ""
@@ -171,8 +169,8 @@ class _Rules:
         elif placeholder == "python":
             further = ' (", " call)*' if is_parallel else ""
             rules = [
-                f'{json.dumps(name + "(")} {self._keyword_arguments(index, schema)} ")"'
-                for index, (name, schema) in enumerate(zip(names, schemas, strict=True))
+                f'{json.dumps(name + "(")} {self._keyword_arguments(schema)} ")"'
+                for name, schema in zip(names, schemas, strict=True)
             ]
             self.add("call", " | ".join(rules))
             return f'{self.literal(before)} "[" call{further} "]" {self.literal(after)}'
@@ -194,6 +192,11 @@ class _Rules:
             return f"{header} {self._quoted(f'value_{index}', schema)} {self.literal(end)}"
         if not self._tools.argument:
             return f"{header} {_json(schema)} {self.literal(end)}"
+        if _is_free(schema):
+            before_key, after_key, after = re.split(r"\{key\}|\{value\}", self._tools.argument)
+            self.add(f"free_text[suffix={json.dumps(after)}]", _ANY)
+            self.add("free_argument", f"{json.dumps(before_key)} {_FREE_KEY} {json.dumps(after_key)} free_text")
+            return f"{header} free_argument* {self.literal(end)}"
         arguments = [
             self._tagged_argument(f"value_{index}_{number}", key, each) + ("" if is_required else "?")
             for number, (key, each, is_required) in enumerate(_properties(schema))
@@ -242,7 +245,7 @@ class _Rules:
             return _json(schema)
         self.add("any_value", f"{quote} {self._quoted_text('any')} | any_object | any_list | any_simple")
         self.add("any_simple", '%json {"type": ["number", "boolean", "null"]}')
-        self.add("any_pair", '/[A-Za-z_][A-Za-z0-9_]{0,63}/ ":" any_value')
+        self.add("any_pair", f'{_FREE_KEY} ":" any_value')
         self.add("any_object", '"{" (any_pair ("," any_pair)*)? "}"')
         self.add("any_list", '"[" (any_value ("," any_value)*)? "]"')
         return "any_object" if kind == "object" else "any_value"
@@ -256,7 +259,10 @@ class _Rules:
         self.add(f"{rule}_text[suffix={json.dumps(quote)}]", _ANY)
         return f"{rule}_text"
 
-    def _keyword_arguments(self, index: int, schema: Any) -> str:
+    def _keyword_arguments(self, schema: Any) -> str:
+        if _is_free(schema):
+            self.add("free_argument", f'{_FREE_KEY} "=" {_json({})}')
+            return '(free_argument (", " free_argument)*)?'
         pairs = [(f'"{key}=" {_json(each)}', is_required) for key, each, is_required in _properties(schema)]
         return _joined(pairs, ", ")
 
@@ -288,6 +294,13 @@ def _schema_of_call(names: Sequence[str], schemas: Sequence[Any], key: str) -> d
 
 def _json(schema: Any) -> str:
     return f"%json {json.dumps({**schema, 'x-guidance': _SPACING} if isinstance(schema, dict) else schema)}"
+
+
+def _is_free(schema: Any) -> bool:
+    """Return whether a schema allows an object with any properties, and names none."""
+    if not isinstance(schema, dict):
+        return True
+    return not schema.get("properties") and schema.get("additionalProperties") is not False
 
 
 def _properties(schema: Any) -> list[tuple[str, Any, bool]]:

@@ -256,8 +256,12 @@ class Tokenizer:
 
     def special_id(self, text: str) -> int | None:
         """Return the id of the special token with this text; None if there is no such token."""
+        return self._special_ids.get(text)
+
+    @cached_property
+    def _special_ids(self) -> dict[str, int]:
         added = self._backend.get_added_tokens_decoder()
-        return next((token_id for token_id, token in added.items() if token.special and token.content == text), None)
+        return {token.content: token_id for token_id, token in added.items() if token.special}
 
     @property
     def definition(self) -> str:

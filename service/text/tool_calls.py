@@ -18,11 +18,14 @@ _NO_NAME = ("{", "[", "<", '"')
 _PLACEHOLDER = re.compile(r"\{(\w+)\}")
 _BRACKETS = {"call": "{[", "calls": "{[", "python": "["}
 _CONSTANTS = {"True": True, "False": False, "None": None, "true": True, "false": False, "null": None}
-# In Python's notation: a string, the name of a function, the name of an argument, a constant, or a bracket.
+# In Python's notation: a string, the name of a function, a number, the name of an argument, a constant, or a bracket.
 _PYTHON = re.compile(
-    r"""("(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*')|([\w.-]+)\s*\(|([A-Za-z_]\w*)\s*=|([A-Za-z_]\w*)|\)""", re.DOTALL
+    r"""("(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*')|([\w.-]+)\s*\(|(?:\d[\d.]*(?:[eE][+-]?\d+)?)|"""
+    r"""([A-Za-z_]\w*)\s*=|([A-Za-z_]\w*)|\)""",
+    re.DOTALL,
 )
 
+_SPACE = re.compile(r"\s*")
 _KEY = re.compile(r"([{,]\s*)([\w.$-]+)\s*:")
 _ESCAPE = re.compile(r"\\(x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|(.))", re.DOTALL)
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "\\": "\\", "'": "'", '"': '"', "/": "/", "\n": ""}
@@ -371,9 +374,9 @@ def _num_begun(text: str, begins: Sequence[str]) -> int:
 
 def _skipped(text: str, at: int) -> int:
     """Return the position of the first character from a position that is no white space."""
-    while at < len(text) and text[at].isspace():
-        at += 1
-    return at
+    space = _SPACE.match(text, at)
+    assert space is not None, "it matches the empty text as well"
+    return space.end()
 
 
 def _stripped(text: str, end: int) -> int:
@@ -423,7 +426,7 @@ def _json_of_python(text: str) -> str:
             return f"{json.dumps(argument)}:"
         if constant is not None:
             return json.dumps(_CONSTANTS[constant]) if constant in _CONSTANTS else "invalid"
-        return "}}"
+        return "}}" if found[0] == ")" else found[0]
 
     return _PYTHON.sub(translated, text)
 

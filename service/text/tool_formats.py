@@ -3,14 +3,14 @@
 A format has one or more variants. The first one is the text of a call that the server forces; all of them are
 recognized in what a model writes. A variant has one of these placeholders:
 
-| placeholder | stands for |
+| placeholder | is replaced by |
 |---|---|
 | `{call}` | a JSON object with `name` and the arguments; when it is read, also a list of such objects |
 | `{calls}` | a JSON list of such objects |
 | `{name}`, `{arguments}` | the name, and the arguments: a JSON object, or what `argument` describes |
 | `{python}` | a list of calls in Python's notation, such as `[clock(), weather(city="Rome")]` |
 
-`{id}` stands for an identifier that is written before the arguments, and is not used. White space next to a
+`{id}` is replaced by an identifier before the arguments, which the server ignores. White space next to a
 placeholder, and in place of a line break, may differ in what a model writes.
 """
 
@@ -65,7 +65,10 @@ class ToolFormat:
 
     def written(self, calls: Sequence[Mapping[str, Any]]) -> str | None:
         """Return the text of calls, each with `name` and `arguments`; None if the format is more than JSON in tags."""
-        objects = [json.dumps({"name": each["name"], self.arguments_key: each["arguments"]}) for each in calls]
+        objects = [
+            json.dumps({"name": each["name"], self.arguments_key: each["arguments"]}, ensure_ascii=False)
+            for each in calls
+        ]
         variant = self.variants[0]
         if "{calls}" in variant:
             return variant.replace("{calls}", f"[{', '.join(objects)}]")

@@ -121,15 +121,3 @@ def test_hints_are_applied_and_answered_in_the_usage(service: Service) -> None:
 def test_hints_that_are_no_envelope_are_refused(service: Service, hints: Any) -> None:
     with pytest.raises(openai.BadRequestError, match="kv_hints: expected the fields of a KvHintsEnvelope"):
         chat(service, extra_body={"kv_hints": hints})
-
-
-def test_a_breakpoint_of_anthropic_is_renewed_by_each_hit(service: Service) -> None:
-    system: Any = [{"type": "text", "text": "Be brief. " * 60, "cache_control": {"type": "ephemeral"}}]
-    service.claude.messages.create(model=MODEL, max_tokens=2, system=system, messages=MESSAGES)
-    (retained,) = [each for each in service.grpc.segments().segments if each.priority > 50]
-    plain: Any = [{"type": "text", "text": system[0]["text"]}]
-    expires = retained.expires_in_s
-    message = service.claude.messages.create(model=MODEL, max_tokens=2, system=plain, messages=MESSAGES)
-    assert message.usage.cache_read_input_tokens > 0
-    (renewed,) = [each for each in service.grpc.segments().segments if each.priority > 50]
-    assert renewed.expires_in_s > expires - 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 from collections.abc import Sequence
 
 import numpy as np
@@ -19,8 +18,6 @@ from radixkv.tokens import TOKEN_BYTES
 
 MAX_STOPS = 16
 MAX_STOP_CHARS = 256
-
-_logger = logging.getLogger(__name__)
 
 
 class StopStrings:
@@ -100,11 +97,7 @@ async def stop_strings(
     if not stops:
         return None
     require_stops(stops)
-    try:
-        loaded = await tokenizer.loaded()
-    except ValueError as error:
-        _logger.warning("a request has stop strings, but the model has no tokenizer: %s", error)  # may name local paths
-        raise InvalidRequest("stop: the model has no tokenizer, which stop strings require") from error
+    loaded = await tokenizer.required("stop", "stop strings require")
     prompt_ids = np.frombuffer(params.tokens[-NUM_PROMPT_IDS * TOKEN_BYTES :], dtype="<u4").tolist()
     different = tuple(dict.fromkeys(stops))
     return StopStrings(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 from collections.abc import Sequence
 from functools import partial
 
@@ -12,8 +11,6 @@ from radixkv.errors import InvalidRequest
 from radixkv.service.server.model_tokenizer import ModelTokenizer
 from radixkv.service.server.servicers.messages import MAX_NAME_CHARS
 from radixkv.service.text.tokenizer import Tokenizer
-
-_logger = logging.getLogger(__name__)
 
 
 async def with_tool_calls(tokenizer: ModelTokenizer, begin: str, sampling: Sampling) -> Sampling:
@@ -31,11 +28,7 @@ async def with_tool_calls(tokenizer: ModelTokenizer, begin: str, sampling: Sampl
         return sampling
     if len(begin) > MAX_NAME_CHARS:
         raise InvalidRequest(f"tool_call_begin: expected at most {MAX_NAME_CHARS} characters, got {len(begin)}")
-    try:
-        loaded = await tokenizer.loaded()
-    except ValueError as error:
-        _logger.warning("a request has tool_call_begin, but the model has no tokenizer: %s", error)  # may name paths
-        raise InvalidRequest("tool_call_begin: the model has no tokenizer, which it requires") from error
+    loaded = await tokenizer.required("tool_call_begin", "it requires")
     return dataclasses.replace(sampling, is_tool_call=partial(_contains, loaded, begin, loaded.special_id(begin)))
 
 

@@ -37,6 +37,8 @@ def retained(ranges: list[CachedRange], whole_s: int = 0) -> tuple[tuple[int, in
     assert asyncio.run(main()) == ["a", "b"]
     assert all(each.salt == "s" for each in calls)
     retention = prefill.retention
+    assert all(each.retention.renew for each in calls)  # each hit restarts the time to live
+    assert retention.renew is (bool(whole_s) or bool(ranges))
     return (retention.end_token, retention.ttl.seconds), [
         (len(each.token_ids), each.retention.ttl.seconds) for each in calls
     ]

@@ -18,17 +18,19 @@ THINKING = next(iter(REASONING_FORMATS.values()))
     [
         ("hermes", Tools((CLOCK,), "auto"), None, {"tool_call_begin": "<tool_call>"}),
         ("mistral", Tools((CLOCK,), "auto"), False, {"tool_call_begin": "[TOOL_CALLS]"}),
+        ("gemma4", Tools((CLOCK,), "auto"), None, {"tool_call_begin": "<|tool_call>"}),  # its special token
         ("hermes", Tools((CLOCK,), "none"), None, {}),
         ("hermes", Tools(), None, {}),
         ("hermes", Tools(), False, {"write_generated": False}),  # reasoning that the next prompt will not contain
         ("hermes", Tools(), True, {"write_generated": False}),
     ],
 )
-def test_the_server_is_asked_to_note_calls_and_not_to_cache_reasoning(
+def test_a_chat_sets_what_the_cache_records_of_its_answer(
     form: str, tools: Tools, is_open: bool | None, expected: dict[str, object]
 ) -> None:
     generate = GenerateRequest()
-    EncodedChat([1], AnswerFormat(TOOL_FORMATS[form], THINKING), tools, is_open).constrained(generate)
+    answer_format = AnswerFormat(TOOL_FORMATS[form], THINKING, {"<|tool_call>": 7})
+    EncodedChat([1], answer_format, tools, is_open).constrained(generate)
     assert generate == GenerateRequest(**expected)
 
 

@@ -13,7 +13,7 @@ from radixkv.service.text.answer_grammar import calls_or_answer, forced_calls, s
 from radixkv.service.text.reasoning import REASONING_FORMATS
 from radixkv.service.text.tool_calls import ToolCall
 from radixkv.service.text.tool_formats import TOOL_FORMATS
-from tests.service.text.tool_texts import FORCED, FUNCTIONS
+from tests.service.text.tool_texts import CLOCK, FORCED, FUNCTIONS, WEATHER
 
 pytest.importorskip("llguidance")
 
@@ -113,6 +113,24 @@ def test_an_answer_that_must_be_json_may_be_calls_instead(name: str) -> None:
     opened = calls_or_answer(AnswerFormat(None, THINK), [], answer, is_parallel=True, is_open=True)
     assert accepts(opened, 'Hm.</think>{"a":1}', AnswerFormat())
     assert not accepts(opened, '{"a":1}', AnswerFormat())
+
+
+@pytest.mark.parametrize("kind", FORMS)
+@pytest.mark.parametrize("name", list(TOOL_FORMATS))
+def test_a_schema_without_properties_allows_any_arguments(name: str, kind: str) -> None:
+    form, text = form_of(name, kind), FORCED[name][0][0]
+    grammar = strict_calls(form, [{"name": "weather", "parameters": {"type": "object"}}], is_parallel=True)
+    assert accepts(grammar, text, form)
+    assert not accepts(grammar, text.replace("weather", "wetter"), form)
+
+
+@pytest.mark.parametrize("name", list(TOOL_FORMATS))
+def test_a_function_without_parameters_has_no_arguments(name: str) -> None:
+    form = form_of(name, "text")
+    grammar = forced_calls(form, [{"name": "weather"}, {"name": "clock"}], is_parallel=False)
+    for text, calls in FORCED[name]:
+        if calls in ([WEATHER], [CLOCK]):
+            assert accepts(grammar, text, form) is (calls == [CLOCK])
 
 
 def test_annotations_of_a_schema_are_left_out() -> None:

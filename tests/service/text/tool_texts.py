@@ -198,6 +198,7 @@ OTHERS: dict[str, tuple[tuple[str, list[str | ToolCall]], ...]] = {
             r"""[weather(city='it\'s \d', days=[1, {'a': None, "b": True}, -2.5])]""",
             [ToolCall("weather", {"city": "it's \\d", "days": [1, {"a": None, "b": True}, -2.5]})],
         ),
+        ("[weather(city='a', days=1.5e3)]", [ToolCall("weather", {"city": "a", "days": 1500.0})]),
         ("[other()]", ["[other()]"]),
         ("[1, 2] is a list", ["[1, 2] is a list"]),
         ("[clock(a)]", ["[clock(a)]"]),
