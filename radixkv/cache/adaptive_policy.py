@@ -40,7 +40,7 @@ _PRIOR_USES = 30  # after this many waits, a kind gets the geometric mean of its
 _TINY_DENSITY = 1e-12
 
 _TURNS_TO_LEARN = 4  # one turn is the insertion of as many blocks as the cache has
-# Uses and insertions between two updates of the densities, which take 0.5 ms.
+# Uses and insertions between two updates of the densities, which take 1 to 4 ms.
 _EVENTS_PER_UPDATE = 256
 _MIN_EVENTS_PER_UPDATE = 16  # in a small cache, whose blocks are reused sooner
 _KEPT_PER_EVENT = 0.99 ** (1 / 256)  # counts are halved within 18,000 events
@@ -96,7 +96,7 @@ class HitDensities:
 
             max over periods of   blocks used again in the period / block seconds until their use, or the period's end
 
-        Complexity: constant; it takes half a millisecond.
+        Complexity: constant; it takes 1 to 4 ms, depending on how many kinds and ages have been seen.
         """
         shape = (len(Awaits), _NUM_KINDS, _NUM_AGES)
         hits = np.array(self.hits).reshape(shape)
@@ -224,9 +224,9 @@ class AdaptivePolicy(EvictionPolicy):
     are used again, including those that were evicted too early; see `HitDensities`. Leaves of a session that has ended
     are evicted before all others. Until the cache has been filled four times, the order is that of last use.
 
-    Memory: a record per evicted leaf, at most one per block of the cache.
+    Memory: a record per evicted leaf, at most one per block of the cache, or 4,096 in a smaller cache.
 
-    Complexity: O(depth) for a use; O(1) for everything else; half a millisecond after every 256 uses and insertions.
+    Complexity: O(depth) for a use; O(1) for everything else; 1 to 4 ms after every 256 uses and insertions.
 
     Source: Beckmann, Chen, Cidon: "LHD: Improving cache hit rate by maximizing hit density", NSDI 2018. Kinds by reuse:
     Wang et al.: "KVCache cache in the wild", ATC 2025.

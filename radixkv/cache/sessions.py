@@ -17,7 +17,7 @@ from radixkv.cache.node import Node, Session
 from radixkv.errors import require_invariant
 from radixkv.namespace import PromptKey
 
-_USUAL_TOOL_WAIT_S = 10.0  # of a session whose waits are not known; the median of recorded coding agents is 17 s
+_USUAL_TOOL_WAIT_S = 10.0  # of a session whose waits are not known; the median of recorded coding agents is 16 s
 _SHARE_OF_WAIT = 0.5  # after which the next turn is prepared for
 
 _require = functools.partial(require_invariant, "sessions")

@@ -122,7 +122,8 @@ class CacheServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Hint(self, request, context):
-        """Apply hints about the future use of cached tokens. Each is answered; none is an error of the call.
+        """Apply hints about the future use of cached tokens. Each action gets an outcome; a refused action does not
+        fail the call.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -27,7 +27,7 @@ class NotHttp(InvalidRequest):
 
 
 class HttpConnection(web.RequestHandler):
-    """One connection. What aiohttp refuses by itself, as plain text, gets a response in the form of the APIs.
+    """One connection, which answers in the form of the APIs where aiohttp would refuse a request with plain text.
 
     aiohttp limits each header, and their number, but not all of them together; this class does.
 
