@@ -126,7 +126,7 @@ def variants_of(model: Model, num_tokens: int) -> dict[str, KVVariant]:
     }
     return {
         "latent": KVVariant(pools["latent"], lambda step: step, contextlib.nullcontext),
-        "expanded": KVVariant(pools["expanded"], ExpandedStep, model.latent.undone),
+        "expanded": KVVariant(pools["expanded"], ExpandedStep, model.latent.originals),
     }
 
 

@@ -29,7 +29,7 @@ class QuantizedWeight:
         codes: int8 or uint8 `[out_features, in_features]`.
         scales: float16 `[out_features, in_features / 32]`.
         minima: the same for 4 bits; None for 8 bits.
-        dtype: of the rows that it is multiplied with.
+        dtype: dtype of the rows that it is multiplied with.
     """
 
     codes: torch.Tensor
@@ -44,7 +44,7 @@ class QuantizedWeight:
         Args:
             weight: `[out_features, in_features]`, finite, of any floating-point dtype.
             bits: 8 or 4.
-            dtype: of the rows that it is multiplied with; None for that of the weight.
+            dtype: dtype of the rows that it is multiplied with; None for that of the weight.
 
         Raises:
             ValueError: `in_features` is not a multiple of 32, or a group is beyond what float16 scales can express.

@@ -48,8 +48,9 @@ class AttentionWork:
         tokens: `[num_tokens]`, the packed token rows of the step, in the order of the tiles.
         positions: `[num_tokens]`, the position of each token in its sequence.
         blocks: the block ids of all requests, concatenated.
-        rounds: `[num_rounds, 6]`. Columns: first and end token, first and end key, first written key, and the index in
-            `blocks` of the block of the first key. The rounds of a token are in ascending order of keys.
+        rounds: `[num_rounds, 6]`. Columns: first and end token, first and end key, first written key (those before it
+            are outside the window, and may have no K/V), and the index in `blocks` of the block of the first key. The
+            rounds of a token are in ascending order of keys.
         items: `[num_items, 5]`. Columns: KV head, first and end row, first and end round. A row is
             `token * group_size + head`.
     """
@@ -78,17 +79,19 @@ class _Tile(NamedTuple):
 class _Order(NamedTuple):
     """Tiles, sorted so that tiles that share keys are adjacent.
 
+    Keys are shared in units of `_unit_tokens` keys.
+
     Attributes:
         tiles: at least one tile.
-        num_units: whole units of keys before each tile, which may be shared, `[num_tiles]`.
+        num_units: the number of whole units before each tile, `[num_tiles]`.
         same_units: the number of these units that each tile shares with the next one, `[num_tiles - 1]`.
-        ends: the first token of each tile, and the number of tokens, `[num_tiles + 1]`.
+        starts: the number of tokens in the tiles before each tile, and then in all tiles, `[num_tiles + 1]`.
     """
 
     tiles: Sequence[_Tile]
     num_units: npt.NDArray[np.int64]
     same_units: npt.NDArray[np.int64]
-    ends: npt.NDArray[np.int64]
+    starts: npt.NDArray[np.int64]
 
 
 def plan_work(
@@ -105,13 +108,13 @@ def plan_work(
         num_threads: threads that the items are distributed over.
     """
     order = _order(batch, window)
-    rows_per_item = _rows_per_item(int(order.ends[-1]) * group_size, num_kv_heads, head_dim, num_threads)
+    rows_per_item = _rows_per_item(int(order.starts[-1]) * group_size, num_kv_heads, head_dim, num_threads)
     rounds: list[tuple[int, ...]] = []
     items: list[tuple[int, ...]] = []
     for first, end in _groups(order.same_units):
         first_round = len(rounds)
         rounds += _rounds(batch, order, first, end, window)
-        first_row, end_row = int(order.ends[first]) * group_size, int(order.ends[end]) * group_size
+        first_row, end_row = int(order.starts[first]) * group_size, int(order.starts[end]) * group_size
         for row in range(first_row, end_row, rows_per_item):
             last = min(row + rows_per_item, end_row)
             items += [(head, row, last, first_round, len(rounds)) for head in range(num_kv_heads)]
@@ -125,7 +128,7 @@ def plan_work(
 
 
 def _unit_tokens(batch: PagedBatch) -> int:
-    """Return the number of keys of a unit: they are shared together or not at all."""
+    """Return the number of keys of a unit, which tiles share as a whole or not at all."""
     return max(BLOCK_KEYS, batch.block_size)
 
 
@@ -151,7 +154,7 @@ def _rounds(
 ) -> Iterator[tuple[int, int, int, int, int, int]]:
     """Yield the rounds of the tiles `[first, end)`: those over shared keys, then those over each tile's own keys."""
     unit_tokens, width = _unit_tokens(batch), int(batch.host_tables.shape[1])
-    starts = order.ends[first:].tolist()
+    starts = order.starts[first:].tolist()
 
     def place(tile: int, key: int) -> int:
         return order.tiles[tile].request * width + key // batch.block_size

@@ -60,7 +60,7 @@ class Panels:
     Attributes:
         numbers: the packed weights.
         out_features: features of all weights.
-        dtype: of the rows that they are multiplied with.
+        dtype: dtype of the rows that they are multiplied with.
         format: how they are stored.
     """
 
@@ -91,8 +91,8 @@ class QuantizedPanels(Panels):
     """One or more quantized weights, packed in the layout of quantized.h, as one matrix.
 
     Args:
-        weights: of the same bits and in_features. Their features are concatenated in order.
-        dtype: of the rows that they are multiplied with.
+        weights: weights with the same bits and in_features. Their features are concatenated in order.
+        dtype: dtype of the rows that they are multiplied with.
     """
 
     def __init__(self, weights: Iterable[QuantizedWeight], dtype: torch.dtype) -> None:

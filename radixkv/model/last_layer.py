@@ -32,7 +32,7 @@ _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 
 
 class LastLayerRows(NamedTuple):
-    """The rows of a forward pass whose logits are needed, so that they are computed to the end.
+    """The rows of a forward pass whose logits are needed; the last layer computes only these.
 
     Attributes:
         rows: int64 `[n]`, at least one.
@@ -56,7 +56,7 @@ class LastLayer:
     def __init__(self, module: nn.Module, running: RunningPass) -> None:
         self._name = type(module).__name__
         self._running = running
-        self._inputs: tuple[LastLayerRows, torch.Tensor, int] | None = None  # of `shortened`
+        self._inputs: tuple[LastLayerRows, torch.Tensor, int] | None = None  # inside `shortened`
         self._layer = _last_layer(module)
 
     @contextlib.contextmanager
@@ -110,7 +110,7 @@ def can_shorten_last_layer(
     Args:
         forward: `Model.forward`.
         vocab_size: token ids are below this.
-        dtype: of the model.
+        dtype: dtype of the model.
         is_exact: whether all bits must be the same.
     """
     ids = torch.arange(_TRIAL_TOKENS) % vocab_size

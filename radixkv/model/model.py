@@ -46,13 +46,14 @@ class Model:
         module: a loaded model.
         device: device to which it is moved.
         is_exact: whether it runs in exact mode.
-        is_fused: whether linear layers are merged and known parts run as fused Triton kernels; None for True on a GPU.
-            On a CPU fused layers in C++ are used instead.
+        is_fused: whether linear layers are merged and known parts run as fused Triton kernels. None is True on a GPU;
+            on a CPU it selects the fused layers in C++.
         weights: `auto`, or on a CPU a quantized format; see `ModelConfig`.
-        max_adapters: adapters that may be loaded; 0 disables adapters, which is faster if a library fuses SwiGLU.
+        max_adapters: adapters that may be loaded. 0 disables adapters, which allows a GEMM library to fuse SwiGLU.
         adapter_bytes: bytes that adapters may take on the device.
         fingerprint: a fixed value for models of benchmarks, whose K/V is never stored; None to digest all weights.
         directory: directory whose files name the end-of-sequence tokens; None to use those of `module`.
+        report: called with a description of each phase of the construction.
 
     Attributes:
         name: `tiny` or the directory's name.
@@ -67,7 +68,7 @@ class Model:
         limit: the longest sequence, and why it is shorter than the model's files state.
         max_tokens: tokens of the longest sequence; None if its configuration does not state a limit.
         eos_token_ids: tokens of the vocabulary that end a generation.
-        weights: as given.
+        weights: the argument `weights`.
         can_shorten_last_layer: whether the last layer can compute only the rows of `LastLayerRows` with the same
             results. CPU only.
         latent: its layers with latent attention.
@@ -115,28 +116,31 @@ class Model:
         if max_adapters:
             backend = _low_rank_backend(device, is_exact=is_exact)
             self.adapted = AdaptedLayers(module, backend, max_adapters, adapter_bytes)
-        self._undone: list[Callable[[], AbstractContextManager[None]]] = [self.latent.undone, short_convs.undone]
+        self._originals: list[Callable[[], AbstractContextManager[None]]] = [
+            self.latent.originals,
+            short_convs.originals,
+        ]
         self._pads_rows = is_exact
         if is_fused if is_fused is not None else device.type == "cuda":
             if not max_adapters:
                 merge_linears(module)
-            self._undone.append(fuse_layers(module, is_exact=is_exact))
+            self._originals.append(fuse_layers(module, is_exact=is_exact))
         elif is_packed:
             report("comparing layers in C++ with those of transformers")
-            joined = FusedCpuLayers(module, is_exact=is_exact, library=library)
-            self._undone.append(joined.undone)
-            self._pads_rows = is_exact and not joined.computes_rows_alone
+            fused_layers = FusedCpuLayers(module, is_exact=is_exact, library=library)
+            self._originals.append(fused_layers.originals)
+            self._pads_rows = is_exact and not fused_layers.computes_rows_alone
         self._mode: AbstractContextManager[object] = (
             make_exact(module, budget) if is_exact else contextlib.nullcontext()
         )
         self._hidden_states: torch.Tensor | None = None  # [1, num_tokens, hidden_size], during a forward pass
         self._running = RunningPass()
-        for part in module.modules():
-            if hasattr(part, "layer_idx"):
-                part.running_pass = self._running
-        for part in module.modules():  # heads call `base_model`, or a decoder in it
-            if isinstance(part, PreTrainedModel) and part is not module:
-                part.register_forward_hook(self._keep_hidden_states)
+        for submodule in module.modules():
+            if hasattr(submodule, "layer_idx"):
+                submodule.running_pass = self._running
+        for submodule in module.modules():  # `module` calls its `base_model`, or only a decoder inside that
+            if isinstance(submodule, PreTrainedModel) and submodule is not module:
+                submodule.register_forward_hook(self._keep_hidden_states)
         self._last_layer = LastLayer(module, self._running)
         report("looking at the attention of each layer")
         config = module.config.get_text_config()
@@ -173,8 +177,8 @@ class Model:
             step: computes the attention of each layer.
             logit_rows: int64 `[n]`, the rows whose logits are returned.
             adapters: disjoint ranges of rows that use an adapter; all other rows use the base model.
-            last_rows: computes only the rows of `logit_rows` to the end (an arbitrary row if there are none). Must be
-                None with adapters, and if the model lacks `can_shorten_last_layer`. None computes all rows.
+            last_rows: the rows that the last layer computes: those of `logit_rows`, or an arbitrary row if there are
+                none. None computes all rows; it is required with adapters, and if `can_shorten_last_layer` is False.
 
         Returns:
             Logits, float32 `[n, vocab_size]`, and for each token whether its last hidden state is finite or not
@@ -215,7 +219,7 @@ class Model:
         return output.logits[0].float(), is_finite
 
     def attention_uses(self, shape: KVShape, block_size: int) -> tuple[AttentionUse, ...]:
-        """Return the requirements of the model on attention kernels, for each K/V shape of its layers.
+        """Return what the model requires of attention kernels, for each K/V shape of its layers.
 
         Args:
             shape: shape and format of K and V in the pools.
@@ -244,8 +248,8 @@ class Model:
     def unfused(self) -> Iterator[None]:
         """Restore transformers' own implementation of `module`, inside the `with` block."""
         with contextlib.ExitStack() as stack:
-            for undone in self._undone:
-                stack.enter_context(undone())
+            for originals in self._originals:
+                stack.enter_context(originals())
             yield
 
     def _with_adapters(self, ranges: Sequence[AdapterRange]) -> AbstractContextManager[object]:
@@ -256,7 +260,7 @@ class Model:
         return self.adapted.applied(ranges)
 
     def _keep_hidden_states(self, module: torch.nn.Module, arguments: object, output: Any) -> None:
-        """Keep the last hidden states. The outermost part that returns them is called last."""
+        """Keep the last hidden states. A hook: that of the outermost submodule that returns them runs last."""
         self._hidden_states = getattr(output, "last_hidden_state", self._hidden_states)
 
 

@@ -66,7 +66,7 @@ def fuse_layers(module: nn.Module, *, is_exact: bool) -> Callable[[], AbstractCo
     """
     from radixkv.model.layers.gpu_layers import FusedGpuLayers
 
-    return FusedGpuLayers(module, is_exact=is_exact).undone
+    return FusedGpuLayers(module, is_exact=is_exact).originals
 
 
 def low_rank_kernels(device: torch.device, *, is_exact: bool) -> LowRankKernels:

@@ -164,7 +164,7 @@ class PlanningKernels(AttentionKernels, Protocol):
 
         Args:
             max_rows: packed rows of its longest request.
-            dtype: of the queries.
+            dtype: dtype of the queries.
         """
         ...
 
@@ -174,7 +174,7 @@ class PlanningKernels(AttentionKernels, Protocol):
         Args:
             batch: the token rows of a step, on the host.
             group_size: query heads per KV head.
-            dtype: of the queries.
+            dtype: dtype of the queries.
             window: the sliding window of the layers.
         """
         ...

@@ -113,7 +113,7 @@ class LatentParts:
         self._replace()
 
     @contextlib.contextmanager
-    def undone(self) -> Iterator[None]:
+    def originals(self) -> Iterator[None]:
         """Restore transformers' own method in all layers, inside the `with` block."""
         for part in self._parts:
             del vars(part)[_METHOD]

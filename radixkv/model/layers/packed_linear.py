@@ -50,7 +50,7 @@ class Matmul:
     Args:
         weights: `[out_features, in_features]` each, quantized ones for a backend that takes them; their outputs are
             concatenated in order. The originals are not kept, unless the backend uses them as they are.
-        bias: of all output features, or None.
+        bias: bias of all output features, or None.
         choice: the GEMM backend, and the row counts of its calls.
 
     Attributes:

@@ -161,7 +161,7 @@ class ReplacedParts:
         self._replace()
 
     @contextlib.contextmanager
-    def undone(self) -> Iterator[None]:
+    def originals(self) -> Iterator[None]:
         """Restore the original forward passes of all parts, inside the `with` block."""
         for part in self._forwards:
             del vars(part)["forward"]

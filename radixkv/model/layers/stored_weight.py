@@ -22,7 +22,7 @@ def keep_stored_weight(layer: nn.Module, weight: QuantizedWeight) -> None:
 
     Args:
         layer: `can_keep_stored_weight` must be true. Its own weight may be `weight_without_data`.
-        weight: of the same shape.
+        weight: the quantized weight, of the same shape as its own.
     """
     setattr(layer, _STORED, weight)
 

@@ -62,7 +62,7 @@ class ShortConvs:
         self._replace()
 
     @contextlib.contextmanager
-    def undone(self) -> Iterator[None]:
+    def originals(self) -> Iterator[None]:
         """Restore transformers' own implementation of all layers, inside the `with` block."""
         for part in self._parts:
             del vars(part)["forward"]

@@ -61,11 +61,11 @@ def test_exact_mode_is_batch_invariant(dtype: torch.dtype) -> None:
         assert torch.equal(heads.values(attended[start:end]), values[start:end])
 
 
-def test_undone_layers_expand_keys_and_values() -> None:
+def test_original_layers_expand_keys_and_values() -> None:
     module = module_of()
     parts = LatentParts(module, is_exact=False)
     latent, rotated = torch.randn(1, 1, 9, RANK), torch.randn(1, 1, 9, ROPE_DIM)
-    with parts.undone():
+    with parts.originals():
         key, value = attention_of(module).expand_kv(latent, rotated)
         assert key.shape == (1, NUM_HEADS, 9, 16 + ROPE_DIM)
         assert value.shape == (1, NUM_HEADS, 9, 20)

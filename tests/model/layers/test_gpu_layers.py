@@ -344,7 +344,7 @@ def test_a_forward_pass_that_was_replaced_before_is_kept(device: torch.device) -
     module.model.norm.forward = forward
     found = FusedGpuLayers(module, is_exact=False)
     assert "model.norm" not in found.names
-    with found.undone():
+    with found.originals():
         assert module.model.norm.forward is forward
     assert module.model.norm.forward is forward
 

@@ -54,7 +54,7 @@ def test_a_model_without_short_convolutions_stays_as_it_is() -> None:
     assert not any("forward" in vars(part) or hasattr(part, "kv_layer") for part in module.modules())
 
 
-def test_undone_layers_compute_as_transformers_wrote_it() -> None:
+def test_original_layers_compute_as_transformers_wrote_it() -> None:
     module, rows = module_of(), torch.randn(1, 9, 64)
     part: Any = module.model.layers[0].conv
     own = part(rows)
@@ -64,7 +64,7 @@ def test_undone_layers_compute_as_transformers_wrote_it() -> None:
         UnsupportedModel, match=r"^Lfm2ShortConv: expected to convolve in a forward pass over the cache"
     ):
         part(rows)
-    with convs.undone():
+    with convs.originals():
         assert torch.equal(part(rows), own)
     assert convs.shape is not None
     pool = StatePool(0, convs.shape, torch.device("cpu"))
