@@ -66,7 +66,7 @@ class ReplayPasses:
     """All passes of a run.
 
     Attributes:
-        tenant: of the pass with the cache.
+        tenant: tenant of the pass with the cache.
         with_cache: the pass over all requests.
         without_cache: the pass over requests of `with_cache`; None if it was not requested or not begun.
         stats_before, stats_after: server statistics around the pass with the cache; None if the server has none.

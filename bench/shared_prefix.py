@@ -46,7 +46,7 @@ class SharedPrefixCase:
         own_tokens: tokens of each request after the prefix, including the new ones.
         new_tokens: tokens of each request that the step computes.
         heads: query heads, KV heads, and dimensions of a head.
-        dtype: of queries, keys and values.
+        dtype: dtype of queries, keys and values.
     """
 
     def __init__(

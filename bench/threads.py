@@ -88,7 +88,7 @@ def measure(client: Client, max_id: int, seed: str, new_tokens: int) -> dict[str
     """Measure each row once.
 
     Args:
-        client: of the server.
+        client: client of the server.
         max_id: prompts consist of smaller token ids.
         seed: equal seeds make equal prompts.
         new_tokens: tokens that are decoded, at least 2.

@@ -22,7 +22,7 @@ class Invocation(NamedTuple):
         marked   a b c d | I'J'x'y'       in the tree of the base model, where all requests find `a b c d`
 
     Attributes:
-        digest: of the adapter's content.
+        digest: digest of the adapter's content.
         start: position of its first token.
         mark: number that is added to the ids of its tokens; see `InvocationMarks`.
     """

@@ -27,7 +27,7 @@ class ClosedLoopCallers:
     """A number of callers, each with a task.
 
     Args:
-        stubs: of EventService, one per connection; callers are spread evenly over them.
+        stubs: stubs of EventService, one per connection; callers are spread evenly over them.
         count: callers.
 
     Attributes:

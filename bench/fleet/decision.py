@@ -68,7 +68,7 @@ class ConversationPrompts:
 
     Args:
         prompt_tokens: length of a prompt before the next turn.
-        seed: of the tokens.
+        seed: seed of the tokens.
     """
 
     def __init__(self, prompt_tokens: int, seed: int) -> None:

@@ -24,7 +24,7 @@ class FleetProcess:
 
     Args:
         replicas: number of replicas.
-        settings: of the fleet, as `section.key=value`.
+        settings: settings of the fleet, as `section.key=value`.
 
     Attributes:
         address: address of the ingress, inside the block.

@@ -24,7 +24,7 @@ class AttackerProcess:
     """An attacker in a subprocess, as an asynchronous context manager. The process ends with the block.
 
     Args:
-        name: of the attack.
+        name: name of the attack.
         target: what it attacks.
         has_low_priority: whether it uses only CPU time that other processes leave.
     """

@@ -54,9 +54,9 @@ class ArmCredentials:
     """Files and secrets of the servers and the caller, in a folder.
 
     Attributes:
-        settings: of the server, by arm.
-        credentials: of the caller's connection, by arm; None without TLS.
-        metadata: of the caller's calls, by arm.
+        settings: settings of the server, by arm.
+        credentials: credentials of the caller's connection, by arm; None without TLS.
+        metadata: metadata of the caller's calls, by arm.
     """
 
     settings: dict[str, list[str]]

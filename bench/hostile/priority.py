@@ -12,7 +12,7 @@ def yield_to_others(pid: int) -> None:
     and from the well-behaved client, and the resulting wait is no fault of the server.
 
     Args:
-        pid: of the process, before it has threads.
+        pid: id of the process, before it has threads.
     """
     try:
         os.sched_setscheduler(pid, os.SCHED_IDLE, os.sched_param(0))

@@ -165,7 +165,7 @@ async def measure(
     """Measure the well-behaved client alone, then during an attack; then wait until the server is idle, 30 s at most.
 
     Args:
-        name: of the attack.
+        name: name of the attack.
         target: the server.
         pid: its process.
         attacked: the server that is attacked; None for `target`.

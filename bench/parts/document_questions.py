@@ -62,7 +62,7 @@ def document_questions(tokenizer: Tokenizer, num_requests: int) -> list[WorkItem
     """Build prompts that all begin with the same document.
 
     Args:
-        tokenizer: of the model, with its chat template.
+        tokenizer: the model's tokenizer, with its chat template.
         num_requests: number of prompts; the questions repeat after `len(QUESTIONS)`.
 
     Returns:

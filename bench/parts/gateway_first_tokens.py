@@ -37,8 +37,8 @@ def time_first_tokens(url: str, address: str, model: str, num_calls: int) -> Fir
     """Send prompts to a gateway and to one of its servers in turn, each with a new suffix after a cached prefix.
 
     Args:
-        url: of the gateway.
-        address: of the server.
+        url: URL of the gateway.
+        address: address of the server.
         model: name of the model at the gateway.
         num_calls: measured calls to each, after some that warm up.
 

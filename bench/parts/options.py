@@ -33,7 +33,7 @@ class ReplayOptions:
     Attributes:
         concurrency: requests in flight; None in an open loop.
         rate: mean arrivals per second of a Poisson process; None for other arrivals.
-        time_limit_s: of the whole run; None for no limit.
+        time_limit_s: time limit of the whole run; None for no limit.
         baseline_requests: None for as many as time allows; 0 for no pass without the cache.
         baseline_seconds: limit of the pass without the cache; infinite for no limit.
     """

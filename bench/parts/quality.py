@@ -110,7 +110,7 @@ class Quality:
     """How much predictions differ from those of the reference.
 
     Attributes:
-        perplexity: of all tokens except the first of each text.
+        perplexity: perplexity of all tokens except the first of each text.
         perplexity_change: relative to that of the reference; 0.01 is one percent.
         kl: mean KL divergence from the predictions of the reference, in nats.
         same_top: fraction of the tokens after which the most likely token is the same.

@@ -11,7 +11,7 @@ class Adapter:
 
     Attributes:
         name: the name in requests; for a draining adapter, its last name.
-        digest: of its content. Names with the same digest share cached tokens.
+        digest: digest of its content. Names with the same digest share cached tokens.
         rank: the largest rank of its matrices.
         num_bytes: memory of its weights.
         is_on_device: whether the weights are in device memory now; otherwise they are in host memory.

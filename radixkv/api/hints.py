@@ -44,7 +44,7 @@ class HintOutcome(NamedTuple):
     """What was done with one action.
 
     Attributes:
-        action_id: of the action.
+        action_id: id of the action.
         status: see `HintStatus`.
         reason: why an action was clipped or refused; empty for an accepted one.
         tokens: tokens for which it had an effect.

@@ -89,7 +89,7 @@ class Limits:
             default_ceiling_blocks: the same for all other tenants.
             model_fingerprint, compression_refusal, model_limit_reason: see the attributes.
         """
-        # A generation continues in a copy of the block in which its prompt ends.
+        # A generation needs one block more: it continues in a copy of the block in which its prompt ends.
         return cls(
             model=model,
             device=device,
@@ -111,7 +111,7 @@ class Limits:
         )
 
     def require_retention(self, tokens: bytes, retention: Retention) -> None:
-        """Reject a prompt that cannot be computed, like `require_tokens`, and a range that is not within it."""
+        """Reject a prompt that `require_tokens` rejects, and a retention whose range is not within the prompt."""
         self.require_tokens(tokens)
         retention.range_in(len(tokens) // TOKEN_BYTES)
 
@@ -145,7 +145,7 @@ class Limits:
     def max_new_tokens(self, num_tokens: int, tenant: str) -> int:
         """Return the length of the longest generation after a prompt; less than 1 if no token fits."""
         ceiling = self._ceiling_tokens(tenant)
-        # The last token needs no block.
+        # The last token needs no block, since its K/V is never computed.
         return min(self.max_sequence_tokens, self.max_sequence_tokens if ceiling is None else ceiling + 1) - num_tokens
 
     def require_prefill(self, params: PrefillParams) -> None:

@@ -15,7 +15,8 @@ class LogprobRows(NamedTuple):
     """Log probabilities of consecutive tokens.
 
     Attributes:
-        logprobs: of each token, and then of the most likely ones there, float32 `[num_tokens, 1 + num_top]`.
+        logprobs: log probabilities, float32 `[num_tokens, 1 + num_top]`: that of each token, and then those of the most
+            likely tokens at its position.
         token_ids: the most likely tokens, most likely first, uint32 `[num_tokens, num_top]`.
     """
 

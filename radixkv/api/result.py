@@ -97,7 +97,7 @@ class TokenLogprobs:
     """Log probabilities at the position of a token, from the model's raw logits: without penalties or temperature.
 
     Attributes:
-        logprob: of the token, generated or of the prompt.
+        logprob: log probability of the token, generated or of the prompt.
         top: `(token_id, logprob)` of the most likely tokens, most likely first.
     """
 

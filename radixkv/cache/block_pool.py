@@ -30,7 +30,7 @@ class BlockPool:
 
     A leased block belongs to one lease, whose owner writes it. A published block belongs to a tree. References to it
     are counted per node (`Node.ref_count`), not per block, so a hit does no work per block. Blocks without an owner can
-    be withheld, because windowed layers use as much memory (`PartMemory`). At all times
+    be withheld from allocation, while windowed layers use their memory (`PartMemory`). At all times
     `num_free + num_withheld + num_leased + num_published == num_blocks`.
 
     Ids that are allocated together are ascending and form few runs of adjacent blocks, because kernels can read a run
@@ -53,13 +53,13 @@ class BlockPool:
     million). A method that raises has changed nothing.
 
     Args:
-        num_blocks: all blocks.
+        num_blocks: number of all blocks.
         on_release: called with the ids of blocks that were released and are free now.
 
     Attributes:
-        num_blocks: all blocks.
+        num_blocks: number of all blocks.
         num_free: blocks without an owner that can be allocated.
-        num_withheld: further blocks without an owner.
+        num_withheld: blocks without an owner that cannot be allocated.
         num_published: blocks that belong to trees.
 
     Example:
@@ -135,8 +135,8 @@ class BlockPool:
             return np.empty(0, dtype=np.int32)
         if after is not None and self._bytes.startswith(bytes(num_blocks), after + 1):
             start: int | None = after + 1
-        elif num_blocks == self.num_free and not self.num_withheld:  # a full cache evicts what it needs, no more
-            return self._allocate_all()
+        elif num_blocks == self.num_free and not self.num_withheld:
+            return self._allocate_all()  # often the case in a full cache, which evicts only as much as a lease needs
         else:
             start = self._find_run(num_blocks, room)
         if start is None:

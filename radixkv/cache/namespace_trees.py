@@ -38,7 +38,7 @@ class NamespaceTrees(dict[Namespace, RadixTree]):
         """Add an empty tree.
 
         Args:
-            namespace: of the tree.
+            namespace: namespace of the tree.
             usage: counters of its tenant.
             root_prefix: the part of a public prefix above the tree; empty for most trees.
         """

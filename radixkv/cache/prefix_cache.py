@@ -61,7 +61,7 @@ class _TreeMatch(NamedTuple):
     """The part of a prompt that is cached in one tree, and where the prompt is published.
 
     Attributes:
-        namespace: of the tree.
+        namespace: namespace of the tree.
         cached_tokens: tokens that can be reused, those of a public prefix above the tree included.
         public_prefix: the public prefix above the tree; None for most trees.
         root_prefix: the tokens and blocks of the public prefix that are above the tree; empty for most trees.

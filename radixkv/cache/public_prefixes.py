@@ -35,7 +35,7 @@ class PublicPrefix:
     Attributes:
         name: given by the operator.
         tokens: little-endian uint32 bytes of at least one block, as the cache knows them.
-        namespace: of the tree that holds only this prefix.
+        namespace: namespace of the tree that holds only this prefix.
         adapter: digest of the adapter that computes the prefix, or its end; empty for the base model.
         lease: keeps the blocks; None until they are computed.
         num_users: open leases that use the blocks.
@@ -90,7 +90,7 @@ class PublicRoot(NamedTuple):
 
     Attributes:
         prefix: the public prefix.
-        namespace: of the tree.
+        namespace: namespace of the tree.
         root_prefix: the whole blocks that the prompt shares, at least one.
         num_more_tokens: tokens at the beginning of the next public block that the prompt shares as well.
         next_block: packed id of that block; empty if no token of it is shared.

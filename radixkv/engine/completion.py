@@ -222,7 +222,7 @@ class RequestCompleter:
 
         Args:
             request: all its tokens are computed, or its caller has finished it.
-            finish_reason: of a generation; None for a prefill.
+            finish_reason: why a generation ended; None for a prefill.
             prediction: the last token; None if it has been streamed.
         """
         now_s = self._clock()

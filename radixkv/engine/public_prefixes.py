@@ -30,7 +30,7 @@ class PublicPrefixRegistry:
 
     Args:
         public: the prefixes in the cache; only the engine's thread uses them.
-        limits: of prompts.
+        limits: limits on prompts.
         adapters: maps names to digests, and keeps the adapter that a request uses.
         thread: runs functions on the engine's thread.
         submit: queues a request.

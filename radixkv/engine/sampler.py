@@ -32,7 +32,7 @@ class Prediction(NamedTuple):
 
     Attributes:
         next_token_id: the most likely token, or the one that was sampled.
-        logprobs: of the token; empty unless requested.
+        logprobs: log probabilities of the token; empty unless requested.
         logits: float32 `[vocab_size]`; None unless requested.
         refusal: why no token may be chosen; None if one was.
     """

@@ -81,7 +81,7 @@ class ZmtpConnection:
     """The server's end of one connection.
 
     Args:
-        security: of this connection.
+        security: security mechanism of the connection.
 
     Attributes:
         replies: bytes that the protocol itself has to send. Take them before the next `read`.
@@ -202,7 +202,7 @@ class Null:
     """The mechanism without security: both ends send READY with their socket type.
 
     Args:
-        socket_type: of this end, such as `PUB`.
+        socket_type: socket type of this end, such as `PUB`.
         peer_types: the socket types that may connect.
     """
 

@@ -97,7 +97,7 @@ class BlockKeys:
 
     Args:
         block_format: format of the blocks.
-        secret: of all servers that share a store, at most 64 bytes; empty for none.
+        secret: secret that all servers with the same store share, at most 64 bytes; empty for none.
 
     Raises:
         ConfigError: the secret is too long.
@@ -118,7 +118,7 @@ class BlockKeys:
         instead.
 
         Args:
-            namespace: whose blocks they are.
+            namespace: namespace of the blocks.
             prefix_tokens: the tokens of the public prefix above the tree, `namespace.public_prefix_tokens` of them.
 
         Raises:
@@ -208,7 +208,7 @@ class PromptKeys:
         """Iterate over the whole blocks of a prompt.
 
         Args:
-            namespace: of the prompt, without a public prefix.
+            namespace: namespace of the prompt, without a public prefix.
             tokens: the prompt as the cache stores it, or the part of it that follows `parent`.
             parent: key of the block before these tokens; None at the start of the prompt.
 

@@ -45,7 +45,7 @@ class Deleter:
     def delete_unknown(self, name: str, keys: Sequence[bytes]) -> None:
         """Delete those blocks from a tier that are not in its index.
 
-        Blocks that are being saved are deleted by a later `retry`, since the tier may still store them.
+        Whether a block that is being saved must be deleted is known only afterwards, so a later `retry` decides it.
         """
         tier_index = self._index.tiers[name]
         if useless := [key for key in keys if key not in tier_index]:

@@ -32,7 +32,7 @@ class StoredPriority(NamedTuple):
     """Retention priority of a block.
 
     Attributes:
-        key: of the block.
+        key: key of the block.
         priority: 0 to 255, as read from the file and not validated.
         ends_s: when it expires, in seconds since 1970; None for never.
     """
@@ -49,7 +49,7 @@ class PriorityFile:
     priorities that are set later would make it outdated if the process is killed.
 
     Args:
-        path: of the file.
+        path: path of the file.
     """
 
     def __init__(self, path: Path) -> None:

@@ -54,7 +54,7 @@ class Load:
     Attributes:
         run: the blocks, and which tier holds each.
         started_s: time of the start.
-        futures: of the calls.
+        futures: futures of the calls.
         blocks: the blocks loaded so far, by key.
         requests: the requests that wait for it or use it.
         copies: the copies of its blocks into the pool that were started.

@@ -28,7 +28,7 @@ class DiskScan:
     """Scans the disk on a thread of its own, while requests are served.
 
     Args:
-        record: of the disk.
+        record: what the disk records about its blocks.
         tier_index: the blocks are added to it in batches, most recently used first.
         retention: receives the priorities of the blocks.
         delete: deletes blocks that do not fit into the index from the disk, since no purge would find them.

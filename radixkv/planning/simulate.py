@@ -115,7 +115,7 @@ def simulate(
         policy: one of `SIMULATED_POLICIES`.
         capacity_tokens: capacity of the cache, rounded down to whole blocks.
         block_size: tokens per block, at least 1.
-        probation_share: of the cache, see `PrefixCache`; `optimal` has none.
+        probation_share: probation share of the cache, see `PrefixCache`; `optimal` has none.
         tiers: tiers below the cache, the fastest first.
         hints: what the cache knows of sessions, one of `HINTS`: nothing; why each answer ended; that, and which answer
             was the last one of its session.

@@ -57,11 +57,11 @@ class RecordedRequest:
         time_ms: arrival time; None for that of the request before it.
         input_length: prompt tokens.
         output_length: generated tokens; 0 if that is not known.
-        ids: of the prompt's blocks: int, str or bytes.
+        ids: ids of the prompt's blocks: int, str or bytes.
         scope: requests share equal ids only if they have the same scope.
         tokens_per_id: tokens per id; None if the file does not contain it.
-        output_ids: of the blocks from the one in which the prompt ends on, with the generated tokens; empty if the file
-            does not contain them.
+        output_ids: ids of the block in which the prompt ends and of all later blocks, which have the generated tokens;
+            empty if the file does not contain them.
         session: the session that the request belongs to; empty for none.
         awaits: what the session waits for after the answer, by the reason why the answer ended.
         is_last: whether the session sends nothing more.

@@ -302,8 +302,8 @@ def tier_shares(
     """Return a function that returns the shares of a tenant in each tier: the same fractions as on the device.
 
     Args:
-        quotas: of the tenants that have one.
-        default_quota: of all other tenants; None for no limits.
+        quotas: quotas of the tenants that have one.
+        default_quota: quota of all other tenants; None for no limits.
         num_blocks: blocks of the pool.
     """
 

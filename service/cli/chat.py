@@ -77,8 +77,8 @@ class ChatSession:
     """The conversation so far, and the options of its completions.
 
     Args:
-        client: of the service.
-        arguments: of the command.
+        client: client that is connected to the service.
+        arguments: arguments of the command.
     """
 
     def __init__(self, client: Client, arguments: argparse.Namespace) -> None:

@@ -56,9 +56,9 @@ def add_action(actions: Any, name: str, help: str, description: str = "") -> arg
 
     Args:
         actions: what `add_subparsers` of the command returned.
-        name: of the action.
+        name: name of the action.
         help: the line in the help of the command.
-        description: of the action; empty for the same sentence.
+        description: description of the action; empty for the same sentence.
     """
     parser: argparse.ArgumentParser = actions.add_parser(
         name, help=help, description=description or f"{help[0].upper()}{help[1:]}."

@@ -228,7 +228,7 @@ def windowed_section(
     Args:
         use: their blocks.
         num_windowed_layers: at least 1.
-        layout, kv_format, token_bytes: of the whole model.
+        layout, kv_format, token_bytes: the layout, the format and the bytes per token of the whole model.
     """
     num_layers, whole = layout.num_layers, BlockUse(use.num_tokens, use.block_size).num_blocks
     windowed, other = num_windowed_layers, num_layers - num_windowed_layers  # bytes, if the layers store different K/V

@@ -27,7 +27,7 @@ class EncodedPrompt:
     """A prompt as token ids.
 
     Attributes:
-        token_ids: of the prompt.
+        token_ids: token ids of the prompt.
         tokenizer: the tokenizer that encoded its text; None if there was none.
     """
 

@@ -24,7 +24,7 @@ class TierSize:
     """The size of a tier on the command line: in bytes, in tokens, or unbounded if both are None.
 
     Attributes:
-        name: of the tier.
+        name: name of the tier.
         num_bytes: size in bytes, or None.
         num_tokens: size in tokens, or None.
     """
@@ -63,7 +63,7 @@ def tier_capacities(
     """Return the capacities of tiers in tokens.
 
     Args:
-        sizes: of `--tier`.
+        sizes: values of `--tier`.
         token_bytes_of: returns the K/V bytes per token; its argument names the option that needs them in errors.
         block_size: tokens per block.
 

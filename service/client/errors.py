@@ -54,7 +54,7 @@ class ServiceError(grpc.aio.AioRpcError):
         message: one line that says what happened and what to do.
         code: the gRPC status; None for the status of the class.
         details: the details that the service or gRPC sent; None for `message`.
-        initial_metadata, trailing_metadata: of the call.
+        initial_metadata, trailing_metadata: the metadata of the call.
         debug_error_string: gRPC's own report.
         address: the address that was called.
         call: name of the call in the .proto files, such as `Prefill`.

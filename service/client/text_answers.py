@@ -168,9 +168,9 @@ def new_text(tokenizer: Tokenizer, prompt_ids: Sequence[int], options: GenerateO
     """Return a function that returns a detokenizer for one completion.
 
     Args:
-        tokenizer: of the served model.
+        tokenizer: tokenizer of the served model.
         prompt_ids: token ids of the prompt.
-        options: of the request.
+        options: options of the request.
     """
     stops = tuple(options.get("stop", ()))
     min_tokens = options.get("min_tokens", 0)

@@ -47,9 +47,9 @@ class EventSubscription:
     30 s they are removed.
 
     Args:
-        name: of the replica in the view.
-        client: of the server; not closed.
-        view: of the fleet; used on the same event loop.
+        name: name of the replica in the view.
+        client: client of the server; it is not closed.
+        view: view of the fleet, which is used on the same event loop.
         sleep: sleeps for a number of seconds.
         clock: a monotonic clock in seconds.
 

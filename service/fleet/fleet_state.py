@@ -38,7 +38,7 @@ class FleetState:
     Args:
         connect: opens the connection to a replica.
         routing: name of the routing policy.
-        weights: of the policy `prefix`.
+        weights: weights of the policy `prefix`.
         clock: a monotonic clock in seconds.
     """
 

@@ -45,7 +45,7 @@ class FleetPlan:
     """The configuration of a fleet.
 
     Attributes:
-        config: of each engine; its section `server` is that of the ingress.
+        config: configuration of each engine; its section `server` is that of the ingress.
         min_replicas, max_replicas: bounds of autoscaling. Ignored if `config.fleet` has numbers of replicas by role.
         replica_host: address that replicas listen on; `node` for the address of their machine.
         cpus, gpus: per replica.

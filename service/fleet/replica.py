@@ -37,8 +37,9 @@ class Replica:
     the process, checks its health, restarts it if it ends, and drains it before it stops it.
 
     Args:
-        config: of the engine and the server. The server picks a free port, and has no admin or metrics port.
-        secrets: of the fleet.
+        config: configuration of the engine and the server. The server picks a free port, and has no admin or metrics
+            port.
+        secrets: secrets of the fleet.
         host: address to listen on; `node` for the address of this machine in the Ray cluster.
     """
 

@@ -38,16 +38,16 @@ class ReplicaFacts:
     """Properties of a replica that never change.
 
     Attributes:
-        address: of its gRPC server, HOST:PORT.
-        epoch: of its pool; it changes with each restart.
+        address: address of its gRPC server, HOST:PORT.
+        epoch: epoch of its pool; it changes with each restart.
         model: name of the model.
-        fingerprint: of the model; part of each namespace.
+        fingerprint: fingerprint of the model; part of each namespace.
         vocab_size: token ids are below it.
         max_prompt_tokens: maximum length of a prompt.
         event_block_size: tokens per block in its events.
         open_tenant: tenant whose events use no key; see `Identities`.
         max_deadline_s: maximum duration of a call in seconds.
-        secrets: of its fleet.
+        secrets: secrets of its fleet.
     """
 
     address: str

@@ -67,9 +67,9 @@ class ReplicaSpeeds:
         """Record a response that has just arrived. Failures and short prompts are not measured.
 
         Args:
-            name: of the replica.
+            name: name of the replica.
             sent_s: time of the request, by the clock.
-            computed_tokens: of the prompt; None if the call failed.
+            computed_tokens: number of prompt tokens that were computed; None if the call failed.
 
         Complexity: O(replicas).
         """

@@ -12,12 +12,12 @@ from radixkv.v1 import fleet_pb2
 
 
 class RoutingReason(Enum):
-    """Why a replica was chosen; the values are those of the .proto file."""
+    """Why a replica was chosen; see `RouteReason` in fleet.proto."""
 
-    LOAD = fleet_pb2.ROUTED_BY_LOAD
-    PREFIX = fleet_pb2.ROUTED_BY_PREFIX
-    AWAY = fleet_pb2.ROUTED_AWAY
-    NEW_HOME = fleet_pb2.ROUTED_TO_NEW_HOME
+    LOAD = fleet_pb2.ROUTED_BY_LOAD  # it has the lowest load; no replica has a useful prefix
+    PREFIX = fleet_pb2.ROUTED_BY_PREFIX  # it has the longest useful prefix
+    AWAY = fleet_pb2.ROUTED_AWAY  # the replica with the longest prefix is too busy
+    NEW_HOME = fleet_pb2.ROUTED_TO_NEW_HOME  # it also computes a prefix that is in high demand
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +30,7 @@ class RoutedRequest:
         reason: why it was chosen.
         seconds: expected time until the prompt is computed.
         num_replicas: number of candidates.
-        finish: must be called when the prompt was computed, with the number of computed tokens, or has failed, with
-            None.
+        finish: must be called at the end of the request: with the number of computed tokens, or with None if it failed.
     """
 
     connection: ReplicaConnection
@@ -53,7 +52,7 @@ class RoutingRequest:
 
     Attributes:
         tokens: the prompt, little-endian uint32 bytes.
-        tenant, adapter, salt: of the request.
+        tenant, adapter, salt: the namespace of the request.
         avoid: addresses of replicas that must not be chosen.
         source: address of the replica that its K/V are fetched from, which is chosen only if there is no other; empty
             for none.

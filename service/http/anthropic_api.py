@@ -69,7 +69,7 @@ class AnthropicApi:
         servicer: generates completions.
         retain: retains a prefix for some time; see `CacheServicer.Retain`.
         encoder: encodes prompts.
-        limits: of the engine.
+        limits: limits of the engine.
     """
 
     def __init__(self, servicer: Servicer, retain: Retain, encoder: PromptEncoder, limits: Limits) -> None:
@@ -213,7 +213,7 @@ class _ResponseWriter:
         | all others | `input_tokens` |
 
         Args:
-            usage: of the prompt.
+            usage: usage of the prompt.
             last: the last chunk; None at the beginning.
         """
         cached = usage.cached_tokens

@@ -51,7 +51,7 @@ class MessagesPrompt:
 
         Args:
             form: how the model writes its answers.
-            tokenizer: of the model.
+            tokenizer: tokenizer of the model.
 
         Raises:
             InvalidRequest: the model's calls of tools cannot be recognized, or it cannot reason as requested.

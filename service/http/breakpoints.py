@@ -63,7 +63,7 @@ def cached_ranges(
     Args:
         breakpoints: in the order of their positions.
         messages: the conversation.
-        token_ids: of the conversation.
+        token_ids: token ids of the conversation.
         encode: see above.
     """
     ranges = (CachedRange(_num_tokens(each, messages, token_ids, encode), each.ttl_s) for each in breakpoints)
@@ -101,7 +101,7 @@ async def retained_chunks(
     chunk, because the prompt is cached when its first token is known.
 
     Args:
-        chunks: of the completion, which starts with the first one.
+        chunks: chunks of the completion, which starts when the first one is requested.
         ranges: in the order of their lengths.
         prefill: the request. It may request the retention of the whole prompt already.
         retain: retains a range.

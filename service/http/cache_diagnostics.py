@@ -92,7 +92,7 @@ class CacheDiagnostics:
         """Compare a prompt with the previous one, and remember it.
 
         Args:
-            tenant: of both prompts.
+            tenant: tenant that sent both prompts.
             message_id: the id of the answer.
             previous_id: the id of the answer to the previous prompt; None if there is none to compare with.
             prompt: the prompt.

@@ -49,7 +49,7 @@ class CompletionChunk:
     """New text of a completion.
 
     Attributes:
-        index: of the completion.
+        index: index of the completion.
         text: the new text. It may be empty, and the text of several tokens.
         response: the response that it belongs to, with tokens, log probabilities, usage and finish reason.
     """
@@ -91,7 +91,7 @@ def complete_request(
         token_ids: the prompt.
         model: the field `model`: the name of the served model or of an adapter; empty for the served model.
         tenant: the tenant of the request, which may have a ceiling.
-        limits: of the engine.
+        limits: limits of the engine.
     """
     request.prefill.token_ids.extend(token_ids)
     if model not in ("", limits.model):
@@ -119,7 +119,7 @@ async def text_chunks(
         servicer: generates.
         request: the prompt and the options, without stop strings.
         call: the HTTP request.
-        tokenizer: of the model.
+        tokenizer: tokenizer of the model.
         stops: stop strings.
         shown: texts of special tokens that are a part of the text, by their ids.
 

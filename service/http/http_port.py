@@ -70,10 +70,10 @@ class HttpPort:
 
     Args:
         config: where to listen, and limits.
-        limits: of the engine.
+        limits: limits of the engine.
         servicer: generates completions.
         retain: retains a prefix for some time.
-        tokenizer: of the model.
+        tokenizer: tokenizer of the model.
         authorizer: decides who may call what.
         receiver: receives requests, together with those of the gRPC port.
         tls: TLS of the port; None without a certificate.

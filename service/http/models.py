@@ -16,7 +16,7 @@ class Models:
     """Describes the served model, which counts as created when the server starts.
 
     Args:
-        limits: of the engine.
+        limits: limits of the engine.
     """
 
     def __init__(self, limits: Limits) -> None:

@@ -60,7 +60,7 @@ class OpenAIApi:
         servicer: generates completions.
         retain: retains a range for some time.
         encoder: encodes prompts.
-        limits: of the engine.
+        limits: limits of the engine.
     """
 
     def __init__(self, servicer: Servicer, retain: Retain, encoder: PromptEncoder, limits: Limits) -> None:
@@ -315,7 +315,7 @@ class _ResponseWriter:
     Args:
         request: the request.
         options: its options.
-        tokenizer: of the model.
+        tokenizer: tokenizer of the model.
         body_format: format of the response.
         model: the name of the model or adapter that answers.
     """

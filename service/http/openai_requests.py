@@ -74,7 +74,7 @@ class ChatPrompt:
 
         Args:
             form: how the model writes its answers.
-            tokenizer: of the model.
+            tokenizer: tokenizer of the model.
 
         Raises:
             InvalidRequest: the model's calls of tools cannot be recognized, or it cannot reason as requested.

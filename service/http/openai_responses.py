@@ -33,7 +33,7 @@ def error_body(error: BaseException, names: Mapping[str, str]) -> dict[str, Any]
     """Return the body of a response to a request that failed.
 
     Args:
-        error: why.
+        error: the exception.
         names: the names of fields in OpenAI's API, by their names in messages of this server.
     """
     message, param = renamed(error, names)
@@ -49,7 +49,7 @@ def error_object(message: str, status: int, param: str | None = None, code: str 
     Args:
         message: says what was wrong.
         status: the HTTP status.
-        param: the field of the request that it is about.
+        param: the field of the request that was wrong; None if the error concerns no field.
         code: OpenAI's name of the error.
     """
     kind = _ERROR_TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
@@ -126,7 +126,7 @@ def completion_logprobs(
 
     Args:
         rows: the tokens.
-        tokenizer: of the model.
+        tokenizer: tokenizer of the model.
         first_offset: characters of the completion before these tokens.
     """
     texts = [_token_text(token_id, tokenizer) for token_id, _ in rows]

@@ -229,7 +229,7 @@ class ResponsesApi:
         servicer: generates completions.
         retain: retains a range for some time.
         encoder: encodes prompts.
-        limits: of the engine.
+        limits: limits of the engine.
     """
 
     def __init__(self, servicer: Servicer, retain: Retain, encoder: PromptEncoder, limits: Limits) -> None:

@@ -120,7 +120,7 @@ class EncodedChat:
         Args:
             breakpoints: in the order of their positions.
             messages: the conversation.
-            tokenizer: of the model.
+            tokenizer: tokenizer of the model.
             render: renders messages; see `Tokenizer.render_chat`.
         """
 
@@ -200,7 +200,7 @@ def reasoning_variables(tokenizer: Tokenizer, form: AnswerFormat, effort: str) -
     """Return the template variables for a `reasoning_effort`.
 
     Args:
-        tokenizer: of the model.
+        tokenizer: tokenizer of the model.
         form: how the model writes its answers.
         effort: `none` for an answer without reasoning, or how much of it there should be.
 

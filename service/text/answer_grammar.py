@@ -220,7 +220,7 @@ class _Rules:
 
         Args:
             rule: the beginning of the names of its rules.
-            schema: of the value. Where it describes no object, list or simple value, any value is allowed.
+            schema: schema of the value. Where it describes no object, list or simple value, any value is allowed.
         """
         assert self._tools is not None
         schema = schema if isinstance(schema, dict) else {}

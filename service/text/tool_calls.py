@@ -186,7 +186,7 @@ class _Unit:
 
     Args:
         variants: the ways to write it.
-        schemas: of the arguments, by the name of the tool.
+        schemas: schemas of the arguments, by the name of the tool.
         lead: text that may come before it.
     """
 

@@ -20,10 +20,11 @@ class Target:
     """The server that is attacked, for how long, and at which scale.
 
     Attributes:
-        address: of the server.
+        address: address of the server.
         seconds: duration of the attack.
         scale: share of the full number of prompts, nodes, tenants and connections; tests take less than 1.
-        http_address: of its HTTP port; empty without one. The well-behaved client uses this port if there is one.
+        http_address: address of its HTTP port; empty without one. The well-behaved client uses this port if there is
+            one.
     """
 
     address: str
@@ -43,7 +44,7 @@ class Attack:
     Attributes:
         run: attacks for `Target.seconds`.
         prepare: fills the cache before the well-behaved client starts.
-        settings: of the server, as `section.key=value`.
+        settings: settings of the server, as `section.key=value`.
         vocab_size: vocabulary size of the model.
         num_connections: number of connections that it opens.
         is_http: whether it attacks the HTTP port.

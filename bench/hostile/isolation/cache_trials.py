@@ -33,10 +33,10 @@ class Isolation:
 
     Attributes:
         trials: look-ups in a namespace in which the prompt was never cached.
-        cross_hits: of these, look-ups that found more than the head, which this namespace cached itself, or that
+        cross_hits: those of the `trials` that found more than the head, which this namespace cached itself, or that
             reported an eviction.
         controls: look-ups in the namespace in which the prompt is cached.
-        control_hits: of these, look-ups that found it.
+        control_hits: those of the `controls` that found it.
     """
 
     trials: int

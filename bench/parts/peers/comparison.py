@@ -28,7 +28,7 @@ def compare(
     """Compare a row's engines.
 
     Args:
-        samples: of each engine, by repetition; an engine that crashed has fewer, or none.
+        samples: samples of each engine, by repetition; an engine that crashed has fewer, or none.
         min_s: minimum time of one unit on this machine; None if unknown.
 
     Returns:

@@ -20,7 +20,7 @@ class ResolvedAdapter(NamedTuple):
     """The adapter to which a name maps.
 
     Attributes:
-        digest: of its content; empty for the base model.
+        digest: digest of its content; empty for the base model.
         former: previous digests of the name, the latest first.
         files: the weights; None for the base model.
     """

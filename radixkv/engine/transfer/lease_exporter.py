@@ -88,9 +88,9 @@ class LeaseExporter:
         """Copy blocks of a lease.
 
         Args:
-            lease_id, tenant: of the lease.
+            lease_id, tenant: id and tenant of the lease.
             found: its blocks.
-            indices: of the blocks to copy, in `found`; if empty, only the lease is checked.
+            indices: indices of the blocks to copy, in `found`; if empty, only the lease is checked.
             layers: the layers to copy; None for all.
             mac: authenticates whole blocks; None to send them without a MAC. Objects with only some layers never have a
                 MAC, since nothing in them states which layers these are.

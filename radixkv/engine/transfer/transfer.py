@@ -32,7 +32,7 @@ class TransferParts:
         cache: its trees.
         mover: copies blocks.
         key_blocks: makes the keys of a prompt's blocks.
-        block_format: of the blocks.
+        block_format: format of the blocks.
         config: whether other servers may fetch, and how much is fetched at a time.
         sources: the servers to fetch from, by the names of their sections.
         layer_bytes: sizes of the layers of a block.
@@ -76,13 +76,13 @@ class Transfer:
         the server with the prompt   wanted ─▶ FetchKV ─▶ payload_of ◀──┘ ─▶ Engine.generate(fetched=...)
 
     Args:
-        parts: of the engine.
+        parts: parts of the engine.
         held_leases: leases that outlive their request.
         adapters: maps names of adapters to digests.
         call: calls a function on the engine's thread between two steps, for a tenant.
 
     Attributes:
-        block_format: of all blocks.
+        block_format: format of all blocks.
         object_bytes: bytes of each block as it is sent, of all layers.
         layer_bytes: sizes of the layers of a block.
         stores: stores that several servers share.

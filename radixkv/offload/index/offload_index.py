@@ -224,7 +224,7 @@ class OffloadIndex(Listener):
         """Set the priority of a prompt's stored blocks. Shared stores have no priorities.
 
         Args:
-            namespace, tokens: of the prompt, as for `find`.
+            namespace, tokens: namespace and tokens of the prompt, as for `find`.
             start, end: half-open range of its blocks.
             num_cached_blocks: whole blocks of the prompt that are on the device, whose priority is set there.
             hint: the priority.
@@ -249,7 +249,7 @@ class OffloadIndex(Listener):
         """List the stored blocks that follow the cached ones of a prompt, up to the first that no tier holds.
 
         Args:
-            namespace: of the prompt.
+            namespace: namespace of the prompt.
             tokens: the prompt as the cache stores it; its last token is always computed.
             num_cached_blocks: its whole blocks that are on the device.
 

@@ -13,7 +13,7 @@ class KeyedBlock(NamedTuple):
     """A whole block of a prompt, with the key that it has in every tier.
 
     Attributes:
-        key: of the block.
+        key: key of the block.
         parent: key of the block before it, or of the namespace's root.
         tokens: the block's own tokens without marks, little-endian uint32.
         namespace: the namespace that owns the block. If an invoked adapter computed it, the adapter is part of it.
@@ -32,7 +32,7 @@ class KeyBlocks(Protocol):
         """Yield the whole blocks of some tokens.
 
         Args:
-            namespace: of the prompt, without a public prefix.
+            namespace: namespace of the prompt, without a public prefix.
             tokens: the prompt as the cache stores it, or the part of it that follows `parent`.
             parent: key of the block before these tokens; None at the start of the prompt.
         """

@@ -32,7 +32,7 @@ class StoreListener:
         This is the only notification with the tokens of a key.
 
         Args:
-            namespace: of the prompt, without a public prefix.
+            namespace: namespace of the prompt, without a public prefix.
             tokens: the prompt as the cache stores it, at least up to the end of these blocks.
             start: index of the first of them in the prompt.
             blocks: their keys.
@@ -51,7 +51,7 @@ class EvictionRank(NamedTuple):
     Attributes:
         level: keys of a lower level are evicted before those of a higher one.
         turn: orders the keys of a level, lowest first. Unique.
-        key: of the block.
+        key: key of the block.
     """
 
     level: int
@@ -138,7 +138,7 @@ class TierIndex:
     then, it need not be written again.
 
     Args:
-        name: of the tier, such as `host`.
+        name: name of the tier, such as `host`.
         num_blocks: its capacity in blocks.
         shares_of: returns the shares of a tenant, always the same ones.
         retained_share: fraction of the capacity that blocks with a priority above the default may take.
@@ -388,7 +388,7 @@ class SharedTierIndex(TierIndex):
     index, and the index may contain blocks that the store has evicted.
 
     Args:
-        name: of the tier, such as `redis`.
+        name: name of the tier, such as `redis`.
         num_blocks: maximum number of keys in the index. The least recently used ones are removed from the index only.
     """
 

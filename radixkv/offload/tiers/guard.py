@@ -185,7 +185,7 @@ class GuardCounts:
         refused: calls that were refused because the circuit was open.
         cancelled: calls that were cancelled by their caller.
         opened: number of times that the circuit opened.
-        state: of the circuit breaker.
+        state: state of the circuit breaker.
     """
 
     answered: int

@@ -24,7 +24,7 @@ class NamespaceFile:
     `write` before it writes them.
 
     Args:
-        path: of the file, which is created if it does not exist.
+        path: path of the file, which is created if it does not exist.
 
     Raises:
         OSError: the file can't be read or written.

@@ -78,7 +78,7 @@ class BlockCipher:
         Args:
             salt: from `new_salt`, for this object only.
             head: the head of the object, which is not encrypted.
-            tokens: of the block.
+            tokens: tokens of the block.
             payload: K and V.
         """
         gcm, nonce = self._cipher_and_nonce(salt)

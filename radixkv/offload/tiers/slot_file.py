@@ -105,7 +105,7 @@ class SlotFile:
 
     Args:
         directory: the directory of the files, which are created if they do not exist.
-        sizes: of a slot.
+        sizes: sizes of a slot.
         max_slots: maximum number of slots; longer files are truncated.
         native: reads and writes in C++, which is faster; None to use Python.
 

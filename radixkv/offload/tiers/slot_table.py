@@ -14,8 +14,8 @@ class SlotEntry:
 
     Attributes:
         slot: index of the slot.
-        generation: of the object.
-        num_bytes: of the object.
+        generation: generation of the object.
+        num_bytes: size of the object.
         num_readers: open loans of the slot, which is not reused before the last one is released.
     """
 
@@ -73,7 +73,7 @@ class SlotTable:
         """Claim the lowest free slot for an object, evicting if needed. An older object of the key is removed.
 
         Args:
-            key: of the object.
+            key: key of the object.
             victims: keys to evict before all others; only as many as needed are taken from it.
 
         Returns:

@@ -21,7 +21,7 @@ _CLOSE_PATIENCE_S = 5.0  # for all calls together; those that block longer are a
 
 
 class ThreadedStore:
-    """Makes a `BlockStore`, whose calls return futures, of a backend with blocking calls.
+    """Adapts a backend with blocking calls to the interface `BlockStore`, whose calls return futures.
 
     Reads have their own threads, so that they do not wait for writes. Writes, touches and deletions run one at a time,
     in the order of their calls, so a deletion also covers earlier writes.
@@ -29,7 +29,7 @@ class ThreadedStore:
     Args:
         backend: does the work, with `num_readers` concurrent reads. It is closed with this store.
         max_waiting: maximum number of queued reads, and of queued writes.
-        name: of the threads.
+        name: name of the threads.
     """
 
     def __init__(self, backend: StoreBackend, *, max_waiting: int = 64, name: str = "store") -> None:
