@@ -264,7 +264,7 @@ class PrefixCache:
         return (node for tree in self._trees.values() for node in tree.nodes())
 
     def match(self, namespace: Namespace, tokens: bytes) -> Match:
-        """Find the longest prefix that can be reused, to the token. Changes nothing.
+        """Find the longest prefix that can be reused; it may end within a block. Changes nothing.
 
         The last token is never reused: its logits are the answer, and they are not cached.
 

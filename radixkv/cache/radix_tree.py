@@ -25,7 +25,7 @@ class Insertion(NamedTuple):
 
     Attributes:
         node: the node in which the inserted run ends.
-        known_bytes: bytes of the run that were in the tree before, to the token.
+        known_bytes: bytes of the tokens of the run that were in the tree before; they may end within a block.
         known_block_ids: packed ids of the whole blocks at the beginning of the run that the tree held before.
         is_covered: whether the tree held the whole run before, and took no block.
         split: the lower half of the node that was cut in two; None if none was.
@@ -96,7 +96,7 @@ class RadixTree:
         self._seed = owner.namespace.seed
 
     def match(self, tokens: bytes) -> tuple[Node | None, int, bytes, int]:
-        """Find the longest known prefix, to the token. Changes nothing.
+        """Find the longest known prefix; it may end within a block. Changes nothing.
 
         Args:
             tokens: the prompt, which begins with the tokens of the root.

@@ -267,7 +267,7 @@ class StateSlots:
         every_tokens: tokens between snapshots of a long prompt; rounded down to whole blocks, at least one.
 
     Attributes:
-        block_size, num_snapshots, every_tokens: as above.
+        block_size, num_snapshots, every_tokens: the arguments.
         table: int32 `[num_blocks]`, the slot of each block's snapshot; -1 where there is none. Read-only for callers.
         num_given_up: snapshots evicted so far.
         num_recomputed_tokens: cached tokens that were computed again so far, because the last snapshot was before them.

@@ -136,7 +136,7 @@ class Tenants:
     """Usage by tenant. A tenant without a quota is forgotten if it has no blocks and many others were used since.
 
     Args:
-        quotas: by tenant.
+        quotas: the quotas by tenant.
         default_quota: the bounds of every other tenant, without a floor. Not applied to the engine's own requests.
     """
 

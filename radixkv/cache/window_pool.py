@@ -119,7 +119,7 @@ class WindowPool:
         memory: the memory that parts share with blocks; None if they have memory of their own.
 
     Attributes:
-        num_blocks, num_parts, block_size, reach: as above.
+        num_blocks, num_parts, block_size, reach: the arguments.
         share: bounds the parts that requests only passed, if the memory is shared.
         num_withheld_blocks: blocks whose memory is used by parts, or reserved for them.
         table: int32 `[num_blocks]`, the part of each block; `NO_PART` where there is none. Read-only for callers.
@@ -147,15 +147,15 @@ class WindowPool:
         self.block_size = block_size
         self.reach = reach
         self.num_step_parts = -(-step_tokens // block_size)
-        least = min_parts(reach, block_size, step_tokens)
-        require_invariant("parts", num_parts >= least, f"expected at least {least}, got {num_parts}")
+        min_num_parts = min_parts(reach, block_size, step_tokens)
+        require_invariant("parts", num_parts >= min_num_parts, f"expected at least {min_num_parts}, got {num_parts}")
         self.table: npt.NDArray[np.int32] = np.full(num_blocks, NO_PART, dtype=np.int32)
         self.num_reserved = 0
         self.num_lasting = 0
-        self.max_lasting = (num_parts - least) // 2
+        self.max_lasting = (num_parts - min_num_parts) // 2
         if memory is not None:
-            most_bytes = num_blocks * memory.block_bytes // 8 if memory.block_bytes else num_parts * memory.part_bytes
-            self.max_lasting = min(self.max_lasting, most_bytes // memory.part_bytes)
+            max_bytes = num_blocks * memory.block_bytes // 8 if memory.block_bytes else num_parts * memory.part_bytes
+            self.max_lasting = min(self.max_lasting, max_bytes // memory.part_bytes)
         self.num_given_up = 0
         self.num_withheld_blocks = 0
         self.share = None if memory is None else PartShare(num_blocks, block_size, memory)
@@ -299,7 +299,7 @@ class WindowPool:
         """Unpin the parts of blocks that a request has passed.
 
         Args:
-            positions: by block, its position in the prompt, in blocks.
+            positions: position of each block in the prompt, counted in blocks, by block id.
             num_blocks: blocks of the prompt.
         """
         for block_id, position in positions.items():

@@ -45,16 +45,16 @@ class WindowLease:
         keeps_all: whether all parts are kept, as public prefixes need.
 
     Attributes:
-        num_reserved: as above.
+        num_reserved: the argument, until the lease is closed.
         num_lasting: reserved parts that outlive the request.
     """
 
     __slots__ = (
+        "_diverging",
         "_keeps_all",
         "_needed",
         "_num_blocks",
         "_num_found_blocks",
-        "_parting",
         "_pool",
         "num_lasting",
         "num_reserved",
@@ -66,7 +66,7 @@ class WindowLease:
         self._keeps_all = keeps_all
         self._needed: dict[int, int] = {}  # by block id: its position in the prompt, in blocks
         self._num_found_blocks = 0
-        self._parting = range(0)  # blocks at which another prompt diverged, although this request continues
+        self._diverging = range(0)  # blocks at which another prompt diverged, although this request continues
         self.num_reserved = num_reserved
         self.num_lasting = 0
 
@@ -90,12 +90,12 @@ class WindowLease:
         self._num_found_blocks = end
         self._move(dict(zip(block_ids[first:end].tolist(), range(first, end), strict=True)), end)
 
-    def expect_others(self, upto: int) -> None:
+    def note_divergence(self, upto: int) -> None:
         """Keep the parts needed to continue after `upto` tokens for as long as the parts at the end of a request.
 
         Another prompt has the same tokens up to there, so a third prompt may continue there as well.
         """
-        self._parting = range(self._first_block(upto), -(-upto // self._pool.block_size))
+        self._diverging = range(self._first_block(upto), -(-upto // self._pool.block_size))
 
     def cover(self, block_ids: BlockIds, start: int, end: int, copy: BlockCopy | None = None) -> Cover:
         """Pin the parts that a step reads, and allocate parts for the blocks that it writes.
@@ -203,7 +203,7 @@ class WindowLease:
         passed: dict[int, int] = {}
         for block_id in block_ids:
             at = self._needed.pop(block_id)
-            if at < self._num_found_blocks or at in self._parting:
+            if at < self._num_found_blocks or at in self._diverging:
                 found.append(block_id)
             else:
                 passed[block_id] = at
@@ -218,7 +218,7 @@ class WindowedLayers:
         pools: the pool of each group.
 
     Attributes:
-        pools: as above.
+        pools: the argument `pools`.
         shares_memory: whether parts and blocks share one memory.
     """
 
@@ -396,7 +396,7 @@ class WindowedLayers:
             window_leases.append(WindowLease(pool, number, num_tokens, keeps_all=keeps_all))
             window_leases[-1].find(block_ids, cached_tokens)
             if found_tokens > cached_tokens:
-                window_leases[-1].expect_others(found_tokens)
+                window_leases[-1].note_divergence(found_tokens)
         return tuple(window_leases)
 
     def reserve(self, window_leases: Iterable[WindowLease]) -> None:

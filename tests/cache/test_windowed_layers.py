@@ -165,7 +165,7 @@ def test_cached_parts_are_not_evicted_for_loaded_ones() -> None:
 def test_parts_from_which_others_may_continue_outlast_passed_ones() -> None:
     pool = pool_of(num_parts=8)
     holder = WindowLease(pool, 0)
-    holder.expect_others(8)  # needs five to eight, in the third and fourth block
+    holder.note_divergence(8)  # needs five to eight, in the third and fourth block
     for start in range(0, 32, 4):
         holder.cover(BLOCKS, start, start + 4)
         holder.settle(start + 4)

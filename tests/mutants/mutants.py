@@ -879,7 +879,7 @@ OFFLOAD_MUTANTS = (
         "None if namespace.tenant == PUBLIC_TENANT else self._tokens_of_prefix(namespace)",
         "self._tokens_of_prefix(namespace)",
     ),
-    Mutant("offload/index/tier_index.py", "        self._expected.add(key)\n        return", "        return"),
+    Mutant("offload/index/tier_index.py", "        self._pending.add(key)\n        return", "        return"),
     Mutant(
         "offload/index/tier_index.py",
         "_ON_DEVICE = -1",
@@ -986,7 +986,7 @@ OFFLOAD_MUTANTS = (
     Mutant("offload/offload.py", "        if request in self._resuming or not", "        if not"),
     Mutant(
         "offload/index/tier_index.py",
-        " or self._has_its_share(namespace.tenant):\n            victim",
+        " or self._is_at_ceiling(namespace.tenant):\n            victim",
         ":\n            victim",
     ),
     Mutant("offload/index/tier_index.py", "if other == tenant or self._is_above_floor(other)]", "]"),
@@ -1001,7 +1001,7 @@ OFFLOAD_MUTANTS = (
         "len(self.retained) >= self.retained_share * self.num_blocks or ",
         "",
     ),
-    Mutant("offload/index/tier_index.py", " or len(own) >= most:", ":"),
+    Mutant("offload/index/tier_index.py", " or len(own) >= max_retained:", ":"),
     Mutant("offload/index/tier_index.py", "            self.retained.remove(key)\n", ""),
     Mutant("offload/index/tier_index.py", "oldest is None or own[oldest] > priority", "True"),
     Mutant("offload/index/retention.py", "in reversed(list(enumerate(path)))", "in enumerate(path)"),
@@ -1034,7 +1034,7 @@ OFFLOAD_MUTANTS = (
     Mutant("offload/offload.py", "        self.index.retention.expire(self._clock())\n", ""),
     Mutant(
         "offload/index/tier_index.py",
-        " or self._has_its_share(namespace.tenant):\n                left",
+        " or self._is_at_ceiling(namespace.tenant):\n                left",
         ":\n                left",
     ),
     Mutant("offload/index/tier_index.py", "                left_out.append(key)\n", ""),
@@ -1242,7 +1242,7 @@ PART_MUTANTS = (
     ),
     Mutant("cache/window_pool.py", "        self.num_given_up += 1\n", ""),
     Mutant("cache/window_pool.py", "self.num_parts - self.num_step_parts - self.num_reserved", "self.num_parts"),
-    Mutant("cache/window_pool.py", "(num_parts - least) // 2", "num_parts - least"),
+    Mutant("cache/window_pool.py", "(num_parts - min_num_parts) // 2", "num_parts - min_num_parts"),
     Mutant(
         "cache/window_pool.py",
         "            self._unpinned.remove(block_id)\n            self._free",
@@ -1253,10 +1253,10 @@ PART_MUTANTS = (
         "                self._unpinned.move(old, new)\n",
         "                self._unpinned.remove(old)\n",
     ),
-    Mutant("cache/windowed_layers.py", "at < self._num_found_blocks or at in self._parting", "at in self._parting"),
+    Mutant("cache/windowed_layers.py", "at < self._num_found_blocks or at in self._diverging", "at in self._diverging"),
     Mutant(
         "cache/windowed_layers.py",
-        "at < self._num_found_blocks or at in self._parting",
+        "at < self._num_found_blocks or at in self._diverging",
         "at < self._num_found_blocks",
     ),
     Mutant("cache/prefix_cache.py", "keeps_all=keeps_all, found_tokens=found_tokens", "keeps_all=keeps_all"),
@@ -1315,8 +1315,8 @@ PART_MUTANTS = (
     ),
     Mutant(
         "offload/index/tier_index.py",
-        "        self.partless.discard(key)\n        self._expected.add(key)",
-        "        self._expected.add(key)",
+        "        self.partless.discard(key)\n        self._pending.add(key)",
+        "        self._pending.add(key)",
     ),
     Mutant(
         "offload/index/tier_index.py",

@@ -34,7 +34,7 @@ class NodeKeys:
         """Return the blocks of a node in `[start, end)` with their keys, except a last one that is not full.
 
         Args:
-            node: in a tree.
+            node: a node of a tree.
             start, end: half-open range of its blocks.
             prefix_tokens: tokens of the public prefix above the tree; empty without one.
 

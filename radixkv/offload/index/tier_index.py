@@ -144,7 +144,7 @@ class TierIndex:
         retained_share: fraction of the capacity that blocks with a priority above the default may take.
 
     Attributes:
-        name, num_blocks, retained_share: see above.
+        name, num_blocks, retained_share: the arguments.
         owned: all keys by namespace.
         retained: the keys with a priority above the default by namespace. Blocks that are also on the device have none.
         is_shared: whether other servers use the store too; see `SharedTierIndex`.
@@ -176,7 +176,7 @@ class TierIndex:
             str, EvictionOrder
         ] = {}  # of tenants with a ceiling, whose keys are also in one of the others
         self._retained: dict[str, dict[bytes, int]] = {}  # priorities above the default by tenant, oldest first
-        self._expected: set[bytes] = set()
+        self._pending: set[bytes] = set()
         self._rewritten: set[bytes] = set()  # pending keys of which the store may hold an earlier object
         self._turns = itertools.count()
         self._early_turns = itertools.count(-1, -1)
@@ -193,11 +193,11 @@ class TierIndex:
 
     def holds(self, key: bytes) -> bool:
         """Whether a block can be loaded."""
-        return key in self.owned and key not in self._expected
+        return key in self.owned and key not in self._pending
 
     def is_pending(self, key: bytes) -> bool:
         """Whether a block is being stored."""
-        return key in self._expected
+        return key in self._pending
 
     def may_have(self, key: bytes) -> bool:
         """Whether the store may hold an object of a block, perhaps without the block's part."""
@@ -218,7 +218,7 @@ class TierIndex:
 
     def has_room_for(self, tenant: str, priority: int = DEFAULT_PRIORITY) -> bool:
         """Whether a block can be admitted, evicting another one if needed, but none of higher priority."""
-        if len(self) < self.num_blocks and not self._has_its_share(tenant):
+        if len(self) < self.num_blocks and not self._is_at_ceiling(tenant):
             return True
         victim = self._victim(tenant)
         return victim is not None and victim.level <= priority
@@ -231,7 +231,7 @@ class TierIndex:
             there is free space.
         """
         victim = None
-        if len(self) >= self.num_blocks or self._has_its_share(namespace.tenant):
+        if len(self) >= self.num_blocks or self._is_at_ceiling(namespace.tenant):
             victim = self._victim(namespace.tenant)
         if victim is not None:
             self.remove(victim.key)
@@ -242,18 +242,18 @@ class TierIndex:
         if shares.ceiling is not None:
             self._capped.setdefault(namespace.tenant, EvictionOrder())
         self.note_evicted(key, priority)
-        self._expected.add(key)
+        self._pending.add(key)
         return None if victim is None else victim.key
 
     def expect(self, key: bytes) -> None:
         """Record that a block is being written again, now with its part."""
         self.partless.discard(key)
-        self._expected.add(key)
+        self._pending.add(key)
         self._rewritten.add(key)
 
     def note_stored(self, key: bytes) -> None:
         """Record that the store holds a block."""
-        self._expected.discard(key)
+        self._pending.discard(key)
         self._rewritten.discard(key)
         if key in self:
             self._listener.stored(self.name, key)
@@ -268,7 +268,7 @@ class TierIndex:
         for key, namespace in blocks:
             if key in self:
                 continue
-            if len(self) >= self.num_blocks or self._has_its_share(namespace.tenant):
+            if len(self) >= self.num_blocks or self._is_at_ceiling(namespace.tenant):
                 left_out.append(key)
                 continue
             self.add(key, namespace)
@@ -311,7 +311,7 @@ class TierIndex:
         self._forget_retained(key)
         for order in self._orders_of(tenant):
             order.remove(key)
-        self._expected.discard(key)
+        self._pending.discard(key)
         self._rewritten.discard(key)
         self.partless.discard(key)
         self.owned.remove(key)
@@ -329,7 +329,7 @@ class TierIndex:
 
     def _victim(self, tenant: str) -> EvictionRank | None:
         """Return the block to evict for a block of a tenant. Complexity: O(tenants with a floor)."""
-        if self._has_its_share(tenant):
+        if self._is_at_ceiling(tenant):
             return self._capped[tenant].first
         if not self._floored:
             return self._order.first
@@ -340,7 +340,7 @@ class TierIndex:
     def _is_above_floor(self, tenant: str) -> bool:
         return self.owned.num_by_tenant[tenant] > int(self._shares_of(tenant).floor * self.num_blocks)
 
-    def _has_its_share(self, tenant: str) -> bool:
+    def _is_at_ceiling(self, tenant: str) -> bool:
         ceiling = self._shares_of(tenant).ceiling
         return ceiling is not None and self.owned.num_by_tenant[tenant] >= max(1, int(ceiling * self.num_blocks))
 
@@ -351,8 +351,8 @@ class TierIndex:
         """Retain a key with a priority above the default. Returns whether the limits allow it."""
         tenant = self.owned[key].tenant
         own = self._retained.get(tenant, {})
-        most = self._shares_of(tenant).retained * self.num_blocks
-        if len(self.retained) >= self.retained_share * self.num_blocks or len(own) >= most:
+        max_retained = self._shares_of(tenant).retained * self.num_blocks
+        if len(self.retained) >= self.retained_share * self.num_blocks or len(own) >= max_retained:
             oldest = next(iter(own), None)
             if oldest is None or own[oldest] > priority:
                 return False

@@ -40,7 +40,7 @@ class TimerThread:
         self._serials = itertools.count()
         self._changed = threading.Condition()
         self._is_closed = False
-        threading.Thread(target=self._run, name="alarm-clock", daemon=True).start()
+        threading.Thread(target=self._run, name="store-timers", daemon=True).start()
 
     def now_s(self) -> float:
         """Return the time, monotonic."""
@@ -127,7 +127,7 @@ class CircuitBreaker:
         return self._state
 
     def lets_through(self) -> bool:
-        """Return whether a call is allowed. Each allowed call must end with `succeed`, `fail` or `give_back`."""
+        """Return whether a call is allowed. Each allowed call must end with `succeed`, `fail` or `cancel`."""
         with self._lock:
             if self._state is CircuitState.OPEN and self._clock() >= self._until_s:
                 self._state = CircuitState.TRYING
@@ -161,7 +161,7 @@ class CircuitBreaker:
                 return True
             return False
 
-    def give_back(self) -> None:
+    def cancel(self) -> None:
         """Record that a call was cancelled, which is neither a success nor a failure of the store."""
         with self._lock:
             if self._state is CircuitState.TRYING:
@@ -205,7 +205,7 @@ class GuardedStore:
     why they must never change. `close` and `size` are passed on directly.
 
     Args:
-        name: for the log.
+        name: name of the store in the log.
         store: the store to guard.
         timers: clock and timers.
         circuit: the circuit breaker, with the same clock.
@@ -284,10 +284,10 @@ class GuardedStore:
                 _log.warning("store %s: works again", self._name)
         elif isinstance(error, CancelledError):
             self._count("cancelled")
-            self._circuit.give_back()
+            self._circuit.cancel()
         elif isinstance(error, StoreBusy):  # the queue is in this process, so this is not a failure of the store
             self._count("busy")
-            self._circuit.give_back()
+            self._circuit.cancel()
         else:
             self._count("late" if isinstance(error, StoreLate) else "failed")
             if self._circuit.fail():
@@ -314,13 +314,13 @@ class _GuardedCall(Generic[_T]):
         self._guard = guard
         self._lock = threading.Lock()
         self._futures: tuple[Future[_T], Future[_T]] | None = (outer, inner)
-        self._cancel_alarm: Callable[[], None] = lambda: None
+        self._cancel_timer: Callable[[], None] = lambda: None
 
     def begin(self, timers: Timers, limit_s: float) -> None:
         """Start to wait."""
         assert self._futures is not None
         outer, inner = self._futures
-        self._cancel_alarm = timers.call_later(limit_s, lambda: self._time_out(limit_s))
+        self._cancel_timer = timers.call_later(limit_s, lambda: self._time_out(limit_s))
         outer.add_done_callback(self._see_cancelled)
         inner.add_done_callback(self._answer)
 
@@ -332,17 +332,17 @@ class _GuardedCall(Generic[_T]):
 
     def _answer(self, inner: Future[_T]) -> None:
         futures = self._end()
-        self._cancel_alarm()
+        self._cancel_timer()
         error = StoreClosed("store: the call was cancelled") if inner.cancelled() else inner.exception()
         if futures is None:
             if error is None:
-                _give_back(inner.result())
+                _release_loans(inner.result())
             return
         self._guard.note_end(error)
         outer, _ = futures
         if not outer.set_running_or_notify_cancel():
             if error is None:
-                _give_back(inner.result())
+                _release_loans(inner.result())
         elif error is None:
             outer.set_result(inner.result())
         else:
@@ -361,12 +361,12 @@ class _GuardedCall(Generic[_T]):
     def _see_cancelled(self, outer: Future[_T]) -> None:
         if not outer.cancelled() or (futures := self._end()) is None:
             return
-        self._cancel_alarm()
+        self._cancel_timer()
         self._guard.note_end(CancelledError())
         futures[1].cancel()
 
 
-def _give_back(answer: object) -> None:
+def _release_loans(answer: object) -> None:
     """Release the loans in an answer that is not used."""
     for each in answer if isinstance(answer, list) else ():
         if isinstance(each, Loan):

@@ -66,7 +66,7 @@ def test_an_inconclusive_trial_call_is_followed_by_another(circuit: CircuitBreak
     open_it(circuit)
     clock.now_s = 1.0
     assert circuit.lets_through()
-    circuit.give_back()
+    circuit.cancel()
     assert circuit.lets_through()
     assert not circuit.lets_through()
 
@@ -75,7 +75,7 @@ def test_calls_from_before_change_nothing_about_an_open_circuit(circuit: Circuit
     open_it(circuit)
     assert not circuit.succeed()
     assert not circuit.fail()
-    circuit.give_back()
+    circuit.cancel()
     assert not circuit.lets_through()
     assert circuit.num_opened == 1
 
