@@ -65,8 +65,8 @@ class PhaseStopwatch:
     """Measures the time of labeled calls, without the time of labeled calls inside them.
 
     Attributes:
-        seconds: by label.
-        num_calls: by label.
+        seconds: total time by label.
+        num_calls: number of calls by label.
     """
 
     def __init__(self) -> None:

@@ -23,7 +23,7 @@ class Namespace(NamedTuple):
 
     Attributes:
         model: fingerprint of the weights and of everything else that changes K and V.
-        tenant: whose data this is.
+        tenant: the tenant that the data belongs to.
         adapter: digest of the adapter's content, empty for the base model. An adapter with other weights has another
             digest. Tokens that an invoked adapter computes are in the base model's namespace; see `Invocation`.
         salt: a name that isolates further, chosen by the client.

@@ -35,7 +35,7 @@ class PredictorRow:
     Attributes:
         predictor: its name.
         knows_training_text: whether it has read the training text.
-        bits_per_byte: by title of the held-out document.
+        bits_per_byte: bits per byte by title of the held-out document.
         all: bits per byte of all documents together.
     """
 

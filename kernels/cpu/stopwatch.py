@@ -44,7 +44,7 @@ class Stopwatch:
         waited: returns the seconds for which threads of this process waited for a processor; see `waited_s`.
 
     Attributes:
-        now: as above.
+        now: the argument `now`.
     """
 
     def __init__(self, now: Callable[[], float], waited: Callable[[], float] = lambda: 0.0) -> None:

@@ -22,7 +22,8 @@ from radixkv.kernels.gpu.attention_splits import HOPPER, KEY_ALIGNMENT_TOKENS, D
 from radixkv.kernels.gpu.joined_rows import Joins, join_rows, may_join, unit_tokens
 from radixkv.kernels.staging import to_device
 
-# A work item and a merge that read no key and write nothing. They pad the lists of a recorded step.
+# A work item, a merge and a joined row that read no key and write nothing. They pad the lists of a step that is
+# recorded as a CUDA graph.
 NO_WORK = (0, 0, 0, 0, 0, 1, 1, -1)
 NO_MERGE = (0, 0, 0, 0, 0)
 NO_ROW = (0, 0, 0)
@@ -270,7 +271,9 @@ _WORTH_OF_FEWER_ROWS = 1.25
 
 
 def fitting_tile_rows(max_rows: int, dtype: torch.dtype) -> int:
-    """Return the rows per tile that fit the longest suffix. In float32, without tensor cores, larger tiles spill.
+    """Return the rows per tile that fit the longest suffix.
+
+    In float32, tensor cores are not used, and larger tiles spill registers.
 
     Args:
         max_rows: packed rows of the longest suffix of a batch.
@@ -285,7 +288,7 @@ def fitting_tile_rows(max_rows: int, dtype: torch.dtype) -> int:
 
 
 def tile_rows_for(batch: PagedBatch, group_size: int, dtype: torch.dtype, window: int | None = None) -> int:
-    """Return the rows per tile for a batch: more than fit the longest suffix, if enough rows can be joined.
+    """Return the rows per tile for a batch: more than the longest suffix needs, if enough rows can be joined.
 
     >>> tables = 40 * [np.arange(20, dtype=np.int32)]
     >>> batch = PagedBatch.build(40 * [1], 40 * [1200], tables, block_size=64)

@@ -63,7 +63,7 @@ class Runner:
         num_state_slots: number of slots for recurrent states; 0 for a model without states.
 
     Attributes:
-        model, storage: as above.
+        model, storage: the arguments.
         states: the recurrent states; None for a model without states.
     """
 

@@ -112,7 +112,7 @@ class Config:
 
         Args:
             file: path of the TOML file, if there is one.
-            settings: as `--set` takes them.
+            settings: the values of `--set`.
 
         Raises:
             ConfigError: the file cannot be read, a key is unknown (the message names the nearest one), or a value has

@@ -246,7 +246,7 @@ class ServerConfig:
         metrics_port: HTTP port for Prometheus metrics, on the same host. 0 picks a free one. Default: no metrics port.
         http_port: port for the APIs of OpenAI and Anthropic over HTTP, on the same host. 0 picks a free one. Default:
             no HTTP API.
-        tool_format: format in which the model writes calls of tools, for the HTTP APIs. `auto` recognizes it by the
+        tool_format: format in which the model writes tool calls, for the HTTP APIs. `auto` recognizes it by the
             chat template, and `none` refuses tools.
         reasoning_format: format in which the model writes its reasoning; likewise. `none` leaves it in the text.
         metrics_hosts: further host names under which clients reach the metrics port, separated by commas, such as those

@@ -40,8 +40,8 @@ def sequence_limit(config: Mapping[str, Any]) -> SequenceLimit:
     sequence if that exceeds a limit. Cached K/V would then be wrong.
 
     Args:
-        config: the entries of config.json, of its part for text if it has several. `rope_parameters` may also have its
-            former name, `rope_scaling`.
+        config: the entries of config.json, or of its section for the text model if it has one. `rope_parameters` may
+            also have its former name, `rope_scaling`.
     """
     stated = next((config[name] for name in _LENGTH_NAMES if is_length(config.get(name))), None)
     limits = [SequenceLimit(stated, stated)]

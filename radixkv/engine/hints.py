@@ -84,8 +84,8 @@ class HintApplier:
 
         Args:
             actions: the actions.
-            tenant: whose they are.
-            prompt: the prompt that came with them; None for none.
+            tenant: the tenant of the call.
+            prompt: the prompt of the same call; None without one.
 
         Returns:
             One outcome for each action.

@@ -24,7 +24,7 @@ class PublishedBatches:
         payload: serializes a batch.
 
     Attributes:
-        topic: as given.
+        topic: the argument `topic`.
         end: the message after the last batch of a replay.
     """
 

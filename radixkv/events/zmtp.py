@@ -47,7 +47,7 @@ class Security(Protocol):
     """The security mechanism of one connection: its handshake, and its encryption of messages.
 
     Attributes:
-        name: as in the greeting.
+        name: name of the mechanism, as in the greeting.
         is_server: whether this end is the server of the mechanism, as stated in the greeting.
         is_ready: whether the handshake has finished, so that messages may be exchanged.
     """

@@ -46,7 +46,7 @@ def cpu_candidates(use: AttentionUse) -> dict[str, AttentionKernels]:
     PyTorch's attention serves quantized pools.
 
     Args:
-        use: the requirements of a model on a CPU.
+        use: what a model requires, on a CPU.
     """
     candidates: dict[str, AttentionKernels] = {TORCH: TorchKernels()}
     library = native_library() if use.shape.dtype in DTYPE_CODES else None

@@ -93,7 +93,7 @@ class GgufFile:
     Attributes:
         path: the file.
         metadata: values by key. Arrays are tuples.
-        tensors: by name, in the order of the file.
+        tensors: the tensors by name, in the order of the file.
     """
 
     path: Path

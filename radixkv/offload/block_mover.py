@@ -57,7 +57,7 @@ class BlockMover:
         pools: the memory of blocks, a pool for each K/V shape; their bytes follow each other.
         part_pools: the same for windowed layers; empty if all layers store every token.
         native: copy functions in C++, which fill many blocks on a CPU faster; None to use PyTorch.
-        gpu: for pools on a GPU; None for pools on a CPU.
+        gpu: copies blocks of pools on a GPU; None for pools on a CPU.
 
     Attributes:
         block_bytes: bytes of one block without its part.

@@ -38,7 +38,7 @@ class PendingPurge(NamedTuple):
 
     Attributes:
         purged: the result on the device.
-        deletions: in the tiers.
+        deletions: the deletions in the tiers.
     """
 
     purged: Purged

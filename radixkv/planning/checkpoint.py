@@ -88,7 +88,7 @@ def read_checkpoint(path: str | Path, longrope: str = "short") -> Checkpoint:
 
     Args:
         path: a directory with a config.json, or the file itself; or another place that `locate` knows.
-        longrope: as `model.longrope`.
+        longrope: a value of `model.longrope`.
 
     Raises:
         ConfigError: a file can't be read, a field has the wrong type or range, or layers store different K/V. The

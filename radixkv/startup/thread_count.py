@@ -17,7 +17,7 @@ class ThreadCount:
 
     Attributes:
         count: at least 1.
-        reason: for the log.
+        reason: why, for the log.
     """
 
     count: int

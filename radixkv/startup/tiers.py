@@ -73,7 +73,7 @@ class Stores:
     """The stores that could be opened, the fastest first, and the objects that they share.
 
     Attributes:
-        backends: by name.
+        backends: the opened backends by name.
         closed: names of those that could not be opened.
         keys: computes the keys of their blocks.
         index: which tier holds which block; it listens to the cache.

@@ -15,7 +15,8 @@ _NO_PROXY_VARIABLES = ("no_grpc_proxy", "no_proxy")
 
 
 def require_address(address: str) -> str:
-    """Check an address. Without this check, gRPC would use port 443 if there is none, and any port modulo 65536.
+    """Check an address. Without this check, gRPC would use port 443 if the port is missing, and reduce larger ports
+    modulo 65536.
 
     Returns:
         The address.

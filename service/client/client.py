@@ -213,7 +213,7 @@ class Client:
 
         Args:
             messages: in the format of OpenAI's API, such as `[{"role": "user", "content": "Hi"}]`.
-            tools, documents, chat_template_kwargs: for the template; see `Tokenizer.encode_chat`.
+            tools, documents, chat_template_kwargs: arguments of the chat template; see `Tokenizer.encode_chat`.
             timeout_s: deadline of the whole call in seconds, and of the calls that fetch the tokenizer.
             options: see `GenerateOptions`.
 

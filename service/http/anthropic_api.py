@@ -236,7 +236,7 @@ class _ResponseWriter:
 
 
 class _Blocks:
-    """Sends the content of a streamed response as blocks: reasoning, text, and calls of tools.
+    """Sends the content of a streamed response as blocks: reasoning, text, and tool calls.
 
     Args:
         events: the response.

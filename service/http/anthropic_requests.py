@@ -54,7 +54,7 @@ class MessagesPrompt:
             tokenizer: tokenizer of the model.
 
         Raises:
-            InvalidRequest: the model's calls of tools cannot be recognized, or it cannot reason as requested.
+            InvalidRequest: the model's tool calls cannot be recognized, or it cannot reason as requested.
             TypeError, ValueError: see `Tokenizer.encode_chat`.
         """
         self.tools.require_format(form)

@@ -61,7 +61,7 @@ def cached_ranges(
     """Return the range of tokens before each breakpoint, without empty ones.
 
     Args:
-        breakpoints: in the order of their positions.
+        breakpoints: the breakpoints, in the order of their positions.
         messages: the conversation.
         token_ids: token ids of the conversation.
         encode: see above.
@@ -102,7 +102,7 @@ async def retained_chunks(
 
     Args:
         chunks: chunks of the completion, which starts when the first one is requested.
-        ranges: in the order of their lengths.
+        ranges: the ranges to retain, shortest first.
         prefill: the request. It may request the retention of the whole prompt already.
         retain: retains a range.
         call: the HTTP request.

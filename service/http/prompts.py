@@ -28,7 +28,7 @@ class PromptEncoder:
 
     Args:
         tokenizer: the model's tokenizer.
-        tool_format: name of the format of calls of tools, see `Tokenizer.answer_format`.
+        tool_format: name of the format of tool calls, see `Tokenizer.answer_format`.
         reasoning_format: name of the format of reasoning; likewise.
     """
 

@@ -366,7 +366,7 @@ def _choice_object(tools: Tools) -> Any:
 
 
 class _Items:
-    """Sends the output of a streamed response item by item: reasoning, messages, and calls of tools.
+    """Sends the output of a streamed response item by item: reasoning, messages, and tool calls.
 
     Args:
         events: the response.

@@ -213,7 +213,7 @@ class _WsgiConnections:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._awaiting_request: dict[socket.socket, float] = {}  # with their deadlines, the oldest first
-        self._responding: dict[socket.socket, float] = {}  # the same
+        self._responding: dict[socket.socket, float] = {}  # likewise, with their deadlines
 
     def add(self, connection: socket.socket) -> None:
         """Add a connection whose request has not arrived yet."""

@@ -1,4 +1,4 @@
-"""How a model writes its answers: reasoning, text and calls of tools."""
+"""How a model writes its answers: reasoning, text and tool calls."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class AnswerFormat:
     """How a model writes its answers.
 
     Attributes:
-        tools: the format of calls of tools; None if it is not known.
+        tools: the format of tool calls; None if it is not known.
         reasoning: the format of reasoning; None if the model does not reason.
         tags: texts of these formats that are special tokens, with the ids of the tokens.
     """
@@ -51,9 +51,9 @@ class AnswerParts:
     The concatenated parts do not depend on the pieces.
 
     Args:
-        reasoning: the format of reasoning; None if all is the answer.
+        reasoning: the format of reasoning; None if completions have no reasoning.
         is_open: whether the prompt ends with the beginning of reasoning.
-        tools: the format of calls of tools; None if there are no calls.
+        tools: the format of tool calls; None if there are no calls.
         functions: the tools that may be called, each with `name` and `parameters`, a JSON schema.
         is_parallel: whether the answer may have several calls. Otherwise, those after the first one are left out.
 
@@ -82,7 +82,7 @@ class AnswerParts:
         return self._reasoning is not None and self._reasoning.is_reasoning
 
     def put(self, piece: str, *, is_last: bool = False) -> list[AnswerPart]:
-        """Add a piece. Returns the parts that are complete, in their order; of reasoning and text, what is new.
+        """Add a piece. Returns new parts in their order: new reasoning and text, and the calls that are complete now.
 
         Args:
             piece: the next piece.

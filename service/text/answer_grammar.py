@@ -1,4 +1,4 @@
-"""Grammars of answers with calls of tools, in llguidance's Lark syntax."""
+"""Grammars of answers with tool calls, in llguidance's Lark syntax."""
 
 from __future__ import annotations
 

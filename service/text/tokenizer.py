@@ -241,7 +241,7 @@ class Tokenizer:
         """Return how the model writes its answers.
 
         Args:
-            tools: name of the format of calls of tools; `auto` recognizes it by the chat template and the response
+            tools: name of the format of tool calls; `auto` recognizes it by the chat template and the response
                 template, and `none` is none.
             reasoning: name of the format of reasoning; likewise.
         """

@@ -1,4 +1,4 @@
-"""The formats in which models write calls of tools, each described by the text of a call.
+"""The formats in which models write tool calls, each described by the text of a call.
 
 A format has one or more variants. The first one is the text of a call that the server forces; all of them are
 recognized in what a model writes. A variant has one of these placeholders:
@@ -27,7 +27,7 @@ NO_FORMAT = "none"
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """How a model writes calls of tools.
+    """How a model writes tool calls.
 
     Attributes:
         name: its name in the configuration.
@@ -174,7 +174,7 @@ TOOL_FORMATS = {each.name: each for each in _FORMATS}
 
 
 def tool_format_of(template: str, tokens: Collection[str]) -> ToolFormat | None:
-    """Return the format in which models with a chat template write calls of tools; None if it is none of these.
+    """Return the format in which models with a chat template write tool calls; None if it is none of these.
 
     Args:
         template: the chat template.

@@ -170,7 +170,7 @@ def test_one_shared_prefix_is_computed_exactly_once(client: Client, tenant: str)
     assert all(u.cached_tokens + u.computed_tokens == u.prompt_tokens == 2112 for u in usages)
     assert usages[0].cached_tokens == 0
     assert answers[0].miss_reason == MissReason.COLD
-    # Reuse is exact to the token: a question that happens to begin like an earlier one reuses that, too.
+    # Reuse does not end at block boundaries: a question that happens to begin like an earlier one reuses that, too.
     prompts = [np.concatenate([prefix, random_ids(64, seed=i)]).tolist() for i in range(1, 21)]
     assert [u.cached_tokens for u in usages] == count_reusable_tokens(prompts)
     assert all(u.cached_tokens >= 2048 for u in usages[1:])

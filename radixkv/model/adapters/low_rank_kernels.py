@@ -1,4 +1,7 @@
-"""Applies adapters on a GPU: one kernel launch per layer, for all adapters of a step."""
+"""Applies adapters on a GPU: one kernel launch per layer, for all adapters of a step.
+
+A site is a matmul of the model that adapters can change, identified by its index.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +67,7 @@ class LowRankKernels:
         weights = {}
         addresses = np.zeros((max(sites) + 1, 2), dtype=np.int64)
         for site, (update,) in sites.items():
-            down, up = weights[site] = self._filled_up(update, rank)
+            down, up = weights[site] = self._padded(update, rank)
             addresses[site] = down.data_ptr(), up.data_ptr()
             self._try(down, up)
         return PackedWeights(rank, weights, addresses)
@@ -98,7 +101,7 @@ class LowRankKernels:
                 with torch._C.DisableTorchFunction():  # the kernel is exact by itself
                     add_low_rank(rows, out, step, site, rank)
 
-    def _filled_up(self, update: ColumnUpdate, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _padded(self, update: ColumnUpdate, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
         down, up = update.low_rank.down, update.low_rank.up
         wide_down, wide_up = down.new_zeros(rank, down.shape[1]), up.new_zeros(up.shape[0], rank)
         wide_down[: down.shape[0]], wide_up[:, : down.shape[0]] = down, up

@@ -223,7 +223,7 @@ class AttentionKind(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class AttentionUse:
-    """The requirements of one model on attention kernels.
+    """What one model requires of attention kernels.
 
     Attributes:
         kinds: kinds of its layers, each once.

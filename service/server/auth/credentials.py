@@ -41,7 +41,7 @@ class Credentials:
     """All credentials of a file. Immutable.
 
     Args:
-        entries: in the order of the file.
+        entries: the entries of the file, in its order.
 
     Raises:
         ConfigError: two entries have the same name, token or certificate.

@@ -19,8 +19,8 @@ if TYPE_CHECKING:  # the engine needs torch; this module does not
 
 DEFAULT_PAGE_SIZE = 100
 MAX_PAGE_SIZE = 1000
-# Maximum number of engine calls per page. If a tenant has few of very many segments or namespaces, a page may have few
-# entries or none, even if more pages follow.
+# Maximum number of engine calls per page. If only few of very many segments or namespaces belong to a tenant, a page
+# may have few entries or none, even if more pages follow.
 MAX_CALLS = 64
 
 

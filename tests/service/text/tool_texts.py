@@ -1,4 +1,4 @@
-"""Answers with calls of tools in each format, as models write them."""
+"""Answers with tool calls in each format, as models write them."""
 
 from __future__ import annotations
 
