@@ -25,9 +25,9 @@ class _Entry:
 class SnapshotOrder:
     """The order in which snapshots are evicted: by the tokens that they save, and by how recently they did.
 
-    The score of a snapshot is the number of tokens since the previous snapshot, times one plus its uses, plus the score
-    of the snapshot that was evicted last. So old scores lose their weight over time (GreedyDual-Size with Frequency;
-    Cherkasova, HPL-98-69R1). All snapshots have the same size, so scores need not be divided by it.
+    The score of a snapshot is (tokens since the previous snapshot) x (1 + number of uses) + (score of the snapshot that
+    was evicted last). So old scores lose their weight over time (GreedyDual-Size with Frequency; Cherkasova,
+    HPL-98-69R1). All snapshots have the same size, so scores need not be divided by it.
 
     Attributes:
         level: the score of the snapshot that was evicted last.

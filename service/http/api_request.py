@@ -46,14 +46,14 @@ class ApiRequest:
     Args:
         request: the HTTP request.
         call: the same request, for the parts of the server that see gRPC calls.
-        in_flight: what it is charged for.
+        in_flight: records the memory that the request is charged for.
         receiver: the receiver of the server.
         num_bytes: size of its body.
         send_timeout_s: seconds that the client may leave a response unread.
         error_body: returns the body of a response to a request that failed.
 
     Attributes:
-        call: see above.
+        call: the argument `call`.
         num_bytes: size of the body.
         request_id: from the header `x-request-id`, or random.
     """
@@ -127,7 +127,7 @@ class ApiRequest:
         return self._events is not None and self._events.has_begun
 
     async def end_stream(self, error: Exception) -> web.StreamResponse:
-        """End the stream of a request that failed with an event, and return its response."""
+        """Send the error of a failed request as the last event of its stream. Return the response."""
         assert self._events is not None, "it has begun"
         assert self._send_error is not None
         if not isinstance(error, ConnectionError):  # otherwise the client has disconnected

@@ -20,9 +20,10 @@ Forward = Callable[..., Any]
 _NUM_ROWS = (1, 17)
 _NUM_SIZES = 5
 
-# Tolerances, relative to a row's largest number. Float32 sums depend on their order, and rounding them to fewer bits
-# may then differ, up to twice. That is rare: with errors of 1e-6, it affects one number in a thousand in float16, and
-# fewer in bfloat16. In contrast, rounding in another order changes one number in four, and a scale of 1.01 changes all.
+# Tolerances, relative to a row's largest number. Float32 sums depend on their order, so numbers that are rounded to
+# fewer bits may differ by up to two roundings. That is rare: with errors of 1e-6, it affects one number in a thousand
+# in float16, and fewer in bfloat16. In contrast, rounding in another order changes one number in four, and a scale of
+# 1.01 changes all.
 _FLOAT32_TOLERANCE = 1e-5
 _ROUNDINGS = 2
 _LARGEST_SHARE = 0.05
