@@ -21,13 +21,13 @@ from radixkv.engine.hints import HintApplier
 from radixkv.engine.observer import CompositeObserver, Observer
 from radixkv.engine.overlap import OverlapScheduler
 from radixkv.engine.preemption import Preemptor
-from radixkv.engine.prefetch import Prefetcher
 from radixkv.engine.stats_collector import StatsCollector
 from radixkv.engine.step import PreparedStep, SliceResult, Step, release_parts, start_step, trial_chunk
 from radixkv.errors import OutOfMemory, RadixKVError, StepFailed
 from radixkv.events.tree_feed import TreeFeed
 from radixkv.namespace import TRIAL_TENANT, Namespace, PromptKey
 from radixkv.offload.offload import Offload
+from radixkv.offload.prefetch import Prefetcher
 from radixkv.offload.purge import PendingPurge
 from radixkv.scheduling.admission import Admitter
 from radixkv.scheduling.held_leases import HeldLeases
@@ -161,7 +161,7 @@ class EngineCore:
             grant = cache.retain(namespace, tokens, retention)
             return grant if offload is None else offload.retain(namespace, tokens, retention, grant)
 
-        prefetcher = None if offload is None else Prefetcher(cache, offload, scheduler)
+        prefetcher = None if offload is None else Prefetcher(cache, offload, lambda: len(scheduler.running))
         hints = HintApplier(cache, retain, None if prefetcher is None else prefetcher.begin)
         ended = on_end if offload is None else leave_tiers_and_end
         completer = RequestCompleter(

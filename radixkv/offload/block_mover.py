@@ -13,20 +13,9 @@ import torch
 
 from radixkv.kernels.kv_pool import KVPool
 from radixkv.kernels.native.copies import NativeCopies
-from radixkv.offload.device_copies import CompleteCopy, Copy, CopyStream
+from radixkv.offload.copies import CompleteCopy, Copy, ReadBlocks
+from radixkv.offload.device_copies import CopyStream
 from radixkv.offload.pinned_memory import StagingSlots
-
-
-class ReadBlocks(NamedTuple):
-    """Copies of blocks in host memory.
-
-    Attributes:
-        payloads: the bytes of each block, which do not change after `copy` is complete.
-        copy: the copy that fills them.
-    """
-
-    payloads: list[memoryview]
-    copy: Copy
 
 
 class GpuCopies(NamedTuple):

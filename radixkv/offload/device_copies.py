@@ -1,47 +1,12 @@
-"""Copies between host memory and a device, which may complete asynchronously."""
+"""Copies between host memory and a GPU, which complete asynchronously."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-
-
-class Copy(Protocol):
-    """A copy that was started. The host must not reuse its memory before the copy is complete."""
-
-    def is_complete(self) -> bool:
-        """Whether the copy is complete. Does not wait."""
-
-    def wait(self) -> None:
-        """Block the calling thread until the copy is complete. Any thread may wait."""
-
-    def seconds(self) -> float:
-        """Return how long the copy took. It must be complete."""
-
-
-class CompleteCopy:
-    """A copy that is complete from the beginning, like all copies on a CPU.
-
-    Args:
-        seconds: how long it took.
-    """
-
-    def __init__(self, seconds: float = 0.0) -> None:
-        self._seconds = seconds
-
-    def is_complete(self) -> bool:
-        """Return True."""
-        return True
-
-    def wait(self) -> None:
-        """Return immediately."""
-
-    def seconds(self) -> float:
-        """Return how long the copy took."""
-        return self._seconds
 
 
 class StreamCopy:

@@ -13,8 +13,7 @@ from radixkv.blocks import BlockIds
 from radixkv.cache.lease import Lease
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.namespace import PUBLIC_TENANT, Namespace
-from radixkv.offload.block_mover import BlockMover
-from radixkv.offload.device_copies import Copy
+from radixkv.offload.copies import BlockCopier, Copy
 from radixkv.offload.index.offload_index import OffloadIndex
 from radixkv.offload.index.prompt_blocks import FetchedBlocks, StoredBlock
 from radixkv.offload.load_or_compute import LoadOrCompute
@@ -154,7 +153,7 @@ class Loader:
         cache: PrefixCache,
         offload_index: OffloadIndex,
         tiers: Mapping[str, Tier],
-        mover: BlockMover,
+        mover: BlockCopier,
         choice: LoadOrCompute,
         clock: Callable[[], float],
         wake: Callable[[], None],

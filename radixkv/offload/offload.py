@@ -15,7 +15,7 @@ from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.errors import InvalidRequest
 from radixkv.namespace import Namespace
 from radixkv.offload.block_keys import BlockKeys
-from radixkv.offload.block_mover import BlockMover
+from radixkv.offload.copies import BlockCopier
 from radixkv.offload.deleter import Deleter
 from radixkv.offload.disk_record import DiskRecord
 from radixkv.offload.index.offload_index import OffloadIndex, grant_stored
@@ -72,7 +72,7 @@ class Offload:
         cache: PrefixCache,
         offload_index: OffloadIndex,
         tiers: Sequence[Tier],
-        mover: BlockMover,
+        mover: BlockCopier,
         max_bytes: int,
         keys: BlockKeys,
         choice: LoadOrCompute,

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import NamedTuple
 
-from radixkv.offload.block_mover import BlockMover
+from radixkv.offload.copies import BlockCopier
 from radixkv.offload.deleter import Deleter
 from radixkv.offload.disk_record import DiskRecord
 from radixkv.offload.index.offload_index import EvictedBlock, OffloadIndex
@@ -66,7 +66,7 @@ class Saver:
         offload_index: OffloadIndex,
         tiers: Mapping[str, Tier],
         deleter: Deleter,
-        mover: BlockMover,
+        mover: BlockCopier,
         max_bytes: int,
         record: DiskRecord | None = None,
     ) -> None:

@@ -9,6 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from radixkv.api.awaits import Awaits
+from radixkv.api.caller import Caller
+from radixkv.api.params import PrefillParams
 from radixkv.blocks import BlockIds
 from radixkv.cache.eviction_policy import EvictionPolicy
 from radixkv.cache.lease import Lease
@@ -18,8 +21,10 @@ from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.config import EVICTION_POLICIES
 from radixkv.errors import ConfigError
 from radixkv.namespace import Namespace
-from radixkv.planning.tiers import SimulatedTiers, TierCapacity, TierUsage, check_tiers
+from radixkv.planning.tiers import SimulatedTiers, TierCapacity, TierUsage, VirtualClock, check_tiers
+from radixkv.planning.time_model import TimeModel
 from radixkv.planning.trace import TOKENS_PER_ID, TraceRequest, prompt_tokens, sequence_tokens
+from radixkv.scheduling.request import Request
 
 OPTIMAL = "optimal"
 SIMULATED_POLICIES = (*EVICTION_POLICIES, OPTIMAL)
@@ -27,6 +32,31 @@ NO_HINTS, STOP, STOP_AND_END = HINTS = ("none", "stop", "stop+end")
 _VOCAB_SIZE = 2**32
 _MIN_STEP_S = 1e-5  # so that time advances in a trace without timestamps
 _NEVER = np.iinfo(np.int32).max
+_MAX_SESSION_PROMPT_BYTES = 64 * 2**20  # as in a server
+_TIMELY = 1.1  # times the time to the first token that a hit on the device takes
+
+
+@dataclass(frozen=True, slots=True)
+class Latency:
+    """Times to the first token (TTFT) by a `TimeModel`: for loading and computing, on a server that is otherwise idle.
+
+    A return is a request after an answer of its session that ended in a tool call. What it repeats of the prompt before
+    it can be reused, in whole blocks and except for its last token.
+
+    Attributes:
+        ttft_p50_s, ttft_p95_s: median and 95th percentile of the TTFT of all requests, in seconds.
+        num_returns: number of returns.
+        ready_share: share of the returns for which everything that they repeat was on the device when they arrived.
+        timely_share: share of the returns whose TTFT was at most 1.1 times what it would have been in that case.
+        prefetched_tokens: tokens that were loaded before a request asked for them.
+    """
+
+    ttft_p50_s: float
+    ttft_p95_s: float
+    num_returns: int
+    ready_share: float
+    timely_share: float
+    prefetched_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +74,7 @@ class Simulation:
         evicted_tokens: evicted blocks times `block_size`.
         seconds: wall time of the replay.
         tiers: the tiers below the cache, whose hits are included in `cached_tokens`.
+        latency: times to the first token; None without a time model.
     """
 
     policy: str
@@ -56,6 +87,7 @@ class Simulation:
     evicted_tokens: int
     seconds: float
     tiers: tuple[TierUsage, ...] = ()
+    latency: Latency | None = None
 
     @property
     def device_tokens(self) -> int:
@@ -99,16 +131,19 @@ def simulate(
     probation_share: float = 1.0,
     tiers: Sequence[TierCapacity] = (),
     hints: str = NO_HINTS,
+    times: TimeModel | None = None,
     on_request: Callable[[], object] | None = None,
 ) -> Simulation:
-    """Replay a trace in order and on its clock; each prompt is leased, published and closed before the next one.
+    """Replay a trace in order and on its clock; each prompt is leased, published and closed at one time.
 
     The same arguments give the same counts on every machine. A prompt longer than the cache is counted but not cached.
     Only `optimal` gets space for the longest prompt in addition to its capacity, and evicts down to its capacity after
     each request: an upper bound must not lose hits to the prompt that is being computed.
 
-    Tiers are used as by the engine, but loading and storing take no time, and everything that they have is loaded. With
-    tiers, `optimal` is one cache with the capacity of all of them, which is an upper bound.
+    The engine's own parts decide what tiers store, evict and load. Storing takes no time. Without `times`, loading
+    takes no time either, and everything that tiers have is loaded. With `times`, a request waits until its blocks are
+    loaded, sessions are loaded ahead of their next turn, and blocks that are faster to compute are computed. With
+    tiers, the policy `optimal` is one cache with the capacity of all of them, which is an upper bound.
 
     Args:
         requests: the trace, at least one request.
@@ -119,6 +154,7 @@ def simulate(
         tiers: tiers below the cache, the fastest first.
         hints: what the cache knows of sessions, one of `HINTS`: nothing; why each answer ended; that, and which answer
             was the last one of its session.
+        times: how long prefills and loads take; None for no time. The policy `optimal` ignores it.
         on_request: called after each request.
 
     Raises:
@@ -130,11 +166,12 @@ def simulate(
     num_blocks = capacity_tokens // block_size
     if policy == OPTIMAL and tiers:
         num_blocks, tiers = _total_blocks(requests, num_blocks, block_size, tiers), ()
-    replay = _CacheReplay(requests, policy, num_blocks, block_size, probation_share, tiers, hints)
+    replay = _CacheReplay(requests, policy, num_blocks, block_size, probation_share, tiers, hints, times)
     for index in range(len(requests)):
         replay.step(index)
         if on_request is not None:
             on_request()
+    replay.finish()
     return Simulation(
         policy,
         capacity_tokens,
@@ -146,6 +183,7 @@ def simulate(
         replay.cache.num_evicted_blocks * block_size,
         time.perf_counter() - start_s,
         replay.tiers.uses(replay.num_prompt_tokens) if replay.tiers else (),
+        replay.latency(),
     )
 
 
@@ -161,15 +199,21 @@ class _CacheReplay:
         probation_share: float,
         tiers: Sequence[TierCapacity],
         hints: str,
+        times: TimeModel | None,
     ) -> None:
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
-        self.tiers = SimulatedTiers(tiers, block_size) if tiers else None
+        self._clock = VirtualClock()
+        self.tiers = SimulatedTiers(tiers, block_size, self._clock, times) if tiers else None
+        self._times = None if policy == OPTIMAL else times
+        self._ttfts_s: list[float] = []
+        self._num_returns = self._num_ready = self._num_timely = 0
+        self._former: dict[str, TraceRequest] = {}  # the last request of each session
         self._hints = hints
         self._requests = requests
         self._num_kept_blocks = num_blocks
         self._namespace = Namespace("trace")
-        self._now_s = 0.0
+        self._caller = Caller()
         self._future: FarthestFuture | None = None
         if policy == OPTIMAL:
             num_blocks += -(-max(request.input_length for request in requests) // block_size)
@@ -181,30 +225,106 @@ class _CacheReplay:
             policy=self._future or make_policy(policy, num_blocks),
             probation_share=1.0 if self._future else probation_share,
             max_evicted_prefixes=0,
+            max_session_prompt_bytes=_MAX_SESSION_PROMPT_BYTES if self.tiers and times else 0,
             listeners=[self.tiers.index] if self.tiers else (),
-            clock=lambda: self._now_s,
+            clock=lambda: self._clock.now_s,
         )
+        if self.tiers:
+            self.tiers.connect(self.cache)
 
     def step(self, index: int) -> None:
         """Replay the request at `index`."""
         request = self._requests[index]
-        self._now_s = max(self._now_s + _MIN_STEP_S, request.timestamp_ms / 1000)
+        now_s = max(self._clock.now_s + _MIN_STEP_S, request.timestamp_ms / 1000)
+        if self.tiers:
+            self.tiers.advance(now_s)
+        else:
+            self._clock.advance(now_s)
         self.num_prompt_tokens += request.input_length
         if request.input_length > self.cache.pool.num_blocks * self.cache.block_size:
             return
         prompt, answer = self._tokens_of(request)
-        if self.tiers:
-            self._step_with(self.tiers, request, prompt, answer)
-        else:
+        repeated_tokens = self._repeated_tokens(request)
+        is_ready = repeated_tokens <= self._cached_tokens(prompt) if repeated_tokens else True
+
+        def start(stored: Request | None = None) -> None:
             with self._lease(request, prompt) as lease:
-                self.num_cached_tokens += lease.cached_tokens
+                num_cached_tokens = lease.cached_tokens
+                if stored is not None:
+                    assert self.tiers is not None
+                    num_cached_tokens = self.tiers.fill(stored, lease)
+                self.num_cached_tokens += num_cached_tokens
+                self._note_time(request, now_s, num_cached_tokens, repeated_tokens, is_ready=is_ready)
                 _publish(lease, answer)
                 if self._future is not None:
                     self._set_next_uses(self._future, lease, index)
-        if self._future is not None:
-            self.cache.evict(self.cache.pool.num_published - self._num_kept_blocks)
-        elif request.is_last and self._hints == STOP_AND_END:
-            self.cache.end_session(self._namespace.tenant, request.session)
+            if self._future is not None:
+                self.cache.evict(self.cache.pool.num_published - self._num_kept_blocks)
+            elif request.is_last and self._hints == STOP_AND_END:
+                self.cache.end_session(self._namespace.tenant, request.session)
+
+        if self.tiers:
+            self.tiers.request(PrefillParams(prompt, self._caller), self._namespace, start)
+        else:
+            start()
+
+    def finish(self) -> None:
+        """Wait for the requests whose blocks are being loaded."""
+        if self.tiers:
+            self.tiers.finish()
+
+    def latency(self) -> Latency | None:
+        """Return the times to the first token; None without a time model."""
+        if self._times is None or not self._ttfts_s:
+            return None
+        p50_s, p95_s = np.quantile(self._ttfts_s, (0.5, 0.95)).tolist()
+        return Latency(
+            p50_s,
+            p95_s,
+            self._num_returns,
+            self._num_ready / max(1, self._num_returns),
+            self._num_timely / max(1, self._num_returns),
+            self.tiers.num_prefetched_tokens if self.tiers else 0,
+        )
+
+    def _cached_tokens(self, prompt: bytes) -> int:
+        return self.cache.match(self._namespace, prompt).cached_tokens
+
+    def _repeated_tokens(self, request: TraceRequest) -> int | None:
+        """Return how many tokens of the prompt before it a return can reuse; None for other requests."""
+        if self._times is None or not request.session:
+            return None
+        former = self._former.get(request.session)
+        self._former[request.session] = request
+        if former is None or former.awaits is not Awaits.TOOL:
+            return None
+        pairs = zip(former.hash_ids, request.hash_ids, strict=False)
+        num_ids = next((index for index, (before, now) in enumerate(pairs) if before != now), len(former.hash_ids))
+        num_tokens = min(num_ids * request.tokens_per_id, former.input_length, request.input_length - 1)
+        return num_tokens - num_tokens % self.cache.block_size
+
+    def _note_time(
+        self,
+        request: TraceRequest,
+        arrival_s: float,
+        num_cached_tokens: int,
+        repeated_tokens: int | None,
+        *,
+        is_ready: bool,
+    ) -> None:
+        """Record the time to the first token of a request, whose blocks have been loaded by now."""
+        if self._times is None:
+            return
+        computing_s = self._times.prefill_s(num_cached_tokens, request.input_length)
+        ttft_s = self._clock.now_s - arrival_s + computing_s
+        self._ttfts_s.append(ttft_s)
+        if self.tiers:
+            self.tiers.note_prefill(computing_s, num_cached_tokens, request.input_length)
+        if repeated_tokens is not None:
+            hit_s = self._times.prefill_s(max(repeated_tokens, num_cached_tokens), request.input_length)
+            self._num_returns += 1
+            self._num_ready += is_ready
+            self._num_timely += ttft_s <= _TIMELY * hit_s
 
     def _lease(self, request: TraceRequest, tokens: bytes) -> Lease:
         """Open a lease of a prompt that knows what the hints tell."""
@@ -223,14 +343,6 @@ class _CacheReplay:
         if sequence is None or sequence.size > self.cache.pool.num_blocks * self.cache.block_size:
             return prompt_tokens(request, vocab_size=_VOCAB_SIZE).tobytes(), b""
         return sequence[: request.input_length].tobytes(), sequence[request.input_length :].tobytes()
-
-    def _step_with(self, tiers: SimulatedTiers, request: TraceRequest, prompt: bytes, answer: bytes) -> None:
-        first_block = self.cache.match(self._namespace, prompt).cached_tokens // self.cache.block_size
-        run = tiers.index.find(self._namespace, prompt, first_block)
-        with self._lease(request, prompt) as lease:
-            tiers.save()
-            self.num_cached_tokens += lease.cached_tokens + tiers.load(lease, first_block, run)
-            _publish(lease, answer)
 
     def _set_next_uses(self, future: FarthestFuture, lease: Lease, index: int) -> None:
         last_tokens = np.arange(1, lease.block_ids.size + 1) * self.cache.block_size - 1  # [num_blocks]

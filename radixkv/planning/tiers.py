@@ -1,25 +1,43 @@
-"""Simulated tiers below the cache: the real decisions about blocks, without their bytes."""
+"""Simulated tiers below the cache: the loader, saver and prefetcher of the engine, above stores without any bytes."""
 
 from __future__ import annotations
 
+import heapq
+import itertools
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import Any
 
 from xxhash import xxh3_128_digest
 
+from radixkv.api.params import PrefillParams
+from radixkv.api.result import PrefillResult
 from radixkv.cache.lease import Lease
+from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.errors import ConfigError
 from radixkv.namespace import Namespace
+from radixkv.offload.block_keys import BlockFormat, BlockKeys
+from radixkv.offload.copies import CompleteCopy, Copy, ReadBlocks
 from radixkv.offload.index.offload_index import OffloadIndex
-from radixkv.offload.index.prompt_blocks import KeyedBlock, StoredBlock
+from radixkv.offload.index.prompt_blocks import KeyedBlock
 from radixkv.offload.index.tier_index import TierIndex
-from radixkv.offload.tiers.block_object import object_bytes
+from radixkv.offload.load_or_compute import LoadOrCompute
+from radixkv.offload.offload import Offload
+from radixkv.offload.prefetch import Prefetcher
+from radixkv.offload.tiers.block_object import BlockObject, Wanted, object_bytes
+from radixkv.offload.tiers.block_store import Loan, PutOutcome, PutResult
 from radixkv.offload.tiers.slot_file import SlotSizes
+from radixkv.offload.tiers.tier import LoadedBlock, Miss, Tier
+from radixkv.planning.time_model import TimeModel
+from radixkv.scheduling.request import Request
 from radixkv.tokens import TOKEN_BYTES
 
 _UNBOUNDED_BLOCKS = 2**62
 _HOST_ALIGNMENT = 64  # as in radixkv/offload/tiers/host.py, which needs torch
+_STEP_TOKENS = 2048  # in which a prefill is reported to `LoadOrCompute`
+_PAYLOAD = memoryview(b"\0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +60,10 @@ class TierUsage:
     Attributes:
         tier: name of the tier.
         capacity_tokens: capacity in tokens; None if unbounded.
-        cached_tokens: prompt tokens that were loaded from it.
+        cached_tokens: prompt tokens that were loaded from it when their request arrived.
         token_hit_rate: `cached_tokens` divided by all prompt tokens.
         written_blocks: blocks that were written to it.
+        loaded_blocks: blocks that were loaded from it, for requests or ahead of them.
         held_blocks: blocks that it holds at the end.
     """
 
@@ -53,59 +72,144 @@ class TierUsage:
     cached_tokens: int
     token_hit_rate: float
     written_blocks: int
+    loaded_blocks: int
     held_blocks: int
 
 
-class SimulatedTiers:
-    """Tiers that store blocks immediately, with the real `OffloadIndex`.
+class VirtualClock:
+    """A clock that a simulation advances, with callbacks at given times.
 
-    The order of calls is that of the engine: look up before the lease, save the blocks that it evicts, then load.
+    Attributes:
+        now_s: the current time in seconds.
+    """
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._serials = itertools.count()
+
+    @property
+    def next_s(self) -> float | None:
+        """The time of the next callback; None if there is none."""
+        return self._events[0][0] if self._events else None
+
+    def call_at(self, when_s: float, callback: Callable[[], None]) -> None:
+        """Call a function when the clock reaches `when_s`."""
+        heapq.heappush(self._events, (when_s, next(self._serials), callback))
+
+    def advance(self, now_s: float) -> None:
+        """Set the time, and call the functions that are due."""
+        self.now_s = max(self.now_s, now_s)
+        while self._events and self._events[0][0] <= self.now_s:
+            heapq.heappop(self._events)[2]()
+
+
+class SimulatedTiers:
+    """The tiers of the engine, whose stores hold keys instead of objects, and whose loads end on a virtual clock.
+
+        request ── begin ──▶ Offload: a load starts ── clock ──▶ ready ── lease, fill, computed ──▶ done
+        session waits for a tool ──▶ Prefetcher: the same, without a request
+
+    Writing takes no time, and without a `TimeModel` loading takes none, and everything that the tiers hold is loaded.
 
     Args:
         tiers: the tiers, the fastest first. Capacities are rounded down to whole blocks.
         block_size: tokens per block.
+        clock: the clock of the simulation.
+        times: how long loads and prefills take; None for no time.
 
     Attributes:
-        index: the index, which is a listener of the cache.
-        cached_tokens, written_blocks: see `TierUsage`, by name.
+        index: a listener of the cache.
+        num_prefetched_tokens: tokens that were loaded ahead of their request.
     """
 
-    def __init__(self, tiers: Sequence[TierCapacity], block_size: int) -> None:
-        self._tiers = tiers
+    def __init__(
+        self, tiers: Sequence[TierCapacity], block_size: int, clock: VirtualClock, times: TimeModel | None
+    ) -> None:
+        self._capacities = tiers
         self._block_size = block_size
+        self._clock = clock
+        self._times = times
         tier_indexes = [TierIndex(tier.name, _num_blocks(tier, block_size)) for tier in tiers]
         self.index = OffloadIndex(tier_indexes, self._key_blocks, block_size)
-        self.cached_tokens: Counter[str] = Counter()
-        self.written_blocks: Counter[str] = Counter()
+        self._tiers = [_SimulatedTier(tier.name, block_size, clock, times) for tier in tiers]
+        self._choice = LoadOrCompute(block_size)
+        self._loaded_tokens: Counter[str] = Counter()
+        self._waiting: dict[Request, Callable[[Request], None]] = {}
 
-    def save(self) -> None:
-        """Store the blocks that were evicted from the cache since the last call."""
-        evicted_blocks, _ = self.index.take_evicted_blocks()
-        for each in evicted_blocks:
-            for name in each.tiers:
-                self.written_blocks[name] += 1
-                self.index.stored(name, [each.block.key])
+    def connect(self, cache: PrefixCache) -> None:
+        """Connect the tiers to the cache, which was built with `index` as a listener."""
+        block_format = BlockFormat("trace", "", "", "", self._block_size, _PAYLOAD.nbytes, "")
+        mover = _SimulatedCopier()
+        keys = BlockKeys(block_format)  # of purges, which do not occur
+        clock = self._clock
+        self._offload = Offload(
+            cache,
+            self.index,
+            self._tiers,
+            mover,
+            _UNBOUNDED_BLOCKS,
+            keys,
+            self._choice,
+            clock=lambda: clock.now_s,
+        )
+        self._prefetcher = Prefetcher(cache, self._offload, lambda: 0)
 
-    def load(self, lease: Lease, first_block: int, run: Sequence[StoredBlock]) -> int:
-        """Load the blocks that were found for a lease.
+    @property
+    def num_prefetched_tokens(self) -> int:
+        """Tokens that were loaded before a request asked for them."""
+        return self._prefetcher.num_loaded_tokens
+
+    def advance(self, now_s: float) -> None:
+        """Let the time pass: loads end, and sessions are prepared for, in the order of the clock."""
+        while True:
+            looking_s = self._prefetcher.seconds_until_due(self._clock.now_s)
+            times = (self._clock.next_s, None if looking_s is None else self._clock.now_s + looking_s)
+            next_s = min((each for each in times if each is not None), default=now_s)
+            self._clock.advance(min(next_s, now_s))
+            self._process()
+            if next_s >= now_s:
+                return
+
+    def finish(self) -> None:
+        """Let the time pass until no request waits."""
+        while self._waiting:
+            next_s = self._clock.next_s
+            assert next_s is not None, "a load ends at some time"
+            self.advance(next_s)
+
+    def request(self, params: PrefillParams, namespace: Namespace, on_ready: Callable[[Request], None]) -> None:
+        """Start a request.
 
         Args:
-            lease: its cached tokens are on the device.
-            first_block: index of the first block of `run` in the prompt.
-            run: what `OffloadIndex.find` found before the lease.
+            params: the prompt.
+            namespace: the namespace of its tokens.
+            on_ready: called when its blocks are loaded; opens the lease and calls `fill`.
+        """
+        request = Request(params, namespace, Future[PrefillResult](), self._clock.now_s)
+        if self._offload.begin(request):
+            self._waiting[request] = on_ready
+            self._process()
+        else:
+            on_ready(request)
+            self._process()
+
+    def fill(self, request: Request, lease: Lease) -> int:
+        """Give the loaded blocks of a request to its lease.
 
         Returns:
-            Number of loaded tokens.
+            Number of tokens at the start of the prompt that are cached now.
         """
-        start, size = lease.cached_tokens, self._block_size
-        first = start // size
-        found = run[first - first_block :] if first >= first_block else ()
-        if not found:
-            return 0
-        self.cached_tokens.update({name: size * num for name, num in Counter(each.tier for each in found).items()})
-        self.cached_tokens[found[0].tier] -= start - first * size  # the beginning of that block is on the device
-        self.index.loaded([each.block.key for each in found])
-        return (first + len(found)) * size - start
+        num_tokens = self._offload.fill(request, lease)
+        self._loaded_tokens.update(request.reuse.loaded_tokens)
+        self._offload.leave(request)
+        return num_tokens
+
+    def note_prefill(self, seconds: float, start: int, end: int) -> None:
+        """Tell the choice between loading and computing how long a prefill took."""
+        for position in range(start, end, _STEP_TOKENS):
+            to = min(end, position + _STEP_TOKENS)
+            self._choice.note_step(seconds * (to - position) / (end - start), [(position, to)])
 
     def uses(self, num_prompt_tokens: int) -> tuple[TierUsage, ...]:
         """Return the use of each tier."""
@@ -113,13 +217,22 @@ class SimulatedTiers:
             TierUsage(
                 tier.name,
                 tier.capacity_tokens,
-                self.cached_tokens[tier.name],
-                self.cached_tokens[tier.name] / num_prompt_tokens,
-                self.written_blocks[tier.name],
+                self._loaded_tokens[tier.name],
+                self._loaded_tokens[tier.name] / num_prompt_tokens,
+                store.num_written_blocks,
+                store.num_loaded_blocks,
                 len(self.index.tiers[tier.name]),
             )
-            for tier in self._tiers
+            for tier, store in zip(self._capacities, self._tiers, strict=True)
         )
+
+    def _process(self) -> None:
+        """Do what the engine does between two steps."""
+        self._prefetcher.look_ahead(self._clock.now_s)
+        for request in self._prefetcher.take(self._offload.ready()):
+            self._waiting.pop(request)(request)
+        self._offload.copy()
+        self._offload.save()
 
     def _key_blocks(self, namespace: Namespace, tokens: bytes, parent: bytes | None = None) -> Iterator[KeyedBlock]:
         """Return the keys of the full blocks of a prompt; all prompts have the same namespace."""
@@ -130,6 +243,86 @@ class SimulatedTiers:
             key = xxh3_128_digest(parent + own)
             yield KeyedBlock(key, parent, own, namespace)
             parent = key
+
+
+class _SimulatedTier(Tier):
+    """A tier that holds keys, and loads one call after the other.
+
+    Attributes:
+        num_written_blocks, num_loaded_blocks: see `TierUsage`.
+    """
+
+    def __init__(self, name: str, block_size: int, clock: VirtualClock, times: TimeModel | None) -> None:
+        self._keys: set[bytes] = set()
+        self._block_size = block_size
+        self._clock = clock
+        self._times = times
+        self._free_s = 0.0  # when the last load that was started ends
+        self.name = name
+        self.num_written_blocks = 0
+        self.num_loaded_blocks = 0
+        self.protection_of = lambda tenant: None
+
+    def save(self, objects: Sequence[BlockObject], victims: Sequence[bytes] = ()) -> Future[PutResult | None]:
+        """Hold the keys of blocks instead of those of the victims. Takes no time."""
+        evicted = tuple(key for key in victims if key in self._keys)
+        self._keys.difference_update(evicted)
+        is_new = [each.key not in self._keys for each in objects]
+        self.num_written_blocks += sum(is_new)
+        self._keys.update(each.key for each in objects)
+        outcomes = (PutOutcome.STORED if each else PutOutcome.ALREADY_THERE for each in is_new)
+        return _done(PutResult(tuple(outcomes), evicted))
+
+    def load(self, wanted: Sequence[Wanted]) -> Future[list[LoadedBlock | Miss]]:
+        """Load blocks, which ends when the time of the load has passed on the clock."""
+        loaded: Future[list[LoadedBlock | Miss]] = Future()
+        seconds = 0.0
+        if self._times is not None:
+            seconds = self._times.load_s(self.name, len(wanted) * self._block_size)
+        self._free_s = max(self._free_s, self._clock.now_s) + seconds
+
+        def end() -> None:
+            if loaded.set_running_or_notify_cancel():
+                self.num_loaded_blocks += len(wanted)
+                loaded.set_result([LoadedBlock(_PAYLOAD, Loan(_PAYLOAD)) for _ in wanted])
+
+        if seconds:
+            self._clock.call_at(self._free_s, end)
+        else:
+            end()
+        return loaded
+
+    def delete(self, keys: Sequence[bytes]) -> Future[int | None]:
+        """Forget keys."""
+        num_before = len(self._keys)
+        self._keys.difference_update(keys)
+        return _done(num_before - len(self._keys))
+
+
+class _SimulatedCopier:
+    """Copies nothing."""
+
+    payload_bytes = _PAYLOAD.nbytes
+
+    def read(self, block_ids: Sequence[int], part_ids: Sequence[int | None] | None = None) -> ReadBlocks:
+        """Return a payload for each block."""
+        return ReadBlocks([_PAYLOAD] * len(block_ids), CompleteCopy())
+
+    def has_part(self, payload: memoryview) -> bool:
+        """Return True, as for a model without windowed layers."""
+        return True
+
+    def write(self, block_ids: Sequence[int], payloads: Sequence[memoryview]) -> Copy:
+        """Return a copy that is complete."""
+        return CompleteCopy()
+
+    write_parts = write
+
+
+def _done(result: Any) -> Future[Any]:
+    future: Future[Any] = Future()
+    future.set_result(result)
+    return future
 
 
 def tier_capacity_tokens(name: str, num_bytes: int, token_bytes: int, block_size: int) -> int:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
 
 from radixkv.config import CacheConfig
 from radixkv.errors import ConfigError
@@ -19,11 +21,12 @@ from radixkv.planning.plan import (
     recompute_us,
 )
 from radixkv.planning.quantized_weights import quantized_weights_bytes
+from radixkv.planning.time_model import LoadTime, TimeModel
 from radixkv.service.cli import plan_report
 from radixkv.service.cli.argument_types import COUNTS, number, positive_number, whole
 from radixkv.service.cli.model_options import MODEL_OPTIONS, format_of, layout_of, model_of
 from radixkv.service.cli.options import Option, add_choice, add_options, flag
-from radixkv.service.cli.plan_report import ReportSection, TierLink
+from radixkv.service.cli.plan_report import ReportSection
 from radixkv.service.cli.tier_options import tier_capacities, tier_numbers, tier_option
 from radixkv.storage.kv_layout import KVFormat, KVLayout, LatentKV, MixedKV, attention_kinds
 
@@ -96,6 +99,12 @@ _TIERS = (
         "X",
         positive_number,
         "measured prefill rate (default: from --params-b and --tflops, or none)",
+    ),
+    Option(
+        "--time-model",
+        "FILE",
+        Path,
+        "write these rates to a JSON file for `radixkv simulate --time-model` (default: no file)",
     ),
 )
 
@@ -232,18 +241,30 @@ def _tier_section(arguments: argparse.Namespace, token_bytes: int) -> ReportSect
         if unknown:
             raise ConfigError(f"{option}: expected names of --tier, got {min(unknown)}")
     if not tiers:
+        if arguments.time_model is not None:
+            raise ConfigError("plan: --time-model requires --tier")
         return None
     rates = {"host": arguments.pcie_gb_s, "disk": _DISK_GB_S, **arguments.tier_gb_s}
     links = [
-        TierLink(rates.get(tier.name, _NETWORK_GB_S) * GB, arguments.tier_ms.get(tier.name, 0.0) / 1e3)
+        LoadTime(rates.get(tier.name, _NETWORK_GB_S) * GB, arguments.tier_ms.get(tier.name, 0.0) / 1e3)
         for tier in tiers
     ]
     tokens_per_s = arguments.prefill_tokens_per_s
     if tokens_per_s is None and arguments.params_b is not None:
         tokens_per_s = 1e6 / recompute_us(arguments.params_b * 1e9, arguments.tflops * 1e12)
+    if arguments.time_model is not None:
+        _write_time_model(arguments.time_model, token_bytes, tokens_per_s, [tier.name for tier in tiers], links)
     return plan_report.tier_section(
         tiers, links, block_size=arguments.block_size, token_bytes=token_bytes, tokens_per_s=tokens_per_s
     )
+
+
+def _write_time_model(
+    path: Path, token_bytes: int, tokens_per_s: float | None, names: Sequence[str], links: Sequence[LoadTime]
+) -> None:
+    if tokens_per_s is None:
+        raise ConfigError("plan: --time-model requires --prefill-tokens-per-s, or --params-b")
+    TimeModel(token_bytes, 1 / tokens_per_s, tiers=dict(zip(names, links, strict=True))).write(path)
 
 
 def _decoding_section(arguments: argparse.Namespace, model: Checkpoint) -> ReportSection | None:

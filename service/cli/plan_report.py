@@ -22,6 +22,7 @@ from radixkv.planning.plan import (
     recompute_us,
 )
 from radixkv.planning.tiers import TierCapacity
+from radixkv.planning.time_model import LoadTime
 from radixkv.service.cli.terminal import aligned
 from radixkv.storage.kv_layout import HeadKV, KVFormat, KVLayout, LatentKV, MixedKV, layer_shares
 
@@ -316,22 +317,9 @@ def decoding_section(cost: DecodingCost) -> ReportSection:
     return ReportSection(title, rows, fields)
 
 
-@dataclass(frozen=True, slots=True)
-class TierLink:
-    """The speed of a tier.
-
-    Attributes:
-        bytes_per_s: bandwidth.
-        latency_s: fixed time of a call.
-    """
-
-    bytes_per_s: float
-    latency_s: float = 0.0
-
-
 def tier_section(
     tiers: Sequence[TierCapacity],
-    links: Sequence[TierLink],
+    links: Sequence[LoadTime],
     *,
     block_size: int,
     token_bytes: int,
@@ -377,7 +365,7 @@ def tier_section(
     return ReportSection(f"tiers, blocks of {block_size} tokens", rows, fields)
 
 
-def min_loaded_blocks(link: TierLink, block_bytes: int, block_size: int, tokens_per_s: float) -> int | None:
+def min_loaded_blocks(link: LoadTime, block_bytes: int, block_size: int, tokens_per_s: float) -> int | None:
     """Return the shortest run of blocks that the engine would load; None if it would always compute.
 
     The engine's own `LoadOrCompute` decides, after it has measured these rates.

@@ -20,11 +20,13 @@ from radixkv.planning.simulate import (
     NO_HINTS,
     OPTIMAL,
     SIMULATED_POLICIES,
+    Latency,
     Simulation,
     check_simulation,
     simulate,
 )
-from radixkv.planning.tiers import TierCapacity
+from radixkv.planning.tiers import TierCapacity, TierUsage
+from radixkv.planning.time_model import TimeModel
 from radixkv.planning.trace import TraceRequest
 from radixkv.service.cli.argument_types import COUNTS, capacities, names, positive, share
 from radixkv.service.cli.model_options import MODEL_OPTIONS, format_of, layout_of, model_of
@@ -54,6 +56,13 @@ _OPTIONS = (
         NO_HINTS,
     ),
     tier_option("tiers for blocks that are evicted from the cache"),
+    Option(
+        "--time-model",
+        "FILE",
+        Path,
+        "how long prefills and loads take, a JSON file of `python -m bench.time_model` or `radixkv plan --time-model`; "
+        "adds times to the first token, and with tiers loads sessions ahead of their next turn (default: no times)",
+    ),
     flag("--json", "print a JSON list with one object per policy and capacity"),
     Option(
         "--plot",
@@ -107,9 +116,10 @@ def run_simulations(arguments: argparse.Namespace, tiers: Sequence[TierCapacity]
     plot = None if arguments.plot is None else Path(arguments.plot)
     if plot is not None:
         _require_plottable(plot)
+    times = None if arguments.time_model is None else TimeModel.read(arguments.time_model)
     requests, probation_share = requests_of(arguments), arguments.probation_share
     simulations = _simulate_all(
-        requests, policies, capacities_tokens, block_size, probation_share, tiers, arguments.hints
+        requests, policies, capacities_tokens, block_size, probation_share, tiers, arguments.hints, times
     )
     if plot is not None:
         from radixkv.service.cli.hit_rate_plot import draw_hit_rates
@@ -126,8 +136,9 @@ def simulation_table(simulations: Sequence[Simulation]) -> str:
     """Return a table with one line per policy and capacity; with tiers, also the hits and writes of each tier."""
     names = list(dict.fromkeys(tier.tier for each in simulations for tier in each.tiers))
     parts = ["device", *names] if names else []
-    written = [f"{name} written" for name in names]
-    rows = [("policy", "capacity", "hit rate", *parts, "cached", "evicted", *written, "time")]
+    written = [f"{name} {verb}" for name in names for verb in ("written", "loaded")]
+    latencies = ["TTFT p50", "p95", "returns", "ready", "timely"] if any(each.latency for each in simulations) else []
+    rows = [("policy", "capacity", "hit rate", *parts, "cached", "evicted", *written, *latencies, "time")]
     for each in simulations:
         tiers = {tier.tier: tier for tier in each.tiers}
         rates = {"device": each.device_tokens / each.prompt_tokens} if tiers else {}
@@ -140,19 +151,38 @@ def simulation_table(simulations: Sequence[Simulation]) -> str:
                 *(f"{rates[part]:.4f}" if part in rates else "-" for part in parts),
                 f"{each.cached_tokens:,}",
                 f"{each.evicted_tokens:,}",
-                *(f"{tiers[name].written_blocks:,}" if name in tiers else "-" for name in names),
+                *(_count(tiers.get(name), verb) for name in names for verb in ("written", "loaded")),
+                *_latency_cells(each.latency, len(latencies)),
                 f"{each.seconds:.1f} s",
             )
         )
     first = simulations[0]
     about = f"{first.requests:,} requests, {first.prompt_tokens:,} prompt tokens, blocks of {first.block_size}"
-    notes = ["hit rates count tokens, writes count blocks"] if names else []
+    notes = ["hit rates count tokens, writes and loads count blocks"] if names else []
+    if latencies:
+        notes.append("returns: requests after a tool call; ready: what they repeat was on the device")
+        notes.append("timely: TTFT at most 1.1 times that of a ready return")
     return "\n".join([about, *notes, "", *aligned(rows, is_right=True)])
 
 
+def _count(usage: TierUsage | None, verb: str) -> str:
+    if usage is None:
+        return "-"
+    return f"{usage.written_blocks if verb == 'written' else usage.loaded_blocks:,}"
+
+
+def _latency_cells(latency: Latency | None, num_cells: int) -> list[str]:
+    if latency is None:
+        return ["-"] * num_cells
+    shares = (f"{latency.ready_share:.1%}", f"{latency.timely_share:.1%}") if latency.num_returns else ("-", "-")
+    return [f"{latency.ttft_p50_s:.3f} s", f"{latency.ttft_p95_s:.3f} s", f"{latency.num_returns:,}", *shares]
+
+
 def _object_of(simulation: Simulation) -> dict[str, Any]:
-    """Return the fields of a simulation; without tiers, those of tiers are left out."""
+    """Return the fields of a simulation; those of tiers and latencies only if there are any."""
     fields = dataclasses.asdict(simulation)
+    if simulation.latency is None:
+        del fields["latency"]
     if not simulation.tiers:
         del fields["tiers"]
         return fields
@@ -168,6 +198,7 @@ def _simulate_all(
     probation_share: float,
     tiers: Sequence[TierCapacity],
     hints: str = NO_HINTS,
+    times: TimeModel | None = None,
 ) -> list[Simulation]:
     simulations = []
     for policy, capacity_tokens in itertools.product(policies, capacities_tokens):
@@ -181,6 +212,7 @@ def _simulate_all(
                     probation_share=probation_share,
                     tiers=tiers,
                     hints=hints,
+                    times=times,
                     on_request=advance,
                 )
             )

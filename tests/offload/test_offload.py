@@ -20,7 +20,7 @@ from radixkv.compute.runner import StepResult
 from radixkv.errors import DeadlinePassed, InvalidRequest, StoreLate, StorePaused, StoreUnavailable
 from radixkv.namespace import Namespace
 from radixkv.offload import offload
-from radixkv.offload.device_copies import CompleteCopy
+from radixkv.offload.copies import CompleteCopy
 from radixkv.offload.index.prompt_blocks import FetchedBlocks
 from radixkv.offload.offload import stats_of, stats_of_closed
 from radixkv.offload.tiers.block_object import BlockObject

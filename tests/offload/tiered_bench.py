@@ -15,8 +15,7 @@ from radixkv.config import EngineConfig
 from radixkv.engine.core import EngineCore
 from radixkv.invocation import InvocationMarks
 from radixkv.offload.block_keys import BlockFormat, BlockKeys, KeyScope, PromptKeys
-from radixkv.offload.block_mover import ReadBlocks
-from radixkv.offload.device_copies import CompleteCopy, Copy
+from radixkv.offload.copies import CompleteCopy, Copy, ReadBlocks
 from radixkv.offload.index.offload_index import OffloadIndex
 from radixkv.offload.index.tier_index import SharedTierIndex, TierIndex
 from radixkv.offload.load_or_compute import LoadOrCompute

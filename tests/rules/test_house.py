@@ -30,7 +30,7 @@ MAY_IMPORT = {
     "events": "api cache offload.index",
     "routing": "api events",
     "engine": "api cache scheduling offload storage compute events",
-    "planning": "api cache events model_files offload.index offload.tiers routing storage",
+    "planning": "api cache events model_files offload routing scheduling storage",
     "telemetry": "api scheduling engine",
     "startup": "api cache storage model compute events engine kernels offload scheduling",
     "kernels": "",

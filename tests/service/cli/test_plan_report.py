@@ -1,6 +1,7 @@
 import pytest
 
-from radixkv.service.cli.plan_report import TierLink, min_loaded_blocks
+from radixkv.planning.time_model import LoadTime
+from radixkv.service.cli.plan_report import min_loaded_blocks
 
 
 @pytest.mark.parametrize(
@@ -9,8 +10,8 @@ from radixkv.service.cli.plan_report import TierLink, min_loaded_blocks
 )
 def test_a_load_pays_once_what_it_saves_is_more_than_its_latency(latency_s, least):
     """A block takes 1 ms to load and 2 ms to compute."""
-    assert min_loaded_blocks(TierLink(1e9, latency_s), 10**6, 16, tokens_per_s=8000) == least
+    assert min_loaded_blocks(LoadTime(1e9, latency_s), 10**6, 16, tokens_per_s=8000) == least
 
 
 def test_a_store_that_is_slower_than_computing_is_never_loaded_from():
-    assert min_loaded_blocks(TierLink(1e9), 10**6, 16, tokens_per_s=16_100) is None
+    assert min_loaded_blocks(LoadTime(1e9), 10**6, 16, tokens_per_s=16_100) is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 
 from radixkv.api.caller import Caller
@@ -13,7 +14,6 @@ from radixkv.errors import CapacityError
 from radixkv.namespace import Namespace
 from radixkv.offload.offload import Offload
 from radixkv.scheduling.request import Request
-from radixkv.scheduling.scheduler import Scheduler
 from radixkv.tokens import TOKEN_BYTES
 
 _MAX_LOADING = 32  # prompts at a time
@@ -33,7 +33,7 @@ class Prefetcher:
     Args:
         cache: the radix trees.
         offload: the tiers.
-        scheduler: knows the running requests.
+        num_running: returns the number of running requests.
 
     Attributes:
         num_loaded_tokens: tokens that were loaded so far.
@@ -41,12 +41,12 @@ class Prefetcher:
             longer known.
     """
 
-    def __init__(self, cache: PrefixCache, offload: Offload, scheduler: Scheduler) -> None:
+    def __init__(self, cache: PrefixCache, offload: Offload, num_running: Callable[[], int]) -> None:
         self.num_loaded_tokens = 0
         self.num_dropped = 0
         self._cache = cache
         self._offload = offload
-        self._scheduler = scheduler
+        self._num_running = num_running
         self._loading: set[Request] = set()
         self._due: list[Request] = []  # those whose blocks were loaded at once
 
@@ -142,7 +142,7 @@ class Prefetcher:
             lease = self._cache.lease(
                 request.namespace,
                 request.prompt_tokens[: request.reuse.stored_upto * TOKEN_BYTES],
-                num_headroom_blocks=len(self._scheduler.running),
+                num_headroom_blocks=self._num_running(),
                 is_prefetch=True,
                 session_id=session_id,
             )
