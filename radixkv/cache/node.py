@@ -110,6 +110,9 @@ class Owner:
     block_size: int
 
 
+_USUAL_TOOL_WAIT_S = 10.0  # of a session whose waits are not known; the median of recorded coding agents is 16 s
+
+
 class Session:
     """A conversation of one tenant.
 
@@ -150,6 +153,19 @@ class Session:
         self.tool_wait_s: float | None = None
         self.return_entry: tuple[float, int, Session] | None = None
         self.has_ended = False
+
+    @property
+    def usual_wait_s(self) -> float:
+        """How long the session usually waits for a tool."""
+        return _USUAL_TOOL_WAIT_S if self.tool_wait_s is None else self.tool_wait_s
+
+    def remaining_s(self, now_s: float) -> float:
+        """Return the seconds until the session is expected to return, if it waits for a tool.
+
+        A session that has waited longer than usual is expected to wait as long again.
+        """
+        waited_s = now_s - self.last_used_s
+        return waited_s if waited_s > self.usual_wait_s else self.usual_wait_s - waited_s
 
     @property
     def num_blocks(self) -> int:

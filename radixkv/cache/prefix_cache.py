@@ -41,6 +41,7 @@ from radixkv.namespace import PUBLIC_TENANT, Namespace, PromptKey
 from radixkv.tokens import TOKEN_BYTES, require_tokens
 
 _MAX_DROPPED_NODES = 1024
+_LATER = 3  # by this factor, a session must be expected to return later to lose its blocks to another session
 
 
 class Match(NamedTuple):
@@ -618,12 +619,21 @@ class PrefixCache:
             self._queue.requeue(node)
         return public.joined(own)
 
-    def has_idle_blocks(self, num_blocks: int) -> bool:
-        """Whether this many blocks are free, or the next one to be evicted belongs to no session that awaits a tool."""
+    def has_idle_blocks(self, num_blocks: int, session: Session) -> bool:
+        """Return whether a session can be loaded into free blocks, or over blocks that are needed later than its own.
+
+        The latter are those of nodes that no session waiting for a tool has used last, and those of a session that is
+        expected to return much later. Only the next leaf to be evicted is examined.
+        """
         if self.pool.num_free >= num_blocks:
             return True
         first = self._queue.first((), self._clock())
-        return first is not None and first.awaits is not Awaits.TOOL and self.num_evictable_blocks >= num_blocks
+        if first is None or self.num_evictable_blocks < num_blocks:
+            return False
+        other, now_s = first.session, self._clock()
+        if first.awaits is not Awaits.TOOL or other is session:
+            return True
+        return other is not None and other.remaining_s(now_s) > _LATER * session.remaining_s(now_s)
 
     def drop(self, namespace: Namespace, tokens: bytes, start: int = 0, *, evicts: bool) -> tuple[int, int]:
         """Drop what is cached of a prompt after `start`, and everything that continues it.

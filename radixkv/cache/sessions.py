@@ -17,7 +17,6 @@ from radixkv.cache.node import Node, Session
 from radixkv.errors import require_invariant
 from radixkv.namespace import PromptKey
 
-_USUAL_TOOL_WAIT_S = 10.0  # of a session whose waits are not known; the median of recorded coding agents is 16 s
 _SHARE_OF_WAIT = 0.5  # after which the next turn is prepared for
 
 _require = functools.partial(require_invariant, "sessions")
@@ -121,8 +120,7 @@ class Sessions(Listener):
         session.awaits = awaits
         expected_s = None
         if awaits is Awaits.TOOL and session.prompt is not None:
-            wait_s = _USUAL_TOOL_WAIT_S if session.tool_wait_s is None else session.tool_wait_s
-            expected_s = session.last_used_s + _SHARE_OF_WAIT * wait_s
+            expected_s = session.last_used_s + _SHARE_OF_WAIT * session.usual_wait_s
         self.expect(session, expected_s)
 
     def _note_use(self, session: Session, now_s: float) -> None:

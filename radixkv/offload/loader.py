@@ -315,6 +315,11 @@ class Loader:
         return bool(self._copying)
 
     @property
+    def is_loading(self) -> bool:
+        """Whether loads have been started whose calls have not all ended."""
+        return any(not load.is_ended for load in self._loads.values())
+
+    @property
     def has_ended(self) -> bool:
         """Whether calls have ended since the last `ready`."""
         return not self._ended.empty()

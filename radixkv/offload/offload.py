@@ -202,6 +202,11 @@ class Offload:
         """Whether stores have answered calls that requests wait for since the last `ready`."""
         return self._loader.has_ended or self._lookups.has_ended
 
+    @property
+    def is_loading(self) -> bool:
+        """Whether blocks are being loaded."""
+        return self._loader.is_loading
+
     def ready(self) -> list[Request]:
         """Return the requests that no longer wait, in order of arrival."""
         known = [request for request in self._lookups.ended() if not self._load(request)]

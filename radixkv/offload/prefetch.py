@@ -18,7 +18,6 @@ from radixkv.tokens import TOKEN_BYTES
 
 _MAX_LOADING = 32  # prompts at a time
 _MAX_TENANT_LOADING = 4
-_MAX_LOOKED_AT = 4  # sessions at a time
 _MAX_WAIT_S = 600.0  # of a session that is still expected to return
 
 
@@ -53,16 +52,16 @@ class Prefetcher:
     def look_ahead(self, now_s: float) -> None:
         """Start to load the prompts of sessions that wait for a tool, when about half of their usual wait is over.
 
-        A session is loaded if its blocks are free, or if the cache would otherwise evict blocks that no session waiting
-        for a tool needs. Whether it is loaded or not, it is looked at again later, until ten minutes have passed: there
-        may be room then, or its blocks may have been evicted.
+        A session is loaded while nothing else is, into free blocks or over blocks that are needed later; see
+        `PrefixCache.has_idle_blocks`. Whether it is loaded or not, it is examined again later, until ten minutes have
+        passed: there may be room then, or its blocks may have been evicted.
 
-        Complexity: O(1) while no return is due; a match and a hash of the prompt for each of at most four sessions.
+        Complexity: O(1) while no return is due; a match and a hash of the prompt of one session.
         """
         sessions = self._cache.sessions
-        if sessions.next_return_s is None or sessions.next_return_s > now_s:
+        if sessions.next_return_s is None or sessions.next_return_s > now_s or self._offload.is_loading:
             return
-        for session in sessions.returning(now_s, _MAX_LOOKED_AT):
+        for session in sessions.returning(now_s, 1):
             assert session.prompt is not None, "only sessions with a prompt return"
             namespace, tokens = session.prompt
             cached_tokens = self._cache.match(namespace, tokens).cached_tokens
@@ -70,14 +69,14 @@ class Prefetcher:
             is_loading = any(
                 each.tenant == session.tenant and each.params.session_id == session.session_id for each in self._loading
             )
-            if num_blocks and not is_loading and self._cache.has_idle_blocks(num_blocks):
+            if num_blocks and not is_loading and self._cache.has_idle_blocks(num_blocks, session):
                 self.begin(namespace, tokens, session.session_id)
             if (waited_s := now_s - session.last_used_s) < _MAX_WAIT_S:
                 sessions.expect(session, now_s + max(1.0, waited_s / 4))
 
     def seconds_until_due(self, now_s: float) -> float | None:
         """Return the seconds until `look_ahead` has something to do; None if nothing is expected."""
-        return_s = self._cache.sessions.next_return_s
+        return_s = None if self._offload.is_loading else self._cache.sessions.next_return_s
         return None if return_s is None else max(0.0, return_s - now_s)
 
     def begin(self, namespace: Namespace, tokens: bytes, session_id: str = "") -> int:

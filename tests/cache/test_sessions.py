@@ -188,3 +188,29 @@ def test_loading_ahead_creates_no_session(cache: PrefixCache) -> None:
         lease.commit(4)
     assert cache.sessions.get("", "s") is None
     cache.check()
+
+
+@pytest.mark.parametrize(
+    ("now_s", "awaits", "is_idle"),
+    [
+        (109.0, Awaits.TOOL, True),  # the first session is expected in 1 s, the second one in 9 s
+        (113.0, Awaits.TOOL, False),  # in 13 s, since it is late, and in 5 s
+        (113.0, Awaits.USER, True),
+    ],
+)
+def test_a_session_is_loaded_over_blocks_that_are_needed_later(now_s: float, awaits: Awaits, *, is_idle: bool) -> None:
+    clock = FakeClock(100.0)
+    cache = PrefixCache(num_blocks=2, block_size=2, clock=clock, max_session_prompt_bytes=1000)
+    for text, session_id, at_s, waits_for in (("abcd", "s", 100.0, Awaits.TOOL), ("wxyz", "t", 108.0, awaits)):
+        clock.now_s = at_s
+        lease = opened(cache, text, session_id)
+        lease.awaits = waits_for
+        lease.commit(4)
+        lease.close()
+    clock.now_s = now_s
+    first, second = cache.sessions.get("", "s"), cache.sessions.get("", "t")
+    assert first is not None
+    assert second is not None
+    assert cache.has_idle_blocks(2, first) is is_idle
+    assert cache.has_idle_blocks(2, second)  # over its own blocks
+    assert not cache.has_idle_blocks(3, second)

@@ -1,0 +1,317 @@
+"""Measures the next turns of sessions that wait for tools, and whether `radixkv simulate` predicts them.
+
+    python -m bench.agents --json bench/results/agents.json
+
+1. It measures how long prefills and loads from host memory take, and writes a time model with `--time-model`.
+2. It plays sessions against a server whose pool holds half of their tokens, with a tier in host memory. Each session
+   sends a prompt, waits as for a tool, and sends the prompt with more tokens. Once the caller names the sessions, and
+   once not. After each turn it sends the same prompt with other new tokens, which is a hit on the device. The ratio of
+   both times to the first token (TTFT) shows what the turn has lost by eviction.
+3. The server records the traffic. The benchmark replays it with the time model, and compares the hit rate and the
+   median TTFT with those that the server had.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import random
+import shlex
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bench.parts.environment import describe_run
+from bench.parts.result_file import write_json
+from bench.parts.server_process import ServerProcess, serve_command
+from radixkv.errors import ConfigError
+from radixkv.planning.simulate import STOP, simulate
+from radixkv.planning.tiers import TierCapacity
+from radixkv.planning.time_model import LoadTime, TimeModel
+from radixkv.planning.trace import load_trace
+from radixkv.service.cli.argument_types import positive, positive_number
+from radixkv.service.client import AsyncClient, Awaits
+
+BLOCK_SIZE = 64
+_VOCAB_SIZE = 250
+_NEW_TOKENS = 160  # of each turn
+_LENGTHS = (64, 256, 1024)  # of measured prefills
+_CONTEXTS = (0, 1024, 3072)  # tokens before them
+_LOADS = (4, 16, 48)  # blocks of measured loads
+_REPETITIONS = 5
+_TIMELY = 1.1
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A turn after the wait for a tool.
+
+    Attributes:
+        ttft_s: its time to the first token.
+        hit_s: that of the same prompt with other new tokens, directly after it.
+        loaded_tokens: tokens that were loaded from the tier after it arrived.
+        missed_tokens: tokens of the turn before it that were computed again.
+    """
+
+    ttft_s: float
+    hit_s: float
+    loaded_tokens: int
+    missed_tokens: int
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether everything that it repeats was on the device."""
+        return not self.loaded_tokens and not self.missed_tokens
+
+
+class Prompts:
+    """Random prompts, all of which differ in their first block."""
+
+    def __init__(self, seed: int) -> None:
+        self._rng = random.Random(seed)
+        self._numbers = itertools.count(1)
+
+    def new(self, num_tokens: int) -> list[int]:
+        """Return a new prompt."""
+        number = next(self._numbers)
+        return [number % _VOCAB_SIZE, number // _VOCAB_SIZE, *self.more(num_tokens - 2)]
+
+    def more(self, num_tokens: int) -> list[int]:
+        """Return random tokens."""
+        return self._rng.choices(range(_VOCAB_SIZE), k=num_tokens)
+
+
+async def seconds_of(client: AsyncClient, tokens: list[int], **options: Any) -> tuple[float, Any]:
+    """Send a prefill. Returns the time until its answer, and its usage."""
+    start_s = time.perf_counter()
+    answer = await client.prefill(tokens, **options)
+    return time.perf_counter() - start_s, answer.usage
+
+
+async def measure_times(client: AsyncClient, prompts: Prompts) -> TimeModel:
+    """Measure prefills and loads on an idle server, and fit a time model to the medians by least squares."""
+    rows: list[tuple[float, float, float]] = []
+    seconds: list[float] = []
+    for context, length in itertools.product(_CONTEXTS, _LENGTHS):
+        samples = []
+        before = prompts.new(max(2, context))
+        await client.prefill(before)
+        for _ in range(_REPETITIONS):
+            tokens = (before if context else []) + prompts.new(length)
+            took_s, usage = await seconds_of(client, tokens, write_cache=False)
+            assert usage.computed_tokens >= length, "only the context is cached"
+            samples.append(took_s)
+        rows.append((1.0, length, length * (2 * context + length - 1) / 2))
+        seconds.append(statistics.median(samples))
+    start_s, token_s, position_s = _non_negative_fit(np.array(rows), np.array(seconds))
+    block_bytes = (await client.stats()).block_bytes
+    times = TimeModel(block_bytes / BLOCK_SIZE, token_s, position_s, start_s)
+    counts, loads_s = [], []
+    for num_blocks in _LOADS:
+        samples = []
+        for _ in range(_REPETITIONS):
+            tokens = prompts.new(num_blocks * BLOCK_SIZE + 1)
+            await client.prefill(tokens)
+            await client.hint([{"action_type": "kv.demote"}], tokens)
+            deadline_s = time.monotonic() + 10
+            while (await client.probe(tokens)).stored_tokens < num_blocks * BLOCK_SIZE:
+                if time.monotonic() > deadline_s:
+                    raise ConfigError("agents: the demoted prompt did not arrive in the tier")
+                await asyncio.sleep(0.002)
+            took_s, usage = await seconds_of(client, tokens)
+            if usage.host_tokens == num_blocks * BLOCK_SIZE:  # otherwise computing is faster
+                samples.append(took_s - times.prefill_s(num_blocks * BLOCK_SIZE, len(tokens)))
+        if samples:
+            counts.append((1.0, num_blocks * BLOCK_SIZE * times.token_bytes))
+            loads_s.append(statistics.median(samples))
+    latency_s, byte_s = _non_negative_fit(np.array(counts), np.array(loads_s))
+    load = LoadTime(1 / max(byte_s, 1e-15), latency_s)
+    return TimeModel(times.token_bytes, token_s, position_s, start_s, {"host": load})
+
+
+def _non_negative_fit(rows: Any, seconds: Any) -> list[float]:
+    """Return the least-squares solution among those without negative numbers, of relative errors."""
+    best: tuple[float, list[float]] | None = None
+    for used in itertools.product((False, True), repeat=rows.shape[1]):
+        if not any(used):
+            continue
+        columns = np.flatnonzero(used)
+        solution = np.linalg.lstsq(rows[:, columns] / seconds[:, None], np.ones(len(seconds)), rcond=None)[0]
+        error = float(np.square(rows[:, columns] @ solution / seconds - 1).sum())
+        if (solution >= 0).all() and (best is None or error < best[0]):
+            whole = np.zeros(rows.shape[1])
+            whole[columns] = solution
+            best = (error, whole.tolist())
+    assert best is not None, "a single column has a non-negative solution"
+    return best[1]
+
+
+class Play:
+    """Sessions that wait for tools.
+
+    Args:
+        client: of the server.
+        prompts: their prompts.
+        names_sessions: whether requests name their session and what it waits for.
+        wait_s: mean wait.
+
+    Attributes:
+        turns: the turns after waits.
+        ttfts_s: time to the first token of all requests that the server records with a use of the cache.
+        cached_tokens, prompt_tokens: totals of these requests.
+    """
+
+    def __init__(self, client: AsyncClient, prompts: Prompts, *, names_sessions: bool, wait_s: float) -> None:
+        self.turns: list[Turn] = []
+        self.ttfts_s: list[float] = []
+        self.cached_tokens = self.prompt_tokens = 0
+        self._client = client
+        self._prompts = prompts
+        self._names_sessions = names_sessions
+        self._wait_s = wait_s
+        self._turn = asyncio.Lock()  # so that no turn waits for another one to be computed
+
+    async def session(self, name: str, num_tokens: int, num_turns: int, start_s: float) -> None:
+        """Play one session."""
+        await asyncio.sleep(start_s)
+        options: dict[str, Any] = {"session_id": name, "awaits": Awaits.TOOL} if self._names_sessions else {}
+        tokens = self._prompts.new(num_tokens)
+        await self._send(tokens, options)
+        rng = random.Random(name)
+        for _ in range(num_turns):
+            await asyncio.sleep(rng.uniform(0.5, 1.5) * self._wait_s)
+            longer = tokens + self._prompts.more(_NEW_TOKENS)
+            other = tokens + self._prompts.more(_NEW_TOKENS)
+            async with self._turn:
+                ttft_s, usage = await self._timed(longer, options)
+                hit_s, _ = await seconds_of(self._client, other, write_cache=False)
+            repeated = len(tokens) - len(tokens) % BLOCK_SIZE
+            self.turns.append(Turn(ttft_s, hit_s, usage.host_tokens, max(0, repeated - usage.cached_tokens)))
+            tokens = longer
+
+    async def _send(self, tokens: list[int], options: dict[str, Any]) -> None:
+        async with self._turn:
+            await self._timed(tokens, options)
+
+    async def _timed(self, tokens: list[int], options: dict[str, Any]) -> tuple[float, Any]:
+        seconds, usage = await seconds_of(self._client, tokens, **options)
+        self.ttfts_s.append(seconds)
+        self.cached_tokens += usage.cached_tokens
+        self.prompt_tokens += len(tokens)
+        return seconds, usage
+
+
+def summary(play: Play) -> dict[str, Any]:
+    """Return the numbers of a play."""
+    ratios = sorted(each.ttft_s / each.hit_s for each in play.turns)
+    return {
+        "returns": len(play.turns),
+        "ready_share": sum(each.is_ready for each in play.turns) / len(play.turns),
+        "timely_share": sum(each <= _TIMELY for each in ratios) / len(ratios),
+        "ttft_over_hit": {"p50": statistics.median(ratios), "p95": ratios[int(0.95 * len(ratios))]},
+        "loaded_tokens": sum(each.loaded_tokens for each in play.turns),
+        "computed_again_tokens": sum(each.missed_tokens for each in play.turns),
+        "hit_rate": play.cached_tokens / play.prompt_tokens,
+        "ttft_p50_s": statistics.median(play.ttfts_s),
+    }
+
+
+def settings_of(options: argparse.Namespace, record: Path | None) -> Iterator[str]:
+    """Return the settings of a server whose pool holds a share of the tokens of all sessions."""
+    yield f"cache.capacity_tokens={pool_tokens(options)}"
+    yield f"cache.block_size={BLOCK_SIZE}"
+    yield "cache.probation_share=1"
+    yield f"tiers.host_bytes={options.host_bytes}"
+    if record is not None:
+        yield f"server.record_path={record}"
+
+
+def pool_tokens(options: argparse.Namespace) -> int:
+    """Return the capacity of the pool in tokens."""
+    last = options.prompt_tokens + (options.turns + 1) * _NEW_TOKENS
+    return int(options.pool_share * options.sessions * last) // BLOCK_SIZE * BLOCK_SIZE
+
+
+async def play_sessions(address: str, options: argparse.Namespace, *, names_sessions: bool) -> Play:
+    """Play the sessions, which begin one after the other."""
+    async with AsyncClient(address, timeout_s=600) as client:
+        play = Play(client, Prompts(2), names_sessions=names_sessions, wait_s=options.wait_s)
+        sessions = [
+            play.session(f"s{index}", options.prompt_tokens, options.turns, index * options.wait_s / options.sessions)
+            for index in range(options.sessions)
+        ]
+        await asyncio.gather(*sessions)
+        return play
+
+
+async def measure(address: str) -> TimeModel:
+    """Measure the time model of a server."""
+    async with AsyncClient(address, timeout_s=600) as client:
+        return await measure_times(client, Prompts(1))
+
+
+def predicted(record: Path, options: argparse.Namespace, times: TimeModel) -> dict[str, Any]:
+    """Replay what a server recorded; the requests that only measured a hit are left out."""
+    requests = [each for each in load_trace(record) if each.session]
+    host_tokens = int(options.host_bytes / times.token_bytes) // BLOCK_SIZE * BLOCK_SIZE
+    done = simulate(
+        requests,
+        policy="adaptive",
+        capacity_tokens=pool_tokens(options),
+        block_size=BLOCK_SIZE,
+        tiers=[TierCapacity("host", host_tokens)],
+        hints=STOP,
+        times=times,
+    )
+    assert done.latency is not None
+    return {"hit_rate": done.token_hit_rate, **asdict(done.latency)}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, print the results, write JSON. Returns the exit status."""
+    parser = argparse.ArgumentParser(description="Measure the next turns of sessions that wait for tools.")
+    parser.add_argument("--model", metavar="tiny|DIR")
+    parser.add_argument("--sessions", type=positive, default=16)
+    parser.add_argument("--turns", type=positive, default=8)
+    parser.add_argument("--prompt-tokens", type=positive, default=1600)
+    parser.add_argument("--wait-s", type=positive_number, default=8.0, help="mean wait for a tool")
+    parser.add_argument("--pool-share", type=positive_number, default=0.5, help="of all tokens of all sessions")
+    parser.add_argument("--host-bytes", type=positive, default=1_000_000_000)
+    parser.add_argument("--time-model", type=Path, help="write the time model to this file")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args(arguments)
+    with tempfile.TemporaryDirectory() as directory:
+        record = Path(directory) / "traffic"
+        with ServerProcess(serve_command(options.model, None, tuple(settings_of(options, None)))) as address:
+            times = asyncio.run(measure(address))
+        print(f"time model: {times}")
+        if options.time_model is not None:
+            times.write(options.time_model)
+        result: dict[str, Any] = {"time_model": asdict(times), "pool_tokens": pool_tokens(options)}
+        for names_sessions in (False, True):
+            settings = tuple(settings_of(options, record if names_sessions else None))
+            with ServerProcess(serve_command(options.model, None, settings)) as address:
+                play = asyncio.run(play_sessions(address, options, names_sessions=names_sessions))
+            name = "with sessions" if names_sessions else "without sessions"
+            result[name] = summary(play)
+            print(f"{name}: {result[name]}")
+        result["predicted"] = predicted(record, options, times)
+        print(f"predicted: {result['predicted']}")
+    if options.json:
+        given = sys.argv[1:] if arguments is None else arguments
+        write_json(
+            options.json, {**result, "command": shlex.join(["python", "-m", "bench.agents", *given]), **describe_run()}
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,106 @@
+"""Times to the first token in simulations with tiers. Blocks have 512 tokens, and a token is computed in 1 ms."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from radixkv.api.awaits import Awaits
+from radixkv.planning.simulate import NO_HINTS, STOP, Latency, Simulation, simulate
+from radixkv.planning.tiers import TierCapacity
+from radixkv.planning.time_model import LoadTime, TimeModel
+from radixkv.planning.trace import TOKENS_PER_ID, TraceRequest
+
+BLOCK_LOAD_S = 0.064
+TIMES = TimeModel(1000, 0.001, tiers={"host": LoadTime(TOKENS_PER_ID * 1000 / BLOCK_LOAD_S)})
+
+
+def request(at_s: float, *ids: int, session: str = "", awaits: Awaits = Awaits.UNKNOWN) -> TraceRequest:
+    return TraceRequest(at_s * 1000, len(ids) * TOKENS_PER_ID, 1, ids, session=session, awaits=awaits)
+
+
+def replay(
+    requests: list[TraceRequest], num_blocks: int, hints: str = STOP, times: TimeModel = TIMES
+) -> tuple[Simulation, Latency]:
+    done = simulate(
+        requests,
+        policy="lru",
+        capacity_tokens=num_blocks * TOKENS_PER_ID,
+        tiers=[TierCapacity("host", None)],
+        hints=hints,
+        times=times,
+    )
+    assert done.latency is not None
+    return done, done.latency
+
+
+def test_a_request_waits_for_its_blocks() -> None:
+    done, latency = replay([request(0, 1, 2, 3), request(100, 7, 8, 9), request(200, 1, 2, 3)], 3)
+    assert done.tiers[0].loaded_blocks == 2  # the last token is always computed
+    assert latency.ttft_p50_s == pytest.approx(3 * 0.512)
+    only, latency = replay([request(0, 1, 2, 3), request(100, 7, 8, 9), *[request(200, 1, 2, 3)] * 8], 3)
+    assert only.tiers[0].cached_tokens == 2 * TOKENS_PER_ID
+    done, latency = replay([request(0, 1, 2, 3), request(9, 1, 2, 3), request(10, 1, 2, 3)], 4)
+    assert latency.ttft_p50_s == pytest.approx(0.001)
+
+
+def test_loads_from_a_tier_follow_each_other() -> None:
+    """Two prompts are requested at the same time, so the second one waits for both loads."""
+    others = [request(50 + index, 90 + index) for index in range(6)]
+    requests = [request(0, 1, 2, 3), request(1, 4, 5, 6), *others, request(200, 1, 2, 3), request(200, 4, 5, 6)]
+    _, latency = replay(requests, 6)
+    first, second = 2 * BLOCK_LOAD_S + 0.512, 4 * BLOCK_LOAD_S + 0.512
+    expected = sorted([1.536, 1.536, *[0.512] * 6, first, second])
+    assert latency.ttft_p50_s == pytest.approx((expected[4] + expected[5]) / 2)
+    assert latency.ttft_p95_s == pytest.approx(1.536)
+
+
+TOOL = Awaits.TOOL
+RETURN = [
+    request(0, 1, 2, 3, session="a", awaits=TOOL),
+    request(1, 7, 8, 9),
+    request(30, 1, 2, 3, 4, session="a", awaits=TOOL),
+]
+
+
+@pytest.mark.parametrize(("hints", "is_loaded_ahead"), [(STOP, True), (NO_HINTS, False)])
+def test_a_session_that_waits_for_a_tool_is_loaded_ahead(hints: str, is_loaded_ahead: bool) -> None:
+    done, latency = replay(RETURN, 5, hints)
+    assert latency.num_returns == 1
+    assert latency.ready_share == latency.timely_share == is_loaded_ahead
+    assert latency.prefetched_tokens == (TOKENS_PER_ID if is_loaded_ahead else 0)
+    assert done.cached_tokens == 3 * TOKENS_PER_ID
+    assert done.tiers[0].loaded_blocks == 1
+
+
+def test_a_return_after_the_end_of_a_turn_is_not_counted() -> None:
+    _, latency = replay([replace(each, awaits=Awaits.USER) for each in RETURN], 5)
+    assert (latency.num_returns, latency.prefetched_tokens) == (0, 0)
+
+
+def test_sessions_are_loaded_ahead_one_after_the_other() -> None:
+    """A request waits for at most one of the two sessions that are loaded ahead when it arrives."""
+    slow = replace(TIMES, tiers={"host": LoadTime(TOKENS_PER_ID * 1000 / 0.4)})
+    requests = [
+        request(0, 1, 2, session="a", awaits=TOOL),
+        request(0, 3, 4, session="b", awaits=TOOL),
+        request(1, 5, 6),
+        *[request(2 + index / 10, 90 + index) for index in range(8)],
+        request(5.1, 5, 6),
+        request(20, 1, 2, session="a"),
+        request(20, 3, 4, session="b"),
+    ]
+    done, latency = replay(requests, 8, times=slow)
+    assert latency.prefetched_tokens > 0
+    assert latency.ready_share == 1
+    assert done.tiers[0].cached_tokens == TOKENS_PER_ID
+    assert latency.ttft_p95_s < 0.8 + 0.4 + 0.512
+
+
+def test_what_is_computed_faster_is_not_loaded() -> None:
+    slow = replace(TIMES, tiers={"host": LoadTime(TOKENS_PER_ID * 1000 / 5.0)})
+    requests = [request(100 * index, *((1, 2, 3) if index % 2 == 0 else (7, 8, 9))) for index in range(12)]
+    done, latency = replay(requests, 3, times=slow)
+    assert done.tiers[0].loaded_blocks == 2  # once, without a measurement
+    assert latency.ttft_p50_s == pytest.approx(1.536)
