@@ -111,7 +111,7 @@ async def measure_times(client: AsyncClient, prompts: Prompts) -> TimeModel:
             samples.append(took_s)
         rows.append((1.0, length, length * (2 * context + length - 1) / 2))
         seconds.append(statistics.median(samples))
-    start_s, token_s, position_s = _non_negative_fit(np.array(rows), np.array(seconds))
+    start_s, token_s, position_s = non_negative_fit(np.array(rows), np.array(seconds))
     block_bytes = (await client.stats()).block_bytes
     times = TimeModel(block_bytes / BLOCK_SIZE, token_s, position_s, start_s)
     counts, loads_s = [], []
@@ -132,12 +132,12 @@ async def measure_times(client: AsyncClient, prompts: Prompts) -> TimeModel:
         if samples:
             counts.append((1.0, num_blocks * BLOCK_SIZE * times.token_bytes))
             loads_s.append(statistics.median(samples))
-    latency_s, byte_s = _non_negative_fit(np.array(counts), np.array(loads_s))
+    latency_s, byte_s = non_negative_fit(np.array(counts), np.array(loads_s))
     load = LoadTime(1 / max(byte_s, 1e-15), latency_s)
     return TimeModel(times.token_bytes, token_s, position_s, start_s, {"host": load})
 
 
-def _non_negative_fit(rows: Any, seconds: Any) -> list[float]:
+def non_negative_fit(rows: Any, seconds: Any) -> list[float]:
     """Return the least-squares solution among those without negative numbers, of relative errors."""
     best: tuple[float, list[float]] | None = None
     for used in itertools.product((False, True), repeat=rows.shape[1]):

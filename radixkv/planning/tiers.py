@@ -35,7 +35,7 @@ from radixkv.scheduling.request import Request
 from radixkv.tokens import TOKEN_BYTES
 
 _UNBOUNDED_BLOCKS = 2**62
-_HOST_ALIGNMENT = 64  # as in radixkv/offload/tiers/host.py, which needs torch
+_HOST_ALIGNMENT = 64  # as in radixkv/offload/tiers/host.py
 _STEP_TOKENS = 2048  # in which a prefill is reported to `LoadOrCompute`
 _PAYLOAD = memoryview(b"\0")
 

@@ -104,7 +104,7 @@ _TIERS = (
         "--time-model",
         "FILE",
         Path,
-        "write these rates to a JSON file for `radixkv simulate --time-model` (default: no file)",
+        "write these rates to a JSON file, the time model of `radixkv simulate` (default: no file)",
     ),
 )
 

@@ -60,8 +60,8 @@ _OPTIONS = (
         "--time-model",
         "FILE",
         Path,
-        "how long prefills and loads take, a JSON file of `python -m bench.time_model` or `radixkv plan --time-model`; "
-        "adds times to the first token, and with tiers loads sessions ahead of their next turn (default: no times)",
+        "JSON file of `radixkv plan` or `python -m bench.agents` that says how long prefills and loads take; prints "
+        "times to the first token, and loads sessions before their next turn (default: they take no time)",
     ),
     flag("--json", "print a JSON list with one object per policy and capacity"),
     Option(

@@ -140,6 +140,7 @@ def test_simulate_with_tiers_shows_hits_and_writes_of_each_tier(capsys, loop_tra
             "cached_tokens": 1024,
             "token_hit_rate": 0.25,
             "written_blocks": 6,
+            "loaded_blocks": 2,
             "held_blocks": 1,
         },
         {
@@ -148,6 +149,7 @@ def test_simulate_with_tiers_shows_hits_and_writes_of_each_tier(capsys, loop_tra
             "cached_tokens": 0,
             "token_hit_rate": 0.0,
             "written_blocks": 4,
+            "loaded_blocks": 0,
             "held_blocks": 4,
         },
     ]
@@ -155,10 +157,41 @@ def test_simulate_with_tiers_shows_hits_and_writes_of_each_tier(capsys, loop_tra
     assert (bound["capacity_tokens"], bound["cached_tokens"]) == (1024, 2 * 1023)
     assert main(["simulate", loop_trace, *arguments]) == 0
     out = capsys.readouterr().out
-    columns = r"^policy +capacity +hit rate +device +host +disk +cached +evicted +host written +disk written +time$"
+    moves = "host written +host loaded +disk written +disk loaded"
+    columns = rf"^policy +capacity +hit rate +device +host +disk +cached +evicted +{moves} +time$"
     assert re.search(columns, out, re.MULTILINE)
-    assert re.search(r"^lru +1,024 +0\.2500 +0\.0000 +0\.2500 +0\.0000 +1,024 +3,072 +6 +4 ", out, re.MULTILINE)
-    assert re.search(r"^optimal +1,024 +0\.4995 +- +- +- +2,046 +0 +- +- ", out, re.MULTILINE)
+    assert re.search(r"^lru +1,024 +0\.2500 +0\.0000 +0\.2500 +0\.0000 +1,024 +3,072 +6 +2 +4 +0 ", out, re.MULTILINE)
+    assert re.search(r"^optimal +1,024 +0\.4995 +- +- +- +2,046 +0 +- +- +- +- ", out, re.MULTILINE)
+
+
+SHAPE = ["--layers", "2", "--kv-heads", "1", "--head-dim", "64", "--context", "512"]
+
+
+def test_simulate_with_a_time_model_shows_times_to_the_first_token(capsys, loop_trace, tmp_path):
+    path = tmp_path / "times.json"
+    rates = ["--tier", "host=1GB", "--prefill-tokens-per-s", "1000"]
+    assert main(["plan", *SHAPE, *rates, "--time-model", str(path)]) == 0
+    assert json.loads(path.read_text())["token_s"] == 0.001
+    capsys.readouterr()
+    arguments = ["simulate", loop_trace, "--capacity-tokens", "1024", "--policy", "lru,optimal", "--tier", "host=512"]
+    arguments += ["--time-model", str(path)]
+    assert main([*arguments, "--json"]) == 0
+    with_times, bound = json.loads(capsys.readouterr().out)
+    assert with_times["latency"]["num_returns"] == 0
+    assert with_times["latency"]["ttft_p50_s"] > 0.5
+    assert "latency" not in bound
+    assert main(arguments) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"TTFT p50 +p95 +returns +ready +timely +time$", out, re.MULTILINE)
+    assert re.search(r"^lru .* 0 +- +- +\d+\.\d s$", out, re.MULTILINE)
+
+
+def test_a_time_model_that_plan_cannot_write_is_refused(capsys, tmp_path):
+    plan = ["plan", *SHAPE, "--time-model", str(tmp_path / "times.json")]
+    assert main(plan) == 2
+    assert "plan: --time-model requires --tier" in capsys.readouterr().err
+    assert main([*plan, "--tier", "host=1GB"]) == 2
+    assert "plan: --time-model requires --prefill-tokens-per-s, or --params-b" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
