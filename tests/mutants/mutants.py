@@ -34,7 +34,14 @@ CACHE_MUTANTS = (
     Mutant("cache/retained_nodes.py", "if each.renew_s is not None:", "if False:"),
     Mutant("cache/adaptive_policy.py", "kind >= _NUM_KINDS * Awaits.NOTHING", "False"),
     Mutant("cache/adaptive_policy.py", "stay.kind, stay.new_kind = kind, new_kind", "pass"),
-    Mutant("cache/pins.py", "awaits is Awaits.NOTHING and _has_other_continuations(node)", "False"),
+    Mutant(
+        "cache/pins.py",
+        "if awaits is Awaits.NOTHING and _has_other_continuations(node):\n                awaits = None\n",
+        "if False:\n                awaits = None\n",
+    ),
+    Mutant(
+        "cache/pins.py", "_has_other_continuations(node):\n                break\n", "False:\n                break\n"
+    ),
     Mutant("cache/eviction_queue.py", "            del self._by_tenant[tenant]\n", "            pass\n"),
     Mutant("cache/eviction_queue.py", "self.has_probation and node.num_reused_blocks == 0", "self.has_probation"),
     Mutant("cache/eviction_queue.py", "if is_resumed or not self.has_probation:", "if not self.has_probation:"),
@@ -258,9 +265,9 @@ CACHE_MUTANTS = (
     Mutant("cache/lease.py", " or self.is_revoked:", ":"),
     Mutant("cache/prefix_cache.py", "        for node in nodes:\n            self._queue.requeue(node)\n", ""),
     Mutant(
-        "cache/prefix_cache.py",
-        "node.awaits = Awaits.NOTHING\n            self._queue.requeue(node)\n",
-        "node.awaits = Awaits.NOTHING\n",
+        "cache/pins.py",
+        "self._policy.waits(node)\n        self._queue.requeue(node)\n",
+        "self._policy.waits(node)\n",
     ),
     Mutant("cache/eviction_queue.py", "(_rank(leaf), policy.key(leaf), ", "(50, policy.key(leaf), "),
     Mutant("cache/evicted_prefixes.py", "            self._reasons.popitem(last=False)\n", "            pass\n"),
