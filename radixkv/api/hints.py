@@ -48,12 +48,14 @@ class HintOutcome(NamedTuple):
         status: see `HintStatus`.
         reason: why an action was clipped or refused; empty for an accepted one.
         tokens: tokens for which it had an effect.
+        is_missing: whether it was refused because nothing that it addresses is cached.
     """
 
     action_id: str
     status: HintStatus
     reason: str = ""
     tokens: int = 0
+    is_missing: bool = False
 
 
 class AgentStats(NamedTuple):

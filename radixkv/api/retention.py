@@ -40,18 +40,26 @@ class Retention:
             >>> Retention(priority=80, start=3).range_in(10)
             (3, 10)
         """
+        self.require_valid()
         end = num_tokens if self.end is None else self.end
+        if not 0 <= self.start < num_tokens:
+            raise InvalidRequest(f"retention.start_token: expected 0 to {num_tokens - 1}, got {self.start}")
+        if not self.start < end <= num_tokens:
+            raise InvalidRequest(f"retention.end_token: expected {self.start + 1} to {num_tokens}, got {end}")
+        return self.start, end
+
+    def require_valid(self) -> None:
+        """Check everything but the range.
+
+        Raises:
+            InvalidRequest: the message names the field, the expected range and the value.
+        """
         if not 0 <= self.priority <= MAX_PRIORITY:
             raise InvalidRequest(f"retention.priority: expected 0 to {MAX_PRIORITY}, got {self.priority}")
         if self.ttl_s is not None and not 0 < self.ttl_s <= MAX_TTL_S:
             raise InvalidRequest(f"retention.ttl: expected more than 0 and at most {MAX_TTL_S:.0f} s, got {self.ttl_s}")
         if self.renew and self.ttl_s is None:
             raise InvalidRequest("retention.renew: expected a ttl, which hits restart, got none")
-        if not 0 <= self.start < num_tokens:
-            raise InvalidRequest(f"retention.start_token: expected 0 to {num_tokens - 1}, got {self.start}")
-        if not self.start < end <= num_tokens:
-            raise InvalidRequest(f"retention.end_token: expected {self.start + 1} to {num_tokens}, got {end}")
-        return self.start, end
 
 
 class Grant(NamedTuple):

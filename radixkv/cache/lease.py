@@ -496,7 +496,8 @@ class Lease:
         if node is not None:
             self.node = None
             is_deep = self._state.evictor.thin(node, self.num_nodes)
-            self._state.pins.unpin_and_join(node, self.awaits, even_unlike=is_deep)
+            session = None if self.session is None or self.session.has_ended else self.session
+            self._state.pins.unpin_and_join(node, self.awaits, session, even_unlike=is_deep)
         if self._on_close is not None:
             on_close = self._on_close
             self._on_close = None

@@ -12,7 +12,7 @@ from radixkv.cache.changes import Changes
 from radixkv.cache.eviction_policy import EvictionPolicy
 from radixkv.cache.eviction_queue import EvictionQueue
 from radixkv.cache.namespace_trees import NamespaceTrees
-from radixkv.cache.node import NUM_FOLLOWED_NODES, Node, path_to
+from radixkv.cache.node import NUM_FOLLOWED_NODES, Node, Session, path_to
 from radixkv.cache.retained_nodes import RetainedNodes
 from radixkv.tokens import TOKEN_BYTES
 
@@ -69,13 +69,15 @@ class Pins:
         self.count(first, num_blocks)
         _touch(node, now)
 
-    def unpin(self, node: Node, awaits: Awaits | None = None) -> Node:
+    def unpin(self, node: Node, awaits: Awaits | None = None, session: Session | None = None) -> Node:
         """Undo one `pin` of the same node.
 
         Args:
             node: the end of the path.
             awaits: what the session of the lease waits for now; None if its use of the path does not count. That a
                 session has ended says nothing about nodes from which other sessions have continued.
+            session: the session of the lease, which has not been ended yet; None for no such session. That it waits for
+                nothing says nothing about nodes that do not belong to it.
 
         Returns:
             The deepest node of the path that is still pinned, or the root.
@@ -91,7 +93,9 @@ class Pins:
             if node.retired_block_ids:
                 self._free_retired(node)
             node.last_used_s = now
-            if awaits is Awaits.NOTHING and _has_other_continuations(node):
+            if awaits is Awaits.NOTHING and (
+                _has_other_continuations(node) or (session is not None and node.session is not session)
+            ):
                 awaits = None
             if awaits is not None:
                 node.awaits = awaits
@@ -110,15 +114,23 @@ class Pins:
         self._policy.waits(node)
         self._queue.requeue(node)
 
-    def set_awaits_of_path(self, node: Node, awaits: Awaits) -> None:
-        """Set what the session of a path waits for, in the nodes that no lease uses, as if its lease had closed so."""
-        while node.parent is not None and not node.ref_count:
+    def set_awaits_of_path(self, node: Node, awaits: Awaits, start_bytes: int = 0) -> None:
+        """Set what the session of a path waits for, in the nodes that no lease uses, as if its lease had closed so.
+
+        Args:
+            node: the end of the path.
+            awaits: what the session waits for.
+            start_bytes: nodes that begin before this position stay unchanged.
+        """
+        while node.parent is not None and not node.ref_count and node.start_bytes >= start_bytes:
             if awaits is Awaits.NOTHING and _has_other_continuations(node):
                 break
             self.set_awaits(node, awaits)
             node = node.parent
 
-    def unpin_and_join(self, node: Node, awaits: Awaits, *, even_unlike: bool = False) -> None:
+    def unpin_and_join(
+        self, node: Node, awaits: Awaits, session: Session | None = None, *, even_unlike: bool = False
+    ) -> None:
         """Undo one `pin`, and join nodes that are no longer pinned, where they have the same properties.
 
         This undoes splits for priorities that have expired and for branches that were evicted, so that they do not slow
@@ -126,12 +138,12 @@ class Pins:
 
         Args:
             node: the end of the path.
-            awaits: what the session of the lease waits for now.
+            awaits, session: as in `unpin`.
             even_unlike: also join nodes that the policy treats differently.
 
         Complexity: that of `unpin`, and O(tokens of the nodes that are joined).
         """
-        end = self.unpin(node, awaits)
+        end = self.unpin(node, awaits, session)
         while node is not end:
             uppers: list[Node] = []
             above = node.parent

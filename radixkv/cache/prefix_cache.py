@@ -24,10 +24,10 @@ from radixkv.cache.evictor import Evictor
 from radixkv.cache.held_blocks import HeldBlocks, HeldPath
 from radixkv.cache.lease import Lease, OpenLeases
 from radixkv.cache.namespace_trees import NamespaceTrees
-from radixkv.cache.node import Node, Session
+from radixkv.cache.node import NO_PLACE, Node, Session
 from radixkv.cache.pins import Pins
 from radixkv.cache.public_prefixes import PublicPrefix, PublicPrefixes, PublicRoot
-from radixkv.cache.purge import Purged, all_slices, purge, sweep
+from radixkv.cache.purge import Purged, all_slices, drop_unused, purge, sweep
 from radixkv.cache.radix_tree import NO_ROOT_PREFIX, RootPrefix
 from radixkv.cache.recurrent_states import StateSlots
 from radixkv.cache.retained_nodes import RetainedNodes
@@ -42,6 +42,7 @@ from radixkv.tokens import TOKEN_BYTES, require_tokens
 
 _MAX_DROPPED_NODES = 1024
 _LATER = 3  # by this factor, a session must be expected to return later to lose its blocks to another session
+_MAX_CHANGED_NODES = 128  # in one slice of a retention, which takes about 2 ms
 
 
 class Match(NamedTuple):
@@ -681,15 +682,128 @@ class PrefixCache:
                 num_blocks += self._evictor.purge_leaves(tree, 1, top=node, evicts=evicts)[1]
         return num_blocks
 
-    def set_awaits(self, namespace: Namespace, tokens: bytes, awaits: Awaits) -> int:
-        """Set what the session of a prompt waits for, as if its lease had closed with it. Returns its cached tokens.
+    def dropping(
+        self, tenant: str, *, adapter: str | None = None, salt: str | None = None, evicts: bool
+    ) -> Generator[None, None, tuple[int, bool]]:
+        """Drop what a tenant has cached in some namespaces and no lease uses, in slices; see `purge.drop_unused`.
+
+        Sessions whose last prompt is in one of these namespaces are not loaded before their next turn.
+
+        Args:
+            tenant: the tenant.
+            adapter: digest of the adapter of the namespaces; None for any.
+            salt: their salt; None for any.
+            evicts: as in `drop`.
+
+        Returns:
+            The number of tokens that were dropped, in whole blocks, and whether any stay because leases use them.
+        """
+        yield from self.sessions.expect_none(tenant, adapter, salt)
+        num_blocks, are_any_left = yield from drop_unused(
+            self._trees, self._evictor, tenant, adapter, salt, evicts=evicts
+        )
+        return num_blocks * self.block_size, are_any_left
+
+    def retaining(
+        self, tenant: str, retention: Retention, *, adapter: str | None = None, salt: str | None = None
+    ) -> Generator[None, None, Grant]:
+        """Give all cached tokens of some namespaces of a tenant a priority, as `retain` does, in slices.
+
+        Each slice examines at most 2,048 nodes, changes at most 128, and ends with a `yield`. Nodes that change between
+        slices may be counted twice or not at all. If not everything may be retained, it is not defined what is.
+
+        Args:
+            tenant: the tenant.
+            retention: priority and time to live; its range is not used.
+            adapter: digest of the adapter of the namespaces; None for any.
+            salt: their salt; None for any.
+
+        Raises:
+            InvalidRequest: a field of `retention` is out of range.
+
+        Complexity: O(nodes of the cache), and O(depth + log leaves) for each node of the namespaces.
+        """
+        retention.require_valid()
+        self._evictor.expire()
+        expires_s = None if retention.ttl_s is None else self._clock() + retention.ttl_s
+        renew_s = retention.ttl_s if retention.renew else None
+        granted_tokens = refused_tokens = num_changed = 0
+        for nodes in self.segments.slices():
+            for node in nodes:
+                if node.place == NO_PLACE or not node.owner.namespace.is_among(tenant, adapter, salt):
+                    continue
+                num_tokens = len(node.tokens) // TOKEN_BYTES
+                granted = None
+                if not refused_tokens:
+                    granted = self._retained.grant(node, retention.priority, expires_s, renew_s=renew_s)
+                if granted is not None:
+                    self._queue.requeue(granted)
+                    granted_tokens += len(granted.tokens) // TOKEN_BYTES
+                    num_tokens -= len(granted.tokens) // TOKEN_BYTES
+                refused_tokens += num_tokens
+                num_changed += 1
+                if num_changed % _MAX_CHANGED_NODES == 0:
+                    yield
+            yield
+        return Grant(granted_tokens, refused_tokens, 0, expires_s)
+
+    def share(self, namespace: Namespace, tokens: bytes) -> int:
+        """Note that several sessions will use a prompt: what is cached of it belongs to none, and counts as reused.
+
+        So it is not evicted first when a session ends, and is not on probation. The end is rounded up to a whole block.
+        On a path of more than 256 nodes, a node of which only a part is addressed does not change.
+
+        Returns:
+            The number of tokens that are shared now, those of public prefixes included.
+
+        Raises:
+            InvalidRequest: `tokens` is empty or not whole tokens.
+
+        Complexity: O(nodes of the path), and a split of a node.
+        """
+        found = self._find(namespace, tokens)
+        tree = self._trees.get(found.namespace)
+        node, num_bytes, *_ = (None, 0) if tree is None else tree.match(tokens)
+        if node is None:
+            return found.root_tokens
+        block_bytes = self.block_size * TOKEN_BYTES
+        nodes = self._retained.nodes_in_range(node, found.root_tokens // self.block_size, -(-num_bytes // block_bytes))
+        for each in nodes:
+            self._share(each)
+        end_bytes = nodes[-1].start_bytes + len(nodes[-1].tokens) if nodes else found.root_tokens * TOKEN_BYTES
+        return min(num_bytes, end_bytes) // TOKEN_BYTES
+
+    def share_session(self, session: Session) -> int:
+        """Share what only a session has used, 1,024 nodes at most; see `share`. Returns the number of tokens."""
+        nodes = sorted(session.nodes, key=lambda each: each.start_bytes)[:_MAX_DROPPED_NODES]
+        for node in nodes:
+            self._share(node)
+        return sum(len(node.tokens) for node in nodes) // TOKEN_BYTES
+
+    def _share(self, node: Node) -> None:
+        self.sessions.found(node, None)
+        self._queue.found(node, node.start_bytes + len(node.tokens), is_resumed=False)
+        if node.awaits is Awaits.NOTHING:
+            self._pins.set_awaits(node, Awaits.UNKNOWN)
+        self._queue.requeue(node)
+
+    def set_awaits(self, namespace: Namespace, tokens: bytes, awaits: Awaits, start: int = 0) -> int:
+        """Set what the session of a prompt waits for, as if its lease had closed with it.
+
+        Args:
+            namespace, tokens: the prompt.
+            awaits: what its session waits for.
+            start: nodes that begin before this token stay unchanged.
+
+        Returns:
+            The number of cached tokens after `start`.
 
         Complexity: O(nodes of the path that no lease uses).
         """
         found = self._find(namespace, tokens)
         if found.node is not None:
-            self._pins.set_awaits_of_path(found.node, awaits)
-        return min(found.found_bytes, len(tokens)) // TOKEN_BYTES
+            self._pins.set_awaits_of_path(found.node, awaits, start * TOKEN_BYTES)
+        return max(0, min(found.found_bytes, len(tokens)) // TOKEN_BYTES - start)
 
     def end_session(self, tenant: str, session_id: str) -> int | None:
         """End a session: the blocks that only it has used are evicted before all others, until they are used again.

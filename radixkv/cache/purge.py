@@ -1,4 +1,4 @@
-"""Purges namespaces, and cached tokens that were computed with an invoked adapter."""
+"""Purges or drops namespaces, and purges cached tokens that were computed with an invoked adapter."""
 
 from __future__ import annotations
 
@@ -85,6 +85,46 @@ def purge(
             # Revoke leases that were opened since the first slice.
             leases.revoke(namespace.tenant, namespace.adapter, namespace.salt)
     return Purged(freed_blocks, pinned_blocks)
+
+
+def drop_unused(
+    trees: NamespaceTrees, evictor: Evictor, tenant: str, adapter: str | None, salt: str | None, *, evicts: bool
+) -> Generator[None, None, tuple[int, bool]]:
+    """Drop the blocks of a tenant's namespaces that no lease uses, in slices of bounded work that end with a `yield`.
+
+    In contrast to `purge`, leases may publish in these namespaces before and afterwards, and what they publish between
+    two slices may stay.
+
+    Args:
+        trees, evictor: of the cache.
+        tenant: the tenant.
+        adapter, salt: names of the namespaces; None for any.
+        evicts: whether tiers save the blocks, as they do when blocks are evicted.
+
+    Returns:
+        The number of dropped blocks, and whether any stay because leases use them.
+
+    Complexity: O(namespaces of the tenant + nodes dropped * log leaves + nodes that leases use).
+    """
+    num_blocks = num_examined = num_dropped = 0
+    are_any_left = False
+    for tree in trees.of_tenant(tenant):
+        namespace = tree.owner.namespace
+        is_addressed, is_done = namespace.is_among(tenant, adapter, salt), False
+        num_examined += 1
+        while not is_done:
+            if num_examined >= _MAX_EXAMINED or num_dropped >= _MAX_PURGED:
+                num_examined = num_dropped = 0
+                yield
+            if not is_addressed or trees.get(namespace) is not tree:
+                break
+            max_nodes = _MAX_PURGED - num_dropped
+            num_nodes, freed = evictor.purge_leaves(tree, max_nodes, evicts=evicts)
+            num_blocks += freed
+            num_dropped += num_nodes
+            is_done = num_nodes < max_nodes
+        are_any_left = are_any_left or (is_addressed and trees.get(namespace) is tree)
+    return num_blocks, are_any_left
 
 
 def sweep(

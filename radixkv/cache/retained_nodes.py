@@ -111,10 +111,8 @@ class RetainedNodes(Listener):
 
         Complexity: `grant` for each node of the range, and two cuts.
         """
-        path = path_to(node)
-        nodes = _whole_nodes(path, start, end) if len(path) > _MAX_CUT_NODES else self._cut_path(path, start, end)
         granted: list[Node] = []
-        for each in nodes:
+        for each in self.nodes_in_range(node, start, end):
             has_priority = self.grant(each, priority, expires_s, renew_s=renew_s, only_raise=only_raise)
             if has_priority is not None:
                 granted.append(has_priority)
@@ -155,6 +153,14 @@ class RetainedNodes(Listener):
         ends_s = [each.expiry_entry[0] for each in granted if each.expiry_entry is not None]
         grant = Grant(granted_tokens, reached - start - granted_tokens, end - reached, min(ends_s, default=None))
         return grant, granted
+
+    def nodes_in_range(self, node: Node, start: int, end: int) -> list[Node]:
+        """List the nodes that hold the blocks `[start, end)` of a node's path, as `cut_range` does.
+
+        Very long paths are not split: of them, only the nodes all of whose blocks are in the range are listed.
+        """
+        path = path_to(node)
+        return _whole_nodes(path, start, end) if len(path) > _MAX_CUT_NODES else self._cut_path(path, start, end)
 
     def cut_range(self, node: Node, start: int, end: int) -> list[Node]:
         """List the nodes that hold the blocks `[start, end)` of a node's path, after splitting nodes at both ends.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from itertools import islice
 
 from sortedcontainers import SortedList
@@ -18,6 +18,7 @@ from radixkv.errors import require_invariant
 from radixkv.namespace import PromptKey
 
 _SHARE_OF_WAIT = 0.5  # after which the next turn is prepared for
+_MAX_EXAMINED = 1024  # sessions in one slice, which takes 0.2 ms
 
 _require = functools.partial(require_invariant, "sessions")
 
@@ -165,6 +166,18 @@ class Sessions(Listener):
             due.append(self._returns[0][2])
             self.expect(due[-1], None)
         return due
+
+    def expect_none(self, tenant: str, adapter: str | None, salt: str | None) -> Generator[None, None, None]:
+        """Expect no next turn of the sessions of a tenant whose last prompt is in a namespace with these names.
+
+        Works in slices of `_MAX_EXAMINED` sessions that end with a `yield`. None matches any name.
+        """
+        for index, entry in enumerate(list(self._returns)):
+            session = entry[2]
+            if session.prompt is not None and session.prompt.namespace.is_among(tenant, adapter, salt):
+                self.expect(session, None)
+            if index % _MAX_EXAMINED == _MAX_EXAMINED - 1:
+                yield
 
     def forget_prompts(self, tenant: str | None, adapter: str | None, salt: str | None) -> None:
         """Forget the prompts of namespaces with these names, None for any. Complexity: O(sessions)."""

@@ -274,7 +274,10 @@ class Engine:
             prompt = self.adapters.keyed(caller, tokens).key
             self.limits.require_tokens(tokens)
         self._admission.charge_call(caller.tenant)
-        return self._call_for(caller.tenant, lambda: self._core.hints.apply(actions, caller.tenant, prompt))
+        digest_of = self.adapters.digest_of
+        return self._call_for(
+            caller.tenant, lambda: self._core.hints.applying(actions, caller.tenant, prompt, digest_of)
+        )
 
     def end_session(self, session_id: str, caller: Caller = ANONYMOUS) -> Future[int | None]:
         """End a session of the caller's tenant; see `PrefixCache.end_session`."""

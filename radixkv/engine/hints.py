@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from radixkv.api.awaits import Awaits
@@ -11,16 +11,22 @@ from radixkv.api.hints import MAX_DIRECTIVES, HintAction, HintOutcome, HintStatu
 from radixkv.api.retention import MAX_PRIORITY, Grant, Retention
 from radixkv.cache.node import Session, path_to
 from radixkv.cache.prefix_cache import PrefixCache
-from radixkv.errors import InvalidRequest
+from radixkv.cache.purge import all_slices
+from radixkv.errors import InvalidRequest, UnknownAdapter
 from radixkv.namespace import Namespace, PromptKey
 from radixkv.tokens import TOKEN_BYTES
 
 Prefetch = Callable[[Namespace, bytes, str], int]
 """Starts to load a prompt of a session, or of none (""), from the tiers; returns the number of tokens to load."""
 
+DigestOf = Callable[[str], str]
+"""Returns the digest of the adapter to which a name maps; raises UnknownAdapter."""
+
 _AWAITS = {each.name.lower(): each for each in Awaits}
 _RANGE_FIELDS = ("start", "end")
-_RETAIN_FIELDS = ("priority", "ttl_seconds", "duration", "renew", *_RANGE_FIELDS)
+_TTL_FIELDS = ("ttl_seconds", "duration")
+_RETAIN_FIELDS = ("priority", *_TTL_FIELDS, "renew", *_RANGE_FIELDS)
+_NAMESPACE_FIELDS = ("adapter", "salt")
 _MAX_ENDS = 64  # prompts of one session
 _MAX_NUMBER = 2**53  # up to which JSON's numbers are exact
 _TYPE_NAMES = {int: "a whole number", float: "a number", str: "a string", bool: "true or false", list: "a list"}
@@ -28,6 +34,10 @@ _TYPE_NAMES = {int: "a whole number", float: "a number", str: "a string", bool: 
 
 class Refusal(Exception):
     """An action is refused. The message is the reason in its outcome."""
+
+
+class NothingCached(Refusal):
+    """An action is refused because nothing that it addresses is cached."""
 
 
 class _AddressedTokens(NamedTuple):
@@ -43,12 +53,24 @@ class _AddressedTokens(NamedTuple):
     start: int = 0
 
 
+class _Names(NamedTuple):
+    """The names of the namespaces that an action addresses.
+
+    Attributes:
+        digest: of their adapter; None for any, empty for the base model.
+        salt: None for any.
+    """
+
+    digest: str | None
+    salt: str | None
+
+
 class HintApplier:
     """Applies the actions of hints, on the engine's thread.
 
-    An action addresses prompts of its caller's tenant only: the prompt that came with it, in its caller's namespace, or
-    the nodes that a session of its tenant alone has used. So it can neither read nor move the blocks of another tenant,
-    and its retentions are bounded as all others are.
+    An action addresses prompts of its caller's tenant only: the prompt that came with it, in its caller's namespace,
+    the nodes that a session of its tenant alone has used, or the tenant's namespaces of an adapter or a salt. So it can
+    neither read nor move the blocks of another tenant, and its retentions are bounded as all others are.
 
     Args:
         cache: the radix trees.
@@ -76,7 +98,17 @@ class HintApplier:
             "kv.demote": self._demote,
             "kv.release": self._release,
             "kv.evict": self._release,
+            "kv.share": self._share,
             "kv.await": self._await,
+        }
+        self._namespace_actions: Mapping[
+            str, Callable[[_Payload, str, _Names], Generator[None, None, tuple[int, str]]]
+        ] = {
+            "kv.retain": self._retain_namespaces,
+            "kv.pin": self._pin_namespaces,
+            "kv.demote": self._demote_namespaces,
+            "kv.release": self._release_namespaces,
+            "kv.evict": self._release_namespaces,
         }
 
     def apply(self, actions: Sequence[HintAction], tenant: str, prompt: PromptKey | None) -> tuple[HintOutcome, ...]:
@@ -88,30 +120,75 @@ class HintApplier:
             prompt: the prompt of the same call; None without one.
 
         Returns:
+            One outcome for each action. Those that address an adapter or a salt are refused; see `applying`.
+        """
+        return all_slices(self.applying(actions, tenant, prompt, None))
+
+    def applying(
+        self, actions: Sequence[HintAction], tenant: str, prompt: PromptKey | None, digest_of: DigestOf | None
+    ) -> Generator[None, None, tuple[HintOutcome, ...]]:
+        """Apply actions in order, in slices that end with a `yield` and between which steps may run.
+
+        Args:
+            actions, tenant, prompt: as in `apply`.
+            digest_of: resolves the names of adapters; None to refuse actions that address an adapter or a salt. Without
+                such actions, there is one slice.
+
+        Returns:
             One outcome for each action.
         """
-        outcomes = tuple(self._apply(action, tenant, prompt) for action in actions)
-        for action, outcome in zip(actions, outcomes, strict=True):
+        outcomes = []
+        for action in actions:
+            outcome = yield from self._apply(action, tenant, prompt, digest_of)
             kind = action.action_type if action.action_type in self._actions else "other"
             self.counts[kind, outcome.status.name.lower()] += 1
-        return outcomes
+            outcomes.append(outcome)
+        return tuple(outcomes)
 
-    def _apply(self, action: HintAction, tenant: str, prompt: PromptKey | None) -> HintOutcome:
+    def _apply(
+        self, action: HintAction, tenant: str, prompt: PromptKey | None, digest_of: DigestOf | None
+    ) -> Generator[None, None, HintOutcome]:
         try:
             perform = self._actions.get(action.action_type)
             if perform is None:
                 raise Refusal(f"action_type: expected one of {', '.join(self._actions)}, got {action.action_type!r}")
             if action.action_version.split(".")[0] not in ("0", "1"):
                 raise Refusal(f"action_version: expected 1.x or 0.x, got {action.action_version!r}")
-            num_tokens, reason = perform(_Payload(action.payload), tenant, prompt)
+            payload = _Payload(action.payload)
+            names = self._names(payload, action.action_type, digest_of)
+            if names is None:
+                num_tokens, reason = perform(payload, tenant, prompt)
+            else:
+                num_tokens, reason = yield from self._namespace_actions[action.action_type](payload, tenant, names)
+            if not num_tokens and not reason:
+                raise NothingCached("nothing that it addresses is cached")
         except Refusal as refusal:
-            return HintOutcome(action.action_id, HintStatus.REFUSED, str(refusal))
+            is_missing = isinstance(refusal, NothingCached)
+            return HintOutcome(action.action_id, HintStatus.REFUSED, str(refusal), is_missing=is_missing)
         except InvalidRequest as error:
             return HintOutcome(action.action_id, HintStatus.REFUSED, f"payload: {error}")
         if not num_tokens:
-            return HintOutcome(action.action_id, HintStatus.REFUSED, reason or "nothing that it addresses is cached")
+            return HintOutcome(action.action_id, HintStatus.REFUSED, reason)
         status = HintStatus.CLIPPED if reason else HintStatus.ACCEPTED
         return HintOutcome(action.action_id, status, reason, num_tokens)
+
+    def _names(self, payload: _Payload, action_type: str, digest_of: DigestOf | None) -> _Names | None:
+        """Return the names of the namespaces that an action addresses; None if it addresses a prompt or a session."""
+        adapter, salt = payload.get("adapter", str), payload.get("salt", str)
+        if adapter is None and salt is None:
+            return None
+        field = "payload.salt" if adapter is None else "payload.adapter"
+        if action_type not in self._namespace_actions:
+            raise Refusal(f"{field}: {action_type} addresses a prompt or a session")
+        if digest_of is None:
+            raise Refusal(f"{field}: the hints of a request address its prompt or a session; use the method Hint")
+        try:
+            digest = None if adapter is None else digest_of(adapter)
+        except UnknownAdapter as error:
+            raise Refusal(f"payload.{error}") from None
+        if digest and self._cache.marks.has(digest):
+            raise Refusal("payload.adapter: it is invoked in prompts of the base model, so it has no namespace")
+        return _Names(digest, salt)
 
     def _retain_ranges(self, payload: _Payload, tenant: str, prompt: PromptKey | None) -> tuple[int, str]:
         payload.allow("session_id", "scope", "directives", *_RETAIN_FIELDS)
@@ -146,18 +223,15 @@ class HintApplier:
         return num_tokens, "; ".join(dict.fromkeys(reasons))
 
     def _pin(self, payload: _Payload, tenant: str, prompt: PromptKey | None) -> tuple[int, str]:
-        payload.allow("session_id", "ttl_seconds", "duration", *_RANGE_FIELDS)
-        if payload.ttl_s is None:
-            raise Refusal("payload.ttl_seconds: it is required, because a pin must end")
+        payload.allow("session_id", *_TTL_FIELDS, *_RANGE_FIELDS)
+        payload.require_ttl()
         return self._retain_all(payload, tenant, prompt, MAX_PRIORITY)
 
     def _retain_all(
         self, payload: _Payload, tenant: str, prompt: PromptKey | None, priority: int | None = None
     ) -> tuple[int, str]:
         if priority is None:
-            priority = payload.get("priority", int)
-        if priority is None:
-            raise Refusal(f"{payload.name}.priority: it is required, 0 to {MAX_PRIORITY}")
+            priority = payload.priority
         total = Grant(0, 0, 0)
         reasons = []
         for each in self._ranges(payload, tenant, prompt):
@@ -173,10 +247,25 @@ class HintApplier:
                 reasons.append(str(error))  # the ranges before it had their effect
                 break
         if total.refused_tokens:
-            reasons.append(f"{total.refused_tokens} tokens exceed the share of the cache that may be retained")
-        if total.uncached_tokens:
+            reasons.append(_over_share(total.refused_tokens))
+        if total.uncached_tokens and (total.granted_tokens or total.refused_tokens):
             reasons.append(f"{total.uncached_tokens} tokens are not cached")
         return total.granted_tokens, "; ".join(reasons)
+
+    def _retain_namespaces(
+        self, payload: _Payload, tenant: str, names: _Names
+    ) -> Generator[None, None, tuple[int, str]]:
+        payload.allow(*_NAMESPACE_FIELDS, "priority", *_TTL_FIELDS, "renew")
+        retention = Retention(payload.priority, payload.ttl_s, renew=bool(payload.get("renew", bool)))
+        return (yield from self._retaining(tenant, names, retention))
+
+    def _pin_namespaces(self, payload: _Payload, tenant: str, names: _Names) -> Generator[None, None, tuple[int, str]]:
+        payload.allow(*_NAMESPACE_FIELDS, *_TTL_FIELDS)
+        return (yield from self._retaining(tenant, names, Retention(MAX_PRIORITY, payload.require_ttl())))
+
+    def _retaining(self, tenant: str, names: _Names, retention: Retention) -> Generator[None, None, tuple[int, str]]:
+        grant = yield from self._cache.retaining(tenant, retention, adapter=names.digest, salt=names.salt)
+        return grant.granted_tokens, _over_share(grant.refused_tokens) if grant.refused_tokens else ""
 
     def _load(self, payload: _Payload, tenant: str, prompt: PromptKey | None) -> tuple[int, str]:
         payload.allow("session_id")
@@ -194,9 +283,32 @@ class HintApplier:
         )
 
     def _demote(self, payload: _Payload, tenant: str, prompt: PromptKey | None) -> tuple[int, str]:
+        self._require_tiers()
+        return self._drop(payload, tenant, prompt, evicts=True)
+
+    def _demote_namespaces(
+        self, payload: _Payload, tenant: str, names: _Names
+    ) -> Generator[None, None, tuple[int, str]]:
+        self._require_tiers()
+        return (yield from self._dropping(payload, tenant, names, evicts=True))
+
+    def _release_namespaces(
+        self, payload: _Payload, tenant: str, names: _Names
+    ) -> Generator[None, None, tuple[int, str]]:
+        return (yield from self._dropping(payload, tenant, names, evicts=False))
+
+    def _dropping(
+        self, payload: _Payload, tenant: str, names: _Names, *, evicts: bool
+    ) -> Generator[None, None, tuple[int, str]]:
+        payload.allow(*_NAMESPACE_FIELDS)
+        num_dropped, are_any_left = yield from self._cache.dropping(
+            tenant, adapter=names.digest, salt=names.salt, evicts=evicts
+        )
+        return num_dropped, "some tokens stay, because requests use them" if are_any_left else ""
+
+    def _require_tiers(self) -> None:
         if self._prefetch is None:
             raise Refusal("there are no tiers to save to; kv.release frees the blocks")
-        return self._drop(payload, tenant, prompt, evicts=True)
 
     def _release(self, payload: _Payload, tenant: str, prompt: PromptKey | None) -> tuple[int, str]:
         return self._drop(payload, tenant, prompt, evicts=False)
@@ -215,6 +327,24 @@ class HintApplier:
             num_dropped, num_left = self._cache.drop(*_required(prompt), start, evicts=evicts)
         return num_dropped, f"{num_left} tokens stay, because requests use them" if num_left else ""
 
+    def _share(self, payload: _Payload, tenant: str, prompt: PromptKey | None) -> tuple[int, str]:
+        payload.allow("session_id", "end")
+        end = payload.get("end", int)
+        session = self._session(payload, tenant)
+        if session is not None:
+            if end is not None:
+                raise Refusal("payload.end: expected none with a session, of which everything is shared")
+            num_tokens = self._cache.share_session(session)
+            return num_tokens, "the session has too many prompts; repeat the hint" if session.nodes else ""
+        namespace, tokens = _required(prompt)
+        num_prompt_tokens = len(tokens) // TOKEN_BYTES
+        if end is not None and not 0 < end <= num_prompt_tokens:
+            raise Refusal(f"payload.end: expected 1 to {num_prompt_tokens}, got {end}")
+        num_addressed = num_prompt_tokens if end is None else end
+        num_shared = self._cache.share(namespace, tokens[: num_addressed * TOKEN_BYTES])
+        is_clipped = 0 < num_shared < num_addressed
+        return num_shared, f"{num_addressed - num_shared} tokens are not cached" if is_clipped else ""
+
     def _await(self, payload: _Payload, tenant: str, prompt: PromptKey | None) -> tuple[int, str]:
         payload.allow("session_id", "awaits")
         name = payload.get("awaits", str)
@@ -225,7 +355,7 @@ class HintApplier:
         if session is not None:
             self._cache.sessions.set_awaits(session, awaits)
         ranges = self._ranges(payload, tenant, prompt)
-        return sum(self._cache.set_awaits(each.namespace, each.tokens, awaits) for each in ranges), ""
+        return sum(self._cache.set_awaits(each.namespace, each.tokens, awaits, each.start) for each in ranges), ""
 
     def _session(self, payload: _Payload, tenant: str) -> Session | None:
         """Return the session that an action addresses; None if it addresses a prompt."""
@@ -234,7 +364,7 @@ class HintApplier:
             return None
         session = self._cache.sessions.get(tenant, session_id)
         if session is None:
-            raise Refusal("payload.session_id: no such session of this tenant is cached")
+            raise NothingCached("payload.session_id: no such session of this tenant is cached")
         return session
 
     def _ranges(self, payload: _Payload, tenant: str, prompt: PromptKey | None) -> list[_AddressedTokens]:
@@ -285,6 +415,24 @@ class _Payload:
         if ttl_s is None:
             ttl_s = self.get("duration", float)
         return ttl_s
+
+    def require_ttl(self) -> float:
+        """Return the time to live, which an action requires."""
+        if self.ttl_s is None:
+            raise Refusal("payload.ttl_seconds: it is required, because a pin must end")
+        return self.ttl_s
+
+    @property
+    def priority(self) -> int:
+        """The priority of a retention, which is required."""
+        priority: int | None = self.get("priority", int)
+        if priority is None:
+            raise Refusal(f"{self.name}.priority: it is required, 0 to {MAX_PRIORITY}")
+        return priority
+
+
+def _over_share(num_tokens: int) -> str:
+    return f"{num_tokens} tokens exceed the share of the cache that may be retained"
 
 
 def _required(prompt: PromptKey | None) -> PromptKey:

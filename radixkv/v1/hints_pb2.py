@@ -25,21 +25,21 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import struct_pb2 as google_dot_protobuf_dot_struct__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16radixkv/v1/hints.proto\x12\nradixkv.v1\x1a\x1cgoogle/protobuf/struct.proto\"j\n\x0fKvHintsEnvelope\x12\x18\n\x10protocol_version\x18\x01 \x01(\t\x12\x12\n\nmessage_id\x18\x02 \x01(\t\x12)\n\x07\x61\x63tions\x18\x03 \x03(\x0b\x32\x18.radixkv.v1.KvHintAction\"x\n\x0cKvHintAction\x12\x11\n\taction_id\x18\x01 \x01(\t\x12\x13\n\x0b\x61\x63tion_type\x18\x02 \x01(\t\x12\x16\n\x0e\x61\x63tion_version\x18\x03 \x01(\t\x12(\n\x07payload\x18\x04 \x01(\x0b\x32\x17.google.protobuf.Struct\"h\n\x0bHintOutcome\x12\x11\n\taction_id\x18\x01 \x01(\t\x12&\n\x06status\x18\x02 \x01(\x0e\x32\x16.radixkv.v1.HintStatus\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x0e\n\x06tokens\x18\x04 \x01(\x04*R\n\x06\x41waits\x12\x12\n\x0e\x41WAITS_UNKNOWN\x10\x00\x12\x0f\n\x0b\x41WAITS_TOOL\x10\x01\x12\x0f\n\x0b\x41WAITS_USER\x10\x02\x12\x12\n\x0e\x41WAITS_NOTHING\x10\x03*`\n\nHintStatus\x12\x1b\n\x17HINT_STATUS_UNSPECIFIED\x10\x00\x12\x11\n\rHINT_ACCEPTED\x10\x01\x12\x10\n\x0cHINT_CLIPPED\x10\x02\x12\x10\n\x0cHINT_REFUSED\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16radixkv/v1/hints.proto\x12\nradixkv.v1\x1a\x1cgoogle/protobuf/struct.proto\"j\n\x0fKvHintsEnvelope\x12\x18\n\x10protocol_version\x18\x01 \x01(\t\x12\x12\n\nmessage_id\x18\x02 \x01(\t\x12)\n\x07\x61\x63tions\x18\x03 \x03(\x0b\x32\x18.radixkv.v1.KvHintAction\"x\n\x0cKvHintAction\x12\x11\n\taction_id\x18\x01 \x01(\t\x12\x13\n\x0b\x61\x63tion_type\x18\x02 \x01(\t\x12\x16\n\x0e\x61\x63tion_version\x18\x03 \x01(\t\x12(\n\x07payload\x18\x04 \x01(\x0b\x32\x17.google.protobuf.Struct\"|\n\x0bHintOutcome\x12\x11\n\taction_id\x18\x01 \x01(\t\x12&\n\x06status\x18\x02 \x01(\x0e\x32\x16.radixkv.v1.HintStatus\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\x0e\n\x06tokens\x18\x04 \x01(\x04\x12\x12\n\nis_missing\x18\x05 \x01(\x08*R\n\x06\x41waits\x12\x12\n\x0e\x41WAITS_UNKNOWN\x10\x00\x12\x0f\n\x0b\x41WAITS_TOOL\x10\x01\x12\x0f\n\x0b\x41WAITS_USER\x10\x02\x12\x12\n\x0e\x41WAITS_NOTHING\x10\x03*`\n\nHintStatus\x12\x1b\n\x17HINT_STATUS_UNSPECIFIED\x10\x00\x12\x11\n\rHINT_ACCEPTED\x10\x01\x12\x10\n\x0cHINT_CLIPPED\x10\x02\x12\x10\n\x0cHINT_REFUSED\x10\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'radixkv.v1.hints_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_AWAITS']._serialized_start=404
-  _globals['_AWAITS']._serialized_end=486
-  _globals['_HINTSTATUS']._serialized_start=488
-  _globals['_HINTSTATUS']._serialized_end=584
+  _globals['_AWAITS']._serialized_start=424
+  _globals['_AWAITS']._serialized_end=506
+  _globals['_HINTSTATUS']._serialized_start=508
+  _globals['_HINTSTATUS']._serialized_end=604
   _globals['_KVHINTSENVELOPE']._serialized_start=68
   _globals['_KVHINTSENVELOPE']._serialized_end=174
   _globals['_KVHINTACTION']._serialized_start=176
   _globals['_KVHINTACTION']._serialized_end=296
   _globals['_HINTOUTCOME']._serialized_start=298
-  _globals['_HINTOUTCOME']._serialized_end=402
+  _globals['_HINTOUTCOME']._serialized_end=422
 # @@protoc_insertion_point(module_scope)

@@ -53,13 +53,15 @@ class KvHintAction(_message.Message):
     def __init__(self, action_id: _Optional[str] = ..., action_type: _Optional[str] = ..., action_version: _Optional[str] = ..., payload: _Optional[_Union[_struct_pb2.Struct, _Mapping]] = ...) -> None: ...
 
 class HintOutcome(_message.Message):
-    __slots__ = ("action_id", "status", "reason", "tokens")
+    __slots__ = ("action_id", "status", "reason", "tokens", "is_missing")
     ACTION_ID_FIELD_NUMBER: _ClassVar[int]
     STATUS_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
+    IS_MISSING_FIELD_NUMBER: _ClassVar[int]
     action_id: str
     status: HintStatus
     reason: str
     tokens: int
-    def __init__(self, action_id: _Optional[str] = ..., status: _Optional[_Union[HintStatus, str]] = ..., reason: _Optional[str] = ..., tokens: _Optional[int] = ...) -> None: ...
+    is_missing: bool
+    def __init__(self, action_id: _Optional[str] = ..., status: _Optional[_Union[HintStatus, str]] = ..., reason: _Optional[str] = ..., tokens: _Optional[int] = ..., is_missing: bool = ...) -> None: ...

@@ -92,7 +92,9 @@ def test_tenants_get_what_they_were_promised(world: World, num_steps: int) -> No
 @pytest.mark.parametrize("world", HINTED, ids=world_id)
 def test_hints_of_one_tenant_change_nothing_for_others(world: World, num_steps: int) -> None:
     events = walk(world, "lru", dice_of(6, num_steps))
-    wanted = {"dropped", "dropped of sessions", "nodes of ended sessions", "evicted blocks"}
+    wanted = {"dropped", "dropped of sessions", "dropped of namespaces", "shared", "shared of sessions"}
+    wanted |= {"nodes of ended sessions", "evicted blocks"}
+    wanted |= {"retained of namespaces"} if world.max_retained_blocks and not world.public_texts else set()
     assert {event for event in wanted if not events[event]} == set()
 
 

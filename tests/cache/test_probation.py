@@ -163,3 +163,12 @@ def test_without_a_bound_nothing_is_remembered() -> None:
         publish(cache, text)
     cache.evict(2)
     assert (on_probation(cache), cache._queue._evicted) == (0, {})
+
+
+def test_shared_blocks_leave_probation() -> None:
+    cache = make_cache()
+    publish(cache, "aaaabbbbcccc")
+    cache.share(MODEL, spell("aaaab"))
+    assert on_probation(cache) == 1
+    cache.share(MODEL, spell("aaaabbbbcccc"))
+    assert on_probation(cache) == 0

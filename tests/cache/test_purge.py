@@ -5,11 +5,14 @@ from collections import Counter
 
 import pytest
 
+from radixkv.api.awaits import Awaits
 from radixkv.api.retention import Retention
+from radixkv.cache import sessions
 from radixkv.cache.lease import Lease
 from radixkv.cache.node import Node
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.cache.purge import Purged, all_slices
+from radixkv.errors import InvalidRequest
 from radixkv.namespace import PUBLIC_TENANT, Namespace
 from tests.fakes import FakeClock, cached, lease_text, publish, spell
 
@@ -286,3 +289,102 @@ def test_purged_and_evicted_nodes_are_freed_without_a_collection() -> None:
         assert [each for each in gc.get_objects() if type(each) is Node and id(each) in ids] == []
     finally:
         gc.enable()
+
+
+def test_what_no_request_uses_is_dropped_in_the_named_namespaces_of_the_tenant() -> None:
+    cache = make_cache()
+    publish(cache, "aaaa", Namespace("model", "", "lora"))
+    assert all_slices(cache.dropping("acme", adapter="lora", evicts=False)) == (2 * 16, False)
+    assert left(cache) == {PLAIN, TENANT}
+    assert cached(cache, "aaaa", Namespace("model", "", "lora")) == 4
+    assert all_slices(cache.dropping("acme", salt="", evicts=True)) == (16, False)
+    assert left(cache) == {PLAIN}
+    assert cache.num_evicted_blocks == 4
+    assert all_slices(cache.dropping("acme", evicts=True)) == (0, False)
+
+
+def test_what_requests_use_stays_when_a_namespace_is_dropped() -> None:
+    cache = make_cache()
+    lease = lease_text(cache, "aaaabbbbccDD", TENANT)
+    assert all_slices(cache.dropping("acme", adapter="", evicts=False)) == (4, True)
+    assert not lease.is_revoked
+    lease.close()
+    assert cached(cache, "aaaabbbbcc", TENANT) == 10
+    cache.check()
+
+
+def test_a_slice_drops_at_most_128_nodes_and_examines_at_most_1024_namespaces() -> None:
+    cache = PrefixCache(3000, 4, clock=FakeClock())
+    for number in range(300):
+        publish(cache, f"{number:04}", TENANT)
+    for number in range(2000):
+        publish(cache, "aaaa", Namespace("model", "acme", "", str(number)))
+    left_blocks = [cache.pool.num_published for _ in cache.dropping("acme", salt="", evicts=False)]
+    assert left_blocks == [
+        2000 + 172,
+        2000 + 44,
+        2000,
+    ]  # the third slice examines 1,024 namespaces, the last the others
+    cache.check()
+
+
+def test_sessions_of_dropped_namespaces_are_not_loaded_again() -> None:
+    cache = PrefixCache(64, 4, clock=FakeClock(), max_session_prompt_bytes=10_000)
+    for namespace in (TENANT, SALT):
+        with cache.lease(namespace, spell("aaaabbbb"), session_id=namespace.salt or "plain") as lease:
+            lease.commit(8)
+            lease.awaits = Awaits.TOOL
+    all_slices(cache.dropping("acme", salt="salt", evicts=True))
+    assert [session.session_id for session in cache.sessions.returning(1000.0, 10)] == ["plain"]
+    cache.check()
+
+
+def test_the_sessions_of_a_slice_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sessions, "_MAX_EXAMINED", 2)
+    cache = PrefixCache(64, 4, clock=FakeClock(), max_session_prompt_bytes=10_000)
+    for number in range(5):
+        with cache.lease(TENANT, spell("aaaabbbb"), session_id=str(number)) as lease:
+            lease.commit(8)
+            lease.awaits = Awaits.TOOL
+    assert len(list(cache.sessions.expect_none("acme", None, None))) == 2
+    assert cache.sessions.next_return_s is None
+
+
+def test_a_retention_of_namespaces_reaches_every_node_of_them() -> None:
+    cache = make_cache()
+    cache.max_retained_blocks = cache._retained.max_blocks = 64
+    grant = all_slices(cache.retaining("acme", Retention(80, ttl_s=9.0), adapter="lora"))
+    assert grant[:3] == (2 * (4 + 6 + 4), 0, 0)
+    assert {node.priority for node in cache.nodes() if node.owner.namespace in (ADAPTER, SALT)} == {80}
+    assert {node.priority for node in cache.nodes() if node.owner.namespace in (PLAIN, TENANT)} == {50}
+    assert cache.num_retained_blocks == 8
+    cache.evict(8)
+    assert left(cache) == {ADAPTER, SALT}
+    cache._clock.now_s = 10.0
+    assert cache.num_retained_blocks == 0
+    cache.check()
+
+
+def test_a_retention_of_namespaces_is_bounded_by_what_may_be_retained() -> None:
+    cache = make_cache()
+    cache.max_retained_blocks = cache._retained.max_blocks = 3
+    grant = all_slices(cache.retaining("acme", Retention(80), adapter="lora"))
+    assert grant.granted_tokens + grant.refused_tokens == 2 * (4 + 6 + 4)
+    assert cache.num_retained_blocks == 3
+    assert all_slices(cache.retaining("acme", Retention(20), adapter="lora")).refused_tokens == 0
+    assert cache.num_retained_blocks == 0
+    cache.check()
+
+
+def test_a_retention_of_namespaces_changes_at_most_128_nodes_in_a_slice() -> None:
+    cache = PrefixCache(600, 4, clock=FakeClock())
+    for number in range(600):
+        publish(cache, f"{number:04}", TENANT)
+    slices = cache.retaining("acme", Retention(20), adapter="")
+    next(slices)
+    assert sum(node.priority == 20 for node in cache.nodes()) == 128
+    cache.evict(500)  # some of those that are not changed yet
+    all_slices(slices)
+    assert {node.priority for node in cache.nodes()} == {20}
+    with pytest.raises(InvalidRequest, match=r"retention\.priority: expected 0 to 100, got 101"):
+        all_slices(cache.retaining("acme", Retention(101), adapter=""))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from radixkv.api.awaits import Awaits
+from radixkv.cache import retained_nodes
 from radixkv.cache.lease import Lease
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.namespace import Namespace
@@ -214,3 +215,82 @@ def test_a_session_is_loaded_over_blocks_that_are_needed_later(now_s: float, awa
     assert cache.has_idle_blocks(2, first) is is_idle
     assert cache.has_idle_blocks(2, second)  # over its own blocks
     assert not cache.has_idle_blocks(3, second)
+
+
+def awaits(cache: PrefixCache) -> dict[str, Awaits]:
+    return {bytes(node.tokens[::4]).decode(): node.awaits for node in cache.nodes()}
+
+
+def test_shared_tokens_belong_to_no_session_and_outlive_it(cache: PrefixCache, clock: FakeClock) -> None:
+    publish(cache, "abcdefgh", "s")
+    clock.now_s = 1
+    publish(cache, "xy")
+    assert cache.share(MODEL, spell("abc")) == 4 - 1
+    cache.check()
+    assert own(cache, "s") == ["efgh"]
+    assert cache.end_session("", "s") == 2
+    cache.evict(2)
+    assert [cached(cache, text) for text in ("abcdefgh", "xy")] == [4, 2]
+
+
+def test_only_what_is_cached_is_shared(cache: PrefixCache) -> None:
+    publish(cache, "abcd", "s")
+    assert [cache.share(MODEL, spell(text)) for text in ("abcdefgh", "abcx", "xyz")] == [4, 3, 0]
+    assert cache.share(ACME, spell("abcd")) == 0
+    assert own(cache, "s") == []
+
+
+def test_a_session_shares_everything_that_only_it_has_used(cache: PrefixCache) -> None:
+    for text in ("abcd", "abcdef", "abxy"):
+        publish(cache, text, "s")
+    publish(cache, "abcd", "s", ACME)
+    session = cache.sessions.get("", "s")
+    assert session is not None
+    assert cache.share_session(session) == 8
+    cache.check()
+    assert (cache.sessions.get("", "s"), own(cache, "s", "acme")) == (None, ["abcd"])
+
+
+def test_tokens_of_an_ended_session_that_are_shared_are_not_evicted_first(cache: PrefixCache, clock: FakeClock) -> None:
+    publish(cache, "xy")
+    clock.now_s = 1
+    publish(cache, "abcd", "s")
+    cache.end_session("", "s")
+    cache.share(MODEL, spell("abcd"))
+    cache.evict(1)
+    assert [cached(cache, text) for text in ("abcd", "xy")] == [4, 0]
+
+
+def test_a_session_that_waits_for_nothing_says_nothing_about_what_it_shares(cache: PrefixCache) -> None:
+    publish(cache, "abcd", "s")
+    cache.share(MODEL, spell("ab"))
+    with opened(cache, "abcdef", "s") as lease:
+        lease.commit(6)
+        lease.awaits = Awaits.NOTHING
+    assert awaits(cache) == {"ab": Awaits.UNKNOWN, "cdef": Awaits.NOTHING}
+    with opened(cache, "abcdef") as lease:  # of no session, so it may have been the only user
+        lease.awaits = Awaits.NOTHING
+    assert set(awaits(cache).values()) == {Awaits.NOTHING}
+
+
+def test_what_a_session_waits_for_can_be_set_after_a_position(cache: PrefixCache) -> None:
+    publish(cache, "abcd", "s")
+    cache.share(MODEL, spell("ab"))
+    assert cache.set_awaits(MODEL, spell("abcd"), Awaits.NOTHING, start=2) == 2
+    assert awaits(cache) == {"ab": Awaits.UNKNOWN, "cd": Awaits.NOTHING}
+
+
+def test_a_very_long_path_is_not_split_to_share_it(cache: PrefixCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retained_nodes, "_MAX_CUT_NODES", 1)
+    publish(cache, "abcdefgh", "s")
+    publish(cache, "abxy", "s")
+    assert cache.share(MODEL, spell("abcdef")) == 2
+    cache.check()
+    assert own(cache, "s") == ["cdefgh", "xy"]
+
+
+def test_what_other_prompts_continue_waits_for_something_still(cache: PrefixCache) -> None:
+    publish(cache, "abwxyz")
+    publish(cache, "abcdef")
+    cache.set_awaits(MODEL, spell("abcdef"), Awaits.NOTHING)
+    assert awaits(cache) == {"ab": Awaits.UNKNOWN, "cdef": Awaits.NOTHING, "wxyz": Awaits.UNKNOWN}

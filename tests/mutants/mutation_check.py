@@ -59,6 +59,7 @@ CACHE_TESTS = (
     "tests/cache/test_prefix_cache.py",
     "tests/cache/test_retained_nodes.py",
     "tests/cache/test_purge.py",
+    "tests/cache/test_sessions.py",
     "tests/cache/test_namespace_trees.py",
     "tests/cache/test_tenants.py",
     "tests/cache/test_policies.py",

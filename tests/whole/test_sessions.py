@@ -162,7 +162,7 @@ def test_the_hints_of_a_request_are_applied_when_it_has_ended(client: Client) ->
         "actions": [
             {"action_id": "1", "action_type": "kv.retain", "action_version": "1.0", "payload": {"priority": 20}},
             {"action_id": "2", "action_type": "kv.evict", "action_version": "1.0", "payload": {"start": 128}},
-            {"action_id": "3", "action_type": "kv.share", "action_version": "1.0"},
+            {"action_id": "3", "action_type": "kv.fly", "action_version": "1.0"},
             {"action_id": "4", "action_type": "kv.retain", "action_version": "2.0", "payload": {"priority": 20}},
         ],
     }
@@ -267,3 +267,35 @@ def test_a_session_is_loaded_while_its_tool_runs(client: Client) -> None:
     hint(client, "kv.demote", prompt(1))
     wait_until(lambda: client.probe([*prompt(1), 1]).cached_tokens == 4 * _BLOCK)
     assert client.prefill([*prompt(1), 1], session_id="s").usage.device_tokens == 4 * _BLOCK
+
+
+def test_what_a_session_has_shared_is_not_evicted_with_it(client: Client) -> None:
+    client.prefill(prompt(1) + prompt(2), session_id="s")
+    outcome = hint(client, "kv.share", prompt(1) + prompt(2), end=4 * _BLOCK)
+    assert (outcome.status, outcome.tokens) == (HintStatus.HINT_ACCEPTED, 4 * _BLOCK)
+    client.prefill(prompt(3))
+    assert client.end_session("s").blocks == 4
+    client.prefill(prompt(4) + prompt(5))  # the pool has 16 blocks
+    assert client.probe([*prompt(1), 1]).cached_tokens == 4 * _BLOCK
+    assert client.probe([*prompt(3), 1]).cached_tokens == 4 * _BLOCK
+    outcome = hint(client, "kv.share", session_id="s")
+    assert (outcome.status, outcome.is_missing) == (HintStatus.HINT_REFUSED, True)
+
+
+def test_a_hint_may_address_all_that_a_tenant_has_cached_with_a_salt(client: Client) -> None:
+    for number, salt in ((1, "x"), (2, "x"), (3, "y")):
+        client.prefill(prompt(number), tenant="acme", salt=salt)
+    client.prefill(prompt(1), tenant="other", salt="x")
+    outcome = hint(client, "kv.demote", salt="x", adapter="", tenant="acme")
+    assert (outcome.status, outcome.tokens) == (HintStatus.HINT_ACCEPTED, 8 * _BLOCK)
+    wait_until(lambda: client.probe([*prompt(1), 1], tenant="acme", salt="x").stored_tokens == 4 * _BLOCK)
+    probes = [client.probe([*prompt(1), 1], tenant=tenant, salt="x").cached_tokens for tenant in ("acme", "other")]
+    assert probes == [0, 4 * _BLOCK]
+    assert client.probe([*prompt(3), 1], tenant="acme", salt="y").cached_tokens == 4 * _BLOCK
+    assert hint(client, "kv.retain", salt="y", priority=20, tenant="acme").tokens == 4 * _BLOCK
+    outcome = hint(client, "kv.release", adapter="unknown", tenant="acme")
+    assert outcome.reason == "payload.adapter: expected the name of a loaded adapter, got an unknown one"
+    action = {"action_type": "kv.release", "action_version": "1.0", "payload": {"salt": "y"}}
+    envelope = {"protocol_version": "1.0", "message_id": "m", "actions": [action]}
+    response = client.prefill(prompt(3), tenant="acme", salt="y", kv_hints=envelope)
+    assert response.hints[0].reason.startswith("payload.salt: the hints of a request address its prompt")

@@ -170,6 +170,7 @@ def hint_message(outcome: HintOutcome) -> hints_pb2.HintOutcome:
         status=hints_pb2.HintStatus.Name(outcome.status.value),
         reason=outcome.reason,
         tokens=outcome.tokens,
+        is_missing=outcome.is_missing,
     )
 
 

@@ -21,7 +21,7 @@ import pytest
 
 from radixkv.api.awaits import Awaits
 from radixkv.api.miss_reason import MissReason
-from radixkv.api.retention import DEFAULT_PRIORITY, Retention
+from radixkv.api.retention import DEFAULT_PRIORITY, Grant, Retention
 from radixkv.cache.held_blocks import HeldPath
 from radixkv.cache.lease import Lease
 from radixkv.cache.node import Node, Session, path_to
@@ -72,7 +72,7 @@ class World:
     max_path_nodes: int = 512
     keeps: bool = False  # whether leases are held after their requests
     public_texts: tuple[str, ...] = ()  # digits, which are made public and private again
-    hints: bool = False  # whether prompts and sessions are dropped, and what they await is set
+    hints: bool = False  # whether prompts, sessions and namespaces are dropped, shared and retained
 
     def quota_of(self, tenant: str) -> Quota:
         return dict(self.quotas).get(tenant, self.default_quota)
@@ -299,6 +299,18 @@ class Walk:
             self.publish_events: 10,
         }
 
+        self.hints: list[Callable[[], None]] = [
+            self.drop,
+            self.drop_session,
+            self.drop_session,
+            self.drop_namespaces,
+            self.share,
+            self.share_session,
+            self.set_awaits,
+        ]
+        if not self.texts:
+            self.hints.append(self.retain_namespaces)
+
     def step(self, dice: int) -> None:
         """Do one random thing, then recount everything."""
         self.random.seed(dice)
@@ -306,11 +318,12 @@ class Walk:
         self.clock.now_s += self.random.choice((0, 0, 1))
         self.events["blocks expired"] += self.oracle.retention.expire(self.clock.now_s)
         num_evicted_blocks, self.num_dropped_blocks = self.cache.num_evicted_blocks, 0
-        self.random.choices(list(self.actions), list(self.actions.values()))[0]()
+        if self.world.hints and self.session_random.random() < 0.2:
+            self.session_random.choice(self.hints)()
+        else:
+            self.random.choices(list(self.actions), list(self.actions.values()))[0]()
         if self.session_random.random() < 0.03:
             self.end_session()
-        if self.world.hints and self.session_random.random() < 0.15:
-            self.session_random.choice((self.drop, self.drop_session, self.set_awaits))()
         num_evicted_blocks = self.cache.num_evicted_blocks - num_evicted_blocks + self.num_dropped_blocks
         if num_evicted_blocks:
             num_lost_tokens = self.oracle.forget_evicted(self.cache)
@@ -632,6 +645,74 @@ class Walk:
             assert self._blocks_of_others(session.tenant) == others
             assert session.num_blocks == num_own - num_blocks
             self.events["dropped of sessions"] += num_blocks
+
+    def drop_namespaces(self) -> None:
+        """Drop what no lease uses of some namespaces of a tenant."""
+        tenant, adapter, salt = self._some_namespaces()
+        nodes = [node for node in self.cache.nodes() if node.owner.namespace.is_among(tenant, adapter, salt)]
+        num_unused = sum(node.num_blocks for node in nodes if not node.ref_count)
+        evicts = self.session_random.random() < 0.5
+        before, others, pinned = self._counts(), self._blocks_of_others(tenant), self.cache.num_pinned_blocks
+        dropped = all_slices(self.cache.dropping(tenant, adapter=adapter, salt=salt, evicts=evicts))
+        assert dropped == (num_unused * self.world.block_size, any(node.ref_count for node in nodes))
+        self._verify_dropped(before, num_unused, evicts=evicts)
+        assert (self._blocks_of_others(tenant), self.cache.num_pinned_blocks) == (others, pinned)
+        self.events["dropped of namespaces"] += num_unused
+
+    def retain_namespaces(self) -> None:
+        """Give all cached tokens of some namespaces of a tenant a priority."""
+        tenant, adapter, salt = self._some_namespaces()
+        priority, ttl_s = self.session_random.choice((0, 50, 80)), self.session_random.choice((None, 7.0))
+        expires_s = math.inf if ttl_s is None else self.clock.now_s + ttl_s
+        expected = Grant(0, 0, 0)
+        for node in [node for nodes in self.cache.segments.slices() for node in nodes]:
+            if not node.owner.namespace.is_among(tenant, adapter, salt):
+                continue
+            start, num_tokens = node.start_bytes // 4, len(node.tokens) // 4
+            if expected.refused_tokens:
+                expected = expected.joined(Grant(0, num_tokens, 0))
+                continue
+            tokens = self.cache._trees[node.owner.namespace].path_tokens(node)
+            identities = self.oracle.identities(node.owner.namespace, tokens).tolist()
+            ask = Ask(start, start + num_tokens, priority, expires_s, only_raise=False)
+            expected = expected.joined(self.oracle.retention.retain(identities, ask))
+        before = self._counts()
+        grant = all_slices(self.cache.retaining(tenant, Retention(priority, ttl_s), adapter=adapter, salt=salt))
+        assert grant[:3] == expected[:3], f"expected {expected}, got {grant}"
+        assert self._counts() == before
+        self.events["retained of namespaces"] += grant.granted_tokens
+
+    def _some_namespaces(self) -> tuple[str, str | None, str | None]:
+        choose = self.session_random.choice
+        return choose(("", "a")), choose((None, "", "a")), choose((None, "", "a"))
+
+    def share(self) -> None:
+        """Share the beginning of a prompt."""
+        runs = self.oracle.runs()
+        if not runs:
+            return
+        namespace, tokens = self.session_random.choice(runs)
+        shared = tokens[: 4 * self.session_random.randint(1, len(tokens) // 4)]
+        plain, before = namespace._replace(public_prefix=""), self._counts()
+        num_owned = {session: session.num_blocks for session in self.cache.sessions}
+        num_shared = self.cache.share(plain, shared)
+        assert self._counts() == before
+        owners = {session: session.num_blocks for session in self.cache.sessions}
+        for session in num_owned:
+            assert session.tenant == plain.tenant or owners[session] == num_owned[session]
+        found = self.cache._find(plain, shared)
+        assert all(node.session is None for node in path_to(found.node))
+        assert self.texts or num_shared >= found.cached_tokens  # a lease may copy more of a public prefix
+        self.events["shared"] += sum(num_owned.values()) - sum(owners.values())
+
+    def share_session(self) -> None:
+        sessions = [session for session in self.cache.sessions if session.nodes]
+        if sessions:
+            session, before = self.session_random.choice(sessions), self._counts()
+            num_tokens = sum(len(node.tokens) // 4 for node in session.nodes)
+            assert self.cache.share_session(session) == num_tokens
+            assert (session.num_blocks, self._counts()) == (0, before)
+            self.events["shared of sessions"] += num_tokens
 
     def _verify_dropped(self, before: Counts, num_blocks: int, *, evicts: bool) -> None:
         assert self.cache.pool.num_published == before.num_published - num_blocks
