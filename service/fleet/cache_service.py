@@ -1,4 +1,4 @@
-"""Stats, Purge and EndSession of a fleet: each call is made on all replicas, and the responses are aggregated."""
+"""Stats, Purge, EndSession and Hint of a fleet: a call is made on all replicas, and the responses are aggregated."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ import grpc.aio
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
+from radixkv.api.hints import HintAction
 from radixkv.api.stats import DEFAULT_MAX_TENANTS
 from radixkv.errors import NoReplica
-from radixkv.service.fleet.forwarder import ReplicaRefusal
+from radixkv.service.fleet.forwarder import Forwarder, ReplicaRefusal
 from radixkv.service.fleet.replica_connection import ReplicaConnection, ReplicaLost
-from radixkv.service.fleet.servicers import call_options, replica_errors_as_status
+from radixkv.service.fleet.servicers import call_options, replica_errors_as_status, routing_request
 from radixkv.service.server.calls import Context
-from radixkv.service.server.servicers.messages import require_names
-from radixkv.v1 import cache_pb2
+from radixkv.service.server.servicers.messages import read_caller, read_hints, require_names
+from radixkv.v1 import cache_pb2, hints_pb2
 
 _NAME_OF = {"tenants": "tenant", "tiers": "tier"}
 # Equal on all replicas.
@@ -34,15 +35,17 @@ class FleetCacheService:
 
     Args:
         list_replicas: returns the connections to all replicas.
+        forwarder: chooses the replica that loads a prompt for a hint.
     """
 
-    def __init__(self, list_replicas: ListReplicas) -> None:
+    def __init__(self, list_replicas: ListReplicas, forwarder: Forwarder) -> None:
         self._list_replicas = list_replicas
+        self._forwarder = forwarder
 
     @property
     def methods(self) -> Mapping[str, Callable[[Any, Context], Awaitable[Any]]]:
         """The methods of CacheService that a fleet implements."""
-        return {"Purge": self.purge, "Stats": self.stats, "EndSession": self.end_session}
+        return {"Purge": self.purge, "Stats": self.stats, "EndSession": self.end_session, "Hint": self.hint}
 
     async def purge(self, request: cache_pb2.PurgeRequest, context: Context) -> cache_pb2.PurgeResponse:
         """Purge namespaces on all replicas. The call succeeds only if it did on each of them."""
@@ -80,6 +83,40 @@ class FleetCacheService:
             blocks=sum(each.blocks for each in responses.values()),
         )
 
+    async def hint(self, request: cache_pb2.HintRequest, context: Context) -> cache_pb2.HintResponse:
+        """Apply hints on all replicas. The call succeeds only if it did on each of them.
+
+        A replica refuses the actions of which it caches nothing. Only the replica that would get the prompt loads it.
+        """
+        read_caller(request)
+        loads = [is_prompt_load(action) for action in read_hints(request.kv_hints)]
+        async with replica_errors_as_status(context):
+            loader = ""
+            if any(loads) and request.token_ids:
+                routed = await self._forwarder.routed(routing_request(request))
+                routed.finish(0)
+                loader = routed.name
+
+            def sent_to(address: str) -> list[int]:
+                """Return the positions of the actions that a replica gets."""
+                return [index for index, is_load in enumerate(loads) if not is_load or loader in ("", address)]
+
+            responses, failures = await self._call_all(
+                lambda connection: connection.cache.Hint(
+                    _with_actions(request, sent_to(connection.facts.address)), **call_options(connection, context)
+                ),
+                only=loader if all(loads) else "",
+            )
+            if failures:
+                raise _incomplete(failures, len(responses))
+        outcomes: list[list[hints_pb2.HintOutcome]] = [[] for _ in loads]
+        for address, response in responses.items():
+            for index, outcome in zip(sent_to(address), response.hints, strict=True):
+                outcomes[index].append(outcome)
+        if not all(outcomes):
+            raise NoReplica("replicas: the one that was to load the prompt has left the fleet, retry the call")
+        return cache_pb2.HintResponse(hints=map(joined_outcome, outcomes))
+
     async def stats(self, request: cache_pb2.StatsRequest, context: Context) -> cache_pb2.StatsResponse:
         """Return the sum of the statistics of all replicas, and the statistics of each."""
         require_names(tenant=request.tenant)
@@ -98,10 +135,10 @@ class FleetCacheService:
         return response
 
     async def _call_all(
-        self, make_call: Callable[[ReplicaConnection], Awaitable[Any]]
+        self, make_call: Callable[[ReplicaConnection], Awaitable[Any]], only: str = ""
     ) -> tuple[dict[str, Any], dict[str, grpc.aio.AioRpcError | ReplicaLost]]:
-        """Call each replica. Returns the responses and the failures by address."""
-        connections = await self._list_replicas()
+        """Call each replica, or only one. Returns the responses and the failures by address."""
+        connections = [each for each in await self._list_replicas() if only in ("", each.facts.address)]
         if not connections:
             raise NoReplica("replicas: none is available")
 
@@ -122,6 +159,40 @@ class FleetCacheService:
             else:
                 responses[connection.facts.address] = result
         return responses, failures
+
+
+def is_prompt_load(action: HintAction) -> bool:
+    """Whether an action loads the prompt of its request, instead of that of a session."""
+    return action.action_type == "kv.prefetch" and action.payload.get("session_id") is None
+
+
+def joined_outcome(outcomes: Sequence[hints_pb2.HintOutcome]) -> hints_pb2.HintOutcome:
+    """Join the outcomes of one action on several replicas, at least one.
+
+    Replicas on which nothing that it addresses is cached do not count, unless there are no others. The action is
+    accepted if it was accepted on all replicas that count, and refused if it was refused on all of them. The tokens are
+    added up.
+    """
+    counting = [each for each in outcomes if not each.is_missing] or outcomes
+    statuses = {each.status for each in counting}
+    return hints_pb2.HintOutcome(
+        action_id=counting[0].action_id,
+        status=statuses.pop() if len(statuses) == 1 else hints_pb2.HINT_CLIPPED,
+        reason="; ".join(dict.fromkeys(each.reason for each in counting if each.reason)),
+        tokens=sum(each.tokens for each in counting),
+        is_missing=counting[0].is_missing,
+    )
+
+
+def _with_actions(request: cache_pb2.HintRequest, indices: Sequence[int]) -> cache_pb2.HintRequest:
+    """Return a request with only some of its actions."""
+    if len(indices) == len(request.kv_hints.actions):
+        return request
+    part = cache_pb2.HintRequest()
+    part.CopyFrom(request)
+    del part.kv_hints.actions[:]
+    part.kv_hints.actions.extend(request.kv_hints.actions[index] for index in indices)
+    return part
 
 
 def summed(

@@ -83,7 +83,7 @@ class IngressServer:
         prefill_pb2_grpc.add_PrefillServiceServicer_to_server(prefill_servicer, guarded)  # type: ignore[no-untyped-call]
         fleet_pb2_grpc.add_FleetServiceServicer_to_server(FleetServicer(forwarder), guarded)  # type: ignore[no-untyped-call]
         model_pb2_grpc.add_ModelServiceServicer_to_server(FleetModelServicer(forwarder), guarded)  # type: ignore[no-untyped-call]
-        add_partial_service(guarded, _CACHE, FleetCacheService(list_replicas).methods)
+        add_partial_service(guarded, _CACHE, FleetCacheService(list_replicas, forwarder).methods)
         add_partial_service(guarded, _EVENTS)  # without methods: its calls are refused with a reference to replicas
         add_standard_services(guarded, self._health, _SERVICES)
 

@@ -24,12 +24,14 @@ from radixkv.service.server.guarded_server import GuardedServer
 from radixkv.service.server.servicers.engine_calls import traceparent_of
 from radixkv.service.server.servicers.messages import read_num_completions, read_sampling, require_names
 from radixkv.service.token_ids import read_token_ids
-from radixkv.v1 import fleet_pb2, fleet_pb2_grpc, model_pb2, model_pb2_grpc, prefill_pb2, prefill_pb2_grpc
+from radixkv.v1 import cache_pb2, fleet_pb2, fleet_pb2_grpc, model_pb2, model_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 
 REPLICA = "radixkv-replica"
 """Name of the trailing metadata with the address of the replica that responded."""
 
-_Prompt = TypeVar("_Prompt", prefill_pb2.PrefillRequest, prefill_pb2.ProbeRequest, fleet_pb2.RouteRequest)
+_Prompt = TypeVar(
+    "_Prompt", prefill_pb2.PrefillRequest, prefill_pb2.ProbeRequest, fleet_pb2.RouteRequest, cache_pb2.HintRequest
+)
 
 
 class FleetPrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
@@ -49,7 +51,7 @@ class FleetPrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         """Prefill a prompt on a replica."""
         if request.hold_lease:
             raise _only_on_replicas("hold_lease")
-        prompt = _routing_request(request)
+        prompt = routing_request(request)
         async with replica_errors_as_status(context):
             response: prefill_pb2.PrefillResponse
             routed, response = await self._forwarder.call(
@@ -75,17 +77,17 @@ class FleetPrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         self, request: prefill_pb2.GenerateRequest, context: Context
     ) -> AsyncGenerator[tuple[RoutedRequest, prefill_pb2.GenerateResponse], None]:
         """Return a stream of responses, each with the replica that generates."""
-        prompt = _routing_request(request.prefill, "prefill.token_ids")
+        prompt = routing_request(request.prefill, "prefill.token_ids")
         if self._disaggregated is not None:
             if not request.HasField("kv_source"):
                 read_sampling(request)
                 read_num_completions(request)  # validate before anything is computed
                 return self._disaggregated.stream(
                     request,
-                    lambda: _routing_request(request.prefill),
+                    lambda: routing_request(request.prefill),
                     lambda connection: call_options(connection, context),
                 )
-            source_prompt = _routing_request(request.prefill)
+            source_prompt = routing_request(request.prefill)
             source_prompt.source = _source(request)
             (await self._forwarder.routed(source_prompt)).finish(0)  # refuses addresses that are not replicas
         elif request.HasField("kv_source"):
@@ -102,7 +104,7 @@ class FleetPrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         async with replica_errors_as_status(context):
             response: prefill_pb2.ProbeResponse
             routed, response = await self._forwarder.call(
-                _routing_request(request),
+                routing_request(request),
                 lambda connection: connection.prefill.Probe(request, **call_options(connection, context)),
             )
         routed.finish(0)
@@ -137,7 +139,7 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
 
     async def Route(self, request: fleet_pb2.RouteRequest, context: Context) -> fleet_pb2.RouteResponse:  # noqa: N802
         """Choose a replica. For the time that computing the prompt should take, it counts as load of this replica."""
-        prompt = _routing_request(request)
+        prompt = routing_request(request)
         prompt.avoid.update(request.avoid)
         async with replica_errors_as_status(context):
             routed = await self._forwarder.routed(prompt)
@@ -204,7 +206,12 @@ def _only_on_replicas(subject: str) -> SwitchedOff:
     return SwitchedOff(f"{subject}: a fleet does not offer it; call a replica, whose address `Route` returns")
 
 
-def _routing_request(request: _Prompt, field: str = "token_ids") -> RoutingRequest:
+def routing_request(request: _Prompt, field: str = "token_ids") -> RoutingRequest:
+    """Read a prompt and its namespace.
+
+    Raises:
+        InvalidRequest: the prompt is empty, or a name is too long.
+    """
     require_names(tenant=request.tenant, adapter=request.adapter, salt=request.salt)
     tokens = read_token_ids(request)
     if not tokens:

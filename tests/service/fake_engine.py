@@ -46,9 +46,11 @@ from radixkv.cache.purge import Purged, all_slices
 from radixkv.cache.segment_source import SegmentSource
 from radixkv.compute.device_stats import DeviceStats
 from radixkv.engine.adapters.adapters import Adapters
+from radixkv.engine.hints import HintApplier
 from radixkv.engine.inbox import EngineThread
 from radixkv.engine.public_prefixes import PublicPrefixRegistry
 from radixkv.errors import Draining, InvalidRequest, RadixKVError, UnknownLease
+from radixkv.namespace import Namespace, PromptKey
 from radixkv.offload.index.tier_index import TierIndex
 from radixkv.scheduling.request import Request
 from tests.adapter_doubles import FakeDevice
@@ -81,7 +83,8 @@ class FakeEngine:
         futures: all futures returned by `prefill`, in order.
         cache: what `segments` lists; requests do not change it.
         stored: what it lists of the store `host`.
-        retentions, purges: the arguments of every call of `retain` and `purge`, in order.
+        retentions, hints, purges: the arguments of every call of `retain`, `hint` and `purge`, in order.
+        loads: the prompts that hints have loaded, with the names of their sessions.
         refusal: raised by the next calls at once.
         failure: set on the future of the next calls.
     """
@@ -116,6 +119,9 @@ class FakeEngine:
         self.samplings = []
         self.cancellation = Draining("engine: stopped before the answer was known")
         self.retentions = []
+        self.hints = []
+        self.loads = []
+        self._hint_applier = HintApplier(self.cache, self.cache.retain, self._load_ahead)
         self.purges = []
         self.refusal: Exception | None = None
         self.failure: BaseException | None = None
@@ -238,6 +244,16 @@ class FakeEngine:
         self.retentions.append((tokens, retention, caller))
         future.set_result(_retained(retention))
         return future
+
+    def hint(self, actions, caller, tokens=b"") -> Future:
+        self.hints.append(([each.action_type for each in actions], caller, tokens))
+        key = PromptKey(Namespace("fake", caller.tenant, caller.adapter, caller.salt), tokens) if tokens else None
+        digest_of = self.adapters.digest_of
+        return self._call(lambda: self._hint_applier.applying(actions, caller.tenant, key, digest_of))
+
+    def _load_ahead(self, namespace: Namespace, tokens: bytes, session_id: str) -> int:
+        self.loads.append((tokens, session_id))
+        return len(tokens) // 4
 
     def end_session(self, session_id, caller=None) -> Future:
         future = Future()

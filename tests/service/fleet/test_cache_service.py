@@ -1,4 +1,4 @@
-"""Purge and Stats of a fleet, over real connections to servers of fake engines."""
+"""Purge, Stats, EndSession and Hint of a fleet, over real connections to servers of fake engines."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import grpc.aio
 import pytest
 
 from radixkv.errors import Draining
-from radixkv.service.client import AsyncClient
-from radixkv.service.fleet.cache_service import summed
+from radixkv.namespace import Namespace
+from radixkv.service.client import AsyncClient, HintStatus
+from radixkv.service.fleet.cache_service import joined_outcome, summed
 from radixkv.v1 import cache_pb2, cache_pb2_grpc
 from radixkv.v1.cache_pb2 import (
     BlockStats,
@@ -21,6 +22,9 @@ from radixkv.v1.cache_pb2 import (
     TimeStats,
     TokenStats,
 )
+from radixkv.v1.hints_pb2 import HintOutcome
+from tests.fake_runner import tokens
+from tests.service.fake_engine import FakeEngine
 from tests.service.fleet.test_ingress_server import fleet, run
 
 
@@ -204,3 +208,158 @@ def test_a_session_ends_on_all_replicas() -> None:
             assert [each.session_id for each in stats.sessions] == ["build-42", "build-42", "chat"]
 
     run(test)
+
+
+ACME = Namespace("fake", "acme")
+PROMPT = range(1, 13)  # three blocks
+
+
+def publish(engine: FakeEngine, prompt: range, session_id: str = "") -> None:
+    with engine.cache.lease(ACME, tokens(prompt), session_id=session_id) as lease:
+        lease.commit(lease.num_tokens)
+
+
+def cached_tokens(engine: FakeEngine) -> int:
+    return engine.cache.match(ACME, tokens([*PROMPT, 1])).cached_tokens
+
+
+async def hint(client: AsyncClient, action_type: str, prompt: range | None = PROMPT, **payload) -> HintOutcome:
+    actions = [{"action_id": "a-1", "action_type": action_type, "payload": payload}]
+    (outcome,) = (await client.hint(actions, prompt, tenant="acme")).hints
+    assert outcome.action_id == "a-1"
+    return outcome
+
+
+def test_a_hint_reaches_all_replicas_that_cache_the_prompt() -> None:
+    async def test() -> None:
+        async with fleet(3) as served, AsyncClient(served.address) as client:
+            first, second, third = served.engines.values()
+            assert await hint(client, "kv.release") == HintOutcome(
+                action_id="a-1",
+                status=HintStatus.HINT_REFUSED,
+                reason="nothing that it addresses is cached",
+                is_missing=True,
+            )
+            publish(first, PROMPT)
+            outcome = await hint(client, "kv.share")
+            assert (outcome.status, outcome.tokens) == (HintStatus.HINT_ACCEPTED, 12)
+            publish(second, PROMPT[:8])
+            outcome = await hint(client, "kv.share")
+            assert (outcome.status, outcome.tokens, outcome.reason) == (
+                HintStatus.HINT_CLIPPED, 12 + 8, "4 tokens are not cached",
+            )  # fmt: skip
+            with second.cache.lease(ACME, tokens(PROMPT)):
+                outcome = await hint(client, "kv.release")
+            assert (outcome.status, outcome.tokens) == (HintStatus.HINT_CLIPPED, 12)
+            assert outcome.reason == "8 tokens stay, because requests use them"
+            assert [cached_tokens(engine) for engine in (first, second, third)] == [0, 8, 0]
+
+    run(test)
+
+
+def test_a_hint_reaches_all_replicas_that_know_the_session_or_the_adapter() -> None:
+    async def test() -> None:
+        async with fleet(3) as served, AsyncClient(served.address) as client:
+            first, second, third = served.engines.values()
+            for engine in (first, third):
+                publish(engine, PROMPT, "build-42")
+            outcome = await hint(client, "kv.release", None, session_id="build-42")
+            assert (outcome.status, outcome.tokens) == (HintStatus.HINT_ACCEPTED, 2 * 12)
+            outcome = await hint(client, "kv.release", None, session_id="build-42")
+            assert outcome.reason == "payload.session_id: no such session of this tenant is cached"
+            for engine in (first, second, third):
+                publish(engine, PROMPT)
+            outcome = await hint(client, "kv.retain", None, adapter="", priority=20)
+            assert (outcome.status, outcome.tokens) == (HintStatus.HINT_ACCEPTED, 3 * 12)
+
+    run(test)
+
+
+def test_only_the_replica_that_would_get_the_prompt_loads_it() -> None:
+    async def test() -> None:
+        async with fleet(3) as served, AsyncClient(served.address) as client:
+            outcome = await hint(client, "kv.prefetch")
+            assert (outcome.status, outcome.tokens) == (HintStatus.HINT_ACCEPTED, 12)
+            (loader,) = (name for name, engine in served.engines.items() if engine.loads)
+            assert sum(len(engine.hints) for engine in served.engines.values()) == 1
+            routes = [await client.route([*PROMPT, number], tenant="acme") for number in range(4)]
+            assert [each.address for each in routes] == [loader] * 4
+            actions = [{"action_type": each} for each in ("kv.share", "kv.prefetch", "kv.release")]
+            publish(served.engines[loader], PROMPT)
+            response = await client.hint(actions, PROMPT, tenant="acme")
+            assert [each.tokens for each in response.hints] == [12] * 3
+            assert {name: engine.hints[-1][0] for name, engine in served.engines.items()} == {
+                name: ["kv.share", "kv.prefetch", "kv.release"] if name == loader else ["kv.share", "kv.release"]
+                for name in served.engines
+            }
+
+    run(test)
+
+
+def test_a_session_is_loaded_where_its_last_prompt_is_known() -> None:
+    async def test() -> None:
+        async with fleet(2) as served, AsyncClient(served.address) as client:
+            outcome = await hint(client, "kv.prefetch", session_id="build-42")
+            assert outcome.is_missing
+            assert [len(engine.hints) for engine in served.engines.values()] == [1, 1]
+            outcome = await hint(client, "kv.prefetch", None)
+            assert outcome.reason == "payload: expected session_id, or a prompt in the request"
+
+    run(test)
+
+
+def test_a_hint_that_misses_a_replica_says_which() -> None:
+    async def test() -> None:
+        async with fleet(2) as served, AsyncClient(served.address) as client:
+            failing = list(served.engines)[1]
+            served.engines[failing].hint = lambda *_: refuse()
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await hint(client, "kv.release")
+            assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+            assert f"replicas: 1 of 2 failed, retry the call: {failing}" in refused.value.details()
+            served.state.update(())
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await hint(client, "kv.release")
+            assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+
+    run(test)
+
+
+def test_an_envelope_that_is_wrong_reaches_no_replica() -> None:
+    async def test() -> None:
+        async with fleet(2) as served, AsyncClient(served.address) as client:
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await client.hint([{"action_type": "kv.release"}] * 17, PROMPT)
+            assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert "kv_hints.actions: expected at most 16, got 17" in refused.value.details()
+            assert [engine.hints for engine in served.engines.values()] == [[], []]
+
+    run(test)
+
+
+ACCEPTED = HintOutcome(status=HintStatus.HINT_ACCEPTED, tokens=5)
+CLIPPED = HintOutcome(status=HintStatus.HINT_CLIPPED, tokens=3, reason="a part is in use")
+REFUSED = HintOutcome(status=HintStatus.HINT_REFUSED, reason="all is in use")
+MISSING = HintOutcome(status=HintStatus.HINT_REFUSED, reason="not cached", is_missing=True)
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "joined"),
+    [
+        ([ACCEPTED], ACCEPTED),
+        ([ACCEPTED, MISSING, ACCEPTED], HintOutcome(status=HintStatus.HINT_ACCEPTED, tokens=10)),
+        ([CLIPPED, MISSING], CLIPPED),
+        ([CLIPPED, CLIPPED], HintOutcome(status=HintStatus.HINT_CLIPPED, tokens=6, reason="a part is in use")),
+        ([ACCEPTED, REFUSED], HintOutcome(status=HintStatus.HINT_CLIPPED, tokens=5, reason="all is in use")),
+        (
+            [REFUSED, CLIPPED],
+            HintOutcome(status=HintStatus.HINT_CLIPPED, tokens=3, reason="all is in use; a part is in use"),
+        ),
+        ([MISSING, REFUSED], REFUSED),
+        ([MISSING, MISSING], MISSING),
+    ],
+)
+def test_an_action_is_accepted_if_all_replicas_that_hold_something_accept_it(
+    outcomes: list[HintOutcome], joined: HintOutcome
+) -> None:
+    assert joined_outcome(outcomes) == joined
