@@ -198,8 +198,9 @@ class Node:
             are freed when the node is unpinned.
         last_used_s: when a lease of this node or below last began or ended. Far above the end of that lease's path, the
             time is only updated when the node is unpinned.
-        awaits: what the session of the last lease that ended here, or below, waits for. A lease whose session has ended
-            leaves it unchanged in nodes that have other children. A split copies it to both halves.
+        awaits: what the session of the last lease that ended here, or below, waits for. A lease whose session waits
+            for nothing leaves it unchanged in nodes that have other children, or that do not belong to the session. A
+            split copies it to both halves.
         num_uses: leases that found all tokens of this node cached, except those whose path ends far below.
         policy_note: data of the eviction policy; None on a new node. A split copies it to both halves.
         eviction_entry: entry in the eviction queue; None while the node is not evictable.

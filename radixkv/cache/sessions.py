@@ -30,9 +30,10 @@ class Sessions(Listener):
         lease of session b    [ system prompt ][ other turn ]
         `Node.session`           None             a          a   ;   b
 
-    A node belongs to the session that published it, until a lease of another session, or of none, uses it. The nodes
-    above it have been used by the same leases, so they belong to the same session or to none, and a lease that finds a
-    path visits only the nodes that change their owner.
+    A node belongs to the session that published it, until a lease of another session, or of none, uses it, or until a
+    hint says that several sessions will use it. The nodes above it belong to the same session or to none, because they
+    have been used by the same leases and are shared with it. So a lease that finds a path visits only the nodes that
+    change their owner.
 
     With `max_prompt_bytes`, the last prompts of the sessions used most recently are remembered as well, even after all
     of their nodes were evicted.

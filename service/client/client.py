@@ -323,7 +323,8 @@ class Client:
 
         Args:
             actions: dicts with `action_type`, `payload` and perhaps `action_id`; hints.proto has the table.
-            prompt: the prompt that the actions address; not needed if each payload has a `session_id`.
+            prompt: the prompt that the actions address; not needed if each payload has `session_id`, `adapter` or
+                `salt`.
         """
         token_ids = None if prompt is None else self._served.token_ids(prompt)
         request = hint_request(actions, token_ids, tenant=tenant, adapter=adapter, salt=salt)
