@@ -17,9 +17,9 @@ from radixkv.model.attention.refused_attention import (
 
 QUANTIZED = (torch.float8_e4m3fn, torch.int8, INT4)
 
-# served: the kernel that the service uses in fast mode. plain: this kernel, then the one that loads through pointers,
-# then exact mode, each over a pool that is not quantized. pointers: without warp specialization. specialized: the
-# kernel that loads through pointers, then the warp-specialized ones. all: everything.
+# served: the kernel that the service uses in fast mode. plain: this kernel, then the one that loads K/V through plain
+# pointers, then exact mode, each over a pool that is not quantized. pointers: without warp specialization.
+# specialized: the kernel that loads through pointers, then the warp-specialized ones. all: everything.
 CHOICES = ("served", "plain", "pointers", "specialized", "all")
 
 

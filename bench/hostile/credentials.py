@@ -1,4 +1,4 @@
-"""Measures what authentication by a token or a certificate adds to a call.
+"""Measures what authentication by a bearer token or a client certificate adds to a call.
 
 python -m bench.hostile.credentials [--rounds 12] [--calls 200] [--json FILE]
 

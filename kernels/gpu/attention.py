@@ -210,7 +210,7 @@ def _attend_tile(  # type: ignore[no-untyped-def]
     first_row = tl.load(item + 4)
     kv_start = tl.load(item + 5)
     kv_end = tl.load(item + 6)
-    if num_tokens == 0:  # an idle item of a recorded step
+    if num_tokens == 0:  # an idle item in a CUDA graph
         return
 
     rows = first_row + tl.arange(0, TILE_ROWS)

@@ -69,7 +69,7 @@ class AttentionPlan:
     num_partial_rows: int
 
     def with_idle_work(self) -> AttentionPlan:
-        """Return a copy with additional idle items, like the padded plan of a recorded step."""
+        """Return a copy with additional idle items, like the padded plan of a CUDA graph."""
         idle, no_merge = self.work.new_tensor([NO_WORK] * 3), self.merges.new_tensor([NO_MERGE] * 3)
         return replace(
             self,

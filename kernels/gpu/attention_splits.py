@@ -1,5 +1,8 @@
 """Cuts the keys of attention tiles into splits, one per program, so that all programs end at about the same time.
 
+A program is an instance of a Triton kernel, which runs on one multiprocessor of the GPU. A tile is a group of query
+rows that one program computes together.
+
 fixed    keys [ 0 to 2047 )[ 2048 to 4095 )[ 4096 to 4607 )     the same cuts in any batch
 even     keys [ 0 to 1535 )[ 1536 to 3071 )[ 3072 to 4607 )     as many splits as the device runs at once
 """
@@ -24,8 +27,8 @@ _MIN_SPLIT_TILES = 4
 # tenths of the bandwidth on the data sheet of an H100.
 _PROGRAM_US, _MERGE_US, _PARTIAL_US, _BYTES_PER_US = 3.0, 3.0, 0.5, 3e6
 
-# Maximum number of split sizes times tiles for which costs are estimated: planning then takes some hundred
-# microseconds.
+# `even_splits` estimates a cost for each pair of a split size and a tile. With more pairs than this, it tries fewer
+# sizes, so that planning takes at most some hundred microseconds.
 _MAX_ESTIMATES = 1 << 14
 
 
@@ -81,10 +84,10 @@ class DeviceRoom:
         return self.num_multiprocessors * self.cost(tile_rows).programs
 
     def max_partials(self, num_requests: int, num_kv_heads: int, tile_rows: int) -> int:
-        """Return the maximum number of partial results per KV head after `even_splits`, without those of joined rows.
+        """Return the maximum number of partial results per KV head after `even_splits`, not counting joined rows.
 
         It is the number of programs that the device runs at once, but at least two per multiprocessor, divided by the
-        KV heads, plus two per request.
+        KV heads, plus two per request. Joined rows, see `joined_rows.py`, have further ones.
 
         >>> [DeviceRoom(132).max_partials(4, 8, tile_rows) for tile_rows in (16, 64, 128)]
         [74, 41, 41]
@@ -142,11 +145,11 @@ def even_splits(
         num_rows: rows of each tile, `[num_tiles]`.
         num_kv_heads: KV heads; each is computed by separate programs.
         tile_rows: rows of a tile.
-        max_partials: maximum number of partial results per KV head. Without any split there are none, so keys that are
-            not split are always allowed.
+        max_partials: maximum number of partial results per KV head. A tile whose keys are not split has none, so it is
+            always possible to split nothing.
         room: the device.
 
-    Complexity: O(sizes * tiles), at most some ten thousand.
+    Complexity: O(sizes * tiles); sizes are left out so that this product is at most about 16,000.
     """
     key_tiles = _tiles_of(num_keys)
     sizes = _sizes(int(key_tiles.max()), 4 * room.num_programs(tile_rows) // num_kv_heads, key_tiles.size)

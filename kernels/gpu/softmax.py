@@ -152,7 +152,7 @@ def _merge_partials(  # type: ignore[no-untyped-def]
     first_row = tl.load(item + 2)
     first_partial_row = tl.load(item + 3)
     num_partials = tl.load(item + 4)
-    if num_tokens == 0:  # an idle merge of a recorded step
+    if num_tokens == 0:  # an idle merge in a CUDA graph
         return
 
     tile_rows = tl.program_id(2) * MERGE_ROWS + tl.arange(0, MERGE_ROWS)

@@ -277,7 +277,7 @@ class AdaptivePolicy(EvictionPolicy):
             self._use(used, now_s - used.last_used_s)
         self._tick()
 
-    def waits(self, node: Node) -> None:
+    def note_awaits(self, node: Node) -> None:
         """Record what the last session that used a node waits for."""
         stay: _Stay = node.policy_note
         kind = stay.kind % _NUM_KINDS + _NUM_KINDS * node.awaits

@@ -38,7 +38,7 @@ class EvictionPolicy(Listener):
         """Return what it is worth to keep a leaf with this kind and key."""
         raise NotImplementedError
 
-    def waits(self, node: Node) -> None:
+    def note_awaits(self, node: Node) -> None:
         """Take note of `Node.awaits`, which was set.
 
         When the last lease of a node ends with UNKNOWN, this is not called: the use has reset it.

@@ -26,7 +26,7 @@ class Pins:
     A lease references the node in which its path ends, and a pinned node references its parent. So a second lease of
     the same path changes one count, however long the path is:
 
-        root ── [2] ─┬─ [1] ◀─ lease          a second lease on the upper leaf makes that 2, and nothing above changes
+        root ── [2] ─┬─ [1] ◀─ lease          a second lease of this leaf makes its count 2, and changes no other
                      └─ [1] ◀─ lease
 
     Attributes:
@@ -74,10 +74,10 @@ class Pins:
 
         Args:
             node: the end of the path.
-            awaits: what the session of the lease waits for now; None if its use of the path does not count. That a
-                session has ended says nothing about nodes from which other sessions have continued.
-            session: the session of the lease, which has not been ended yet; None for no such session. That it waits for
-                nothing says nothing about nodes that do not belong to it.
+            awaits: what the session of the lease waits for now, which is recorded in the nodes that are no longer
+                pinned; None to record nothing. The end of a session (`NOTHING`) is not recorded in nodes that other
+                sessions probably use too, nor in those above them.
+            session: the session of the lease, unless it has been ended. Its end is only recorded in its own nodes.
 
         Returns:
             The deepest node of the path that is still pinned, or the root.
@@ -100,7 +100,7 @@ class Pins:
             if awaits is not None:
                 node.awaits = awaits
                 if awaits:
-                    self._policy.waits(node)
+                    self._policy.note_awaits(node)
             node = node.parent
         self.count(first, -num_blocks)
         _touch(node, now)
@@ -111,11 +111,11 @@ class Pins:
     def set_awaits(self, node: Node, awaits: Awaits) -> None:
         """Set what the session of a node waits for, without a use of the node. Complexity: O(log leaves)."""
         node.awaits = awaits
-        self._policy.waits(node)
+        self._policy.note_awaits(node)
         self._queue.requeue(node)
 
     def set_awaits_of_path(self, node: Node, awaits: Awaits, start_bytes: int = 0) -> None:
-        """Set what the session of a path waits for, in the nodes that no lease uses, as if its lease had closed so.
+        """Set what the session of a path waits for, in the nodes that no lease uses, as `unpin` would have set it.
 
         Args:
             node: the end of the path.
@@ -191,7 +191,7 @@ class Pins:
     def narrowed(
         self, node: Node | None, cached_tokens: int, num_surplus_blocks: int, root_tokens: int
     ) -> tuple[Node | None, int, int]:
-        """Pin a shorter path if a lease needs the blocks at its end for itself, and reuse fewer tokens if necessary.
+        """Shorten a path before it is pinned, since the lease needs blocks at its end; reuse fewer tokens if needed.
 
         First the path is split after the reused blocks, so that the rest can be evicted. If that is not enough, the
         partly reused block is not reused. Whole blocks are always reused, because computing one takes a block as well.
@@ -230,7 +230,7 @@ class Pins:
 
 
 def _has_other_continuations(node: Node) -> bool:
-    """Whether other sessions have probably continued after a node from which a session continued.
+    """Whether other sessions than the one that just ended have probably continued after a node, below other children.
 
     A single other child of one block does not count: it usually is the end of an earlier prompt of the same session.
     """

@@ -59,7 +59,7 @@ class Runner:
         model: the weights.
         storage: the K/V memory.
         kernels: the operations on it.
-        graphs: steps recorded over model, storage and kernels; None for no recorded steps.
+        graphs: CUDA graphs of steps, captured over model, storage and kernels; None for none.
         num_state_slots: number of slots for recurrent states; 0 for a model without states.
 
     Attributes:
@@ -133,8 +133,8 @@ class Runner:
     def prepare(self, chunks: Sequence[Chunk]) -> Launch:
         """Do the work of a step that does not need its tokens. The previous step may still be running.
 
-        A recorded step is planned and written to pinned memory. For other steps, only the tables are created. Steps
-        with adapters are not recorded, since adapters add matmuls of other shapes; neither are steps with recurrent
+        A step with a CUDA graph is planned and written to pinned memory. For other steps, only the tables are created.
+        Steps with adapters have no graph, since adapters add matmuls of other shapes; neither are steps with recurrent
         states, nor steps whose queries are observed.
 
         Returns:

@@ -1,12 +1,12 @@
-"""CURVE, the mechanism of ZMTP that authenticates peers by their public keys and encrypts their messages.
+"""CURVE, which authenticates peers by public keys and encrypts messages. It belongs to ZMTP, ZeroMQ's wire protocol.
 
-    peer ── HELLO ───▶        a new key pair of the peer for this connection
-         ◀─ WELCOME ──        one of the server, and a cookie
-         ── INITIATE ▶        the cookie, and the permanent key of the peer, which vouches for the new one
+    peer ── HELLO ───▶        the public key of a key pair that the peer made for this connection
+         ◀─ WELCOME ──        the same of the server, and a cookie
+         ── INITIATE ▶        the cookie, and the permanent key of the peer, which vouches for the key in HELLO
          ◀─ READY ────
          ── MESSAGE ─▶ ◀─ MESSAGE ──
 
-Each box is `crypto_box` of libsodium: X25519, XSalsa20 and Poly1305.
+The encrypted part of each command is called a box: the output of libsodium's `crypto_box` (X25519, XSalsa20, Poly1305).
 
 Source: CurveZMQ (https://rfc.zeromq.org/spec/26/) and its use in ZMTP (https://rfc.zeromq.org/spec/25/).
 """
@@ -45,7 +45,8 @@ class Curve:
 
     Args:
         keys: the keys of the server, and of the readers that may connect.
-        socket_type, peer_types: as for `Null`.
+        socket_type: socket type of this end, such as `PUB`.
+        peer_types: the socket types that may connect.
     """
 
     name = b"CURVE"
@@ -60,7 +61,8 @@ class Curve:
         self._socket_type = socket_type
         self._peer_types = peer_types
         self._cookie = b""  # empty before HELLO
-        self._peer_key = b""  # of this connection, as the next two
+        # The keys of this connection: the peer's public key, the own secret key, and the key that both ends compute.
+        self._peer_key = b""
         self._own_secret = b""
         self._shared = b""
         self._peer_nonce = -1
@@ -70,7 +72,7 @@ class Curve:
         """Return no command, since the peer sends the first one."""
         return b""
 
-    def shake(self, command: bytes) -> bytes:
+    def handle_handshake(self, command: bytes) -> bytes:
         """Answer HELLO with WELCOME, and INITIATE with READY."""
         name, data = split_command(command)
         if name == b"HELLO" and not self._cookie:

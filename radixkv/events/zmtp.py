@@ -60,7 +60,7 @@ class Security(Protocol):
         """Return the body of the command to send after the greeting; empty to send none."""
         ...
 
-    def shake(self, command: bytes) -> bytes:
+    def handle_handshake(self, command: bytes) -> bytes:
         """Handle the body of a handshake command. Return the body of the response; empty to send none.
 
         Raises:
@@ -126,7 +126,7 @@ class ZmtpConnection:
         if not self._security.is_ready:
             if not flags & COMMAND:
                 raise ZmtpError("the peer sent a message before the handshake was finished")
-            answer = self._security.shake(body)
+            answer = self._security.handle_handshake(body)
             if answer:
                 self.replies += frame_head(COMMAND, len(answer)) + answer
             return True
@@ -218,7 +218,7 @@ class Null:
         """Return READY."""
         return command_body(b"READY", metadata(self._socket_type))
 
-    def shake(self, command: bytes) -> bytes:
+    def handle_handshake(self, command: bytes) -> bytes:
         """Take the READY of the peer."""
         name, data = split_command(command)
         if name != b"READY":

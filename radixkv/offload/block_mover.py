@@ -43,7 +43,8 @@ class BlockMover:
         write   pinned slot of the host tier, or of `stage` ──▶ pool[block] ── event ──▶ the slot is released
 
     Args:
-        pools: the memory of blocks, a pool for each K/V shape; their bytes follow each other.
+        pools: the memory of blocks, a pool for each K/V shape. A payload contains the bytes of a block in the first
+            pool, then those in the next one, and so on.
         part_pools: the same for windowed layers; empty if all layers store every token.
         native: copy functions in C++, which fill many blocks on a CPU faster; None to use PyTorch.
         gpu: copies blocks of pools on a GPU; None for pools on a CPU.

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 _FIRST_BUCKET_TOKENS = 512
 _FORGET = 0.1  # weight of a new measurement: of a load, or of a step with that many tokens
-_DOUBT = 0.02  # fraction by which the estimate of a tier shrinks each time it is not used
+_SHRINK = 0.02  # fraction by which the estimate of a tier shrinks each time it is not used
 
 
 class LoadDecision(NamedTuple):
@@ -78,14 +78,14 @@ class LoadOrCompute:
         token_s = self._seconds_per_token(start_token)
         return lookup_s is None or token_s is None or lookup_s <= token_s * num_tokens
 
-    def doubt(self, tiers: Iterable[str]) -> None:
+    def shrink_estimates(self, tiers: Iterable[str]) -> None:
         """Record that tiers were not used because they are slow. Their estimates shrink, so they are tried again."""
         for tier in tiers:
             if tier in self._lookups_s:
-                self._lookups_s[tier] *= 1 - _DOUBT
+                self._lookups_s[tier] *= 1 - _SHRINK
             if tier in self._loads:
-                self._loads[tier].doubt()
-        self._fills.doubt()
+                self._loads[tier].shrink_estimates()
+        self._fills.shrink_estimates()
 
     def choose(self, start_token: int, tiers: Sequence[str]) -> LoadDecision:
         """Choose how many stored blocks to load, from the first on.
@@ -140,8 +140,8 @@ class _LinearFit:
         sums = (self._weight, 1.0), (self._x, x), (self._y, y), (self._xx, x * x), (self._xy, x * y)
         self._weight, self._x, self._y, self._xx, self._xy = (old * (1 - _FORGET) + new for old, new in sums)
 
-    def doubt(self) -> None:
-        self._y, self._xy = self._y * (1 - _DOUBT), self._xy * (1 - _DOUBT)
+    def shrink_estimates(self) -> None:
+        self._y, self._xy = self._y * (1 - _SHRINK), self._xy * (1 - _SHRINK)
 
     def at(self, x: float) -> float:
         """Return the seconds at `x`: at least 0, and growing with it; 0 while nothing was learned."""

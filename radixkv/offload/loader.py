@@ -208,7 +208,7 @@ class Loader:
         choice = self._choice.choose(first_block * self._cache.block_size, [each.tier for each in run])
         self.num_computed_blocks.update(each.tier for each in run[choice.num_blocks :])
         if not choice.num_blocks:
-            self._choice.doubt({each.tier for each in run})
+            self._choice.shrink_estimates({each.tier for each in run})
         return run[: choice.num_blocks]
 
     def find(self, namespace: Namespace, tokens: bytes, first_block: int) -> tuple[int, Sequence[StoredBlock]]:

@@ -82,7 +82,7 @@ class Lookups:
             name for name in tiers if request.is_prefetch or self._choice.is_lookup_worthwhile(name, start, num_tokens)
         ]
         if not blocks or not queried:
-            self._choice.doubt(tiers if blocks else ())
+            self._choice.shrink_estimates(tiers if blocks else ())
             return False
         self._num_open[request] = len(queried)
         keys = [each.key for each in blocks]

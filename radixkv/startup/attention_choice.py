@@ -32,7 +32,7 @@ def attention_kernels(
     """Choose the attention kernels for a model and its device by short trials; see `choose_attention`.
 
     Trials run in separate processes on a GPU, and in this process on a CPU. If FlashInfer is installed and passes its
-    trial, it computes attention in steps that are not recorded.
+    trial, it computes attention in steps that do not run as CUDA graphs.
 
     Args:
         model: the model that will be served.

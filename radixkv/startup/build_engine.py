@@ -1,4 +1,4 @@
-"""Builds the engine that a configuration describes: model, attention kernels, pool, cache, recorded steps."""
+"""Builds the engine that a configuration describes: model, attention kernels, pool, cache, CUDA graphs."""
 
 from __future__ import annotations
 

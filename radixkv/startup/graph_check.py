@@ -1,4 +1,4 @@
-"""Drops recorded steps whose results differ from those of the same steps launched kernel by kernel."""
+"""Drops CUDA graphs whose results differ from those of the same steps launched kernel by kernel."""
 
 from __future__ import annotations
 

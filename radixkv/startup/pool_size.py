@@ -48,17 +48,17 @@ def choose_num_blocks(
     at most 1 GiB or twice the size of the weights, whichever is larger, and at most half of the available memory.
 
     Without `cache.capacity_tokens` a GPU's pool takes the rest of `cache.memory_share` of its memory, after the
-    weights, other programs, adapters, and the memory of recorded steps and of the largest step. To find out what these
-    need, the largest recorded step is recorded, and the largest step of all is computed.
+    weights, other programs, adapters, and the memory of CUDA graphs and of the largest step. To find out what these
+    need, the largest CUDA graph is captured, and the largest step is computed.
 
-        total    [ other programs | weights | recorded steps | largest step | adapters | pool .... | 1 - memory_share )
+        total    [ other programs | weights | CUDA graphs | largest step | adapters | pool .... | 1 - memory_share )
 
     Args:
         model: the weights.
         kernels: the kernels that will serve it.
         kv_shape: the shape and format of K and V in the pool.
         cache, engine: the configuration.
-        recorder: records the steps.
+        recorder: captures CUDA graphs.
         memory: returns free and total bytes of a GPU; None to query it.
 
     Raises:
@@ -118,7 +118,7 @@ def _num_blocks_on_cpu(model: Model, kv_shape: KVShape, cache: CacheConfig) -> i
 def reserve_step_memory(model: Model, kernels: AttentionKernels, storage: KVStorage, engine: EngineConfig) -> None:
     """Compute the largest step again, so that PyTorch's allocator holds the memory reserved by `choose_num_blocks`.
 
-    Recording a CUDA graph empties the allocator's cache. Without this step, another program could take that memory, and
+    Capturing a CUDA graph empties the allocator's cache. Without this step, another program could take that memory, and
     the first long prompt would wait for cudaMalloc. The contents of the pool's first block are lost.
     """
     try:

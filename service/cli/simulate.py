@@ -52,7 +52,7 @@ _OPTIONS = (
         "--hints",
         "H",
         None,
-        f"what the cache knows of sessions: {', '.join(HINTS)}; stop: why each answer ended",
+        f"what the cache knows of sessions: {', '.join(HINTS)} (stop: why an answer ended; end: which was the last)",
         NO_HINTS,
     ),
     tier_option("tiers for blocks that are evicted from the cache"),

@@ -4,7 +4,7 @@
     └── ServiceError                 a call failed
         ├── InvalidArgument          the request is wrong, and would be wrong again
         │   └── OutOfRange           the service has restarted since this event number, or the events were dropped
-        ├── FailedPrecondition       the request is valid, but a ceiling, the configuration or the K/V format forbids it
+        ├── FailedPrecondition       the request is valid, but `ceiling_tokens`, the configuration or the K/V format forbids it
         ├── NotFound                 the adapter, lease, public prefix or tokenizer does not exist
         ├── Unimplemented            the service does not offer this call, or its configuration leaves it out
         ├── Unauthenticated          the call has no valid credential
@@ -126,7 +126,7 @@ class OutOfRange(InvalidArgument):
 
 
 class FailedPrecondition(ServiceError):
-    """The request is valid, but the tenant's ceiling, the configuration or the K/V format rules it out."""
+    """The request is valid, but the tenant's `ceiling_tokens`, the configuration or the K/V format rules it out."""
 
     status = grpc.StatusCode.FAILED_PRECONDITION
 

@@ -115,7 +115,7 @@ def _content(value: Any) -> str:
 
 
 def _token(value: Any, by_content: Mapping[str, AddedToken]) -> AddedToken:
-    """Return the token of a special token's entry, with its flags from the added vocabulary if it is there."""
+    """Convert an entry for a special token, a string or an object; flags come from `by_content` if it has the token."""
     content = _content(value)
     if content in by_content:
         return by_content[content]

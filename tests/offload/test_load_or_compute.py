@@ -58,7 +58,7 @@ def test_a_pool_that_filled_slowly_is_filled_again_after_a_while() -> None:
     choice.note_fill(4, 4 * 0.1)
     num_left_out = 0
     while not choice.choose(0, ["host"]).num_blocks:
-        choice.doubt(["host"])
+        choice.shrink_estimates(["host"])
         num_left_out += 1
     assert 10 < num_left_out < 100
 
@@ -122,6 +122,6 @@ def test_a_tier_that_was_too_slow_is_tried_again_after_a_while() -> None:
     choice.note_lookup("redis", 0.1)
     assert not choice.choose(0, ["disk"]).num_blocks
     for _ in range(40):
-        choice.doubt(["disk", "redis", "host"])
+        choice.shrink_estimates(["disk", "redis", "host"])
     assert choice.choose(0, ["disk"]).num_blocks
     assert choice.is_lookup_worthwhile("redis", 0, 64)

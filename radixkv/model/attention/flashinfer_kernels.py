@@ -1,7 +1,7 @@
-"""FlashInfer's attention over the block pool, in fast mode, for steps that are not recorded as CUDA graphs.
+"""FlashInfer's attention over the block pool, in fast mode, for steps that do not run as CUDA graphs.
 
 FlashInfer reads a layer of the pool in its layout: pages of K and V by head. It does not support a scale per vector, so
-it is not used for quantized pools. The Triton kernels are used for recorded steps, writes and copies.
+it is not used for quantized pools. The Triton kernels are used in CUDA graphs, and for writes and copies.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class FlashInferKernels:
     """Implements `PlanningKernels`. A step is planned once for all layers with the same scoring.
 
     Args:
-        triton: computes recorded steps, and everything except attention.
+        triton: computes attention in CUDA graphs, and everything except attention elsewhere.
         backend: FlashInfer's implementation: "fa3" on a Hopper GPU, otherwise "fa2".
     """
 
@@ -69,11 +69,11 @@ class FlashInferKernels:
         return self.with_triton_kernels(self._triton.for_service())
 
     def with_triton_kernels(self, triton: TritonKernels) -> FlashInferKernels:
-        """Return a copy that uses other Triton kernels for recorded steps."""
+        """Return a copy that uses other Triton kernels in CUDA graphs."""
         return FlashInferKernels(triton, self._backend)
 
     def variants(self) -> list[FlashInferKernels | TritonKernels]:
-        """Return these kernels, and all variants of those for recorded steps."""
+        """Return these kernels, and all variants of those in CUDA graphs."""
         return [self, *self._triton.variants()]
 
     def use_plans(self, batch: PagedBatch, plans: Mapping[PlanKey, AttentionPlan]) -> None:
@@ -147,7 +147,7 @@ def flashinfer_kernels(
     Args:
         use: the requirements of the model.
         capability: compute capability of the GPU, major and minor.
-        triton: the Triton kernels for recorded steps.
+        triton: the Triton kernels for CUDA graphs.
     """
     shape = use.shape
     suits = (

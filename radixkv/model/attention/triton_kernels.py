@@ -38,7 +38,7 @@ class TritonKernels:
             see `kernels/gpu/dequantize_plan.py`; "always" is for trials. It is "never" in exact mode, since the choice
             depends on the batch.
         joins: whether rows of requests that share K/V are joined; False for comparisons.
-        has_idle_work: whether plans get work items without keys, like those of recorded steps; for trials.
+        has_idle_work: whether plans get work items without keys, like those of CUDA graphs; for trials.
         room: the device, among whose programs the work is divided if splits are chosen for the batch.
 
     Attributes:

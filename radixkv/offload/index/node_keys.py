@@ -18,8 +18,8 @@ class NodeKeys:
         root ── [k1 k2 k3] ─┬─ [k4 k5 .. ..]        `..` is a block whose key was not computed yet
                             └─ [.. ..]              all nodes above a node with keys have all of their keys
 
-    A key takes 8 bytes per block if a tier index holds the same object, otherwise 73. A node has no keys if no block
-    at or below it was stored.
+    A key takes 73 bytes: 65 for the `bytes` object and 8 for the reference to it. If a tier index holds the same
+    object, only the reference is additional. A node has no keys if no block at or below it was stored.
 
     Args:
         key_blocks: computes keys.

@@ -36,17 +36,19 @@ _LABEL = "format.json"
 _LOCK = "lock"
 _log = logging.getLogger(__name__)
 _NAMESPACES = "namespaces"
-_BATCH_BYTES = 16 << 20  # per write; encrypted objects take as much memory during it
+_BATCH_BYTES = (
+    16 << 20
+)  # per write; with encryption, the encrypted copies take as much memory again while they are written
 _FULL_PAUSE_S = 60.0  # between attempts to grow on a full disk
 
 
 class BufferPool:
     """A pool of page-aligned buffers of one size.
 
-    Reuse and alignment both matter: the kernel zeroes new memory first, and into memory that begins 16 bytes after a
-    page boundary, as allocators return it, an EPYC copies from the page cache at a quarter of the speed. Pooled buffers
-    are in one mapping, whose pages take memory when they are first written; with huge pages a read and its checksum
-    take 4 % less time.
+    Reuse and alignment both matter. The kernel zeroes new memory before its first use. Allocators return memory that
+    begins 16 bytes after a page boundary; an EPYC copies from the page cache into such memory at a quarter of the
+    speed. Pooled buffers are in one mapping, whose pages take memory when they are first written; with huge pages a
+    read and its checksum take 4 % less time.
 
     Thread-safe: `list.append`, `list.pop` and `next` of a count are atomic.
 
@@ -182,7 +184,7 @@ class DiskStore(StoreBackend):
         object_bytes: size of the largest object.
         max_bytes: capacity, `tiers.disk_bytes`; None for half of the free space, see `half_of_free`.
         clock: seconds, monotonic.
-        native: see `SlotFile`.
+        native: reads and writes in C++, which is faster; None to use Python.
         must_be_private: whether to refuse a directory that other users can write, because blocks are neither
             authenticated nor encrypted.
 
