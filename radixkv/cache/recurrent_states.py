@@ -120,7 +120,7 @@ class StateLease:
         prompt    [ cached | every_tokens ....)[ every_tokens ....)[ .... )( completion ........
         source             ^ a snapshot of the tree; afterwards its own slot
         writes                                ^                   ^ ^             ^ the newest block end
-                               where it diverges from the cached path  the end of the last whole block
+                            where it diverges from a cached path ─┘ └─ the end of its last whole block
 
     The last token of a prompt is always computed, so the last snapshot of a prompt is before its last token.
 

@@ -4,7 +4,7 @@
     └── ServiceError                 a call failed
         ├── InvalidArgument          the request is wrong, and would be wrong again
         │   └── OutOfRange           the service has restarted since this event number, or the events were dropped
-        ├── FailedPrecondition       the request is valid, but `ceiling_tokens`, the configuration or the K/V format forbids it
+        ├── FailedPrecondition       the request is valid, but the configuration or the K/V format forbids it
         ├── NotFound                 the adapter, lease, public prefix or tokenizer does not exist
         ├── Unimplemented            the service does not offer this call, or its configuration leaves it out
         ├── Unauthenticated          the call has no valid credential

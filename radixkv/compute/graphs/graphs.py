@@ -1,4 +1,4 @@
-"""Recorded steps: steps that are captured as CUDA graphs at load, so that a short step takes one launch, not a thousand."""
+"""Recorded steps: CUDA graphs that are captured at load, so that a short step is one launch instead of a thousand."""
 
 from __future__ import annotations
 
