@@ -1,4 +1,4 @@
-"""Measures whether a small Redis keeps a prefix that all requests share, although its hits are on the device.
+"""Measures whether a small Redis keeps a prefix that all requests share, although they find it on the device.
 
 python -m bench.stores.recency --redis redis://127.0.0.1:6379/0 --json recency.json
 

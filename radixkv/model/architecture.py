@@ -45,7 +45,7 @@ def check_architecture(model_class: type[PreTrainedModel], config: Any, device: 
     if _SHORT_CONV in kinds and device.type != "cpu":
         raise UnsupportedModel(
             f"{name}: short convolutions (layers of {_SHORT_CONV}): expected model.device to be cpu, got {device}, "
-            "where no recorded step keeps their states yet"
+            "where CUDA graphs do not keep their states yet"
         )
     rank = getattr(text, "kv_lora_rank", None)
     if rank and device.type != "cpu":

@@ -131,7 +131,7 @@ def read_checkpoint(path: str | Path, longrope: str = "short") -> Checkpoint:
 
 def _read(path: str | Path) -> tuple[Path, dict[str, Any], int | None]:
     """Return the file that describes a model, what is in it, and the size of the weights in memory."""
-    # A name that is too long is no directory for `os.path`, and an OSError for `Path`.
+    # `os.path` returns False for a name that is too long; `Path` would raise an OSError.
     is_directory, is_file = os.path.isdir(path), os.path.isfile(path)
     is_gguf = has_magic(Path(path)) if is_file else str(path).lower().endswith(".gguf")
     if is_gguf or (not is_directory and not is_file and HubName.parse(str(path))):
@@ -161,7 +161,7 @@ class _Fields:
         return None
 
     def layer_kinds(self) -> set[str]:
-        """Return the kinds of layers that store the same K/V or, if they are short convolutions, none."""
+        """Return the kinds of layers that a model may have: attention with equal K/V, and convolutions without K/V."""
         return _SAME_KV | {_SHORT_CONV} if self.size(_CONV_WIDTH) else _SAME_KV
 
     def num_short_convs(self) -> int:

@@ -190,7 +190,9 @@ class OffloadIndex(Listener):
         return [block.key for block in blocks]
 
     def store_again(self, name: str, keys: Sequence[bytes]) -> int:
-        """Queue blocks of the last touch for a shared store again, if they are still on the device.
+        """Queue blocks for a shared store again, if they are still on the device.
+
+        Only nodes of the last touch are searched, the call that notified the stores of recent uses; see `Touches`.
 
         Args:
             name: name of the store, which no longer holds the blocks.
@@ -230,8 +232,8 @@ class OffloadIndex(Listener):
             hint: the priority.
 
         Returns:
-            Of the blocks of the range after the cached ones: how many have the priority, up to the first that does not;
-            and how many are stored, up to the first that is not.
+            Two numbers of consecutive blocks, both counted from the first block of the range that is not on the device:
+            those that have the priority, and those that are stored.
 
         Complexity: a hash of the tokens up to `end`.
         """
@@ -240,7 +242,7 @@ class OffloadIndex(Listener):
         return self.retention.granted(path[max(start, num_cached_blocks) :], hint.priority)
 
     def take_evicted_blocks(self) -> tuple[list[EvictedBlock], dict[str, list[bytes]]]:
-        """Return the blocks to store since the last call, and for each tier the keys it evicts for them, in order."""
+        """Take the queued blocks, and for each tier the keys that it must evict to store them, in order."""
         evicted_blocks, self._evicted_blocks = self._evicted_blocks, []
         victims, self._victims = self._victims, {name: {} for name in self.tiers}
         return evicted_blocks, {name: list(keys) for name, keys in victims.items()}
