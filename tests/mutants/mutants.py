@@ -272,7 +272,7 @@ CACHE_MUTANTS = (
     Mutant("cache/lease.py", "            state.retained.end_after(node, num_old_blocks)\n", "            pass\n"),
     Mutant("cache/lease.py", " or self.is_revoked:", ":"),
     Mutant("cache/prefix_cache.py", "        for node in nodes:\n            self._queue.requeue(node)\n", ""),
-    Mutant("cache/pins.py", "        self._policy.waits(node)\n        self._queue.requeue(node)\n", ""),
+    Mutant("cache/pins.py", "        self._policy.note_awaits(node)\n        self._queue.requeue(node)\n", ""),
     Mutant("cache/eviction_queue.py", "(_rank(leaf), policy.key(leaf), ", "(50, policy.key(leaf), "),
     Mutant("cache/evicted_prefixes.py", "            self._reasons.popitem(last=False)\n", "            pass\n"),
     Mutant(
