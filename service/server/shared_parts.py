@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from radixkv.events.readers import EventReaders
 from radixkv.service.server.model_tokenizer import ModelTokenizer
 from radixkv.service.server.receive.fair_shares import FairShares
+from radixkv.service.server.servicers.stream_turns import StreamTurns
 from radixkv.service.structured.grammars import Grammars
 
 
@@ -19,9 +20,11 @@ class SharedParts:
         tokenizer: the model's tokenizer.
         grammars: compiler of the grammars that constrain completions.
         held_bytes: limits the bytes that requests and unsent responses hold in memory.
+        turns: lets token streams send in turns.
     """
 
     readers: EventReaders | None
     tokenizer: ModelTokenizer
     grammars: Grammars
     held_bytes: FairShares
+    turns: StreamTurns = field(default_factory=StreamTurns)

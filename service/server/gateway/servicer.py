@@ -67,6 +67,7 @@ class GatewayServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         self._tokenizer = shared.tokenizer
         self._grammars = shared.grammars
         self._held_bytes = shared.held_bytes
+        self._turns = shared.turns
         self._writer = ResponseWriter()
         self._calls = RunningCalls()
         self._tokens = TokenCounter()
@@ -96,7 +97,7 @@ class GatewayServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
             self._tokenizer, generation.stops, generation.params, sampling, generation.num_completions
         )
         stop_token_ids = sampling.stop_token_ids | self._engine.eos_token_ids
-        with contextlib.closing(TokenStream(self._mailbox, self._held_bytes, key, call.cancel)) as stream:
+        with contextlib.closing(TokenStream(self._mailbox, self._held_bytes, key, call.cancel, self._turns)) as stream:
             on_tokens = stream.put if generation.is_streamed or stops is not None else stream.keep
             for index in range(generation.num_completions):
                 future = self._engine.generate(generation.params, sampling.of_answer(index), partial(on_tokens, index))

@@ -11,13 +11,14 @@ from radixkv.api.params import PrefillParams
 from radixkv.api.result import GenerationFuture
 from radixkv.api.sampling import Sampling
 from radixkv.service.server.mailbox import Mailbox
-from radixkv.service.server.receive.fair_shares import FairShares, QuotaKey
+from radixkv.service.server.receive.fair_shares import QuotaKey
 from radixkv.service.server.servicers.engine_calls import result_of
 from radixkv.service.server.servicers.logprob_messages import with_logprobs
 from radixkv.service.server.servicers.messages import last_response, usage_message
 from radixkv.service.server.servicers.response_writer import ResponseWriter
 from radixkv.service.server.servicers.stop_strings import StopStrings
 from radixkv.service.server.servicers.token_stream import TokenStream
+from radixkv.service.server.shared_parts import SharedParts
 from radixkv.v1 import prefill_pb2
 
 if TYPE_CHECKING:  # the engine needs torch; this module does not
@@ -37,7 +38,7 @@ class GenerateCall:
         engine: generates the completions.
         mailbox: delivers the engine's results.
         writer: serializes large responses.
-        held_bytes: counts the bytes of unsent tokens.
+        shared: limits the bytes of unsent tokens, and lets streams take turns.
         params: the prompt.
         stops: stop strings; None if there are none.
     """
@@ -47,7 +48,7 @@ class GenerateCall:
         engine: Engine,
         mailbox: Mailbox,
         writer: ResponseWriter,
-        held_bytes: FairShares,
+        shared: SharedParts,
         params: PrefillParams,
         stops: StopStrings | None,
     ) -> None:
@@ -58,7 +59,8 @@ class GenerateCall:
         self._stops = stops
         self._futures: list[GenerationFuture] = []
         self._num_sent: list[int] = []  # tokens, by completion
-        self._stream = TokenStream(mailbox, held_bytes, QuotaKey.of_tenant(params.caller.tenant), self._cancel)
+        key = QuotaKey.of_tenant(params.caller.tenant)
+        self._stream = TokenStream(mailbox, shared.held_bytes, key, self._cancel, shared.turns)
 
     def start(self, sampling: Sampling, num_completions: int, fetched: FetchedBlocks | None) -> None:
         """Submit the requests. `fetched` is K/V of the prompt from another server."""

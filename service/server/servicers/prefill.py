@@ -105,7 +105,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         sampling = await self._shared.grammars.constrain(read_sampling(request), read_grammar(request), key)
         sampling = await with_tool_calls(self._shared.tokenizer, request.tool_call_begin, sampling)
         stops = await stop_strings(self._shared.tokenizer, request.stop, params, sampling, num_completions)
-        generation = GenerateCall(self._engine, self._mailbox, self._writer, self._shared.held_bytes, params, stops)
+        generation = GenerateCall(self._engine, self._mailbox, self._writer, self._shared, params, stops)
         try:
             fetched = None
             if request.HasField("kv_source"):

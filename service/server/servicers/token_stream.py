@@ -13,6 +13,7 @@ from radixkv.errors import QueueFull
 from radixkv.service.server.mailbox import Mailbox
 from radixkv.service.server.receive.fair_shares import FairShares, QuotaKey
 from radixkv.service.server.receive.response_bytes import unsent_bytes
+from radixkv.service.server.servicers.stream_turns import StreamTurns
 
 
 class UnsentTokens:
@@ -59,11 +60,20 @@ class TokenStream:
         held_bytes: counts the bytes of all calls.
         key: the quota key that they are charged to.
         cancel: cancels the completions when too much is held.
+        turns: of all streams of the server.
     """
 
-    def __init__(self, mailbox: Mailbox, held_bytes: FairShares, key: QuotaKey, cancel: Callable[[], object]) -> None:
+    def __init__(
+        self,
+        mailbox: Mailbox,
+        held_bytes: FairShares,
+        key: QuotaKey,
+        cancel: Callable[[], object],
+        turns: StreamTurns,
+    ) -> None:
         self._mailbox = mailbox
         self._held_bytes = held_bytes
+        self._turns = turns
         self._key = key
         self._cancel: Callable[[], object] | None = cancel
         self._unsent: dict[int, UnsentTokens] = {}
@@ -93,7 +103,7 @@ class TokenStream:
         self._mailbox.post(self._end, index)
 
     async def get(self) -> tuple[Collection[int], list[int]]:
-        """Wait for updates, and return the completions with new tokens since the last call, and those that ended.
+        """Wait for updates and for a turn, and return the completions with new tokens, and those that ended.
 
         A completion that ended is not among those with new tokens. Call this only when the tokens that were taken
         before have been sent.
@@ -104,6 +114,7 @@ class TokenStream:
         self._release(self._sending_bytes)
         self._sending_bytes = 0
         await self._has_update.wait()
+        await self._turns.wait(self._key)
         self._has_update.clear()
         self._require_room()
         updated = self._updated

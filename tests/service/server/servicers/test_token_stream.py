@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 
 import pytest
 
@@ -11,6 +12,7 @@ from radixkv.errors import QueueFull
 from radixkv.service.server.mailbox import Mailbox
 from radixkv.service.server.receive.fair_shares import FairShares, QuotaKey
 from radixkv.service.server.receive.response_bytes import unsent_bytes
+from radixkv.service.server.servicers.stream_turns import StreamTurns
 from radixkv.service.server.servicers.token_stream import TokenStream
 
 BUSY, OTHER = QuotaKey.of_tenant("busy"), QuotaKey.of_tenant("other")
@@ -24,10 +26,10 @@ def chunk_of(number, num_top=None):
 class Line:
     """A stream whose tokens come at once."""
 
-    def __init__(self, most_bytes=10**6, account=BUSY, held=None):
+    def __init__(self, most_bytes=10**6, account=BUSY, held=None, turns=None):
         self.held = FairShares(most_bytes, "bytes") if held is None else held
         self.num_cancels = 0
-        self.stream = TokenStream(Mailbox(), self.held, account, self.cancel)
+        self.stream = TokenStream(Mailbox(), self.held, account, self.cancel, turns or StreamTurns())
 
     def cancel(self):
         self.num_cancels += 1
@@ -54,6 +56,30 @@ def test_tokens_that_wait_are_sent_together():
     assert (first.first_usage.generated_tokens, first.last_usage.generated_tokens) == (1, 4)
     assert first.prompt_logprobs == ("of the prompt",)
     assert (other.token_ids, other.logprobs) == ([1], ())
+
+
+def test_of_many_streams_with_tokens_one_sends_in_each_iteration_of_the_event_loop():
+    async def run():
+        turns, iteration, sent = StreamTurns(), 0, []
+        lines = [Line(turns=turns) for _ in range(40)]
+
+        async def send(number):
+            await lines[number].stream.get()
+            sent.append((iteration, number, lines[number].stream.take(0).token_ids))
+
+        sending = [asyncio.create_task(send(number)) for number in range(len(lines))]
+        await asyncio.gather(*(line.receive(0, chunk_of(1)) for line in lines))
+        while not all(task.done() for task in sending):
+            if iteration == 5:  # the last stream still waits
+                lines[-1].stream.put(0, chunk_of(2))
+            iteration += 1
+            await asyncio.sleep(0)
+        return sent
+
+    sent = asyncio.run(run())
+    assert [number for _, number, _ in sent] == list(range(40))
+    assert max(Counter(iteration for iteration, _, _ in sent).values()) == 1
+    assert [token_ids for _, _, token_ids in sent] == [[1]] * 39 + [[1, 2]]
 
 
 def test_tokens_that_arrive_while_others_are_sent_are_sent_with_them():

@@ -1,0 +1,53 @@
+"""Which streams continue in an iteration of the event loop, and in which order."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from radixkv.service.server.receive.fair_shares import QuotaKey
+from radixkv.service.server.servicers.stream_turns import StreamTurns
+
+BUSY, OTHER = QuotaKey.of_tenant("busy"), QuotaKey.of_tenant("other")
+
+
+async def turns_of(
+    keys: Sequence[QuotaKey], num_chunks: int = 1, cancelled: Sequence[int] = ()
+) -> list[tuple[int, int]]:
+    """Return the iteration and the number of each stream that continued, in order."""
+    turns, iteration, continued = StreamTurns(), 0, []
+
+    async def stream(number: int) -> None:
+        for _ in range(num_chunks):
+            await turns.wait(keys[number])
+            continued.append((iteration, number))
+
+    tasks = [asyncio.create_task(stream(number)) for number in range(len(keys))]
+    while not all(task.done() for task in tasks):
+        iteration += 1
+        await asyncio.sleep(0)
+        if iteration == 1:  # all of them wait now
+            for number in cancelled:
+                tasks[number].cancel()
+    return continued
+
+
+def test_one_stream_continues_in_each_iteration() -> None:
+    continued = asyncio.run(turns_of([BUSY] * 10, num_chunks=2))
+    assert [number for _, number in continued] == [0, 0, *range(1, 10), *range(1, 10)]
+    iterations = [iteration for iteration, _ in continued]
+    assert len(set(iterations)) == len(iterations)
+
+
+def test_a_single_stream_does_not_wait_for_an_iteration_without_a_stream() -> None:
+    assert [iteration for iteration, _ in asyncio.run(turns_of([BUSY]))] == [1]
+
+
+def test_keys_take_turns() -> None:
+    continued = asyncio.run(turns_of([BUSY, BUSY, BUSY, BUSY, OTHER, OTHER]))
+    assert [number for _, number in continued] == [0, 1, 4, 2, 5, 3]
+
+
+def test_a_cancelled_stream_leaves_its_turn_to_the_next() -> None:
+    continued = asyncio.run(turns_of([BUSY] * 5, cancelled=[1, 3]))
+    assert [number for _, number in continued] == [0, 2, 4]
