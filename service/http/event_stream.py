@@ -16,6 +16,9 @@ from radixkv.errors import DeadlinePassed
 class EventStream:
     """Sends server-sent events, each of which must be read within a time.
 
+    `send` returns when the system has taken the event. So a stream that is not read pauses, and the tokens that are
+    generated meanwhile are sent as one event.
+
     The headers are sent with the first event, so that a request that is refused before can still have an HTTP status.
 
     Args:
@@ -45,9 +48,10 @@ class EventStream:
         text = data if isinstance(data, str) else json.dumps(data, ensure_ascii=False, separators=(",", ":"))
         line = f"data: {text}\n\n" if name is None else f"event: {name}\ndata: {text}\n\n"
         async with self._in_time():
-            if not self.has_begun:
-                await self.response.prepare(self._request)
+            writer = await self.response.prepare(self._request)  # sends the headers the first time
             await self.response.write(line.encode())
+            if writer is not None:
+                await writer.drain()  # `write` itself waits only after every 64 KiB
 
     async def end(self) -> web.StreamResponse:
         """End the response after the last event, and return it. Raises as `send`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import secrets
@@ -32,6 +33,7 @@ from radixkv.service.http.openai_responses import (
 from radixkv.service.http.prompts import PromptEncoder
 from radixkv.service.http.responses_api import NAMES as RESPONSE_NAMES
 from radixkv.service.http.tools import EncodedChat
+from radixkv.service.server.servicers.response_writer import runs
 from radixkv.service.text.answer_format import AnswerPart, AnswerParts, Reasoning
 from radixkv.service.text.tokenizer import Tokenizer
 from radixkv.service.text.tool_calls import ToolCall
@@ -367,22 +369,34 @@ class _ResponseWriter:
             parts = self._format.parts(index, chunk)
             if not (parts or chunk.is_last or is_first or rows):
                 continue  # a part of a character, or of what may be a stop string or a call
-            logprobs = None
-            if self._has_logprobs:
-                logprobs = self._format.logprobs(rows, self.tokenizer, choice.num_chars)
-                choice.num_chars += sum(len(self.tokenizer.token_text(token_id)) for token_id, _ in rows)
+            *earlier, rows = [rows[run] for run in runs(chunk.response.logprobs)] or [[]]
+            for each in earlier:  # the client reads slowly, so many tokens are sent at once
+                logprobs = self._logprobs(choice, each)
+                first = self._format.chunk_choice(index, [], logprobs, None, is_first=is_first)
+                await events.send(self._chunk([first]))
+                await asyncio.sleep(0)  # so that other calls do not wait for all of them
+                is_first = False
             reasoning: list[AnswerPart] = [each for each in parts if isinstance(each, Reasoning)]
             others: list[AnswerPart] = [each for each in parts if not isinstance(each, Reasoning)]
             if reasoning and others:  # clients read one of them in a chunk
                 first = self._format.chunk_choice(index, reasoning, None, None, is_first=is_first)
                 await events.send(self._chunk([first]))
                 parts, is_first = others, False
+            logprobs = self._logprobs(choice, rows)
             last = self._format.chunk_choice(index, parts, logprobs, choice.finish_reason, is_first=is_first)
             await events.send(self._chunk([last]))
         if self.options.has_usage_chunk:
             await events.send({**self._chunk([]), "usage": self._usage()})
         await events.send("[DONE]")
         return await events.end()
+
+    def _logprobs(self, choice: _Choice, rows: Sequence[tuple[int, TokenLogprobs]]) -> dict[str, Any] | None:
+        """Return the log probabilities of the next tokens of a streamed completion; None if they are not requested."""
+        if not self._has_logprobs:
+            return None
+        logprobs = self._format.logprobs(rows, self.tokenizer, choice.num_chars)
+        choice.num_chars += sum(len(self.tokenizer.token_text(token_id)) for token_id, _ in rows)
+        return logprobs
 
     def _chunk(self, choices: Sequence[dict[str, Any]]) -> dict[str, Any]:
         chunk = {**self._head, "object": self._format.chunk_object, "choices": choices}

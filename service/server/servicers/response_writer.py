@@ -7,6 +7,7 @@ import io
 from collections.abc import Iterable, Iterator, Sequence
 
 from radixkv.api.result import TokenLogprobs
+from radixkv.v1 import prefill_pb2
 
 # Number of log probabilities that are serialized at once, in less than 1 ms. Responses with no more than this are
 # serialized on the event loop.
@@ -20,7 +21,7 @@ def num_numbers(rows: Sequence[TokenLogprobs]) -> int:
     return len(rows) * (1 + len(rows[0].top)) if rows else 0
 
 
-def runs(rows: Sequence[TokenLogprobs]) -> Iterator[slice]:
+def runs(rows: Sequence[TokenLogprobs] | Sequence[prefill_pb2.TokenLogprobs]) -> Iterator[slice]:
     """Cut rows into runs that are serialized at once."""
     num_rows = max(1, PIECE_NUMBERS // (1 + len(rows[0].top))) if rows else 1
     for start in range(0, len(rows), num_rows):

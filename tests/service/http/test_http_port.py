@@ -298,6 +298,31 @@ def test_a_client_that_reads_nothing_loses_its_connection() -> None:
     run(main())
 
 
+def test_the_log_probabilities_of_many_tokens_are_sent_in_several_events() -> None:
+    async def main() -> tuple[list[Any], Any]:
+        async with port_of(engine) as (_, port):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.transport.pause_reading()
+            writer.write(request_bytes({**body, "stream": True}))
+            await becomes_true(lambda: bool(engine.futures) and engine.futures[0].done())
+            writer.transport.resume_reading()
+            _, _, data = await response_of(reader)
+            writer.close()
+            _, whole = await call(port, body)
+        lines = [line.removeprefix(b"data: ") for line in data.split(b"\n\n") if line]
+        assert lines.pop() == b"[DONE]"
+        return [json.loads(line)["choices"][0] for line in lines], whole["choices"][0]
+
+    engine = FakeEngine()
+    body = {"prompt": [5], "max_tokens": 4000, "logprobs": 20}
+    events, whole = run(main())
+    assert "".join(event["text"] for event in events) == whole["text"]
+    for name, values in whole["logprobs"].items():
+        assert [value for event in events for value in event["logprobs"][name]] == values
+    assert max(len(event["logprobs"]["tokens"]) for event in events) * 21 <= 1024
+    assert [event["finish_reason"] for event in events if event["finish_reason"]] == ["length"]
+
+
 def test_headers_may_end_in_several_pieces() -> None:
     async def main() -> int:
         async with port_of(FakeEngine()) as (_, port):
