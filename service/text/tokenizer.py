@@ -30,7 +30,7 @@ _BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")  # a byte in tokenizers of Senten
 _PRINTABLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
 _OTHERS = tuple(each for each in range(256) if each not in _PRINTABLE)
 _BYTES = {chr(each): each for each in _PRINTABLE} | {chr(256 + index): each for index, each in enumerate(_OTHERS)}
-_MAX_TOKEN_TEXTS = 65_536
+_MAX_KNOWN_TOKENS = 65_536
 _DEFAULT = "default"  # name of the chat template for conversations without tools
 _WITH_TOOLS = "tool_use"  # name of the chat template for conversations with tools, in models that have several
 
@@ -65,7 +65,7 @@ class Tokenizer:
         self._templates: dict[str, ChatTemplate] = {}
         self._response_template = response_template
         self._is_cleaned_up = is_cleaned_up
-        self._token_texts: dict[int, str] = {}
+        self._tokens: dict[int, tuple[str, bytes]] = {}  # text and bytes by id
 
     @classmethod
     def load(cls, source: str | Path) -> Self:
@@ -282,20 +282,28 @@ class Tokenizer:
 
         A part of a character is U+FFFD.
         """
-        known = self._token_texts.get(token_id)
+        return self._token(token_id)[0]
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return the bytes of one token, which may be a part of a character. Special tokens have none."""
+        return self._token(token_id)[1]
+
+    def _token(self, token_id: int) -> tuple[str, bytes]:
+        """Return the text and the bytes of a token."""
+        known = self._tokens.get(token_id)
         if known is not None:
             return known
         # Decoders of SentencePiece remove the space at the beginning of a text.
         before = self._decode(self._letter_ids)
         text = self._decode([*self._letter_ids, token_id])
         text = text[len(before) :] if text.startswith(before) else self._decode([token_id])
-        if len(self._token_texts) < _MAX_TOKEN_TEXTS:
-            self._token_texts[token_id] = text
-        return text
+        token = text, self._bytes(token_id, text)
+        if len(self._tokens) < _MAX_KNOWN_TOKENS:
+            self._tokens[token_id] = token
+        return token
 
-    def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes of one token, which may be a part of a character. Special tokens have none."""
-        text = self.token_text(token_id)
+    def _bytes(self, token_id: int, text: str) -> bytes:
+        """Return the bytes of a token with this text."""
         if BROKEN not in text:
             return text.encode()
         token = self._backend.id_to_token(token_id) or ""
