@@ -19,6 +19,7 @@ ATTACKS: dict[str, Attack] = {
     "unread": Attack(
         connections.unread, settings=("server.send_timeout_s=2",), vocab_size=_LARGE_VOCABULARY, num_connections=10
     ),
+    "unread_streams": Attack(connections.unread_streams, settings=("server.send_timeout_s=2",), num_connections=50),
     "deep_retain": Attack(deep_paths.hit_after_retain, deep_paths.cut_by_retain, LARGE_POOL, num_connections=33),
     "deep_branches": Attack(deep_paths.hit_after_branches, deep_paths.cut_by_branches, LARGE_POOL, num_connections=49),
     "held_prompt": Attack(held_leases.held_prompt, settings=(*LARGE_POOL, _SHORT_TTL)),

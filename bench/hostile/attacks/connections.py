@@ -8,13 +8,14 @@ from collections import Counter
 from collections.abc import AsyncIterator
 
 from bench.hostile.attacks.attack import Figures, Target
-from bench.hostile.attacks.flood import PREFILL
+from bench.hostile.attacks.flood import GENERATE, PREFILL
 from bench.hostile.attacks.frames import CONTINUATION, HEADERS, RawConnection, block, frame
 from radixkv.v1 import prefill_pb2
 
 IDLE_CONNECTIONS = 10_000
 
 _AT_ONCE = 100  # connections that are opened together
+_DEFAULT_WINDOW_BYTES = 65_535  # of HTTP/2
 
 _NUM_RESETS = 15_000
 _RESETS_AT_ONCE = 10
@@ -43,6 +44,18 @@ async def unread(target: Target) -> Figures:
                 connection.call(PREFILL, message.SerializeToString())
         await asyncio.sleep(target.seconds)
     return {"connections": 10, "calls": 10 * num_calls}
+
+
+async def unread_streams(target: Target) -> Figures:
+    """Ask for streams with log probabilities on 50 connections, and read nothing: `http_unread` over gRPC."""
+    message = prefill_pb2.GenerateRequest(max_new_tokens=400, ignore_eos=True, logprobs=20)
+    message.prefill.CopyFrom(prefill_pb2.PrefillRequest(token_ids=[65], tenant="hostile"))
+    num_connections = target.part_of(50)
+    async with _connections(target.address, num_connections, _DEFAULT_WINDOW_BYTES) as connections:
+        for connection in connections:
+            connection.call(GENERATE, message.SerializeToString())
+        await asyncio.sleep(target.seconds)
+    return {"connections": num_connections}
 
 
 async def slow_headers(target: Target) -> Figures:
@@ -89,7 +102,7 @@ async def _resets(target: Target, seconds: float) -> Figures:
     num_sent = num_connections = 0
     while num_sent < num_streams and clock() < start_s + target.seconds:
         with contextlib.suppress(ConnectionError):
-            connection = await RawConnection.open(target.address, 65_535)
+            connection = await RawConnection.open(target.address, _DEFAULT_WINDOW_BYTES)
             reading = asyncio.create_task(connection.discard())
             num_connections += 1
             while num_sent < num_streams:
@@ -109,7 +122,7 @@ async def broken_paths(target: Target) -> Figures:
     num_calls = target.part_of(_NUM_BROKEN_PATHS)
     for _ in range(num_calls):
         with contextlib.suppress(ConnectionError):
-            connection = await RawConnection.open(target.address, 65_535)
+            connection = await RawConnection.open(target.address, _DEFAULT_WINDOW_BYTES)
             connection.call(_BROKEN_PATH, b"")
             observed[f"status {await connection.read_status(_STATUS_TIMEOUT_S)}"] += 1
             connection.close()
@@ -118,12 +131,12 @@ async def broken_paths(target: Target) -> Figures:
 
 
 @contextlib.asynccontextmanager
-async def _connections(address: str, number: int) -> AsyncIterator[list[RawConnection]]:
+async def _connections(address: str, number: int, window_bytes: int = 0) -> AsyncIterator[list[RawConnection]]:
     connections: list[RawConnection] = []
     try:
         while len(connections) < number:
             num_more = min(_AT_ONCE, number - len(connections))
-            connections += await asyncio.gather(*(RawConnection.open(address) for _ in range(num_more)))
+            connections += await asyncio.gather(*(RawConnection.open(address, window_bytes) for _ in range(num_more)))
         yield connections
     finally:
         for connection in connections:

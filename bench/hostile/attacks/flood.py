@@ -14,6 +14,7 @@ import grpc.aio
 from bench.hostile.attacks.attack import Figures, Target
 
 PREFILL = "/radixkv.v1.PrefillService/Prefill"
+GENERATE = "/radixkv.v1.PrefillService/Generate"
 PROBE = "/radixkv.v1.PrefillService/Probe"
 RETAIN = "/radixkv.v1.CacheService/Retain"
 PURGE = "/radixkv.v1.CacheService/Purge"
