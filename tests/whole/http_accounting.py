@@ -131,6 +131,9 @@ def run(num_calls: int, seed: int) -> Counter[str]:
             body = {"model": "tiny", "max_tokens": max_tokens, "cache_salt": salt, **request}
             connection.request("POST", "/v1/messages", json.dumps(body))
             response = json.load(connection.getresponse())
+            if "usage" not in response:
+                outcomes[f"WRONG {response}"] += 1
+                continue
             token_ids = tokenizer.encode_chat([{"role": "system", "content": request["system"]}, *request["messages"]])
             wrong = check(
                 response["usage"],
