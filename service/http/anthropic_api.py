@@ -12,21 +12,19 @@ from typing import Any
 
 from aiohttp import web
 
-from radixkv.api.limits import Limits
 from radixkv.errors import PromptTooLong, UnknownAdapter
 from radixkv.service.http.anthropic_requests import read_messages, read_prompt_only
 from radixkv.service.http.api_errors import http_status_of, renamed
 from radixkv.service.http.api_request import ApiRequest
-from radixkv.service.http.breakpoints import Retain, retained_chunks
 from radixkv.service.http.cache_diagnostics import CacheDiagnostics, PromptDifference
-from radixkv.service.http.completions import CompletionChunk, Servicer, complete_request, text_chunks
+from radixkv.service.http.completer import Completer
+from radixkv.service.http.completions import CompletionChunk
 from radixkv.service.http.event_stream import EventStream
 from radixkv.service.http.json_fields import Fields
-from radixkv.service.http.prompts import PromptEncoder
 from radixkv.service.http.tools import EncodedChat
 from radixkv.service.text.answer_format import AnswerPart, Reasoning
 from radixkv.service.text.tool_calls import ToolCall
-from radixkv.v1.prefill_pb2 import GenerateRequest, ProbeRequest, Usage
+from radixkv.v1.prefill_pb2 import GenerateRequest, Usage
 
 _ERROR_TYPES = {
     400: "invalid_request_error",
@@ -66,24 +64,18 @@ class AnthropicApi:
     """Answers requests of Anthropic's API.
 
     Args:
-        servicer: generates completions.
-        retain: retains a prefix for some time; see `CacheServicer.Retain`.
-        encoder: encodes prompts.
-        limits: limits of the engine.
+        completer: completes prompts.
     """
 
-    def __init__(self, servicer: Servicer, retain: Retain, encoder: PromptEncoder, limits: Limits) -> None:
-        self._servicer = servicer
-        self._retain = retain
-        self._encoder = encoder
-        self._limits = limits
+    def __init__(self, completer: Completer) -> None:
+        self._completer = completer
         self._diagnostics = CacheDiagnostics()
 
     def error(self, error: BaseException) -> Mapping[str, Any]:
         """Return the body of the response to a request that failed."""
         message, field = renamed(error, _NAMES)
         if isinstance(error, UnknownAdapter):
-            message = f"model: expected {self._limits.model} or the name of a loaded adapter, got another name"
+            message = self._completer.unknown_model
         if isinstance(error, PromptTooLong):  # agents search for these words, and then shorten the conversation
             reason = "prompt is too long" if field == "messages" else "input length and max_tokens exceed context limit"
             message = f"{reason}: {message}"
@@ -93,23 +85,18 @@ class AnthropicApi:
         """Answer `POST /v1/messages/count_tokens`."""
         prompt, model = read_prompt_only(fields)
         tenant = request.hold(GenerateRequest())
-        encode = partial(prompt.encode, await self._encoder.answer_format())
-        chat = await self._encoder.encode(request.num_bytes, "messages", encode)
-        if model not in ("", self._limits.model):  # a probe fails if it is no adapter
-            probe = ProbeRequest(token_ids=chat.token_ids[:1], tenant=tenant, adapter=model)
-            await self._servicer.Probe(probe, request.call)
+        chat = await self._completer.encode(request, prompt)
+        await self._completer.require_model(request, model, chat.token_ids[0], tenant)
         return request.json({"input_tokens": len(chat.token_ids)})
 
     async def messages(self, request: ApiRequest, fields: Fields) -> web.StreamResponse:
         """Answer `POST /v1/messages`."""
         prompt, options = read_messages(fields)
         tenant = request.hold(options.generate)
-        encode = partial(prompt.encode, await self._encoder.answer_format())
-        chat = await self._encoder.encode(request.num_bytes, "messages", encode)
-        chat = chat.constrained(options.generate)
-        generate = complete_request(options.generate, chat.token_ids, options.model, tenant, self._limits)
-        tokenizer = await self._encoder.tokenizer()
-        model = options.model or self._limits.model
+        completer = self._completer
+        chat = (await completer.encode(request, prompt)).constrained(options.generate)
+        generate = completer.with_prompt(options.generate, chat.token_ids, options.model, tenant)
+        model = options.model or completer.limits.model
         diagnosis = None
         if options.is_diagnosed:
             diagnose = partial(
@@ -119,12 +106,11 @@ class AnthropicApi:
                 options.previous_message_id,
                 prompt.compared(model, len(chat.token_ids)),
             )
-            diagnosis = await self._encoder.on_thread(request.num_bytes, diagnose)
+            diagnosis = await completer.encoder.on_thread(request.num_bytes, diagnose)
         writer = _ResponseWriter(request, chat, model, diagnosis)
-        chunks = text_chunks(self._servicer, generate, request.call, tokenizer, options.stops, chat.shown)
-        retaining = retained_chunks(chunks, chat.ranges, generate.prefill, self._retain, request.call)
-        async with contextlib.aclosing(retaining):
-            return await (writer.stream(retaining) if options.is_streamed else writer.whole(retaining))
+        chunks = await completer.chunks(request, generate, options.stops, chat.shown, chat.ranges)
+        async with contextlib.aclosing(chunks):
+            return await (writer.stream(chunks) if options.is_streamed else writer.whole(chunks))
 
 
 class _ResponseWriter:

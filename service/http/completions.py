@@ -8,7 +8,6 @@ from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from radixkv.api.limits import Limits
 from radixkv.service.http.sessions import hint_objects
 from radixkv.service.server.calls import Context
 from radixkv.service.text.answer_text import AnswerText
@@ -81,33 +80,13 @@ class CompletionChunk:
         return bool(self.response.finish_reason == FinishReason.LENGTH)
 
 
-def complete_request(
-    request: GenerateRequest, token_ids: Sequence[int], model: str, tenant: str, limits: Limits
-) -> GenerateRequest:
-    """Add to the options of a request its prompt, the adapter, and the maximum length if it has none. Returns it.
-
-    Args:
-        request: the options.
-        token_ids: the prompt.
-        model: the field `model`: the name of the served model or of an adapter; empty for the served model.
-        tenant: the tenant of the request, which may have a ceiling.
-        limits: limits of the engine.
-    """
-    request.prefill.token_ids.extend(token_ids)
-    if model not in ("", limits.model):
-        request.prefill.adapter = model
-    if not request.HasField("max_new_tokens"):
-        request.max_new_tokens = max(1, limits.max_new_tokens(len(token_ids), tenant))
-    return request
-
-
 async def text_chunks(
     servicer: Servicer,
     request: GenerateRequest,
     call: Context,
     tokenizer: Tokenizer,
     stops: Sequence[str],
-    shown: Mapping[int, str] | None = None,
+    shown: Mapping[int, str],
 ) -> AsyncGenerator[CompletionChunk, None]:
     """Generate the completions of a prompt, and yield their text as it is generated.
 
@@ -135,7 +114,7 @@ async def text_chunks(
     prompt_ids = request.prefill.token_ids
     answers: dict[int, AnswerText] = {}
     # Stop strings are searched for in text without special tokens.
-    stops = tuple(stop for stop in stops if not any(tag in stop for tag in (shown or {}).values()))
+    stops = tuple(stop for stop in stops if not any(tag in stop for tag in shown.values()))
     generator = servicer.Generate(request, call)
     assert isinstance(generator, AsyncGenerator)
     async with contextlib.aclosing(generator) as responses:

@@ -18,6 +18,7 @@ from radixkv.service.http.anthropic_api import error_object as anthropic_error
 from radixkv.service.http.api_errors import http_status_of, retry_headers_of
 from radixkv.service.http.api_request import ApiRequest, id_headers, is_of_anthropic
 from radixkv.service.http.breakpoints import Retain
+from radixkv.service.http.completer import Completer
 from radixkv.service.http.completions import Servicer
 from radixkv.service.http.connections import Connections
 from radixkv.service.http.http_call import context_of
@@ -110,9 +111,10 @@ class HttpPort:
         self._host_check = HostCheck(config)
         self._max_body_bytes = max_message_bytes(config, limits)
         self._encoder = PromptEncoder(tokenizer, config.tool_format, config.reasoning_format)
-        self._openai = OpenAIApi(servicer, retain, self._encoder, limits)
-        self._responses = ResponsesApi(servicer, retain, self._encoder, limits)
-        self._anthropic = AnthropicApi(servicer, retain, self._encoder, limits)
+        completer = Completer(servicer, retain, self._encoder, limits)
+        self._openai = OpenAIApi(completer)
+        self._responses = ResponsesApi(completer)
+        self._anthropic = AnthropicApi(completer)
         self._models = Models(limits)
         self._connections = Connections(max_connections(config), config.receive_timeout_s, config.connection_idle_s)
         self._listeners: list[socket.socket] = []

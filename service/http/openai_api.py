@@ -18,8 +18,9 @@ from aiohttp import web
 from radixkv.api.limits import Limits
 from radixkv.errors import InvalidRequest, PromptTooLong, UnknownAdapter
 from radixkv.service.http.api_request import ApiRequest
-from radixkv.service.http.breakpoints import CachedRange, Retain, retained_chunks
-from radixkv.service.http.completions import CompletionChunk, Servicer, complete_request, merged, text_chunks
+from radixkv.service.http.breakpoints import CachedRange
+from radixkv.service.http.completer import Completer
+from radixkv.service.http.completions import CompletionChunk, merged
 from radixkv.service.http.json_fields import Fields
 from radixkv.service.http.openai_requests import CompletionOptions, read_chat, read_completion
 from radixkv.service.http.openai_responses import (
@@ -30,7 +31,6 @@ from radixkv.service.http.openai_responses import (
     finish_reason,
     usage_object,
 )
-from radixkv.service.http.prompts import PromptEncoder
 from radixkv.service.http.responses_api import NAMES as RESPONSE_NAMES
 from radixkv.service.http.tools import EncodedChat
 from radixkv.service.server.servicers.response_writer import runs
@@ -59,22 +59,16 @@ class OpenAIApi:
     """Answers requests of OpenAI's API.
 
     Args:
-        servicer: generates completions.
-        retain: retains a range for some time.
-        encoder: encodes prompts.
-        limits: limits of the engine.
+        completer: completes prompts.
     """
 
-    def __init__(self, servicer: Servicer, retain: Retain, encoder: PromptEncoder, limits: Limits) -> None:
-        self._servicer = servicer
-        self._retain = retain
-        self._encoder = encoder
-        self._limits = limits
+    def __init__(self, completer: Completer) -> None:
+        self._completer = completer
 
     def error(self, path: str, error: BaseException) -> Mapping[str, Any]:
         """Return the body of the response to a request that failed."""
         if isinstance(error, UnknownAdapter):
-            message = f"model: expected {self._limits.model} or the name of a loaded adapter, got another name"
+            message = self._completer.unknown_model
             return error_object(message, 404, "model", "model_not_found")
         names = {"/v1/chat/completions": _CHAT_NAMES, "/v1/responses": RESPONSE_NAMES}
         return error_body(error, names.get(path, _COMPLETION_NAMES))
@@ -83,11 +77,9 @@ class OpenAIApi:
         """Answer `POST /v1/chat/completions`."""
         prompt, options = read_chat(fields)
         tenant = request.hold(options.generate)
-        encode = partial(prompt.encode, await self._encoder.answer_format())
-        chat = await self._encoder.encode(request.num_bytes, "messages", encode)
-        chat = chat.constrained(options.generate)
+        chat = (await self._completer.encode(request, prompt)).constrained(options.generate)
         body_format = _PartsChatFormat(chat, prompt.has_reasoning) if chat.has_parts else _ChatFormat()
-        generate = complete_request(options.generate, chat.token_ids, options.model, tenant, self._limits)
+        generate = self._completer.with_prompt(options.generate, chat.token_ids, options.model, tenant)
         return await self._answer(request, options, body_format, [generate], chat.ranges)
 
     async def completions(self, request: ApiRequest, fields: Fields) -> web.StreamResponse:
@@ -96,11 +88,11 @@ class OpenAIApi:
         tenant = request.hold(options.generate)
         generates = []
         for prompt in prompts:
-            encode = partial(_encoded, prompt, self._limits)
-            token_ids = await self._encoder.encode(request.num_bytes, "prompt", encode)
+            encode = partial(_encoded, prompt, self._completer.limits)
+            token_ids = await self._completer.encoder.encode(request.num_bytes, "prompt", encode)
             generate = GenerateRequest()
             generate.CopyFrom(options.generate)
-            generates.append(complete_request(generate, token_ids, options.model, tenant, self._limits))
+            generates.append(self._completer.with_prompt(generate, token_ids, options.model, tenant))
         return await self._answer(request, options, _CompletionFormat(), generates)
 
     async def _answer(
@@ -111,17 +103,11 @@ class OpenAIApi:
         generates: Sequence[GenerateRequest],
         ranges: Sequence[CachedRange] = (),
     ) -> web.StreamResponse:
-        tokenizer = await self._encoder.tokenizer()
-        writer = _ResponseWriter(request, options, tokenizer, body_format, options.model or self._limits.model)
+        completer = self._completer
+        tokenizer = await completer.encoder.tokenizer()
+        writer = _ResponseWriter(request, options, tokenizer, body_format, options.model or completer.limits.model)
         streams = [
-            retained_chunks(
-                text_chunks(self._servicer, each, request.call, tokenizer, options.stops, body_format.shown),
-                ranges,
-                each.prefill,
-                self._retain,
-                request.call,
-            )
-            for each in generates
+            await completer.chunks(request, each, options.stops, body_format.shown, ranges) for each in generates
         ]
         async with contextlib.aclosing(merged(streams)) as chunks:
             return await (writer.stream(chunks) if options.is_streamed else writer.whole(chunks, len(streams)))

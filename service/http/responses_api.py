@@ -8,22 +8,19 @@ import json
 import secrets
 import time
 from collections.abc import AsyncGenerator, Mapping
-from functools import partial
 from typing import Any
 
 from aiohttp import web
 
-from radixkv.api.limits import Limits
 from radixkv.errors import InvalidRequest
 from radixkv.service.http.api_request import ApiRequest
-from radixkv.service.http.breakpoints import Retain, retained_chunks
-from radixkv.service.http.completions import CompletionChunk, Servicer, complete_request, text_chunks
+from radixkv.service.http.completer import Completer
+from radixkv.service.http.completions import CompletionChunk
 from radixkv.service.http.documents import read_file
 from radixkv.service.http.event_stream import EventStream
 from radixkv.service.http.json_fields import Fields
 from radixkv.service.http.openai_requests import ChatPrompt, CompletionOptions, read_breakpoint, read_chat
 from radixkv.service.http.openai_responses import cached_by_tier
-from radixkv.service.http.prompts import PromptEncoder
 from radixkv.service.http.tools import EncodedChat, Tools
 from radixkv.service.text.answer_format import AnswerPart, Reasoning
 from radixkv.service.text.tool_calls import ToolCall
@@ -226,32 +223,23 @@ class ResponsesApi:
     """Answers requests of the Responses API.
 
     Args:
-        servicer: generates completions.
-        retain: retains a range for some time.
-        encoder: encodes prompts.
-        limits: limits of the engine.
+        completer: completes prompts.
     """
 
-    def __init__(self, servicer: Servicer, retain: Retain, encoder: PromptEncoder, limits: Limits) -> None:
-        self._servicer = servicer
-        self._retain = retain
-        self._encoder = encoder
-        self._limits = limits
+    def __init__(self, completer: Completer) -> None:
+        self._completer = completer
 
     async def responses(self, request: ApiRequest, fields: Fields) -> web.StreamResponse:
         """Answer `POST /v1/responses`."""
         prompt, options = read_response(fields)
         tenant = request.hold(options.generate)
-        encode = partial(prompt.encode, await self._encoder.answer_format())
-        chat = await self._encoder.encode(request.num_bytes, "messages", encode)
-        chat = chat.constrained(options.generate)
-        answer = _Answer(request, chat, options, options.model or self._limits.model)
-        generate = complete_request(options.generate, chat.token_ids, options.model, tenant, self._limits)
-        tokenizer = await self._encoder.tokenizer()
-        chunks = text_chunks(self._servicer, generate, request.call, tokenizer, options.stops, chat.shown)
-        retaining = retained_chunks(chunks, chat.ranges, generate.prefill, self._retain, request.call)
-        async with contextlib.aclosing(retaining):
-            return await (answer.stream(retaining) if options.is_streamed else answer.whole(retaining))
+        completer = self._completer
+        chat = (await completer.encode(request, prompt)).constrained(options.generate)
+        answer = _Answer(request, chat, options, options.model or completer.limits.model)
+        generate = completer.with_prompt(options.generate, chat.token_ids, options.model, tenant)
+        chunks = await completer.chunks(request, generate, options.stops, chat.shown, chat.ranges)
+        async with contextlib.aclosing(chunks):
+            return await (answer.stream(chunks) if options.is_streamed else answer.whole(chunks))
 
 
 class _Answer:
