@@ -35,7 +35,7 @@ _logger = logging.getLogger(__name__)
 
 
 class Grammars:
-    """Compiles grammars for one model, one per quota key in turn. For use on one event loop.
+    """Compiles grammars for one model, one per quota key in turn. For use on one event loop at a time.
 
     Args:
         tokenizer: the model's tokenizer; loaded for the first grammar.

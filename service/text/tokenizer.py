@@ -254,6 +254,11 @@ class Tokenizer:
         tags = {token.content: token_id for token_id, token in added.items() if token.special}
         return AnswerFormat(calls, thoughts, {tag: tags[tag] for tag in tags if any(tag in text for text in texts)})
 
+    @cached_property
+    def special_tokens(self) -> Mapping[int, str]:
+        """The texts of special tokens by their ids."""
+        return {token_id: text for text, token_id in self._special_ids.items()}
+
     def special_id(self, text: str) -> int | None:
         """Return the id of the special token with this text; None if there is no such token."""
         return self._special_ids.get(text)

@@ -232,6 +232,13 @@ def test_the_tags_of_an_answer_may_be_special_tokens(tmp_path):
     assert (other.tools, other.reasoning, other.tags) == (TOOL_FORMATS["hermes"], None, {})
 
 
+def test_special_tokens_have_texts_if_they_are_shown(tmp_path):
+    tokenizer = Tokenizer.load(write_tiny(tmp_path / "tiny"))
+    assert tokenizer.special_tokens == {509: "<|endoftext|>", 510: "<|im_start|>", 511: "<|im_end|>"}
+    stream = tokenizer.stream((), tokenizer.special_tokens)
+    assert "".join(map(stream.put, [*tokenizer.encode("Hi"), 511])) == "Hi<|im_end|>"
+
+
 def test_a_response_template_shows_the_format_of_answers(tmp_path):
     template = {"fields": {"thinking": {"open": "<think>", "close": "</think>"}, "tool_calls": {"open": "<tool_call>"}}}
     write(tmp_path, Rust(models.BPE({"a": 0}, [])), {"chat_template": "a", "response_template": template})

@@ -1,0 +1,160 @@
+"""Prompts in the forms that vLLM accepts: text, token ids, or a mapping with either."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Integral
+from typing import Any, NotRequired, TypedDict, cast
+
+import numpy as np
+
+from radixkv.errors import InvalidRequest, RequestError
+from radixkv.service.text.tokenizer import Tokenizer
+from radixkv.service.token_ids import TokenIds, pack_token_ids
+
+_KEYS = {"prompt", "prompt_token_ids", "cache_salt"}
+# Names of fields in messages of the engine, and here.
+_NAMES = {"prefill.token_ids": "prompt_token_ids", "token_ids": "prompt_token_ids", "max_new_tokens": "max_tokens"}
+
+
+class TextPrompt(TypedDict):
+    """A prompt as text. Prompts with different salts never share cached tokens."""
+
+    prompt: str
+    cache_salt: NotRequired[str]
+
+
+class TokensPrompt(TypedDict):
+    """A prompt as token ids, and its text if that is known. Prompts with different salts never share cached tokens."""
+
+    prompt_token_ids: TokenIds
+    prompt: NotRequired[str]
+    cache_salt: NotRequired[str]
+
+
+PromptInput = str | TokenIds | TextPrompt | TokensPrompt
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedPrompt:
+    """A prompt as the engine reads it.
+
+    Attributes:
+        text: its text; None if it was given as token ids.
+        packed: its token ids as little-endian uint32 bytes.
+        salt: keeps its cached tokens apart from those of other salts.
+    """
+
+    text: str | None
+    packed: bytes
+    salt: str = ""
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Its token ids."""
+        ids: list[int] = np.frombuffer(self.packed, dtype="<u4").tolist()
+        return ids
+
+    @classmethod
+    def of(cls, prompt: object, tokenizer: Callable[[], Tokenizer]) -> PreparedPrompt:
+        """Encode a prompt.
+
+        Args:
+            prompt: text, token ids, or a mapping with either.
+            tokenizer: returns the tokenizer of the model.
+
+        Raises:
+            RequestError, TypeError, ValueError: the prompt is wrong, or is text and the model has no tokenizer.
+        """
+        if not isinstance(prompt, Mapping):
+            return cls._of_value(prompt, tokenizer)
+        for key in prompt:
+            if key not in _KEYS:
+                raise InvalidRequest(f"{key}: expected one of the keys {', '.join(sorted(_KEYS))}, got another key")
+        if not prompt.keys() & {"prompt", "prompt_token_ids"}:
+            raise InvalidRequest("expected the key prompt or prompt_token_ids, got neither")
+        salt, text = prompt.get("cache_salt") or "", prompt.get("prompt")
+        if not isinstance(salt, str) or not isinstance(text, str | None):
+            raise InvalidRequest("prompt, cache_salt: expected text, got another type")
+        if "prompt_token_ids" in prompt:
+            return cls(text, pack_token_ids(prompt["prompt_token_ids"]), salt)
+        return cls(text, cls._of_value(text, tokenizer).packed, salt)
+
+    @classmethod
+    def _of_value(cls, prompt: object, tokenizer: Callable[[], Tokenizer]) -> PreparedPrompt:
+        if isinstance(prompt, str):
+            return cls(prompt, pack_token_ids(tokenizer().encode(prompt)))
+        if isinstance(prompt, Sequence) or hasattr(prompt, "__array__"):
+            return cls(None, pack_token_ids(cast("Any", prompt)))
+        raise InvalidRequest(f"expected text, token ids, or a mapping with either, got {type(prompt).__name__}")
+
+
+def prompt_list(prompts: PromptInput | Sequence[PromptInput]) -> list[PromptInput]:
+    """Return prompts as a list, also a single one.
+
+    Raises:
+        InvalidRequest: there is something else.
+    """
+    if isinstance(prompts, str | Mapping):
+        return [cast("PromptInput", prompts)]
+    if not isinstance(prompts, Sequence) and not hasattr(prompts, "__array__"):
+        raise InvalidRequest(f"prompts: expected a prompt or a list of prompts, got {type(prompts).__name__}")
+    items = list(cast("Sequence[Any]", prompts))
+    return [cast("PromptInput", prompts)] if items and isinstance(items[0], Integral) else items
+
+
+def prepared_pair(
+    context: object, continuation: object, tokenizer: Callable[[], Tokenizer]
+) -> tuple[PreparedPrompt, PreparedPrompt]:
+    """Encode a context and a continuation of it.
+
+    Texts are encoded together, as lm-evaluation-harness does it: white space at the end of the context belongs to the
+    continuation, whose tokens are those that the context alone does not have.
+
+    Args:
+        context, continuation: see `PreparedPrompt.of`.
+        tokenizer: returns the tokenizer of the model.
+
+    Raises:
+        RequestError, TypeError, ValueError: see `PreparedPrompt.of`.
+    """
+    if isinstance(context, str) and isinstance(continuation, str):
+        stripped = context.rstrip()
+        before = tokenizer().encode(stripped)
+        after = tokenizer().encode(context + continuation)[len(before) :]
+        return PreparedPrompt(context, pack_token_ids(before)), PreparedPrompt(continuation, pack_token_ids(after))
+    prompt = PreparedPrompt.of(context, tokenizer)
+    if isinstance(continuation, str):  # without special tokens at its beginning
+        return prompt, PreparedPrompt(continuation, pack_token_ids(tokenizer().encode_rendered(continuation)))
+    return prompt, PreparedPrompt.of(continuation, tokenizer)
+
+
+@contextlib.contextmanager
+def naming(place: str) -> Iterator[None]:
+    """Add the place of a prompt, such as `prompts[3]`, to the message of an error, and use the names of this API.
+
+    Raises:
+        RequestError: instead of such an error, of a TypeError and of a ValueError.
+    """
+    at = f"{place}: " if place else ""
+    try:
+        yield
+    except RequestError as error:
+        raise type(error)(at + _renamed(str(error))) from error
+    except (TypeError, ValueError) as error:
+        raise InvalidRequest(at + _renamed(str(error))) from error
+
+
+def _renamed(message: str) -> str:
+    """Return a message that begins with names of fields, with the names of this API."""
+    names, colon, rest = message.partition(": ")
+    if not colon:
+        return message
+    return ", ".join(_renamed_field(each) for each in names.split(", ")) + colon + rest
+
+
+def _renamed_field(name: str) -> str:
+    bare, bracket, index = name.partition("[")
+    return _NAMES.get(bare, bare) + bracket + index
