@@ -1459,3 +1459,26 @@ SERVICE_MUTANTS = (
         "{**self._responding, **self._awaiting_request}",
     ),
 )
+OFFLINE_MUTANTS = (
+    Mutant("service/offline/completion.py", "                self._future.finish()\n", "                pass\n"),
+    Mutant("service/offline/completion.py", "            self._logprobs.truncate(len(token_ids))\n", ""),
+    Mutant("service/offline/completion.py", "if stop_token is None or has_stop_text else -1", "if True else -1"),
+    Mutant("service/offline/completion.py", "frozenset() if options.ignore_eos else eos_token_ids", "eos_token_ids"),
+    Mutant("service/offline/completion.py", "sampling.of_answer(index)", "sampling"),
+    Mutant("service/offline/completion.py", " and stop_token not in self._eos_token_ids", ""),
+    Mutant("service/offline/engine_batch.py", "                future.cancel()\n", "                pass\n"),
+    Mutant(
+        "service/offline/engine_batch.py",
+        "                if len(futures) == num_ended:\n",
+        "                if True:\n",
+    ),
+    Mutant("service/offline/llm.py", "                    ignore_eos=True,\n", ""),
+    Mutant("service/offline/llm.py", "                    write_generated=False,\n", ""),
+    Mutant("service/offline/llm.py", "min(max_new_tokens, options.max_tokens)", "options.max_tokens"),
+    Mutant("service/offline/llm.py", "seed is None else seed", "seed is None else 0"),
+    Mutant("service/offline/llm.py", "read_cache=not options.skip_reading_prefix_cache", "read_cache=True"),
+    Mutant("service/offline/llm.py", "salt=prompt.salt", 'salt=""'),
+    Mutant("service/offline/prompts.py", "stripped = context.rstrip()", "stripped = context"),
+    Mutant("service/offline/settings.py", "value == each and type(value) is type(each)", "value == each"),
+    Mutant("service/offline/outputs.py", "ranks.get(token_id)", "1"),
+)

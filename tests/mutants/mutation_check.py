@@ -28,6 +28,7 @@ from tests.mutants.mutants import (
     FLEET_MUTANTS,
     KERNEL_MUTANTS,
     LOADING_MUTANTS,
+    OFFLINE_MUTANTS,
     OFFLOAD_MUTANTS,
     PART_MUTANTS,
     ROUTING_MUTANTS,
@@ -206,6 +207,7 @@ SERVICE_TESTS = (
     "tests/service/server/test_metrics_port.py",
     "tests/service/server/test_connections.py",
 )
+OFFLINE_TESTS = ("tests/service/offline", "tests/whole/test_llm.py")
 CHECKS = (
     *((CACHE_MUTANTS, CACHE_TESTS), (ENGINE_MUTANTS, ENGINE_TESTS)),
     *((KERNEL_MUTANTS, KERNEL_TESTS), (EVENT_MUTANTS, EVENT_TESTS)),
@@ -219,6 +221,7 @@ CHECKS = (
     (AUTHENTICITY_MUTANTS, AUTHENTICITY_TESTS),
     (FLEET_MUTANTS, FLEET_TESTS),
     (SERVICE_MUTANTS, SERVICE_TESTS),
+    (OFFLINE_MUTANTS, OFFLINE_TESTS),
 )
 
 

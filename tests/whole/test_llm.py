@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import subprocess
@@ -75,6 +76,12 @@ def served(client: Client, prompt: list[int], n: int = 1, **options: object) -> 
     return [([token_id for each in one for token_id in each.token_ids], one[-1].matched_stop) for one in own]
 
 
+def num_generated(llm: LLM) -> int:
+    """Return the number of tokens that the engine has generated."""
+    assert llm._engine is not None
+    return llm._engine.stats().result(PATIENCE_S).tokens.generated
+
+
 def bits(outputs: list[RequestOutput]) -> list[object]:
     """Return everything about outputs that must not depend on the batch."""
     return [
@@ -146,8 +153,10 @@ def test_the_seed_makes_completions_without_seeds_reproducible(llm: LLM) -> None
 def test_a_stop_string_ends_a_completion(llm: LLM, client: Client, tokenizer: Tokenizer) -> None:
     (whole,) = llm.generate(PROMPTS[0], SamplingParams(max_tokens=60, temperature=0))[0].outputs
     stop = whole.text[30:33]
-    parameters = SamplingParams(max_tokens=60, temperature=0, stop=[stop, "never there"], logprobs=0)
+    parameters = SamplingParams(max_tokens=3000, temperature=0, stop=[stop, "never there"], logprobs=0)
+    before = num_generated(llm)
     (cut,) = llm.generate(PROMPTS[0], parameters)[0].outputs
+    assert num_generated(llm) - before < 1000, "the engine ends the generation"
     ((expected, matched),) = served(client, tokenizer.encode(PROMPTS[0]), max_new_tokens=60, stop=[stop])
     assert (cut.token_ids, cut.stop_reason, cut.finish_reason) == (expected, matched, "stop")
     assert cut.text == whole.text[: whole.text.index(stop)]
@@ -174,7 +183,9 @@ def test_the_models_own_end_is_no_stop_reason(llm: LLM) -> None:
     (ended,) = llm.chat(CHAT, parameters)[0].outputs
     assert (ended.token_ids, ended.text) == ([IM_END], "")
     assert (ended.finish_reason, ended.stop_reason) == ("stop", None)
-    parameters.ignore_eos, parameters.max_tokens = True, 3
+    parameters.ignore_eos, parameters.stop_token_ids = True, [IM_END]
+    assert llm.chat(CHAT, parameters)[0].outputs[0].stop_reason == IM_END
+    parameters.stop_token_ids, parameters.max_tokens = None, 3
     (continued,) = llm.chat(CHAT, parameters)[0].outputs
     assert (continued.token_ids, continued.finish_reason) == ([IM_END] * 3, "length")
 
@@ -203,7 +214,10 @@ def test_log_probabilities_are_those_of_transformers(llm: LLM, oracle: LlamaForC
     for position, (token_id, row) in enumerate(zip([*ids[1:], *completion.token_ids], rows, strict=True)):
         assert row is not None
         assert next(iter(row)) == token_id
+        num_top = 1 if position < len(ids) - 1 else 2
         for each, found in row.items():
+            rank = 1 + int((expected[position] > expected[position, each]).sum())
+            assert found.rank == (rank if rank <= num_top else None)
             assert found.logprob == pytest.approx(expected[position, each].item(), abs=MAX_DIFFERENCE)
         most_likely = int(expected[position].argmax())
         assert row[most_likely].rank == 1
@@ -291,6 +305,11 @@ def test_structured_outputs_are_followed(llm: LLM) -> None:
     assert all(re.fullmatch("[a-f]{4}", text) for text in answers[1])
     assert set(answers[2]) <= {"yes", "no"}
     assert answers[3] == ["ab"] * 3
+
+    async def in_a_notebook() -> str:
+        return llm.generate("Hello", SamplingParams(structured_outputs={"choice": ["maybe"]}))[0].outputs[0].text
+
+    assert asyncio.run(in_a_notebook()) == "maybe"
     with pytest.raises(InvalidRequest, match=r"^prompts\[1\]: structured_outputs.regex: .*"):
         llm.generate(["Hello", "Hello"], [SamplingParams(), SamplingParams(structured_outputs={"regex": "("})])
 
