@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Generic, TypeVar
 
 from sortedcontainers import SortedList
@@ -65,6 +66,18 @@ class ChildTable(dict[bytes, _V], Generic[_V]):
             if shared > max_shared:
                 nearest, max_shared = key, shared
         return self[nearest], max_shared
+
+    def neighbors(self, first_block: bytes) -> list[bytes]:
+        """Return the keys next to `first_block` in sorted order, other than itself; all other keys if these are few.
+
+        Complexity: O(log n).
+        """
+        if self._order is None:
+            return [key for key in self if key != first_block]
+        order = self._order
+        before = order.irange(maximum=first_block, inclusive=(False, False), reverse=True)
+        after = order.irange(minimum=first_block, inclusive=(False, False))
+        return [*islice(before, 1), *islice(after, 1)]
 
     def is_in_order(self) -> bool:
         """Whether the sorted keys are the keys of the table. Complexity: O(n log n)."""

@@ -10,11 +10,13 @@ from typing import NamedTuple
 import numpy as np
 
 from radixkv.api.awaits import Awaits
+from radixkv.api.explanation import Divergence
 from radixkv.api.miss_reason import MissReason
 from radixkv.api.retention import Grant, Retention
 from radixkv.blocks import BlockCopy, BlockIds
 from radixkv.cache.audit import audit
 from radixkv.cache.block_pool import BlockPool
+from radixkv.cache.branches import find_divergence
 from radixkv.cache.cache_state import CacheState
 from radixkv.cache.changes import Changes, Listener
 from radixkv.cache.evicted_prefixes import EvictedPrefixes
@@ -393,6 +395,23 @@ class PrefixCache:
         return self._evicted.explain(
             found.namespace, tokens, cached_tokens, found.root_tokens, next_end, former, self._num_cached_tokens
         )
+
+    def divergence(self, namespace: Namespace, tokens: bytes) -> Divergence:
+        """Find where a prompt leaves the cached branches of its namespace, and these branches. Changes nothing.
+
+        Branches are what the tenant itself has cached, without the tokens of public prefixes before them.
+
+        Raises:
+            InvalidRequest: `tokens` is empty or not whole tokens.
+
+        Complexity: see `find_divergence`.
+        """
+        found = self._find(namespace, tokens)
+        tree = self._trees.get(found.namespace)
+        shared_tokens = max(found.cached_tokens, found.found_bytes // TOKEN_BYTES)
+        if tree is None or found.found_bytes < found.cached_tokens * TOKEN_BYTES:  # it leaves a public prefix
+            return Divergence(shared_tokens)
+        return find_divergence(tree, tokens, self._clock(), self.marks)
 
     def _num_cached_tokens(self, key: PromptKey) -> int:
         return self._find_in_tree(key.namespace, key.tokens, None).cached_tokens

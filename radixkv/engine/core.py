@@ -8,6 +8,7 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 
 import torch
 
+from radixkv.api.explanation import LookUp
 from radixkv.api.hints import AgentStats
 from radixkv.api.result import ProbeResult, Retained
 from radixkv.api.retention import Grant, Retention
@@ -289,6 +290,16 @@ class EngineCore:
         offload = self._offload
         stored_tokens = 0 if offload is None else offload.stored_tokens(namespace, tokens, cached_tokens)
         return ProbeResult(cached_tokens, len(tokens) // TOKEN_BYTES, miss_reason, stored_tokens)
+
+    def look_up(self, namespace: Namespace, tokens: bytes, former: Sequence[PromptKey] = ()) -> LookUp:
+        """Return what `explain` of `radixkv.explain` needs of a prompt; see `Request.former`. Changes nothing.
+
+        Complexity: three look-ups of the prompt, and at most `MAX_EXAMINED_NODES` other nodes.
+        """
+        cached_tokens = self.cache.match(namespace, tokens).cached_tokens
+        miss_reason = self.cache.explain(namespace, tokens, cached_tokens, former)
+        divergence = self.cache.divergence(namespace, tokens)
+        return LookUp(tokens, cached_tokens, miss_reason, divergence, self.stats.token_s)
 
     def retain(self, namespace: Namespace, tokens: bytes, retention: Retention) -> Retained:
         """Set the retention priority of a range on the device and in tiers; see `PrefixCache.retain`."""

@@ -11,6 +11,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from radixkv.api.caller import ANONYMOUS, Caller
+from radixkv.api.explanation import LookUp
 from radixkv.api.hints import AgentStats, HintAction, HintOutcome
 from radixkv.api.limits import Limits
 from radixkv.api.params import PrefillParams
@@ -236,6 +237,18 @@ class Engine:
         prompt = self.adapters.keyed(caller, tokens)
         self.limits.require_tokens(tokens)
         return self._call_for(caller.tenant, lambda: self._core.probe(*prompt.key, prompt.former))
+
+    def look_up(self, tokens: bytes, caller: Caller = ANONYMOUS) -> Future[LookUp]:
+        """Return what `explain` of `radixkv.explain` needs of a prompt. Computes and changes nothing.
+
+        Raises:
+            InvalidRequest, PromptTooLong, UnknownAdapter: the request is wrong.
+            RateExceeded: the tenant exceeds its rate of requests.
+        """
+        prompt = self.adapters.keyed(caller, tokens)
+        self.limits.require_tokens(tokens)
+        self._admission.charge_call(caller.tenant)
+        return self._call_for(caller.tenant, lambda: self._core.look_up(*prompt.key, prompt.former))
 
     def release(self, lease_id: str, caller: Caller = ANONYMOUS) -> Future[None]:
         """Release a held lease. The future raises UnknownLease if the caller's tenant holds no such lease."""

@@ -28,6 +28,11 @@ from radixkv.scheduling.scheduler import Scheduler
 # from them is off by one eighth at most.
 _BOUNDS_S = tuple(0.0005 * 1.25**index for index in range(56))
 
+# The time per computed token is measured by requests that compute at least this many, since a step also takes time that
+# does not depend on its tokens. Each request lets the earlier ones count by this factor less.
+_MIN_TIMED_TOKENS = 128
+_FORGET = 0.05
+
 
 class StatsCollector:
     """Counts requests as they end, and reads all other numbers from their owners on demand.
@@ -63,10 +68,20 @@ class StatsCollector:
         self._tokens = TokenStats()
         self._ttft_counts = [0] * (len(_BOUNDS_S) + 1)  # requests by time to first token
         self._ttft_sum_s = 0.0
+        self._timed_tokens = 0.0
+        self._timed_s = 0.0
 
-    def count_tokens(self, usage: Usage) -> None:
-        """Count the tokens of a request that got its result."""
+    @property
+    def token_s(self) -> float | None:
+        """Seconds per computed prompt token, from admission to the first token, of recent requests; None before any."""
+        return self._timed_s / self._timed_tokens if self._timed_tokens else None
+
+    def count_tokens(self, usage: Usage, prefill_s: float) -> None:
+        """Count the tokens of a request that got its result `prefill_s` seconds after its admission."""
         self._tokens = self._tokens.plus(usage)
+        if usage.computed_tokens >= _MIN_TIMED_TOKENS:
+            self._timed_tokens = (1 - _FORGET) * self._timed_tokens + usage.computed_tokens
+            self._timed_s = (1 - _FORGET) * self._timed_s + prefill_s
 
     def count_end(self, request: Request, outcome: Outcome) -> None:
         """Count a request that ended, and the time to its first token if it had one."""

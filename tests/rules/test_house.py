@@ -17,6 +17,7 @@ from .house import ROOT, imported_modules, imported_names, imports, is_generated
 MAY_IMPORT = {
     "api": "",
     "cache": "api",
+    "explain": "api",
     "scheduling": "api cache offload.index",
     "offload.index": "api cache",
     "offload.load_or_compute": "",
@@ -46,6 +47,7 @@ COMMON = (
 WITHOUT_TORCH = (
     "api",
     "cache",
+    "explain",
     "model_files",
     "events",
     "scheduling",

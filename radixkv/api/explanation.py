@@ -1,0 +1,195 @@
+"""Where a prompt leaves what is cached of its namespace, what differs there, and what that costs."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from radixkv.api.miss_reason import MissReason
+from radixkv.errors import InvalidRequest
+from radixkv.tokens import TOKEN_BYTES
+
+MAX_SEGMENTS_OF_PROMPT = 1024
+
+
+class DifferenceKind(enum.Enum):
+    """What differs between a prompt and a cached branch. Values are the protocol's names."""
+
+    UNCLASSIFIED = "UNCLASSIFIED"
+    RANDOM_ID = "RANDOM_ID"
+    DATE_OR_TIME = "DATE_OR_TIME"
+    NUMBER = "NUMBER"
+    INSERTED = "INSERTED"
+    REMOVED = "REMOVED"
+    REORDERED = "REORDERED"
+    RETOKENIZED = "RETOKENIZED"
+    FIRST_TOKEN = "FIRST_TOKEN"
+    REPLACED = "REPLACED"
+
+
+@dataclass(frozen=True, slots=True)
+class CachedBranch:
+    """Cached tokens of one namespace that continue the shared part of a prompt differently.
+
+    Attributes:
+        runs: little-endian uint32 tokens of the nodes of the branch, in order. The nodes' own bytes, not copies.
+        start_byte: position in the first run at which the branch begins.
+        idle_s: seconds since a request last used its first node.
+    """
+
+    runs: tuple[bytes, ...]
+    start_byte: int
+    idle_s: float
+
+    def tokens(self, max_tokens: int) -> bytes:
+        """Return the beginning of the branch. Complexity: a copy of the returned tokens."""
+        end = self.start_byte + max_tokens * TOKEN_BYTES
+        parts, num_bytes = [], 0
+        for run in self.runs:
+            parts.append(run[: end - num_bytes])
+            num_bytes += len(parts[-1])
+            if num_bytes >= end:
+                break
+        return b"".join(parts)[self.start_byte :]
+
+
+@dataclass(frozen=True, slots=True)
+class Divergence:
+    """Where a prompt leaves the cached branches of its namespace.
+
+    Attributes:
+        left_at: tokens of the prompt that it shares with another cached branch, or with all that is cached of it.
+        branches: branches that share exactly these tokens with the prompt, the most recently used first; empty if the
+            prompt continues what is cached, or nothing else is cached there.
+        num_examined_nodes: nodes that were examined, other than those on the path of the prompt.
+    """
+
+    left_at: int
+    branches: tuple[CachedBranch, ...] = ()
+    num_examined_nodes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class LookUp:
+    """What the engine knows of a prompt without computing it.
+
+    Attributes:
+        tokens: the prompt as the cache knows it, little-endian uint32 bytes.
+        cached_tokens: tokens that a prefill would reuse now.
+        miss_reason: why it would not reuse the others.
+        divergence: where the prompt leaves the cached branches.
+        token_s: seconds that recent requests took per computed token; None without measurements.
+    """
+
+    tokens: bytes
+    cached_tokens: int
+    miss_reason: MissReason
+    divergence: Divergence
+    token_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Excerpt:
+    """The beginning of one side of a difference.
+
+    Attributes:
+        token_ids: at most 16 tokens from the position at which the sides differ.
+        num_different: how many of them are the differing span; the others are equal on both sides.
+        different_text: text of the differing span, as far as it is in the excerpt; empty without a tokenizer.
+        equal_text: text of the others.
+    """
+
+    token_ids: tuple[int, ...]
+    num_different: int
+    different_text: str = ""
+    equal_text: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """What differs between a prompt and the cached branch that it resembles most.
+
+    Attributes:
+        kind: the kind of difference.
+        before_ids, before_text: up to 8 shared tokens before the difference, and their text.
+        prompt, branch: how the two sides continue.
+        prompt_span_tokens, branch_span_tokens: length of the differing span on either side, after which the sides are
+            equal again; None if no such place was found.
+        lost_tokens: tokens that are equal after the spans: the prompt would have reused them if the spans were equal.
+        lost_s: seconds to compute them; None without measurements.
+        idle_s: seconds since a request last used the branch.
+    """
+
+    kind: DifferenceKind
+    before_ids: tuple[int, ...]
+    before_text: str
+    prompt: Excerpt
+    branch: Excerpt
+    prompt_span_tokens: int | None
+    branch_span_tokens: int | None
+    lost_tokens: int
+    lost_s: float | None
+    idle_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class PromptSegment:
+    """A part of a prompt that its caller has named, such as its system prompt.
+
+    Attributes:
+        name: any text.
+        end: the position after its last token. It begins where the previous segment ends.
+    """
+
+    name: str
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """Why a prompt is not reused further than it is.
+
+    Attributes:
+        prompt_tokens: tokens of the prompt.
+        cached_tokens: tokens that a prefill would reuse now.
+        miss_reason: why it would not reuse the others.
+        left_at: position at which the prompt leaves the other branches that are cached.
+        segment: name of the segment that has this position; empty without one.
+        computed_tokens: tokens after the shared and cached ones, which are computed.
+        computed_s: seconds to compute them; None without measurements.
+        difference: what differs at that position; None if nothing else is cached there.
+    """
+
+    prompt_tokens: int
+    cached_tokens: int
+    miss_reason: MissReason
+    left_at: int
+    segment: str
+    computed_tokens: int
+    computed_s: float | None
+    difference: Difference | None
+
+
+def require_segments(segments: Sequence[PromptSegment]) -> None:
+    """Check the segments of a prompt.
+
+    Raises:
+        InvalidRequest: there are too many, or they are not in order.
+    """
+    if len(segments) > MAX_SEGMENTS_OF_PROMPT:
+        raise InvalidRequest(f"segments: expected at most {MAX_SEGMENTS_OF_PROMPT}, got {len(segments)}")
+    previous = 0
+    for index, segment in enumerate(segments):
+        if segment.end < previous:
+            raise InvalidRequest(f"segments[{index}].end_token: expected at least {previous}, got {segment.end}")
+        previous = segment.end
+
+
+def segment_at(segments: Sequence[PromptSegment], position: int) -> str:
+    """Return the name of the segment that has a position; empty if none has it.
+
+    >>> segment_at([PromptSegment("system", 10), PromptSegment("tools", 30)], 10)
+    'tools'
+    """
+    return next((each.name for each in segments if each.end > position), "")

@@ -1,0 +1,152 @@
+"""Finds the cached branches that a prompt leaves: what continues the shared part of the prompt differently.
+
+Only `CacheService.Explain` uses this; a match never does.
+
+    prompt   a b c d e X Y Z        tree   root ── [abcd] ─┬─ [efgh] ─ [ijkl]     the branch is f g h i j k l
+                                                           └─ [pqrs]              shares less, so it is not returned
+    left at        ──────┘ 5 tokens
+
+If the whole prompt is cached, and its last nodes were never found by a request after they were published, these nodes
+are the prompt's own. Then the place at which they leave the rest of the tree is returned, so that a prompt can still be
+explained after it was computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+
+from radixkv.api.explanation import CachedBranch, Divergence
+from radixkv.cache.node import Node
+from radixkv.cache.radix_tree import RadixTree
+from radixkv.invocation import InvocationMarks, plain
+from radixkv.tokens import TOKEN_BYTES, shared_bytes
+
+MAX_BRANCHES = 4
+MAX_BRANCH_TOKENS = 262_144
+_MAX_SIBLINGS = 256
+_MAX_NODES_PER_BRANCH = 192
+_MAX_CHILDREN = 16
+
+MAX_EXAMINED_NODES = _MAX_SIBLINGS + 2 + MAX_BRANCHES * _MAX_NODES_PER_BRANCH
+"""Nodes that `find_divergence` examines at most, other than those on the path of the prompt: 1,026."""
+
+
+def find_divergence(tree: RadixTree, tokens: bytes, now_s: float, marks: InvocationMarks) -> Divergence:
+    """Find the place at which a prompt leaves the cached branches of its namespace, and these branches.
+
+    Where several branches share the same tokens with the prompt, the `MAX_BRANCHES` most recently used are returned, of
+    the 256 that were added last and of the neighbors of the prompt in the order of their tokens. Each is followed to
+    the most recently used of the 16 children that were added last.
+
+    Args:
+        tree: the tree of the prompt's namespace.
+        tokens: the prompt, which begins with the tokens of the root.
+        now_s: time on the cache's clock.
+        marks: mark the tokens that invoked adapters compute.
+
+    Returns:
+        The place and the branches, whose bytes are not copied.
+
+    Complexity: a match, and at most `MAX_EXAMINED_NODES` nodes, of which only the first blocks are compared.
+    """
+    node, position, _, _ = tree.match(tokens)
+    block_bytes = tree.owner.block_size * TOKEN_BYTES
+    own: Node | None = None
+    if node is None:
+        parent, start = tree.root, position
+    elif position == len(tokens):
+        if node.num_uses:  # a request has found the end of this prompt, so nothing is wrong
+            return Divergence(position // TOKEN_BYTES)
+        own = _first_own_node(node)
+        assert own.parent is not None
+        parent, start = own.parent, own.start_bytes
+    elif position == node.start_bytes + len(node.tokens):
+        parent, start = node, position
+    else:
+        assert node.parent is not None
+        parent, start = node.parent, node.start_bytes
+        if position - start >= block_bytes:  # no other child of the parent shares the first block
+            branches, num_examined = _followed([node], position - start, now_s)
+            return Divergence(position // TOKEN_BYTES, branches, num_examined + 1)
+    first_block = tokens[start : start + block_bytes]
+    shared, siblings, num_siblings = _siblings(parent, first_block, own)
+    if start + shared >= len(tokens):
+        return Divergence(len(tokens) // TOKEN_BYTES, (), num_siblings)
+    token = first_block[shared : shared + TOKEN_BYTES]
+    siblings = [each for each in siblings if not _is_same_token(each.tokens[shared:], token, marks)]
+    branches, num_examined = _followed(siblings, shared, now_s)
+    return Divergence((start + shared) // TOKEN_BYTES, branches, num_siblings + num_examined)
+
+
+def _is_same_token(run: bytes, token: bytes, marks: InvocationMarks) -> bool:
+    """Return whether a run begins with the same token, computed by another invoked adapter."""
+    other = run[:TOKEN_BYTES]
+    return plain(other) == plain(token) and marks.digest_of(other) != marks.digest_of(token)
+
+
+def _first_own_node(node: Node) -> Node:
+    """Return the first of the nodes that only the prompt that ends in `node` has used. Complexity: O(depth)."""
+    parent = node.parent
+    while parent is not None and parent.parent is not None and not parent.num_uses and len(parent.children or ()) == 1:
+        node, parent = parent, parent.parent
+    return node
+
+
+def _siblings(parent: Node, first_block: bytes, own: Node | None) -> tuple[int, list[Node], int]:
+    """Return the children that share the most bytes with a block and go on, how many bytes, and how many were compared.
+
+    Args:
+        parent: the node after which the block begins.
+        first_block: tokens of the prompt, at most a block.
+        own: a child that is not considered; None for none.
+    """
+    children = parent.children
+    if children is None:
+        return 0, [], 0
+    compared: dict[int, Node] = {id(each): each for each in islice(reversed(children.values()), _MAX_SIBLINGS)}
+    for key in children.neighbors(first_block):
+        compared[id(children[key])] = children[key]
+    longest = 0
+    found: list[Node] = []
+    for child in compared.values():
+        if child is own:
+            continue
+        shared = shared_bytes(child.tokens[: len(first_block)], first_block, 0)
+        if shared == len(child.tokens):  # the prompt continues this leaf, which therefore is no other branch
+            continue
+        if shared > longest:
+            longest, found = shared, []
+        if shared == longest:
+            found.append(child)
+    return longest, found, len(compared)
+
+
+def _followed(nodes: list[Node], start_byte: int, now_s: float) -> tuple[tuple[CachedBranch, ...], int]:
+    """Follow the most recently used nodes down to leaves, and return the branches and the number of examined nodes."""
+    latest = sorted(nodes, key=lambda each: each.last_used_s, reverse=True)[:MAX_BRANCHES]
+    branches, num_examined = [], 0
+    for node in latest:
+        runs, num_bytes, num_compared = [node.tokens], len(node.tokens) - start_byte, 0
+        below = _runs_below(node)
+        while num_bytes < MAX_BRANCH_TOKENS * TOKEN_BYTES and num_compared + _MAX_CHILDREN <= _MAX_NODES_PER_BRANCH:
+            run, num_children = next(below, (b"", 0))
+            if not run:
+                break
+            runs.append(run)
+            num_bytes += len(run)
+            num_compared += num_children
+        num_examined += num_compared
+        branches.append(CachedBranch(tuple(runs), start_byte, max(0.0, now_s - node.last_used_s)))
+    return tuple(branches), num_examined
+
+
+def _runs_below(node: Node) -> Iterator[tuple[bytes, int]]:
+    """Yield the tokens of the most recently used child, of its child, and so on, and how many children were compared.
+
+    Of equally recent children, the one that was added last is chosen.
+    """
+    while node.children:
+        latest = list(islice(reversed(node.children.values()), _MAX_CHILDREN))
+        node = max(latest, key=lambda each: each.last_used_s)
+        yield node.tokens, len(latest)

@@ -1,0 +1,116 @@
+"""Realigns two runs of tokens that begin differently: finds where they are equal again."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+Tokens = npt.NDArray[np.uint32]
+
+MIN_EQUAL_TOKENS = 32
+MAX_SPAN_TOKENS = 65_536
+_MAX_RUNS = 64
+_FACTOR = 0x9E3779B97F4A7C15
+
+
+class Realignment(NamedTuple):
+    """The place at which two runs of tokens are equal again.
+
+    Attributes:
+        prompt_span, branch_span: tokens to skip in the prompt and in the branch.
+        equal_tokens: equal tokens from there on, at least `MIN_EQUAL_TOKENS`.
+    """
+
+    prompt_span: int
+    branch_span: int
+    equal_tokens: int
+
+
+def realign(prompt: Tokens, branch: Tokens) -> Realignment | None:
+    """Find short spans after which both sides are equal for at least `MIN_EQUAL_TOKENS` tokens.
+
+    A place is a run of equal tokens on both sides. It is found by a window of `MIN_EQUAL_TOKENS` tokens that begins
+    within the first `MAX_SPAN_TOKENS` of either side; a window that recurs on a side counts where it occurs first. If
+    the nearest window skips `n` tokens of both sides together, the longest run that has a window after at most
+    `2 n + MIN_EQUAL_TOKENS` tokens is chosen, since a passage that recurs, such as a reminder, may be nearer than the
+    run that continues both sides. Of equally long runs, the one that skips fewest tokens is chosen, and of these the
+    one with the most similar spans.
+
+    Args:
+        prompt: tokens of the prompt, uint32 `[num_prompt_tokens]`, from the position at which it leaves the branch.
+        branch: tokens of the branch from there, uint32 `[num_branch_tokens]`.
+
+    Returns:
+        The place; None if there is none. Tokens are compared, so a place that is returned is right. A collision of
+        64-bit hashes can hide one.
+
+    Complexity: O(n log n) in at most `MAX_SPAN_TOKENS` tokens of either side, and the comparison of at most 64 runs.
+
+    Example:
+        >>> tail = np.arange(100, 140, dtype=np.uint32)
+        >>> realign(np.append(np.uint32([1, 2]), tail), np.append(np.uint32([3]), tail))
+        Realignment(prompt_span=2, branch_span=1, equal_tokens=40)
+    """
+    num_tokens = MAX_SPAN_TOKENS + MIN_EQUAL_TOKENS - 1
+    _, prompt_starts, branch_starts = np.intersect1d(
+        _window_hashes(prompt[:num_tokens]), _window_hashes(branch[:num_tokens]), return_indices=True
+    )  # the first position of each hash on either side
+    order = np.argsort(prompt_starts + branch_starts, kind="stable")
+    best: Realignment | None = None
+    run_ends: dict[int, int] = {}  # by the difference of the positions: where the last run ends in the prompt
+    max_skipped, num_runs = num_tokens * 2, 0
+    for prompt_start, branch_start in zip(prompt_starts[order].tolist(), branch_starts[order].tolist(), strict=True):
+        if prompt_start + branch_start > max_skipped or num_runs == _MAX_RUNS:
+            break
+        if prompt_start < run_ends.get(prompt_start - branch_start, 0):
+            continue
+        num_runs += 1
+        run = _run_at(prompt, branch, prompt_start, branch_start)
+        run_ends[prompt_start - branch_start] = run.prompt_span + run.equal_tokens
+        if run.equal_tokens < MIN_EQUAL_TOKENS:
+            continue  # the hashes collide
+        if best is None:
+            max_skipped = 2 * (prompt_start + branch_start) + MIN_EQUAL_TOKENS
+        if best is None or _rank(run) > _rank(best):
+            best = run
+    return best
+
+
+def _run_at(prompt: Tokens, branch: Tokens, prompt_start: int, branch_start: int) -> Realignment:
+    """Return the run of equal tokens around two positions."""
+    num_before = num_equal_tokens(prompt[:prompt_start][::-1], branch[:branch_start][::-1])
+    num_after = num_equal_tokens(prompt[prompt_start:], branch[branch_start:])
+    return Realignment(prompt_start - num_before, branch_start - num_before, num_before + num_after)
+
+
+def _rank(run: Realignment) -> tuple[int, int, int, int]:
+    return (
+        run.equal_tokens,
+        -run.prompt_span - run.branch_span,
+        -abs(run.prompt_span - run.branch_span),
+        -run.prompt_span,
+    )
+
+
+def num_equal_tokens(first: Tokens, second: Tokens) -> int:
+    """Return the length of the common prefix."""
+    length = min(first.size, second.size)
+    differs = first[:length] != second[:length]
+    return int(differs.argmax()) if differs.any() else length
+
+
+def _window_hashes(tokens: Tokens) -> npt.NDArray[np.uint64]:
+    """Hash each window of `MIN_EQUAL_TOKENS` tokens, uint64 `[num_tokens - MIN_EQUAL_TOKENS + 1]`.
+
+    The hash of a window is a polynomial of its tokens, computed from those of its halves.
+    """
+    if tokens.size < MIN_EQUAL_TOKENS:
+        return np.empty(0, np.uint64)
+    hashes = tokens.astype(np.uint64) + np.uint64(1)
+    factor, length = _FACTOR, 1
+    while length < MIN_EQUAL_TOKENS:
+        hashes = hashes[:-length] * np.uint64(factor) + hashes[length:]
+        factor, length = factor * factor % 2**64, 2 * length
+    return hashes

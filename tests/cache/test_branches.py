@@ -1,0 +1,194 @@
+"""The cached branches that a prompt leaves, compared with a plain list of the published prompts."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from radixkv.api.explanation import CachedBranch, Divergence
+from radixkv.cache import branches
+from radixkv.cache.branches import MAX_BRANCHES, MAX_EXAMINED_NODES
+from radixkv.cache.prefix_cache import PrefixCache
+from radixkv.namespace import Namespace
+from radixkv.tokens import TOKEN_BYTES
+from tests.fakes import MODEL, FakeClock, publish, spell
+
+OTHER = Namespace("model", "other")
+
+
+class Published:
+    """A cache with a clock, and the prompts that were published in it."""
+
+    def __init__(self, *texts: str, block_size: int = 4, num_blocks: int = 4096) -> None:
+        self.clock = FakeClock()
+        self.cache = PrefixCache(num_blocks, block_size, clock=self.clock)
+        self.texts: list[str] = []
+        for text in texts:
+            self.publish(text)
+
+    def publish(self, text: str, namespace: Namespace = MODEL) -> None:
+        self.clock.now_s += 1
+        publish(self.cache, text, namespace)
+        self.texts.append(text)
+
+    def divergence(self, text: str, namespace: Namespace = MODEL) -> Divergence:
+        return self.cache.divergence(namespace, spell(text))
+
+
+def text_of(branch: CachedBranch, max_tokens: int = 10**6) -> str:
+    return "".join(map(chr, np.frombuffer(branch.tokens(max_tokens), "<u4")))
+
+
+def texts_of(divergence: Divergence) -> list[str]:
+    return [text_of(each) for each in divergence.branches]
+
+
+def num_shared(first: str, second: str) -> int:
+    return next(
+        (at for at, pair in enumerate(zip(first, second, strict=False)) if pair[0] != pair[1]),
+        min(len(first), len(second)),
+    )
+
+
+@pytest.mark.parametrize("block_size", [1, 2, 4, 16])
+def test_a_new_prompt_leaves_the_tree_where_a_list_of_prompts_says(block_size: int) -> None:
+    rng = random.Random(block_size)
+    num_with_branches = 0
+    for _ in range(150):
+        texts = ["".join(rng.choices("abc", k=rng.randrange(1, 24))) for _ in range(rng.randrange(12))]
+        published = Published(*texts, block_size=block_size)
+        prompt = "".join(rng.choices("abc", k=rng.randrange(1, 24)))
+        if any(text.startswith(prompt) for text in texts):
+            continue
+        found = published.divergence(prompt)
+        left_at = max((num_shared(prompt, text) for text in texts), default=0)
+        assert found.left_at == left_at
+        continuations = {text[left_at:] for text in texts if num_shared(prompt, text) == left_at < len(text)}
+        maximal = {
+            one for one in continuations if not any(other != one and other.startswith(one) for other in continuations)
+        }
+        assert set(texts_of(found)) <= maximal
+        if len(maximal) <= MAX_BRANCHES:
+            assert {each[0] for each in texts_of(found)} == {each[0] for each in maximal}
+        num_with_branches += bool(maximal)
+    assert num_with_branches > 50
+
+
+@pytest.mark.parametrize("block_size", [1, 4])
+def test_a_prompt_that_only_it_has_used_is_explained_as_if_it_were_not_cached(block_size: int) -> None:
+    rng = random.Random(block_size)
+    for _ in range(100):
+        texts = list({"".join(rng.choices("abc", k=rng.randrange(8, 24))) for _ in range(6)})
+        prompt, others = texts[0], texts[1:]
+        if any(other.startswith(prompt) or prompt.startswith(other) for other in others):
+            continue
+        before = Published(*others, block_size=block_size).divergence(prompt)
+        after = Published(*others, prompt, block_size=block_size).divergence(prompt)
+        assert after.left_at == before.left_at
+        assert set(texts_of(after)) == set(texts_of(before))
+
+
+def test_an_empty_cache_has_no_branches() -> None:
+    assert Published().divergence("abcdef") == Divergence(0)
+
+
+def test_a_prompt_that_continues_the_only_branch_leaves_none() -> None:
+    assert Published("abcdef").divergence("abcdefghij") == Divergence(6)
+
+
+def test_a_prompt_that_was_found_again_is_not_explained() -> None:
+    published = Published("abcdXXXX", "abcdefgh", "abcdefgh")
+    assert published.divergence("abcdefgh") == Divergence(8)
+
+
+def test_a_lone_prompt_leaves_no_branch() -> None:
+    assert texts_of(Published("abcdefgh").divergence("abcdefgh")) == []
+
+
+def test_the_most_recently_used_branches_come_first() -> None:
+    published = Published("abcdefgh", "abXXXXXX", "abYYYYYY", "abZZZZZZ", "abUUUUUU")
+    published.publish("abXXXXXX")
+    assert texts_of(published.divergence("ab-"))[:2] == ["XXXXXX", "UUUUUU"]
+    assert len(published.divergence("ab-").branches) == MAX_BRANCHES
+
+
+def test_a_branch_follows_its_most_recently_used_end() -> None:
+    published = Published("abcdefgh1111", "abcdefgh2222", "abcdefgh3333")
+    published.publish("abcdefgh2222")
+    assert texts_of(published.divergence("abcX")) == ["defgh2222"]
+
+
+def test_a_branch_says_when_it_was_used() -> None:
+    published = Published("abcdefgh")
+    published.clock.now_s += 7
+    assert published.divergence("abX").branches[0].idle_s == 7
+
+
+def test_a_long_branch_is_cut_to_what_is_asked_for() -> None:
+    (branch,) = Published("abcdefgh1111", "abcdefgh2222").divergence("abcX").branches
+    assert [text_of(branch, length) for length in (0, 1, 7, 100)] == ["", "d", "defgh22", "defgh2222"]
+
+
+def test_branches_of_other_namespaces_are_never_returned() -> None:
+    published = Published("abcdefgh")
+    for namespace in (OTHER, MODEL._replace(salt="s"), MODEL._replace(adapter="a")):
+        published.publish("abcd" + namespace.tenant + namespace.salt + namespace.adapter + "secret", namespace)
+    assert texts_of(published.divergence("abcdX")) == ["efgh"]
+    assert texts_of(published.divergence("abcdX", OTHER)) == ["othersecret"]
+    assert published.divergence("abcdX", Namespace("model", "third")) == Divergence(0)
+
+
+def test_a_public_prefix_is_not_a_branch() -> None:
+    published = Published()
+    prefix = published.cache.public.register("rules", "model", "", spell("PUBLICPUBLIC"))
+    with published.cache.lease(prefix.namespace, prefix.tokens) as lease:
+        lease.commit(lease.num_tokens)
+    published.cache.public.activate(prefix)
+    published.publish("PUBLICPUBLIC and mine")
+    assert texts_of(published.divergence("PUBLICPUBLIC and yours")) == ["mine"]
+    left = published.divergence("PUBLICPX")
+    assert (left.left_at, texts_of(left)) == (7, [])
+
+
+class TestBounds:
+    """The work between two engine steps is counted, not timed."""
+
+    def test_ten_thousand_siblings(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        published = Published(*(f"abcd{number:05d}" for number in range(10_000)), num_blocks=40_000)
+        compared = []
+        shared_bytes = branches.shared_bytes
+        monkeypatch.setattr(branches, "shared_bytes", lambda *run: compared.append(run) or shared_bytes(*run))
+        found = published.divergence("abcdX")
+        assert len(found.branches) == MAX_BRANCHES
+        assert 256 <= found.num_examined_nodes <= MAX_EXAMINED_NODES
+        assert len(compared) <= 258
+        assert all(len(first_block) <= 4 * TOKEN_BYTES for _, first_block, _ in compared)
+
+    @pytest.mark.parametrize("number", [0, 4999, 9999])
+    def test_the_nearest_of_ten_thousand_siblings_is_found_however_old_it_is(self, number: int) -> None:
+        """Keys of five tokens in blocks of eight, so that siblings share a part of their first block."""
+        texts = [f"{index:05d}tail" for index in range(10_000)]
+        published = Published(*texts, block_size=8, num_blocks=40_000)
+        found = published.divergence(f"{number:05d}X")
+        assert (found.left_at, texts_of(found)) == (5, ["tail"])
+        own = published.divergence(texts[number])  # it differs from its neighbor in the last digit
+        assert own.left_at == 4
+
+    def test_a_deep_and_wide_tree(self) -> None:
+        published = Published(block_size=1, num_blocks=60_000)
+        stem = "s"
+        for _ in range(300):
+            for letter in "0123456789abcdefghijklmnopqrs":
+                published.publish(stem + letter)
+            stem += "t"
+        found = published.divergence("X")
+        assert 0 < found.num_examined_nodes <= MAX_EXAMINED_NODES
+
+    def test_a_very_long_branch_is_not_copied(self) -> None:
+        published = Published(num_blocks=300_000, block_size=4)
+        published.publish("ab" + "c" * 1_000_000)
+        (branch,) = published.divergence("aX").branches
+        (node,) = published.cache.nodes()
+        assert branch.runs[0] is node.tokens
