@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from google.protobuf.message import Message
 
-from radixkv.v1.cache_pb2 import HintRequest, RegisterPublicPrefixRequest, RetainRequest
+from radixkv.v1.cache_pb2 import ExplainRequest, HintRequest, RegisterPublicPrefixRequest, RetainRequest
 from radixkv.v1.fleet_pb2 import RouteRequest
 from radixkv.v1.prefill_pb2 import PrefillRequest, ProbeRequest
 
@@ -21,9 +21,16 @@ MAX_TOKEN_ID = 2**32 - 1
 _FIELD_NUMBER = 1
 _LENGTH_DELIMITED = 2
 
-Prompt = TypeVar("Prompt", PrefillRequest, ProbeRequest, RetainRequest, HintRequest)
+Prompt = TypeVar("Prompt", PrefillRequest, ProbeRequest, RetainRequest, HintRequest, ExplainRequest)
 Tokens = TypeVar(
-    "Tokens", PrefillRequest, ProbeRequest, RetainRequest, HintRequest, RegisterPublicPrefixRequest, RouteRequest
+    "Tokens",
+    PrefillRequest,
+    ProbeRequest,
+    RetainRequest,
+    HintRequest,
+    ExplainRequest,
+    RegisterPublicPrefixRequest,
+    RouteRequest,
 )
 
 

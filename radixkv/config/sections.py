@@ -576,8 +576,8 @@ class TenantConfig:
         uses_public_prefixes: whether prompts of the tenant reuse public prefixes, which are computed once for all
             tenants.
         weight: share of the computed tokens while tenants compete, relative to the default weight of 1.
-        max_calls_per_s: maximum rate of Prefill, Generate and Hint calls, per second; further calls are refused with
-            RESOURCE_EXHAUSTED. Default: unlimited.
+        max_calls_per_s: maximum rate of Prefill, Generate, Hint and Explain calls, per second; further calls are
+            refused with RESOURCE_EXHAUSTED. Default: unlimited.
         max_computed_tokens_per_s: maximum rate of computed tokens, per second; while it is exceeded, calls are refused.
             Cached tokens do not count. Default: unlimited.
         rate_burst_s: burst size of both rates: unused capacity of this many seconds may be used at once.

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class CacheServiceStub(object):
-    """Requests have at most 4,096 bytes, except those of Retain, Hint, Purge and RegisterPublicPrefix. In this file, a tier is a
+    """Requests have at most 4,096 bytes, except those of Retain, Hint, Explain, Purge and RegisterPublicPrefix. In this file, a tier is a
     store for blocks that are evicted from the device, such as host memory, disk or Redis.
     """
 
@@ -55,6 +55,11 @@ class CacheServiceStub(object):
                 '/radixkv.v1.CacheService/EndSession',
                 request_serializer=radixkv_dot_v1_dot_cache__pb2.EndSessionRequest.SerializeToString,
                 response_deserializer=radixkv_dot_v1_dot_cache__pb2.EndSessionResponse.FromString,
+                _registered_method=True)
+        self.Explain = channel.unary_unary(
+                '/radixkv.v1.CacheService/Explain',
+                request_serializer=radixkv_dot_v1_dot_cache__pb2.ExplainRequest.SerializeToString,
+                response_deserializer=radixkv_dot_v1_dot_cache__pb2.ExplainResponse.FromString,
                 _registered_method=True)
         self.Purge = channel.unary_unary(
                 '/radixkv.v1.CacheService/Purge',
@@ -104,7 +109,7 @@ class CacheServiceStub(object):
 
 
 class CacheServiceServicer(object):
-    """Requests have at most 4,096 bytes, except those of Retain, Hint, Purge and RegisterPublicPrefix. In this file, a tier is a
+    """Requests have at most 4,096 bytes, except those of Retain, Hint, Explain, Purge and RegisterPublicPrefix. In this file, a tier is a
     store for blocks that are evicted from the device, such as host memory, disk or Redis.
     """
 
@@ -132,6 +137,15 @@ class CacheServiceServicer(object):
     def EndSession(self, request, context):
         """End a session: what only it has used is evicted from the device before everything else, until a request uses it
         again. Its requests that still run continue.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Explain(self, request, context):
+        """Say where a prompt leaves what is cached of its namespace, what differs there, and how much more would have been
+        reused without this difference. Computes and changes nothing. Between two steps of the engine it takes three look-ups
+        of the prompt, and examines at most 1,026 other nodes of its tree.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -227,6 +241,11 @@ def add_CacheServiceServicer_to_server(servicer, server):
                     request_deserializer=radixkv_dot_v1_dot_cache__pb2.EndSessionRequest.FromString,
                     response_serializer=radixkv_dot_v1_dot_cache__pb2.EndSessionResponse.SerializeToString,
             ),
+            'Explain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Explain,
+                    request_deserializer=radixkv_dot_v1_dot_cache__pb2.ExplainRequest.FromString,
+                    response_serializer=radixkv_dot_v1_dot_cache__pb2.ExplainResponse.SerializeToString,
+            ),
             'Purge': grpc.unary_unary_rpc_method_handler(
                     servicer.Purge,
                     request_deserializer=radixkv_dot_v1_dot_cache__pb2.PurgeRequest.FromString,
@@ -281,7 +300,7 @@ def add_CacheServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class CacheService(object):
-    """Requests have at most 4,096 bytes, except those of Retain, Hint, Purge and RegisterPublicPrefix. In this file, a tier is a
+    """Requests have at most 4,096 bytes, except those of Retain, Hint, Explain, Purge and RegisterPublicPrefix. In this file, a tier is a
     store for blocks that are evicted from the device, such as host memory, disk or Redis.
     """
 
@@ -383,6 +402,33 @@ class CacheService(object):
             '/radixkv.v1.CacheService/EndSession',
             radixkv_dot_v1_dot_cache__pb2.EndSessionRequest.SerializeToString,
             radixkv_dot_v1_dot_cache__pb2.EndSessionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Explain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/radixkv.v1.CacheService/Explain',
+            radixkv_dot_v1_dot_cache__pb2.ExplainRequest.SerializeToString,
+            radixkv_dot_v1_dot_cache__pb2.ExplainResponse.FromString,
             options,
             channel_credentials,
             insecure,

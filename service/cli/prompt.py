@@ -63,13 +63,7 @@ def add_tokens(command: argparse.ArgumentParser) -> None:
 def add_prompt(command: argparse.ArgumentParser) -> None:
     """Add all options of a prompt to a command: its tokens, its namespace, and its use of the cache."""
     add_tokens(command)
-    namespace = command.add_argument_group(
-        "the namespace", "Requests share cached tokens only if all three of these are equal."
-    )
-    add_options(
-        namespace,
-        [Option(f"--{each}", "NAME", name, f"{each} (default: none)", "") for each in ("tenant", "adapter", "salt")],
-    )
+    add_namespace(command)
     use = (
         flag("--no-read-cache", "compute every token, without reuse"),
         flag("--no-write-cache", "do not cache the computed tokens"),
@@ -93,6 +87,17 @@ def add_prompt(command: argparse.ArgumentParser) -> None:
         ),
     )
     add_options(command.add_argument_group("cache and queue"), use)
+
+
+def add_namespace(command: argparse.ArgumentParser) -> None:
+    """Add the options that select the namespace of a prompt to a command."""
+    namespace = command.add_argument_group(
+        "the namespace", "Requests share cached tokens only if all three of these are equal."
+    )
+    add_options(
+        namespace,
+        [Option(f"--{each}", "NAME", name, f"{each} (default: none)", "") for each in ("tenant", "adapter", "salt")],
+    )
 
 
 def add_chat(command: argparse.ArgumentParser) -> None:

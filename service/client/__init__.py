@@ -60,6 +60,7 @@ from radixkv.service.client.errors import (
 from radixkv.service.client.requests import logits_of
 from radixkv.service.client.text_answers import AsyncTextAnswer, TextAnswer, TextChunk
 from radixkv.service.text.tokenizer import Tokenizer
+from radixkv.v1.cache_pb2 import DifferenceKind
 from radixkv.v1.hints_pb2 import HintStatus
 from radixkv.v1.prefill_pb2 import FinishReason, KVSource, MissReason
 
@@ -74,6 +75,7 @@ __all__ = [
     "ConnectError",
     "DataLoss",
     "DeadlineExceeded",
+    "DifferenceKind",
     "FailedPrecondition",
     "FinishReason",
     "HintStatus",

@@ -18,6 +18,7 @@ from radixkv.service.client.methods import METHODS, Method, Request, Response, S
 from radixkv.service.client.requests import (
     GenerateOptions,
     PrefillOptions,
+    explain_request,
     generate_request,
     hint_request,
     make_request,
@@ -36,6 +37,7 @@ from radixkv.v1.cache_pb2 import (
     DrainRequest,
     EndSessionRequest,
     EndSessionResponse,
+    ExplainResponse,
     HintResponse,
     ListAdaptersRequest,
     ListAdaptersResponse,
@@ -231,6 +233,27 @@ class AsyncClient:
         token_ids = None if prompt is None else await self._served.token_ids(prompt)
         request = hint_request(actions, token_ids, tenant=tenant, adapter=adapter, salt=salt)
         return await self._call(methods.HINT, request)
+
+    async def explain(
+        self,
+        prompt: str | TokenIds,
+        *,
+        segments: Sequence[tuple[str, int]] = (),
+        tenant: str = "",
+        adapter: str = "",
+        salt: str = "",
+        omit_cached_text: bool = False,
+    ) -> ExplainResponse:
+        """Say where a prompt leaves what is cached of its namespace, and why; see `Client.explain`."""
+        request = explain_request(
+            await self._served.token_ids(prompt),
+            segments,
+            tenant=tenant,
+            adapter=adapter,
+            salt=salt,
+            omit_cached_text=omit_cached_text,
+        )
+        return await self._call(methods.EXPLAIN, request)
 
     async def end_session(self, session_id: str, *, tenant: str = "") -> EndSessionResponse:
         """End a session; see `Client.end_session`."""

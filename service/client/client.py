@@ -17,6 +17,7 @@ from radixkv.service.client.methods import METHODS, Method, Request, Response, S
 from radixkv.service.client.requests import (
     GenerateOptions,
     PrefillOptions,
+    explain_request,
     generate_request,
     hint_request,
     make_request,
@@ -34,6 +35,7 @@ from radixkv.v1.cache_pb2 import (
     DrainRequest,
     EndSessionRequest,
     EndSessionResponse,
+    ExplainResponse,
     HintResponse,
     ListAdaptersRequest,
     ListAdaptersResponse,
@@ -97,7 +99,7 @@ class Client:
             retries: maximum number of retries of a call that fails with UNAVAILABLE, 0 to 4. gRPC waits up to 0.1 s
                 before the first retry and twice as long before each further one; the deadline covers all attempts. The
                 idempotent calls are retried: `prefill`, `generate` before its first tokens, `probe`, `renew`,
-                `retain`, `stats`, `segments`, `adapters`, `public.list` and `tokenizer`.
+                `retain`, `explain`, `stats`, `segments`, `adapters`, `public.list` and `tokenizer`.
             prefix_key_tokens: send the header `x-prefix-key` with prompts, a digest of tenant, adapter, salt and this
                 number of first tokens, so that a proxy that hashes it sends prompts with a common prefix to the same
                 server; 0 for no header.
@@ -329,6 +331,49 @@ class Client:
         token_ids = None if prompt is None else self._served.token_ids(prompt)
         request = hint_request(actions, token_ids, tenant=tenant, adapter=adapter, salt=salt)
         return self._call(methods.HINT, request)
+
+    def explain(
+        self,
+        prompt: str | TokenIds,
+        *,
+        segments: Sequence[tuple[str, int]] = (),
+        tenant: str = "",
+        adapter: str = "",
+        salt: str = "",
+        omit_cached_text: bool = False,
+    ) -> ExplainResponse:
+        """Say where a prompt leaves what is cached of its namespace, and why. Computes and changes nothing.
+
+        A prompt can be explained before it is computed, or afterwards, as long as no request has reused its end.
+
+        Args:
+            prompt: text or token ids, as in `prefill`.
+            segments: names of parts of the prompt, each with the position after its last token, in order, such as
+                `[("system", 120), ("tools", 900)]`; at most 1,024. The response names the one in which the prompt
+                leaves the cached branch.
+            tenant, adapter, salt: the namespace, as in `prefill`. Other namespaces are never compared.
+            omit_cached_text: leave the tokens and the text of the cached branch out, as the server does for admins.
+
+        Returns:
+            `left_at_token`, and in `difference` what differs there (its `kind` is a `DifferenceKind`), how both sides
+            continue, and how many more tokens would be reused without it. `difference` is absent if nothing else is
+            cached at that position.
+
+        Raises:
+            TypeError, ValueError: as `prefill`, also for segments; nothing was sent.
+            InvalidArgument: the segments are not in order.
+            ResourceExhausted: the tenant exceeds its rate of calls, or too many explanations wait.
+            ServiceError: the call failed; the subclass says how.
+        """
+        request = explain_request(
+            self._served.token_ids(prompt),
+            segments,
+            tenant=tenant,
+            adapter=adapter,
+            salt=salt,
+            omit_cached_text=omit_cached_text,
+        )
+        return self._call(methods.EXPLAIN, request)
 
     def end_session(self, session_id: str, *, tenant: str = "") -> EndSessionResponse:
         """End a session: what only it has used is evicted before everything else. Raises like `prefill`."""

@@ -95,6 +95,7 @@ FETCH_KV = Method(_PREFILL, "FetchKV", prefill.FetchKVRequest, prefill.FetchKVRe
 
 RETAIN = Method(_CACHE, "Retain", cache.RetainRequest, cache.RetainResponse, is_idempotent=True, prompt_of=_itself)
 HINT = Method(_CACHE, "Hint", cache.HintRequest, cache.HintResponse, prompt_of=_itself)
+EXPLAIN = Method(_CACHE, "Explain", cache.ExplainRequest, cache.ExplainResponse, is_idempotent=True, prompt_of=_itself)
 END_SESSION = Method(_CACHE, "EndSession", cache.EndSessionRequest, cache.EndSessionResponse)
 PURGE = Method(_CACHE, "Purge", cache.PurgeRequest, cache.PurgeResponse)  # a second one counts no blocks
 STATS = Method(_CACHE, "Stats", cache.StatsRequest, cache.StatsResponse, is_idempotent=True)
@@ -145,6 +146,7 @@ METHODS: tuple[Method[Any, Any], ...] = (
     FETCH_KV,
     RETAIN,
     HINT,
+    EXPLAIN,
     END_SESSION,
     PURGE,
     STATS,

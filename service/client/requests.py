@@ -17,7 +17,7 @@ from radixkv.api.awaits import Awaits
 from radixkv.api.compression import Compression, CompressionPolicy
 from radixkv.api.retention import MAX_TTL_S, Retention
 from radixkv.service.token_ids import TokenIds, Tokens, pack_token_ids, write_token_ids
-from radixkv.v1.cache_pb2 import HintRequest, PurgeRequest, RetainRequest
+from radixkv.v1.cache_pb2 import ExplainRequest, HintRequest, PromptSegment, PurgeRequest, RetainRequest
 from radixkv.v1.hints_pb2 import KvHintsEnvelope
 from radixkv.v1.prefill_pb2 import Compression as CompressionMessage
 from radixkv.v1.prefill_pb2 import GenerateRequest, KVSource, PrefillRequest, PrefillResponse
@@ -215,6 +215,27 @@ def retain_request(token_ids: TokenIds, retention: Retention, *, tenant: str, ad
         adapter=adapter,
         salt=salt,
         retention=_retention_message(retention),
+    )
+
+
+def explain_request(
+    token_ids: TokenIds,
+    segments: Sequence[tuple[str, int]],
+    *,
+    tenant: str,
+    adapter: str,
+    salt: str,
+    omit_cached_text: bool,
+) -> ExplainRequest:
+    """Return the request of `Client.explain`; raises the errors that it documents."""
+    return prompt_request(
+        ExplainRequest,
+        token_ids,
+        tenant=tenant,
+        adapter=adapter,
+        salt=salt,
+        segments=[make_request(PromptSegment, name=name, end_token=end) for name, end in segments],
+        omit_cached_text=omit_cached_text,
     )
 
 

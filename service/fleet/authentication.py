@@ -10,7 +10,7 @@ from radixkv.service.server.auth.identity import Identity, Role
 from radixkv.service.server.auth.server_auth import ServerAuth, credential_authenticator
 from radixkv.service.server.calls import Context
 
-FLEET = Identity("fleet", Role.ADMIN)
+FLEET = Identity("fleet", Role.ADMIN, is_ingress=True)
 """The ingress and the other replicas. The ingress has authorized its callers already, including admins."""
 
 

@@ -1,4 +1,8 @@
-"""Stats, Purge, EndSession and Hint of a fleet: a call is made on all replicas, and the responses are aggregated."""
+"""Methods of CacheService that a fleet implements.
+
+Stats, Purge, EndSession and Hint are called on all replicas, and the responses are aggregated. Explain is forwarded to
+the replica that would get the prompt.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +20,7 @@ from radixkv.api.stats import DEFAULT_MAX_TENANTS
 from radixkv.errors import NoReplica
 from radixkv.service.fleet.forwarder import Forwarder, ReplicaRefusal
 from radixkv.service.fleet.replica_connection import ReplicaConnection, ReplicaLost
-from radixkv.service.fleet.servicers import call_options, replica_errors_as_status, routing_request
+from radixkv.service.fleet.servicers import call_options, name_replica, replica_errors_as_status, routing_request
 from radixkv.service.server.calls import Context
 from radixkv.service.server.servicers.messages import read_caller, read_hints, require_names
 from radixkv.v1 import cache_pb2, hints_pb2
@@ -31,11 +35,12 @@ ListReplicas = Callable[[], Awaitable[Sequence[ReplicaConnection]]]
 
 
 class FleetCacheService:
-    """Makes each call on all replicas concurrently.
+    """Makes calls on all replicas concurrently, or on the one that would get a prompt.
 
     Args:
         list_replicas: returns the connections to all replicas.
-        forwarder: chooses the replica that loads a prompt for a hint.
+        forwarder: forwards calls with a prompt, and chooses the replica that loads a prompt for a hint; if replicas
+            have roles, among prefill replicas.
     """
 
     def __init__(self, list_replicas: ListReplicas, forwarder: Forwarder) -> None:
@@ -45,7 +50,25 @@ class FleetCacheService:
     @property
     def methods(self) -> Mapping[str, Callable[[Any, Context], Awaitable[Any]]]:
         """The methods of CacheService that a fleet implements."""
-        return {"Purge": self.purge, "Stats": self.stats, "EndSession": self.end_session, "Hint": self.hint}
+        return {
+            "Purge": self.purge,
+            "Stats": self.stats,
+            "EndSession": self.end_session,
+            "Hint": self.hint,
+            "Explain": self.explain,
+        }
+
+    async def explain(self, request: cache_pb2.ExplainRequest, context: Context) -> cache_pb2.ExplainResponse:
+        """Explain a prompt on the replica that would get it. Other replicas may have cached more of it."""
+        async with replica_errors_as_status(context):
+            response: cache_pb2.ExplainResponse
+            routed, response = await self._forwarder.call(
+                routing_request(request),
+                lambda connection: connection.cache.Explain(request, **call_options(connection, context)),
+            )
+        routed.finish(0)
+        name_replica(routed, context)
+        return response
 
     async def purge(self, request: cache_pb2.PurgeRequest, context: Context) -> cache_pb2.PurgeResponse:
         """Purge namespaces on all replicas. The call succeeds only if it did on each of them."""

@@ -30,7 +30,12 @@ REPLICA = "radixkv-replica"
 """Name of the trailing metadata with the address of the replica that responded."""
 
 _Prompt = TypeVar(
-    "_Prompt", prefill_pb2.PrefillRequest, prefill_pb2.ProbeRequest, fleet_pb2.RouteRequest, cache_pb2.HintRequest
+    "_Prompt",
+    prefill_pb2.PrefillRequest,
+    prefill_pb2.ProbeRequest,
+    cache_pb2.ExplainRequest,
+    fleet_pb2.RouteRequest,
+    cache_pb2.HintRequest,
 )
 
 
@@ -58,7 +63,7 @@ class FleetPrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
                 prompt, lambda connection: connection.prefill.Prefill(request, **call_options(connection, context))
             )
         routed.finish(response.usage.computed_tokens)
-        _name(routed, context)
+        name_replica(routed, context)
         return response
 
     async def Generate(  # noqa: N802
@@ -70,7 +75,7 @@ class FleetPrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
                 if part.HasField("usage"):
                     if self._disaggregated is None:  # otherwise the request counts as load until its end
                         routed.finish(part.usage.computed_tokens)
-                    _name(routed, context)
+                    name_replica(routed, context)
                 yield part
 
     async def _parts(
@@ -108,7 +113,7 @@ class FleetPrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
                 lambda connection: connection.prefill.Probe(request, **call_options(connection, context)),
             )
         routed.finish(0)
-        _name(routed, context)
+        name_replica(routed, context)
         return response
 
     async def Release(self, request: prefill_pb2.ReleaseRequest, context: Context) -> prefill_pb2.ReleaseResponse:  # noqa: N802
@@ -207,7 +212,7 @@ def _only_on_replicas(subject: str) -> SwitchedOff:
 
 
 def routing_request(request: _Prompt, field: str = "token_ids") -> RoutingRequest:
-    """Read a prompt and its namespace.
+    """Return the prompt of a request as the router sees it; `field` is its name in errors.
 
     Raises:
         InvalidRequest: the prompt is empty, or a name is too long.
@@ -248,7 +253,8 @@ def call_options(connection: ReplicaConnection, context: Context) -> dict[str, A
     return {"timeout": max_s if remaining_s is None else min(remaining_s, max_s), "metadata": metadata}
 
 
-def _name(routed: RoutedRequest, context: Context) -> None:
+def name_replica(routed: RoutedRequest, context: Context) -> None:
+    """Tell the client which replica responded, in the trailing metadata."""
     context.set_trailing_metadata(((REPLICA, routed.name),))
 
 

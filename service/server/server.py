@@ -111,9 +111,10 @@ class Server:
         self._terminations: list[asyncio.Future[Any]] = []
         self._ports: set[int] = set()
         self.receiver = Receiver(config, engine.limits)
-        cache_servicer = CacheServicer(engine, self.stop.set)
+        tokenizer = ModelTokenizer(model_path)
+        cache_servicer = CacheServicer(engine, self.stop.set, tokenizer)
         self._grpc, guarded = self._grpc_server(self._auth.authorizer(gateway_tenant))
-        self._services = self._add_services(guarded, cache_servicer, model_path, services)
+        self._services = self._add_services(guarded, cache_servicer, tokenizer, services)
         add_standard_services(guarded, self._health, self._services)
         self._admin_grpc: grpc.aio.Server | None = None
         admin_authorizer = self._auth.admin_authorizer()
@@ -131,12 +132,11 @@ class Server:
         self,
         guarded: GuardedServer,
         cache_servicer: CacheServicer,
-        model_path: str | None,
+        tokenizer: ModelTokenizer,
         services: Iterable[AddService],
     ) -> tuple[str, ...]:
         """Add all services except health and reflection to the main port, and return their names."""
         engine = self._engine
-        tokenizer = ModelTokenizer(model_path)
         grammars = Grammars(tokenizer, engine.limits.vocab_size, engine.eos_token_ids)
         self._readers = None if engine.events is None else EventReaders(engine.events)
         shared = SharedParts(self._readers, tokenizer, grammars, self.receiver.held_bytes)

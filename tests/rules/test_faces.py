@@ -52,6 +52,7 @@ def test_the_exported_names_of_the_client_are_stable() -> None:
         "ConnectError",
         "DataLoss",
         "DeadlineExceeded",
+        "DifferenceKind",
         "FailedPrecondition",
         "FinishReason",
         "HintStatus",

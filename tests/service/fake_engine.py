@@ -11,6 +11,7 @@ import numpy as np
 
 from radixkv.api.awaits import Awaits
 from radixkv.api.caller import Caller
+from radixkv.api.explanation import LookUp
 from radixkv.api.hints import AgentStats
 from radixkv.api.limits import Limits
 from radixkv.api.miss_reason import MissReason
@@ -56,6 +57,7 @@ from radixkv.scheduling.request import Request
 from tests.adapter_doubles import FakeDevice
 
 VOCAB_SIZE = 256
+FAKE = Namespace("fake")
 LIMITS = Limits(
     model="fake",
     device="cpu",
@@ -100,6 +102,7 @@ class FakeEngine:
         self.limits = LIMITS
         self.events = None
         self.cache = PrefixCache(num_blocks, block_size=4)
+        self.token_s = None
         self.stored = TierIndex("host", 100)
         self.segments = SegmentSource(self.cache, self._call, self._stored_page)
         self.device = FakeDevice()
@@ -221,6 +224,17 @@ class FakeEngine:
         cached = self._cached_tokens(tokens, caller)
         future.set_result(ProbeResult(cached, num_tokens, _miss_reason(cached, num_tokens)))
         return future
+
+    def look_up(self, tokens: bytes, caller: Caller) -> Future:
+        """Look a prompt up in `cache`, which requests do not change."""
+        if self.refusal is not None:
+            raise self.refusal
+        namespace = FAKE._replace(tenant=caller.tenant, adapter=caller.adapter, salt=caller.salt)
+        cached = self.cache.match(namespace, tokens).cached_tokens
+        reason = self.cache.explain(namespace, tokens, cached)
+        return self._call(
+            lambda: LookUp(tokens, cached, reason, self.cache.divergence(namespace, tokens), self.token_s)
+        )
 
     def release(self, lease_id, caller) -> Future:
         future = Future()

@@ -101,6 +101,8 @@ class MethodRule:
     def bind_tenant(self, caller: Identity | None, request: Any, gateway_tenant: str) -> str | None:
         """Write the caller's own tenant into a request that names none, and refuse a tenant it may not act for.
 
+        Requests of operators are marked, so that their responses have no tokens that a tenant has cached.
+
         Returns:
             The tenant that owns the request; None if no tenant does, or if the request applies to all tenants.
 
@@ -124,6 +126,8 @@ class MethodRule:
                 )
             if caller.role is not Role.ADMIN and getattr(message, "return_block_table", False):
                 raise NotPermitted(f"return_block_table: expected the role admin, got {caller.role.value}")
+            if not caller.may_read_cached_text and "omit_cached_text" in message.DESCRIPTOR.fields_by_name:
+                message.omit_cached_text = True
         return None if _means_all_tenants(message) else str(message.tenant)
 
 
@@ -153,6 +157,7 @@ RULES: dict[str, MethodRule] = {
     "/radixkv.v1.CacheService/Stats": _READ,
     "/radixkv.v1.CacheService/Retain": _TENANT,
     "/radixkv.v1.CacheService/Hint": _TENANT,
+    "/radixkv.v1.CacheService/Explain": _TENANT,
     "/radixkv.v1.CacheService/EndSession": _TENANT,
     "/radixkv.v1.CacheService/Purge": MethodRule(Permission.TENANT, is_logged=True),
     "/radixkv.v1.CacheService/ListSegments": _READ,

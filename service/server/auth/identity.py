@@ -28,16 +28,26 @@ class Identity:
         role: the caller's role.
         tenants: tenants that it may act for; None for all. Exactly one with the role `TENANT`, none with `READER`.
         is_anyone: whether this is the identity of every caller, because the server has no credentials.
+        is_ingress: whether this is the ingress of a fleet, which has authorized its callers itself.
     """
 
     name: str
     role: Role
     tenants: frozenset[str] | None = None
     is_anyone: bool = False
+    is_ingress: bool = False
 
     def may_act_for(self, tenant: str) -> bool:
         """Return whether the caller may name this tenant."""
         return self.tenants is None or tenant in self.tenants
+
+    @property
+    def may_read_cached_text(self) -> bool:
+        """Whether tokens that a tenant has cached may be returned to the caller, if it may act for this tenant.
+
+        An operator administers tenants without reading their prompts.
+        """
+        return self.role not in OPERATORS or self.is_anyone or self.is_ingress
 
     @property
     def own_tenant(self) -> str | None:

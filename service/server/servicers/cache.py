@@ -10,7 +10,9 @@ from radixkv.api.stats import DEFAULT_MAX_TENANTS
 from radixkv.errors import InvalidRequest
 from radixkv.service.server.calls import Context
 from radixkv.service.server.mailbox import Mailbox
+from radixkv.service.server.model_tokenizer import ModelTokenizer
 from radixkv.service.server.servicers.engine_calls import result_of
+from radixkv.service.server.servicers.explanations import Explainer
 from radixkv.service.server.servicers.messages import (
     adapter_message,
     grant_message,
@@ -41,13 +43,15 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
     Args:
         engine: the engine that is administered.
         start_drain: starts to drain the service as SIGTERM does, soon after the call that asks for it.
+        tokenizer: the model's tokenizer.
     """
 
-    def __init__(self, engine: Engine, start_drain: Callable[[], None]) -> None:
+    def __init__(self, engine: Engine, start_drain: Callable[[], None], tokenizer: ModelTokenizer) -> None:
         self._engine = engine
         self._start_drain = start_drain
         self._mailbox = Mailbox()
         self._segments = SegmentLister(engine, self._mailbox)
+        self._explainer = Explainer(engine, self._mailbox, tokenizer)
 
     async def Retain(self, request: cache_pb2.RetainRequest, context: Context) -> cache_pb2.RetainResponse:  # noqa: N802
         """Set the retention priority of a cached range."""
@@ -64,6 +68,10 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
         tokens = read_token_ids(request) if request.token_ids else b""
         outcomes = await result_of(self._engine, self._mailbox, self._engine.hint(actions, caller, tokens))
         return cache_pb2.HintResponse(hints=map(hint_message, outcomes))
+
+    async def Explain(self, request: cache_pb2.ExplainRequest, context: Context) -> cache_pb2.ExplainResponse:  # noqa: N802
+        """Say where a prompt leaves what is cached of its namespace, and why."""
+        return await self._explainer.explain(request)
 
     async def EndSession(  # noqa: N802
         self, request: cache_pb2.EndSessionRequest, context: Context

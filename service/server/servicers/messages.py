@@ -59,7 +59,11 @@ def new_request_id() -> str:
 
 
 def read_caller(
-    request: prefill_pb2.PrefillRequest | prefill_pb2.ProbeRequest | cache_pb2.RetainRequest | cache_pb2.HintRequest,
+    request: prefill_pb2.PrefillRequest
+    | prefill_pb2.ProbeRequest
+    | cache_pb2.RetainRequest
+    | cache_pb2.HintRequest
+    | cache_pb2.ExplainRequest,
 ) -> Caller:
     """Read the names that select the namespace of a request.
 

@@ -11,6 +11,7 @@ from radixkv.errors import InvalidCredential
 from radixkv.service.fleet.authentication import FLEET, replica_auth
 from radixkv.service.server.auth.authorizer import Authorizer
 from radixkv.service.server.auth.identity import Identity, Role
+from radixkv.v1.cache_pb2 import ExplainRequest
 
 
 def call(*headers: str):
@@ -36,6 +37,14 @@ def authorizer(tmp_path):
 def test_the_fleet_brings_calls_of_all_callers(authorizer) -> None:
     assert identity(authorizer, call("Bearer secret")) is FLEET
     assert (FLEET.role, FLEET.tenants, FLEET.is_anyone) == (Role.ADMIN, None, False)
+
+
+def test_the_ingress_decides_who_reads_cached_text(authorizer) -> None:
+    for name, is_omitted in (("fleet", False), ("admin", True)):
+        rule = authorizer.authorize("/radixkv.v1.CacheService/Explain", call("Bearer secret")).rule
+        request = ExplainRequest(tenant="acme")
+        rule.bind_tenant(FLEET if name == "fleet" else Identity(name, Role.ADMIN), request, "")
+        assert request.omit_cached_text is is_omitted
 
 
 def test_others_need_credentials_of_their_own(authorizer) -> None:

@@ -1,4 +1,4 @@
-"""Purge, Stats, EndSession and Hint of a fleet, over real connections to servers of fake engines."""
+"""Purge, Stats, EndSession, Hint and Explain of a fleet, over real connections to servers of fake engines."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import pytest
 
 from radixkv.errors import Draining
 from radixkv.namespace import Namespace
-from radixkv.service.client import AsyncClient, HintStatus
+from radixkv.service.client import AsyncClient, HintStatus, InvalidArgument
 from radixkv.service.fleet.cache_service import joined_outcome, summed
-from radixkv.v1 import cache_pb2, cache_pb2_grpc
+from radixkv.service.fleet.servicers import REPLICA
+from radixkv.v1 import cache_pb2, cache_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 from radixkv.v1.cache_pb2 import (
     BlockStats,
     RequestStats,
@@ -23,8 +24,9 @@ from radixkv.v1.cache_pb2 import (
     TokenStats,
 )
 from radixkv.v1.hints_pb2 import HintOutcome
+from tests import fakes
 from tests.fake_runner import tokens
-from tests.service.fake_engine import FakeEngine
+from tests.service.fake_engine import FAKE, FakeEngine
 from tests.service.fleet.test_ingress_server import fleet, run
 
 
@@ -253,6 +255,36 @@ def test_a_hint_reaches_all_replicas_that_cache_the_prompt() -> None:
             assert (outcome.status, outcome.tokens) == (HintStatus.HINT_CLIPPED, 12)
             assert outcome.reason == "8 tokens stay, because requests use them"
             assert [cached_tokens(engine) for engine in (first, second, third)] == [0, 8, 0]
+
+    run(test)
+
+
+def test_a_prompt_is_explained_by_the_replica_that_would_get_it() -> None:
+    async def test() -> None:
+        async with fleet(2) as served, grpc.aio.insecure_channel(served.address) as channel:
+            prefill = prefill_pb2_grpc.PrefillServiceStub(channel)
+            probe = prefill.Probe(prefill_pb2.ProbeRequest(token_ids=[1, 2, 3], tenant="acme"))
+            await probe
+            name = dict(await probe.trailing_metadata())[REPLICA]
+            for engine in served.engines.values():
+                fakes.publish(
+                    engine.cache, "here" if engine is served.engines[name] else "there", FAKE._replace(tenant="acme")
+                )
+            call = cache_pb2_grpc.CacheServiceStub(channel).Explain(
+                cache_pb2.ExplainRequest(token_ids=[1, 2, 3], tenant="acme")
+            )
+            response = await call
+            assert dict(await call.trailing_metadata())[REPLICA] == name
+            assert "".join(map(chr, response.difference.branch.token_ids)) == "here"
+
+    run(test)
+
+
+def test_an_explanation_without_a_prompt_is_refused() -> None:
+    async def test() -> None:
+        async with fleet(1) as served, AsyncClient(served.address) as client:
+            with pytest.raises(InvalidArgument, match="expected at least 1 token"):
+                await client.explain([])
 
     run(test)
 

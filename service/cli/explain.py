@@ -1,0 +1,166 @@
+"""`radixkv explain`: says where a prompt leaves what is cached, what differs there, and what to change."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from radixkv.service.cli.connection import add_connection, client_of
+from radixkv.service.cli.options import add_options, flag
+from radixkv.service.cli.output import json_of
+from radixkv.service.cli.prompt import add_chat, add_namespace, add_tokens, prompt_of
+from radixkv.service.cli.segments import duration
+from radixkv.service.cli.terminal import aligned, printable
+from radixkv.v1.cache_pb2 import Difference, DifferenceKind, Excerpt, ExplainResponse
+from radixkv.v1.prefill_pb2 import MissReason
+
+_MAX_CHARS = 60  # of a text on either side of the difference
+
+# What differs, and what the sender of the prompt can change.
+_FINDINGS = {
+    DifferenceKind.UNCLASSIFIED: (
+        "The prompts are not equal again after this.",
+        "If both belong to one conversation, send its earlier messages unchanged. If not, put what both have in common "
+        "first.",
+    ),
+    DifferenceKind.RANDOM_ID: (
+        "A random id differs.",
+        "Remove the id from the prompt, keep one value for the whole conversation, or move it behind what should be "
+        "reused.",
+    ),
+    DifferenceKind.DATE_OR_TIME: (
+        "A date or a time differs.",
+        "Move it to the end of the prompt, or round it so that it changes less often.",
+    ),
+    DifferenceKind.NUMBER: (
+        "A number differs.",
+        "Move the number to the end of the prompt, or leave it out if the model does not need it.",
+    ),
+    DifferenceKind.INSERTED: (
+        "The prompt has a passage here that the cached one has not.",
+        "Append new messages at the end instead of inserting them before earlier ones.",
+    ),
+    DifferenceKind.REMOVED: (
+        "The cached prompt has a passage here that this one has not.",
+        "Keep what was sent before. If the chat template removes the thinking of earlier turns, see "
+        "write_generated=False in docs/AGENTS.md.",
+    ),
+    DifferenceKind.REORDERED: (
+        "Both prompts have the same parts in another order.",
+        "Sort them before sending: tools by name, and the keys of JSON objects.",
+    ),
+    DifferenceKind.RETOKENIZED: (
+        "The text is the same, but its tokens differ.",
+        "Send the token ids of earlier turns as they were generated, or let one program encode all turns.",
+    ),
+    DifferenceKind.FIRST_TOKEN: (
+        "The first token differs.",
+        "Let all programs encode prompts alike, either all with the token that begins a sequence or all without it.",
+    ),
+    DifferenceKind.REPLACED: (
+        "Both prompts have another passage here.",
+        "Move what changes to the end of the prompt. If the conversation was compacted, keep its first messages "
+        "unchanged, and compact it less often.",
+    ),
+}
+
+
+def add_arguments(explain: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command to its parser."""
+    explain.description = (
+        "Say where a prompt leaves what is cached, what differs there, how many more tokens would be reused without "
+        "the difference, and what to change. Nothing is computed. It works before a prompt is sent, and afterwards as "
+        "long as no request has reused its end."
+    )
+    add_tokens(explain)
+    add_chat(explain)
+    add_namespace(explain)
+    add_options(explain, [flag("--omit-cached-text", "leave out the tokens and the text of the cached prompt")])
+    add_connection(explain)
+    explain.set_defaults(command=_explain)
+
+
+def _explain(arguments: argparse.Namespace) -> None:
+    with client_of(arguments) as client:
+        prompt = prompt_of(arguments, client)
+        response = client.explain(
+            prompt.token_ids,
+            tenant=arguments.tenant,
+            adapter=arguments.adapter,
+            salt=arguments.salt,
+            omit_cached_text=arguments.omit_cached_text,
+        )
+    print(json_of(response) if arguments.json else explanation_text(response))
+
+
+def explanation_text(response: ExplainResponse) -> str:
+    """Return an explanation in a few lines: where, both sides, what it costs, and what to change."""
+    first = f"{response.cached_tokens:,} of {_tokens(response.prompt_tokens)} are cached"
+    if response.miss_reason:
+        first += f" ({MissReason.Name(response.miss_reason)})"
+    if not response.HasField("difference"):
+        return f"{first}. {_undisturbed(response)}"
+    difference = response.difference
+    is_own = response.cached_tokens > response.left_at_token  # it was computed already
+    first += f", but no request has reused the last {response.computed_tokens:,} of them." if is_own else "."
+    segment = f' in "{printable(response.segment, keep="")}"' if response.segment else ""
+    if response.left_at_token:
+        place = f"The prompt leaves another cached prompt after {_tokens(response.left_at_token)}{segment}:"
+    else:
+        place = f"The prompt differs from other cached prompts in its first token{segment}:"
+    finding, advice = _FINDINGS.get(difference.kind, _FINDINGS[DifferenceKind.UNCLASSIFIED])
+    return "\n".join([first, place, "", *_sides(difference), "", finding, _cost(response), f"-> {advice}"])
+
+
+def _undisturbed(response: ExplainResponse) -> str:
+    if not response.left_at_token:
+        return "Nothing is cached for this tenant, adapter and salt that the prompt can be compared with."
+    if response.left_at_token < response.prompt_tokens:
+        return f"After {_tokens(response.left_at_token)} the prompt continues what is cached."
+    return "The prompt leaves no other cached prompt."
+
+
+def _tokens(number: int) -> str:
+    return f"{number:,} token{'' if number == 1 else 's'}"
+
+
+def _sides(difference: Difference) -> list[str]:
+    """Return both sides, with the differing part in brackets: as text, or as token ids if there is no text."""
+    sides = [difference.prompt, difference.branch]
+    has_text = bool(difference.before_text) or any(each.different_text or each.equal_text for each in sides)
+    before = _shown(difference.before_text if has_text else difference.before_token_ids)[-_MAX_CHARS:]
+    rows: list[tuple[str, ...]] = [
+        ("  prompt", before + _marked(difference.prompt, difference.prompt_span_tokens, has_text=has_text))
+    ]
+    if difference.HasField("branch"):
+        branch = before + _marked(difference.branch, difference.branch_span_tokens, has_text=has_text)
+        rows.append(("  cached", branch, f"used {duration(difference.idle_s)} ago"))
+    return aligned(rows)
+
+
+def _marked(side: Excerpt, num_span: int, *, has_text: bool) -> str:
+    num = side.different_tokens
+    different = _shown(side.different_text if has_text else side.token_ids[:num])[:_MAX_CHARS]
+    equal = _shown(side.equal_text if has_text else side.token_ids[num:])[:_MAX_CHARS]
+    return f"[{different}{'...' if num_span > num else ''}]{equal}"
+
+
+def _shown(part: str | Sequence[int]) -> str:
+    """Return a text on one line, with escaped line breaks, or token ids between spaces."""
+    if isinstance(part, str):
+        return part.replace("\n", "\\n")
+    return f" {' '.join(map(str, part))} " if part else ""
+
+
+def _cost(response: ExplainResponse) -> str:
+    difference = response.difference
+    if not difference.lost_tokens:
+        return f"{_tokens(response.computed_tokens)} cannot be reused{_seconds(response, 'computed_s')}."
+    return (
+        f"After {_tokens(difference.prompt_span_tokens)} instead of {difference.branch_span_tokens:,}, the next "
+        f"{difference.lost_tokens:,} are equal, but cannot be reused{_seconds(difference, 'lost_s')}."
+    )
+
+
+def _seconds(message: ExplainResponse | Difference, field: str) -> str:
+    return f" (about {getattr(message, field):.2g} s of computing)" if message.HasField(field) else ""

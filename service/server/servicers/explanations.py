@@ -1,0 +1,121 @@
+"""Explains prompts for `CacheService.Explain`: looks them up on the engine's thread, compares them on another one."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+from radixkv.api.explanation import Difference, Excerpt, Explanation, PromptSegment, require_segments
+from radixkv.explain.explanation import Decode, explain
+from radixkv.service.server.mailbox import Mailbox
+from radixkv.service.server.model_tokenizer import ModelTokenizer
+from radixkv.service.server.receive.fair_shares import FairShares, QuotaKey
+from radixkv.service.server.servicers.engine_calls import result_of
+from radixkv.service.server.servicers.messages import read_caller, require_names
+from radixkv.service.token_ids import read_token_ids
+from radixkv.v1 import cache_pb2
+
+if TYPE_CHECKING:  # the engine needs torch; this module does not
+    from radixkv.engine.engine import Engine
+
+MAX_WAITING = 32
+
+_logger = logging.getLogger(__name__)
+
+
+class Explainer:
+    """Explains prompts, one at a time, so that explanations take at most one CPU core. For use on one event loop.
+
+    Args:
+        engine: looks prompts up.
+        mailbox: returns results of the engine to the event loop.
+        tokenizer: the model's tokenizer; loaded for the first explanation.
+    """
+
+    def __init__(self, engine: Engine, mailbox: Mailbox, tokenizer: ModelTokenizer) -> None:
+        self._engine = engine
+        self._mailbox = mailbox
+        self._tokenizer = tokenizer
+        self._turn = asyncio.Lock()
+        self._num_waiting = FairShares(MAX_WAITING, "explanations")
+
+    async def explain(self, request: cache_pb2.ExplainRequest) -> cache_pb2.ExplainResponse:
+        """Explain a prompt.
+
+        Raises:
+            InvalidRequest: the prompt, a name or a segment is wrong.
+            QueueFull: too many explanations wait, and this tenant has its share of them.
+        """
+        caller = read_caller(request)
+        segments = _read_segments(request)
+        key = QuotaKey.of_tenant(caller.tenant)
+        self._num_waiting.take(key, 1)
+        try:
+            decode = await self._decode()
+            async with self._turn:
+                future = self._engine.look_up(read_token_ids(request), caller)
+                look_up = await result_of(self._engine, self._mailbox, future)
+                vocab_size = self._engine.limits.vocab_size
+                compare = partial(explain, look_up, segments=segments, decode=decode, vocab_size=vocab_size)
+                explanation = await asyncio.to_thread(compare)
+        finally:
+            self._num_waiting.release(key, 1)
+        return explanation_message(explanation, has_branch=not request.omit_cached_text)
+
+    async def _decode(self) -> Decode | None:
+        """Return the function that decodes tokens; None if the model has no tokenizer that can be loaded."""
+        try:
+            return (await self._tokenizer.loaded()).decode
+        except ValueError as error:
+            _logger.debug("explanations have no text, because the model has no tokenizer: %s", error)
+            return None
+
+
+def _read_segments(request: cache_pb2.ExplainRequest) -> Sequence[PromptSegment]:
+    segments = [PromptSegment(each.name, each.end_token) for each in request.segments]
+    require_segments(segments)
+    for index, segment in enumerate(segments):
+        require_names(**{f"segments[{index}].name": segment.name})
+    return segments
+
+
+def explanation_message(explanation: Explanation, *, has_branch: bool) -> cache_pb2.ExplainResponse:
+    """Write an explanation; without `has_branch`, without the tokens and the text of the cached branch."""
+    difference = explanation.difference
+    return cache_pb2.ExplainResponse(
+        prompt_tokens=explanation.prompt_tokens,
+        cached_tokens=explanation.cached_tokens,
+        miss_reason=explanation.miss_reason.value,
+        left_at_token=explanation.left_at,
+        segment=explanation.segment,
+        computed_tokens=explanation.computed_tokens,
+        computed_s=explanation.computed_s,
+        difference=None if difference is None else _difference_message(difference, has_branch=has_branch),
+    )
+
+
+def _difference_message(difference: Difference, *, has_branch: bool) -> cache_pb2.Difference:
+    return cache_pb2.Difference(
+        kind=difference.kind.value,
+        before_token_ids=difference.before_ids,
+        before_text=difference.before_text,
+        prompt=_excerpt_message(difference.prompt),
+        branch=_excerpt_message(difference.branch) if has_branch else None,
+        prompt_span_tokens=difference.prompt_span_tokens,
+        branch_span_tokens=difference.branch_span_tokens,
+        lost_tokens=difference.lost_tokens,
+        lost_s=difference.lost_s,
+        idle_s=difference.idle_s,
+    )
+
+
+def _excerpt_message(excerpt: Excerpt) -> cache_pb2.Excerpt:
+    return cache_pb2.Excerpt(
+        token_ids=excerpt.token_ids,
+        different_tokens=excerpt.num_different,
+        different_text=excerpt.different_text,
+        equal_text=excerpt.equal_text,
+    )

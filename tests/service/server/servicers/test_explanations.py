@@ -1,0 +1,208 @@
+"""`CacheService.Explain` on the wire: who sees what, segments, limits, and nothing in the log."""
+
+import asyncio
+import logging
+from concurrent.futures import Future
+
+import grpc
+import pytest
+
+from radixkv.api.caller import Caller
+from radixkv.errors import QueueFull, RateExceeded
+from radixkv.service.client import AsyncClient, Client, DifferenceKind, InvalidArgument, ResourceExhausted
+from radixkv.service.server.mailbox import Mailbox
+from radixkv.service.server.model_tokenizer import ModelTokenizer
+from radixkv.service.server.servicers import explanations
+from radixkv.v1.cache_pb2 import Excerpt, ExplainRequest, PromptSegment
+from radixkv.v1.cache_pb2_grpc import CacheServiceStub
+from tests.fakes import publish, spell
+from tests.patience import PATIENCE_S
+from tests.service.fake_engine import FAKE, FakeEngine
+from tests.service.server.auth.certificates import TOKENS, CredentialFiles
+from tests.service.serving import serve_and_call, serving
+
+SHARED = "You are a helpful assistant. "
+TAIL = " and this is the rest of the prompt, which is long enough to be found again."
+CACHED = SHARED + "Mon" + TAIL
+PROMPT = SHARED + "Sunday" + TAIL
+
+
+def ids(text):
+    return [ord(each) for each in text]
+
+
+def caching(**texts):
+    """Return an engine in which each tenant has cached a text."""
+    engine = FakeEngine()
+    for tenant, text in texts.items():
+        publish(engine.cache, text, FAKE._replace(tenant=tenant))
+    return engine
+
+
+def explain(engine, text, *, model_path=None, **options):
+    def call(address):
+        with Client(address, timeout_s=PATIENCE_S) as client:
+            return client.explain(ids(text), **options)
+
+    return serve_and_call(engine, call, model_path)
+
+
+def test_a_difference_is_described_in_tokens_without_a_tokenizer():
+    engine = caching(acme=CACHED)
+    engine.token_s = 0.5
+    found = explain(engine, PROMPT, tenant="acme", segments=[("system", len(SHARED)), ("day", len(SHARED) + 6)])
+    assert (found.prompt_tokens, found.cached_tokens) == (len(PROMPT), len(SHARED))
+    assert (found.left_at_token, found.segment) == (len(SHARED), "day")
+    assert (found.computed_tokens, found.computed_s) == (len(PROMPT) - len(SHARED), 0.5 * (len(PROMPT) - len(SHARED)))
+    difference = found.difference
+    assert difference.kind == DifferenceKind.REPLACED
+    assert (difference.prompt_span_tokens, difference.branch_span_tokens) == (6, 3)
+    assert (difference.lost_tokens, difference.lost_s) == (len(TAIL), 0.5 * len(TAIL))
+    assert list(difference.before_token_ids) == ids(SHARED[-8:])
+    assert difference.prompt == Excerpt(token_ids=ids("Sunday and this "), different_tokens=6)
+    assert difference.branch == Excerpt(token_ids=ids("Mon and this is "), different_tokens=3)
+    assert difference.before_text == ""
+
+
+def test_with_a_tokenizer_text_is_returned_and_decides_the_kind():
+    """The embedded model has a token for each ASCII character, with the same id."""
+    difference = explain(caching(acme=CACHED), PROMPT, tenant="acme", model_path="tiny").difference
+    assert difference.kind == DifferenceKind.DATE_OR_TIME
+    assert difference.before_text == SHARED[-8:]
+    assert (difference.prompt.different_text, difference.prompt.equal_text) == ("Sunday", " and this ")
+    assert (difference.branch.different_text, difference.branch.equal_text) == ("Mon", " and this is ")
+
+
+def test_seconds_are_absent_without_measurements():
+    found = explain(caching(acme=CACHED), PROMPT, tenant="acme")
+    assert not found.HasField("computed_s")
+    assert not found.difference.HasField("lost_s")
+
+
+def test_nothing_of_another_tenant_or_salt_is_in_a_response():
+    engine = caching(acme=SHARED + "acme's secret" + TAIL, globex=SHARED + "theirs" + TAIL)
+    publish(engine.cache, SHARED + "salted secret" + TAIL, FAKE._replace(tenant="globex", salt="s"))
+    found = explain(engine, PROMPT, tenant="globex")
+    assert list(found.difference.branch.token_ids) == ids("theirs and this ")
+    assert not explain(engine, PROMPT, tenant="initech").HasField("difference")
+    assert not explain(engine, PROMPT, tenant="acme", salt="s").HasField("difference")
+
+
+def test_a_caller_may_leave_out_what_is_cached():
+    difference = explain(caching(acme=CACHED), PROMPT, tenant="acme", omit_cached_text=True).difference
+    assert not difference.HasField("branch")
+    assert difference.lost_tokens == len(TAIL)
+
+
+def test_only_a_tenant_and_its_routers_read_what_it_has_cached(tmp_path):
+    files = CredentialFiles(tmp_path)
+    credentials = grpc.ssl_channel_credentials(files.ca_file.read_bytes())
+
+    async def test():
+        async with (
+            serving(caching(acme=CACHED, globex=SHARED + "!"), **files.tls) as (_, address),
+            grpc.aio.secure_channel(address, credentials) as channel,
+        ):
+            found = {}
+            for name, tenant in (("acme", ""), ("globex", ""), ("some", "acme"), ("every", "acme"), ("boss", "acme")):
+                request = ExplainRequest(token_ids=ids(PROMPT), tenant=tenant)
+                metadata = (("authorization", f"Bearer {TOKENS[name]}"),)
+                response = await CacheServiceStub(channel).Explain(request, metadata=metadata, timeout=PATIENCE_S)
+                found[name] = "".join(map(chr, response.difference.branch.token_ids))
+            return found
+
+    excerpt = "Mon and this is "
+    assert asyncio.run(test()) == {"acme": excerpt, "globex": "!", "some": excerpt, "every": excerpt, "boss": ""}
+
+
+@pytest.mark.parametrize(
+    ("segments", "field"),
+    [
+        ([("a", 9), ("b", 8)], "segments[1].end_token"),
+        ([("a" * 257, 9)], "segments[0].name"),
+        ([("a", 9)] * 1025, "segments"),
+    ],
+)
+def test_wrong_segments_are_refused_by_name(segments, field):
+    with pytest.raises(InvalidArgument) as caught:
+        explain(FakeEngine(), "abc", segments=segments)
+    assert caught.value.details().startswith(f"{field}: expected at ")
+
+
+def test_a_refusal_of_the_engine_is_returned():
+    engine = FakeEngine()
+    engine.refusal = RateExceeded("tenant: too fast", retry_after_s=1.0)
+    with pytest.raises(ResourceExhausted):
+        explain(engine, "abc")
+
+
+def test_a_tenant_with_many_explanations_does_not_block_another(monkeypatch):
+    monkeypatch.setattr(explanations, "MAX_WAITING", 4)
+    engine = caching(acme=CACHED)
+    look_up = engine.look_up
+    pending = []
+
+    def never_found(tokens, caller):
+        pending.append(Future())
+        return pending[-1]
+
+    def asked_by(tenant):
+        return ExplainRequest(token_ids=ids(PROMPT), tenant=tenant)
+
+    async def test():
+        engine.look_up = never_found
+        explainer = explanations.Explainer(engine, Mailbox(), ModelTokenizer(None))
+        calls = [asyncio.ensure_future(explainer.explain(asked_by("acme"))) for _ in range(10)]
+        while sum(call.done() for call in calls) < 6:
+            await asyncio.sleep(0)
+        assert all(isinstance(call.exception(), QueueFull) for call in calls if call.done())
+        other = asyncio.ensure_future(explainer.explain(asked_by("globex")))
+        while not pending:
+            await asyncio.sleep(0)
+        assert len(pending) == 1  # one at a time
+        engine.look_up = look_up
+        pending[0].set_result(look_up(spell(PROMPT), Caller("acme")).result())
+        results = await asyncio.gather(*calls, return_exceptions=True)
+        assert [type(each) for each in results].count(QueueFull) == 6
+        assert (await other).prompt_tokens == len(PROMPT)
+        again = [explainer.explain(asked_by("acme")) for _ in range(4)]
+        assert len(await asyncio.gather(*again)) == 4
+
+    asyncio.run(asyncio.wait_for(test(), PATIENCE_S))
+
+
+def test_neither_tokens_nor_text_are_logged(caplog):
+    caplog.set_level(logging.DEBUG)
+    explain(caching(acme=CACHED), PROMPT, tenant="acme", model_path="tiny")
+    assert "helpful" not in caplog.text
+    assert "and this" not in caplog.text
+
+
+def test_both_clients_send_the_same_request():
+    received = []
+
+    class Engine(FakeEngine):
+        def look_up(self, tokens, caller):
+            received.append((tokens, caller))
+            return super().look_up(tokens, caller)
+
+    names = {"tenant": "t", "adapter": "a", "salt": "s"}
+
+    async def test():
+        async with serving(Engine()) as (_, address):
+            async with AsyncClient(address, timeout_s=PATIENCE_S) as client:
+                ours = await client.explain([1, 2], segments=[("x", 1)], **names)
+            with Client(address, timeout_s=PATIENCE_S) as client:
+                theirs = await asyncio.to_thread(lambda: client.explain([1, 2], segments=[("x", 1)], **names))
+        return ours, theirs
+
+    ours, theirs = asyncio.run(test())
+    assert ours == theirs
+    assert received[0] == received[1]
+    assert received[0][1].salt == "s"
+
+
+def test_a_segment_is_not_a_number():
+    with Client("127.0.0.1:1") as client, pytest.raises(TypeError, match="end_token"):
+        client.explain([1], segments=[("a", "b")])
+    assert PromptSegment(name="a", end_token=1).end_token == 1
