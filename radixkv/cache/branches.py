@@ -94,7 +94,7 @@ def _first_own_node(node: Node) -> Node:
 
 
 def _siblings(parent: Node, first_block: bytes, own: Node | None) -> tuple[int, list[Node], int]:
-    """Return the children that share the most bytes with a block and go on, how many bytes, and how many were compared.
+    """Return the children that share the most bytes with a block, how many bytes, and how many children were compared.
 
     Args:
         parent: the node after which the block begins.
@@ -113,8 +113,6 @@ def _siblings(parent: Node, first_block: bytes, own: Node | None) -> tuple[int, 
         if child is own:
             continue
         shared = shared_bytes(child.tokens[: len(first_block)], first_block, 0)
-        if shared == len(child.tokens):  # the prompt continues this leaf, which therefore is no other branch
-            continue
         if shared > longest:
             longest, found = shared, []
         if shared == longest:

@@ -36,7 +36,7 @@ def realign(prompt: Tokens, branch: Tokens) -> Realignment | None:
     the nearest window skips `n` tokens of both sides together, the longest run that has a window after at most
     `2 n + MIN_EQUAL_TOKENS` tokens is chosen, since a passage that recurs, such as a reminder, may be nearer than the
     run that continues both sides. Of equally long runs, the one that skips fewest tokens is chosen, and of these the
-    one with the most similar spans.
+    one that skips fewest of the prompt.
 
     Args:
         prompt: tokens of the prompt, uint32 `[num_prompt_tokens]`, from the position at which it leaves the branch.
@@ -85,13 +85,8 @@ def _run_at(prompt: Tokens, branch: Tokens, prompt_start: int, branch_start: int
     return Realignment(prompt_start - num_before, branch_start - num_before, num_before + num_after)
 
 
-def _rank(run: Realignment) -> tuple[int, int, int, int]:
-    return (
-        run.equal_tokens,
-        -run.prompt_span - run.branch_span,
-        -abs(run.prompt_span - run.branch_span),
-        -run.prompt_span,
-    )
+def _rank(run: Realignment) -> tuple[int, int, int]:
+    return run.equal_tokens, -run.prompt_span - run.branch_span, -run.prompt_span
 
 
 def num_equal_tokens(first: Tokens, second: Tokens) -> int:

@@ -90,6 +90,14 @@ def test_a_prompt_that_only_it_has_used_is_explained_as_if_it_were_not_cached(bl
         assert set(texts_of(after)) == set(texts_of(before))
 
 
+def test_own_tokens_begin_at_the_last_fork_even_if_no_request_has_found_what_is_before_it() -> None:
+    published = Published("abcdefgh1111", "abcdefgh2222")
+    for node in published.cache.nodes():
+        node.num_uses = 0  # as far above the end of a path of many nodes, where uses are not counted
+    found = published.divergence("abcdefgh2222")
+    assert (found.left_at, texts_of(found)) == (8, ["1111"])
+
+
 def test_an_empty_cache_has_no_branches() -> None:
     assert Published().divergence("abcdef") == Divergence(0)
 

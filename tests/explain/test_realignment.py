@@ -39,7 +39,7 @@ def oracle(prompt: list[int], branch: list[int]) -> Realignment | None:
             while end[0] < len(prompt) and end[1] < len(branch) and prompt[end[0]] == branch[end[1]]:
                 end = end[0] + 1, end[1] + 1
             runs.add(Realignment(*start, end[0] - start[0]))
-    return min(runs, key=lambda run: (-run[2], run[0] + run[1], abs(run[0] - run[1]), run[0]))
+    return min(runs, key=lambda run: (-run[2], run[0] + run[1], run[0]))
 
 
 def random_sides(rng: random.Random) -> tuple[list[int], list[int]]:
@@ -77,6 +77,14 @@ def test_a_second_difference_ends_what_would_have_matched() -> None:
     first, second = list(range(200, 250)), list(range(300, 1300))
     found = realign(tokens_of([1, *first, 2, *second]), tokens_of([3, *first, 4, *second]))
     assert found == Realignment(1, 1, 50)
+
+
+@pytest.mark.parametrize(("num_between", "nearest"), [(1, Realignment(1, 42, 40)), (3, Realignment(42, 1, 40))])
+def test_of_equally_long_runs_the_nearest_is_chosen(num_between: int, nearest: Realignment) -> None:
+    """Of equally near ones, it is the one that skips fewer tokens of the prompt."""
+    first, second = list(range(200, 240)), list(range(300, 340))
+    prompt, branch = [1, *first, 2, *second], [3, *second, *[4] * num_between, *first]
+    assert realign(tokens_of(prompt), tokens_of(branch)) == nearest
 
 
 @pytest.mark.parametrize("num_equal", [MIN_EQUAL_TOKENS - 1, MIN_EQUAL_TOKENS])

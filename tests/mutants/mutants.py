@@ -1437,6 +1437,27 @@ AUTHENTICITY_MUTANTS = (
     Mutant("startup/requirements.py", "        trusted = {}\n", "        pass\n"),
     Mutant("startup/requirements.py", "if not has_protection(tiers):", "if False:"),
 )
+EXPLAIN_MUTANTS = (
+    Mutant("cache/branches.py", "        if child is own:\n            continue\n", ""),
+    Mutant("cache/branches.py", "        if node.num_uses:  #", "        if False:  #"),
+    Mutant("cache/branches.py", " and len(parent.children or ()) == 1", ""),
+    Mutant("cache/branches.py", "reversed(children.values()), _MAX_SIBLINGS", "reversed(children.values()), None"),
+    Mutant("cache/branches.py", "max(latest, key=lambda each: each.last_used_s)", "latest[0]"),
+    Mutant("explain/realignment.py", "2 * (prompt_start + branch_start) + MIN_EQUAL_TOKENS", "0"),
+    Mutant("explain/realignment.py", "if run.equal_tokens < MIN_EQUAL_TOKENS:", "if False:"),
+    Mutant("explain/kinds.py", "other_counts[each] >= own_counts[each]", "other_counts[each] > 0"),
+    Mutant("explain/explanation.py", "place.equal_tokens > num_equal", "False"),
+    Mutant(
+        "service/server/auth/authorizer.py",
+        "                message.omit_cached_text = True\n",
+        "                pass\n",
+    ),
+    Mutant(
+        "service/server/servicers/explanations.py",
+        "            self._num_waiting.release(key, 1)\n",
+        "            pass\n",
+    ),
+)
 FLEET_MUTANTS = (
     Mutant("service/fleet/replica.py", "_TIMES_MAX_CALLS * config.server.max_calls", "config.server.max_calls"),
     Mutant("service/fleet/replica.py", "config.server.max_deadline_s + config.server.send_timeout_s", "60.0"),

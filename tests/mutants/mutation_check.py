@@ -25,6 +25,7 @@ from tests.mutants.mutants import (
     CACHE_MUTANTS,
     ENGINE_MUTANTS,
     EVENT_MUTANTS,
+    EXPLAIN_MUTANTS,
     FLEET_MUTANTS,
     KERNEL_MUTANTS,
     LOADING_MUTANTS,
@@ -116,6 +117,11 @@ EVENT_TESTS = (
     "tests/events/test_store_feed.py",
     "tests/events/test_readers.py",
     "tests/cache/test_cache_stress.py",
+)
+EXPLAIN_TESTS = (
+    "tests/cache/test_branches.py",
+    "tests/explain",
+    "tests/service/server/servicers/test_explanations.py",
 )
 OFFLOAD_TESTS = (
     "tests/offload/index/test_eviction_order.py",
@@ -211,6 +217,7 @@ OFFLINE_TESTS = ("tests/service/offline", "tests/whole/test_llm.py")
 CHECKS = (
     *((CACHE_MUTANTS, CACHE_TESTS), (ENGINE_MUTANTS, ENGINE_TESTS)),
     *((KERNEL_MUTANTS, KERNEL_TESTS), (EVENT_MUTANTS, EVENT_TESTS)),
+    (EXPLAIN_MUTANTS, EXPLAIN_TESTS),
     (LOADING_MUTANTS, LOADING_TESTS),
     (OFFLOAD_MUTANTS, OFFLOAD_TESTS),
     (ROUTING_MUTANTS, ROUTING_TESTS),

@@ -166,6 +166,9 @@ ELSEWHERE = {
     "TokenizerChunk.data",
     "FetchKVResponse.data",
     "Usage.computed_tokens",
+    "ExplainRequest.segments",  # tests/service/server/servicers/test_explanations.py
+    "ExplainResponse.computed_s",
+    "Difference.prompt_span_tokens",
 }
 
 
