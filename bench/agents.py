@@ -48,6 +48,7 @@ _CONTEXTS = (0, 1024, 3072)  # tokens before them
 _LOADS = (4, 16, 48)  # blocks of measured loads
 _REPETITIONS = 5
 _TIMELY = 1.1
+_PAUSE_S = 0.3  # before each measured request: a server that was idle is slower than one that has just answered
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +91,8 @@ class Prompts:
 
 
 async def seconds_of(client: AsyncClient, tokens: list[int], **options: Any) -> tuple[float, Any]:
-    """Send a prefill. Returns the time until its answer, and its usage."""
+    """Send a prefill after a pause. Returns the time until its answer, and its usage."""
+    await asyncio.sleep(_PAUSE_S)
     start_s = time.perf_counter()
     answer = await client.prefill(tokens, **options)
     return time.perf_counter() - start_s, answer.usage
