@@ -246,13 +246,14 @@ class SimulatedTiers:
 
 
 class _SimulatedTier(Tier):
-    """A tier that holds keys, and loads one call after the other.
+    """A tier that holds keys, has no store, and loads one call after the other.
 
     Attributes:
         num_written_blocks, num_loaded_blocks: see `TierUsage`.
     """
 
     def __init__(self, name: str, block_size: int, clock: VirtualClock, times: TimeModel | None) -> None:
+        # The constructor of `Tier` requires a store.
         self._keys: set[bytes] = set()
         self._block_size = block_size
         self._clock = clock
