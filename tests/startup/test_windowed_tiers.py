@@ -37,8 +37,10 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @contextlib.contextmanager
 def served(checkpoint: Path, *settings: str, windowed_tokens: int = 272) -> Iterator[Engine]:
     """An engine whose windowed layers hold little more than a request needs."""
-    pool = (f"cache.capacity_tokens={CAPACITY_TOKENS}", "cache.block_size=16", "engine.max_step_tokens=64")
-    fixed = (f"model.path={checkpoint}", "model.device=cpu", f"cache.windowed_tokens={windowed_tokens}", *pool)
+    # With the default policy, the order of evictions depends on measured times.
+    pool = (f"cache.capacity_tokens={CAPACITY_TOKENS}", "cache.block_size=16", "cache.policy=lru")
+    model = (f"model.path={checkpoint}", "model.device=cpu", "engine.max_step_tokens=64")
+    fixed = (*model, f"cache.windowed_tokens={windowed_tokens}", *pool)
     with running(build_engine(Config.load(None, [*fixed, *settings]), choice=AlwaysLoad(16))) as engine:
         yield engine
 
