@@ -81,7 +81,7 @@ class PhaseStopwatch:
 
     @contextlib.contextmanager
     def watch(self, owner: object, name: str, label: str) -> Iterator[None]:
-        """Measure every call of `owner.name` inside the block."""
+        """Measure every call of `owner.name` inside a `with` statement."""
         original = getattr(owner, name)
         setattr(owner, name, self._timed(original, label))
         try:
@@ -119,7 +119,7 @@ class BookkeepingBench:
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        """Measure inside the block."""
+        """Measure inside a `with` statement."""
         with contextlib.ExitStack() as watches:
             for owner, name, label in (
                 (self._runner, "start", MODEL),

@@ -5,10 +5,11 @@ python -m bench.rpc --json bench/results/rpc.json
 Each server is a process with the same Python and generated code. Both parse the same requests; the echo server responds
 with a response of the service. The echo server uses gRPC's own flow-control windows, and limits only the size of
 messages and the number of waiting calls. The service uses the settings of `radixkv serve`: fixed windows, limits on
-connections and their calls, retained freed memory, frozen objects, and a GIL switch interval of 1 ms.
+connections and their calls, freed memory that is kept by malloc, objects that are exempt from garbage collection, and a
+GIL switch interval of 1 ms.
 
-One client sends requests that were serialized before, in short rounds to both servers in turn. A hit is a prompt that
-is cached except for its last token. Misses all differ, are published, and evict each other.
+One client sends requests that were serialized beforehand, in short rounds to both servers in turn. A hit is a prompt
+that is cached except for its last token. Misses all differ, are published, and evict each other.
 """
 
 from __future__ import annotations
@@ -73,6 +74,7 @@ class Round:
 
     Attributes:
         latencies_s: latency of each call.
+        wall_s: duration of the round.
         server_cpu_s, client_cpu_s: CPU time of both sides; the server's is None if the system does not report it.
     """
 

@@ -1,4 +1,4 @@
-"""Namespaces: requests share cached tokens only within one of them."""
+"""Namespaces: apart from public prefixes, requests share cached tokens only within one of them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ RESERVED_TENANTS = {PUBLIC_TENANT: "the owner of public prefixes", TRIAL_TENANT:
 
 
 class Namespace(NamedTuple):
-    """An isolation boundary. Two requests share cached tokens only if all fields are equal.
+    """An isolation boundary: apart from the tokens of public prefixes, requests share cached tokens only if all fields
+    are equal.
 
     Fields are compared one by one and never joined, so `("a", "bc")` is not `("ab", "c")`.
 
@@ -53,7 +54,7 @@ class Namespace(NamedTuple):
 
     @property
     def seed(self) -> int:
-        """A 64-bit hash, so that fingerprints differ between namespaces. It is not an identifier."""
+        """A 64-bit seed of `prefix_fingerprint`, so that equal tokens have different hashes in different namespaces."""
         return _seed(self)
 
 
@@ -72,7 +73,7 @@ class PromptKey(NamedTuple):
 @lru_cache(maxsize=1024)  # called two or three times per request, and hashing takes 0.7 us
 def _seed(namespace: Namespace) -> int:
     digest = xxhash.xxh3_64()
-    # An empty public prefix is left out, so that seeds do not depend on the field.
+    # Without a public prefix, the seed is that of the other four fields.
     for field in namespace if namespace.public_prefix else namespace[:-1]:
         data = field.encode("utf-8", "surrogatepass")
         digest.update(len(data).to_bytes(8, "little"))

@@ -27,7 +27,7 @@ class FleetProcess:
         settings: settings of the fleet, as `section.key=value`.
 
     Attributes:
-        address: address of the ingress, inside the block.
+        address: address of the ingress, inside the `with` statement.
     """
 
     def __init__(self, replicas: int, settings: Sequence[str] = ()) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def interpreted() -> Iterator[None]:
-    """Run Triton kernels on the CPU inside the block."""
+    """Run Triton kernels on the CPU inside a `with` statement."""
     import pytest
 
     from tests.kernels.gpu.interpreter import interpret_kernels

@@ -1,4 +1,4 @@
-"""Runs the GPU benchmarks in parts: the product, a first look, time to first token, kernels, and peers.
+"""Runs the GPU benchmarks in parts: the service (`product`), a first look, time to first token, kernels, and peers.
 
     python -m bench.gpu --out build/gpu --part product        # nine minutes; real servers over gRPC
     python -m bench.gpu --out build/gpu --part product --only bits --seconds 150
@@ -38,7 +38,7 @@ ROOT = Path(__file__).parents[2]
 
 _SGLANG = "sglang_wheel"  # where stages look for SGLang's wheel
 _MAX_SHOWN_LINES = 100
-_MAX_SHOWN_LINES_OF_PRODUCT = 12  # so that its table is in the end of the output, which a remote run returns
+_MAX_SHOWN_LINES_OF_PRODUCT = 12  # a remote run returns only the end of the output, which its table must fit into
 _DRY_BUDGETS = 20  # factor: the interpreter is slow, and a dry run may share its cores
 
 # pytest's settings in pyproject.toml need plugins that the machine may lack.
@@ -49,9 +49,9 @@ addopts = --import-mode=importlib
 faulthandler_timeout = 600
 markers =
     gpu: needs a CUDA device
-    long: takes long for what it proves
-    sampled(one_in): one case in so many is not long
-    slow: long campaigns
+    long: slow compared with what it checks
+    sampled(one_in): one of every `one_in` cases is not `long`
+    slow: campaigns of many minutes
 """
 
 
@@ -77,7 +77,7 @@ def lay_out(folder: Path, sglang: Path | None) -> None:
 
 
 def main(arguments: Sequence[str] | None = None, parts: Mapping[str, Sequence[Stage]] = PARTS) -> int:
-    """Run the parts, print their output and a table of each. Returns 1 if a stage failed."""
+    """Run the parts, print their output and a table of each. Returns 0 if all stages but optional ones succeeded."""
     options = _parse(arguments, parts)
     given = sys.argv[1:] if arguments is None else arguments
     options.out.mkdir(parents=True, exist_ok=True)
@@ -124,7 +124,7 @@ class _PartRun:
         write_json(self._file, self._report)
 
     def run(self, stages: Sequence[Stage]) -> bool:
-        """Run the stages in turn until the time is over. Returns whether all that the machine supports succeeded."""
+        """Run the stages in turn until the time is over. Returns whether all stages succeeded, except optional ones."""
         report, is_good = self._report, True
         end_s = time.monotonic() + self._options.seconds * (_DRY_BUDGETS if self._options.dry_run else 1)
         print(f"== {report['part']}: {report['machine']['gpu'] or 'no GPU'}, {report['versions']}")

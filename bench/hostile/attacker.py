@@ -36,7 +36,7 @@ class AttackerProcess:
         self._process: asyncio.subprocess.Process
 
     async def __aenter__(self) -> AttackerProcess:
-        """Start the process, which prepares the attack at once."""
+        """Start the process, which prepares the attack immediately."""
         self._process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",

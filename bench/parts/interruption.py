@@ -12,7 +12,7 @@ from types import FrameType
 class Interruption:
     """Ends a measurement early on SIGINT or SIGTERM.
 
-    The first signal sets `event`. A second one is handled by the previous handler, which ends the process immediately.
+    The first signal sets `event` and restores the previous handlers, so that a second one can end the process.
 
     Attributes:
         signal_number: the first signal that arrived; None if none did.
@@ -30,23 +30,22 @@ class Interruption:
 
     @contextlib.contextmanager
     def handled(self) -> Iterator[None]:
-        """Handle both signals until the block ends. Must be called in an event loop of the main thread."""
+        """Handle both signals inside a `with` statement. Must be called in an event loop of the main thread."""
         loop = asyncio.get_running_loop()
         previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 
+        def restore() -> None:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
         def on_signal(number: int, frame: FrameType | None) -> None:
-            if self.signal_number is None:
-                self.signal_number = number
-                loop.call_soon_threadsafe(self.event.set)
-                return
-            handler = previous[signal.Signals(number)]
-            if callable(handler):
-                handler(number, frame)
+            self.signal_number = number
+            loop.call_soon_threadsafe(self.event.set)
+            restore()
 
         for number in previous:
             signal.signal(number, on_signal)
         try:
             yield
         finally:
-            for number, handler in previous.items():
-                signal.signal(number, handler)
+            restore()

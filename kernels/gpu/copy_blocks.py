@@ -35,7 +35,8 @@ def copy_blocks(pool: KVPool, sources: torch.Tensor, targets: torch.Tensor) -> N
     )
 
 
-# Block ids are rows of a longer tensor, so their alignment varies. Triton would compile a kernel for each alignment.
+# `sources` and `targets` are rows of one tensor, so their alignment varies, and Triton would compile a kernel for each
+# alignment.
 @triton.jit(do_not_specialize_on_alignment=["sources", "targets"])  # type: ignore[untyped-decorator]
 def _copy_span(words, sources, targets, block_words, SPAN_WORDS: tl.constexpr):  # type: ignore[no-untyped-def]
     """Copy one span of one block."""

@@ -33,9 +33,9 @@ TILE_ROWS = 16
 class LowRankStep:
     """Rows of a step by adapter, and the addresses of the adapters' weights. Built once per step, read by all layers.
 
-        adapters    [ 0 ............ )[ 1 ... )
-        order       [ 4 5 6 7 .. 30  31 2 3 40 )    rows of the step, grouped by adapter
-        tiles       [ 16 )[ 16 )[ 2 )[ 3 )          each has rows of one adapter
+        adapters    | 0 ................. | 1 ...... |
+        order       | 4 5 6 ... 28 29 2 3 | 40 41 42 |    rows of the step, grouped by adapter
+        tiles       | 16 rows | 12 rows   | 3 rows   |    each has rows of one adapter
 
     Attributes:
         order: int32 `[num_rows]`, rows of the step.
@@ -145,7 +145,7 @@ def add_low_rank(rows: torch.Tensor, out: torch.Tensor, step: LowRankStep, site:
 
 
 def low_rank_rows_agree(down: torch.Tensor, up: torch.Tensor) -> bool:
-    """Return whether `add_low_rank` is batch-invariant on this GPU, for any row count and position.
+    """Check, for some row counts and positions, that `add_low_rank` is batch-invariant on this GPU.
 
     Args:
         down: `[rank, in_features]` with one of `RANKS`.

@@ -29,7 +29,7 @@ def write_kv(
         value: like `key`.
         slots: int64 `[num_tokens]`, contiguous, `block_id * block_size + offset`, all different. A token with a
             negative slot is padding and is not written.
-        pool: the K/V.
+        pool: the K/V, in blocks; not latent.
         layer: index into the pool's layers.
         largest: float32 `[num_tokens, num_kv_heads]`, contiguous, or None; see `reference.write_kv`. Padding does not
             change it.
@@ -104,7 +104,10 @@ def _write_tile(  # type: ignore[no-untyped-def]
     SMALLEST_SCALE: tl.constexpr,
     TILE_TOKENS: tl.constexpr,
 ):
-    """Write K and V of some tokens of one KV head. A program writes whole vectors, since each has its own scale."""
+    """Write K and V of some tokens of one KV head. A program writes whole vectors, since each has its own scale.
+
+    `largest` is the magnitude of the tokens; LARGEST and LARGEST_KEY are what the dtype of values and keys can hold.
+    """
     tokens = tl.program_id(0) * TILE_TOKENS + tl.arange(0, TILE_TOKENS)
     kv_head = tl.program_id(1).to(tl.int64)
     slot = tl.load(slots + tokens, mask=tokens < num_tokens, other=-1)
@@ -143,7 +146,10 @@ def _write_tile(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _larger(magnitudes, numbers):  # type: ignore[no-untyped-def]
-    """Return the maximum of each magnitude and those in its row. NaN if any is NaN, which `tl.max` ignores."""
+    """Return the maximum of each magnitude and the magnitudes of its row of `numbers`; NaN if any is NaN.
+
+    `tl.max` alone would ignore NaN.
+    """
     is_nan = (magnitudes != magnitudes) | (tl.max((numbers != numbers).to(tl.int32), 1) > 0)
     return tl.where(is_nan, float("nan"), tl.maximum(magnitudes, tl.max(tl.abs(numbers), 1)))
 

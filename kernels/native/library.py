@@ -6,7 +6,7 @@ was compiled from and of the file itself:
     kernels/<variant>-<digest of options and sources>-<digest of the file>.so
 
 Loading a truncated file would crash the process, so a file is loaded only if it has the digest in its name. Without
-Linux, AVX2 or GCC there are no kernels, and PyTorch and NumPy compute instead.
+Linux and AVX2, or without installed kernels and GCC, there are no kernels, and PyTorch and NumPy compute instead.
 """
 
 from __future__ import annotations

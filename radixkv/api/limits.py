@@ -34,8 +34,8 @@ class Limits:
         model: name of the model.
         device: where it runs.
         vocab_size: token ids are below it.
-        max_prompt_tokens: the longest prompt of a prefill.
-        max_sequence_tokens: maximum length of a generation, prompt included.
+        max_prompt_tokens: maximum length of the prompt of a prefill.
+        max_sequence_tokens: maximum length of a prompt and its completion together.
         block_size: tokens per block.
         epoch: random number of this block pool. Block ids are valid only together with the epoch of their pool.
         ceiling_tokens: maximum number of tokens of a tenant, by tenant; None for no bound.
@@ -99,8 +99,7 @@ class Limits:
             block_size=block_size,
             epoch=secrets.randbits(63),
             ceiling_tokens={
-                tenant: None if num_blocks is None else num_blocks * block_size
-                for tenant, num_blocks in ceiling_blocks.items()
+                tenant: None if ceiling is None else ceiling * block_size for tenant, ceiling in ceiling_blocks.items()
             },
             default_ceiling_tokens=None if default_ceiling_blocks is None else default_ceiling_blocks * block_size,
             pool_tokens=num_blocks * block_size,
@@ -143,7 +142,7 @@ class Limits:
             )
 
     def max_new_tokens(self, num_tokens: int, tenant: str) -> int:
-        """Return the length of the longest generation after a prompt; less than 1 if no token fits."""
+        """Return the maximum number of new tokens after a prompt of `num_tokens` tokens; less than 1 if none fits."""
         ceiling = self._ceiling_tokens(tenant)
         # The last token needs no block, since its K/V is never computed.
         return min(self.max_sequence_tokens, self.max_sequence_tokens if ceiling is None else ceiling + 1) - num_tokens

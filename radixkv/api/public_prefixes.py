@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class PublicPrefixStatus:
-    """A prefix that the prompts of all tenants use.
+    """A prefix that the prompts of all tenants can reuse.
 
     Attributes:
         name: given by the operator.

@@ -23,11 +23,12 @@ class Usage:
         prompt_tokens: tokens of the prompt.
         cached_tokens: prompt tokens that were reused.
         computed_tokens: prompt tokens that were computed.
-        written_tokens: tokens that were published to the cache.
+        written_tokens: tokens that this request published, and that were not cached before.
         generated_tokens: tokens sampled so far; none of them is part of the prompt.
         recomputed_tokens: tokens computed again after a preemption, because their block was not full or was evicted.
         public_tokens: tokens of `cached_tokens` that came from a public prefix.
-        host_tokens, disk_tokens, remote_tokens: tokens of `cached_tokens` that were loaded from that tier.
+        host_tokens, disk_tokens: tokens of `cached_tokens` that were loaded from that tier.
+        remote_tokens: those that were loaded from shared stores, or fetched from another server.
     """
 
     prompt_tokens: int
@@ -84,8 +85,8 @@ class Retained:
     """The result of a retention.
 
     Attributes:
-        grant: tokens that were granted, refused and not cached.
-        expires_at_s: Unix time at which the first part of the range expires; None if no part expires.
+        grant: how many tokens were granted, refused, and not cached.
+        expires_at_s: the earliest Unix time at which a granted token expires; None if none expires.
     """
 
     grant: Grant

@@ -1,4 +1,4 @@
-"""The default eviction policy: learns how soon blocks are used again, and evicts where that gains the fewest hits."""
+"""The default eviction policy: learns how soon blocks are used again, and evicts what will give the fewest hits."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from radixkv.cache.eviction_policy import EvictionPolicy, used_nodes
 from radixkv.cache.node import Node
 from radixkv.tokens import TOKEN_BYTES
 
-# Kinds of nodes that were never reused: below a parent with no, one, or more uses, each in three lengths. Kinds of
-# reused nodes, by their pace: octaves from 2**-20 s to an hour. Both once for each value of `Awaits`.
+# Kinds of nodes that were never reused: by the uses of the parent (none, one, more) and by length (three ranges). Kinds
+# of reused nodes: by pace, in octaves from 2**-20 s to an hour. Each kind exists once per value of `Awaits`.
 _LENGTHS_TOKENS = (1024, 8192)
 _NUM_NEW_KINDS = 9
 _SHORTEST_LOG_PACE = -20
@@ -36,10 +36,10 @@ _WIDTHS_S = np.diff(_AGES_S, prepend=0.0)  # [num_ages]
 _SHORTEST_AGE_S = float(_AGES_S[0])
 _MIN_UNUSED_SHARE = 1e-3  # assumed share of blocks that are never reused
 
-_PRIOR_USES = 30  # after this many waits, a kind gets the geometric mean of its own density and that of its group
+_PRIOR_WAITS = 30  # after this many, a kind gets the geometric mean of its own density and that of its group
 _TINY_DENSITY = 1e-12
 
-_TURNS_TO_LEARN = 4  # one turn is the insertion of as many blocks as the cache has
+_REFILLS_TO_LEARN = 4  # one refill is the insertion of as many blocks as the cache has
 # Uses and insertions between two updates of the densities, which take 1 to 4 ms.
 _EVENTS_PER_UPDATE = 256
 _MIN_EVENTS_PER_UPDATE = 16  # in a small cache, whose blocks are reused sooner
@@ -92,9 +92,8 @@ class HitDensities:
     def update(self) -> None:
         """Compute the densities from the counts.
 
-        The density of a kind at an age is that over the best period from then on:
-
-            max over periods of   blocks used again in the period / block seconds until their use, or the period's end
+        The density of a kind at an age is the maximum, over all later ages, of the blocks that are used again between
+        the two ages divided by the block seconds that blocks waited in between.
 
         Complexity: constant; it takes 1 to 4 ms, depending on how many kinds and ages have been seen.
         """
@@ -105,7 +104,7 @@ class HitDensities:
         num_stays = np.maximum(np.array(self.num_stays), 0.0).reshape(shape[:2])
         groups = (slice(_NUM_NEW_KINDS), slice(_NUM_NEW_KINDS, None))  # never reused, reused
         own = _densities(hits.reshape(-1, _NUM_AGES), stays.reshape(-1)).reshape(shape)
-        weights = _PRIOR_USES / (_PRIOR_USES + num_stays)[..., None]
+        weights = _PRIOR_WAITS / (_PRIOR_WAITS + num_stays)[..., None]
         blended = np.empty(shape)
         for group in groups:
             shared = _densities(hits[:, group].sum(axis=1), stays[:, group].sum(axis=1))  # [num_awaits, num_ages]
@@ -158,8 +157,8 @@ class _Stay:
         num_uses: uses of the node, including those before an eviction.
         log_pace: moving average of log2 of the seconds between its uses.
         marks: index and hash of a few of its whole blocks, the last block first; recorded when blocks are evicted.
-        ghost: the record of its eviction, if it was evicted and published again, perhaps in several chunks.
-        num_returned_blocks: blocks that have been published again since the eviction.
+        ghost: the record of the eviction of the node, or of its last blocks, while these are published again.
+        num_returned_blocks: blocks before those that `ghost` still waits for: published again, or not evicted.
     """
 
     __slots__ = (
@@ -226,7 +225,8 @@ class AdaptivePolicy(EvictionPolicy):
 
     Memory: a record per evicted leaf, at most one per block of the cache, or 4,096 in a smaller cache.
 
-    Complexity: O(depth) for a use; O(1) for everything else; 1 to 4 ms after every 256 uses and insertions.
+    Complexity: O(depth) for a use; O(1) for everything else; 1 to 4 ms after every 16 to 256 uses and
+    insertions, depending on the size of the cache.
 
     Source: Beckmann, Chen, Cidon: "LHD: Improving cache hit rate by maximizing hit density", NSDI 2018. Kinds by reuse:
     Wang et al.: "KVCache cache in the wild", ATC 2025.
@@ -260,7 +260,7 @@ class AdaptivePolicy(EvictionPolicy):
         """Return the expected hits per block second of a leaf. Complexity: O(1)."""
         if kind >= _NUM_KINDS * Awaits.NOTHING:
             return -1.0
-        if self._num_new_blocks < _TURNS_TO_LEARN * self._num_blocks:
+        if self._num_new_blocks < _REFILLS_TO_LEARN * self._num_blocks:
             return 1 / max(now_s - key, _SHORTEST_AGE_S)
         return self.densities.density(kind, now_s - key)
 

@@ -1,4 +1,4 @@
-"""Reads the segments and blocks of a cache from any thread, in short calls on the engine's thread."""
+"""Lets any thread read segments (nodes of the radix trees, see docs/SEEING.md) and blocks, in short engine calls."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class SegmentSource:
         return self._call(lambda: self._cache.segments.hottest(start, stride, tenant, max_segments), tenant)
 
     def of_session(self, tenant: str, session_id: str, max_segments: int) -> Future[SegmentPage]:
-        """List segments that only one session has used, those nearest to the beginning of a prompt first."""
+        """List the segments that no session but this one has used, those nearest to the beginning of a prompt first."""
         return self._call(lambda: self._of_session(tenant, session_id, max_segments), tenant)
 
     def _of_session(self, tenant: str, session_id: str, max_segments: int) -> SegmentPage:

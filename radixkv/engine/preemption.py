@@ -15,7 +15,7 @@ class Preemptor:
     """Allocates blocks for the next tokens of running requests, and preempts running requests.
 
     A preempted request releases its blocks. Its published tokens stay cached until they are evicted, and the request
-    resumes from them later, with the same result.
+    resumes from them later, in exact mode with the same result.
 
     Args:
         scheduler: holds the running requests.

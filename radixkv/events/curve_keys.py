@@ -16,7 +16,7 @@ _Z85 = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ.-:+=^!/*?
 
 @dataclass(frozen=True, slots=True)
 class CurveKeys:
-    """The secret key of the server, and the public keys of the readers that may connect; 32 bytes each."""
+    """The secret key of the server, and the public keys of the subscribers that may connect; 32 bytes each."""
 
     secret_key: bytes
     allowed: frozenset[bytes]
@@ -37,23 +37,25 @@ def read_curve_keys(config: EventsConfig) -> CurveKeys | None:
     folder = Path(config.curve_clients)
     files = sorted(folder.glob("*.key")) if folder.is_dir() else []
     if not files:
-        raise ConfigError(f"events.curve_clients: expected a directory with a file NAME.key per reader, got {folder}")
+        raise ConfigError(
+            f"events.curve_clients: expected a directory with a file NAME.key per subscriber, got {folder}"
+        )
     allowed = frozenset(_read_key("curve_clients", file, "public-key") for file in files)
     return CurveKeys(_read_key("curve_key_file", Path(config.curve_key_file), "secret-key"), allowed)
 
 
-def _read_key(key: str, file: Path, name: str) -> bytes:
+def _read_key(setting: str, file: Path, name: str) -> bytes:
     """Read a key from a file that `zmq.auth.create_certificates` has written."""
     try:
         text = file.read_text(encoding="utf-8") if file.is_file() else ""  # a FIFO would block
     except (OSError, UnicodeError) as error:
-        raise ConfigError(f"events.{key}: expected a readable file, got {file}: {error}") from error
+        raise ConfigError(f"events.{setting}: expected a readable file, got {file}: {error}") from error
     found = re.search(rf'^\s*{name}\s*=\s*"([!-~]+)"\s*$', text, re.MULTILINE)
     decoded = None if found is None else _decoded(found[1])
     if decoded is None:
         raise ConfigError(
-            f'events.{key}: expected a file with a line {name} = "KEY", as zmq.auth.create_certificates writes it, got '
-            f"{file}"
+            f'events.{setting}: expected a file with a line {name} = "KEY", as zmq.auth.create_certificates writes it, '
+            f"got {file}"
         )
     return decoded
 

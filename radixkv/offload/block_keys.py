@@ -1,8 +1,8 @@
 """Keys of blocks outside the device: digests of everything that determines their K and V.
 
-    root  = tags | digest(format, namespace, tokens of the public prefix before the tree)
+    root  = tags | digest(format, namespace, tokens of the public prefix above the tree)
     block = tags | digest(parent's key, tokens of the block)
-    tags  = format 2 | tenant 3 | adapter 2 | salt 3 bytes, a digest of each name; the digests have 22 bytes
+    tags  = digests of `private` or `public` (2 bytes), tenant (3), adapter (2), salt (3); other digests have 22 bytes
 
 Equal keys mean equal K and V on every server with the same secret, also after a restart. The tags let a purge find the
 blocks that other servers stored. If two names have the same tag, a purge of one deletes the blocks of both.

@@ -1,4 +1,4 @@
-"""Arithmetic of K/V memory: users that fit next to the weights, waste of blocks, savings of sharing and caching.
+"""Arithmetic of K/V memory: sequences that fit next to the weights, waste of blocks, savings of sharing and caching.
 
 Counts are exact integers. A GiB is 2**30 bytes and a GB is 10**9.
 """
@@ -117,7 +117,7 @@ class DeviceMemory:
         return max(0, self.total_bytes - self.weights_bytes - self.overhead_bytes)
 
     def users(self, user_bytes: int) -> int:
-        """Count the users whose K/V fit at the same time, if they share nothing.
+        """Count the sequences whose K/V fits at the same time, if they share nothing.
 
         Args:
             user_bytes: K/V of one user on this device, at least 1.

@@ -41,7 +41,7 @@ _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
 _MAX_VOCAB_SIZE = 2**32
 _NUM_IDS = 2**64
-_CLOCK_MS = 1e11  # 1973: later timestamps are the time of day, and are counted from the first one
+_CLOCK_MS = 1e11  # 1973: if all timestamps are later, they are Unix times, and are counted from the first one
 
 _logger = logging.getLogger(__name__)
 
@@ -56,9 +56,9 @@ class TraceRequest:
             len(hash_ids)`.
         output_length: generated tokens; 0 if the trace does not contain it.
         hash_ids: ids of the prompt's blocks, in prompt order, each in `[0, 2**64)`.
-        tokens_per_id: tokens of an id; the last one covers the rest of the prompt.
-        output_ids: ids of the blocks from the one in which the prompt ends on, with the generated tokens; empty if the
-            trace does not contain them.
+        tokens_per_id: number of tokens per id; the last id covers the rest of the prompt.
+        output_ids: ids of the block in which the prompt ends and of all later blocks, which have the generated tokens;
+            empty if the trace does not contain them.
         session, awaits, is_last: see `RecordedRequest`.
     """
 
@@ -85,11 +85,11 @@ def load_trace(
 
     Blank lines are skipped. A request without a timestamp gets that of the request before it. Reading stops after
     `limit` requests, so damaged lines after them are not noticed; events of vLLM are always read completely. Integer
-    ids below 2**64 are kept; other ids are replaced by hashes.
+    ids below 2**64 are kept, unless they are local to a session; other ids are replaced by hashes.
 
     Args:
-        path: a file in one of the formats, plain or compressed with gzip, or a directory of such files. The first bytes
-            decide, not the name.
+        path: a file in one of the formats, plain or compressed with gzip, or a directory of such files. Whether a
+            file is compressed is detected by its first bytes, not by its name.
         limit: maximum number of requests to read; None for all.
         format_name: a key of `FORMATS`, or `auto` to detect it by the first record.
         tokens_per_id: tokens per id, `[1, 2**16]`; None for the number in the file, or for the format's default.
@@ -163,13 +163,13 @@ def prompt_tokens(request: TraceRequest, *, vocab_size: int, scale: float = 1.0)
     Args:
         request: a request of a trace.
         vocab_size: token ids are in `[0, vocab_size)`; at most 2**32.
-        scale: each id gives `tokens_per_scaled_id(scale)` tokens, the last one its share of them, at least 1.
+        scale: each id gives `tokens_per_scaled_id(scale)` tokens, and the last id its share of them, at least 1.
 
     Returns:
         uint32 `[num_tokens]`, owned by the caller.
 
     Complexity:
-        Linear in the prompt, about 5 ns per token: the 145M tokens of the conversation trace take 0.7 s.
+        Linear in the prompt, about 5 ns per token: the 145M tokens of Mooncake's conversation trace take 0.7 s.
     """
     tokens_per_id = tokens_per_scaled_id(scale, request.tokens_per_id)
     last_tokens = request.input_length - request.tokens_per_id * (len(request.hash_ids) - 1)
@@ -179,7 +179,7 @@ def prompt_tokens(request: TraceRequest, *, vocab_size: int, scale: float = 1.0)
 
 
 def sequence_tokens(request: TraceRequest, *, vocab_size: int) -> npt.NDArray[np.uint32] | None:
-    """Generate the whole blocks of a prompt and of the answer after it, as the server cached them.
+    """Generate the tokens of a prompt and of the answer after it that the server cached: all but the last one.
 
     Returns:
         uint32 `[num_tokens]`, owned by the caller; None if the trace does not contain the ids of the answer.
@@ -194,7 +194,7 @@ def sequence_tokens(request: TraceRequest, *, vocab_size: int) -> npt.NDArray[np
 
 
 def tokens_per_scaled_id(scale: float, tokens_per_id: int = TOKENS_PER_ID) -> int:
-    """Return the tokens of an id at this scale: `round(tokens_per_id * scale)`, at least 1.
+    """Return the number of tokens per id at this scale: `round(tokens_per_id * scale)`, at least 1.
 
     Raises:
         ConfigError: the scale is not a positive finite number.
@@ -231,7 +231,7 @@ def _mix(values: npt.NDArray[np.uint64]) -> None:
 
 
 class _IdNumbers:
-    """The numbers of ids: an integer in `[0, 2**64)` is its own number, any other id has a hash of 64 bits."""
+    """The numbers of ids: integers in `[0, 2**64)` without a scope stay as they are, others are hashed to 64 bits."""
 
     def __init__(self) -> None:
         self._hashes: dict[tuple[str, int | str | bytes], int] = {}
@@ -239,10 +239,11 @@ class _IdNumbers:
     def of(self, scope: str, ids: Sequence[int | str | bytes]) -> tuple[int, ...]:
         """Return the numbers of ids, the same ones on every machine."""
         hashes = self._hashes
-        if not scope and all(isinstance(each, int) and 0 <= each < _NUM_IDS for each in ids):
-            return tuple(ids)  # type: ignore[arg-type]
         numbers = []
         for each in ids:
+            if not scope and isinstance(each, int) and 0 <= each < _NUM_IDS:
+                numbers.append(each)
+                continue
             key = scope, each
             if (number := hashes.get(key)) is None:
                 number = hashes[key] = self.hash_of(scope, each)
@@ -292,7 +293,7 @@ def _hint(trace_format: TraceFormat) -> str:
 def _fitting_tokens_per_id(recorded: Sequence[RecordedRequest], trace_format: TraceFormat) -> int:
     """Return the power of two that fits the lengths of all requests; 512 if it does, or if none does.
 
-    Two powers of two fit only if each prompt has one id, which then covers it whatever its size.
+    If several powers of two fit, it is 512 or else the smallest.
     """
     without_size = [(len(each.ids), each.input_length) for each in recorded if each.tokens_per_id is None]
     powers = [TOKENS_PER_ID, *(1 << power for power in range(MAX_TOKENS_PER_ID.bit_length()))]

@@ -35,8 +35,8 @@ _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 3e-2}
 def check_attention(kernels: AttentionKernels, use: AttentionUse) -> None:
     """Attend over a long prefix and compare with `kernels/reference.py`.
 
-    The queries are computed at once, and again in parts together with other requests. In exact mode both results must
-    be bitwise identical. Slots that are not written hold NaN.
+    The queries are computed in one step, and again in parts together with other requests. In exact mode both results
+    must be bitwise identical. Slots that are not written hold NaN.
 
     Args:
         kernels: the kernels that will serve.
@@ -71,12 +71,12 @@ def _check_kind(trial: _Trial, kind: AttentionKind, use: AttentionUse) -> None:
             )
     if use.is_exact and not all(_parts_agree(trial, kind, shape, what) for what in ("values", "scores")):
         raise UnsupportedModel(
-            f"{name}: expected bitwise identical results at once and in parts, got different ones; {SERVE_FAST}"
+            f"{name}: expected bitwise identical results in one step and in parts, got different ones; {SERVE_FAST}"
         )
 
 
 def _parts_agree(trial: _Trial, kind: AttentionKind, shape: KVShape, what: Literal["values", "scores"]) -> bool:
-    """Whether results at once and in parts are bitwise identical, on inputs that are sensitive to cancellation."""
+    """Whether results in one step and in parts are bitwise identical, on inputs that are sensitive to cancellation."""
     inputs = sensitive_attention(what, trial.num_tokens, kind.num_query_heads, shape.num_kv_heads, shape.head_dim)
     # A latent pool stores one tensor as keys and values. Since all queries are zeros here, the keys change no score.
     if shape.is_latent and what == "values":

@@ -43,11 +43,11 @@ def check_model(
     kv_shape: KVShape | None = None,
     report: Report = report_nothing,
 ) -> None:
-    """Compare a short prompt computed in parts with transformers' eager attention, and in exact mode also at once.
+    """Compare a short prompt computed in parts with transformers' eager attention, and in exact mode also in one step.
 
     The first part has no prefix and ends inside a block. The second part is a single token, which depends most on its
-    prefix. In exact mode logits, K and V must be bitwise identical at once and in parts, also for a pool with another
-    dtype; in fast mode only `check_attention` tries such a pool. The kernels are checked first.
+    prefix. In exact mode logits, K and V must be bitwise identical in one step and in parts, also for a pool with
+    another dtype; in fast mode only `check_attention` tries such a pool. The kernels are checked first.
 
     Args:
         model: the model.
@@ -87,8 +87,8 @@ def check_model(
         are_equal = all(torch.equal(*pool.blocks.chunk(2)) for pool in storage.pools)
         if model.is_exact and not (torch.equal(at_once, in_parts) and are_equal):
             raise UnsupportedModel(
-                f"{_first_inexact_module(runner, tokens)}: expected bitwise identical results at once and in parts, "
-                f"got different ones; {SERVE_FAST}"
+                f"{_first_inexact_module(runner, tokens)}: expected bitwise identical results in one step and in "
+                f"parts, got different ones; {SERVE_FAST}"
             )
 
 

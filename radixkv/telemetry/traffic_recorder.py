@@ -65,7 +65,7 @@ class TrafficRecorder(Observer):
 
     Ids are hashes with a secret key, of the namespace and all tokens up to the end of a block. The key stays in
     the directory with mode 0600. Without it, the ids neither reveal tokens nor allow a test of whether a guessed prompt
-    occurred. `output_hash_ids` are the ids of the blocks from the one in which the prompt ends, with generated tokens.
+    occurred. `output_hash_ids` are the ids of the block in which the prompt ends and of all later blocks.
 
     The engine's thread only puts a request into a queue; a thread of the recorder hashes and writes. If it is more than
     64 MiB of tokens behind, requests are left out, and a warning is logged.

@@ -22,7 +22,7 @@ _OPTIONS = (
     Option("--address", "HOST:PORT", name, "address of the service", _ADDRESS),
     Option("--timeout-s", "S", float, "deadline of a call in seconds (default: none)"),
     Option("--retries", "N", int, "number of retries of a call that fails with UNAVAILABLE, 0 to 4", 0),
-    Option("--tls-ca", "FILE", None, "PEM file with the authority of the server's certificate (default: no TLS)"),
+    Option("--tls-ca", "FILE", None, "PEM file with the CA certificates to verify the server with (default: no TLS)"),
     Option("--token-file", "FILE", None, f"file with your token (default: the variable {TOKEN_VARIABLE})"),
     Option("--certificate", "FILE", None, "PEM file with your certificate (default: none)"),
     Option("--key", "FILE", None, "PEM file with the private key of your certificate (default: none)"),

@@ -57,23 +57,23 @@ _MEMORY = (
         "--memory-gb",
         "X",
         _gb,
-        "memory of the device in GB; prints how many users fit (default: not printed)",
+        "memory of the device in GB; prints how many sequences fit (default: not printed)",
         more={"dest": "memory_bytes"},
     ),
     Option("--memory-gib", "X", _gib, "the same in GiB (default: not printed)", more={"dest": "memory_bytes"}),
 )
 _DEVICE = (
-    Option("--weights-gb", "X", _gb, "weights of all ranks in GB (default: the safetensors of --model)"),
+    Option("--weights-gb", "X", _gb, "weights of all ranks in GB (default: the weight files of --model)"),
     Option(
         "--weights",
         None,
         None,
-        "q8, q4 or int8: the weights of --model with this model.weights, on a CPU (default: auto, as in the files)",
+        "q8, q4 or int8: the weights of --model as model.weights quantizes them on a CPU (default: auto, as stored)",
         "auto",
         {"choices": ("auto", "q8", "q4", "int8")},
     ),
     Option("--overhead-gb", "X", _gb, "activations, CUDA context and graphs in GB (default: 0)"),
-    Option("--user-gb", "X", _gb, "K/V per user in GB (default: blocks for --context)"),
+    Option("--user-gb", "X", _gb, "K/V per sequence in GB (default: blocks for --context)"),
     Option(
         "--params-b",
         "X",
@@ -104,7 +104,7 @@ _TIERS = (
         "--time-model",
         "FILE",
         Path,
-        "write these rates to a JSON file, the time model of `radixkv simulate` (default: no file)",
+        "write the rates of tiers and prefill to a JSON file, the time model of `radixkv simulate` (default: no file)",
     ),
 )
 
@@ -116,7 +116,7 @@ def add_arguments(plan: argparse.ArgumentParser) -> None:
     )
     model = plan.add_argument_group("the model", "Give --model, or sizes, or both; a size overrides that of --model.")
     add_options(model, (*MODEL_OPTIONS, Option("--tp", "N", whole, "tensor parallel size", 1)))
-    add_options(plan.add_argument_group("the load"), _LOAD)
+    add_options(plan.add_argument_group("the workload"), _LOAD)
     device = plan.add_argument_group("one device")
     add_choice(device, _MEMORY)
     add_options(device, _DEVICE)
@@ -179,7 +179,7 @@ def _fit_section(arguments: argparse.Namespace, model: Checkpoint, rank_token_by
             )
         return None
     if model.weights_bytes is None:
-        raise ConfigError("plan: --memory-gb requires --weights-gb, or a --model directory with safetensors")
+        raise ConfigError("plan: --memory-gb and --memory-gib require --weights-gb, or a --model with weight files")
     device = DeviceMemory(arguments.memory_bytes, -(-model.weights_bytes // arguments.tp), arguments.overhead_gb or 0)
     user_bytes, state_bytes = arguments.user_gb, model.state_bytes or 0
     if user_bytes is None:

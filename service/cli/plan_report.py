@@ -149,7 +149,7 @@ def state_section(state_bytes: int, batch: int, cache_bytes: int) -> ReportSecti
 def fit_section(
     device: DeviceMemory, user_bytes: int, block_size: int, rank_token_bytes: int, state_bytes: int = 0
 ) -> ReportSection:
-    """Return the users and the pool capacity that fit on one device next to the weights.
+    """Return the sequences and the pool capacity that fit on one device next to the weights.
 
     Each user has a recurrent state of `state_bytes`, and snapshots of states take a share of the K/V memory.
     """

@@ -92,7 +92,7 @@ def add_prompt(command: argparse.ArgumentParser) -> None:
 def add_namespace(command: argparse.ArgumentParser) -> None:
     """Add the options that select the namespace of a prompt to a command."""
     namespace = command.add_argument_group(
-        "the namespace", "Requests share cached tokens only if all three of these are equal."
+        "the namespace", "Requests share cached tokens only if all three are equal, apart from public prefixes."
     )
     add_options(
         namespace,

@@ -161,7 +161,7 @@ def simulation_table(simulations: Sequence[Simulation]) -> str:
     notes = ["hit rates count tokens, writes and loads count blocks"] if names else []
     if latencies:
         notes.append("returns: requests after a tool call; ready: what they repeat was on the device")
-        notes.append("timely: TTFT at most 1.1 times that of a ready return")
+        notes.append("timely: TTFT at most 1.1 times what it would have been if the return had been ready")
     return "\n".join([about, *notes, "", *aligned(rows, is_right=True)])
 
 

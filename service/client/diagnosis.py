@@ -197,7 +197,7 @@ class Diagnosis:
                 f"{address} closed the TLS connection; the server may require a certificate "
                 "(`certificate` and `key`, --certificate and --key)"
             )
-        return f"{address} closed the TLS connection; does the server trust the authority of this `certificate`?"
+        return f"{address} closed the TLS connection; does the server trust the authority that signed `certificate`?"
 
     def _too_large(self, match: re.Match[str]) -> str:
         side, direction, num_bytes, limit = match[1], match[2], f"{int(match[3]):,}", f"{int(match[4]):,}"

@@ -61,7 +61,7 @@ class FleetState:
         self._router: Router | None = None
 
     @property
-    def names(self) -> tuple[str, ...]:
+    def addresses(self) -> tuple[str, ...]:
         """Addresses of the replicas."""
         return tuple(self._connections)
 
@@ -87,12 +87,13 @@ class FleetState:
     def route(self, prompt: RoutingRequest) -> RoutedRequest:
         """Choose the replica of a request. From then on, the router expects the prompt in the cache of this replica.
 
-        A replica that does not answer health checks is chosen only if there is no other.
+        A replica that does not answer health checks is chosen only if there is no other, and so is `prompt.source`, the
+        replica that the K/V is fetched from.
 
         Raises:
             InvalidRequest: the prompt is empty.
             NoReplica: no replica is left.
-            UnknownLease: the replica that its K/V are to be fetched from is not in the fleet.
+            UnknownLease: `prompt.source` is not in the fleet.
         """
         if prompt.source and prompt.source not in self._connections:
             raise UnknownLease("kv_source.address: it is not the address of a replica, or that replica has ended")
@@ -116,7 +117,7 @@ class FleetState:
 
     async def close(self) -> None:
         """Remove all replicas."""
-        for name in self.names:
+        for name in self.addresses:
             self._leave(name)
         await asyncio.gather(*self._closing, return_exceptions=True)
 

@@ -13,6 +13,9 @@ from radixkv.service.http.json_fields import Fields
 def read_file(file: Fields) -> dict[str, Any]:
     """Read the file of a content part in OpenAI's API, which must be text in a data URL.
 
+    Returns:
+        A document for the chat template: `title` and `text`.
+
     Raises:
         InvalidRequest: the message names the field.
     """
@@ -33,6 +36,9 @@ def read_file(file: Fields) -> dict[str, Any]:
 
 def read_document(block: Fields) -> dict[str, Any]:
     """Read a block of the type document in Anthropic's API, whose source must be plain text.
+
+    Returns:
+        A document for the chat template: `title` and `text`.
 
     Raises:
         InvalidRequest: the message names the field.

@@ -24,7 +24,7 @@ def raise_open_files(config: ServerConfig) -> None:
         _logger.warning(
             "server.max_connections: expected a limit of at least %d open files, got %d, so at most %d connections are "
             "accepted on each port; raise the limit (LimitNOFILE= in a systemd unit, ulimits.nofile in a compose file, "
-            "ulimit -n in a shell), or lower the key",
+            "ulimit -n in a shell), or lower server.max_connections",
             needed,
             limit,
             max_connections(config),

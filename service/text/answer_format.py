@@ -27,7 +27,7 @@ class AnswerFormat:
 
     @property
     def call_begin(self) -> str:
-        """What shows that an answer has a call: a special token or text; empty if calls begin with their JSON."""
+        """A special token or text that begins a call; empty if calls have no tag or their format is unknown."""
         return "" if self.tools is None else self.first_tag(self.tools.begin)
 
     def first_tag(self, text: str) -> str:
@@ -54,7 +54,7 @@ class AnswerParts:
         reasoning: the format of reasoning; None if completions have no reasoning.
         is_open: whether the prompt ends with the beginning of reasoning.
         tools: the format of tool calls; None if there are no calls.
-        functions: the tools that may be called, each with `name` and `parameters`, a JSON schema.
+        functions: the `tools` of a request that may be called, each with `name` and `parameters`, a JSON schema.
         is_parallel: whether the answer may have several calls. Otherwise, those after the first one are left out.
 
     Attributes:

@@ -96,6 +96,8 @@ def test_ids_of_any_kind_are_distinguished(tmp_path: Path) -> None:
     first, second = load_trace(again)
     assert first.hash_ids[0] == second.hash_ids[0]
     assert first.hash_ids[1] == firsts[0]  # the same on every machine, whatever else is in the file
+    mixed, plain = load_trace(trace_of(tmp_path, line(hash_ids=[1, "x"]), line(hash_ids=[1, 2])))
+    assert mixed.hash_ids[0] == plain.hash_ids[0] == 1, "whatever the other ids of the prompt are"
 
 
 @pytest.mark.parametrize("pack", [bytes, gzip.compress])

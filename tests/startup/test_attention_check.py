@@ -41,7 +41,7 @@ def test_batch_dependent_bits_with_latents_are_detected(
     sums_over: Literal["keys", "head_dim"], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cpu_attention, "_fused_attention", attention_by_num_rows(sums_over))
-    with pytest.raises(UnsupportedModel, match="expected bitwise identical results at once and in parts"):
+    with pytest.raises(UnsupportedModel, match="expected bitwise identical results in one step and in parts"):
         check_attention(TorchKernels(), latent_use(torch.float32))
 
 
@@ -124,6 +124,6 @@ def test_batch_dependent_bits_are_detected_in_exact_mode(
     monkeypatch.setattr(cpu_attention, "_fused_attention", attention_by_num_rows(sums_over))
     check_attention(TorchKernels(), use(dtype, is_exact=False))
     with pytest.raises(
-        UnsupportedModel, match=r"^attention over .*: expected bitwise identical results at once and in"
+        UnsupportedModel, match=r"^attention over .*: expected bitwise identical results in one step and in"
     ):
         check_attention(TorchKernels(), use(dtype))

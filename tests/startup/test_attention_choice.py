@@ -121,7 +121,7 @@ def test_the_first_correct_kernel_serves(caplog: pytest.LogCaptureFixture) -> No
         (OneNaN(), "expected a relative distance of at most 0.03 from the reference, got nan"),
         (WrongForTwoRequests(), "expected a relative distance of at most 0.03 from the reference, got 0.5"),
         (ReadsPastTheEnd(), "expected a relative distance of at most 0.03 from the reference, got nan"),
-        (OtherBitsInCompany(), "expected bitwise identical results at once and in parts, got different ones"),
+        (OtherBitsInCompany(), "expected bitwise identical results in one step and in parts, got different ones"),
     ],
     ids=lambda value: type(value).__name__,
 )

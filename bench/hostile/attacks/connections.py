@@ -47,7 +47,7 @@ async def unread(target: Target) -> Figures:
 
 
 async def unread_streams(target: Target) -> Figures:
-    """Ask for streams with log probabilities on 50 connections, and read nothing: `http_unread` over gRPC."""
+    """Ask for streams with log probabilities on 50 connections, and read nothing, like `http_unread` over gRPC."""
     message = prefill_pb2.GenerateRequest(max_new_tokens=400, ignore_eos=True, logprobs=20)
     message.prefill.CopyFrom(prefill_pb2.PrefillRequest(token_ids=[65], tenant="hostile"))
     num_connections = target.part_of(50)
@@ -85,17 +85,17 @@ async def idle(target: Target) -> Figures:
 
 
 async def rapid_reset(target: Target) -> Figures:
-    """Begin 15,000 calls and reset each at once, evenly over the time, on one connection at a time."""
+    """Begin 15,000 calls at a steady rate, one connection at a time, and cancel each immediately with RST_STREAM."""
     return await _resets(target, target.seconds)
 
 
 async def reset_burst(target: Target) -> Figures:
-    """Begin 15,000 calls and reset each at once, as fast as the server accepts them."""
+    """Begin 15,000 calls as fast as the server accepts them, and cancel each immediately with RST_STREAM."""
     return await _resets(target, 0.0)
 
 
 async def _resets(target: Target, seconds: float) -> Figures:
-    """Reset streams within some seconds; connect again when the server disconnects."""
+    """Reset streams, spread over `seconds` (0: as fast as possible); connect again when the server disconnects."""
     message = prefill_pb2.PrefillRequest(token_ids=range(1, 100), tenant="resets").SerializeToString()
     clock = asyncio.get_running_loop().time
     start_s, num_streams = clock(), target.part_of(_NUM_RESETS)

@@ -44,12 +44,12 @@ async def cut_by_branches(target: Target) -> Figures:
 
 
 async def hit_after_retain(target: Target) -> Figures:
-    """Send the prompt, 32 at once."""
+    """Send the prompt in 32 concurrent calls."""
     return await flood(target, PREFILL, _long_prompt, _RETAIN_AT_ONCE)
 
 
 async def hit_after_branches(target: Target) -> Figures:
-    """Send the prompt, 48 at once."""
+    """Send the prompt in 48 concurrent calls."""
     return await flood(target, PREFILL, _long_prompt, _BRANCHES_AT_ONCE)
 
 

@@ -1,4 +1,4 @@
-"""Sends many calls at once, over one or several connections."""
+"""Sends many concurrent calls, over one or several connections."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ class RawConnection:
 
         Args:
             path: `/SERVICE/METHOD`.
-            message: sent at once; None to send none.
+            message: sent immediately; None to send none.
             announced_bytes: length in the message's prefix; the true one by default. With a larger one, the call stays
                 open.
             headers: additional header fields.
@@ -128,7 +128,7 @@ class RawConnection:
         return "closed"
 
     def close(self) -> None:
-        """End the connection at once."""
+        """End the connection immediately."""
         with contextlib.suppress(RuntimeError):
             self._writer.transport.abort()
 

@@ -73,7 +73,7 @@ async def refused(target: Target) -> Figures:
 
 
 async def _drip(target: Target, number: int, at_once: bytes, slowly: bytes) -> Figures:
-    """Send a part of a request at once, and the rest byte by byte, on many connections."""
+    """Send a part of a request immediately, and the rest byte by byte, on many connections."""
     clock = asyncio.get_running_loop().time
     end_s, at = clock() + target.seconds, 0
     async with _connections(target, number) as writers:

@@ -25,7 +25,7 @@ async def fill_tenants(target: Target) -> Figures:
 
 
 async def ask_statistics(target: Target) -> Figures:
-    """Request statistics in a loop, eight calls at once."""
+    """Request statistics in a loop, with eight concurrent calls."""
     return await flood(target, STATS, lambda: b"", 8)
 
 
@@ -42,13 +42,13 @@ async def fill_prompt(target: Target) -> Figures:
 
 
 async def probe(target: Target) -> Figures:
-    """Probe a cached prompt of 131,072 tokens, 48 calls at once."""
+    """Probe a cached prompt of 131,072 tokens, with 48 concurrent calls."""
     message = prefill_pb2.ProbeRequest(token_ids=[5] * LONG_TOKENS, tenant="operator").SerializeToString()
     return await flood(target, PROBE, lambda: message, _NUM_AT_ONCE)
 
 
 async def retain(target: Target) -> Figures:
-    """Retain the blocks of a cached prompt of 131,072 tokens one by one, 48 calls at once."""
+    """Retain the blocks of a cached prompt of 131,072 tokens one by one, with 48 concurrent calls."""
     messages = itertools.cycle([_retained(start).SerializeToString() for start in range(0, 131_072, 131_072 // 64)])
     return await flood(target, RETAIN, lambda: next(messages), _NUM_AT_ONCE)
 

@@ -21,7 +21,7 @@ class TransformersPrefix:
     """The same model run by transformers with SDPA, with K and V of one long prompt in its cache.
 
     It computes inside `running`, which replaces our attention and kernels by those of transformers. That takes
-    milliseconds, so only calls inside the block should be timed.
+    milliseconds, so only calls inside the `with` statement should be timed.
 
     Args:
         model: a model with our attention and kernels.
@@ -41,7 +41,7 @@ class TransformersPrefix:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Run the model with transformers' own attention and layers inside the block; ours are restored after it."""
+        """Run the model with transformers' own attention and layers inside a `with` statement; then restore ours."""
         self._module.set_attn_implementation("sdpa")
         try:
             with self._model.unfused():

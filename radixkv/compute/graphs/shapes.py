@@ -1,4 +1,4 @@
-"""The shapes of recorded steps: which steps are recorded, and the room that each of them has."""
+"""The shapes of steps that are captured as CUDA graphs: which steps are captured, and the room that each graph has."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _OPERATIONS_PER_S = 4e14
 # Requests in recorded steps that are only for short prompts. Each request has a row of logits, which costs time.
 _FEW_REQUESTS = 4
 
-# Partial results for longer contexts in exact mode, where splits do not grow with the context: enough for 16 requests
-# after 10,000 tokens or one after 131,072, and for four times as many. Unused room costs time, since programs without
-# work are launched as well.
+# Partial results for longer contexts in exact mode, where a split has a fixed length: 80 are enough for 16
+# requests with 10,000 tokens of context or one with 131,072, and 320 for four times as many requests. Unused room costs
+# time, since programs without work are launched as well.
 _EXACT_PARTIALS = (80, 320)
 
 
@@ -72,13 +72,15 @@ class StepShape:
 
 
 def max_recorded_tokens(num_parameters: int, num_layers: int) -> int:
-    """Return the tokens of the largest step that is worth recording: its launches take as long as its computation.
+    """Return the number of tokens of the largest step that is worth capturing, 128 to 512.
+
+    It is the largest power of two up to which launching the kernels takes at least as long as computing.
 
     >>> [max_recorded_tokens(*model) for model in ((500_000_000, 24), (8_000_000_000, 32), (70_000_000_000, 80))]
     [512, 512, 128]
 
     Args:
-        num_parameters: numbers in the weights of the model.
+        num_parameters: number of parameters of the model.
         num_layers: layers of the model.
     """
     lowest, highest = _RECORDED_TOKENS

@@ -1,4 +1,4 @@
-"""Replaces the forward passes of a model's parts, and restores them."""
+"""Replaces the forward passes of a model's parts (its submodules), and restores them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from radixkv.kernels.gpu.flat_rows import DTYPES
 
 Forward = Callable[..., Any]
 
-# Rows of a trial: one, and an odd number. Their magnitudes range from 0.001, where eps matters, to 10.
+# Numbers of rows of a trial; 17 is not a multiple of a vector. The magnitudes of the rows range from 0.001, where eps
+# matters, to 10.
 _NUM_ROWS = (1, 17)
 _NUM_SIZES = 5
 
@@ -26,7 +27,7 @@ _NUM_SIZES = 5
 # 1.01 changes all.
 _FLOAT32_TOLERANCE = 1e-5
 _ROUNDINGS = 2
-_LARGEST_SHARE = 0.05
+_MAX_DIFFERENT_SHARE = 0.05  # of the elements
 
 
 class Refused(Exception):
@@ -91,7 +92,7 @@ def agree(own: Forward, fused: Forward, like: torch.Tensor) -> bool:
             return False
         num_different += int((got != expected).sum())
         num_numbers += got.numel()
-    return like.dtype == torch.float32 or num_different <= _LARGEST_SHARE * num_numbers
+    return like.dtype == torch.float32 or num_different <= _MAX_DIFFERENT_SHARE * num_numbers
 
 
 def _random_rows(num_rows: int, generator: torch.Generator, like: torch.Tensor) -> torch.Tensor:
@@ -129,8 +130,8 @@ _log = logging.getLogger(__name__)
 class ReplacedParts:
     """Replaces `forward` of known parts of a model. Nothing outside this model changes.
 
-    A part that looks known but computes something else is not replaced, and the log names its class once. While a
-    replaced module has hooks, the original forward pass of its part runs, so that the hooks are called.
+    A part that looks known but computes something else is not replaced, and the log names its class once. While a child
+    of a replaced part has hooks, the original forward pass of the part runs, so that the hooks are called.
 
     Args:
         module: the model, on its device and in evaluation mode.

@@ -21,8 +21,8 @@ def keep_stored_weight(layer: nn.Module, weight: QuantizedWeight) -> None:
     """Give a layer a weight that was quantized in a file. The layer can be called after `pack_linears`.
 
     Args:
-        layer: `can_keep_stored_weight` must be true. Its own weight may be `weight_without_data`.
-        weight: the quantized weight, of the same shape as its own.
+        layer: `can_keep_stored_weight` must be true. Its `weight` may come from `weight_without_data`.
+        weight: the quantized weight, with the shape of `layer.weight`.
     """
     setattr(layer, _STORED, weight)
 

@@ -117,7 +117,7 @@ def _forward(
 
 @torch.inference_mode()
 def _require_agreement(part: Any) -> None:
-    """Check that a layer's own forward pass gives the same rows as the replacement, at once and in chunks.
+    """Check that a layer's own forward pass gives the same rows as the replacement, in one step and in chunks.
 
     Raises:
         UnsupportedModel: they differ.

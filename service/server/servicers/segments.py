@@ -1,4 +1,4 @@
-"""Lists what is cached: segments on the device by position or heat, and namespaces in a store."""
+"""Lists what is cached: segments (nodes of the radix trees) on the device, and namespaces in a store."""
 
 from __future__ import annotations
 

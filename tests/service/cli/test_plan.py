@@ -403,7 +403,7 @@ def test_small_sizes_are_bytes(capsys):
         ),
         (
             (*LLAMA_8B, "--memory-gb", "24"),
-            "plan: --memory-gb requires --weights-gb, or a --model directory with safetensors",
+            "plan: --memory-gb and --memory-gib require --weights-gb, or a --model with weight files",
         ),
         (
             (*LLAMA_8B, "--user-gb", "0"),

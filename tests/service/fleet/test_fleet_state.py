@@ -106,7 +106,7 @@ def test_replicas_join_and_leave() -> None:
         seen = Seen("a", "b")
         before = dict(seen.connections)
         seen.state.update([facts("a", epoch=2), facts("b"), facts("c")])
-        assert sorted(seen.state.names) == ["a", "b", "c"]
+        assert sorted(seen.state.addresses) == ["a", "b", "c"]
         assert seen.connections["b"] is before["b"]
         assert seen.connections["a"] is not before["a"]
         assert await becomes_true(lambda: before["a"].is_closed)
@@ -124,7 +124,7 @@ def test_calls_to_a_replica_that_leaves_continue() -> None:
         seen = Seen("a", "b")
         seen.connections["a"].num_calls = 1
         seen.state.update([facts("b")])
-        assert seen.state.names == ("b",)
+        assert seen.state.addresses == ("b",)
         seen.state.update([])
         assert await becomes_true(lambda: seen.connections["b"].is_closed)
         assert not seen.connections["a"].is_closed

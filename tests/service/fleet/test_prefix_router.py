@@ -21,13 +21,13 @@ def test_a_question_is_answered_and_other_calls_go_anywhere() -> None:
         router = object.__new__(PrefixRouter)
         router.initialize_state(routing="prefix", least_match_tokens=8, health_timeout_s=1.0, tls_ca=None, tls_name="")
         router._fleet_state.update([facts("127.0.0.1:1"), facts("127.0.0.1:2")])
-        router._by_address = {name: f"replica at {name}" for name in router._fleet_state.names}
+        router._by_address = {name: f"replica at {name}" for name in router._fleet_state.addresses}
         prompt = RoutingRequest(bytes(400))
         chosen = await router.choose_replicas(["any"], SimpleNamespace(args=[prompt]))
         assert chosen == [[f"replica at {prompt.routed.name}"]]
         for other in (None, SimpleNamespace(args=[]), SimpleNamespace(args=["something"])):
             assert await router.choose_replicas(["any"], other) == [["any"]]
-        prompt.avoid.update(router._fleet_state.names)
+        prompt.avoid.update(router._fleet_state.addresses)
         with pytest.raises(NoReplica):
             await router.choose_replicas(["any"], SimpleNamespace(args=[prompt]))
         await router._fleet_state.close()

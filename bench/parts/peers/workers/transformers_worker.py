@@ -35,7 +35,7 @@ class Generate:
         self._model = _load(options)
         self._prefix: list[int] = []
         self._cache: Any = None
-        self.notes = ["generate() with a copy of a DynamicCache, in process; requests at once are one batch"]
+        self.notes = ["generate() with a copy of a DynamicCache, in process; concurrent requests form one batch"]
 
     def run(self, task: Task) -> Done:
         """Run the prompts in batches of `at_once`."""
