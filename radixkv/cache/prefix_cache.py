@@ -448,7 +448,8 @@ class PrefixCache:
             num_expected_tokens: length that the lease will probably reach; adjacent blocks are left free for that.
             is_resumed: the request had a lease of this prompt before, so the tokens it finds do not count as reuse.
             is_prefetch: the lease only loads blocks for a later request. It is no use by the session: what is known of
-                the session's waits and prompt stays, and a session that does not exist is not created.
+                the session's waits and prompt stays, and a session that does not exist is not created. Without a
+                session, the reused nodes keep theirs, and the loaded ones belong to the same session.
             session_id: the conversation that the request belongs to, a name chosen by the tenant; empty for none.
             require_path: called before the lease is opened, if the caller will hold the lease after its request: with
                 the path of blocks that the held lease would keep, and the number of nodes visited to find them. It
@@ -500,8 +501,8 @@ class PrefixCache:
             self.windows.record_lookup(found.namespace, tokens, packed, found_tokens, found.cached_tokens)
         now_s = self._clock()
         session = None
-        if session_id and is_prefetch:
-            session = self.sessions.enter_prefetch(tenant, session_id)
+        if is_prefetch:
+            session = self.sessions.enter_prefetch(tenant, session_id, node)
         elif session_id:
             session = self.sessions.enter(tenant, session_id, now_s)
         node_used_s = 0.0

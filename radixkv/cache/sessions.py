@@ -95,9 +95,20 @@ class Sessions(Listener):
         self._note_use(session, now_s)
         return session
 
-    def enter_prefetch(self, tenant: str, session_id: str) -> Session | None:
-        """Return the session of a new lease that only loads blocks, and is no use; None if there is no such session."""
+    def enter_prefetch(self, tenant: str, session_id: str, node: Node | None) -> Session | None:
+        """Return the session of a new lease that only loads blocks, and is no use.
+
+        Args:
+            tenant: the tenant of the lease.
+            session_id: the session whose next turn is prepared for; empty for none.
+            node: the end of the path that the lease reuses; None for none.
+
+        Returns:
+            The session with this name, or else the one to which `node` belongs; None if there is neither.
+        """
         session = self._sessions.get((tenant, session_id))
+        if session is None and node is not None:
+            session = node.session
         if session is not None:
             session.num_leases += 1
         return session

@@ -191,6 +191,20 @@ def test_loading_ahead_creates_no_session(cache: PrefixCache) -> None:
     cache.check()
 
 
+def test_loading_without_a_session_changes_no_owner(cache: PrefixCache) -> None:
+    publish(cache, "abcdefgh", "s")
+    cache.evict(2)
+    with cache.lease(MODEL, spell("abcdefgh"), is_prefetch=True) as lease:
+        lease.commit(8)
+    cache.check()
+    assert own(cache, "s") == ["abcdefgh"]
+    publish(cache, "abxy", "t")
+    with cache.lease(MODEL, spell("abpq"), is_prefetch=True) as lease:
+        lease.commit(4)
+    cache.check()
+    assert (own(cache, "s"), own(cache, "t")) == (["cdefgh"], ["xy"])
+
+
 @pytest.mark.parametrize(
     ("now_s", "awaits", "is_idle"),
     [
