@@ -2,11 +2,13 @@
 
     python -m bench.agents --json bench/results/agents.json
 
-1. It measures how long prefills and loads from host memory take, and writes a time model with `--time-model`.
+1. On an idle server, it measures how long prefills and loads from host memory take, and writes a time model with
+   `--time-model`. It also measures the time to the first token (TTFT) of a hit on the device, for each length that a
+   turn of a session has.
 2. It plays sessions against a server whose pool holds half of their tokens, with a tier in host memory. Each session
    sends a prompt, waits as for a tool, and sends the prompt with more tokens. Once the caller names the sessions, and
-   once not. After each turn it sends the same prompt with other new tokens, which is a hit on the device. The ratio of
-   both times to the first token (TTFT) shows what the turn has lost by eviction.
+   once not. The ratio of a turn's TTFT to that of a hit of the same length shows what the turn has lost by eviction.
+   The control is the ratio of the turns that have lost nothing: the server is not idle then, or the machine is slower.
 3. The server records the traffic. The benchmark replays it with the time model, and compares the hit rate and the
    median TTFT with those that the server had.
 """
@@ -22,7 +24,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -57,7 +59,7 @@ class Turn:
 
     Attributes:
         ttft_s: its time to the first token.
-        hit_s: that of the same prompt with other new tokens, directly after it.
+        hit_s: that of a prompt of the same length on an idle server, of which everything but the new tokens is cached.
         loaded_tokens: tokens that were loaded from the tier after it arrived.
         missed_tokens: tokens of the turn before it that were computed again.
     """
@@ -139,6 +141,30 @@ async def measure_times(client: AsyncClient, prompts: Prompts) -> TimeModel:
     return TimeModel(times.token_bytes, token_s, position_s, start_s, {"host": load})
 
 
+async def measure_hits(client: AsyncClient, prompts: Prompts, lengths: Sequence[int]) -> dict[int, float]:
+    """Measure turns whose prompt is cached on the device, on an idle server.
+
+    Args:
+        client: of the server.
+        prompts: their prompts.
+        lengths: numbers of tokens before the turn.
+
+    Returns:
+        The median time to the first token by length.
+    """
+    medians = {}
+    for length in lengths:
+        before = prompts.new(length)
+        await client.prefill(before)
+        samples = []
+        for _ in range(_REPETITIONS):
+            took_s, usage = await seconds_of(client, before + prompts.more(_NEW_TOKENS), write_cache=False)
+            assert usage.device_tokens >= length - length % BLOCK_SIZE, "the prompt before the turn is on the device"
+            samples.append(took_s)
+        medians[length] = statistics.median(samples)
+    return medians
+
+
 def non_negative_fit(rows: Any, seconds: Any) -> list[float]:
     """Return the least-squares solution among those without negative numbers, of relative errors."""
     best: tuple[float, list[float]] | None = None
@@ -162,21 +188,31 @@ class Play:
     Args:
         client: of the server.
         prompts: their prompts.
+        hits_s: the time to the first token of a hit by the number of tokens before a turn; see `measure_hits`.
         names_sessions: whether requests name their session and what it waits for.
         wait_s: mean wait.
 
     Attributes:
         turns: the turns after waits.
-        ttfts_s: time to the first token of all requests that the server records with a use of the cache.
-        cached_tokens, prompt_tokens: totals of these requests.
+        ttfts_s: time to the first token of all requests.
+        cached_tokens, prompt_tokens: totals of all requests.
     """
 
-    def __init__(self, client: AsyncClient, prompts: Prompts, *, names_sessions: bool, wait_s: float) -> None:
+    def __init__(
+        self,
+        client: AsyncClient,
+        prompts: Prompts,
+        hits_s: Mapping[int, float],
+        *,
+        names_sessions: bool,
+        wait_s: float,
+    ) -> None:
         self.turns: list[Turn] = []
         self.ttfts_s: list[float] = []
         self.cached_tokens = self.prompt_tokens = 0
         self._client = client
         self._prompts = prompts
+        self._hits_s = hits_s
         self._names_sessions = names_sessions
         self._wait_s = wait_s
         self._turn = asyncio.Lock()  # so that no turn waits for another one to be computed
@@ -186,25 +222,20 @@ class Play:
         await asyncio.sleep(start_s)
         options: dict[str, Any] = {"session_id": name, "awaits": Awaits.TOOL} if self._names_sessions else {}
         tokens = self._prompts.new(num_tokens)
-        await self._send(tokens, options)
+        await self._timed(tokens, options)
         rng = random.Random(name)
         for _ in range(num_turns):
             await asyncio.sleep(rng.uniform(0.5, 1.5) * self._wait_s)
             longer = tokens + self._prompts.more(_NEW_TOKENS)
-            other = tokens + self._prompts.more(_NEW_TOKENS)
-            async with self._turn:
-                ttft_s, usage = await self._timed(longer, options)
-                hit_s, _ = await seconds_of(self._client, other, write_cache=False)
+            ttft_s, usage = await self._timed(longer, options)
             repeated = len(tokens) - len(tokens) % BLOCK_SIZE
-            self.turns.append(Turn(ttft_s, hit_s, usage.host_tokens, max(0, repeated - usage.cached_tokens)))
+            missed_tokens = max(0, repeated - usage.cached_tokens)
+            self.turns.append(Turn(ttft_s, self._hits_s[len(tokens)], usage.host_tokens, missed_tokens))
             tokens = longer
 
-    async def _send(self, tokens: list[int], options: dict[str, Any]) -> None:
-        async with self._turn:
-            await self._timed(tokens, options)
-
     async def _timed(self, tokens: list[int], options: dict[str, Any]) -> tuple[float, Any]:
-        seconds, usage = await seconds_of(self._client, tokens, **options)
+        async with self._turn:
+            seconds, usage = await seconds_of(self._client, tokens, **options)
         self.ttfts_s.append(seconds)
         self.cached_tokens += usage.cached_tokens
         self.prompt_tokens += len(tokens)
@@ -212,13 +243,15 @@ class Play:
 
 
 def summary(play: Play) -> dict[str, Any]:
-    """Return the numbers of a play."""
+    """Return the numbers of a play; `control` is the median ratio of the turns that are ready, None if none is."""
     ratios = sorted(each.ttft_s / each.hit_s for each in play.turns)
+    ready = [each.ttft_s / each.hit_s for each in play.turns if each.is_ready]
     return {
         "returns": len(play.turns),
         "ready_share": sum(each.is_ready for each in play.turns) / len(play.turns),
         "timely_share": sum(each <= _TIMELY for each in ratios) / len(ratios),
         "ttft_over_hit": {"p50": statistics.median(ratios), "p95": ratios[int(0.95 * len(ratios))]},
+        "control": {"ttft_over_hit_p50": statistics.median(ready) if ready else None},
         "loaded_tokens": sum(each.loaded_tokens for each in play.turns),
         "computed_again_tokens": sum(each.missed_tokens for each in play.turns),
         "hit_rate": play.cached_tokens / play.prompt_tokens,
@@ -242,10 +275,12 @@ def pool_tokens(options: argparse.Namespace) -> int:
     return int(options.pool_share * options.sessions * last) // BLOCK_SIZE * BLOCK_SIZE
 
 
-async def play_sessions(address: str, options: argparse.Namespace, *, names_sessions: bool) -> Play:
+async def play_sessions(
+    address: str, options: argparse.Namespace, hits_s: Mapping[int, float], *, names_sessions: bool
+) -> Play:
     """Play the sessions, which begin one after the other."""
     async with AsyncClient(address, timeout_s=600) as client:
-        play = Play(client, Prompts(2), names_sessions=names_sessions, wait_s=options.wait_s)
+        play = Play(client, Prompts(2), hits_s, names_sessions=names_sessions, wait_s=options.wait_s)
         sessions = [
             play.session(f"s{index}", options.prompt_tokens, options.turns, index * options.wait_s / options.sessions)
             for index in range(options.sessions)
@@ -254,18 +289,19 @@ async def play_sessions(address: str, options: argparse.Namespace, *, names_sess
         return play
 
 
-async def measure(address: str) -> TimeModel:
-    """Measure the time model of a server."""
+async def measure(address: str, options: argparse.Namespace) -> tuple[TimeModel, dict[int, float]]:
+    """Measure the time model of a server, and hits; see `measure_hits`."""
     async with AsyncClient(address, timeout_s=600) as client:
-        return await measure_times(client, Prompts(1))
+        prompts = Prompts(1)
+        lengths = [options.prompt_tokens + turn * _NEW_TOKENS for turn in range(options.turns)]
+        return await measure_times(client, prompts), await measure_hits(client, prompts, lengths)
 
 
 def predicted(record: Path, options: argparse.Namespace, times: TimeModel) -> dict[str, Any]:
-    """Replay what a server recorded; the requests that only measured a hit are left out."""
-    requests = [each for each in load_trace(record) if each.session]
+    """Replay what a server recorded."""
     host_tokens = int(options.host_bytes / times.token_bytes) // BLOCK_SIZE * BLOCK_SIZE
     done = simulate(
-        requests,
+        load_trace(record),
         policy="adaptive",
         capacity_tokens=pool_tokens(options),
         block_size=BLOCK_SIZE,
@@ -293,15 +329,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as directory:
         record = Path(directory) / "traffic"
         with ServerProcess(serve_command(options.model, None, tuple(settings_of(options, None)))) as address:
-            times = asyncio.run(measure(address))
+            times, hits_s = asyncio.run(measure(address, options))
         print(f"time model: {times}")
         if options.time_model is not None:
             times.write(options.time_model)
-        result: dict[str, Any] = {"time_model": asdict(times), "pool_tokens": pool_tokens(options)}
+        result: dict[str, Any] = {"time_model": asdict(times), "hits_s": hits_s, "pool_tokens": pool_tokens(options)}
         for names_sessions in (False, True):
             settings = tuple(settings_of(options, record if names_sessions else None))
             with ServerProcess(serve_command(options.model, None, settings)) as address:
-                play = asyncio.run(play_sessions(address, options, names_sessions=names_sessions))
+                play = asyncio.run(play_sessions(address, options, hits_s, names_sessions=names_sessions))
             name = "with sessions" if names_sessions else "without sessions"
             result[name] = summary(play)
             print(f"{name}: {result[name]}")

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from bench.agents import Turn, non_negative_fit, summary
+from bench import agents
+from bench.agents import Play, Prompts, Turn, non_negative_fit, summary
+from radixkv.service.client import Awaits
 
 
 def test_the_fit_finds_the_parameters_of_exact_times() -> None:
@@ -34,3 +37,21 @@ def test_the_summary_counts_timely_turns() -> None:
     assert (found["returns"], found["ready_share"], found["timely_share"]) == (4, 0.5, 0.5)
     assert (found["loaded_tokens"], found["computed_again_tokens"], found["hit_rate"]) == (64, 100, 0.8)
     assert found["ttft_p50_s"] == 2.0
+    assert found["control"] == {"ttft_over_hit_p50": pytest.approx(0.975)}  # of the two turns that are ready
+
+
+def test_turns_are_measured_without_requests_outside_their_session(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agents, "_PAUSE_S", 0)
+    sent: list[tuple[int, dict[str, Any]]] = []
+
+    class FakeClient:
+        async def prefill(self, tokens: list[int], **options: Any) -> Any:
+            sent.append((len(tokens), options))
+            return SimpleNamespace(usage=SimpleNamespace(cached_tokens=len(tokens), host_tokens=0))
+
+    client: Any = FakeClient()
+    play = Play(client, Prompts(1), {100: 2.0, 260: 3.0}, names_sessions=True, wait_s=0.001)
+    asyncio.run(play.session("a", 100, 2, 0.0))
+    named = {"session_id": "a", "awaits": Awaits.TOOL}
+    assert sent == [(100, named), (260, named), (420, named)]
+    assert [turn.hit_s for turn in play.turns] == [2.0, 3.0]
