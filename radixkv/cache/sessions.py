@@ -17,6 +17,9 @@ from radixkv.cache.node import Node, Session
 from radixkv.errors import require_invariant
 from radixkv.namespace import PromptKey
 
+MAX_SESSION_PROMPT_BYTES = 64 * 2**20
+"""Prompts of sessions that a server with tiers remembers, to load them ahead: 160 prompts of 100,000 tokens."""
+
 _SHARE_OF_WAIT = 0.5  # after which the next turn is prepared for
 _MAX_EXAMINED = 1024  # sessions in one slice, which takes 0.2 ms
 

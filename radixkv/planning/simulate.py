@@ -18,6 +18,7 @@ from radixkv.cache.lease import Lease
 from radixkv.cache.node import Node
 from radixkv.cache.policies import make_policy
 from radixkv.cache.prefix_cache import PrefixCache
+from radixkv.cache.sessions import MAX_SESSION_PROMPT_BYTES
 from radixkv.config import EVICTION_POLICIES
 from radixkv.errors import ConfigError
 from radixkv.namespace import Namespace
@@ -32,7 +33,6 @@ NO_HINTS, STOP, STOP_AND_END = HINTS = ("none", "stop", "stop+end")
 _VOCAB_SIZE = 2**32
 _MIN_STEP_S = 1e-5  # so that time advances in a trace without timestamps
 _NEVER = np.iinfo(np.int32).max
-_MAX_SESSION_PROMPT_BYTES = 64 * 2**20  # as in a server
 _TIMELY = 1.1  # times the time to the first token that a hit on the device takes
 
 
@@ -225,7 +225,7 @@ class _CacheReplay:
             policy=self._future or make_policy(policy, num_blocks),
             probation_share=1.0 if self._future else probation_share,
             max_evicted_prefixes=0,
-            max_session_prompt_bytes=_MAX_SESSION_PROMPT_BYTES if self.tiers and times else 0,
+            max_session_prompt_bytes=MAX_SESSION_PROMPT_BYTES if self.tiers and times else 0,
             listeners=[self.tiers.index] if self.tiers else (),
             clock=lambda: self._clock.now_s,
         )

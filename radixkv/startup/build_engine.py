@@ -18,6 +18,7 @@ from radixkv.cache.eviction_policy import EvictionPolicy
 from radixkv.cache.policies import make_policy
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.cache.recurrent_states import StateSlots
+from radixkv.cache.sessions import MAX_SESSION_PROMPT_BYTES
 from radixkv.cache.tenants import Quota
 from radixkv.cache.windowed_layers import WindowedLayers
 from radixkv.compute.graphs.recorder import GraphRecorder
@@ -54,7 +55,6 @@ from radixkv.startup.windowed_layers import divide_layers, windows_of
 from radixkv.storage.device_pool import KVShape, KVStorage
 
 _log = logging.getLogger(__name__)
-_MAX_SESSION_PROMPT_BYTES = 64 * 2**20  # 160 prompts of 100,000 tokens
 
 
 def build_engine(
@@ -146,7 +146,7 @@ def build_engine(
         listeners.append(stores.index)
         events.follow(stores.index)
     policy = make_policy(config.cache.policy, num_blocks_in_one_pool)
-    prompt_bytes = 0 if stores is None else _MAX_SESSION_PROMPT_BYTES  # only tiers have something to load ahead
+    prompt_bytes = 0 if stores is None else MAX_SESSION_PROMPT_BYTES  # only tiers have something to load ahead
     cache = _make_cache(
         config.cache, policy, quotas, default_quota, num_blocks, listeners, marks, windows, states, prompt_bytes
     )
