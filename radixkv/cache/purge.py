@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from types import MappingProxyType
 from typing import NamedTuple, TypeVar
 
@@ -10,14 +10,15 @@ from radixkv.cache.evictor import Evictor
 from radixkv.cache.lease import OpenLeases
 from radixkv.cache.namespace_trees import NamespaceTrees
 from radixkv.cache.node import NO_PLACE
+from radixkv.cache.radix_tree import RadixTree
 from radixkv.cache.segment_index import SegmentIndex
 from radixkv.invocation import InvocationMarks
 from radixkv.namespace import Namespace
 
-# Work of one slice on the engine's thread: examining 1,024 namespaces takes 0.5 ms, purging 128 nodes 2 ms. Nodes that
+# Work of one slice on the engine's thread: examining 1,024 namespaces takes 0.5 ms, removing 128 nodes 2 ms. Nodes that
 # leases use are purged at once, per namespace.
 _MAX_EXAMINED = 1024
-_MAX_PURGED = 128
+_MAX_REMOVED = 128
 
 _T = TypeVar("_T")
 
@@ -61,29 +62,20 @@ def purge(
     invoking: set[Namespace] = set()
     if adapter:
         invoking = yield from segments.namespaces_invoking(adapter)
-    freed_blocks = pinned_blocks = num_examined = num_purged = 0
-    for tree in trees.of_tenant(tenant):
+    pinned_blocks = 0
+
+    def is_purged(namespace: Namespace) -> bool:
+        return namespace.is_among(tenant, None if namespace in invoking else adapter, salt)
+
+    def purge_rest(tree: RadixTree) -> int:
+        nonlocal pinned_blocks
+        num_nodes, num_blocks = evictor.purge(tree)
+        pinned_blocks += num_blocks
         namespace = tree.owner.namespace
-        if num_examined >= _MAX_EXAMINED or num_purged >= _MAX_PURGED:
-            num_examined = num_purged = 0
-            yield
-        num_examined += 1
-        if not namespace.is_among(tenant, None if namespace in invoking else adapter, salt):
-            continue
-        while trees.get(namespace) is tree:
-            num_nodes, freed = evictor.purge_leaves(tree, _MAX_PURGED - num_purged)
-            num_purged += num_nodes
-            freed_blocks += freed
-            if num_purged < _MAX_PURGED:
-                break
-            num_examined = num_purged = 0
-            yield
-        if trees.get(namespace) is tree:
-            num_nodes, pinned = evictor.purge(tree)
-            num_purged += num_nodes
-            pinned_blocks += pinned
-            # Revoke leases that were opened since the first slice.
-            leases.revoke(namespace.tenant, namespace.adapter, namespace.salt)
+        leases.revoke(namespace.tenant, namespace.adapter, namespace.salt)  # those opened since the first slice
+        return num_nodes
+
+    freed_blocks = yield from _removing_unused(trees, evictor, tenant, is_purged, purge_rest)
     return Purged(freed_blocks, pinned_blocks)
 
 
@@ -106,25 +98,60 @@ def drop_unused(
 
     Complexity: O(namespaces of the tenant + nodes dropped * log leaves + nodes that leases use).
     """
-    num_blocks = num_examined = num_dropped = 0
     are_any_left = False
+
+    def leave(tree: RadixTree) -> int:
+        nonlocal are_any_left
+        are_any_left = True
+        return 0
+
+    num_blocks = yield from _removing_unused(
+        trees, evictor, tenant, lambda namespace: namespace.is_among(tenant, adapter, salt), leave, evicts=evicts
+    )
+    return num_blocks, are_any_left
+
+
+def _removing_unused(
+    trees: NamespaceTrees,
+    evictor: Evictor,
+    tenant: str | None,
+    is_addressed: Callable[[Namespace], bool],
+    end: Callable[[RadixTree], int],
+    *,
+    evicts: bool = False,
+) -> Generator[None, None, int]:
+    """Remove the nodes of some namespaces that no lease uses, in slices of bounded work that end with a `yield`.
+
+    Args:
+        trees, evictor: of the cache.
+        tenant: the tenant; None for all tenants.
+        is_addressed: whether a namespace is one of them.
+        end: called with each tree that still has nodes, because leases use them; returns how many it has removed.
+        evicts: as in `drop_unused`.
+
+    Returns:
+        The number of freed blocks, without those that `end` has freed.
+    """
+    num_blocks = num_examined = num_removed = 0
     for tree in trees.of_tenant(tenant):
         namespace = tree.owner.namespace
-        is_addressed, is_done = namespace.is_among(tenant, adapter, salt), False
+        if num_examined >= _MAX_EXAMINED or num_removed >= _MAX_REMOVED:
+            num_examined = num_removed = 0
+            yield
         num_examined += 1
-        while not is_done:
-            if num_examined >= _MAX_EXAMINED or num_dropped >= _MAX_PURGED:
-                num_examined = num_dropped = 0
-                yield
-            if not is_addressed or trees.get(namespace) is not tree:
-                break
-            max_nodes = _MAX_PURGED - num_dropped
-            num_nodes, freed = evictor.purge_leaves(tree, max_nodes, evicts=evicts)
+        if not is_addressed(namespace):
+            continue
+        while trees.get(namespace) is tree:
+            num_nodes, freed = evictor.purge_leaves(tree, _MAX_REMOVED - num_removed, evicts=evicts)
+            num_removed += num_nodes
             num_blocks += freed
-            num_dropped += num_nodes
-            is_done = num_nodes < max_nodes
-        are_any_left = are_any_left or (is_addressed and trees.get(namespace) is tree)
-    return num_blocks, are_any_left
+            if num_removed < _MAX_REMOVED:
+                break
+            num_examined = num_removed = 0
+            yield
+        if trees.get(namespace) is tree:
+            num_removed += end(tree)
+    return num_blocks
 
 
 def sweep(
@@ -145,7 +172,7 @@ def sweep(
                 num_kept_blocks = marks.num_plain(node.tokens) // node.owner.block_size
                 freed_blocks += evictor.purge_end(node, num_kept_blocks)
                 num_purged += 1
-                if num_purged >= _MAX_PURGED:
+                if num_purged >= _MAX_REMOVED:
                     num_purged = 0
                     yield
                 node = above

@@ -160,7 +160,7 @@ def test_a_lease_is_looked_at_once_for_all_and_once_for_its_own_namespace(monkey
 
 
 def test_namespaces_that_are_in_use_are_purged_in_slices_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("radixkv.cache.purge._MAX_PURGED", 3)
+    monkeypatch.setattr("radixkv.cache.purge._MAX_REMOVED", 3)
     cache = PrefixCache(64, 4, clock=FakeClock())
     leases = []
     for number in range(7):
@@ -201,7 +201,7 @@ def test_leases_of_what_is_named_are_revoked_and_no_others(wanted: dict[str, str
 
 
 def test_a_purge_in_slices_takes_namespaces_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("radixkv.cache.purge._MAX_PURGED", 6)  # two namespaces
+    monkeypatch.setattr("radixkv.cache.purge._MAX_REMOVED", 6)  # two namespaces
     cache = make_cache()
     purging = cache.purging()
     next(purging)
@@ -211,7 +211,7 @@ def test_a_purge_in_slices_takes_namespaces_one_after_the_other(monkeypatch: pyt
 
 
 def test_a_large_tree_is_taken_in_slices_and_what_is_in_use_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("radixkv.cache.purge._MAX_PURGED", 4)
+    monkeypatch.setattr("radixkv.cache.purge._MAX_REMOVED", 4)
     cache = PrefixCache(128, 4, clock=FakeClock())
     texts = ["aaaa" + letter * 4 + end * 4 for letter in "bcdefghi" for end in "XYZ"]
     for text in texts:
@@ -243,7 +243,7 @@ def test_examining_namespaces_is_done_in_slices_as_well(monkeypatch: pytest.Monk
 def test_operations_between_the_slices_of_a_purge_leave_nothing_from_before_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("radixkv.cache.purge._MAX_PURGED", 3)  # one namespace
+    monkeypatch.setattr("radixkv.cache.purge._MAX_REMOVED", 3)  # one namespace
     cache = make_cache()
     before = lease_text(cache, "aaaabbbbccDD", SALT)
     purging = cache.purging()
@@ -267,7 +267,7 @@ def test_operations_between_the_slices_of_a_purge_leave_nothing_from_before_it(
 def test_a_namespace_that_was_evicted_and_cached_again_between_slices_is_another_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("radixkv.cache.purge._MAX_PURGED", 1)
+    monkeypatch.setattr("radixkv.cache.purge._MAX_REMOVED", 1)
     cache = make_cache()
     purging = cache.purging()
     next(purging)

@@ -299,7 +299,7 @@ def test_a_load_that_waits_is_cancelled_when_the_engine_stops(runner: GatedRunne
 
 
 def test_roots_are_freed_in_slices(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("radixkv.cache.purge._MAX_PURGED", 1)
+    monkeypatch.setattr("radixkv.cache.purge._MAX_REMOVED", 1)
     load(engine, "law", "one")
     load(engine, "tax", "two")
     for start in range(0, 30, 10):
