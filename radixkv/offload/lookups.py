@@ -109,6 +109,11 @@ class Lookups:
         return ended
 
     @property
+    def are_any_open(self) -> bool:
+        """Whether requests wait for lookups."""
+        return bool(self._num_open)
+
+    @property
     def has_ended(self) -> bool:
         """Whether lookups have ended since the last `ended`."""
         return not self._results.empty()

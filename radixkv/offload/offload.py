@@ -204,8 +204,8 @@ class Offload:
 
     @property
     def is_loading(self) -> bool:
-        """Whether blocks are being loaded."""
-        return self._loader.is_loading
+        """Whether blocks are being loaded, or looked up in shared stores to be loaded."""
+        return self._lookups.are_any_open or self._loader.is_loading
 
     def ready(self) -> list[Request]:
         """Return the requests that no longer wait, in order of arrival."""

@@ -709,6 +709,7 @@ EVENT_MUTANTS = (
 )
 
 OFFLOAD_MUTANTS = (
+    Mutant("offload/offload.py", "self._lookups.are_any_open or ", ""),
     Mutant("offload/loader.py", "fetched.first_block, run, fetched)", "fetched.first_block, run)"),
     Mutant("engine/transfer/lease_exporter.py", "cached[: num_tokens * TOKEN_BYTES]", "cached"),
     Mutant("engine/transfer/lease_exporter.py", "        if lease.is_revoked:\n", "        if False:\n"),

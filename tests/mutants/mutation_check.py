@@ -146,6 +146,7 @@ OFFLOAD_TESTS = (
     "tests/offload/test_purge_shared.py",
     "tests/scheduling/test_admission.py",
     "tests/offload/test_load_or_compute.py",
+    "tests/offload/test_prefetch.py",
 )
 ROUTING_TESTS = (
     "tests/routing/test_candidate.py",

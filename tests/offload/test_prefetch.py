@@ -63,6 +63,27 @@ def test_the_prompt_of_a_session_that_has_ended_is_not_loaded(bench: TieredBench
     assert cached_tokens(bench, PROMPT) == (0 if has_ended else 12)
 
 
+def test_one_session_is_loaded_at_a_time_although_a_shared_store_has_to_be_asked() -> None:
+    bench = TieredBench(num_blocks=8, session_prompt_bytes=1000, redis=100)
+    for session_id, prompt in (("s", PROMPT), ("t", OTHER)):
+        with bench.cache.lease(NAMESPACE, tokens(prompt), session_id=session_id) as lease:
+            lease.commit(13)
+            lease.awaits = Awaits.TOOL
+        bench.cache.drop(NAMESPACE, tokens(prompt), evicts=False)
+    bench.clock.now_s = 100
+    prefetcher = bench.core._prefetcher
+    assert prefetcher is not None
+    assert prefetcher.seconds_until_due(100) == 0
+    bench.core.step()
+    assert prefetcher.seconds_until_due(100) is None  # until the store answers
+    bench.core.step()
+    assert len(bench.offload._lookups._num_open) == 1
+    bench.run()
+    due_s = prefetcher.seconds_until_due(bench.clock.now_s)
+    assert due_s is not None  # both were looked up, and will be examined again
+    assert due_s > 0
+
+
 def test_directives_before_one_that_is_wrong_have_their_effect(bench: TieredBench) -> None:
     bench.prefill(OTHER)
     outcome = hint(bench, "kv.retain", OTHER, directives=[{"priority": 90, "end": 4}, {"priority": 900}])

@@ -149,6 +149,7 @@ class TieredBench(Bench):
         num_parts: int = 0,
         retained_share: float = 1.0,
         wake: Callable[[], None] = do_nothing,
+        session_prompt_bytes: int = 0,
         **stores: int | SteppedStore,
     ) -> None:
         self.clock = FakeClock()
@@ -178,6 +179,7 @@ class TieredBench(Bench):
             marks=marks,
             listeners=[self.index],
             windows=WindowedLayers(pools),
+            max_session_prompt_bytes=session_prompt_bytes,
         )
         self.index.read_public_prefixes(self.cache.public.tokens_of)
         sizes = (PAYLOAD_BYTES, BYTES_WITHOUT_PART) if num_parts else (PAYLOAD_BYTES,)
