@@ -1467,6 +1467,8 @@ FLEET_MUTANTS = (
     Mutant("service/fleet/replica_connection.py", "if error.code() in _NO_RESPONSE:", "if True:"),
 )
 SERVICE_MUTANTS = (
+    Mutant("service/server/servicers/stream_turns.py", "self._queues.move_to_end(key, last=False)", "pass"),
+    Mutant("service/server/servicers/stream_turns.py", "while queue and not self._is_taken:", "for _ in range(1):"),
     Mutant("service/server/receive/receiver.py", "calls = self._watches", "calls = self._endless"),
     Mutant("service/server/page/state_feed.py", "if self._clock() >=", "if self._state is None or self._clock() >="),
     Mutant("service/server/servicers/kv_sources.py", "            _require_address(address)\n", ""),

@@ -208,6 +208,8 @@ FLEET_TESTS = (
 SERVICE_TESTS = (
     "tests/service/client/test_client.py",
     "tests/service/server/servicers/test_segments.py",
+    "tests/service/server/servicers/test_stream_turns.py",
+    "tests/service/http/test_prompts.py",
     "tests/service/server/servicers/test_kv_sources.py",
     "tests/service/server/receive/test_receiver.py",
     "tests/service/server/page/test_state_feed.py",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from collections import OrderedDict, deque
 
 from radixkv.service.server.receive.fair_shares import QuotaKey
 
@@ -18,13 +18,15 @@ class StreamTurns:
         without   | all streams, call | all streams, call | all streams, call | ...
         with      | a stream, call | a stream, call | a stream, call | ...
 
-    Quota keys take turns, and so do the streams of one key. The tokens of a stream that waits accumulate and are sent
-    as one chunk, so the more streams there are, the fewer chunks are sent per token. For use on one event loop.
+    Quota keys take turns, and so do the streams of one key. If a stream is cancelled before it has used its turn, the
+    next stream of the same key gets the turn. The tokens of a stream that waits accumulate and are sent as one chunk,
+    so the more streams there are, the fewer chunks are sent per token. For use on one event loop.
     """
 
     def __init__(self) -> None:
         self._is_taken = False  # a stream continues in this iteration
-        self._queues: dict[QuotaKey, deque[asyncio.Future[None]]] = {}  # in the order of their turns
+        # In the order of the keys' turns, and of the streams' turns.
+        self._queues: OrderedDict[QuotaKey, deque[asyncio.Future[None]]] = OrderedDict()
 
     async def wait(self, key: QuotaKey) -> None:
         """Wait until a stream of a quota key may send its next chunk.
@@ -36,7 +38,12 @@ class StreamTurns:
             return
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._queues.setdefault(key, deque()).append(turn)
-        await turn
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if not turn.cancelled() and key in self._queues:  # its turn had come
+                self._queues.move_to_end(key, last=False)
+            raise
 
     def _take(self) -> None:
         self._is_taken = True
@@ -46,11 +53,11 @@ class StreamTurns:
         """Let the next stream continue, in the next iteration of the event loop."""
         self._is_taken = False
         while self._queues and not self._is_taken:
-            key = next(iter(self._queues))
-            queue = self._queues.pop(key)
-            turn = queue.popleft()
+            key, queue = self._queues.popitem(last=False)
+            while queue and not self._is_taken:
+                turn = queue.popleft()
+                if not turn.done():  # otherwise its call was cancelled
+                    turn.set_result(None)
+                    self._take()
             if queue:
                 self._queues[key] = queue  # its next turn comes after those of the other keys
-            if not turn.done():  # otherwise its call was cancelled
-                turn.set_result(None)
-                self._take()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
+import pytest
+
 from radixkv.service.server.receive.fair_shares import QuotaKey
 from radixkv.service.server.servicers.stream_turns import StreamTurns
 
@@ -12,9 +14,13 @@ BUSY, OTHER = QuotaKey.of_tenant("busy"), QuotaKey.of_tenant("other")
 
 
 async def turns_of(
-    keys: Sequence[QuotaKey], num_chunks: int = 1, cancelled: Sequence[int] = ()
+    keys: Sequence[QuotaKey], num_chunks: int = 1, cancelled: Sequence[int] = (), *, cancelled_in: int = 1
 ) -> list[tuple[int, int]]:
-    """Return the iteration and the number of each stream that continued, in order."""
+    """Return the iteration and the number of each stream that continued, in order.
+
+    All streams wait after the first iteration, and the second one gives the first of them its turn, which it uses in
+    the third.
+    """
     turns, iteration, continued = StreamTurns(), 0, []
 
     async def stream(number: int) -> None:
@@ -26,7 +32,7 @@ async def turns_of(
     while not all(task.done() for task in tasks):
         iteration += 1
         await asyncio.sleep(0)
-        if iteration == 1:  # all of them wait now
+        if iteration == cancelled_in:
             for number in cancelled:
                 tasks[number].cancel()
     return continued
@@ -51,3 +57,16 @@ def test_keys_take_turns() -> None:
 def test_a_cancelled_stream_leaves_its_turn_to_the_next() -> None:
     continued = asyncio.run(turns_of([BUSY] * 5, cancelled=[1, 3]))
     assert [number for _, number in continued] == [0, 2, 4]
+
+
+@pytest.mark.parametrize("cancelled_in", [1, 2])
+def test_the_turn_of_a_cancelled_stream_passes_to_another_one_of_its_key(cancelled_in: int) -> None:
+    keys = [BUSY, BUSY, BUSY, OTHER, OTHER]
+    continued = asyncio.run(turns_of(keys, cancelled=[1], cancelled_in=cancelled_in))
+    assert [number for _, number in continued] == [0, 2, 3, 4]
+
+
+@pytest.mark.parametrize("cancelled_in", [1, 2])
+def test_the_turn_of_the_last_stream_of_a_key_passes_to_another_key(cancelled_in: int) -> None:
+    continued = asyncio.run(turns_of([BUSY, OTHER, BUSY], cancelled=[1], cancelled_in=cancelled_in))
+    assert [number for _, number in continued] == [0, 2]
