@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from radixkv.errors import InvalidRequest
 from radixkv.service.server.model_tokenizer import ModelTokenizer
+from radixkv.service.server.thread_call import call_on_thread
 from radixkv.service.text.answer_format import AnswerFormat
 from radixkv.service.text.tokenizer import Tokenizer
 from radixkv.service.text.tool_formats import AUTOMATIC
@@ -90,9 +91,14 @@ class PromptEncoder:
             raise InvalidRequest(text if text.startswith((field, *_OTHER_FIELDS)) else f"{field}: {text}") from error
 
     async def on_thread(self, num_bytes: int, function: Callable[[], Result]) -> Result:
-        """Return what a function returns that processes the content of a body of this size, called on a thread."""
-        async with self._small if num_bytes <= _SMALL_BYTES else self._large:
-            return await asyncio.to_thread(function)
+        """Return what a function returns that processes the content of a body of this size, called on a thread.
+
+        If the caller is cancelled, the function still counts as long as it runs, so that cancelled calls cannot occupy
+        more threads.
+        """
+        threads = self._small if num_bytes <= _SMALL_BYTES else self._large
+        await threads.acquire()
+        return await call_on_thread(function, threads.release)
 
 
 def _parsed(body: bytes) -> Any:

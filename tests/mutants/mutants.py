@@ -46,8 +46,8 @@ CACHE_MUTANTS = (
     Mutant("cache/prefix_cache.py", "        yield from self.sessions.expect_none(tenant, adapter, salt)\n", ""),
     Mutant(
         "cache/purge.py",
-        "        while trees.get(namespace) is tree:",
-        "        while True:",
+        "        if trees.get(namespace) is tree:",
+        "        if True:",
     ),
     Mutant("cache/purge.py", "purge_leaves(tree, _MAX_REMOVED - num_removed,", "purge_leaves(tree, 10_000,"),
     Mutant("cache/prefix_cache.py", "                    self._queue.requeue(granted)\n", ""),

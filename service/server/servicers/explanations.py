@@ -15,6 +15,7 @@ from radixkv.service.server.model_tokenizer import ModelTokenizer
 from radixkv.service.server.receive.fair_shares import FairShares, QuotaKey
 from radixkv.service.server.servicers.engine_calls import result_of
 from radixkv.service.server.servicers.messages import read_caller, require_names
+from radixkv.service.server.thread_call import call_on_thread
 from radixkv.service.token_ids import read_token_ids
 from radixkv.v1 import cache_pb2
 
@@ -28,6 +29,8 @@ _logger = logging.getLogger(__name__)
 
 class Explainer:
     """Explains prompts, one at a time, so that explanations take at most one CPU core. For use on one event loop.
+
+    A call that is cancelled leaves the queue, but the next one has its turn only when the thread has ended.
 
     Args:
         engine: looks prompts up.
@@ -55,12 +58,16 @@ class Explainer:
         self._num_waiting.take(key, 1)
         try:
             decode = await self._decode()
-            async with self._turn:
+            await self._turn.acquire()
+            try:
                 future = self._engine.look_up(read_token_ids(request), caller)
                 look_up = await result_of(self._engine, self._mailbox, future)
-                vocab_size = self._engine.limits.vocab_size
-                compare = partial(explain, look_up, segments=segments, decode=decode, vocab_size=vocab_size)
-                explanation = await asyncio.to_thread(compare)
+            except BaseException:
+                self._turn.release()
+                raise
+            vocab_size = self._engine.limits.vocab_size
+            compare = partial(explain, look_up, segments=segments, decode=decode, vocab_size=vocab_size)
+            explanation = await call_on_thread(compare, self._turn.release)
         finally:
             self._num_waiting.release(key, 1)
         return explanation_message(explanation, has_branch=not request.omit_cached_text)

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import threading
 from concurrent.futures import Future
 
 import grpc
@@ -167,6 +168,41 @@ def test_a_tenant_with_many_explanations_does_not_block_another(monkeypatch):
         assert (await other).prompt_tokens == len(PROMPT)
         again = [explainer.explain(asked_by("acme")) for _ in range(4)]
         assert len(await asyncio.gather(*again)) == 4
+
+    asyncio.run(asyncio.wait_for(test(), PATIENCE_S))
+
+
+def test_a_cancelled_explanation_frees_its_place_and_ends_before_the_next_one_begins(monkeypatch):
+    monkeypatch.setattr(explanations, "MAX_WAITING", 4)
+    may_end, num_running, most_running = threading.Event(), [], []
+    compare = explanations.explain
+
+    def slow(*arguments, **options):
+        num_running.append(1)
+        most_running.append(len(num_running))
+        may_end.wait(PATIENCE_S)
+        num_running.pop()
+        return compare(*arguments, **options)
+
+    monkeypatch.setattr(explanations, "explain", slow)
+    request = ExplainRequest(token_ids=ids(PROMPT), tenant="acme")
+
+    async def test():
+        explainer = explanations.Explainer(caching(acme=CACHED), Mailbox(), ModelTokenizer(None))
+        for _ in range(2):
+            calls = [asyncio.ensure_future(explainer.explain(request)) for _ in range(4)]
+            while not most_running:
+                await asyncio.sleep(0)
+            await asyncio.sleep(0.01)
+            assert not any(call.done() for call in calls)  # all of them had a place
+            for call in calls:
+                call.cancel()
+            await asyncio.gather(*calls, return_exceptions=True)
+        last = asyncio.ensure_future(explainer.explain(request))
+        await asyncio.sleep(0.01)
+        may_end.set()
+        assert (await last).prompt_tokens == len(PROMPT)
+        assert max(most_running) == 1
 
     asyncio.run(asyncio.wait_for(test(), PATIENCE_S))
 
