@@ -12,7 +12,7 @@ from typing import Any
 
 from aiohttp import web
 
-from radixkv.errors import PromptTooLong, UnknownAdapter
+from radixkv.errors import InvalidRequest, PromptTooLong, UnknownAdapter
 from radixkv.service.http.anthropic_requests import read_messages, read_prompt_only
 from radixkv.service.http.api_errors import http_status_of, renamed
 from radixkv.service.http.api_request import ApiRequest
@@ -86,6 +86,8 @@ class AnthropicApi:
         prompt, model = read_prompt_only(fields)
         tenant = request.hold(GenerateRequest())
         chat = await self._completer.encode(request, prompt)
+        if not chat.token_ids:  # some chat templates write nothing for a message without text
+            raise InvalidRequest("messages: expected at least 1 token, got 0")
         await self._completer.require_model(request, model, chat.token_ids[0], tenant)
         return request.json({"input_tokens": len(chat.token_ids)})
 

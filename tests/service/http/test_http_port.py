@@ -15,6 +15,7 @@ import pytest
 import radixkv.service.http.connections as connections_module
 import radixkv.service.server.auth.revocation as revocation_module
 from radixkv.errors import ConfigError, DeadlinePassed, InvalidRequest, QueueFull
+from radixkv.service.text.tokenizer import Tokenizer
 from tests.free_port import free_port
 from tests.patience import PATIENCE_S
 from tests.reference_cycles import uncollected
@@ -494,6 +495,19 @@ def test_requests_leave_no_reference_cycles(body: dict[str, Any]) -> None:
         return [each for each in found if type(each).__module__.startswith(("radixkv.", "aiohttp."))]
 
     assert run(main()) == []
+
+
+def test_tokens_are_not_counted_if_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Tokenizer, "encode_rendered", lambda self, text: [])
+    body = {"messages": [{"role": "user", "content": "x"}]}
+
+    async def main() -> tuple[int, Any]:
+        async with port_of(FakeEngine()) as (_, port):
+            return await call(port, body, "/v1/messages/count_tokens")
+
+    status, found = run(main())
+    assert (status, found["error"]["type"]) == (400, "invalid_request_error")
+    assert found["error"]["message"] == "messages: expected at least 1 token, got 0"
 
 
 def test_headers_that_are_no_text_are_not_a_failure(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
