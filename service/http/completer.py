@@ -17,7 +17,7 @@ from radixkv.service.text.tokenizer import Tokenizer
 from radixkv.v1.prefill_pb2 import GenerateRequest, ProbeRequest
 
 
-class Conversation(Protocol):
+class ApiPrompt(Protocol):
     """A conversation in the form of one API, such as `ChatPrompt`."""
 
     def encode(self, form: AnswerFormat, tokenizer: Tokenizer) -> EncodedChat:
@@ -49,13 +49,13 @@ class Completer:
         """The message for a request whose field `model` names neither the served model nor a loaded adapter."""
         return f"model: expected {self.limits.model} or the name of a loaded adapter, got another name"
 
-    async def encode(self, request: ApiRequest, conversation: Conversation) -> EncodedChat:
+    async def encode(self, request: ApiRequest, prompt: ApiPrompt) -> EncodedChat:
         """Encode a conversation on a thread.
 
         Raises:
             InvalidRequest: the model has no tokenizer, or cannot encode or answer the conversation.
         """
-        encode = partial(conversation.encode, await self.encoder.answer_format())
+        encode = partial(prompt.encode, await self.encoder.answer_format())
         return await self.encoder.encode(request.num_bytes, "messages", encode)
 
     def with_prompt(
