@@ -79,7 +79,7 @@ class LookUp:
         cached_tokens: tokens that a prefill would reuse now.
         miss_reason: why it would not reuse the others.
         divergence: where the prompt leaves the cached branches.
-        token_s: seconds that recent requests took per computed token; None without measurements.
+        token_s: seconds that recent requests of the tenant took per computed token; None without measurements.
     """
 
     tokens: bytes

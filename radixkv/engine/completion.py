@@ -241,7 +241,7 @@ class RequestCompleter:
         else:
             logprobs = () if prediction is None else prediction.logprobs
             result = self._generate_result(request, finish_reason, logprobs, now_s)
-        self._stats.count_tokens(result.usage, result.timing.prefill_us / 1e6)
+        self._stats.count_tokens(request.tenant, result.usage, result.timing.prefill_us / 1e6)
         self.end(request, Outcome.FINISHED)
         if request.params.hints:  # applied after the lease of the request has closed
             prompt = PromptKey(request.namespace, request.prompt_tokens)

@@ -299,7 +299,7 @@ class EngineCore:
         cached_tokens = self.cache.match(namespace, tokens).cached_tokens
         miss_reason = self.cache.explain(namespace, tokens, cached_tokens, former)
         divergence = self.cache.divergence(namespace, tokens)
-        return LookUp(tokens, cached_tokens, miss_reason, divergence, self.stats.token_s)
+        return LookUp(tokens, cached_tokens, miss_reason, divergence, self.stats.token_s(namespace.tenant))
 
     def retain(self, namespace: Namespace, tokens: bytes, retention: Retention) -> Retained:
         """Set the retention priority of a range on the device and in tiers; see `PrefixCache.retain`."""

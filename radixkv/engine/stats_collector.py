@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable
+from typing import NamedTuple
 
 from radixkv.api.result import Usage
 from radixkv.api.stats import (
@@ -18,7 +19,7 @@ from radixkv.api.stats import (
     TokenStats,
 )
 from radixkv.cache.prefix_cache import PrefixCache
-from radixkv.cache.tenants import TenantUsage
+from radixkv.cache.tenants import RecentTenants, TenantUsage
 from radixkv.offload.offload import Offload
 from radixkv.scheduling.held_leases import HeldLeases
 from radixkv.scheduling.request import Outcome, Request
@@ -32,6 +33,13 @@ _BOUNDS_S = tuple(0.0005 * 1.25**index for index in range(56))
 # does not depend on its tokens. Each request lets the earlier ones count by this factor less.
 _MIN_TIMED_TOKENS = 128
 _FORGET = 0.05
+
+
+class _TokenTime(NamedTuple):
+    """Computed prompt tokens of a tenant's recent requests, and the seconds that these requests took."""
+
+    tokens: float
+    seconds: float
 
 
 class StatsCollector:
@@ -68,20 +76,24 @@ class StatsCollector:
         self._tokens = TokenStats()
         self._ttft_counts = [0] * (len(_BOUNDS_S) + 1)  # requests by time to first token
         self._ttft_sum_s = 0.0
-        self._timed_tokens = 0.0
-        self._timed_s = 0.0
+        self._token_times: RecentTenants[_TokenTime] = RecentTenants()
 
-    @property
-    def token_s(self) -> float | None:
-        """Seconds per computed prompt token, from admission to the first token, of recent requests; None before any."""
-        return self._timed_s / self._timed_tokens if self._timed_tokens else None
+    def token_s(self, tenant: str) -> float | None:
+        """Return the seconds per computed prompt token, from admission to the first token, of recent requests.
 
-    def count_tokens(self, usage: Usage, prefill_s: float) -> None:
+        Only requests of this tenant count, so that the times do not reveal the load of others. None before any.
+        """
+        time = self._token_times.get(tenant)
+        return None if time is None else time.seconds / time.tokens
+
+    def count_tokens(self, tenant: str, usage: Usage, prefill_s: float) -> None:
         """Count the tokens of a request that got its result `prefill_s` seconds after its admission."""
         self._tokens = self._tokens.plus(usage)
         if usage.computed_tokens >= _MIN_TIMED_TOKENS:
-            self._timed_tokens = (1 - _FORGET) * self._timed_tokens + usage.computed_tokens
-            self._timed_s = (1 - _FORGET) * self._timed_s + prefill_s
+            before = self._token_times.pop(tenant, _TokenTime(0.0, 0.0))
+            weight = 1 - _FORGET
+            time = _TokenTime(weight * before.tokens + usage.computed_tokens, weight * before.seconds + prefill_s)
+            self._token_times.add(tenant, time)  # as the most recent tenant
 
     def count_end(self, request: Request, outcome: Outcome) -> None:
         """Count a request that ended, and the time to its first token if it had one."""

@@ -24,6 +24,7 @@ NUM_SHOWN_TOKENS = 16
 NUM_SHOWN_BEFORE = 8
 _NUM_CONTEXT_TOKENS = 32  # decoded on both sides of the differing spans to recognize what they are a part of
 _MAX_DECODED_TOKENS = 4096  # of each differing span; longer spans are judged by their tokens alone
+_MAX_TEXT_CHARS = 32_768  # around each differing span; longer texts likewise
 _MAX_COMPARED_TOKENS = 262_144  # of each branch
 
 Decode = Callable[[Sequence[int]], str]
@@ -129,7 +130,7 @@ class _Decoder:
 def _text_pair(
     text_of: _Decoder, prompt: Tokens, branch: Tokens, place: Realignment | None, vocab_size: int
 ) -> TextPair | None:
-    """Return the text around the difference on both sides; None if a differing span is too long to decode."""
+    """Return the text around the difference on both sides; None if a differing span is too long to examine its text."""
     prompt_span, branch_span = (0, 0) if place is None else (place.prompt_span, place.branch_span)
     if max(prompt_span, branch_span) > _MAX_DECODED_TOKENS:
         return None
@@ -137,6 +138,8 @@ def _text_pair(
         text_of.whole(_ids(tokens[: span + _NUM_CONTEXT_TOKENS], vocab_size))
         for tokens, span in ((prompt, prompt_span), (branch, branch_span))
     ]
+    if max(map(len, sides)) > _MAX_TEXT_CHARS:
+        return None
     return TextPair.of(*sides, has_same_end=place is not None)
 
 

@@ -21,6 +21,9 @@ _MAX_MOVED_TOKENS = 16_384
 _MIN_INSERTED_TOKENS = 16
 _NUM_EDGE_TOKENS = 2
 _MIN_RETOKENIZED_CHARS = 8
+# Dates, times and ids are searched so far around a difference. A regular expression that searches a whole text would
+# hold the GIL until it finds something.
+_MAX_MATCH_CHARS = 128
 
 _MONTH = (
     r"(?:Jan(?:uary)?|Feb(?:ruary)?|Mar(?:ch)?|Apr(?:il)?|May|June?|July?|Aug(?:ust)?|Sep(?:t(?:ember)?)?|Oct(?:ober)?"
@@ -183,18 +186,22 @@ def _sides(texts: TextPair) -> tuple[tuple[str, int, int], tuple[str, int, int]]
 
 
 def _are_uuids(texts: TextPair) -> bool:
-    return all(any(_overlaps(each, start, end) for each in _UUID.finditer(text)) for text, start, end in _sides(texts))
+    return all(_is_within(_UUID, *side) for side in _sides(texts))
 
 
-def _overlaps(match: re.Match[str], start: int, end: int) -> bool:
-    return match.start() <= start and end <= match.end()
+def _is_within(pattern: re.Pattern[str], text: str, start: int, end: int) -> bool:
+    """Whether a match of a pattern contains a range, and begins and ends near it. Complexity: O(1)."""
+    if end - start > _MAX_MATCH_CHARS:
+        return False
+    matches = pattern.finditer(text, max(0, start - _MAX_MATCH_CHARS), end + _MAX_MATCH_CHARS)
+    return any(match.start() <= start and end <= match.end() for match in matches)
 
 
 def _is_date_or_time(text: str, start: int, end: int) -> bool:
     """Whether a date or a time contains the range, apart from spaces and punctuation at its ends."""
     while end > start and text[end - 1] in " ,.;)\n":
         end -= 1
-    return any(_overlaps(each, start, end) for each in _DATE_OR_TIME.finditer(text))
+    return _is_within(_DATE_OR_TIME, text, start, end)
 
 
 def _are_numbers(first: str, second: str) -> bool:
@@ -261,10 +268,14 @@ def permuted(prompt: Tokens, branch: Tokens, place: Realignment) -> Realignment:
 
 
 def _is_same_multiset(first: Tokens, second: Tokens) -> bool:
-    if min(first.size, second.size) < _MIN_REORDERED_TOKENS:
+    """Whether almost the same tokens occur on both sides, as often. They are sorted by numpy, without the GIL."""
+    shorter, longer = sorted((first.size, second.size))
+    if shorter < max(_MIN_REORDERED_TOKENS, _REORDERED_SHARE * longer):
         return False
-    num_common = (Counter(first.tolist()) & Counter(second.tolist())).total()
-    return num_common >= _REORDERED_SHARE * max(first.size, second.size)
+    ids, counts = np.unique(first, return_counts=True)
+    other_ids, other_counts = np.unique(second, return_counts=True)
+    _, at, other_at = np.intersect1d(ids, other_ids, assume_unique=True, return_indices=True)
+    return int(np.minimum(counts[at], other_counts[other_at]).sum()) >= _REORDERED_SHARE * longer
 
 
 def _is_moved(span: Tokens, own: Tokens, other: Tokens) -> bool:
@@ -295,7 +306,13 @@ def _is_in_word(text: str, start: int, end: int) -> bool:
 def _words(text: str, start: int, end: int) -> list[str]:
     """Return the words that overlap a range, or touch an empty one."""
     is_empty = start == end
-    return [each[0] for each in _WORD.finditer(text) if each.start() < end + is_empty and each.end() > start - is_empty]
+    first, last = start, end  # of the searched text, which ends where words end
+    while first > 0 and _WORD.match(text[first - 1]):
+        first -= 1
+    while last < len(text) and _WORD.match(text[last]):
+        last += 1
+    words = _WORD.finditer(text, first, last)
+    return [each[0] for each in words if each.start() < end + is_empty and each.end() > start - is_empty]
 
 
 def _num_equal(first: Iterable[str], second: Iterable[str]) -> int:

@@ -128,6 +128,20 @@ def test_a_branch_follows_its_most_recently_used_end() -> None:
     assert texts_of(published.divergence("abcX")) == ["defgh2222"]
 
 
+def test_of_equally_recent_ends_a_branch_follows_the_one_that_was_added_last() -> None:
+    published = Published("abcdefgh1111", "abcdefgh2222", "abcdefgh3333")
+    for node in published.cache.nodes():
+        node.last_used_s = 1.0
+    assert texts_of(published.divergence("abcX")) == ["defgh3333"]
+
+
+def test_a_branch_follows_one_of_the_ends_that_were_added_last() -> None:
+    published = Published(*(f"abcdefgh{number:04}" for number in range(17)))
+    for node in published.cache.nodes():
+        node.last_used_s = 100.0 if node.tokens == spell("0000") else node.last_used_s
+    assert texts_of(published.divergence("abcX")) == ["defgh0016"]
+
+
 def test_a_branch_says_when_it_was_used() -> None:
     published = Published("abcdefgh")
     published.clock.now_s += 7

@@ -41,5 +41,6 @@ def test_the_time_per_token_is_that_of_requests_that_compute_many() -> None:
         bench.runner.run = run_slowly  # type: ignore[method-assign]
         computed.append(bench.prefill(range(start, start + length)).usage.computed_tokens)
     assert computed == [127, 128, 200]
+    assert bench.core.look_up(Namespace("fake", "other"), tokens([1])).token_s is None  # times of other tenants
     expected = (0.95 * 12.8 + 40.0) / (0.95 * 128 + 200)
     assert bench.core.look_up(FAKE, tokens([1])).token_s == pytest.approx(expected)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -80,9 +81,12 @@ def test_a_second_difference_ends_what_would_have_matched() -> None:
 
 
 @pytest.mark.parametrize(("num_between", "nearest"), [(1, Realignment(1, 42, 40)), (3, Realignment(42, 1, 40))])
-def test_of_equally_long_runs_the_nearest_is_chosen(num_between: int, nearest: Realignment) -> None:
+@pytest.mark.parametrize("starts", [(200, 300), (300, 200)])  # so that the order of the hashes cannot decide
+def test_of_equally_long_runs_the_nearest_is_chosen(
+    num_between: int, nearest: Realignment, starts: tuple[int, int]
+) -> None:
     """Of equally near ones, it is the one that skips fewer tokens of the prompt."""
-    first, second = list(range(200, 240)), list(range(300, 340))
+    first, second = (list(range(start, start + 40)) for start in starts)
     prompt, branch = [1, *first, 2, *second], [3, *second, *[4] * num_between, *first]
     assert realign(tokens_of(prompt), tokens_of(branch)) == nearest
 
@@ -139,6 +143,24 @@ def test_permuted_spans_end_where_both_sides_are_as_long_again() -> None:
     nearest = realign(prompt, branch)
     assert nearest == Realignment(50, 0, 60)
     assert permuted(prompt, branch, nearest) == Realignment(110, 110, 100)
+
+
+def test_spans_are_permuted_if_nine_tenths_of_their_tokens_are_the_same() -> None:
+    rng = random.Random(5)
+    rest = list(range(400, 500))
+    num_permuted = 0
+    for _ in range(300):
+        first = [rng.randrange(20) for _ in range(rng.randrange(1, 40))]
+        second = [each if rng.random() < 0.95 else 50 for each in rng.sample(first, len(first))]
+        if first[0] == second[0]:
+            continue
+        num_common = (Counter(first) & Counter(second)).total()
+        nearest = Realignment(0, 0, 0)
+        found = permuted(tokens_of([*first, 98, *rest]), tokens_of([*second, 99, *rest]), nearest)
+        is_permuted = num_common >= 0.9 * (len(first) + 1) and len(first) + 1 >= 8
+        assert found == (Realignment(len(first) + 1, len(first) + 1, 100) if is_permuted else nearest)
+        num_permuted += is_permuted
+    assert 50 < num_permuted < 200
 
 
 def test_spans_of_other_tokens_are_not_permuted() -> None:

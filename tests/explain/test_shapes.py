@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,6 +13,7 @@ import pytest
 from radixkv.api.explanation import DifferenceKind, Explanation, LookUp
 from radixkv.api.miss_reason import MissReason
 from radixkv.cache.prefix_cache import PrefixCache
+from radixkv.explain import kinds
 from radixkv.explain.explanation import explain
 from radixkv.model.tiny_files import write_tiny_files
 from radixkv.service.text.tokenizer import Tokenizer
@@ -47,6 +49,45 @@ def explained(
     tokens = np.array(prompt, "<u4").tobytes()
     look_up = LookUp(tokens, 0, MissReason.DIVERGED, cache.divergence(MODEL, tokens), None)
     return explain(look_up, decode=decode)
+
+
+class CountingPattern:
+    """A regular expression that records how much text it is asked to search."""
+
+    def __init__(self, pattern: re.Pattern[str], searched: list[int]) -> None:
+        self._pattern = pattern
+        self._searched = searched
+
+    def finditer(self, text: str, start: int = 0, end: int = 10**9) -> Iterator[re.Match[str]]:
+        self._searched.append(min(end, len(text)) - start)
+        return self._pattern.finditer(text, start, end)
+
+
+def test_only_the_text_around_a_difference_is_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The regular expressions would hold the GIL for as long as they search."""
+    searched: list[int] = []
+    for name in ("_DATE_OR_TIME", "_UUID"):
+        monkeypatch.setattr(kinds, name, CountingPattern(getattr(kinds, name), searched))
+    for length in (10, 3_000):
+        words, others = "one word or two " * (length // 16), "and another one " * (length // 16)
+        explained(
+            CHARACTERS.encode(f"{RULES}{words}{TASK}"), CHARACTERS.encode(f"{RULES}{others}{TASK}"), CHARACTERS.decode
+        )
+    explained(CHARACTERS.encode(f"{RULES}10:31{TASK}"), CHARACTERS.encode(f"{RULES}10:47{TASK}"), CHARACTERS.decode)
+    assert 0 < max(searched) <= 3 * 128
+
+
+def test_very_long_texts_are_judged_by_their_tokens() -> None:
+    prompt, cached = [*range(100, 140), 1, *range(200, 240)], [*range(100, 140), 2, *range(200, 240)]
+
+    def long_texts(ids: Sequence[int]) -> str:
+        return "".join("10:31" if each == 1 else "10:47" if each == 2 else " " * 1000 for each in ids)
+
+    def short_texts(ids: Sequence[int]) -> str:
+        return long_texts(ids).replace(" " * 1000, " ")
+
+    kinds_found = [explained(prompt, cached, each).difference for each in (short_texts, long_texts)]
+    assert [each and each.kind for each in kinds_found] == [DifferenceKind.DATE_OR_TIME, DifferenceKind.REPLACED]
 
 
 @pytest.mark.parametrize("name", SHAPES)
