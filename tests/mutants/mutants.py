@@ -1445,6 +1445,15 @@ EXPLAIN_MUTANTS = (
     Mutant("cache/branches.py", " and len(parent.children or ()) == 1", ""),
     Mutant("cache/branches.py", "reversed(children.values()), _MAX_SIBLINGS", "reversed(children.values()), None"),
     Mutant("cache/branches.py", "max(latest, key=lambda each: each.last_used_s)", "latest[0]"),
+    Mutant("cache/branches.py", "max(latest, key", "max(reversed(latest), key"),
+    Mutant("cache/branches.py", "reversed(node.children.values())", "node.children.values()"),
+    Mutant("explain/realignment.py", " - run.branch_span, -run.prompt_span", " - run.branch_span, 0"),
+    Mutant("explain/kinds.py", "text, max(0, start - _MAX_MATCH_CHARS), end + _MAX_MATCH_CHARS", "text"),
+    Mutant("explain/kinds.py", "np.minimum(counts[at], other_counts[other_at])", "counts[at]"),
+    Mutant("explain/explanation.py", "if max(map(len, sides)) > _MAX_TEXT_CHARS:", "if False:"),
+    Mutant(
+        "engine/stats_collector.py", "self._token_times.get(tenant)", "next(iter(self._token_times.values()), None)"
+    ),
     Mutant("explain/realignment.py", "2 * (prompt_start + branch_start) + MIN_EQUAL_TOKENS", "0"),
     Mutant("explain/realignment.py", "if run.equal_tokens < MIN_EQUAL_TOKENS:", "if False:"),
     Mutant("explain/kinds.py", "other_counts[each] >= own_counts[each]", "other_counts[each] > 0"),
@@ -1467,6 +1476,7 @@ FLEET_MUTANTS = (
     Mutant("service/fleet/replica_connection.py", "if error.code() in _NO_RESPONSE:", "if True:"),
 )
 SERVICE_MUTANTS = (
+    Mutant("service/server/thread_call.py", "    return await asyncio.shield(running)", "    return await running"),
     Mutant("service/server/servicers/stream_turns.py", "self._queues.move_to_end(key, last=False)", "pass"),
     Mutant("service/server/servicers/stream_turns.py", "while queue and not self._is_taken:", "for _ in range(1):"),
     Mutant("service/server/receive/receiver.py", "calls = self._watches", "calls = self._endless"),

@@ -121,6 +121,7 @@ EVENT_TESTS = (
 EXPLAIN_TESTS = (
     "tests/cache/test_branches.py",
     "tests/explain",
+    "tests/engine/test_look_up.py",
     "tests/service/server/servicers/test_explanations.py",
 )
 OFFLOAD_TESTS = (

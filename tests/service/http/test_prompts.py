@@ -28,17 +28,20 @@ def test_cancelled_calls_run_on_no_more_threads(num_bytes: int) -> None:
 
     async def main() -> None:
         encoder = PromptEncoder(ModelTokenizer(None))
-        for _ in range(5):
-            call = asyncio.ensure_future(encoder.on_thread(num_bytes, lambda: waits(may_end, running, most_running)))
+        try:
+            for _ in range(5):
+                slow = encoder.on_thread(num_bytes, lambda: waits(may_end, running, most_running))
+                call = asyncio.ensure_future(slow)
+                await asyncio.sleep(0.01)
+                call.cancel()
+            other = encoder.on_thread(LARGE if num_bytes == SMALL else SMALL, time.monotonic)
+            assert await other > 0  # the other class has places of its own
+            assert max(most_running) == 2
+            last = asyncio.ensure_future(encoder.on_thread(num_bytes, lambda: "over"))
             await asyncio.sleep(0.01)
-            call.cancel()
-        other = encoder.on_thread(LARGE if num_bytes == SMALL else SMALL, time.monotonic)
-        assert await other > 0  # the other class has places of its own
-        assert max(most_running) == 2
-        last = asyncio.ensure_future(encoder.on_thread(num_bytes, lambda: "over"))
-        await asyncio.sleep(0.01)
-        assert not last.done()
-        may_end.set()
+            assert not last.done()
+        finally:
+            may_end.set()
         assert await last == "over"
 
     asyncio.run(asyncio.wait_for(main(), PATIENCE_S))
