@@ -453,7 +453,7 @@ class TiersConfig:
         encryption_key_file: file with 64 hexadecimal digits, from which a key is derived per tenant. Blocks are
             encrypted on disk and in shared stores, not in host memory; modified ones are never used.
         trusted: whether to use shared stores, and a `disk_path` that other users can write, with neither of the two
-            files. Whoever can write there can then change the outputs of the model.
+            files. Every process that can write there can then change the outputs of the model.
     """
 
     host_bytes: _Bytes | None = None
@@ -480,8 +480,8 @@ class StoreConfig:
     Attributes:
         place: passed to the plug-in: a directory, a URL, an address.
         max_bytes: passed to the plug-in: its size in bytes. Default: the plug-in has a limit of its own.
-        trusted: whether to use the store without `tiers.secret_file` and `tiers.encryption_key_file`. Whoever can write
-            to it can then change the outputs of the model.
+        trusted: whether to use the store without `tiers.secret_file` and `tiers.encryption_key_file`. Every client
+            that can write to it can then change the outputs of the model.
     """
 
     place: str = ""
@@ -537,8 +537,8 @@ class KVSourceConfig:
         address: `HOST:PORT`, as in the requests.
         token_file: file with the bearer token for that server; its tenants must include those whose K/V is fetched.
         tls_ca: PEM file with the certificate authorities of that server. Default: no TLS.
-        trusted: whether to use its K/V without `tiers.secret_file`. That server, and without TLS whoever can change the
-            traffic, can then change the outputs of the model.
+        trusted: whether to use its K/V without `tiers.secret_file`. That server, and without TLS any host that can change
+            the traffic, can then change the outputs of the model.
     """
 
     address: str = ""

@@ -294,7 +294,7 @@ class EngineCore:
     def look_up(self, namespace: Namespace, tokens: bytes, former: Sequence[PromptKey] = ()) -> LookUp:
         """Return what `explain` of `radixkv.explain` needs of a prompt; see `Request.former`. Changes nothing.
 
-        Complexity: three look-ups of the prompt, and at most `MAX_EXAMINED_NODES` other nodes.
+        Complexity: at most four look-ups of the prompt, and at most `MAX_EXAMINED_NODES` other nodes.
         """
         cached_tokens = self.cache.match(namespace, tokens).cached_tokens
         miss_reason = self.cache.explain(namespace, tokens, cached_tokens, former)

@@ -260,7 +260,7 @@ def test_a_directory_that_was_moved_here_from_another_model_is_refused(tmp_path:
 @pytest.mark.parametrize("name", ["heads", "format.json", "namespaces", "lock", "index.partial"])
 @pytest.mark.parametrize("make", [lambda path: path.symlink_to("/dev/null"), os.mkfifo], ids=["link", "pipe"])
 def test_links_and_pipes_in_the_directory_are_refused(tmp_path: Path, make: Callable[[Path], None], name: str) -> None:
-    """Whoever can write to the directory could make the server write to its own other files, or wait forever."""
+    """A process that can write to the directory could make the server write to its own other files, or wait forever."""
     disk_at(tmp_path, 9).close()
     (directory_of(tmp_path) / name).unlink(missing_ok=True)
     make(directory_of(tmp_path) / name)
