@@ -537,8 +537,8 @@ class KVSourceConfig:
         address: `HOST:PORT`, as in the requests.
         token_file: file with the bearer token for that server; its tenants must include those whose K/V is fetched.
         tls_ca: PEM file with the certificate authorities of that server. Default: no TLS.
-        trusted: whether to use its K/V without `tiers.secret_file`. That server, and without TLS any host that can change
-            the traffic, can then change the outputs of the model.
+        trusted: whether to use its K/V without `tiers.secret_file`. That server, and without TLS any host that can
+            change the traffic, can then change the outputs of the model.
     """
 
     address: str = ""
