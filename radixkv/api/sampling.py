@@ -25,7 +25,7 @@ MAX_PENALTY = 2.0
 REPETITION_PENALTIES = (float(np.float32(1e-6)), 1e6)
 MAX_TOP_LOGPROBS = 100
 MAX_ANSWERS = 64
-_NUM_SEEDS = 2**64
+NUM_SEEDS = 2**64
 
 
 def random_seed() -> int:
@@ -98,7 +98,7 @@ class Sampling:
         """
         if index == 0:
             return self
-        return dataclasses.replace(self, seed=(self.seed + index) % _NUM_SEEDS, prompt_logprobs=None)
+        return dataclasses.replace(self, seed=(self.seed + index) % NUM_SEEDS, prompt_logprobs=None)
 
     def prompt_params(self, params: PrefillParams) -> PrefillParams:
         """Return the options of the prompt. If its log probabilities are requested, the cache is not read."""

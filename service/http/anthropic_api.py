@@ -13,6 +13,7 @@ from typing import Any
 from aiohttp import web
 
 from radixkv.errors import InvalidRequest, PromptTooLong, UnknownAdapter
+from radixkv.service.field_names import prompt_field_names
 from radixkv.service.http.anthropic_requests import read_messages, read_prompt_only
 from radixkv.service.http.api_errors import http_status_of, renamed
 from radixkv.service.http.api_request import ApiRequest
@@ -38,9 +39,7 @@ _ERROR_TYPES = {
 }
 # Names of fields in messages of this server, and in Anthropic's API.
 _NAMES = {
-    "prefill.token_ids": "messages",
-    "token_ids": "messages",
-    "max_new_tokens": "max_tokens",
+    **prompt_field_names("messages", "max_tokens"),
     "adapter": "model",
     "salt": "cache_salt",
     "stop": "stop_sequences",

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import grpc
 
 from radixkv.errors import CapacityError, InvalidRequest, RadixKVError
+from radixkv.service.field_names import renamed_fields
 from radixkv.service.server.status import status_of
 
 _STATUS = {
@@ -65,14 +66,8 @@ def renamed(error: BaseException, names: Mapping[str, str]) -> tuple[str, str | 
     message, field = message_of(error), field_of(error)
     if field is None:
         return message, None
-    name = ", ".join(_renamed(each, names) for each in field.split(", "))
+    name = renamed_fields(field, names)
     return name + message[len(field) :], name
-
-
-def _renamed(name: str, names: Mapping[str, str]) -> str:
-    """Return the name of a field in the API. It may have an index, such as `[0]`."""
-    bare, bracket, index = name.partition("[")
-    return names.get(bare, bare) + bracket + index
 
 
 def _may_be_read(error: BaseException) -> bool:

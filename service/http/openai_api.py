@@ -17,6 +17,7 @@ from aiohttp import web
 
 from radixkv.api.limits import Limits
 from radixkv.errors import InvalidRequest, PromptTooLong, UnknownAdapter
+from radixkv.service.field_names import prompt_field_names
 from radixkv.service.http.api_request import ApiRequest
 from radixkv.service.http.breakpoints import CachedRange
 from radixkv.service.http.completer import Completer
@@ -41,18 +42,8 @@ from radixkv.v1.prefill_pb2 import GenerateRequest, TokenLogprobs, Usage
 
 # Names of fields in messages of this server, and in OpenAI's API.
 _NAMES = {"adapter": "model", "salt": "cache_salt", "json_schema": "response_format"}
-_CHAT_NAMES = {
-    **_NAMES,
-    "prefill.token_ids": "messages",
-    "token_ids": "messages",
-    "max_new_tokens": "max_completion_tokens",
-}
-_COMPLETION_NAMES = {
-    **_NAMES,
-    "prefill.token_ids": "prompt",
-    "token_ids": "prompt",
-    "max_new_tokens": "max_tokens",
-}
+_CHAT_NAMES = {**_NAMES, **prompt_field_names("messages", "max_completion_tokens")}
+_COMPLETION_NAMES = {**_NAMES, **prompt_field_names("prompt", "max_tokens")}
 
 
 class OpenAIApi:

@@ -12,7 +12,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from radixkv.api.sampling import MAX_ANSWERS, MAX_BIASED_TOKENS, MAX_LOGIT_BIAS, MAX_PENALTY, MAX_TOP_LOGPROBS
+from radixkv.api.sampling import (
+    MAX_ANSWERS,
+    MAX_BIASED_TOKENS,
+    MAX_LOGIT_BIAS,
+    MAX_PENALTY,
+    MAX_TOP_LOGPROBS,
+    NUM_SEEDS,
+)
 from radixkv.errors import InvalidRequest
 from radixkv.service.http.breakpoints import Breakpoint
 from radixkv.service.http.completions import RETENTION_PRIORITY
@@ -26,7 +33,6 @@ from radixkv.service.text.tokenizer import Tokenizer
 from radixkv.v1.prefill_pb2 import GenerateRequest
 
 _MAX_INT32 = 2**31 - 1
-_NUM_SEEDS = 2**64
 _MAX_ID_DIGITS = 10
 _MAX_TEMPERATURE = 2.0
 _DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for `/v1/completions`; a chat may use the whole context
@@ -328,9 +334,9 @@ def _read_options(fields: Fields, max_tokens: int | None) -> CompletionOptions:
         n=fields.integer("n", 1, MAX_ANSWERS),
         max_new_tokens=max_tokens,
     )
-    seed = fields.integer("seed", -(2**63), _NUM_SEEDS - 1)
+    seed = fields.integer("seed", -(2**63), NUM_SEEDS - 1)
     if seed is not None:
-        generate.seed = seed % _NUM_SEEDS
+        generate.seed = seed % NUM_SEEDS
     prefill = generate.prefill
     prefill.salt = fields.text("cache_salt", "") or ""
     prefill.request_id = fields.text("request_id", "") or ""

@@ -13,6 +13,7 @@ from typing import Any
 from aiohttp import web
 
 from radixkv.errors import InvalidRequest
+from radixkv.service.field_names import prompt_field_names
 from radixkv.service.http.api_request import ApiRequest
 from radixkv.service.http.completer import Completer
 from radixkv.service.http.completions import CompletionChunk
@@ -28,10 +29,8 @@ from radixkv.service.text.tool_calls import ToolCall
 # Names of fields of a chat, in which a request is expressed, and their names here.
 NAMES = {
     "messages": "input",
-    "prefill.token_ids": "input",
-    "token_ids": "input",
     "max_completion_tokens": "max_output_tokens",
-    "max_new_tokens": "max_output_tokens",
+    **prompt_field_names("input", "max_output_tokens"),
     "response_format": "text.format",
     "json_schema": "text.format",
     "verbosity": "text.verbosity",

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from radixkv.api.logprob_table import LogprobTable
 from radixkv.api.params import PrefillParams
 from radixkv.api.result import FinishReason, GeneratedTokens, GenerateResult, GenerationFuture, OnTokens, TokenLogprobs
@@ -15,9 +13,8 @@ from radixkv.service.offline.outputs import CompletionOutput, Logprob, RequestOu
 from radixkv.service.offline.prompts import PreparedPrompt
 from radixkv.service.offline.sampling_params import SamplingParams
 from radixkv.service.text.answer_text import AnswerText
-from radixkv.service.text.text_stream import NUM_PROMPT_IDS
+from radixkv.service.text.text_stream import last_ids
 from radixkv.service.text.tokenizer import Tokenizer
-from radixkv.tokens import TOKEN_BYTES
 
 if TYPE_CHECKING:  # the engine needs torch; this module does not
     from radixkv.engine.engine import Engine
@@ -55,8 +52,9 @@ class Completion:
         self._answer: AnswerText | None = None
         if tokenizer is not None:
             shown = None if options.skip_special_tokens else tokenizer.special_tokens
-            last_ids = np.frombuffer(params.tokens[-NUM_PROMPT_IDS * TOKEN_BYTES :], dtype="<u4").tolist()
-            self._answer = AnswerText(tokenizer.stream(last_ids, shown), options.stops, options.min_tokens)
+            self._answer = AnswerText(
+                tokenizer.stream(last_ids(params.tokens), shown), options.stops, options.min_tokens
+            )
         self._pieces: list[str] = []
         self._logprobs = LogprobTable()
         self._prompt_logprobs: Sequence[TokenLogprobs] = ()
@@ -96,7 +94,7 @@ class Completion:
         has_stop_text = self._options.include_stop_str_in_output
         if answer is not None:
             end = len(token_ids) if stop_token is None or has_stop_text else -1
-            self._pieces += [answer.put(token_ids[answer.num_tokens : end]), answer.end()]
+            self._pieces.append(answer.finish(token_ids[answer.num_tokens : end]))
         matched = None if answer is None else answer.matched
         if answer is not None and matched is not None:
             del token_ids[answer.num_tokens :]

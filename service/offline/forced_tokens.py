@@ -35,14 +35,15 @@ class ForcedTokensMatcher:
 
     def __init__(self, token_ids: Sequence[int], vocab_size: int) -> None:
         self._token_ids = token_ids
-        self._vocab_size = vocab_size
         self._num_accepted = 0
+        self._mask = np.zeros(vocab_size, np.bool_)
 
     def allowed(self) -> npt.NDArray[np.bool_]:
-        """Return a mask that allows only the next token, bool `[vocab_size]`."""
-        mask = np.zeros(self._vocab_size, np.bool_)
-        mask[self._token_ids[self._num_accepted]] = True
-        return mask
+        """Return a mask that allows only the next token, bool `[vocab_size]`. It is valid until the next call."""
+        if self._num_accepted:
+            self._mask[self._token_ids[self._num_accepted - 1]] = False
+        self._mask[self._token_ids[self._num_accepted]] = True
+        return self._mask
 
     def accept(self, token_id: int) -> None:
         """Advance by the next token."""

@@ -11,12 +11,13 @@ from typing import Any, NotRequired, TypedDict, cast
 import numpy as np
 
 from radixkv.errors import InvalidRequest, RequestError
+from radixkv.service.field_names import prompt_field_names, renamed_fields
 from radixkv.service.text.tokenizer import Tokenizer
 from radixkv.service.token_ids import TokenIds, pack_token_ids
 
 _KEYS = {"prompt", "prompt_token_ids", "cache_salt"}
 # Names of fields in messages of the engine, and here.
-_NAMES = {"prefill.token_ids": "prompt_token_ids", "token_ids": "prompt_token_ids", "max_new_tokens": "max_tokens"}
+_NAMES = prompt_field_names("prompt_token_ids", "max_tokens")
 
 
 class TextPrompt(TypedDict):
@@ -149,12 +150,5 @@ def naming(place: str) -> Iterator[None]:
 
 def _renamed(message: str) -> str:
     """Return a message that begins with names of fields, with the names of this API."""
-    names, colon, rest = message.partition(": ")
-    if not colon:
-        return message
-    return ", ".join(_renamed_field(each) for each in names.split(", ")) + colon + rest
-
-
-def _renamed_field(name: str) -> str:
-    bare, bracket, index = name.partition("[")
-    return _NAMES.get(bare, bare) + bracket + index
+    fields, colon, rest = message.partition(": ")
+    return renamed_fields(fields, _NAMES) + colon + rest if colon else message

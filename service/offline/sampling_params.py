@@ -9,14 +9,13 @@ from numbers import Integral, Real
 from typing import Any
 
 from radixkv.api.constraint import Constraint
-from radixkv.api.sampling import MAX_ANSWERS, Sampling
+from radixkv.api.sampling import MAX_ANSWERS, NUM_SEEDS, Sampling
 from radixkv.errors import InvalidRequest
 from radixkv.service.server.servicers.stop_strings import require_stops
 from radixkv.service.structured.grammar_text import GrammarText
 
 _MAX_TOKENS = 2**31 - 1
 _MAX_VOCABULARY = 2**32
-_NUM_SEEDS = 2**64
 
 _INTEGERS = ("n", "top_k", "min_tokens", "max_tokens", "seed", "logprobs", "prompt_logprobs")
 _NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
@@ -230,7 +229,7 @@ class SamplingParams:
             max_new_tokens=max_new_tokens,
             temperature=self.temperature,
             top_p=self.top_p,
-            seed=(seed if self.seed is None else self.seed) % _NUM_SEEDS,
+            seed=(seed if self.seed is None else self.seed) % NUM_SEEDS,
             stop_token_ids=frozenset(self.stop_token_ids or ()),
             ignore_eos=self.ignore_eos,
             top_k=0 if self.top_k == -1 else self.top_k,

@@ -24,6 +24,7 @@ class AnswerText:
         self.num_tokens = 0
         self._stream = stream
         self._stop = StopText(stops)
+        self._has_stops = bool(stops)
         self._min_tokens = min_tokens
 
     @property
@@ -40,6 +41,16 @@ class AnswerText:
             self.num_tokens += 1
             pieces.append(self._stop.put(self._stream.put(token_id), may_end=self.num_tokens > self._min_tokens))
         return "".join(pieces)
+
+    def finish(self, token_ids: Sequence[int]) -> str:
+        """Add the last tokens, and return the rest of the text: that of `put` and of `end`.
+
+        Without stop strings, each token is decoded once.
+        """
+        if self._has_stops:
+            return self.put(token_ids) + self.end()
+        self.num_tokens += len(token_ids)
+        return self._stream.finish(token_ids)
 
     def end(self) -> str:
         """Return the text that was held back, after the last token; nothing if a stop string was found."""

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+import numpy as np
+
 from radixkv.service.text.clean_up import CleanUp
+from radixkv.tokens import TOKEN_BYTES
 
 NUM_PROMPT_IDS = 5  # number of last prompt tokens that are decoded with the completion, because they affect its text
 
@@ -13,6 +16,12 @@ _LONGEST_PART = 3  # bytes of an incomplete character, each of which may be show
 # With byte tokens, an incomplete character and the one before it may be shown as up to 7 replacement characters.
 _MAX_BROKEN = 8
 _MAX_IDS = 32
+
+
+def last_ids(prompt: bytes) -> list[int]:
+    """Return the last token ids of a prompt of little-endian uint32 bytes, as many as a `TextStream` reads."""
+    ids: list[int] = np.frombuffer(prompt[-NUM_PROMPT_IDS * TOKEN_BYTES :], dtype="<u4").tolist()
+    return ids
 
 
 class TextStream:
@@ -63,6 +72,19 @@ class TextStream:
         text = self._decode(self._ids)[self._num_emitted :]
         self._num_emitted += len(text)
         return text if self._clean_up is None else self._clean_up.put(text) + self._clean_up.end()
+
+    def finish(self, token_ids: Sequence[int]) -> str:
+        """Add the last tokens, and return the rest of the text: that of `put` for each of them and of `end`.
+
+        Complexity: decodes each token once.
+        """
+        pieces = []
+        for token_id in token_ids:
+            if token_id in self._shown:
+                pieces.append(self.put(token_id))
+            else:
+                self._ids.append(token_id)
+        return "".join((*pieces, self.end()))
 
     def _put(self, token_id: int) -> str:
         self._ids.append(token_id)

@@ -10,13 +10,11 @@ import numpy as np
 from radixkv.api.caller import Caller
 from radixkv.api.limits import Limits
 from radixkv.api.params import PrefillParams
-from radixkv.api.sampling import MAX_ANSWERS, MAX_STOP_TOKEN_IDS, Sampling, random_seed
+from radixkv.api.sampling import MAX_ANSWERS, MAX_STOP_TOKEN_IDS, NUM_SEEDS, Sampling, random_seed
 from radixkv.errors import InvalidRequest
 from radixkv.gateway import vllm_engine_pb2
 from radixkv.service.server.servicers.messages import new_request_id, require_names
 from radixkv.service.structured.grammar_text import GrammarText
-
-_NUM_SEEDS = 2**64
 
 # Fields that would change the completion, and that radixkv does not support.
 _REFUSED = ("kv_transfer_params", "kv_transfer_params_json", "mm_inputs", "media_refs")
@@ -91,7 +89,7 @@ def _read_sampling(options: vllm_engine_pb2.SamplingParams, max_new_tokens_left:
         max_new_tokens=options.max_tokens if options.HasField("max_tokens") else max_new_tokens_left,
         temperature=options.temperature if options.HasField("temperature") else 1.0,
         top_p=options.top_p or 1.0,
-        seed=options.seed % _NUM_SEEDS if options.HasField("seed") else random_seed(),
+        seed=options.seed % NUM_SEEDS if options.HasField("seed") else random_seed(),
         stop_token_ids=frozenset(options.stop_token_ids),
         ignore_eos=options.ignore_eos,
         top_k=options.top_k,

@@ -5,16 +5,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-import numpy as np
-
 from radixkv.api.params import PrefillParams
 from radixkv.api.result import FinishReason, GenerateResult
 from radixkv.api.sampling import Sampling
 from radixkv.errors import InvalidRequest
 from radixkv.service.server.model_tokenizer import ModelTokenizer
 from radixkv.service.text.answer_text import AnswerText
-from radixkv.service.text.text_stream import NUM_PROMPT_IDS
-from radixkv.tokens import TOKEN_BYTES
+from radixkv.service.text.text_stream import last_ids
 
 MAX_STOPS = 16
 MAX_STOP_CHARS = 256
@@ -98,7 +95,7 @@ async def stop_strings(
         return None
     require_stops(stops)
     loaded = await tokenizer.required("stop", "stop strings require")
-    prompt_ids = np.frombuffer(params.tokens[-NUM_PROMPT_IDS * TOKEN_BYTES :], dtype="<u4").tolist()
+    prompt_ids = last_ids(params.tokens)
     different = tuple(dict.fromkeys(stops))
     return StopStrings(
         [AnswerText(loaded.stream(prompt_ids), different, sampling.min_tokens) for _ in range(num_completions)]

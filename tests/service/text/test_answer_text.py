@@ -79,3 +79,13 @@ def test_what_is_said_before_special_tokens_may_end_with_text_after_them():
     answer = AnswerText(byte_level().stream(), ["ab"])
     assert sent(answer, [*b"xa", 511, *b"bc"]) == "x"
     assert answer.num_tokens == 4
+
+
+@pytest.mark.parametrize("stops", [(), ("b",)])
+def test_the_last_tokens_may_be_added_together(stops):
+    tokenizer = byte_level()
+    one_by_one, together = (AnswerText(tokenizer.stream(), stops) for _ in range(2))
+    token_ids = tokenizer.encode("a text € about everything")
+    expected = one_by_one.put(token_ids) + one_by_one.end()
+    assert together.put(token_ids[:4]) + together.finish(token_ids[4:]) == expected
+    assert (together.num_tokens, together.matched) == (one_by_one.num_tokens, one_by_one.matched)

@@ -2,6 +2,7 @@ import random
 
 import pytest
 
+from radixkv.service.text.text_stream import TextStream
 from tests.service.text.tokenizers import byte_fallback, byte_level
 
 FIRST_BYTE, HELLO, WORLD = 3, 260, 261  # of the vocabulary with a token for each byte
@@ -95,3 +96,27 @@ def test_many_special_tokens_are_not_kept():
     assert {stream.put(511) for _ in range(200)} == {""}
     assert len(stream._ids) <= 32
     assert stream.put(ord("a")) == "a"
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_the_last_tokens_together_give_what_they_give_one_by_one(seed):
+    dice = random.Random(seed)
+    tokenizer = byte_level()
+    shown = {511: "<end>", 65: "<a>"} if seed % 2 else {}
+    token_ids = [dice.randrange(dice.choice((512, 256, 128))) for _ in range(80)] + [511] * (seed % 3)
+    num_first = dice.randrange(80)
+    one_by_one, together = tokenizer.stream(b"x\xe2", shown), tokenizer.stream(b"x\xe2", shown)
+    expected = "".join([*map(one_by_one.put, token_ids), one_by_one.end()])
+    assert "".join(map(together.put, token_ids[:num_first])) + together.finish(token_ids[num_first:]) == expected
+
+
+def test_the_last_tokens_are_decoded_once():
+    decoded = []
+
+    def decode(ids):
+        decoded.append(len(ids))
+        return "".join(map(chr, ids))
+
+    stream = TextStream(decode)
+    assert stream.finish([*b"a text of some tokens"]) == "a text of some tokens"
+    assert sum(decoded) == len(b"a text of some tokens")
