@@ -32,9 +32,10 @@ from radixkv.service.cli.argument_types import COUNTS, capacities, names, positi
 from radixkv.service.cli.model_options import MODEL_OPTIONS, format_of, layout_of, model_of
 from radixkv.service.cli.options import Option, add_options, flag
 from radixkv.service.cli.simulate_fleet import FLEET_OPTIONS, fleets_of, run_fleets
-from radixkv.service.cli.terminal import aligned, progress_bar
+from radixkv.service.cli.terminal import aligned
 from radixkv.service.cli.tier_options import tier_capacities, tier_option
 from radixkv.service.cli.trace_options import TRACE_OPTIONS, requests_of
+from radixkv.service.progress_bar import progress_bar
 
 _OPTIONS = (
     Option("--capacity-tokens", "N[,N...]", capacities, "capacity of the cache in tokens", more={"required": True}),

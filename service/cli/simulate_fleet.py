@@ -16,8 +16,9 @@ from radixkv.planning.trace import TraceRequest
 from radixkv.routing.policies import PREFIX, ROUTINGS
 from radixkv.service.cli.argument_types import names, positive, whole
 from radixkv.service.cli.options import Option
-from radixkv.service.cli.terminal import aligned, progress_bar
+from radixkv.service.cli.terminal import aligned
 from radixkv.service.cli.trace_options import requests_of
+from radixkv.service.progress_bar import progress_bar
 
 _TOKENS_PER_S = 20_000
 _MAX_REPLICAS = 1024

@@ -1,12 +1,9 @@
-"""Output for a terminal: tables with aligned columns, text without control characters, and progress bars."""
+"""Output for a terminal: tables with aligned columns, and text without control characters."""
 
 from __future__ import annotations
 
-import contextlib
-import importlib.util
 import itertools
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 
 
 def aligned(rows: Sequence[Sequence[str]], *, is_right: bool = False) -> list[str]:
@@ -50,22 +47,6 @@ def printable(text: str, *, keep: str) -> str:
     return "".join(
         each if each in keep or each.isprintable() else each.encode("unicode_escape").decode("ascii") for each in text
     )
-
-
-@contextlib.contextmanager
-def progress_bar(what: str, total: int) -> Iterator[Callable[[], object] | None]:
-    """Show a progress bar on stderr if that is a terminal and tqdm is installed, and erase it at the end.
-
-    Yields:
-        A function that advances the bar by one; None if there is no bar.
-    """
-    if not sys.stderr.isatty() or importlib.util.find_spec("tqdm") is None:
-        yield None
-        return
-    from tqdm import tqdm
-
-    with tqdm(total=total, desc=what, unit=" requests", leave=False, file=sys.stderr) as bar:
-        yield bar.update
 
 
 def _printable(text: str) -> str:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-import sys
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from radixkv.api.result import GeneratedTokens, OnTokens
 from radixkv.errors import QueueFull
+from radixkv.service.offline.request_slots import RequestSlots
 
 if TYPE_CHECKING:  # the engine needs torch; this module does not
     from radixkv.engine.engine import Engine
@@ -19,16 +19,18 @@ Result = TypeVar("Result")
 Output = TypeVar("Output")
 Start = Callable[[OnTokens], Future[Result]]
 
-# A progress bar that the caller did not request appears after this many seconds.
-_PROGRESS_DELAY_S = 2.0
+# Until a cancelled request has ended, it counts as unfinished in the engine; that takes at most a step.
+_RETRY_S = 0.005
 
 
 class EngineBatch(Generic[Result, Output]):
     """The requests of one call. For use by one thread.
 
+    If other threads have calls too, each call gets an equal share of the requests that may be unfinished.
+
     Args:
         engine: computes them.
-        max_unfinished: maximum number of requests that are queued or running at the same time.
+        slots: bound the number of requests that are queued or running at the same time.
         add: called with the index of a request and its new tokens.
         end: called with the index of a request that has ended and its result. Returns what `run` returns for it.
     """
@@ -36,12 +38,12 @@ class EngineBatch(Generic[Result, Output]):
     def __init__(
         self,
         engine: Engine,
-        max_unfinished: int,
+        slots: RequestSlots,
         add: Callable[[int, GeneratedTokens], object],
         end: Callable[[int, Result], Output],
     ) -> None:
         self._engine = engine
-        self._max_unfinished = max_unfinished
+        self._slots = slots
         self._add = add
         self._end = end
         self._events: SimpleQueue[tuple[int, GeneratedTokens | None]] = SimpleQueue()  # None: the request has ended
@@ -60,30 +62,36 @@ class EngineBatch(Generic[Result, Output]):
         """
         futures: list[Future[Result]] = []
         outputs: dict[int, Output] = {}
-        try:
-            while len(outputs) < len(starts):
-                self._start_some(starts, futures, len(outputs))
-                index, tokens = self._events.get()
-                if tokens is not None:
-                    self._add(index, tokens)
-                elif futures[index].cancelled():
-                    raise self._engine.cancellation
-                else:
-                    outputs[index] = self._end(index, futures[index].result(0))
-        finally:  # also if the caller is interrupted
-            for future in futures:
-                future.cancel()
+        with self._slots.call():
+            try:
+                while len(outputs) < len(starts):
+                    self._start_some(starts, futures, len(outputs))
+                    index, tokens = self._events.get()
+                    if tokens is not None:
+                        self._add(index, tokens)
+                    elif futures[index].cancelled():
+                        raise self._engine.cancellation
+                    else:
+                        outputs[index] = self._end(index, futures[index].result(0))
+            finally:  # also if the caller is interrupted
+                for future in futures:
+                    future.cancel()
         return [outputs[index] for index in range(len(starts))]
 
     def _start_some(self, starts: Sequence[Start[Result]], futures: list[Future[Result]], num_ended: int) -> None:
-        while len(futures) < len(starts) and len(futures) - num_ended < self._max_unfinished:
+        while len(futures) < len(starts) and self._slots.take(len(futures) - num_ended):
             index = len(futures)
             try:
                 future = starts[index](self._token_queue(index))
-            except QueueFull:  # because of the requests of other threads
-                if len(futures) == num_ended:
-                    raise
-                return
+            except QueueFull:  # because of cancelled requests, which have slots no more
+                self._slots.release()
+                if len(futures) > num_ended:
+                    return
+                time.sleep(_RETRY_S)
+                continue
+            except BaseException:
+                self._slots.release()
+                raise
             futures.append(future)
             future.add_done_callback(self._end_queue(index))
 
@@ -91,23 +99,8 @@ class EngineBatch(Generic[Result, Output]):
         return lambda tokens: self._events.put((index, tokens))
 
     def _end_queue(self, index: int) -> Callable[[Future[Any]], None]:
-        return lambda _: self._events.put((index, None))
+        def end(_: Future[Any]) -> None:
+            self._slots.release()
+            self._events.put((index, None))
 
-
-@contextlib.contextmanager
-def progress_bar(num_requests: int, wanted: bool | None, description: str) -> Iterator[Callable[[], object]]:
-    """Show a progress bar on stderr for the time of a block. Yields a function to call when a request has ended.
-
-    Args:
-        num_requests: number of requests.
-        wanted: whether to show it; None to show it on a terminal if the requests take more than two seconds.
-        description: what is done with the requests.
-    """
-    if wanted is False or (wanted is None and not sys.stderr.isatty()):
-        yield lambda: None
-        return
-    from tqdm import tqdm
-
-    delay_s = _PROGRESS_DELAY_S if wanted is None else 0.0
-    with tqdm(total=num_requests, desc=description, unit=" requests", disable=False, delay=delay_s) as bar:
-        yield bar.update
+        return end

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import importlib.util
 import itertools
@@ -11,8 +12,9 @@ import random
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from functools import partial
+from numbers import Integral
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, cast
@@ -24,16 +26,18 @@ from radixkv.api.params import PrefillParams
 from radixkv.api.result import GeneratedTokens, GenerateResult, OnTokens, PrefillResult
 from radixkv.api.sampling import Sampling, random_seed
 from radixkv.config.needed_package import missing_package
-from radixkv.errors import InvalidRequest, LifecycleError
+from radixkv.errors import ConfigError, InvalidRequest, LifecycleError, StoreUnavailable
 from radixkv.model_files.model_location import check_servable
 from radixkv.service.missing_package import MissingPackage
 from radixkv.service.offline.completion import Completion
-from radixkv.service.offline.engine_batch import EngineBatch, Output, Result, progress_bar
+from radixkv.service.offline.engine_batch import EngineBatch, Output, Result
 from radixkv.service.offline.forced_tokens import ForcedTokens
 from radixkv.service.offline.outputs import CompletionOutput, ContinuationScore, PrefillOutput, RequestOutput
 from radixkv.service.offline.prompts import PreparedPrompt, PromptInput, naming, prepared_pair, prompt_list
+from radixkv.service.offline.request_slots import RequestSlots
 from radixkv.service.offline.sampling_params import SamplingParams
 from radixkv.service.offline.settings import config_of
+from radixkv.service.progress_bar import progress_bar
 from radixkv.service.server.model_tokenizer import ModelTokenizer
 from radixkv.service.server.receive.fair_shares import QuotaKey
 from radixkv.service.structured.grammar_text import GrammarText
@@ -48,6 +52,7 @@ if TYPE_CHECKING:  # the engine needs torch, which is imported when an `LLM` is 
 
 Messages = Sequence[Mapping[str, Any]]
 
+_PROGRESS_DELAY_S = 2.0  # after which a progress bar appears that the caller did not request
 _GRAMMAR_KEY = QuotaKey.of_tenant("")  # to which all grammars are charged
 
 
@@ -92,6 +97,8 @@ class LLM:
         **keys: Any,
     ) -> None:
         loaded = config_of(model, config, settings, adapters or {}, keys)
+        if not (seed is None or (isinstance(seed, Integral) and not isinstance(seed, bool))):
+            raise ConfigError(f"LLM: seed: expected an integer or None, got {type(seed).__name__}")
         if loaded.model.path != "tiny":
             check_servable(loaded.model.path)
         if importlib.util.find_spec("torch") is None:
@@ -101,19 +108,18 @@ class LLM:
         from radixkv.startup.build_engine import build_engine
         from radixkv.startup.malloc import give_back_freed_memory
 
+        limits = loaded.engine
+        num_slots = min(limits.max_tenant_requests, limits.max_waiting_requests + limits.max_running_requests)
+        self._slots = RequestSlots(num_slots)
+        self._seeds = random.Random(random_seed() if seed is None else int(seed))
+        self._request_ids = itertools.count()
+        self._tokenizer = ModelTokenizer(loaded.model.path)
+        self._grammar_lock = threading.Lock()
         engine = build_engine(loaded)
         give_back_freed_memory()  # of the checks
-        engine.start()
-        limits = loaded.engine
-        self._engine: Engine | None = engine
-        self._max_unfinished = min(
-            limits.max_tenant_requests, limits.max_waiting_requests + limits.max_running_requests
-        )
-        self._tokenizer = ModelTokenizer(loaded.model.path)
         self._grammars = Grammars(self._tokenizer, engine.limits.vocab_size, engine.eos_token_ids)
-        self._grammar_lock = threading.Lock()
-        self._seeds = random.Random(random_seed() if seed is None else seed)
-        self._request_ids = itertools.count()
+        engine.start()  # last, since its threads end with this object
+        self._engine: Engine | None = engine
         self._stop = weakref.finalize(self, engine.stop)  # also when the process exits
 
     def __enter__(self) -> Self:
@@ -147,8 +153,26 @@ class LLM:
         return SamplingParams()
 
     def reset_prefix_cache(self) -> bool:
-        """Evict all cached tokens, also from tiers. Returns true."""
-        self._running_engine().purge().result()
+        """Remove all cached tokens, also from tiers. Requests that run continue with the blocks that they use.
+
+        Returns:
+            True: no later request reuses what was cached before.
+
+        Raises:
+            StoreUnavailable: a tier did not confirm that it has deleted its blocks. The deletion is retried.
+            LifecycleError: the engine is stopping.
+        """
+        engine = self._running_engine()
+        try:
+            purged = engine.purge().result()
+        except CancelledError:
+            raise engine.cancellation from None
+        failed = [name for name, num_blocks in purged.stored_blocks.items() if num_blocks is None]
+        if failed:
+            raise StoreUnavailable(
+                f"tiers: expected {', '.join(failed)} to delete the cached blocks, got no confirmation; the deletion "
+                "is retried, and other processes may reuse these blocks until then"
+            )
         return True
 
     def generate(
@@ -267,7 +291,7 @@ class LLM:
                 miss_reason=result.miss_reason.value,
             )
 
-        with progress_bar(len(requests), use_tqdm, "Computed prompts") as on_end:
+        with _progress("Computed prompts", len(requests), use_tqdm) as on_end:
             return self._batch(engine, _ignore, end).run([partial(start, params) for params in requests])
 
     def score(
@@ -338,7 +362,7 @@ class LLM:
                 num_cached_tokens=result.usage.cached_tokens,
             )
 
-        with progress_bar(len(requests), use_tqdm, "Scored continuations") as on_end:
+        with _progress("Scored continuations", len(requests), use_tqdm) as on_end:
             batch = self._batch(engine, lambda index, tokens: rows[index].extend(tokens.logprobs), end)
             return batch.run([partial(engine.generate, *each) for each in requests])
 
@@ -373,7 +397,7 @@ class LLM:
             on_end()
             return completions[index].end(result)
 
-        with progress_bar(len(completions), use_tqdm, "Generated completions") as on_end:
+        with _progress("Generated completions", len(completions), use_tqdm) as on_end:
             batch = self._batch(engine, lambda index, tokens: completions[index].add(tokens), end)
             outputs = iter(batch.run([partial(each.start, engine) for each in completions]))
         return [
@@ -429,7 +453,7 @@ class LLM:
         add: Callable[[int, GeneratedTokens], object],
         end: Callable[[int, Result], Output],
     ) -> EngineBatch[Result, Output]:
-        return EngineBatch(engine, self._max_unfinished, add, end)
+        return EngineBatch(engine, self._slots, add, end)
 
     def _running_engine(self) -> Engine:
         if self._engine is None:
@@ -441,6 +465,14 @@ def _ignore(index: int, tokens: GeneratedTokens) -> None:
     """Ignore new tokens, of which a prefill has none."""
 
 
+def _progress(
+    description: str, num_requests: int, use_tqdm: bool | None
+) -> contextlib.AbstractContextManager[Callable[[], object]]:
+    """Show a progress bar for the time of a block, on a terminal only if it takes long; see `progress_bar`."""
+    delay_s = _PROGRESS_DELAY_S if use_tqdm is None else 0.0
+    return progress_bar(description, num_requests, wanted=use_tqdm, delay_s=delay_s, stays=True)
+
+
 def _require_adapter(engine: Engine, params: PrefillParams) -> None:
     """Refuse the name of an adapter that is not loaded. Raises UnknownAdapter."""
     if params.caller.adapter:
@@ -448,8 +480,8 @@ def _require_adapter(engine: Engine, params: PrefillParams) -> None:
 
 
 def _conversations(messages: Messages | Sequence[Messages]) -> Sequence[Messages]:
-    """Return conversations as a list, also a single one."""
-    first = messages[0] if messages else None
+    """Return conversations as a list, also a single one. An empty list has no conversation."""
+    first = messages[0] if messages else ()
     is_list = isinstance(first, Sequence) and not isinstance(first, str)
     return cast("Sequence[Messages]", messages if is_list else [messages])
 

@@ -73,7 +73,9 @@ def test_only_the_text_around_a_difference_is_searched(monkeypatch: pytest.Monke
         explained(
             CHARACTERS.encode(f"{RULES}{words}{TASK}"), CHARACTERS.encode(f"{RULES}{others}{TASK}"), CHARACTERS.decode
         )
-    explained(CHARACTERS.encode(f"{RULES}10:31{TASK}"), CHARACTERS.encode(f"{RULES}10:47{TASK}"), CHARACTERS.decode)
+    prompt, cached = [*range(100, 140), 1, *range(200, 240)], [*range(100, 140), 2, *range(200, 240)]
+    texts = {1: "10:31", 2: "10:47"}
+    explained(prompt, cached, lambda ids: "".join(texts.get(each, " " * 400) for each in ids))
     assert 0 < max(searched) <= 3 * 128
 
 

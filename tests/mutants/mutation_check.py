@@ -217,7 +217,7 @@ SERVICE_TESTS = (
     "tests/service/server/test_metrics_port.py",
     "tests/service/server/test_connections.py",
 )
-OFFLINE_TESTS = ("tests/service/offline", "tests/whole/test_llm.py")
+OFFLINE_TESTS = ("tests/service/text/test_answer_text.py", "tests/service/offline", "tests/whole/test_llm.py")
 CHECKS = (
     *((CACHE_MUTANTS, CACHE_TESTS), (ENGINE_MUTANTS, ENGINE_TESTS)),
     *((KERNEL_MUTANTS, KERNEL_TESTS), (EVENT_MUTANTS, EVENT_TESTS)),

@@ -8,8 +8,9 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +19,15 @@ from transformers import LlamaForCausalLM
 
 from bench.training.tokenizer import load_tokenizer
 from radixkv import LLM, Client, RequestOutput, SamplingParams
-from radixkv.errors import ConfigError, InvalidRequest, LifecycleError, PromptTooLong, UnknownAdapter
+from radixkv.cache.purge import Purged
+from radixkv.errors import (
+    ConfigError,
+    InvalidRequest,
+    LifecycleError,
+    PromptTooLong,
+    StoreUnavailable,
+    UnknownAdapter,
+)
 from radixkv.model.tiny_model import build_tiny_model
 from radixkv.service.text.tokenizer import Tokenizer
 from radixkv.v1.prefill_pb2 import GenerateResponse
@@ -333,7 +342,9 @@ def test_a_wrong_prompt_is_refused_before_any_is_computed(llm: LLM) -> None:
     with pytest.raises(TypeError, match="lora_request"):
         llm.generate(PROMPTS, lora_request=None)  # type: ignore[call-arg]
     assert [each.num_cached_tokens for each in llm.prefill(PROMPTS)] == [0] * 4
-    assert llm.generate([]) == llm.prefill([]) == []
+    assert llm.generate([]) == llm.prefill([]) == llm.chat([]) == []
+    with pytest.raises(InvalidRequest, match=r"^conversations\[1\]: "):
+        llm.chat([CHAT, []])
 
 
 def test_calls_of_several_threads_get_their_own_results(llm: LLM) -> None:
@@ -365,6 +376,26 @@ def test_completions_end_where_there_is_no_room_and_close_ends_all_threads() -> 
     wait_until(lambda: not any(started(name) for name in ("radixkv-engine", "radixkv-watchdog")))
     with pytest.raises(LifecycleError, match="LLM: it was closed"):
         llm.generate("Hello")
+
+
+@pytest.mark.parametrize("seed", [[1], "0", 1.5, True])
+def test_a_wrong_seed_is_refused_before_any_thread_is_started(seed: Any) -> None:
+    started = started_threads()
+    with pytest.raises(ConfigError, match=r"^LLM: seed: expected an integer or None, got "):
+        LLM("tiny", capacity_tokens=256, block_size=16, seed=seed)
+    assert not any(started(name) for name in ("radixkv-engine", "radixkv-watchdog"))
+
+
+def test_a_purge_that_a_tier_does_not_confirm_is_an_error(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    purged: Future[Purged] = Future()
+    monkeypatch.setattr(llm._engine, "purge", lambda: purged)
+    purged.set_result(Purged(3, 0, {"host": 2, "redis": None}))
+    with pytest.raises(StoreUnavailable, match=r"^tiers: expected redis to delete the cached blocks"):
+        llm.reset_prefix_cache()
+    purged = Future()
+    purged.cancel()
+    with pytest.raises(LifecycleError):
+        llm.reset_prefix_cache()
 
 
 def test_close_cancels_calls_of_other_threads() -> None:

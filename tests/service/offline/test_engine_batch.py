@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -13,18 +13,20 @@ from radixkv.api.params import PrefillParams
 from radixkv.api.result import GeneratedTokens, GenerateResult, OnTokens
 from radixkv.api.sampling import Sampling
 from radixkv.errors import Draining, QueueFull, StepFailed
-from radixkv.service.offline.engine_batch import EngineBatch, progress_bar
+from radixkv.service.offline.engine_batch import EngineBatch
+from radixkv.service.offline.request_slots import RequestSlots
+from tests.patience import PATIENCE_S, wait_until
 from tests.service.fake_engine import FakeEngine
 
 
 class Requests:
     """Generations of five tokens, and what the batch does with them."""
 
-    def __init__(self, engine: Any, max_unfinished: int = 100) -> None:
+    def __init__(self, engine: Any, slots: RequestSlots | None = None) -> None:
         self.engine = engine
         self.tokens: dict[int, list[int]] = {}
         self.ended: list[int] = []
-        self.batch = EngineBatch(engine, max_unfinished, self.add, self.end)
+        self.batch = EngineBatch(engine, slots or RequestSlots(100), self.add, self.end)
 
     def start(self, first: int, on_tokens: OnTokens) -> Future[GenerateResult]:
         params = PrefillParams(np.array([first], "<u4").tobytes())
@@ -57,7 +59,7 @@ def test_no_requests_have_no_outputs() -> None:
 
 @pytest.mark.parametrize("max_unfinished", [1, 3])
 def test_at_most_some_requests_are_unfinished(max_unfinished: int) -> None:
-    requests = Requests(FakeEngine(), max_unfinished)
+    requests = Requests(FakeEngine(), RequestSlots(max_unfinished))
     most = 0
     start = requests.start
 
@@ -88,11 +90,42 @@ def test_a_full_queue_is_waited_for_if_own_requests_run() -> None:
     assert refused >= 4
 
 
-def test_a_full_queue_without_own_requests_is_an_error() -> None:
+def test_a_full_queue_is_waited_for_without_own_requests() -> None:
+    """Cancelled requests of an earlier call are in the queue until the next step."""
+    requests = Requests(FakeEngine())
+    start = requests.start
+    refusals = [QueueFull("engine: full")] * 3
+
+    def refusing(first: int, on_tokens: OnTokens) -> Future[GenerateResult]:
+        if refusals:
+            raise refusals.pop()
+        return start(first, on_tokens)
+
+    requests.start = refusing  # type: ignore[method-assign]
+    assert len(requests.run(3)) == 3
+
+
+def test_calls_of_several_threads_share_what_may_be_unfinished() -> None:
+    engine, slots = FakeEngine(is_gated=True), RequestSlots(4)
+    with ThreadPoolExecutor(2) as threads:
+        first = threads.submit(Requests(engine, slots).run, 8)
+        wait_until(lambda: len(engine.futures) == 4)
+        second = threads.submit(Requests(engine, slots).run, 2)
+        wait_until(lambda: slots._num_calls == 2)
+        assert len(engine.futures) == 4
+        engine.open_gate()
+        assert [len(each.result(PATIENCE_S)) for each in (first, second)] == [8, 2]
+    assert slots._num_taken == 0
+
+
+def test_a_call_that_fails_returns_its_slots() -> None:
+    slots = RequestSlots(2)
     engine = FakeEngine()
-    engine.refusal = QueueFull("engine: full")
-    with pytest.raises(QueueFull):
-        Requests(engine).run(3)
+    engine.refusal = Draining("engine: stopped")
+    for _ in range(3):
+        with pytest.raises(Draining):
+            Requests(engine, slots).run(3)
+    assert slots._num_taken == 0
 
 
 def test_if_a_request_fails_the_others_are_cancelled() -> None:
@@ -116,7 +149,7 @@ def test_an_interrupted_caller_cancels_the_requests() -> None:
     def interrupt(index: int, tokens: GeneratedTokens) -> None:
         raise KeyboardInterrupt
 
-    requests.batch = EngineBatch(engine, 100, interrupt, requests.end)
+    requests.batch = EngineBatch(engine, RequestSlots(100), interrupt, requests.end)
     with pytest.raises(KeyboardInterrupt):
         requests.run(3)
     assert all(each.cancelled() for each in engine.futures)
@@ -129,14 +162,6 @@ def test_a_request_that_the_engine_cancels_raises_its_reason() -> None:
     def cancel(index: int, tokens: GeneratedTokens) -> None:
         engine.futures[0].cancel()
 
-    requests.batch = EngineBatch(engine, 100, cancel, requests.end)
+    requests.batch = EngineBatch(engine, RequestSlots(100), cancel, requests.end)
     with pytest.raises(Draining):
         requests.run(1)
-
-
-def test_a_progress_bar_is_shown_only_if_requested_or_on_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
-    for wanted, is_shown in ((None, False), (False, False), (True, True)):
-        with progress_bar(3, wanted, "Computed prompts") as on_end:
-            for _ in range(3):
-                on_end()
-        assert ("Computed prompts" in capsys.readouterr().err) == is_shown

@@ -1,0 +1,61 @@
+"""Divides the requests that an engine may have unfinished among the calls of several threads."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+
+
+class RequestSlots:
+    """Slots for unfinished requests. Each call may take an equal share of them. Thread-safe.
+
+        call a, alone      [a][a][a][a][a][a]
+        call b begins      [a][a][a][a][a][b]     b waits until a request of a ends, and gets each further slot of a
+        both               [a][a][a][b][b][b]     until both have their share
+
+    A call that has a request may continue without another slot, and one that has none waits for the first slot.
+
+    Args:
+        num_slots: maximum number of unfinished requests of all calls together.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        self._num_slots = num_slots
+        self._num_taken = 0
+        self._num_calls = 0
+        self._changed = threading.Condition()
+
+    @contextlib.contextmanager
+    def call(self) -> Iterator[None]:
+        """Count a call for the time of a block, in which it may take slots."""
+        with self._changed:
+            self._num_calls += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._num_calls -= 1
+
+    def take(self, num_own: int) -> bool:
+        """Take a slot for a call, and wait for one if the call has none.
+
+        Args:
+            num_own: number of slots that the call has.
+
+        Returns:
+            Whether a slot was taken; if not, the call has its share, or all slots are taken.
+        """
+        with self._changed:
+            while self._num_taken >= self._num_slots or num_own >= max(1, self._num_slots // self._num_calls):
+                if num_own:
+                    return False
+                self._changed.wait()
+            self._num_taken += 1
+            return True
+
+    def release(self) -> None:
+        """Return a slot."""
+        with self._changed:
+            self._num_taken -= 1
+            self._changed.notify()
