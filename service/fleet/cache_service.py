@@ -20,7 +20,7 @@ from radixkv.api.stats import DEFAULT_MAX_TENANTS
 from radixkv.errors import NoReplica
 from radixkv.service.fleet.forwarder import Forwarder, ReplicaRefusal
 from radixkv.service.fleet.replica_connection import ReplicaConnection, ReplicaLost
-from radixkv.service.fleet.servicers import call_options, name_replica, replica_errors_as_status, routing_request
+from radixkv.service.fleet.servicers import call_options, call_without_load, replica_errors_as_status, routing_request
 from radixkv.service.server.calls import Context
 from radixkv.service.server.servicers.messages import read_caller, read_hints, require_names
 from radixkv.v1 import cache_pb2, hints_pb2
@@ -60,14 +60,12 @@ class FleetCacheService:
 
     async def explain(self, request: cache_pb2.ExplainRequest, context: Context) -> cache_pb2.ExplainResponse:
         """Explain a prompt on the replica that would get it. Other replicas may have cached more of it."""
-        async with replica_errors_as_status(context):
-            response: cache_pb2.ExplainResponse
-            routed, response = await self._forwarder.call(
-                routing_request(request),
-                lambda connection: connection.cache.Explain(request, **call_options(connection, context)),
-            )
-        routed.finish(0)
-        name_replica(routed, context)
+        response: cache_pb2.ExplainResponse = await call_without_load(
+            self._forwarder,
+            routing_request(request),
+            lambda connection: connection.cache.Explain(request, **call_options(connection, context)),
+            context,
+        )
         return response
 
     async def purge(self, request: cache_pb2.PurgeRequest, context: Context) -> cache_pb2.PurgeResponse:

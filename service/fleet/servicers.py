@@ -106,14 +106,12 @@ class FleetPrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
 
     async def Probe(self, request: prefill_pb2.ProbeRequest, context: Context) -> prefill_pb2.ProbeResponse:  # noqa: N802
         """Probe the replica that would get the prompt."""
-        async with replica_errors_as_status(context):
-            response: prefill_pb2.ProbeResponse
-            routed, response = await self._forwarder.call(
-                routing_request(request),
-                lambda connection: connection.prefill.Probe(request, **call_options(connection, context)),
-            )
-        routed.finish(0)
-        name_replica(routed, context)
+        response: prefill_pb2.ProbeResponse = await call_without_load(
+            self._forwarder,
+            routing_request(request),
+            lambda connection: connection.prefill.Probe(request, **call_options(connection, context)),
+            context,
+        )
         return response
 
     async def Release(self, request: prefill_pb2.ReleaseRequest, context: Context) -> prefill_pb2.ReleaseResponse:  # noqa: N802
@@ -253,8 +251,29 @@ def call_options(connection: ReplicaConnection, context: Context) -> dict[str, A
     return {"timeout": max_s if remaining_s is None else min(remaining_s, max_s), "metadata": metadata}
 
 
+async def call_without_load(
+    forwarder: Forwarder,
+    prompt: RoutingRequest,
+    make_call: Callable[[ReplicaConnection], Awaitable[Any]],
+    context: Context,
+) -> Any:
+    """Call the replica that would get a prompt with a method that computes nothing. Returns its response.
+
+    Args:
+        forwarder: chooses the replica.
+        prompt: the prompt.
+        make_call: calls a replica.
+        context: the call that is forwarded; the client gets the errors of the replica, and its name.
+    """
+    async with replica_errors_as_status(context):
+        routed, response = await forwarder.call(prompt, make_call)
+    routed.finish(0)
+    name_replica(routed, context)
+    return response
+
+
 def name_replica(routed: RoutedRequest, context: Context) -> None:
-    """Tell the client which replica responded, in the trailing metadata."""
+    """Return the name of the replica that responded to the client, in the trailing metadata."""
     context.set_trailing_metadata(((REPLICA, routed.name),))
 
 
