@@ -105,7 +105,8 @@ class PrefixCache:
         probation_share: share of the pool beyond which leaves that were never reused are evicted first; with 1 only the
             policy decides.
         max_evicted_prefixes: number of evicted prefixes to remember, to explain misses.
-        max_session_prompt_bytes: size of the last prompts of sessions to remember, to load them from tiers.
+        max_session_prompt_bytes: memory of the last prompts of sessions to remember, to load them from tiers; see
+            `Sessions`.
         listeners: notified of every change to the trees, before the cache's own parts, so that they still see the
             priority of an evicted node.
         clock: seconds, monotonic.

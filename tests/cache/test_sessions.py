@@ -163,7 +163,7 @@ def test_a_session_knows_what_it_waits_for(cache: PrefixCache, clock: FakeClock)
 
 
 def test_loading_ahead_is_no_use_by_the_session(clock: FakeClock) -> None:
-    cache = PrefixCache(num_blocks=12, block_size=2, clock=clock, max_session_prompt_bytes=1000)
+    cache = PrefixCache(num_blocks=12, block_size=2, clock=clock, max_session_prompt_bytes=10_000)
     with opened(cache, "abcdef", "s") as lease:
         lease.commit(6)
         lease.awaits = Awaits.TOOL
@@ -182,6 +182,13 @@ def test_loading_ahead_is_no_use_by_the_session(clock: FakeClock) -> None:
     clock.now_s = 8
     publish(cache, "abcdefgh", "s")
     assert session.tool_wait_s == 8
+
+
+def test_remembered_sessions_take_limited_memory_however_short_their_prompts_are(clock: FakeClock) -> None:
+    cache = PrefixCache(num_blocks=12, block_size=2, clock=clock, max_session_prompt_bytes=10_000)
+    for number in range(100):
+        publish(cache, "ab", f"s{number}")
+    assert [each.session_id for each in cache.sessions] == [f"s{number}" for number in range(91, 100)]
 
 
 def test_loading_ahead_creates_no_session(cache: PrefixCache) -> None:
@@ -215,7 +222,7 @@ def test_loading_without_a_session_changes_no_owner(cache: PrefixCache) -> None:
 )
 def test_a_session_is_loaded_over_blocks_that_are_needed_later(now_s: float, awaits: Awaits, *, is_idle: bool) -> None:
     clock = FakeClock(100.0)
-    cache = PrefixCache(num_blocks=2, block_size=2, clock=clock, max_session_prompt_bytes=1000)
+    cache = PrefixCache(num_blocks=2, block_size=2, clock=clock, max_session_prompt_bytes=10_000)
     for text, session_id, at_s, waits_for in (("abcd", "s", 100.0, Awaits.TOOL), ("wxyz", "t", 108.0, awaits)):
         clock.now_s = at_s
         lease = opened(cache, text, session_id)

@@ -31,6 +31,7 @@ CACHE_MUTANTS = (
     Mutant("cache/sessions.py", "        self.found(leaf.parent, session)\n", "        pass\n"),
     Mutant("cache/sessions.py", "node.session is not session:", "False:"),
     Mutant("cache/sessions.py", "            session = node.session\n", "            pass\n"),
+    Mutant("cache/sessions.py", "return len(prompt.tokens) + _SESSION_BYTES", "return len(prompt.tokens)"),
     Mutant("cache/lease.py", "self.session is not None and self.session.has_ended", "False"),
     Mutant("cache/retained_nodes.py", "if each.renew_s is not None:", "if False:"),
     Mutant("cache/adaptive_policy.py", "kind >= _NUM_KINDS * Awaits.NOTHING", "False"),

@@ -64,7 +64,7 @@ def test_the_prompt_of_a_session_that_has_ended_is_not_loaded(bench: TieredBench
 
 
 def test_one_session_is_loaded_at_a_time_although_a_shared_store_has_to_be_asked() -> None:
-    bench = TieredBench(num_blocks=8, session_prompt_bytes=1000, redis=100)
+    bench = TieredBench(num_blocks=8, session_prompt_bytes=10_000, redis=100)
     for session_id, prompt in (("s", PROMPT), ("t", OTHER)):
         with bench.cache.lease(NAMESPACE, tokens(prompt), session_id=session_id) as lease:
             lease.commit(13)
