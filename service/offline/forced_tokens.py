@@ -37,12 +37,13 @@ class ForcedTokensMatcher:
         self._token_ids = token_ids
         self._num_accepted = 0
         self._mask = np.zeros(vocab_size, np.bool_)
+        self._allowed_id = token_ids[0]
 
     def allowed(self) -> npt.NDArray[np.bool_]:
         """Return a mask that allows only the next token, bool `[vocab_size]`. It is valid until the next call."""
-        if self._num_accepted:
-            self._mask[self._token_ids[self._num_accepted - 1]] = False
-        self._mask[self._token_ids[self._num_accepted]] = True
+        self._mask[self._allowed_id] = False
+        self._allowed_id = self._token_ids[self._num_accepted]
+        self._mask[self._allowed_id] = True
         return self._mask
 
     def accept(self, token_id: int) -> None:
