@@ -56,7 +56,7 @@ class ModelTokenizer:
         self._archive: tuple[bytes, str] | None = None
         self._archiving: asyncio.Future[tuple[bytes, str]] | None = None  # of the event loop
         self._loading = threading.Lock()
-        self._loaded: Tokenizer | ValueError | None = None
+        self._loaded: Tokenizer | str | None = None  # the text says why it cannot be loaded
         self._waiting: asyncio.Future[Tokenizer] | None = None  # of the event loop
 
     def archive(self) -> tuple[bytes, str]:
@@ -101,8 +101,8 @@ class ModelTokenizer:
         with self._loading:
             if self._loaded is None:
                 self._loaded = self._load()
-            if isinstance(self._loaded, ValueError):
-                raise self._loaded
+            if isinstance(self._loaded, str):
+                raise ValueError(self._loaded)  # a new one, since each raise adds to the traceback of an exception
             return self._loaded
 
     async def loaded(self) -> Tokenizer:
@@ -138,13 +138,11 @@ class ModelTokenizer:
         if not done.cancelled():
             done.exception()  # retrieved here, because no caller may be waiting any more
 
-    def _load(self) -> Tokenizer | ValueError:
+    def _load(self) -> Tokenizer | str:
         if self._model_path is None:
-            return ValueError("the served model has no files, and so no tokenizer")
+            return "the served model has no files, and so no tokenizer"
         try:
             with files_of_model(self._model_path) as directory:
                 return Tokenizer.load(directory)
-        except UnknownTokenizer as error:
-            return ValueError(str(error))
-        except ValueError as error:
-            return error
+        except (UnknownTokenizer, ValueError) as error:
+            return str(error)

@@ -94,3 +94,14 @@ def test_a_tokenizer_that_can_not_be_loaded_is_tried_once(tmp_path, monkeypatch)
         tokenizer.load()
     with pytest.raises(ValueError, match="the served model has no files"):
         ModelTokenizer(None).load()
+
+
+def test_failed_calls_leave_nothing_behind():
+    """Each raise of an exception adds to its traceback, whose frames refer to the requests."""
+    tokenizer = ModelTokenizer(None)
+    errors = []
+    for _ in range(3):
+        with pytest.raises(ValueError, match="no tokenizer") as caught:
+            tokenizer.load()
+        errors.append(caught.value)
+    assert len({id(each) for each in errors}) == 3
