@@ -360,6 +360,13 @@ def test_more_prompts_than_may_be_unfinished() -> None:
         outputs = llm.generate([[each] for each in range(40)], SamplingParams(max_tokens=2, n=2))
         assert [each.prompt_token_ids for each in outputs] == [[each] for each in range(40)]
 
+        def generate(first: int) -> list[list[int]]:
+            outputs = llm.generate([[first, each] for each in range(5)], SamplingParams(max_tokens=2))
+            return [each.prompt_token_ids for each in outputs]
+
+        with ThreadPoolExecutor(6) as threads:  # more calls than unfinished requests
+            assert list(threads.map(generate, range(6))) == [[[first, each] for each in range(5)] for first in range(6)]
+
 
 def test_completions_end_where_there_is_no_room_and_close_ends_all_threads() -> None:
     started = started_threads()
