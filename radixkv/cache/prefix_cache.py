@@ -503,7 +503,9 @@ class PrefixCache:
         now_s = self._clock()
         session = None
         if is_prefetch:
-            session = self.sessions.enter_prefetch(tenant, session_id, node)
+            tree = self._trees.get(found.namespace)
+            end = None if tree is None else tree.match(tokens)[0]  # `node` is None if nothing can be reused
+            session = self.sessions.enter_prefetch(tenant, session_id, end)
         elif session_id:
             session = self.sessions.enter(tenant, session_id, now_s)
         node_used_s = 0.0

@@ -106,7 +106,7 @@ class Sessions(Listener):
         Args:
             tenant: the tenant of the lease.
             session_id: the session whose next turn is prepared for; empty for none.
-            node: the end of the path that the lease reuses; None for none.
+            node: the end of the path that the prompt has in the tree; None for none.
 
         Returns:
             The session with this name, or else the one to which `node` belongs; None if there is neither.

@@ -51,6 +51,24 @@ def test_the_table_holds_what_is_within_reach() -> None:
     assert cover.part_ids.tolist() == [0, 0, *pool.table[[12, 13, 14]]]
 
 
+def test_loading_parts_without_a_session_changes_no_owner(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = PrefixCache(30, 2, windows=WindowedLayers([pool_of()]))
+
+    def publish(lease: Lease) -> None:
+        for window_lease in lease.windows:
+            window_lease.cover(lease.block_ids, lease.cached_tokens, 8)
+            window_lease.settle(8)
+        lease.commit(8)
+
+    with cache.lease(MODEL, spell("abcdefgh"), session_id="s") as lease:
+        publish(lease)
+    monkeypatch.setattr(cache, "_num_reusable_tokens", lambda *found: 0)  # as if its parts had been evicted
+    with cache.lease(MODEL, spell("abcdefgh"), is_prefetch=True) as lease:
+        assert lease.node is None
+        publish(lease)
+    assert [node.session and node.session.session_id for node in cache.nodes()] == ["s"]
+
+
 def test_a_step_that_is_not_all_computed_is_settled_where_it_ended() -> None:
     pool = pool_of()
     holder = WindowLease(pool, 0)
