@@ -879,8 +879,9 @@ class PrefixCache:
         self, *, tenant: str | None = None, adapter: str | None = None, salt: str | None = None
     ) -> Generator[None, None, Purged]:
         """Remove whole namespaces, in slices between which the cache may be used; see `purge.py`."""
-        self.sessions.forget_prompts(tenant, adapter, salt)
-        return purge(self._trees, self.leases, self._evictor, self.segments, tenant, adapter, salt)
+        purged = yield from purge(self._trees, self.leases, self._evictor, self.segments, tenant, adapter, salt)
+        yield from self.sessions.forgetting_prompts(tenant, adapter, salt)
+        return purged
 
     def purging_adapter(self, adapter: str) -> Generator[None, None, Purged]:
         """Remove, in slices, the namespaces of an adapter that no request uses, and remember them to explain misses.

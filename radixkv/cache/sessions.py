@@ -196,12 +196,19 @@ class Sessions(Listener):
             if index % _MAX_EXAMINED == _MAX_EXAMINED - 1:
                 yield
 
-    def forget_prompts(self, tenant: str | None, adapter: str | None, salt: str | None) -> None:
-        """Forget the prompts of namespaces with these names, None for any. Complexity: O(sessions)."""
-        for session in list(self._remembered):
+    def forgetting_prompts(
+        self, tenant: str | None, adapter: str | None, salt: str | None
+    ) -> Generator[None, None, None]:
+        """Forget the prompts of namespaces with these names, None for any.
+
+        Works in slices of `_MAX_EXAMINED` sessions that end with a `yield`.
+        """
+        for index, session in enumerate(list(self._remembered)):
             if session.prompt is not None and session.prompt.namespace.is_among(tenant, adapter, salt):
                 self._forget_prompt(session)
                 self._drop_if_unused(session)
+            if index % _MAX_EXAMINED == _MAX_EXAMINED - 1:
+                yield
 
     def found(self, node: Node | None, session: Session | None) -> None:
         """Note that a lease of a session, or of none, has used all tokens of the path to `node`.

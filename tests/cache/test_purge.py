@@ -350,6 +350,19 @@ def test_the_sessions_of_a_slice_are_bounded(monkeypatch: pytest.MonkeyPatch) ->
     assert cache.sessions.next_return_s is None
 
 
+def test_a_purge_forgets_the_prompts_of_sessions_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sessions, "_MAX_EXAMINED", 2)
+    cache = PrefixCache(64, 4, clock=FakeClock(), max_session_prompt_bytes=100_000)
+    for number in range(5):
+        for namespace in (TENANT, PLAIN):
+            with cache.lease(namespace, spell("aaaabbbb"), session_id=str(number)) as lease:
+                lease.commit(8)
+    num_left = [cache.sessions.num_of("acme") for _ in cache.purging(tenant="acme")]
+    assert num_left == [4, 3, 2, 1, 0]
+    assert cache.sessions.num_of("") == 5
+    cache.check()
+
+
 def test_a_retention_of_namespaces_reaches_every_node_of_them() -> None:
     cache = make_cache()
     cache.max_retained_blocks = cache._retained.max_blocks = 64
