@@ -165,7 +165,11 @@ def build_engine(
         adapters=adapter_source(config, model),
         open_offload=None if stores is None else partial(stores.connect, cache, choice),
     )
-    load_adapters(config.adapters, engine.adapters, progress.report)
+    try:
+        load_adapters(config.adapters, engine.adapters, progress.report)
+    except BaseException:
+        engine.stop()  # closes the tiers, so that the process can try again
+        raise
     end_openmp_threads()
     return engine
 

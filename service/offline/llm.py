@@ -116,11 +116,11 @@ class LLM:
         self._tokenizer = ModelTokenizer(loaded.model.path)
         self._grammar_lock = threading.Lock()
         engine = build_engine(loaded)
+        self._stop = weakref.finalize(self, engine.stop)  # also if the following fails, and when the process exits
+        self._engine: Engine | None = engine
         give_back_freed_memory()  # of the checks
         self._grammars = Grammars(self._tokenizer, engine.limits.vocab_size, engine.eos_token_ids)
-        engine.start()  # last, since its threads end with this object
-        self._engine: Engine | None = engine
-        self._stop = weakref.finalize(self, engine.stop)  # also when the process exits
+        engine.start()
 
     def __enter__(self) -> Self:
         """Return this object."""

@@ -393,6 +393,20 @@ def test_a_wrong_seed_is_refused_before_any_thread_is_started(seed: Any) -> None
     assert not any(started(name) for name in ("radixkv-engine", "radixkv-watchdog"))
 
 
+def test_an_adapter_of_another_model_leaves_no_threads_and_no_open_tier(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    adapter = write_adapter(write_checkpoint(CONFIGS["llama"], tmp_path / "llama"), tmp_path / "law", seed=1)
+    settings = ["tiers.host_bytes=10000000", "tiers.disk_bytes=10000000", f"tiers.disk_path={tmp_path / 'disk'}"]
+    started = started_threads()
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=r"^adapters\.law\.path: "):
+            LLM("tiny", capacity_tokens=1024, block_size=16, adapters={"law": adapter}, settings=settings)
+    names = ("host-read-0", "host-write-0", "disk-read-0", "disk-write-0", "store-timers")
+    wait_until(lambda: not any(started(name) for name in names))
+    assert "another process uses this directory" not in caplog.text
+
+
 def test_a_purge_that_a_tier_does_not_confirm_is_an_error(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     purged: Future[Purged] = Future()
     monkeypatch.setattr(llm._engine, "purge", lambda: purged)
