@@ -12,8 +12,14 @@ PUBLIC_TENANT = "(public)"
 # Owner of the token that the engine computes to check that its device works. It has no ceiling, but floors of other
 # tenants and held leases may leave no block for it.
 TRIAL_TENANT = "(trial)"
+# The tenants that have no line of their own in statements.
+OTHER_TENANTS = "(others)"
 # Names that clients must not use, and their owners.
-RESERVED_TENANTS = {PUBLIC_TENANT: "the owner of public prefixes", TRIAL_TENANT: "the engine itself"}
+RESERVED_TENANTS = {
+    PUBLIC_TENANT: "the owner of public prefixes",
+    TRIAL_TENANT: "the engine itself",
+    OTHER_TENANTS: "the sum of further tenants in statements",
+}
 
 
 class Namespace(NamedTuple):

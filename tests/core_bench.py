@@ -13,6 +13,7 @@ from radixkv.api.sampling import Sampling
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.cache.purge import Purged, all_slices
 from radixkv.cache.recurrent_states import StateSlots
+from radixkv.cache.tenant_ledger import TenantLedger
 from radixkv.cache.tenants import Quota
 from radixkv.config import EngineConfig
 from radixkv.engine.core import EngineCore
@@ -46,6 +47,7 @@ class Bench:
         probation_share: float = 1.0,
         num_snapshots: int | None = None,
         every_tokens: int = 16,
+        has_ledger: bool = False,
         **config: object,
     ) -> None:
         self.clock = FakeClock()
@@ -63,6 +65,7 @@ class Bench:
             probation_share=probation_share,
             clock=self.clock,
             state_slots=states,
+            ledger=TenantLedger(BLOCK_SIZE, clock=self.clock) if has_ledger else None,
         )
         self.runner = FakeRunner(num_blocks, BLOCK_SIZE)
         self.runner.has_states = states is not None

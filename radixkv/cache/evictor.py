@@ -184,7 +184,7 @@ class Evictor:
         if num_nodes <= MAX_PATH_NODES:
             return False
         leaves = heapq.nsmallest(_MAX_THINNED_AT_ONCE, _leaves_off_path(end), key=lambda leaf: leaf.last_used_s)
-        self._free([self._take(leaf, leaf.num_blocks) for leaf in leaves])
+        self._free([self._take(leaf, leaf.num_blocks, by_self=True) for leaf in leaves])
         return True
 
     def expire(self) -> None:
@@ -218,7 +218,7 @@ class Evictor:
                 num_taken = self._with_dead_end(leaf, num_taken)
                 if leaf.owner.namespace.tenant != tenant:
                     num_taken = min(num_taken, usage.num_blocks_for_others)
-            runs.append(self._take(leaf, num_taken))
+            runs.append(self._take(leaf, num_taken, by_self=leaf.owner.namespace.tenant == tenant))
             if wanted >= num_offered_blocks:
                 self._queue.requeue(leaf)
             freed += len(runs[-1]) // BLOCK_ID_BYTES
@@ -241,12 +241,16 @@ class Evictor:
         num_kept_tokens = self._windows.num_reusable_tokens(leaf.block_ids, (leaf.num_blocks - num_blocks) * size)
         return leaf.num_blocks - -(-num_kept_tokens // size)
 
-    def _take(self, leaf: Node, num_blocks: int) -> bytes:
-        """Take blocks off a leaf's end. Returns their packed ids, which are still published."""
+    def _take(self, leaf: Node, num_blocks: int, *, by_self: bool) -> bytes:
+        """Take blocks off a leaf's end. Returns their packed ids, which are still published.
+
+        Args:
+            leaf, num_blocks: how many blocks to take, and where.
+            by_self: whether they are evicted for their own tenant.
+        """
         tree, usage = self._trees[leaf.owner.namespace], leaf.owner.usage
         num_kept_blocks = leaf.num_blocks - num_blocks
-        usage.num_cached_blocks -= num_blocks
-        usage.num_evicted_blocks += num_blocks
+        usage.evict(num_blocks, by_self=by_self)
         self.num_evicted_blocks += num_blocks
         fingerprint = tree.fingerprint_after(leaf, num_kept_blocks) if num_kept_blocks else leaf.fingerprint
         reason = MissReason.EXPIRED if leaf.has_expired else MissReason.EVICTED
@@ -294,7 +298,7 @@ class Evictor:
                 continue
             stack.pop()
             if node.is_evictable:
-                runs.append(self._take(node, node.num_blocks) if evicts else self._purge(tree, node))
+                runs.append(self._take(node, node.num_blocks, by_self=True) if evicts else self._purge(tree, node))
         self._free(runs)
         return len(runs), sum(map(len, runs)) // BLOCK_ID_BYTES
 
@@ -314,7 +318,7 @@ class Evictor:
         """Remove a leaf that no lease uses. Returns its packed block ids, which are still published."""
         self._retained.set(leaf, DEFAULT_PRIORITY, None)
         self._changes.purged(leaf)
-        leaf.owner.usage.num_cached_blocks -= leaf.num_blocks
+        leaf.owner.usage.drop(leaf.num_blocks)
         self._remove(tree, leaf)
         return leaf.block_ids
 

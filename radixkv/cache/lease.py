@@ -261,7 +261,7 @@ class Lease:
         differing = np.flatnonzero(self.block_ids[: known.size] != known)
         self._state.windows.exchange(self.windows, self.block_ids[differing], known[differing])
         self._state.pool.release(self.block_ids[differing])
-        self.usage.num_leased_blocks -= differing.size
+        self.usage.take(-differing.size)
         self.block_ids[differing] = known[differing]
 
     def _publish(self, block_ids: BlockIds, insertion: Insertion) -> None:
@@ -281,7 +281,7 @@ class Lease:
             state.pins.count(node, num_more_blocks)
         elif replaced.size:
             state.pool.release(replaced)
-            usage.num_leased_blocks -= 1
+            usage.take(-1)
         if num_old_blocks == 0:
             state.changes.inserted(node, state.clock())
             state.queue.returned(node, self.is_resumed)
@@ -343,7 +343,7 @@ class Lease:
         """Take blocks from the pool, evicting if needed."""
         self._state.evictor.make_room(num_blocks, self.namespace.tenant, self.usage)
         block_ids = self._state.pool.acquire(num_blocks, after=after, room=room)
-        self.usage.num_leased_blocks += num_blocks
+        self.usage.take(num_blocks)
         return block_ids
 
     def release_last(self, num_blocks: int) -> None:
@@ -505,7 +505,7 @@ class Lease:
 
     def _release(self, block_ids: BlockIds) -> None:
         self._state.pool.release(block_ids)
-        self.usage.num_leased_blocks -= block_ids.size
+        self.usage.take(-block_ids.size)
 
     def _require_open(self) -> None:
         if self.is_closed:

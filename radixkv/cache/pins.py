@@ -225,7 +225,7 @@ class Pins:
     def _free_retired(self, node: Node) -> None:
         block_ids = np.frombuffer(node.retired_block_ids, dtype=np.int32)
         self._pool.release(block_ids)
-        node.owner.usage.num_leased_blocks -= block_ids.size
+        node.owner.usage.take(-block_ids.size)
         node.retired_block_ids = b""
 
 

@@ -35,6 +35,7 @@ from radixkv.cache.recurrent_states import StateSlots
 from radixkv.cache.retained_nodes import RetainedNodes
 from radixkv.cache.segment_index import SegmentIndex
 from radixkv.cache.sessions import Sessions
+from radixkv.cache.tenant_ledger import TenantLedger
 from radixkv.cache.tenants import Quota, Tenants
 from radixkv.cache.windowed_layers import WindowedLayers, WindowLease
 from radixkv.errors import CapacityError
@@ -114,10 +115,11 @@ class PrefixCache:
             prompt on); see `radixkv.invocation`.
         windows: pools for windowed layers; by default there are none.
         state_slots: the slots of recurrent states and of their snapshots; None for a model without them.
+        ledger: accounts what each tenant uses; None without statements.
 
     Attributes:
         pool: the state of each block.
-        windows, state_slots: see above.
+        windows, state_slots, ledger: see above.
         tenants: the bounds and the counters of each tenant.
         leases: the open leases.
         held: the bounds and the counts of blocks that held leases keep.
@@ -155,6 +157,7 @@ class PrefixCache:
         marks: InvocationMarks | None = None,
         windows: WindowedLayers | None = None,
         state_slots: StateSlots | None = None,
+        ledger: TenantLedger | None = None,
     ) -> None:
         self.block_size = block_size
         self.marks = marks or InvocationMarks()
@@ -162,7 +165,8 @@ class PrefixCache:
         self.state_slots = state_slots
         self.pool = BlockPool(num_blocks, self._freed if self.windows.pools or state_slots is not None else None)
         self.windows.connect(self.pool)
-        self.tenants = Tenants(quotas or {}, default_quota)
+        self.ledger = ledger
+        self.tenants = Tenants(quotas or {}, default_quota, ledger)
         self.max_retained_blocks = num_blocks // 5 if max_retained_blocks is None else max_retained_blocks
         self.held = HeldBlocks(num_blocks // 2 if max_held_blocks is None else max_held_blocks, self.tenants, self._cut)
         self.segments = SegmentIndex(clock, self.marks)
@@ -529,7 +533,7 @@ class PrefixCache:
         after = int(reused[-1]) if reused.size else None
         room = self._state.room(num_expected_tokens, num_shared_blocks + num_new_blocks)
         new = self.pool.acquire(num_new_blocks, after=after, room=room)
-        usage.num_leased_blocks += num_new_blocks
+        usage.take(num_new_blocks)
         usage.num_hit_tokens += cached_tokens
         usage.num_miss_tokens += num_tokens - cached_tokens
         on_close = None

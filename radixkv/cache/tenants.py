@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
+from radixkv.cache.tenant_ledger import TenantAccount, TenantLedger
 from radixkv.namespace import TRIAL_TENANT
 
 MAX_IDLE_TENANTS = 10_000
@@ -76,8 +77,12 @@ class Quota:
 class TenantUsage:
     """The blocks that one tenant has now, and its totals since it was first seen.
 
-    Attributes:
+    Args:
         quota: the bounds on its blocks.
+        account: records its blocks for statements; None without statements.
+
+    Attributes:
+        quota, account: see above.
         num_cached_blocks: published blocks.
         num_pinned_blocks: published blocks that leases keep from eviction.
         num_probation_blocks: published blocks of leaves on probation that no lease uses.
@@ -90,6 +95,7 @@ class TenantUsage:
     """
 
     __slots__ = (
+        "account",
         "num_cached_blocks",
         "num_evicted_blocks",
         "num_held_blocks",
@@ -102,8 +108,9 @@ class TenantUsage:
         "quota",
     )
 
-    def __init__(self, quota: Quota) -> None:
+    def __init__(self, quota: Quota, account: TenantAccount | None = None) -> None:
         self.quota = quota
+        self.account = account
         self.num_cached_blocks = 0
         self.num_pinned_blocks = 0
         self.num_leased_blocks = 0
@@ -113,6 +120,30 @@ class TenantUsage:
         self.num_evicted_blocks = 0
         self.num_hit_tokens = 0
         self.num_miss_tokens = 0
+
+    def take(self, num_blocks: int) -> None:
+        """Count blocks that a lease takes from the pool; a negative number returns them. Complexity: O(1)."""
+        self.num_leased_blocks += num_blocks
+        if self.account is not None:
+            self.account.resize(num_blocks)
+
+    def drop(self, num_blocks: int) -> None:
+        """Count cached blocks that are freed. Complexity: O(1)."""
+        self.num_cached_blocks -= num_blocks
+        if self.account is not None:
+            self.account.resize(-num_blocks)
+
+    def evict(self, num_blocks: int, *, by_self: bool) -> None:
+        """Count cached blocks that are evicted.
+
+        Args:
+            num_blocks: how many.
+            by_self: whether they are evicted for the tenant itself.
+        """
+        self.num_evicted_blocks += num_blocks
+        if self.account is not None:
+            self.account.evict(num_blocks, by_self=by_self)
+        self.drop(num_blocks)
 
     @property
     def num_evictable_blocks(self) -> int:
@@ -138,11 +169,15 @@ class Tenants:
     Args:
         quotas: the quotas by tenant.
         default_quota: the bounds of every other tenant, without a floor. Not applied to the engine's own requests.
+        ledger: accounts what tenants use; None without statements.
     """
 
-    def __init__(self, quotas: Mapping[str, Quota], default_quota: Quota | None = None) -> None:
+    def __init__(
+        self, quotas: Mapping[str, Quota], default_quota: Quota | None = None, ledger: TenantLedger | None = None
+    ) -> None:
         self.default_quota = default_quota or Quota()
-        self.with_quota = {tenant: TenantUsage(quota) for tenant, quota in quotas.items()}
+        self._ledger = ledger
+        self.with_quota = {tenant: TenantUsage(quota, self._account(tenant)) for tenant, quota in quotas.items()}
         self._others: RecentTenants[TenantUsage] = RecentTenants(
             lambda usage: not (usage.num_cached_blocks or usage.num_leased_blocks)
         )
@@ -157,12 +192,15 @@ class Tenants:
             return usage
         usage = self._others.get(tenant)
         if usage is None:
-            usage = TenantUsage(self.quota_of(tenant))
+            usage = TenantUsage(self.quota_of(tenant), self._account(tenant))
             self._others.add(tenant, usage)
         else:
             self._others.move_to_end(tenant)
             self._others.forget_idle()
         return usage
+
+    def _account(self, tenant: str) -> TenantAccount | None:
+        return None if self._ledger is None else self._ledger.account(tenant)
 
     def quota_of(self, tenant: str) -> Quota:
         """Return the bounds of a tenant. Changes nothing."""

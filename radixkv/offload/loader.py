@@ -299,6 +299,8 @@ class Loader:
         num_tokens[found[0].tier] -= max(0, start - first * size)
         if not request.has_computed:
             request.reuse.loaded_tokens = num_tokens
+        if self._cache.ledger is not None:
+            self._cache.ledger.load(request.tenant, num_tokens)
         if _publishes(request):
             lease.commit(end * size)
             self._index.loaded([each.block.key for each in found])

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from radixkv.cache.prefix_cache import PrefixCache
+from radixkv.cache.tenant_ledger import TenantLedger
 from radixkv.cache.tenants import Quota
 from radixkv.compute.forward import Chunk
 from radixkv.compute.runner import Runner
@@ -170,6 +171,7 @@ def open_stores(
     shares_of: Callable[[str], TierShares] = lambda tenant: TierShares(),
     retained_share: float = 1.0,
     part_of: Callable[[int], int | None] | None = None,
+    ledger: TenantLedger | None = None,
 ) -> Stores | None:
     """Open the stores. A store that cannot be used is logged, and is reported as not working in the statistics.
 
@@ -185,6 +187,7 @@ def open_stores(
         shares_of: returns the shares of a tenant; see `tier_shares`.
         retained_share: fraction of each tier that retained blocks may take.
         part_of: see `OffloadIndex`; None if no layers are windowed.
+        ledger: accounts the blocks of each tenant; None without statements.
 
     Returns:
         The stores; None if neither stores nor transfers are configured.
@@ -232,7 +235,9 @@ def open_stores(
             _log.error("tier %s is off: %s", name, error)
             closed.append(name)
     tier_indexes = [
-        _tier_index(name, backend, block_format, config.known_blocks, shares_of, retained_share, storage.num_blocks)
+        _tier_index(
+            name, backend, block_format, config.known_blocks, shares_of, retained_share, storage.num_blocks, ledger
+        )
         for name, backend in backends.items()
     ]
     key_blocks = PromptKeys(keys, marks).blocks
@@ -332,6 +337,7 @@ def _tier_index(
     shares_of: Callable[[str], TierShares],
     retained_share: float,
     num_pool_blocks: int,
+    ledger: TenantLedger | None,
 ) -> TierIndex:
     """Return the index of a tier. A store that does not know its capacity is shared with other servers."""
     num_blocks = backend.size().max_objects
@@ -339,7 +345,8 @@ def _tier_index(
         if type(backend).purge is StoreBackend.purge:
             raise ConfigError(f"store {name}: a store without `max_objects` must implement `purge`")
         _log.info("tier %s is shared with servers whose blocks have the format %s", name, block_format.fingerprint)
-        return SharedTierIndex(name, max(num_known_blocks, num_pool_blocks))  # so that the blocks of any prompt fit
+        num_keys = max(num_known_blocks, num_pool_blocks)  # so that the blocks of any prompt fit
+        return SharedTierIndex(name, num_keys, ledger=ledger)
     if num_blocks < num_pool_blocks // _SMALL_TIER:
         _log.warning(
             "tier %s has room for only %d blocks, and the pool for %d, so it keeps few of the evicted blocks: all "
@@ -351,7 +358,7 @@ def _tier_index(
         )
     else:
         _log.info("tier %s has room for %d blocks", name, num_blocks)
-    return TierIndex(name, num_blocks, shares_of=shares_of, retained_share=retained_share)
+    return TierIndex(name, num_blocks, shares_of=shares_of, retained_share=retained_share, ledger=ledger)
 
 
 def _computed_by(runner: Runner, mover: BlockMover) -> str:

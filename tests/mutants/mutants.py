@@ -294,7 +294,7 @@ CACHE_MUTANTS = (
     Mutant("cache/lease.py", " and -(-num_tokens // block_size) <= self.block_ids.size:", ":"),
     Mutant(
         "cache/lease.py",
-        "        self._state.pool.release(block_ids)\n        self.usage.num_leased_blocks -= block_ids.size\n",
+        "        self._state.pool.release(block_ids)\n        self.usage.take(-block_ids.size)\n",
         "        self._state.pool.release(block_ids)\n",
     ),
     Mutant("cache/lease.py", "        if not num_new_blocks and not replaces_last:", "        if not num_new_blocks:"),
@@ -1440,6 +1440,26 @@ AUTHENTICITY_MUTANTS = (
     Mutant("startup/requirements.py", "        trusted = {}\n", "        pass\n"),
     Mutant("startup/requirements.py", "if not has_protection(tiers):", "if False:"),
 )
+STATEMENT_MUTANTS = (
+    Mutant("cache/tenant_ledger.py", "        self._updated_s[tier] = now_s\n", ""),
+    Mutant("cache/tenant_ledger.py", "        while now_s >= self._day_end_s:\n", "        if False:\n"),
+    Mutant("cache/tenant_ledger.py", " or tenant in self._unlisted:", ":"),
+    Mutant(
+        "cache/tenant_ledger.py", "            if not any(blocks):\n                del self._unlisted[tenant]\n", ""
+    ),
+    Mutant("cache/tenant_ledger.py", "                self._others.resize(tier, -num_blocks, now_s)\n", ""),
+    Mutant("cache/tenant_ledger.py", "            meter.begin_day()\n", "            pass\n"),
+    Mutant("cache/tenant_ledger.py", "        return self.base.plus(own)\n", "        return own\n"),
+    Mutant("cache/tenants.py", "            self.account.resize(-num_blocks)\n", "            pass\n"),
+    Mutant("cache/evictor.py", "by_self=leaf.owner.namespace.tenant == tenant))", "by_self=True))"),
+    Mutant("offload/index/tier_index.py", "by_self=owner == namespace.tenant)", "by_self=True)"),
+    Mutant(
+        "offload/index/tier_index.py", "            self._ledger.resize(tenant, self._tier, -1)\n", "            pass\n"
+    ),
+    Mutant("engine/request_meter.py", "elif request.has_computed:", "elif False:"),
+    Mutant("engine/request_meter.py", "if request.times.prefilled_s is not None:", "if outcome is Outcome.FINISHED:"),
+)
+
 EXPLAIN_MUTANTS = (
     Mutant("cache/branches.py", "        if child is own:\n            continue\n", ""),
     Mutant("cache/branches.py", "        if node.num_uses:  #", "        if False:  #"),

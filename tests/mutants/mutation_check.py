@@ -35,6 +35,7 @@ from tests.mutants.mutants import (
     ROUTING_MUTANTS,
     SERVICE_MUTANTS,
     STATE_MUTANTS,
+    STATEMENT_MUTANTS,
     STORE_MUTANTS,
     Mutant,
 )
@@ -123,6 +124,11 @@ EXPLAIN_TESTS = (
     "tests/explain",
     "tests/engine/test_look_up.py",
     "tests/service/server/servicers/test_explanations.py",
+)
+STATEMENT_TESTS = (
+    "tests/cache/test_tenant_ledger.py",
+    "tests/engine/test_request_meter.py",
+    "tests/offload/test_tenant_use.py",
 )
 OFFLOAD_TESTS = (
     "tests/offload/index/test_eviction_order.py",
@@ -222,6 +228,7 @@ CHECKS = (
     *((CACHE_MUTANTS, CACHE_TESTS), (ENGINE_MUTANTS, ENGINE_TESTS)),
     *((KERNEL_MUTANTS, KERNEL_TESTS), (EVENT_MUTANTS, EVENT_TESTS)),
     (EXPLAIN_MUTANTS, EXPLAIN_TESTS),
+    (STATEMENT_MUTANTS, STATEMENT_TESTS),
     (LOADING_MUTANTS, LOADING_TESTS),
     (OFFLOAD_MUTANTS, OFFLOAD_TESTS),
     (ROUTING_MUTANTS, ROUTING_TESTS),

@@ -9,6 +9,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from radixkv.cache.prefix_cache import PrefixCache
+from radixkv.cache.tenant_ledger import TenantLedger
 from radixkv.cache.window_pool import Reach, WindowPool
 from radixkv.cache.windowed_layers import WindowedLayers
 from radixkv.config import EngineConfig
@@ -160,10 +161,11 @@ class TieredBench(Bench):
             name: store if isinstance(store, SteppedStore) else SteppedStore(store) for name, store in stores.items()
         }
         marks = InvocationMarks()
+        self.ledger = TenantLedger(BLOCK_SIZE, clock=self.clock)
         tier_indexes = [
-            SharedTierIndex(name, 2**18)
+            SharedTierIndex(name, 2**18, ledger=self.ledger)
             if name in SHARED
-            else TierIndex(name, store.num_blocks, retained_share=retained_share)
+            else TierIndex(name, store.num_blocks, retained_share=retained_share, ledger=self.ledger)
             for name, store in self.stores.items()
         ]
         keys = BlockKeys(FORMAT)
@@ -180,6 +182,7 @@ class TieredBench(Bench):
             listeners=[self.index],
             windows=WindowedLayers(pools),
             max_session_prompt_bytes=session_prompt_bytes,
+            ledger=self.ledger,
         )
         self.index.read_public_prefixes(self.cache.public.tokens_of)
         sizes = (PAYLOAD_BYTES, BYTES_WITHOUT_PART) if num_parts else (PAYLOAD_BYTES,)

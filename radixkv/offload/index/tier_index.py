@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from radixkv.api.retention import DEFAULT_PRIORITY
 from radixkv.api.segments import StoredPage
+from radixkv.cache.tenant_ledger import TenantLedger, tier_of
 from radixkv.namespace import Namespace
 from radixkv.offload.index.namespace_keys import NamespaceKeys
 from radixkv.offload.index.prompt_blocks import KeyedBlock
@@ -142,6 +143,7 @@ class TierIndex:
         num_blocks: its capacity in blocks.
         shares_of: returns the shares of a tenant, always the same ones.
         retained_share: fraction of the capacity that blocks with a priority above the default may take.
+        ledger: accounts the blocks of each tenant; None without statements.
 
     Attributes:
         name, num_blocks, retained_share: the arguments.
@@ -161,8 +163,11 @@ class TierIndex:
         *,
         shares_of: Callable[[str], TierShares] = lambda tenant: TierShares(),
         retained_share: float = 1.0,
+        ledger: TenantLedger | None = None,
     ) -> None:
         self.name = name
+        self._ledger = ledger
+        self._tier = tier_of(name)
         self.num_blocks = num_blocks
         self.retained_share = retained_share
         self.owned = NamespaceKeys()
@@ -234,8 +239,13 @@ class TierIndex:
         if len(self) >= self.num_blocks or self._is_at_ceiling(namespace.tenant):
             victim = self._victim(namespace.tenant)
         if victim is not None:
+            if self._ledger is not None and not self.is_shared:
+                owner = self.owned[victim.key].tenant
+                self._ledger.evict(owner, self._tier, 1, by_self=owner == namespace.tenant)
             self.remove(victim.key)
         self.owned.add(key, namespace)
+        if self._ledger is not None:
+            self._ledger.resize(namespace.tenant, self._tier, 1)
         shares = self._shares_of(namespace.tenant)
         if shares.floor:
             self._floored.setdefault(namespace.tenant, EvictionOrder())
@@ -315,6 +325,8 @@ class TierIndex:
         self._rewritten.discard(key)
         self.partless.discard(key)
         self.owned.remove(key)
+        if self._ledger is not None:
+            self._ledger.resize(tenant, self._tier, -1)
         if tenant not in self.owned.num_by_tenant:
             self._floored.pop(tenant, None)
             self._capped.pop(tenant, None)

@@ -22,6 +22,7 @@ import pytest
 from radixkv.api.awaits import Awaits
 from radixkv.api.miss_reason import MissReason
 from radixkv.api.retention import DEFAULT_PRIORITY, Grant, Retention
+from radixkv.api.statement import DAY_S
 from radixkv.cache.held_blocks import HeldPath
 from radixkv.cache.lease import Lease
 from radixkv.cache.node import Node, Session, path_to
@@ -30,6 +31,7 @@ from radixkv.cache.policies import make_policy
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.cache.public_prefixes import PublicPrefix
 from radixkv.cache.purge import Purged, all_slices
+from radixkv.cache.tenant_ledger import TenantLedger
 from radixkv.cache.tenants import Quota
 from radixkv.cache.window_pool import Reach, WindowPool
 from radixkv.cache.windowed_layers import WindowedLayers
@@ -39,6 +41,7 @@ from radixkv.namespace import PUBLIC_TENANT, Namespace, PromptKey
 from radixkv.tokens import shared_bytes
 from tests.cache.walk.oracle import STEP_TOKENS, Holder, Oracle
 from tests.cache.walk.retention_oracle import Ask
+from tests.cache.walk.use_oracle import UseOracle
 from tests.events.event_oracle import WatchedCache
 from tests.fakes import FakeClock
 
@@ -255,6 +258,10 @@ class Walk:
                 for number, reach in world.parts
             ]
         )
+        self.ledger = TenantLedger(
+            world.block_size, dict(world.quotas), clock=self.clock, time_of_day=lambda: DAY_S - 20.0
+        )
+        self.use = UseOracle(self.ledger, world.block_size)
         self.watch = WatchedCache(EVENT_BLOCK_SIZES[world.block_size], world.block_size, max_step_blocks=40)
         self.cache = PrefixCache(
             world.num_blocks,
@@ -269,6 +276,7 @@ class Walk:
             listeners=[self.watch.feed],
             windows=self.parts,
             max_public_blocks=world.num_blocks // 2,
+            ledger=self.ledger,
         )
         self.watch.feed.switch_on(self.cache.nodes)
         self.oracle = Oracle(world.num_blocks, world.block_size, world.max_retained_blocks, self.parts)
@@ -330,6 +338,7 @@ class Walk:
             assert num_evicted_blocks <= num_lost_tokens <= num_evicted_blocks * self.world.block_size
             self.events["evicted blocks"] += num_evicted_blocks
         self.cache.check()
+        self.use.verify(self.cache, self.clock.now_s)
         assert self.cache.num_retained_blocks == len(self.oracle.retention.retained())
         for tree in self.cache._trees.values():
             self.oracle.verify_priorities(tree)
@@ -900,6 +909,7 @@ class Walk:
         assert self.cache.num_evictable_blocks == num_published
         assert sum(self.cache.evict(self.world.num_blocks + 1, tenant=tenant) for tenant in ("", "a")) == num_published
         self.cache.check()
+        self.use.verify(self.cache, self.clock.now_s)
         assert self._counts()[:4] == (self.world.num_blocks, 0, 0, 0)
         assert self.cache.num_namespaces == 0
         while self.watch.verify(self.cache) < 0:

@@ -1,0 +1,43 @@
+"""Accounts the tokens of requests for statements."""
+
+from __future__ import annotations
+
+from radixkv.cache.tenant_ledger import TenantLedger
+from radixkv.engine.observer import Observer
+from radixkv.scheduling.request import Outcome, Request
+
+
+class RequestMeter(Observer):
+    """Adds the tokens of each request to the account of its tenant when the request ends.
+
+    A request counts in full once it has its first token, also if it is aborted or fails afterwards. One that ends
+    before counts only with the prompt tokens that were computed for it.
+
+    Args:
+        ledger: the accounts.
+    """
+
+    def __init__(self, ledger: TenantLedger) -> None:
+        self._ledger = ledger
+
+    def request_ended(self, request: Request, outcome: Outcome, error: Exception | None, now_s: float) -> None:
+        """Account the tokens of a request."""
+        usage = request.usage
+        if request.times.prefilled_s is not None:
+            numbers = {
+                "requests": 1,
+                "computed_tokens": usage.computed_tokens,
+                "generated_tokens": usage.generated_tokens,
+                "written_tokens": usage.written_tokens,
+                "device_hit_tokens": usage.device_tokens,
+                "host_hit_tokens": usage.host_tokens,
+                "disk_hit_tokens": usage.disk_tokens,
+                "remote_hit_tokens": usage.remote_tokens,
+            }
+        elif request.has_computed:
+            # After a preemption its position may be before what it had computed.
+            computed_tokens = max(0, request.computed_upto - usage.cached_tokens)
+            numbers = {"computed_tokens": computed_tokens, "written_tokens": usage.written_tokens}
+        else:
+            return
+        self._ledger.count(request.tenant, {name: number for name, number in numbers.items() if number})

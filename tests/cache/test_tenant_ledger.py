@@ -1,0 +1,238 @@
+"""The ledger against a recount from the list of all events."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Generator
+from typing import Any
+
+import pytest
+
+from radixkv.api.statement import DAY_S, DayUse, Use
+from radixkv.cache import tenant_ledger
+from radixkv.cache.prefix_cache import PrefixCache
+from radixkv.cache.tenant_ledger import DEVICE, DISK, HOST, REMOTE, TenantLedger, tier_of
+from radixkv.cache.tenants import Quota
+from radixkv.namespace import OTHER_TENANTS, PUBLIC_TENANT, Namespace
+from tests.fakes import FakeClock, publish, spell
+
+SIZE = 4
+SECONDS = ("device_token_s", "host_token_s", "disk_token_s", "remote_token_s")
+
+
+def result_of(slices: Generator[None, None, Any]) -> Any:
+    try:
+        while True:
+            next(slices)
+    except StopIteration as stop:
+        return stop.value
+
+
+def make_ledger(clock: FakeClock, day: float = 10.0, **options: Any) -> TenantLedger:
+    return TenantLedger(SIZE, clock=clock, time_of_day=lambda: day * DAY_S, **options)
+
+
+def all_uses(ledger: TenantLedger) -> Counter[tuple[int, str]]:
+    """Return the token-seconds of all tiers by day and tenant."""
+    return Counter(
+        {
+            (day, tenant): sum(getattr(use, name) for name in SECONDS)
+            for day, each in result_of(ledger.days()).items()
+            for tenant, use in each.tenants.items()
+        }
+    )
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_token_seconds_are_those_of_a_recount_on_each_day(seed: int) -> None:
+    dice, clock = random.Random(seed), FakeClock()
+    ledger = make_ledger(clock, 10.25)
+    blocks: Counter[tuple[str, int]] = Counter()
+    expected: dict[tuple[int, str, int], float] = Counter()
+    for _ in range(400):
+        passed_s = dice.choice((0.0, 1.5, 3600.0, 1.3 * DAY_S)) * dice.random()
+        start_s, end_s = clock.now_s + 10.25 * DAY_S, clock.now_s + passed_s + 10.25 * DAY_S
+        for day in range(int(start_s // DAY_S), int(end_s // DAY_S) + 1):
+            of_day_s = min(end_s, (day + 1) * DAY_S) - max(start_s, day * DAY_S)
+            for (tenant, tier), num_blocks in blocks.items():
+                expected[day, tenant, tier] += num_blocks * SIZE * of_day_s
+        clock.now_s += passed_s
+        tenant, tier = dice.choice("abc"), dice.choice((DEVICE, HOST, DISK, REMOTE))
+        num_more = dice.randint(-blocks[tenant, tier], 5)
+        blocks[tenant, tier] += num_more
+        ledger.resize(tenant, tier, num_more)
+        if dice.random() < 0.1:
+            ledger.use_of(dice.choice("abcd"))  # reading changes nothing
+        while len(ledger._closed) > 20:
+            ledger.forget([min(ledger._closed)])
+    days = result_of(ledger.days())
+    assert len(days) > 15
+    for day, use in days.items():
+        for tenant in "abc":
+            found = use.tenants.get(tenant, Use())
+            for tier, name in enumerate(SECONDS):
+                assert getattr(found, name) == pytest.approx(expected[day, tenant, tier], rel=1e-9, abs=1e-6)
+
+
+def test_a_change_costs_the_same_however_many_tenants_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    resized = []
+    monkeypatch.setattr(tenant_ledger._Meter, "resize", lambda *arguments: resized.append(arguments))
+    ledger = make_ledger(FakeClock())
+    for number in range(500):
+        ledger.resize(str(number), DEVICE, 1)
+    assert len(resized) == 500
+
+
+def test_tenants_after_the_first_ones_of_a_day_are_accounted_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tenant_ledger, "MAX_LISTED_TENANTS", 2)
+    clock = FakeClock()
+    ledger = make_ledger(clock, tenants=["configured"])
+    for tenant in ("a", "b", "c", "d", "configured"):
+        ledger.resize(tenant, DEVICE, 1)
+    clock.now_s = 10.0
+    for tenant in ("a", "c"):
+        ledger.resize(tenant, DEVICE, -1)
+    ledger.count("c", {"computed_tokens": 7})
+    clock.now_s = 15.0
+    of_today = {"a": 40.0, "b": 60.0, OTHER_TENANTS: 100.0, "configured": 60.0}
+    assert {tenant: number for (_, tenant), number in all_uses(ledger).items()} == of_today
+    assert ledger.use_of(OTHER_TENANTS).computed_tokens == 7
+    assert ledger.use_of("c") == Use()  # not even its own share of the sum
+    clock.now_s = DAY_S + 5.0  # `a` has no blocks, so there is room for an account of `d`
+    ledger.resize("d", DEVICE, -1)
+    uses = all_uses(ledger)
+    assert (uses[11, "d"], uses[11, OTHER_TENANTS], uses[11, "b"]) == (20.0, 0.0, 20.0)
+    assert sum(uses.values()) == 4 * (2 * 10 + 3 * DAY_S + 3 * 5)
+    assert not ledger._unlisted
+
+
+def test_a_tenant_that_is_accounted_with_others_stays_there_until_it_has_no_blocks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tenant_ledger, "MAX_LISTED_TENANTS", 1)
+    clock = FakeClock()
+    ledger = make_ledger(clock)
+    ledger.resize("a", DEVICE, 1)
+    ledger.resize("b", HOST, 1)
+    monkeypatch.setattr(tenant_ledger, "MAX_LISTED_TENANTS", 2)
+    ledger.resize("b", HOST, 1)
+    clock.now_s = 1.0
+    assert ledger.use_of(OTHER_TENANTS).host_token_s == 8.0
+    ledger.resize("b", HOST, -2)
+    ledger.resize("b", HOST, 3)
+    clock.now_s = 2.0
+    assert (ledger.use_of(OTHER_TENANTS).host_token_s, ledger.use_of("b").host_token_s) == (8.0, 12.0)
+
+
+def test_the_number_of_accounts_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tenant_ledger, "MAX_LISTED_TENANTS", 3)
+    ledger = make_ledger(FakeClock())
+    for number in range(100):
+        ledger.resize(str(number), DEVICE, 1)
+        ledger.resize(str(number), DEVICE, -1)
+    assert (len(ledger._meters), len(ledger._unlisted)) == (5, 0)
+
+
+def test_what_was_recorded_of_the_day_is_continued() -> None:
+    clock = FakeClock(100.0)
+    before = {"a": Use(requests=3, device_token_s=5.0)}
+    ledger = make_ledger(clock, 10.5, read_day=lambda day: DayUse(500.0, before) if day == 10 else None)
+    ledger.resize("a", DEVICE, 2)
+    ledger.count("a", {"requests": 1})
+    clock.now_s += 10.0
+    assert result_of(ledger.days()) == {10: DayUse(510.0, {"a": Use(requests=4, device_token_s=85.0)})}
+    clock.now_s += DAY_S
+    assert result_of(ledger.days())[11].tenants["a"].requests == 0
+
+
+def test_a_reader_gets_only_its_own_tenant() -> None:
+    clock = FakeClock()
+    ledger = make_ledger(clock)
+    ledger.count("a", {"requests": 1})
+    ledger.count("b", {"requests": 1})
+    clock.now_s = DAY_S
+    ledger.count("b", {"requests": 2})
+    days = result_of(ledger.days("a"))
+    assert {day: dict(use.tenants) for day, use in days.items()} == {10: {"a": Use(requests=1)}, 11: {}}
+
+
+def test_a_day_that_ends_while_it_is_read_is_not_returned_in_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tenant_ledger, "_TENANTS_IN_SLICE", 1)
+    clock = FakeClock()
+    ledger = make_ledger(clock)
+    ledger.count("a", {"requests": 1})
+    reading = ledger.days()
+    next(reading)
+    clock.now_s = DAY_S
+    assert {day: dict(use.tenants) for day, use in result_of(reading).items()} == {10: {"a": Use(requests=1)}}
+
+
+def test_closed_days_are_kept_until_they_are_saved_31_at_most() -> None:
+    clock = FakeClock()
+    ledger = make_ledger(clock)
+    ledger.resize("a", DEVICE, 1)
+    clock.now_s = 40 * DAY_S
+    assert min(result_of(ledger.days())) == 10 + 40 - 31
+    ledger.forget(range(50))
+    assert set(result_of(ledger.days())) == {50}
+
+
+def test_stores_count_as_host_disk_or_remote() -> None:
+    assert [tier_of(name) for name in ("host", "disk", "redis", "mooncake", "shelf")] == [HOST, DISK, *[REMOTE] * 3]
+
+
+class TestCauses:
+    """Who evicted blocks: the tenant itself or others."""
+
+    def make_cache(self, clock: FakeClock, **quotas: Quota) -> PrefixCache:
+        return PrefixCache(8, SIZE, clock=clock, quotas=quotas, ledger=make_ledger(clock))
+
+    def evicted(self, cache: PrefixCache, tenant: str) -> tuple[int, int]:
+        assert cache.ledger is not None
+        use = cache.ledger.use_of(tenant)
+        return use.device_evicted_by_self_tokens, use.device_evicted_by_others_tokens
+
+    def test_for_others(self) -> None:
+        cache = self.make_cache(FakeClock())
+        publish(cache, "aaaabbbbcccc", Namespace("m", "a"))
+        publish(cache, "x" * 24, Namespace("m", "b"))
+        assert (self.evicted(cache, "a"), self.evicted(cache, "b")) == ((0, 4), (0, 0))
+
+    def test_for_itself_at_its_ceiling(self) -> None:
+        cache = self.make_cache(FakeClock(), a=Quota(ceiling_blocks=3))
+        publish(cache, "aaaabbbbcccc", Namespace("m", "a"))
+        publish(cache, "ddddeeee", Namespace("m", "a"))
+        assert self.evicted(cache, "a") == (8, 0)
+
+    def test_for_the_server(self) -> None:
+        cache = self.make_cache(FakeClock())
+        publish(cache, "aaaabbbb", Namespace("m", "a"))
+        cache.evict(1)
+        assert self.evicted(cache, "a") == (0, 4)
+
+    def test_at_its_request(self) -> None:
+        cache = self.make_cache(FakeClock())
+        publish(cache, "aaaabbbb", Namespace("m", "a"))
+        cache.drop(Namespace("m", "a"), spell("aaaabbbb"), evicts=True)
+        assert self.evicted(cache, "a") == (8, 0)
+
+
+def test_blocks_of_public_prefixes_count_for_no_tenant() -> None:
+    clock = FakeClock()
+    ledger = make_ledger(clock)
+    cache = PrefixCache(16, SIZE, clock=clock, ledger=ledger)
+    prefix = cache.public.register("head", "m", "", spell("aaaabbbb"))
+    with cache.lease(prefix.namespace, spell("aaaabbbb")) as lease:
+        lease.commit(8)
+    cache.public.activate(prefix)
+    with cache.lease(Namespace("m", "a"), spell("aaaabbbbcccc")):
+        clock.now_s = 1.0
+    assert (ledger.use_of(PUBLIC_TENANT).device_token_s, ledger.use_of("a").device_token_s) == (8.0, 4.0)
+
+
+def test_without_a_ledger_nothing_is_accounted() -> None:
+    cache = PrefixCache(16, SIZE)
+    publish(cache, "aaaabbbb")
+    assert cache.ledger is None
+    assert [usage.account for _, usage in cache.tenants.items()] == [None]

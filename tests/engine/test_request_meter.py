@@ -1,0 +1,62 @@
+"""Which tokens of a request are accounted to its tenant, and when."""
+
+from __future__ import annotations
+
+from radixkv.api.statement import Use
+from tests.core_bench import Bench
+
+
+def use_of(bench: Bench, tenant: str) -> Use:
+    """Return what a tenant used, without the time."""
+    assert bench.cache.ledger is not None
+    return bench.cache.ledger.use_of(tenant)
+
+
+def test_a_request_counts_for_its_tenant() -> None:
+    bench = Bench(has_ledger=True)
+    bench.prefill(range(10), tenant="a")
+    bench.prefill(range(10), tenant="a")
+    future = bench.generate(range(10), 3, tenant="b")
+    bench.run()
+    assert future.result(0).usage.generated_tokens == 3
+    expected = Use(requests=2, computed_tokens=11, generated_tokens=0, written_tokens=10, device_hit_tokens=9)
+    assert use_of(bench, "a") == expected
+    assert use_of(bench, "b") == Use(requests=1, computed_tokens=10, generated_tokens=3, written_tokens=12)
+
+
+def test_a_generation_that_is_aborted_counts_with_the_tokens_that_were_sent() -> None:
+    bench = Bench(has_ledger=True)
+    future = bench.generate(range(10), 30, tenant="a")
+    while len(future.streamed) < 5:
+        bench.core.step()
+    future.cancel()
+    bench.run()
+    use = use_of(bench, "a")
+    assert (use.requests, use.computed_tokens) == (1, 10)
+    assert use.generated_tokens >= 5
+
+
+def test_a_prompt_that_is_aborted_counts_as_far_as_it_was_computed() -> None:
+    bench = Bench(has_ledger=True, max_step_tokens=4)
+    bench.prefill(range(4), tenant="a")
+    future = bench.submit(range(20), tenant="a")
+    bench.core.step()
+    bench.core.step()
+    future.cancel()
+    bench.run()
+    use = use_of(bench, "a")
+    assert (use.requests, use.computed_tokens, use.device_hit_tokens) == (1, 4 + 8, 0)
+    waiting = bench.submit(range(50, 60), tenant="b")
+    waiting.cancel()
+    bench.run()
+    assert use_of(bench, "b") == Use()
+
+
+def test_blocks_of_a_running_request_count_as_resident() -> None:
+    bench = Bench(has_ledger=True, max_step_tokens=4)
+    bench.submit(range(10), tenant="a")
+    bench.core.step()
+    bench.clock.now_s = 2.0
+    bench.run()
+    bench.clock.now_s = 3.0
+    assert use_of(bench, "a").device_token_s == 3 * 12  # the last block is filled in part
