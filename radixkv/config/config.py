@@ -190,7 +190,7 @@ def _merged(lower: Mapping[str, Any], upper: Mapping[str, Any]) -> dict[str, Any
     return {**lower, **upper, **joined}
 
 
-def _require_known(path: str, known: Iterable[str]) -> None:
+def require_known(path: str, known: Iterable[str]) -> None:
     """Raise `ConfigError`, which names the nearest known path, unless a path is known."""
     paths = list(known)
     if path not in paths:
@@ -203,14 +203,14 @@ def _with_keys(path: str, section: _Section, values: object) -> _Section:
     replaced = _table(path, values)
     known = [f"{path}.{each.name}" for each in dataclasses.fields(section)]
     for key in replaced:
-        _require_known(f"{path}.{key}", known)
+        require_known(f"{path}.{key}", known)
     return dataclasses.replace(section, **replaced)
 
 
 def _require_sections(tree: Mapping[str, Any]) -> None:
     """Refuse sections that are unknown or not tables, even if a later setting replaces them."""
     for name, values in tree.items():
-        _require_known(name, [each.name for each in dataclasses.fields(Config)])
+        require_known(name, [each.name for each in dataclasses.fields(Config)])
         for each, keys in _table(name, values).items():
             if name in _NAMED:
                 _table(f"{name}.{each}", keys)

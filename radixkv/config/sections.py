@@ -281,6 +281,9 @@ class ServerConfig:
         record_path: directory in which the traffic is recorded as a trace for `radixkv simulate`, with keyed hashes in
             place of tokens and names. Default: no recording.
         record_bytes: maximum size of the recorded files together; the oldest are deleted.
+        statement_path: directory in which the server saves what each tenant uses, for `radixkv statement`. Each server
+            needs its own; replicas of a fleet use subdirectories. Default: no statements.
+        statement_interval_s: seconds between two saves, and so the use that is lost at most if the process is killed.
     """
 
     host: str = "127.0.0.1"
@@ -310,6 +313,8 @@ class ServerConfig:
     admin_port: _Port | None = None
     record_path: str | None = None
     record_bytes: Annotated[int, Range(2**20, 2**40)] = 2**30
+    statement_path: str | None = None
+    statement_interval_s: Annotated[float, Range(1, 86_400)] = 60.0
 
     def __post_init__(self) -> None:
         require_fields("server", self)

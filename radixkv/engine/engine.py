@@ -18,6 +18,7 @@ from radixkv.api.params import PrefillParams
 from radixkv.api.result import GenerationFuture, OnTokens, PrefillResult, ProbeResult, Retained
 from radixkv.api.retention import Retention
 from radixkv.api.sampling import Sampling
+from radixkv.api.statement import DayUse
 from radixkv.api.stats import DEFAULT_MAX_TENANTS, EngineLoad, EngineStats, SessionStats
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.cache.purge import Purged
@@ -42,6 +43,7 @@ from radixkv.offload.offload import CLOSE_LIMIT_S, Offload
 from radixkv.offload.purge import when_deleted
 from radixkv.scheduling.rate_limiter import RateLimiter
 from radixkv.scheduling.request import Generation, Request
+from radixkv.statements.statement_book import StatementBook
 
 # After this many failed steps in a row the engine is unhealthy, and periodically tries a step of one token.
 _MAX_FAILED_STEPS = 3
@@ -72,6 +74,7 @@ class Engine:
         rates: limits the rates of tenants; None for no limits.
         adapters: the device side of adapters; None without adapters.
         open_offload: connects the tiers below the device with the engine; None without any.
+        statements: saves what the cache's ledger accounts; None without statements.
 
     Attributes:
         adapters, public: load and unload adapters, and register prefixes that all tenants share.
@@ -80,6 +83,7 @@ class Engine:
         events: the log of what is cached; None without a listener.
         segments: lists what is cached, one page at a time.
         offload, transfer: the tiers below the device, and the transfer of K/V between servers; None without any.
+        statements: see above.
     """
 
     def __init__(
@@ -94,6 +98,7 @@ class Engine:
         rates: RateLimiter | None = None,
         adapters: AdapterSource | None = None,
         open_offload: OpenOffload | None = None,
+        statements: StatementBook | None = None,
     ) -> None:
         model = runner.model
         self.limits = Limits.of_pool(
@@ -130,6 +135,7 @@ class Engine:
         list_stored = None if offload is None else offload.stored
         self.segments = SegmentSource(cache, lambda look, tenant: self._call_for(tenant, look), list_stored)
         self.offload = offload
+        self.statements = statements
         thread = EngineThread(self._call, self._inbox.put, lambda: self.cancellation)
         self.adapters = Adapters(runner.fingerprint, adapters, cache, thread)
         self.transfer = Transfer.of(transfer, self._core.held_leases, self.adapters, self._call_for)
@@ -181,6 +187,8 @@ class Engine:
         """Start the engine's thread."""
         self._thread.start()
         self._watchdog.start()
+        if self.statements is not None:
+            self.statements.start(self._call)
 
     def prefill(self, params: PrefillParams) -> Future[PrefillResult]:
         """Queue a prefill.
@@ -309,6 +317,12 @@ class Engine:
         """Return all statistics, including those of the largest tenants, or of `tenant`; see `StatsCollector.stats`."""
         return self._call_for(tenant, lambda: self._core.stats.stats(max_tenants, tenant))
 
+    def statement_days(self, tenant: str | None = None) -> Future[dict[int, DayUse]]:
+        """Return the use of one tenant or of all on the days that are in memory; for `StatementBook.statement`."""
+        statements = self.statements
+        assert statements is not None, "there are statements"
+        return self._call_for(tenant, lambda: statements.present_days(tenant))
+
     def sessions(self, max_sessions: int, tenant: str | None = None) -> Future[list[SessionStats]]:
         """Return the sessions that were used most recently; see `StatsCollector.sessions`."""
         return self._call_for(tenant, lambda: self._core.stats.sessions(max_sessions, tenant))
@@ -344,6 +358,8 @@ class Engine:
         if self._thread.is_alive():
             _log.error("a step does not end; the engine's thread is left running")
         self._watchdog.stop()
+        if self.statements is not None:
+            self.statements.close(has_engine_ended=not self._thread.is_alive())
 
     def _on_hang(self) -> None:
         """Cancel all requests and calls. The step may still write to its blocks, so these are released when it ends."""

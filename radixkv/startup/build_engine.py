@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import cast
 
@@ -19,6 +19,7 @@ from radixkv.cache.policies import make_policy
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.cache.recurrent_states import StateSlots
 from radixkv.cache.sessions import MAX_SESSION_PROMPT_BYTES
+from radixkv.cache.tenant_ledger import TenantLedger
 from radixkv.cache.tenants import Quota
 from radixkv.cache.windowed_layers import WindowedLayers
 from radixkv.compute.graphs.recorder import GraphRecorder
@@ -52,6 +53,8 @@ from radixkv.startup.requirements import require_usable
 from radixkv.startup.thread_count import choose_thread_count
 from radixkv.startup.tiers import Transfers, open_stores, tier_shares
 from radixkv.startup.windowed_layers import divide_layers, windows_of
+from radixkv.statements.day_files import DayFiles
+from radixkv.statements.statement_book import StatementBook
 from radixkv.storage.device_pool import KVShape, KVStorage
 
 _log = logging.getLogger(__name__)
@@ -63,6 +66,7 @@ def build_engine(
     events_key: bytes | None = None,
     choice: LoadOrCompute | None = None,
     progress: StartProgress | None = None,
+    open_day_files: Callable[[str], DayFiles] = DayFiles.open,
 ) -> Engine:
     """Load and check the model, allocate the pool, and build the engine. Logs the start and the result of each phase.
 
@@ -74,6 +78,7 @@ def build_engine(
         events_key: key that derives the names of namespaces in events, 16 to 64 bytes; None for a random one.
         choice: decides between loading from stores and computing; None to decide by measured times.
         progress: the progress of the start; None to log only the beginning of each phase.
+        open_day_files: opens `server.statement_path`, if it is set.
 
     Returns:
         An engine that is not started yet.
@@ -88,6 +93,7 @@ def build_engine(
     _set_threads(config.model.threads)
     quotas = {name: _quota(f"tenants.{name}", bounds, config) for name, bounds in config.tenants.items()}
     default_quota = _quota("default_tenant", config.default_tenant, config)
+    ledger, statements = _statements(config, open_day_files)
     use_huge_pages()
     keep_freed_memory()  # before loading, which copies each weight of a model on a CPU
     progress.begin("loading the model")
@@ -140,6 +146,7 @@ def build_engine(
         shares_of=tier_shares(quotas, default_quota, num_blocks),
         retained_share=max_retained_blocks / num_blocks,
         part_of=windows.pools[-1].part_of if windows.pools else None,
+        ledger=ledger,
     )
     listeners: list[Listener] = [events]
     if stores is not None:
@@ -148,7 +155,7 @@ def build_engine(
     policy = make_policy(config.cache.policy, num_blocks_in_one_pool)
     prompt_bytes = 0 if stores is None else MAX_SESSION_PROMPT_BYTES  # only tiers have something to load ahead
     cache = _make_cache(
-        config.cache, policy, quotas, default_quota, num_blocks, listeners, marks, windows, states, prompt_bytes
+        config.cache, policy, quotas, default_quota, num_blocks, listeners, marks, windows, states, prompt_bytes, ledger
     )
     if windows.shares_memory:
         observers = (*observers, PageReclaimer(storage, cache.pool, windows.pools[-1]))
@@ -164,6 +171,7 @@ def build_engine(
         rates=rates,
         adapters=adapter_source(config, model),
         open_offload=None if stores is None else partial(stores.connect, cache, choice),
+        statements=statements,
     )
     try:
         load_adapters(config.adapters, engine.adapters, progress.report)
@@ -275,6 +283,18 @@ def _checked_kernels(model: Model, kv_shape: KVShape, block_size: int, progress:
     return kernels
 
 
+def _statements(
+    config: Config, open_day_files: Callable[[str], DayFiles]
+) -> tuple[TenantLedger | None, StatementBook | None]:
+    """Return what accounts the use of tenants, and what saves it; None without statements."""
+    path = config.server.statement_path
+    if path is None:
+        return None, None
+    files = open_day_files(path)
+    ledger = TenantLedger(config.cache.block_size, config.tenants, read_day=files.read)
+    return ledger, StatementBook(ledger, files, config.server.statement_interval_s)
+
+
 def _make_feed(config: Config, step_tokens: int, marks: InvocationMarks, events_key: bytes | None) -> TreeFeed:
     block_size = config.events.block_size
     return TreeFeed(
@@ -298,6 +318,7 @@ def _make_cache(
     windows: WindowedLayers,
     state_slots: StateSlots | None,
     max_session_prompt_bytes: int,
+    ledger: TenantLedger | None,
 ) -> PrefixCache:
     return PrefixCache(
         num_blocks,
@@ -315,6 +336,7 @@ def _make_cache(
         marks=marks,
         windows=windows,
         state_slots=state_slots,
+        ledger=ledger,
     )
 
 

@@ -50,12 +50,19 @@ class Replica:
         from radixkv.service.server.process_tuning import frozen_survivors
         from radixkv.service.server.server import Server
         from radixkv.startup.build_engine import build_engine
+        from radixkv.statements.day_files import DayFiles
 
         self._config = config
         self._resources = contextlib.ExitStack()
         tracing = self._resources.enter_context(exported_spans(config.telemetry))
         observers = () if tracing is None else (tracing,)
-        self._engine = await asyncio.to_thread(build_engine, _with_transfer(config), observers, secrets.events_key)
+        self._engine = await asyncio.to_thread(
+            build_engine,
+            _with_transfer(config),
+            observers,
+            secrets.events_key,
+            open_day_files=DayFiles.open_for_replica,
+        )
         if self._engine.transfer is not None:
             fleet = config.fleet
             self._engine.transfer.join(FleetAccess(secrets.token, secrets.kv_key, fleet.tls_ca, fleet.tls_name))

@@ -35,6 +35,7 @@ EXAMPLES = {
     "server.tokens_file": "/etc/radixkv/tokens.toml",
     "server.admin_port": 50052,
     "server.record_path": "/var/lib/radixkv/traffic",
+    "server.statement_path": "/var/lib/radixkv/statements",
     "events.zmq_endpoint": "tcp://127.0.0.1:5557",
     "events.replay_endpoint": "tcp://127.0.0.1:5558",
     "events.curve_key_file": "/etc/radixkv/events.key_secret",

@@ -18,6 +18,7 @@ MAY_IMPORT = {
     "api": "",
     "cache": "api",
     "explain": "api",
+    "statements": "api cache",
     "scheduling": "api cache offload.index",
     "offload.index": "api cache",
     "offload.load_or_compute": "",
@@ -30,10 +31,10 @@ MAY_IMPORT = {
     "compute": "model storage kernels",
     "events": "api cache offload.index",
     "routing": "api events",
-    "engine": "api cache scheduling offload storage compute events",
+    "engine": "api cache scheduling statements offload storage compute events",
     "planning": "api cache events model_files offload routing scheduling storage",
     "telemetry": "api scheduling engine",
-    "startup": "api cache storage model compute events engine kernels offload scheduling",
+    "startup": "api cache storage model compute events engine kernels offload scheduling statements",
     "kernels": "",
 }
 COMMON = (
@@ -48,6 +49,7 @@ WITHOUT_TORCH = (
     "api",
     "cache",
     "explain",
+    "statements",
     "model_files",
     "events",
     "scheduling",

@@ -1,0 +1,4 @@
+"""Saves what tenants used, and makes statements of it.
+
+Public API: `StatementBook` makes statements; `DayFiles` are its files, one per day.
+"""
