@@ -668,3 +668,77 @@ class PublicPrefix(_message.Message):
     adapter_digest: str
     adapter_names: _containers.RepeatedScalarFieldContainer[str]
     def __init__(self, name: _Optional[str] = ..., tokens: _Optional[int] = ..., blocks: _Optional[int] = ..., is_computed: bool = ..., users: _Optional[int] = ..., uses: _Optional[int] = ..., adapter_digest: _Optional[str] = ..., adapter_names: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class StatementRequest(_message.Message):
+    __slots__ = ("tenant", "since", "until", "by_day")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    SINCE_FIELD_NUMBER: _ClassVar[int]
+    UNTIL_FIELD_NUMBER: _ClassVar[int]
+    BY_DAY_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    since: str
+    until: str
+    by_day: bool
+    def __init__(self, tenant: _Optional[str] = ..., since: _Optional[str] = ..., until: _Optional[str] = ..., by_day: bool = ...) -> None: ...
+
+class StatementResponse(_message.Message):
+    __slots__ = ("since", "until", "covered_s", "lines")
+    SINCE_FIELD_NUMBER: _ClassVar[int]
+    UNTIL_FIELD_NUMBER: _ClassVar[int]
+    COVERED_S_FIELD_NUMBER: _ClassVar[int]
+    LINES_FIELD_NUMBER: _ClassVar[int]
+    since: str
+    until: str
+    covered_s: float
+    lines: _containers.RepeatedCompositeFieldContainer[StatementLine]
+    def __init__(self, since: _Optional[str] = ..., until: _Optional[str] = ..., covered_s: _Optional[float] = ..., lines: _Optional[_Iterable[_Union[StatementLine, _Mapping]]] = ...) -> None: ...
+
+class StatementLine(_message.Message):
+    __slots__ = ("period", "tenant", "requests", "computed_tokens", "generated_tokens", "written_tokens", "device_hit_tokens", "host_hit_tokens", "disk_hit_tokens", "remote_hit_tokens", "host_loaded_tokens", "disk_loaded_tokens", "remote_loaded_tokens", "device_evicted_by_self_tokens", "device_evicted_by_others_tokens", "host_evicted_by_self_tokens", "host_evicted_by_others_tokens", "disk_evicted_by_self_tokens", "disk_evicted_by_others_tokens", "device_token_s", "host_token_s", "disk_token_s", "remote_token_s")
+    PERIOD_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    GENERATED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    WRITTEN_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    HOST_HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DISK_HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    REMOTE_HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    HOST_LOADED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DISK_LOADED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    REMOTE_LOADED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_EVICTED_BY_SELF_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_EVICTED_BY_OTHERS_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    HOST_EVICTED_BY_SELF_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    HOST_EVICTED_BY_OTHERS_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DISK_EVICTED_BY_SELF_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DISK_EVICTED_BY_OTHERS_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_TOKEN_S_FIELD_NUMBER: _ClassVar[int]
+    HOST_TOKEN_S_FIELD_NUMBER: _ClassVar[int]
+    DISK_TOKEN_S_FIELD_NUMBER: _ClassVar[int]
+    REMOTE_TOKEN_S_FIELD_NUMBER: _ClassVar[int]
+    period: str
+    tenant: str
+    requests: int
+    computed_tokens: int
+    generated_tokens: int
+    written_tokens: int
+    device_hit_tokens: int
+    host_hit_tokens: int
+    disk_hit_tokens: int
+    remote_hit_tokens: int
+    host_loaded_tokens: int
+    disk_loaded_tokens: int
+    remote_loaded_tokens: int
+    device_evicted_by_self_tokens: int
+    device_evicted_by_others_tokens: int
+    host_evicted_by_self_tokens: int
+    host_evicted_by_others_tokens: int
+    disk_evicted_by_self_tokens: int
+    disk_evicted_by_others_tokens: int
+    device_token_s: float
+    host_token_s: float
+    disk_token_s: float
+    remote_token_s: float
+    def __init__(self, period: _Optional[str] = ..., tenant: _Optional[str] = ..., requests: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., written_tokens: _Optional[int] = ..., device_hit_tokens: _Optional[int] = ..., host_hit_tokens: _Optional[int] = ..., disk_hit_tokens: _Optional[int] = ..., remote_hit_tokens: _Optional[int] = ..., host_loaded_tokens: _Optional[int] = ..., disk_loaded_tokens: _Optional[int] = ..., remote_loaded_tokens: _Optional[int] = ..., device_evicted_by_self_tokens: _Optional[int] = ..., device_evicted_by_others_tokens: _Optional[int] = ..., host_evicted_by_self_tokens: _Optional[int] = ..., host_evicted_by_others_tokens: _Optional[int] = ..., disk_evicted_by_self_tokens: _Optional[int] = ..., disk_evicted_by_others_tokens: _Optional[int] = ..., device_token_s: _Optional[float] = ..., host_token_s: _Optional[float] = ..., disk_token_s: _Optional[float] = ..., remote_token_s: _Optional[float] = ...) -> None: ...

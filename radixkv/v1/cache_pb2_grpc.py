@@ -106,6 +106,11 @@ class CacheServiceStub(object):
                 request_serializer=radixkv_dot_v1_dot_cache__pb2.DrainRequest.SerializeToString,
                 response_deserializer=radixkv_dot_v1_dot_cache__pb2.DrainResponse.FromString,
                 _registered_method=True)
+        self.Statement = channel.unary_unary(
+                '/radixkv.v1.CacheService/Statement',
+                request_serializer=radixkv_dot_v1_dot_cache__pb2.StatementRequest.SerializeToString,
+                response_deserializer=radixkv_dot_v1_dot_cache__pb2.StatementResponse.FromString,
+                _registered_method=True)
 
 
 class CacheServiceServicer(object):
@@ -218,6 +223,14 @@ class CacheServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Statement(self, request, context):
+        """List what tenants used in a range of days: tokens computed, saved by hits and generated, evictions, and token-seconds
+        on the device and in each tier. UNIMPLEMENTED if server.statement_path is not set.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_CacheServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -290,6 +303,11 @@ def add_CacheServiceServicer_to_server(servicer, server):
                     servicer.Drain,
                     request_deserializer=radixkv_dot_v1_dot_cache__pb2.DrainRequest.FromString,
                     response_serializer=radixkv_dot_v1_dot_cache__pb2.DrainResponse.SerializeToString,
+            ),
+            'Statement': grpc.unary_unary_rpc_method_handler(
+                    servicer.Statement,
+                    request_deserializer=radixkv_dot_v1_dot_cache__pb2.StatementRequest.FromString,
+                    response_serializer=radixkv_dot_v1_dot_cache__pb2.StatementResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -672,6 +690,33 @@ class CacheService(object):
             '/radixkv.v1.CacheService/Drain',
             radixkv_dot_v1_dot_cache__pb2.DrainRequest.SerializeToString,
             radixkv_dot_v1_dot_cache__pb2.DrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Statement(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/radixkv.v1.CacheService/Statement',
+            radixkv_dot_v1_dot_cache__pb2.StatementRequest.SerializeToString,
+            radixkv_dot_v1_dot_cache__pb2.StatementResponse.FromString,
             options,
             channel_credentials,
             insecure,

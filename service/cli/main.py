@@ -38,6 +38,7 @@ COMMANDS = {
     "health": "check whether a service accepts requests",
     "purge": "drop what is cached for a tenant, an adapter or a salt",
     "stats": "show what the cache holds and the counters of the service",
+    "statement": "list what each tenant used in a month, as a table, CSV, JSON or an invoice",
     "drain": "shut a service down after its running requests",
     "adapters": "load, unload or list LoRA adapters",
     "public": "share prefixes, such as system prompts, between all tenants",

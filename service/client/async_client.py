@@ -51,6 +51,8 @@ from radixkv.v1.cache_pb2 import (
     PurgeResponse,
     RegisterPublicPrefixRequest,
     RetainResponse,
+    StatementRequest,
+    StatementResponse,
     StatsRequest,
     StatsResponse,
     UnloadAdapterRequest,
@@ -299,6 +301,14 @@ class AsyncClient:
         """Return the contents of the cache and the counters of the server; see `Client.stats`."""
         return await self._call(
             methods.STATS, make_request(StatsRequest, max_tenants=max_tenants, tenant=tenant, max_sessions=max_sessions)
+        )
+
+    async def statement(
+        self, *, since: str = "", until: str = "", tenant: str | None = None, by_day: bool = False
+    ) -> StatementResponse:
+        """Return what tenants used in a range of days; see `Client.statement`."""
+        return await self._call(
+            methods.STATEMENT, make_request(StatementRequest, since=since, until=until, tenant=tenant, by_day=by_day)
         )
 
     async def load_adapter(self, name: str, path: str) -> LoadAdapterResponse:

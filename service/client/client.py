@@ -49,6 +49,8 @@ from radixkv.v1.cache_pb2 import (
     PurgeResponse,
     RegisterPublicPrefixRequest,
     RetainResponse,
+    StatementRequest,
+    StatementResponse,
     StatsRequest,
     StatsResponse,
     UnloadAdapterRequest,
@@ -440,6 +442,29 @@ class Client:
         """
         return self._call(
             methods.STATS, make_request(StatsRequest, max_tenants=max_tenants, tenant=tenant, max_sessions=max_sessions)
+        )
+
+    def statement(
+        self, *, since: str = "", until: str = "", tenant: str | None = None, by_day: bool = False
+    ) -> StatementResponse:
+        """Return what tenants used in a range of days: tokens, token-seconds on the device and in tiers, evictions.
+
+        Args:
+            since: the first day, such as `2026-11-01`, or the month of the first days, such as `2026-11`, in UTC; by
+                default the first day of the month of the last day.
+            until: the last day, or the month of the last days; by default today. A range has at most 400 days.
+            tenant: return only the lines of this tenant; None for all. With a tenant's credential, only those of that
+                tenant are returned in any case.
+            by_day: return a line for each day instead of for each month.
+
+        Raises:
+            InvalidArgument: a day is malformed, or the range is too long.
+            ResourceExhausted: too many statements wait.
+            Unimplemented: `server.statement_path` is not set.
+            ServiceError: the call failed; the subclass says how.
+        """
+        return self._call(
+            methods.STATEMENT, make_request(StatementRequest, since=since, until=until, tenant=tenant, by_day=by_day)
         )
 
     def load_adapter(self, name: str, path: str) -> LoadAdapterResponse:

@@ -99,6 +99,7 @@ EXPLAIN = Method(_CACHE, "Explain", cache.ExplainRequest, cache.ExplainResponse,
 END_SESSION = Method(_CACHE, "EndSession", cache.EndSessionRequest, cache.EndSessionResponse)
 PURGE = Method(_CACHE, "Purge", cache.PurgeRequest, cache.PurgeResponse)  # a second one counts no blocks
 STATS = Method(_CACHE, "Stats", cache.StatsRequest, cache.StatsResponse, is_idempotent=True)
+STATEMENT = Method(_CACHE, "Statement", cache.StatementRequest, cache.StatementResponse, is_idempotent=True)
 LIST_SEGMENTS = Method(
     _CACHE, "ListSegments", cache.ListSegmentsRequest, cache.ListSegmentsResponse, is_idempotent=True
 )
@@ -149,6 +150,7 @@ METHODS: tuple[Method[Any, Any], ...] = (
     EXPLAIN,
     END_SESSION,
     PURGE,
+    STATEMENT,
     STATS,
     LIST_SEGMENTS,
     LOAD_ADAPTER,

@@ -1,7 +1,7 @@
 """Methods of CacheService that a fleet implements.
 
-Stats, Purge, EndSession and Hint are called on all replicas, and the responses are aggregated. Explain is forwarded to
-the replica that would get the prompt.
+Stats, Statement, Purge, EndSession and Hint are called on all replicas, and the responses are aggregated. Explain is
+forwarded to the replica that would get the prompt.
 """
 
 from __future__ import annotations
@@ -27,7 +27,18 @@ from radixkv.v1 import cache_pb2, hints_pb2
 
 _NAME_OF = {"tenants": "tenant", "tiers": "tier"}
 # Equal on all replicas.
-_EQUAL = ("model", "device", "block_size", "block_bytes", "kv_dtype", "model_fingerprint", "bounds_s", "tenant", "tier")
+_EQUAL = (
+    "model",
+    "device",
+    "block_size",
+    "block_bytes",
+    "kv_dtype",
+    "model_fingerprint",
+    "bounds_s",
+    "tenant",
+    "tier",
+    "period",
+)
 _MAXIMA = ("uptime_s", "known_tenants")
 
 ListReplicas = Callable[[], Awaitable[Sequence[ReplicaConnection]]]
@@ -53,6 +64,7 @@ class FleetCacheService:
         return {
             "Purge": self.purge,
             "Stats": self.stats,
+            "Statement": self.statement,
             "EndSession": self.end_session,
             "Hint": self.hint,
             "Explain": self.explain,
@@ -155,6 +167,17 @@ class FleetCacheService:
             response.replicas.add(address=address, error=_reason(failure))
         return response
 
+    async def statement(self, request: cache_pb2.StatementRequest, context: Context) -> cache_pb2.StatementResponse:
+        """Return the sum of the statements of all replicas. The call succeeds only if it did on each of them."""
+        require_names(tenant=request.tenant)
+        async with replica_errors_as_status(context):
+            responses, failures = await self._call_all(
+                lambda connection: connection.cache.Statement(request, **call_options(connection, context))
+            )
+            if failures:
+                raise _incomplete(failures, len(responses))
+        return summed_statements(responses.values())
+
     async def _call_all(
         self, make_call: Callable[[ReplicaConnection], Awaitable[Any]], only: str = ""
     ) -> tuple[dict[str, Any], dict[str, grpc.aio.AioRpcError | ReplicaLost]]:
@@ -239,6 +262,20 @@ def summed(
     kept = cache_pb2.StatsResponse(tenants=largest, sessions=latest)
     del total.tenants[:]
     total.MergeFrom(kept)
+    return total
+
+
+def summed_statements(responses: Iterable[cache_pb2.StatementResponse]) -> cache_pb2.StatementResponse:
+    """Add up the statements of replicas, at least one. The seconds that were accounted are added up as well."""
+    parts = list(responses)
+    total = cache_pb2.StatementResponse(since=parts[0].since, until=parts[0].until)
+    total.covered_s = sum(each.covered_s for each in parts)
+    lines: dict[tuple[str, str], list[Message]] = {}
+    for part in parts:
+        for line in part.lines:
+            lines.setdefault((line.period, line.tenant), []).append(line)
+    for key in sorted(lines):
+        _add(total.lines.add(), lines[key])
     return total
 
 

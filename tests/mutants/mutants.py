@@ -1457,6 +1457,32 @@ STATEMENT_MUTANTS = (
         "offload/index/tier_index.py", "            self._ledger.resize(tenant, self._tier, -1)\n", "            pass\n"
     ),
     Mutant("engine/request_meter.py", "elif request.has_computed:", "elif False:"),
+    Mutant("statements/day_files.py", "            os.fsync(file.fileno())\n", ""),
+    Mutant("statements/day_files.py", " or value < 0:", ":"),
+    Mutant("statements/day_files.py", "day <= today - MAX_DAYS", "day < today - MAX_DAYS"),
+    Mutant("statements/day_files.py", "fcntl.LOCK_EX | fcntl.LOCK_NB", "fcntl.LOCK_SH | fcntl.LOCK_NB"),
+    Mutant("statements/statement_book.py", "        if has_engine_ended:\n", "        if False:\n"),
+    Mutant(
+        "statements/statement_book.py",
+        "            if self._write(days):\n",
+        "            if self._write(days) or True:\n",
+    ),
+    Mutant(
+        "statements/statement_book.py", "use = present[day] if day in present else", "use = None if day in present else"
+    ),
+    Mutant("statements/statement_book.py", "if tenant is None else {tenant} & use.tenants.keys()", ""),
+    Mutant("service/cli/prices.py", "rounding=decimal.ROUND_HALF_EVEN", "rounding=decimal.ROUND_HALF_UP"),
+    Mutant("service/cli/prices.py", "Decimal(_MILLION * divisor)", "Decimal(_MILLION)"),
+    Mutant(
+        "service/cli/prices.py",
+        '{f"cached_{tier}": cached for tier in _TIERS}, **tokens}',
+        'tokens, **{f"cached_{tier}": cached for tier in _TIERS}}',
+    ),
+    Mutant(
+        "service/server/servicers/statements.py",
+        "            self._num_waiting.release(key, 1)\n",
+        "            pass\n",
+    ),
     Mutant("engine/request_meter.py", "if request.times.prefilled_s is not None:", "if outcome is Outcome.FINISHED:"),
 )
 

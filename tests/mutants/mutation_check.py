@@ -129,6 +129,9 @@ STATEMENT_TESTS = (
     "tests/cache/test_tenant_ledger.py",
     "tests/engine/test_request_meter.py",
     "tests/offload/test_tenant_use.py",
+    "tests/statements",
+    "tests/service/cli/test_statement.py",
+    "tests/service/server/servicers/test_statements.py",
 )
 OFFLOAD_TESTS = (
     "tests/offload/index/test_eviction_order.py",

@@ -108,6 +108,7 @@ class FakeEngine:
         self.device = FakeDevice()
         thread = EngineThread(self._call, lambda function: function(), lambda: self.cancellation)
         self.offload = self.transfer = None
+        self.statements = None
         self.adapters = Adapters("fake", self.device.source(), self.cache, thread)
         self.public = PublicPrefixRegistry(self.cache.public, LIMITS, self.adapters, thread, self._compute_public)
         self.eos_token_ids = frozenset({2, 3})
@@ -296,6 +297,9 @@ class FakeEngine:
         except RadixKVError as error:
             future.set_exception(error)
         return future
+
+    def statement_days(self, tenant=None) -> Future:
+        return self._call(lambda: self.statements.present_days(tenant))
 
     def sessions(self, max_sessions, tenant=None) -> Future:
         future = Future()

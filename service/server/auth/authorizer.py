@@ -155,6 +155,7 @@ RULES: dict[str, MethodRule] = {
     "/radixkv.v1.PrefillService/FetchKV": _TENANT,
     "/radixkv.v1.FleetService/Route": _TENANT,
     "/radixkv.v1.CacheService/Stats": _READ,
+    "/radixkv.v1.CacheService/Statement": _READ,
     "/radixkv.v1.CacheService/Retain": _TENANT,
     "/radixkv.v1.CacheService/Hint": _TENANT,
     "/radixkv.v1.CacheService/Explain": _TENANT,

@@ -28,6 +28,7 @@ from radixkv.service.server.servicers.messages import (
     tenant_stats_response,
 )
 from radixkv.service.server.servicers.segments import SegmentLister
+from radixkv.service.server.servicers.statements import StatementMaker
 from radixkv.service.token_ids import read_token_ids
 from radixkv.v1 import cache_pb2, cache_pb2_grpc
 
@@ -52,6 +53,7 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
         self._mailbox = Mailbox()
         self._segments = SegmentLister(engine, self._mailbox)
         self._explainer = Explainer(engine, self._mailbox, tokenizer)
+        self._statements = StatementMaker(engine, self._mailbox)
 
     async def Retain(self, request: cache_pb2.RetainRequest, context: Context) -> cache_pb2.RetainResponse:  # noqa: N802
         """Set the retention priority of a cached range."""
@@ -111,6 +113,12 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
             sessions = await result_of(self._engine, self._mailbox, self._engine.sessions(request.max_sessions, tenant))
             response.sessions.extend(map(session_message, sessions))
         return response
+
+    async def Statement(  # noqa: N802
+        self, request: cache_pb2.StatementRequest, context: Context
+    ) -> cache_pb2.StatementResponse:
+        """Return what tenants used in a range of days."""
+        return await self._statements.statement(request)
 
     async def _stats(self, request: cache_pb2.StatsRequest) -> cache_pb2.StatsResponse:
         max_tenants = request.max_tenants if request.HasField("max_tenants") else DEFAULT_MAX_TENANTS

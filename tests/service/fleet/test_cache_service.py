@@ -1,4 +1,4 @@
-"""Purge, Stats, EndSession, Hint and Explain of a fleet, over real connections to servers of fake engines."""
+"""Purge, Stats, Statement, EndSession, Hint and Explain of a fleet, over connections to servers of fake engines."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import grpc
 import grpc.aio
 import pytest
 
+from radixkv.api.statement import Use
 from radixkv.errors import Draining
 from radixkv.namespace import Namespace
 from radixkv.service.client import AsyncClient, HintStatus, InvalidArgument
@@ -26,6 +27,7 @@ from radixkv.v1.cache_pb2 import (
 from radixkv.v1.hints_pb2 import HintOutcome
 from tests import fakes
 from tests.fake_runner import tokens
+from tests.service.accounted import accounted_engine
 from tests.service.fake_engine import FAKE, FakeEngine
 from tests.service.fleet.test_ingress_server import fleet, run
 
@@ -276,6 +278,34 @@ def test_a_prompt_is_explained_by_the_replica_that_would_get_it() -> None:
             response = await call
             assert dict(await call.trailing_metadata())[REPLICA] == name
             assert "".join(map(chr, response.difference.branch.token_ids)) == "here"
+
+    run(test)
+
+
+def test_a_statement_is_the_sum_of_those_of_all_replicas(tmp_path) -> None:
+    async def test() -> None:
+        async with fleet(2) as served, AsyncClient(served.address) as client:
+            uses = {"acme": Use(requests=1, device_token_s=0.5)}, {"acme": Use(requests=2), "zeta": Use(requests=4)}
+            for (name, engine), use in zip(served.engines.items(), uses, strict=True):
+                engine.statements = accounted_engine(tmp_path / name, **use).statements
+            found = await client.statement(since="2026-11")
+            assert (found.since, found.until, found.covered_s) == ("2026-11-01", "2026-11-28", 600.0)
+            lines = [(line.period, line.tenant, line.requests, line.device_token_s) for line in found.lines]
+            assert lines == [("2026-11", "acme", 10 + 1 + 10 + 2, 0.5), ("2026-11", "zeta", 4, 0.0)]
+            assert [line.requests for line in (await client.statement(tenant="zeta")).lines] == [4]
+
+    run(test)
+
+
+def test_a_statement_without_a_replica_is_refused(tmp_path) -> None:
+    async def test() -> None:
+        async with fleet(2) as served, AsyncClient(served.address) as client:
+            first, second = served.engines
+            served.engines[first].statements = accounted_engine(tmp_path).statements
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await client.statement()
+            assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+            assert f"replicas: 1 of 2 failed, retry the call: {second}" in refused.value.details()
 
     run(test)
 

@@ -43,6 +43,7 @@ REQUESTS = {
     "radixkv.v1.PrefillService/Renew": _OWN,
     "radixkv.v1.PrefillService/FetchKV": _OWN,
     "radixkv.v1.CacheService/Stats": _OWN,
+    "radixkv.v1.CacheService/Statement": _OWN,
     "radixkv.v1.CacheService/Retain": _OWN,
     "radixkv.v1.CacheService/Hint": _OWN,
     "radixkv.v1.CacheService/Explain": _OWN,
@@ -74,6 +75,7 @@ REQUESTS = {
 }
 ADMINS = {
     "radixkv.v1.CacheService/Stats": {"watcher", "boss"},
+    "radixkv.v1.CacheService/Statement": {"watcher", "boss"},
     "radixkv.v1.CacheService/Retain": {"boss"},
     "radixkv.v1.CacheService/Hint": {"boss"},
     "radixkv.v1.CacheService/Explain": {"boss"},

@@ -1,0 +1,154 @@
+"""Prices of what tenants use, and the lines of an invoice."""
+
+from __future__ import annotations
+
+import decimal
+import tomllib
+from collections.abc import Mapping
+from decimal import Decimal
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from radixkv.config.config import require_known
+from radixkv.errors import ConfigError
+from radixkv.v1.cache_pb2 import StatementLine
+
+_MILLION = 1_000_000
+_HOUR_S = 3600
+_MAX_DECIMALS = 12
+_TIERS = ("device", "host", "disk", "remote")
+_TOKENS = "per_million_tokens"
+_TOKEN_HOURS = "per_million_token_hours"
+# The field of a statement that a price applies to.
+_TOKEN_FIELDS = {
+    "computed": "computed_tokens",
+    "generated": "generated_tokens",
+    "written": "written_tokens",
+    **{f"cached_{tier}": f"{tier}_hit_tokens" for tier in _TIERS},
+}
+_KEYS = {
+    "currency": None,
+    "decimals": None,
+    **{f"{_TOKENS}.{name}": None for name in ("cached", *_TOKEN_FIELDS)},
+    **{f"{_TOKEN_HOURS}.{tier}": None for tier in _TIERS},
+}
+# Enough for every product of a 64-bit number and a price, so that only the rounding of an amount rounds.
+_EXACT = decimal.Context(prec=80, rounding=decimal.ROUND_HALF_EVEN)
+
+
+class InvoiceItem(NamedTuple):
+    """One line of an invoice.
+
+    Attributes:
+        item: `computed`, `cached_host`, `resident_device`, ...
+        quantity: tokens or token-seconds, a whole number.
+        unit: `tokens` or `token_s`.
+        price_per_million: price of a million tokens or token-hours.
+        amount: the price of the quantity, rounded to the decimals of the price list.
+    """
+
+    item: str
+    quantity: int
+    unit: str
+    price_per_million: Decimal
+    amount: Decimal
+
+
+class PriceList(NamedTuple):
+    """Prices in one currency.
+
+    Attributes:
+        currency: its name.
+        decimals: digits after the point of an amount. Each amount is rounded, half to even; a sum adds rounded amounts.
+        per_million_tokens: the price of a million tokens by item.
+        per_million_token_hours: the price of a million token-hours by tier.
+    """
+
+    currency: str
+    decimals: int
+    per_million_tokens: Mapping[str, Decimal]
+    per_million_token_hours: Mapping[str, Decimal]
+
+    @classmethod
+    def load(cls, path: str) -> PriceList:
+        """Read a TOML file.
+
+        Raises:
+            ConfigError: the file cannot be read, a key is unknown (the message names the nearest one), or a value is
+                wrong.
+        """
+        try:
+            tree = tomllib.loads(Path(path).read_text(encoding="utf-8"), parse_float=Decimal)
+        except OSError as error:
+            raise ConfigError(f"--prices: {path}: {error.strerror}") from error
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"--prices: {path}: expected UTF-8, got other bytes") from error
+        except (ValueError, RecursionError, decimal.InvalidOperation) as error:
+            raise ConfigError(f"--prices: {path}: {error}") from error
+        return cls.of(tree)
+
+    @classmethod
+    def of(cls, tree: Mapping[str, Any]) -> PriceList:
+        """Check the keys and the values of a file; see `load`."""
+        for name, value in tree.items():
+            if isinstance(value, Mapping) and name in (_TOKENS, _TOKEN_HOURS):
+                for key in value:
+                    require_known(f"{name}.{key}", _KEYS)
+            elif name in (_TOKENS, _TOKEN_HOURS):
+                raise ConfigError(f"{name}: expected a table of prices, got {value!r}")
+            else:
+                require_known(name, [*_KEYS, _TOKENS, _TOKEN_HOURS])
+        currency, decimals = tree.get("currency", ""), tree.get("decimals", 2)
+        if not isinstance(currency, str) or not currency:
+            raise ConfigError(f'currency: expected a name such as "EUR", got {currency!r}')
+        if isinstance(decimals, bool) or not isinstance(decimals, int) or not 0 <= decimals <= _MAX_DECIMALS:
+            raise ConfigError(f"decimals: expected 0 to {_MAX_DECIMALS}, got {decimals!r}")
+        tokens = {name: _price(f"{_TOKENS}.{name}", price) for name, price in tree.get(_TOKENS, {}).items()}
+        hours = {name: _price(f"{_TOKEN_HOURS}.{name}", price) for name, price in tree.get(_TOKEN_HOURS, {}).items()}
+        cached = tokens.pop("cached", None)
+        if cached is not None:
+            tokens = {**{f"cached_{tier}": cached for tier in _TIERS}, **tokens}
+        if not tokens and not hours:
+            raise ConfigError(f"prices: expected at least one in {_TOKENS} or {_TOKEN_HOURS}, got none")
+        return cls(currency, decimals, tokens, hours)
+
+    def invoice(self, line: StatementLine) -> list[InvoiceItem]:
+        """Return the items of a line of a statement that have a price and a quantity."""
+        quantities = [
+            *(
+                (item, getattr(line, field), "tokens", self.per_million_tokens.get(item), 1)
+                for item, field in _TOKEN_FIELDS.items()
+            ),
+            *(
+                (
+                    f"resident_{tier}",
+                    round(getattr(line, f"{tier}_token_s")),
+                    "token_s",
+                    self.per_million_token_hours.get(tier),
+                    _HOUR_S,
+                )
+                for tier in _TIERS
+            ),
+        ]
+        return [
+            InvoiceItem(item, quantity, unit, price, self._amount(quantity, price, divisor))
+            for item, quantity, unit, price, divisor in quantities
+            if price is not None and quantity
+        ]
+
+    def _amount(self, quantity: int, price: Decimal, divisor: int) -> Decimal:
+        exact = _EXACT.divide(_EXACT.multiply(Decimal(quantity), price), Decimal(_MILLION * divisor))
+        return exact.quantize(Decimal(1).scaleb(-self.decimals), context=_EXACT)
+
+
+def total_of(items: list[InvoiceItem], decimals: int) -> Decimal:
+    """Return the sum of the amounts, which is exact."""
+    with decimal.localcontext(_EXACT):
+        return sum((each.amount for each in items), Decimal(0).scaleb(-decimals))
+
+
+def _price(path: str, value: Any) -> Decimal:
+    is_number = isinstance(value, int | Decimal) and not isinstance(value, bool)
+    if not is_number or not Decimal(value).is_finite() or not 0 <= value < 10**15:
+        raise ConfigError(f"{path}: expected a price from 0, such as 0.25, got {value!r}")
+    return Decimal(value)

@@ -1,0 +1,74 @@
+"""Makes statements for `CacheService.Statement`: the present day comes from the engine, the others from files."""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+from typing import TYPE_CHECKING
+
+from radixkv.api.statement import DayRange, Statement, StatementLine, day_name
+from radixkv.errors import SwitchedOff
+from radixkv.service.server.mailbox import Mailbox
+from radixkv.service.server.receive.fair_shares import FairShares, QuotaKey
+from radixkv.service.server.servicers.engine_calls import result_of
+from radixkv.service.server.servicers.messages import require_names
+from radixkv.v1 import cache_pb2
+
+if TYPE_CHECKING:  # the engine needs torch; this module does not
+    from radixkv.engine.engine import Engine
+
+MAX_WAITING = 32
+
+
+class StatementMaker:
+    """Makes statements, one at a time, since each may read 400 files. For use on one event loop.
+
+    Args:
+        engine: has the ledger and the files.
+        mailbox: returns results of the engine to the event loop.
+    """
+
+    def __init__(self, engine: Engine, mailbox: Mailbox) -> None:
+        self._engine = engine
+        self._mailbox = mailbox
+        self._turn = asyncio.Lock()
+        self._num_waiting = FairShares(MAX_WAITING, "statements")
+
+    async def statement(self, request: cache_pb2.StatementRequest) -> cache_pb2.StatementResponse:
+        """Make a statement.
+
+        Raises:
+            InvalidRequest: a day or a name is wrong, or the statement would be too long.
+            QueueFull: too many statements wait, and this tenant has its share of them.
+            SwitchedOff: the server has no statements.
+        """
+        require_names(tenant=request.tenant)
+        book = self._engine.statements
+        if book is None:
+            raise SwitchedOff("Statement: switched off, since server.statement_path is not set")
+        days = DayRange.read(request.since, request.until, book.today())
+        tenant = request.tenant if request.HasField("tenant") else None
+        key = QuotaKey.of_tenant(tenant or "")
+        self._num_waiting.take(key, 1)
+        try:
+            async with self._turn:
+                future = self._engine.statement_days(tenant)
+                present = await result_of(self._engine, self._mailbox, future)
+                add_up = partial(book.statement, days, present, tenant, is_daily=request.by_day)
+                return statement_message(await asyncio.to_thread(add_up))
+        finally:
+            self._num_waiting.release(key, 1)
+
+
+def statement_message(statement: Statement) -> cache_pb2.StatementResponse:
+    """Write a statement."""
+    return cache_pb2.StatementResponse(
+        since=day_name(statement.days.first),
+        until=day_name(statement.days.end - 1),
+        covered_s=statement.covered_s,
+        lines=map(_line_message, statement.lines),
+    )
+
+
+def _line_message(line: StatementLine) -> cache_pb2.StatementLine:
+    return cache_pb2.StatementLine(period=line.period, tenant=line.tenant, **line.use._asdict())

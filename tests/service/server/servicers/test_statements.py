@@ -1,0 +1,133 @@
+"""`CacheService.Statement` on the wire: who sees what, ranges, limits."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from radixkv.api.statement import Use
+from radixkv.service.client import AsyncClient, Client, InvalidArgument, ResourceExhausted, Unimplemented
+from radixkv.service.server.servicers import statements
+from radixkv.v1.cache_pb2 import StatementLine, StatementRequest
+from radixkv.v1.cache_pb2_grpc import CacheServiceStub
+from tests.patience import PATIENCE_S
+from tests.service.accounted import ACME, accounted_engine
+from tests.service.fake_engine import FakeEngine
+from tests.service.server.auth.certificates import TOKENS, CredentialFiles
+from tests.service.serving import serve_and_call, serving
+
+
+def statement(engine: FakeEngine, **options: Any):
+    def call(address: str):
+        with Client(address, timeout_s=PATIENCE_S) as client:
+            return client.statement(**options)
+
+    return serve_and_call(engine, call)
+
+
+def test_a_month_is_the_sum_of_its_days(tmp_path: Path) -> None:
+    found = statement(accounted_engine(tmp_path, acme=ACME, other=Use(requests=7)))
+    assert (found.since, found.until, found.covered_s) == ("2026-11-01", "2026-11-28", 300.0)
+    assert [(line.period, line.tenant, line.requests) for line in found.lines] == [
+        ("2026-11", "acme", 13),
+        ("2026-11", "other", 7),
+    ]
+    expected = ACME._replace(requests=13)._asdict()
+    assert found.lines[0] == StatementLine(period="2026-11", tenant="acme", **expected)
+
+
+def test_days_are_listed_one_by_one(tmp_path: Path) -> None:
+    found = statement(accounted_engine(tmp_path, acme=ACME), since="2026-10", by_day=True)
+    assert [(line.period, line.requests) for line in found.lines] == [
+        ("2026-10-29", 100),
+        ("2026-11-01", 10),
+        ("2026-11-28", 3),
+    ]
+
+
+def test_the_fields_on_the_wire_are_those_of_a_use() -> None:
+    assert [field.name for field in StatementLine.DESCRIPTOR.fields] == ["period", "tenant", *Use._fields]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"since": "yesterday"},
+            "since: expected a day such as 2026-11-28, or a month such as 2026-11, got 'yesterday'",
+        ),
+        ({"until": "2026-02-30"}, "until: expected a day"),
+        ({"since": "2020-01-01"}, "since, until: expected 1 to 400 days"),
+        ({"tenant": "x" * 300}, "tenant: "),
+    ],
+)
+def test_a_wrong_request_is_refused(tmp_path: Path, options: dict[str, str], message: str) -> None:
+    with pytest.raises(InvalidArgument, match=message):
+        statement(accounted_engine(tmp_path), **options)
+
+
+def test_without_a_directory_statements_are_switched_off() -> None:
+    with pytest.raises(Unimplemented, match=r"Statement: switched off, since server\.statement_path is not set"):
+        statement(FakeEngine())
+
+
+def test_a_tenant_sees_its_own_lines_only_and_an_admin_all(tmp_path: Path) -> None:
+    files = CredentialFiles(tmp_path)
+    credentials = grpc.ssl_channel_credentials(files.ca_file.read_bytes())
+    engine = accounted_engine(tmp_path / "statements", acme=ACME, other=Use(requests=7))
+
+    async def tenants_for(address: str, caller: str, request: StatementRequest) -> list[str] | str:
+        metadata = (("authorization", f"Bearer {TOKENS[caller]}"),)
+        async with grpc.aio.secure_channel(address, credentials) as channel:
+            try:
+                response = await CacheServiceStub(channel).Statement(request, metadata=metadata)
+            except grpc.aio.AioRpcError as error:
+                return f"{error.code().name}: {error.details()}"
+            return [line.tenant for line in response.lines]
+
+    async def run() -> None:
+        async with serving(engine, **files.tls) as (_, address):
+            everyone, other = StatementRequest(), StatementRequest(tenant="other")
+            assert await tenants_for(address, "acme", everyone) == ["acme"]
+            refused = await tenants_for(address, "acme", other)
+            assert str(refused).startswith("PERMISSION_DENIED")
+            assert "other" not in str(refused).partition("may not act for")[2].replace("the tenant that", "")
+            for operator in ("boss", "watcher"):
+                assert await tenants_for(address, operator, everyone) == ["acme", "other"]
+                assert await tenants_for(address, operator, other) == ["other"]
+            assert await tenants_for(address, "some", StatementRequest(tenant="acme")) == ["acme"]
+            assert str(await tenants_for(address, "some", everyone)).startswith("PERMISSION_DENIED")
+
+    asyncio.run(asyncio.wait_for(run(), PATIENCE_S))
+
+
+def test_too_many_statements_at_once_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(statements, "MAX_WAITING", 1)
+    engine = accounted_engine(tmp_path, acme=ACME)
+    answer: Future[Any] = Future()
+    asked = asyncio.Event()
+    loops: list[asyncio.AbstractEventLoop] = []
+
+    def ask(tenant: str | None) -> Future[Any]:
+        loops[0].call_soon_threadsafe(asked.set)
+        return answer
+
+    engine.statement_days = ask
+
+    async def run() -> None:
+        loops.append(asyncio.get_running_loop())
+        async with serving(engine) as (_, address), AsyncClient(address, timeout_s=PATIENCE_S) as client:
+            first = asyncio.ensure_future(client.statement(tenant="acme"))
+            await asked.wait()
+            with pytest.raises(ResourceExhausted, match="statements"):
+                await client.statement(tenant="acme")
+            answer.set_result({})
+            assert [line.requests for line in (await first).lines] == [13]  # today's file, since nothing is newer
+            assert len((await client.statement(tenant="acme")).lines) == 1
+
+    asyncio.run(asyncio.wait_for(run(), PATIENCE_S))
