@@ -38,6 +38,8 @@ class Use(NamedTuple):
         device_token_s, host_token_s, disk_token_s, remote_token_s: token slots of its blocks, times the seconds for
             which the blocks were there. On the device, blocks of running requests and of held leases are included. In
             shared stores, only blocks that the server knows of are included.
+        more_hit_tokens_at_twice_ceiling: an estimate of the prompt tokens that were computed, and would not have been
+            if the tenant had twice its ceiling. 0 for tenants without a ceiling of their own.
     """
 
     requests: int = 0
@@ -61,6 +63,7 @@ class Use(NamedTuple):
     host_token_s: float = 0.0
     disk_token_s: float = 0.0
     remote_token_s: float = 0.0
+    more_hit_tokens_at_twice_ceiling: int = 0
 
     def plus(self, other: Use) -> Use:
         """Return the sum of both.

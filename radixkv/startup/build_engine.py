@@ -28,6 +28,7 @@ from radixkv.config import CacheConfig, Config, TenantConfig
 from radixkv.engine.engine import Engine
 from radixkv.engine.observer import Observer
 from radixkv.engine.page_reclaimer import PageReclaimer
+from radixkv.engine.quota_shadow_feed import QuotaShadowFeed
 from radixkv.errors import ConfigError
 from radixkv.events.block_identity import Identities
 from radixkv.events.event_log import EventLog
@@ -54,6 +55,7 @@ from radixkv.startup.thread_count import choose_thread_count
 from radixkv.startup.tiers import Transfers, open_stores, tier_shares
 from radixkv.startup.windowed_layers import divide_layers, windows_of
 from radixkv.statements.day_files import DayFiles
+from radixkv.statements.quota_shadow import QuotaShadows
 from radixkv.statements.statement_book import StatementBook
 from radixkv.storage.device_pool import KVShape, KVStorage
 
@@ -93,7 +95,9 @@ def build_engine(
     _set_threads(config.model.threads)
     quotas = {name: _quota(f"tenants.{name}", bounds, config) for name, bounds in config.tenants.items()}
     default_quota = _quota("default_tenant", config.default_tenant, config)
-    ledger, statements = _statements(config, open_day_files)
+    ledger, statements, shadows = _statements(config, quotas, open_day_files)
+    if shadows is not None:
+        observers = (*observers, QuotaShadowFeed(shadows))
     use_huge_pages()
     keep_freed_memory()  # before loading, which copies each weight of a model on a CPU
     progress.begin("loading the model")
@@ -284,15 +288,17 @@ def _checked_kernels(model: Model, kv_shape: KVShape, block_size: int, progress:
 
 
 def _statements(
-    config: Config, open_day_files: Callable[[str], DayFiles]
-) -> tuple[TenantLedger | None, StatementBook | None]:
-    """Return what accounts the use of tenants, and what saves it; None without statements."""
+    config: Config, quotas: Mapping[str, Quota], open_day_files: Callable[[str], DayFiles]
+) -> tuple[TenantLedger | None, StatementBook | None, QuotaShadows | None]:
+    """Return what accounts the use of tenants, what saves it, and the shadows of ceilings, if configured."""
     path = config.server.statement_path
     if path is None:
-        return None, None
+        return None, None, None
     files = open_day_files(path)
     ledger = TenantLedger(config.cache.block_size, config.tenants, read_day=files.read)
-    return ledger, StatementBook(ledger, files, config.server.statement_interval_s)
+    ceilings = {tenant: quota.ceiling_blocks for tenant, quota in quotas.items() if quota.ceiling_blocks is not None}
+    shadows = QuotaShadows(ceilings, config.cache.block_size) if ceilings else None
+    return ledger, StatementBook(ledger, files, config.server.statement_interval_s, shadows), shadows
 
 
 def _make_feed(config: Config, step_tokens: int, marks: InvocationMarks, events_key: bytes | None) -> TreeFeed:

@@ -1,4 +1,5 @@
 """Saves what tenants used, and makes statements of it.
 
-Public API: `StatementBook` makes statements; `DayFiles` are its files, one per day.
+Public API: `StatementBook` makes statements; `DayFiles` are its files, one per day;
+`QuotaShadows` estimate what twice a quota would have saved.
 """

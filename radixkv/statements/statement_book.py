@@ -15,6 +15,7 @@ from radixkv.cache.purge import all_slices
 from radixkv.cache.tenant_ledger import TenantLedger
 from radixkv.errors import InvalidRequest, RadixKVError
 from radixkv.statements.day_files import DayFiles
+from radixkv.statements.quota_shadow import QuotaShadows
 
 MAX_LINES = 10_000
 
@@ -31,6 +32,7 @@ class StatementBook:
         ledger: accounts the present day. Only the engine's thread touches it.
         files: the earlier days.
         interval_s: seconds between two saves.
+        shadows: estimate what twice the ceilings would have saved; None without any.
         time_of_day: Unix time in seconds.
     """
 
@@ -39,11 +41,13 @@ class StatementBook:
         ledger: TenantLedger,
         files: DayFiles,
         interval_s: float,
+        shadows: QuotaShadows | None = None,
         time_of_day: Callable[[], float] = time.time,
     ) -> None:
         self._ledger = ledger
         self._files = files
         self._interval_s = interval_s
+        self._shadows = shadows
         self._time_of_day = time_of_day
         self._is_closing = threading.Event()
         self._thread: threading.Thread | None = None
@@ -60,14 +64,16 @@ class StatementBook:
         self._is_closing.set()
         if self._thread is not None:
             self._thread.join()
+        if self._shadows is not None:
+            self._shadows.close()
         if has_engine_ended:
-            self._write(all_slices(self._ledger.days()))
+            self._write(all_slices(self.present_days(None)))
         self._files.close()
 
     def save(self, call_engine: CallEngine) -> None:
         """Write the present day, and the closed days, which the ledger then forgets."""
         try:
-            days: Mapping[int, DayUse] = call_engine(self._ledger.days).result()
+            days: Mapping[int, DayUse] = call_engine(partial(self.present_days, None)).result()
             if self._write(days):
                 call_engine(partial(self._ledger.forget, sorted(days)[:-1])).result()
         except (RadixKVError, CancelledError) as error:  # the engine stops, stalls, or has too many calls
@@ -79,6 +85,8 @@ class StatementBook:
 
     def present_days(self, tenant: str | None) -> Generator[None, None, dict[int, DayUse]]:
         """Return the days that are in memory; for the engine's thread. See `TenantLedger.days`."""
+        if self._shadows is not None:
+            self._shadows.settle(self._ledger)
         return self._ledger.days(tenant)
 
     def statement(

@@ -694,7 +694,7 @@ class StatementResponse(_message.Message):
     def __init__(self, since: _Optional[str] = ..., until: _Optional[str] = ..., covered_s: _Optional[float] = ..., lines: _Optional[_Iterable[_Union[StatementLine, _Mapping]]] = ...) -> None: ...
 
 class StatementLine(_message.Message):
-    __slots__ = ("period", "tenant", "requests", "computed_tokens", "generated_tokens", "written_tokens", "device_hit_tokens", "host_hit_tokens", "disk_hit_tokens", "remote_hit_tokens", "host_loaded_tokens", "disk_loaded_tokens", "remote_loaded_tokens", "device_evicted_by_self_tokens", "device_evicted_by_others_tokens", "host_evicted_by_self_tokens", "host_evicted_by_others_tokens", "disk_evicted_by_self_tokens", "disk_evicted_by_others_tokens", "device_token_s", "host_token_s", "disk_token_s", "remote_token_s")
+    __slots__ = ("period", "tenant", "requests", "computed_tokens", "generated_tokens", "written_tokens", "device_hit_tokens", "host_hit_tokens", "disk_hit_tokens", "remote_hit_tokens", "host_loaded_tokens", "disk_loaded_tokens", "remote_loaded_tokens", "device_evicted_by_self_tokens", "device_evicted_by_others_tokens", "host_evicted_by_self_tokens", "host_evicted_by_others_tokens", "disk_evicted_by_self_tokens", "disk_evicted_by_others_tokens", "device_token_s", "host_token_s", "disk_token_s", "remote_token_s", "more_hit_tokens_at_twice_ceiling")
     PERIOD_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
     REQUESTS_FIELD_NUMBER: _ClassVar[int]
@@ -718,6 +718,7 @@ class StatementLine(_message.Message):
     HOST_TOKEN_S_FIELD_NUMBER: _ClassVar[int]
     DISK_TOKEN_S_FIELD_NUMBER: _ClassVar[int]
     REMOTE_TOKEN_S_FIELD_NUMBER: _ClassVar[int]
+    MORE_HIT_TOKENS_AT_TWICE_CEILING_FIELD_NUMBER: _ClassVar[int]
     period: str
     tenant: str
     requests: int
@@ -741,4 +742,5 @@ class StatementLine(_message.Message):
     host_token_s: float
     disk_token_s: float
     remote_token_s: float
-    def __init__(self, period: _Optional[str] = ..., tenant: _Optional[str] = ..., requests: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., written_tokens: _Optional[int] = ..., device_hit_tokens: _Optional[int] = ..., host_hit_tokens: _Optional[int] = ..., disk_hit_tokens: _Optional[int] = ..., remote_hit_tokens: _Optional[int] = ..., host_loaded_tokens: _Optional[int] = ..., disk_loaded_tokens: _Optional[int] = ..., remote_loaded_tokens: _Optional[int] = ..., device_evicted_by_self_tokens: _Optional[int] = ..., device_evicted_by_others_tokens: _Optional[int] = ..., host_evicted_by_self_tokens: _Optional[int] = ..., host_evicted_by_others_tokens: _Optional[int] = ..., disk_evicted_by_self_tokens: _Optional[int] = ..., disk_evicted_by_others_tokens: _Optional[int] = ..., device_token_s: _Optional[float] = ..., host_token_s: _Optional[float] = ..., disk_token_s: _Optional[float] = ..., remote_token_s: _Optional[float] = ...) -> None: ...
+    more_hit_tokens_at_twice_ceiling: int
+    def __init__(self, period: _Optional[str] = ..., tenant: _Optional[str] = ..., requests: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., written_tokens: _Optional[int] = ..., device_hit_tokens: _Optional[int] = ..., host_hit_tokens: _Optional[int] = ..., disk_hit_tokens: _Optional[int] = ..., remote_hit_tokens: _Optional[int] = ..., host_loaded_tokens: _Optional[int] = ..., disk_loaded_tokens: _Optional[int] = ..., remote_loaded_tokens: _Optional[int] = ..., device_evicted_by_self_tokens: _Optional[int] = ..., device_evicted_by_others_tokens: _Optional[int] = ..., host_evicted_by_self_tokens: _Optional[int] = ..., host_evicted_by_others_tokens: _Optional[int] = ..., disk_evicted_by_self_tokens: _Optional[int] = ..., disk_evicted_by_others_tokens: _Optional[int] = ..., device_token_s: _Optional[float] = ..., host_token_s: _Optional[float] = ..., disk_token_s: _Optional[float] = ..., remote_token_s: _Optional[float] = ..., more_hit_tokens_at_twice_ceiling: _Optional[int] = ...) -> None: ...

@@ -17,7 +17,7 @@ from radixkv.service.cli.options import Option, add_options, flag
 from radixkv.service.cli.output import json_of
 from radixkv.service.cli.prices import InvoiceItem, PriceList, total_of
 from radixkv.service.cli.segments import duration
-from radixkv.service.cli.terminal import aligned
+from radixkv.service.cli.terminal import aligned, printable
 from radixkv.v1.cache_pb2 import StatementLine, StatementResponse
 
 _TIERS = ("device", "host", "disk", "remote")
@@ -123,6 +123,8 @@ def statement_text(statement: StatementResponse, prices: PriceList | None = None
     if not statement.lines:
         return f"{first}. Nothing was used."
     lines = [first, "", *aligned(list(_rows(statement)), is_right=True)]
+    more = [_at_twice_ceiling(line) for line in statement.lines if line.more_hit_tokens_at_twice_ceiling]
+    lines += ["", *more] if more else []
     if prices is not None:
         lines += ["", *_invoice_text(statement, prices)]
     return "\n".join(lines)
@@ -141,6 +143,11 @@ def _rows(statement: StatementResponse) -> Iterator[tuple[str, ...]]:
         numbers = (line.requests, line.computed_tokens, saved, line.generated_tokens, by_self, by_others)
         hours = (f"{getattr(line, f'{tier}_token_s') / _HOUR_S:,.1f}" for tier in tiers)
         yield (_tenant(line), line.period, *(f"{number:,}" for number in numbers), *hours)
+
+
+def _at_twice_ceiling(line: StatementLine) -> str:
+    tenant, number = printable(_tenant(line), keep=""), line.more_hit_tokens_at_twice_ceiling
+    return f"With twice its ceiling, {tenant} would have saved about {number:,} more tokens in {line.period}."
 
 
 def _tenant(line: StatementLine) -> str:

@@ -218,6 +218,33 @@ class TestCauses:
         assert self.evicted(cache, "a") == (8, 0)
 
 
+@pytest.mark.parametrize("evicts", [True, False])
+def test_blocks_count_until_they_are_evicted_or_purged(*, evicts: bool) -> None:
+    clock = FakeClock()
+    ledger = make_ledger(clock)
+    cache = PrefixCache(8, SIZE, clock=clock, ledger=ledger)
+    publish(cache, "aaaabbbbcc", Namespace("m", "a"))
+    clock.now_s = 2.0
+    if evicts:
+        cache.evict(2)
+    else:
+        cache.purge(tenant="a")
+    clock.now_s = 3.0
+    assert ledger.use_of("a").device_token_s == 2 * 12 + 1 * 4 * evicts  # the last block is filled in part
+
+
+def test_blocks_of_a_purged_prompt_count_while_a_request_uses_them() -> None:
+    clock = FakeClock()
+    ledger = make_ledger(clock)
+    cache = PrefixCache(8, SIZE, clock=clock, ledger=ledger)
+    with cache.lease(Namespace("m", "a"), spell("aaaabbbb")) as lease:
+        lease.commit(8)
+        cache.purge(tenant="a")
+        clock.now_s = 1.0
+    clock.now_s = 2.0
+    assert ledger.use_of("a").device_token_s == 8
+
+
 def test_blocks_of_public_prefixes_count_for_no_tenant() -> None:
     clock = FakeClock()
     ledger = make_ledger(clock)

@@ -3,7 +3,23 @@
 from __future__ import annotations
 
 from radixkv.api.statement import Use
-from tests.core_bench import Bench
+from radixkv.engine.quota_shadow_feed import QuotaShadowFeed
+from radixkv.namespace import Namespace
+from radixkv.statements.quota_shadow import QuotaShadows, ShadowRequest
+from tests.core_bench import BLOCK_SIZE, Bench
+from tests.fake_runner import tokens
+
+
+class RecordingShadows(QuotaShadows):
+    """Shadows that keep what they were sent."""
+
+    def __init__(self, ceilings: dict[str, int], block_size: int) -> None:
+        self.requests: list[ShadowRequest] = []
+        super().__init__(ceilings, block_size)
+
+    def put(self, tenant: str, request: ShadowRequest) -> None:
+        self.requests.append(request)
+        super().put(tenant, request)
 
 
 def use_of(bench: Bench, tenant: str) -> Use:
@@ -60,3 +76,23 @@ def test_blocks_of_a_running_request_count_as_resident() -> None:
     bench.run()
     bench.clock.now_s = 3.0
     assert use_of(bench, "a").device_token_s == 3 * 12  # the last block is filled in part
+
+
+def test_requests_are_passed_to_the_shadows_of_their_tenant() -> None:
+    shadows = RecordingShadows({"a": 8}, BLOCK_SIZE)
+    bench = Bench(observers=[QuotaShadowFeed(shadows)])
+    bench.prefill(range(10), tenant="a")
+    bench.prefill(range(10), tenant="b")
+    bench.prefill(range(10), tenant="a", read_cache=False, write_cache=False)
+    bench.generate(range(10), 4, tenant="a")
+    bench.generate(range(10), 4, tenant="a", write_generated=False)
+    bench.run()
+    cancelled = bench.submit(range(10), tenant="a")
+    cancelled.cancel()
+    bench.run()
+    shadows.close()
+    lengths = [(len(each.tokens) // 4, each.num_read_tokens, each.num_written_tokens) for each in shadows.requests]
+    assert lengths == [(10, 10, 10), (10, 0, 0), (14, 10, 14), (10, 10, 10)]
+    seed = Namespace("fake", "a").seed
+    assert {each.seed for each in shadows.requests} == {seed}
+    assert shadows.requests[0].tokens == tokens(range(10))

@@ -1471,6 +1471,23 @@ STATEMENT_MUTANTS = (
         "statements/statement_book.py", "use = present[day] if day in present else", "use = None if day in present else"
     ),
     Mutant("statements/statement_book.py", "if tenant is None else {tenant} & use.tenants.keys()", ""),
+    Mutant("statements/quota_shadow.py", "max(0, num_saved[1] - num_saved[0])", "num_saved[1]"),
+    Mutant("statements/quota_shadow.py", "num_saved[0]) * self._rate", "num_saved[0])"),
+    Mutant("statements/quota_shadow.py", "in reversed(blocks):", "in blocks:"),
+    Mutant("statements/quota_shadow.py", "if end > num_written_tokens and key not in shadow.blocks:", "if False:"),
+    Mutant("statements/quota_shadow.py", "if end >= num_read_tokens:", "if end > num_read_tokens:"),
+    Mutant("statements/quota_shadow.py", "                shadow.drop_tail(key)\n", "                pass\n"),
+    Mutant("statements/quota_shadow.py", "        hashes ^= np.uint64(seed)\n", ""),
+    Mutant(
+        "statements/quota_shadow.py",
+        "more_tokens, self._more_tokens = self._more_tokens, Counter()",
+        "more_tokens = self._more_tokens",
+    ),
+    Mutant(
+        "engine/quota_shadow_feed.py",
+        "num_read_tokens=request.num_prompt_tokens if",
+        "num_read_tokens=request.num_tokens if",
+    ),
     Mutant("service/cli/prices.py", "rounding=decimal.ROUND_HALF_EVEN", "rounding=decimal.ROUND_HALF_UP"),
     Mutant("service/cli/prices.py", "Decimal(_MILLION * divisor)", "Decimal(_MILLION)"),
     Mutant(

@@ -38,5 +38,5 @@ def accounted_engine(path: Path, **tenants: Use) -> FakeEngine:
         return TODAY * DAY_S + 1000.0
 
     ledger = TenantLedger(16, clock=clock, time_of_day=time_of_day, read_day=files.read)
-    engine.statements = StatementBook(ledger, files, 60.0, time_of_day)
+    engine.statements = StatementBook(ledger, files, 60.0, time_of_day=time_of_day)
     return engine

@@ -29,7 +29,7 @@ class Desk:
         self.path = path
         self.files = DayFiles.open(path)
         self.ledger = TenantLedger(16, clock=clock, time_of_day=self.time_of_day, read_day=self.files.read)
-        self.book = StatementBook(self.ledger, self.files, interval_s, self.time_of_day)
+        self.book = StatementBook(self.ledger, self.files, interval_s, time_of_day=self.time_of_day)
 
     def time_of_day(self) -> float:
         return DAY * DAY_S + 100.0 + self.clock.now_s

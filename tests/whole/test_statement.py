@@ -75,6 +75,20 @@ def test_a_server_that_is_killed_loses_only_what_was_used_since_the_last_save(tm
         assert line_of(client, "acme").requests == 1
 
 
+def test_twice_the_ceiling_would_have_saved_what_returns_too_late(tmp_path: Path) -> None:
+    directory = tmp_path / "s"
+    ceiling = ("tenants.acme.ceiling_tokens=256", "cache.block_size=16")
+    prompts = [range(start, start + 150) for start in (0, 300)]
+    with client_of(directory, 3600, *ceiling, log=tmp_path / "log") as (client, _):
+        computed = [client.prefill(prompt, tenant="acme").usage.computed_tokens for prompt in 3 * prompts]
+        for prompt in prompts:
+            client.prefill(prompt, tenant="globex")
+        assert line_of(client, "globex").more_hit_tokens_at_twice_ceiling == 0
+        assert sum(computed) > 4 * 100, "a ceiling of 256 has no room for both"
+    with client_of(directory, 3600, *ceiling, log=tmp_path / "log") as (client, _):  # by then all were replayed
+        assert line_of(client, "acme").more_hit_tokens_at_twice_ceiling > 0
+
+
 def test_a_damaged_file_does_not_keep_a_server_from_starting(tmp_path: Path) -> None:
     directory, log = tmp_path / "s", tmp_path / "log"
     with client_of(directory, 3600, log=log) as (client, _):

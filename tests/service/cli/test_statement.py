@@ -59,6 +59,12 @@ def test_a_table_lists_tenants_and_the_tiers_that_they_used(capsys, tmp_path: Pa
     ]
 
 
+def test_a_line_says_what_twice_the_ceiling_would_have_saved(capsys, tmp_path: Path) -> None:
+    out = run(capsys, tmp_path, acme=ACME._replace(more_hit_tokens_at_twice_ceiling=12_345), other=Use(requests=1))
+    last = "With twice its ceiling, acme would have saved about 12,345 more tokens in 2026-11."
+    assert out.splitlines()[-2:] == ["", last]
+
+
 def test_without_use_there_is_no_table(capsys, tmp_path: Path) -> None:
     out = run(capsys, tmp_path, "--month", "2026-09")
     assert out == "2026-09-01 to 2026-09-30 (UTC), of which 0s were accounted. Nothing was used.\n"

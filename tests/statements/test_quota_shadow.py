@@ -1,0 +1,151 @@
+"""Estimates of what twice a ceiling would have saved, compared with replays through the cache."""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+import pytest
+
+from radixkv.api.statement import Use
+from radixkv.cache.tenant_ledger import TenantLedger
+from radixkv.statements import quota_shadow
+from radixkv.statements.quota_shadow import PrefixHashes, QuotaShadow, QuotaShadows, ShadowRequest
+from tests.fakes import FakeClock, spell
+from tests.statements.conversations import POLICIES, SIZE, conversations, estimated_share, true_share
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(("seed", "ceiling_blocks"), [(1, 1500), (2, 3000)])
+def test_an_estimate_is_within_a_hundredth_of_a_replay(
+    monkeypatch: pytest.MonkeyPatch, seed: int, ceiling_blocks: int, policy: str
+) -> None:
+    prompts = conversations(seed, 2500)
+    truth = true_share(prompts, ceiling_blocks, policy)
+    assert truth > 0.05, "the ceiling matters"
+    for max_sampled_blocks in (16_384, 3000):
+        monkeypatch.setattr(quota_shadow, "MAX_SAMPLED_BLOCKS", max_sampled_blocks)
+        shadow = QuotaShadow(ceiling_blocks, SIZE)
+        assert estimated_share(prompts, shadow, seed) == pytest.approx(truth, abs=0.01)
+        assert shadow.max_blocks <= max_sampled_blocks
+        assert shadow.num_sampled_blocks <= 3 * max_sampled_blocks / 2
+
+
+def test_a_hash_is_that_of_a_token_and_of_all_tokens_before_it() -> None:
+    hashes = PrefixHashes()
+    first = hashes.of(spell("abcd"), 1).tolist()
+    assert len(first) == 4
+    assert hashes.of(spell("abcx"), 1).tolist()[:3] == first[:3]
+    assert hashes.of(spell("abcd" + "x" * 20_000), 1).tolist()[:4] == first  # also after more factors were drawn
+    others = [
+        *hashes.of(spell("abcx"), 1).tolist()[3:],
+        *hashes.of(spell("xbcd"), 1).tolist(),
+        *hashes.of(spell("abcd"), 2).tolist(),
+        *PrefixHashes().of(spell("abcd"), 1).tolist(),
+    ]
+    assert not set(others) & set(first)
+    assert hashes.of(b"", 1).size == 0
+
+
+def test_every_low_bit_of_a_hash_depends_on_the_tokens() -> None:
+    hashes = PrefixHashes().of(np.arange(20_000, dtype="<u4").tobytes(), 0)
+    for rate in (2, 8, 64):
+        share = np.count_nonzero((hashes & np.uint64(rate - 1)) == 0) / hashes.size
+        assert share == pytest.approx(1 / rate, rel=0.3)
+
+
+def shadows_of(ceiling_blocks: int = 2) -> QuotaShadows:
+    return QuotaShadows({"acme": ceiling_blocks}, 4)
+
+
+def settled(shadows: QuotaShadows) -> int:
+    """Return what was estimated for acme, when everything is replayed."""
+    shadows.close()
+    ledger = TenantLedger(4, ["acme"], clock=FakeClock())
+    shadows.settle(ledger)
+    shadows.settle(ledger)  # nothing is counted twice
+    assert ledger.use_of("acme")._replace(more_hit_tokens_at_twice_ceiling=0) == Use()
+    return ledger.use_of("acme").more_hit_tokens_at_twice_ceiling
+
+
+def request(text: str, num_read: int | None = None, num_written: int | None = None, seed: int = 0) -> ShadowRequest:
+    read = len(text) if num_read is None else num_read
+    return ShadowRequest(seed, spell(text), read, len(text) if num_written is None else num_written)
+
+
+def test_blocks_that_only_twice_the_ceiling_keeps_count() -> None:
+    shadows = shadows_of()
+    for text in ("aaaabbbb", "ccccdddd", "aaaabbbbe"):  # after the second, two blocks have no room for the first
+        shadows.put("acme", request(text))
+    assert settled(shadows) == 8
+
+
+def test_the_last_token_is_never_saved() -> None:
+    shadows = shadows_of()
+    for text in ("aaaabbbb", "ccccdddd", "aaaabbbb"):
+        shadows.put("acme", request(text))
+    assert settled(shadows) == 4
+
+
+def test_the_beginning_of_a_prompt_is_kept_longest() -> None:
+    shadows = shadows_of()
+    for text in ("aaaabbbb", "ccccddddeeee", "aaaabbbbf"):  # of five blocks, twice the ceiling has no room for one
+        shadows.put("acme", request(text))
+    assert settled(shadows) == 4
+
+
+def test_a_partly_filled_block_takes_a_block_and_is_saved_if_the_prompt_continues() -> None:
+    shadows = shadows_of(3)
+    for text in ("aaaabbb", "ccccddddeeee", "aaaabbbbf"):
+        shadows.put("acme", request(text))
+    assert settled(shadows) == 4 + 3
+    shadows = shadows_of(2)
+    for text in ("aaaabbb", "ccccddd", "eeee", "aaaabbbf"):  # the partly filled block of the first has no room
+        shadows.put("acme", request(text))
+    assert settled(shadows) == 4
+
+
+@pytest.mark.parametrize(("second", "expected"), [("aaaabbbb", 4), ("aaaaxxxx", 0)])
+def test_a_longer_prompt_replaces_a_partly_filled_block_and_another_one_does_not(second: str, expected: int) -> None:
+    shadows = shadows_of()
+    for text in ("cccc", "aaaab", second, "dddd", "cccce"):  # four blocks, or five with that of `b`
+        shadows.put("acme", request(text))
+    assert settled(shadows) == expected
+
+
+def test_requests_that_read_or_write_nothing_count_as_such() -> None:
+    shadows = shadows_of()
+    shadows.put("acme", request("aaaabbbb", num_written=0))
+    shadows.put("acme", request("ccccdddd"))
+    shadows.put("acme", request("aaaabbbbe"))
+    shadows.put("acme", request("ccccddddf", num_read=0))
+    assert settled(shadows) == 0
+
+
+def test_namespaces_share_nothing() -> None:
+    shadows = shadows_of()
+    for text, seed in (("aaaabbbb", 1), ("ccccdddd", 1), ("aaaabbbbe", 2)):
+        shadows.put("acme", request(text, seed=seed))
+    assert settled(shadows) == 0
+
+
+def test_only_tenants_with_a_ceiling_have_shadows() -> None:
+    shadows = shadows_of()
+    assert [shadows.has(tenant) for tenant in ("acme", "other")] == [True, False]
+    shadows.close()
+
+
+def test_requests_beyond_the_bound_are_left_out(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(quota_shadow, "_MAX_WAITING_BYTES", 40)
+    shadows = shadows_of()
+    with shadows._lock:  # the thread cannot account what it has replayed
+        monkeypatch.setattr(shadows, "_num_waiting_bytes", 1)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            shadows.put("acme", request("x" * 10))
+    assert shadows.num_dropped == 2
+    assert len(caplog.records) == 1
+    assert "acme" not in caplog.text
+    shadows.close()
