@@ -255,14 +255,14 @@ class ServerConfig:
         drain_timeout_s: seconds that running requests may take after SIGTERM.
         max_message_bytes: maximum size of a request message. Default: enough for the longest prompt that the engine
             accepts: 5 bytes per token, since each may be encoded with a tag of its own, and 512 KiB for the rest.
-        max_connections: maximum number of open connections; further ones are closed at once.
+        max_connections: maximum number of open connections; further ones are closed immediately.
         connection_idle_s: seconds after which a connection without calls is closed.
         max_connection_calls: maximum number of concurrent calls per connection; clients queue further ones.
         max_calls: maximum number of concurrent calls. Beyond it, callers that already have an equal share of them are
             refused; at twice the number, every caller is. Health watches and event streams each have a limit of their
             own, an eighth of it.
-        max_receiving_bytes: memory for messages that are being received, in bytes; each counts with its maximum size.
-            Further messages wait, and connections take turns.
+        max_receiving_bytes: memory for messages that are being received, in bytes; each counts with its maximum size,
+            and at least four are received. Further messages wait, and connections take turns.
         receive_timeout_s: seconds within which a message must arrive, and a reflection call must end.
         max_held_bytes: memory for the requests of concurrent calls and for unsent responses, in bytes. Beyond it,
             tenants that hold more than an equal share are refused.
