@@ -148,6 +148,11 @@ class LLM:
         except ValueError as error:
             raise InvalidRequest(f"text requires a tokenizer, which the model does not have: {error}") from error
 
+    @property
+    def max_model_len(self) -> int:
+        """Maximum number of tokens of a prompt and its completion together: what the model and the pool allow."""
+        return self._running_engine().limits.max_sequence_tokens
+
     def get_default_sampling_params(self) -> SamplingParams:
         """Return the parameters that `generate` and `chat` use without `sampling_params`."""
         return SamplingParams()

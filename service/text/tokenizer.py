@@ -263,6 +263,10 @@ class Tokenizer:
         """Return the id of the special token with this text; None if there is no such token."""
         return self._special_ids.get(text)
 
+    def named_id(self, name: str) -> int | None:
+        """Return the id of a special token by its name in the model's files, such as `bos_token`; None without one."""
+        return self.special_id(self._special_tokens.get(name, ""))
+
     @cached_property
     def _special_ids(self) -> dict[str, int]:
         added = self._backend.get_added_tokens_decoder()

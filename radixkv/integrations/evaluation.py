@@ -1,0 +1,224 @@
+"""Requests of language-model evaluations, in the forms of lm-evaluation-harness, answered by an `LLM`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from radixkv.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from radixkv import LLM
+
+_Answer = TypeVar("_Answer")
+
+# Names of the maximum number of generated tokens, in the order in which lm-evaluation-harness reads them.
+_MAX_TOKENS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+# What `SamplingParams.stop` accepts; other stop texts only cut the answer.
+_MAX_STOPS = 16
+_MAX_STOP_CHARS = 256
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Scored:
+    """A continuation whose log probability is requested.
+
+    Attributes:
+        context, continuation: token ids, at least one each.
+    """
+
+    context: list[int]
+    continuation: list[int]
+
+
+class Evaluator:
+    """Answers the three kinds of requests of lm-evaluation-harness. Contexts with a common prefix compute it once.
+
+    Requests are sorted by their tokens, so that those with a common prefix follow each other. Results are in the order
+    of the requests.
+
+    Args:
+        llm: the model.
+        max_gen_toks: generated tokens of requests that state no maximum.
+        prefix_token_id: the token before texts that have no context; None for the model's BOS token, or else its EOS
+            token.
+        use_tqdm: see `LLM.generate`.
+
+    Attributes:
+        num_prompt_tokens: tokens of all contexts so far.
+        num_cached_tokens: those that were not computed, but reused.
+    """
+
+    def __init__(
+        self, llm: LLM, *, max_gen_toks: int = 256, prefix_token_id: int | None = None, use_tqdm: bool | None = None
+    ) -> None:
+        self.num_prompt_tokens = 0
+        self.num_cached_tokens = 0
+        self._llm = llm
+        self._tokenizer = llm.get_tokenizer()
+        self._max_gen_toks = max_gen_toks
+        self._use_tqdm = use_tqdm
+        names = (self._tokenizer.named_id(name) for name in ("bos_token", "eos_token"))
+        known = next((each for each in names if each is not None), None)
+        prefix = known if prefix_token_id is None else prefix_token_id
+        if prefix is None:
+            raise InvalidRequest("prefix_token_id: the tokenizer names neither a BOS nor an EOS token; pass an id")
+        self.prefix_token_id = prefix
+
+    def encode(self, text: str) -> list[int]:
+        """Encode a text as a prompt. A BOS token is added if the model requires one and the text does not have it."""
+        bos_id = self._tokenizer.named_id("bos_token")
+        if bos_id is not None and text.startswith(self._tokenizer.special_tokens[bos_id]):
+            return self._tokenizer.encode_rendered(text)
+        return self._tokenizer.encode(text)
+
+    def loglikelihood(self, pairs: Sequence[tuple[str, str]]) -> list[tuple[float, bool]]:
+        """Return the log probability of each continuation, and whether greedy decoding would generate it.
+
+        Texts are encoded together. White space at the end of a context belongs to the continuation. Contexts that are
+        too long lose their first tokens.
+
+        Args:
+            pairs: context and continuation. An empty context is replaced by the prefix token.
+
+        Raises:
+            InvalidRequest: a continuation has no tokens.
+        """
+        scored = []
+        for index, (context, continuation) in enumerate(pairs):
+            scored.append(self._scored(context, continuation))
+            if not scored[-1].continuation:
+                raise InvalidRequest(f"requests[{index}]: expected a continuation of at least one token, got none")
+        return self._in_token_order(scored, lambda each: (*each.context, *each.continuation), self._score)
+
+    def loglikelihood_rolling(self, texts: Sequence[str]) -> list[float]:
+        """Return the log probability of each text after the prefix token.
+
+        A text that is longer than the model allows is divided into windows, as lm-evaluation-harness does it: each
+        token is predicted once, and all but the first window are full.
+        """
+        windows: list[tuple[int, _Scored]] = []
+        for index, text in enumerate(texts):
+            windows += [(index, each) for each in self._windows(self.encode(text))]
+        totals = [0.0] * len(texts)
+        params = self._params(prompt_logprobs=0, max_tokens=1, detokenize=False)
+        outputs = self._llm.generate(
+            [[*each.context, *each.continuation] for _, each in windows], params, self._use_tqdm
+        )
+        for (index, window), output in zip(windows, outputs, strict=True):
+            rows = output.prompt_logprobs or []
+            new = zip(window.continuation, rows[-len(window.continuation) :], strict=True)
+            totals[index] += sum(row[token_id].logprob for token_id, row in new if row is not None)
+        return totals
+
+    def generate_until(self, requests: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
+        """Generate texts, each up to one of its stop texts, which it does not contain.
+
+        Args:
+            requests: contexts and options: `until`, `max_gen_toks`, `do_sample`, and fields of `SamplingParams`. The
+                answer is greedy unless `do_sample` is true or a temperature above 0 is given.
+
+        Raises:
+            InvalidRequest: an option is unknown.
+        """
+        prepared = []
+        for index, (context, options) in enumerate(requests):
+            prepared.append(self._generation(f"requests[{index}]", context, dict(options)))
+
+        def generate(some: Sequence[tuple[list[int], Any, list[str]]]) -> list[str]:
+            outputs = self._llm.generate(
+                [tokens for tokens, _, _ in some], [params for _, params, _ in some], self._use_tqdm
+            )
+            for output in outputs:
+                self._count(len(output.prompt_token_ids), output.num_cached_tokens)
+            return [_cut(output.outputs[0].text, until) for output, (_, _, until) in zip(outputs, some, strict=True)]
+
+        return self._in_token_order(prepared, lambda each: tuple(each[0]), generate)
+
+    def _scored(self, context: str, continuation: str) -> _Scored:
+        """Encode a context and its continuation, and drop what is too long."""
+        if context:
+            before = self.encode(context.rstrip())
+            after = self.encode(context + continuation)[len(before) :]
+        else:
+            before, after = [], self._tokenizer.encode_rendered(continuation)
+        if not before and after[:1] == [self.prefix_token_id] and len(after) > 1:
+            before, after = after[:1], after[1:]
+        if not before:
+            before = [self.prefix_token_id]
+        max_tokens = self._llm.max_model_len
+        after = after[-(max_tokens - 1) :]
+        return _Scored(before[-(max_tokens - len(after)) :], after)
+
+    def _score(self, requests: Sequence[_Scored]) -> list[tuple[float, bool]]:
+        scores = self._llm.score(
+            [each.context for each in requests], [each.continuation for each in requests], self._use_tqdm
+        )
+        for request, score in zip(requests, scores, strict=True):
+            self._count(len(request.context), score.num_cached_tokens)
+        return [(score.logprob, score.is_greedy) for score in scores]
+
+    def _windows(self, tokens: list[int]) -> Iterator[_Scored]:
+        """Divide a text into windows of context and tokens to predict."""
+        size = self._llm.max_model_len - 2  # of predicted tokens; one is before them, and one is generated after them
+        for start in range(0, len(tokens), size):
+            end = min(start + size, len(tokens))
+            yield _Scored([self.prefix_token_id] if start == 0 else tokens[end - size - 1 : start], tokens[start:end])
+
+    def _generation(self, place: str, context: str, options: dict[str, Any]) -> tuple[list[int], Any, list[str]]:
+        """Return the tokens of a context, its sampling parameters, and the texts at which the answer ends."""
+        until = options.pop("until", None) or []
+        until = [until] if isinstance(until, str) else [each for each in until if each]
+        given = [value for name in _MAX_TOKENS if (value := options.pop(name, None)) is not None]
+        max_tokens = given[0] if given else self._max_gen_toks
+        temperature = options.pop("temperature", None)
+        is_sampled = options.pop("do_sample", None)
+        if is_sampled is None:
+            is_sampled = bool(temperature)
+        if not is_sampled:
+            temperature = 0.0
+        stops = [each for each in until if len(each) <= _MAX_STOP_CHARS][:_MAX_STOPS]
+        try:
+            params = self._params(
+                max_tokens=max_tokens, temperature=1.0 if temperature is None else temperature, stop=stops, **options
+            )
+        except TypeError as error:  # an option is no field of SamplingParams
+            raise InvalidRequest(
+                f"{place}: expected options of generate_until and fields of SamplingParams, got {', '.join(options)}"
+            ) from error
+        room = self._llm.max_model_len - max_tokens
+        if room < 1:
+            raise InvalidRequest(
+                f"{place}: max_gen_toks: expected fewer than {self._llm.max_model_len}, the longest sequence of the "
+                f"model, got {max_tokens}"
+            )
+        tokens = self.encode(context) if context else [self.prefix_token_id]
+        return tokens[-room:], params, until
+
+    def _params(self, **options: Any) -> Any:
+        from radixkv import SamplingParams
+
+        return SamplingParams(**options)
+
+    def _in_token_order(
+        self,
+        requests: Sequence[Any],
+        tokens: Callable[[Any], tuple[int, ...]],
+        answer: Callable[[Sequence[Any]], list[_Answer]],
+    ) -> list[_Answer]:
+        """Answer requests sorted by their tokens; return the answers in the order of the requests."""
+        order = sorted(range(len(requests)), key=lambda index: tokens(requests[index]))
+        answers = dict(zip(order, answer([requests[index] for index in order]), strict=True)) if order else {}
+        return [answers[index] for index in range(len(requests))]
+
+    def _count(self, num_prompt_tokens: int, num_cached_tokens: int) -> None:
+        self.num_prompt_tokens += num_prompt_tokens
+        self.num_cached_tokens += num_cached_tokens
+
+
+def _cut(text: str, until: Sequence[str]) -> str:
+    """Return the text before the first of the texts in `until`."""
+    for each in until:
+        text = text.partition(each)[0]
+    return text

@@ -1,0 +1,99 @@
+"""lm-evaluation-harness over an `LLM`: the model `radixkv`. Needs the package lm_eval.
+
+    python -m radixkv.integrations.lm_eval run --model radixkv --model_args pretrained=DIR --tasks TASK --num_fewshot 5
+
+runs lm-evaluation-harness, which finds no models of other packages by itself. In Python, import this module before
+`lm_eval.simple_evaluate(model="radixkv", ...)`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lm_eval.api.model import LM
+from lm_eval.api.registry import register_model
+
+from radixkv import LLM
+from radixkv.integrations.evaluation import Evaluator
+
+# Arguments that the harness passes to every model, and that change nothing here: the engine chooses its own batches.
+_UNUSED = ("batch_size", "max_batch_size")
+# What the harness passes if the caller names no device, also where there is no GPU.
+_DEFAULT_DEVICES = (None, "cuda:0")
+
+
+@register_model("radixkv")
+class RadixKVLM(LM):  # type: ignore[misc]  # lm_eval is not installed where types are checked
+    """A model of lm-evaluation-harness that computes each shared prefix once.
+
+    Args:
+        pretrained: the model; see `LLM`.
+        max_gen_toks, prefix_token_id: see `Evaluator`.
+        keys: further arguments of `LLM`, such as `dtype` and `capacity_tokens`; `batch_size` and the device `cuda:0`
+            have no effect.
+    """
+
+    def __init__(
+        self,
+        pretrained: str | os.PathLike[str] = "tiny",
+        *,
+        max_gen_toks: int = 256,
+        prefix_token_id: int | None = None,
+        **keys: Any,
+    ) -> None:
+        super().__init__()
+        for name in _UNUSED:
+            keys.pop(name, None)
+        keys.setdefault("device", None)
+        if keys.get("device") in _DEFAULT_DEVICES:
+            del keys["device"]
+        self.llm = LLM(pretrained, **keys)
+        self.evaluator = Evaluator(self.llm, max_gen_toks=max_gen_toks, prefix_token_id=prefix_token_id)
+        self._name = os.fspath(pretrained)
+
+    @property
+    def tokenizer_name(self) -> str:
+        """Name by which the harness distinguishes its cached requests."""
+        return f"radixkv-{self._name.replace('/', '__')}"
+
+    def chat_template(self, chat_template: bool | str = False) -> str | None:
+        """Return a name of the chat template, by which the harness distinguishes its cached requests."""
+        return f"{self.tokenizer_name}-chat" if chat_template else None
+
+    def apply_chat_template(self, chat_history: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> str:
+        """Render a conversation with the chat template of the model."""
+        return self.llm.get_tokenizer().render_chat(chat_history, add_generation_prompt=add_generation_prompt)
+
+    def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        """See `Evaluator.loglikelihood`."""
+        results = self.evaluator.loglikelihood([each.args for each in requests])
+        return self._remembered("loglikelihood", requests, results)
+
+    def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
+        """See `Evaluator.loglikelihood_rolling`."""
+        results = self.evaluator.loglikelihood_rolling([each.args[0] for each in requests])
+        return self._remembered("loglikelihood_rolling", requests, results)
+
+    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+        """See `Evaluator.generate_until`."""
+        results = self.evaluator.generate_until([each.args for each in requests])
+        return self._remembered("generate_until", requests, results)
+
+    def _remembered(self, kind: str, requests: Sequence[Any], results: list[Any]) -> list[Any]:
+        """Store results in the cache of the harness, if it has one."""
+        for request, result in zip(requests, results, strict=True):
+            self.cache_hook.add_partial(kind, request.args, result)
+        return results
+
+
+def main() -> None:
+    """Run lm-evaluation-harness with this model."""
+    from lm_eval.__main__ import cli_evaluate
+
+    cli_evaluate()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,179 @@
+"""`Evaluator` over the embedded model, compared with what transformers computes for the same texts."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from radixkv import LLM
+from radixkv.errors import InvalidRequest
+from radixkv.integrations.evaluation import Evaluator
+from radixkv.model.tiny_model import build_tiny_model
+
+MAX_DIFFERENCE = 1e-3  # of log probabilities
+SHOTS = "".join(f"Q: Who said the words {each}?\nA: Moses\n\n" for each in ("one", "two", "three", "four", "five"))
+QUESTIONS = [f"Q: Who went to the {each}?\nA:" for each in ("city", "sea", "king", "house")]
+CHOICES = [" Moses", " the Lord", " a man of the land", " nobody"]
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM("tiny", capacity_tokens=65_536, block_size=16) as llm:
+        yield llm
+
+
+@pytest.fixture
+def evaluator(llm: LLM) -> Evaluator:
+    llm.reset_prefix_cache()
+    return Evaluator(llm)
+
+
+@pytest.fixture(scope="module")
+def oracle() -> LlamaForCausalLM:
+    return build_tiny_model("eager").eval()
+
+
+def logprobs_of(oracle: LlamaForCausalLM, ids: list[int]) -> torch.Tensor:
+    with torch.inference_mode():
+        return oracle(torch.tensor([ids]), use_cache=False).logits[0].log_softmax(-1)
+
+
+def expected(oracle: LlamaForCausalLM, before: list[int], after: list[int]) -> tuple[float, bool]:
+    rows = logprobs_of(oracle, [*before, *after[:-1]])[-len(after) :]
+    total = sum(row[token].item() for row, token in zip(rows, after, strict=True))
+    return total, rows.argmax(-1).tolist() == after
+
+
+def test_loglikelihoods_are_those_of_transformers_in_the_order_of_the_requests(
+    evaluator: Evaluator, llm: LLM, oracle: LlamaForCausalLM
+) -> None:
+    tokenizer = llm.get_tokenizer()
+    greedy = tokenizer.decode([int(logprobs_of(oracle, tokenizer.encode(QUESTIONS[0]))[-1].argmax())])
+    pairs = [(question, choice) for question in reversed(QUESTIONS) for choice in (*CHOICES, greedy)]
+    results = evaluator.loglikelihood(pairs)
+    for (context, continuation), (logprob, is_greedy) in zip(pairs, results, strict=True):
+        before = tokenizer.encode(context)
+        after = tokenizer.encode(context + continuation)[len(before) :]
+        total, argmax_is = expected(oracle, before, after)
+        assert abs(logprob - total) < MAX_DIFFERENCE
+        assert is_greedy is argmax_is
+    assert any(is_greedy for _, is_greedy in results)
+
+
+def test_white_space_at_the_end_of_a_context_belongs_to_the_continuation(evaluator: Evaluator) -> None:
+    (one,), (other,) = (
+        evaluator.loglikelihood([("And it came ", "to")]),
+        evaluator.loglikelihood([("And it came", " to")]),
+    )
+    assert one == other
+
+
+def test_an_empty_context_is_the_prefix_token(evaluator: Evaluator, llm: LLM, oracle: LlamaForCausalLM) -> None:
+    after = llm.get_tokenizer().encode_rendered("And it came")
+    ((logprob, _),) = evaluator.loglikelihood([("", "And it came")])
+    assert abs(logprob - expected(oracle, [evaluator.prefix_token_id], after)[0]) < MAX_DIFFERENCE
+
+
+def test_a_shared_few_shot_prompt_is_computed_once(evaluator: Evaluator, llm: LLM) -> None:
+    tokenizer = llm.get_tokenizer()
+    pairs = [(SHOTS + question, choice) for choice in CHOICES for question in QUESTIONS]  # choices first: worst order
+    evaluator.loglikelihood(pairs)
+    contexts = {tuple(tokenizer.encode(context)) for context, _ in pairs}
+    different = {context[: end + 1] for context in contexts for end in range(len(context))}  # nodes of a trie
+    computed = evaluator.num_prompt_tokens - evaluator.num_cached_tokens
+    assert evaluator.num_prompt_tokens == sum(4 * len(each) for each in contexts)
+    # At least one token of each request is computed: its last one.
+    assert computed <= len(different) + len(pairs)
+    assert computed < 0.1 * evaluator.num_prompt_tokens
+
+
+def test_a_context_that_is_too_long_loses_its_first_tokens(
+    evaluator: Evaluator, llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LLM, "max_model_len", 40)
+    tokenizer = llm.get_tokenizer()
+    long = "And it came to pass in those days. " * 8
+    (result,) = evaluator.loglikelihood([(long, " Then Moses")])
+    ids = tokenizer.encode(long.rstrip())
+    after = tokenizer.encode(long + " Then Moses")[len(ids) :]
+    assert len(ids) > llm.max_model_len
+    (score,) = llm.score([ids[-(llm.max_model_len - len(after)) :]], [after])
+    assert result == (score.logprob, score.is_greedy)
+
+
+@pytest.mark.parametrize("num_repeats", [1, 2, 40])
+def test_rolling_loglikelihoods_are_those_of_transformers(
+    evaluator: Evaluator, llm: LLM, oracle: LlamaForCausalLM, num_repeats: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LLM, "max_model_len", 34)  # so that windows are needed
+    text = "And it came to pass in those days, " * num_repeats
+    (total,) = evaluator.loglikelihood_rolling([text])
+    tokens, size = llm.get_tokenizer().encode(text), 32
+    parts = [
+        (tokens[max(0, end - size - 1) : end - size], tokens[end - size : end])
+        for end in range(size, len(tokens), size)
+    ]
+    last = len(parts) * size
+    parts.append((tokens[max(0, len(tokens) - size - 1) : last], tokens[last:]))
+    parts[0] = ([evaluator.prefix_token_id], parts[0][1])
+    assert [each for _, after in parts for each in after] == tokens
+    assert abs(total - sum(expected(oracle, *each)[0] for each in parts)) < MAX_DIFFERENCE * len(parts)
+    assert evaluator.loglikelihood_rolling([]) == []
+    assert evaluator.loglikelihood_rolling([""]) == [0.0]
+
+
+def test_answers_are_greedy_and_end_before_a_stop_text(evaluator: Evaluator, llm: LLM) -> None:
+    whole, first, none = evaluator.generate_until(
+        [
+            ("And the Lord said unto Moses,", {"max_gen_toks": 24}),
+            ("And the Lord said unto Moses,", {"until": [","], "max_gen_toks": 24}),
+            ("And the Lord said unto Moses,", {"until": ["z" * 300, ","] * 20, "max_gen_toks": 24, "temperature": 0.0}),
+        ]
+    )
+    assert whole.startswith(first + ",")
+    assert none == first
+    (sampled,) = evaluator.generate_until(
+        [("And the Lord said unto Moses,", {"do_sample": True, "temperature": 1.5, "seed": 3, "max_tokens": 24})]
+    )
+    assert sampled != whole
+    assert llm.generate("And the Lord said unto Moses,", _greedy(24))[0].outputs[0].text == whole
+
+
+def _greedy(max_tokens: int) -> Any:
+    from radixkv import SamplingParams
+
+    return SamplingParams(temperature=0, max_tokens=max_tokens)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_beams": 3}, r"requests\[1\]: expected options of generate_until .*got num_beams"),
+        ({"max_gen_toks": 10**6}, r"requests\[1\]: max_gen_toks: expected fewer than \d+"),
+    ],
+)
+def test_options_that_cannot_be_followed_are_refused(
+    evaluator: Evaluator, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        evaluator.generate_until([("a", {}), ("b", options)])
+
+
+def test_an_empty_continuation_is_refused(evaluator: Evaluator) -> None:
+    with pytest.raises(InvalidRequest, match=r"requests\[1\]: expected a continuation of at least one token"):
+        evaluator.loglikelihood([("a", " b"), ("a", "")])
+
+
+def test_a_bos_token_in_a_text_is_not_added_again(evaluator: Evaluator, llm: LLM) -> None:
+    assert re.fullmatch(r"\d+", str(evaluator.prefix_token_id))
+    tokenizer = llm.get_tokenizer()
+    bos_id = tokenizer.named_id("bos_token")
+    if bos_id is None:
+        assert evaluator.encode("And it") == tokenizer.encode("And it")
+    else:
+        assert evaluator.encode(tokenizer.special_tokens[bos_id] + "And it").count(bos_id) == 1
