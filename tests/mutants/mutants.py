@@ -1590,3 +1590,48 @@ OFFLINE_MUTANTS = (
     Mutant("service/offline/settings.py", "value == each and type(value) is type(each)", "value == each"),
     Mutant("service/offline/outputs.py", "ranks.get(token_id)", "1"),
 )
+
+INTEGRATION_MUTANTS = (
+    Mutant(
+        "integrations/transformers/prefix_store.py",
+        "                if start < first:\n",
+        "                if False:\n",
+    ),
+    Mutant("integrations/transformers/prefix_store.py", "                    self._slots.copy(lease.copy)\n", ""),
+    Mutant("integrations/transformers/prefix_store.py", "if epoch != self._epoch:", "if False:"),
+    Mutant("integrations/transformers/prefix_store.py", "            self._epoch += 1\n", ""),
+    Mutant(
+        "integrations/transformers/prefix_store.py",
+        "if not all(bool(tensor.isfinite().all()) for pair in new.values() for tensor in pair):",
+        "if False:",
+    ),
+    Mutant("integrations/transformers/prompt_cache.py", "                layer.cumulative_length = length\n", ""),
+    Mutant(
+        "integrations/transformers/prompt_cache.py",
+        "length - layer.sliding_window + 1",
+        "length - layer.sliding_window + 2",
+    ),
+    Mutant(
+        "integrations/transformers/prompt_cache.py",
+        "        for record in self._records.values():\n            record.crop(self._length)\n",
+        "",
+    ),
+    Mutant("integrations/transformers/prompt_cache.py", "self._length = min(ends) if", "self._length = max(ends) if"),
+    Mutant(
+        "integrations/transformers/prompt_cache.py", "            start, end = start + num_pads, end + num_pads\n", ""
+    ),
+    Mutant("integrations/transformers/prompt_cache.py", "            if got != expected:", "            if False:"),
+    Mutant("integrations/transformers/radix_cache.py", "known() is each and (pointer", "(pointer"),
+    Mutant(
+        "integrations/transformers/radix_cache.py",
+        "version) == (each.data_ptr(), _version(each))",
+        "0) == (each.data_ptr(), 0)",
+    ),
+    Mutant("integrations/evaluation.py", "key=lambda index: tokens(requests[index])", "key=lambda index: 0"),
+    Mutant("integrations/evaluation.py", "tokens[end - size - 1 : start]", "tokens[start - 1 : start]"),
+    Mutant(
+        "integrations/evaluation.py",
+        "        return [answers[index] for index in range(len(requests))]",
+        "        return list(answers.values())",
+    ),
+)

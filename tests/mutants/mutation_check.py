@@ -27,6 +27,7 @@ from tests.mutants.mutants import (
     EVENT_MUTANTS,
     EXPLAIN_MUTANTS,
     FLEET_MUTANTS,
+    INTEGRATION_MUTANTS,
     KERNEL_MUTANTS,
     LOADING_MUTANTS,
     OFFLINE_MUTANTS,
@@ -227,6 +228,7 @@ SERVICE_TESTS = (
     "tests/service/server/test_connections.py",
 )
 OFFLINE_TESTS = ("tests/service/text/test_answer_text.py", "tests/service/offline", "tests/whole/test_llm.py")
+INTEGRATION_TESTS = ("tests/integrations",)
 CHECKS = (
     *((CACHE_MUTANTS, CACHE_TESTS), (ENGINE_MUTANTS, ENGINE_TESTS)),
     *((KERNEL_MUTANTS, KERNEL_TESTS), (EVENT_MUTANTS, EVENT_TESTS)),
@@ -243,6 +245,7 @@ CHECKS = (
     (FLEET_MUTANTS, FLEET_TESTS),
     (SERVICE_MUTANTS, SERVICE_TESTS),
     (OFFLINE_MUTANTS, OFFLINE_TESTS),
+    (INTEGRATION_MUTANTS, INTEGRATION_TESTS),
 )
 
 

@@ -35,7 +35,6 @@ MAY_IMPORT = {
     "planning": "api cache events model_files offload routing scheduling storage",
     "telemetry": "api scheduling engine",
     "startup": "api cache storage model compute events engine kernels offload scheduling statements",
-    "startup": "api cache storage model compute events engine kernels offload scheduling",
     "integrations": "api cache",
     "kernels": "",
 }

@@ -1,0 +1,143 @@
+"""The radix tree and the K/V of its blocks, for several threads."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from radixkv.blocks import BlockIds
+from radixkv.cache.eviction_policy import EvictionPolicy
+from radixkv.cache.prefix_cache import PrefixCache
+from radixkv.integrations.transformers.kv_slots import KV, KVSlots
+from radixkv.namespace import Namespace
+from radixkv.tokens import TOKEN_BYTES
+
+# Returns the K/V of positions `start` to `end` by layer, `[num_kv_heads, end - start, head_dim]`.
+ReadNewKV = Callable[[int, int], Mapping[int, KV]]
+
+
+class PrefixStore:
+    """Finds cached prefixes, and publishes new ones. Several threads may call it; calls exclude each other.
+
+    A lease lasts only as long as the call that opens it, so a forward pass that fails leaves nothing to release.
+
+    Args:
+        num_blocks: number of blocks.
+        block_size: tokens per block.
+        max_sequence_tokens: tokens of a sequence that can be cached; see `radixkv.config.sequence_limit`.
+        policy: decides which unused leaf is evicted first; None for the least recently used.
+        device: where to store K/V; None for the device that computes them.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        max_sequence_tokens: int,
+        policy: EvictionPolicy | None,
+        device: torch.device | None,
+    ) -> None:
+        self.block_size = block_size
+        self._num_blocks = num_blocks
+        self._max_tokens = min(max_sequence_tokens, num_blocks * block_size)
+        self._slots = KVSlots(num_blocks, block_size, device)
+        self._cache = PrefixCache(num_blocks, block_size, policy=policy)
+        self._lock = threading.Lock()
+        self._epoch = 0
+
+    @property
+    def epoch(self) -> int:
+        """The number of times that the store was cleared."""
+        return self._epoch
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes allocated for K/V."""
+        return self._slots.num_bytes
+
+    @property
+    def num_evicted_blocks(self) -> int:
+        """Blocks evicted so far."""
+        return self._cache.num_evicted_blocks
+
+    @property
+    def num_used_blocks(self) -> int:
+        """Blocks that hold K/V now."""
+        return self._num_blocks - self._cache.pool.num_free
+
+    @contextmanager
+    def matched(self, namespace: Namespace, prompts: Sequence[bytes]) -> Iterator[list[MatchedPrefix]]:
+        """Find the cached prefixes of prompts. They can be read until the context ends; nothing changes meanwhile."""
+        with self._lock:
+            matches = [self._cache.match(namespace, tokens) for tokens in prompts]
+            yield [MatchedPrefix(self._slots, each.block_ids, each.cached_tokens) for each in matches]
+
+    def publish(
+        self, namespace: Namespace, tokens: bytes, first: int, kv: ReadNewKV, epoch: int, *, is_resumed: bool
+    ) -> None:
+        """Copy the K/V of a sequence that are not cached yet into blocks, so that other prompts can reuse them.
+
+        Tokens beyond the size of the store are left out. Nothing is published if some K/V are not finite, if the store
+        was cleared since `epoch`, or if blocks before `first` were evicted.
+
+        Args:
+            namespace, tokens: the sequence.
+            first: the first position whose K/V `kv` can return.
+            kv: returns the K/V of a range of positions.
+            epoch: the epoch in which the sequence was matched.
+            is_resumed: whether a part of this sequence was published before; if so, finding it does not count as reuse.
+        """
+        tokens = tokens[: self._max_tokens * TOKEN_BYTES]
+        with self._lock, torch.no_grad():
+            if epoch != self._epoch:
+                return
+            with self._cache.lease(namespace, tokens, is_resumed=is_resumed) as lease:
+                start, end = lease.cached_tokens, lease.num_tokens
+                if start < first:
+                    return
+                new = kv(start, end)
+                if not all(bool(tensor.isfinite().all()) for pair in new.values() for tensor in pair):
+                    return
+                if lease.copy is not None:  # the first of these tokens are in a block that other sequences use
+                    self._slots.copy(lease.copy)
+                    lease.copy = None
+                self._slots.write(lease.block_ids, start, end, new)
+                lease.commit(end)
+
+    def clear(self, tenant: str | None = None, salt: str | None = None) -> None:
+        """Evict what is cached in namespaces with these names; None matches any. Without names, K/V memory is freed.
+
+        No sequence that was matched before is published any more.
+        """
+        with self._lock:
+            self._epoch += 1
+            self._cache.purge(tenant=tenant, salt=salt)
+            if tenant is None and salt is None:
+                self._slots.free()
+
+
+class MatchedPrefix:
+    """The cached prefix of one prompt.
+
+    Args:
+        slots: K/V of all blocks.
+        block_ids: the blocks of the prefix, int32.
+        num_tokens: its length.
+    """
+
+    def __init__(self, slots: KVSlots, block_ids: BlockIds, num_tokens: int) -> None:
+        self._slots = slots
+        self._block_ids = block_ids
+        self.num_tokens = num_tokens
+
+    @property
+    def layer_ids(self) -> tuple[int, ...]:
+        """The layers that have K/V."""
+        return self._slots.layer_ids
+
+    def read(self, layer_id: int, start: int, end: int) -> KV:
+        """Copy the K/V of a range of positions; see `KVSlots.read`."""
+        return self._slots.read(layer_id, self._block_ids, start, end)

@@ -1,0 +1,395 @@
+"""A cache of transformers that starts with reused K/V, and publishes what is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import torch
+from transformers import DynamicCache
+
+from radixkv.errors import InvalidRequest, UnsupportedModel
+from radixkv.integrations.transformers.kv_slots import KV
+from radixkv.integrations.transformers.prefix_store import MatchedPrefix, PrefixStore
+from radixkv.namespace import Namespace
+from radixkv.tokens import TOKEN_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One row of `input_ids`.
+
+    Attributes:
+        tokens: its tokens without padding, little-endian uint32 bytes.
+        num_pads: padding tokens before them.
+    """
+
+    tokens: bytes
+    num_pads: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Its length without padding."""
+        return len(self.tokens) // TOKEN_BYTES
+
+
+@dataclass(slots=True)
+class _Row:
+    """A sequence of the batch.
+
+    Attributes:
+        prompt: its prompt.
+        tokens: the tokens whose K/V are computed or reused.
+        published_tokens: tokens that were published by this row; 0 until the prompt is published.
+    """
+
+    prompt: Prompt
+    tokens: bytearray
+    published_tokens: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens) // TOKEN_BYTES
+
+
+@dataclass(slots=True)
+class _WindowRecord:
+    """K/V of a layer with a sliding window, from position `start` on, which the layer itself soon drops.
+
+    Attributes:
+        start: position in the padded batch.
+        pieces: keys and values, `[batch, num_kv_heads, num_positions, head_dim]`, one after another.
+    """
+
+    start: int
+    pieces: list[KV] = field(default_factory=list)
+
+    @property
+    def end(self) -> int:
+        return self.start + sum(keys.shape[2] for keys, _ in self.pieces)
+
+    def drop_before(self, position: int) -> None:
+        while self.pieces and self.start + self.pieces[0][0].shape[2] <= position:
+            self.start += self.pieces.pop(0)[0].shape[2]
+
+    def crop(self, end: int) -> None:
+        while self.pieces and self.end > end:
+            num_kept = self.pieces[-1][0].shape[2] - (self.end - end)
+            keys, values = self.pieces.pop()
+            if num_kept > 0:
+                self.pieces.append((keys[:, :, :num_kept], values[:, :, :num_kept]))
+        self.start = min(self.start, end)
+
+    def read(self, row: int, start: int, end: int) -> KV:
+        keys, values = (torch.cat([pair[each][row] for pair in self.pieces], dim=1) for each in (0, 1))
+        return keys[:, start - self.start : end - self.start], values[:, start - self.start : end - self.start]
+
+
+class PromptCache(DynamicCache):  # type: ignore[misc]  # transformers has no types here
+    """The cache of one call of `generate`, or of several that continue the same sequences.
+
+        found in the store       computed
+        [ reused K/V ......... | prompt ...... | generated .......... ]
+                               └─ published    └─ published per block, and the rest by `close`
+
+    `RadixCache.cache_for` creates it. It begins with contiguous copies of the reused K/V, which it then owns like any
+    `DynamicCache`: nothing that is evicted later changes it, and if it is dropped, there is nothing to release.
+
+    It sees the tokens of each forward pass of the model, so what it publishes is what was computed. Publishing ends,
+    while everything else works, as soon as rows no longer continue the same sequences: after `reorder_cache` (beam
+    search) and `batch_select_indices`.
+
+    One thread may use it at a time.
+
+    Args:
+        model: the model whose forward passes use this cache.
+        store: where prefixes are found and published.
+        namespace: which prefixes.
+        prompts: the rows of the batch, all of the same length with padding.
+        epoch: epoch of the store in which the weights of the model were verified.
+        write_generated: whether to publish generated tokens.
+
+    Attributes:
+        num_cached_tokens: tokens of each prompt that are reused.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        store: PrefixStore,
+        namespace: Namespace,
+        prompts: Sequence[Prompt],
+        epoch: int,
+        *,
+        write_generated: bool,
+    ) -> None:
+        super().__init__(config=model.config.get_text_config(decoder=True))
+        self._model = model
+        self._store = store
+        self._namespace = namespace
+        self._epoch = epoch
+        self._write_generated = write_generated
+        self._prompt_length = prompts[0].num_pads + prompts[0].num_tokens
+        self._records: dict[int, _WindowRecord] = {}
+        self._next_tokens: np.ndarray[Any, np.dtype[np.uint32]] | None = None
+        self._is_publishing = True
+        self._is_closed = False
+        with store.matched(namespace, [each.tokens for each in prompts]) as matched:
+            # A reused prefix ends at the same position in all rows, since they are computed together.
+            ends = [each.num_pads + found.num_tokens for each, found in zip(prompts, matched, strict=True)]
+            self._length = min(ends) if any(min(ends) > each.num_pads for each in prompts) else 0
+            if self._length:
+                self._fill(prompts, matched)
+        self._rows = [
+            _Row(each, bytearray(each.tokens[: max(0, self._length - each.num_pads) * TOKEN_BYTES])) for each in prompts
+        ]
+        self.num_cached_tokens = tuple(row.num_tokens for row in self._rows)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+
+    def close(self) -> None:
+        """Publish the generated tokens that do not fill a block. Closing again does nothing."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._publish(is_last=True)
+
+    def begin_forward(self, model: object, arguments: Mapping[str, Any]) -> None:
+        """Verify that a forward pass continues the rows of this cache. `RadixCache` has the model call it.
+
+        Raises:
+            InvalidRequest: it does not, or its K/V depend on more than the tokens.
+        """
+        input_ids = arguments.get("input_ids")
+        if model is not self._model:
+            raise InvalidRequest("RadixCache: this cache belongs to another model")
+        if not self._is_publishing:
+            return
+        if not isinstance(input_ids, torch.Tensor):
+            raise InvalidRequest("RadixCache: expected input_ids in each forward pass, got none")
+        num_rows, num_new = len(self._rows), input_ids.shape[1]
+        if input_ids.shape[0] != num_rows:
+            raise InvalidRequest(
+                f"RadixCache: this cache is for {num_rows} sequences, got input_ids of {input_ids.shape[0]}; with "
+                "num_beams or num_return_sequences, pass num_sequences to cache_for"
+            )
+        tokens = input_ids.cpu().numpy().astype(np.uint32)
+        if self._length < self._prompt_length or num_new > 1:
+            self._require_own_tokens(tokens)
+            self._require_causal(arguments, num_new)
+        self._next_tokens = tokens
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> KV:
+        """Append K/V of one layer, as `DynamicCache` does."""
+        if self._is_publishing:
+            if self._next_tokens is None:
+                raise InvalidRequest(
+                    "RadixCache: expected a call of the model for which the cache was created, got one of another "
+                    "model or of a part of it"
+                )
+            if self.is_sliding[layer_idx]:
+                record = self._records.setdefault(layer_idx, _WindowRecord(0))
+                record.pieces.append((key_states.detach(), value_states.detach()))
+        updated: KV = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        return updated
+
+    def end_forward(self) -> None:
+        """Note that a forward pass is complete, and publish its K/V. `RadixCache` has the model call it.
+
+        Raises:
+            UnsupportedModel: a layer has K/V of more or fewer tokens than the model was given.
+        """
+        if self._next_tokens is None:
+            return
+        tokens, self._next_tokens = self._next_tokens, None
+        first, self._length = self._length, self._length + tokens.shape[1]
+        lengths = {layer.get_seq_length() for _, layer in self._stored_layers()}
+        if lengths != {self._length}:
+            raise UnsupportedModel(
+                f"{type(self._model).__name__}: expected K/V of {self._length} tokens in each layer, got "
+                f"{', '.join(map(str, sorted(lengths)))}"
+            )
+        for row, new in zip(self._rows, tokens, strict=True):
+            row.tokens += new[max(0, row.prompt.num_pads - first) :].tobytes()
+        self._publish(is_last=False)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last tokens of all rows, as assisted decoding does with rejected ones."""
+        super().crop(tokens_to_remove)
+        num_removed = min(-tokens_to_remove, self._length)
+        if num_removed <= 0:
+            return
+        self._length -= num_removed
+        for row in self._rows:
+            del row.tokens[max(0, self._length - row.prompt.num_pads) * TOKEN_BYTES :]
+            row.published_tokens = min(row.published_tokens, row.num_tokens)
+        for record in self._records.values():
+            record.crop(self._length)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each row, so that each prompt gets several completions."""
+        super().batch_repeat_interleave(repeats)
+        self._rows = [
+            _Row(row.prompt, row.tokens[:], row.published_tokens) for row in self._rows for _ in range(repeats)
+        ]
+        self.num_cached_tokens = tuple(each for each in self.num_cached_tokens for _ in range(repeats))
+        for record in self._records.values():
+            record.pieces = [
+                (keys.repeat_interleave(repeats, dim=0), values.repeat_interleave(repeats, dim=0))
+                for keys, values in record.pieces
+            ]
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Reorder the rows, as beam search does. From then on nothing is published."""
+        self._stop_publishing()
+        super().reorder_cache(beam_idx)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep some of the rows. From then on nothing is published."""
+        self._stop_publishing()
+        super().batch_select_indices(indices)
+
+    def reset(self) -> None:
+        """Drop all K/V. From then on nothing is published."""
+        self._stop_publishing()
+        super().reset()
+
+    def _fill(self, prompts: Sequence[Prompt], matched: Sequence[MatchedPrefix]) -> None:
+        """Copy the reused K/V of all rows into contiguous tensors, `[batch, num_kv_heads, length, head_dim]`."""
+        length = self._length
+        for layer_id in matched[0].layer_ids:
+            layer = self.layers[layer_id]
+            start = max(0, length - layer.sliding_window + 1) if layer.is_sliding else 0
+            rows = [
+                found.read(layer_id, max(0, start - each.num_pads), max(0, length - each.num_pads))
+                for each, found in zip(prompts, matched, strict=True)
+            ]
+            keys, values = (_padded([pair[each] for pair in rows], length - start) for each in (0, 1))
+            layer.lazy_initialization(keys, values)
+            layer.keys, layer.values = keys, values
+            if layer.is_sliding:
+                layer.cumulative_length = length
+                self._records[layer_id] = _WindowRecord(start, [(keys, values)])
+
+    def _stored_layers(self) -> Iterator[tuple[int, Any]]:
+        """Iterate over the layers that keep K/V. Some models have layers that use those of others."""
+        for layer_id, layer in enumerate(self.layers):
+            if layer.is_initialized and hasattr(layer, "get_seq_length"):
+                yield layer_id, layer
+
+    def _require_own_tokens(self, tokens: np.ndarray[Any, np.dtype[np.uint32]]) -> None:
+        """Refuse tokens that differ from the rest of the prompts."""
+        end = min(self._length + tokens.shape[1], self._prompt_length)
+        for index, (row, new) in enumerate(zip(self._rows, tokens, strict=True)):
+            first = max(self._length, row.prompt.num_pads)
+            expected = row.prompt.tokens[
+                (first - row.prompt.num_pads) * TOKEN_BYTES : max(0, end - row.prompt.num_pads) * TOKEN_BYTES
+            ]
+            got = new[first - self._length : max(first, end) - self._length].tobytes()
+            if got != expected:
+                raise InvalidRequest(
+                    f"RadixCache: input_ids[{index}] differ from those for which cache_for made this cache, or do not "
+                    f"begin after the {self._length} tokens in it; a cache is for one prompt and its continuation"
+                )
+
+    def _require_causal(self, arguments: Mapping[str, Any], num_new: int) -> None:
+        """Refuse masks other than that of the padding, and positions other than those after it."""
+        end = self._length + num_new
+        pads = torch.tensor([row.prompt.num_pads for row in self._rows])[:, None]
+        positions = torch.arange(end)[None] - pads  # [batch, end]
+        mask = arguments.get("attention_mask")
+        expected_mask = positions >= 0
+        is_masked = mask is None and bool(expected_mask.all())
+        if isinstance(mask, torch.Tensor):
+            is_masked = mask.shape == expected_mask.shape and bool((mask.cpu().bool() == expected_mask).all())
+        if not is_masked:
+            raise InvalidRequest(
+                "RadixCache: attention_mask differs from the one that cache_for got: expected zeros for the padding on "
+                "the left, and ones after it"
+            )
+        given = arguments.get("position_ids")
+        if given is None:
+            is_placed = bool(expected_mask.all())
+        else:
+            new, here = positions[:, self._length :].clamp(min=0), expected_mask[:, self._length :]
+            is_placed = given.ndim == 2 and bool(((given.cpu() == new) | ~here).all())
+        if not is_placed:
+            raise InvalidRequest("RadixCache: position_ids: expected those of each token after the padding, got others")
+
+    def _stop_publishing(self) -> None:
+        self._is_publishing = False
+        self._next_tokens = None
+        self._records = {}
+
+    def _publish(self, *, is_last: bool) -> None:
+        """Publish whole prompts, then whole blocks of generated tokens, and at the end the rest."""
+        if not self._is_publishing or self._length < self._prompt_length:
+            return
+        block_size = self._store.block_size
+        for index, row in enumerate(self._rows):
+            num_tokens = row.num_tokens
+            if row.published_tokens:
+                if not self._write_generated:
+                    continue
+                num_tokens = num_tokens if is_last else num_tokens // block_size * block_size
+            elif not self._write_generated:
+                num_tokens = row.prompt.num_tokens
+            if num_tokens > row.published_tokens:
+                self._publish_row(index, row, num_tokens)
+        published = min(row.prompt.num_pads + row.published_tokens for row in self._rows)
+        for record in self._records.values():
+            record.drop_before(published)
+
+    def _publish_row(self, index: int, row: _Row, num_tokens: int) -> None:
+        num_pads = row.prompt.num_pads
+
+        def read(start: int, end: int) -> dict[int, KV]:
+            start, end = start + num_pads, end + num_pads
+            kv = {}
+            for layer_id, layer in self._stored_layers():
+                if layer.is_sliding:
+                    kv[layer_id] = self._records[layer_id].read(index, start, end)
+                else:
+                    kv[layer_id] = (
+                        layer.keys[index, :, start:end].detach(),
+                        layer.values[index, :, start:end].detach(),
+                    )
+            return kv
+
+        first = max((0, *(each.start - num_pads for each in self._records.values())))
+        self._store.publish(
+            self._namespace,
+            bytes(row.tokens[: num_tokens * TOKEN_BYTES]),
+            first,
+            read,
+            self._epoch,
+            is_resumed=row.published_tokens > 0,
+        )
+        row.published_tokens = num_tokens
+
+
+def _padded(rows: Sequence[torch.Tensor], length: int) -> torch.Tensor:
+    """Stack the states of all rows, with zeros on the left of those that are shorter.
+
+    Args:
+        rows: states of each row, `[num_kv_heads, num_positions, head_dim]`.
+        length: positions of the result.
+    """
+    if len(rows) == 1:
+        return rows[0][None]
+    num_heads, _, head_dim = rows[0].shape
+    padded = rows[0].new_zeros(len(rows), num_heads, length, head_dim)
+    for row, states in zip(padded, rows, strict=True):
+        row[:, length - states.shape[1] :] = states
+    return padded

@@ -1,0 +1,347 @@
+"""The prefix cache of one model of transformers."""
+
+from __future__ import annotations
+
+import inspect
+import threading
+import weakref
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import torch
+
+from radixkv.cache.eviction_policy import EvictionPolicy
+from radixkv.config.sequence_limit import sequence_limit
+from radixkv.errors import InvalidRequest, PromptTooLong
+from radixkv.integrations.transformers.model_requirements import (
+    CACHE_NAMES,
+    cache_name,
+    require_only_tokens,
+    require_reusable,
+)
+from radixkv.integrations.transformers.prefix_store import PrefixStore
+from radixkv.integrations.transformers.prompt_cache import Prompt, PromptCache
+from radixkv.namespace import Namespace
+
+# Options of `generate` that switch assisted decoding on.
+_ASSISTANTS = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp")
+
+
+@dataclass(frozen=True, slots=True)
+class ReuseCounts:
+    """What a `RadixCache` has saved so far.
+
+    Attributes:
+        num_prompts: rows of `input_ids` for which caches were created.
+        num_prompt_tokens: their tokens, without padding.
+        num_cached_tokens: those that were not computed, but reused.
+        num_evicted_blocks: blocks that were evicted to make room.
+        num_used_blocks: blocks that hold K/V now.
+    """
+
+    num_prompts: int
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_evicted_blocks: int
+    num_used_blocks: int
+
+
+class RadixCache:
+    """Keeps the K/V of prompts and completions over calls of `generate`, in a radix tree of blocks.
+
+        radix = RadixCache(model, capacity_tokens=65_536)
+        out = radix.generate(**inputs, max_new_tokens=20)
+
+    The second line does the same as
+
+        with radix.cache_for(**inputs) as cache:
+            out = model.generate(**inputs, cache=cache, max_new_tokens=20)  # past_key_values=cache in older releases
+
+    K/V that are reused have the same bits as those that were computed. What is computed after them is what transformers
+    computes when it continues one of its own caches: its GEMMs may round differently for another number of tokens, so
+    logits may differ in their last bits from those without a cache.
+
+    The cache is bound to the model object. Before each call it verifies that no parameter was replaced or changed in
+    place, and otherwise drops everything. It does not see changes of `parameter.data`, which bypass PyTorch's version
+    counter: call `clear` after them. Active LoRA adapters are a part of the namespace.
+
+    Several threads may use it at the same time, as far as the model allows that.
+
+    Args:
+        model: a decoder-only model with full or sliding attention, in eval mode.
+        capacity_tokens: tokens whose K/V are kept. Memory is allocated when the first prompt is computed, for all
+            layers; those with sliding windows keep all tokens as well, so that any prefix can be reused.
+        block_size: tokens per block. A prefix may also end inside a block.
+        policy: decides what is evicted first; serves this cache only. None for the least recently used.
+        device: where to keep K/V, such as `cpu` for a model on a GPU; None for the device of the model.
+
+    Raises:
+        UnsupportedModel: the model keeps other states than K/V. The message names it and the reason.
+        InvalidRequest: `capacity_tokens` or `block_size` is too small.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        capacity_tokens: int = 65_536,
+        *,
+        block_size: int = 16,
+        policy: EvictionPolicy | None = None,
+        device: str | torch.device | None = None,
+    ) -> None:
+        if block_size < 1:
+            raise InvalidRequest(f"block_size: expected at least 1, got {block_size}")
+        if capacity_tokens < block_size:
+            raise InvalidRequest(
+                f"capacity_tokens: expected at least one block of {block_size} tokens, got {capacity_tokens}"
+            )
+        require_reusable(model)
+        limit = sequence_limit(model.config.get_text_config(decoder=True).to_dict())
+        self.model = model
+        self._too_long = limit.reason
+        self._max_tokens = limit.max_tokens if limit.reason and limit.max_tokens is not None else 2**31
+        self._store = PrefixStore(
+            capacity_tokens // block_size,
+            block_size,
+            self._max_tokens,
+            policy,
+            None if device is None else torch.device(device),
+        )
+        self._cache_name = cache_name(model)
+        self._lock = threading.Lock()
+        self._weights = _WeightVersions(model)
+        self._num_prompts = 0
+        self._num_prompt_tokens = 0
+        self._num_cached_tokens = 0
+        self._hooks = (
+            model.register_forward_pre_hook(_begin_forward, with_kwargs=True),
+            model.register_forward_hook(_end_forward, with_kwargs=True),
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Free all K/V, and remove the hooks from the model. Closing again does nothing."""
+        for hook in self._hooks:
+            hook.remove()
+        self._store.clear()
+
+    @property
+    def counts(self) -> ReuseCounts:
+        """What was reused so far."""
+        with self._lock:
+            return ReuseCounts(
+                self._num_prompts,
+                self._num_prompt_tokens,
+                self._num_cached_tokens,
+                self._store.num_evicted_blocks,
+                self._store.num_used_blocks,
+            )
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that are allocated for K/V."""
+        return self._store.num_bytes
+
+    def generate(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        *,
+        tenant: str = "",
+        salt: str = "",
+        write_generated: bool = True,
+        **kwargs: Any,
+    ) -> Any:
+        """Call `model.generate` with a cache for these prompts, and return its result.
+
+        Args:
+            input_ids, attention_mask, tenant, salt, write_generated: see `cache_for`.
+            kwargs: further arguments of `model.generate`.
+
+        Raises:
+            RequestError: see `cache_for`; or `kwargs` has a cache.
+        """
+        if given := [name for name in CACHE_NAMES if kwargs.get(name) is not None]:
+            raise InvalidRequest(f"{given[0]}: RadixCache.generate creates the cache itself; expected none")
+        if given := [name for name in _ASSISTANTS if self._option(name, kwargs)]:
+            raise InvalidRequest(
+                f"{given[0]}: assisted decoding of transformers computes the whole prompt, whatever its cache holds; "
+                "call model.generate without a RadixCache"
+            )
+        sizes = [self._option(name, kwargs) or 1 for name in ("num_beams", "num_return_sequences")]
+        if attention_mask is not None:
+            kwargs["attention_mask"] = attention_mask
+        with self.cache_for(
+            input_ids,
+            attention_mask,
+            tenant=tenant,
+            salt=salt,
+            num_sequences=max(sizes),
+            write_generated=write_generated,
+        ) as cache:
+            return self.model.generate(input_ids, **{self._cache_name: cache}, **kwargs)
+
+    def cache_for(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        *,
+        tenant: str = "",
+        salt: str = "",
+        num_sequences: int = 1,
+        write_generated: bool = True,
+    ) -> PromptCache:
+        """Create the cache of one call of `model.generate` or `model`, with the K/V that can be reused.
+
+        Rows of a batch are padded on the left. A batch reuses the longest prefix that ends at the same position in all
+        rows; one row of which nothing is cached makes the others compute theirs as well.
+
+        Args:
+            input_ids: the prompts that `generate` gets, int64 `[batch, length]`.
+            attention_mask: zeros for the padding on the left, and ones, `[batch, length]`; None for no padding.
+            tenant, salt: names; prompts reuse only what was computed under the same names.
+            num_sequences: sequences per prompt: `num_beams`, or `num_return_sequences` if that is more.
+            write_generated: whether later prompts may reuse generated tokens.
+
+        Returns:
+            A cache for `generate`. Leaving its context, or `close`, publishes the last generated tokens; without that
+            they are published in whole blocks only.
+
+        Raises:
+            InvalidRequest: an argument is wrong, or the model is in training mode.
+            PromptTooLong: a prompt is so long that its length would change the K/V of its tokens.
+        """
+        prompts = list(self._prompts(input_ids, attention_mask))
+        if num_sequences < 1:
+            raise InvalidRequest(f"num_sequences: expected at least 1, got {num_sequences}")
+        if self.model.training:
+            raise InvalidRequest("model: expected a model in eval mode, got one in training mode; call model.eval()")
+        with self._lock:
+            if not self._weights.are_current():
+                self._store.clear()
+                self._weights = _WeightVersions(self.model)
+            namespace = Namespace(type(self.model).__name__, tenant, _adapters(self.model), salt)
+            cache = PromptCache(
+                self.model, self._store, namespace, prompts, self._store.epoch, write_generated=write_generated
+            )
+            self._num_prompts += len(prompts)
+            self._num_prompt_tokens += sum(each.num_tokens for each in prompts)
+            self._num_cached_tokens += sum(cache.num_cached_tokens)
+        if num_sequences > 1:
+            cache.batch_repeat_interleave(num_sequences)
+        return cache
+
+    def clear(self, *, tenant: str | None = None, salt: str | None = None) -> None:
+        """Evict what was computed under these names; None matches any name. Calls that run now publish nothing more."""
+        self._store.clear(tenant, salt)
+
+    def _option(self, name: str, kwargs: Mapping[str, Any]) -> Any:
+        """Return an option of `generate`, or of its configuration; None if neither sets it."""
+        config = kwargs.get("generation_config") or self.model.generation_config
+        return kwargs.get(name) or getattr(config, name, None)
+
+    def _prompts(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> Iterator[Prompt]:
+        if input_ids.ndim != 2 or not input_ids.numel() or input_ids.is_floating_point():
+            raise InvalidRequest(
+                f"input_ids: expected token ids [batch, length], got {input_ids.dtype} {list(input_ids.shape)}"
+            )
+        rows = input_ids.cpu().numpy()
+        if attention_mask is None:
+            mask = np.ones(rows.shape, bool)
+        elif attention_mask.shape == input_ids.shape:
+            mask = attention_mask.cpu().numpy() != 0
+        else:
+            raise InvalidRequest(
+                f"attention_mask: expected the shape of input_ids, {list(input_ids.shape)}, got "
+                f"{list(attention_mask.shape)}"
+            )
+        vocab_size = self.model.config.get_text_config(decoder=True).vocab_size
+        for index, (row, kept) in enumerate(zip(rows, mask, strict=True)):
+            num_pads = int((~kept).sum())
+            if num_pads == row.size or not kept[num_pads:].all():
+                raise InvalidRequest(
+                    f"attention_mask[{index}]: expected padding on the left and at least one token, got another mask; "
+                    "set tokenizer.padding_side to left"
+                )
+            tokens = row[num_pads:]
+            if int(tokens.min()) < 0 or int(tokens.max()) >= vocab_size:
+                raise InvalidRequest(f"input_ids[{index}]: expected token ids from 0 to {vocab_size - 1}, got others")
+            if tokens.size > self._max_tokens:
+                raise PromptTooLong(
+                    f"input_ids[{index}]: expected at most {self._max_tokens} tokens, got {tokens.size}; "
+                    f"{self._too_long}"
+                )
+            yield Prompt(tokens.astype("<u4").tobytes(), num_pads)
+
+
+class _WeightVersions:
+    """The parameters of a model and the versions that PyTorch counts, to notice that they changed.
+
+    Args:
+        model: the model.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        parameters: list[torch.Tensor] = list(model.parameters())
+        self._versions = [(weakref.ref(each), each.data_ptr(), _version(each)) for each in parameters]
+
+    def are_current(self) -> bool:
+        """Whether no parameter was added, removed, replaced, moved or changed. Complexity: O(parameter tensors)."""
+        parameters: list[torch.Tensor] = list(self._model.parameters())
+        return len(parameters) == len(self._versions) and all(
+            known() is each and (pointer, version) == (each.data_ptr(), _version(each))
+            for each, (known, pointer, version) in zip(parameters, self._versions, strict=True)
+        )
+
+
+def _version(parameter: torch.Tensor) -> int:
+    return -1 if parameter.is_inference() else parameter._version  # inference tensors can't be changed in place
+
+
+def _adapters(model: Any) -> str:
+    """Describe which LoRA adapters are active in which modules, and how strongly; empty without any."""
+    described = [
+        (name, tuple(module.active_adapters), module.disable_adapters, tuple(module.merged_adapters), _scaling(module))
+        for name, module in model.named_modules()
+        if hasattr(module, "merged_adapters")
+    ]
+    return repr(described) if described else ""
+
+
+def _scaling(module: Any) -> tuple[tuple[str, float], ...]:
+    return tuple(getattr(module, "scaling", {}).items())
+
+
+def _begin_forward(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Show the cache of a forward pass its arguments; does nothing for caches of other classes."""
+    cache = _cache_of(model, args, kwargs)
+    if cache is not None:
+        arguments = _named(model, args, kwargs)
+        require_only_tokens(arguments)
+        cache.begin_forward(model, arguments)
+
+
+def _end_forward(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
+    cache = _cache_of(model, args, kwargs)
+    if cache is not None:
+        cache.end_forward()
+
+
+def _cache_of(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> PromptCache | None:
+    values = _named(model, args, kwargs) if len(args) > 1 else kwargs
+    return next((each for name in CACHE_NAMES if isinstance(each := values.get(name), PromptCache)), None)
+
+
+def _named(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    return {**dict(zip(inspect.signature(model.forward).parameters, args, strict=False)), **kwargs}
