@@ -5,6 +5,9 @@
 A set is extras separated by commas, such as `engine,text`; '' is the plain package. `engine@oldest` installs the oldest
 version that each requirement allows. The default is every set that `named_sets.py` finds, and `engine@oldest`.
 
+First the wheel itself is checked: its metadata and description with twine, as an index requires them, and its files
+with check-wheel-contents.
+
 Each set gets a clean virtual environment with the newest versions that pip finds. A set without the engine is used
 alone first; then the engine is installed next to it, where an extra is for servers. Prints a table; the exit status is
 1 if a set fails. Needs Python's standard library only. pip's own variables choose the index: on Linux,
@@ -142,7 +145,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         (tools / package).symlink_to(ROOT / package)
     try:
         wheel = build_wheel(folder)
-        print(f"built {wheel.name}, {wheel.stat().st_size / 1e6:.1f} MB", flush=True)
+        check_wheel(folder, wheel)
+        print(f"built and checked {wheel.name}, {wheel.stat().st_size / 1e6:.1f} MB", flush=True)
         if any("redis" in closure(extras_of(name)) for name in sets):
             provide_redis(folder, tools)
         rows = [run_set(name, wheel, folder, tools, keep=options.keep) for name in sets]
@@ -174,6 +178,14 @@ def build_wheel(folder: Path) -> Path:
     _run([pip, "wheel", *_PIP, "--no-deps", "--wheel-dir", str(folder), str(source)], "pip wheel")
     (wheel,) = folder.glob("*.whl")
     return wheel
+
+
+def check_wheel(folder: Path, wheel: Path) -> None:
+    """Check the metadata, the description and the files of the wheel. Raises Failed with what is wrong."""
+    programs = folder / "builder" / "bin"
+    _run([str(programs / "pip"), "install", *_PIP, "twine", "check-wheel-contents"], "pip install twine")
+    _run([str(programs / "twine"), "check", "--strict", str(wheel)], "twine check")
+    _run([str(programs / "check-wheel-contents"), "--no-config", str(wheel)], "check-wheel-contents")
 
 
 def provide_redis(folder: Path, tools: Path) -> None:

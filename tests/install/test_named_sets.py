@@ -79,6 +79,7 @@ def test_a_failing_set_fails_the_matrix_after_the_other_sets_ran(
     monkeypatch.setattr(matrix, "Environment", Fake)
     monkeypatch.setattr(matrix, "ROOT", tmp_path)
     monkeypatch.setattr(matrix, "build_wheel", lambda folder: wheel)
+    monkeypatch.setattr(matrix, "check_wheel", lambda folder, wheel: None)
     monkeypatch.setattr(matrix, "provide_redis", lambda folder, tools: None)
     assert matrix.main(["", "redis", "events"]) == 1
     out = capsys.readouterr().out
@@ -88,6 +89,26 @@ def test_a_failing_set_fails_the_matrix_after_the_other_sets_ran(
     assert redis.endswith("FAILED: pip install '.[redis]': exit status 1")
     assert events.endswith("ok: NONE ['events']; ok: ENGINE ['events']")
     assert matrix.main([""]) == 0
+
+
+def test_a_wheel_that_fails_a_check_fails_the_matrix(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    programs = tmp_path / "build" / "install-matrix" / "builder" / "bin"
+    wheel = tmp_path / "radixkv.whl"
+    wheel.touch()
+
+    def build_wheel(folder: Path) -> Path:
+        programs.mkdir(parents=True)
+        for name, script in (("pip", "exit 0"), ("twine", "exit 0"), ("check-wheel-contents", "echo W004: $2; exit 1")):
+            (programs / name).write_text(f"#!/bin/sh\n{script}\n")
+            (programs / name).chmod(0o755)
+        return wheel
+
+    monkeypatch.setattr(matrix, "ROOT", tmp_path)
+    monkeypatch.setattr(matrix, "build_wheel", build_wheel)
+    assert matrix.main([""]) == 1
+    assert f"check-wheel-contents: exit status 1\nW004: {wheel}" in capsys.readouterr().out
 
 
 def test_an_unknown_extra_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
