@@ -304,14 +304,22 @@ def convert(model: Any) -> None:
 def test_changed_weights_drop_everything(llama: Any, change: Any) -> None:
     radix, ids = RadixCache(llama, 1024), prompt(1, 30)
     radix.generate(ids, **GREEDY)
-    begun = radix.cache_for(ids)
     change(llama)
     assert torch.equal(radix.generate(ids, **GREEDY).sequences, llama.generate(ids, **GREEDY).sequences)
-    assert radix.counts.num_cached_tokens == 29, "of `begun` only"
-    before = radix.counts.num_used_blocks
-    begun.close()
-    assert radix.counts.num_used_blocks == before, "K/V from before the change are not published after it"
+    assert radix.counts.num_cached_tokens == 0
     assert radix.cache_for(ids).num_cached_tokens == (29,)
+
+
+def test_what_was_reused_before_a_change_is_not_published_after_it(llama: Any) -> None:
+    radix, ids = RadixCache(llama, 1024), prompt(1, 30)
+    for change in (halve, lambda _: radix.clear()):
+        radix.generate(ids, **GREEDY)
+        begun = radix.cache_for(ids)
+        assert begun.num_cached_tokens == (29,)
+        change(llama)
+        radix.generate(prompt(2, 30), **GREEDY)
+        forward(llama, begun, ids[:, -1:])
+        assert radix.cache_for(ids).num_cached_tokens == (0,)
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # PEFT uses names that transformers has renamed
