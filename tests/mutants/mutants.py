@@ -1626,6 +1626,8 @@ INTEGRATION_MUTANTS = (
         "version) == (each.data_ptr(), _version(each))",
         "0) == (each.data_ptr(), 0)",
     ),
+)
+EVALUATION_MUTANTS = (
     Mutant("integrations/evaluation.py", "key=lambda index: tokens(requests[index])", "key=lambda index: 0"),
     Mutant("integrations/evaluation.py", "tokens[end - size - 1 : start]", "tokens[start - 1 : start]"),
     Mutant(

@@ -24,6 +24,7 @@ from tests.mutants.mutants import (
     AUTHENTICITY_MUTANTS,
     CACHE_MUTANTS,
     ENGINE_MUTANTS,
+    EVALUATION_MUTANTS,
     EVENT_MUTANTS,
     EXPLAIN_MUTANTS,
     FLEET_MUTANTS,
@@ -228,7 +229,8 @@ SERVICE_TESTS = (
     "tests/service/server/test_connections.py",
 )
 OFFLINE_TESTS = ("tests/service/text/test_answer_text.py", "tests/service/offline", "tests/whole/test_llm.py")
-INTEGRATION_TESTS = ("tests/integrations",)
+INTEGRATION_TESTS = ("tests/integrations/test_transformers_cache.py",)
+EVALUATION_TESTS = ("tests/integrations/test_evaluation.py",)
 CHECKS = (
     *((CACHE_MUTANTS, CACHE_TESTS), (ENGINE_MUTANTS, ENGINE_TESTS)),
     *((KERNEL_MUTANTS, KERNEL_TESTS), (EVENT_MUTANTS, EVENT_TESTS)),
@@ -246,6 +248,7 @@ CHECKS = (
     (SERVICE_MUTANTS, SERVICE_TESTS),
     (OFFLINE_MUTANTS, OFFLINE_TESTS),
     (INTEGRATION_MUTANTS, INTEGRATION_TESTS),
+    (EVALUATION_MUTANTS, EVALUATION_TESTS),
 )
 
 
