@@ -92,6 +92,18 @@ def test_a_shared_few_shot_prompt_is_computed_once(evaluator: Evaluator, llm: LL
     assert computed < 0.1 * evaluator.num_prompt_tokens
 
 
+def test_requests_with_a_common_prefix_follow_each_other_so_that_a_small_cache_suffices() -> None:
+    shots = [f"Q: Who said {word}?\nA: Moses\n\n" * 8 for word in ("yes", "no", "nothing")]
+    pairs = [(shots[index % 3] + f"Q: Who is number {index}?\nA:", " Moses") for index in range(12)]
+    with LLM("tiny", capacity_tokens=336, block_size=16, settings=["engine.max_running_requests=1"]) as llm:
+        evaluator = Evaluator(llm)
+        evaluator.loglikelihood(pairs)
+        sizes = [len(llm.get_tokenizer().encode(each)) for each in shots]
+    assert sum(sizes) > 336, "the cache has no room for all prefixes"
+    computed = evaluator.num_prompt_tokens - evaluator.num_cached_tokens
+    assert computed < sum(sizes) + 12 * 20
+
+
 def test_a_context_that_is_too_long_loses_its_first_tokens(
     evaluator: Evaluator, llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -111,7 +123,9 @@ def test_rolling_loglikelihoods_are_those_of_transformers(
     evaluator: Evaluator, llm: LLM, oracle: LlamaForCausalLM, num_repeats: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(LLM, "max_model_len", 34)  # so that windows are needed
-    text = "And it came to pass in those days, " * num_repeats
+    text = "".join(
+        f"In the year {7919 * number % 97} he went {'up' if number % 3 else 'out'}. " for number in range(num_repeats)
+    )
     (total,) = evaluator.loglikelihood_rolling([text])
     tokens, size = llm.get_tokenizer().encode(text), 32
     parts = [
@@ -122,6 +136,7 @@ def test_rolling_loglikelihoods_are_those_of_transformers(
     parts.append((tokens[max(0, len(tokens) - size - 1) : last], tokens[last:]))
     parts[0] = ([evaluator.prefix_token_id], parts[0][1])
     assert [each for _, after in parts for each in after] == tokens
+    assert len(parts[-1][1]) < size
     assert abs(total - sum(expected(oracle, *each)[0] for each in parts)) < MAX_DIFFERENCE * len(parts)
     assert evaluator.loglikelihood_rolling([]) == []
     assert evaluator.loglikelihood_rolling([""]) == [0.0]
