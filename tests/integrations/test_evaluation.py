@@ -95,11 +95,13 @@ def test_a_shared_few_shot_prompt_is_computed_once(evaluator: Evaluator, llm: LL
 def test_requests_with_a_common_prefix_follow_each_other_so_that_a_small_cache_suffices() -> None:
     shots = [f"Q: Who said {word}?\nA: Moses\n\n" * 8 for word in ("yes", "no", "nothing")]
     pairs = [(shots[index % 3] + f"Q: Who is number {index}?\nA:", " Moses") for index in range(12)]
-    with LLM("tiny", capacity_tokens=336, block_size=16, settings=["engine.max_running_requests=1"]) as llm:
+    # The engine itself prefers requests whose prefix is cached, but it sees no more than two of them at a time.
+    settings = ["engine.max_running_requests=1", "engine.max_waiting_requests=1"]
+    with LLM("tiny", capacity_tokens=192, block_size=16, settings=settings) as llm:
         evaluator = Evaluator(llm)
         evaluator.loglikelihood(pairs)
         sizes = [len(llm.get_tokenizer().encode(each)) for each in shots]
-    assert sum(sizes) > 336, "the cache has no room for all prefixes"
+    assert sum(sizes) > 2 * 192, "the cache has no room for all prefixes"
     computed = evaluator.num_prompt_tokens - evaluator.num_cached_tokens
     assert computed < sum(sizes) + 12 * 20
 
