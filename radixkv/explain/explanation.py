@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -15,19 +15,14 @@ from radixkv.api.explanation import (
     PromptSegment,
     segment_at,
 )
-from radixkv.explain.kinds import TextPair, kind_of, permuted
+from radixkv.explain.comparison import NUM_CONTEXT_TOKENS, Decode, Decoder, compare, plain_ids
+from radixkv.explain.kinds import settled
 from radixkv.explain.realignment import MAX_SPAN_TOKENS, Realignment, Tokens, realign
-from radixkv.invocation import MAX_INVOKED_VOCAB
 from radixkv.tokens import TOKEN_BYTES
 
 NUM_SHOWN_TOKENS = 16
 NUM_SHOWN_BEFORE = 8
-_NUM_CONTEXT_TOKENS = 32  # decoded on both sides of the differing spans to recognize what they are a part of
-_MAX_DECODED_TOKENS = 4096  # of each differing span; longer spans are judged by their tokens alone
-_MAX_TEXT_CHARS = 32_768  # around each differing span; longer texts likewise
 _MAX_COMPARED_TOKENS = 262_144  # of each branch
-
-Decode = Callable[[Sequence[int]], str]
 
 
 def explain(
@@ -71,14 +66,11 @@ def _difference(look_up: LookUp, decode: Decode | None, vocab_size: int) -> Diff
     whole = np.frombuffer(look_up.tokens, "<u4")
     prompt = whole[left_at:]
     branch, place, idle_s = _closest(prompt, look_up.divergence.branches)
-    text_of = None
+    before = plain_ids(whole[max(0, left_at - NUM_CONTEXT_TOKENS) : left_at], vocab_size)
+    text_of = None if decode is None else Decoder(decode, before)
     if place is not None:
-        place = permuted(prompt, branch, place)
-    before = _ids(whole[max(0, left_at - _NUM_CONTEXT_TOKENS) : left_at], vocab_size)
-    if decode is not None:
-        text_of = _Decoder(decode, before)
-    texts = None if text_of is None else _text_pair(text_of, prompt, branch, place, vocab_size)
-    kind = kind_of(prompt, branch, place, is_first=left_at == 0, texts=texts)
+        place = settled(prompt, branch, place, None if text_of is None else text_of.of)
+    kind, _, _ = compare(prompt, branch, place, is_first=left_at == 0, text_of=text_of, vocab_size=vocab_size)
     lost_tokens = 0 if place is None else place.equal_tokens
     prompt_span, branch_span = (None, None) if place is None else (place.prompt_span, place.branch_span)
     shown_before = before[-NUM_SHOWN_BEFORE:]
@@ -109,51 +101,10 @@ def _closest(prompt: Tokens, branches: Sequence[CachedBranch]) -> tuple[Tokens, 
     return best
 
 
-class _Decoder:
-    """Decodes tokens after the tokens before them, since some tokenizers change the beginning of a text."""
-
-    def __init__(self, decode: Decode, before: Sequence[int]) -> None:
-        self._decode = decode
-        self._before = list(before)
-        self._text_before = decode(self._before) if self._before else ""
-
-    def after(self, token_ids: Sequence[int]) -> str:
-        """Return the text of tokens, without that of the tokens before them."""
-        text = self.whole(token_ids)
-        return text.removeprefix(self._text_before)
-
-    def whole(self, token_ids: Sequence[int]) -> str:
-        """Return the text of the tokens before, and of these."""
-        return self._decode([*self._before, *token_ids])
-
-
-def _text_pair(
-    text_of: _Decoder, prompt: Tokens, branch: Tokens, place: Realignment | None, vocab_size: int
-) -> TextPair | None:
-    """Return the text around the difference on both sides; None if a differing span is too long to examine its text."""
-    prompt_span, branch_span = (0, 0) if place is None else (place.prompt_span, place.branch_span)
-    if max(prompt_span, branch_span) > _MAX_DECODED_TOKENS:
-        return None
-    sides = [
-        text_of.whole(_ids(tokens[: span + _NUM_CONTEXT_TOKENS], vocab_size))
-        for tokens, span in ((prompt, prompt_span), (branch, branch_span))
-    ]
-    if max(map(len, sides)) > _MAX_TEXT_CHARS:
-        return None
-    return TextPair.of(*sides, has_same_end=place is not None)
-
-
-def _excerpt(tokens: Tokens, span: int | None, text_of: _Decoder | None, vocab_size: int) -> Excerpt:
-    ids = _ids(tokens[:NUM_SHOWN_TOKENS], vocab_size)
+def _excerpt(tokens: Tokens, span: int | None, text_of: Decoder | None, vocab_size: int) -> Excerpt:
+    ids = plain_ids(tokens[:NUM_SHOWN_TOKENS], vocab_size)
     num_different = len(ids) if span is None else min(span, len(ids))
     if text_of is None:
         return Excerpt(tuple(ids), num_different)
     different, text = text_of.after(ids[:num_different]), text_of.after(ids)
     return Excerpt(tuple(ids), num_different, different, text.removeprefix(different))
-
-
-def _ids(tokens: Tokens, vocab_size: int) -> list[int]:
-    """Return token ids without the marks of invoked adapters, which make ids greater than the vocabulary."""
-    if tokens.size and int(tokens.max()) >= vocab_size:
-        tokens = tokens & np.uint32(MAX_INVOKED_VOCAB - 1)
-    return [int(each) for each in tokens]

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import pairwise, zip_longest
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from radixkv.api.explanation import DifferenceKind
-from radixkv.explain.realignment import MIN_EQUAL_TOKENS, Realignment, Tokens
+from radixkv.explain.realignment import MIN_EQUAL_TOKENS, Realignment, Tokens, num_equal_tokens, realign, window_hashes
 
 _MIN_REORDERED_TOKENS = 8
 _REORDERED_SHARE = 0.9
 _GRAM_TOKENS = 8
 _MOVED_SHARE = 0.8
 _MAX_MOVED_TOKENS = 16_384
+_MAX_SHIFT_TOKENS = 16
+_MAX_ENDS = 64
+_REPLACED_FACTOR = 4
+_MAX_READ_TOKENS = 4096
+_MAX_RESPLIT_SHARE = 0.06
 _MIN_INSERTED_TOKENS = 16
 _NUM_EDGE_TOKENS = 2
 _MIN_RETOKENIZED_CHARS = 8
@@ -32,7 +37,7 @@ _MONTH = (
 _DAY = r"\d{1,2}(?:st|nd|rd|th)?"
 _WEEKDAY = r"(?:(?:Mon|Tues?|Wed(?:nes)?|Thu(?:rs)?|Fri|Sat(?:ur)?|Sun)(?:day)?)"
 _ZONE = r"(?:Z|UTC|GMT|CES?T|[ECMP][SD]T|[AaPp]\.?[Mm]\b\.?|[+-]\d\d:?\d\d)"
-_DATES = (
+DATES = (
     r"\d{4}-\d\d?-\d\d?(?!\d)",
     r"\d{4}/\d\d?/\d\d?(?!\d)",
     r"\d\d?/\d\d?/(?:\d{4}|\d\d)(?!\d)",
@@ -42,9 +47,9 @@ _DATES = (
     rf"{_DAY} {_MONTH}\.?,?(?: \d{{4}})?",
     rf"{_MONTH}\.?,? \d{{4}}",
 )
-_TIMES = (r"\d\d?:\d\d(?::\d\d(?:[.,]\d+)?)?", r"(?<=T)\d{6}(?:\.\d+)?", r"\d\d? ?[AaPp]\.?[Mm]\b")
+TIMES = (r"\d\d?:\d\d(?::\d\d(?:[.,]\d+)?)?", r"(?<=T)\d{6}(?:\.\d+)?", r"\d\d? ?[AaPp]\.?[Mm]\b")
 _UNIX_TIME = r"(?<![\w.])1[5-9]\d{8}(?:\d{3})?(?:\.\d+)?(?!\w)"
-_STRONG = "|".join((*_DATES, *_TIMES))
+_STRONG = "|".join((*DATES, *TIMES))
 _DATE_OR_TIME = re.compile(
     rf"(?<![\w.])(?:{_WEEKDAY},? )?(?:{_STRONG})(?:(?:[T,]? ?(?:at )?(?:{_STRONG}))|(?: ?{_ZONE}))*"
     rf"(?:,? \d{{4}})?(?:,? \(?{_WEEKDAY}\)?)?|{_UNIX_TIME}|{_WEEKDAY}"
@@ -52,8 +57,9 @@ _DATE_OR_TIME = re.compile(
 _UUID = re.compile(r"[0-9A-Fa-f]{8}-(?:[0-9A-Fa-f]{4}-){3}[0-9A-Fa-f]{12}")
 _WORD = re.compile(r"[A-Za-z0-9]+")
 _ANY_WORD = re.compile(r"\w+")
-_HEX = re.compile(r"[0-9a-f]+|[0-9A-F]+")
+HEX = re.compile(r"[0-9a-f]+|[0-9A-F]+")
 _NUMBERED = re.compile(r"([A-Za-z]*)(\d+)([A-Za-z]*)")
+_SHORT_HEX = re.compile(r"[a-f]\d\d+")
 _MIN_HEX = 3  # such as the build suffix in the first line of the system prompts of a coding agent
 _MIN_ID = 8
 _MIN_ID_CHARS = 5  # different ones
@@ -87,12 +93,16 @@ class TextPair(NamedTuple):
         num_same = _num_equal(reversed(prompt[start:]), reversed(branch[start:])) if has_same_end else 0
         return cls(prompt, branch, start, len(prompt) - num_same, len(branch) - num_same)
 
+    def sides(self) -> tuple[tuple[str, int, int], tuple[str, int, int]]:
+        """Return each text with the range that differs."""
+        return (self.prompt, self.start, self.prompt_end), (self.branch, self.start, self.branch_end)
+
     def words(self) -> tuple[list[str], list[str]]:
         """Return the words, of ASCII letters and digits, that differ in the prompt and in the branch.
 
         If only one side has a span, there are none, unless it is a part of a word, such as a digit of a number.
         """
-        sides = _sides(self)
+        sides = self.sides()
         if any(start == end for _, start, end in sides) and not any(_is_in_word(*side) for side in sides):
             return [], []
         return _words(*sides[0]), _words(*sides[1])
@@ -147,9 +157,9 @@ def _kind_of_text(texts: TextPair, place: Realignment | None) -> DifferenceKind 
     prompt, branch = texts.words()
     if not prompt and not branch:
         return None
-    if _are_uuids(texts):
+    if are_uuids(texts):
         return DifferenceKind.RANDOM_ID
-    if all(_is_date_or_time(*side) for side in _sides(texts)):
+    if all(_is_date_or_time(*side) for side in texts.sides()):
         return DifferenceKind.DATE_OR_TIME
     pairs = [pair for pair in zip_longest(prompt, branch, fillvalue="") if pair[0] != pair[1]]
     if pairs and all(_are_numbers(*pair) for pair in pairs):
@@ -181,32 +191,35 @@ def _first_words(texts: TextPair) -> TextPair:
     return texts._replace(prompt_end=ends[0], branch_end=ends[1])
 
 
-def _sides(texts: TextPair) -> tuple[tuple[str, int, int], tuple[str, int, int]]:
-    return (texts.prompt, texts.start, texts.prompt_end), (texts.branch, texts.start, texts.branch_end)
+def are_uuids(texts: TextPair) -> bool:
+    """Whether a UUID contains the difference on both sides."""
+    return all(_match_around(_UUID, *side) for side in texts.sides())
 
 
-def _are_uuids(texts: TextPair) -> bool:
-    return all(_is_within(_UUID, *side) for side in _sides(texts))
-
-
-def _is_within(pattern: re.Pattern[str], text: str, start: int, end: int) -> bool:
-    """Whether a match of a pattern contains a range, and begins and ends near it. Complexity: O(1)."""
+def _match_around(pattern: re.Pattern[str], text: str, start: int, end: int) -> str:
+    """Return the match of a pattern that contains a range, and begins and ends near it, if any. Complexity: O(1)."""
     if end - start > _MAX_MATCH_CHARS:
-        return False
+        return ""
     matches = pattern.finditer(text, max(0, start - _MAX_MATCH_CHARS), end + _MAX_MATCH_CHARS)
-    return any(match.start() <= start and end <= match.end() for match in matches)
+    return next((match[0] for match in matches if match.start() <= start and end <= match.end()), "")
 
 
 def _is_date_or_time(text: str, start: int, end: int) -> bool:
-    """Whether a date or a time contains the range, apart from spaces and punctuation at its ends."""
+    return bool(date_around(text, start, end))
+
+
+def date_around(text: str, start: int, end: int) -> str:
+    """Return the date or the time that contains the range, apart from spaces and punctuation at its ends, if any."""
     while end > start and text[end - 1] in " ,.;)\n":
         end -= 1
-    return _is_within(_DATE_OR_TIME, text, start, end)
+    return _match_around(_DATE_OR_TIME, text, start, end)
 
 
 def _are_numbers(first: str, second: str) -> bool:
     """Whether two words are numbers, perhaps with the same letters before or after them."""
     one, other = _NUMBERED.fullmatch(first), _NUMBERED.fullmatch(second)
+    if _SHORT_HEX.fullmatch(first) and len(first) == len(second) and sum(map(str.__ne__, first, second)) > 1:
+        return False  # such as d87 and d68
     return one is not None and other is not None and (one[1], one[3]) == (other[1], other[3])
 
 
@@ -215,7 +228,7 @@ def _are_ids(first: str, second: str) -> bool:
     has_both = any(word.isalnum() and not word.isdigit() and not word.isalpha() for word in (first, second))
     if not has_both:
         return False
-    if _HEX.fullmatch(first) and _HEX.fullmatch(second):
+    if HEX.fullmatch(first) and HEX.fullmatch(second):
         return len(first) == len(second) >= _MIN_HEX or min(len(first), len(second)) >= _MIN_ID
     return min(len(first), len(second)) >= _MIN_ID and (_is_mixed(first) or _is_mixed(second))
 
@@ -239,7 +252,7 @@ def is_reordered(prompt: Tokens, branch: Tokens, place: Realignment) -> bool:
     Either both spans have the same tokens, or the skipped span of one side is found later on the other side, and is not
     repeated on its own side.
     """
-    if _is_same_multiset(prompt[: place.prompt_span], branch[: place.branch_span]):
+    if has_same_tokens(prompt[: place.prompt_span], branch[: place.branch_span]):
         return True
     return _is_moved(prompt[: place.prompt_span], prompt, branch[place.branch_span :]) or _is_moved(
         branch[: place.branch_span], branch, prompt[place.prompt_span :]
@@ -261,37 +274,148 @@ def permuted(prompt: Tokens, branch: Tokens, place: Realignment) -> Realignment:
     if not starts.size:
         return place
     span = int(starts[0])
-    if not _is_same_multiset(prompt[:span], branch[:span]):
+    if not has_same_tokens(prompt[:span], branch[:span]):
         return place
     after = is_equal[span:]
     return Realignment(span, span, after.size if after.all() else int((~after).argmax()))
 
 
-def _is_same_multiset(first: Tokens, second: Tokens) -> bool:
-    """Whether almost the same tokens occur on both sides, as often. They are sorted by numpy, without the GIL."""
+def settled(
+    prompt: Tokens, branch: Tokens, place: Realignment, text_of: Callable[[Tokens], str] | None = None
+) -> Realignment:
+    """Return the end of spans that have the same parts in another order; `place` if they have not.
+
+    Parts may have equal tokens at equal positions by chance, such as two JSON objects with the same keys. So the spans
+    end at the place before which both sides have the same tokens, but for a few: they may be split into tokens in
+    another way, which also makes one side some tokens longer. Without such a place, `permuted` decides.
+
+    If one side has skipped a passage, both sides are as long again only after the other side has it, too. A passage
+    that the other side has not, but another one instead, is not moved.
+
+    Args:
+        prompt, branch: tokens from the difference on.
+        place: where `realign` found that they are equal again.
+        text_of: returns the text of tokens from the difference on. The same words in another order are moved, however
+            they are split into tokens.
+    """
+    found = permuted(prompt, branch, place)
+    is_skipped = place.prompt_span != place.branch_span
+    if (not is_skipped and found == place) or _is_replaced(prompt, branch, place):
+        return place
+    ends = _ends_of_order(prompt, branch)
+    if found != place:
+        ends.append((_num_other(prompt[: found[0]], branch[: found[1]]), found.prompt_span, found.branch_span))
+    if not ends:
+        return place
+    num_other, one, other = min(ends)
+    while (num_equal := num_equal_tokens(prompt[one:], branch[other:])) <= one:  # perhaps equal by chance
+        later = [each for each in ends if each[1] > one and each[0] * one < num_other * each[1]]
+        if not later:
+            break
+        num_other, one, other = min(later, key=lambda each: each[0] / each[1])
+    best = Realignment(one, other, num_equal)
+    num_different = _num_different(prompt, branch, place, best)
+    if not is_skipped or num_other <= num_different // 8 + _GRAM_TOKENS:
+        return best
+    if text_of is None or num_other > num_different or max(one, other) > _MAX_READ_TOKENS:
+        return place
+    words = [
+        sorted(_ANY_WORD.findall(text_of(each)))
+        for each in (prompt[: one + _GRAM_TOKENS], branch[: other + _GRAM_TOKENS])
+    ]
+    return best if words[0] == words[1] else place
+
+
+def _is_replaced(prompt: Tokens, branch: Tokens, place: Realignment) -> bool:
+    """Whether the spans are short ones with other tokens, such as two ids, whatever is in another order after them."""
+    prompt_span, branch_span, num_equal = place
+    if not min(prompt_span, branch_span) or num_equal < _REPLACED_FACTOR * max(prompt_span, branch_span):
+        return False
+    sides = ((prompt, prompt_span, branch), (branch, branch_span, prompt))
+    return not any(_is_found(own[1 : span - 1], other[:_MAX_MOVED_TOKENS]) for own, span, other in sides if span > 2)
+
+
+def _is_found(passage: Tokens, tokens: Tokens) -> bool:
+    """Whether a run of tokens has a passage."""
+    data, needle, position = tokens.tobytes(), passage.tobytes(), -1
+    while (position := data.find(needle, position + 1)) >= 0:
+        if position % tokens.itemsize == 0:
+            return True
+    return False
+
+
+def _ends_of_order(prompt: Tokens, branch: Tokens) -> list[tuple[int, int, int]]:
+    """Return the ends of spans that have almost the same tokens: how many only one side has, and both positions."""
+    found = []
+    num_left = _MAX_ENDS
+    for shift in sorted(range(-_MAX_SHIFT_TOKENS, _MAX_SHIFT_TOKENS + 1), key=abs):
+        ours, theirs = max(0, -shift), max(0, shift)
+        length = min(prompt.size - ours, branch.size - theirs, _MAX_MOVED_TOKENS)
+        starts = _runs(prompt[ours : ours + length] == branch[theirs : theirs + length])
+        for start in [each for each in starts if each >= _MIN_REORDERED_TOKENS][:num_left]:
+            one, other = ours + start, theirs + start
+            num_left -= 1
+            num_other = _num_other(prompt[:one], branch[:other])
+            if num_other <= _MAX_RESPLIT_SHARE * (one + other):
+                found.append((num_other, one, other))
+    return found
+
+
+def _num_different(prompt: Tokens, branch: Tokens, place: Realignment, end: Realignment) -> int:
+    """Return how many tokens are in differing spans up to an end, on the side that has more of them each time."""
+    num_different, one, other = max(place[:2]), sum(place[::2]), place.branch_span + place.equal_tokens
+    for _ in range(_MAX_ENDS):
+        following = realign(prompt[one : end.prompt_span], branch[other : end.branch_span])
+        if following is None:
+            return num_different + max(0, end.prompt_span - one, end.branch_span - other)
+        num_different += max(following[:2])
+        one += following.prompt_span + following.equal_tokens
+        other += following.branch_span + following.equal_tokens
+    return num_different
+
+
+def _num_other(first: Tokens, second: Tokens) -> int:
+    """Return how many tokens only one of both sides has."""
+    return first.size + second.size - 2 * _num_common(first, second)
+
+
+def _runs(is_equal: npt.NDArray[np.bool_]) -> list[int]:
+    """Return where runs of at least `MIN_EQUAL_TOKENS` equal tokens begin."""
+    edges = np.flatnonzero(np.diff(np.concatenate(([False], is_equal, [False]))))
+    starts, ends = edges[::2], edges[1::2]
+    found: list[int] = starts[ends - starts >= MIN_EQUAL_TOKENS].tolist()
+    return found
+
+
+def has_same_tokens(first: Tokens, second: Tokens) -> bool:
+    """Whether almost the same tokens occur on both sides, as often, and neither is too short to tell."""
     shorter, longer = sorted((first.size, second.size))
     if shorter < max(_MIN_REORDERED_TOKENS, _REORDERED_SHARE * longer):
         return False
+    return _num_common(first, second) >= _REORDERED_SHARE * longer
+
+
+def _num_common(first: Tokens, second: Tokens) -> int:
+    """Return how many tokens occur on both sides, as often. They are sorted by numpy, without the GIL."""
     ids, counts = np.unique(first, return_counts=True)
     other_ids, other_counts = np.unique(second, return_counts=True)
     _, at, other_at = np.intersect1d(ids, other_ids, assume_unique=True, return_indices=True)
-    return int(np.minimum(counts[at], other_counts[other_at]).sum()) >= _REORDERED_SHARE * longer
+    return int(np.minimum(counts[at], other_counts[other_at]).sum())
 
 
 def _is_moved(span: Tokens, own: Tokens, other: Tokens) -> bool:
     """Whether most of a span is found on the other side, as often as on its own side."""
     if span.size < 2 * _GRAM_TOKENS:
         return False
-    own_counts, other_counts = Counter(_grams(own[:_MAX_MOVED_TOKENS])), Counter(_grams(other[:_MAX_MOVED_TOKENS]))
-    grams = set(_grams(span[:_MAX_MOVED_TOKENS]))
-    num_moved = sum(other_counts[each] >= own_counts[each] for each in grams)
-    return num_moved >= _MOVED_SHARE * len(grams)
+    grams = np.unique(window_hashes(span[:_MAX_MOVED_TOKENS], _GRAM_TOKENS))
+    own_counts, other_counts = (_counts(grams, side[:_MAX_MOVED_TOKENS]) for side in (own, other))
+    return int((other_counts >= own_counts).sum()) >= _MOVED_SHARE * grams.size
 
 
-def _grams(tokens: Tokens) -> Iterable[bytes]:
-    data = tokens.tobytes()
-    size = tokens.itemsize
-    return (data[start : start + _GRAM_TOKENS * size] for start in range(0, len(data) - _GRAM_TOKENS * size + 1, size))
+def _counts(grams: npt.NDArray[np.uint64], tokens: Tokens) -> npt.NDArray[np.intp]:
+    """Return how often each of some grams, given by their hashes, is in a run of tokens."""
+    found = np.sort(window_hashes(tokens, _GRAM_TOKENS))
+    return np.searchsorted(found, grams, "right") - np.searchsorted(found, grams, "left")
 
 
 def _is_in_word(text: str, start: int, end: int) -> bool:

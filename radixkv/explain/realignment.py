@@ -11,6 +11,7 @@ Tokens = npt.NDArray[np.uint32]
 
 MIN_EQUAL_TOKENS = 32
 MAX_SPAN_TOKENS = 65_536
+_NEAR_TOKENS = 2048  # are searched first, since most spans are short
 _MAX_RUNS = 64
 _FACTOR = 0x9E3779B97F4A7C15
 
@@ -53,9 +54,17 @@ def realign(prompt: Tokens, branch: Tokens) -> Realignment | None:
         >>> realign(np.append(np.uint32([1, 2]), tail), np.append(np.uint32([3]), tail))
         Realignment(prompt_span=2, branch_span=1, equal_tokens=40)
     """
-    num_tokens = MAX_SPAN_TOKENS + MIN_EQUAL_TOKENS - 1
+    found, max_skipped = _search(prompt, branch, _NEAR_TOKENS)
+    if found is not None and max_skipped < _NEAR_TOKENS:
+        return found
+    return found if max(prompt.size, branch.size) <= _NEAR_TOKENS else _search(prompt, branch, MAX_SPAN_TOKENS)[0]
+
+
+def _search(prompt: Tokens, branch: Tokens, max_span: int) -> tuple[Realignment | None, int]:
+    """Return what `realign` finds in the windows that begin within `max_span` tokens, and how far it looked."""
+    num_tokens = max_span + MIN_EQUAL_TOKENS - 1
     _, prompt_starts, branch_starts = np.intersect1d(
-        _window_hashes(prompt[:num_tokens]), _window_hashes(branch[:num_tokens]), return_indices=True
+        window_hashes(prompt[:num_tokens]), window_hashes(branch[:num_tokens]), return_indices=True
     )  # the first position of each hash on either side
     order = np.argsort(prompt_starts + branch_starts, kind="stable")
     best: Realignment | None = None
@@ -75,7 +84,7 @@ def realign(prompt: Tokens, branch: Tokens) -> Realignment | None:
             max_skipped = 2 * (prompt_start + branch_start) + MIN_EQUAL_TOKENS
         if best is None or _rank(run) > _rank(best):
             best = run
-    return best
+    return best, max_skipped
 
 
 def _run_at(prompt: Tokens, branch: Tokens, prompt_start: int, branch_start: int) -> Realignment:
@@ -96,16 +105,16 @@ def num_equal_tokens(first: Tokens, second: Tokens) -> int:
     return int(differs.argmax()) if differs.any() else length
 
 
-def _window_hashes(tokens: Tokens) -> npt.NDArray[np.uint64]:
-    """Hash each window of `MIN_EQUAL_TOKENS` tokens, uint64 `[num_tokens - MIN_EQUAL_TOKENS + 1]`.
+def window_hashes(tokens: Tokens, size: int = MIN_EQUAL_TOKENS) -> npt.NDArray[np.uint64]:
+    """Hash each window of `size` tokens, a power of two: uint64 `[max(0, num_tokens - size + 1)]`.
 
     The hash of a window is a polynomial of its tokens, computed from those of its halves.
     """
-    if tokens.size < MIN_EQUAL_TOKENS:
+    if tokens.size < size:
         return np.empty(0, np.uint64)
     hashes = tokens.astype(np.uint64) + np.uint64(1)
     factor, length = _FACTOR, 1
-    while length < MIN_EQUAL_TOKENS:
+    while length < size:
         hashes = hashes[:-length] * np.uint64(factor) + hashes[length:]
         factor, length = factor * factor % 2**64, 2 * length
     return hashes

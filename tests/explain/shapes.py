@@ -97,6 +97,8 @@ SHAPES: dict[str, tuple[str, str, DifferenceKind]] = {
         _keys("cwd", "platform", "shell", "editor"),
         DifferenceKind.REORDERED,
     ),
+    "a tool less": (_tools(0, 2), _tools(0, 1, 2), DifferenceKind.REMOVED),
+    "a tool more": (_tools(0, 1, 2), _tools(0, 2), DifferenceKind.INSERTED),
     "injected message": (
         RULES + REMINDER + TASK + ANSWER + NEXT,
         RULES + TASK + ANSWER + NEXT,
@@ -110,6 +112,11 @@ SHAPES: dict[str, tuple[str, str, DifferenceKind]] = {
     "stripped thinking": (
         RULES + TASK + ANSWER + NEXT,
         RULES + TASK + THINKING + ANSWER + NEXT,
+        DifferenceKind.REMOVED,
+    ),
+    "thinking that leaves its tags": (
+        RULES + TASK + "<think>\n\n</think>\n" + ANSWER + NEXT,
+        RULES + TASK + THINKING.replace("<think>", "<think>\n").replace("</think>", "\n</think>") + ANSWER + NEXT,
         DifferenceKind.REMOVED,
     ),
     "compaction that keeps the last turns": (

@@ -105,20 +105,20 @@ def test_an_empty_side_is_not_realigned(side: str) -> None:
 
 
 def test_equal_hashes_of_different_tokens_are_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(realignment, "_window_hashes", lambda tokens: np.zeros(max(0, tokens.size - 31), np.uint64))
+    monkeypatch.setattr(realignment, "window_hashes", lambda tokens: np.zeros(max(0, tokens.size - 31), np.uint64))
     assert realign(tokens_of(list(range(99))), tokens_of(list(range(500, 599)))) is None
 
 
 @pytest.mark.parametrize("span", [MAX_SPAN_TOKENS - 1, MAX_SPAN_TOKENS])
 def test_the_search_is_bounded(span: int, monkeypatch: pytest.MonkeyPatch) -> None:
     num_hashed = []
-    hash_windows = realignment._window_hashes
+    hash_windows = realignment.window_hashes
 
     def counting(tokens):
         num_hashed.append(tokens.size)
         return hash_windows(tokens)
 
-    monkeypatch.setattr(realignment, "_window_hashes", counting)
+    monkeypatch.setattr(realignment, "window_hashes", counting)
     tail = np.arange(300_000, dtype=np.uint32)
     ours = np.arange(1_000_000, 1_000_000 + span, dtype=np.uint32)
     found = realign(np.append(ours, tail), np.append(np.uint32(7), tail))

@@ -1514,13 +1514,13 @@ EXPLAIN_MUTANTS = (
     Mutant("explain/realignment.py", " - run.branch_span, -run.prompt_span", " - run.branch_span, 0"),
     Mutant("explain/kinds.py", "text, max(0, start - _MAX_MATCH_CHARS), end + _MAX_MATCH_CHARS", "text"),
     Mutant("explain/kinds.py", "np.minimum(counts[at], other_counts[other_at])", "counts[at]"),
-    Mutant("explain/explanation.py", "if max(map(len, sides)) > _MAX_TEXT_CHARS:", "if False:"),
+    Mutant("explain/comparison.py", "if max(map(len, sides)) > _MAX_TEXT_CHARS:", "if False:"),
     Mutant(
         "engine/stats_collector.py", "self._token_times.get(tenant)", "next(iter(self._token_times.values()), None)"
     ),
     Mutant("explain/realignment.py", "2 * (prompt_start + branch_start) + MIN_EQUAL_TOKENS", "0"),
     Mutant("explain/realignment.py", "if run.equal_tokens < MIN_EQUAL_TOKENS:", "if False:"),
-    Mutant("explain/kinds.py", "other_counts[each] >= own_counts[each]", "other_counts[each] > 0"),
+    Mutant("explain/kinds.py", "other_counts >= own_counts", "other_counts > 0"),
     Mutant("explain/explanation.py", "place.equal_tokens > num_equal", "False"),
     Mutant(
         "service/server/auth/authorizer.py",

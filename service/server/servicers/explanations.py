@@ -9,7 +9,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from radixkv.api.explanation import Difference, Excerpt, Explanation, PromptSegment, require_segments
-from radixkv.explain.explanation import Decode, explain
+from radixkv.explain.comparison import Decode
+from radixkv.explain.explanation import explain
 from radixkv.service.server.mailbox import Mailbox
 from radixkv.service.server.model_tokenizer import ModelTokenizer
 from radixkv.service.server.receive.fair_shares import FairShares, QuotaKey

@@ -1,0 +1,107 @@
+"""Compares a prompt with one branch, from the position at which it leaves the branch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from radixkv.api.explanation import DifferenceKind
+from radixkv.explain.kinds import TextPair, kind_of
+from radixkv.explain.realignment import Realignment, Tokens
+from radixkv.invocation import MAX_INVOKED_VOCAB
+
+NUM_CONTEXT_TOKENS = 32
+"""Tokens that are decoded on both sides of the differing spans, to recognize what they are a part of."""
+
+MAX_DECODED_TOKENS = 4096  # of each differing span; longer spans are judged by their tokens alone
+_MAX_TEXT_CHARS = 32_768  # around each differing span; longer texts likewise
+
+Decode = Callable[[Sequence[int]], str]
+
+
+class Comparison(NamedTuple):
+    """What differs between a prompt and a branch.
+
+    Attributes:
+        kind: what kind of span differs.
+        place: where both sides are equal again; None if no such place was found.
+        texts: the text around the differing spans; None without a tokenizer, or if a span is too long to decode.
+    """
+
+    kind: DifferenceKind
+    place: Realignment | None
+    texts: TextPair | None
+
+
+class Decoder:
+    """Decodes tokens after the tokens before them, since some tokenizers change the beginning of a text.
+
+    Args:
+        decode: returns the text of token ids.
+        before: the tokens before the difference.
+    """
+
+    def __init__(self, decode: Decode, before: Sequence[int]) -> None:
+        self._decode = decode
+        self._before = list(before)
+        self._text_before = decode(self._before) if self._before else ""
+
+    def of(self, tokens: Tokens) -> str:
+        """Return the text of the tokens before, and of these, given as an array."""
+        return self.whole(tokens.tolist())
+
+    def after(self, token_ids: Sequence[int]) -> str:
+        """Return the text of tokens, without that of the tokens before them."""
+        text = self.whole(token_ids)
+        return text.removeprefix(self._text_before)
+
+    def whole(self, token_ids: Sequence[int]) -> str:
+        """Return the text of the tokens before, and of these."""
+        return self._decode([*self._before, *token_ids])
+
+
+def compare(
+    prompt: Tokens,
+    branch: Tokens,
+    place: Realignment | None,
+    *,
+    is_first: bool,
+    text_of: Decoder | None,
+    vocab_size: int = 2**32,
+) -> Comparison:
+    """Return what differs between two runs of tokens that begin differently.
+
+    Args:
+        prompt, branch: tokens from the difference on, uint32.
+        place: where they are equal again, as `realign` and `settled` found it.
+        is_first: whether the difference is at the beginning of the prompt.
+        text_of: decodes tokens at the difference; None without a tokenizer.
+        vocab_size: number of token ids of the model; greater ids carry the mark of an invoked adapter.
+    """
+    texts = None if text_of is None else _text_pair(text_of, prompt, branch, place, vocab_size)
+    return Comparison(kind_of(prompt, branch, place, is_first=is_first, texts=texts), place, texts)
+
+
+def _text_pair(
+    text_of: Decoder, prompt: Tokens, branch: Tokens, place: Realignment | None, vocab_size: int
+) -> TextPair | None:
+    """Return the text around the difference on both sides; None if a differing span is too long to examine its text."""
+    prompt_span, branch_span = (0, 0) if place is None else (place.prompt_span, place.branch_span)
+    if max(prompt_span, branch_span) > MAX_DECODED_TOKENS:
+        return None
+    sides = [
+        text_of.whole(plain_ids(tokens[: span + NUM_CONTEXT_TOKENS], vocab_size))
+        for tokens, span in ((prompt, prompt_span), (branch, branch_span))
+    ]
+    if max(map(len, sides)) > _MAX_TEXT_CHARS:
+        return None
+    return TextPair.of(*sides, has_same_end=place is not None)
+
+
+def plain_ids(tokens: Tokens, vocab_size: int) -> list[int]:
+    """Return token ids without the marks of invoked adapters, which make ids greater than the vocabulary."""
+    if tokens.size and int(tokens.max()) >= vocab_size:
+        tokens = tokens & np.uint32(MAX_INVOKED_VOCAB - 1)
+    return [int(each) for each in tokens]
