@@ -206,6 +206,19 @@ class Tokenizer:
         """
         return self._ids(text, add_special_tokens=False)
 
+    def encode_with_ends(self, text: str) -> tuple[list[int], list[int]]:
+        """Return the token ids of a rendered conversation, and where the text of each token ends in it.
+
+        The ends are missing if the tokenizer is one of transformers that does not know them.
+
+        Raises:
+            ValueError: the text contains surrogates, which UTF-8 cannot encode.
+        """
+        ids = self._ids(text, add_special_tokens=False)
+        if isinstance(self._backend, SlowBackend):
+            return ids, []
+        return ids, [end for _, end in self._backend.encode(text, add_special_tokens=False).offsets]
+
     def turn_end(self) -> tuple[str, int] | None:
         """Return the special token that the chat template writes after an answer, and its id.
 
