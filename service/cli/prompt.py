@@ -128,7 +128,7 @@ def prompt_of(arguments: argparse.Namespace, client: Client) -> EncodedPrompt:
         if is_chat:
             raise ConfigError("--chat: requires a tokenizer, got --bytes")
         return EncodedPrompt(list(arguments.text), None)
-    tokenizer = _served_tokenizer(client) if arguments.tokenizer is None else _load_tokenizer(arguments.tokenizer)
+    tokenizer = served_tokenizer(client) if arguments.tokenizer is None else load_tokenizer(arguments.tokenizer)
     text = _decoded(arguments.text)
     if not is_chat:
         return EncodedPrompt(tokenizer.encode(text), tokenizer)
@@ -169,14 +169,24 @@ def _retention(arguments: argparse.Namespace, num_tokens: int) -> Retention | No
     return retention
 
 
-def _load_tokenizer(source: str) -> Tokenizer:
+def load_tokenizer(source: str) -> Tokenizer:
+    """Load the tokenizer that an option names.
+
+    Raises:
+        ConfigError: it can't be used.
+    """
     try:
         return Tokenizer.load(source)
     except ValueError as error:
         raise ConfigError(f"--tokenizer: {error}") from error
 
 
-def _served_tokenizer(client: Client) -> Tokenizer:
+def served_tokenizer(client: Client) -> Tokenizer:
+    """Return the tokenizer of the served model.
+
+    Raises:
+        ConfigError: it has none that can be used.
+    """
     from radixkv.service.client.errors import NotFound, Unimplemented
 
     try:

@@ -1,0 +1,195 @@
+"""The causes of misses, and how a difference between two prompts shows which one it is."""
+
+from __future__ import annotations
+
+import enum
+import re
+from typing import NamedTuple
+
+from radixkv.api.explanation import DifferenceKind
+from radixkv.explain.comparison import Comparison
+from radixkv.explain.patterns import pattern_of
+
+TEMPLATE_SEGMENT = "template"
+"""Name of the parts of a rendered conversation that are not text of a message."""
+
+_MIN_COMPACTED_TOKENS = 256
+_MAX_TEMPLATE_TOKENS = 1024
+_MAX_LEFT_TOKENS = 16  # tokens that a template leaves where it strips reasoning
+_COMPACTED_FACTOR = 4
+_SHORTER = 0.7
+_NUM_TEXT_BEFORE = 400  # characters in which an open tag of reasoning is searched
+
+_TOOLS = re.compile(r"[\"'](?:parameters|input_schema|inputSchema)[\"']\s*:|[\"']type[\"']\s*:\s*[\"']function[\"']")
+_NAMES = re.compile(r"[\"']name[\"']\s*:\s*[\"']([^\"']+)[\"']")
+_THINKING = re.compile(r"</?(?:think|thinking|thought|reasoning|seed:think)>|\[/?THINK\]|<\|channel\|?>\s*analysis")
+_THINKING_BEGIN = re.compile(r"<(think|thinking|thought|reasoning|seed:think)>(?![\s\S]*</\1>)[\s\S]*$")
+_TAG = re.compile(r"<\|?[\w/:-]+\|?>|\[/?\w+\]|<</?SYS>>|###? ?\w+:|\A\s*\w+:(?=\s)")
+_ROLE = re.compile(r"(?m)^\s*(?:system|developer|user|human|assistant|model|tool|ipython)\b:?")
+_SUMMARY = re.compile(
+    r"conversation (?:so far|history|summary)|summar(?:y|ize|ised|ized)\b.{0,60}\b(?:conversation|session|history)"
+    r"|continued from a previous|compacted|<summary>|(?:earlier|previous) (?:messages|turns) (?:were|have been) ",
+    re.IGNORECASE | re.DOTALL,
+)
+
+
+class Cause(enum.Enum):
+    """Why tokens were computed that a cache could have had. Values are names for scripts."""
+
+    RANDOM_ID = "RANDOM_ID"
+    DATE_OR_TIME = "DATE_OR_TIME"
+    NUMBER = "NUMBER"
+    REORDERED = "REORDERED"
+    TOOLS_CHANGED = "TOOLS_CHANGED"
+    MESSAGE_INSERTED = "MESSAGE_INSERTED"
+    COMPACTED = "COMPACTED"
+    THINKING_STRIPPED = "THINKING_STRIPPED"
+    RETOKENIZED = "RETOKENIZED"
+    TEMPLATE_CHANGED = "TEMPLATE_CHANGED"
+    REPLACED = "REPLACED"
+    HEAD_CHANGED = "HEAD_CHANGED"
+    MIDDLE_CHANGED = "MIDDLE_CHANGED"
+    REALIGNED = "REALIGNED"
+    SALT_CHANGED = "SALT_CHANGED"
+    ADAPTER_CHANGED = "ADAPTER_CHANGED"
+    TENANT_CHANGED = "TENANT_CHANGED"
+    EVICTED_BY_OWN = "EVICTED_BY_OWN"
+    EVICTED_BY_OTHERS = "EVICTED_BY_OTHERS"
+    EVICTED = "EVICTED"
+    EXPIRED = "EXPIRED"
+    NO_WINDOW = "NO_WINDOW"
+    NO_STATE = "NO_STATE"
+    NOT_LOADED = "NOT_LOADED"
+    READ_DISABLED = "READ_DISABLED"
+
+
+class Sides(NamedTuple):
+    """Two prompts, as far as they decide the cause of a difference between them.
+
+    Attributes:
+        prompt_text, branch_text: the beginnings of the differing spans; empty without a tokenizer.
+        segment: name of the segment of the prompt that has the difference; empty if it is not known.
+        is_same_session: whether both prompts are of one conversation.
+        num_prompt_tokens, num_branch_tokens: their lengths.
+    """
+
+    prompt_text: str = ""
+    branch_text: str = ""
+    segment: str = ""
+    is_same_session: bool = False
+    num_prompt_tokens: int = 0
+    num_branch_tokens: int = 0
+
+    @property
+    def text(self) -> str:
+        """The longer of both texts."""
+        return max(self.prompt_text, self.branch_text, key=len)
+
+
+_OF_KIND = {
+    DifferenceKind.RANDOM_ID: Cause.RANDOM_ID,
+    DifferenceKind.DATE_OR_TIME: Cause.DATE_OR_TIME,
+    DifferenceKind.NUMBER: Cause.NUMBER,
+    DifferenceKind.FIRST_TOKEN: Cause.TEMPLATE_CHANGED,
+}
+
+
+def cause_of(found: Comparison, sides: Sides) -> tuple[Cause, str] | None:
+    """Return the cause of a difference and its pattern; None if the two prompts do not seem to be meant to be equal.
+
+    A passage that one prompt has and the other has not is one cause, whichever of them was sent first.
+
+    Args:
+        found: what differs.
+        sides: the two prompts.
+    """
+    kind, place, texts = found
+    if kind in _OF_KIND:
+        return _OF_KIND[kind], pattern_of(kind, texts)
+    if _is_template(found, sides):
+        return Cause.TEMPLATE_CHANGED, ""
+    if kind is DifferenceKind.RETOKENIZED:
+        return Cause.RETOKENIZED, ""
+    if kind is DifferenceKind.REORDERED:
+        return Cause.REORDERED, _order_pattern(found, sides) or pattern_of(kind, texts)
+    if _is_compacted(found, sides):
+        return Cause.COMPACTED, ""
+    if place is None:
+        return None
+    if sides.segment == "tools" or _TOOLS.search(sides.text):
+        return Cause.TOOLS_CHANGED, ""
+    if kind in (DifferenceKind.INSERTED, DifferenceKind.REMOVED):
+        return (Cause.THINKING_STRIPPED if _is_thinking(found, sides) else Cause.MESSAGE_INSERTED), ""
+    if min(place.prompt_span, place.branch_span) <= _MAX_LEFT_TOKENS and _THINKING.search(sides.text):
+        return Cause.THINKING_STRIPPED, ""
+    is_meant_to_be_equal = max(place.prompt_span, place.branch_span) <= place.equal_tokens
+    return (Cause.REPLACED, "") if is_meant_to_be_equal else None
+
+
+def _is_template(found: Comparison, sides: Sides) -> bool:
+    """Whether the differing spans are written by a chat template, not by the sender: special tokens, tags and roles."""
+    if found.place is None or found.texts is None:
+        return False
+    if sides.segment == TEMPLATE_SEGMENT:
+        return True
+    spans = [text[start:end] for text, start, end in found.texts.sides()]
+    if not spans[0] and not spans[1]:  # special tokens have no text, and other tokens would have the same one
+        return not sides.prompt_text and not sides.branch_text
+    if max(found.place[:2]) > _MAX_TEMPLATE_TOKENS:
+        return False
+    spans = [_whole_words(*each) for each in found.texts.sides()]
+    return any(_TAG.search(each) for each in spans) and _without_markup(spans[0]) == _without_markup(spans[1])
+
+
+def _whole_words(text: str, start: int, end: int) -> str:
+    """Return a range of a text, and the rest of the words at its ends."""
+    while start > 0 and not text[start - 1].isspace():
+        start -= 1
+    while end < len(text) and not text[end].isspace():
+        end += 1
+    return text[start:end]
+
+
+def _without_markup(text: str) -> str:
+    """Return a text without tags, roles and white space."""
+    return "".join(_ROLE.sub(" ", _TAG.sub("\n", text)).split())
+
+
+def _order_pattern(found: Comparison, sides: Sides) -> str:
+    """Return whether tools or the keys in them have another order; empty if the differing spans are no tools."""
+    if not (_TOOLS.search(sides.text) or sides.segment == "tools"):
+        return ""
+    texts = sides[:2] if found.texts is None else found.texts[:2]  # the latter with the beginning of the first tool
+    names = [_NAMES.findall(each) for each in texts]
+    return "keys of JSON objects" if names[0] == names[1] else "tools"
+
+
+def _is_compacted(found: Comparison, sides: Sides) -> bool:
+    """Whether the prompt has a summary instead of earlier messages, or has dropped them."""
+    if found.kind not in (DifferenceKind.REPLACED, DifferenceKind.REMOVED, DifferenceKind.UNCLASSIFIED):
+        return False
+    if found.kind is DifferenceKind.REMOVED and _is_thinking(found, sides):
+        return False
+    has_summary = [bool(_SUMMARY.search(each)) for each in (sides.prompt_text, sides.branch_text)]
+    is_known = sides.is_same_session or has_summary[0]
+    place = found.place
+    if place is not None and (has_summary[0] != has_summary[1] or _is_after(_SUMMARY, found)):
+        return True
+    if place is None:
+        return is_known and sides.num_prompt_tokens < _SHORTER * sides.num_branch_tokens
+    min_span = max(_MIN_COMPACTED_TOKENS, _COMPACTED_FACTOR * place.prompt_span)
+    if place.branch_span < min_span:
+        return False
+    return is_known and not _TOOLS.search(sides.branch_text)
+
+
+def _is_thinking(found: Comparison, sides: Sides) -> bool:
+    return bool(_THINKING.search(sides.text)) or _is_after(_THINKING_BEGIN, found)
+
+
+def _is_after(pattern: re.Pattern[str], found: Comparison) -> bool:
+    """Whether the text directly before the difference has a pattern."""
+    texts = found.texts
+    return texts is not None and bool(
+        pattern.search(texts.prompt[max(0, texts.start - _NUM_TEXT_BEFORE) : texts.start])
+    )

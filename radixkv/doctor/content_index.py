@@ -1,0 +1,58 @@
+"""Finds the earlier prompts of a namespace that contain what a prompt has to compute, wherever they have it."""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from itertools import repeat
+
+import numpy as np
+import numpy.typing as npt
+
+from radixkv.explain.realignment import MIN_EQUAL_TOKENS, Tokens, window_hashes
+
+MAX_CANDIDATES = 4
+_SAMPLED_BITS = 4  # one window of 16 is indexed; the same windows in every prompt, whatever their positions
+
+
+class ContentIndex:
+    """Maps the contents of prompts to the last prompt that has them.
+
+    A sample of all windows of 32 tokens is indexed. The sample is chosen by the hashes, so that equal passages have the
+    same windows in it. A collision of hashes only adds a candidate.
+    """
+
+    def __init__(self) -> None:
+        self._last: dict[int, int] = {}
+
+    def add(self, number: int, seed: int, tokens: Tokens) -> None:
+        """Note that a prompt has these tokens.
+
+        Args:
+            number: number of the prompt.
+            seed: that of its namespace.
+            tokens: uint32 `[num_tokens]`.
+
+        Complexity: O(tokens).
+        """
+        self._last.update(zip(_sampled(tokens, seed), repeat(number)))
+
+    def candidates(self, seed: int, tokens: Tokens, start: int) -> list[int]:
+        """Return the prompts that have the most of the tokens after `start`, at most `MAX_CANDIDATES`.
+
+        A prompt counts for the windows that it was the last one to have. Of equal ones, later prompts come first.
+        """
+        found = Counter(
+            number for each in _sampled(tokens[start:], seed) if (number := self._last.get(each)) is not None
+        )
+        return heapq.nlargest(MAX_CANDIDATES, found, key=lambda number: (found[number], number))
+
+
+def _sampled(tokens: Tokens, seed: int) -> list[int]:
+    if tokens.size < MIN_EQUAL_TOKENS:
+        return []
+    hashes: npt.NDArray[np.uint64] = window_hashes(tokens)
+    mixed = hashes ^ (hashes >> np.uint64(29))  # the low bits of a product are a poor sample
+    chosen = hashes[(mixed * np.uint64(0xBF58476D1CE4E5B9)) >> np.uint64(64 - _SAMPLED_BITS) == 0]
+    keys: list[int] = (chosen ^ np.uint64(seed)).tolist()
+    return keys

@@ -1,0 +1,206 @@
+"""Groups what the prompts of a log lost by cause, and measures what fixing each cause would save."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from radixkv.doctor.finding import Finding, GroupKey, Sample
+from radixkv.doctor.prompt_log import PromptLog
+from radixkv.doctor.replay import CacheSize, Examines, Replay
+from radixkv.planning.time_model import TimeModel
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Prompts that lost tokens for one cause.
+
+    Attributes:
+        key: what they have in common.
+        num_prompts: how many prompts there are.
+        lost_tokens: tokens that all of them together lost.
+        lost_s: seconds to compute these; None without a time model.
+        min_position, max_position: where they leave earlier prompts.
+        segments: names of the segments that have these positions, at most 4.
+        sample: both sides of one difference, that with the most lost tokens; None if the cause has no sides.
+        is_bound: whether `lost_tokens` is only an upper bound for some of them.
+        is_fixable: whether the cause can be removed from the log, to measure what that saves.
+        saved_tokens: tokens that are not computed in a replay of the log without this cause and without the causes
+            of the groups before this one; None if the cause cannot be removed from the log.
+        saved_s: seconds to compute these; None without a time model.
+    """
+
+    key: GroupKey
+    num_prompts: int
+    lost_tokens: int
+    lost_s: float | None
+    min_position: int
+    max_position: int
+    segments: tuple[str, ...] = ()
+    sample: Sample | None = None
+    is_bound: bool = False
+    is_fixable: bool = False
+    saved_tokens: int | None = None
+    saved_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """What was found in a log.
+
+    Attributes:
+        num_prompts: prompts of the log.
+        prompt_tokens: their tokens.
+        cached_tokens: tokens that were reused in the replay.
+        first_prompts: prompts that reused nothing because nothing like them was sent before.
+        groups: what prompts lost, the most expensive cause first.
+        num_other_groups: groups with less loss that are not in `groups`.
+        findings: what each prompt of the log lost; None if nothing.
+        computed_s: seconds to compute what was not reused; None without a time model.
+    """
+
+    num_prompts: int
+    prompt_tokens: int
+    cached_tokens: int
+    first_prompts: int
+    groups: tuple[Group, ...]
+    num_other_groups: int
+    findings: tuple[Finding | None, ...]
+    computed_s: float | None
+
+    @property
+    def computed_tokens(self) -> int:
+        """Tokens that were not reused in the replay."""
+        return self.prompt_tokens - self.cached_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class _Totals:
+    prompt_tokens: int
+    cached_tokens: int
+    computed_s: float | None
+    first_prompts: int
+    groups: list[Group]
+    findings: tuple[Finding | None, ...]
+
+    @property
+    def computed_tokens(self) -> int:
+        return self.prompt_tokens - self.cached_tokens
+
+
+def diagnose(
+    log: PromptLog,
+    examiner: Examines,
+    *,
+    size: CacheSize | None = None,
+    max_groups: int = 10,
+    times: TimeModel | None = None,
+    on_prompt: Callable[[], object] | None = None,
+) -> Diagnosis:
+    """Find out why the prompts of a log are not reused, and what fixing each cause would save.
+
+    The log is replayed once to find the causes. Then the most expensive cause is removed from all prompts that have it,
+    the log is replayed again, and so on. So what a group saves is measured, in addition to what the groups before it
+    save. A cause may hide another one, such as a date after a random id; then the second one is found in the second
+    replay.
+
+    Args:
+        log: the prompts.
+        examiner: finds the cause of a difference.
+        size: the cache; by default one that evicts nothing.
+        max_groups: groups whose savings are measured, each with one replay of the log.
+        times: how long prefills take; None for no seconds.
+        on_prompt: called after each replayed prompt.
+    """
+    size = size or CacheSize()
+    fixed: list[GroupKey] = []
+    groups: list[Group] = []
+    first = latest = _replayed(log, examiner, size, fixed, times, on_prompt)
+    while len(groups) < max_groups:
+        group = next((each for each in latest.groups if each.is_fixable and each.key not in fixed), None)
+        if group is None:
+            break
+        fixed.append(group.key)
+        before = latest
+        latest = _replayed(log, examiner, size, fixed, times, on_prompt)
+        saved_s = None
+        if before.computed_s is not None and latest.computed_s is not None:
+            saved_s = before.computed_s - latest.computed_s
+        saved_tokens = before.computed_tokens - latest.computed_tokens
+        groups.append(replace(group, saved_tokens=saved_tokens, saved_s=saved_s))
+    groups += [each for each in first.groups if not each.is_fixable]
+    groups.sort(key=lambda each: each.lost_tokens if each.saved_tokens is None else each.saved_tokens, reverse=True)
+    num_left = sum(each.is_fixable and each.key not in fixed for each in latest.groups)
+    return Diagnosis(
+        len(log),
+        first.prompt_tokens,
+        first.cached_tokens,
+        first.first_prompts,
+        tuple(groups),
+        num_left,
+        first.findings,
+        first.computed_s,
+    )
+
+
+def _replayed(
+    log: PromptLog,
+    examiner: Examines,
+    size: CacheSize,
+    fixed: list[GroupKey],
+    times: TimeModel | None,
+    on_prompt: Callable[[], object] | None,
+) -> _Totals:
+    prompt_tokens = cached_tokens = first_prompts = 0
+    computed_s = 0.0
+    groups: dict[GroupKey, Group] = {}
+    findings: list[Finding | None] = []
+    for each in Replay(log, examiner, size, fixed).run(on_prompt):
+        prompt_tokens += each.num_tokens
+        cached_tokens += each.cached_tokens
+        first_prompts += each.is_first
+        finding = each.finding
+        findings.append(finding)
+        if times is not None:
+            computed_s += times.prefill_s(each.cached_tokens, each.num_tokens)
+        if finding is not None:
+            lost_s = None
+            if times is not None:
+                end = min(each.num_tokens, each.cached_tokens + finding.lost_tokens)
+                lost_s = times.prefill_s(each.cached_tokens, end) - times.start_s
+            groups[finding.key] = joined(groups.get(finding.key), finding, lost_s)
+    ranked = sorted(groups.values(), key=lambda each: each.lost_tokens, reverse=True)
+    seconds = None if times is None else computed_s
+    return _Totals(prompt_tokens, cached_tokens, seconds, first_prompts, ranked, tuple(findings))
+
+
+_MAX_SEGMENTS = 4
+
+
+def joined(group: Group | None, finding: Finding, lost_s: float | None) -> Group:
+    """Return a group with one more finding; None is a group without any."""
+    if group is None:
+        return Group(
+            finding.key,
+            1,
+            finding.lost_tokens,
+            lost_s,
+            finding.position,
+            finding.position,
+            (finding.segment,) if finding.segment else (),
+            finding.sample,
+            finding.is_bound,
+            finding.is_fixable,
+        )
+    is_new_segment = finding.segment and finding.segment not in group.segments and len(group.segments) < _MAX_SEGMENTS
+    return replace(
+        group,
+        num_prompts=group.num_prompts + 1,
+        lost_tokens=group.lost_tokens + finding.lost_tokens,
+        lost_s=None if group.lost_s is None or lost_s is None else group.lost_s + lost_s,
+        min_position=min(group.min_position, finding.position),
+        max_position=max(group.max_position, finding.position),
+        segments=(*group.segments, finding.segment) if is_new_segment else group.segments,
+        is_bound=group.is_bound or finding.is_bound,
+        is_fixable=group.is_fixable or finding.is_fixable,
+    )

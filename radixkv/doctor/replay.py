@@ -1,0 +1,352 @@
+"""Replays a log through the prefix cache, and finds out what each prompt lost; or what is left if causes are fixed."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Callable, Collection, Iterator
+from contextlib import closing
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+from radixkv.api.miss_reason import MissReason
+from radixkv.cache.changes import Listener
+from radixkv.cache.node import Node
+from radixkv.cache.policies import make_policy
+from radixkv.cache.prefix_cache import PrefixCache
+from radixkv.config import CacheConfig
+from radixkv.doctor.causes import Cause
+from radixkv.doctor.content_index import ContentIndex
+from radixkv.doctor.examination import Earlier, uint32
+from radixkv.doctor.finding import Finding, GroupKey, Mend, mended
+from radixkv.doctor.prompt_log import LoggedPrompt, PromptLog, SegmentOf, Tokens, TokenStore
+from radixkv.errors import CapacityError
+from radixkv.explain.realignment import MIN_EQUAL_TOKENS
+from radixkv.namespace import Namespace
+from radixkv.tokens import TOKEN_BYTES, prefix_fingerprint
+
+_MAX_MENDS = 8  # times that one prompt is examined and mended
+_MAX_GROWTH = 4  # a log whose causes are fixed has at most this many times the tokens
+_MAX_NAMESPACES = 32  # that are compared for one beginning of prompts
+_MAX_FORMER = 3  # prompts of a session that the next one is compared with
+_MIN_STEP_S = 1e-5
+
+_OF_REASON = {
+    MissReason.EVICTED: Cause.EVICTED,
+    MissReason.EXPIRED: Cause.EXPIRED,
+    MissReason.NO_WINDOW: Cause.NO_WINDOW,
+    MissReason.NO_STATE: Cause.NO_STATE,
+    MissReason.NOT_LOADED: Cause.NOT_LOADED,
+    MissReason.READ_DISABLED: Cause.READ_DISABLED,
+    MissReason.ADAPTER_CHANGED: Cause.ADAPTER_CHANGED,
+}
+
+
+class Examines(Protocol):
+    """Compares a prompt with earlier ones; see `Examiner` and `BlockExaminer`."""
+
+    @property
+    def min_lost_tokens(self) -> int:
+        """Losses of fewer tokens are not reported."""
+
+    def examine(
+        self,
+        prompt: LoggedPrompt,
+        tokens: Tokens,
+        num_cached: int,
+        earlier: list[Earlier],
+        segment_of: SegmentOf | None = None,
+    ) -> Finding | None:
+        """Return why a prompt could not reuse more of earlier ones."""
+
+
+class Replayed(NamedTuple):
+    """What became of one prompt.
+
+    Attributes:
+        num_tokens: its tokens; other than in the log if a cause was fixed.
+        cached_tokens: how many of them were reused.
+        finding: what it lost, and why; None if nothing.
+        is_first: whether nothing that any prompt had sent was reused.
+    """
+
+    num_tokens: int
+    cached_tokens: int
+    finding: Finding | None
+    is_first: bool
+
+
+@dataclass(frozen=True, slots=True)
+class CacheSize:
+    """The cache of a replay.
+
+    Attributes:
+        capacity_tokens: None for a cache that never evicts anything, so that all losses are the sender's.
+        block_size: tokens per block.
+        policy: eviction policy.
+        probation_share: see `PrefixCache`.
+    """
+
+    capacity_tokens: int | None = None
+    block_size: int = field(default_factory=lambda: CacheConfig().block_size)
+    policy: str = field(default_factory=lambda: CacheConfig().policy)
+    probation_share: float = field(default_factory=lambda: CacheConfig().probation_share)
+
+
+class _Evictions(Listener):
+    """Remembers for which tenant each prefix was evicted."""
+
+    def __init__(self, max_prefixes: int) -> None:
+        self._max_prefixes = max_prefixes
+        self._tenants: OrderedDict[int, str] = OrderedDict()
+        self.tenant = ""  # the tenant whose prompt is being replayed
+
+    def evicted(self, leaf: Node, num_blocks: int, fingerprint: int, reason: MissReason, now_s: float) -> None:
+        """Remember the tenant."""
+        del leaf, num_blocks, reason, now_s
+        self._tenants[fingerprint] = self.tenant
+        self._tenants.move_to_end(fingerprint)
+        if len(self._tenants) > self._max_prefixes:
+            self._tenants.popitem(last=False)
+
+    def tenant_of(self, fingerprint: int) -> str | None:
+        """Return the tenant for which a prefix was evicted; None if it is not known."""
+        return self._tenants.get(fingerprint)
+
+
+class Replay:
+    """Replays the prompts of a log in order; each is leased, published and closed before the next one.
+
+    A cache that never evicts shows what the senders' prompts allow. With a capacity, a second cache shows what is
+    reused in it; what it has less than the first one was evicted.
+
+    Args:
+        log: the prompts.
+        examiner: finds the causes of misses.
+        size: the cache.
+        fixed: causes that are removed before the replay: each prompt with such a finding is replayed as if it had the
+            tokens of the earlier prompt where it differs, or its namespace.
+    """
+
+    def __init__(self, log: PromptLog, examiner: Examines, size: CacheSize, fixed: Collection[GroupKey] = ()) -> None:
+        self._log = log
+        self._examiner = examiner
+        self._size = size
+        self._fixed = {(each.cause, each.pattern): set[str]() for each in fixed}
+        for each in fixed:
+            self._fixed[each.cause, each.pattern].add(each.place)
+        self._now_s = 0.0
+        self._block_size = size.block_size if log.tokens_per_unit == 1 else 1
+        self._max_units = _MAX_GROWTH * log.num_units
+        num_blocks = (_MAX_GROWTH + 1) * (log.num_units // self._block_size + 2 * len(log))
+        self._num_units = 0
+        self._whole = PrefixCache(num_blocks, self._block_size, max_evicted_prefixes=0, clock=lambda: self._now_s)
+        self._bounded: PrefixCache | None = None
+        self._evictions = _Evictions(CacheConfig().evicted_prefixes)
+        if size.capacity_tokens is not None:
+            capacity = size.capacity_tokens // log.tokens_per_unit // self._block_size
+            self._bounded = PrefixCache(
+                capacity,
+                self._block_size,
+                policy=make_policy(size.policy, capacity),
+                probation_share=size.probation_share,
+                listeners=[self._evictions],
+                clock=lambda: self._now_s,
+            )
+        self._index = ContentIndex()
+        self._sessions: dict[tuple[Namespace, str], deque[int]] = {}
+        self._namespaces: dict[bytes, OrderedDict[Namespace, None]] = {}
+        self._changed = TokenStore()
+        self._changed_numbers: dict[int, int] = {}
+
+    def run(self, on_prompt: Callable[[], object] | None = None) -> Iterator[Replayed]:
+        """Yield what became of each prompt, in order.
+
+        Args:
+            on_prompt: called after each prompt.
+        """
+        with closing(self._changed):
+            for index in range(len(self._log)):
+                yield self._step(index)
+                if on_prompt is not None:
+                    on_prompt()
+
+    def _step(self, index: int) -> Replayed:
+        prompt = self._log.prompts[index]
+        tokens, answer = self._log.tokens(index)
+        self._now_s = max(self._now_s + _MIN_STEP_S, prompt.time_s or 0.0)
+        namespace, changed, finding, num_cached = self._mended(prompt, tokens)
+        self._num_units += len(changed) // TOKEN_BYTES
+        is_first = not num_cached and finding is None
+        _publish(self._whole, namespace, changed, answer)
+        num_tokens = prompt.num_tokens + (len(changed) - len(tokens)) // TOKEN_BYTES
+        reused, lost = num_cached, None
+        if self._bounded is not None:
+            reused, lost = self._in_bounded(prompt, namespace, changed, answer, num_cached)
+        elif prompt.outcome is not None and not self._fixed:
+            lost = self._reported(prompt, num_cached)
+        if lost is not None and (finding is None or lost.lost_tokens > finding.lost_tokens):
+            finding = lost
+        self._remember(index, prompt, namespace, changed, tokens, answer)
+        return Replayed(num_tokens, min(self._scaled(reused), num_tokens - 1), finding, is_first)
+
+    def _scaled(self, units: int) -> int:
+        return units * self._log.tokens_per_unit
+
+    def _mended(self, prompt: LoggedPrompt, tokens: bytes) -> tuple[Namespace, bytes, Finding | None, int]:
+        """Return the namespace and the tokens with which a prompt is replayed, what it loses, and what it reuses."""
+        namespace, rounds = prompt.namespace, list[tuple[Mend, ...]]()
+        has_mended_place: set[tuple[Cause, str]] = set()
+        for _ in range(_MAX_MENDS):
+            num_cached = self._whole.match(namespace, tokens).cached_tokens
+            finding = self._finding(prompt, namespace, tokens, num_cached, rounds)
+            if finding is None:
+                break
+            key = finding.key
+            kind = key.cause, key.pattern
+            if kind not in self._fixed or not (kind in has_mended_place or key.place in self._fixed[kind]):
+                break
+            has_mended_place.add(kind)
+            if finding.namespace is not None:
+                namespace = finding.namespace
+                continue
+            changed = mended(tokens, finding.mends)
+            if changed == tokens or self._num_units + len(changed) // TOKEN_BYTES > self._max_units:
+                break
+            rounds.append(finding.mends)
+            tokens = changed
+        else:
+            num_cached = self._whole.match(namespace, tokens).cached_tokens
+            finding = None
+        return namespace, tokens, finding, num_cached
+
+    def _finding(
+        self, prompt: LoggedPrompt, namespace: Namespace, tokens: bytes, num_cached: int, rounds: list[tuple[Mend, ...]]
+    ) -> Finding | None:
+        """Return why a prompt could not reuse more of what all prompts before it have."""
+        num_missed = len(tokens) // TOKEN_BYTES - 1 - num_cached
+        if self._scaled(num_missed) < self._examiner.min_lost_tokens:
+            return None
+        array = uint32(tokens)
+        numbers = self._index.candidates(namespace.seed, array, num_cached)
+        former = self._sessions.get((namespace, prompt.session), ())
+        numbers = list(dict.fromkeys((*former, *numbers)))
+        segment_of = prompt.segment_of
+        if segment_of is not None and rounds:
+            segment_of = _before(segment_of, rounds)
+        earlier = [self._earlier(each) for each in numbers]
+        finding = self._examiner.examine(prompt, array, num_cached, earlier, segment_of)
+        elsewhere = self._elsewhere(namespace, tokens, num_cached)
+        if elsewhere is not None and (finding is None or elsewhere.lost_tokens >= finding.lost_tokens):
+            return elsewhere
+        return finding
+
+    def _earlier(self, number: int) -> Earlier:
+        """Return an earlier prompt as it was replayed, with its answer."""
+        changed = self._changed_numbers.get(number)
+        tokens = b"".join(self._log.tokens(number)) if changed is None else self._changed[changed]
+        return Earlier(self._log.prompts[number], uint32(tokens))
+
+    def _elsewhere(self, namespace: Namespace, tokens: bytes, num_cached: int) -> Finding | None:
+        """Return that more of the prompt is cached in another namespace; None if it is not."""
+        head = tokens[: MIN_EQUAL_TOKENS * TOKEN_BYTES]
+        best, most = None, num_cached
+        for other in reversed(self._namespaces.get(head, ())):
+            if other != namespace:
+                found = self._whole.match(other, tokens).cached_tokens
+                if found > most:
+                    best, most = other, found
+        num_lost = self._scaled(most - num_cached)
+        if best is None or num_lost < self._examiner.min_lost_tokens:
+            return None
+        if best.tenant != namespace.tenant:
+            cause = Cause.TENANT_CHANGED
+        elif (best.model, best.adapter) != (namespace.model, namespace.adapter):
+            cause = Cause.ADAPTER_CHANGED
+        else:
+            cause = Cause.SALT_CHANGED
+        return Finding(GroupKey(cause), self._scaled(num_cached), num_lost, namespace=best)
+
+    def _in_bounded(
+        self, prompt: LoggedPrompt, namespace: Namespace, tokens: bytes, answer: bytes, num_whole: int
+    ) -> tuple[int, Finding | None]:
+        """Replay a prompt in the cache that evicts. Returns what it reused, and what had been evicted."""
+        cache = self._bounded
+        assert cache is not None
+        self._evictions.tenant = namespace.tenant
+        num_cached = cache.match(namespace, tokens).cached_tokens
+        reason = cache.explain(namespace, tokens, num_cached)
+        next_end = (num_cached // cache.block_size + 1) * cache.block_size * TOKEN_BYTES
+        evicted_for = self._evictions.tenant_of(prefix_fingerprint(namespace.seed, tokens, next_end))
+        try:
+            _publish(cache, namespace, tokens, answer)
+        except CapacityError:  # it is longer than the cache
+            pass
+        else:
+            if prompt.retention is not None:
+                cache.retain(namespace, tokens, prompt.retention)
+        num_lost = self._scaled(num_whole - num_cached)
+        if num_lost < self._examiner.min_lost_tokens or reason not in _OF_REASON:
+            return num_cached, None
+        cause = _OF_REASON[reason]
+        if cause is Cause.EVICTED and evicted_for is not None:
+            cause = Cause.EVICTED_BY_OWN if evicted_for == namespace.tenant else Cause.EVICTED_BY_OTHERS
+        return num_cached, Finding(GroupKey(cause), self._scaled(num_cached), num_lost)
+
+    def _reported(self, prompt: LoggedPrompt, num_cached: int) -> Finding | None:
+        """Return what a server has reported, if it reused less than a cache that never evicts."""
+        outcome = prompt.outcome
+        assert outcome is not None
+        num_lost = self._scaled(num_cached) - outcome.cached_tokens
+        cause = _OF_REASON.get(outcome.miss_reason)
+        if cause is None or num_lost < self._examiner.min_lost_tokens:
+            return None
+        return Finding(GroupKey(cause), outcome.cached_tokens, num_lost)
+
+    def _remember(
+        self, index: int, prompt: LoggedPrompt, namespace: Namespace, changed: bytes, tokens: bytes, answer: bytes
+    ) -> None:
+        whole = changed + answer
+        if changed != tokens:
+            self._changed_numbers[index] = self._changed.add(whole)
+        self._index.add(index, namespace.seed, uint32(whole))
+        if prompt.session:
+            former = self._sessions.setdefault((namespace, prompt.session), deque(maxlen=_MAX_FORMER))
+            former.appendleft(index)
+        if len(changed) >= MIN_EQUAL_TOKENS * TOKEN_BYTES:
+            known = self._namespaces.setdefault(changed[: MIN_EQUAL_TOKENS * TOKEN_BYTES], OrderedDict())
+            known[namespace] = None
+            known.move_to_end(namespace)
+            if len(known) > _MAX_NAMESPACES:
+                known.popitem(last=False)
+
+
+def _publish(cache: PrefixCache, namespace: Namespace, tokens: bytes, answer: bytes) -> None:
+    with cache.lease(namespace, tokens) as lease:
+        lease.commit(lease.num_tokens)
+        if answer:
+            lease.extend(answer)
+            lease.commit(lease.num_tokens)
+
+
+def _before(segment_of: SegmentOf, rounds: list[tuple[Mend, ...]]) -> SegmentOf:
+    """Return a function that names the segment of a position in a prompt with several rounds of replacements."""
+
+    def segment(position: int) -> str:
+        for mends in reversed(rounds):
+            position = _position_before(position, mends)
+        return segment_of(position)
+
+    return segment
+
+
+def _position_before(position: int, mends: tuple[Mend, ...]) -> int:
+    """Return the position of a token before replacements; of a new token, a position in the range that it replaced."""
+    growth = 0
+    for each in mends:
+        start, num_new = each.start + growth, len(each.tokens) // TOKEN_BYTES
+        if position < start:
+            break
+        if position < start + num_new:
+            return min(each.start + position - start, max(each.start, each.end - 1))
+        growth += num_new - (each.end - each.start)
+    return position - growth

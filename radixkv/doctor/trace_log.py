@@ -1,0 +1,36 @@
+"""The prompts of a trace as a log: one number per block, since a trace has no tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from radixkv.doctor.prompt_log import LoggedPrompt, PromptLog
+from radixkv.errors import ConfigError
+from radixkv.namespace import Namespace
+from radixkv.planning.trace import TraceRequest
+
+
+def trace_log(requests: Sequence[TraceRequest]) -> PromptLog:
+    """Return a log with the blocks of a trace.
+
+    Raises:
+        ConfigError: the requests have blocks of different sizes.
+    """
+    sizes = {each.tokens_per_id for each in requests}
+    if len(sizes) != 1:
+        raise ConfigError(f"trace: expected blocks of one size, got {', '.join(map(str, sorted(sizes)))} tokens")
+    log = PromptLog(sizes.pop())
+    numbers: dict[int, int] = {}
+    for index, each in enumerate(requests):
+        num_whole = each.input_length // each.tokens_per_id
+        # With the ids of the answer, the block in which the prompt ends has the id that the next turn has there.
+        ids = each.hash_ids if not each.output_ids else (*each.hash_ids[:num_whole], *each.output_ids[:1])
+        prompt = LoggedPrompt(
+            f"request {index + 1}", each.input_length, Namespace("trace"), each.session, each.timestamp_ms / 1000
+        )
+        log.add(prompt, _numbered(ids, numbers), _numbered(each.output_ids[1:], numbers))
+    return log
+
+
+def _numbered(ids: Sequence[int], numbers: dict[int, int]) -> list[int]:
+    return [numbers.setdefault(each, len(numbers)) for each in ids]

@@ -1,0 +1,277 @@
+"""`radixkv doctor`: says why the prompts of a log are not reused, what that costs, and what to change."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import sys
+from contextlib import ExitStack
+from dataclasses import asdict
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from radixkv.config import EVICTION_POLICIES, CacheConfig
+from radixkv.doctor.advice import ADVICE
+from radixkv.doctor.block_examination import BlockExaminer
+from radixkv.doctor.diagnosis import Diagnosis, Group, diagnose
+from radixkv.doctor.examination import Examiner
+from radixkv.doctor.finding import Sample, Side
+from radixkv.doctor.prompt_log import PromptLog
+from radixkv.doctor.replay import CacheSize, Examines
+from radixkv.doctor.trace_log import trace_log
+from radixkv.errors import ConfigError
+from radixkv.planning.time_model import TimeModel
+from radixkv.planning.trace_records import read_records
+from radixkv.service.cli.argument_types import COUNTS, positive, positive_number, whole
+from radixkv.service.cli.connection import add_connection, client_of
+from radixkv.service.cli.options import Option, add_choice, add_options, flag
+from radixkv.service.cli.prompt_log_file import GetTokenizer, PromptLogReader, RejectedConversation, is_prompt
+from radixkv.service.cli.segments import duration
+from radixkv.service.cli.terminal import aligned, percent, printable
+from radixkv.service.cli.trace_options import TRACE_OPTIONS, requests_of
+from radixkv.service.progress_bar import progress_bar
+
+if TYPE_CHECKING:
+    from radixkv.service.text.tokenizer import Tokenizer
+
+_DESCRIPTION = (
+    "Replay a log of prompts through the prefix cache, find out why they are not reused, group the causes, and measure "
+    "what fixing each of them would save. The log has one JSON object per line, with the prompt as token_ids, text or "
+    "messages; bodies of requests to the APIs of OpenAI and Anthropic are such objects. Traces of `radixkv simulate` "
+    f"are accepted, too, but have neither tokens nor text. {COUNTS}"
+)
+_OPTIONS = (
+    Option("--min-lost-tokens", "N", positive, "smallest loss of a prompt that is reported", 64),
+    Option("--top", "N", positive, "number of causes whose savings are measured, each with a replay of the log", 5),
+    Option(
+        "--capacity-tokens",
+        "N",
+        whole,
+        "capacity of the cache in tokens; what is evicted is a cause, too (default: it evicts nothing, so that all "
+        "causes are in the prompts)",
+    ),
+    Option("--policy", None, None, "eviction policy", CacheConfig().policy, more={"choices": EVICTION_POLICIES}),
+    Option(
+        "--time-model",
+        "FILE",
+        Path,
+        "JSON file of `radixkv plan` or `python -m bench.agents` that says how long prefills take; adds seconds",
+    ),
+    Option("--price-per-million-tokens", "X", positive_number, "price of a million computed tokens; adds money"),
+)
+_MAX_CHARS = 48  # of a text on either side of a difference
+
+
+def add_arguments(doctor: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command to its parser."""
+    doctor.description = _DESCRIPTION
+    _, *trace = TRACE_OPTIONS
+    log = Option("trace", None, None, "log of prompts or trace, plain or gzip", more={"metavar": "LOG"})
+    add_options(doctor, [log, *_OPTIONS])
+    texts = doctor.add_argument_group("texts", "Needed for logs with text or messages; helps to read token ids.")
+    tokenizer = Option(
+        "--tokenizer",
+        "DIR|FILE.gguf|ORG/NAME",
+        None,
+        "the tokenizer of the model: a directory, a GGUF file, or a model of the Hugging Face Hub in the local cache "
+        "(default: for texts, that of the served model)",
+    )
+    add_choice(texts, (tokenizer, flag("--bytes", "use the bytes of texts as token ids, without a tokenizer")))
+    add_options(doctor.add_argument_group("traces", "Only for traces, except --limit."), trace)
+    add_connection(doctor)
+    doctor.set_defaults(command=_doctor)
+
+
+def _doctor(arguments: argparse.Namespace) -> None:
+    times = None if arguments.time_model is None else TimeModel.read(arguments.time_model)
+    size = CacheSize(arguments.capacity_tokens, policy=arguments.policy)
+    if size.capacity_tokens is not None and size.capacity_tokens < size.block_size:
+        raise ConfigError(
+            f"--capacity-tokens: expected at least a block of {size.block_size} tokens, got {size.capacity_tokens}"
+        )
+    with ExitStack() as stack:
+        log, examiner, notes = _read(arguments, stack)
+        with progress_bar("replays", len(log) * (1 + arguments.top)) as advance:
+            found = diagnose(log, examiner, size=size, max_groups=arguments.top, times=times, on_prompt=advance)
+    price = arguments.price_per_million_tokens
+    if arguments.json:
+        print(json.dumps(diagnosis_object(found, price), indent=2))
+        return
+    print(diagnosis_text(found, price))
+    for note in notes:
+        print(f"note: {note}", file=sys.stderr)
+
+
+def _read(arguments: argparse.Namespace, stack: ExitStack) -> tuple[PromptLog, Examines, list[str]]:
+    """Read the log, and return what examines its prompts, and remarks about it."""
+    path = Path(arguments.trace)
+    first = next(read_records(path), None)
+    if first is None:
+        raise ConfigError(f"{path}: expected at least one prompt, got an empty file")
+    if not is_prompt(first.value):
+        log = stack.enter_context(trace_log(requests_of(arguments)))
+        note = "the trace has only ids of blocks: causes are told by their places, and losses are upper bounds"
+        if not any(each.session for each in log):
+            note += "; without sessions, it does not say which prompts continue each other"
+        return log, BlockExaminer(log.tokens_per_unit, arguments.min_lost_tokens), [note]
+    tokenizer_of = _tokenizer_of(arguments, stack)
+    notes = []
+    try:
+        reader = _read_prompts(arguments, stack, tokenizer_of, is_plain=False)
+    except RejectedConversation as error:
+        notes.append(
+            "conversations are written in a plain form, since the chat template of the tokenizer rejects some, so that "
+            f"numbers of tokens differ slightly from those of the model; the first one is {error}"
+        )
+        reader = _read_prompts(arguments, stack, tokenizer_of, is_plain=True)
+    decode = None
+    if arguments.bytes:
+        decode = _bytes_text
+    elif reader.has_text or arguments.tokenizer is not None:
+        decode = reader.tokenizer().decode
+    else:
+        notes.append("without --tokenizer, ids, dates and other changes of text are shown as passages that change")
+    return reader.log, Examiner(decode, arguments.min_lost_tokens), notes
+
+
+def _read_prompts(
+    arguments: argparse.Namespace, stack: ExitStack, tokenizer_of: GetTokenizer, *, is_plain: bool
+) -> PromptLogReader:
+    log = stack.enter_context(PromptLog())
+    reader = PromptLogReader(log, tokenizer_of, has_bytes=arguments.bytes, is_plain=is_plain)
+    for record in itertools.islice(read_records(Path(arguments.trace)), arguments.limit):
+        reader.add(record)
+    return reader
+
+
+def _bytes_text(token_ids: Any) -> str:
+    return bytes(each for each in token_ids if each < 256).decode("utf-8", "replace")
+
+
+def _tokenizer_of(arguments: argparse.Namespace, stack: ExitStack) -> GetTokenizer:
+    """Return a function that loads the tokenizer at its first call; without a name, that of the served model."""
+
+    @cache
+    def tokenizer() -> Tokenizer:
+        from radixkv.service.cli.prompt import load_tokenizer, served_tokenizer
+
+        if arguments.tokenizer is not None:
+            return load_tokenizer(arguments.tokenizer)
+        return served_tokenizer(stack.enter_context(client_of(arguments)))
+
+    return tokenizer
+
+
+def diagnosis_text(found: Diagnosis, price: float | None = None) -> str:
+    """Return a diagnosis in lines, the most expensive cause first."""
+    computed = found.computed_tokens
+    seconds = "" if found.computed_s is None else f", which takes {duration(found.computed_s)}"
+    lines = [
+        f"{found.num_prompts:,} requests with {found.prompt_tokens:,} prompt tokens: {found.cached_tokens:,} are "
+        f"reused{percent(found.cached_tokens, found.prompt_tokens)}, {computed:,} are computed{seconds}.",
+        f"{found.first_prompts:,} of them had nothing to reuse, because nothing like them was sent before.",
+    ]
+    if not found.groups:
+        lines += ["", "Nothing was lost: every prompt reuses what earlier ones have in common with it."]
+    for number, group in enumerate(found.groups, start=1):
+        lines += ["", f"{number}. {_headline(group, found.num_prompts)}"]
+        if group.sample is not None:
+            lines += _sides(group.sample)
+        lines += [f"   -> {ADVICE[group.key.cause].change}", f"   {_savings(group, computed, price)}"]
+    if found.num_other_groups:
+        lines += ["", f"{found.num_other_groups:,} further causes cost less; --top shows more."]
+    return "\n".join(lines)
+
+
+def _headline(group: Group, num_prompts: int) -> str:
+    each = group.lost_tokens // group.num_prompts
+    low, high = group.min_position, group.max_position
+    place = f"at token {low:,}" if low == high else f"at tokens {low:,} to {high:,}"
+    segments = ", ".join(printable(name, keep="") for name in group.segments)
+    what = ADVICE[group.key.cause].what
+    if group.key.pattern:
+        what += f": {group.key.pattern}"
+    bound = "up to " if group.is_bound else ""
+    every = " each" if group.num_prompts > 1 else ""
+    who = f"{group.num_prompts:,} of {num_prompts:,} requests lose" if group.num_prompts > 1 else "1 request loses"
+    return f"{who} {bound}{each:,} tokens{every} {place}{f' ({segments})' if segments else ''}: {what}."
+
+
+def _sides(sample: Sample) -> list[str]:
+    has_text = bool(sample.text_before or sample.prompt.text_after or sample.prompt.text or sample.earlier.text)
+    before = _shown(sample.text_before if has_text else sample.before_ids)[-_MAX_CHARS:]
+    return aligned(
+        [
+            ("     prompt ", before + _marked(sample.prompt, has_text=has_text), printable(sample.where, keep="")),
+            (
+                "     earlier",
+                before + _marked(sample.earlier, has_text=has_text),
+                printable(sample.earlier_where, keep=""),
+            ),
+        ]
+    )
+
+
+def _marked(side: Side, *, has_text: bool) -> str:
+    number = side.num_different
+    different = _shown(side.text if has_text else side.token_ids[:number])[:_MAX_CHARS]
+    equal = _shown(side.text_after if has_text else side.token_ids[number:])[:_MAX_CHARS]
+    is_cut = side.span is None or side.span > number
+    return f"[{different}{'...' if is_cut else ''}]{equal}"
+
+
+def _shown(part: str | tuple[int, ...]) -> str:
+    if isinstance(part, str):
+        return part.replace("\n", "\\n")
+    return f" {' '.join(map(str, part))} " if part else ""
+
+
+def _savings(group: Group, computed: int, price: float | None) -> str:
+    tokens, seconds = group.saved_tokens, group.saved_s
+    if tokens is None:
+        verb, tokens, seconds = "Costs up to" if group.is_bound else "Costs", group.lost_tokens, group.lost_s
+    else:
+        verb = "Saves"
+    share = f" ({100 * tokens / computed:.1f} % of all computed tokens)" if computed else ""
+    more = "" if seconds is None else f", {duration(seconds)} of computing"
+    more += "" if price is None else f", {tokens / 1e6 * price:,.2f} in money"
+    return f"{verb} {tokens:,} tokens{share}{more}."
+
+
+def diagnosis_object(found: Diagnosis, price: float | None = None) -> dict[str, Any]:
+    """Return a diagnosis for JSON."""
+    return {
+        "requests": found.num_prompts,
+        "prompt_tokens": found.prompt_tokens,
+        "cached_tokens": found.cached_tokens,
+        "computed_tokens": found.computed_tokens,
+        "computed_s": found.computed_s,
+        "first_requests": found.first_prompts,
+        "causes": [_group_object(each, price) for each in found.groups],
+        "further_causes": found.num_other_groups,
+    }
+
+
+def _group_object(group: Group, price: float | None) -> dict[str, Any]:
+    advice = ADVICE[group.key.cause]
+    saved = group.lost_tokens if group.saved_tokens is None else group.saved_tokens
+    return {
+        "cause": group.key.cause.value,
+        "place": group.key.place,
+        "pattern": group.key.pattern,
+        "requests": group.num_prompts,
+        "lost_tokens": group.lost_tokens,
+        "lost_s": group.lost_s,
+        "is_upper_bound": group.is_bound,
+        "saved_tokens": group.saved_tokens,
+        "saved_s": group.saved_s,
+        "saved_money": None if price is None else saved / 1e6 * price,
+        "min_position": group.min_position,
+        "max_position": group.max_position,
+        "segments": list(group.segments),
+        "what": advice.what,
+        "change": advice.change,
+        "sample": None if group.sample is None else asdict(group.sample),
+    }

@@ -1,0 +1,251 @@
+"""Reads a log of prompts: JSON lines with token ids, texts, or bodies of requests to OpenAI's or Anthropic's API."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from radixkv.api.explanation import PromptSegment, require_segments
+from radixkv.api.miss_reason import MissReason
+from radixkv.api.retention import Retention
+from radixkv.doctor.prompt_log import LoggedPrompt, Outcome, PromptLog, SegmentOf, segment_lookup
+from radixkv.errors import ConfigError, InvalidRequest, RadixKVError
+from radixkv.namespace import Namespace
+from radixkv.planning.trace_records import Record
+from radixkv.service.text.plain_conversation import plain_parts, segments_of_parts
+from radixkv.service.text.rendered_segments import segments_of
+
+if TYPE_CHECKING:
+    from radixkv.service.text.tokenizer import Tokenizer
+
+_BODIES = ("body", "request", "payload")
+_TOKENS = ("token_ids", "prompt_token_ids", "input_ids", "prompt")
+_TEXTS = ("text", "prompt", "input")
+_TIMES = ("timestamp", "time", "created", "created_at", "ts")
+_SESSIONS = ("session_id", "session", "conversation_id")
+_ANSWERS = ("output_token_ids", "answer_token_ids")
+_SALTS = ("salt", "cache_salt")
+# Fields of a request to /v1/messages that are a part of the prompt.
+_ANTHROPIC = ("model", "system", "messages", "tools", "tool_choice", "thinking")
+_BLOCKS = frozenset({"tool_use", "tool_result", "thinking", "redacted_thinking", "document"})
+_CLOCK_MS = 1e11  # later timestamps are in milliseconds
+_MAX_TOKEN = 2**32
+
+GetTokenizer = Callable[[], "Tokenizer"]
+
+
+class RejectedConversation(Exception):
+    """The chat template of the tokenizer rejects a conversation. The message has its place and the reason."""
+
+
+class _Encoded(NamedTuple):
+    token_ids: Sequence[int]
+    segment_of: SegmentOf | None
+
+
+@dataclass
+class PromptLogReader:
+    """Reads the records of a log into a `PromptLog`.
+
+    Args:
+        log: gets the prompts.
+        tokenizer: returns the tokenizer, which only texts and conversations need.
+        has_bytes: whether the bytes of texts are their token ids.
+        is_plain: whether conversations are written in a plain form, without the chat template.
+
+    Attributes:
+        has_text: whether a prompt was text, so that the tokenizer fits the tokens.
+    """
+
+    log: PromptLog
+    tokenizer: GetTokenizer
+    has_bytes: bool = False
+    is_plain: bool = False
+    has_text: bool = False
+    _start_s: float | None = None
+
+    def add(self, record: Record) -> None:
+        """Add the prompt of a record.
+
+        Raises:
+            ConfigError: it is no prompt, or a field is wrong. The message names the line and the field.
+            RejectedConversation: the chat template rejects it.
+        """
+        where, fields = record
+        if not isinstance(fields, dict):
+            raise ConfigError(f"{where}: expected a JSON object, got another JSON value")
+        body = next((fields[each] for each in _BODIES if isinstance(fields.get(each), dict)), fields)
+        both = {**body, **fields} if body is not fields else fields
+        encoded = self._encoded(where, body)
+        answer = _first(both, _ANSWERS)
+        prompt = LoggedPrompt(
+            where,
+            len(encoded.token_ids),
+            Namespace(*(_text(both, names, where) for names in (("model",), ("tenant",), ("adapter",), _SALTS))),
+            _session(both, where),
+            self._time_s(both, where),
+            _segments(both, where, len(encoded.token_ids)) or encoded.segment_of,
+            _retention(both, where),
+            _outcome(both, where),
+        )
+        answer_ids = [] if answer is None else _token_ids(answer, where, "output_token_ids")[:-1]
+        self.log.add(prompt, encoded.token_ids, answer_ids)  # the last generated token is not cached
+
+    def _encoded(self, where: str, body: Mapping[str, Any]) -> _Encoded:
+        tokens = next((body[each] for each in _TOKENS if isinstance(body.get(each), list)), None)
+        if tokens is not None and not (tokens and isinstance(tokens[0], dict)):
+            name = next(each for each in _TOKENS if body.get(each) is tokens)
+            if not tokens:
+                raise ConfigError(f"{where}: {name}: expected at least one token id, got none")
+            return _Encoded(_token_ids(tokens, where, name), None)
+        text = next((body[each] for each in _TEXTS if isinstance(body.get(each), str) and body[each]), None)
+        if text is not None:
+            if self.has_bytes:
+                return _Encoded(list(text.encode()), None)
+            self.has_text = True
+            return _Encoded(self.tokenizer().encode(text), None)
+        if not isinstance(body.get("messages"), list):
+            got = ", ".join(map(str, list(body)[:8])) or "none"
+            raise ConfigError(
+                f"{where}: expected a prompt in one of the fields token_ids, text, prompt and messages, got fields: "
+                f"{got}"
+            )
+        if self.has_bytes:
+            raise ConfigError(f"{where}: messages: expected a tokenizer for a conversation, got --bytes")
+        self.has_text = True
+        if self.is_plain:
+            return _encoded_plainly(self.tokenizer(), body)
+        try:
+            return _encoded_chat(self.tokenizer(), body)
+        except (InvalidRequest, TypeError, ValueError) as error:
+            raise RejectedConversation(f"{where}: {error}") from error
+
+    def _time_s(self, fields: Mapping[str, Any], where: str) -> float | None:
+        value = _first(fields, _TIMES)
+        if value is None:
+            return None
+        if isinstance(value, str):
+            try:
+                value = datetime.fromisoformat(value).timestamp()
+            except ValueError:
+                raise ConfigError(f"{where}: timestamp: expected seconds or ISO 8601, got other text") from None
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 2**63:
+            raise ConfigError(f"{where}: timestamp: expected seconds of at least 0, got another value")
+        time_s = value / 1000 if value > _CLOCK_MS else float(value)
+        self._start_s = time_s if self._start_s is None else self._start_s
+        return max(0.0, time_s - self._start_s)
+
+
+def is_prompt(value: object) -> bool:
+    """Whether a record is a prompt, not a request of a trace or an event."""
+    if not isinstance(value, dict) or "hash_ids" in value or "block_hashes" in value:
+        return False
+    body = next((value[each] for each in _BODIES if isinstance(value.get(each), dict)), value)
+    names = {*_TOKENS, *_TEXTS, "messages"}
+    return any(isinstance(body.get(each), str | list) for each in names) and "hash_ids" not in body
+
+
+def _encoded_chat(tokenizer: Tokenizer, body: Mapping[str, Any]) -> _Encoded:
+    messages, tools, documents = body["messages"], body.get("tools") or None, body.get("documents") or None
+    if _is_anthropic(body):
+        from radixkv.service.http.anthropic_requests import read_prompt_only
+        from radixkv.service.http.json_fields import Fields
+
+        prompt, _ = read_prompt_only(Fields({name: body[name] for name in _ANTHROPIC if name in body}))
+        messages, documents = prompt.messages, prompt.documents or None
+        tools = prompt.tools.definitions or None
+    variables = body.get("chat_template_kwargs") or None
+
+    def render(given: Sequence[Mapping[str, Any]] | None) -> str:
+        return tokenizer.render_chat(messages, tools=given, documents=documents, chat_template_kwargs=variables)
+
+    text = render(tools)
+    ids, ends = tokenizer.encode_with_ends(text)
+    return _Encoded(ids, segments_of(messages, text, text if tools is None else render(None), ends))
+
+
+def _encoded_plainly(tokenizer: Tokenizer, body: Mapping[str, Any]) -> _Encoded:
+    parts = plain_parts(body)
+    ids, ends = tokenizer.encode_with_ends("".join(part.text for part in parts))
+    return _Encoded(ids, segments_of_parts(parts, ends))
+
+
+def _is_anthropic(body: Mapping[str, Any]) -> bool:
+    if body.get("system") is not None or any("input_schema" in each for each in body.get("tools") or ()):
+        return True
+    contents = [each.get("content") for each in body["messages"] if isinstance(each, dict)]
+    blocks = [block for each in contents if isinstance(each, list) for block in each if isinstance(block, dict)]
+    return any(block.get("type") in _BLOCKS for block in blocks)
+
+
+def _first(fields: Mapping[str, Any], names: Sequence[str]) -> Any:
+    return next((fields[each] for each in names if fields.get(each) is not None), None)
+
+
+def _text(fields: Mapping[str, Any], names: Sequence[str], where: str) -> str:
+    value = _first(fields, names)
+    if value is not None and not isinstance(value, str):
+        raise ConfigError(f"{where}: {names[0]}: expected text, got another JSON value")
+    return value or ""
+
+
+def _session(fields: Mapping[str, Any], where: str) -> str:
+    from radixkv.service.http.sessions import session_of_user
+
+    return _text(fields, _SESSIONS, where) or session_of_user(fields.get("metadata"))
+
+
+def _token_ids(values: Any, where: str, name: str) -> list[int]:
+    is_list = isinstance(values, list)
+    if not is_list or any(type(each) is not int or not 0 <= each < _MAX_TOKEN for each in values):
+        raise ConfigError(f"{where}: {name}: expected a list of integers in [0, 2**32), got other values")
+    found: list[int] = values
+    return found
+
+
+def _segments(fields: Mapping[str, Any], where: str, num_tokens: int) -> SegmentOf | None:
+    values = fields.get("segments")
+    if values is None:
+        return None
+    try:
+        pairs = [
+            (each["name"], each["end"] if "end" in each else each["end_token"]) if isinstance(each, dict) else each
+            for each in values
+        ]
+        segments = [PromptSegment(str(name), int(end)) for name, end in pairs]
+        require_segments(segments)
+    except (TypeError, ValueError, KeyError, RadixKVError):
+        raise ConfigError(
+            f"{where}: segments: expected a list of objects with `name` and `end`, in order, got other values"
+        ) from None
+    return segment_lookup(segments) if num_tokens else None
+
+
+def _retention(fields: Mapping[str, Any], where: str) -> Retention | None:
+    value = fields.get("retention")
+    if value is None:
+        return None
+    try:
+        ttl_s = value.get("ttl_s")
+        retention = Retention(int(value["priority"]), None if ttl_s is None else float(ttl_s))
+        retention.require_valid()
+    except (AttributeError, KeyError, TypeError, ValueError, RadixKVError):
+        raise ConfigError(
+            f"{where}: retention: expected an object with `priority` (0 to 100) and `ttl_s`, got other values"
+        ) from None
+    return retention
+
+
+def _outcome(fields: Mapping[str, Any], where: str) -> Outcome | None:
+    cached, reason = fields.get("cached_tokens"), fields.get("miss_reason")
+    if cached is None or reason is None:
+        return None
+    if type(cached) is not int or cached < 0:
+        raise ConfigError(f"{where}: cached_tokens: expected an integer of at least 0, got another value")
+    try:
+        return Outcome(cached, MissReason(reason))
+    except ValueError:
+        expected = ", ".join(each.value for each in MissReason)
+        raise ConfigError(f"{where}: miss_reason: expected one of {expected}, got another value") from None

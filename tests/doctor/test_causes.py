@@ -1,0 +1,178 @@
+"""The causes of the shapes that users report, with a token per character and with a real tokenizer."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from radixkv.doctor.causes import Cause
+from radixkv.doctor.diagnosis import diagnose
+from radixkv.doctor.examination import Examiner
+from radixkv.doctor.finding import Finding
+from radixkv.doctor.prompt_log import LoggedPrompt, PromptLog
+from radixkv.model.tiny_files import write_tiny_files
+from radixkv.service.text.tokenizer import Tokenizer
+from tests.explain.shapes import ANSWER, NEXT, RULES, SHAPES, TASK
+
+from .logs import ACME, characters
+
+Encoding = tuple[Callable[[str], Sequence[int]], Callable[[Sequence[int]], str]]
+
+CAUSES = {
+    "build suffix in the first line": (Cause.RANDOM_ID, "3 hexadecimal digits"),
+    "uuid of a session": (Cause.RANDOM_ID, "a UUID"),
+    "base62 id of a call": (Cause.RANDOM_ID, "23 letters and digits"),
+    "hash of a commit": (Cause.RANDOM_ID, "7 hexadecimal digits"),
+    "ISO timestamp": (Cause.DATE_OR_TIME, "a date and a time"),
+    "ISO date": (Cause.DATE_OR_TIME, "a date"),
+    "date in words": (Cause.DATE_OR_TIME, "a date and a time"),
+    "another month": (Cause.DATE_OR_TIME, "a date"),
+    "time of day": (Cause.DATE_OR_TIME, "a time"),
+    "Unix time": (Cause.DATE_OR_TIME, "a Unix time"),
+    "counter": (Cause.NUMBER, ""),
+    "version": (Cause.NUMBER, ""),
+    "amount": (Cause.NUMBER, ""),
+    "tools in another order": (Cause.REORDERED, "tools"),
+    "last tool first": (Cause.REORDERED, "tools"),
+    "keys in another order": (Cause.REORDERED, "keys of JSON objects"),
+    "a tool less": (Cause.TOOLS_CHANGED, ""),
+    "a tool more": (Cause.TOOLS_CHANGED, ""),
+    "injected message": (Cause.MESSAGE_INSERTED, ""),
+    "injected message that comes again later": (Cause.MESSAGE_INSERTED, ""),
+    "stripped thinking": (Cause.THINKING_STRIPPED, ""),
+    "thinking that leaves its tags": (Cause.THINKING_STRIPPED, ""),
+    "compaction that keeps the last turns": (Cause.COMPACTED, ""),
+    "compaction": (Cause.COMPACTED, ""),
+    "another sentence": (Cause.REPLACED, ""),
+    "another question": None,
+}
+
+
+@pytest.fixture(scope="module", params=["characters", "tiny"])
+def encoding(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Encoding:
+    if request.param == "characters":
+        return lambda text: [ord(each) for each in text], characters
+    directory = Path(tmp_path_factory.mktemp("tiny"))
+    write_tiny_files(directory)
+    tokenizer = Tokenizer.load(directory)
+    return tokenizer.encode, tokenizer.decode
+
+
+def found_in(
+    prompt: Sequence[int],
+    earlier: Sequence[int],
+    decode: Callable[[Sequence[int]], str] | None,
+    session: str = "one",
+    segment: str = "",
+) -> Finding | None:
+    with PromptLog() as log:
+        for ids in (earlier, prompt):
+            segment_of = (lambda position: segment) if segment else None
+            log.add(LoggedPrompt("log", len(ids), ACME, session, segment_of=segment_of), ids)
+        return diagnose(log, Examiner(decode, 16), max_groups=0).findings[1]
+
+
+def cause_in(*arguments: object, **more: str) -> Cause | None:
+    finding = found_in(*arguments, **more)  # type: ignore[arg-type]
+    return None if finding is None else finding.key.cause
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_the_cause_of_a_reported_shape(name: str, encoding: Encoding) -> None:
+    prompt, earlier, _ = SHAPES[name]
+    encode, decode = encoding
+    finding = found_in(encode(prompt), encode(earlier), decode)
+    assert (None if finding is None else (finding.key.cause, finding.key.pattern)) == CAUSES[name]
+
+
+@pytest.mark.parametrize("name", [name for name in SHAPES if "compaction" not in name])
+def test_the_cause_does_not_depend_on_which_prompt_was_first(name: str, encoding: Encoding) -> None:
+    earlier, prompt, _ = SHAPES[name]
+    encode, decode = encoding
+    finding = found_in(encode(prompt), encode(earlier), decode)
+    assert (None if finding is None else (finding.key.cause, finding.key.pattern)) == CAUSES[name]
+
+
+def test_a_summary_is_a_compaction_without_the_names_of_sessions(encoding: Encoding) -> None:
+    prompt, earlier, _ = SHAPES["compaction that keeps the last turns"]
+    encode, decode = encoding
+    assert cause_in(encode(prompt), encode(earlier), decode, session="") is Cause.COMPACTED
+
+
+def test_earlier_messages_that_a_session_drops_are_a_compaction() -> None:
+    rng = random.Random(1)
+    turns = [[rng.randrange(97, 123) for _ in range(60)] for _ in range(30)]
+    rules = [ord(each) for each in RULES]
+    prompt, earlier = ([*rules, *itertools.chain(*part)] for part in (turns[20:], turns[:29]))
+    assert cause_in(prompt, earlier, characters) is Cause.COMPACTED
+    assert cause_in(prompt, earlier, characters, session="") is Cause.MESSAGE_INSERTED
+
+
+def test_the_same_text_in_other_tokens_is_retokenized() -> None:
+    pieces = {1: "flu", 2: "sh", 3: "flush"}
+
+    def decode(ids: Sequence[int]) -> str:
+        return "".join(pieces.get(each) or chr(each) for each in ids)
+
+    before, after = ([ord(each) for each in text] for text in (RULES, ANSWER + NEXT))
+    assert cause_in([*before, 3, *after], [*before, 1, 2, *after], decode) is Cause.RETOKENIZED
+
+
+@pytest.mark.parametrize("ours", [[1], [], [1, 4, 5], [*map(ord, "[INST] ")]])
+@pytest.mark.parametrize("place", [0, 40])
+def test_other_special_tokens_are_a_change_of_the_template(ours: list[int], place: int) -> None:
+    text = [ord(each) for each in RULES + TASK]
+
+    def decode(ids: Sequence[int]) -> str:
+        return "".join(chr(each) for each in ids if each > 9)  # special tokens have no text
+
+    prompt, earlier = [*text[:place], *ours, *text[place:]], [*text[:place], 2, *text[place:]]
+    assert cause_in(prompt, earlier, decode) is Cause.TEMPLATE_CHANGED
+
+
+def test_other_tags_around_the_same_messages_are_a_change_of_the_template() -> None:
+    messages = (RULES, TASK, ANSWER, NEXT)
+    chatml = "".join(f"<|im_start|>user\n{each}<|im_end|>\n" for each in messages)
+    llama = "".join(f"<|start_header_id|>user<|end_header_id|>\n\n{each}<|eot_id|>" for each in messages)
+    prompt, earlier = ([ord(each) for each in text] for text in (llama, chatml))
+    finding = found_in(prompt, earlier, characters)
+    assert finding is not None
+    assert finding.key.cause is Cause.TEMPLATE_CHANGED
+    assert finding.lost_tokens > 0.9 * sum(map(len, messages))  # after all of the tags, not only after the first ones
+
+
+def test_a_segment_decides_what_the_text_does_not_show() -> None:
+    prompt, earlier, _ = SHAPES["another sentence"]
+    ids = [[ord(each) for each in text] for text in (prompt, earlier)]
+    assert cause_in(*ids, characters, segment="tools") is Cause.TOOLS_CHANGED
+    assert cause_in(*ids, characters, segment="template") is Cause.TEMPLATE_CHANGED
+
+
+def test_without_text_the_tokens_show_what_moved_or_is_on_one_side() -> None:
+    for name, cause in {
+        "injected message": Cause.MESSAGE_INSERTED,
+        "tools in another order": Cause.REORDERED,
+        "uuid of a session": Cause.REPLACED,
+        "compaction that keeps the last turns": Cause.COMPACTED,
+    }.items():
+        ids = [[ord(each) for each in text] for text in SHAPES[name][:2]]
+        assert cause_in(*ids, None) is cause
+
+
+def test_other_text_that_is_longer_than_what_follows_is_no_cause() -> None:
+    shared, tail = [ord(each) for each in RULES], [ord(each) for each in NEXT]
+    ours, theirs = list(range(1000, 1200)), list(range(2000, 2200))
+    assert cause_in([*shared, *ours, *tail], [*shared, *theirs, *tail], characters, session="") is None
+    assert (
+        cause_in([*shared, *ours[:50], *tail], [*shared, *theirs[:50], *tail], characters, session="") is Cause.REPLACED
+    )
+
+
+def test_thinking_in_one_prompt_only_is_stripped_thinking_whatever_it_says() -> None:
+    text = "<think>\nSee the summary of the conversation so far.\n</think>\n"
+    ids = [[ord(each) for each in part] for part in (RULES + TASK + NEXT, RULES + TASK + text + NEXT)]
+    assert cause_in(*ids, characters) is Cause.THINKING_STRIPPED

@@ -1,0 +1,60 @@
+"""The index finds prompts by their content, wherever they have it."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+
+from radixkv.doctor.content_index import MAX_CANDIDATES, ContentIndex
+
+SEED = 7
+
+
+def passage(seed: int, length: int = 400) -> np.ndarray:
+    rng = random.Random(seed)
+    return np.array([rng.randrange(50_000) for _ in range(length)], np.uint32)
+
+
+def joined(*passages: np.ndarray) -> np.ndarray:
+    return np.concatenate(passages)
+
+
+def test_the_prompt_with_the_most_of_the_content_comes_first() -> None:
+    index = ContentIndex()
+    index.add(0, SEED, joined(passage(1), passage(2)))
+    index.add(1, SEED, passage(3))
+    assert index.candidates(SEED, joined(passage(9, 5), passage(3, 200), passage(2), passage(1)), 0) == [0, 1]
+
+
+def test_only_content_after_the_start_counts() -> None:
+    index = ContentIndex()
+    index.add(0, SEED, passage(1))
+    assert index.candidates(SEED, joined(passage(1), passage(2)), 400) == []
+
+
+def test_of_prompts_with_the_same_content_the_last_one_is_found() -> None:
+    index = ContentIndex()
+    index.add(0, SEED, joined(passage(1), passage(2)))
+    index.add(1, SEED, passage(1))
+    assert index.candidates(SEED, passage(1), 0) == [1]
+
+
+def test_namespaces_do_not_see_each_other() -> None:
+    index = ContentIndex()
+    index.add(0, SEED, passage(1))
+    assert index.candidates(SEED + 1, passage(1), 0) == []
+
+
+def test_the_number_of_candidates_is_bounded() -> None:
+    index = ContentIndex()
+    for number in range(MAX_CANDIDATES + 3):
+        index.add(number, SEED, passage(number))
+    found = index.candidates(SEED, joined(*(passage(number) for number in range(MAX_CANDIDATES + 3))), 0)
+    assert len(found) == MAX_CANDIDATES
+
+
+def test_short_prompts_are_not_indexed() -> None:
+    index = ContentIndex()
+    index.add(0, SEED, passage(1, 31))
+    assert index.candidates(SEED, passage(1, 31), 0) == []
