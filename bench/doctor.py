@@ -1,0 +1,176 @@
+"""Plants faults in the traffic of agents, and checks that `radixkv doctor` finds them and measures their costs.
+
+    python -m bench.doctor --json bench/results/doctor.json
+
+For each fault, and for 1 %, 10 % and 50 % of the requests, it makes the same traffic with the fault and without it.
+The truth is a replay of both through the cache. A planted request counts as found if its cause is the planted one. A
+finding is false if the request would have been computed alike without the faults, or if it has no fault itself and the
+cause is another one. (A request after one with a fault may lose its last turn, since that was cached with the fault.)
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from bench.parts.environment import describe_run
+from bench.parts.planted_traffic import FAULTS, Fault, Sent, Traffic
+from bench.parts.result_file import write_json
+from radixkv.cache.prefix_cache import PrefixCache
+from radixkv.doctor.diagnosis import diagnose
+from radixkv.doctor.examination import Examiner
+from radixkv.doctor.prompt_log import LoggedPrompt, PromptLog
+from radixkv.model.tiny_files import write_tiny_files
+from radixkv.service.cli.argument_types import positive
+from radixkv.service.text.tokenizer import Tokenizer
+
+SHARES = (0.01, 0.1, 0.5)
+MIN_LOST_TOKENS = 64
+_BLOCK_SIZE = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What was found of one fault.
+
+    Attributes:
+        fault: its name.
+        cause: the cause that must be found.
+        share: share of the requests in which it was planted.
+        has_sessions: whether the log names the sessions.
+        requests: number of requests.
+        planted: requests with the fault that lost at least `MIN_LOST_TOKENS` by it.
+        found: how many of these have the right cause.
+        other_requests: requests without the fault.
+        false: findings of requests that have lost nothing, and of those without a fault with another cause.
+        lost_tokens: tokens that were computed only because of the fault.
+        saved_tokens: tokens that the groups with the right cause say would be saved.
+    """
+
+    fault: str
+    cause: str
+    share: float
+    has_sessions: bool
+    requests: int
+    planted: int
+    found: int
+    other_requests: int
+    false: int
+    lost_tokens: int
+    saved_tokens: int
+
+    @property
+    def found_share(self) -> float:
+        """Share of the planted requests that were found."""
+        return self.found / max(1, self.planted)
+
+    @property
+    def false_share(self) -> float:
+        """False findings per request."""
+        return self.false / self.requests
+
+    @property
+    def gain_error(self) -> float:
+        """Relative error of the tokens that would be saved."""
+        return abs(self.saved_tokens - self.lost_tokens) / max(1, self.lost_tokens)
+
+
+def computed_tokens(sent: Sequence[Sent]) -> list[int]:
+    """Return how many tokens of each prompt a cache that never evicts computes."""
+    num_blocks = sum((len(each.token_ids) + len(each.answer_ids)) // _BLOCK_SIZE + 2 for each in sent)
+    cache = PrefixCache(num_blocks, _BLOCK_SIZE, max_evicted_prefixes=0)
+    computed = []
+    for each in sent:
+        with cache.lease(each.namespace, np.array(each.token_ids, "<u4").tobytes()) as lease:
+            computed.append(lease.num_tokens - lease.cached_tokens)
+            lease.commit(lease.num_tokens)
+            lease.extend(np.array(each.answer_ids, "<u4").tobytes())
+            lease.commit(lease.num_tokens)
+    return computed
+
+
+def diagnosed(traffic: Traffic, fault: Fault, share: float, *, has_sessions: bool = True) -> Result:
+    """Plant a fault in a share of the requests, and compare what is found with the truth."""
+    sent = traffic.sent(fault, share)
+    excess = [
+        with_fault - without
+        for with_fault, without in zip(computed_tokens(sent), computed_tokens(traffic.sent(None, 0)), strict=True)
+    ]
+    with PromptLog() as log:
+        for index, each in enumerate(sent):
+            session = each.session if has_sessions else ""
+            prompt = LoggedPrompt(str(index), len(each.token_ids), each.namespace, session, each.time_s)
+            log.add(prompt, each.token_ids, each.answer_ids)
+        found = diagnose(log, Examiner(traffic.tokenizer.decode, MIN_LOST_TOKENS))
+    num_planted = num_found = num_false = 0
+    for each, finding, lost in zip(sent, found.findings, excess, strict=True):
+        is_right = finding is not None and finding.key.cause is fault.cause
+        if each.is_planted and lost >= MIN_LOST_TOKENS:
+            num_planted += 1
+            num_found += is_right
+        has_lost = lost >= MIN_LOST_TOKENS // 2
+        num_false += finding is not None and not (has_lost and (is_right or each.is_planted))
+    return Result(
+        fault.name,
+        fault.cause.value,
+        share,
+        has_sessions,
+        len(sent),
+        num_planted,
+        num_found,
+        sum(not each.is_planted for each in sent),
+        num_false,
+        sum(excess),
+        sum(each.saved_tokens or 0 for each in found.groups if each.key.cause is fault.cause),
+    )
+
+
+def main() -> None:
+    """Run the benchmark."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--tokenizer", help="directory or GGUF file with a tokenizer (default: the embedded one)")
+    parser.add_argument("--sessions", type=positive, default=24)
+    parser.add_argument("--turns", type=positive, default=24)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--only", default="", help="only faults whose name contains this text")
+    parser.add_argument("--json", type=Path, help="file for the result")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as directory:
+        if arguments.tokenizer is None:
+            write_tiny_files(Path(directory))
+        tokenizer = Tokenizer.load(arguments.tokenizer or directory)
+    traffic = Traffic(tokenizer, arguments.sessions, arguments.turns, arguments.seed)
+    results = []
+    for fault in FAULTS:
+        if arguments.only not in fault.name:
+            continue
+        for share in SHARES:
+            for has_sessions in (True, False):
+                result = diagnosed(traffic, fault, share, has_sessions=has_sessions)
+                results.append(result)
+                print(
+                    f"{result.fault:42} {share:5.0%} {'sessions' if has_sessions else 'none':8} "
+                    f"found {result.found}/{result.planted} ({result.found_share:.1%}), false {result.false} "
+                    f"({result.false_share:.2%}), lost {result.lost_tokens:,}, saved {result.saved_tokens:,} "
+                    f"({result.gain_error:.1%})",
+                    flush=True,
+                )
+    if arguments.json is not None:
+        rows = [
+            asdict(each)
+            | {"found_share": each.found_share, "false_share": each.false_share, "gain_error": each.gain_error}
+            for each in results
+        ]
+        command = shlex.join(["python", "-m", "bench.doctor", *sys.argv[1:]])
+        write_json(arguments.json, {"command": command, "seed": arguments.seed, **describe_run(), "results": rows})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,323 @@
+"""Traffic of agents in which a known share of the requests has one known fault, and the same traffic without it."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache, lru_cache
+
+from radixkv.doctor.causes import Cause
+from radixkv.namespace import Namespace
+from radixkv.service.text.tokenizer import Tokenizer
+
+_SYLLABLES = (
+    *("ka", "lo", "mi", "ter", "ran", "vel", "so", "ni", "per", "du", "ba", "gre", "sti", "mon", "fa", "ri", "che"),
+    *("tol", "we", "nas", "pro", "cul", "den", "hi", "jo"),
+)
+_END_TOKENS = 2  # the end of a message: the last generated token is not cached, and the template writes the other
+_NAMESPACE = Namespace("model", "acme")
+_MIN_MESSAGES = 5  # before the request, so that a fault has something to lose
+_RULES = (
+    "You are an interactive agent that helps users with software engineering tasks. Use the instructions below and the "
+    "tools available to you to assist the user. Never guess URLs. Be concise, direct, and to the point. "
+)
+_TOOLS = ("read", "write", "search", "run", "list", "fetch", "plan", "ask")
+_LATE_TOOLS = ("notebook", "browser", "calendar", "mail")
+
+Encode = Callable[[str], Sequence[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One message of a conversation.
+
+    Attributes:
+        role: who has written it.
+        text: its text.
+        thinking: reasoning before the text; empty if there is none.
+        is_resplit: whether its tokens are others than those of its text.
+    """
+
+    role: str
+    text: str
+    thinking: str = ""
+    is_resplit: bool = False
+
+    def content(self) -> str:
+        """Return what the chat template writes after the role."""
+        thinking = f"<think>\n{self.thinking}\n</think>\n\n" * bool(self.thinking)
+        return f"{thinking}{self.text}<|im_end|>\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Payload:
+    """What a program sends: a prompt, as far as faults change it.
+
+    Attributes:
+        build, suffix: a long and a short id in the first line.
+        session_id: an id in the system prompt.
+        now: a date or a time in the system prompt.
+        turn: a number in the system prompt.
+        tools: names of the tools, in order.
+        keys: the keys of each tool, in order.
+        messages: the conversation.
+        first_text: text before everything, which a template writes.
+        role_form: how the template writes a role.
+        namespace: model, tenant, adapter and salt.
+    """
+
+    build: str
+    suffix: str
+    session_id: str
+    now: str
+    turn: int
+    tools: tuple[str, ...]
+    keys: tuple[str, ...]
+    messages: tuple[Message, ...]
+    first_text: str = ""
+    role_form: str = "<|im_start|>{role}\n"
+    namespace: Namespace = _NAMESPACE
+
+    def pieces(self) -> list[tuple[str, bool]]:
+        """Return the texts of the prompt, which are encoded one by one, and whether each is split in another way."""
+        head = (
+            f"x-billing-header: version=2.1.37.{self.suffix}; trace={self.build};\n{_RULES}\n# Environment\n"
+            f"Session: {self.session_id}\nNow: {self.now}\nTurns so far: {self.turn}\n{_manual()}\n# Tools\n"
+        )
+        tools = json.dumps([_tool(name, self.keys) for name in self.tools])
+        pieces = [(self.first_text, False)] * bool(self.first_text)
+        pieces += [(self._role("system"), False), (f"{head}{tools}<|im_end|>\n", False)]
+        for message in self.messages:
+            pieces += [(self._role(message.role), False), (message.content(), message.is_resplit)]
+        return [*pieces, (self._role("assistant"), False)]
+
+    def _role(self, role: str) -> str:
+        return self.role_form.format(role=role)
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """A request.
+
+    Attributes:
+        token_ids: its prompt.
+        answer_ids: the tokens that were generated and cached after it.
+        namespace: model, tenant, adapter and salt.
+        session: name of the conversation.
+        time_s: when it was sent.
+        is_planted: whether it has the fault.
+    """
+
+    token_ids: Sequence[int]
+    answer_ids: Sequence[int]
+    namespace: Namespace
+    session: str
+    time_s: float
+    is_planted: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """A fault of a program.
+
+    Attributes:
+        name: names it in results.
+        cause: the cause that must be found.
+        plant: returns what a program with the fault sends.
+    """
+
+    name: str
+    cause: Cause
+    plant: Callable[[Payload, random.Random], Payload]
+
+
+def _hex(rng: random.Random, digits: int) -> str:
+    return f"{rng.randrange(16 ** (digits - 1), 16**digits):x}"
+
+
+def _uuid(rng: random.Random) -> str:
+    return "-".join(_hex(rng, each) for each in (8, 4, 4, 4, 12))
+
+
+def _shuffled(values: tuple[str, ...], rng: random.Random) -> tuple[str, ...]:
+    """Return the values in another order."""
+    while True:
+        found = tuple(rng.sample(values, len(values)))
+        if found != values:
+            return found
+
+
+def _reminder(payload: Payload, rng: random.Random) -> Payload:
+    place = rng.randrange(1, len(payload.messages) - 2)
+    text = (
+        f"The user opened the file {_words(rng, 1)}.py in the editor. This may or may not be related: {_words(rng, 8)}"
+    )
+    inserted = Message("system", text)
+    return replace(payload, messages=(*payload.messages[:place], inserted, *payload.messages[place:]))
+
+
+def _compacted(payload: Payload, rng: random.Random) -> Payload:
+    summary = Message("user", f"Summary of the conversation so far: {_words(rng, 20)}")
+    return replace(payload, messages=(summary, *payload.messages[-3:]))
+
+
+def _without_thinking(payload: Payload, rng: random.Random) -> Payload:
+    del rng
+    return replace(payload, messages=tuple(replace(each, thinking="") for each in payload.messages))
+
+
+def _resplit(payload: Payload, rng: random.Random) -> Payload:
+    places = [index for index, each in enumerate(payload.messages[:-2]) if each.role == "assistant"]
+    place = rng.choice(places)
+    changed = replace(payload.messages[place], is_resplit=True)
+    return replace(payload, messages=(*payload.messages[:place], changed, *payload.messages[place + 1 :]))
+
+
+def _fewer_tools(payload: Payload, rng: random.Random) -> Payload:
+    left_out = rng.randrange(len(payload.tools) - 1)
+    return replace(payload, tools=(*payload.tools[:left_out], *payload.tools[left_out + 1 :]))
+
+
+def _more_tools(payload: Payload, rng: random.Random) -> Payload:
+    place = len(payload.tools) // 2
+    return replace(payload, tools=(*payload.tools[:place], rng.choice(_LATE_TOOLS), *payload.tools[place:]))
+
+
+def _later(rng: random.Random) -> str:
+    return f"2026-11-{rng.randrange(6, 29):02}T{rng.randrange(24):02}:{rng.randrange(60):02}:{rng.randrange(60):02}Z"
+
+
+FAULTS = (
+    Fault("hexadecimal digits in the first line", Cause.RANDOM_ID, lambda p, rng: replace(p, build=_hex(rng, 16))),
+    Fault("short build suffix", Cause.RANDOM_ID, lambda p, rng: replace(p, suffix=rng.choice("abcdef") + _hex(rng, 2))),
+    Fault("UUID", Cause.RANDOM_ID, lambda p, rng: replace(p, session_id=_uuid(rng))),
+    Fault("timestamp", Cause.DATE_OR_TIME, lambda p, rng: replace(p, now=_later(rng))),
+    Fault("date of another day", Cause.DATE_OR_TIME, lambda p, rng: replace(p, now="2026-11-06T08:00:00Z")),
+    Fault("counter", Cause.NUMBER, lambda p, rng: replace(p, turn=rng.randrange(2, 10_000))),
+    Fault("tools in another order", Cause.REORDERED, lambda p, rng: replace(p, tools=_shuffled(p.tools, rng))),
+    Fault("keys in another order", Cause.REORDERED, lambda p, rng: replace(p, keys=_shuffled(p.keys, rng))),
+    Fault("a tool less", Cause.TOOLS_CHANGED, _fewer_tools),
+    Fault("a tool more", Cause.TOOLS_CHANGED, _more_tools),
+    Fault("injected system message", Cause.MESSAGE_INSERTED, _reminder),
+    Fault("compaction that keeps the last messages", Cause.COMPACTED, _compacted),
+    Fault("stripped thinking", Cause.THINKING_STRIPPED, _without_thinking),
+    Fault("re-tokenized answer", Cause.RETOKENIZED, _resplit),
+    Fault(
+        "token that begins a sequence",
+        Cause.TEMPLATE_CHANGED,
+        lambda p, rng: replace(p, first_text="<|endoftext|>"),
+    ),
+    Fault(
+        "another chat template",
+        Cause.TEMPLATE_CHANGED,
+        lambda p, rng: replace(p, role_form="<|start_header_id|>{role}<|end_header_id|>\n\n"),
+    ),
+    Fault(
+        "salt of each request",
+        Cause.SALT_CHANGED,
+        lambda p, rng: replace(p, namespace=p.namespace._replace(salt=_hex(rng, 8))),
+    ),
+    Fault(
+        "another adapter",
+        Cause.ADAPTER_CHANGED,
+        lambda p, rng: replace(p, namespace=p.namespace._replace(adapter=rng.choice("ab"))),
+    ),
+    Fault(
+        "another tenant",
+        Cause.TENANT_CHANGED,
+        lambda p, rng: replace(p, namespace=p.namespace._replace(tenant=f"team {rng.randrange(4)}")),
+    ),
+)
+
+
+@dataclass
+class Traffic:
+    """Sessions of agents whose requests alternate.
+
+    Args:
+        tokenizer: encodes the prompts.
+        num_sessions: number of conversations.
+        num_turns: requests of each conversation.
+        seed: of the texts and their order.
+    """
+
+    tokenizer: Tokenizer
+    num_sessions: int
+    num_turns: int
+    seed: int = 0
+    _encode: Callable[[str, bool], tuple[int, ...]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._encode = lru_cache(maxsize=100_000)(self._encoded)
+
+    def sent(self, fault: Fault | None, share: float) -> list[Sent]:
+        """Return the requests, with the fault in a share of those that have something to lose.
+
+        The texts, the order and the requests that are planted depend only on the seed.
+        """
+        rng, faults, chance = (random.Random(f"{self.seed} {each}") for each in ("texts", "faults", "chance"))
+        conversations = [self._messages(rng) for _ in range(self.num_sessions)]
+        nexts = [0] * self.num_sessions
+        order = [index for index in range(self.num_sessions) for _ in range(self.num_turns)]
+        rng.shuffle(order)
+        requests = []
+        for time_s, index in enumerate(order):
+            num_messages = 1 + 2 * nexts[index]
+            nexts[index] += 1
+            payload = Payload(
+                "8d9f3a11c27be845",
+                "3a3",
+                "9b2c1f4e-0b6a-4c55-8d1e-2f6a7c8e9d10",
+                "2026-11-05T10:32:11Z",
+                1,
+                _TOOLS,
+                ("name", "description", "parameters"),
+                conversations[index][:num_messages],
+            )
+            is_planted = fault is not None and num_messages >= _MIN_MESSAGES and chance.random() < share
+            if is_planted and fault is not None:
+                payload = fault.plant(payload, faults)
+            ids = [each for piece in payload.pieces() for each in self._encode(*piece)]
+            answer = self._encode(conversations[index][num_messages].content(), False)[:-_END_TOKENS]
+            requests.append(Sent(ids, answer, payload.namespace, f"session {index}", float(time_s), is_planted))
+        return requests
+
+    def _messages(self, rng: random.Random) -> tuple[Message, ...]:
+        messages = [Message("user", _words(rng, 30))]
+        for _ in range(self.num_turns):
+            call = json.dumps({"name": rng.choice(_TOOLS), "arguments": {"path": f"src/{_words(rng, 1)}.py"}})
+            messages.append(Message("assistant", f"{_words(rng, 12)}\n{call}", thinking=_words(rng, 25)))
+            messages.append(Message("tool", _words(rng, rng.randrange(30, 120))))
+        return tuple(messages)
+
+    def _encoded(self, text: str, is_resplit: bool) -> tuple[int, ...]:
+        if not is_resplit:
+            return tuple(self.tokenizer.encode_rendered(text))
+        ids: list[int] = []
+        # Generated tokens differ from those of the text where the model has split a word in another way.
+        middle = text.index("</think>") if "</think>" in text else len(text) // 2
+        word = next(index for index in range(middle + 10, len(text)) if text[index - 2 : index + 3].isalpha())
+        for part in (text[:word], text[word:]):
+            ids += self.tokenizer.encode_rendered(part)
+        return tuple(ids)
+
+
+def _words(rng: random.Random, number: int) -> str:
+    words = ("".join(rng.choice(_SYLLABLES) for _ in range(rng.randrange(1, 4))) for _ in range(number))
+    return " ".join(words)
+
+
+@lru_cache(maxsize=1)
+def _manual() -> str:
+    """Return the rest of the system prompt, the same text in every request."""
+    return _words(random.Random("manual"), 300)
+
+
+@cache
+def _tool(name: str, keys: tuple[str, ...]) -> dict[str, object]:
+    rng = random.Random(name)
+    parameters = {"type": "object", "properties": {"path": {"type": "string", "description": _words(rng, 6)}}}
+    values = {"name": name, "description": _words(rng, 25), "parameters": parameters}
+    return {key: values[key] for key in keys}

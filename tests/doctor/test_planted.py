@@ -1,0 +1,35 @@
+"""Faults that are planted in the traffic of agents are found, and their costs are true."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from bench.doctor import diagnosed
+from bench.parts.planted_traffic import FAULTS, Fault, Traffic
+from radixkv.model.tiny_files import write_tiny_files
+from radixkv.service.text.tokenizer import Tokenizer
+
+
+@pytest.fixture(scope="module")
+def traffic(tmp_path_factory: pytest.TempPathFactory) -> Traffic:
+    directory = Path(tmp_path_factory.mktemp("tiny"))
+    write_tiny_files(directory)
+    return Traffic(Tokenizer.load(directory), num_sessions=6, num_turns=7, seed=4)
+
+
+@pytest.mark.sampled(one_in=3)
+@pytest.mark.parametrize("has_sessions", [True, False])
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_a_planted_fault_is_found_and_what_it_costs(traffic: Traffic, fault: Fault, has_sessions: bool) -> None:
+    result = diagnosed(traffic, fault, 0.3, has_sessions=has_sessions)
+    assert result.planted >= 5
+    assert result.found == result.planted
+    assert result.false == 0
+    assert result.gain_error <= 0.05
+
+
+def test_traffic_without_faults_has_no_causes(traffic: Traffic) -> None:
+    result = diagnosed(traffic, FAULTS[0], 0.0)
+    assert (result.planted, result.false, result.lost_tokens, result.saved_tokens) == (0, 0, 0, 0)
