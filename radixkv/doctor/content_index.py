@@ -7,12 +7,13 @@ from collections import Counter
 from itertools import repeat
 
 import numpy as np
-import numpy.typing as npt
 
 from radixkv.explain.realignment import MIN_EQUAL_TOKENS, Tokens, window_hashes
 
 MAX_CANDIDATES = 4
-_SAMPLED_BITS = 4  # one window of 16 is indexed; the same windows in every prompt, whatever their positions
+_MIN_SAMPLED_BITS = 4
+_MAX_SAMPLED_BITS = 10
+_MAX_WINDOWS = 2**21  # that are indexed, about; each takes 100 bytes
 
 
 class ContentIndex:
@@ -20,9 +21,14 @@ class ContentIndex:
 
     A sample of all windows of 32 tokens is indexed. The sample is chosen by the hashes, so that equal passages have the
     same windows in it. A collision of hashes only adds a candidate.
+
+    Args:
+        num_tokens: tokens of all prompts. One window of 16 is indexed, or of up to 1,024 if there are many tokens.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, num_tokens: int = 0) -> None:
+        bits = max(_MIN_SAMPLED_BITS, (num_tokens // _MAX_WINDOWS).bit_length())
+        self._sampled_bits = min(_MAX_SAMPLED_BITS, bits)
         self._last: dict[int, int] = {}
 
     def add(self, number: int, seed: int, tokens: Tokens) -> None:
@@ -35,7 +41,7 @@ class ContentIndex:
 
         Complexity: O(tokens).
         """
-        self._last.update(zip(_sampled(tokens, seed), repeat(number)))
+        self._last.update(zip(self._sampled(tokens, seed), repeat(number)))
 
     def candidates(self, seed: int, tokens: Tokens, start: int) -> list[int]:
         """Return the prompts that have the most of the tokens after `start`, at most `MAX_CANDIDATES`.
@@ -43,16 +49,15 @@ class ContentIndex:
         A prompt counts for the windows that it was the last one to have. Of equal ones, later prompts come first.
         """
         found = Counter(
-            number for each in _sampled(tokens[start:], seed) if (number := self._last.get(each)) is not None
+            number for each in self._sampled(tokens[start:], seed) if (number := self._last.get(each)) is not None
         )
         return heapq.nlargest(MAX_CANDIDATES, found, key=lambda number: (found[number], number))
 
-
-def _sampled(tokens: Tokens, seed: int) -> list[int]:
-    if tokens.size < MIN_EQUAL_TOKENS:
-        return []
-    hashes: npt.NDArray[np.uint64] = window_hashes(tokens)
-    mixed = hashes ^ (hashes >> np.uint64(29))  # the low bits of a product are a poor sample
-    chosen = hashes[(mixed * np.uint64(0xBF58476D1CE4E5B9)) >> np.uint64(64 - _SAMPLED_BITS) == 0]
-    keys: list[int] = (chosen ^ np.uint64(seed)).tolist()
-    return keys
+    def _sampled(self, tokens: Tokens, seed: int) -> list[int]:
+        if tokens.size < MIN_EQUAL_TOKENS:
+            return []
+        hashes = window_hashes(tokens)
+        mixed = hashes ^ (hashes >> np.uint64(29))  # the low bits of a product are a poor sample
+        chosen = hashes[(mixed * np.uint64(0xBF58476D1CE4E5B9)) >> np.uint64(64 - self._sampled_bits) == 0]
+        keys: list[int] = (chosen ^ np.uint64(seed)).tolist()
+        return keys

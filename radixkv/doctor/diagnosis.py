@@ -55,7 +55,7 @@ class Diagnosis:
         first_prompts: prompts that reused nothing because nothing like them was sent before.
         groups: what prompts lost, the most expensive cause first.
         num_other_groups: groups with less loss that are not in `groups`.
-        findings: what each prompt of the log lost; None if nothing.
+        findings: what each prompt of the log lost, without the replacements; None if nothing.
         computed_s: seconds to compute what was not reused; None without a time model.
     """
 
@@ -160,7 +160,7 @@ def _replayed(
         cached_tokens += each.cached_tokens
         first_prompts += each.is_first
         finding = each.finding
-        findings.append(finding)
+        findings.append(None if finding is None else replace(finding, mends=()))  # they may have many tokens
         if times is not None:
             computed_s += times.prefill_s(each.cached_tokens, each.num_tokens)
         if finding is not None:

@@ -152,7 +152,7 @@ class Replay:
                 listeners=[self._evictions],
                 clock=lambda: self._now_s,
             )
-        self._index = ContentIndex()
+        self._index = ContentIndex(log.num_units)
         self._sessions: dict[tuple[Namespace, str], deque[int]] = {}
         self._namespaces: dict[bytes, OrderedDict[Namespace, None]] = {}
         self._changed = TokenStore()

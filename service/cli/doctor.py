@@ -57,9 +57,10 @@ _OPTIONS = (
         "--time-model",
         "FILE",
         Path,
-        "JSON file of `radixkv plan` or `python -m bench.agents` that says how long prefills take; adds seconds",
+        "JSON file of `radixkv plan` or `python -m bench.agents` that says how long prefills take; adds seconds "
+        "(default: no seconds)",
     ),
-    Option("--price-per-million-tokens", "X", positive_number, "price of a million computed tokens; adds money"),
+    Option("--price-per-million-tokens", "X", positive_number, "price of a million computed tokens (default: none)"),
 )
 _MAX_CHARS = 48  # of a text on either side of a difference
 
@@ -159,7 +160,14 @@ def _tokenizer_of(arguments: argparse.Namespace, stack: ExitStack) -> GetTokeniz
 
         if arguments.tokenizer is not None:
             return load_tokenizer(arguments.tokenizer)
-        return served_tokenizer(stack.enter_context(client_of(arguments)))
+        from radixkv.service.client.errors import ConnectError
+
+        try:
+            return served_tokenizer(stack.enter_context(client_of(arguments)))
+        except ConnectError as error:
+            raise ConfigError(
+                f"--tokenizer: expected a tokenizer for the texts of the log, got none; {error}"
+            ) from error
 
     return tokenizer
 
@@ -174,14 +182,14 @@ def diagnosis_text(found: Diagnosis, price: float | None = None) -> str:
         f"{found.first_prompts:,} of them had nothing to reuse, because nothing like them was sent before.",
     ]
     if not found.groups:
-        lines += ["", "Nothing was lost: every prompt reuses what earlier ones have in common with it."]
+        lines += ["", "No cause was found: the prompts reuse what they have in common with earlier ones."]
     for number, group in enumerate(found.groups, start=1):
         lines += ["", f"{number}. {_headline(group, found.num_prompts)}"]
         if group.sample is not None:
             lines += _sides(group.sample)
         lines += [f"   -> {ADVICE[group.key.cause].change}", f"   {_savings(group, computed, price)}"]
     if found.num_other_groups:
-        lines += ["", f"{found.num_other_groups:,} further causes cost less; --top shows more."]
+        lines += ["", f"Further causes that cost less: {found.num_other_groups:,}; see --top."]
     return "\n".join(lines)
 
 

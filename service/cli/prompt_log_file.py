@@ -77,6 +77,7 @@ class PromptLogReader:
         if not isinstance(fields, dict):
             raise ConfigError(f"{where}: expected a JSON object, got another JSON value")
         body = next((fields[each] for each in _BODIES if isinstance(fields.get(each), dict)), fields)
+        body = _with_messages(body)
         both = {**body, **fields} if body is not fields else fields
         encoded = self._encoded(where, body)
         answer = _first(both, _ANSWERS)
@@ -145,6 +146,17 @@ def is_prompt(value: object) -> bool:
     body = next((value[each] for each in _BODIES if isinstance(value.get(each), dict)), value)
     names = {*_TOKENS, *_TEXTS, "messages"}
     return any(isinstance(body.get(each), str | list) for each in names) and "hash_ids" not in body
+
+
+def _with_messages(body: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the body of a request; that of one to /v1/responses with its items as messages."""
+    items = body.get("input")
+    if not isinstance(items, list) or not items or not isinstance(items[0], dict):
+        return body
+    instructions = body.get("instructions")
+    first = [{"role": "system", "content": instructions}] if isinstance(instructions, str) else []
+    others = {name: value for name, value in body.items() if name != "input"}
+    return {**others, "messages": [*first, *items]}
 
 
 def _encoded_chat(tokenizer: Tokenizer, body: Mapping[str, Any]) -> _Encoded:

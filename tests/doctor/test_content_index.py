@@ -58,3 +58,11 @@ def test_short_prompts_are_not_indexed() -> None:
     index = ContentIndex()
     index.add(0, SEED, passage(1, 31))
     assert index.candidates(SEED, passage(1, 31), 0) == []
+
+
+def test_fewer_windows_of_many_tokens_are_indexed() -> None:
+    few, many = ContentIndex(), ContentIndex(2**40)
+    for index in (few, many):
+        index.add(0, SEED, passage(1, 50_000))
+    assert len(many._last) < 200 < 2000 < len(few._last)
+    assert many.candidates(SEED, passage(1, 50_000), 0) == [0]

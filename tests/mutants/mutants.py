@@ -1533,6 +1533,23 @@ EXPLAIN_MUTANTS = (
         "            pass\n",
     ),
 )
+DOCTOR_MUTANTS = (
+    Mutant("explain/kinds.py", " or _is_replaced(prompt, branch, place):", ":"),
+    Mutant(
+        "explain/kinds.py",
+        "(num_equal := num_equal_tokens(prompt[one:], branch[other:])) <= one:",
+        "(num_equal := 0) > one:",
+    ),
+    Mutant("doctor/examination.py", "key=lambda each: each[0], reverse=True", "key=lambda each: each[0]"),
+    Mutant("doctor/examination.py", "start = self.start if self.is_permuted else end", "start = end"),
+    Mutant("doctor/replay.py", "elsewhere.lost_tokens >= finding.lost_tokens", "True"),
+    Mutant("doctor/replay.py", "kind in has_mended_place or key.place", "key.place"),
+    Mutant("doctor/replay.py", "evicted_for == namespace.tenant", "True"),
+    Mutant("doctor/diagnosis.py", "before.computed_tokens - latest.computed_tokens", "group.lost_tokens"),
+    Mutant("doctor/causes.py", "has_summary[0] != has_summary[1] or _is_after(_SUMMARY, found)", "False"),
+    Mutant("doctor/content_index.py", "(chosen ^ np.uint64(seed)).tolist()", "chosen.tolist()"),
+    Mutant("doctor/block_examination.py", "if start >= num_others - 1:", "if start >= num_others:"),
+)
 FLEET_MUTANTS = (
     Mutant("service/fleet/replica.py", "_TIMES_MAX_CALLS * config.server.max_calls", "config.server.max_calls"),
     Mutant("service/fleet/replica.py", "config.server.max_deadline_s + config.server.send_timeout_s", "60.0"),

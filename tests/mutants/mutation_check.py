@@ -23,6 +23,7 @@ from tests.mutants.mutants import (
     ANSWER_MUTANTS,
     AUTHENTICITY_MUTANTS,
     CACHE_MUTANTS,
+    DOCTOR_MUTANTS,
     ENGINE_MUTANTS,
     EVALUATION_MUTANTS,
     EVENT_MUTANTS,
@@ -120,6 +121,12 @@ EVENT_TESTS = (
     "tests/events/test_store_feed.py",
     "tests/events/test_readers.py",
     "tests/cache/test_cache_stress.py",
+)
+DOCTOR_TESTS = (
+    "tests/doctor/test_causes.py",
+    "tests/doctor/test_content_index.py",
+    "tests/doctor/test_block_examination.py",
+    "tests/doctor/test_diagnosis.py",
 )
 EXPLAIN_TESTS = (
     "tests/cache/test_branches.py",
@@ -236,6 +243,7 @@ CHECKS = (
     *((KERNEL_MUTANTS, KERNEL_TESTS), (EVENT_MUTANTS, EVENT_TESTS)),
     (EXPLAIN_MUTANTS, EXPLAIN_TESTS),
     (STATEMENT_MUTANTS, STATEMENT_TESTS),
+    (DOCTOR_MUTANTS, DOCTOR_TESTS),
     (LOADING_MUTANTS, LOADING_TESTS),
     (OFFLOAD_MUTANTS, OFFLOAD_TESTS),
     (ROUTING_MUTANTS, ROUTING_TESTS),

@@ -12,6 +12,7 @@ import pytest
 from radixkv.model.tiny_files import write_tiny_files
 from radixkv.service.cli.main import main
 from tests.doctor.test_diagnosis import text_of
+from tests.free_port import free_port
 
 HEAD, TAIL, MORE = text_of(1, 400), text_of(2, 400), text_of(3, 400)
 IDS = ("4f2a9c1", "b07e55d", "9c3d0a2")
@@ -73,7 +74,7 @@ def test_a_person_reads_what_to_change_and_what_it_saves(capsys: pytest.CaptureF
 
 def test_a_log_without_losses_says_so(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     log = log_of(tmp_path, {"text": HEAD}, {"text": HEAD + TAIL})
-    assert "Nothing was lost" in run(capsys, log, "--bytes")[1]
+    assert "No cause was found" in run(capsys, log, "--bytes")[1]
 
 
 def test_token_ids_need_no_tokenizer_and_get_text_from_one(
@@ -101,6 +102,17 @@ def test_bodies_of_openai_requests(
         ["system"],
         "system",
     )
+
+
+def test_bodies_of_requests_to_the_responses_api(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, tokenizer: str
+) -> None:
+    call = {"type": "function_call", "name": "read", "arguments": "{}", "call_id": "1"}
+    bodies = [
+        {"instructions": f"{HEAD} id: {each}", "input": [{"role": "user", "content": TAIL}, call]} for each in IDS
+    ]
+    (cause,) = found_in(capsys, log_of(tmp_path, *bodies), "--tokenizer", tokenizer)["causes"]
+    assert (cause["cause"], cause["requests"], cause["segments"]) == ("RANDOM_ID", 2, ["system"])
 
 
 def test_bodies_of_anthropic_requests(capsys: pytest.CaptureFixture[str], tmp_path: Path, tokenizer: str) -> None:
@@ -189,6 +201,29 @@ def test_conversations_that_the_template_rejects_are_written_in_a_plain_form(
     assert "(system): a random id changes: 7 hexadecimal digits." in out
     assert err.startswith("note: conversations are written in a plain form")
     assert "log.jsonl:2: " in err
+
+
+def test_texts_without_a_tokenizer_and_a_server_are_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    code, _, err = run(capsys, log_of(tmp_path, *texts()), "--address", f"127.0.0.1:{free_port()}")
+    assert code == 2
+    assert err.startswith("radixkv: --tokenizer: expected a tokenizer for the texts of the log, got none; ")
+
+
+def test_only_the_most_expensive_causes_are_replayed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    prompts = [{"text": f"{HEAD} id: {each} {TAIL} at 10:3{index} {MORE}"} for index, each in enumerate(IDS)]
+    out = run(capsys, log_of(tmp_path, *prompts), "--bytes", "--top", "1")[1]
+    assert "\n2. " not in out
+    assert out.endswith("Further causes that cost less: 1; see --top.\n")
+
+
+def test_seconds_of_a_time_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    times = tmp_path / "times.json"
+    times.write_text(json.dumps({"token_bytes": 1, "token_s": 0.5}))
+    log = log_of(tmp_path, *texts())
+    found = found_in(capsys, log, "--bytes", "--time-model", str(times))
+    assert found["computed_s"] == found["computed_tokens"] * 0.5
+    assert found["causes"][0]["saved_s"] == found["causes"][0]["saved_tokens"] * 0.5
+    assert " of computing" in run(capsys, log, "--bytes", "--time-model", str(times))[1]
 
 
 def test_an_empty_file_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
