@@ -195,7 +195,7 @@ def _refuse_table(line: bytes, where: str) -> None:
     """Refuse a CSV file by its first line: the public ones contain only lengths."""
     text = line.decode(errors="replace").strip()
     columns = next((text.split(each) for each in ",;\t" if each in text), [])
-    if len(columns) < 2 or text[0] in '{["':
+    if len(columns) < 2 or text[0] in '{["' or not text.replace("\t", " ").isprintable() or "\ufffd" in text:
         return
     names = ", ".join(each.strip() for each in columns)
     names = names if len(names) <= _SHOWN_CHARACTERS else names[: _SHOWN_CHARACTERS - 3] + "..."

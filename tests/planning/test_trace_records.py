@@ -78,6 +78,8 @@ def test_msgpack_needs_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         ),
         (b"PAR1 rest", "a Parquet file; write it as JSON lines"),
         (b"PK\x03\x04 rest", "a zip archive; unpack it with `unzip`"),
+        (b"\xff\x01,a,b\n", ":1: expected a JSON object, got bytes that are not UTF-8 text"),
+        (b"\x07\x01,a,b\n", ":1: expected a JSON object, got text that is not JSON"),
         (b"\xff\xfe{\x00}\x00", ":1: expected a JSON object, got bytes that are not UTF-8 text"),
         (
             b"TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.6805900,374,44\n",
