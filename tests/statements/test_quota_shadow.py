@@ -89,7 +89,7 @@ def test_the_last_token_is_never_saved() -> None:
 
 def test_the_beginning_of_a_prompt_is_kept_longest() -> None:
     shadows = shadows_of()
-    for text in ("aaaabbbb", "ccccddddeeee", "aaaabbbbf"):  # of five blocks, twice the ceiling has no room for one
+    for text in ("aaaabbbb", "ccccddddeeee", "aaaaffff"):  # of five blocks, twice the ceiling has no room for one
         shadows.put("acme", request(text))
     assert settled(shadows) == 4
 
