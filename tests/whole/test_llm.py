@@ -484,12 +484,39 @@ for output in outputs:
     [
         ("import radixkv", ("torch", "transformers", "grpc", "numpy", "google.protobuf", "asyncio")),
         ("from radixkv import LLM, SamplingParams", ("torch", "transformers", "grpc", "tokenizers", "tqdm")),
+        ("from radixkv.integrations.evaluation import Evaluator", ("torch", "transformers", "lm_eval")),
     ],
 )
 def test_an_import_stays_light(statement: str, unwanted: tuple[str, ...]) -> None:
     program = f"import sys\n{statement}\nprint([name for name in {unwanted} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
+
+
+def num_calls(llm: LLM, num_prompts: int, params: SamplingParams) -> int:
+    """Count the Python functions that are called on this thread while prompts are completed."""
+    calls = 0
+
+    def count(frame: object, event: str, argument: object) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    prompts = [[index + 3, 5, 6, 7] * 4 for index in range(num_prompts)]
+    sys.setprofile(count)
+    try:
+        llm.generate(prompts, params)
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
+def test_the_work_besides_the_engine_grows_with_prompts_and_hardly_with_tokens(llm: LLM) -> None:
+    num_calls(llm, 1, SamplingParams())  # what is only loaded once
+    one, many = (SamplingParams(max_tokens=number, ignore_eos=True, detokenize=False) for number in (1, 65))
+    assert num_calls(llm, 8, one) < 8 * 250
+    assert num_calls(llm, 8, many) < num_calls(llm, 8, one) + 8 * 4, "no call per token"
+    one, many = (SamplingParams(max_tokens=number, ignore_eos=True) for number in (1, 65))
+    assert num_calls(llm, 8, many) - num_calls(llm, 8, one) < 8 * 64 * 10, "text: 7 calls per token"
 
 
 def test_the_help_of_the_package_begins_with_offline_use() -> None:
