@@ -22,7 +22,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from radixkv.errors import InvalidRequest, PromptTooLong, UnsupportedModel
+from radixkv.errors import InvalidRequest, LifecycleError, PromptTooLong, UnsupportedModel
 from radixkv.integrations.transformers import PromptCache, RadixCache
 from radixkv.integrations.transformers.model_requirements import CACHE_NAMES, cache_name
 from tests.model.coverage.small_configs import covered_types, small_config
@@ -435,6 +435,8 @@ def test_a_closed_cache_frees_its_memory_and_leaves_the_model_as_it_was(llama: A
     assert radix.num_bytes == 0
     assert not llama._forward_pre_hooks
     assert not llama._forward_hooks
+    with pytest.raises(LifecycleError, match="RadixCache: it was closed"):
+        radix.generate(prompt(1, 30), **GREEDY)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import torch
 
 from radixkv.cache.eviction_policy import EvictionPolicy
 from radixkv.config.sequence_limit import sequence_limit
-from radixkv.errors import InvalidRequest, PromptTooLong
+from radixkv.errors import InvalidRequest, LifecycleError, PromptTooLong
 from radixkv.integrations.transformers.model_requirements import (
     CACHE_NAMES,
     cache_name,
@@ -113,6 +113,7 @@ class RadixCache:
         self._cache_name = cache_name(model)
         self._lock = threading.Lock()
         self._weights = _WeightVersions(model)
+        self._is_closed = False
         self._num_prompts = 0
         self._num_prompt_tokens = 0
         self._num_cached_tokens = 0
@@ -131,6 +132,7 @@ class RadixCache:
 
     def close(self) -> None:
         """Free all K/V, and remove the hooks from the model. Closing again does nothing."""
+        self._is_closed = True
         for hook in self._hooks:
             hook.remove()
         self._store.clear()
@@ -220,7 +222,10 @@ class RadixCache:
         Raises:
             InvalidRequest: an argument is wrong, or the model is in training mode.
             PromptTooLong: a prompt is so long that its length would change the K/V of its tokens.
+            LifecycleError: this object was closed.
         """
+        if self._is_closed:
+            raise LifecycleError("RadixCache: it was closed; create another one")
         prompts = list(self._prompts(input_ids, attention_mask))
         if num_sequences < 1:
             raise InvalidRequest(f"num_sequences: expected at least 1, got {num_sequences}")
