@@ -44,7 +44,7 @@ def _matching(text: str, pattern: str, expected: str) -> str:
 _OPTIONS = (
     Option("--tenant", "NAME", name, "only this tenant (default: all, or your own with the credential of a tenant)"),
     Option("--month", "YYYY-MM", _month, "the month, in UTC (default: the present one)"),
-    Option("--since", "DAY", _day, "the first day, in place of --month"),
+    Option("--since", "DAY", _day, "the first day, in place of --month (default: the first of the last day's month)"),
     Option("--until", "DAY", _day, "the last day, in place of --month (default: today)"),
     flag("--by-day", "a line for each day instead of for each month"),
     Option("--prices", "FILE", name, "TOML file with prices, for an invoice; see docs/STATEMENTS.md (default: none)"),
