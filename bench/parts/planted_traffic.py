@@ -212,7 +212,7 @@ FAULTS = (
     Fault(
         "another chat template",
         Cause.TEMPLATE_CHANGED,
-        lambda p, rng: replace(p, role_form="<|start_header_id|>{role}<|end_header_id|>\n\n"),
+        lambda p, rng: replace(p, role_form="[{role}]\n"),
     ),
     Fault(
         "salt of each request",

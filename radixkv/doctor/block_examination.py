@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 from radixkv.doctor.causes import Cause
 from radixkv.doctor.examination import Earlier
@@ -29,6 +30,10 @@ class BlockExaminer:
 
     tokens_per_id: int
     min_lost_tokens: int
+
+    def reporting(self, min_lost_tokens: int) -> Self:
+        """Return an examiner that reports losses of at least so many tokens."""
+        return replace(self, min_lost_tokens=min_lost_tokens)
 
     def examine(
         self,

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Self
 
 import numpy as np
 
@@ -70,6 +70,10 @@ class Examiner:
 
     decode: Decode | None
     min_lost_tokens: int
+
+    def reporting(self, min_lost_tokens: int) -> Self:
+        """Return an examiner that reports losses of at least so many tokens."""
+        return replace(self, min_lost_tokens=min_lost_tokens)
 
     def examine(
         self,

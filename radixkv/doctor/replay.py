@@ -6,7 +6,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, Self
 
 from radixkv.api.miss_reason import MissReason
 from radixkv.cache.changes import Listener
@@ -25,6 +25,7 @@ from radixkv.namespace import Namespace
 from radixkv.tokens import TOKEN_BYTES, prefix_fingerprint
 
 _MAX_MENDS = 8  # times that one prompt is examined and mended
+_MIN_FIXED_TOKENS = 8  # smaller losses by a cause that is removed are not removed
 _MAX_GROWTH = 4  # a log whose causes are fixed has at most this many times the tokens
 _MAX_NAMESPACES = 32  # that are compared for one beginning of prompts
 _MAX_FORMER = 3  # prompts of a session that the next one is compared with
@@ -47,6 +48,9 @@ class Examines(Protocol):
     @property
     def min_lost_tokens(self) -> int:
         """Losses of fewer tokens are not reported."""
+
+    def reporting(self, min_lost_tokens: int) -> Self:
+        """Return an examiner that reports losses of at least so many tokens."""
 
     def examine(
         self,
@@ -130,10 +134,9 @@ class Replay:
     def __init__(self, log: PromptLog, examiner: Examines, size: CacheSize, fixed: Collection[GroupKey] = ()) -> None:
         self._log = log
         self._examiner = examiner
+        self._least = examiner.reporting(min(_MIN_FIXED_TOKENS, examiner.min_lost_tokens)) if fixed else examiner
         self._size = size
-        self._fixed = {(each.cause, each.pattern): set[str]() for each in fixed}
-        for each in fixed:
-            self._fixed[each.cause, each.pattern].add(each.place)
+        self._fixed = frozenset(fixed)
         self._now_s = 0.0
         self._block_size = size.block_size if log.tokens_per_unit == 1 else 1
         self._max_units = _MAX_GROWTH * log.num_units
@@ -176,6 +179,8 @@ class Replay:
         self._now_s = max(self._now_s + _MIN_STEP_S, prompt.time_s or 0.0)
         namespace, changed, finding, num_cached = self._mended(prompt, tokens)
         self._num_units += len(changed) // TOKEN_BYTES
+        if finding is not None and finding.lost_tokens < self._examiner.min_lost_tokens:
+            finding = None
         is_first = not num_cached and finding is None
         _publish(self._whole, namespace, changed, answer)
         num_tokens = prompt.num_tokens + (len(changed) - len(tokens)) // TOKEN_BYTES
@@ -195,17 +200,11 @@ class Replay:
     def _mended(self, prompt: LoggedPrompt, tokens: bytes) -> tuple[Namespace, bytes, Finding | None, int]:
         """Return the namespace and the tokens with which a prompt is replayed, what it loses, and what it reuses."""
         namespace, rounds = prompt.namespace, list[tuple[Mend, ...]]()
-        has_mended_place: set[tuple[Cause, str]] = set()
         for _ in range(_MAX_MENDS):
             num_cached = self._whole.match(namespace, tokens).cached_tokens
             finding = self._finding(prompt, namespace, tokens, num_cached, rounds)
-            if finding is None:
+            if finding is None or finding.key not in self._fixed:
                 break
-            key = finding.key
-            kind = key.cause, key.pattern
-            if kind not in self._fixed or not (kind in has_mended_place or key.place in self._fixed[kind]):
-                break
-            has_mended_place.add(kind)
             if finding.namespace is not None:
                 namespace = finding.namespace
                 continue
@@ -224,7 +223,7 @@ class Replay:
     ) -> Finding | None:
         """Return why a prompt could not reuse more of what all prompts before it have."""
         num_missed = len(tokens) // TOKEN_BYTES - 1 - num_cached
-        if self._scaled(num_missed) < self._examiner.min_lost_tokens:
+        if self._scaled(num_missed) < self._least.min_lost_tokens:
             return None
         array = uint32(tokens)
         numbers = self._index.candidates(namespace.seed, array, num_cached)
@@ -234,7 +233,7 @@ class Replay:
         if segment_of is not None and rounds:
             segment_of = _before(segment_of, rounds)
         earlier = [self._earlier(each) for each in numbers]
-        finding = self._examiner.examine(prompt, array, num_cached, earlier, segment_of)
+        finding = self._least.examine(prompt, array, num_cached, earlier, segment_of)
         elsewhere = self._elsewhere(namespace, tokens, num_cached)
         if elsewhere is not None and (finding is None or elsewhere.lost_tokens >= finding.lost_tokens):
             return elsewhere
@@ -256,7 +255,7 @@ class Replay:
                 if found > most:
                     best, most = other, found
         num_lost = self._scaled(most - num_cached)
-        if best is None or num_lost < self._examiner.min_lost_tokens:
+        if best is None or num_lost < self._least.min_lost_tokens:
             return None
         if best.tenant != namespace.tenant:
             cause = Cause.TENANT_CHANGED

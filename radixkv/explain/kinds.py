@@ -315,15 +315,13 @@ def settled(
         num_other, one, other = min(later, key=lambda each: each[0] / each[1])
     best = Realignment(one, other, num_equal)
     num_different = _num_different(prompt, branch, place, best)
-    if not is_skipped or num_other <= num_different // 8 + _GRAM_TOKENS:
+    if not is_skipped or num_other <= num_different // 8 + min(num_different // 4, _GRAM_TOKENS):
         return best
     if text_of is None or num_other > num_different or max(one, other) > _MAX_READ_TOKENS:
         return place
-    words = [
-        sorted(_ANY_WORD.findall(text_of(each)))
-        for each in (prompt[: one + _GRAM_TOKENS], branch[: other + _GRAM_TOKENS])
-    ]
-    return best if words[0] == words[1] else place
+    sides = prompt[: one + _GRAM_TOKENS], branch[: other + _GRAM_TOKENS]
+    words, other_words = (_ANY_WORD.findall(text_of(each)) for each in sides)
+    return best if words != other_words and sorted(words) == sorted(other_words) else place
 
 
 def _is_replaced(prompt: Tokens, branch: Tokens, place: Realignment) -> bool:
@@ -332,7 +330,7 @@ def _is_replaced(prompt: Tokens, branch: Tokens, place: Realignment) -> bool:
     if not min(prompt_span, branch_span) or num_equal < _REPLACED_FACTOR * max(prompt_span, branch_span):
         return False
     sides = ((prompt, prompt_span, branch), (branch, branch_span, prompt))
-    return not any(_is_found(own[1 : span - 1], other[:_MAX_MOVED_TOKENS]) for own, span, other in sides if span > 2)
+    return not any(_is_found(own[1 : span - 1], other[:_MAX_MOVED_TOKENS]) for own, span, other in sides if span > 4)
 
 
 def _is_found(passage: Tokens, tokens: Tokens) -> bool:

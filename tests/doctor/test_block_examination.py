@@ -25,7 +25,7 @@ def request(ids: list[int], session: str = "one", *, rest: int = SIZE, output: t
 def diagnosed(*requests: TraceRequest, capacity_tokens: int | None = None) -> Diagnosis:
     with trace_log(requests) as log:
         size = CacheSize(capacity_tokens, policy="lru", probation_share=1.0)
-        return diagnose(log, BlockExaminer(SIZE, min_lost_tokens=32), size=size)
+        return diagnose(log, BlockExaminer(SIZE, min_lost_tokens=8), size=size)
 
 
 FIRST = [*range(100, 140)]

@@ -140,6 +140,27 @@ def test_a_difference_in_the_own_namespace_wins_if_it_costs_more() -> None:
     assert causes(found) == [None, Cause.SALT_CHANGED, Cause.RANDOM_ID]
 
 
+def test_a_smaller_loss_to_another_namespace_does_not_hide_a_difference() -> None:
+    prompts = (f"id: 4f2a9c1 {HEAD}{TAIL}{MORE}", f"id: b07e55d {HEAD}", f"id: b07e55d {HEAD}{TAIL}{MORE}")
+    found = diagnosed(log_of(*zip(prompts, (ACME, SALTED, ACME), strict=True)))
+    assert causes(found) == [None, None, Cause.RANDOM_ID]
+
+
+def test_of_several_earlier_prompts_the_most_similar_one_decides() -> None:
+    found = diagnosed(log_of(f"{HEAD} 4f2a9c1 {TAIL}{MORE}", f"{HEAD} at 10:31 {TAIL}", f"{HEAD} b07e55d {TAIL}{MORE}"))
+    assert causes(found)[2] is Cause.RANDOM_ID
+    assert found.findings[2] is not None
+    assert found.findings[2].lost_tokens == len(TAIL + MORE)
+
+
+def test_parts_in_another_order_are_lost_with_what_follows_them() -> None:
+    tools = [f'{{"name": "tool {index}", "parameters": "{text_of(index, 120)}"}}' for index in range(4)]
+    prompts = [f"{HEAD} {', '.join(order)} {TAIL}" for order in (tools, [tools[1], tools[0], *tools[2:]])]
+    (group,) = diagnosed(log_of(*prompts)).groups
+    assert group.key.cause is Cause.REORDERED
+    assert group.lost_tokens == group.saved_tokens == len(prompts[1]) - 1 - group.min_position
+
+
 def test_segments_name_the_place_and_separate_groups() -> None:
     with PromptLog() as log:
         for name in ("4f2a9c1", "b07e55d"):

@@ -1543,7 +1543,7 @@ DOCTOR_MUTANTS = (
     Mutant("doctor/examination.py", "key=lambda each: each[0], reverse=True", "key=lambda each: each[0]"),
     Mutant("doctor/examination.py", "start = self.start if self.is_permuted else end", "start = end"),
     Mutant("doctor/replay.py", "elsewhere.lost_tokens >= finding.lost_tokens", "True"),
-    Mutant("doctor/replay.py", "kind in has_mended_place or key.place", "key.place"),
+    Mutant("doctor/replay.py", "            tokens = changed\n        else", "            break\n        else"),
     Mutant("doctor/replay.py", "evicted_for == namespace.tenant", "True"),
     Mutant("doctor/diagnosis.py", "before.computed_tokens - latest.computed_tokens", "group.lost_tokens"),
     Mutant("doctor/causes.py", "has_summary[0] != has_summary[1] or _is_after(_SUMMARY, found)", "False"),
