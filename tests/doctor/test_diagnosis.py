@@ -147,7 +147,7 @@ def test_a_smaller_loss_to_another_namespace_does_not_hide_a_difference() -> Non
 
 
 def test_of_several_earlier_prompts_the_most_similar_one_decides() -> None:
-    found = diagnosed(log_of(f"{HEAD} 4f2a9c1 {TAIL}{MORE}", f"{HEAD} at 10:31 {TAIL}", f"{HEAD} b07e55d {TAIL}{MORE}"))
+    found = diagnosed(log_of(f"{HEAD} 4f2a9c1 {TAIL}{MORE}", f"{HEAD} {TAIL}", f"{HEAD} b07e55d {TAIL}{MORE}"))
     assert causes(found)[2] is Cause.RANDOM_ID
     assert found.findings[2] is not None
     assert found.findings[2].lost_tokens == len(TAIL + MORE)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from radixkv.explain import realignment
-from radixkv.explain.kinds import permuted
+from radixkv.explain.kinds import permuted, settled
 from radixkv.explain.realignment import MAX_SPAN_TOKENS, MIN_EQUAL_TOKENS, Realignment, realign
 
 
@@ -143,6 +143,30 @@ def test_permuted_spans_end_where_both_sides_are_as_long_again() -> None:
     nearest = realign(prompt, branch)
     assert nearest == Realignment(50, 0, 60)
     assert permuted(prompt, branch, nearest) == Realignment(110, 110, 100)
+
+
+def test_another_id_before_moved_parts_is_not_a_part_of_them() -> None:
+    rules, first, second, rest = (list(range(start, start + 60)) for start in (200, 300, 400, 500))
+    prompt = tokens_of([*range(1000, 1009), *rules, *first, *second, *rest])
+    branch = tokens_of([*range(2000, 2008), *rules, *second, *first, *rest])
+    nearest = realign(prompt, branch)
+    assert nearest == Realignment(9, 8, 60)
+    assert settled(prompt, branch, nearest) == nearest
+
+
+def test_moved_parts_end_where_both_sides_have_the_same_tokens() -> None:
+    """At the ends of the parts, a few tokens differ, because they are split in another way there."""
+    parts = [list(range(start, start + 40)) for start in (200, 300, 400)]
+    rest = list(range(600, 700))
+    prompt = tokens_of([*parts[0], 1, *parts[1], 2, *parts[2], 3, *rest])
+    branch = tokens_of([*parts[2], 4, *parts[0], 5, 6, *parts[1], 7, *rest])
+    nearest = realign(prompt, branch)
+    assert nearest is not None
+    assert settled(prompt, branch, nearest) == Realignment(123, 124, 100)
+    other = tokens_of([*range(800, 840), 4, *parts[0], 5, 6, *parts[1], 7, *rest])
+    nearest = realign(prompt, other)
+    assert nearest is not None
+    assert settled(prompt, other, nearest) == nearest
 
 
 def test_spans_are_permuted_if_nine_tenths_of_their_tokens_are_the_same() -> None:
