@@ -113,7 +113,7 @@ def _read(arguments: argparse.Namespace, stack: ExitStack) -> tuple[PromptLog, E
         raise ConfigError(f"{path}: expected at least one prompt, got an empty file")
     if not is_prompt(first.value):
         log = stack.enter_context(trace_log(requests_of(arguments)))
-        note = "the trace has only ids of blocks: causes are told by their places, and losses are upper bounds"
+        note = "the trace has only ids of blocks: causes are classified by their position, and losses are upper bounds"
         if not any(each.session for each in log):
             note += "; without sessions, it does not say which prompts continue each other"
         return log, BlockExaminer(log.tokens_per_unit, arguments.min_lost_tokens), [note]

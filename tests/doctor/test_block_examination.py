@@ -1,4 +1,4 @@
-"""Traces have only ids of blocks, so causes are told by their places."""
+"""Traces have only ids of blocks, so causes are classified by their position."""
 
 from __future__ import annotations
 
