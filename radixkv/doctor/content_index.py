@@ -10,14 +10,18 @@ import numpy as np
 
 from radixkv.explain.realignment import MIN_EQUAL_TOKENS, Tokens, window_hashes
 
-MAX_CANDIDATES = 4
+MAX_CANDIDATES = 5
+_MAX_FIRST = 2
 _MIN_SAMPLED_BITS = 4
 _MAX_SAMPLED_BITS = 10
-_MAX_WINDOWS = 2**21  # that are indexed, about; each takes 100 bytes
+_MAX_WINDOWS = 2**21  # that are indexed, about; each takes 200 bytes
 
 
 class ContentIndex:
-    """Maps the contents of prompts to the last prompt that has them.
+    """Maps the contents of prompts to the last prompt that has them, and to the first one.
+
+    The last one is usually the previous prompt of the conversation. If that one has a fault, too, the first one, which
+    may have none, shows better what the fault is.
 
     A sample of all windows of 32 tokens is indexed. The sample is chosen by the hashes, so that equal passages have the
     same windows in it. A collision of hashes only adds a candidate.
@@ -30,6 +34,7 @@ class ContentIndex:
         bits = max(_MIN_SAMPLED_BITS, (num_tokens // _MAX_WINDOWS).bit_length())
         self._sampled_bits = min(_MAX_SAMPLED_BITS, bits)
         self._last: dict[int, int] = {}
+        self._first: dict[int, int] = {}
 
     def add(self, number: int, seed: int, tokens: Tokens) -> None:
         """Note that a prompt has these tokens.
@@ -41,17 +46,23 @@ class ContentIndex:
 
         Complexity: O(tokens).
         """
-        self._last.update(zip(self._sampled(tokens, seed), repeat(number)))
+        keys = self._sampled(tokens, seed)
+        self._last.update(zip(keys, repeat(number)))
+        for key in keys:
+            self._first.setdefault(key, number)
 
     def candidates(self, seed: int, tokens: Tokens, start: int) -> list[int]:
         """Return the prompts that have the most of the tokens after `start`, at most `MAX_CANDIDATES`.
 
-        A prompt counts for the windows that it was the last one to have. Of equal ones, later prompts come first.
+        A prompt counts for the windows that it was the last one to have, and then for those that it was the first one
+        to have. Of equal ones, later prompts come first.
         """
-        found = Counter(
-            number for each in self._sampled(tokens[start:], seed) if (number := self._last.get(each)) is not None
-        )
-        return heapq.nlargest(MAX_CANDIDATES, found, key=lambda number: (found[number], number))
+        keys = self._sampled(tokens[start:], seed)
+        found: dict[int, None] = {}
+        for holders, number in ((self._last, MAX_CANDIDATES - _MAX_FIRST), (self._first, _MAX_FIRST)):
+            counts = Counter(holders[each] for each in keys if each in holders)
+            found |= dict.fromkeys(heapq.nlargest(number, counts, key=lambda each: (counts[each], each)))
+        return list(found)
 
     def _sampled(self, tokens: Tokens, seed: int) -> list[int]:
         if tokens.size < MIN_EQUAL_TOKENS:

@@ -33,11 +33,12 @@ def test_only_content_after_the_start_counts() -> None:
     assert index.candidates(SEED, joined(passage(1), passage(2)), 400) == []
 
 
-def test_of_prompts_with_the_same_content_the_last_one_is_found() -> None:
+def test_of_prompts_with_the_same_content_the_last_and_the_first_one_are_found() -> None:
     index = ContentIndex()
     index.add(0, SEED, joined(passage(1), passage(2)))
     index.add(1, SEED, passage(1))
-    assert index.candidates(SEED, passage(1), 0) == [1]
+    index.add(2, SEED, passage(1))
+    assert index.candidates(SEED, passage(1), 0) == [2, 0]
 
 
 def test_namespaces_do_not_see_each_other() -> None:
@@ -48,10 +49,13 @@ def test_namespaces_do_not_see_each_other() -> None:
 
 def test_the_number_of_candidates_is_bounded() -> None:
     index = ContentIndex()
-    for number in range(MAX_CANDIDATES + 3):
-        index.add(number, SEED, passage(number))
-    found = index.candidates(SEED, joined(*(passage(number) for number in range(MAX_CANDIDATES + 3))), 0)
+    passages = [passage(number) for number in range(MAX_CANDIDATES + 3)]
+    for number, each in enumerate(passages):
+        index.add(number, SEED, each)
+        index.add(100 + number, SEED, each)
+    found = index.candidates(SEED, joined(*passages), 0)
     assert len(found) == MAX_CANDIDATES
+    assert {number >= 100 for number in found} == {True, False}
 
 
 def test_short_prompts_are_not_indexed() -> None:

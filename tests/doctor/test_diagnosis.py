@@ -153,6 +153,13 @@ def test_of_several_earlier_prompts_the_most_similar_one_decides() -> None:
     assert found.findings[2].lost_tokens == len(TAIL + MORE)
 
 
+def test_a_prompt_with_the_same_fault_does_not_hide_what_the_fault_is() -> None:
+    """The second and the third prompt have another message in the same place, which the first one has not."""
+    messages = ["", f"The user opened {text_of(5, 64)}. ", f"The user opened {text_of(6, 64)}. "]
+    found = diagnosed(log_of(*(HEAD + each + TAIL + MORE for each in messages)))
+    assert causes(found) == [None, Cause.MESSAGE_INSERTED, Cause.MESSAGE_INSERTED]
+
+
 def test_parts_in_another_order_are_lost_with_what_follows_them() -> None:
     tools = [f'{{"name": "tool {index}", "parameters": "{text_of(index, 120)}"}}' for index in range(4)]
     prompts = [f"{HEAD} {', '.join(order)} {TAIL}" for order in (tools, [tools[1], tools[0], *tools[2:]])]
