@@ -66,7 +66,7 @@ Score = Callable[[Sequence[Question]], list[float]]  # log probabilities of all 
 
 
 def make_questions(number: int, seed: int = 0) -> list[Question]:
-    """Make questions from books, the same ones for each seed."""
+    """Make questions from books. The same seed gives the same questions."""
     rng = random.Random(seed)
     sentences: list[str] = []
     for document in held_out_documents():
@@ -160,7 +160,7 @@ class EvaluatorScores:
 
 
 def require_agreement(expected: Sequence[float], got: Sequence[float], name: str) -> float:
-    """Return the largest difference of log probabilities, relative to those below -1.
+    """Return the largest `|expected - got| / max(1, |expected|)` of log probabilities.
 
     Raises:
         RuntimeError: they do not agree.
@@ -222,7 +222,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     result = measure(options.model, options.questions, options.shots, options.rounds)
     for name, ratio in result["over_transformers"].items():
-        print(f"{name:34} {statistics.median(result['seconds'][name]):8.1f} s  {ratio:6.3f} of transformers")
+        print(
+            f"{name:34} {statistics.median(result['seconds'][name]):8.1f} s  {ratio:6.3f} of the time of transformers"
+        )
     print(result["context_tokens"], f"accuracy {result['accuracy']:.3f}")
     if options.json is not None:
         command = shlex.join(["python", "-m", "bench.evaluation", *(sys.argv[1:] if arguments is None else arguments)])

@@ -25,7 +25,7 @@ _LOADED = {HOST: "host_loaded_tokens", DISK: "disk_loaded_tokens", REMOTE: "remo
 
 
 def tier_of(store: str) -> int:
-    """Return the tier of a statement in which a store counts: that of `host` and of `disk`, or `REMOTE`."""
+    """Return the tier of statements in which a store counts: `HOST` for `host`, `DISK` for `disk`, else `REMOTE`."""
     return _TIERS.get(store, REMOTE)
 
 
@@ -48,7 +48,7 @@ class TenantAccount:
         self._ledger.resize(self._tenant, DEVICE, num_more_blocks)
 
     def evict(self, num_blocks: int, *, by_self: bool) -> None:
-        """Record evicted blocks of the tenant, which `resize` also records. Complexity: O(1)."""
+        """Count evicted blocks; the caller removes them with `resize`. Complexity: O(1)."""
         self._ledger.evict(self._tenant, DEVICE, num_blocks, by_self=by_self)
 
 
@@ -187,7 +187,7 @@ class TenantLedger:
         self._meter(tenant, self._now_s()).counts.update(numbers)
 
     def use_of(self, tenant: str) -> Use:
-        """Return what a tenant used so far on the present day. Changes nothing."""
+        """Return what a tenant with an account of its own used so far today; zeros for others. Adds no account."""
         now_s = self._now_s()
         meter = self._meters.get(tenant)
         return Use() if meter is None else meter.use(now_s, self._block_size)

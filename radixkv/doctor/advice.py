@@ -20,7 +20,7 @@ class Advice(NamedTuple):
 
 
 _APPEND = "Append new messages at the end instead of inserting them before earlier ones, and keep what was sent before."
-_CAPACITY = "Find the capacity that your prompts need with `radixkv simulate`, or keep fewer of them (docs/AGENTS.md)."
+_CAPACITY = "Find the capacity that your prompts need with `radixkv simulate`, or cache fewer of them (docs/AGENTS.md)."
 
 ADVICE = {
     Cause.RANDOM_ID: Advice(
@@ -42,7 +42,7 @@ ADVICE = {
         "the set of tools or their definitions change",
         "Send all tools in every request, with the same definitions, and restrict their use with tool_choice.",
     ),
-    Cause.MESSAGE_INSERTED: Advice("a passage is only in some of the prompts, before what all of them have", _APPEND),
+    Cause.MESSAGE_INSERTED: Advice("a passage that only some prompts have precedes what they share", _APPEND),
     Cause.COMPACTED: Advice(
         "earlier messages were summarized or dropped",
         "Keep the first messages unchanged, drop many messages at once, and do it less often.",
@@ -76,7 +76,7 @@ ADVICE = {
     ),
     Cause.SALT_CHANGED: Advice(
         "the same tokens are cached with another salt of the tenant",
-        "Use one salt for all requests that may share their prompts, and no salt of each request.",
+        "Use one salt for all requests that may share their prompts, not a different salt for each request.",
     ),
     Cause.ADAPTER_CHANGED: Advice(
         "the same tokens are cached for another model or adapter of the tenant",
@@ -99,7 +99,7 @@ ADVICE = {
     ),
     Cause.NO_WINDOW: Advice(
         "the tokens are cached, but not those of the layers with sliding windows",
-        "Let prompts end where later ones continue them, or give these layers more memory (cache.windowed_tokens).",
+        "Send prompts that end where later ones continue, or give these layers more memory (cache.windowed_tokens).",
     ),
     Cause.NO_STATE: Advice(
         "the tokens are cached, but no snapshot of the recurrent state",
@@ -108,5 +108,5 @@ ADVICE = {
     Cause.NOT_LOADED: Advice(
         "the tokens were in a tier and were not loaded", "See docs/RUNBOOK.md for tiers that are slow or not reachable."
     ),
-    Cause.READ_DISABLED: Advice("the request did not want to reuse tokens", "Leave out read_cache=False."),
+    Cause.READ_DISABLED: Advice("the request disabled reading from the cache", "Leave out read_cache=False."),
 }

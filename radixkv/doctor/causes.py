@@ -18,7 +18,7 @@ _MAX_TEMPLATE_TOKENS = 1024
 _MAX_LEFT_TOKENS = 16  # tokens that a template leaves where it strips reasoning
 _COMPACTED_FACTOR = 4
 _SHORTER = 0.7
-_NUM_TEXT_BEFORE = 400  # characters in which an open tag of reasoning is searched
+_MAX_CHARS_BEFORE = 400  # before the difference, in which tags of reasoning and summaries are searched
 
 _TOOLS = re.compile(r"[\"'](?:parameters|input_schema|inputSchema)[\"']\s*:|[\"']type[\"']\s*:\s*[\"']function[\"']")
 _NAMES = re.compile(r"[\"']name[\"']\s*:\s*[\"']([^\"']+)[\"']")
@@ -34,7 +34,7 @@ _SUMMARY = re.compile(
 
 
 class Cause(enum.Enum):
-    """Why tokens were computed that a cache could have had. Values are names for scripts."""
+    """Why tokens were computed that a cache could have had. The values are part of --json and do not change."""
 
     RANDOM_ID = "RANDOM_ID"
     DATE_OR_TIME = "DATE_OR_TIME"
@@ -95,7 +95,7 @@ _OF_KIND = {
 
 
 def cause_of(found: Comparison, sides: Sides) -> tuple[Cause, str] | None:
-    """Return the cause of a difference and its pattern; None if the two prompts do not seem to be meant to be equal.
+    """Return the cause of a difference and its pattern; None if they are probably different prompts.
 
     A passage that one prompt has and the other has not is one cause, whichever of them was sent first.
 
@@ -133,7 +133,7 @@ def _is_template(found: Comparison, sides: Sides) -> bool:
     if sides.segment == TEMPLATE_SEGMENT:
         return True
     spans = [text[start:end] for text, start, end in found.texts.sides()]
-    if not spans[0] and not spans[1]:  # special tokens have no text, and other tokens would have the same one
+    if not spans[0] and not spans[1]:  # both are special tokens, unless there is no text at all
         return not sides.prompt_text and not sides.branch_text
     if max(found.place[:2]) > _MAX_TEMPLATE_TOKENS:
         return False
@@ -165,7 +165,7 @@ def _order_pattern(found: Comparison, sides: Sides) -> str:
 
 
 def _is_compacted(found: Comparison, sides: Sides) -> bool:
-    """Whether the prompt has a summary instead of earlier messages, or has dropped them."""
+    """Whether one prompt has a summary instead of messages of the other, or has dropped them."""
     if found.kind not in (DifferenceKind.REPLACED, DifferenceKind.REMOVED, DifferenceKind.UNCLASSIFIED):
         return False
     if found.kind is DifferenceKind.REMOVED and _is_thinking(found, sides):
@@ -191,5 +191,5 @@ def _is_after(pattern: re.Pattern[str], found: Comparison) -> bool:
     """Whether the text directly before the difference has a pattern."""
     texts = found.texts
     return texts is not None and bool(
-        pattern.search(texts.prompt[max(0, texts.start - _NUM_TEXT_BEFORE) : texts.start])
+        pattern.search(texts.prompt[max(0, texts.start - _MAX_CHARS_BEFORE) : texts.start])
     )

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from radixkv.doctor.finding import Finding, GroupKey, Sample
 from radixkv.doctor.prompt_log import PromptLog
-from radixkv.doctor.replay import CacheSize, Examines, Replay
+from radixkv.doctor.replay import CacheSize, PromptExaminer, Replay
 from radixkv.planning.time_model import TimeModel
 
 
@@ -90,7 +90,7 @@ class _Totals:
 
 def diagnose(
     log: PromptLog,
-    examiner: Examines,
+    examiner: PromptExaminer,
     *,
     size: CacheSize | None = None,
     max_groups: int = 10,
@@ -145,7 +145,7 @@ def diagnose(
 
 def _replayed(
     log: PromptLog,
-    examiner: Examines,
+    examiner: PromptExaminer,
     size: CacheSize,
     fixed: list[GroupKey],
     times: TimeModel | None,

@@ -24,11 +24,11 @@ from radixkv.explain.realignment import MIN_EQUAL_TOKENS
 from radixkv.namespace import Namespace
 from radixkv.tokens import TOKEN_BYTES, prefix_fingerprint
 
-_MAX_MENDS = 8  # times that one prompt is examined and mended
-_MIN_FIXED_TOKENS = 8  # smaller losses by a cause that is removed are not removed
+_MAX_MENDS = 8  # times that one prompt is examined and changed
+_MIN_FIXED_TOKENS = 8  # a fixed cause is not removed where it loses fewer tokens
 _MAX_GROWTH = 4  # a log whose causes are fixed has at most this many times the tokens
 _MAX_NAMESPACES = 32  # that are compared for one beginning of prompts
-_MAX_FORMER = 3  # prompts of a session that the next one is compared with
+_MAX_FORMER = 3  # last prompts of a session with which the next one is compared
 _MIN_STEP_S = 1e-5
 
 _OF_REASON = {
@@ -42,7 +42,7 @@ _OF_REASON = {
 }
 
 
-class Examines(Protocol):
+class PromptExaminer(Protocol):
     """Compares a prompt with earlier ones; see `Examiner` and `BlockExaminer`."""
 
     @property
@@ -70,7 +70,7 @@ class Replayed(NamedTuple):
         num_tokens: its tokens; other than in the log if a cause was fixed.
         cached_tokens: how many of them were reused.
         finding: what it lost, and why; None if nothing.
-        is_first: whether nothing that any prompt had sent was reused.
+        is_first: whether it reused nothing, and no earlier prompt was found that it could have reused.
     """
 
     num_tokens: int
@@ -121,20 +121,24 @@ class Replay:
     """Replays the prompts of a log in order; each is leased, published and closed before the next one.
 
     A cache that never evicts shows what the senders' prompts allow. With a capacity, a second cache shows what is
-    reused in it; what it has less than the first one was evicted.
+    reused in it; what only the first one reuses was evicted, or has expired.
 
     Args:
         log: the prompts.
         examiner: finds the causes of misses.
         size: the cache.
-        fixed: causes that are removed before the replay: each prompt with such a finding is replayed as if it had the
-            tokens of the earlier prompt where it differs, or its namespace.
+        fixed: groups whose cause is removed from each prompt as it is replayed: the prompt gets the tokens of the
+            earlier one where it differs, or its namespace.
     """
 
-    def __init__(self, log: PromptLog, examiner: Examines, size: CacheSize, fixed: Collection[GroupKey] = ()) -> None:
+    def __init__(
+        self, log: PromptLog, examiner: PromptExaminer, size: CacheSize, fixed: Collection[GroupKey] = ()
+    ) -> None:
         self._log = log
         self._examiner = examiner
-        self._least = examiner.reporting(min(_MIN_FIXED_TOKENS, examiner.min_lost_tokens)) if fixed else examiner
+        self._sensitive_examiner = (
+            examiner.reporting(min(_MIN_FIXED_TOKENS, examiner.min_lost_tokens)) if fixed else examiner
+        )
         self._size = size
         self._fixed = frozenset(fixed)
         self._now_s = 0.0
@@ -223,7 +227,7 @@ class Replay:
     ) -> Finding | None:
         """Return why a prompt could not reuse more of what all prompts before it have."""
         num_missed = len(tokens) // TOKEN_BYTES - 1 - num_cached
-        if self._scaled(num_missed) < self._least.min_lost_tokens:
+        if self._scaled(num_missed) < self._sensitive_examiner.min_lost_tokens:
             return None
         array = uint32(tokens)
         numbers = self._index.candidates(namespace.seed, array, num_cached)
@@ -233,7 +237,7 @@ class Replay:
         if segment_of is not None and rounds:
             segment_of = _before(segment_of, rounds)
         earlier = [self._earlier(each) for each in numbers]
-        finding = self._least.examine(prompt, array, num_cached, earlier, segment_of)
+        finding = self._sensitive_examiner.examine(prompt, array, num_cached, earlier, segment_of)
         elsewhere = self._elsewhere(namespace, tokens, num_cached)
         if elsewhere is not None and (finding is None or elsewhere.lost_tokens >= finding.lost_tokens):
             return elsewhere
@@ -255,7 +259,7 @@ class Replay:
                 if found > most:
                     best, most = other, found
         num_lost = self._scaled(most - num_cached)
-        if best is None or num_lost < self._least.min_lost_tokens:
+        if best is None or num_lost < self._sensitive_examiner.min_lost_tokens:
             return None
         if best.tenant != namespace.tenant:
             cause = Cause.TENANT_CHANGED

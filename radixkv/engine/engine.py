@@ -321,7 +321,7 @@ class Engine:
         """Return the use of one tenant or of all on the days that are in memory; for `StatementBook.statement`."""
         statements = self.statements
         assert statements is not None, "there are statements"
-        return self._call_for(tenant, lambda: statements.present_days(tenant))
+        return self._call_for(tenant, lambda: statements.days_in_memory(tenant))
 
     def sessions(self, max_sessions: int, tenant: str | None = None) -> Future[list[SessionStats]]:
         """Return the sessions that were used most recently; see `StatsCollector.sessions`."""

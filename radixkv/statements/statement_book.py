@@ -30,7 +30,7 @@ class StatementBook:
 
     Args:
         ledger: accounts the present day. Only the engine's thread touches it.
-        files: the earlier days.
+        files: the saved days, including the present one as of the last save.
         interval_s: seconds between two saves.
         shadows: estimate what twice the ceilings would have saved; None without any.
         time_of_day: Unix time in seconds.
@@ -67,13 +67,13 @@ class StatementBook:
         if self._shadows is not None:
             self._shadows.close()
         if has_engine_ended:
-            self._write(all_slices(self.present_days(None)))
+            self._write(all_slices(self.days_in_memory(None)))
         self._files.close()
 
     def save(self, call_engine: CallEngine) -> None:
         """Write the present day, and the closed days, which the ledger then forgets."""
         try:
-            days: Mapping[int, DayUse] = call_engine(partial(self.present_days, None)).result()
+            days: Mapping[int, DayUse] = call_engine(partial(self.days_in_memory, None)).result()
             if self._write(days):
                 call_engine(partial(self._ledger.forget, sorted(days)[:-1])).result()
         except (RadixKVError, CancelledError) as error:  # the engine stops, stalls, or has too many calls
@@ -83,7 +83,7 @@ class StatementBook:
         """Return the present day, as days since 1970-01-01."""
         return int(self._time_of_day() // DAY_S)
 
-    def present_days(self, tenant: str | None) -> Generator[None, None, dict[int, DayUse]]:
+    def days_in_memory(self, tenant: str | None) -> Generator[None, None, dict[int, DayUse]]:
         """Return the days that are in memory; for the engine's thread. See `TenantLedger.days`."""
         if self._shadows is not None:
             self._shadows.settle(self._ledger)
@@ -96,7 +96,7 @@ class StatementBook:
 
         Args:
             days: the range.
-            present: the result of `present_days`, which replaces files of the same days.
+            present: the result of `days_in_memory`, which replaces files of the same days.
             tenant: the tenant; None for all.
             is_daily: whether a period is a day instead of a month.
 

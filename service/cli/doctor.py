@@ -19,7 +19,7 @@ from radixkv.doctor.diagnosis import Diagnosis, Group, diagnose
 from radixkv.doctor.examination import Examiner
 from radixkv.doctor.finding import Sample, Side
 from radixkv.doctor.prompt_log import PromptLog
-from radixkv.doctor.replay import CacheSize, Examines
+from radixkv.doctor.replay import CacheSize, PromptExaminer
 from radixkv.doctor.trace_log import trace_log
 from radixkv.errors import ConfigError
 from radixkv.planning.time_model import TimeModel
@@ -97,15 +97,12 @@ def _doctor(arguments: argparse.Namespace) -> None:
         with progress_bar("replays", len(log) * (1 + arguments.top)) as advance:
             found = diagnose(log, examiner, size=size, max_groups=arguments.top, times=times, on_prompt=advance)
     price = arguments.price_per_million_tokens
-    if arguments.json:
-        print(json.dumps(diagnosis_object(found, price), indent=2))
-        return
-    print(diagnosis_text(found, price))
+    print(json.dumps(diagnosis_object(found, price), indent=2) if arguments.json else diagnosis_text(found, price))
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
 
 
-def _read(arguments: argparse.Namespace, stack: ExitStack) -> tuple[PromptLog, Examines, list[str]]:
+def _read(arguments: argparse.Namespace, stack: ExitStack) -> tuple[PromptLog, PromptExaminer, list[str]]:
     """Read the log, and return what examines its prompts, and remarks about it."""
     path = Path(arguments.trace)
     first = next(read_records(path), None)
@@ -179,7 +176,8 @@ def diagnosis_text(found: Diagnosis, price: float | None = None) -> str:
     lines = [
         f"{found.num_prompts:,} requests with {found.prompt_tokens:,} prompt tokens: {found.cached_tokens:,} are "
         f"reused{percent(found.cached_tokens, found.prompt_tokens)}, {computed:,} are computed{seconds}.",
-        f"{found.first_prompts:,} of them had nothing to reuse, because nothing like them was sent before.",
+        f"{found.first_prompts:,} {'request' if found.first_prompts == 1 else 'requests'} reused nothing, and no "
+        "earlier prompt with the same content was found.",
     ]
     if not found.groups:
         lines += ["", "No cause was found: the prompts reuse what they have in common with earlier ones."]
@@ -201,10 +199,10 @@ def _headline(group: Group, num_prompts: int) -> str:
     what = ADVICE[group.key.cause].what
     if group.key.pattern:
         what += f": {group.key.pattern}"
-    bound = "up to " if group.is_bound else ""
-    every = " each" if group.num_prompts > 1 else ""
+    bound = "at most " if group.is_bound else ""
+    mean = " on average" if group.num_prompts > 1 else ""
     who = f"{group.num_prompts:,} of {num_prompts:,} requests lose" if group.num_prompts > 1 else "1 request loses"
-    return f"{who} {bound}{each:,} tokens{every} {place}{f' ({segments})' if segments else ''}: {what}."
+    return f"{who} {bound}{each:,} tokens{mean} {place}{f' ({segments})' if segments else ''}: {what}."
 
 
 def _sides(sample: Sample) -> list[str]:
@@ -244,7 +242,7 @@ def _savings(group: Group, computed: int, price: float | None) -> str:
         verb = "Saves"
     share = f" ({100 * tokens / computed:.1f} % of all computed tokens)" if computed else ""
     more = "" if seconds is None else f", {duration(seconds)} of computing"
-    more += "" if price is None else f", {tokens / 1e6 * price:,.2f} in money"
+    more += "" if price is None else f", worth {tokens / 1e6 * price:,.2f}"
     return f"{verb} {tokens:,} tokens{share}{more}."
 
 
@@ -264,7 +262,7 @@ def diagnosis_object(found: Diagnosis, price: float | None = None) -> dict[str, 
 
 def _group_object(group: Group, price: float | None) -> dict[str, Any]:
     advice = ADVICE[group.key.cause]
-    saved = group.lost_tokens if group.saved_tokens is None else group.saved_tokens
+    saved = group.saved_tokens
     return {
         "cause": group.key.cause.value,
         "place": group.key.place,
@@ -275,7 +273,8 @@ def _group_object(group: Group, price: float | None) -> dict[str, Any]:
         "is_upper_bound": group.is_bound,
         "saved_tokens": group.saved_tokens,
         "saved_s": group.saved_s,
-        "saved_money": None if price is None else saved / 1e6 * price,
+        "saved_money": None if price is None or saved is None else saved / 1e6 * price,
+        "lost_money": None if price is None else group.lost_tokens / 1e6 * price,
         "min_position": group.min_position,
         "max_position": group.max_position,
         "segments": list(group.segments),

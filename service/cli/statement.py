@@ -44,7 +44,7 @@ def _matching(text: str, pattern: str, expected: str) -> str:
 _OPTIONS = (
     Option("--tenant", "NAME", name, "only this tenant (default: all, or your own with the credential of a tenant)"),
     Option("--month", "YYYY-MM", _month, "the month, in UTC (default: the present one)"),
-    Option("--since", "DAY", _day, "the first day, in place of --month (default: the first of the last day's month)"),
+    Option("--since", "DAY", _day, "first day, instead of --month (default: the first day of the month of --until)"),
     Option("--until", "DAY", _day, "the last day, in place of --month (default: today)"),
     flag("--by-day", "a line for each day instead of for each month"),
     Option("--prices", "FILE", name, "TOML file with prices, for an invoice; see docs/STATEMENTS.md (default: none)"),
@@ -121,7 +121,7 @@ def statement_text(statement: StatementResponse, prices: PriceList | None = None
     """Return a statement as tables to read."""
     first = f"{statement.since} to {statement.until} (UTC), of which {duration(statement.covered_s)} were accounted"
     if not statement.lines:
-        return f"{first}. Nothing was used."
+        return f"{first}. No use was recorded."
     lines = [first, "", *aligned(list(_rows(statement)), is_right=True)]
     more = [_at_twice_ceiling(line) for line in statement.lines if line.more_hit_tokens_at_twice_ceiling]
     lines += ["", *more] if more else []

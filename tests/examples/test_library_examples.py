@@ -61,6 +61,7 @@ def test_the_page_names_every_example() -> None:
     assert set(re.findall(r"\[\w+\.py\]\(library/(\w+\.py)\)", page)) == files
 
 
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize("name", NAMES)
 def test_an_example_prints_what_transformers_alone_prints(model: Path, name: str) -> None:
     *ours, our_reuse = output_of(f"{name}.py", str(model))

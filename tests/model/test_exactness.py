@@ -133,7 +133,7 @@ def test_no_bit_of_many_prompts_depends_on_released_blocks(model: str, dtype: st
 
 
 @pytest.mark.sampled(one_in=3)
-@pytest.mark.parametrize("weights", [pytest.param("int8", marks=needs_exact_int8), "q8", "q4"])
+@pytest.mark.parametrize("weights", [pytest.param("int8", marks=(needs_exact_int8, pytest.mark.long)), "q8", "q4"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("model", ["qwen3", "mixtral", "gpt2"])
 def test_no_bit_of_quantized_weights_depends_on_the_cache(model: str, dtype: str, weights: str) -> None:
@@ -149,7 +149,7 @@ def test_no_bit_of_quantized_weights_depends_on_the_cache(model: str, dtype: str
     [
         *((model, "float32", "auto") for model in ("llama", "phi3", "gpt2", "deepseek_v3", "lfm2")),
         ("qwen3", "bfloat16", "auto"),
-        pytest.param("qwen2", "float32", "int8", marks=needs_exact_int8),
+        pytest.param("qwen2", "float32", "int8", marks=(needs_exact_int8, pytest.mark.long)),
         ("qwen2", "float32", "q4"),
     ],
 )

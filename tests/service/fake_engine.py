@@ -299,7 +299,7 @@ class FakeEngine:
         return future
 
     def statement_days(self, tenant=None) -> Future:
-        return self._call(lambda: self.statements.present_days(tenant))
+        return self._call(lambda: self.statements.days_in_memory(tenant))
 
     def sessions(self, max_sessions, tenant=None) -> Future:
         future = Future()

@@ -45,7 +45,7 @@ class Desk:
 
     def lines(self, since: str = "", until: str = "", tenant: str | None = None, **options: bool) -> list[Any]:
         days = DayRange.read(since, until, self.book.today())
-        present = all_slices(self.book.present_days(tenant))
+        present = all_slices(self.book.days_in_memory(tenant))
         statement = self.book.statement(days, present, tenant, **{"is_daily": False, **options})
         return [(line.period, line.tenant, line.use.requests) for line in statement.lines]
 
@@ -73,7 +73,7 @@ def test_a_statement_adds_up_saved_days_and_the_present_one(desk: Desk) -> None:
 def test_the_seconds_that_were_accounted_are_reported(desk: Desk) -> None:
     desk.files.write(DAY - 1, DayUse(50.0, {}))
     desk.clock.now_s = 7.0
-    present = all_slices(desk.book.present_days(None))
+    present = all_slices(desk.book.days_in_memory(None))
     assert desk.book.statement(DayRange.read("", "", DAY), present, None, is_daily=False).covered_s == 57.0
 
 

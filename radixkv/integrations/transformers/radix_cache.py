@@ -205,8 +205,8 @@ class RadixCache:
     ) -> PromptCache:
         """Create the cache of one call of `model.generate` or `model`, with the K/V that can be reused.
 
-        Rows of a batch are padded on the left. A batch reuses the longest prefix that ends at the same position in all
-        rows; one row of which nothing is cached makes the others compute theirs as well.
+        Rows of a batch are padded on the left. A batch reuses cached prefixes up to one column of `input_ids`, the same
+        in all rows. If nothing of a row is cached, that is the end of its padding.
 
         Args:
             input_ids: the prompts that `generate` gets, int64 `[batch, length]`.

@@ -59,8 +59,8 @@ def test_a_person_reads_what_to_change_and_what_it_saves(capsys: pytest.CaptureF
     num_tokens = len(texts()[0]["text"])
     saved = 2 * (num_tokens - 1 - len(HEAD) - 5)
     assert lines[0].startswith(f"3 requests with {3 * num_tokens:,} prompt tokens: ")
-    assert lines[1] == "1 of them had nothing to reuse, because nothing like them was sent before."
-    assert lines[3].startswith(f"1. 2 of 3 requests lose {len(TAIL):,} tokens each at token {len(HEAD) + 5}: ")
+    assert lines[1] == "1 request reused nothing, and no earlier prompt with the same content was found."
+    assert lines[3].startswith(f"1. 2 of 3 requests lose {len(TAIL):,} tokens on average at token {len(HEAD) + 5}: ")
     assert lines[3].endswith(": a random id changes: 7 hexadecimal digits.")
     assert "[b07e55d]" in lines[4]
     assert lines[4].endswith(f"{log}:2")
@@ -69,7 +69,7 @@ def test_a_person_reads_what_to_change_and_what_it_saves(capsys: pytest.CaptureF
     assert lines[7].startswith(f"   Saves {saved - 2:,} tokens (") or lines[7].startswith(
         f"   Saves {saved:,} tokens ("
     )
-    assert lines[7].endswith("in money.")
+    assert ", worth " in lines[7]
 
 
 def test_a_log_without_losses_says_so(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -236,7 +236,9 @@ def test_a_conversation_cannot_be_bytes(capsys: pytest.CaptureFixture[str], tmp_
     assert (code, "expected a tokenizer for a conversation, got --bytes" in err) == (2, True)
 
 
-def test_a_trace_of_simulate_is_told_by_places(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_causes_in_a_trace_of_simulate_are_classified_by_position(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     ids = [*range(40)]
     requests = [
         {"timestamp": 0, "input_length": 40 * 512, "output_length": 1, "hash_ids": ids, "session": "one"},
@@ -254,7 +256,7 @@ def test_a_trace_of_simulate_is_told_by_places(capsys: pytest.CaptureFixture[str
     assert code == 0
     assert "1 of 2 requests" not in out
     assert (
-        "1 request loses up to 20,479 tokens at token 0: the beginning of the session's previous prompt was changed."
+        "1 request loses at most 20,479 tokens at token 0: the beginning of the session's previous prompt was changed."
         in out
     )
     assert "Costs up to 20,479 tokens" in out

@@ -67,7 +67,7 @@ def test_a_line_says_what_twice_the_ceiling_would_have_saved(capsys, tmp_path: P
 
 def test_without_use_there_is_no_table(capsys, tmp_path: Path) -> None:
     out = run(capsys, tmp_path, "--month", "2026-09")
-    assert out == "2026-09-01 to 2026-09-30 (UTC), of which 0s were accounted. Nothing was used.\n"
+    assert out == "2026-09-01 to 2026-09-30 (UTC), of which 0s were accounted. No use was recorded.\n"
 
 
 def test_csv_has_all_fields_with_stable_names(capsys, tmp_path: Path) -> None:

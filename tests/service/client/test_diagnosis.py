@@ -72,7 +72,7 @@ def test_a_connection_that_is_closed_at_once(details: str) -> None:
     for facts, words in (
         ({}, "if the server uses TLS, connect with `tls_ca` (--tls-ca)"),
         ({"has_tls": True}, "the server may require a certificate"),
-        ({"has_tls": True, "has_certificate": True}, "does the server trust the authority of this `certificate`?"),
+        ({"has_tls": True, "has_certificate": True}, "does the server trust the authority that signed `certificate`?"),
     ):
         kind, text = explained(C.UNAVAILABLE, f"{FAILED}UNAVAILABLE: ipv4:10.0.0.1:1: {details}", **facts)
         assert kind is errors.ConnectError
