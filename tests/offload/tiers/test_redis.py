@@ -177,7 +177,7 @@ def test_a_server_that_starts_later_and_restarts_is_used(tmp_path: Path) -> None
 
 
 def test_a_call_times_out_if_the_server_does_not_answer(server: RedisServer) -> None:
-    store = store_of(server, timeout_s=0.2)
+    store = store_of(server, timeout_s=1.0)
     store.exists([key_of(1)])
     server.pause()
     try:

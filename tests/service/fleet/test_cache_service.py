@@ -81,7 +81,7 @@ def test_statistics_are_sums_and_those_of_each_replica() -> None:
 
 def test_a_replica_that_can_not_be_asked_is_named_and_not_counted() -> None:
     async def test() -> None:
-        async with fleet(2, answer_s=0.2) as served, AsyncClient(served.address) as client:
+        async with fleet(2) as served, AsyncClient(served.address) as client:
             connection = served.state.connections[1]
             connection.cache = cache_pb2_grpc.CacheServiceStub(grpc.aio.insecure_channel("127.0.0.1:1"))
             response = await client.stats()
