@@ -108,7 +108,7 @@ def diagnosed(traffic: Traffic, fault: Fault, share: float, *, has_sessions: boo
             session = each.session if has_sessions else ""
             prompt = LoggedPrompt(str(index), len(each.token_ids), each.namespace, session, each.time_s)
             log.add(prompt, each.token_ids, each.answer_ids)
-        found = diagnose(log, Examiner(traffic.tokenizer.decode, MIN_LOST_TOKENS))
+        found = diagnose(log, Examiner(traffic.tokenizer.decode), min_lost_tokens=MIN_LOST_TOKENS)
     num_planted = num_found = num_false = 0
     for each, finding, lost in zip(sent, found.findings, excess, strict=True):
         is_right = finding is not None and finding.key.cause is fault.cause

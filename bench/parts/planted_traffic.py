@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
 
-from radixkv.doctor.causes import Cause
+from radixkv.doctor.causes import MissCause
 from radixkv.namespace import Namespace
 from radixkv.service.text.tokenizer import Tokenizer
 
@@ -129,7 +129,7 @@ class Fault:
     """
 
     name: str
-    cause: Cause
+    cause: MissCause
     plant: Callable[[Payload, random.Random], Payload]
 
 
@@ -190,43 +190,45 @@ def _later(rng: random.Random) -> str:
 
 
 FAULTS = (
-    Fault("hexadecimal digits in the first line", Cause.RANDOM_ID, lambda p, rng: replace(p, build=_hex(rng, 16))),
-    Fault("short build suffix", Cause.RANDOM_ID, lambda p, rng: replace(p, suffix=rng.choice("abcdef") + _hex(rng, 2))),
-    Fault("UUID", Cause.RANDOM_ID, lambda p, rng: replace(p, session_id=_uuid(rng))),
-    Fault("timestamp", Cause.DATE_OR_TIME, lambda p, rng: replace(p, now=_later(rng))),
-    Fault("date of another day", Cause.DATE_OR_TIME, lambda p, rng: replace(p, now="2026-11-06T08:00:00Z")),
-    Fault("counter", Cause.NUMBER, lambda p, rng: replace(p, turn=rng.randrange(2, 10_000))),
-    Fault("tools in another order", Cause.REORDERED, lambda p, rng: replace(p, tools=_shuffled(p.tools, rng))),
-    Fault("keys in another order", Cause.REORDERED, lambda p, rng: replace(p, keys=_shuffled(p.keys, rng))),
-    Fault("a tool less", Cause.TOOLS_CHANGED, _fewer_tools),
-    Fault("a tool more", Cause.TOOLS_CHANGED, _more_tools),
-    Fault("injected system message", Cause.MESSAGE_INSERTED, _reminder),
-    Fault("compaction that keeps the last messages", Cause.COMPACTED, _compacted),
-    Fault("stripped thinking", Cause.THINKING_STRIPPED, _without_thinking),
-    Fault("re-tokenized answer", Cause.RETOKENIZED, _resplit),
+    Fault("hexadecimal digits in the first line", MissCause.RANDOM_ID, lambda p, rng: replace(p, build=_hex(rng, 16))),
+    Fault(
+        "short build suffix", MissCause.RANDOM_ID, lambda p, rng: replace(p, suffix=rng.choice("abcdef") + _hex(rng, 2))
+    ),
+    Fault("UUID", MissCause.RANDOM_ID, lambda p, rng: replace(p, session_id=_uuid(rng))),
+    Fault("timestamp", MissCause.DATE_OR_TIME, lambda p, rng: replace(p, now=_later(rng))),
+    Fault("date of another day", MissCause.DATE_OR_TIME, lambda p, rng: replace(p, now="2026-11-06T08:00:00Z")),
+    Fault("counter", MissCause.NUMBER, lambda p, rng: replace(p, turn=rng.randrange(2, 10_000))),
+    Fault("tools in another order", MissCause.REORDERED, lambda p, rng: replace(p, tools=_shuffled(p.tools, rng))),
+    Fault("keys in another order", MissCause.REORDERED, lambda p, rng: replace(p, keys=_shuffled(p.keys, rng))),
+    Fault("a tool less", MissCause.TOOLS_CHANGED, _fewer_tools),
+    Fault("a tool more", MissCause.TOOLS_CHANGED, _more_tools),
+    Fault("injected system message", MissCause.MESSAGE_INSERTED, _reminder),
+    Fault("compaction that keeps the last messages", MissCause.COMPACTED, _compacted),
+    Fault("stripped thinking", MissCause.THINKING_STRIPPED, _without_thinking),
+    Fault("re-tokenized answer", MissCause.RETOKENIZED, _resplit),
     Fault(
         "token that begins a sequence",
-        Cause.TEMPLATE_CHANGED,
+        MissCause.TEMPLATE_CHANGED,
         lambda p, rng: replace(p, first_text="<|endoftext|>"),
     ),
     Fault(
         "another chat template",
-        Cause.TEMPLATE_CHANGED,
+        MissCause.TEMPLATE_CHANGED,
         lambda p, rng: replace(p, role_form="[{role}]\n"),
     ),
     Fault(
         "salt of each request",
-        Cause.SALT_CHANGED,
+        MissCause.SALT_CHANGED,
         lambda p, rng: replace(p, namespace=p.namespace._replace(salt=_hex(rng, 8))),
     ),
     Fault(
         "another adapter",
-        Cause.ADAPTER_CHANGED,
+        MissCause.ADAPTER_CHANGED,
         lambda p, rng: replace(p, namespace=p.namespace._replace(adapter=rng.choice("ab"))),
     ),
     Fault(
         "another tenant",
-        Cause.TENANT_CHANGED,
+        MissCause.TENANT_CHANGED,
         lambda p, rng: replace(p, namespace=p.namespace._replace(tenant=f"team {rng.randrange(4)}")),
     ),
 )

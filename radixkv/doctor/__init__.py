@@ -2,5 +2,5 @@
 
 It has no engine and no torch. `radixkv doctor` prints what it finds.
 
-Public API: `diagnose`, `PromptLog`, `Cause`, `Diagnosis`.
+Public API: `diagnose`, `PromptLog`, `MissCause`, `LogDiagnosis`.
 """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from radixkv.doctor.causes import Cause
+from radixkv.doctor.causes import MissCause
 
 
 class Advice(NamedTuple):
@@ -23,90 +23,90 @@ _APPEND = "Append new messages at the end instead of inserting them before earli
 _CAPACITY = "Find the capacity that your prompts need with `radixkv simulate`, or cache fewer of them (docs/AGENTS.md)."
 
 ADVICE = {
-    Cause.RANDOM_ID: Advice(
+    MissCause.RANDOM_ID: Advice(
         "a random id changes",
         "Remove the id from the prompt, keep one value for the whole conversation, or move it to the end.",
     ),
-    Cause.DATE_OR_TIME: Advice(
+    MissCause.DATE_OR_TIME: Advice(
         "a date or a time changes",
         "Move it to the end of the prompt, or round it so that it changes less often.",
     ),
-    Cause.NUMBER: Advice(
+    MissCause.NUMBER: Advice(
         "a number changes", "Move the number to the end of the prompt, or leave it out if the model does not need it."
     ),
-    Cause.REORDERED: Advice(
+    MissCause.REORDERED: Advice(
         "the same parts come in another order",
         "Sort them before sending: tools by name, and the keys of JSON objects (sort_keys=True).",
     ),
-    Cause.TOOLS_CHANGED: Advice(
+    MissCause.TOOLS_CHANGED: Advice(
         "the set of tools or their definitions change",
         "Send all tools in every request, with the same definitions, and restrict their use with tool_choice.",
     ),
-    Cause.MESSAGE_INSERTED: Advice("a passage that only some prompts have precedes what they share", _APPEND),
-    Cause.COMPACTED: Advice(
+    MissCause.MESSAGE_INSERTED: Advice("a passage that only some prompts have precedes what they share", _APPEND),
+    MissCause.COMPACTED: Advice(
         "earlier messages were summarized or dropped",
         "Keep the first messages unchanged, drop many messages at once, and do it less often.",
     ),
-    Cause.THINKING_STRIPPED: Advice(
+    MissCause.THINKING_STRIPPED: Advice(
         "the reasoning of earlier turns was removed",
         "Keep the reasoning in later prompts, or let the server not cache it (write_generated=False, docs/AGENTS.md).",
     ),
-    Cause.RETOKENIZED: Advice(
+    MissCause.RETOKENIZED: Advice(
         "the text is the same, but its tokens differ",
         "Send the token ids of earlier turns as they were generated, or let one program encode all turns.",
     ),
-    Cause.TEMPLATE_CHANGED: Advice(
+    MissCause.TEMPLATE_CHANGED: Advice(
         "special tokens or the text of the chat template differ",
         "Let all programs use the same chat template with the same options, and the same token at the beginning.",
     ),
-    Cause.REPLACED: Advice(
+    MissCause.REPLACED: Advice(
         "a passage changes", "Move what changes to the end of the prompt, behind everything that stays the same."
     ),
-    Cause.HEAD_CHANGED: Advice(
+    MissCause.HEAD_CHANGED: Advice(
         "the beginning of the session's previous prompt was changed",
         "Keep system prompt and tools the same during a session. A log of the prompts would show what changes.",
     ),
-    Cause.MIDDLE_CHANGED: Advice(
+    MissCause.MIDDLE_CHANGED: Advice(
         "the session's previous prompt was changed in the middle",
         "Send earlier messages unchanged. A log of the prompts would show what changes.",
     ),
-    Cause.REALIGNED: Advice(
+    MissCause.REALIGNED: Advice(
         "blocks were inserted into the session's previous prompt, or removed from it",
         f"{_APPEND} A log of the prompts would show what changes.",
     ),
-    Cause.SALT_CHANGED: Advice(
+    MissCause.SALT_CHANGED: Advice(
         "the same tokens are cached with another salt of the tenant",
         "Use one salt for all requests that may share their prompts, not a different salt for each request.",
     ),
-    Cause.ADAPTER_CHANGED: Advice(
+    MissCause.ADAPTER_CHANGED: Advice(
         "the same tokens are cached for another model or adapter of the tenant",
         "Keep one model and adapter for a conversation, or use an adapter that is invoked late in the prompt "
         "(radixkv/engine/adapters/README.md).",
     ),
-    Cause.TENANT_CHANGED: Advice(
+    MissCause.TENANT_CHANGED: Advice(
         "the same tokens are cached for another tenant",
         "Send a conversation as one tenant. A system prompt of all tenants can be made public (`radixkv public add`).",
     ),
-    Cause.EVICTED: Advice("the tokens had been evicted", _CAPACITY),
-    Cause.EVICTED_BY_OWN: Advice("the tokens had been evicted for other prompts of the same tenant", _CAPACITY),
-    Cause.EVICTED_BY_OTHERS: Advice(
+    MissCause.EVICTED: Advice("the tokens had been evicted", _CAPACITY),
+    MissCause.EVICTED_BY_OWN: Advice("the tokens had been evicted for other prompts of the same tenant", _CAPACITY),
+    MissCause.EVICTED_BY_OTHERS: Advice(
         "the tokens had been evicted for other tenants",
         f"Give the tenant a floor (tenants.NAME.floor_tokens). {_CAPACITY}",
     ),
-    Cause.EXPIRED: Advice(
+    MissCause.EXPIRED: Advice(
         "the tokens were evicted after the time to live of their retention",
         "Request a longer time to live, or one that each hit restarts (renew=True).",
     ),
-    Cause.NO_WINDOW: Advice(
+    MissCause.NO_WINDOW: Advice(
         "the tokens are cached, but not those of the layers with sliding windows",
         "Send prompts that end where later ones continue, or give these layers more memory (cache.windowed_tokens).",
     ),
-    Cause.NO_STATE: Advice(
+    MissCause.NO_STATE: Advice(
         "the tokens are cached, but no snapshot of the recurrent state",
         "Take snapshots more often (cache.state_every_tokens), or keep more of them (cache.state_bytes).",
     ),
-    Cause.NOT_LOADED: Advice(
+    MissCause.NOT_LOADED: Advice(
         "the tokens were in a tier and were not loaded", "See docs/RUNBOOK.md for tiers that are slow or not reachable."
     ),
-    Cause.READ_DISABLED: Advice("the request disabled reading from the cache", "Leave out read_cache=False."),
+    MissCause.READ_DISABLED: Advice("the request disabled reading from the cache", "Leave out read_cache=False."),
 }

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Self
+from dataclasses import dataclass
 
-from radixkv.doctor.causes import Cause
+from radixkv.doctor.causes import MissCause
 from radixkv.doctor.examination import Earlier
 from radixkv.doctor.finding import Finding, GroupKey
 from radixkv.doctor.prompt_log import LoggedPrompt, SegmentOf
@@ -25,15 +24,9 @@ class BlockExaminer:
 
     Attributes:
         tokens_per_id: tokens of a block.
-        min_lost_tokens: losses of fewer tokens are not reported.
     """
 
     tokens_per_id: int
-    min_lost_tokens: int
-
-    def reporting(self, min_lost_tokens: int) -> Self:
-        """Return an examiner that reports losses of at least so many tokens."""
-        return replace(self, min_lost_tokens=min_lost_tokens)
 
     def examine(
         self,
@@ -41,6 +34,7 @@ class BlockExaminer:
         ids: Tokens,
         num_cached: int,
         earlier: Sequence[Earlier],
+        min_lost_tokens: int,
         segment_of: SegmentOf | None = None,
     ) -> Finding | None:
         """Return why a prompt could not reuse more of the previous one of its session; None if it reuses all of it.
@@ -50,6 +44,7 @@ class BlockExaminer:
             ids: its blocks as numbers, uint32 `[num_ids]`.
             num_cached: how many of them are reused.
             earlier: earlier prompts; only those of the same session are compared.
+            min_lost_tokens: losses of fewer tokens are not reported.
             segment_of: not used.
         """
         other = next((each for each in earlier if prompt.session and each.prompt.session == prompt.session), None)
@@ -60,15 +55,15 @@ class BlockExaminer:
         if start >= num_others - 1:  # the last block may only be longer now
             return None
         num_equal = _num_equal_again(ids[start:], other.tokens[start:])
-        cause, num_lost = Cause.REALIGNED, num_equal
+        cause, num_lost = MissCause.REALIGNED, num_equal
         if not num_equal:
             num_lost = min(ids.size, num_others) - max(start, num_cached)
             if ids.size < _SHORTER * num_others:
-                cause = Cause.COMPACTED
+                cause = MissCause.COMPACTED
             else:
-                cause = Cause.HEAD_CHANGED if start <= _HEAD_SHARE * num_others else Cause.MIDDLE_CHANGED
+                cause = MissCause.HEAD_CHANGED if start <= _HEAD_SHARE * num_others else MissCause.MIDDLE_CHANGED
         num_lost_tokens = max(0, min(num_lost * self.tokens_per_id, prompt.num_tokens - 1))
-        if num_lost_tokens < self.min_lost_tokens:
+        if num_lost_tokens < min_lost_tokens:
             return None
         position = start * self.tokens_per_id
         return Finding(GroupKey(cause), position, num_lost_tokens, is_bound=not num_equal)

@@ -33,7 +33,7 @@ _SUMMARY = re.compile(
 )
 
 
-class Cause(enum.Enum):
+class MissCause(enum.Enum):
     """Why tokens were computed that a cache could have had. The values are part of --json and do not change."""
 
     RANDOM_ID = "RANDOM_ID"
@@ -87,14 +87,14 @@ class Sides(NamedTuple):
 
 
 _OF_KIND = {
-    DifferenceKind.RANDOM_ID: Cause.RANDOM_ID,
-    DifferenceKind.DATE_OR_TIME: Cause.DATE_OR_TIME,
-    DifferenceKind.NUMBER: Cause.NUMBER,
-    DifferenceKind.FIRST_TOKEN: Cause.TEMPLATE_CHANGED,
+    DifferenceKind.RANDOM_ID: MissCause.RANDOM_ID,
+    DifferenceKind.DATE_OR_TIME: MissCause.DATE_OR_TIME,
+    DifferenceKind.NUMBER: MissCause.NUMBER,
+    DifferenceKind.FIRST_TOKEN: MissCause.TEMPLATE_CHANGED,
 }
 
 
-def cause_of(found: Comparison, sides: Sides) -> tuple[Cause, str] | None:
+def cause_of(found: Comparison, sides: Sides) -> tuple[MissCause, str] | None:
     """Return the cause of a difference and its pattern; None if they are probably different prompts.
 
     A passage that one prompt has and the other has not is one cause, whichever of them was sent first.
@@ -107,23 +107,23 @@ def cause_of(found: Comparison, sides: Sides) -> tuple[Cause, str] | None:
     if kind in _OF_KIND:
         return _OF_KIND[kind], pattern_of(kind, texts)
     if _is_template(found, sides):
-        return Cause.TEMPLATE_CHANGED, ""
+        return MissCause.TEMPLATE_CHANGED, ""
     if kind is DifferenceKind.RETOKENIZED:
-        return Cause.RETOKENIZED, ""
+        return MissCause.RETOKENIZED, ""
     if kind is DifferenceKind.REORDERED:
-        return Cause.REORDERED, _order_pattern(found, sides) or pattern_of(kind, texts)
+        return MissCause.REORDERED, _order_pattern(found, sides) or pattern_of(kind, texts)
     if _is_compacted(found, sides):
-        return Cause.COMPACTED, ""
+        return MissCause.COMPACTED, ""
     if place is None:
         return None
     if sides.segment == "tools" or _TOOLS.search(sides.text):
-        return Cause.TOOLS_CHANGED, ""
+        return MissCause.TOOLS_CHANGED, ""
     if kind in (DifferenceKind.INSERTED, DifferenceKind.REMOVED):
-        return (Cause.THINKING_STRIPPED if _is_thinking(found, sides) else Cause.MESSAGE_INSERTED), ""
+        return (MissCause.THINKING_STRIPPED if _is_thinking(found, sides) else MissCause.MESSAGE_INSERTED), ""
     if min(place.prompt_span, place.branch_span) <= _MAX_LEFT_TOKENS and _THINKING.search(sides.text):
-        return Cause.THINKING_STRIPPED, ""
+        return MissCause.THINKING_STRIPPED, ""
     is_meant_to_be_equal = max(place.prompt_span, place.branch_span) <= place.equal_tokens
-    return (Cause.REPLACED, "") if is_meant_to_be_equal else None
+    return (MissCause.REPLACED, "") if is_meant_to_be_equal else None
 
 
 def _is_template(found: Comparison, sides: Sides) -> bool:

@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 
 from radixkv.doctor.finding import Finding, GroupKey, Sample
 from radixkv.doctor.prompt_log import PromptLog
-from radixkv.doctor.replay import CacheSize, PromptExaminer, Replay
+from radixkv.doctor.replay import MIN_LOST_TOKENS, CacheSize, PromptExaminer, Replay
 from radixkv.planning.time_model import TimeModel
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class MissGroup:
     """Prompts that lost tokens for one cause.
 
     Attributes:
@@ -45,7 +45,7 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True)
-class Diagnosis:
+class LogDiagnosis:
     """What was found in a log.
 
     Attributes:
@@ -63,7 +63,7 @@ class Diagnosis:
     prompt_tokens: int
     cached_tokens: int
     first_prompts: int
-    groups: tuple[Group, ...]
+    groups: tuple[MissGroup, ...]
     num_other_groups: int
     findings: tuple[Finding | None, ...]
     computed_s: float | None
@@ -80,7 +80,7 @@ class _Totals:
     cached_tokens: int
     computed_s: float | None
     first_prompts: int
-    groups: list[Group]
+    groups: list[MissGroup]
     findings: tuple[Finding | None, ...]
 
     @property
@@ -93,10 +93,11 @@ def diagnose(
     examiner: PromptExaminer,
     *,
     size: CacheSize | None = None,
+    min_lost_tokens: int = MIN_LOST_TOKENS,
     max_groups: int = 10,
     times: TimeModel | None = None,
     on_prompt: Callable[[], object] | None = None,
-) -> Diagnosis:
+) -> LogDiagnosis:
     """Find out why the prompts of a log are not reused, and what fixing each cause would save.
 
     The log is replayed once to find the causes. Then the most expensive cause is removed from all prompts that have it,
@@ -108,21 +109,22 @@ def diagnose(
         log: the prompts.
         examiner: finds the cause of a difference.
         size: the cache; by default one that evicts nothing.
+        min_lost_tokens: losses of fewer tokens are not reported.
         max_groups: groups whose savings are measured, each with one replay of the log.
         times: how long prefills take; None for no seconds.
         on_prompt: called after each replayed prompt.
     """
     size = size or CacheSize()
     fixed: list[GroupKey] = []
-    groups: list[Group] = []
-    first = latest = _replayed(log, examiner, size, fixed, times, on_prompt)
+    groups: list[MissGroup] = []
+    first = latest = _replayed(log, examiner, size, fixed, min_lost_tokens, times, on_prompt)
     while len(groups) < max_groups:
         group = next((each for each in latest.groups if each.is_fixable and each.key not in fixed), None)
         if group is None:
             break
         fixed.append(group.key)
         before = latest
-        latest = _replayed(log, examiner, size, fixed, times, on_prompt)
+        latest = _replayed(log, examiner, size, fixed, min_lost_tokens, times, on_prompt)
         saved_s = None
         if before.computed_s is not None and latest.computed_s is not None:
             saved_s = before.computed_s - latest.computed_s
@@ -131,7 +133,7 @@ def diagnose(
     groups += [each for each in first.groups if not each.is_fixable]
     groups.sort(key=lambda each: each.lost_tokens if each.saved_tokens is None else each.saved_tokens, reverse=True)
     num_left = sum(each.is_fixable and each.key not in fixed for each in latest.groups)
-    return Diagnosis(
+    return LogDiagnosis(
         len(log),
         first.prompt_tokens,
         first.cached_tokens,
@@ -148,19 +150,20 @@ def _replayed(
     examiner: PromptExaminer,
     size: CacheSize,
     fixed: list[GroupKey],
+    min_lost_tokens: int,
     times: TimeModel | None,
     on_prompt: Callable[[], object] | None,
 ) -> _Totals:
     prompt_tokens = cached_tokens = first_prompts = 0
     computed_s = 0.0
-    groups: dict[GroupKey, Group] = {}
+    groups: dict[GroupKey, MissGroup] = {}
     findings: list[Finding | None] = []
-    for each in Replay(log, examiner, size, fixed).run(on_prompt):
+    for each in Replay(log, examiner, size, fixed, min_lost_tokens).run(on_prompt):
         prompt_tokens += each.num_tokens
         cached_tokens += each.cached_tokens
         first_prompts += each.is_first
         finding = each.finding
-        findings.append(None if finding is None else replace(finding, mends=()))  # they may have many tokens
+        findings.append(None if finding is None else replace(finding, replacements=()))  # they may have many tokens
         if times is not None:
             computed_s += times.prefill_s(each.cached_tokens, each.num_tokens)
         if finding is not None:
@@ -177,10 +180,10 @@ def _replayed(
 _MAX_SEGMENTS = 4
 
 
-def joined(group: Group | None, finding: Finding, lost_s: float | None) -> Group:
+def joined(group: MissGroup | None, finding: Finding, lost_s: float | None) -> MissGroup:
     """Return a group with one more finding; None is a group without any."""
     if group is None:
-        return Group(
+        return MissGroup(
             finding.key,
             1,
             finding.lost_tokens,

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import NamedTuple, Self
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
-from radixkv.doctor.causes import Cause, Sides, cause_of
-from radixkv.doctor.finding import Finding, GroupKey, Mend, Sample, Side, place_of
+from radixkv.doctor.causes import MissCause, Sides, cause_of
+from radixkv.doctor.finding import Finding, GroupKey, Replacement, Sample, Side, place_of
 from radixkv.doctor.prompt_log import LoggedPrompt, SegmentOf
 from radixkv.explain.comparison import NUM_CONTEXT_TOKENS, Comparison, Decode, Decoder, compare
 from radixkv.explain.kinds import has_same_tokens, settled
@@ -65,15 +65,9 @@ class Examiner:
 
     Attributes:
         decode: returns the text of token ids; None without a tokenizer.
-        min_lost_tokens: losses of fewer tokens are not reported.
     """
 
     decode: Decode | None
-    min_lost_tokens: int
-
-    def reporting(self, min_lost_tokens: int) -> Self:
-        """Return an examiner that reports losses of at least so many tokens."""
-        return replace(self, min_lost_tokens=min_lost_tokens)
 
     def examine(
         self,
@@ -81,6 +75,7 @@ class Examiner:
         tokens: Tokens,
         num_cached: int,
         earlier: Sequence[Earlier],
+        min_lost_tokens: int,
         segment_of: SegmentOf | None = None,
     ) -> Finding | None:
         """Return why a prompt could not reuse more of earlier ones; None if they have too little that it could reuse.
@@ -93,6 +88,7 @@ class Examiner:
             tokens: its tokens, uint32 `[num_tokens]`.
             num_cached: how many of them are reused.
             earlier: prompts to compare it with, the most likely one first.
+            min_lost_tokens: losses of fewer tokens are not reported.
             segment_of: names the segment of a position in `tokens`; by default that of the prompt.
         """
         compared: list[tuple[int, Earlier, list[_Place]]] = []
@@ -108,7 +104,9 @@ class Examiner:
             if vague is not None and likeness < _MIN_LIKENESS * compared[0][0]:
                 break
             found = self._finding(prompt, tokens, num_cached, other, places, segment_of)
-            if found is not None and found.key.cause is not Cause.REPLACED:
+            if found is not None and found.lost_tokens < min_lost_tokens:
+                found = None
+            if found is not None and found.key.cause is not MissCause.REPLACED:
                 return found
             vague = vague or found
         return vague
@@ -133,28 +131,26 @@ class Examiner:
         num_lost = first.num_lost(num_cached, tokens.size)
         if first.realignment is None:  # of a compacted conversation that has nothing in common with it afterwards
             num_lost = max(0, tokens.size - 1 - max(num_cached, first.start))
-        mends = [*_mend(first, other)]
+        replacements = [*_replacements(first, other)]
         for place in others:
             if place.realignment is None or self._cause(prompt, tokens, other, place, segment_of) != found:
                 break
             num_lost += place.num_lost(num_cached, tokens.size)
-            mends += _mend(place, other)
-        if num_lost < self.min_lost_tokens:
-            return None
+            replacements += _replacements(place, other)
         cause, pattern = found
         return Finding(
             GroupKey(cause, place_of(first.start, segment), pattern),
             first.start,
             num_lost,
             segment,
-            tuple(mends),
+            tuple(replacements),
             sample=self._sample(prompt, tokens, other, first),
             is_bound=first.realignment is None,
         )
 
     def _cause(
         self, prompt: LoggedPrompt, tokens: Tokens, other: Earlier, place: _Place, segment_of: SegmentOf | None
-    ) -> tuple[Cause, str] | None:
+    ) -> tuple[MissCause, str] | None:
         text_of = self._decoder(tokens, place.start)
         ours, theirs = tokens[place.start :], other.tokens[place.earlier_start :]
         found = compare(ours, theirs, place.realignment, is_first=not place.start, text_of=text_of)
@@ -219,12 +215,12 @@ def _merged(places: Sequence[_Place]) -> tuple[_Place, Sequence[_Place]]:
     return _Place(first.start, first.earlier_start, found), places[index + 1 :]
 
 
-def _mend(place: _Place, other: Earlier) -> list[Mend]:
+def _replacements(place: _Place, other: Earlier) -> list[Replacement]:
     found = place.realignment
     if found is None:
         return []
     theirs = other.tokens[place.earlier_start : place.earlier_start + found.branch_span]
-    return [Mend(place.start, place.start + found.prompt_span, theirs.tobytes())]
+    return [Replacement(place.start, place.start + found.prompt_span, theirs.tobytes())]
 
 
 def _spans(found: Comparison) -> tuple[int, int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from radixkv.doctor.causes import Cause
+from radixkv.doctor.causes import MissCause
 from radixkv.namespace import Namespace
 
 
@@ -18,12 +18,12 @@ class GroupKey(NamedTuple):
         pattern: pattern of what differs, such as "16 hexadecimal digits"; empty if it has none.
     """
 
-    cause: Cause
+    cause: MissCause
     place: str = ""
     pattern: str = ""
 
 
-class Mend(NamedTuple):
+class Replacement(NamedTuple):
     """Tokens of a prompt that make it equal to an earlier one.
 
     Attributes:
@@ -85,7 +85,7 @@ class Finding:
         position: position in the prompt at which it leaves the earlier one.
         lost_tokens: tokens that were computed and would have been reused without the cause.
         segment: name of the segment that has the position; empty if it is not known.
-        mends: replacements that remove the cause; empty if there are none.
+        replacements: replacements that remove the cause; empty if there are none.
         namespace: the namespace in which the tokens are cached, if the cause is that the prompt has another one.
         sample: both sides; None if the cause has no sides.
         is_bound: whether `lost_tokens` is only an upper bound.
@@ -95,7 +95,7 @@ class Finding:
     position: int
     lost_tokens: int
     segment: str = ""
-    mends: tuple[Mend, ...] = ()
+    replacements: tuple[Replacement, ...] = ()
     namespace: Namespace | None = None
     sample: Sample | None = None
     is_bound: bool = False
@@ -103,17 +103,17 @@ class Finding:
     @property
     def is_fixable(self) -> bool:
         """Whether the cause can be removed from the log."""
-        return bool(self.mends) or self.namespace is not None
+        return bool(self.replacements) or self.namespace is not None
 
 
-def mended(tokens: bytes, mends: tuple[Mend, ...]) -> bytes:
+def replaced(tokens: bytes, replacements: tuple[Replacement, ...]) -> bytes:
     """Return tokens with the replacements, whose ranges are in order.
 
-    >>> mended(bytes(8), (Mend(1, 2, b"abcdefgh"),))
+    >>> replaced(bytes(8), (Replacement(1, 2, b"abcdefgh"),))
     b'\\x00\\x00\\x00\\x00abcdefgh'
     """
     parts, end = [], 0
-    for each in mends:
+    for each in replacements:
         parts += [tokens[end : 4 * each.start], each.tokens]
         end = 4 * each.end
     return b"".join((*parts, tokens[end:]))

@@ -21,7 +21,7 @@ SegmentOf = Callable[[int], str]
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class ReportedReuse:
     """What a server reported of a prompt when it was computed.
 
     Attributes:
@@ -45,7 +45,7 @@ class LoggedPrompt:
         time_s: seconds since the start of the log; None if the log has no times.
         segment_of: returns the name of the segment that has a position; None without segments.
         retention: how long the prompt was to be kept; None without a request.
-        outcome: what a server reported; None if the log does not have it.
+        reported: what a server reported; None if the log does not have it.
     """
 
     where: str
@@ -55,7 +55,7 @@ class LoggedPrompt:
     time_s: float | None = None
     segment_of: SegmentOf | None = None
     retention: Retention | None = None
-    outcome: Outcome | None = None
+    reported: ReportedReuse | None = None
 
 
 class TokenStore:

@@ -6,7 +6,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol, Self
+from typing import NamedTuple, Protocol
 
 from radixkv.api.miss_reason import MissReason
 from radixkv.cache.changes import Listener
@@ -14,17 +14,20 @@ from radixkv.cache.node import Node
 from radixkv.cache.policies import make_policy
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.config import CacheConfig
-from radixkv.doctor.causes import Cause
+from radixkv.doctor.causes import MissCause
 from radixkv.doctor.content_index import ContentIndex
 from radixkv.doctor.examination import Earlier, uint32
-from radixkv.doctor.finding import Finding, GroupKey, Mend, mended
+from radixkv.doctor.finding import Finding, GroupKey, Replacement, replaced
 from radixkv.doctor.prompt_log import LoggedPrompt, PromptLog, SegmentOf, Tokens, TokenStore
 from radixkv.errors import CapacityError
 from radixkv.explain.realignment import MIN_EQUAL_TOKENS
 from radixkv.namespace import Namespace
 from radixkv.tokens import TOKEN_BYTES, prefix_fingerprint
 
-_MAX_MENDS = 8  # times that one prompt is examined and changed
+MIN_LOST_TOKENS = 64
+"""Smaller losses of a prompt are not reported by default."""
+
+_MAX_ROUNDS = 8  # times that one prompt is examined and changed
 _MIN_FIXED_TOKENS = 8  # a fixed cause is not removed where it loses fewer tokens
 _MAX_GROWTH = 4  # a log whose causes are fixed has at most this many times the tokens
 _MAX_NAMESPACES = 32  # that are compared for one beginning of prompts
@@ -32,25 +35,18 @@ _MAX_FORMER = 3  # last prompts of a session with which the next one is compared
 _MIN_STEP_S = 1e-5
 
 _OF_REASON = {
-    MissReason.EVICTED: Cause.EVICTED,
-    MissReason.EXPIRED: Cause.EXPIRED,
-    MissReason.NO_WINDOW: Cause.NO_WINDOW,
-    MissReason.NO_STATE: Cause.NO_STATE,
-    MissReason.NOT_LOADED: Cause.NOT_LOADED,
-    MissReason.READ_DISABLED: Cause.READ_DISABLED,
-    MissReason.ADAPTER_CHANGED: Cause.ADAPTER_CHANGED,
+    MissReason.EVICTED: MissCause.EVICTED,
+    MissReason.EXPIRED: MissCause.EXPIRED,
+    MissReason.NO_WINDOW: MissCause.NO_WINDOW,
+    MissReason.NO_STATE: MissCause.NO_STATE,
+    MissReason.NOT_LOADED: MissCause.NOT_LOADED,
+    MissReason.READ_DISABLED: MissCause.READ_DISABLED,
+    MissReason.ADAPTER_CHANGED: MissCause.ADAPTER_CHANGED,
 }
 
 
 class PromptExaminer(Protocol):
     """Compares a prompt with earlier ones; see `Examiner` and `BlockExaminer`."""
-
-    @property
-    def min_lost_tokens(self) -> int:
-        """Losses of fewer tokens are not reported."""
-
-    def reporting(self, min_lost_tokens: int) -> Self:
-        """Return an examiner that reports losses of at least so many tokens."""
 
     def examine(
         self,
@@ -58,6 +54,7 @@ class PromptExaminer(Protocol):
         tokens: Tokens,
         num_cached: int,
         earlier: list[Earlier],
+        min_lost_tokens: int,
         segment_of: SegmentOf | None = None,
     ) -> Finding | None:
         """Return why a prompt could not reuse more of earlier ones."""
@@ -129,16 +126,21 @@ class Replay:
         size: the cache.
         fixed: groups whose cause is removed from each prompt as it is replayed: the prompt gets the tokens of the
             earlier one where it differs, or its namespace.
+        min_lost_tokens: losses of fewer tokens are not reported.
     """
 
     def __init__(
-        self, log: PromptLog, examiner: PromptExaminer, size: CacheSize, fixed: Collection[GroupKey] = ()
+        self,
+        log: PromptLog,
+        examiner: PromptExaminer,
+        size: CacheSize,
+        fixed: Collection[GroupKey] = (),
+        min_lost_tokens: int = MIN_LOST_TOKENS,
     ) -> None:
         self._log = log
         self._examiner = examiner
-        self._sensitive_examiner = (
-            examiner.reporting(min(_MIN_FIXED_TOKENS, examiner.min_lost_tokens)) if fixed else examiner
-        )
+        self._min_lost_tokens = min_lost_tokens
+        self._min_found_tokens = min(_MIN_FIXED_TOKENS, min_lost_tokens) if fixed else min_lost_tokens
         self._size = size
         self._fixed = frozenset(fixed)
         self._now_s = 0.0
@@ -181,9 +183,9 @@ class Replay:
         prompt = self._log.prompts[index]
         tokens, answer = self._log.tokens(index)
         self._now_s = max(self._now_s + _MIN_STEP_S, prompt.time_s or 0.0)
-        namespace, changed, finding, num_cached = self._mended(prompt, tokens)
+        namespace, changed, finding, num_cached = self._changed_prompt(prompt, tokens)
         self._num_units += len(changed) // TOKEN_BYTES
-        if finding is not None and finding.lost_tokens < self._examiner.min_lost_tokens:
+        if finding is not None and finding.lost_tokens < self._min_lost_tokens:
             finding = None
         is_first = not num_cached and finding is None
         _publish(self._whole, namespace, changed, answer)
@@ -191,7 +193,7 @@ class Replay:
         reused, lost = num_cached, None
         if self._bounded is not None:
             reused, lost = self._in_bounded(prompt, namespace, changed, answer, num_cached)
-        elif prompt.outcome is not None and not self._fixed:
+        elif prompt.reported is not None and not self._fixed:
             lost = self._reported(prompt, num_cached)
         if lost is not None and (finding is None or lost.lost_tokens > finding.lost_tokens):
             finding = lost
@@ -201,10 +203,10 @@ class Replay:
     def _scaled(self, units: int) -> int:
         return units * self._log.tokens_per_unit
 
-    def _mended(self, prompt: LoggedPrompt, tokens: bytes) -> tuple[Namespace, bytes, Finding | None, int]:
+    def _changed_prompt(self, prompt: LoggedPrompt, tokens: bytes) -> tuple[Namespace, bytes, Finding | None, int]:
         """Return the namespace and the tokens with which a prompt is replayed, what it loses, and what it reuses."""
-        namespace, rounds = prompt.namespace, list[tuple[Mend, ...]]()
-        for _ in range(_MAX_MENDS):
+        namespace, rounds = prompt.namespace, list[tuple[Replacement, ...]]()
+        for _ in range(_MAX_ROUNDS):
             num_cached = self._whole.match(namespace, tokens).cached_tokens
             finding = self._finding(prompt, namespace, tokens, num_cached, rounds)
             if finding is None or finding.key not in self._fixed:
@@ -212,10 +214,10 @@ class Replay:
             if finding.namespace is not None:
                 namespace = finding.namespace
                 continue
-            changed = mended(tokens, finding.mends)
+            changed = replaced(tokens, finding.replacements)
             if changed == tokens or self._num_units + len(changed) // TOKEN_BYTES > self._max_units:
                 break
-            rounds.append(finding.mends)
+            rounds.append(finding.replacements)
             tokens = changed
         else:
             num_cached = self._whole.match(namespace, tokens).cached_tokens
@@ -223,11 +225,16 @@ class Replay:
         return namespace, tokens, finding, num_cached
 
     def _finding(
-        self, prompt: LoggedPrompt, namespace: Namespace, tokens: bytes, num_cached: int, rounds: list[tuple[Mend, ...]]
+        self,
+        prompt: LoggedPrompt,
+        namespace: Namespace,
+        tokens: bytes,
+        num_cached: int,
+        rounds: list[tuple[Replacement, ...]],
     ) -> Finding | None:
         """Return why a prompt could not reuse more of what all prompts before it have."""
         num_missed = len(tokens) // TOKEN_BYTES - 1 - num_cached
-        if self._scaled(num_missed) < self._sensitive_examiner.min_lost_tokens:
+        if self._scaled(num_missed) < self._min_found_tokens:
             return None
         array = uint32(tokens)
         numbers = self._index.candidates(namespace.seed, array, num_cached)
@@ -237,7 +244,7 @@ class Replay:
         if segment_of is not None and rounds:
             segment_of = _before(segment_of, rounds)
         earlier = [self._earlier(each) for each in numbers]
-        finding = self._sensitive_examiner.examine(prompt, array, num_cached, earlier, segment_of)
+        finding = self._examiner.examine(prompt, array, num_cached, earlier, self._min_found_tokens, segment_of)
         elsewhere = self._elsewhere(namespace, tokens, num_cached)
         if elsewhere is not None and (finding is None or elsewhere.lost_tokens >= finding.lost_tokens):
             return elsewhere
@@ -259,14 +266,14 @@ class Replay:
                 if found > most:
                     best, most = other, found
         num_lost = self._scaled(most - num_cached)
-        if best is None or num_lost < self._sensitive_examiner.min_lost_tokens:
+        if best is None or num_lost < self._min_found_tokens:
             return None
         if best.tenant != namespace.tenant:
-            cause = Cause.TENANT_CHANGED
+            cause = MissCause.TENANT_CHANGED
         elif (best.model, best.adapter) != (namespace.model, namespace.adapter):
-            cause = Cause.ADAPTER_CHANGED
+            cause = MissCause.ADAPTER_CHANGED
         else:
-            cause = Cause.SALT_CHANGED
+            cause = MissCause.SALT_CHANGED
         return Finding(GroupKey(cause), self._scaled(num_cached), num_lost, namespace=best)
 
     def _in_bounded(
@@ -288,22 +295,22 @@ class Replay:
             if prompt.retention is not None:
                 cache.retain(namespace, tokens, prompt.retention)
         num_lost = self._scaled(num_whole - num_cached)
-        if num_lost < self._examiner.min_lost_tokens or reason not in _OF_REASON:
+        if num_lost < self._min_lost_tokens or reason not in _OF_REASON:
             return num_cached, None
         cause = _OF_REASON[reason]
-        if cause is Cause.EVICTED and evicted_for is not None:
-            cause = Cause.EVICTED_BY_OWN if evicted_for == namespace.tenant else Cause.EVICTED_BY_OTHERS
+        if cause is MissCause.EVICTED and evicted_for is not None:
+            cause = MissCause.EVICTED_BY_OWN if evicted_for == namespace.tenant else MissCause.EVICTED_BY_OTHERS
         return num_cached, Finding(GroupKey(cause), self._scaled(num_cached), num_lost)
 
     def _reported(self, prompt: LoggedPrompt, num_cached: int) -> Finding | None:
         """Return what a server has reported, if it reused less than a cache that never evicts."""
-        outcome = prompt.outcome
-        assert outcome is not None
-        num_lost = self._scaled(num_cached) - outcome.cached_tokens
-        cause = _OF_REASON.get(outcome.miss_reason)
-        if cause is None or num_lost < self._examiner.min_lost_tokens:
+        reported = prompt.reported
+        assert reported is not None
+        num_lost = self._scaled(num_cached) - reported.cached_tokens
+        cause = _OF_REASON.get(reported.miss_reason)
+        if cause is None or num_lost < self._min_lost_tokens:
             return None
-        return Finding(GroupKey(cause), outcome.cached_tokens, num_lost)
+        return Finding(GroupKey(cause), reported.cached_tokens, num_lost)
 
     def _remember(
         self, index: int, prompt: LoggedPrompt, namespace: Namespace, changed: bytes, tokens: bytes, answer: bytes
@@ -331,21 +338,21 @@ def _publish(cache: PrefixCache, namespace: Namespace, tokens: bytes, answer: by
             lease.commit(lease.num_tokens)
 
 
-def _before(segment_of: SegmentOf, rounds: list[tuple[Mend, ...]]) -> SegmentOf:
+def _before(segment_of: SegmentOf, rounds: list[tuple[Replacement, ...]]) -> SegmentOf:
     """Return a function that names the segment of a position in a prompt with several rounds of replacements."""
 
     def segment(position: int) -> str:
-        for mends in reversed(rounds):
-            position = _position_before(position, mends)
+        for replacements in reversed(rounds):
+            position = _position_before(position, replacements)
         return segment_of(position)
 
     return segment
 
 
-def _position_before(position: int, mends: tuple[Mend, ...]) -> int:
+def _position_before(position: int, replacements: tuple[Replacement, ...]) -> int:
     """Return the position of a token before replacements; of a new token, a position in the range that it replaced."""
     growth = 0
-    for each in mends:
+    for each in replacements:
         start, num_new = each.start + growth, len(each.tokens) // TOKEN_BYTES
         if position < start:
             break

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 from radixkv.config import EVICTION_POLICIES, CacheConfig
 from radixkv.doctor.advice import ADVICE
 from radixkv.doctor.block_examination import BlockExaminer
-from radixkv.doctor.diagnosis import Diagnosis, Group, diagnose
+from radixkv.doctor.diagnosis import LogDiagnosis, MissGroup, diagnose
 from radixkv.doctor.examination import Examiner
 from radixkv.doctor.finding import Sample, Side
 from radixkv.doctor.prompt_log import PromptLog
-from radixkv.doctor.replay import CacheSize, PromptExaminer
+from radixkv.doctor.replay import MIN_LOST_TOKENS, CacheSize, PromptExaminer
 from radixkv.doctor.trace_log import trace_log
 from radixkv.errors import ConfigError
 from radixkv.planning.time_model import TimeModel
@@ -43,7 +43,7 @@ _DESCRIPTION = (
     f"are accepted, too, but have neither tokens nor text. {COUNTS}"
 )
 _OPTIONS = (
-    Option("--min-lost-tokens", "N", positive, "smallest loss of a prompt that is reported", 64),
+    Option("--min-lost-tokens", "N", positive, "smallest loss of a prompt that is reported", MIN_LOST_TOKENS),
     Option("--top", "N", positive, "number of causes whose savings are measured, each with a replay of the log", 5),
     Option(
         "--capacity-tokens",
@@ -95,7 +95,15 @@ def _doctor(arguments: argparse.Namespace) -> None:
     with ExitStack() as stack:
         log, examiner, notes = _read(arguments, stack)
         with progress_bar("replays", len(log) * (1 + arguments.top)) as advance:
-            found = diagnose(log, examiner, size=size, max_groups=arguments.top, times=times, on_prompt=advance)
+            found = diagnose(
+                log,
+                examiner,
+                size=size,
+                min_lost_tokens=arguments.min_lost_tokens,
+                max_groups=arguments.top,
+                times=times,
+                on_prompt=advance,
+            )
     price = arguments.price_per_million_tokens
     print(json.dumps(diagnosis_object(found, price), indent=2) if arguments.json else diagnosis_text(found, price))
     for note in notes:
@@ -113,7 +121,7 @@ def _read(arguments: argparse.Namespace, stack: ExitStack) -> tuple[PromptLog, P
         note = "the trace has only ids of blocks: causes are classified by their position, and losses are upper bounds"
         if not any(each.session for each in log):
             note += "; without sessions, it does not say which prompts continue each other"
-        return log, BlockExaminer(log.tokens_per_unit, arguments.min_lost_tokens), [note]
+        return log, BlockExaminer(log.tokens_per_unit), [note]
     tokenizer_of = _tokenizer_of(arguments, stack)
     notes = []
     try:
@@ -131,7 +139,7 @@ def _read(arguments: argparse.Namespace, stack: ExitStack) -> tuple[PromptLog, P
         decode = reader.tokenizer().decode
     else:
         notes.append("without --tokenizer, ids, dates and other changes of text are shown as passages that change")
-    return reader.log, Examiner(decode, arguments.min_lost_tokens), notes
+    return reader.log, Examiner(decode), notes
 
 
 def _read_prompts(
@@ -169,7 +177,7 @@ def _tokenizer_of(arguments: argparse.Namespace, stack: ExitStack) -> GetTokeniz
     return tokenizer
 
 
-def diagnosis_text(found: Diagnosis, price: float | None = None) -> str:
+def diagnosis_text(found: LogDiagnosis, price: float | None = None) -> str:
     """Return a diagnosis in lines, the most expensive cause first."""
     computed = found.computed_tokens
     seconds = "" if found.computed_s is None else f", which takes {duration(found.computed_s)}"
@@ -191,7 +199,7 @@ def diagnosis_text(found: Diagnosis, price: float | None = None) -> str:
     return "\n".join(lines)
 
 
-def _headline(group: Group, num_prompts: int) -> str:
+def _headline(group: MissGroup, num_prompts: int) -> str:
     each = group.lost_tokens // group.num_prompts
     low, high = group.min_position, group.max_position
     place = f"at token {low:,}" if low == high else f"at tokens {low:,} to {high:,}"
@@ -234,7 +242,7 @@ def _shown(part: str | tuple[int, ...]) -> str:
     return f" {' '.join(map(str, part))} " if part else ""
 
 
-def _savings(group: Group, computed: int, price: float | None) -> str:
+def _savings(group: MissGroup, computed: int, price: float | None) -> str:
     tokens, seconds = group.saved_tokens, group.saved_s
     if tokens is None:
         verb, tokens, seconds = "Costs up to" if group.is_bound else "Costs", group.lost_tokens, group.lost_s
@@ -246,7 +254,7 @@ def _savings(group: Group, computed: int, price: float | None) -> str:
     return f"{verb} {tokens:,} tokens{share}{more}."
 
 
-def diagnosis_object(found: Diagnosis, price: float | None = None) -> dict[str, Any]:
+def diagnosis_object(found: LogDiagnosis, price: float | None = None) -> dict[str, Any]:
     """Return a diagnosis for JSON."""
     return {
         "requests": found.num_prompts,
@@ -260,7 +268,7 @@ def diagnosis_object(found: Diagnosis, price: float | None = None) -> dict[str, 
     }
 
 
-def _group_object(group: Group, price: float | None) -> dict[str, Any]:
+def _group_object(group: MissGroup, price: float | None) -> dict[str, Any]:
     advice = ADVICE[group.key.cause]
     saved = group.saved_tokens
     return {

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from radixkv.api.explanation import PromptSegment, require_segments
 from radixkv.api.miss_reason import MissReason
 from radixkv.api.retention import Retention
-from radixkv.doctor.prompt_log import LoggedPrompt, Outcome, PromptLog, SegmentOf, segment_lookup
+from radixkv.doctor.prompt_log import LoggedPrompt, PromptLog, ReportedReuse, SegmentOf, segment_lookup
 from radixkv.errors import ConfigError, InvalidRequest, RadixKVError
 from radixkv.namespace import Namespace
 from radixkv.planning.trace_records import Record
@@ -89,7 +89,7 @@ class PromptLogReader:
             self._time_s(both, where),
             _segments(both, where, len(encoded.token_ids)) or encoded.segment_of,
             _retention(both, where),
-            _outcome(both, where),
+            _reported_reuse(both, where),
         )
         answer_ids = [] if answer is None else _token_ids(answer, where, "output_token_ids")[:-1]
         self.log.add(prompt, encoded.token_ids, answer_ids)  # the last generated token is not cached
@@ -250,14 +250,14 @@ def _retention(fields: Mapping[str, Any], where: str) -> Retention | None:
     return retention
 
 
-def _outcome(fields: Mapping[str, Any], where: str) -> Outcome | None:
+def _reported_reuse(fields: Mapping[str, Any], where: str) -> ReportedReuse | None:
     cached, reason = fields.get("cached_tokens"), fields.get("miss_reason")
     if cached is None or reason is None:
         return None
     if type(cached) is not int or cached < 0:
         raise ConfigError(f"{where}: cached_tokens: expected an integer of at least 0, got another value")
     try:
-        return Outcome(cached, MissReason(reason))
+        return ReportedReuse(cached, MissReason(reason))
     except ValueError:
         expected = ", ".join(each.value for each in MissReason)
         raise ConfigError(f"{where}: miss_reason: expected one of {expected}, got another value") from None

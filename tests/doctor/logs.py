@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from radixkv.doctor.causes import Cause
-from radixkv.doctor.diagnosis import Diagnosis, diagnose
+from radixkv.doctor.causes import MissCause
+from radixkv.doctor.diagnosis import LogDiagnosis, diagnose
 from radixkv.doctor.examination import Examiner
 from radixkv.doctor.prompt_log import LoggedPrompt, PromptLog
 from radixkv.doctor.replay import CacheSize
@@ -35,12 +35,14 @@ def log_of(*prompts: str | tuple[str, Namespace] | tuple[str, Namespace, str]) -
 
 def diagnosed(
     log: PromptLog, *, size: CacheSize | None = None, max_groups: int = 10, times: TimeModel | None = None
-) -> Diagnosis:
+) -> LogDiagnosis:
     """Diagnose a log of characters."""
     with log:
-        return diagnose(log, Examiner(characters, MIN_LOST_TOKENS), size=size, max_groups=max_groups, times=times)
+        return diagnose(
+            log, Examiner(characters), min_lost_tokens=MIN_LOST_TOKENS, size=size, max_groups=max_groups, times=times
+        )
 
 
-def causes(found: Diagnosis) -> list[Cause | None]:
+def causes(found: LogDiagnosis) -> list[MissCause | None]:
     """Return the cause of each prompt."""
     return [None if each is None else each.key.cause for each in found.findings]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from radixkv.doctor.block_examination import BlockExaminer
-from radixkv.doctor.causes import Cause
-from radixkv.doctor.diagnosis import Diagnosis, diagnose
+from radixkv.doctor.causes import MissCause
+from radixkv.doctor.diagnosis import LogDiagnosis, diagnose
 from radixkv.doctor.replay import CacheSize
 from radixkv.doctor.trace_log import trace_log
 from radixkv.errors import ConfigError
@@ -22,10 +22,10 @@ def request(ids: list[int], session: str = "one", *, rest: int = SIZE, output: t
     return TraceRequest(0.0, length, SIZE * len(output), tuple(ids), SIZE, output, session)
 
 
-def diagnosed(*requests: TraceRequest, capacity_tokens: int | None = None) -> Diagnosis:
+def diagnosed(*requests: TraceRequest, capacity_tokens: int | None = None) -> LogDiagnosis:
     with trace_log(requests) as log:
         size = CacheSize(capacity_tokens, policy="lru", probation_share=1.0)
-        return diagnose(log, BlockExaminer(SIZE, min_lost_tokens=8), size=size)
+        return diagnose(log, BlockExaminer(SIZE), min_lost_tokens=8, size=size)
 
 
 FIRST = [*range(100, 140)]
@@ -36,18 +36,18 @@ FIRST = [*range(100, 140)]
     [
         ([*FIRST, 1, 2], None, 0),
         ([*FIRST[:39], 1, 2], None, 0),  # the last block is longer now
-        ([1, *range(200, 240)], Cause.HEAD_CHANGED, 40),
-        ([*FIRST[:20], *range(200, 220)], Cause.MIDDLE_CHANGED, 20),
-        ([*FIRST[:5], *range(200, 210)], Cause.COMPACTED, 10),
-        ([*FIRST[:10], 1, 2, *FIRST[10:]], Cause.REALIGNED, 30),
+        ([1, *range(200, 240)], MissCause.HEAD_CHANGED, 40),
+        ([*FIRST[:20], *range(200, 220)], MissCause.MIDDLE_CHANGED, 20),
+        ([*FIRST[:5], *range(200, 210)], MissCause.COMPACTED, 10),
+        ([*FIRST[:10], 1, 2, *FIRST[10:]], MissCause.REALIGNED, 30),
     ],
 )
-def test_the_place_of_a_change_in_a_session(ids: list[int], cause: Cause | None, lost_blocks: int) -> None:
+def test_the_place_of_a_change_in_a_session(ids: list[int], cause: MissCause | None, lost_blocks: int) -> None:
     finding = diagnosed(request(FIRST), request(ids)).findings[1]
     assert (None if finding is None else finding.key.cause) is cause
     if finding is not None:
         assert finding.lost_tokens == min(lost_blocks * SIZE, len(ids) * SIZE - 1)
-        assert finding.is_bound == (cause is not Cause.REALIGNED)
+        assert finding.is_bound == (cause is not MissCause.REALIGNED)
 
 
 def test_other_sessions_are_not_compared() -> None:
@@ -64,7 +64,7 @@ def test_tokens_are_those_of_the_prompts() -> None:
 def test_evicted_blocks_are_counted_in_tokens() -> None:
     fillers = [request([*range(start, start + 40)], f"filler {start}") for start in (1000, 2000, 3000)]
     found = diagnosed(request(FIRST), *fillers, request(FIRST), capacity_tokens=100 * SIZE)
-    assert causes(found)[-1] is Cause.EVICTED_BY_OWN
+    assert causes(found)[-1] is MissCause.EVICTED_BY_OWN
     assert found.groups[0].lost_tokens == 39 * SIZE  # the last block is computed for its last token
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from radixkv.doctor.causes import Cause
+from radixkv.doctor.causes import MissCause
 from radixkv.doctor.diagnosis import diagnose
 from radixkv.doctor.examination import Examiner
 from radixkv.doctor.finding import Finding
@@ -23,31 +23,31 @@ from .logs import ACME, characters
 Encoding = tuple[Callable[[str], Sequence[int]], Callable[[Sequence[int]], str]]
 
 CAUSES = {
-    "build suffix in the first line": (Cause.RANDOM_ID, "3 hexadecimal digits"),
-    "uuid of a session": (Cause.RANDOM_ID, "a UUID"),
-    "base62 id of a call": (Cause.RANDOM_ID, "23 letters and digits"),
-    "hash of a commit": (Cause.RANDOM_ID, "7 hexadecimal digits"),
-    "ISO timestamp": (Cause.DATE_OR_TIME, "a date and a time"),
-    "ISO date": (Cause.DATE_OR_TIME, "a date"),
-    "date in words": (Cause.DATE_OR_TIME, "a date and a time"),
-    "another month": (Cause.DATE_OR_TIME, "a date"),
-    "time of day": (Cause.DATE_OR_TIME, "a time"),
-    "Unix time": (Cause.DATE_OR_TIME, "a Unix time"),
-    "counter": (Cause.NUMBER, ""),
-    "version": (Cause.NUMBER, ""),
-    "amount": (Cause.NUMBER, ""),
-    "tools in another order": (Cause.REORDERED, "tools"),
-    "last tool first": (Cause.REORDERED, "tools"),
-    "keys in another order": (Cause.REORDERED, "keys of JSON objects"),
-    "a tool less": (Cause.TOOLS_CHANGED, ""),
-    "a tool more": (Cause.TOOLS_CHANGED, ""),
-    "injected message": (Cause.MESSAGE_INSERTED, ""),
-    "injected message that comes again later": (Cause.MESSAGE_INSERTED, ""),
-    "stripped thinking": (Cause.THINKING_STRIPPED, ""),
-    "thinking that leaves its tags": (Cause.THINKING_STRIPPED, ""),
-    "compaction that keeps the last turns": (Cause.COMPACTED, ""),
-    "compaction": (Cause.COMPACTED, ""),
-    "another sentence": (Cause.REPLACED, ""),
+    "build suffix in the first line": (MissCause.RANDOM_ID, "3 hexadecimal digits"),
+    "uuid of a session": (MissCause.RANDOM_ID, "a UUID"),
+    "base62 id of a call": (MissCause.RANDOM_ID, "23 letters and digits"),
+    "hash of a commit": (MissCause.RANDOM_ID, "7 hexadecimal digits"),
+    "ISO timestamp": (MissCause.DATE_OR_TIME, "a date and a time"),
+    "ISO date": (MissCause.DATE_OR_TIME, "a date"),
+    "date in words": (MissCause.DATE_OR_TIME, "a date and a time"),
+    "another month": (MissCause.DATE_OR_TIME, "a date"),
+    "time of day": (MissCause.DATE_OR_TIME, "a time"),
+    "Unix time": (MissCause.DATE_OR_TIME, "a Unix time"),
+    "counter": (MissCause.NUMBER, ""),
+    "version": (MissCause.NUMBER, ""),
+    "amount": (MissCause.NUMBER, ""),
+    "tools in another order": (MissCause.REORDERED, "tools"),
+    "last tool first": (MissCause.REORDERED, "tools"),
+    "keys in another order": (MissCause.REORDERED, "keys of JSON objects"),
+    "a tool less": (MissCause.TOOLS_CHANGED, ""),
+    "a tool more": (MissCause.TOOLS_CHANGED, ""),
+    "injected message": (MissCause.MESSAGE_INSERTED, ""),
+    "injected message that comes again later": (MissCause.MESSAGE_INSERTED, ""),
+    "stripped thinking": (MissCause.THINKING_STRIPPED, ""),
+    "thinking that leaves its tags": (MissCause.THINKING_STRIPPED, ""),
+    "compaction that keeps the last turns": (MissCause.COMPACTED, ""),
+    "compaction": (MissCause.COMPACTED, ""),
+    "another sentence": (MissCause.REPLACED, ""),
     "another question": None,
 }
 
@@ -73,10 +73,10 @@ def found_in(
         for ids in (earlier, prompt):
             segment_of = (lambda position: segment) if segment else None
             log.add(LoggedPrompt("log", len(ids), ACME, session, segment_of=segment_of), ids)
-        return diagnose(log, Examiner(decode, 16), max_groups=0).findings[1]
+        return diagnose(log, Examiner(decode), min_lost_tokens=16, max_groups=0).findings[1]
 
 
-def cause_in(*arguments: object, **more: str) -> Cause | None:
+def cause_in(*arguments: object, **more: str) -> MissCause | None:
     finding = found_in(*arguments, **more)  # type: ignore[arg-type]
     return None if finding is None else finding.key.cause
 
@@ -100,7 +100,7 @@ def test_the_cause_does_not_depend_on_which_prompt_was_first(name: str, encoding
 def test_a_summary_is_a_compaction_without_the_names_of_sessions(encoding: Encoding) -> None:
     prompt, earlier, _ = SHAPES["compaction that keeps the last turns"]
     encode, decode = encoding
-    assert cause_in(encode(prompt), encode(earlier), decode, session="") is Cause.COMPACTED
+    assert cause_in(encode(prompt), encode(earlier), decode, session="") is MissCause.COMPACTED
 
 
 def test_earlier_messages_that_a_session_drops_are_a_compaction() -> None:
@@ -108,8 +108,8 @@ def test_earlier_messages_that_a_session_drops_are_a_compaction() -> None:
     turns = [[rng.randrange(97, 123) for _ in range(60)] for _ in range(30)]
     rules = [ord(each) for each in RULES]
     prompt, earlier = ([*rules, *itertools.chain(*part)] for part in (turns[20:], turns[:29]))
-    assert cause_in(prompt, earlier, characters) is Cause.COMPACTED
-    assert cause_in(prompt, earlier, characters, session="") is Cause.MESSAGE_INSERTED
+    assert cause_in(prompt, earlier, characters) is MissCause.COMPACTED
+    assert cause_in(prompt, earlier, characters, session="") is MissCause.MESSAGE_INSERTED
 
 
 def test_the_same_text_in_other_tokens_is_retokenized() -> None:
@@ -119,7 +119,7 @@ def test_the_same_text_in_other_tokens_is_retokenized() -> None:
         return "".join(pieces.get(each) or chr(each) for each in ids)
 
     before, after = ([ord(each) for each in text] for text in (RULES, ANSWER + NEXT))
-    assert cause_in([*before, 3, *after], [*before, 1, 2, *after], decode) is Cause.RETOKENIZED
+    assert cause_in([*before, 3, *after], [*before, 1, 2, *after], decode) is MissCause.RETOKENIZED
 
 
 @pytest.mark.parametrize("ours", [[1], [], [1, 4, 5], [*map(ord, "[INST] ")]])
@@ -131,7 +131,7 @@ def test_other_special_tokens_are_a_change_of_the_template(ours: list[int], plac
         return "".join(chr(each) for each in ids if each > 9)  # special tokens have no text
 
     prompt, earlier = [*text[:place], *ours, *text[place:]], [*text[:place], 2, *text[place:]]
-    assert cause_in(prompt, earlier, decode) is Cause.TEMPLATE_CHANGED
+    assert cause_in(prompt, earlier, decode) is MissCause.TEMPLATE_CHANGED
 
 
 def test_other_tags_around_the_same_messages_are_a_change_of_the_template() -> None:
@@ -141,23 +141,23 @@ def test_other_tags_around_the_same_messages_are_a_change_of_the_template() -> N
     prompt, earlier = ([ord(each) for each in text] for text in (llama, chatml))
     finding = found_in(prompt, earlier, characters)
     assert finding is not None
-    assert finding.key.cause is Cause.TEMPLATE_CHANGED
+    assert finding.key.cause is MissCause.TEMPLATE_CHANGED
     assert finding.lost_tokens > 0.9 * sum(map(len, messages))  # after all of the tags, not only after the first ones
 
 
 def test_a_segment_decides_what_the_text_does_not_show() -> None:
     prompt, earlier, _ = SHAPES["another sentence"]
     ids = [[ord(each) for each in text] for text in (prompt, earlier)]
-    assert cause_in(*ids, characters, segment="tools") is Cause.TOOLS_CHANGED
-    assert cause_in(*ids, characters, segment="template") is Cause.TEMPLATE_CHANGED
+    assert cause_in(*ids, characters, segment="tools") is MissCause.TOOLS_CHANGED
+    assert cause_in(*ids, characters, segment="template") is MissCause.TEMPLATE_CHANGED
 
 
 def test_without_text_the_tokens_show_what_moved_or_is_on_one_side() -> None:
     for name, cause in {
-        "injected message": Cause.MESSAGE_INSERTED,
-        "tools in another order": Cause.REORDERED,
-        "uuid of a session": Cause.REPLACED,
-        "compaction that keeps the last turns": Cause.COMPACTED,
+        "injected message": MissCause.MESSAGE_INSERTED,
+        "tools in another order": MissCause.REORDERED,
+        "uuid of a session": MissCause.REPLACED,
+        "compaction that keeps the last turns": MissCause.COMPACTED,
     }.items():
         ids = [[ord(each) for each in text] for text in SHAPES[name][:2]]
         assert cause_in(*ids, None) is cause
@@ -168,11 +168,12 @@ def test_other_text_that_is_longer_than_what_follows_is_no_cause() -> None:
     ours, theirs = list(range(1000, 1200)), list(range(2000, 2200))
     assert cause_in([*shared, *ours, *tail], [*shared, *theirs, *tail], characters, session="") is None
     assert (
-        cause_in([*shared, *ours[:50], *tail], [*shared, *theirs[:50], *tail], characters, session="") is Cause.REPLACED
+        cause_in([*shared, *ours[:50], *tail], [*shared, *theirs[:50], *tail], characters, session="")
+        is MissCause.REPLACED
     )
 
 
 def test_thinking_in_one_prompt_only_is_stripped_thinking_whatever_it_says() -> None:
     text = "<think>\nSee the summary of the conversation so far.\n</think>\n"
     ids = [[ord(each) for each in part] for part in (RULES + TASK + NEXT, RULES + TASK + text + NEXT)]
-    assert cause_in(*ids, characters) is Cause.THINKING_STRIPPED
+    assert cause_in(*ids, characters) is MissCause.THINKING_STRIPPED

@@ -12,10 +12,10 @@ from radixkv.api.explanation import PromptSegment
 from radixkv.api.miss_reason import MissReason
 from radixkv.api.retention import Retention
 from radixkv.cache.prefix_cache import PrefixCache
-from radixkv.doctor.causes import Cause
+from radixkv.doctor.causes import MissCause
 from radixkv.doctor.diagnosis import diagnose
 from radixkv.doctor.examination import Examiner
-from radixkv.doctor.prompt_log import LoggedPrompt, Outcome, PromptLog, segment_lookup
+from radixkv.doctor.prompt_log import LoggedPrompt, PromptLog, ReportedReuse, segment_lookup
 from radixkv.doctor.replay import CacheSize
 from radixkv.planning.time_model import TimeModel
 
@@ -49,7 +49,7 @@ def computed_of(*prompts: str) -> int:
 def test_a_group_counts_what_its_prompts_lose_and_where() -> None:
     found = diagnosed(log_of(*(f"{HEAD} id: {each} {TAIL}" for each in IDS)))
     (group,) = found.groups
-    assert (group.key.cause, group.key.pattern, group.num_prompts) == (Cause.RANDOM_ID, "7 hexadecimal digits", 2)
+    assert (group.key.cause, group.key.pattern, group.num_prompts) == (MissCause.RANDOM_ID, "7 hexadecimal digits", 2)
     assert group.lost_tokens == 2 * len(TAIL)
     assert group.min_position == group.max_position == len(HEAD) + 5
     assert group.sample is not None
@@ -74,8 +74,8 @@ def test_a_cause_that_another_one_hides_is_found_when_the_first_is_fixed() -> No
         f"{HEAD} id: {one} {TAIL} at {other} {MORE}" for one, other in (("4f2a9c1", "10:31"), ("b07e55d", "10:47"))
     ]
     found = diagnosed(log_of(*prompts))
-    assert [each.key.cause for each in found.groups] == [Cause.RANDOM_ID, Cause.DATE_OR_TIME]
-    assert causes(found) == [None, Cause.RANDOM_ID]
+    assert [each.key.cause for each in found.groups] == [MissCause.RANDOM_ID, MissCause.DATE_OR_TIME]
+    assert causes(found) == [None, MissCause.RANDOM_ID]
     assert sum(each.saved_tokens or 0 for each in found.groups) == computed_of(*prompts) - computed_of(*prompts[:1] * 2)
 
 
@@ -86,8 +86,8 @@ def test_two_causes_in_one_prompt_are_two_groups() -> None:
     prompts = [f"id: {each} {HEAD} {', '.join(order)} {TAIL}" for each, order in zip(IDS, orders, strict=True)]
     found = diagnosed(log_of(*prompts))
     assert [(each.key.cause, each.key.pattern) for each in found.groups] == [
-        (Cause.RANDOM_ID, "7 hexadecimal digits"),
-        (Cause.REORDERED, "tools"),
+        (MissCause.RANDOM_ID, "7 hexadecimal digits"),
+        (MissCause.REORDERED, "tools"),
     ]
     assert sum(each.saved_tokens or 0 for each in found.groups) == computed_of(*prompts) - computed_of(*prompts[:1] * 3)
 
@@ -97,7 +97,7 @@ def test_several_differences_of_one_cause_are_one_finding() -> None:
     prompts = ["".join(f"[{hour}:{index:02}] {part}" for index, part in enumerate(parts)) for hour in (10, 11)]
     found = diagnosed(log_of(*prompts))
     (group,) = found.groups
-    assert group.key.cause is Cause.DATE_OR_TIME
+    assert group.key.cause is MissCause.DATE_OR_TIME
     assert group.lost_tokens >= sum(map(len, parts))
     assert group.saved_tokens == computed_of(*prompts) - computed_of(prompts[0], prompts[0])
 
@@ -107,8 +107,8 @@ def test_prompts_that_reuse_all_that_they_have_in_common_lose_nothing() -> None:
     assert (found.groups, found.first_prompts, causes(found)) == ((), 1, [None] * 4)
 
 
-@pytest.mark.parametrize(("length", "cause"), [(MIN_LOST_TOKENS - 8, None), (MIN_LOST_TOKENS + 8, Cause.RANDOM_ID)])
-def test_small_losses_are_not_reported(length: int, cause: Cause | None) -> None:
+@pytest.mark.parametrize(("length", "cause"), [(MIN_LOST_TOKENS - 8, None), (MIN_LOST_TOKENS + 8, MissCause.RANDOM_ID)])
+def test_small_losses_are_not_reported(length: int, cause: MissCause | None) -> None:
     tail = text_of(4)[:length]
     assert causes(diagnosed(log_of(*(f"{HEAD} {each} {tail}" for each in ("4f2a9c1", "b07e55d")))))[1] is cause
 
@@ -117,16 +117,16 @@ def test_an_earlier_prompt_is_found_whatever_was_sent_since() -> None:
     """The prompt of another session shares more of the beginning, but nothing of the conversation."""
     first, other = f"date: 2026-11-05 {HEAD}{TAIL}", f"date: 2026-11-06 {HEAD}{MORE}"
     found = diagnosed(log_of(first, other, f"date: 2026-11-06 {HEAD}{TAIL}"))
-    assert causes(found) == [None, Cause.DATE_OR_TIME, Cause.DATE_OR_TIME]
+    assert causes(found) == [None, MissCause.DATE_OR_TIME, MissCause.DATE_OR_TIME]
     assert found.findings[2] is not None
     assert found.findings[2].lost_tokens >= len(TAIL) - 1
 
 
 @pytest.mark.parametrize(
     ("other", "cause"),
-    [(SALTED, Cause.SALT_CHANGED), (ADAPTED, Cause.ADAPTER_CHANGED), (OTHER, Cause.TENANT_CHANGED)],
+    [(SALTED, MissCause.SALT_CHANGED), (ADAPTED, MissCause.ADAPTER_CHANGED), (OTHER, MissCause.TENANT_CHANGED)],
 )
-def test_the_same_tokens_under_another_name(other: object, cause: Cause) -> None:
+def test_the_same_tokens_under_another_name(other: object, cause: MissCause) -> None:
     found = diagnosed(log_of((HEAD + TAIL, ACME), (HEAD + TAIL + MORE, other)))  # type: ignore[arg-type]
     (group,) = found.groups
     assert group.key.cause is cause
@@ -137,18 +137,18 @@ def test_a_difference_in_the_own_namespace_wins_if_it_costs_more() -> None:
     found = diagnosed(
         log_of((f"{HEAD}{TAIL} 4f2a9c1 {MORE}", ACME), (HEAD + MORE, SALTED), (f"{HEAD}{TAIL} b07e55d {MORE}", ACME))
     )
-    assert causes(found) == [None, Cause.SALT_CHANGED, Cause.RANDOM_ID]
+    assert causes(found) == [None, MissCause.SALT_CHANGED, MissCause.RANDOM_ID]
 
 
 def test_a_smaller_loss_to_another_namespace_does_not_hide_a_difference() -> None:
     prompts = (f"id: 4f2a9c1 {HEAD}{TAIL}{MORE}", f"id: b07e55d {HEAD}", f"id: b07e55d {HEAD}{TAIL}{MORE}")
     found = diagnosed(log_of(*zip(prompts, (ACME, SALTED, ACME), strict=True)))
-    assert causes(found) == [None, None, Cause.RANDOM_ID]
+    assert causes(found) == [None, None, MissCause.RANDOM_ID]
 
 
 def test_of_several_earlier_prompts_the_most_similar_one_decides() -> None:
     found = diagnosed(log_of(f"{HEAD} 4f2a9c1 {TAIL}{MORE}", f"{HEAD} {TAIL}", f"{HEAD} b07e55d {TAIL}{MORE}"))
-    assert causes(found)[2] is Cause.RANDOM_ID
+    assert causes(found)[2] is MissCause.RANDOM_ID
     assert found.findings[2] is not None
     assert found.findings[2].lost_tokens == len(TAIL + MORE)
 
@@ -157,14 +157,14 @@ def test_a_prompt_with_the_same_fault_does_not_hide_what_the_fault_is() -> None:
     """The second and the third prompt have another message in the same place, which the first one has not."""
     messages = ["", f"The user opened {text_of(5, 64)}. ", f"The user opened {text_of(6, 64)}. "]
     found = diagnosed(log_of(*(HEAD + each + TAIL + MORE for each in messages)))
-    assert causes(found) == [None, Cause.MESSAGE_INSERTED, Cause.MESSAGE_INSERTED]
+    assert causes(found) == [None, MissCause.MESSAGE_INSERTED, MissCause.MESSAGE_INSERTED]
 
 
 def test_parts_in_another_order_are_lost_with_what_follows_them() -> None:
     tools = [f'{{"name": "tool {index}", "parameters": "{text_of(index, 120)}"}}' for index in range(4)]
     prompts = [f"{HEAD} {', '.join(order)} {TAIL}" for order in (tools, [tools[1], tools[0], *tools[2:]])]
     (group,) = diagnosed(log_of(*prompts)).groups
-    assert group.key.cause is Cause.REORDERED
+    assert group.key.cause is MissCause.REORDERED
     assert group.lost_tokens == group.saved_tokens == len(prompts[1]) - 1 - group.min_position
 
 
@@ -175,7 +175,7 @@ def test_segments_name_the_place_and_separate_groups() -> None:
                 ids = [ord(each) for each in f"{part} {name} {HEAD if part == 'system' else TAIL}"]
                 segments = segment_lookup([PromptSegment("message 1 (user)" if part == "tools" else part, len(ids))])
                 log.add(LoggedPrompt("log", len(ids), ACME, segment_of=segments), ids)
-        found = diagnose(log, Examiner(characters, MIN_LOST_TOKENS))
+        found = diagnose(log, Examiner(characters), min_lost_tokens=MIN_LOST_TOKENS)
     assert {(each.key.place, each.segments) for each in found.groups} == {
         ("system", ("system",)),
         ("message (user)", ("message 1 (user)",)),
@@ -187,10 +187,10 @@ def test_evicted_tokens_are_told_by_whose_prompts_evicted_them() -> None:
     size = CacheSize(capacity_tokens=4 * 128, block_size=16, policy="lru", probation_share=1.0)
     log = log_of(blocks[0], *blocks[1:5], blocks[0], *((each, OTHER) for each in blocks[5:9]), blocks[0])
     found = diagnosed(log, size=size)
-    assert causes(found) == [*[None] * 5, Cause.EVICTED_BY_OWN, *[None] * 4, Cause.EVICTED_BY_OTHERS]
+    assert causes(found) == [*[None] * 5, MissCause.EVICTED_BY_OWN, *[None] * 4, MissCause.EVICTED_BY_OTHERS]
     assert {each.key.cause: each.saved_tokens for each in found.groups} == {
-        Cause.EVICTED_BY_OWN: None,
-        Cause.EVICTED_BY_OTHERS: None,
+        MissCause.EVICTED_BY_OWN: None,
+        MissCause.EVICTED_BY_OTHERS: None,
     }
     unbounded = diagnosed(log_of(blocks[0], *blocks[1:5], blocks[0], blocks[0]))
     assert unbounded.groups == ()
@@ -201,17 +201,19 @@ def test_tokens_whose_retention_has_expired() -> None:
     size = CacheSize(capacity_tokens=4 * 128, block_size=16, policy="lru", probation_share=1.0)
     with log_of(*blocks, blocks[0]) as log:
         log.prompts[0] = dataclasses.replace(log.prompts[0], retention=Retention(80, ttl_s=1.0))
-        found = diagnose(log, Examiner(characters, MIN_LOST_TOKENS), size=size)
-    assert causes(found) == [*[None] * 8, Cause.EXPIRED]
+        found = diagnose(log, Examiner(characters), min_lost_tokens=MIN_LOST_TOKENS, size=size)
+    assert causes(found) == [*[None] * 8, MissCause.EXPIRED]
 
 
 @pytest.mark.parametrize("reason", ["EVICTED", "EXPIRED", "NO_WINDOW", "NO_STATE", "NOT_LOADED", "READ_DISABLED"])
 def test_what_a_server_has_reported_is_a_cause(reason: str) -> None:
     with log_of(HEAD, HEAD + TAIL, HEAD + TAIL + MORE) as log:
-        log.prompts[1] = dataclasses.replace(log.prompts[1], outcome=Outcome(16, MissReason(reason)))
-        log.prompts[2] = dataclasses.replace(log.prompts[2], outcome=Outcome(len(HEAD + TAIL), MissReason.DIVERGED))
-        found = diagnose(log, Examiner(characters, MIN_LOST_TOKENS))
-    assert causes(found) == [None, Cause(reason), None]
+        log.prompts[1] = dataclasses.replace(log.prompts[1], reported=ReportedReuse(16, MissReason(reason)))
+        log.prompts[2] = dataclasses.replace(
+            log.prompts[2], reported=ReportedReuse(len(HEAD + TAIL), MissReason.DIVERGED)
+        )
+        found = diagnose(log, Examiner(characters), min_lost_tokens=MIN_LOST_TOKENS)
+    assert causes(found) == [None, MissCause(reason), None]
     assert found.groups[0].lost_tokens == len(HEAD) - 16
 
 
@@ -228,7 +230,7 @@ def test_only_so_many_groups_are_replayed() -> None:
         f"{HEAD} id: {one} {TAIL} at {other} {MORE}" for one, other in (("4f2a9c1", "10:31"), ("b07e55d", "10:47"))
     ]
     found = diagnosed(log_of(*prompts), max_groups=1)
-    assert [each.key.cause for each in found.groups] == [Cause.RANDOM_ID]
+    assert [each.key.cause for each in found.groups] == [MissCause.RANDOM_ID]
     assert found.num_other_groups == 1
 
 
@@ -236,6 +238,6 @@ def test_answers_are_cached_with_their_prompts() -> None:
     with PromptLog() as log:
         for text, answer in ((HEAD, TAIL), (HEAD + TAIL + MORE, "")):
             log.add(LoggedPrompt("log", len(text), ACME), [*map(ord, text)], [*map(ord, answer)])
-        found = diagnose(log, Examiner(characters, MIN_LOST_TOKENS))
+        found = diagnose(log, Examiner(characters), min_lost_tokens=MIN_LOST_TOKENS)
     assert found.cached_tokens == len(HEAD + TAIL)
     assert found.groups == ()
