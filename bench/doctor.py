@@ -3,6 +3,9 @@
     python -m bench.doctor --json bench/results/doctor.json
 
 For each fault, and for 1 %, 10 % and 50 % of the requests, it makes the same traffic with the fault and without it.
+With `--live`, the same traffic passes through the profiler of a running server instead, which examines every miss; then
+findings are those of its report.
+
 The truth is a replay of both through the cache. A planted request counts as found if its cause is the planted one. A
 finding is false if the request would have been computed alike without the faults, or if it has no fault itself and the
 cause is another one. (A request after one with a fault may lose its last turn, since that was cached with the fault.)
@@ -21,11 +24,13 @@ from pathlib import Path
 import numpy as np
 
 from bench.parts.environment import describe_run
+from bench.parts.live_profile import live_profile
 from bench.parts.planted_traffic import FAULTS, Fault, Sent, Traffic
 from bench.parts.result_file import write_json
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.doctor.diagnosis import diagnose
 from radixkv.doctor.examination import Examiner
+from radixkv.doctor.miss_profiler import MIN_MISSED_TOKENS
 from radixkv.doctor.prompt_log import LoggedPrompt, PromptLog
 from radixkv.model.tiny_files import write_tiny_files
 from radixkv.service.cli.argument_types import positive
@@ -99,10 +104,7 @@ def computed_tokens(sent: Sequence[Sent]) -> list[int]:
 def diagnosed(traffic: Traffic, fault: Fault, share: float, *, has_sessions: bool = True) -> Result:
     """Plant a fault in a share of the requests, and compare what is found with the truth."""
     sent = traffic.sent(fault, share)
-    excess = [
-        with_fault - without
-        for with_fault, without in zip(computed_tokens(sent), computed_tokens(traffic.sent(None, 0)), strict=True)
-    ]
+    excess = _excess(traffic, sent)
     with PromptLog() as log:
         for index, each in enumerate(sent):
             session = each.session if has_sessions else ""
@@ -132,6 +134,40 @@ def diagnosed(traffic: Traffic, fault: Fault, share: float, *, has_sessions: boo
     )
 
 
+def live(traffic: Traffic, fault: Fault, share: float, *, has_sessions: bool = True) -> Result:
+    """Plant a fault in a share of the requests, and compare what a running server finds with the truth.
+
+    A server reports groups and not requests. So `found` counts the requests of the groups with the right cause that a
+    planted request explains: at most the planted ones and those after them, which lose tokens as well.
+    """
+    sent = traffic.sent(fault, share)
+    excess = _excess(traffic, sent)
+    report = live_profile(sent, traffic.tokenizer.decode, has_sessions=has_sessions)
+    groups = [group for _, group in report.groups]
+    right = [each for each in groups if each.key.cause is fault.cause]
+    num_lost = sum(lost >= MIN_MISSED_TOKENS for lost in excess)
+    num_right = sum(each.num_prompts for each in right)
+    return Result(
+        fault.name,
+        fault.cause.value,
+        share,
+        has_sessions,
+        len(sent),
+        num_lost,
+        min(num_right, num_lost),
+        sum(not each.is_planted for each in sent),
+        sum(each.num_prompts for each in groups) - num_right + max(0, num_right - num_lost),
+        sum(excess),
+        sum(each.lost_tokens for each in right),
+    )
+
+
+def _excess(traffic: Traffic, sent: Sequence[Sent]) -> list[int]:
+    """Return how many tokens each request computes only because of the faults."""
+    pairs = zip(computed_tokens(sent), computed_tokens(traffic.sent(None, 0)), strict=True)
+    return [with_fault - without for with_fault, without in pairs]
+
+
 def main() -> None:
     """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -140,6 +176,7 @@ def main() -> None:
     parser.add_argument("--turns", type=positive, default=24)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", default="", help="only faults whose name contains this text")
+    parser.add_argument("--live", action="store_true", help="let the profiler of a running server find the faults")
     parser.add_argument("--json", type=Path, help="file for the result")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
@@ -153,7 +190,7 @@ def main() -> None:
             continue
         for share in SHARES:
             for has_sessions in (True, False):
-                result = diagnosed(traffic, fault, share, has_sessions=has_sessions)
+                result = (live if arguments.live else diagnosed)(traffic, fault, share, has_sessions=has_sessions)
                 results.append(result)
                 print(
                     f"{result.fault:42} {share:5.0%} {'sessions' if has_sessions else 'none':8} "

@@ -10,6 +10,7 @@ from radixkv.api.caller import Caller
 from radixkv.api.params import PrefillParams
 from radixkv.api.result import GeneratedTokens, GenerationFuture, PrefillResult
 from radixkv.api.sampling import Sampling
+from radixkv.cache.changes import Listener
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.cache.purge import Purged, all_slices
 from radixkv.cache.recurrent_states import StateSlots
@@ -48,6 +49,7 @@ class Bench:
         num_snapshots: int | None = None,
         every_tokens: int = 16,
         has_ledger: bool = False,
+        listeners: Iterable[Listener] = (),
         **config: object,
     ) -> None:
         self.clock = FakeClock()
@@ -63,6 +65,7 @@ class Bench:
             quotas=quotas,
             max_held_blocks=2 * num_blocks,
             probation_share=probation_share,
+            listeners=listeners,
             clock=self.clock,
             state_slots=states,
             ledger=TenantLedger(BLOCK_SIZE, clock=self.clock) if has_ledger else None,

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from radixkv.api.miss_reason import MissReason
 from radixkv.errors import InvalidRequest
+from radixkv.namespace import Namespace
 from radixkv.tokens import TOKEN_BYTES
 
 MAX_SEGMENTS_OF_PROMPT = 1024
@@ -52,6 +53,21 @@ class CachedBranch:
             if num_bytes >= end:
                 break
         return b"".join(parts)[self.start_byte :]
+
+
+@dataclass(frozen=True, slots=True)
+class NamedBranch:
+    """Cached tokens from the beginning of a prompt on, with the names of their owner.
+
+    Attributes:
+        namespace: the namespace in which they are cached.
+        session_id: the session that is the only one to have used the end of the branch; empty if there is none.
+        branch: the tokens. Those that an invoked adapter computed are marked.
+    """
+
+    namespace: Namespace
+    session_id: str
+    branch: CachedBranch
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """Finds the cached branches that a prompt leaves: what continues the shared part of the prompt differently.
 
-Only `CacheService.Explain` uses this; a match never does.
+Only `CacheService.Explain` and the profile of misses use this; a match never does.
 
     prompt   a b c d e X Y Z        tree   root ── [abcd] ─┬─ [efgh] ─ [ijkl]     the branch is f g h i j k l
                                                            └─ [pqrs]              shares less, so it is not returned
@@ -13,10 +13,10 @@ explained after it was computed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import islice
 
-from radixkv.api.explanation import CachedBranch, Divergence
+from radixkv.api.explanation import CachedBranch, Divergence, NamedBranch
 from radixkv.cache.node import Node
 from radixkv.cache.radix_tree import RadixTree
 from radixkv.invocation import InvocationMarks, plain
@@ -77,6 +77,38 @@ def find_divergence(tree: RadixTree, tokens: bytes, now_s: float, marks: Invocat
     siblings = [each for each in siblings if not _is_same_token(each.tokens[shared:], token, marks)]
     branches, num_examined = _followed(siblings, shared, now_s)
     return Divergence((start + shared) // TOKEN_BYTES, branches, num_siblings + num_examined)
+
+
+def branches_through(nodes: Iterable[Node], max_branches: int, now_s: float) -> list[NamedBranch]:
+    """Return the branches from the root through nodes, and from each node on to the most recently used leaf below it.
+
+    A node that is on the branch of a node before it is left out.
+
+    Args:
+        nodes: nodes of one cache.
+        max_branches: branches that are returned at most.
+        now_s: time on the cache's clock.
+
+    Complexity: O(depth), and at most 192 nodes below each node.
+    """
+    found: list[NamedBranch] = []
+    known: set[Node] = set()
+    for node in nodes:
+        if len(found) == max_branches:
+            break
+        if node in known or node.parent is None:
+            continue
+        above: list[Node] = []
+        upper: Node | None = node
+        while upper is not None:
+            above.append(upper)
+            upper = upper.parent
+        (branch,), _ = _followed([node], 0, now_s)
+        known.update(above)
+        runs = (*(each.tokens for each in reversed(above[1:])), *branch.runs)
+        session_id = "" if node.session is None else node.session.session_id
+        found.append(NamedBranch(node.owner.namespace, session_id, CachedBranch(runs, 0, branch.idle_s)))
+    return found
 
 
 def _is_same_token(run: bytes, token: bytes, marks: InvocationMarks) -> bool:

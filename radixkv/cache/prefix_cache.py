@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -10,13 +11,13 @@ from typing import NamedTuple
 import numpy as np
 
 from radixkv.api.awaits import Awaits
-from radixkv.api.explanation import Divergence
+from radixkv.api.explanation import Divergence, NamedBranch
 from radixkv.api.miss_reason import MissReason
 from radixkv.api.retention import Grant, Retention
 from radixkv.blocks import BlockCopy, BlockIds
 from radixkv.cache.audit import audit
 from radixkv.cache.block_pool import BlockPool
-from radixkv.cache.branches import find_divergence
+from radixkv.cache.branches import MAX_BRANCHES, branches_through, find_divergence
 from radixkv.cache.cache_state import CacheState
 from radixkv.cache.changes import Changes, Listener
 from radixkv.cache.evicted_prefixes import EvictedPrefixes
@@ -45,6 +46,7 @@ from radixkv.tokens import TOKEN_BYTES, require_tokens
 
 _MAX_DROPPED_NODES = 1024
 _LATER = 3  # by this factor, a session must be expected to return later to lose its blocks to another session
+_MAX_SESSION_ENDS = 3  # branches of a session with which its prompts are compared
 _MAX_CHANGED_NODES = 128  # in one slice of a retention, which takes about 2 ms
 
 
@@ -417,6 +419,28 @@ class PrefixCache:
         if tree is None or found.found_bytes < found.cached_tokens * TOKEN_BYTES:  # it leaves a public prefix
             return Divergence(shared_tokens)
         return find_divergence(tree, tokens, self._clock(), self.marks)
+
+    def branches_at(
+        self, places: Iterable[int], tenant: str, session_id: str = "", max_branches: int = MAX_BRANCHES
+    ) -> list[NamedBranch]:
+        """Return branches of a tenant, with the tokens of public prefixes before them. Changes nothing.
+
+        Args:
+            places: places in `segments`, the most important one first; those of other tenants are left out.
+            tenant: the tenant.
+            session_id: a session whose branches come first; empty for none.
+            max_branches: branches that are returned at most.
+
+        Complexity: see `branches_through`; in addition, all nodes that only the session has used are visited.
+        """
+        session = self.sessions.get(tenant, session_id) if session_id else None
+        nodes = [] if session is None else session.ends
+        nodes = heapq.nlargest(_MAX_SESSION_ENDS, nodes, key=lambda each: each.last_used_s)
+        for place in places:
+            node = self.segments.node_at(place)
+            if node is not None and node.owner.namespace.tenant == tenant:
+                nodes.append(node)
+        return branches_through(nodes, max_branches, self._clock())
 
     def _num_cached_tokens(self, key: PromptKey) -> int:
         return self._find_in_tree(key.namespace, key.tokens, None).cached_tokens

@@ -104,6 +104,10 @@ class SegmentIndex(Listener):
                 node = node.parent
         return self._page(found.values(), end, len(nodes))
 
+    def node_at(self, place: int) -> Node | None:
+        """Return the node that has a place; None if the place is free."""
+        return self._nodes[place] if 0 <= place < len(self._nodes) else None
+
     def of_nodes(self, nodes: Iterable[Node]) -> SegmentPage:
         """List the segments of some nodes."""
         listed = list(nodes)

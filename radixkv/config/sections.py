@@ -284,6 +284,8 @@ class ServerConfig:
         statement_path: directory in which the server saves what each tenant uses, for `radixkv statement`. Each server
             needs its own; replicas of a fleet use subdirectories. Default: no statements.
         statement_interval_s: seconds between two saves, and so the use that is lost at most if the process is killed.
+        diagnosed_share: share of the time of prefills that the server may use to find the causes of misses, for
+            `radixkv doctor`. 0 switches it off.
     """
 
     host: str = "127.0.0.1"
@@ -315,6 +317,7 @@ class ServerConfig:
     record_bytes: Annotated[int, Range(2**20, 2**40)] = 2**30
     statement_path: str | None = None
     statement_interval_s: Annotated[float, Range(1, 86_400)] = 60.0
+    diagnosed_share: Annotated[float, Range(0, 0.5)] = 0.02
 
     def __post_init__(self) -> None:
         require_fields("server", self)

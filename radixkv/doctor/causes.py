@@ -7,8 +7,10 @@ import re
 from typing import NamedTuple
 
 from radixkv.api.explanation import DifferenceKind
+from radixkv.api.miss_reason import MissReason
 from radixkv.explain.comparison import Comparison
 from radixkv.explain.patterns import pattern_of
+from radixkv.namespace import Namespace
 
 TEMPLATE_SEGMENT = "template"
 """Name of the parts of a rendered conversation that are not text of a message."""
@@ -61,6 +63,27 @@ class MissCause(enum.Enum):
     NO_STATE = "NO_STATE"
     NOT_LOADED = "NOT_LOADED"
     READ_DISABLED = "READ_DISABLED"
+
+
+CAUSE_OF_REASON = {
+    MissReason.EVICTED: MissCause.EVICTED,
+    MissReason.EXPIRED: MissCause.EXPIRED,
+    MissReason.NO_WINDOW: MissCause.NO_WINDOW,
+    MissReason.NO_STATE: MissCause.NO_STATE,
+    MissReason.NOT_LOADED: MissCause.NOT_LOADED,
+    MissReason.READ_DISABLED: MissCause.READ_DISABLED,
+    MissReason.ADAPTER_CHANGED: MissCause.ADAPTER_CHANGED,
+}
+"""Causes that the cache knows itself, so that no prompts are compared."""
+
+
+def cause_of_namespace(namespace: Namespace, other: Namespace) -> MissCause:
+    """Return why tokens that are cached in another namespace are not reused."""
+    if other.tenant != namespace.tenant:
+        return MissCause.TENANT_CHANGED
+    if (other.model, other.adapter) != (namespace.model, namespace.adapter):
+        return MissCause.ADAPTER_CHANGED
+    return MissCause.SALT_CHANGED
 
 
 class Sides(NamedTuple):

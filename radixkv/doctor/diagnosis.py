@@ -5,43 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from radixkv.doctor.finding import Finding, GroupKey, Sample
+from radixkv.doctor.finding import Finding, GroupKey
+from radixkv.doctor.miss_group import MissGroup, group_of, summed
 from radixkv.doctor.prompt_log import PromptLog
 from radixkv.doctor.replay import MIN_LOST_TOKENS, CacheSize, PromptExaminer, Replay
 from radixkv.planning.time_model import TimeModel
-
-
-@dataclass(frozen=True, slots=True)
-class MissGroup:
-    """Prompts that lost tokens for one cause.
-
-    Attributes:
-        key: what they have in common.
-        num_prompts: how many prompts there are.
-        lost_tokens: tokens that all of them together lost.
-        lost_s: seconds to compute these; None without a time model.
-        min_position, max_position: where they leave earlier prompts.
-        segments: names of the segments that have these positions, at most 4.
-        sample: both sides of one difference, that with the most lost tokens; None if the cause has no sides.
-        is_bound: whether `lost_tokens` is only an upper bound for some of them.
-        is_fixable: whether the cause can be removed from the log, to measure what that saves.
-        saved_tokens: tokens that are not computed in a replay of the log without this cause and without the causes
-            of the groups before this one; None if the cause cannot be removed from the log.
-        saved_s: seconds to compute these; None without a time model.
-    """
-
-    key: GroupKey
-    num_prompts: int
-    lost_tokens: int
-    lost_s: float | None
-    min_position: int
-    max_position: int
-    segments: tuple[str, ...] = ()
-    sample: Sample | None = None
-    is_bound: bool = False
-    is_fixable: bool = False
-    saved_tokens: int | None = None
-    saved_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,39 +139,7 @@ def _replayed(
             if times is not None:
                 end = min(each.num_tokens, each.cached_tokens + finding.lost_tokens)
                 lost_s = times.prefill_s(each.cached_tokens, end) - times.start_s
-            groups[finding.key] = joined(groups.get(finding.key), finding, lost_s)
+            groups[finding.key] = summed(groups.get(finding.key), group_of(finding, lost_s))
     ranked = sorted(groups.values(), key=lambda each: each.lost_tokens, reverse=True)
     seconds = None if times is None else computed_s
     return _Totals(prompt_tokens, cached_tokens, seconds, first_prompts, ranked, tuple(findings))
-
-
-_MAX_SEGMENTS = 4
-
-
-def joined(group: MissGroup | None, finding: Finding, lost_s: float | None) -> MissGroup:
-    """Return a group with one more finding; None is a group without any."""
-    if group is None:
-        return MissGroup(
-            finding.key,
-            1,
-            finding.lost_tokens,
-            lost_s,
-            finding.position,
-            finding.position,
-            (finding.segment,) if finding.segment else (),
-            finding.sample,
-            finding.is_bound,
-            finding.is_fixable,
-        )
-    is_new_segment = finding.segment and finding.segment not in group.segments and len(group.segments) < _MAX_SEGMENTS
-    return replace(
-        group,
-        num_prompts=group.num_prompts + 1,
-        lost_tokens=group.lost_tokens + finding.lost_tokens,
-        lost_s=None if group.lost_s is None or lost_s is None else group.lost_s + lost_s,
-        min_position=min(group.min_position, finding.position),
-        max_position=max(group.max_position, finding.position),
-        segments=(*group.segments, finding.segment) if is_new_segment else group.segments,
-        is_bound=group.is_bound or finding.is_bound,
-        is_fixable=group.is_fixable or finding.is_fixable,
-    )

@@ -14,7 +14,7 @@ from radixkv.cache.node import Node
 from radixkv.cache.policies import make_policy
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.config import CacheConfig
-from radixkv.doctor.causes import MissCause
+from radixkv.doctor.causes import CAUSE_OF_REASON, MissCause, cause_of_namespace
 from radixkv.doctor.content_index import ContentIndex
 from radixkv.doctor.examination import Earlier, uint32
 from radixkv.doctor.finding import Finding, GroupKey, Replacement, replaced
@@ -33,16 +33,6 @@ _MAX_GROWTH = 4  # a log whose causes are fixed has at most this many times the 
 _MAX_NAMESPACES = 32  # that are compared for one beginning of prompts
 _MAX_FORMER = 3  # last prompts of a session with which the next one is compared
 _MIN_STEP_S = 1e-5
-
-_OF_REASON = {
-    MissReason.EVICTED: MissCause.EVICTED,
-    MissReason.EXPIRED: MissCause.EXPIRED,
-    MissReason.NO_WINDOW: MissCause.NO_WINDOW,
-    MissReason.NO_STATE: MissCause.NO_STATE,
-    MissReason.NOT_LOADED: MissCause.NOT_LOADED,
-    MissReason.READ_DISABLED: MissCause.READ_DISABLED,
-    MissReason.ADAPTER_CHANGED: MissCause.ADAPTER_CHANGED,
-}
 
 
 class PromptExaminer(Protocol):
@@ -268,12 +258,7 @@ class Replay:
         num_lost = self._scaled(most - num_cached)
         if best is None or num_lost < self._min_found_tokens:
             return None
-        if best.tenant != namespace.tenant:
-            cause = MissCause.TENANT_CHANGED
-        elif (best.model, best.adapter) != (namespace.model, namespace.adapter):
-            cause = MissCause.ADAPTER_CHANGED
-        else:
-            cause = MissCause.SALT_CHANGED
+        cause = cause_of_namespace(namespace, best)
         return Finding(GroupKey(cause), self._scaled(num_cached), num_lost, namespace=best)
 
     def _in_bounded(
@@ -295,9 +280,9 @@ class Replay:
             if prompt.retention is not None:
                 cache.retain(namespace, tokens, prompt.retention)
         num_lost = self._scaled(num_whole - num_cached)
-        if num_lost < self._min_lost_tokens or reason not in _OF_REASON:
+        if num_lost < self._min_lost_tokens or reason not in CAUSE_OF_REASON:
             return num_cached, None
-        cause = _OF_REASON[reason]
+        cause = CAUSE_OF_REASON[reason]
         if cause is MissCause.EVICTED and evicted_for is not None:
             cause = MissCause.EVICTED_BY_OWN if evicted_for == namespace.tenant else MissCause.EVICTED_BY_OTHERS
         return num_cached, Finding(GroupKey(cause), self._scaled(num_cached), num_lost)
@@ -307,7 +292,7 @@ class Replay:
         reported = prompt.reported
         assert reported is not None
         num_lost = self._scaled(num_cached) - reported.cached_tokens
-        cause = _OF_REASON.get(reported.miss_reason)
+        cause = CAUSE_OF_REASON.get(reported.miss_reason)
         if cause is None or num_lost < self._min_lost_tokens:
             return None
         return Finding(GroupKey(cause), reported.cached_tokens, num_lost)

@@ -15,6 +15,7 @@ from radixkv.api.retention import Grant, Retention
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.compute.runner import Runner
 from radixkv.config import EngineConfig
+from radixkv.doctor.miss_profiler import MAX_BRANCHES, Branches
 from radixkv.engine.cancellation import Cancellations
 from radixkv.engine.completion import RequestCompleter, retained_until, unix_time_of
 from radixkv.engine.compression import Compressor
@@ -161,6 +162,10 @@ class EngineCore:
             offload.leave(request)
             on_end(request)
 
+        def started(request: Request) -> None:
+            on_start(request)
+            observer.request_admitted(request)
+
         def retain(namespace: Namespace, tokens: bytes, retention: Retention) -> Grant:
             grant = cache.retain(namespace, tokens, retention)
             return grant if offload is None else offload.retain(namespace, tokens, retention, grant)
@@ -177,7 +182,7 @@ class EngineCore:
             cache=cache,
             scheduler=scheduler,
             flights=flights,
-            admitter=Admitter(cache, flights, held_leases, lending, clock, completer.fail, on_start, loads=offload),
+            admitter=Admitter(cache, flights, held_leases, lending, clock, completer.fail, started, loads=offload),
             preemptor=Preemptor(scheduler, flights, lending, stats, observer),
             cancellations=cancellations,
             compressor=Compressor(runner, scheduler, completer.fail),
@@ -303,6 +308,12 @@ class EngineCore:
         miss_reason = self.cache.explain(namespace, tokens, cached_tokens, former)
         divergence = self.cache.divergence(namespace, tokens)
         return LookUp(tokens, cached_tokens, miss_reason, divergence, self.stats.token_s(namespace.tenant))
+
+    def branches_at(self, places: Sequence[int], tenant: str, session_id: str) -> Branches:
+        """Return what the profiler of misses needs of the prompts that have segments at some places."""
+        start_s = time.thread_time()
+        branches = self.cache.branches_at(places, tenant, session_id, MAX_BRANCHES)
+        return Branches(branches, self.stats.token_s(tenant), time.thread_time() - start_s)
 
     def retain(self, namespace: Namespace, tokens: bytes, retention: Retention) -> Retained:
         """Set the retention priority of a range on the device and in tiers; see `PrefixCache.retain`."""

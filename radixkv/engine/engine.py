@@ -26,6 +26,7 @@ from radixkv.cache.segment_source import SegmentSource
 from radixkv.compute.device_stats import DeviceStats
 from radixkv.compute.runner import Runner
 from radixkv.config import EngineConfig
+from radixkv.doctor.miss_profiler import Branches, MissProfiler
 from radixkv.engine.adapters.adapters import Adapters, AdapterSource
 from radixkv.engine.adapters.keyed_prompt import KeyedPrompt
 from radixkv.engine.admission_control import AdmissionControl
@@ -75,6 +76,8 @@ class Engine:
         adapters: the device side of adapters; None without adapters.
         open_offload: connects the tiers below the device with the engine; None without any.
         statements: saves what the cache's ledger accounts; None without statements.
+        misses: groups misses by cause; None without a profile of misses. A `MissFeed` of it is among `observers`, and
+            listens to the cache.
 
     Attributes:
         adapters, public: load and unload adapters, and register prefixes that all tenants share.
@@ -83,7 +86,7 @@ class Engine:
         events: the log of what is cached; None without a listener.
         segments: lists what is cached, one page at a time.
         offload, transfer: the tiers below the device, and the transfer of K/V between servers; None without any.
-        statements: see above.
+        statements, misses: see above.
     """
 
     def __init__(
@@ -99,6 +102,7 @@ class Engine:
         adapters: AdapterSource | None = None,
         open_offload: OpenOffload | None = None,
         statements: StatementBook | None = None,
+        misses: MissProfiler | None = None,
     ) -> None:
         model = runner.model
         self.limits = Limits.of_pool(
@@ -136,6 +140,7 @@ class Engine:
         self.segments = SegmentSource(cache, lambda look, tenant: self._call_for(tenant, look), list_stored)
         self.offload = offload
         self.statements = statements
+        self.misses = misses
         thread = EngineThread(self._call, self._inbox.put, lambda: self.cancellation)
         self.adapters = Adapters(runner.fingerprint, adapters, cache, thread)
         self.transfer = Transfer.of(transfer, self._core.held_leases, self.adapters, self._call_for)
@@ -189,6 +194,8 @@ class Engine:
         self._watchdog.start()
         if self.statements is not None:
             self.statements.start(self._call)
+        if self.misses is not None:
+            self.misses.start(self._branches_at)
 
     def prefill(self, params: PrefillParams) -> Future[PrefillResult]:
         """Queue a prefill.
@@ -323,6 +330,9 @@ class Engine:
         assert statements is not None, "there are statements"
         return self._call_for(tenant, lambda: statements.days_in_memory(tenant))
 
+    def _branches_at(self, places: Sequence[int], tenant: str, session_id: str) -> Future[Branches]:
+        return self._call(lambda: self._core.branches_at(places, tenant, session_id))
+
     def sessions(self, max_sessions: int, tenant: str | None = None) -> Future[list[SessionStats]]:
         """Return the sessions that were used most recently; see `StatsCollector.sessions`."""
         return self._call_for(tenant, lambda: self._core.stats.sessions(max_sessions, tenant))
@@ -360,6 +370,8 @@ class Engine:
         self._watchdog.stop()
         if self.statements is not None:
             self.statements.close(has_engine_ended=not self._thread.is_alive())
+        if self.misses is not None:
+            self.misses.close()
 
     def _on_hang(self) -> None:
         """Cancel all requests and calls. The step may still write to its blocks, so these are released when it ends."""

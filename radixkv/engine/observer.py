@@ -17,6 +17,9 @@ class Observer:
     def request_refused(self, error: RadixKVError) -> None:
         """A request was refused before it was queued. Called on the threads of callers, possibly concurrently."""
 
+    def request_admitted(self, request: Request) -> None:
+        """A request got its blocks; also each time that it is admitted again after a preemption."""
+
     def step_done(self, seconds: float, num_requests: int, num_prefill_tokens: int, num_decode_tokens: int) -> None:
         """A step was computed. All tokens except those of decoding requests count as prefill tokens."""
 
@@ -46,6 +49,10 @@ class CompositeObserver(Observer):
     def request_refused(self, error: RadixKVError) -> None:
         """A request was refused."""
         self._notify(lambda observer: observer.request_refused(error))
+
+    def request_admitted(self, request: Request) -> None:
+        """A request got its blocks."""
+        self._notify(lambda observer: observer.request_admitted(request))
 
     def step_done(self, seconds: float, num_requests: int, num_prefill_tokens: int, num_decode_tokens: int) -> None:
         """A step was computed."""

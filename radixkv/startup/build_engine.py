@@ -25,7 +25,9 @@ from radixkv.cache.windowed_layers import WindowedLayers
 from radixkv.compute.graphs.recorder import GraphRecorder
 from radixkv.compute.runner import Runner
 from radixkv.config import CacheConfig, Config, TenantConfig
+from radixkv.doctor.miss_profiler import MissProfiler
 from radixkv.engine.engine import Engine
+from radixkv.engine.miss_feed import MissFeed
 from radixkv.engine.observer import Observer
 from radixkv.engine.page_reclaimer import PageReclaimer
 from radixkv.engine.quota_shadow_feed import QuotaShadowFeed
@@ -98,6 +100,7 @@ def build_engine(
     ledger, statements, shadows = _statements(config, quotas, open_day_files)
     if shadows is not None:
         observers = (*observers, QuotaShadowFeed(shadows))
+    misses = MissProfiler(config.server.diagnosed_share) if config.server.diagnosed_share else None
     use_huge_pages()
     keep_freed_memory()  # before loading, which copies each weight of a model on a CPU
     progress.begin("loading the model")
@@ -153,6 +156,10 @@ def build_engine(
         ledger=ledger,
     )
     listeners: list[Listener] = [events]
+    if misses is not None:
+        feed = MissFeed(misses)
+        observers = (*observers, feed)
+        listeners.append(feed)
     if stores is not None:
         listeners.append(stores.index)
         events.follow(stores.index)
@@ -176,6 +183,7 @@ def build_engine(
         adapters=adapter_source(config, model),
         open_offload=None if stores is None else partial(stores.connect, cache, choice),
         statements=statements,
+        misses=misses,
     )
     try:
         load_adapters(config.adapters, engine.adapters, progress.report)

@@ -744,3 +744,85 @@ class StatementLine(_message.Message):
     remote_token_s: float
     more_hit_tokens_at_twice_ceiling: int
     def __init__(self, period: _Optional[str] = ..., tenant: _Optional[str] = ..., requests: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., written_tokens: _Optional[int] = ..., device_hit_tokens: _Optional[int] = ..., host_hit_tokens: _Optional[int] = ..., disk_hit_tokens: _Optional[int] = ..., remote_hit_tokens: _Optional[int] = ..., host_loaded_tokens: _Optional[int] = ..., disk_loaded_tokens: _Optional[int] = ..., remote_loaded_tokens: _Optional[int] = ..., device_evicted_by_self_tokens: _Optional[int] = ..., device_evicted_by_others_tokens: _Optional[int] = ..., host_evicted_by_self_tokens: _Optional[int] = ..., host_evicted_by_others_tokens: _Optional[int] = ..., disk_evicted_by_self_tokens: _Optional[int] = ..., disk_evicted_by_others_tokens: _Optional[int] = ..., device_token_s: _Optional[float] = ..., host_token_s: _Optional[float] = ..., disk_token_s: _Optional[float] = ..., remote_token_s: _Optional[float] = ..., more_hit_tokens_at_twice_ceiling: _Optional[int] = ...) -> None: ...
+
+class DiagnoseRequest(_message.Message):
+    __slots__ = ("tenant", "max_causes", "omit_cached_text")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    MAX_CAUSES_FIELD_NUMBER: _ClassVar[int]
+    OMIT_CACHED_TEXT_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    max_causes: int
+    omit_cached_text: bool
+    def __init__(self, tenant: _Optional[str] = ..., max_causes: _Optional[int] = ..., omit_cached_text: bool = ...) -> None: ...
+
+class DiagnoseResponse(_message.Message):
+    __slots__ = ("covered_s", "prompts", "prompt_tokens", "cached_tokens", "misses", "missed_tokens", "examined_misses", "examined_tokens", "first_prompts", "causes", "further_causes")
+    COVERED_S_FIELD_NUMBER: _ClassVar[int]
+    PROMPTS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MISSES_FIELD_NUMBER: _ClassVar[int]
+    MISSED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    EXAMINED_MISSES_FIELD_NUMBER: _ClassVar[int]
+    EXAMINED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_PROMPTS_FIELD_NUMBER: _ClassVar[int]
+    CAUSES_FIELD_NUMBER: _ClassVar[int]
+    FURTHER_CAUSES_FIELD_NUMBER: _ClassVar[int]
+    covered_s: float
+    prompts: int
+    prompt_tokens: int
+    cached_tokens: int
+    misses: int
+    missed_tokens: int
+    examined_misses: int
+    examined_tokens: int
+    first_prompts: int
+    causes: _containers.RepeatedCompositeFieldContainer[DiagnosedCause]
+    further_causes: int
+    def __init__(self, covered_s: _Optional[float] = ..., prompts: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., misses: _Optional[int] = ..., missed_tokens: _Optional[int] = ..., examined_misses: _Optional[int] = ..., examined_tokens: _Optional[int] = ..., first_prompts: _Optional[int] = ..., causes: _Optional[_Iterable[_Union[DiagnosedCause, _Mapping]]] = ..., further_causes: _Optional[int] = ...) -> None: ...
+
+class DiagnosedCause(_message.Message):
+    __slots__ = ("cause", "tenant", "place", "pattern", "prompts", "lost_tokens", "lost_s", "is_upper_bound", "min_position", "max_position", "sample", "what", "change")
+    CAUSE_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    PLACE_FIELD_NUMBER: _ClassVar[int]
+    PATTERN_FIELD_NUMBER: _ClassVar[int]
+    PROMPTS_FIELD_NUMBER: _ClassVar[int]
+    LOST_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    LOST_S_FIELD_NUMBER: _ClassVar[int]
+    IS_UPPER_BOUND_FIELD_NUMBER: _ClassVar[int]
+    MIN_POSITION_FIELD_NUMBER: _ClassVar[int]
+    MAX_POSITION_FIELD_NUMBER: _ClassVar[int]
+    SAMPLE_FIELD_NUMBER: _ClassVar[int]
+    WHAT_FIELD_NUMBER: _ClassVar[int]
+    CHANGE_FIELD_NUMBER: _ClassVar[int]
+    cause: str
+    tenant: str
+    place: str
+    pattern: str
+    prompts: int
+    lost_tokens: int
+    lost_s: float
+    is_upper_bound: bool
+    min_position: int
+    max_position: int
+    sample: MissSample
+    what: str
+    change: str
+    def __init__(self, cause: _Optional[str] = ..., tenant: _Optional[str] = ..., place: _Optional[str] = ..., pattern: _Optional[str] = ..., prompts: _Optional[int] = ..., lost_tokens: _Optional[int] = ..., lost_s: _Optional[float] = ..., is_upper_bound: bool = ..., min_position: _Optional[int] = ..., max_position: _Optional[int] = ..., sample: _Optional[_Union[MissSample, _Mapping]] = ..., what: _Optional[str] = ..., change: _Optional[str] = ...) -> None: ...
+
+class MissSample(_message.Message):
+    __slots__ = ("before_token_ids", "before_text", "prompt", "branch", "prompt_span_tokens", "branch_span_tokens")
+    BEFORE_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    BEFORE_TEXT_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_FIELD_NUMBER: _ClassVar[int]
+    BRANCH_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_SPAN_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    BRANCH_SPAN_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    before_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    before_text: str
+    prompt: Excerpt
+    branch: Excerpt
+    prompt_span_tokens: int
+    branch_span_tokens: int
+    def __init__(self, before_token_ids: _Optional[_Iterable[int]] = ..., before_text: _Optional[str] = ..., prompt: _Optional[_Union[Excerpt, _Mapping]] = ..., branch: _Optional[_Union[Excerpt, _Mapping]] = ..., prompt_span_tokens: _Optional[int] = ..., branch_span_tokens: _Optional[int] = ...) -> None: ...

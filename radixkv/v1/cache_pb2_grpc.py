@@ -111,6 +111,11 @@ class CacheServiceStub(object):
                 request_serializer=radixkv_dot_v1_dot_cache__pb2.StatementRequest.SerializeToString,
                 response_deserializer=radixkv_dot_v1_dot_cache__pb2.StatementResponse.FromString,
                 _registered_method=True)
+        self.Diagnose = channel.unary_unary(
+                '/radixkv.v1.CacheService/Diagnose',
+                request_serializer=radixkv_dot_v1_dot_cache__pb2.DiagnoseRequest.SerializeToString,
+                response_deserializer=radixkv_dot_v1_dot_cache__pb2.DiagnoseResponse.FromString,
+                _registered_method=True)
 
 
 class CacheServiceServicer(object):
@@ -231,6 +236,14 @@ class CacheServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Diagnose(self, request, context):
+        """Say why recent prompts were not reused: what a sample of the misses of the last one to two hours lost, grouped by cause.
+        UNIMPLEMENTED if server.diagnosed_share is 0.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_CacheServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -308,6 +321,11 @@ def add_CacheServiceServicer_to_server(servicer, server):
                     servicer.Statement,
                     request_deserializer=radixkv_dot_v1_dot_cache__pb2.StatementRequest.FromString,
                     response_serializer=radixkv_dot_v1_dot_cache__pb2.StatementResponse.SerializeToString,
+            ),
+            'Diagnose': grpc.unary_unary_rpc_method_handler(
+                    servicer.Diagnose,
+                    request_deserializer=radixkv_dot_v1_dot_cache__pb2.DiagnoseRequest.FromString,
+                    response_serializer=radixkv_dot_v1_dot_cache__pb2.DiagnoseResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -717,6 +735,33 @@ class CacheService(object):
             '/radixkv.v1.CacheService/Statement',
             radixkv_dot_v1_dot_cache__pb2.StatementRequest.SerializeToString,
             radixkv_dot_v1_dot_cache__pb2.StatementResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Diagnose(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/radixkv.v1.CacheService/Diagnose',
+            radixkv_dot_v1_dot_cache__pb2.DiagnoseRequest.SerializeToString,
+            radixkv_dot_v1_dot_cache__pb2.DiagnoseResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,4 +1,4 @@
-"""`radixkv doctor`: says why the prompts of a log are not reused, what that costs, and what to change."""
+"""`radixkv doctor`: says why the prompts of a server or of a log are not reused, and what to change."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 import itertools
 import json
 import sys
+from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import asdict
 from functools import cache
@@ -15,21 +16,24 @@ from typing import TYPE_CHECKING, Any
 from radixkv.config import EVICTION_POLICIES, CacheConfig
 from radixkv.doctor.advice import ADVICE
 from radixkv.doctor.block_examination import BlockExaminer
-from radixkv.doctor.diagnosis import LogDiagnosis, MissGroup, diagnose
+from radixkv.doctor.diagnosis import LogDiagnosis, diagnose
 from radixkv.doctor.examination import Examiner
-from radixkv.doctor.finding import Sample, Side
+from radixkv.doctor.miss_group import MissGroup
 from radixkv.doctor.prompt_log import PromptLog
 from radixkv.doctor.replay import MIN_LOST_TOKENS, CacheSize, PromptExaminer
 from radixkv.doctor.trace_log import trace_log
 from radixkv.errors import ConfigError
 from radixkv.planning.time_model import TimeModel
 from radixkv.planning.trace_records import read_records
-from radixkv.service.cli.argument_types import COUNTS, positive, positive_number, whole
+from radixkv.service.cli.argument_types import COUNTS, name, positive, positive_number, whole
 from radixkv.service.cli.connection import add_connection, client_of
+from radixkv.service.cli.miss_text import headline, savings, sides
 from radixkv.service.cli.options import Option, add_choice, add_options, flag
+from radixkv.service.cli.output import json_of
 from radixkv.service.cli.prompt_log_file import GetTokenizer, PromptLogReader, RejectedConversation, is_prompt
 from radixkv.service.cli.segments import duration
-from radixkv.service.cli.terminal import aligned, percent, printable
+from radixkv.service.cli.server_diagnosis import server_diagnosis_text
+from radixkv.service.cli.terminal import percent
 from radixkv.service.cli.trace_options import TRACE_OPTIONS, requests_of
 from radixkv.service.progress_bar import progress_bar
 
@@ -37,14 +41,14 @@ if TYPE_CHECKING:
     from radixkv.service.text.tokenizer import Tokenizer
 
 _DESCRIPTION = (
-    "Replay a log of prompts through the prefix cache, find out why they are not reused, group the causes, and measure "
-    "what fixing each of them would save. The log has one JSON object per line, with the prompt as token_ids, text or "
-    "messages; bodies of requests to the APIs of OpenAI and Anthropic are such objects. Traces of `radixkv simulate` "
-    f"are accepted, too, but have neither tokens nor text. {COUNTS}"
+    "Say why prompts are not reused, grouped by cause, and what to change. Without LOG, list what a running server has "
+    "found in a sample of its misses of the last one to two hours. With LOG, replay a log of prompts through the "
+    "prefix cache, and measure what fixing each cause would save. The log has one JSON object per line, with the "
+    "prompt as token_ids, text or messages; bodies of requests to the APIs of OpenAI and Anthropic are such objects. "
+    f"Traces of `radixkv simulate` are accepted, too, but have neither tokens nor text. {COUNTS}"
 )
 _OPTIONS = (
     Option("--min-lost-tokens", "N", positive, "smallest loss of a prompt that is reported", MIN_LOST_TOKENS),
-    Option("--top", "N", positive, "number of causes whose savings are measured, each with a replay of the log", 5),
     Option(
         "--capacity-tokens",
         "N",
@@ -60,32 +64,66 @@ _OPTIONS = (
         "JSON file of `radixkv plan` or `python -m bench.agents` that says how long prefills take; adds seconds "
         "(default: no seconds)",
     ),
-    Option("--price-per-million-tokens", "X", positive_number, "price of a million computed tokens (default: none)"),
 )
-_MAX_CHARS = 48  # of a text on either side of a difference
-
-
-def add_arguments(doctor: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command to its parser."""
-    doctor.description = _DESCRIPTION
-    _, *trace = TRACE_OPTIONS
-    log = Option("trace", None, None, "log of prompts or trace, plain or gzip", more={"metavar": "LOG"})
-    add_options(doctor, [log, *_OPTIONS])
-    texts = doctor.add_argument_group("texts", "Needed for logs with text or messages; helps to read token ids.")
-    tokenizer = Option(
+_SERVER_ONLY = (
+    Option("--tenant", "NAME", name, "only this tenant (default: all, or your own with the credential of a tenant)"),
+    flag("--omit-cached-text", "leave out the tokens and the text of prompts"),
+)
+_TOKENIZERS = (
+    Option(
         "--tokenizer",
         "DIR|FILE.gguf|ORG/NAME",
         None,
         "the tokenizer of the model: a directory, a GGUF file, or a model of the Hugging Face Hub in the local cache "
         "(default: for texts, that of the served model)",
+    ),
+    flag("--bytes", "use the bytes of texts as token ids, without a tokenizer"),
+)
+_, *_TRACE_ONLY = TRACE_OPTIONS
+_NUM_CAUSES = 5
+
+
+def add_arguments(doctor: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command to its parser."""
+    doctor.description = _DESCRIPTION
+    log = Option(
+        "trace",
+        None,
+        None,
+        "log of prompts or trace, plain or gzip (default: the running server)",
+        more={"metavar": "LOG", "nargs": "?"},
     )
-    add_choice(texts, (tokenizer, flag("--bytes", "use the bytes of texts as token ids, without a tokenizer")))
-    add_options(doctor.add_argument_group("traces", "Only for traces, except --limit."), trace)
+    top = Option(
+        "--top",
+        "N",
+        positive,
+        "number of causes that are listed; of a log, each is measured with a replay",
+        _NUM_CAUSES,
+    )
+    price = Option(
+        "--price-per-million-tokens", "X", positive_number, "price of a million computed tokens (default: none)"
+    )
+    add_options(doctor, [log, top, price])
+    add_options(doctor.add_argument_group("servers", "Only without LOG."), _SERVER_ONLY)
+    add_options(doctor.add_argument_group("logs", "Only with LOG."), _OPTIONS)
+    texts = doctor.add_argument_group("texts", "Needed for logs with text or messages; helps to read token ids.")
+    add_choice(texts, _TOKENIZERS)
+    add_options(doctor.add_argument_group("traces", "Only for traces, except --limit."), _TRACE_ONLY)
     add_connection(doctor)
     doctor.set_defaults(command=_doctor)
 
 
 def _doctor(arguments: argparse.Namespace) -> None:
+    if arguments.trace is None:
+        _require_unset(arguments, "expected a log with this option, got none", (*_OPTIONS, *_TOKENIZERS, *_TRACE_ONLY))
+        with client_of(arguments) as client:
+            response = client.diagnose(
+                tenant=arguments.tenant, max_causes=arguments.top, omit_cached_text=arguments.omit_cached_text
+            )
+        price = arguments.price_per_million_tokens
+        print(json_of(response) if arguments.json else server_diagnosis_text(response, price))
+        return
+    _require_unset(arguments, "is for a running server, and a log was given", _SERVER_ONLY)
     times = None if arguments.time_model is None else TimeModel.read(arguments.time_model)
     size = CacheSize(arguments.capacity_tokens, policy=arguments.policy)
     if size.capacity_tokens is not None and size.capacity_tokens < size.block_size:
@@ -108,6 +146,18 @@ def _doctor(arguments: argparse.Namespace) -> None:
     print(json.dumps(diagnosis_object(found, price), indent=2) if arguments.json else diagnosis_text(found, price))
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
+
+
+def _require_unset(arguments: argparse.Namespace, problem: str, options: Iterable[Option]) -> None:
+    """Refuse options that the command does not use.
+
+    Raises:
+        ConfigError: the message begins with the option.
+    """
+    for option in options:
+        value = getattr(arguments, option.name.removeprefix("--").replace("-", "_"))
+        if value not in (option.default, False):
+            raise ConfigError(f"{option.name}: {problem}")
 
 
 def _read(arguments: argparse.Namespace, stack: ExitStack) -> tuple[PromptLog, PromptExaminer, list[str]]:
@@ -190,68 +240,14 @@ def diagnosis_text(found: LogDiagnosis, price: float | None = None) -> str:
     if not found.groups:
         lines += ["", "No cause was found: the prompts reuse what they have in common with earlier ones."]
     for number, group in enumerate(found.groups, start=1):
-        lines += ["", f"{number}. {_headline(group, found.num_prompts)}"]
+        advice = ADVICE[group.key.cause]
+        lines += ["", f"{number}. {headline(group, found.num_prompts, advice.what)}"]
         if group.sample is not None:
-            lines += _sides(group.sample)
-        lines += [f"   -> {ADVICE[group.key.cause].change}", f"   {_savings(group, computed, price)}"]
+            lines += sides(group.sample)
+        lines += [f"   -> {advice.change}", f"   {savings(group, computed, price)}"]
     if found.num_other_groups:
         lines += ["", f"Further causes that cost less: {found.num_other_groups:,}; see --top."]
     return "\n".join(lines)
-
-
-def _headline(group: MissGroup, num_prompts: int) -> str:
-    each = group.lost_tokens // group.num_prompts
-    low, high = group.min_position, group.max_position
-    place = f"at token {low:,}" if low == high else f"at tokens {low:,} to {high:,}"
-    segments = ", ".join(printable(name, keep="") for name in group.segments)
-    what = ADVICE[group.key.cause].what
-    if group.key.pattern:
-        what += f": {group.key.pattern}"
-    bound = "at most " if group.is_bound else ""
-    mean = " on average" if group.num_prompts > 1 else ""
-    who = f"{group.num_prompts:,} of {num_prompts:,} requests lose" if group.num_prompts > 1 else "1 request loses"
-    return f"{who} {bound}{each:,} tokens{mean} {place}{f' ({segments})' if segments else ''}: {what}."
-
-
-def _sides(sample: Sample) -> list[str]:
-    has_text = bool(sample.text_before or sample.prompt.text_after or sample.prompt.text or sample.earlier.text)
-    before = _shown(sample.text_before if has_text else sample.before_ids)[-_MAX_CHARS:]
-    return aligned(
-        [
-            ("     prompt ", before + _marked(sample.prompt, has_text=has_text), printable(sample.where, keep="")),
-            (
-                "     earlier",
-                before + _marked(sample.earlier, has_text=has_text),
-                printable(sample.earlier_where, keep=""),
-            ),
-        ]
-    )
-
-
-def _marked(side: Side, *, has_text: bool) -> str:
-    number = side.num_different
-    different = _shown(side.text if has_text else side.token_ids[:number])[:_MAX_CHARS]
-    equal = _shown(side.text_after if has_text else side.token_ids[number:])[:_MAX_CHARS]
-    is_cut = side.span is None or side.span > number
-    return f"[{different}{'...' if is_cut else ''}]{equal}"
-
-
-def _shown(part: str | tuple[int, ...]) -> str:
-    if isinstance(part, str):
-        return part.replace("\n", "\\n")
-    return f" {' '.join(map(str, part))} " if part else ""
-
-
-def _savings(group: MissGroup, computed: int, price: float | None) -> str:
-    tokens, seconds = group.saved_tokens, group.saved_s
-    if tokens is None:
-        verb, tokens, seconds = "Costs up to" if group.is_bound else "Costs", group.lost_tokens, group.lost_s
-    else:
-        verb = "Saves"
-    share = f" ({100 * tokens / computed:.1f} % of all computed tokens)" if computed else ""
-    more = "" if seconds is None else f", {duration(seconds)} of computing"
-    more += "" if price is None else f", worth {tokens / 1e6 * price:,.2f}"
-    return f"{verb} {tokens:,} tokens{share}{more}."
 
 
 def diagnosis_object(found: LogDiagnosis, price: float | None = None) -> dict[str, Any]:

@@ -34,6 +34,8 @@ from radixkv.service.text.answer_text import AnswerText
 from radixkv.service.text.tokenizer import Tokenizer
 from radixkv.service.token_ids import TokenIds, pack_token_ids, write_token_ids
 from radixkv.v1.cache_pb2 import (
+    DiagnoseRequest,
+    DiagnoseResponse,
     DrainRequest,
     EndSessionRequest,
     EndSessionResponse,
@@ -309,6 +311,15 @@ class AsyncClient:
         """Return what tenants used in a range of days; see `Client.statement`."""
         return await self._call(
             methods.STATEMENT, make_request(StatementRequest, since=since, until=until, tenant=tenant, by_day=by_day)
+        )
+
+    async def diagnose(
+        self, *, tenant: str | None = None, max_causes: int = 10, omit_cached_text: bool = False
+    ) -> DiagnoseResponse:
+        """Return why recent prompts were not reused; see `Client.diagnose`."""
+        return await self._call(
+            methods.DIAGNOSE,
+            make_request(DiagnoseRequest, tenant=tenant, max_causes=max_causes, omit_cached_text=omit_cached_text),
         )
 
     async def load_adapter(self, name: str, path: str) -> LoadAdapterResponse:

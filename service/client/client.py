@@ -32,6 +32,8 @@ from radixkv.service.client.text_answers import TextAnswer, new_text
 from radixkv.service.text.tokenizer import Tokenizer
 from radixkv.service.token_ids import TokenIds
 from radixkv.v1.cache_pb2 import (
+    DiagnoseRequest,
+    DiagnoseResponse,
     DrainRequest,
     EndSessionRequest,
     EndSessionResponse,
@@ -465,6 +467,27 @@ class Client:
         """
         return self._call(
             methods.STATEMENT, make_request(StatementRequest, since=since, until=until, tenant=tenant, by_day=by_day)
+        )
+
+    def diagnose(
+        self, *, tenant: str | None = None, max_causes: int = 10, omit_cached_text: bool = False
+    ) -> DiagnoseResponse:
+        """Return why recent prompts were not reused: what a sample of the misses lost, grouped by cause.
+
+        Args:
+            tenant: return only the misses of this tenant; None for all. With a tenant's credential, only those of that
+                tenant are returned in any case.
+            max_causes: number of causes to list, at most 100.
+            omit_cached_text: leave the samples out, as the server does for admins and readers.
+
+        Raises:
+            InvalidArgument: there are too many causes.
+            Unimplemented: `server.diagnosed_share` is 0.
+            ServiceError: the call failed; the subclass says how.
+        """
+        return self._call(
+            methods.DIAGNOSE,
+            make_request(DiagnoseRequest, tenant=tenant, max_causes=max_causes, omit_cached_text=omit_cached_text),
         )
 
     def load_adapter(self, name: str, path: str) -> LoadAdapterResponse:

@@ -100,6 +100,7 @@ END_SESSION = Method(_CACHE, "EndSession", cache.EndSessionRequest, cache.EndSes
 PURGE = Method(_CACHE, "Purge", cache.PurgeRequest, cache.PurgeResponse)  # a second one counts no blocks
 STATS = Method(_CACHE, "Stats", cache.StatsRequest, cache.StatsResponse, is_idempotent=True)
 STATEMENT = Method(_CACHE, "Statement", cache.StatementRequest, cache.StatementResponse, is_idempotent=True)
+DIAGNOSE = Method(_CACHE, "Diagnose", cache.DiagnoseRequest, cache.DiagnoseResponse, is_idempotent=True)
 LIST_SEGMENTS = Method(
     _CACHE, "ListSegments", cache.ListSegmentsRequest, cache.ListSegmentsResponse, is_idempotent=True
 )
@@ -151,6 +152,7 @@ METHODS: tuple[Method[Any, Any], ...] = (
     END_SESSION,
     PURGE,
     STATEMENT,
+    DIAGNOSE,
     STATS,
     LIST_SEGMENTS,
     LOAD_ADAPTER,

@@ -1,13 +1,14 @@
 """Methods of CacheService that a fleet implements.
 
-Stats, Statement, Purge, EndSession and Hint are called on all replicas, and the responses are aggregated. Explain is
-forwarded to the replica that would get the prompt.
+Stats, Statement, Diagnose, Purge, EndSession and Hint are called on all replicas, and the responses are aggregated.
+Explain is forwarded to the replica that would get the prompt.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
 import grpc
@@ -17,11 +18,13 @@ from google.protobuf.message import Message
 
 from radixkv.api.hints import HintAction
 from radixkv.api.stats import DEFAULT_MAX_TENANTS
-from radixkv.errors import NoReplica
+from radixkv.doctor.miss_profile import MissCounts
+from radixkv.errors import InvalidRequest, NoReplica
 from radixkv.service.fleet.forwarder import Forwarder, ReplicaRefusal
 from radixkv.service.fleet.replica_connection import ReplicaConnection, ReplicaLost
 from radixkv.service.fleet.servicers import call_options, call_without_load, replica_errors_as_status, routing_request
 from radixkv.service.server.calls import Context
+from radixkv.service.server.servicers.diagnoses import DEFAULT_MAX_CAUSES, MAX_CAUSES
 from radixkv.service.server.servicers.messages import read_caller, read_hints, require_names
 from radixkv.v1 import cache_pb2, hints_pb2
 
@@ -40,6 +43,7 @@ _EQUAL = (
     "period",
 )
 _MAXIMA = ("uptime_s", "known_tenants")
+_MISS_COUNTS = tuple(each.name for each in fields(MissCounts))
 
 ListReplicas = Callable[[], Awaitable[Sequence[ReplicaConnection]]]
 """Returns the connections to all replicas."""
@@ -65,6 +69,7 @@ class FleetCacheService:
             "Purge": self.purge,
             "Stats": self.stats,
             "Statement": self.statement,
+            "Diagnose": self.diagnose,
             "EndSession": self.end_session,
             "Hint": self.hint,
             "Explain": self.explain,
@@ -178,6 +183,23 @@ class FleetCacheService:
                 raise _incomplete(failures, len(responses))
         return summed_statements(responses.values())
 
+    async def diagnose(self, request: cache_pb2.DiagnoseRequest, context: Context) -> cache_pb2.DiagnoseResponse:
+        """Return the causes of misses on all replicas together. The call succeeds only if it did on each of them."""
+        require_names(tenant=request.tenant)
+        whole = cache_pb2.DiagnoseRequest()
+        whole.CopyFrom(request)
+        whole.max_causes = MAX_CAUSES
+        async with replica_errors_as_status(context):
+            max_causes = request.max_causes if request.HasField("max_causes") else DEFAULT_MAX_CAUSES
+            if max_causes > MAX_CAUSES:
+                raise InvalidRequest(f"max_causes: expected at most {MAX_CAUSES}, got {max_causes}")
+            responses, failures = await self._call_all(
+                lambda connection: connection.cache.Diagnose(whole, **call_options(connection, context))
+            )
+            if failures:
+                raise _incomplete(failures, len(responses))
+        return summed_diagnoses(responses.values(), max_causes)
+
     async def _call_all(
         self, make_call: Callable[[ReplicaConnection], Awaitable[Any]], only: str = ""
     ) -> tuple[dict[str, Any], dict[str, grpc.aio.AioRpcError | ReplicaLost]]:
@@ -276,6 +298,39 @@ def summed_statements(responses: Iterable[cache_pb2.StatementResponse]) -> cache
             lines.setdefault((line.period, line.tenant), []).append(line)
     for key in sorted(lines):
         _add(total.lines.add(), lines[key])
+    return total
+
+
+def summed_diagnoses(responses: Iterable[cache_pb2.DiagnoseResponse], max_causes: int) -> cache_pb2.DiagnoseResponse:
+    """Add up the causes of misses of replicas. Each replica compares a prompt only with what it has cached itself.
+
+    Args:
+        responses: the responses of the replicas.
+        max_causes: causes that are listed at most.
+    """
+    total = cache_pb2.DiagnoseResponse()
+    causes: dict[tuple[str, ...], cache_pb2.DiagnosedCause] = {}
+    num_unlisted = 0
+    for part in responses:
+        total.covered_s = max(total.covered_s, part.covered_s)
+        for name in _MISS_COUNTS:
+            setattr(total, name, getattr(total, name) + getattr(part, name))
+        num_unlisted = max(num_unlisted, part.further_causes)
+        for each in part.causes:
+            known = causes.setdefault((each.tenant, each.cause, each.place, each.pattern), each)
+            if known is not each:
+                known.prompts += each.prompts
+                known.lost_tokens += each.lost_tokens
+                known.min_position = min(known.min_position, each.min_position)
+                known.max_position = max(known.max_position, each.max_position)
+                known.is_upper_bound |= each.is_upper_bound
+                if known.HasField("lost_s") and each.HasField("lost_s"):
+                    known.lost_s += each.lost_s
+                else:
+                    known.ClearField("lost_s")
+    ranked = sorted(causes.values(), key=lambda each: each.lost_tokens, reverse=True)
+    total.causes.extend(ranked[:max_causes])
+    total.further_causes = num_unlisted + len(ranked[max_causes:])
     return total
 
 

@@ -76,6 +76,7 @@ def config_of(
     keys = {name: value for name, value in keys.items() if not _changes_nothing(name, value)}
     named = {f"{SECTION_OF[name]}.{name}": value for name, value in keys.items() if value is not None}
     named["model.path"] = os.fspath(model)
+    named["server.diagnosed_share"] = 0.0  # a library has no call that returns the causes of misses
     config = Config.load(file, [*settings, *(f"{key}={_toml(key, value)}" for key, value in named.items())])
     if not adapters:
         return config

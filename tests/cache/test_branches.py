@@ -214,3 +214,67 @@ class TestBounds:
         (branch,) = published.divergence("aX").branches
         (node,) = published.cache.nodes()
         assert branch.runs[0] is node.tokens
+
+
+def branches_of(published: Published, *places: int, tenant: str = "", **options: object) -> list[str]:
+    found = published.cache.branches_at(places, tenant, **options)
+    return [text_of(each.branch) for each in found]
+
+
+def place_of(published: Published, text: str, namespace: Namespace = MODEL) -> int:
+    """Return the place of the node in which a published text ends."""
+    (place,) = (
+        node.place
+        for node in published.cache.nodes()
+        if node.owner.namespace == namespace
+        and node.start_bytes + len(node.tokens) == len(text) * TOKEN_BYTES
+        and "".join(
+            text_of(each.branch, len(text)) for each in published.cache.branches_at([node.place], namespace.tenant)
+        )
+        == text
+    )
+    return place
+
+
+def test_a_branch_through_a_place_begins_at_the_root_and_ends_in_the_latest_leaf() -> None:
+    published = Published("abcdefgh", "abcdefghijkl", "abcdefghmnop", "wxyz")
+    shared = place_of(published, "abcdefgh")
+    assert branches_of(published, shared) == ["abcdefghmnop"]
+    assert branches_of(published, place_of(published, "abcdefghijkl")) == ["abcdefghijkl"]
+    assert branches_of(published, place_of(published, "wxyz")) == ["wxyz"]
+
+
+def test_a_node_on_a_branch_that_is_returned_adds_none() -> None:
+    published = Published("abcdefgh", "abcdefghijkl", "abcdefghmnop")
+    shared, end = place_of(published, "abcdefgh"), place_of(published, "abcdefghijkl")
+    assert branches_of(published, end, shared, end) == ["abcdefghijkl"]
+    assert branches_of(published, shared, end, max_branches=1) == ["abcdefghmnop"]
+
+
+@pytest.mark.parametrize("place", [-1, 10**6])
+def test_a_place_without_a_node_has_no_branch(place: int) -> None:
+    published = Published("abcdefgh")
+    assert branches_of(published, place) == []
+
+
+def test_places_of_other_tenants_are_left_out() -> None:
+    published = Published("abcdefgh")
+    published.publish("abcdefgh", OTHER)
+    places = [node.place for node in published.cache.nodes()]
+    for tenant, namespace in (("", MODEL), ("other", OTHER)):
+        found = published.cache.branches_at(places, tenant)
+        assert [each.namespace for each in found] == [namespace]
+
+
+def test_the_latest_branches_of_a_session_come_first() -> None:
+    published = Published("zzzzyyyy")
+    for text in ("abcdefgh", "abcdijkl", "mnopqrst", "uvwxuvwx"):
+        published.clock.now_s += 1
+        with published.cache.lease(MODEL, spell(text), session_id="s") as lease:
+            lease.commit(len(text))
+    published.publish("abcd1234")  # so that the session does not own "abcd"
+    other = place_of(published, "zzzzyyyy")
+    found = published.cache.branches_at([other], "", "s")
+    assert [text_of(each.branch) for each in found] == ["uvwxuvwx", "mnopqrst", "abcdijkl", "zzzzyyyy"]
+    assert [each.session_id for each in found] == ["s", "s", "s", ""]
+    assert branches_of(published, other, session_id="unknown") == ["zzzzyyyy"]

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from bench.doctor import diagnosed
+from bench.doctor import diagnosed, live
 from bench.parts.planted_traffic import FAULTS, Fault, Traffic
+from radixkv.doctor.causes import MissCause
 from radixkv.model.tiny_files import write_tiny_files
 from radixkv.service.text.tokenizer import Tokenizer
 
@@ -28,6 +29,21 @@ def test_a_planted_fault_is_found_and_what_it_costs(traffic: Traffic, fault: Fau
     assert result.found == result.planted
     assert result.false == 0
     assert result.gain_error <= 0.05
+
+
+@pytest.mark.sampled(one_in=3)
+@pytest.mark.parametrize("has_sessions", [True, False])
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_a_running_server_finds_a_planted_fault(traffic: Traffic, fault: Fault, has_sessions: bool) -> None:
+    result = live(traffic, fault, 0.3, has_sessions=has_sessions)
+    assert result.planted >= 5
+    if fault.cause is MissCause.TENANT_CHANGED:  # what other tenants have cached is not reported
+        assert (result.found, result.false, result.saved_tokens) == (0, 0, 0)
+        return
+    assert result.found >= 0.9 * result.planted
+    assert result.false <= 0.02 * result.requests
+    if fault.cause is not MissCause.COMPACTED:  # what a summary replaces counts as the cost of a new prompt
+        assert result.gain_error <= 0.1
 
 
 def test_traffic_without_faults_has_no_causes(traffic: Traffic) -> None:

@@ -1524,8 +1524,8 @@ EXPLAIN_MUTANTS = (
     Mutant("explain/explanation.py", "place.equal_tokens > num_equal", "False"),
     Mutant(
         "service/server/auth/authorizer.py",
-        "                message.omit_cached_text = True\n",
-        "                pass\n",
+        "            message.omit_cached_text = True\n",
+        "            pass\n",
     ),
     Mutant(
         "service/server/servicers/explanations.py",

@@ -32,10 +32,10 @@ MAY_IMPORT = {
     "compute": "model storage kernels",
     "events": "api cache offload.index",
     "routing": "api events",
-    "engine": "api cache scheduling statements offload storage compute events",
+    "engine": "api cache doctor scheduling statements offload storage compute events",
     "planning": "api cache events model_files offload routing scheduling storage",
     "telemetry": "api scheduling engine",
-    "startup": "api cache storage model compute events engine kernels offload scheduling statements",
+    "startup": "api cache doctor storage model compute events engine kernels offload scheduling statements",
     "integrations": "api cache",
     "kernels": "",
 }

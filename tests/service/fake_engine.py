@@ -109,6 +109,7 @@ class FakeEngine:
         thread = EngineThread(self._call, lambda function: function(), lambda: self.cancellation)
         self.offload = self.transfer = None
         self.statements = None
+        self.misses = None
         self.adapters = Adapters("fake", self.device.source(), self.cache, thread)
         self.public = PublicPrefixRegistry(self.cache.public, LIMITS, self.adapters, thread, self._compute_public)
         self.eos_token_ids = frozenset({2, 3})

@@ -126,8 +126,9 @@ class MethodRule:
                 )
             if caller.role is not Role.ADMIN and getattr(message, "return_block_table", False):
                 raise NotPermitted(f"return_block_table: expected the role admin, got {caller.role.value}")
-            if not caller.may_read_cached_text and "omit_cached_text" in message.DESCRIPTOR.fields_by_name:
-                message.omit_cached_text = True
+        has_cached_text = "omit_cached_text" in message.DESCRIPTOR.fields_by_name
+        if has_cached_text and caller is not None and not caller.may_read_cached_text:
+            message.omit_cached_text = True
         return None if _means_all_tenants(message) else str(message.tenant)
 
 
@@ -156,6 +157,7 @@ RULES: dict[str, MethodRule] = {
     "/radixkv.v1.FleetService/Route": _TENANT,
     "/radixkv.v1.CacheService/Stats": _READ,
     "/radixkv.v1.CacheService/Statement": _READ,
+    "/radixkv.v1.CacheService/Diagnose": _READ,
     "/radixkv.v1.CacheService/Retain": _TENANT,
     "/radixkv.v1.CacheService/Hint": _TENANT,
     "/radixkv.v1.CacheService/Explain": _TENANT,

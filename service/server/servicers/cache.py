@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING
 
 from radixkv.api.caller import Caller
 from radixkv.api.stats import DEFAULT_MAX_TENANTS
-from radixkv.errors import InvalidRequest
+from radixkv.errors import InvalidRequest, SwitchedOff
 from radixkv.service.server.calls import Context
 from radixkv.service.server.mailbox import Mailbox
 from radixkv.service.server.model_tokenizer import ModelTokenizer
+from radixkv.service.server.servicers.diagnoses import DEFAULT_MAX_CAUSES, MAX_CAUSES, diagnosis_message
 from radixkv.service.server.servicers.engine_calls import result_of
 from radixkv.service.server.servicers.explanations import Explainer
 from radixkv.service.server.servicers.messages import (
@@ -54,6 +55,8 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
         self._segments = SegmentLister(engine, self._mailbox)
         self._explainer = Explainer(engine, self._mailbox, tokenizer)
         self._statements = StatementMaker(engine, self._mailbox)
+        if engine.misses is not None:
+            engine.misses.load_decode = lambda: tokenizer.load().decode
 
     async def Retain(self, request: cache_pb2.RetainRequest, context: Context) -> cache_pb2.RetainResponse:  # noqa: N802
         """Set the retention priority of a cached range."""
@@ -119,6 +122,20 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
     ) -> cache_pb2.StatementResponse:
         """Return what tenants used in a range of days."""
         return await self._statements.statement(request)
+
+    async def Diagnose(  # noqa: N802
+        self, request: cache_pb2.DiagnoseRequest, context: Context
+    ) -> cache_pb2.DiagnoseResponse:
+        """Return why recent prompts were not reused."""
+        require_names(tenant=request.tenant)
+        misses = self._engine.misses
+        if misses is None:
+            raise SwitchedOff("Diagnose: switched off, since server.diagnosed_share is 0")
+        max_causes = request.max_causes if request.HasField("max_causes") else DEFAULT_MAX_CAUSES
+        if max_causes > MAX_CAUSES:
+            raise InvalidRequest(f"max_causes: expected at most {MAX_CAUSES}, got {max_causes}")
+        tenant = request.tenant if request.HasField("tenant") else None
+        return diagnosis_message(misses.report(tenant, max_causes), has_samples=not request.omit_cached_text)
 
     async def _stats(self, request: cache_pb2.StatsRequest) -> cache_pb2.StatsResponse:
         max_tenants = request.max_tenants if request.HasField("max_tenants") else DEFAULT_MAX_TENANTS

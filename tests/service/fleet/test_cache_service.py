@@ -28,6 +28,7 @@ from radixkv.v1.hints_pb2 import HintOutcome
 from tests import fakes
 from tests.fake_runner import tokens
 from tests.service.accounted import accounted_engine
+from tests.service.diagnosed import diagnosed_engine
 from tests.service.fake_engine import FAKE, FakeEngine
 from tests.service.fleet.test_ingress_server import fleet, run
 
@@ -425,3 +426,37 @@ def test_an_action_is_accepted_if_all_replicas_that_hold_something_accept_it(
     outcomes: list[HintOutcome], joined: HintOutcome
 ) -> None:
     assert joined_outcome(outcomes) == joined
+
+
+def test_the_causes_of_misses_on_all_replicas_are_added_up() -> None:
+    async def test() -> None:
+        async with fleet(2) as served, AsyncClient(served.address) as client:
+            first, second = served.engines.values()
+            first.misses = diagnosed_engine("acme", "globex").misses
+            second.misses = diagnosed_engine("acme").misses
+            found = await client.diagnose(max_causes=3)
+            assert (found.covered_s, found.prompts, found.first_prompts) == (90.0, 60, 3)
+            assert [(each.tenant, each.cause, each.prompts, each.lost_tokens) for each in found.causes] == [
+                ("acme", "RANDOM_ID", 6, 366_000),
+                ("globex", "RANDOM_ID", 3, 183_000),
+                ("acme", "SALT_CHANGED", 2, 1000),
+            ]
+            assert found.causes[0].lost_s == 36.0
+            assert not found.causes[2].HasField("lost_s")
+            assert found.further_causes == 1
+            second.misses = None
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await client.diagnose()
+            assert "server.diagnosed_share" in refused.value.details()
+
+    run(test)
+
+
+def test_too_many_causes_of_misses_reach_no_replica() -> None:
+    async def test() -> None:
+        async with fleet(2) as served, AsyncClient(served.address) as client:
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await client.diagnose(max_causes=101)
+            assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+    run(test)

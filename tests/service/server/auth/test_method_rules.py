@@ -44,6 +44,7 @@ REQUESTS = {
     "radixkv.v1.PrefillService/FetchKV": _OWN,
     "radixkv.v1.CacheService/Stats": _OWN,
     "radixkv.v1.CacheService/Statement": _OWN,
+    "radixkv.v1.CacheService/Diagnose": _OWN,
     "radixkv.v1.CacheService/Retain": _OWN,
     "radixkv.v1.CacheService/Hint": _OWN,
     "radixkv.v1.CacheService/Explain": _OWN,
@@ -76,6 +77,7 @@ REQUESTS = {
 ADMINS = {
     "radixkv.v1.CacheService/Stats": {"watcher", "boss"},
     "radixkv.v1.CacheService/Statement": {"watcher", "boss"},
+    "radixkv.v1.CacheService/Diagnose": {"watcher", "boss"},
     "radixkv.v1.CacheService/Retain": {"boss"},
     "radixkv.v1.CacheService/Hint": {"boss"},
     "radixkv.v1.CacheService/Explain": {"boss"},

@@ -169,6 +169,8 @@ ELSEWHERE = {
     "ExplainRequest.segments",  # tests/service/server/servicers/test_explanations.py
     "ExplainResponse.computed_s",
     "Difference.prompt_span_tokens",
+    "DiagnoseRequest.max_causes",  # tests/service/server/servicers/test_diagnoses.py
+    "DiagnosedCause.place",
     "StatementRequest.since",  # tests/api/test_statement.py
     "StatementResponse.lines",  # tests/statements/test_statement_book.py
 }

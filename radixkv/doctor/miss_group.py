@@ -1,0 +1,75 @@
+"""Prompts that lost tokens for one cause."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from radixkv.doctor.finding import Finding, GroupKey, Sample
+
+_MAX_SEGMENTS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class MissGroup:
+    """Prompts that lost tokens for one cause.
+
+    Attributes:
+        key: what they have in common.
+        num_prompts: how many prompts there are.
+        lost_tokens: tokens that all of them together lost.
+        lost_s: seconds to compute these; None without a time model.
+        min_position, max_position: where they leave earlier prompts.
+        segments: names of the segments that have these positions, at most 4.
+        sample: both sides of the first difference; None if the cause has no sides.
+        is_bound: whether `lost_tokens` is only an upper bound for some of them.
+        is_fixable: whether the cause can be removed from the log, to measure what that saves.
+        saved_tokens: tokens that are not computed in a replay of the log without this cause and without the causes
+            of the groups before this one; None if the cause cannot be removed from the log.
+        saved_s: seconds to compute these; None without a time model.
+    """
+
+    key: GroupKey
+    num_prompts: int
+    lost_tokens: int
+    lost_s: float | None
+    min_position: int
+    max_position: int
+    segments: tuple[str, ...] = ()
+    sample: Sample | None = None
+    is_bound: bool = False
+    is_fixable: bool = False
+    saved_tokens: int | None = None
+    saved_s: float | None = None
+
+
+def group_of(finding: Finding, lost_s: float | None) -> MissGroup:
+    """Return a group with one finding, and the seconds to compute what it lost."""
+    return MissGroup(
+        finding.key,
+        1,
+        finding.lost_tokens,
+        lost_s,
+        finding.position,
+        finding.position,
+        (finding.segment,) if finding.segment else (),
+        finding.sample,
+        finding.is_bound,
+        finding.is_fixable,
+    )
+
+
+def summed(first: MissGroup | None, second: MissGroup) -> MissGroup:
+    """Return the prompts of two groups with one key as one group; None is a group without any."""
+    if first is None:
+        return second
+    return replace(
+        first,
+        num_prompts=first.num_prompts + second.num_prompts,
+        lost_tokens=first.lost_tokens + second.lost_tokens,
+        lost_s=None if first.lost_s is None or second.lost_s is None else first.lost_s + second.lost_s,
+        min_position=min(first.min_position, second.min_position),
+        max_position=max(first.max_position, second.max_position),
+        segments=tuple(dict.fromkeys((*first.segments, *second.segments)))[:_MAX_SEGMENTS],
+        is_bound=first.is_bound or second.is_bound,
+        is_fixable=first.is_fixable or second.is_fixable,
+    )

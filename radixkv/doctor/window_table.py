@@ -1,0 +1,85 @@
+"""Finds the cached segments that have passages of a prompt, in a fixed amount of memory."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import numpy.typing as npt
+
+from radixkv.explain.realignment import Tokens, window_hashes
+
+WINDOW_TOKENS = 32
+NUM_SLOTS = 2**18
+_SAMPLED_BITS = 6
+_SHORT_TOKENS = 4096  # of shorter segments, more windows are in the sample
+_SHORT_SAMPLED_BITS = 4
+_HEAD_TOKENS = 8  # of a window, which decide whether it is in the sample
+_CHUNK_TOKENS = 65_536  # that are examined at a time, to bound the memory
+_MAX_SAMPLED = _CHUNK_TOKENS // 8  # in a chunk; a passage that repeats itself may have more
+_FACTORS = np.random.default_rng(0).integers(2**63, size=WINDOW_TOKENS, dtype=np.uint64) | np.uint64(1)
+
+
+class WindowTable:
+    """Maps a sample of all windows of 32 tokens to the last segment that had them.
+
+    About one window of 64 is in the sample, and one of 16 of segments of at most 4,096 tokens. The first tokens of a
+    window decide that, so that equal passages have the same windows in it. The hash of a window decides its slot, in
+    which it replaces another one. Hashes may collide, which returns a wrong segment, so callers compare tokens.
+
+    Memory: 12 bytes per slot. 262,144 slots hold the windows of about 17 million tokens.
+
+    Args:
+        num_slots: a power of two.
+
+    Example:
+        >>> table, tokens = WindowTable(), np.arange(4096, dtype=np.uint32)
+        >>> table.add(tokens, seed=7, place=3)
+        >>> [place for place, _ in table.places(tokens[1000:], seed=7).most_common()]
+        [3]
+    """
+
+    def __init__(self, num_slots: int = NUM_SLOTS) -> None:
+        self._mask = np.uint64(num_slots - 1)
+        self._hashes = np.zeros(num_slots, np.uint64)
+        self._places = np.zeros(num_slots, np.uint32)
+
+    def add(self, tokens: Tokens, seed: int, place: int) -> None:
+        """Note that a segment has these tokens.
+
+        Args:
+            tokens: uint32 `[num_tokens]`.
+            seed: 64 bits; windows are found only with the seed with which they were added.
+            place: number of the segment, 32 bits.
+
+        Complexity: O(tokens).
+        """
+        hashes = _sampled(tokens, seed, _SHORT_SAMPLED_BITS if tokens.size <= _SHORT_TOKENS else _SAMPLED_BITS)
+        slots = hashes & self._mask
+        self._hashes[slots] = hashes
+        self._places[slots] = place
+
+    def places(self, tokens: Tokens, seed: int) -> Counter[int]:
+        """Count the windows of these tokens by the segment that has them. Complexity: O(tokens)."""
+        hashes = _sampled(tokens, seed, _SHORT_SAMPLED_BITS)
+        slots = hashes & self._mask
+        return Counter(self._places[slots][self._hashes[slots] == hashes].tolist())
+
+
+def _sampled(tokens: Tokens, seed: int, num_bits: int) -> npt.NDArray[np.uint64]:
+    """Return the hashes of one window of `2**num_bits`; their low bits select a slot."""
+    parts = [np.empty(0, np.uint64)]
+    for start in range(0, tokens.size - WINDOW_TOKENS + 1, _CHUNK_TOKENS):
+        chunk = tokens[start : start + _CHUNK_TOKENS + WINDOW_TOKENS - 1]
+        heads = window_hashes(chunk[: chunk.size - WINDOW_TOKENS + _HEAD_TOKENS], _HEAD_TOKENS)
+        starts = np.flatnonzero(_mixed(heads) >> np.uint64(64 - num_bits) == 0)[:_MAX_SAMPLED]
+        windows = chunk[starts[:, None] + np.arange(WINDOW_TOKENS)] + np.uint64(1)
+        parts.append(_mixed((windows * _FACTORS).sum(axis=1, dtype=np.uint64) ^ np.uint64(seed)))
+    return np.concatenate(parts)
+
+
+def _mixed(hashes: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """Let all bits of a hash depend on each other."""
+    hashes = hashes ^ (hashes >> np.uint64(32))
+    hashes *= np.uint64(0xBF58476D1CE4E5B9)
+    return hashes ^ (hashes >> np.uint64(29))

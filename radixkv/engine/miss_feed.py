@@ -1,0 +1,92 @@
+"""Passes admitted prompts and new segments to the profiler of misses."""
+
+from __future__ import annotations
+
+from radixkv.api.miss_reason import MissReason
+from radixkv.cache.changes import Listener
+from radixkv.cache.node import NO_PLACE, Node
+from radixkv.doctor.miss_profiler import AdmittedPrompt, MissProfiler
+from radixkv.engine.observer import Observer
+from radixkv.namespace import PUBLIC_TENANT
+from radixkv.scheduling.request import Outcome, Request
+from radixkv.tokens import TOKEN_BYTES
+
+
+class MissFeed(Observer, Listener):
+    """Passes each prompt when it is first admitted, and the tokens of new segments when a request ends.
+
+    So the profiler compares a prompt with what was cached before it. All methods are called on the engine's thread.
+
+    Args:
+        profiler: gets them.
+    """
+
+    def __init__(self, profiler: MissProfiler) -> None:
+        self._profiler = profiler
+        self._admitted: set[Request] = set()
+        self._new_from: dict[Node, int] = {}  # where the new tokens of a node begin, in bytes from the root
+
+    def request_admitted(self, request: Request) -> None:
+        """Pass a prompt, unless the request was admitted before and preempted."""
+        if request.is_prefetch or request in self._admitted:
+            return
+        self._admitted.add(request)
+        reuse = request.reuse
+        is_whole = reuse.cached_tokens >= request.num_prompt_tokens - 1
+        reason = MissReason.NONE if is_whole else reuse.miss_reason
+        session_id = request.params.session_id
+        self._profiler.add_prompt(
+            AdmittedPrompt(request.namespace, session_id, request.prompt_tokens, reuse.cached_tokens, reason)
+        )
+
+    def step_done(self, seconds: float, num_requests: int, num_prefill_tokens: int, num_decode_tokens: int) -> None:
+        """Report the time of a step, as far as it computed prompts."""
+        if num_prefill_tokens:
+            self._profiler.add_step(seconds * num_prefill_tokens / (num_prefill_tokens + num_decode_tokens))
+
+    def request_ended(self, request: Request, outcome: Outcome, error: Exception | None, now_s: float) -> None:
+        """Pass the new tokens of all segments."""
+        self._admitted.discard(request)
+        self.pass_segments()
+
+    def pass_segments(self) -> None:
+        """Pass the new tokens of all segments."""
+        new_from, self._new_from = self._new_from, {}
+        for node, start in new_from.items():
+            self._pass_segment(node, start - node.start_bytes, len(node.tokens))
+
+    def inserted(self, leaf: Node, now_s: float) -> None:
+        """Note that all tokens of a leaf are new."""
+        self._new_from[leaf] = leaf.start_bytes
+
+    def grown(self, leaf: Node, num_new_blocks: int, now_s: float) -> None:
+        """Note that a leaf has new tokens: those of the new blocks, and perhaps some of the block before them."""
+        if leaf not in self._new_from:
+            num_new_bytes = (num_new_blocks + 1) * leaf.owner.block_size * TOKEN_BYTES
+            self._new_from[leaf] = leaf.start_bytes + max(0, len(leaf.tokens) - num_new_bytes)
+
+    def split(self, lower: Node, last_used_s: float, now_s: float) -> None:
+        """Note that the tokens of the upper half have another node."""
+        self.cut(lower)
+
+    def cut(self, lower: Node) -> None:
+        """Note that the tokens of the upper half have another node, if they are new."""
+        start = self._new_from.get(lower)
+        if start is not None and lower.parent is not None:
+            self._new_from[lower.parent] = start
+
+    def joined(self, uppers: list[Node], lower: Node) -> None:
+        """Pass the tokens of the nodes that no longer exist, which are in `lower` now."""
+        for upper in uppers:
+            self._new_from.pop(upper, None)
+        self._pass_segment(lower, 0, sum(len(each.tokens) for each in uppers))
+
+    def purged(self, node: Node) -> None:
+        """Forget the tenant of a node."""
+        self._new_from.pop(node, None)
+        self._profiler.forget(node.owner.namespace.tenant)
+
+    def _pass_segment(self, node: Node, start: int, end: int) -> None:
+        tenant = node.owner.namespace.tenant
+        if node.place != NO_PLACE and tenant != PUBLIC_TENANT:
+            self._profiler.add_segment(tenant, node.tokens, max(0, start), end, node.place)

@@ -1,0 +1,329 @@
+"""The profiler of misses: which misses it examines, what it finds, and what it forgets."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+import pytest
+
+from radixkv.api.explanation import CachedBranch, NamedBranch
+from radixkv.api.miss_reason import MissReason
+from radixkv.doctor import miss_profiler
+from radixkv.doctor.causes import MissCause
+from radixkv.doctor.miss_profiler import MIN_MISSED_TOKENS, PERIOD_S, AdmittedPrompt, Branches, MissProfiler
+from radixkv.errors import Draining
+from radixkv.namespace import Namespace
+from tests.fakes import FakeClock
+from tests.patience import wait_until
+
+ACME = Namespace("model", "acme")
+
+
+def packed(text: str) -> bytes:
+    return np.array([ord(each) for each in text], "<u4").tobytes()
+
+
+def characters(token_ids: Sequence[int]) -> str:
+    return "".join(map(chr, token_ids))
+
+
+BODY = "".join(f"line {number} of a manual that all prompts have; " for number in range(60))
+PROMPT, CACHED = f"build 4f2a9c1 {BODY}", f"build b07e55d {BODY}"
+
+
+class Bench:
+    """A profiler with a clock of its own, and a fake engine that has some prompts by place."""
+
+    def __init__(self, share: float = 1.0) -> None:
+        self.clock = FakeClock()
+        self.work_s = 0.0
+        self.cached: dict[int, NamedBranch] = {}
+        self.asked: list[tuple[list[int], str, str]] = []
+        self.error: Exception | None = None
+        self.profiler = MissProfiler(share, self.clock, lambda: self.work_s)
+        self.profiler.load_decode = lambda: characters
+        self.profiler.start(self.find_branches)
+
+    def find_branches(self, places: Sequence[int], tenant: str, session_id: str) -> Future[Branches]:
+        self.asked.append((list(places), tenant, session_id))
+        future: Future[Branches] = Future()
+        if self.error is not None:
+            future.set_exception(self.error)
+            return future
+        known = [self.cached[each] for each in places if each in self.cached]
+        future.set_result(Branches([each for each in known if each.namespace.tenant == tenant], 0.01, 0.0))
+        return future
+
+    def cache(self, place: int, text: str, namespace: Namespace = ACME) -> None:
+        tokens = packed(text)
+        self.cached[place] = NamedBranch(namespace, "", CachedBranch((tokens,), 0, 1.0))
+        self.profiler.add_segment(namespace.tenant, tokens, 0, len(tokens), place)
+        self.wait()
+
+    def admit(
+        self,
+        text: str,
+        namespace: Namespace = ACME,
+        cached_tokens: int = 0,
+        reason: MissReason = MissReason.COLD,
+        session_id: str = "",
+    ) -> None:
+        self.profiler.add_prompt(AdmittedPrompt(namespace, session_id, packed(text), cached_tokens, reason))
+        self.wait()
+
+    def wait(self) -> None:
+        wait_until(lambda: not self.profiler.is_busy)
+
+    def causes(self, tenant: str | None = None) -> list[tuple[MissCause, int]]:
+        groups = self.profiler.report(tenant, 100).groups
+        return [(each.group.key.cause, each.group.num_prompts) for each in groups]
+
+
+@pytest.fixture
+def make_bench() -> Iterator[Callable[..., Bench]]:
+    made: list[Bench] = []
+
+    def make(**options: Any) -> Bench:
+        made.append(Bench(**options))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.profiler.close()
+
+
+@pytest.fixture
+def bench(make_bench: Callable[..., Bench]) -> Bench:
+    return make_bench()
+
+
+def test_a_miss_is_compared_with_what_is_cached(bench: Bench) -> None:
+    bench.cache(3, CACHED)
+    bench.admit(PROMPT, cached_tokens=6, reason=MissReason.DIVERGED)
+    report = bench.profiler.report(None, 10)
+    ((tenant, group),) = report.groups
+    assert (tenant, group.key.cause, group.key.pattern) == ("acme", MissCause.RANDOM_ID, "7 hexadecimal digits")
+    assert group.lost_tokens == pytest.approx(len(BODY), abs=2)
+    assert group.lost_s == pytest.approx(group.lost_tokens * 0.01)
+    assert group.sample is not None
+    assert group.sample.prompt.text == "4f2a9c1"
+    counts = report.counts
+    assert (counts.prompts, counts.prompt_tokens, counts.cached_tokens) == (1, len(PROMPT), 6)
+    assert (counts.misses, counts.examined_misses, counts.first_prompts) == (1, 1, 0)
+    assert counts.missed_tokens == counts.examined_tokens == len(PROMPT) - 6
+
+
+def test_a_prompt_like_no_other_is_a_first_one(bench: Bench) -> None:
+    bench.cache(3, CACHED)
+    bench.admit("".join(chr(40_000 + number) for number in range(1000)))
+    assert bench.causes() == []
+    assert bench.profiler.report(None, 10).counts.first_prompts == 1
+
+
+@pytest.mark.parametrize("num_missed", [0, 1, MIN_MISSED_TOKENS - 1])
+def test_a_hit_is_counted_and_not_examined(bench: Bench, num_missed: int) -> None:
+    bench.cache(3, CACHED)
+    bench.admit(PROMPT, cached_tokens=len(PROMPT) - num_missed)
+    counts = bench.profiler.report(None, 10).counts
+    assert (counts.prompts, counts.misses, bench.asked) == (1, 0, [])
+
+
+@pytest.mark.parametrize(
+    ("reason", "cause"),
+    [
+        (MissReason.EVICTED, MissCause.EVICTED),
+        (MissReason.EXPIRED, MissCause.EXPIRED),
+        (MissReason.NOT_LOADED, MissCause.NOT_LOADED),
+        (MissReason.NO_STATE, MissCause.NO_STATE),
+        (MissReason.NO_WINDOW, MissCause.NO_WINDOW),
+        (MissReason.READ_DISABLED, MissCause.READ_DISABLED),
+        (MissReason.ADAPTER_CHANGED, MissCause.ADAPTER_CHANGED),
+    ],
+)
+def test_a_cause_that_the_cache_knows_needs_no_comparison(bench: Bench, reason: MissReason, cause: MissCause) -> None:
+    bench.admit(PROMPT, cached_tokens=100, reason=reason)
+    ((_, group),) = bench.profiler.report(None, 10).groups
+    assert (group.key.cause, group.lost_tokens, group.is_bound) == (cause, len(PROMPT) - 101, True)
+    assert bench.asked == []
+    assert bench.profiler.report(None, 10).counts.examined_misses == 1
+
+
+@pytest.mark.parametrize(
+    ("other", "cause"),
+    [
+        (ACME._replace(salt="s"), MissCause.SALT_CHANGED),
+        (ACME._replace(adapter="lora"), MissCause.ADAPTER_CHANGED),
+    ],
+)
+def test_the_same_tokens_in_another_namespace_of_the_tenant(bench: Bench, other: Namespace, cause: MissCause) -> None:
+    bench.cache(3, PROMPT, other)
+    bench.admit(PROMPT)
+    assert bench.causes() == [(cause, 1)]
+
+
+def test_nothing_of_another_tenant_is_looked_up_or_reported(bench: Bench) -> None:
+    bench.cache(3, CACHED, Namespace("model", "globex"))
+    bench.admit(PROMPT)
+    assert bench.asked == [([], "acme", "")]
+    assert bench.causes() == []
+    bench.cache(4, PROMPT)
+    bench.admit(CACHED)
+    assert bench.causes("globex") == []
+    assert bench.causes("acme") == [(MissCause.RANDOM_ID, 1)]
+
+
+def test_a_public_prefix_is_no_other_namespace(bench: Bench) -> None:
+    bench.cache(3, CACHED, ACME._replace(public_prefix="1:64"))
+    bench.admit(PROMPT)
+    assert bench.causes() == [(MissCause.RANDOM_ID, 1)]
+
+
+def test_marks_of_invoked_adapters_are_no_difference(bench: Bench) -> None:
+    tokens = np.array([ord(each) for each in CACHED], "<u4")
+    tokens[len(CACHED) // 2 :] |= np.uint32(5 << 24)
+    bench.cached[3] = NamedBranch(ACME, "", CachedBranch((tokens.tobytes(),), 0, 1.0))
+    bench.profiler.add_segment("acme", tokens.tobytes(), 0, tokens.nbytes, 3)
+    bench.wait()
+    bench.admit(PROMPT)
+    assert bench.causes() == [(MissCause.RANDOM_ID, 1)]
+
+
+def test_without_time_misses_are_only_counted(make_bench: Callable[..., Bench]) -> None:
+    bench = make_bench(share=0.02)
+    bench.cache(3, CACHED)
+    bench.admit(PROMPT)
+    find = bench.find_branches
+
+    def find_slowly(*arguments: Any) -> Future[Branches]:
+        bench.work_s += 3.0
+        return find(*arguments)
+
+    bench.profiler._find_branches = find_slowly
+    bench.admit(PROMPT)  # takes 3 s, more than there are
+    bench.admit(PROMPT)
+    counts = bench.profiler.report(None, 10).counts
+    assert (counts.misses, counts.examined_misses) == (3, 2)
+    bench.profiler.add_step(140.0)  # of which it gets 2.8 s
+    bench.admit(PROMPT)
+    assert bench.profiler.report(None, 10).counts.examined_misses == 2
+    for _ in range(2):
+        bench.profiler.add_step(10.0)
+    bench.admit(PROMPT)
+    assert bench.profiler.report(None, 10).counts.examined_misses == 3
+
+
+def test_time_is_not_saved_up_without_end(make_bench: Callable[..., Bench]) -> None:
+    bench = make_bench(share=0.02)
+    bench.cache(3, CACHED)
+    bench.profiler.add_step(1e9)
+    find = bench.find_branches
+
+    def find_slowly(*arguments: Any) -> Future[Branches]:
+        bench.work_s += 0.6
+        return find(*arguments)
+
+    bench.profiler._find_branches = find_slowly
+    for _ in range(10):
+        bench.admit(PROMPT)
+    assert bench.profiler.report(None, 10).counts.examined_misses == 2
+
+
+def test_the_time_of_the_engines_thread_counts(make_bench: Callable[..., Bench]) -> None:
+    bench = make_bench(share=0.02)
+    found = Branches([], None, 5.0)
+
+    def find(*_: object) -> Future[Branches]:
+        future: Future[Branches] = Future()
+        future.set_result(found)
+        return future
+
+    bench.profiler._find_branches = find
+    for _ in range(5):
+        bench.admit(PROMPT)
+    assert bench.profiler.report(None, 10).counts.examined_misses == 1
+
+
+def test_a_long_queue_takes_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(miss_profiler, "_MAX_WAITING_BYTES", 3 * len(packed(PROMPT)))
+    profiler = MissProfiler(1.0)  # whose thread is not started
+    for _ in range(10):
+        profiler.add_prompt(AdmittedPrompt(ACME, "", packed(PROMPT), 0, MissReason.COLD))
+    profiler.add_segment("acme", packed(PROMPT), 0, len(packed(PROMPT)), 1)
+    assert profiler._queue.qsize() == 3
+    assert profiler.report(None, 10).counts.misses == 10
+    profiler.close()
+
+
+def test_a_prompt_longer_than_the_queue_is_examined_alone(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(miss_profiler, "_MAX_WAITING_BYTES", 100)
+    bench.cache(3, CACHED)
+    bench.admit(PROMPT)
+    assert bench.causes() == [(MissCause.RANDOM_ID, 1)]
+
+
+def test_a_forgotten_tenant_has_no_misses_any_more(bench: Bench) -> None:
+    globex = Namespace("model", "globex")
+    for place, namespace in enumerate((ACME, globex)):
+        bench.cache(place, CACHED, namespace)
+        bench.admit(PROMPT, namespace)
+    bench.profiler.forget("acme")
+    wait_until(lambda: not bench.causes("acme"))
+    assert bench.profiler.report("acme", 10).counts.prompts == 0
+    assert bench.causes("globex") == [(MissCause.RANDOM_ID, 1)]
+
+
+def test_a_report_covers_the_present_hour_and_the_one_before(bench: Bench) -> None:
+    bench.cache(3, CACHED)
+    for number in range(4):
+        bench.admit(PROMPT)
+        assert bench.causes() == [(MissCause.RANDOM_ID, 1 if number == 0 else 2)]
+        report = bench.profiler.report(None, 10)
+        assert report.covered_s == (0.0 if number == 0 else PERIOD_S)
+        bench.clock.now_s += PERIOD_S
+    bench.clock.now_s += PERIOD_S
+    assert bench.causes() == []
+    assert bench.profiler.report(None, 10).covered_s == 0.0
+
+
+@pytest.mark.parametrize("error", [Draining("engine: stopped"), TimeoutError()])
+def test_an_engine_that_does_not_answer_ends_no_thread(bench: Bench, error: Exception) -> None:
+    bench.cache(3, CACHED)
+    bench.error = error
+    bench.admit(PROMPT)
+    bench.error = None
+    bench.admit(PROMPT)
+    assert bench.causes() == [(MissCause.RANDOM_ID, 1)]
+
+
+def test_a_bug_is_logged_without_tokens_and_ends_no_thread(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+    bench.cache(3, CACHED)
+    bench.error = RuntimeError("bug")
+    with caplog.at_level(logging.DEBUG):
+        bench.admit(PROMPT)
+    assert "a miss could not be examined" in caplog.text
+    assert "4f2a9c1" not in caplog.text
+    bench.error = None
+    bench.admit(PROMPT)
+    assert bench.causes() == [(MissCause.RANDOM_ID, 1)]
+
+
+def test_without_a_tokenizer_tokens_are_compared(bench: Bench) -> None:
+    def refuse() -> Any:
+        raise ValueError("no tokenizer")
+
+    bench.profiler.load_decode = refuse
+    bench.cache(3, CACHED)
+    bench.admit(PROMPT)
+    assert bench.causes() == [(MissCause.REPLACED, 1)]
+
+
+def test_closing_ends_the_thread_although_misses_wait(bench: Bench) -> None:
+    bench.cache(3, CACHED)
+    for _ in range(50):
+        bench.profiler.add_prompt(AdmittedPrompt(ACME, "", packed(PROMPT), 0, MissReason.COLD))
+    bench.profiler.close()
+    assert not bench.profiler._thread.is_alive()

@@ -1,0 +1,90 @@
+"""Which segments have passages of a prompt."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from radixkv.doctor.window_table import WindowTable, _sampled
+
+Tokens = npt.NDArray[np.uint32]
+
+
+def random_tokens(length: int, seed: int = 1) -> Tokens:
+    return np.random.default_rng(seed).integers(50_000, size=length, dtype=np.uint32)
+
+
+@pytest.mark.parametrize("offset", [0, 1, 63, 4000, 70_000])
+def test_a_passage_is_found_at_any_position(offset: int) -> None:
+    table, passage = WindowTable(), random_tokens(2000)
+    table.add(np.concatenate((random_tokens(offset, seed=2), passage)), seed=7, place=3)
+    table.add(random_tokens(5000, seed=3), seed=7, place=4)
+    found = table.places(np.concatenate((random_tokens(37, seed=4), passage)), seed=7)
+    assert found.most_common()[0][0] == 3
+    assert found[3] >= 15
+
+
+def test_the_sample_does_not_depend_on_what_surrounds_a_passage() -> None:
+    tokens = random_tokens(200_000)
+    whole, part = (set(_sampled(each, seed=0, num_bits=6).tolist()) for each in (tokens, tokens[60_000:80_000]))
+    assert 250 < len(part) < 400
+    assert part <= whole
+    assert 2500 < len(whole) < 3800
+
+
+def test_another_seed_finds_nothing() -> None:
+    table, tokens = WindowTable(), random_tokens(5000)
+    table.add(tokens, seed=1, place=1)
+    assert not table.places(tokens, seed=2)
+
+
+def test_the_last_segment_of_a_passage_is_found() -> None:
+    table, tokens = WindowTable(), random_tokens(5000)
+    table.add(tokens, seed=1, place=1)
+    table.add(tokens[:2500], seed=1, place=2)
+    assert set(table.places(tokens[:2000], seed=1)) == {2}
+    assert set(table.places(tokens[3000:], seed=1)) == {1}
+
+
+@pytest.mark.parametrize("length", [0, 1, 31, 32, 33])
+def test_short_runs_are_accepted(length: int) -> None:
+    table = WindowTable()
+    table.add(random_tokens(length), seed=1, place=1)
+    assert sum(table.places(random_tokens(length), seed=1).values()) <= 2
+
+
+def test_a_small_table_forgets() -> None:
+    table = WindowTable(num_slots=64)
+    for place in range(100):
+        table.add(random_tokens(1000, seed=place), seed=1, place=place)
+    assert sum(table.places(random_tokens(1000, seed=99), seed=1).values()) >= 8
+    assert sum(sum(table.places(random_tokens(1000, seed=place), seed=1).values()) for place in range(50)) <= 5
+
+
+def test_a_passage_that_repeats_a_token_takes_a_bounded_sample() -> None:
+    counts = []
+    for token in range(300):
+        table, tokens = WindowTable(), np.full(50_000, token, np.uint32)
+        table.add(tokens, seed=1, place=1)
+        counts.append(sum(table.places(tokens, seed=1).values()))
+    assert 0 < max(counts) <= 65_536 // 8
+
+
+def test_short_segments_have_more_windows_in_the_sample() -> None:
+    tokens = random_tokens(4096)
+    short, long = WindowTable(), WindowTable()
+    short.add(tokens, seed=1, place=1)
+    long.add(np.concatenate((tokens, random_tokens(4096, seed=2))), seed=1, place=1)
+    assert 200 < short.places(tokens, seed=1)[1] < 320
+    assert 40 < long.places(tokens, seed=1)[1] < 90
+
+
+def test_a_text_that_repeats_its_words_is_found() -> None:
+    table = WindowTable()
+    for number in range(50):
+        text = f"{number:04}" + "".join(f"Rule {line}: be kind to the reader of line {line}. " for line in range(12))
+        tokens = np.frombuffer(text.encode(), np.uint8).astype(np.uint32)
+        if number:
+            assert table.places(tokens, seed=1)
+        table.add(tokens, seed=1, place=number)

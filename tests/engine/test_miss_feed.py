@@ -1,0 +1,184 @@
+"""What the engine passes to the profiler of misses, and what that finds then."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+
+import numpy as np
+import pytest
+
+from radixkv.api.miss_reason import MissReason
+from radixkv.doctor.causes import MissCause
+from radixkv.doctor.miss_profiler import AdmittedPrompt, Branches, MissProfiler
+from radixkv.engine.miss_feed import MissFeed
+from radixkv.namespace import PUBLIC_TENANT
+from tests.core_bench import Bench, purge_at_once
+from tests.fake_runner import tokens
+from tests.patience import wait_until
+
+
+class Recorder(MissProfiler):
+    """A profiler that only keeps what it gets. Its thread is not started."""
+
+    def __init__(self) -> None:
+        super().__init__(1.0)
+        self.prompts: list[AdmittedPrompt] = []
+        self.segments: list[tuple[str, bytes, int]] = []
+        self.steps: list[float] = []
+        self.forgotten: list[str] = []
+
+    def add_prompt(self, prompt: AdmittedPrompt) -> None:
+        self.prompts.append(prompt)
+
+    def add_segment(self, tenant: str, tokens: bytes, start: int, end: int, place: int) -> None:
+        assert 0 <= start <= end <= len(tokens)
+        self.segments.append((tenant, tokens[start:end], place))
+
+    def add_step(self, seconds: float) -> None:
+        self.steps.append(seconds)
+
+    def forget(self, tenant: str) -> None:
+        self.forgotten.append(tenant)
+
+
+class Fed:
+    """An engine core that feeds a recorder."""
+
+    def __init__(self, **options: object) -> None:
+        self.recorder = Recorder()
+        feed = MissFeed(self.recorder)
+        self.bench = Bench(observers=[feed], listeners=[feed], **options)
+
+    def require_all_passed(self) -> None:
+        """Check that every cached token was passed with the place of the node that has it now."""
+        passed: dict[int, set[int]] = {}  # token ids by place
+        for _, run, place in self.recorder.segments:
+            passed.setdefault(place, set()).update(np.frombuffer(run, "<u4").tolist())
+        for node in self.bench.cache.nodes():
+            if node.owner.namespace.tenant == PUBLIC_TENANT:
+                continue
+            places = {node.place}
+            below = [*(node.children or {}).values()]
+            while below:  # the upper half of a node that was split was passed with the place of the lower half
+                each = below.pop()
+                places.add(each.place)
+                below += (each.children or {}).values()
+            known = set().union(*(passed.get(place, set()) for place in places))
+            assert set(np.frombuffer(node.tokens, "<u4").tolist()) <= known
+
+
+@pytest.fixture
+def fed() -> Fed:
+    return Fed()
+
+
+def test_a_prompt_is_passed_as_it_was_admitted(fed: Fed) -> None:
+    fed.bench.prefill(range(10), tenant="a", session_id="s")
+    fed.bench.prefill(range(10), tenant="a")
+    fed.bench.prefill([0, 1, 2, 3, 77], tenant="b")
+    first, second, third = fed.recorder.prompts
+    assert (first.namespace.tenant, first.session_id, first.tokens) == ("a", "s", tokens(range(10)))
+    assert [each.cached_tokens for each in fed.recorder.prompts] == [0, 9, 0]
+    reasons = [each.miss_reason for each in fed.recorder.prompts]
+    assert reasons == [MissReason.COLD, MissReason.NONE, MissReason.COLD]
+    assert third.namespace.tenant == "b"
+    assert second.session_id == ""
+
+
+@pytest.mark.parametrize("max_step_tokens", [4, 7, 512])
+def test_all_tokens_are_passed_however_a_prompt_is_computed(max_step_tokens: int) -> None:
+    fed = Fed(max_step_tokens=max_step_tokens)
+    fed.bench.prefill(range(30), tenant="a")
+    fed.bench.generate(range(40, 60), 12, tenant="a")
+    fed.bench.run()
+    fed.bench.prefill([*range(12), *range(100, 120)], tenant="a")
+    fed.bench.prefill([*range(30), *range(200, 215)], tenant="a")
+    fed.require_all_passed()
+    assert {tenant for tenant, _, _ in fed.recorder.segments} == {"a"}
+
+
+def test_prompts_that_run_at_the_same_time_are_passed(fed: Fed) -> None:
+    futures = [fed.bench.submit([*range(16), *range(100 * each, 100 * each + 20)], tenant="a") for each in range(1, 4)]
+    fed.bench.run()
+    assert all(future.done() for future in futures)
+    fed.require_all_passed()
+    assert len(fed.recorder.prompts) == 3
+
+
+def test_a_preempted_request_is_counted_once() -> None:
+    fed = Fed(num_blocks=12)
+    futures = [fed.bench.generate(range(100 * each, 100 * each + 10), 20) for each in range(2)]
+    fed.bench.run()
+    assert all(future.done() for future in futures)
+    assert fed.bench.core.stats.stats().load.requests.pauses > 0
+    assert len(fed.recorder.prompts) == 2
+
+
+def test_only_the_time_of_prefills_is_reported() -> None:
+    fed = Fed()
+    run = fed.bench.runner.run
+
+    def run_slowly(chunks):  # type: ignore[no-untyped-def]
+        fed.bench.clock.now_s += 1.0
+        return run(chunks)
+
+    fed.bench.runner.run = run_slowly  # type: ignore[method-assign]
+    fed.bench.generate(range(10), 5)
+    fed.bench.run()
+    assert fed.recorder.steps == [1.0]
+    generating = fed.bench.generate(range(50, 60), 5)
+    while not generating.streamed:  # type: ignore[attr-defined]
+        fed.bench.core.step()
+    fed.bench.prefill(range(100, 103))
+    assert fed.recorder.steps == [1.0, 1.0, 0.75]
+
+
+def test_a_purge_forgets_the_tenant(fed: Fed) -> None:
+    for tenant in "ab":
+        fed.bench.prefill(range(10), tenant=tenant)
+    purge_at_once(fed.bench.core, tenant="a")
+    assert set(fed.recorder.forgotten) == {"a"}
+
+
+def test_an_evicted_segment_is_not_passed() -> None:
+    fed = Fed(num_blocks=8)
+    for start in range(0, 300, 100):
+        fed.bench.prefill(range(start, start + 20))
+    places = {node.place for node in fed.bench.cache.nodes()}
+    assert places
+    fed.require_all_passed()
+
+
+@pytest.fixture
+def profiler() -> Iterator[MissProfiler]:
+    profiler = MissProfiler(1.0)
+    yield profiler
+    profiler.close()
+
+
+def test_the_profiler_finds_what_differs_from_what_the_engine_has_cached(profiler: MissProfiler) -> None:
+    feed = MissFeed(profiler)
+    bench = Bench(num_blocks=400, max_step_tokens=64, observers=[feed], listeners=[feed])
+
+    def find_branches(places: Sequence[int], tenant: str, session_id: str) -> Future[Branches]:
+        future: Future[Branches] = Future()
+        future.set_result(bench.core.branches_at(places, tenant, session_id))
+        return future
+
+    profiler.start(find_branches)
+    body = [*range(1000, 1500)]
+    for head, tenant in ((1, "a"), (2, "a"), (3, "b"), (4, "a")):
+        profiler.add_step(1.0)
+        future = bench.submit([head, head + 50, *body, head + 90], tenant=tenant)
+        bench.core.step()  # which admits it
+        wait_until(lambda: not profiler.is_busy)
+        bench.run()
+        assert future.done()
+        wait_until(lambda: not profiler.is_busy)
+    report = profiler.report(None, 10)
+    assert [(each.tenant, each.group.key.cause, each.group.num_prompts) for each in report.groups] == [
+        ("a", MissCause.REPLACED, 2)
+    ]
+    assert report.groups[0].group.lost_tokens == 2 * len(body)
+    assert report.counts.first_prompts == 2
