@@ -15,6 +15,7 @@ import numpy as np
 
 from radixkv import __version__
 from radixkv.api.segments import Segment
+from radixkv.doctor.advice import ADVICE
 from radixkv.errors import CapacityError, LifecycleError
 from radixkv.service.server.hottest_segments import HottestSegments
 from radixkv.service.server.opaque_ids import NamespaceIds
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 MAX_SEGMENTS = 250
 MAX_TENANTS = 25
 MAX_CELLS = 1024
+MAX_CAUSES = 10
 _TIMEOUT_S = 5.0  # per state; the engine answers between two steps
 _FRESH_S = 0.5
 
@@ -87,8 +89,32 @@ class StateFeed:
             "segments": [self._segment(segment) for segment in hottest.result()],
             "block_map": block_map(states),
             "tiers": [dataclasses.asdict(tier) for tier in tiers],
+            "misses": self._misses(),
         }
         return json.dumps(state, separators=(",", ":")).encode()
+
+    def _misses(self) -> dict[str, Any] | None:
+        """Return the causes of misses, without samples; None if they are not examined."""
+        profiler = self._engine.misses
+        if profiler is None:
+            return None
+        report = profiler.report(None, MAX_CAUSES)
+        return {
+            "covered_s": report.covered_s,
+            **dataclasses.asdict(report.counts),
+            "causes": [
+                {
+                    "tenant": tenant,
+                    "place": group.key.place,
+                    "pattern": group.key.pattern,
+                    "prompts": group.num_prompts,
+                    "lost_tokens": group.lost_tokens,
+                    "is_bound": group.is_bound,
+                    **ADVICE[group.key.cause]._asdict(),
+                }
+                for tenant, group in report.groups
+            ],
+        }
 
     def _segment(self, segment: Segment) -> dict[str, Any]:
         namespace = segment.namespace

@@ -23,6 +23,7 @@ from radixkv.service.server.metrics_port import Telemetry
 from radixkv.service.server.page import state_feed
 from tests.fakes import lease_text, publish
 from tests.patience import PATIENCE_S
+from tests.service.diagnosed import diagnosed_engine
 from tests.service.fake_engine import FakeEngine
 from tests.service.http_get import get
 from tests.service.server.auth.certificates import CredentialFiles
@@ -158,6 +159,20 @@ def test_a_browser_draws_what_stores_hold(address, engine, tmp_path):
     page = shown(address, tmp_path)
     assert "host: 7 blocks, disabled" in page.texts["states"]
     assert "in host" in page.texts["tenants"]
+
+
+@in_a_browser
+def test_a_browser_lists_the_causes_of_misses(address, engine, tmp_path):
+    assert "causes" in shown(address, tmp_path / "before").hidden
+    engine.misses = diagnosed_engine("acme <b>").misses
+    page = shown(address, tmp_path / "after")
+    assert "causes" not in page.hidden
+    assert page.texts["examined"] == "6 of 12 examined in the last 1 min; 1 had nothing similar in the cache"
+    assert page.texts["missed"].startswith(
+        "a random id changes (7 hexadecimal digits, tokens 16 to 255, tenant acme <b>) Remove the id from the prompt"
+    )
+    assert "lost 183k tokens of 3 prompts" in page.texts["missed"]
+    assert "lost at most 500 tokens of 1 prompts" in page.texts["missed"]
 
 
 @in_a_browser

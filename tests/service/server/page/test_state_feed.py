@@ -12,6 +12,7 @@ from radixkv.namespace import Namespace
 from radixkv.service.server.page import state_feed
 from radixkv.service.server.page.state_feed import MAX_CELLS, StateFeed, block_map
 from tests.fakes import FakeClock, publish, spell
+from tests.service.diagnosed import diagnosed_engine
 from tests.service.fake_engine import FakeEngine
 
 
@@ -104,3 +105,24 @@ def test_a_map_counts_each_block_once_in_few_cells(num_blocks):
         states.count(state) for state in range(3) if num_blocks
     ]
     assert all(sum(cell) == drawn["blocks_per_cell"] for cell in drawn["cells"][:-1])
+
+
+def test_causes_of_misses_are_listed_without_what_was_sent():
+    text = StateFeed(diagnosed_engine("acme", "globex")).state()
+    misses = json.loads(text)["misses"]
+    assert (misses["covered_s"], misses["misses"], misses["examined_misses"], misses["first_prompts"]) == (
+        90.0,
+        24,
+        12,
+        2,
+    )
+    first, *others = misses["causes"]
+    assert (first["tenant"], first["place"], first["pattern"]) == ("acme", "tokens 16 to 255", "7 hexadecimal digits")
+    assert (first["prompts"], first["lost_tokens"], first["is_bound"]) == (3, 183_000, False)
+    assert first["what"] == "a random id changes"
+    assert [each["tenant"] for each in others] == ["globex", "acme", "globex"]
+    assert b"4f2a9c1" not in text
+
+
+def test_a_server_that_examines_no_misses_says_so(engine):
+    assert json.loads(StateFeed(engine).state())["misses"] is None
