@@ -1,0 +1,121 @@
+"""Measures what finding the causes of misses costs a server: of prompts that miss, and of prompts that hit.
+
+    python -m bench.diagnosis_cost [--json FILE]
+
+Three engines get the same prompts in random order: two that examine nothing, and one with the default
+`server.diagnosed_share`. Each prompt begins with another id and goes on with one of a few long texts, so it misses,
+and the cause is found if there is time for it. Then the same prompt follows with a few more tokens, which is a hit. The
+next engine gets the prompt when the profiler of the previous one is idle; CPU time is counted until then. Each time is
+divided by the geometric mean of the two engines that examine nothing for the same prompt, and the middle half of these
+ratios is averaged. For the second of these engines, the ratio to the first is shown: its distance from 1 is the
+measurement error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from bench.parts.environment import describe_run
+from bench.parts.result_file import write_json
+from radixkv.api.params import PrefillParams
+from radixkv.config import Config
+from radixkv.engine.engine import Engine
+from radixkv.service.cli.argument_types import positive
+from radixkv.startup.build_engine import build_engine
+
+_OFF, _AGAIN, _ON = "off", "off again", "on"
+_NUM_TEXTS = 4
+_HEAD_TOKENS, _MORE_TOKENS = 8, 32
+_TIMEOUT_S = 600.0
+
+
+class _Times(NamedTuple):
+    """Seconds of one prompt: time to first token, and CPU time of all threads until the profiler is idle."""
+
+    wall_s: float
+    processor_s: float
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the benchmark."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--model", default="tiny", help="as `model.path`")
+    parser.add_argument("--prompts", type=positive, default=200)
+    parser.add_argument("--prompt-tokens", type=positive, default=1536)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    args = parser.parse_args(arguments)
+    draw = np.random.default_rng(args.seed)
+    times: dict[str, dict[str, list[_Times]]] = {kind: {_OFF: [], _AGAIN: [], _ON: []} for kind in ("miss", "hit")}
+    with ExitStack() as stack:
+        engines = {name: _started(stack, args, 0.02 if name == _ON else 0.0) for name in times["miss"]}
+        vocab_size = engines[_ON].limits.vocab_size
+        texts = [draw.integers(0, vocab_size, args.prompt_tokens) for _ in range(_NUM_TEXTS)]
+        for number in range(args.prompts):
+            head, more = (draw.integers(0, vocab_size, size) for size in (_HEAD_TOKENS, _MORE_TOKENS))
+            prompt = np.concatenate((head, texts[number % _NUM_TEXTS]))
+            for kind, tokens in (("miss", prompt), ("hit", np.concatenate((prompt, more)))):
+                for name in draw.permutation(list(engines)).tolist():
+                    times[kind][name].append(_prefill(engines[name], tokens.astype("<u4").tobytes()))
+        misses = engines[_ON].misses
+        assert misses is not None
+        counts = misses.report(None, 1).counts
+    rows = [_row(kind, name, of_kind) for kind, of_kind in times.items() for name in of_kind]
+    print(f"{counts.examined_misses} of {counts.misses} misses were examined")
+    for row in rows:
+        print(
+            f"{row['kind']:5} {row['engine']:10} {row['ttft_ms']:8.1f} ms  TTFT {row['ttft_ratio']:.4f}  "
+            f"CPU time {row['processor_ratio']:.4f}, of all prompts {row['processor_ratio_of_sums']:.4f}"
+        )
+    if args.json is not None:
+        command = shlex.join(["python", "-m", "bench.diagnosis_cost", *(arguments or sys.argv[1:])])
+        examined = {"misses": counts.misses, "examined_misses": counts.examined_misses}
+        write_json(args.json, {"command": command, "seed": args.seed, **describe_run(), **examined, "rows": rows})
+
+
+def _started(stack: ExitStack, args: argparse.Namespace, share: float) -> Engine:
+    capacity_tokens = 2 * args.prompts * args.prompt_tokens
+    settings = [f"model.path={args.model}", "model.device=cpu", f"server.diagnosed_share={share}"]
+    engine = build_engine(Config.load(None, [*settings, f"cache.capacity_tokens={capacity_tokens}"]))
+    engine.start()
+    stack.callback(engine.stop)
+    return engine
+
+
+def _prefill(engine: Engine, tokens: bytes) -> _Times:
+    start_s, processor_s = time.perf_counter(), time.process_time()
+    engine.prefill(PrefillParams(tokens)).result(_TIMEOUT_S)
+    wall_s = time.perf_counter() - start_s
+    while engine.misses is not None and engine.misses.is_busy:
+        time.sleep(0.001)
+    return _Times(wall_s, time.process_time() - processor_s)
+
+
+def _row(kind: str, name: str, times: dict[str, list[_Times]]) -> dict[str, float | str]:
+    first, again, own = (np.array(times[each]) for each in (_OFF, _AGAIN, name))  # [num_prompts, 2]
+    ratios = np.sort(own / (first if name in (_OFF, _AGAIN) else np.sqrt(first * again)), axis=0)
+    num_cut = len(ratios) // 4  # other processes make some of them much longer
+    ttft_ratio, processor_ratio = ratios[num_cut : len(ratios) - num_cut].mean(axis=0).tolist()
+    whole = own.sum(axis=0) / np.sqrt(first.sum(axis=0) * again.sum(axis=0))  # of all prompts, also the examined ones
+    return {
+        "kind": kind,
+        "engine": name,
+        "ttft_ms": 1e3 * float(np.median(own[:, 0])),
+        "ttft_ratio": ttft_ratio,
+        "processor_ratio": processor_ratio,
+        "ttft_ratio_of_sums": float(whole[0]),
+        "processor_ratio_of_sums": float(whole[1]),
+    }
+
+
+if __name__ == "__main__":
+    main()
