@@ -1,36 +1,40 @@
+from radixkv.v1 import explain_pb2 as _explain_pb2
 from radixkv.v1 import hints_pb2 as _hints_pb2
 from radixkv.v1 import prefill_pb2 as _prefill_pb2
+from radixkv.v1 import explain_pb2 as _explain_pb2_1
 from google.protobuf.internal import containers as _containers
-from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from collections.abc import Iterable as _Iterable, Mapping as _Mapping
 from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+from radixkv.v1.explain_pb2 import PromptSegment as PromptSegment
+from radixkv.v1.explain_pb2 import ExplainResponse as ExplainResponse
+from radixkv.v1.explain_pb2 import Difference as Difference
+from radixkv.v1.explain_pb2 import Excerpt as Excerpt
+from radixkv.v1.explain_pb2 import MissReason as MissReason
+from radixkv.v1.explain_pb2 import DifferenceKind as DifferenceKind
 
 DESCRIPTOR: _descriptor.FileDescriptor
-
-class DifferenceKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
-    __slots__ = ()
-    UNCLASSIFIED: _ClassVar[DifferenceKind]
-    RANDOM_ID: _ClassVar[DifferenceKind]
-    DATE_OR_TIME: _ClassVar[DifferenceKind]
-    NUMBER: _ClassVar[DifferenceKind]
-    INSERTED: _ClassVar[DifferenceKind]
-    REMOVED: _ClassVar[DifferenceKind]
-    REORDERED: _ClassVar[DifferenceKind]
-    RETOKENIZED: _ClassVar[DifferenceKind]
-    FIRST_TOKEN: _ClassVar[DifferenceKind]
-    REPLACED: _ClassVar[DifferenceKind]
-UNCLASSIFIED: DifferenceKind
-RANDOM_ID: DifferenceKind
-DATE_OR_TIME: DifferenceKind
-NUMBER: DifferenceKind
-INSERTED: DifferenceKind
-REMOVED: DifferenceKind
-REORDERED: DifferenceKind
-RETOKENIZED: DifferenceKind
-FIRST_TOKEN: DifferenceKind
-REPLACED: DifferenceKind
+NONE: _explain_pb2_1.MissReason
+COLD: _explain_pb2_1.MissReason
+DIVERGED: _explain_pb2_1.MissReason
+EVICTED: _explain_pb2_1.MissReason
+EXPIRED: _explain_pb2_1.MissReason
+READ_DISABLED: _explain_pb2_1.MissReason
+ADAPTER_CHANGED: _explain_pb2_1.MissReason
+NOT_LOADED: _explain_pb2_1.MissReason
+NO_STATE: _explain_pb2_1.MissReason
+NO_WINDOW: _explain_pb2_1.MissReason
+UNCLASSIFIED: _explain_pb2_1.DifferenceKind
+RANDOM_ID: _explain_pb2_1.DifferenceKind
+DATE_OR_TIME: _explain_pb2_1.DifferenceKind
+NUMBER: _explain_pb2_1.DifferenceKind
+INSERTED: _explain_pb2_1.DifferenceKind
+REMOVED: _explain_pb2_1.DifferenceKind
+REORDERED: _explain_pb2_1.DifferenceKind
+RETOKENIZED: _explain_pb2_1.DifferenceKind
+FIRST_TOKEN: _explain_pb2_1.DifferenceKind
+REPLACED: _explain_pb2_1.DifferenceKind
 
 class RetainRequest(_message.Message):
     __slots__ = ("token_ids", "tenant", "adapter", "salt", "retention")
@@ -84,73 +88,9 @@ class ExplainRequest(_message.Message):
     tenant: str
     adapter: str
     salt: str
-    segments: _containers.RepeatedCompositeFieldContainer[PromptSegment]
+    segments: _containers.RepeatedCompositeFieldContainer[_explain_pb2_1.PromptSegment]
     omit_cached_text: bool
-    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., tenant: _Optional[str] = ..., adapter: _Optional[str] = ..., salt: _Optional[str] = ..., segments: _Optional[_Iterable[_Union[PromptSegment, _Mapping]]] = ..., omit_cached_text: bool = ...) -> None: ...
-
-class PromptSegment(_message.Message):
-    __slots__ = ("name", "end_token")
-    NAME_FIELD_NUMBER: _ClassVar[int]
-    END_TOKEN_FIELD_NUMBER: _ClassVar[int]
-    name: str
-    end_token: int
-    def __init__(self, name: _Optional[str] = ..., end_token: _Optional[int] = ...) -> None: ...
-
-class ExplainResponse(_message.Message):
-    __slots__ = ("prompt_tokens", "cached_tokens", "miss_reason", "left_at_token", "segment", "computed_tokens", "computed_s", "difference")
-    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    MISS_REASON_FIELD_NUMBER: _ClassVar[int]
-    LEFT_AT_TOKEN_FIELD_NUMBER: _ClassVar[int]
-    SEGMENT_FIELD_NUMBER: _ClassVar[int]
-    COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    COMPUTED_S_FIELD_NUMBER: _ClassVar[int]
-    DIFFERENCE_FIELD_NUMBER: _ClassVar[int]
-    prompt_tokens: int
-    cached_tokens: int
-    miss_reason: _prefill_pb2.MissReason
-    left_at_token: int
-    segment: str
-    computed_tokens: int
-    computed_s: float
-    difference: Difference
-    def __init__(self, prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., miss_reason: _Optional[_Union[_prefill_pb2.MissReason, str]] = ..., left_at_token: _Optional[int] = ..., segment: _Optional[str] = ..., computed_tokens: _Optional[int] = ..., computed_s: _Optional[float] = ..., difference: _Optional[_Union[Difference, _Mapping]] = ...) -> None: ...
-
-class Difference(_message.Message):
-    __slots__ = ("kind", "before_token_ids", "before_text", "prompt", "branch", "prompt_span_tokens", "branch_span_tokens", "lost_tokens", "lost_s", "idle_s")
-    KIND_FIELD_NUMBER: _ClassVar[int]
-    BEFORE_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
-    BEFORE_TEXT_FIELD_NUMBER: _ClassVar[int]
-    PROMPT_FIELD_NUMBER: _ClassVar[int]
-    BRANCH_FIELD_NUMBER: _ClassVar[int]
-    PROMPT_SPAN_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    BRANCH_SPAN_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    LOST_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    LOST_S_FIELD_NUMBER: _ClassVar[int]
-    IDLE_S_FIELD_NUMBER: _ClassVar[int]
-    kind: DifferenceKind
-    before_token_ids: _containers.RepeatedScalarFieldContainer[int]
-    before_text: str
-    prompt: Excerpt
-    branch: Excerpt
-    prompt_span_tokens: int
-    branch_span_tokens: int
-    lost_tokens: int
-    lost_s: float
-    idle_s: float
-    def __init__(self, kind: _Optional[_Union[DifferenceKind, str]] = ..., before_token_ids: _Optional[_Iterable[int]] = ..., before_text: _Optional[str] = ..., prompt: _Optional[_Union[Excerpt, _Mapping]] = ..., branch: _Optional[_Union[Excerpt, _Mapping]] = ..., prompt_span_tokens: _Optional[int] = ..., branch_span_tokens: _Optional[int] = ..., lost_tokens: _Optional[int] = ..., lost_s: _Optional[float] = ..., idle_s: _Optional[float] = ...) -> None: ...
-
-class Excerpt(_message.Message):
-    __slots__ = ("token_ids", "different_tokens", "different_text", "equal_text")
-    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
-    DIFFERENT_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    DIFFERENT_TEXT_FIELD_NUMBER: _ClassVar[int]
-    EQUAL_TEXT_FIELD_NUMBER: _ClassVar[int]
-    token_ids: _containers.RepeatedScalarFieldContainer[int]
-    different_tokens: int
-    different_text: str
-    equal_text: str
-    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., different_tokens: _Optional[int] = ..., different_text: _Optional[str] = ..., equal_text: _Optional[str] = ...) -> None: ...
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., tenant: _Optional[str] = ..., adapter: _Optional[str] = ..., salt: _Optional[str] = ..., segments: _Optional[_Iterable[_Union[_explain_pb2_1.PromptSegment, _Mapping]]] = ..., omit_cached_text: bool = ...) -> None: ...
 
 class EndSessionRequest(_message.Message):
     __slots__ = ("tenant", "session_id")
@@ -821,8 +761,8 @@ class MissSample(_message.Message):
     BRANCH_SPAN_TOKENS_FIELD_NUMBER: _ClassVar[int]
     before_token_ids: _containers.RepeatedScalarFieldContainer[int]
     before_text: str
-    prompt: Excerpt
-    branch: Excerpt
+    prompt: _explain_pb2_1.Excerpt
+    branch: _explain_pb2_1.Excerpt
     prompt_span_tokens: int
     branch_span_tokens: int
-    def __init__(self, before_token_ids: _Optional[_Iterable[int]] = ..., before_text: _Optional[str] = ..., prompt: _Optional[_Union[Excerpt, _Mapping]] = ..., branch: _Optional[_Union[Excerpt, _Mapping]] = ..., prompt_span_tokens: _Optional[int] = ..., branch_span_tokens: _Optional[int] = ...) -> None: ...
+    def __init__(self, before_token_ids: _Optional[_Iterable[int]] = ..., before_text: _Optional[str] = ..., prompt: _Optional[_Union[_explain_pb2_1.Excerpt, _Mapping]] = ..., branch: _Optional[_Union[_explain_pb2_1.Excerpt, _Mapping]] = ..., prompt_span_tokens: _Optional[int] = ..., branch_span_tokens: _Optional[int] = ...) -> None: ...

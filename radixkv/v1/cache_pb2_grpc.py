@@ -4,6 +4,7 @@ import grpc
 import warnings
 
 from radixkv.v1 import cache_pb2 as radixkv_dot_v1_dot_cache__pb2
+from radixkv.v1 import explain_pb2 as radixkv_dot_v1_dot_explain__pb2
 
 GRPC_GENERATED_VERSION = '1.76.0'
 GRPC_VERSION = grpc.__version__
@@ -59,7 +60,7 @@ class CacheServiceStub(object):
         self.Explain = channel.unary_unary(
                 '/radixkv.v1.CacheService/Explain',
                 request_serializer=radixkv_dot_v1_dot_cache__pb2.ExplainRequest.SerializeToString,
-                response_deserializer=radixkv_dot_v1_dot_cache__pb2.ExplainResponse.FromString,
+                response_deserializer=radixkv_dot_v1_dot_explain__pb2.ExplainResponse.FromString,
                 _registered_method=True)
         self.Purge = channel.unary_unary(
                 '/radixkv.v1.CacheService/Purge',
@@ -270,7 +271,7 @@ def add_CacheServiceServicer_to_server(servicer, server):
             'Explain': grpc.unary_unary_rpc_method_handler(
                     servicer.Explain,
                     request_deserializer=radixkv_dot_v1_dot_cache__pb2.ExplainRequest.FromString,
-                    response_serializer=radixkv_dot_v1_dot_cache__pb2.ExplainResponse.SerializeToString,
+                    response_serializer=radixkv_dot_v1_dot_explain__pb2.ExplainResponse.SerializeToString,
             ),
             'Purge': grpc.unary_unary_rpc_method_handler(
                     servicer.Purge,
@@ -464,7 +465,7 @@ class CacheService(object):
             target,
             '/radixkv.v1.CacheService/Explain',
             radixkv_dot_v1_dot_cache__pb2.ExplainRequest.SerializeToString,
-            radixkv_dot_v1_dot_cache__pb2.ExplainResponse.FromString,
+            radixkv_dot_v1_dot_explain__pb2.ExplainResponse.FromString,
             options,
             channel_credentials,
             insecure,

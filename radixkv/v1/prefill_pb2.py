@@ -24,10 +24,12 @@ _sym_db = _symbol_database.Default()
 
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
+from radixkv.v1 import explain_pb2 as radixkv_dot_v1_dot_explain__pb2
 from radixkv.v1 import hints_pb2 as radixkv_dot_v1_dot_hints__pb2
 
+from radixkv.v1.explain_pb2 import *
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18radixkv/v1/prefill.proto\x12\nradixkv.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x16radixkv/v1/hints.proto\"\xca\x03\n\x0ePrefillRequest\x12\x11\n\ttoken_ids\x18\x01 \x03(\x07\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x03 \x01(\t\x12\x0c\n\x04salt\x18\x04 \x01(\t\x12\x12\n\nrequest_id\x18\x05 \x01(\t\x12\x17\n\nread_cache\x18\x06 \x01(\x08H\x00\x88\x01\x01\x12\x18\n\x0bwrite_cache\x18\x07 \x01(\x08H\x01\x88\x01\x01\x12(\n\tretention\x18\x08 \x01(\x0b\x32\x15.radixkv.v1.Retention\x12\x14\n\x0ctop_logprobs\x18\t \x01(\r\x12\x15\n\rreturn_logits\x18\n \x01(\x08\x12\x12\n\nhold_lease\x18\x0b \x01(\x08\x12\x15\n\x08priority\x18\x0c \x01(\rH\x02\x88\x01\x01\x12\x1a\n\x12return_block_table\x18\r \x01(\x08\x12\x12\n\nsession_id\x18\x0e \x01(\t\x12\"\n\x06\x61waits\x18\x0f \x01(\x0e\x32\x12.radixkv.v1.Awaits\x12-\n\x08kv_hints\x18\x10 \x01(\x0b\x32\x1b.radixkv.v1.KvHintsEnvelopeB\r\n\x0b_read_cacheB\x0e\n\x0c_write_cacheB\x0b\n\t_priority\"\xbc\x03\n\x0fPrefillResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12 \n\x05usage\x18\x02 \x01(\x0b\x32\x11.radixkv.v1.Usage\x12\x15\n\rnext_token_id\x18\x03 \x01(\r\x12.\n\x0ctop_logprobs\x18\x04 \x03(\x0b\x32\x18.radixkv.v1.TokenLogprob\x12\x0e\n\x06logits\x18\x05 \x01(\x0c\x12+\n\x0bmiss_reason\x18\x06 \x01(\x0e\x32\x16.radixkv.v1.MissReason\x12\"\n\x06timing\x18\x07 \x01(\x0b\x32\x12.radixkv.v1.Timing\x12\x10\n\x08lease_id\x18\x08 \x01(\t\x12\x34\n\x10lease_expires_at\x18\t \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x13\n\x0b\x62lock_table\x18\n \x03(\r\x12\x12\n\nblock_size\x18\x0b \x01(\r\x12\r\n\x05\x65poch\x18\x0c \x01(\x04\x12#\n\x08retained\x18\r \x01(\x0b\x32\x11.radixkv.v1.Grant\x12&\n\x05hints\x18\x0e \x03(\x0b\x32\x17.radixkv.v1.HintOutcome\"\xa1\x01\n\tRetention\x12\x15\n\x08priority\x18\x01 \x01(\rH\x00\x88\x01\x01\x12&\n\x03ttl\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x13\n\x0bstart_token\x18\x03 \x01(\r\x12\x16\n\tend_token\x18\x04 \x01(\rH\x01\x88\x01\x01\x12\r\n\x05renew\x18\x05 \x01(\x08\x42\x0b\n\t_priorityB\x0c\n\n_end_token\"\x80\x01\n\x05Grant\x12\x16\n\x0egranted_tokens\x18\x01 \x01(\x04\x12\x16\n\x0erefused_tokens\x18\x02 \x01(\x04\x12\x17\n\x0funcached_tokens\x18\x03 \x01(\x04\x12.\n\nexpires_at\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"\xf6\x06\n\x0fGenerateRequest\x12+\n\x07prefill\x18\x01 \x01(\x0b\x32\x1a.radixkv.v1.PrefillRequest\x12\x1b\n\x0emax_new_tokens\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x13\n\x0btemperature\x18\x03 \x01(\x02\x12\x12\n\x05top_p\x18\x04 \x01(\x02H\x02\x88\x01\x01\x12\x11\n\x04seed\x18\x05 \x01(\x04H\x03\x88\x01\x01\x12\x16\n\x0estop_token_ids\x18\x06 \x03(\x07\x12\x12\n\nignore_eos\x18\x07 \x01(\x08\x12\r\n\x05top_k\x18\x08 \x01(\r\x12\r\n\x05min_p\x18\t \x01(\x02\x12\x1f\n\x12repetition_penalty\x18\n \x01(\x02H\x04\x88\x01\x01\x12\x18\n\x10presence_penalty\x18\x0b \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\x0c \x01(\x02\x12\x12\n\nmin_tokens\x18\r \x01(\r\x12>\n\nlogit_bias\x18\x0e \x03(\x0b\x32*.radixkv.v1.GenerateRequest.LogitBiasEntry\x12\x15\n\x08logprobs\x18\x0f \x01(\rH\x05\x88\x01\x01\x12\x0e\n\x01n\x18\x10 \x01(\rH\x06\x88\x01\x01\x12\x0c\n\x04stop\x18\x11 \x03(\t\x12\x1c\n\x0fprompt_logprobs\x18\x12 \x01(\rH\x07\x88\x01\x01\x12\x15\n\x0bjson_schema\x18\x13 \x01(\tH\x00\x12\x0f\n\x05regex\x18\x14 \x01(\tH\x00\x12\x11\n\x07grammar\x18\x15 \x01(\tH\x00\x12\x15\n\x0bjson_object\x18\x16 \x01(\x08H\x00\x12\'\n\tkv_source\x18\x17 \x01(\x0b\x32\x14.radixkv.v1.KVSource\x12,\n\x0b\x63ompression\x18\x18 \x01(\x0b\x32\x17.radixkv.v1.Compression\x12\x1c\n\x0fwrite_generated\x18\x19 \x01(\x08H\x08\x88\x01\x01\x12\x17\n\x0ftool_call_begin\x18\x1a \x01(\t\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0c\n\nconstraintB\x11\n\x0f_max_new_tokensB\x08\n\x06_top_pB\x07\n\x05_seedB\x15\n\x13_repetition_penaltyB\x0b\n\t_logprobsB\x04\n\x02_nB\x12\n\x10_prompt_logprobsB\x12\n\x10_write_generated\"\x96\x01\n\x0b\x43ompression\x12-\n\x06policy\x18\x01 \x01(\x0e\x32\x1d.radixkv.v1.CompressionPolicy\x12\x12\n\nmax_tokens\x18\x02 \x01(\r\x12\x16\n\tnum_sinks\x18\x03 \x01(\rH\x00\x88\x01\x01\x12\x13\n\x06window\x18\x04 \x01(\rH\x01\x88\x01\x01\x42\x0c\n\n_num_sinksB\t\n\x07_window\"<\n\x08KVSource\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x10\n\x08lease_id\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\"\xc2\x03\n\x10GenerateResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\x07\x12\x10\n\x08\x66inished\x18\x02 \x01(\x08\x12/\n\rfinish_reason\x18\x03 \x01(\x0e\x32\x18.radixkv.v1.FinishReason\x12 \n\x05usage\x18\x04 \x01(\x0b\x32\x11.radixkv.v1.Usage\x12\x12\n\nrequest_id\x18\x05 \x01(\t\x12+\n\x0bmiss_reason\x18\x06 \x01(\x0e\x32\x16.radixkv.v1.MissReason\x12\"\n\x06timing\x18\x07 \x01(\x0b\x32\x12.radixkv.v1.Timing\x12#\n\x08retained\x18\x08 \x01(\x0b\x32\x11.radixkv.v1.Grant\x12+\n\x08logprobs\x18\t \x03(\x0b\x32\x19.radixkv.v1.TokenLogprobs\x12\r\n\x05index\x18\n \x01(\r\x12\x14\n\x0cmatched_stop\x18\x0b \x01(\t\x12\x32\n\x0fprompt_logprobs\x18\x0c \x03(\x0b\x32\x19.radixkv.v1.TokenLogprobs\x12&\n\x05hints\x18\r \x03(\x0b\x32\x17.radixkv.v1.HintOutcome\"G\n\rTokenLogprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12%\n\x03top\x18\x02 \x03(\x0b\x32\x18.radixkv.v1.TokenLogprob\"\x8a\x02\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\x04\x12\x15\n\rcached_tokens\x18\x02 \x01(\x04\x12\x17\n\x0f\x63omputed_tokens\x18\x03 \x01(\x04\x12\x16\n\x0ewritten_tokens\x18\x04 \x01(\x04\x12\x18\n\x10generated_tokens\x18\x05 \x01(\x04\x12\x19\n\x11recomputed_tokens\x18\x06 \x01(\x04\x12\x15\n\rpublic_tokens\x18\x07 \x01(\x04\x12\x15\n\rdevice_tokens\x18\x08 \x01(\x04\x12\x13\n\x0bhost_tokens\x18\t \x01(\x04\x12\x13\n\x0b\x64isk_tokens\x18\n \x01(\x04\x12\x15\n\rremote_tokens\x18\x0b \x01(\x04\"1\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"S\n\x06Timing\x12\x10\n\x08queue_us\x18\x01 \x01(\x04\x12\x12\n\nprefill_us\x18\x02 \x01(\x04\x12\x10\n\x08total_us\x18\x03 \x01(\x04\x12\x11\n\tdecode_us\x18\x04 \x01(\x04\"P\n\x0cProbeRequest\x12\x11\n\ttoken_ids\x18\x01 \x03(\x07\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x03 \x01(\t\x12\x0c\n\x04salt\x18\x04 \x01(\t\"\x81\x01\n\rProbeResponse\x12\x15\n\rcached_tokens\x18\x01 \x01(\x04\x12\x15\n\rprompt_tokens\x18\x02 \x01(\x04\x12+\n\x0bmiss_reason\x18\x03 \x01(\x0e\x32\x16.radixkv.v1.MissReason\x12\x15\n\rstored_tokens\x18\x04 \x01(\x04\"2\n\x0eReleaseRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\"\x11\n\x0fReleaseResponse\"0\n\x0cRenewRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\"E\n\rRenewResponse\x12\x34\n\x10lease_expires_at\x18\x01 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"\x8f\x01\n\x0e\x46\x65tchKVRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x13\n\x0b\x66irst_block\x18\x04 \x01(\x04\x12\x13\n\x0b\x66irst_layer\x18\x05 \x01(\r\x12\x12\n\nnum_layers\x18\x06 \x01(\r\x12\x0e\n\x06stores\x18\x07 \x03(\t\"z\n\x0f\x46\x65tchKVResponse\x12$\n\x06\x66ormat\x18\x01 \x01(\x0b\x32\x14.radixkv.v1.KVFormat\x12\r\n\x05\x62lock\x18\x02 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\x12$\n\x06handle\x18\x04 \x01(\x0b\x32\x14.radixkv.v1.KVHandle\"&\n\x08KVHandle\x12\r\n\x05store\x18\x01 \x01(\t\x12\x0b\n\x03key\x18\x02 \x01(\x0c\"\x89\x02\n\x08KVFormat\x12\x13\n\x0b\x66ingerprint\x18\x01 \x01(\t\x12\x19\n\x11model_fingerprint\x18\x02 \x01(\t\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\x10\n\x08kv_dtype\x18\x04 \x01(\t\x12\x0e\n\x06layout\x18\x05 \x01(\t\x12\x12\n\nblock_size\x18\x06 \x01(\r\x12\x13\n\x0b\x62lock_bytes\x18\x07 \x01(\x04\x12\x12\n\nnum_blocks\x18\x08 \x01(\x04\x12\r\n\x05\x65poch\x18\t \x01(\x04\x12\x12\n\nnum_layers\x18\n \x01(\r\x12\x13\n\x0b\x66irst_layer\x18\x0b \x01(\r\x12\x13\n\x0bsent_layers\x18\x0c \x01(\r\x12\x12\n\nsent_bytes\x18\r \x01(\x04*_\n\x11\x43ompressionPolicy\x12\"\n\x1e\x43OMPRESSION_POLICY_UNSPECIFIED\x10\x00\x12\x11\n\rSTREAMING_LLM\x10\x01\x12\x07\n\x03H2O\x10\x02\x12\n\n\x06SNAPKV\x10\x03*4\n\x0c\x46inishReason\x12\x0e\n\nUNFINISHED\x10\x00\x12\x08\n\x04STOP\x10\x01\x12\n\n\x06LENGTH\x10\x02*\x9d\x01\n\nMissReason\x12\x08\n\x04NONE\x10\x00\x12\x08\n\x04\x43OLD\x10\x01\x12\x0c\n\x08\x44IVERGED\x10\x02\x12\x0b\n\x07\x45VICTED\x10\x03\x12\x0b\n\x07\x45XPIRED\x10\x04\x12\x11\n\rREAD_DISABLED\x10\x05\x12\x13\n\x0f\x41\x44\x41PTER_CHANGED\x10\x06\x12\x0e\n\nNOT_LOADED\x10\x07\x12\x0c\n\x08NO_STATE\x10\x08\x12\r\n\tNO_WINDOW\x10\t2\xa3\x03\n\x0ePrefillService\x12\x42\n\x07Prefill\x12\x1a.radixkv.v1.PrefillRequest\x1a\x1b.radixkv.v1.PrefillResponse\x12G\n\x08Generate\x12\x1b.radixkv.v1.GenerateRequest\x1a\x1c.radixkv.v1.GenerateResponse0\x01\x12<\n\x05Probe\x12\x18.radixkv.v1.ProbeRequest\x1a\x19.radixkv.v1.ProbeResponse\x12\x42\n\x07Release\x12\x1a.radixkv.v1.ReleaseRequest\x1a\x1b.radixkv.v1.ReleaseResponse\x12<\n\x05Renew\x12\x18.radixkv.v1.RenewRequest\x1a\x19.radixkv.v1.RenewResponse\x12\x44\n\x07\x46\x65tchKV\x12\x1a.radixkv.v1.FetchKVRequest\x1a\x1b.radixkv.v1.FetchKVResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18radixkv/v1/prefill.proto\x12\nradixkv.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x18radixkv/v1/explain.proto\x1a\x16radixkv/v1/hints.proto\"\xf5\x03\n\x0ePrefillRequest\x12\x11\n\ttoken_ids\x18\x01 \x03(\x07\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x03 \x01(\t\x12\x0c\n\x04salt\x18\x04 \x01(\t\x12\x12\n\nrequest_id\x18\x05 \x01(\t\x12\x17\n\nread_cache\x18\x06 \x01(\x08H\x00\x88\x01\x01\x12\x18\n\x0bwrite_cache\x18\x07 \x01(\x08H\x01\x88\x01\x01\x12(\n\tretention\x18\x08 \x01(\x0b\x32\x15.radixkv.v1.Retention\x12\x14\n\x0ctop_logprobs\x18\t \x01(\r\x12\x15\n\rreturn_logits\x18\n \x01(\x08\x12\x12\n\nhold_lease\x18\x0b \x01(\x08\x12\x15\n\x08priority\x18\x0c \x01(\rH\x02\x88\x01\x01\x12\x1a\n\x12return_block_table\x18\r \x01(\x08\x12\x12\n\nsession_id\x18\x0e \x01(\t\x12\"\n\x06\x61waits\x18\x0f \x01(\x0e\x32\x12.radixkv.v1.Awaits\x12-\n\x08kv_hints\x18\x10 \x01(\x0b\x32\x1b.radixkv.v1.KvHintsEnvelope\x12\x0f\n\x07\x65xplain\x18\x11 \x01(\x08\x12\x18\n\x10omit_cached_text\x18\x12 \x01(\x08\x42\r\n\x0b_read_cacheB\x0e\n\x0c_write_cacheB\x0b\n\t_priority\"\xee\x03\n\x0fPrefillResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12 \n\x05usage\x18\x02 \x01(\x0b\x32\x11.radixkv.v1.Usage\x12\x15\n\rnext_token_id\x18\x03 \x01(\r\x12.\n\x0ctop_logprobs\x18\x04 \x03(\x0b\x32\x18.radixkv.v1.TokenLogprob\x12\x0e\n\x06logits\x18\x05 \x01(\x0c\x12+\n\x0bmiss_reason\x18\x06 \x01(\x0e\x32\x16.radixkv.v1.MissReason\x12\"\n\x06timing\x18\x07 \x01(\x0b\x32\x12.radixkv.v1.Timing\x12\x10\n\x08lease_id\x18\x08 \x01(\t\x12\x34\n\x10lease_expires_at\x18\t \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x13\n\x0b\x62lock_table\x18\n \x03(\r\x12\x12\n\nblock_size\x18\x0b \x01(\r\x12\r\n\x05\x65poch\x18\x0c \x01(\x04\x12#\n\x08retained\x18\r \x01(\x0b\x32\x11.radixkv.v1.Grant\x12&\n\x05hints\x18\x0e \x03(\x0b\x32\x17.radixkv.v1.HintOutcome\x12\x30\n\x0b\x65xplanation\x18\x0f \x01(\x0b\x32\x1b.radixkv.v1.ExplainResponse\"\xa1\x01\n\tRetention\x12\x15\n\x08priority\x18\x01 \x01(\rH\x00\x88\x01\x01\x12&\n\x03ttl\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x13\n\x0bstart_token\x18\x03 \x01(\r\x12\x16\n\tend_token\x18\x04 \x01(\rH\x01\x88\x01\x01\x12\r\n\x05renew\x18\x05 \x01(\x08\x42\x0b\n\t_priorityB\x0c\n\n_end_token\"\x80\x01\n\x05Grant\x12\x16\n\x0egranted_tokens\x18\x01 \x01(\x04\x12\x16\n\x0erefused_tokens\x18\x02 \x01(\x04\x12\x17\n\x0funcached_tokens\x18\x03 \x01(\x04\x12.\n\nexpires_at\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"\xf6\x06\n\x0fGenerateRequest\x12+\n\x07prefill\x18\x01 \x01(\x0b\x32\x1a.radixkv.v1.PrefillRequest\x12\x1b\n\x0emax_new_tokens\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x13\n\x0btemperature\x18\x03 \x01(\x02\x12\x12\n\x05top_p\x18\x04 \x01(\x02H\x02\x88\x01\x01\x12\x11\n\x04seed\x18\x05 \x01(\x04H\x03\x88\x01\x01\x12\x16\n\x0estop_token_ids\x18\x06 \x03(\x07\x12\x12\n\nignore_eos\x18\x07 \x01(\x08\x12\r\n\x05top_k\x18\x08 \x01(\r\x12\r\n\x05min_p\x18\t \x01(\x02\x12\x1f\n\x12repetition_penalty\x18\n \x01(\x02H\x04\x88\x01\x01\x12\x18\n\x10presence_penalty\x18\x0b \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\x0c \x01(\x02\x12\x12\n\nmin_tokens\x18\r \x01(\r\x12>\n\nlogit_bias\x18\x0e \x03(\x0b\x32*.radixkv.v1.GenerateRequest.LogitBiasEntry\x12\x15\n\x08logprobs\x18\x0f \x01(\rH\x05\x88\x01\x01\x12\x0e\n\x01n\x18\x10 \x01(\rH\x06\x88\x01\x01\x12\x0c\n\x04stop\x18\x11 \x03(\t\x12\x1c\n\x0fprompt_logprobs\x18\x12 \x01(\rH\x07\x88\x01\x01\x12\x15\n\x0bjson_schema\x18\x13 \x01(\tH\x00\x12\x0f\n\x05regex\x18\x14 \x01(\tH\x00\x12\x11\n\x07grammar\x18\x15 \x01(\tH\x00\x12\x15\n\x0bjson_object\x18\x16 \x01(\x08H\x00\x12\'\n\tkv_source\x18\x17 \x01(\x0b\x32\x14.radixkv.v1.KVSource\x12,\n\x0b\x63ompression\x18\x18 \x01(\x0b\x32\x17.radixkv.v1.Compression\x12\x1c\n\x0fwrite_generated\x18\x19 \x01(\x08H\x08\x88\x01\x01\x12\x17\n\x0ftool_call_begin\x18\x1a \x01(\t\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0c\n\nconstraintB\x11\n\x0f_max_new_tokensB\x08\n\x06_top_pB\x07\n\x05_seedB\x15\n\x13_repetition_penaltyB\x0b\n\t_logprobsB\x04\n\x02_nB\x12\n\x10_prompt_logprobsB\x12\n\x10_write_generated\"\x96\x01\n\x0b\x43ompression\x12-\n\x06policy\x18\x01 \x01(\x0e\x32\x1d.radixkv.v1.CompressionPolicy\x12\x12\n\nmax_tokens\x18\x02 \x01(\r\x12\x16\n\tnum_sinks\x18\x03 \x01(\rH\x00\x88\x01\x01\x12\x13\n\x06window\x18\x04 \x01(\rH\x01\x88\x01\x01\x42\x0c\n\n_num_sinksB\t\n\x07_window\"<\n\x08KVSource\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x10\n\x08lease_id\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\"\xf4\x03\n\x10GenerateResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\x07\x12\x10\n\x08\x66inished\x18\x02 \x01(\x08\x12/\n\rfinish_reason\x18\x03 \x01(\x0e\x32\x18.radixkv.v1.FinishReason\x12 \n\x05usage\x18\x04 \x01(\x0b\x32\x11.radixkv.v1.Usage\x12\x12\n\nrequest_id\x18\x05 \x01(\t\x12+\n\x0bmiss_reason\x18\x06 \x01(\x0e\x32\x16.radixkv.v1.MissReason\x12\"\n\x06timing\x18\x07 \x01(\x0b\x32\x12.radixkv.v1.Timing\x12#\n\x08retained\x18\x08 \x01(\x0b\x32\x11.radixkv.v1.Grant\x12+\n\x08logprobs\x18\t \x03(\x0b\x32\x19.radixkv.v1.TokenLogprobs\x12\r\n\x05index\x18\n \x01(\r\x12\x14\n\x0cmatched_stop\x18\x0b \x01(\t\x12\x32\n\x0fprompt_logprobs\x18\x0c \x03(\x0b\x32\x19.radixkv.v1.TokenLogprobs\x12&\n\x05hints\x18\r \x03(\x0b\x32\x17.radixkv.v1.HintOutcome\x12\x30\n\x0b\x65xplanation\x18\x0e \x01(\x0b\x32\x1b.radixkv.v1.ExplainResponse\"G\n\rTokenLogprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12%\n\x03top\x18\x02 \x03(\x0b\x32\x18.radixkv.v1.TokenLogprob\"\x8a\x02\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\x04\x12\x15\n\rcached_tokens\x18\x02 \x01(\x04\x12\x17\n\x0f\x63omputed_tokens\x18\x03 \x01(\x04\x12\x16\n\x0ewritten_tokens\x18\x04 \x01(\x04\x12\x18\n\x10generated_tokens\x18\x05 \x01(\x04\x12\x19\n\x11recomputed_tokens\x18\x06 \x01(\x04\x12\x15\n\rpublic_tokens\x18\x07 \x01(\x04\x12\x15\n\rdevice_tokens\x18\x08 \x01(\x04\x12\x13\n\x0bhost_tokens\x18\t \x01(\x04\x12\x13\n\x0b\x64isk_tokens\x18\n \x01(\x04\x12\x15\n\rremote_tokens\x18\x0b \x01(\x04\"1\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"S\n\x06Timing\x12\x10\n\x08queue_us\x18\x01 \x01(\x04\x12\x12\n\nprefill_us\x18\x02 \x01(\x04\x12\x10\n\x08total_us\x18\x03 \x01(\x04\x12\x11\n\tdecode_us\x18\x04 \x01(\x04\"P\n\x0cProbeRequest\x12\x11\n\ttoken_ids\x18\x01 \x03(\x07\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x03 \x01(\t\x12\x0c\n\x04salt\x18\x04 \x01(\t\"\x81\x01\n\rProbeResponse\x12\x15\n\rcached_tokens\x18\x01 \x01(\x04\x12\x15\n\rprompt_tokens\x18\x02 \x01(\x04\x12+\n\x0bmiss_reason\x18\x03 \x01(\x0e\x32\x16.radixkv.v1.MissReason\x12\x15\n\rstored_tokens\x18\x04 \x01(\x04\"2\n\x0eReleaseRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\"\x11\n\x0fReleaseResponse\"0\n\x0cRenewRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\"E\n\rRenewResponse\x12\x34\n\x10lease_expires_at\x18\x01 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"\x8f\x01\n\x0e\x46\x65tchKVRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\r\n\x05\x65poch\x18\x03 \x01(\x04\x12\x13\n\x0b\x66irst_block\x18\x04 \x01(\x04\x12\x13\n\x0b\x66irst_layer\x18\x05 \x01(\r\x12\x12\n\nnum_layers\x18\x06 \x01(\r\x12\x0e\n\x06stores\x18\x07 \x03(\t\"z\n\x0f\x46\x65tchKVResponse\x12$\n\x06\x66ormat\x18\x01 \x01(\x0b\x32\x14.radixkv.v1.KVFormat\x12\r\n\x05\x62lock\x18\x02 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\x12$\n\x06handle\x18\x04 \x01(\x0b\x32\x14.radixkv.v1.KVHandle\"&\n\x08KVHandle\x12\r\n\x05store\x18\x01 \x01(\t\x12\x0b\n\x03key\x18\x02 \x01(\x0c\"\x89\x02\n\x08KVFormat\x12\x13\n\x0b\x66ingerprint\x18\x01 \x01(\t\x12\x19\n\x11model_fingerprint\x18\x02 \x01(\t\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\x10\n\x08kv_dtype\x18\x04 \x01(\t\x12\x0e\n\x06layout\x18\x05 \x01(\t\x12\x12\n\nblock_size\x18\x06 \x01(\r\x12\x13\n\x0b\x62lock_bytes\x18\x07 \x01(\x04\x12\x12\n\nnum_blocks\x18\x08 \x01(\x04\x12\r\n\x05\x65poch\x18\t \x01(\x04\x12\x12\n\nnum_layers\x18\n \x01(\r\x12\x13\n\x0b\x66irst_layer\x18\x0b \x01(\r\x12\x13\n\x0bsent_layers\x18\x0c \x01(\r\x12\x12\n\nsent_bytes\x18\r \x01(\x04*_\n\x11\x43ompressionPolicy\x12\"\n\x1e\x43OMPRESSION_POLICY_UNSPECIFIED\x10\x00\x12\x11\n\rSTREAMING_LLM\x10\x01\x12\x07\n\x03H2O\x10\x02\x12\n\n\x06SNAPKV\x10\x03*4\n\x0c\x46inishReason\x12\x0e\n\nUNFINISHED\x10\x00\x12\x08\n\x04STOP\x10\x01\x12\n\n\x06LENGTH\x10\x02\x32\xa3\x03\n\x0ePrefillService\x12\x42\n\x07Prefill\x12\x1a.radixkv.v1.PrefillRequest\x1a\x1b.radixkv.v1.PrefillResponse\x12G\n\x08Generate\x12\x1b.radixkv.v1.GenerateRequest\x1a\x1c.radixkv.v1.GenerateResponse0\x01\x12<\n\x05Probe\x12\x18.radixkv.v1.ProbeRequest\x1a\x19.radixkv.v1.ProbeResponse\x12\x42\n\x07Release\x12\x1a.radixkv.v1.ReleaseRequest\x1a\x1b.radixkv.v1.ReleaseResponse\x12<\n\x05Renew\x12\x18.radixkv.v1.RenewRequest\x1a\x19.radixkv.v1.RenewResponse\x12\x44\n\x07\x46\x65tchKV\x12\x1a.radixkv.v1.FetchKVRequest\x1a\x1b.radixkv.v1.FetchKVResponse0\x01P\x02\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,58 +38,56 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_GENERATEREQUEST_LOGITBIASENTRY']._loaded_options = None
   _globals['_GENERATEREQUEST_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_COMPRESSIONPOLICY']._serialized_start=4351
-  _globals['_COMPRESSIONPOLICY']._serialized_end=4446
-  _globals['_FINISHREASON']._serialized_start=4448
-  _globals['_FINISHREASON']._serialized_end=4500
-  _globals['_MISSREASON']._serialized_start=4503
-  _globals['_MISSREASON']._serialized_end=4660
-  _globals['_PREFILLREQUEST']._serialized_start=130
-  _globals['_PREFILLREQUEST']._serialized_end=588
-  _globals['_PREFILLRESPONSE']._serialized_start=591
-  _globals['_PREFILLRESPONSE']._serialized_end=1035
-  _globals['_RETENTION']._serialized_start=1038
-  _globals['_RETENTION']._serialized_end=1199
-  _globals['_GRANT']._serialized_start=1202
-  _globals['_GRANT']._serialized_end=1330
-  _globals['_GENERATEREQUEST']._serialized_start=1333
-  _globals['_GENERATEREQUEST']._serialized_end=2219
-  _globals['_GENERATEREQUEST_LOGITBIASENTRY']._serialized_start=2037
-  _globals['_GENERATEREQUEST_LOGITBIASENTRY']._serialized_end=2085
-  _globals['_COMPRESSION']._serialized_start=2222
-  _globals['_COMPRESSION']._serialized_end=2372
-  _globals['_KVSOURCE']._serialized_start=2374
-  _globals['_KVSOURCE']._serialized_end=2434
-  _globals['_GENERATERESPONSE']._serialized_start=2437
-  _globals['_GENERATERESPONSE']._serialized_end=2887
-  _globals['_TOKENLOGPROBS']._serialized_start=2889
-  _globals['_TOKENLOGPROBS']._serialized_end=2960
-  _globals['_USAGE']._serialized_start=2963
-  _globals['_USAGE']._serialized_end=3229
-  _globals['_TOKENLOGPROB']._serialized_start=3231
-  _globals['_TOKENLOGPROB']._serialized_end=3280
-  _globals['_TIMING']._serialized_start=3282
-  _globals['_TIMING']._serialized_end=3365
-  _globals['_PROBEREQUEST']._serialized_start=3367
-  _globals['_PROBEREQUEST']._serialized_end=3447
-  _globals['_PROBERESPONSE']._serialized_start=3450
-  _globals['_PROBERESPONSE']._serialized_end=3579
-  _globals['_RELEASEREQUEST']._serialized_start=3581
-  _globals['_RELEASEREQUEST']._serialized_end=3631
-  _globals['_RELEASERESPONSE']._serialized_start=3633
-  _globals['_RELEASERESPONSE']._serialized_end=3650
-  _globals['_RENEWREQUEST']._serialized_start=3652
-  _globals['_RENEWREQUEST']._serialized_end=3700
-  _globals['_RENEWRESPONSE']._serialized_start=3702
-  _globals['_RENEWRESPONSE']._serialized_end=3771
-  _globals['_FETCHKVREQUEST']._serialized_start=3774
-  _globals['_FETCHKVREQUEST']._serialized_end=3917
-  _globals['_FETCHKVRESPONSE']._serialized_start=3919
-  _globals['_FETCHKVRESPONSE']._serialized_end=4041
-  _globals['_KVHANDLE']._serialized_start=4043
-  _globals['_KVHANDLE']._serialized_end=4081
-  _globals['_KVFORMAT']._serialized_start=4084
-  _globals['_KVFORMAT']._serialized_end=4349
-  _globals['_PREFILLSERVICE']._serialized_start=4663
-  _globals['_PREFILLSERVICE']._serialized_end=5082
+  _globals['_COMPRESSIONPOLICY']._serialized_start=4520
+  _globals['_COMPRESSIONPOLICY']._serialized_end=4615
+  _globals['_FINISHREASON']._serialized_start=4617
+  _globals['_FINISHREASON']._serialized_end=4669
+  _globals['_PREFILLREQUEST']._serialized_start=156
+  _globals['_PREFILLREQUEST']._serialized_end=657
+  _globals['_PREFILLRESPONSE']._serialized_start=660
+  _globals['_PREFILLRESPONSE']._serialized_end=1154
+  _globals['_RETENTION']._serialized_start=1157
+  _globals['_RETENTION']._serialized_end=1318
+  _globals['_GRANT']._serialized_start=1321
+  _globals['_GRANT']._serialized_end=1449
+  _globals['_GENERATEREQUEST']._serialized_start=1452
+  _globals['_GENERATEREQUEST']._serialized_end=2338
+  _globals['_GENERATEREQUEST_LOGITBIASENTRY']._serialized_start=2156
+  _globals['_GENERATEREQUEST_LOGITBIASENTRY']._serialized_end=2204
+  _globals['_COMPRESSION']._serialized_start=2341
+  _globals['_COMPRESSION']._serialized_end=2491
+  _globals['_KVSOURCE']._serialized_start=2493
+  _globals['_KVSOURCE']._serialized_end=2553
+  _globals['_GENERATERESPONSE']._serialized_start=2556
+  _globals['_GENERATERESPONSE']._serialized_end=3056
+  _globals['_TOKENLOGPROBS']._serialized_start=3058
+  _globals['_TOKENLOGPROBS']._serialized_end=3129
+  _globals['_USAGE']._serialized_start=3132
+  _globals['_USAGE']._serialized_end=3398
+  _globals['_TOKENLOGPROB']._serialized_start=3400
+  _globals['_TOKENLOGPROB']._serialized_end=3449
+  _globals['_TIMING']._serialized_start=3451
+  _globals['_TIMING']._serialized_end=3534
+  _globals['_PROBEREQUEST']._serialized_start=3536
+  _globals['_PROBEREQUEST']._serialized_end=3616
+  _globals['_PROBERESPONSE']._serialized_start=3619
+  _globals['_PROBERESPONSE']._serialized_end=3748
+  _globals['_RELEASEREQUEST']._serialized_start=3750
+  _globals['_RELEASEREQUEST']._serialized_end=3800
+  _globals['_RELEASERESPONSE']._serialized_start=3802
+  _globals['_RELEASERESPONSE']._serialized_end=3819
+  _globals['_RENEWREQUEST']._serialized_start=3821
+  _globals['_RENEWREQUEST']._serialized_end=3869
+  _globals['_RENEWRESPONSE']._serialized_start=3871
+  _globals['_RENEWRESPONSE']._serialized_end=3940
+  _globals['_FETCHKVREQUEST']._serialized_start=3943
+  _globals['_FETCHKVREQUEST']._serialized_end=4086
+  _globals['_FETCHKVRESPONSE']._serialized_start=4088
+  _globals['_FETCHKVRESPONSE']._serialized_end=4210
+  _globals['_KVHANDLE']._serialized_start=4212
+  _globals['_KVHANDLE']._serialized_end=4250
+  _globals['_KVFORMAT']._serialized_start=4253
+  _globals['_KVFORMAT']._serialized_end=4518
+  _globals['_PREFILLSERVICE']._serialized_start=4672
+  _globals['_PREFILLSERVICE']._serialized_end=5091
 # @@protoc_insertion_point(module_scope)

@@ -2,6 +2,7 @@ import datetime
 
 from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import timestamp_pb2 as _timestamp_pb2
+from radixkv.v1 import explain_pb2 as _explain_pb2
 from radixkv.v1 import hints_pb2 as _hints_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
@@ -9,8 +10,34 @@ from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from collections.abc import Iterable as _Iterable, Mapping as _Mapping
 from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+from radixkv.v1.explain_pb2 import PromptSegment as PromptSegment
+from radixkv.v1.explain_pb2 import ExplainResponse as ExplainResponse
+from radixkv.v1.explain_pb2 import Difference as Difference
+from radixkv.v1.explain_pb2 import Excerpt as Excerpt
+from radixkv.v1.explain_pb2 import MissReason as MissReason
+from radixkv.v1.explain_pb2 import DifferenceKind as DifferenceKind
 
 DESCRIPTOR: _descriptor.FileDescriptor
+NONE: _explain_pb2.MissReason
+COLD: _explain_pb2.MissReason
+DIVERGED: _explain_pb2.MissReason
+EVICTED: _explain_pb2.MissReason
+EXPIRED: _explain_pb2.MissReason
+READ_DISABLED: _explain_pb2.MissReason
+ADAPTER_CHANGED: _explain_pb2.MissReason
+NOT_LOADED: _explain_pb2.MissReason
+NO_STATE: _explain_pb2.MissReason
+NO_WINDOW: _explain_pb2.MissReason
+UNCLASSIFIED: _explain_pb2.DifferenceKind
+RANDOM_ID: _explain_pb2.DifferenceKind
+DATE_OR_TIME: _explain_pb2.DifferenceKind
+NUMBER: _explain_pb2.DifferenceKind
+INSERTED: _explain_pb2.DifferenceKind
+REMOVED: _explain_pb2.DifferenceKind
+REORDERED: _explain_pb2.DifferenceKind
+RETOKENIZED: _explain_pb2.DifferenceKind
+FIRST_TOKEN: _explain_pb2.DifferenceKind
+REPLACED: _explain_pb2.DifferenceKind
 
 class CompressionPolicy(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -24,19 +51,6 @@ class FinishReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     UNFINISHED: _ClassVar[FinishReason]
     STOP: _ClassVar[FinishReason]
     LENGTH: _ClassVar[FinishReason]
-
-class MissReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
-    __slots__ = ()
-    NONE: _ClassVar[MissReason]
-    COLD: _ClassVar[MissReason]
-    DIVERGED: _ClassVar[MissReason]
-    EVICTED: _ClassVar[MissReason]
-    EXPIRED: _ClassVar[MissReason]
-    READ_DISABLED: _ClassVar[MissReason]
-    ADAPTER_CHANGED: _ClassVar[MissReason]
-    NOT_LOADED: _ClassVar[MissReason]
-    NO_STATE: _ClassVar[MissReason]
-    NO_WINDOW: _ClassVar[MissReason]
 COMPRESSION_POLICY_UNSPECIFIED: CompressionPolicy
 STREAMING_LLM: CompressionPolicy
 H2O: CompressionPolicy
@@ -44,19 +58,9 @@ SNAPKV: CompressionPolicy
 UNFINISHED: FinishReason
 STOP: FinishReason
 LENGTH: FinishReason
-NONE: MissReason
-COLD: MissReason
-DIVERGED: MissReason
-EVICTED: MissReason
-EXPIRED: MissReason
-READ_DISABLED: MissReason
-ADAPTER_CHANGED: MissReason
-NOT_LOADED: MissReason
-NO_STATE: MissReason
-NO_WINDOW: MissReason
 
 class PrefillRequest(_message.Message):
-    __slots__ = ("token_ids", "tenant", "adapter", "salt", "request_id", "read_cache", "write_cache", "retention", "top_logprobs", "return_logits", "hold_lease", "priority", "return_block_table", "session_id", "awaits", "kv_hints")
+    __slots__ = ("token_ids", "tenant", "adapter", "salt", "request_id", "read_cache", "write_cache", "retention", "top_logprobs", "return_logits", "hold_lease", "priority", "return_block_table", "session_id", "awaits", "kv_hints", "explain", "omit_cached_text")
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
@@ -73,6 +77,8 @@ class PrefillRequest(_message.Message):
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     AWAITS_FIELD_NUMBER: _ClassVar[int]
     KV_HINTS_FIELD_NUMBER: _ClassVar[int]
+    EXPLAIN_FIELD_NUMBER: _ClassVar[int]
+    OMIT_CACHED_TEXT_FIELD_NUMBER: _ClassVar[int]
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     tenant: str
     adapter: str
@@ -89,10 +95,12 @@ class PrefillRequest(_message.Message):
     session_id: str
     awaits: _hints_pb2.Awaits
     kv_hints: _hints_pb2.KvHintsEnvelope
-    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., tenant: _Optional[str] = ..., adapter: _Optional[str] = ..., salt: _Optional[str] = ..., request_id: _Optional[str] = ..., read_cache: bool = ..., write_cache: bool = ..., retention: _Optional[_Union[Retention, _Mapping]] = ..., top_logprobs: _Optional[int] = ..., return_logits: bool = ..., hold_lease: bool = ..., priority: _Optional[int] = ..., return_block_table: bool = ..., session_id: _Optional[str] = ..., awaits: _Optional[_Union[_hints_pb2.Awaits, str]] = ..., kv_hints: _Optional[_Union[_hints_pb2.KvHintsEnvelope, _Mapping]] = ...) -> None: ...
+    explain: bool
+    omit_cached_text: bool
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., tenant: _Optional[str] = ..., adapter: _Optional[str] = ..., salt: _Optional[str] = ..., request_id: _Optional[str] = ..., read_cache: bool = ..., write_cache: bool = ..., retention: _Optional[_Union[Retention, _Mapping]] = ..., top_logprobs: _Optional[int] = ..., return_logits: bool = ..., hold_lease: bool = ..., priority: _Optional[int] = ..., return_block_table: bool = ..., session_id: _Optional[str] = ..., awaits: _Optional[_Union[_hints_pb2.Awaits, str]] = ..., kv_hints: _Optional[_Union[_hints_pb2.KvHintsEnvelope, _Mapping]] = ..., explain: bool = ..., omit_cached_text: bool = ...) -> None: ...
 
 class PrefillResponse(_message.Message):
-    __slots__ = ("request_id", "usage", "next_token_id", "top_logprobs", "logits", "miss_reason", "timing", "lease_id", "lease_expires_at", "block_table", "block_size", "epoch", "retained", "hints")
+    __slots__ = ("request_id", "usage", "next_token_id", "top_logprobs", "logits", "miss_reason", "timing", "lease_id", "lease_expires_at", "block_table", "block_size", "epoch", "retained", "hints", "explanation")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     USAGE_FIELD_NUMBER: _ClassVar[int]
     NEXT_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
@@ -107,12 +115,13 @@ class PrefillResponse(_message.Message):
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     RETAINED_FIELD_NUMBER: _ClassVar[int]
     HINTS_FIELD_NUMBER: _ClassVar[int]
+    EXPLANATION_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     usage: Usage
     next_token_id: int
     top_logprobs: _containers.RepeatedCompositeFieldContainer[TokenLogprob]
     logits: bytes
-    miss_reason: MissReason
+    miss_reason: _explain_pb2.MissReason
     timing: Timing
     lease_id: str
     lease_expires_at: _timestamp_pb2.Timestamp
@@ -121,7 +130,8 @@ class PrefillResponse(_message.Message):
     epoch: int
     retained: Grant
     hints: _containers.RepeatedCompositeFieldContainer[_hints_pb2.HintOutcome]
-    def __init__(self, request_id: _Optional[str] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., next_token_id: _Optional[int] = ..., top_logprobs: _Optional[_Iterable[_Union[TokenLogprob, _Mapping]]] = ..., logits: _Optional[bytes] = ..., miss_reason: _Optional[_Union[MissReason, str]] = ..., timing: _Optional[_Union[Timing, _Mapping]] = ..., lease_id: _Optional[str] = ..., lease_expires_at: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., block_table: _Optional[_Iterable[int]] = ..., block_size: _Optional[int] = ..., epoch: _Optional[int] = ..., retained: _Optional[_Union[Grant, _Mapping]] = ..., hints: _Optional[_Iterable[_Union[_hints_pb2.HintOutcome, _Mapping]]] = ...) -> None: ...
+    explanation: _explain_pb2.ExplainResponse
+    def __init__(self, request_id: _Optional[str] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., next_token_id: _Optional[int] = ..., top_logprobs: _Optional[_Iterable[_Union[TokenLogprob, _Mapping]]] = ..., logits: _Optional[bytes] = ..., miss_reason: _Optional[_Union[_explain_pb2.MissReason, str]] = ..., timing: _Optional[_Union[Timing, _Mapping]] = ..., lease_id: _Optional[str] = ..., lease_expires_at: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., block_table: _Optional[_Iterable[int]] = ..., block_size: _Optional[int] = ..., epoch: _Optional[int] = ..., retained: _Optional[_Union[Grant, _Mapping]] = ..., hints: _Optional[_Iterable[_Union[_hints_pb2.HintOutcome, _Mapping]]] = ..., explanation: _Optional[_Union[_explain_pb2.ExplainResponse, _Mapping]] = ...) -> None: ...
 
 class Retention(_message.Message):
     __slots__ = ("priority", "ttl", "start_token", "end_token", "renew")
@@ -235,7 +245,7 @@ class KVSource(_message.Message):
     def __init__(self, address: _Optional[str] = ..., lease_id: _Optional[str] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
-    __slots__ = ("token_ids", "finished", "finish_reason", "usage", "request_id", "miss_reason", "timing", "retained", "logprobs", "index", "matched_stop", "prompt_logprobs", "hints")
+    __slots__ = ("token_ids", "finished", "finish_reason", "usage", "request_id", "miss_reason", "timing", "retained", "logprobs", "index", "matched_stop", "prompt_logprobs", "hints", "explanation")
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
@@ -249,12 +259,13 @@ class GenerateResponse(_message.Message):
     MATCHED_STOP_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     HINTS_FIELD_NUMBER: _ClassVar[int]
+    EXPLANATION_FIELD_NUMBER: _ClassVar[int]
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     finished: bool
     finish_reason: FinishReason
     usage: Usage
     request_id: str
-    miss_reason: MissReason
+    miss_reason: _explain_pb2.MissReason
     timing: Timing
     retained: Grant
     logprobs: _containers.RepeatedCompositeFieldContainer[TokenLogprobs]
@@ -262,7 +273,8 @@ class GenerateResponse(_message.Message):
     matched_stop: str
     prompt_logprobs: _containers.RepeatedCompositeFieldContainer[TokenLogprobs]
     hints: _containers.RepeatedCompositeFieldContainer[_hints_pb2.HintOutcome]
-    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., finished: bool = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., request_id: _Optional[str] = ..., miss_reason: _Optional[_Union[MissReason, str]] = ..., timing: _Optional[_Union[Timing, _Mapping]] = ..., retained: _Optional[_Union[Grant, _Mapping]] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., index: _Optional[int] = ..., matched_stop: _Optional[str] = ..., prompt_logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., hints: _Optional[_Iterable[_Union[_hints_pb2.HintOutcome, _Mapping]]] = ...) -> None: ...
+    explanation: _explain_pb2.ExplainResponse
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., finished: bool = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., request_id: _Optional[str] = ..., miss_reason: _Optional[_Union[_explain_pb2.MissReason, str]] = ..., timing: _Optional[_Union[Timing, _Mapping]] = ..., retained: _Optional[_Union[Grant, _Mapping]] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., index: _Optional[int] = ..., matched_stop: _Optional[str] = ..., prompt_logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., hints: _Optional[_Iterable[_Union[_hints_pb2.HintOutcome, _Mapping]]] = ..., explanation: _Optional[_Union[_explain_pb2.ExplainResponse, _Mapping]] = ...) -> None: ...
 
 class TokenLogprobs(_message.Message):
     __slots__ = ("logprob", "top")
@@ -338,9 +350,9 @@ class ProbeResponse(_message.Message):
     STORED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     cached_tokens: int
     prompt_tokens: int
-    miss_reason: MissReason
+    miss_reason: _explain_pb2.MissReason
     stored_tokens: int
-    def __init__(self, cached_tokens: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., miss_reason: _Optional[_Union[MissReason, str]] = ..., stored_tokens: _Optional[int] = ...) -> None: ...
+    def __init__(self, cached_tokens: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., miss_reason: _Optional[_Union[_explain_pb2.MissReason, str]] = ..., stored_tokens: _Optional[int] = ...) -> None: ...
 
 class ReleaseRequest(_message.Message):
     __slots__ = ("lease_id", "tenant")

@@ -11,7 +11,7 @@ from radixkv.service.cli.output import json_of
 from radixkv.service.cli.prompt import add_chat, add_namespace, add_tokens, prompt_of
 from radixkv.service.cli.segments import duration
 from radixkv.service.cli.terminal import aligned, printable
-from radixkv.v1.cache_pb2 import Difference, DifferenceKind, Excerpt, ExplainResponse
+from radixkv.v1.explain_pb2 import Difference, DifferenceKind, Excerpt, ExplainResponse
 from radixkv.v1.prefill_pb2 import MissReason
 
 _MAX_CHARS = 60  # of a text on either side of the difference

@@ -8,7 +8,8 @@ from radixkv.doctor.miss_group import MissGroup
 from radixkv.service.cli.miss_text import headline, savings, sides
 from radixkv.service.cli.segments import duration
 from radixkv.service.cli.terminal import percent, printable
-from radixkv.v1.cache_pb2 import DiagnosedCause, DiagnoseResponse, Excerpt, MissSample
+from radixkv.v1.cache_pb2 import DiagnosedCause, DiagnoseResponse, MissSample
+from radixkv.v1.explain_pb2 import Excerpt
 
 
 def server_diagnosis_text(found: DiagnoseResponse, price: float | None = None) -> str:

@@ -17,7 +17,8 @@ from radixkv.api.awaits import Awaits
 from radixkv.api.compression import Compression, CompressionPolicy
 from radixkv.api.retention import MAX_TTL_S, Retention
 from radixkv.service.token_ids import TokenIds, Tokens, pack_token_ids, write_token_ids
-from radixkv.v1.cache_pb2 import ExplainRequest, HintRequest, PromptSegment, PurgeRequest, RetainRequest
+from radixkv.v1.cache_pb2 import ExplainRequest, HintRequest, PurgeRequest, RetainRequest
+from radixkv.v1.explain_pb2 import PromptSegment
 from radixkv.v1.hints_pb2 import KvHintsEnvelope
 from radixkv.v1.prefill_pb2 import Compression as CompressionMessage
 from radixkv.v1.prefill_pb2 import GenerateRequest, KVSource, PrefillRequest, PrefillResponse
@@ -55,6 +56,9 @@ class PromptOptions(TypedDict, total=False):
             which the server uses what it sees.
         kv_hints: a `KvHintsEnvelope` as a dict, applied when the request has ended; `hints` of the response says what
             was done. Default none.
+        explain: return in `explanation` where the prompt leaves what is cached, as `Client.explain` does; in a
+            generation, the first response has it. Default false.
+        omit_cached_text: leave tokens and text of the cached prompt out of it. Default false.
     """
 
     tenant: str
@@ -68,6 +72,8 @@ class PromptOptions(TypedDict, total=False):
     session_id: str
     awaits: Awaits
     kv_hints: Mapping[str, Any] | None
+    explain: bool
+    omit_cached_text: bool
 
 
 class PrefillOptions(PromptOptions, total=False):

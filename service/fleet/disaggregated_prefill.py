@@ -133,6 +133,7 @@ class DisaggregatedPrefill:
         sent.CopyFrom(request)
         if lease is not None:
             sent.kv_source.CopyFrom(lease.source)
+            sent.prefill.explain = False  # the prefill replica has explained the prompt
 
         def make_call(connection: ReplicaConnection) -> _WatchedCall:
             return _WatchedCall(
@@ -217,15 +218,21 @@ def with_prefill_usage(
     The client sees the fleet as one server: the reused tokens are those of the prefill replica, and times and written
     tokens are the sums of both replicas.
 
+    The first response also gets the explanation of the prefill replica, if there is one.
+
     Args:
         part: response of the decode replica; changed in place.
-        computed: response of the prefill replica; None if the decode replica computed the prompt.
+        computed: response of the prefill replica, without its explanation afterwards; None if the decode replica
+            computed the prompt.
 
     Returns:
         The response.
     """
     if computed is None or part.index or not part.HasField("usage"):
         return part
+    if computed.HasField("explanation"):
+        part.explanation.CopyFrom(computed.explanation)
+        computed.ClearField("explanation")
     for name in _PROMPT_FIELDS:
         setattr(part.usage, name, getattr(computed.usage, name))
     part.usage.written_tokens += computed.usage.written_tokens

@@ -32,6 +32,7 @@ from radixkv.service.server.servicers.cache import CacheServicer
 from radixkv.service.server.servicers.engine_calls import Deadlines
 from radixkv.service.server.servicers.events import SERVICE as EVENT_SERVICE
 from radixkv.service.server.servicers.events import EventServicer
+from radixkv.service.server.servicers.explanations import Explainer
 from radixkv.service.server.servicers.health_status import HealthStatus
 from radixkv.service.server.servicers.kv_sources import sources_of
 from radixkv.service.server.servicers.model import ModelServicer
@@ -112,9 +113,10 @@ class Server:
         self._ports: set[int] = set()
         self.receiver = Receiver(config, engine.limits)
         tokenizer = ModelTokenizer(model_path)
-        cache_servicer = CacheServicer(engine, self.stop.set, tokenizer)
+        explainer = Explainer(engine, tokenizer)
+        cache_servicer = CacheServicer(engine, self.stop.set, tokenizer, explainer)
         self._grpc, guarded = self._grpc_server(self._auth.authorizer(gateway_tenant))
-        self._services = self._add_services(guarded, cache_servicer, tokenizer, services)
+        self._services = self._add_services(guarded, cache_servicer, tokenizer, explainer, services)
         add_standard_services(guarded, self._health, self._services)
         self._admin_grpc: grpc.aio.Server | None = None
         admin_authorizer = self._auth.admin_authorizer()
@@ -133,13 +135,14 @@ class Server:
         guarded: GuardedServer,
         cache_servicer: CacheServicer,
         tokenizer: ModelTokenizer,
+        explainer: Explainer,
         services: Iterable[AddService],
     ) -> tuple[str, ...]:
         """Add all services except health and reflection to the main port, and return their names."""
         engine = self._engine
         grammars = Grammars(tokenizer, engine.limits.vocab_size, engine.eos_token_ids)
         self._readers = None if engine.events is None else EventReaders(engine.events)
-        shared = SharedParts(self._readers, tokenizer, grammars, self.receiver.held_bytes)
+        shared = SharedParts(self._readers, tokenizer, grammars, explainer, self.receiver.held_bytes)
         prefill_servicer = PrefillServicer(engine, shared, Deadlines.of(self._config), sources_of(engine))
         if self._config.http_port is not None:
             self._http = self._http_port(prefill_servicer, cache_servicer, tokenizer)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from radixkv.events.readers import EventReaders
 from radixkv.service.server.model_tokenizer import ModelTokenizer
 from radixkv.service.server.receive.fair_shares import FairShares
+from radixkv.service.server.servicers.explanations import Explainer
 from radixkv.service.server.servicers.stream_turns import StreamTurns
 from radixkv.service.structured.grammars import Grammars
 
@@ -19,6 +20,7 @@ class SharedParts:
         readers: subscriptions to cache events; None if the engine logs none.
         tokenizer: the model's tokenizer.
         grammars: compiler of the grammars that constrain completions.
+        explainer: explains prompts.
         held_bytes: limits the bytes that requests and unsent responses hold in memory.
         turns: lets token streams send in turns.
     """
@@ -26,5 +28,6 @@ class SharedParts:
     readers: EventReaders | None
     tokenizer: ModelTokenizer
     grammars: Grammars
+    explainer: Explainer
     held_bytes: FairShares
     turns: StreamTurns = field(default_factory=StreamTurns)

@@ -9,9 +9,11 @@ from collections.abc import Iterator
 
 from google.protobuf.descriptor import Descriptor, EnumDescriptor, FieldDescriptor, FileDescriptor
 
-from radixkv.v1 import cache_pb2, events_pb2, fleet_pb2, hints_pb2, model_pb2, prefill_pb2
+from radixkv.v1 import cache_pb2, events_pb2, explain_pb2, fleet_pb2, hints_pb2, model_pb2, prefill_pb2
 
-FILES = tuple(each.DESCRIPTOR for each in (prefill_pb2, cache_pb2, events_pb2, model_pb2, fleet_pb2, hints_pb2))
+FILES = tuple(
+    each.DESCRIPTOR for each in (prefill_pb2, explain_pb2, cache_pb2, events_pb2, model_pb2, fleet_pb2, hints_pb2)
+)
 
 _TYPES = {
     getattr(FieldDescriptor, name): name.removeprefix("TYPE_").lower()

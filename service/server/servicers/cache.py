@@ -31,7 +31,7 @@ from radixkv.service.server.servicers.messages import (
 from radixkv.service.server.servicers.segments import SegmentLister
 from radixkv.service.server.servicers.statements import StatementMaker
 from radixkv.service.token_ids import read_token_ids
-from radixkv.v1 import cache_pb2, cache_pb2_grpc
+from radixkv.v1 import cache_pb2, cache_pb2_grpc, explain_pb2
 
 if TYPE_CHECKING:  # the engine needs torch; this module does not
     from radixkv.engine.engine import Engine
@@ -46,14 +46,17 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
         engine: the engine that is administered.
         start_drain: starts to drain the service as SIGTERM does, soon after the call that asks for it.
         tokenizer: the model's tokenizer.
+        explainer: explains prompts.
     """
 
-    def __init__(self, engine: Engine, start_drain: Callable[[], None], tokenizer: ModelTokenizer) -> None:
+    def __init__(
+        self, engine: Engine, start_drain: Callable[[], None], tokenizer: ModelTokenizer, explainer: Explainer
+    ) -> None:
         self._engine = engine
         self._start_drain = start_drain
         self._mailbox = Mailbox()
         self._segments = SegmentLister(engine, self._mailbox)
-        self._explainer = Explainer(engine, self._mailbox, tokenizer)
+        self._explainer = explainer
         self._statements = StatementMaker(engine, self._mailbox)
         if engine.misses is not None:
             engine.misses.load_decode = lambda: tokenizer.load().decode
@@ -74,7 +77,9 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
         outcomes = await result_of(self._engine, self._mailbox, self._engine.hint(actions, caller, tokens))
         return cache_pb2.HintResponse(hints=map(hint_message, outcomes))
 
-    async def Explain(self, request: cache_pb2.ExplainRequest, context: Context) -> cache_pb2.ExplainResponse:  # noqa: N802
+    async def Explain(  # noqa: N802
+        self, request: cache_pb2.ExplainRequest, context: Context
+    ) -> explain_pb2.ExplainResponse:
         """Say where a prompt leaves what is cached of its namespace, and why."""
         return await self._explainer.explain(request)
 

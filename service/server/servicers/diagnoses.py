@@ -7,7 +7,7 @@ from dataclasses import asdict
 from radixkv.doctor.advice import ADVICE
 from radixkv.doctor.finding import Sample, Side
 from radixkv.doctor.miss_profile import MissReport, TenantGroup
-from radixkv.v1 import cache_pb2
+from radixkv.v1 import cache_pb2, explain_pb2
 
 DEFAULT_MAX_CAUSES = 10
 MAX_CAUSES = 100
@@ -54,8 +54,8 @@ def _sample_message(sample: Sample) -> cache_pb2.MissSample:
     )
 
 
-def _excerpt_message(side: Side) -> cache_pb2.Excerpt:
-    return cache_pb2.Excerpt(
+def _excerpt_message(side: Side) -> explain_pb2.Excerpt:
+    return explain_pb2.Excerpt(
         token_ids=side.token_ids,
         different_tokens=side.num_different,
         different_text=side.text,

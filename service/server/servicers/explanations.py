@@ -1,14 +1,16 @@
-"""Explains prompts for `CacheService.Explain`: looks them up on the engine's thread, compares them on another one."""
+"""Explains prompts: looks them up on the engine's thread, and compares them on another one."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from radixkv.api.explanation import Difference, Excerpt, Explanation, PromptSegment, require_segments
+from radixkv.api.caller import Caller
+from radixkv.api.explanation import Difference, Excerpt, Explanation, LookUp, PromptSegment, require_segments
 from radixkv.explain.comparison import Decode
 from radixkv.explain.explanation import explain
 from radixkv.service.server.mailbox import Mailbox
@@ -18,7 +20,7 @@ from radixkv.service.server.servicers.engine_calls import result_of
 from radixkv.service.server.servicers.messages import read_caller, require_names
 from radixkv.service.server.thread_call import call_on_thread
 from radixkv.service.token_ids import read_token_ids
-from radixkv.v1 import cache_pb2
+from radixkv.v1 import cache_pb2, explain_pb2
 
 if TYPE_CHECKING:  # the engine needs torch; this module does not
     from radixkv.engine.engine import Engine
@@ -29,49 +31,56 @@ _logger = logging.getLogger(__name__)
 
 
 class Explainer:
-    """Explains prompts, one at a time, so that explanations take at most one CPU core. For use on one event loop.
+    """Explains prompts. They are compared one at a time, so that this takes at most one CPU core.
 
-    A call that is cancelled leaves the queue, but the next one has its turn only when the thread has ended.
+    A call that is cancelled leaves the queue, but the next one has its turn only when the thread has ended. For use on
+    one event loop.
 
     Args:
         engine: looks prompts up.
-        mailbox: returns results of the engine to the event loop.
         tokenizer: the model's tokenizer; loaded for the first explanation.
     """
 
-    def __init__(self, engine: Engine, mailbox: Mailbox, tokenizer: ModelTokenizer) -> None:
+    def __init__(self, engine: Engine, tokenizer: ModelTokenizer) -> None:
         self._engine = engine
-        self._mailbox = mailbox
+        self._mailbox = Mailbox()
         self._tokenizer = tokenizer
         self._turn = asyncio.Lock()
         self._num_waiting = FairShares(MAX_WAITING, "explanations")
 
-    async def explain(self, request: cache_pb2.ExplainRequest) -> cache_pb2.ExplainResponse:
+    async def explain(self, request: cache_pb2.ExplainRequest) -> explain_pb2.ExplainResponse:
         """Explain a prompt.
 
         Raises:
             InvalidRequest: the prompt, a name or a segment is wrong.
             QueueFull: too many explanations wait, and this tenant has its share of them.
         """
-        caller = read_caller(request)
-        segments = _read_segments(request)
+        caller, segments = read_caller(request), _read_segments(request)
+        async with self.looked_up(read_token_ids(request), caller) as look_up:
+            return await self.compare(look_up, segments, has_branch=not request.omit_cached_text)
+
+    @contextlib.asynccontextmanager
+    async def looked_up(self, tokens: bytes, caller: Caller) -> AsyncIterator[LookUp]:
+        """Look up a prompt, and keep its place among the explanations until the block ends.
+
+        Raises the same errors as `explain`.
+        """
         key = QuotaKey.of_tenant(caller.tenant)
         self._num_waiting.take(key, 1)
         try:
-            decode = await self._decode()
-            await self._turn.acquire()
-            try:
-                future = self._engine.look_up(read_token_ids(request), caller)
-                look_up = await result_of(self._engine, self._mailbox, future)
-            except BaseException:
-                self._turn.release()
-                raise
-            vocab_size = self._engine.limits.vocab_size
-            compare = partial(explain, look_up, segments=segments, decode=decode, vocab_size=vocab_size)
-            explanation = await call_on_thread(compare, self._turn.release)
+            yield await result_of(self._engine, self._mailbox, self._engine.look_up(tokens, caller))
         finally:
             self._num_waiting.release(key, 1)
-        return explanation_message(explanation, has_branch=not request.omit_cached_text)
+
+    async def compare(
+        self, look_up: LookUp, segments: Sequence[PromptSegment] = (), *, has_branch: bool
+    ) -> explain_pb2.ExplainResponse:
+        """Compare a prompt with what was found, and write the explanation; see `explanation_message`."""
+        decode = await self._decode()
+        await self._turn.acquire()
+        vocab_size = self._engine.limits.vocab_size
+        compare = partial(explain, look_up, segments=segments, decode=decode, vocab_size=vocab_size)
+        return explanation_message(await call_on_thread(compare, self._turn.release), has_branch=has_branch)
 
     async def _decode(self) -> Decode | None:
         """Return the function that decodes tokens; None if the model has no tokenizer that can be loaded."""
@@ -90,10 +99,10 @@ def _read_segments(request: cache_pb2.ExplainRequest) -> Sequence[PromptSegment]
     return segments
 
 
-def explanation_message(explanation: Explanation, *, has_branch: bool) -> cache_pb2.ExplainResponse:
+def explanation_message(explanation: Explanation, *, has_branch: bool) -> explain_pb2.ExplainResponse:
     """Write an explanation; without `has_branch`, without the tokens and the text of the cached branch."""
     difference = explanation.difference
-    return cache_pb2.ExplainResponse(
+    return explain_pb2.ExplainResponse(
         prompt_tokens=explanation.prompt_tokens,
         cached_tokens=explanation.cached_tokens,
         miss_reason=explanation.miss_reason.value,
@@ -105,8 +114,8 @@ def explanation_message(explanation: Explanation, *, has_branch: bool) -> cache_
     )
 
 
-def _difference_message(difference: Difference, *, has_branch: bool) -> cache_pb2.Difference:
-    return cache_pb2.Difference(
+def _difference_message(difference: Difference, *, has_branch: bool) -> explain_pb2.Difference:
+    return explain_pb2.Difference(
         kind=difference.kind.value,
         before_token_ids=difference.before_ids,
         before_text=difference.before_text,
@@ -120,8 +129,8 @@ def _difference_message(difference: Difference, *, has_branch: bool) -> cache_pb
     )
 
 
-def _excerpt_message(excerpt: Excerpt) -> cache_pb2.Excerpt:
-    return cache_pb2.Excerpt(
+def _excerpt_message(excerpt: Excerpt) -> explain_pb2.Excerpt:
+    return explain_pb2.Excerpt(
         token_ids=excerpt.token_ids,
         different_tokens=excerpt.num_different,
         different_text=excerpt.different_text,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -19,13 +19,14 @@ from radixkv.service.server.servicers.response_writer import ResponseWriter
 from radixkv.service.server.servicers.stop_strings import StopStrings
 from radixkv.service.server.servicers.token_stream import TokenStream
 from radixkv.service.server.shared_parts import SharedParts
-from radixkv.v1 import prefill_pb2
+from radixkv.v1 import explain_pb2, prefill_pb2
 
 if TYPE_CHECKING:  # the engine needs torch; this module does not
     from radixkv.engine.engine import Engine
     from radixkv.offload.index.prompt_blocks import FetchedBlocks
 
 Response = prefill_pb2.GenerateResponse | bytes
+Explanation = Awaitable[explain_pb2.ExplainResponse]
 
 
 class GenerateCall:
@@ -41,6 +42,7 @@ class GenerateCall:
         shared: limits the bytes of unsent tokens, and lets streams take turns.
         params: the prompt.
         stops: stop strings; None if there are none.
+        explanation: why the prompt is not reused further, for the first response; None if that was not requested.
     """
 
     def __init__(
@@ -51,12 +53,14 @@ class GenerateCall:
         shared: SharedParts,
         params: PrefillParams,
         stops: StopStrings | None,
+        explanation: Explanation | None = None,
     ) -> None:
         self._engine = engine
         self._mailbox = mailbox
         self._writer = writer
         self._params = params
         self._stops = stops
+        self._explanation = explanation
         self._futures: list[GenerationFuture] = []
         self._num_sent: list[int] = []  # tokens, by completion
         key = QuotaKey.of_tenant(params.caller.tenant)
@@ -107,6 +111,7 @@ class GenerateCall:
         if self._num_sent[index] == 0:
             response.usage.CopyFrom(usage_message(tokens.first_usage))
         self._num_sent[index] += len(token_ids)
+        await self._explain(response)
         return await with_logprobs(self._writer, response, tokens.logprobs, tokens.prompt_logprobs)
 
     async def _last(self, index: int) -> Response:
@@ -120,7 +125,14 @@ class GenerateCall:
         logprobs.extend(result.logprobs)
         logprobs.truncate(len(result.token_ids) - start)
         response = last_response(result, start, index, matched)
+        await self._explain(response)
         return await with_logprobs(self._writer, response, logprobs, () if start else result.prompt_logprobs)
+
+    async def _explain(self, response: prefill_pb2.GenerateResponse) -> None:
+        """Add the explanation to the first response of completion 0."""
+        if self._explanation is not None and response.index == 0:
+            explanation, self._explanation = self._explanation, None
+            response.explanation.CopyFrom(await explanation)
 
     def _cancel(self) -> None:
         for future in self._futures:

@@ -6,6 +6,7 @@ cancelled cancels its future, and with it the request. `GuardedServer` turns exc
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from concurrent.futures import Future
@@ -15,13 +16,14 @@ from typing import TYPE_CHECKING
 import grpc
 
 from radixkv.api.caller import Caller
+from radixkv.api.params import PrefillParams
 from radixkv.api.result import PrefillResult
 from radixkv.errors import RadixKVError, SwitchedOff
 from radixkv.service.server.calls import Context, when_over
 from radixkv.service.server.mailbox import Mailbox
 from radixkv.service.server.receive.fair_shares import QuotaKey
 from radixkv.service.server.servicers.engine_calls import Deadlines, authorization_of, result_of, traceparent_of
-from radixkv.service.server.servicers.generation import GenerateCall
+from radixkv.service.server.servicers.generation import Explanation, GenerateCall
 from radixkv.service.server.servicers.kv_fetcher import KVFetcher
 from radixkv.service.server.servicers.kv_sender import KVSender
 from radixkv.service.server.servicers.kv_sources import KVSources
@@ -73,12 +75,38 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         """Compute the part of a prompt that is not cached, and return the next token."""
         self._require_role("Prefill")
         params = read_params(request, self._seconds_left(context), traceparent_of(context))
-        future = self._engine.prefill(params)
-        if params.hold_lease:
-            when_over(partial(self._release_unreported, future, params.caller, context))
-        result = await result_of(self._engine, self._mailbox, future)
-        limits = self._engine.limits
-        return prefill_response(result, limits.block_size, limits.epoch, has_block_table=request.return_block_table)
+        async with self._explained(request, params) as explanation:
+            future = self._engine.prefill(params)
+            if params.hold_lease:
+                when_over(partial(self._release_unreported, future, params.caller, context))
+            result = await result_of(self._engine, self._mailbox, future)
+            limits = self._engine.limits
+            has_table = request.return_block_table
+            response = prefill_response(result, limits.block_size, limits.epoch, has_block_table=has_table)
+            if explanation is not None:
+                response.explanation.CopyFrom(await explanation)
+            return response
+
+    @contextlib.asynccontextmanager
+    async def _explained(
+        self, request: prefill_pb2.PrefillRequest, params: PrefillParams
+    ) -> AsyncIterator[Explanation | None]:
+        """Look a prompt up, if it is to be explained, and compare it while the block computes it.
+
+        Raises:
+            QueueFull: too many explanations wait, and this tenant has its share of them.
+            RateExceeded: the tenant exceeds its rate of requests.
+        """
+        if not request.explain:
+            yield None
+            return
+        async with self._shared.explainer.looked_up(params.tokens, params.caller) as look_up:
+            compare = self._shared.explainer.compare(look_up, has_branch=not request.omit_cached_text)
+            explanation = asyncio.ensure_future(compare)
+            try:
+                yield explanation
+            finally:
+                explanation.cancel()
 
     def _release_unreported(self, future: Future[PrefillResult], caller: Caller, context: Context) -> None:
         """Release a held lease whose id did not reach the caller, because the call was refused or cancelled."""
@@ -105,18 +133,21 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         sampling = await self._shared.grammars.constrain(read_sampling(request), read_grammar(request), key)
         sampling = await with_tool_calls(self._shared.tokenizer, request.tool_call_begin, sampling)
         stops = await stop_strings(self._shared.tokenizer, request.stop, params, sampling, num_completions)
-        generation = GenerateCall(self._engine, self._mailbox, self._writer, self._shared, params, stops)
-        try:
-            fetched = None
-            if request.HasField("kv_source"):
-                fetched = await self._kv_fetcher.fetch(params, request.kv_source, authorization_of(context))
-            generation.start(sampling, num_completions, fetched)
-            del fetched  # so that the engine can free it after copying it
-            async with contextlib.aclosing(generation.responses()) as responses:
-                async for response in responses:
-                    yield response
-        finally:
-            generation.close()
+        async with self._explained(request.prefill, params) as explanation:
+            generation = GenerateCall(
+                self._engine, self._mailbox, self._writer, self._shared, params, stops, explanation
+            )
+            try:
+                fetched = None
+                if request.HasField("kv_source"):
+                    fetched = await self._kv_fetcher.fetch(params, request.kv_source, authorization_of(context))
+                generation.start(sampling, num_completions, fetched)
+                del fetched  # so that the engine can free it after copying it
+                async with contextlib.aclosing(generation.responses()) as responses:
+                    async for response in responses:
+                        yield response
+            finally:
+                generation.close()
 
     async def Probe(self, request: prefill_pb2.ProbeRequest, context: Context) -> prefill_pb2.ProbeResponse:  # noqa: N802
         """Return what a prefill of this prompt would reuse."""

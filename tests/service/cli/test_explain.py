@@ -6,7 +6,7 @@ import re
 import pytest
 
 from radixkv.service.cli.explain import _FINDINGS, explanation_text
-from radixkv.v1.cache_pb2 import Difference, DifferenceKind, Excerpt, ExplainResponse
+from radixkv.v1.explain_pb2 import Difference, DifferenceKind, Excerpt, ExplainResponse
 from radixkv.v1.prefill_pb2 import MissReason
 from tests.fakes import publish
 from tests.service.command_line import run_cli

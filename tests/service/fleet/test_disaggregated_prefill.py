@@ -14,6 +14,7 @@ from radixkv.errors import Cause, NoReplica
 from radixkv.service.fleet.disaggregated_prefill import DisaggregatedPrefill, with_prefill_usage
 from radixkv.service.fleet.forwarder import Forwarder, ReplicaRefusal
 from radixkv.service.fleet.routing_request import RoutingRequest
+from radixkv.v1.explain_pb2 import ExplainResponse
 from radixkv.v1.prefill_pb2 import (
     DIVERGED,
     NONE,
@@ -42,6 +43,7 @@ class Replicas:
         self.requests: list[tuple[str, Any]] = []
         self.released: list[tuple[str, str]] = []
         self.calls: list[Call] = []
+        self.explanation: ExplainResponse | None = None
         for name, connection in self.connections.items():
             connection.metadata = ()
             connection.prefill.Prefill = lambda request, name=name: self.prefill(name, request)
@@ -61,7 +63,8 @@ class Replicas:
         if isinstance(answer, Exception):
             raise answer
         usage = Usage(prompt_tokens=3, cached_tokens=1, computed_tokens=2, device_tokens=1)
-        return PrefillResponse(lease_id=answer, epoch=5, usage=usage)
+        explanation = self.explanation if request.explain else None
+        return PrefillResponse(lease_id=answer, epoch=5, usage=usage, explanation=explanation)
 
     def generate(self, name: str, request: GenerateRequest) -> Call:
         self.requests.append((name, request))
@@ -272,6 +275,18 @@ def test_a_prompt_counts_as_it_was_computed_and_an_answer_as_it_was_generated() 
     assert response.miss_reason == DIVERGED
     assert response.timing == Timing(queue_us=1, prefill_us=27, total_us=530, decode_us=6)
     assert with_prefill_usage(part(), COMPUTED).timing == part().timing, "times are in the last message"
+
+
+def test_the_replica_that_computes_a_prompt_explains_it() -> None:
+    request = GenerateRequest(prefill=PrefillRequest(token_ids=[1, 2, 3], tenant="acme", explain=True))
+    split = Split(Replicas(p=["lease"]), Replicas(d=[ANSWER]))
+    split.computing.explanation = ExplainResponse(prompt_tokens=3, left_at_token=1)
+    parts = split.answer(request)
+    assert [part.HasField("explanation") for part in parts] == [True, False]
+    assert parts[0].explanation.left_at_token == 1
+    ((_, computed),) = split.computing.requests
+    ((_, generated),) = split.generating.requests
+    assert (computed.explain, generated.prefill.explain) == (True, False)
 
 
 def test_other_answers_and_parts_without_counts_stay_as_they_are() -> None:

@@ -12,8 +12,9 @@ import pytest
 
 from radixkv.doctor.miss_profile import MissCounts
 from radixkv.service.client import AsyncClient, Client, InvalidArgument, Unimplemented
-from radixkv.v1.cache_pb2 import DiagnosedCause, DiagnoseRequest, DiagnoseResponse, Excerpt, MissSample
+from radixkv.v1.cache_pb2 import DiagnosedCause, DiagnoseRequest, DiagnoseResponse, MissSample
 from radixkv.v1.cache_pb2_grpc import CacheServiceStub
+from radixkv.v1.explain_pb2 import Excerpt
 from tests.patience import PATIENCE_S
 from tests.service.diagnosed import COUNTS, diagnosed_engine
 from tests.service.fake_engine import FakeEngine

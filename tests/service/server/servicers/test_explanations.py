@@ -11,16 +11,18 @@ import pytest
 from radixkv.api.caller import Caller
 from radixkv.errors import QueueFull, RateExceeded
 from radixkv.service.client import AsyncClient, Client, DifferenceKind, InvalidArgument, ResourceExhausted
-from radixkv.service.server.mailbox import Mailbox
 from radixkv.service.server.model_tokenizer import ModelTokenizer
 from radixkv.service.server.servicers import explanations
-from radixkv.v1.cache_pb2 import Excerpt, ExplainRequest, PromptSegment
+from radixkv.v1.cache_pb2 import ExplainRequest
 from radixkv.v1.cache_pb2_grpc import CacheServiceStub
+from radixkv.v1.explain_pb2 import Excerpt, PromptSegment
+from radixkv.v1.prefill_pb2 import PrefillRequest
+from radixkv.v1.prefill_pb2_grpc import PrefillServiceStub
 from tests.fakes import publish, spell
 from tests.patience import PATIENCE_S
 from tests.service.fake_engine import FAKE, FakeEngine
 from tests.service.server.auth.certificates import TOKENS, CredentialFiles
-from tests.service.serving import serve_and_call, serving
+from tests.service.serving import becomes_true, serve_and_call, serving
 
 SHARED = "You are a helpful assistant. "
 TAIL = " and this is the rest of the prompt, which is long enough to be found again."
@@ -152,17 +154,17 @@ def test_a_tenant_with_many_explanations_does_not_block_another(monkeypatch):
 
     async def test():
         engine.look_up = never_found
-        explainer = explanations.Explainer(engine, Mailbox(), ModelTokenizer(None))
+        explainer = explanations.Explainer(engine, ModelTokenizer(None))
         calls = [asyncio.ensure_future(explainer.explain(asked_by("acme"))) for _ in range(10)]
         while sum(call.done() for call in calls) < 6:
             await asyncio.sleep(0)
         assert all(isinstance(call.exception(), QueueFull) for call in calls if call.done())
         other = asyncio.ensure_future(explainer.explain(asked_by("globex")))
-        while not pending:
+        while len(pending) < 5:
             await asyncio.sleep(0)
-        assert len(pending) == 1  # one at a time
         engine.look_up = look_up
-        pending[0].set_result(look_up(spell(PROMPT), Caller("acme")).result())
+        for each in pending:
+            each.set_result(look_up(spell(PROMPT), Caller("acme")).result())
         results = await asyncio.gather(*calls, return_exceptions=True)
         assert [type(each) for each in results].count(QueueFull) == 6
         assert (await other).prompt_tokens == len(PROMPT)
@@ -188,7 +190,7 @@ def test_a_cancelled_explanation_frees_its_place_and_ends_before_the_next_one_be
     request = ExplainRequest(token_ids=ids(PROMPT), tenant="acme")
 
     async def test():
-        explainer = explanations.Explainer(caching(acme=CACHED), Mailbox(), ModelTokenizer(None))
+        explainer = explanations.Explainer(caching(acme=CACHED), ModelTokenizer(None))
         for _ in range(2):
             calls = [asyncio.ensure_future(explainer.explain(request)) for _ in range(4)]
             while not most_running:
@@ -245,3 +247,92 @@ def test_a_segment_is_not_a_number():
     with Client("127.0.0.1:1") as client, pytest.raises(TypeError, match="end_token"):
         client.explain([1], segments=[("a", "b")])
     assert PromptSegment(name="a", end_token=1).end_token == 1
+
+
+def test_a_prefill_is_explained_as_the_prompt_was_when_it_arrived():
+    def call(address):
+        with Client(address, timeout_s=PATIENCE_S) as client:
+            options = {"tenant": "acme", "explain": True}
+            return (
+                client.explain(ids(PROMPT), tenant="acme"),
+                client.prefill(ids(PROMPT), **options).explanation,
+                client.prefill(ids(PROMPT), **options, omit_cached_text=True).explanation,
+                client.prefill(ids(PROMPT), tenant="acme").HasField("explanation"),
+            )
+
+    alone, explained, without_text, has_unasked = serve_and_call(caching(acme=CACHED), call, "tiny")
+    for each in (alone, explained):
+        each.difference.idle_s = 0.0
+    assert explained == alone
+    assert explained.difference.HasField("branch")
+    assert explained.difference.lost_tokens == len(TAIL)
+    assert not without_text.difference.HasField("branch")
+    assert not has_unasked
+
+
+@pytest.mark.parametrize("num_completions", [1, 3])
+def test_the_first_response_of_a_generation_has_the_explanation(num_completions):
+    def call(address):
+        with Client(address, timeout_s=PATIENCE_S) as client:
+            options = {"tenant": "acme", "max_new_tokens": 4, "n": num_completions}
+            return list(client.generate(ids(PROMPT), **options, explain=True))
+
+    responses = serve_and_call(caching(acme=CACHED), call)
+    explained = [each for each in responses if each.HasField("explanation")]
+    assert len(explained) == 1
+    assert explained[0] is next(each for each in responses if each.index == 0)
+    assert explained[0].explanation.left_at_token == len(SHARED)
+
+
+def test_an_explained_request_is_refused_where_an_explanation_is():
+    class Engine(FakeEngine):
+        def look_up(self, tokens, caller):
+            raise RateExceeded("tenant: too many calls")
+
+    def call(address):
+        with Client(address, timeout_s=PATIENCE_S) as client:
+            with pytest.raises(ResourceExhausted, match="too many calls"):
+                client.prefill(ids(PROMPT), explain=True)
+            with pytest.raises(ResourceExhausted, match="too many calls"):
+                list(client.generate(ids(PROMPT), explain=True))
+            return client.prefill(ids(PROMPT)).usage.prompt_tokens
+
+    engine = Engine()
+    assert serve_and_call(engine, call) == len(PROMPT)
+    assert len(engine.params) == 1
+
+
+def test_an_admin_gets_no_cached_text_with_a_prefill(tmp_path):
+    files = CredentialFiles(tmp_path)
+    credentials = grpc.ssl_channel_credentials(files.ca_file.read_bytes())
+
+    async def test():
+        async with (
+            serving(caching(acme=CACHED), **files.tls) as (_, address),
+            grpc.aio.secure_channel(address, credentials) as channel,
+        ):
+            found = {}
+            for name in ("acme", "boss"):
+                request = PrefillRequest(token_ids=ids(PROMPT), tenant="acme", explain=True)
+                metadata = (("authorization", f"Bearer {TOKENS[name]}"),)
+                response = await PrefillServiceStub(channel).Prefill(request, metadata=metadata, timeout=PATIENCE_S)
+                found[name] = response.explanation.difference.HasField("branch")
+            return found
+
+    assert asyncio.run(test()) == {"acme": True, "boss": False}
+
+
+def test_a_cancelled_request_frees_the_place_of_its_explanation(monkeypatch):
+    monkeypatch.setattr(explanations, "MAX_WAITING", 1)
+    engine = FakeEngine(is_gated=True)
+
+    async def test():
+        async with serving(engine) as (_, address), AsyncClient(address, timeout_s=PATIENCE_S) as client:
+            running = asyncio.ensure_future(client.prefill(ids(PROMPT), explain=True))
+            assert await becomes_true(lambda: len(engine.futures) == 1)
+            running.cancel()
+            assert await becomes_true(engine.futures[0].cancelled)
+            engine.open_gate()
+            return await client.prefill(ids(PROMPT), explain=True)
+
+    assert asyncio.run(test()).explanation.prompt_tokens == len(PROMPT)

@@ -20,6 +20,7 @@ from radixkv.service.client import AsyncClient, logits_of
 from radixkv.service.server.model_tokenizer import ModelTokenizer
 from radixkv.service.server.receive.fair_shares import FairShares
 from radixkv.service.server.servicers.engine_calls import Deadlines
+from radixkv.service.server.servicers.explanations import Explainer
 from radixkv.service.server.servicers.kv_sources import KVSources
 from radixkv.service.server.servicers.prefill import PrefillServicer
 from radixkv.service.server.shared_parts import SharedParts
@@ -418,7 +419,13 @@ def test_a_cancelled_handler_ends_cancelled():
     async def run():
         engine = FakeEngine(is_gated=True)
         tokenizer = ModelTokenizer(None)
-        shared = SharedParts(None, tokenizer, Grammars(tokenizer, 256, frozenset()), FairShares(10**6, "bytes"))
+        shared = SharedParts(
+            None,
+            tokenizer,
+            Grammars(tokenizer, 256, frozenset()),
+            Explainer(engine, tokenizer),
+            FairShares(10**6, "bytes"),
+        )
         servicer = PrefillServicer(engine, shared, Deadlines(60, 60), KVSources({}))
         handler = asyncio.create_task(servicer.Prefill(PrefillRequest(token_ids=[1]), Context()))
         assert await becomes_true(lambda: len(engine.futures) == 1)
