@@ -166,13 +166,17 @@ class TenantLedger:
         meter.resize(tier, num_more_blocks, now_s)
 
     def evict(self, tenant: str, tier: int, num_blocks: int, *, by_self: bool) -> None:
-        """Record that a tier other than `REMOTE` evicted blocks of a tenant; `resize` records that they are gone.
+        """Record that a tier evicted blocks of a tenant; `resize` records that they are gone.
+
+        Evictions of `REMOTE` are not counted: what shared stores evict is not known.
 
         Args:
             tenant, tier: whose blocks, and where.
             num_blocks: how many.
             by_self: whether the room was made for the tenant itself, or the eviction requested by it.
         """
+        if tier == REMOTE:
+            return
         name = (_EVICTED_BY_SELF if by_self else _EVICTED_BY_OTHERS)[tier]
         self._meter(tenant, self._now_s()).counts[name] += num_blocks * self._block_size
 

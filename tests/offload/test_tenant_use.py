@@ -14,8 +14,8 @@ from tests.offload.tiered_bench import TieredBench
 A, B = Namespace("m", "a"), Namespace("m", "b")
 
 
-def make_index(ledger: TenantLedger, **ceilings: float) -> TierIndex:
-    return TierIndex("host", 3, shares_of=lambda tenant: TierShares(ceiling=ceilings.get(tenant)), ledger=ledger)
+def make_index(ledger: TenantLedger, name: str = "host", **ceilings: float) -> TierIndex:
+    return TierIndex(name, 3, shares_of=lambda tenant: TierShares(ceiling=ceilings.get(tenant)), ledger=ledger)
 
 
 def test_the_blocks_of_a_tier_count_from_their_addition_to_their_removal() -> None:
@@ -46,6 +46,17 @@ def test_a_tier_evicts_for_the_tenant_itself_or_for_others() -> None:
     a = ledger.use_of("a")
     assert (a.host_evicted_by_self_tokens, a.host_evicted_by_others_tokens) == (4, 4)
     assert ledger.use_of("b") == Use()
+
+
+def test_evictions_of_a_store_of_another_package_are_not_counted() -> None:
+    clock = FakeClock()
+    ledger = TenantLedger(4, clock=clock)
+    index = make_index(ledger, "shelf")
+    for number in range(5):
+        index.add(b"%d" % number, A)
+        index.note_stored(b"%d" % number)
+    clock.now_s = 1.0
+    assert ledger.use_of("a") == Use(remote_token_s=12.0)
 
 
 def test_what_a_shared_store_evicts_is_not_known() -> None:

@@ -239,7 +239,7 @@ class TierIndex:
         if len(self) >= self.num_blocks or self._is_at_ceiling(namespace.tenant):
             victim = self._victim(namespace.tenant)
         if victim is not None:
-            if self._ledger is not None and not self.is_shared:
+            if self._ledger is not None:
                 owner = self.owned[victim.key].tenant
                 self._ledger.evict(owner, self._tier, 1, by_self=owner == namespace.tenant)
             self.remove(victim.key)
