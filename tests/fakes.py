@@ -20,7 +20,7 @@ def spell(text: str) -> bytes:
 
 
 def make_tree(block_size: int) -> RadixTree:
-    return RadixTree(Owner(MODEL, TenantUsage(Quota()), block_size))
+    return RadixTree(Owner(MODEL, TenantUsage("", Quota()), block_size))
 
 
 def packed(*block_ids: int) -> bytes:

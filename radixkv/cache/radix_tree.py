@@ -80,7 +80,7 @@ class RadixTree:
     Example:
         >>> from radixkv.cache.tenants import Quota, TenantUsage
         >>> from radixkv.namespace import Namespace
-        >>> tree = RadixTree(Owner(Namespace("model"), TenantUsage(Quota()), block_size=1))
+        >>> tree = RadixTree(Owner(Namespace("model"), TenantUsage("", Quota()), block_size=1))
         >>> token_a, token_b, token_c = (bytes([byte, 0, 0, 0]) for byte in b"abc")
         >>> tree.insert(token_a + token_b, block_ids=bytes(8)).known_bytes
         0

@@ -29,29 +29,6 @@ def tier_of(store: str) -> int:
     return _TIERS.get(store, REMOTE)
 
 
-class TenantAccount:
-    """The account of one tenant on the device.
-
-    Args:
-        ledger: has the account.
-        tenant: the tenant.
-    """
-
-    __slots__ = ("_ledger", "_tenant")
-
-    def __init__(self, ledger: TenantLedger, tenant: str) -> None:
-        self._ledger = ledger
-        self._tenant = tenant
-
-    def resize(self, num_more_blocks: int) -> None:
-        """Record that the tenant has this many more blocks on the device. Complexity: O(1)."""
-        self._ledger.resize(self._tenant, DEVICE, num_more_blocks)
-
-    def evict(self, num_blocks: int, *, by_self: bool) -> None:
-        """Count evicted blocks; the caller removes them with `resize`. Complexity: O(1)."""
-        self._ledger.evict(self._tenant, DEVICE, num_blocks, by_self=by_self)
-
-
 class _Meter:
     """The use of one tenant on the current day.
 
@@ -149,10 +126,6 @@ class TenantLedger:
         self._others = self._meters[OTHER_TENANTS]
         self._unlisted: dict[str, list[int]] = {}  # blocks by tier of the tenants that are accounted together
         self._closed: dict[int, DayUse] = {}
-
-    def account(self, tenant: str) -> TenantAccount:
-        """Return what records the blocks of a tenant on the device."""
-        return TenantAccount(self, tenant)
 
     def resize(self, tenant: str, tier: int, num_more_blocks: int) -> None:
         """Record that a tenant has this many more blocks in a tier. Complexity: O(1), and O(tenants) once per day."""

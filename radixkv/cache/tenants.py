@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
-from radixkv.cache.tenant_ledger import TenantAccount, TenantLedger
+from radixkv.cache.tenant_ledger import DEVICE, TenantLedger
 from radixkv.namespace import TRIAL_TENANT
 
 MAX_IDLE_TENANTS = 10_000
@@ -78,11 +78,12 @@ class TenantUsage:
     """The blocks that one tenant has now, and its totals since it was first seen.
 
     Args:
+        tenant: the tenant.
         quota: the bounds on its blocks.
-        account: records its blocks for statements; None without statements.
+        ledger: accounts its blocks for statements; None without statements.
 
     Attributes:
-        quota, account: see above.
+        quota: see above.
         num_cached_blocks: published blocks.
         num_pinned_blocks: published blocks that leases keep from eviction.
         num_probation_blocks: published blocks of leaves on probation that no lease uses.
@@ -95,7 +96,8 @@ class TenantUsage:
     """
 
     __slots__ = (
-        "account",
+        "_ledger",
+        "_tenant",
         "num_cached_blocks",
         "num_evicted_blocks",
         "num_held_blocks",
@@ -108,9 +110,10 @@ class TenantUsage:
         "quota",
     )
 
-    def __init__(self, quota: Quota, account: TenantAccount | None = None) -> None:
+    def __init__(self, tenant: str, quota: Quota, ledger: TenantLedger | None = None) -> None:
+        self._tenant = tenant
+        self._ledger = ledger
         self.quota = quota
-        self.account = account
         self.num_cached_blocks = 0
         self.num_pinned_blocks = 0
         self.num_leased_blocks = 0
@@ -124,14 +127,14 @@ class TenantUsage:
     def take(self, num_blocks: int) -> None:
         """Count blocks that a lease takes from the pool; a negative number returns them. Complexity: O(1)."""
         self.num_leased_blocks += num_blocks
-        if self.account is not None:
-            self.account.resize(num_blocks)
+        if self._ledger is not None:
+            self._ledger.resize(self._tenant, DEVICE, num_blocks)
 
     def drop(self, num_blocks: int) -> None:
         """Count cached blocks that are freed. Complexity: O(1)."""
         self.num_cached_blocks -= num_blocks
-        if self.account is not None:
-            self.account.resize(-num_blocks)
+        if self._ledger is not None:
+            self._ledger.resize(self._tenant, DEVICE, -num_blocks)
 
     def evict(self, num_blocks: int, *, by_self: bool) -> None:
         """Count cached blocks that are evicted.
@@ -141,8 +144,8 @@ class TenantUsage:
             by_self: whether they are evicted for the tenant itself.
         """
         self.num_evicted_blocks += num_blocks
-        if self.account is not None:
-            self.account.evict(num_blocks, by_self=by_self)
+        if self._ledger is not None:
+            self._ledger.evict(self._tenant, DEVICE, num_blocks, by_self=by_self)
         self.drop(num_blocks)
 
     @property
@@ -177,7 +180,7 @@ class Tenants:
     ) -> None:
         self.default_quota = default_quota or Quota()
         self._ledger = ledger
-        self.with_quota = {tenant: TenantUsage(quota, self._account(tenant)) for tenant, quota in quotas.items()}
+        self.with_quota = {tenant: TenantUsage(tenant, quota, ledger) for tenant, quota in quotas.items()}
         self._others: RecentTenants[TenantUsage] = RecentTenants(
             lambda usage: not (usage.num_cached_blocks or usage.num_leased_blocks)
         )
@@ -192,15 +195,12 @@ class Tenants:
             return usage
         usage = self._others.get(tenant)
         if usage is None:
-            usage = TenantUsage(self.quota_of(tenant), self._account(tenant))
+            usage = TenantUsage(tenant, self.quota_of(tenant), self._ledger)
             self._others.add(tenant, usage)
         else:
             self._others.move_to_end(tenant)
             self._others.forget_idle()
         return usage
-
-    def _account(self, tenant: str) -> TenantAccount | None:
-        return None if self._ledger is None else self._ledger.account(tenant)
 
     def quota_of(self, tenant: str) -> Quota:
         """Return the bounds of a tenant. Changes nothing."""

@@ -156,7 +156,7 @@ class StatsCollector:
         else:
             usage = tenants.get(tenant)
             if usage is None and any(self._stored_blocks(tenant).values()):
-                usage = TenantUsage(tenants.quota_of(tenant))  # only an earlier process served this tenant
+                usage = TenantUsage(tenant, tenants.quota_of(tenant))  # only an earlier process served this tenant
             reported = [] if usage is None else [(tenant, usage)]
         return EngineStats(
             load=self.load(),

@@ -36,7 +36,7 @@ def make_queues(policy: EvictionPolicy | None = None) -> TenantEvictionQueues:
 
 
 def leaf_of(tenant: str, last_used_s: float) -> Node:
-    tree = RadixTree(Owner(Namespace("model", tenant=tenant), TenantUsage(Quota()), 4))
+    tree = RadixTree(Owner(Namespace("model", tenant=tenant), TenantUsage(tenant, Quota()), 4))
     node = Node(tree.owner, tree.root, 0, b"\0\0\0\0", b"\0\0\0\0", 0)
     node.last_used_s = last_used_s
     return node

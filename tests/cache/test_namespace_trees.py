@@ -11,7 +11,7 @@ PLAIN, SALTED, OTHER = Namespace("m", "acme"), Namespace("m", "acme", "", "salt"
 def trees_of(*namespaces: Namespace) -> NamespaceTrees:
     trees = NamespaceTrees(block_size=4)
     for namespace in namespaces:
-        trees.create(namespace, TenantUsage(Quota()), NO_ROOT_PREFIX)
+        trees.create(namespace, TenantUsage(namespace.tenant, Quota()), NO_ROOT_PREFIX)
     return trees
 
 

@@ -256,10 +256,3 @@ def test_blocks_of_public_prefixes_count_for_no_tenant() -> None:
     with cache.lease(Namespace("m", "a"), spell("aaaabbbbcccc")):
         clock.now_s = 1.0
     assert (ledger.use_of(PUBLIC_TENANT).device_token_s, ledger.use_of("a").device_token_s) == (8.0, 4.0)
-
-
-def test_without_a_ledger_nothing_is_accounted() -> None:
-    cache = PrefixCache(16, SIZE)
-    publish(cache, "aaaabbbb")
-    assert cache.ledger is None
-    assert [usage.account for _, usage in cache.tenants.items()] == [None]

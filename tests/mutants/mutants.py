@@ -1451,7 +1451,9 @@ STATEMENT_MUTANTS = (
     Mutant("cache/tenant_ledger.py", "            meter.begin_day()\n", "            pass\n"),
     Mutant("cache/tenant_ledger.py", "        return self.base.plus(own)\n", "        return own\n"),
     Mutant("cache/tenant_ledger.py", "        if tier == REMOTE:\n            return\n", ""),
-    Mutant("cache/tenants.py", "            self.account.resize(-num_blocks)\n", "            pass\n"),
+    Mutant(
+        "cache/tenants.py", "            self._ledger.resize(self._tenant, DEVICE, -num_blocks)\n", "            pass\n"
+    ),
     Mutant("cache/evictor.py", "by_self=leaf.owner.namespace.tenant == tenant))", "by_self=True))"),
     Mutant("offload/index/tier_index.py", "by_self=owner == namespace.tenant)", "by_self=True)"),
     Mutant(
