@@ -165,12 +165,16 @@ class TenantLedger:
 
     def use_of(self, tenant: str) -> Use:
         """Return what a tenant with an account of its own used so far today; zeros for others. Adds no account."""
-        now_s = self._now_s()
+        return self._use(tenant, self._now_s())
+
+    def _use(self, tenant: str, now_s: float) -> Use:
         meter = self._meters.get(tenant)
         return Use() if meter is None else meter.use(now_s, self._block_size)
 
     def days(self, tenant: str | None = None) -> Generator[None, None, dict[int, DayUse]]:
         """Return the present day and the closed days that are not saved yet, in slices between which requests may run.
+
+        All tenants of a slice are read at one time.
 
         Args:
             tenant: read only this tenant; None for all.
@@ -187,7 +191,7 @@ class TenantLedger:
                 now_s = self._now_s()
                 if self.day != day:
                     return {**self._closed}
-            if (use := self.use_of(each)) != Use():
+            if (use := self._use(each, now_s)) != Use():
                 uses[each] = use
         closed = {**self._closed}
         if tenant is not None:

@@ -168,6 +168,18 @@ def test_a_day_that_ends_while_it_is_read_is_not_returned_in_part(monkeypatch: p
     assert {day: dict(use.tenants) for day, use in result_of(reading).items()} == {10: {"a": Use(requests=1)}}
 
 
+def test_the_tenants_of_a_slice_are_read_at_one_time() -> None:
+    clock = FakeClock()
+    ledger = make_ledger(clock)
+    for tenant in "abc":
+        ledger.resize(tenant, DEVICE, 1)
+    passing = iter(number * DAY_S / 4 for number in range(1, 100))
+    ledger._clock = lambda: next(passing)
+    days = result_of(ledger.days())
+    found = {day: (use.covered_s, *(each.device_token_s for each in use.tenants.values())) for day, use in days.items()}
+    assert found == {10: (DAY_S / 4, *3 * [SIZE * DAY_S / 4])}
+
+
 def test_closed_days_are_kept_until_they_are_saved_31_at_most() -> None:
     clock = FakeClock()
     ledger = make_ledger(clock)
