@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from radixkv.api.statement import MAX_DAYS, DayUse, Use, day_name, day_number
+from radixkv.durable_file import replace_file
 from radixkv.errors import ConfigError, StoreUnavailable
 
 _log = logging.getLogger(__name__)
@@ -95,23 +96,12 @@ class DayFiles:
         Raises:
             OSError: the file cannot be written. The former one is unchanged.
         """
-        path = self._path(day)
-        partial = path.with_suffix(".partial")
         tenants = {
             tenant: {name: number for name, number in each._asdict().items() if number}
             for tenant, each in use.tenants.items()
         }
-        text = json.dumps({"format": _FORMAT, "covered_s": use.covered_s, "tenants": tenants})
-        with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="ascii") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-        directory = os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(directory)
-        finally:
-            os.close(directory)
+        tree = {"format": _FORMAT, "covered_s": use.covered_s, "tenants": tenants}
+        replace_file(self._path(day), json.dumps(tree).encode("ascii"))
 
     def prune(self, today: int) -> None:
         """Delete the files of days that are too old.

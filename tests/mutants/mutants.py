@@ -1460,7 +1460,7 @@ STATEMENT_MUTANTS = (
         "offload/index/tier_index.py", "            self._ledger.resize(tenant, self._tier, -1)\n", "            pass\n"
     ),
     Mutant("engine/request_meter.py", "elif request.has_computed:", "elif False:"),
-    Mutant("statements/day_files.py", "            os.fsync(file.fileno())\n", ""),
+    Mutant("durable_file.py", "        os.fsync(file.fileno())\n", ""),
     Mutant("statements/day_files.py", " or value < 0:", ":"),
     Mutant("statements/day_files.py", "day <= today - MAX_DAYS", "day < today - MAX_DAYS"),
     Mutant("statements/day_files.py", "fcntl.LOCK_EX | fcntl.LOCK_NB", "fcntl.LOCK_SH | fcntl.LOCK_NB"),

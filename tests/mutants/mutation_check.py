@@ -140,6 +140,7 @@ STATEMENT_TESTS = (
     "tests/engine/test_request_meter.py",
     "tests/offload/test_tenant_use.py",
     "tests/statements",
+    "tests/test_durable_file.py",
     "tests/service/cli/test_statement.py",
     "tests/service/server/servicers/test_statements.py",
 )

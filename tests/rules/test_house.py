@@ -46,6 +46,7 @@ COMMON = (
     "invocation",
     "tokens",
     "blocks",
+    "durable_file",
 )  # what every package except kernels may import
 WITHOUT_TORCH = (
     "api",

@@ -38,30 +38,6 @@ def test_a_day_is_read_as_it_was_written(files: DayFiles, tmp_path: Path) -> Non
     assert path_of(tmp_path).stat().st_mode & 0o777 == 0o600
 
 
-def test_a_write_that_fails_leaves_the_former_file(
-    files: DayFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    files.write(DAY, USE)
-
-    def fail(_: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", fail)
-    with pytest.raises(OSError, match="No space left"):
-        files.write(DAY, DayUse(0.0, {}))
-    assert files.read(DAY) == USE
-    assert path_of(tmp_path, "2026-11-28.partial").exists()  # the next write replaces it
-
-
-def test_a_file_is_on_the_disk_before_it_gets_its_name(files: DayFiles, monkeypatch: pytest.MonkeyPatch) -> None:
-    done: list[str] = []
-    monkeypatch.setattr(os, "fsync", lambda _: done.append("fsync"))
-    replace = Path.replace
-    monkeypatch.setattr(Path, "replace", lambda path, target: (done.append("rename"), replace(path, target))[1])
-    files.write(DAY, USE)
-    assert done == ["fsync", "rename", "fsync"]
-
-
 @pytest.mark.parametrize(
     "text",
     [

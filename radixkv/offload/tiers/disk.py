@@ -20,6 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
+from radixkv.durable_file import replace_file
 from radixkv.errors import StoreUnavailable
 from radixkv.kernels.native.copies import NativeCopies
 from radixkv.offload.block_keys import BlockFormat
@@ -142,27 +143,13 @@ class DiskDirectory:
         label = self.path / _LABEL
         try:
             if not label.exists():
-                self._write(label)
+                replace_file(label, json.dumps(self._label, indent=2).encode())
             if json.loads(label.read_bytes()) != self._label:
                 raise StoreUnavailable(f"{label}: expected this model's format, got another")
         except (ValueError, RecursionError) as error:
             raise StoreUnavailable(f"{label}: expected this model's format, got something unreadable") from error
         except OSError as error:
             raise self._not_writable(error) from error
-
-    def _write(self, label: Path) -> None:
-        """Write the label atomically, also with respect to a power failure."""
-        partial = label.with_suffix(".partial")
-        with partial.open("w", encoding="utf-8") as file:
-            json.dump(self._label, file, indent=2)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(label)
-        directory = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(directory)
-        finally:
-            os.close(directory)
 
 
 def half_of_free(path: Path) -> int:
