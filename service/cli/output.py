@@ -9,7 +9,7 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
 
-from radixkv.service.cli.terminal import aligned, percent
+from radixkv.service.cli.terminal import aligned, percent, tenant_label
 from radixkv.v1.cache_pb2 import PurgeResponse, StatsResponse
 from radixkv.v1.prefill_pb2 import FinishReason, GenerateResponse, MissReason, PrefillResponse, Timing, Usage
 
@@ -116,7 +116,7 @@ def stats_table(stats: StatsResponse) -> str:
         reused = percent(tenant.hit_tokens, tenant.hit_tokens + tenant.miss_tokens)
         below = "".join(f", {number} in {name}" for name, number in sorted(tenant.stored_blocks.items()) if number)
         held = f"{tenant.cached_blocks} blocks{below}, {tenant.hit_tokens} cached tokens{reused}"
-        rows.append((f"tenant {tenant.tenant or '(none)'}", held))
+        rows.append((f"tenant {tenant_label(tenant.tenant)}", held))
     if stats.known_tenants > len(stats.tenants):
         rows.append((f"{stats.known_tenants - len(stats.tenants)} smaller tenants", "by name: --tenant"))
     return _table(rows)

@@ -11,7 +11,7 @@ from radixkv.service.cli.argument_types import count, name
 from radixkv.service.cli.connection import add_connection, client_of
 from radixkv.service.cli.options import Option, add_options, flag
 from radixkv.service.cli.output import json_of
-from radixkv.service.cli.terminal import aligned
+from radixkv.service.cli.terminal import aligned, tenant_label
 from radixkv.v1.cache_pb2 import ListSegmentsResponse, Segment, StoredNamespace
 from radixkv.v1.hints_pb2 import Awaits
 
@@ -143,4 +143,4 @@ def _stored_row(each: StoredNamespace) -> tuple[str, ...]:
 def _owner(listed: Segment | StoredNamespace) -> str:
     """Return the tenant and the adapter: its names, or the beginning of its digest if it has none."""
     names = ", ".join(listed.adapter_names) or listed.adapter[:12]
-    return (listed.tenant or "(none)") + (" +salt" if listed.has_salt else "") + (f" adapter {names}" if names else "")
+    return tenant_label(listed.tenant) + (" +salt" if listed.has_salt else "") + (f" adapter {names}" if names else "")

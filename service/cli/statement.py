@@ -17,7 +17,7 @@ from radixkv.service.cli.options import Option, add_options, flag
 from radixkv.service.cli.output import json_of
 from radixkv.service.cli.prices import InvoiceItem, PriceList, total_of
 from radixkv.service.cli.segments import duration
-from radixkv.service.cli.terminal import aligned, printable
+from radixkv.service.cli.terminal import aligned, printable, tenant_label
 from radixkv.v1.cache_pb2 import StatementLine, StatementResponse
 
 _TIERS = ("device", "host", "disk", "remote")
@@ -142,16 +142,12 @@ def _rows(statement: StatementResponse) -> Iterator[tuple[str, ...]]:
         )
         numbers = (line.requests, line.computed_tokens, saved, line.generated_tokens, by_self, by_others)
         hours = (f"{getattr(line, f'{tier}_token_s') / _HOUR_S:,.1f}" for tier in tiers)
-        yield (_tenant(line), line.period, *(f"{number:,}" for number in numbers), *hours)
+        yield (tenant_label(line.tenant), line.period, *(f"{number:,}" for number in numbers), *hours)
 
 
 def _at_twice_ceiling(line: StatementLine) -> str:
-    tenant, number = printable(_tenant(line), keep=""), line.more_hit_tokens_at_twice_ceiling
+    tenant, number = printable(tenant_label(line.tenant), keep=""), line.more_hit_tokens_at_twice_ceiling
     return f"With twice its ceiling, {tenant} would have saved about {number:,} more tokens in {line.period}."
-
-
-def _tenant(line: StatementLine) -> str:
-    return line.tenant or "(none)"
 
 
 def _invoice_text(statement: StatementResponse, prices: PriceList) -> Iterator[str]:
@@ -162,7 +158,7 @@ def _invoice_text(statement: StatementResponse, prices: PriceList) -> Iterator[s
             items.append(item)
             is_time = item.unit == "token_s"
             quantity = f"{item.quantity / _HOUR_S:,.1f} token-hours" if is_time else f"{item.quantity:,} tokens"
-            cells = (_tenant(line), line.period, item.item, quantity)
+            cells = (tenant_label(line.tenant), line.period, item.item, quantity)
             rows.append((*cells, f"{item.price_per_million:f}", f"{item.amount:f}"))
     rows.append(("total", "", "", "", "", f"{total_of(items, prices.decimals):f}"))
     yield from aligned(rows, is_right=True)

@@ -10,13 +10,13 @@ def aligned(rows: Sequence[Sequence[str]], *, is_right: bool = False) -> list[st
     """Return one line per row, with aligned columns.
 
     Args:
-        rows: cells of text; a row may be shorter than others.
+        rows: cells of text, whose control characters are escaped; a row may be shorter than others.
         is_right: right-align all columns except the first, for numbers.
 
     >>> aligned([("policy", "hits"), ("lru", "7")], is_right=True)
     ['policy  hits', 'lru        7']
     """
-    safe = [[_printable(cell) for cell in row] for row in rows]
+    safe = [[printable(cell, keep="") for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in itertools.zip_longest(*safe, fillvalue="")]
     return [
         "  ".join(
@@ -49,6 +49,6 @@ def printable(text: str, *, keep: str) -> str:
     )
 
 
-def _printable(text: str) -> str:
-    """Escape control characters in a cell: names of tenants are chosen by clients and must not control the terminal."""
-    return text if text.isprintable() else text.encode("unicode_escape").decode("ascii")
+def tenant_label(tenant: str) -> str:
+    """Return the name of a tenant; `(none)` for the empty one, whose requests name no tenant."""
+    return tenant or "(none)"

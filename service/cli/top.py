@@ -17,7 +17,7 @@ from radixkv.service.cli.connection import add_connection, client_of
 from radixkv.service.cli.options import Option, add_options, flag
 from radixkv.service.cli.output import json_of
 from radixkv.service.cli.segments import awaits_text, duration, segment_rows
-from radixkv.service.cli.terminal import aligned
+from radixkv.service.cli.terminal import aligned, tenant_label
 from radixkv.v1.cache_pb2 import ListSegmentsResponse, StatsResponse, TierStats
 from radixkv.v1.cache_pb2 import TimeStats as TimeStatsMessage
 
@@ -191,7 +191,7 @@ def _tenant_lines(stats: StatsResponse) -> list[str]:
         rate = _percent(tenant.hit_tokens, tenant.hit_tokens + tenant.miss_tokens)
         counts = (tenant.cached_blocks, tenant.pinned_blocks, tenant.retained_blocks, tenant.evicted_blocks)
         stored = (tenant.stored_blocks.get(store, 0) for store in stores)
-        rows.append((tenant.tenant or "(none)", *map(str, (*counts, *stored)), rate))
+        rows.append((tenant_label(tenant.tenant), *map(str, (*counts, *stored)), rate))
     return aligned(rows, is_right=True)
 
 
@@ -200,7 +200,7 @@ def _session_lines(stats: StatsResponse) -> list[str]:
     for session in stats.sessions:
         state = awaits_text(session.awaits).removeprefix(", ")
         counts = (str(session.blocks), str(session.running_requests), duration(session.idle_s))
-        rows.append((session.session_id, session.tenant or "(none)", *counts, state))
+        rows.append((session.session_id, tenant_label(session.tenant), *counts, state))
     return aligned(rows, is_right=True)
 
 

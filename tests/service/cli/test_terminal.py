@@ -10,7 +10,7 @@ def test_numbers_stand_at_the_right():
 
 
 def test_a_terminal_obeys_nothing_that_a_caller_chose():
-    assert aligned([("tenant \x1b[2J", "1"), ("é", "2")]) == ["tenant \\x1b[2J  1", "é               2"]
+    assert aligned([("tenant \x1b[2J", "1"), ("é\n", "2")]) == ["tenant \\x1b[2J  1", "é\\n             2"]
 
 
 def test_a_share_of_nothing_is_not_shown():
