@@ -355,19 +355,19 @@ class Engine:
     def stop(self) -> None:
         """Cancel all requests and end the thread. If a step does not end, the thread keeps running.
 
-        An engine that was not started closes its tiers, and cannot be started any more.
+        An engine that was not started closes its tiers and its statements, and cannot be started any more.
         """
         self.adapters.close()
         self.drain(0)
         if self._thread.ident is None:
             self._inbox.close()
             self._core.close(Draining("engine: stopped"))
-            return
-        self._inbox.put(self._is_stopping.set)
-        self._thread.join(_STOP_TIMEOUT_S + (0 if self.offload is None else CLOSE_LIMIT_S))
-        if self._thread.is_alive():
-            _log.error("a step does not end; the engine's thread is left running")
-        self._watchdog.stop()
+        else:
+            self._inbox.put(self._is_stopping.set)
+            self._thread.join(_STOP_TIMEOUT_S + (0 if self.offload is None else CLOSE_LIMIT_S))
+            if self._thread.is_alive():
+                _log.error("a step does not end; the engine's thread is left running")
+            self._watchdog.stop()
         if self.statements is not None:
             self.statements.close(has_engine_ended=not self._thread.is_alive())
         if self.misses is not None:

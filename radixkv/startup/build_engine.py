@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import os
@@ -89,6 +90,7 @@ def build_engine(
 
     Raises:
         ConfigError: the model, an adapter or a file cannot be used, or the pool does not fit into memory.
+        StoreUnavailable: the present day of the statements cannot be read.
     """
     progress = progress or StartProgress()
     require_usable(config)
@@ -97,100 +99,112 @@ def build_engine(
     _set_threads(config.model.threads)
     quotas = {name: _quota(f"tenants.{name}", bounds, config) for name, bounds in config.tenants.items()}
     default_quota = _quota("default_tenant", config.default_tenant, config)
-    ledger, statements, shadows = _statements(config, quotas, open_day_files)
-    if shadows is not None:
-        observers = (*observers, QuotaShadowFeed(shadows))
-    misses = MissProfiler(config.server.diagnosed_share) if config.server.diagnosed_share else None
-    use_huge_pages()
-    keep_freed_memory()  # before loading, which copies each weight of a model on a CPU
-    progress.begin("loading the model")
-    model = load_model(dataclasses.replace(config.model, max_adapters=config.max_adapters), progress.report)
-    give_back_freed_memory()  # of weights before they were packed
-    _note_model(model, progress)
-    kv_shape = model.kv_shape.stored_as(config.cache.kv_dtype)
-    progress.begin("checking attention and the model")
-    kernels = _checked_kernels(model, kv_shape, config.cache.block_size, progress)
-    limits = config.engine.on(model.device.type)
-    progress.begin("allocating the pool of K/V blocks")
-    recorder = GraphRecorder(model, kernels, limits)
-    num_blocks_in_one_pool = choose_num_blocks(model, kernels, kv_shape, config.cache, limits, recorder)
-    states = make_state_slots(model, kv_shape, num_blocks_in_one_pool, config, limits)
-    # Windowed layers may have a pool of their own, whose blocks are called parts.
-    groups, num_blocks, num_parts, num_dedicated_parts = divide_layers(config, limits, model, num_blocks_in_one_pool)
-    _require_floors(quotas, num_blocks)
-    storage = KVStorage(
-        num_blocks,
-        config.cache.block_size,
-        kv_shape,
-        model.device,
-        is_by_layer=kernels.wants_pool_by_layer,
-        groups=groups,
-        num_parts=num_parts,
-        num_dedicated_parts=num_dedicated_parts,
-    )
-    _log_pool(storage, model.device)
-    progress.note(
-        f"pool of {num_blocks * storage.block_size} tokens in blocks of {storage.block_size} "
-        f"({storage.num_bytes / 1e6:.1f} MB)"
-    )
-    marks = InvocationMarks()
-    events = _make_feed(config, limits.step_tokens, marks, events_key)
-    num_slots = 0 if states is None else states.num_slots
-    runner = make_runner(model, storage, kernels, recorder, num_slots, progress)
-    if model.device.type == "cuda":
-        reserve_step_memory(model, kernels, storage, limits)
-    progress.begin("opening the stores of blocks, and building the engine")
-    has_transfers = config.transfer.sends or bool(config.kv_sources)
-    transfer = Transfers(config.transfer, config.kv_sources) if has_transfers else None
-    windows = windows_of(storage, limits.step_tokens)
-    max_retained_blocks = int(config.cache.max_retained_share * num_blocks)
-    stores = open_stores(
-        config.tiers,
-        runner,
-        marks,
-        config.stores,
-        transfer,
-        shares_of=tier_shares(quotas, default_quota, num_blocks),
-        retained_share=max_retained_blocks / num_blocks,
-        part_of=windows.pools[-1].part_of if windows.pools else None,
-        ledger=ledger,
-    )
-    listeners: list[Listener] = [events]
-    if misses is not None:
-        feed = MissFeed(misses)
-        observers = (*observers, feed)
-        listeners.append(feed)
-    if stores is not None:
-        listeners.append(stores.index)
-        events.follow(stores.index)
-    policy = make_policy(config.cache.policy, num_blocks_in_one_pool)
-    prompt_bytes = 0 if stores is None else MAX_SESSION_PROMPT_BYTES  # only tiers have something to load ahead
-    cache = _make_cache(
-        config.cache, policy, quotas, default_quota, num_blocks, listeners, marks, windows, states, prompt_bytes, ledger
-    )
-    if windows.shares_memory:
-        observers = (*observers, PageReclaimer(storage, cache.pool, windows.pools[-1]))
-    weights = {tenant: bounds.weight for tenant, bounds in config.tenants.items()}
-    rates = RateLimiter(config.tenants, config.default_tenant)
-    engine = Engine(
-        runner,
-        cache,
-        limits,
-        weights=weights,
-        observers=observers,
-        events=events,
-        rates=rates,
-        adapters=adapter_source(config, model),
-        open_offload=None if stores is None else partial(stores.connect, cache, choice),
-        statements=statements,
-        misses=misses,
-    )
-    try:
+    with contextlib.ExitStack() as opened:  # closed if this fails, so that the process can try again
+        ledger, statements, shadows = _statements(config, quotas, open_day_files, opened)
+        if shadows is not None:
+            observers = (*observers, QuotaShadowFeed(shadows))
+        misses = MissProfiler(config.server.diagnosed_share) if config.server.diagnosed_share else None
+        use_huge_pages()
+        keep_freed_memory()  # before loading, which copies each weight of a model on a CPU
+        progress.begin("loading the model")
+        model = load_model(dataclasses.replace(config.model, max_adapters=config.max_adapters), progress.report)
+        give_back_freed_memory()  # of weights before they were packed
+        _note_model(model, progress)
+        kv_shape = model.kv_shape.stored_as(config.cache.kv_dtype)
+        progress.begin("checking attention and the model")
+        kernels = _checked_kernels(model, kv_shape, config.cache.block_size, progress)
+        limits = config.engine.on(model.device.type)
+        progress.begin("allocating the pool of K/V blocks")
+        recorder = GraphRecorder(model, kernels, limits)
+        num_blocks_in_one_pool = choose_num_blocks(model, kernels, kv_shape, config.cache, limits, recorder)
+        states = make_state_slots(model, kv_shape, num_blocks_in_one_pool, config, limits)
+        # Windowed layers may have a pool of their own, whose blocks are called parts.
+        groups, num_blocks, num_parts, num_dedicated_parts = divide_layers(
+            config, limits, model, num_blocks_in_one_pool
+        )
+        _require_floors(quotas, num_blocks)
+        storage = KVStorage(
+            num_blocks,
+            config.cache.block_size,
+            kv_shape,
+            model.device,
+            is_by_layer=kernels.wants_pool_by_layer,
+            groups=groups,
+            num_parts=num_parts,
+            num_dedicated_parts=num_dedicated_parts,
+        )
+        _log_pool(storage, model.device)
+        progress.note(
+            f"pool of {num_blocks * storage.block_size} tokens in blocks of {storage.block_size} "
+            f"({storage.num_bytes / 1e6:.1f} MB)"
+        )
+        marks = InvocationMarks()
+        events = _make_feed(config, limits.step_tokens, marks, events_key)
+        num_slots = 0 if states is None else states.num_slots
+        runner = make_runner(model, storage, kernels, recorder, num_slots, progress)
+        if model.device.type == "cuda":
+            reserve_step_memory(model, kernels, storage, limits)
+        progress.begin("opening the stores of blocks, and building the engine")
+        has_transfers = config.transfer.sends or bool(config.kv_sources)
+        transfer = Transfers(config.transfer, config.kv_sources) if has_transfers else None
+        windows = windows_of(storage, limits.step_tokens)
+        max_retained_blocks = int(config.cache.max_retained_share * num_blocks)
+        stores = open_stores(
+            config.tiers,
+            runner,
+            marks,
+            config.stores,
+            transfer,
+            shares_of=tier_shares(quotas, default_quota, num_blocks),
+            retained_share=max_retained_blocks / num_blocks,
+            part_of=windows.pools[-1].part_of if windows.pools else None,
+            ledger=ledger,
+        )
+        listeners: list[Listener] = [events]
+        if misses is not None:
+            feed = MissFeed(misses)
+            observers = (*observers, feed)
+            listeners.append(feed)
+        if stores is not None:
+            listeners.append(stores.index)
+            events.follow(stores.index)
+        policy = make_policy(config.cache.policy, num_blocks_in_one_pool)
+        prompt_bytes = 0 if stores is None else MAX_SESSION_PROMPT_BYTES  # only tiers have something to load ahead
+        cache = _make_cache(
+            config.cache,
+            policy,
+            quotas,
+            default_quota,
+            num_blocks,
+            listeners,
+            marks,
+            windows,
+            states,
+            prompt_bytes,
+            ledger,
+        )
+        if windows.shares_memory:
+            observers = (*observers, PageReclaimer(storage, cache.pool, windows.pools[-1]))
+        weights = {tenant: bounds.weight for tenant, bounds in config.tenants.items()}
+        rates = RateLimiter(config.tenants, config.default_tenant)
+        engine = Engine(
+            runner,
+            cache,
+            limits,
+            weights=weights,
+            observers=observers,
+            events=events,
+            rates=rates,
+            adapters=adapter_source(config, model),
+            open_offload=None if stores is None else partial(stores.connect, cache, choice),
+            statements=statements,
+            misses=misses,
+        )
+        opened.pop_all()
+        opened.callback(engine.stop)
         load_adapters(config.adapters, engine.adapters, progress.report)
-    except BaseException:
-        engine.stop()  # closes the tiers, so that the process can try again
-        raise
-    end_openmp_threads()
+        end_openmp_threads()
+        opened.pop_all()
     return engine
 
 
@@ -296,16 +310,25 @@ def _checked_kernels(model: Model, kv_shape: KVShape, block_size: int, progress:
 
 
 def _statements(
-    config: Config, quotas: Mapping[str, Quota], open_day_files: Callable[[str], DayFiles]
+    config: Config,
+    quotas: Mapping[str, Quota],
+    open_day_files: Callable[[str], DayFiles],
+    opened: contextlib.ExitStack,
 ) -> tuple[TenantLedger | None, StatementBook | None, QuotaShadows | None]:
-    """Return what accounts the use of tenants, what saves it, and the shadows of ceilings, if configured."""
+    """Return what accounts the use of tenants, what saves it, and the shadows of ceilings, if configured.
+
+    `opened` closes the files and the shadows, unless `StatementBook.close` will.
+    """
     path = config.server.statement_path
     if path is None:
         return None, None, None
     files = open_day_files(path)
+    opened.callback(files.close)
     ledger = TenantLedger(config.cache.block_size, config.tenants, read_day=files.read)
     ceilings = {tenant: quota.ceiling_blocks for tenant, quota in quotas.items() if quota.ceiling_blocks is not None}
     shadows = QuotaShadows(ceilings, config.cache.block_size) if ceilings else None
+    if shadows is not None:
+        opened.callback(shadows.close)
     return ledger, StatementBook(ledger, files, config.server.statement_interval_s, shadows), shadows
 
 

@@ -63,12 +63,12 @@ class Replica:
             secrets.events_key,
             open_day_files=DayFiles.open_for_replica,
         )
+        self._resources.callback(self._engine.stop)
         if self._engine.transfer is not None:
             fleet = config.fleet
             self._engine.transfer.join(FleetAccess(secrets.token, secrets.kv_key, fleet.tls_ca, fleet.tls_name))
         self._resources.enter_context(frozen_survivors())
         self._engine.start()
-        self._resources.callback(self._engine.stop)
         server_config = replica_server(config, _address_of_node() if host == "node" else host)
         self._mailbox = Mailbox()
         self._server = Server(

@@ -1599,7 +1599,7 @@ OFFLINE_MUTANTS = (
     Mutant("service/offline/request_slots.py", "max(1, self._num_slots // self._num_calls)", "self._num_slots"),
     Mutant("service/offline/request_slots.py", "                self._num_calls -= 1\n", "                pass\n"),
     Mutant("service/text/answer_text.py", "        self.num_tokens += len(token_ids)\n", ""),
-    Mutant("startup/build_engine.py", "        engine.stop()  # closes", "        pass  # closes"),
+    Mutant("startup/build_engine.py", "        opened.callback(engine.stop)\n", ""),
     Mutant("service/offline/llm.py", "                    ignore_eos=True,\n", ""),
     Mutant("service/offline/llm.py", "                    write_generated=False,\n", ""),
     Mutant("service/offline/llm.py", "min(max_new_tokens, options.max_tokens)", "options.max_tokens"),

@@ -2,15 +2,19 @@
 
 import logging
 import re
+import threading
+import time
 from pathlib import Path
 
 import pytest
 
+from radixkv.api.statement import DAY_S, day_name
 from radixkv.config import Config
-from radixkv.errors import ConfigError
+from radixkv.errors import ConfigError, StoreUnavailable
 from radixkv.startup import build_engine as module
 from radixkv.startup.build_engine import build_engine
 from radixkv.startup.progress import StartProgress
+from radixkv.statements.day_files import DayFiles
 from tests.model.exact.checkpoints import CONFIGS, write_checkpoint
 
 
@@ -64,3 +68,31 @@ def test_a_ceiling_below_its_floor_is_refused_before_anything_is_loaded(monkeypa
 def test_floors_beyond_the_pool_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"floor_tokens: expected at most the pool's 64 blocks in all, got 65"):
         build_engine(config("tenants.a.floor_tokens=1001", "tenants.b.floor_tokens=17"))
+
+
+def fail(*_: object, **__: object) -> None:
+    raise ConfigError("it failed")
+
+
+@pytest.mark.parametrize("step", ["load_model", "Engine", "load_adapters"])
+def test_an_engine_that_cannot_be_built_leaves_its_statements_to_the_next_one(
+    step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_statements = config(f"server.statement_path={tmp_path}", "tenants.acme.ceiling_tokens=512")
+    with monkeypatch.context() as patched:
+        patched.setattr(module, step, fail)
+        with pytest.raises(ConfigError, match="it failed"):
+            build_engine(with_statements)
+    assert "radixkv-quota-shadows" not in [thread.name for thread in threading.enumerate()]
+    engine = build_engine(with_statements)
+    engine.stop()  # it was never started
+    DayFiles.open(tmp_path).close()
+
+
+def test_a_day_that_cannot_be_read_leaves_the_statements_to_the_next_engine(tmp_path: Path) -> None:
+    today = int(time.time() // DAY_S)
+    for day in (today, today + 1):  # the day may end meanwhile
+        (tmp_path / f"{day_name(day)}.json").mkdir()
+    with pytest.raises(StoreUnavailable, match="cannot be read"):
+        build_engine(config(f"server.statement_path={tmp_path}"))
+    DayFiles.open(tmp_path).close()
