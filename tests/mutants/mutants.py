@@ -1503,6 +1503,9 @@ STATEMENT_MUTANTS = (
         "            self._num_waiting.release(key, 1)\n",
         "            pass\n",
     ),
+    Mutant(
+        "service/server/servicers/statements.py", "                self._turn.release()\n", "                pass\n"
+    ),
     Mutant("engine/request_meter.py", "if request.times.prefilled_s is not None:", "if outcome is Outcome.FINISHED:"),
 )
 

@@ -12,6 +12,7 @@ from radixkv.service.server.mailbox import Mailbox
 from radixkv.service.server.receive.fair_shares import FairShares, QuotaKey
 from radixkv.service.server.servicers.engine_calls import result_of
 from radixkv.service.server.servicers.messages import require_names
+from radixkv.service.server.thread_call import call_on_thread
 from radixkv.v1 import cache_pb2
 
 if TYPE_CHECKING:  # the engine needs torch; this module does not
@@ -22,6 +23,8 @@ MAX_WAITING = 32
 
 class StatementMaker:
     """Makes statements, one at a time, since each may read 400 files. For use on one event loop.
+
+    A call that is cancelled leaves the queue, but the next one has its turn only when the thread has ended.
 
     Args:
         engine: has the ledger and the files.
@@ -51,13 +54,18 @@ class StatementMaker:
         key = QuotaKey.of_tenant(tenant or "")
         self._num_waiting.take(key, 1)
         try:
-            async with self._turn:
+            await self._turn.acquire()
+            try:
                 future = self._engine.statement_days(tenant)
                 present = await result_of(self._engine, self._mailbox, future)
-                add_up = partial(book.statement, days, present, tenant, is_daily=request.by_day)
-                return statement_message(await asyncio.to_thread(add_up))
+            except BaseException:
+                self._turn.release()
+                raise
+            add_up = partial(book.statement, days, present, tenant, is_daily=request.by_day)
+            statement = await call_on_thread(add_up, self._turn.release)
         finally:
             self._num_waiting.release(key, 1)
+        return statement_message(statement)
 
 
 def statement_message(statement: Statement) -> cache_pb2.StatementResponse:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 
 from radixkv.api.statement import Use
 from radixkv.service.client import AsyncClient, Client, InvalidArgument, ResourceExhausted, Unimplemented
+from radixkv.service.server.mailbox import Mailbox
 from radixkv.service.server.servicers import statements
 from radixkv.v1.cache_pb2 import StatementLine, StatementRequest
 from radixkv.v1.cache_pb2_grpc import CacheServiceStub
@@ -131,3 +133,65 @@ def test_too_many_statements_at_once_are_refused(tmp_path: Path, monkeypatch: py
             assert len((await client.statement(tenant="acme")).lines) == 1
 
     asyncio.run(asyncio.wait_for(run(), PATIENCE_S))
+
+
+def test_cancelled_calls_do_not_add_up_on_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = accounted_engine(tmp_path, acme=ACME)
+    engine.statement_days = lambda tenant: done({})
+    may_end, running, most_running = threading.Event(), [], []
+    add_up = engine.statements.statement
+
+    def slow(*arguments: Any, **options: Any) -> Any:
+        running.append(None)
+        most_running.append(len(running))
+        may_end.wait(PATIENCE_S)
+        running.pop()
+        return add_up(*arguments, **options)
+
+    monkeypatch.setattr(engine.statements, "statement", slow)
+
+    async def run() -> None:
+        maker = statements.StatementMaker(engine, Mailbox())
+        for _ in range(2):
+            calls = [asyncio.ensure_future(maker.statement(StatementRequest(tenant="acme"))) for _ in range(4)]
+            while not most_running:
+                await asyncio.sleep(0)
+            await asyncio.sleep(0.01)
+            for call in calls:
+                call.cancel()
+            assert all(
+                isinstance(each, asyncio.CancelledError)
+                for each in await asyncio.gather(*calls, return_exceptions=True)
+            )
+        last = asyncio.ensure_future(maker.statement(StatementRequest(tenant="acme")))
+        await asyncio.sleep(0.01)
+        assert max(most_running) == 1
+        may_end.set()
+        assert [line.requests for line in (await last).lines] == [13]
+
+    try:
+        asyncio.run(asyncio.wait_for(run(), PATIENCE_S))
+    finally:
+        may_end.set()
+
+
+def test_a_call_that_is_cancelled_in_its_turn_lets_the_next_one_continue(tmp_path: Path) -> None:
+    engine = accounted_engine(tmp_path, acme=ACME)
+    days: list[Future[Any]] = [Future(), done({})]
+    engine.statement_days = lambda tenant: days.pop(0)
+
+    async def run() -> None:
+        maker = statements.StatementMaker(engine, Mailbox())
+        first, second = (asyncio.ensure_future(maker.statement(StatementRequest(tenant="acme"))) for _ in range(2))
+        while len(days) > 1:
+            await asyncio.sleep(0)
+        first.cancel()
+        assert [line.requests for line in (await second).lines] == [13]
+
+    asyncio.run(asyncio.wait_for(run(), PATIENCE_S))
+
+
+def done(result: Any) -> Future[Any]:
+    future: Future[Any] = Future()
+    future.set_result(result)
+    return future
