@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from functools import partial
 from typing import TYPE_CHECKING
 
 from radixkv.api.statement import DayRange, Statement, StatementLine, day_name
@@ -61,11 +60,13 @@ class StatementMaker:
             except BaseException:
                 self._turn.release()
                 raise
-            add_up = partial(book.statement, days, present, tenant, is_daily=request.by_day)
-            statement = await call_on_thread(add_up, self._turn.release)
+
+            def make() -> cache_pb2.StatementResponse:  # with 10,000 lines, writing the message takes 80 ms
+                return statement_message(book.statement(days, present, tenant, is_daily=request.by_day))
+
+            return await call_on_thread(make, self._turn.release)
         finally:
             self._num_waiting.release(key, 1)
-        return statement_message(statement)
 
 
 def statement_message(statement: Statement) -> cache_pb2.StatementResponse:

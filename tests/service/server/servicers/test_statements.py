@@ -15,7 +15,7 @@ from radixkv.api.statement import Use
 from radixkv.service.client import AsyncClient, Client, InvalidArgument, ResourceExhausted, Unimplemented
 from radixkv.service.server.mailbox import Mailbox
 from radixkv.service.server.servicers import statements
-from radixkv.v1.cache_pb2 import StatementLine, StatementRequest
+from radixkv.v1.cache_pb2 import StatementLine, StatementRequest, StatementResponse
 from radixkv.v1.cache_pb2_grpc import CacheServiceStub
 from tests.patience import PATIENCE_S
 from tests.service.accounted import ACME, accounted_engine
@@ -133,6 +133,28 @@ def test_too_many_statements_at_once_are_refused(tmp_path: Path, monkeypatch: py
             assert len((await client.statement(tenant="acme")).lines) == 1
 
     asyncio.run(asyncio.wait_for(run(), PATIENCE_S))
+
+
+def test_the_event_loop_does_not_wait_for_a_long_statement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = accounted_engine(tmp_path, acme=ACME)
+    engine.statement_days = lambda tenant: done({})
+    threads: set[int] = set()
+    for owner, name in (engine.statements, "statement"), (statements, "statement_message"):
+        original = getattr(owner, name)
+
+        def noted(*arguments: Any, original: Any = original, **options: Any) -> Any:
+            threads.add(threading.get_ident())
+            return original(*arguments, **options)
+
+        monkeypatch.setattr(owner, name, noted)
+
+    async def run() -> StatementResponse:
+        return await statements.StatementMaker(engine, Mailbox()).statement(StatementRequest())
+
+    response = asyncio.run(run())
+    assert len(response.lines) == 1
+    assert len(threads) == 1
+    assert threading.get_ident() not in threads
 
 
 def test_cancelled_calls_do_not_add_up_on_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
