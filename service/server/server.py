@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 import signal
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import grpc.aio
@@ -63,6 +63,7 @@ ADMIN_SERVICES = (cache_pb2.DESCRIPTOR.services_by_name["CacheService"].full_nam
 
 _HEALTH_PERIOD_S = 1.0
 # Time for responses that were written to reach their callers. Health watches never end by themselves.
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _FLUSH_S = 1.0
 
 _logger = logging.getLogger(__name__)
@@ -272,6 +273,8 @@ def run(
 ) -> None:
     """Serve until SIGTERM, SIGINT or a call of `Drain`, drain, and return. The arguments are those of `Server`.
 
+    Further signals have no effect until the engine has stopped, which takes a limited time.
+
     Starts the engine, and stops it in every case. Prints one line, `listening on HOST:PORT`, on stdout when ready.
     Meanwhile long-lived objects are exempt from garbage collection, and the GIL switch interval is 1 ms.
 
@@ -291,7 +294,18 @@ def run(
         try:
             asyncio.run(serve_until_signal(engine, make_server, on_ready))
         finally:
-            engine.stop()
+            with _ignored_signals():  # the event loop has removed its handlers, and stopping saves what is cached
+                engine.stop()
+
+
+@contextlib.contextmanager
+def _ignored_signals() -> Iterator[None]:
+    previous = {number: signal.signal(number, signal.SIG_IGN) for number in _STOP_SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 async def serve_until_signal(
@@ -308,7 +322,7 @@ async def serve_until_signal(
         ConfigError, InvariantViolation: as `run`.
     """
     server = make_server()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in _STOP_SIGNALS:
         # Further signals have no effect, because the drain ends after its timeout.
         asyncio.get_running_loop().add_signal_handler(number, server.stop.set)
     log_missing_services()

@@ -1,10 +1,12 @@
 """The `radixkv` command with a fake engine: `python serve_fake.py GATE serve --port 0`.
 
-GATE is `open`, or `shut`: then requests run until SIGUSR1 comes or until they are cancelled.
+GATE is `open`; `shut`, then requests run until SIGUSR1 comes or until they are cancelled; or `slow`, then the engine
+stops only when SIGUSR1 comes.
 """
 
 import signal
 import sys
+import time
 import types
 from pathlib import Path
 
@@ -12,9 +14,18 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.service.fake_engine import FakeEngine
 
 
+class SlowEngine(FakeEngine):
+    """An engine that stops only when its gate is opened."""
+
+    def stop(self):
+        print("the engine stops", file=sys.stderr, flush=True)
+        while self.is_gated:
+            time.sleep(0.001)
+
+
 def build_engine(config, observers, progress):
     """Stand in for `radixkv.startup.build_engine.build_engine`."""
-    engine = FakeEngine(is_gated=sys.argv[1] == "shut")
+    engine = SlowEngine(is_gated=True) if sys.argv[1] == "slow" else FakeEngine(is_gated=sys.argv[1] == "shut")
     signal.signal(signal.SIGUSR1, lambda *_: engine.open_gate())
     return engine
 

@@ -286,6 +286,18 @@ def test_a_signal_drains_and_exits_0(number):
     assert "Traceback" not in err
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_does_not_interrupt_an_engine_that_stops(number):
+    with fake_service(gate="slow") as (process, _):
+        process.send_signal(signal.SIGTERM)
+        assert any("the engine stops" in line for line in process.stderr)
+        process.send_signal(number)
+        process.send_signal(signal.SIGUSR1)
+        out, err = process.communicate(timeout=PATIENCE_S)
+    assert (process.returncode, out) == (0, "")
+    assert "Traceback" not in err
+
+
 def refusal_code(client):
     """The status of the first prefill that is refused."""
     for tries in range(20):
