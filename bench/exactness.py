@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 from bench.parts.environment import describe_run
 from bench.parts.result_file import write_json
 from radixkv.compute.forward import Chunk
-from radixkv.compute.graphs.recorder import GraphRecorder
+from radixkv.compute.graphs.capturer import GraphCapturer
 from radixkv.compute.runner import Runner
 from radixkv.config import EngineConfig
 from radixkv.model.attention.attention_function import ATTENTION_NAME
@@ -70,7 +70,7 @@ def build_runner(
     model = Model(shape, module, device, is_exact=is_exact, fingerprint="random")
     storage = KVStorage(-(-max_tokens // BLOCK_SIZE), BLOCK_SIZE, model.kv_shape, device)
     kernels = attention_kernels(model, model.kv_shape, BLOCK_SIZE, try_attention_here)
-    return make_runner(model, storage, kernels, GraphRecorder(model, kernels, EngineConfig()))
+    return make_runner(model, storage, kernels, GraphCapturer(model, kernels, EngineConfig()))
 
 
 def prefill_s(runner: Runner, num_tokens: int, cached_tokens: int, chunk_tokens: int) -> float:

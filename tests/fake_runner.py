@@ -49,7 +49,7 @@ class FakeRunner:
         self.content: list[list[Seen | None]] = [[None] * block_size for _ in range(num_blocks)]
 
     def device_stats(self) -> DeviceStats:
-        return DeviceStats("fake attention", recorded_steps=0, dropped_steps=0, used_bytes=None, total_bytes=None)
+        return DeviceStats("fake attention", captured_steps=0, dropped_steps=0, used_bytes=None, total_bytes=None)
 
     @property
     def computed_tokens(self) -> int:

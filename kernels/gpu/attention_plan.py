@@ -23,7 +23,7 @@ from radixkv.kernels.gpu.joined_rows import Joins, join_rows, may_join, unit_tok
 from radixkv.kernels.staging import to_device
 
 # A work item, a merge and a joined row that read no key and write nothing. They pad the lists of a step that is
-# recorded as a CUDA graph.
+# captured as a CUDA graph.
 NO_WORK = (0, 0, 0, 0, 0, 1, 1, -1)
 NO_MERGE = (0, 0, 0, 0, 0)
 NO_ROW = (0, 0, 0)

@@ -11,14 +11,14 @@ class DeviceStats:
 
     Attributes:
         attention: name of the attention kernels that serve.
-        recorded_steps: sizes of steps that are recorded as CUDA graphs.
+        captured_steps: sizes of steps that are captured as CUDA graphs.
         dropped_steps: CUDA graphs that failed their check at start and are not used.
         used_bytes: used memory of the device, including that of other processes; None on a CPU.
         total_bytes: memory of the device; None on a CPU.
     """
 
     attention: str
-    recorded_steps: int
+    captured_steps: int
     dropped_steps: int
     used_bytes: int | None
     total_bytes: int | None

@@ -91,7 +91,7 @@ class Runner:
 
     @property
     def has_graphs(self) -> bool:
-        """Whether any steps are recorded."""
+        """Whether any steps are captured."""
         return self._graphs is not None and bool(self._graphs.shapes)
 
     def device_stats(self) -> DeviceStats:
@@ -102,7 +102,7 @@ class Runner:
             used_bytes = total_bytes - free_bytes
         return DeviceStats(
             attention=self._kernels.name,
-            recorded_steps=0 if self._graphs is None else len(self._graphs.shapes),
+            captured_steps=0 if self._graphs is None else len(self._graphs.shapes),
             dropped_steps=0 if self._graphs is None else self._graphs.num_dropped,
             used_bytes=used_bytes,
             total_bytes=total_bytes,
@@ -147,9 +147,9 @@ class Runner:
         part_copies = [chunk.part_copy for chunk in chunks if chunk.part_copy is not None]
         by_pool = [(pool, copies) for pool in self.storage.pools]
         by_pool += [(pool, part_copies) for pool in self.storage.part_pools]
-        may_be_recorded = not (layout.adapters or layout.watched or layout.states)
-        recorded = self._graphs.prepare(layout) if self._graphs is not None and may_be_recorded else None
-        return functools.partial(self._start, layout, by_pool, recorded or functools.partial(self._compute, layout))
+        may_be_captured = not (layout.adapters or layout.watched or layout.states)
+        captured = self._graphs.prepare(layout) if self._graphs is not None and may_be_captured else None
+        return functools.partial(self._start, layout, by_pool, captured or functools.partial(self._compute, layout))
 
     def start(self, chunks: Sequence[Chunk]) -> Wait:
         """Copy shared blocks, then compute all chunks in one forward pass. The previous step must be finished.

@@ -23,7 +23,7 @@ from radixkv.cache.sessions import MAX_SESSION_PROMPT_BYTES
 from radixkv.cache.tenant_ledger import TenantLedger
 from radixkv.cache.tenants import Quota
 from radixkv.cache.windowed_layers import WindowedLayers
-from radixkv.compute.graphs.recorder import GraphRecorder
+from radixkv.compute.graphs.capturer import GraphCapturer
 from radixkv.compute.runner import Runner
 from radixkv.config import CacheConfig, Config, TenantConfig
 from radixkv.doctor.miss_profiler import MissProfiler
@@ -115,8 +115,8 @@ def build_engine(
         kernels = _checked_kernels(model, kv_shape, config.cache.block_size, progress)
         limits = config.engine.on(model.device.type)
         progress.begin("allocating the pool of K/V blocks")
-        recorder = GraphRecorder(model, kernels, limits)
-        num_blocks_in_one_pool = choose_num_blocks(model, kernels, kv_shape, config.cache, limits, recorder)
+        capturer = GraphCapturer(model, kernels, limits)
+        num_blocks_in_one_pool = choose_num_blocks(model, kernels, kv_shape, config.cache, limits, capturer)
         states = make_state_slots(model, kv_shape, num_blocks_in_one_pool, config, limits)
         # Windowed layers may have a pool of their own, whose blocks are called parts.
         groups, num_blocks, num_parts, num_dedicated_parts = divide_layers(
@@ -141,7 +141,7 @@ def build_engine(
         marks = InvocationMarks()
         events = _make_feed(config, limits.step_tokens, marks, events_key)
         num_slots = 0 if states is None else states.num_slots
-        runner = make_runner(model, storage, kernels, recorder, num_slots, progress)
+        runner = make_runner(model, storage, kernels, capturer, num_slots, progress)
         if model.device.type == "cuda":
             reserve_step_memory(model, kernels, storage, limits)
         progress.begin("opening the stores of blocks, and building the engine")
@@ -254,11 +254,11 @@ def make_runner(
     model: Model,
     storage: KVStorage,
     kernels: AttentionKernels,
-    recorder: GraphRecorder,
+    capturer: GraphCapturer,
     num_state_slots: int = 0,
     progress: StartProgress | None = None,
 ) -> Runner:
-    """Compile kernels, record short steps as CUDA graphs if possible, and drop graphs with wrong results.
+    """Compile kernels, capture short steps as CUDA graphs if possible, and drop graphs with wrong results.
 
     The contents of the pool are lost.
 
@@ -266,7 +266,7 @@ def make_runner(
         model: the weights.
         storage: the K/V memory.
         kernels: the operations on the pool.
-        recorder: records steps of this model with these kernels.
+        capturer: captures steps of this model with these kernels.
         num_state_slots: see `Runner`.
         progress: the progress of the start; None for none.
     """
@@ -274,14 +274,14 @@ def make_runner(
     start_s = time.perf_counter()
     max_sequence_tokens = longest_sequence(storage.num_blocks * storage.block_size, model.max_tokens)
     if model.device.type == "cuda":
-        progress.begin("compiling kernels, and recording steps as CUDA graphs")
+        progress.begin("compiling kernels, and capturing steps as CUDA graphs")
         launch_all(model, storage, cast("PlanningKernels", kernels).variants(), max_sequence_tokens)
-    graphs = recorder.record(storage, max_sequence_tokens)
+    graphs = capturer.capture(storage, max_sequence_tokens)
     if graphs is not None:
-        progress.begin("checking the recorded steps")
+        progress.begin("checking the captured steps")
         drop_wrong_graphs(graphs, model, storage, kernels, max_sequence_tokens, progress.report)
         num_steps, took_s = len(graphs.shapes), time.perf_counter() - start_s
-        _log.info("compiled kernels, recorded and checked %d steps as CUDA graphs in %.1f s", num_steps, took_s)
+        _log.info("compiled kernels, captured and checked %d steps as CUDA graphs in %.1f s", num_steps, took_s)
     return Runner(model, storage, kernels, graphs, num_state_slots)
 
 

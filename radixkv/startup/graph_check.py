@@ -40,7 +40,7 @@ def drop_wrong_graphs(
     room for. Graphs that cannot be checked because the pool has too few blocks are also dropped.
 
     Args:
-        graphs: steps recorded over `storage`.
+        graphs: steps captured over `storage`.
         model: the weights.
         storage: the K/V memory; its contents are lost.
         kernels: the operations on the pool.
@@ -61,7 +61,7 @@ def drop_wrong_graphs(
             reason = "there is no memory to check it"
         if reason:
             graphs.drop(shape)
-            _log.warning("a recorded step is not used, because %s: %s", reason, shape)
+            _log.warning("a captured step is not used, because %s: %s", reason, shape)
 
 
 def _why_wrong(shape: StepShape, tokens: bytes, graphs: StepGraphs, runner: Runner, max_sequence_tokens: int) -> str:

@@ -12,7 +12,7 @@ import torch
 
 from radixkv.api.limits import longest_sequence
 from radixkv.compute.forward import Chunk
-from radixkv.compute.graphs.recorder import GraphRecorder
+from radixkv.compute.graphs.capturer import GraphCapturer
 from radixkv.compute.runner import Runner
 from radixkv.config import MAX_BLOCKS, CacheConfig, EngineConfig
 from radixkv.errors import ConfigError
@@ -39,7 +39,7 @@ def choose_num_blocks(
     kv_shape: KVShape,
     cache: CacheConfig,
     engine: EngineConfig,
-    recorder: GraphRecorder,
+    capturer: GraphCapturer,
     memory: Callable[[], tuple[int, int]] | None = None,
 ) -> int:
     """Return the number of blocks of the pool.
@@ -58,7 +58,7 @@ def choose_num_blocks(
         kernels: the kernels that will serve it.
         kv_shape: the shape and format of K and V in the pool.
         cache, engine: the configuration.
-        recorder: captures CUDA graphs.
+        capturer: captures CUDA graphs.
         memory: returns free and total bytes of a GPU; None to query it.
 
     Raises:
@@ -72,8 +72,8 @@ def choose_num_blocks(
         return _num_blocks_on_cpu(model, kv_shape, cache)
     torch.cuda.empty_cache()  # frees memory that loading needed; does nothing without a GPU
     storage = KVStorage(1, cache.block_size, kv_shape, model.device)
-    # Recording comes first, since it also empties PyTorch's cache.
-    graphs = recorder.record(storage, longest_sequence(_DRY_RUN_TOKENS, model.max_tokens), only_largest=True)
+    # Capture comes first, since it also empties PyTorch's cache.
+    graphs = capturer.capture(storage, longest_sequence(_DRY_RUN_TOKENS, model.max_tokens), only_largest=True)
     try:
         run_largest_step(model, kernels, storage, engine)
     except torch.OutOfMemoryError as error:

@@ -83,8 +83,8 @@ class EngineGauges(Collector):
         """Report how the device computes, and its memory. Any thread may ask."""
         stats = self._engine.device_stats()
         yield InfoMetricFamily("radixkv_attention", "The attention kernels that serve.", {"kernels": stats.attention})
-        states = {"used": stats.recorded_steps, "dropped": stats.dropped_steps}
-        yield _by_label("radixkv_recorded_steps", "Steps recorded as CUDA graphs, by state.", "state", states)
+        states = {"used": stats.captured_steps, "dropped": stats.dropped_steps}
+        yield _by_label("radixkv_recorded_steps", "Steps captured as CUDA graphs, by state.", "state", states)
         if stats.total_bytes is not None and stats.used_bytes is not None:
             memory = {"used": stats.used_bytes, "free": stats.total_bytes - stats.used_bytes}
             yield _by_label("radixkv_device_memory_bytes", "Memory of the device in bytes, by state.", "state", memory)

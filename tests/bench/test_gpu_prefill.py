@@ -103,7 +103,7 @@ def test_a_way_that_fails_says_why_and_the_others_are_timed(
     assert row["ttft_ms"] > 0 < row["transformers_ms"]
 
 
-def test_recorded_steps_are_timed_and_others_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_captured_steps_are_timed_and_others_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Runner, "has_graphs", True)
     runner = build_runner("tiny", 1, torch.float32, torch.device("cpu"), 1024, is_exact=True)
     bench = PrefillBench(runner, 200, step_tokens=64, rates=DeviceRates(1e12, 1e9))

@@ -332,7 +332,7 @@ class FakeEngine:
 
     def device_stats(self) -> DeviceStats:
         return DeviceStats(
-            "warp-specialized attention", recorded_steps=30, dropped_steps=2, used_bytes=3, total_bytes=8
+            "warp-specialized attention", captured_steps=30, dropped_steps=2, used_bytes=3, total_bytes=8
         )
 
     def _load(self) -> EngineLoad:

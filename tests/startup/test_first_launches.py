@@ -37,7 +37,7 @@ def test_traffic_compiles_nothing(kv_dtype: str, is_exact: bool, monkeypatch: py
 
 
 @pytest.mark.parametrize(("kv_dtype", "head_dim"), [("int8", 128), ("auto", 72)])
-def test_traffic_with_recorded_steps_compiles_nothing(
+def test_traffic_with_captured_steps_compiles_nothing(
     kv_dtype: str, head_dim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launches = traced(monkeypatch, 100, kv_dtype=kv_dtype, head_dim=head_dim, has_graphs=True)

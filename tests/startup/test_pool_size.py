@@ -23,7 +23,7 @@ from radixkv.storage.device_pool import KVStorage
 
 ENGINE = EngineConfig(max_step_tokens=24, max_running_requests=4)
 GIB = 2**30
-NO_GRAPHS: Any = SimpleNamespace(record=lambda *_, **__: None)
+NO_GRAPHS: Any = SimpleNamespace(capture=lambda *_, **__: None)
 
 
 @pytest.fixture(scope="module")
@@ -121,23 +121,23 @@ def test_device_memory_is_used_up_to_the_configured_share(model: Model, monkeypa
 
     class Graphs:
         def __init__(self) -> None:
-            tried.append("recorded")
+            tried.append("captured")
 
         def __del__(self) -> None:
             tried.append("forgotten")
 
-    def record(storage: KVStorage, max_sequence_tokens: int, *, only_largest: bool) -> Graphs:
+    def capture(storage: KVStorage, max_sequence_tokens: int, *, only_largest: bool) -> Graphs:
         assert only_largest
         return Graphs()
 
-    recorder: Any = SimpleNamespace(record=record)
+    capturer: Any = SimpleNamespace(capture=capture)
     cache = CacheConfig(memory_share=0.5)
-    num_blocks = choose_num_blocks(model, TorchKernels(), model.kv_shape, cache, ENGINE, recorder, memory)
-    assert tried == ["recorded", "step", "memory", "forgotten"], "what graphs and a step need is not free"
+    num_blocks = choose_num_blocks(model, TorchKernels(), model.kv_shape, cache, ENGINE, capturer, memory)
+    assert tried == ["captured", "step", "memory", "forgotten"], "what graphs and a step need is not free"
     assert num_blocks == 2 * GIB // (64 * model.kv_shape.token_bytes)
 
 
-def test_the_memory_of_the_largest_step_is_held_after_recording(
+def test_the_memory_of_the_largest_step_is_held_after_the_capture(
     model: Model, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     given: list[tuple[object, ...]] = []
@@ -210,10 +210,10 @@ def test_floors_must_fit_into_the_pool_that_there_is() -> None:
 def test_graphs_are_checked_before_they_serve(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     checked: list[tuple[object, ...]] = []
     graphs: Any = SimpleNamespace(shapes=["one"])
-    recorder: Any = SimpleNamespace(record=lambda storage, max_sequence_tokens: graphs)
+    capturer: Any = SimpleNamespace(capture=lambda storage, max_sequence_tokens: graphs)
     monkeypatch.setattr("radixkv.startup.build_engine.drop_wrong_graphs", lambda *given: checked.append(given))
     storage, kernels = one_block(model), TorchKernels()
-    runner = make_runner(model, storage, kernels, recorder)
+    runner = make_runner(model, storage, kernels, capturer)
     assert [given[:5] for given in checked] == [(graphs, model, storage, kernels, 16)]
     assert runner.has_graphs
     assert not runner.without_graphs().has_graphs

@@ -121,7 +121,7 @@ class TracedService:
         is_exact: whether it runs in exact mode.
         kv_dtype: see `CacheConfig.kv_dtype`.
         head_dim: numbers in a vector of one head.
-        has_graphs: whether short steps are recorded. A replay launches nothing.
+        has_graphs: whether short steps are captured. A replay launches nothing.
     """
 
     def __init__(
@@ -157,7 +157,7 @@ class TracedService:
                 max_sequence_tokens=MAX_TOKENS,
                 max_step_tokens=config.step_tokens,
                 max_requests=config.max_running_requests,
-                recorder=_recorded,
+                capturer=_captured,
             )
         self.core = EngineCore.build(Runner(model, storage, self.kernels, graphs), PrefixCache(500, 64), config)
         self._random = np.random.default_rng(0)
@@ -198,7 +198,7 @@ class TracedService:
         return self._random.integers(0, VOCAB_SIZE, num_tokens).astype("<u4")
 
 
-def _recorded(compute: Callable[[], StepOutputs]) -> Callable[[], StepOutputs]:
+def _captured(compute: Callable[[], StepOutputs]) -> Callable[[], StepOutputs]:
     outputs = compute()
     return lambda: outputs
 

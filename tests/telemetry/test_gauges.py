@@ -175,7 +175,7 @@ def test_an_engine_that_stops_during_a_scrape_is_down(engine: Engine, monkeypatc
     assert scrape(engine)["radixkv_up"] == 0
 
 
-def test_the_attention_kernels_recorded_steps_and_memory_of_the_device_are_reported() -> None:
+def test_the_attention_kernels_captured_steps_and_memory_of_the_device_are_reported() -> None:
     samples = [sample for family in EngineGauges(FakeEngine()).collect() for sample in family.samples]
     values = {(sample.name, *sample.labels.values()): sample.value for sample in samples}
     assert values["radixkv_attention_info", "warp-specialized attention"] == 1

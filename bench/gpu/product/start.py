@@ -42,9 +42,9 @@ DRY_SERVERS = {
     "F": ("model.exactness=fast", "cache.capacity_tokens=8192"),
 }
 
-# Messages about recorded steps in the log of a start; `test_product.py` checks that they exist.
-RECORDED_STEPS = re.compile(r"recorded and checked (\d+) steps")
-DROPPED_STEP = re.compile(r"a recorded step is not used")
+# Messages about captured steps in the log of a start; `test_product.py` checks that they exist.
+CAPTURED_STEPS = re.compile(r"captured and checked (\d+) steps")
+DROPPED_STEP = re.compile(r"a captured step is not used")
 
 _LISTEN_S, _DRY_LISTEN_S = 105.0, 1000.0
 
@@ -89,10 +89,10 @@ def _report_start(report: StageReport, server: ProductServer, timeout_s: float, 
 def read_start(log: Sequence[tuple[float, str]]) -> dict[str, object]:
     """Summarize a start from the lines of its log, each with the seconds since the process was started."""
     messages = [message for _, message in log]
-    recorded = [int(match[1]) for message in messages if (match := RECORDED_STEPS.search(message))]
+    captured = [int(match[1]) for message in messages if (match := CAPTURED_STEPS.search(message))]
     listening_s, ready = next(((seconds, text) for seconds, text in log if text.startswith("ready after ")), (0.0, ""))
     return {
-        "recorded_steps": sum(recorded),
+        "captured_steps": sum(captured),
         "dropped_steps": sum(bool(DROPPED_STEP.search(message)) for message in messages),
         "listening_s": listening_s,
         "ready": ready.partition(": ")[2],  # model, attention kernels, pool

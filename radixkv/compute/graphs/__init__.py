@@ -1,4 +1,4 @@
-"""Short steps that are recorded as CUDA graphs when the model is loaded.
+"""Short steps that are captured as CUDA graphs when the model is loaded.
 
-Public API: `GraphRecorder`.
+Public API: `GraphCapturer`.
 """

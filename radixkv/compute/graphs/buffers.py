@@ -1,4 +1,4 @@
-"""The inputs of recorded steps: memory at fixed addresses that is filled for each step."""
+"""The inputs of captured steps: memory at fixed addresses that is filled for each step."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class StepBuffers:
         step     [ 20 tokens ........... )[ padding ....... )    2 rows, and 2 of padding
 
     Args:
-        shapes: shapes of the recorded steps; at least one.
+        shapes: shapes of the captured steps; at least one.
         keys: the keys of the attention plans of the model's layers, each once.
         num_kv_heads: KV heads of the pool.
         table_blocks: blocks of the longest sequence.

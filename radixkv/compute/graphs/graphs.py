@@ -1,4 +1,4 @@
-"""Recorded steps: CUDA graphs that are captured at load, so that a short step is one launch instead of a thousand."""
+"""Captured steps: CUDA graphs that are captured at load, so that a short step is one launch instead of a thousand."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 from radixkv.compute.forward import StepLayout, StepOutputs, compute_step
 from radixkv.compute.graphs.buffers import StepBuffers
-from radixkv.compute.graphs.shapes import StepShape, max_recorded_tokens, step_shapes
+from radixkv.compute.graphs.shapes import StepShape, max_captured_tokens, step_shapes
 from radixkv.kernels.batch import PagedBatch
 from radixkv.kernels.gpu.attention_plan import AttentionPlan
 from radixkv.kernels.gpu.dequantize_plan import MAX_SHORT_TOKENS
@@ -16,8 +16,8 @@ from radixkv.model.attention.interface import PlanKey, PlanningKernels
 from radixkv.model.model import Model
 from radixkv.storage.device_pool import KVStorage
 
-# Runs a computation on the device and records it. The returned function replays it into the same tensors.
-Recorder = Callable[[Callable[[], StepOutputs]], Callable[[], StepOutputs]]
+# Runs a computation on the device and captures it. The returned function replays it into the same tensors.
+Capturer = Callable[[Callable[[], StepOutputs]], Callable[[], StepOutputs]]
 
 # Computes a prepared step, given its tokens, int64 on the host. The previous step must be finished.
 Replay = Callable[[torch.Tensor], StepOutputs]
@@ -26,20 +26,20 @@ Plans = Mapping[PlanKey, AttentionPlan]
 
 
 class StepGraphs:
-    """The recorded steps of one model over one pool.
+    """The captured steps of one model over one pool.
 
     Args:
         model: the weights.
-        storage: the K/V memory, whose address is recorded.
+        storage: the K/V memory, whose address is captured.
         kernels: the operations on it.
         max_sequence_tokens: tokens of the longest sequence.
         max_step_tokens: maximum number of tokens of a step.
         max_requests: maximum number of requests of a step.
-        recorder: records each step once.
-        only_largest: whether only the largest step is recorded.
+        capturer: captures each step once.
+        only_largest: whether only the largest step is captured.
 
     Attributes:
-        num_dropped: recorded steps that were dropped.
+        num_dropped: captured steps that were dropped.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class StepGraphs:
         max_sequence_tokens: int,
         max_step_tokens: int,
         max_requests: int,
-        recorder: Recorder,
+        capturer: Capturer,
         only_largest: bool = False,
     ) -> None:
         self._model = model
@@ -70,43 +70,43 @@ class StepGraphs:
         )
         table_blocks = -(-max_sequence_tokens // storage.block_size)
         self._buffers = StepBuffers(shapes, self._keys, num_kv_heads, table_blocks, storage.block_size, model.device)
-        # The largest steps are recorded first, so that smaller ones fit into their memory. `prepare` tries the smallest
+        # The largest steps are captured first, so that smaller ones fit into their memory. `prepare` tries the smallest
         # step first.
         chosen = shapes[-1:] if only_largest else shapes
-        recorded = [(shape, recorder(self._computing(shape))) for shape in reversed(chosen)]
-        self._replays = dict(reversed(recorded))
+        captured = [(shape, capturer(self._computing(shape))) for shape in reversed(chosen)]
+        self._replays = dict(reversed(captured))
         self.num_dropped = 0
         self._num_prepared = 0
 
     def _max_tokens(self) -> int:
-        """Tokens of the largest recorded step. Longer steps may use kernel variants that are not recorded."""
+        """Tokens of the largest captured step. Longer steps may use kernel variants that are not captured."""
         if len(self._kernels.variants()) > 1:
             return MAX_SHORT_TOKENS
-        return max_recorded_tokens(self._model.num_parameters, self._model.kv_shape.num_layers)
+        return max_captured_tokens(self._model.num_parameters, self._model.kv_shape.num_layers)
 
     @property
     def shapes(self) -> list[StepShape]:
-        """Shapes of the recorded steps, those with the least room first."""
+        """Shapes of the captured steps, those with the least room first."""
         return list(self._replays)
 
     def drop(self, shape: StepShape) -> None:
-        """Forget a recorded step."""
+        """Forget a captured step."""
         del self._replays[shape]
         self.num_dropped += 1
 
     def prepare(self, layout: StepLayout) -> Replay | None:
-        """Prepare a step for the smallest recorded step that has room for it. Does not wait for the device.
+        """Prepare a step for the smallest captured step that has room for it. Does not wait for the device.
 
         Args:
             layout: the layout on the host. The previous step may still be running.
 
         Returns:
-            A function that computes the step, to be called before another step is prepared; None if no recorded step
+            A function that computes the step, to be called before another step is prepared; None if no captured step
             has room. It returns tensors that the next step overwrites. Rows of padding come last.
         """
         batch, dtype = layout.batch, self._model.kv_shape.dtype
         if len(layout.logit_rows) > batch.num_requests:
-            return None  # recorded steps compute one row of logits per request
+            return None  # captured steps compute one row of logits per request
         least_rows = self._kernels.tile_rows(self._group_size * batch.max_query_len, dtype)
         num_kv_heads = self._model.kv_shape.num_kv_heads
         suiting_rows = max(
@@ -124,7 +124,7 @@ class StepGraphs:
         return None
 
     def prepare_as(self, shape: StepShape, layout: StepLayout) -> Replay | None:
-        """Prepare a step for the recorded step of this shape; None if it has no room. See `prepare`."""
+        """Prepare a step for the captured step of this shape; None if it has no room. See `prepare`."""
         plans = self._plan(layout.batch, shape.tile_rows)
         if not (shape.has_room(layout.batch) and all(map(shape.has_room_for, plans.values()))):
             return None
@@ -143,7 +143,7 @@ class StepGraphs:
         return replay
 
     def _computing(self, shape: StepShape) -> Callable[[], StepOutputs]:
-        """Return the computation that is recorded for a shape. It reads its inputs from the buffers."""
+        """Return the computation that is captured for a shape. It reads its inputs from the buffers."""
         input_ids, layout = self._buffers.input_ids(shape), self._buffers.layout(shape)
         plans = self._buffers.plans(shape)
 

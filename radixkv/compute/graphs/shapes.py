@@ -14,14 +14,14 @@ from radixkv.model.attention.interface import PlanningKernels
 _MIN_PROMPT_TOKENS = 16
 _MOST_REQUESTS = 64
 
-# Minimum and maximum number of tokens of the largest recorded step.
-_RECORDED_TOKENS = (128, 512)
+# Minimum and maximum number of tokens of the largest captured step.
+_CAPTURED_TOKENS = (128, 512)
 
 # Estimates: 25 launches per layer take the host 30 us each, and a GPU performs 4e14 operations per second.
 _LAUNCHES_S = 25 * 30e-6
 _OPERATIONS_PER_S = 4e14
 
-# Requests in recorded steps that are only for short prompts. Each request has a row of logits, which costs time.
+# Requests in captured steps that are only for short prompts. Each request has a row of logits, which costs time.
 _FEW_REQUESTS = 4
 
 # Partial results for longer contexts in exact mode, where a split has a fixed length: 80 are enough for 16
@@ -71,19 +71,19 @@ class StepShape:
         )
 
 
-def max_recorded_tokens(num_parameters: int, num_layers: int) -> int:
+def max_captured_tokens(num_parameters: int, num_layers: int) -> int:
     """Return the number of tokens of the largest step that is worth capturing, 128 to 512.
 
     It is the largest power of two up to which launching the kernels takes at least as long as computing.
 
-    >>> [max_recorded_tokens(*model) for model in ((500_000_000, 24), (8_000_000_000, 32), (70_000_000_000, 80))]
+    >>> [max_captured_tokens(*model) for model in ((500_000_000, 24), (8_000_000_000, 32), (70_000_000_000, 80))]
     [512, 512, 128]
 
     Args:
         num_parameters: number of parameters of the model.
         num_layers: layers of the model.
     """
-    lowest, highest = _RECORDED_TOKENS
+    lowest, highest = _CAPTURED_TOKENS
     num_tokens = num_layers * _LAUNCHES_S * _OPERATIONS_PER_S / (2 * num_parameters)
     return next((n for n in reversed(_doubling(lowest, highest)) if n <= num_tokens), lowest)
 
@@ -97,19 +97,19 @@ def step_shapes(
     max_tokens: int,
     max_requests: int,
 ) -> list[StepShape]:
-    """List the shapes that are worth recording: decoding, short prompts, and both together.
+    """List the shapes that are worth capturing: decoding, short prompts, and both together.
 
     Args:
         kernels: the attention kernels, which choose the size of their tiles.
         dtype: dtype of the queries.
         num_query_heads: maximum number of query heads of a layer.
         num_kv_heads: KV heads of the pool.
-        max_tokens: maximum number of tokens of a recorded step.
+        max_tokens: maximum number of tokens of a captured step.
         max_requests: maximum number of requests of a step.
 
     Returns:
         Shapes in order, with doubling sizes: 1 to 64 requests with one token each, and 16 to `max_tokens` tokens with
-        few and with many requests. In exact mode each is recorded for three lengths of context.
+        few and with many requests. In exact mode each is captured for three lengths of context.
     """
     group_size = num_query_heads // num_kv_heads
     max_requests = min(max_requests, _MOST_REQUESTS)

@@ -54,7 +54,7 @@ class FlashInferKernels:
     def __init__(self, triton: TritonKernels, backend: str) -> None:
         self._triton = triton
         self._backend = backend
-        self._recorded: PagedBatch | None = None  # the batch for which `use_plans` set plans
+        self._captured: PagedBatch | None = None  # the batch for which `use_plans` set plans
         self._batch: PagedBatch | None = None  # the last batch for which FlashInfer computed attention
         self._planned: set[_Kind] = set()  # of `_batch`
         self._wrappers: dict[_Kind, Any] = {}
@@ -78,7 +78,7 @@ class FlashInferKernels:
 
     def use_plans(self, batch: PagedBatch, plans: Mapping[PlanKey, AttentionPlan]) -> None:
         """Use these plans, and the Triton kernels, for the attention of `batch`."""
-        self._recorded = batch
+        self._captured = batch
         self._triton.use_plans(batch, plans)
 
     def paged_attention(
@@ -89,7 +89,7 @@ class FlashInferKernels:
         Raises:
             RuntimeError, ValueError: FlashInfer can't plan or compute it.
         """
-        if batch is self._recorded:
+        if batch is self._captured:
             return self._triton.paged_attention(query, pool, layer, batch, scoring)
         if batch is not self._batch:
             self._batch = batch

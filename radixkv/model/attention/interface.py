@@ -148,7 +148,7 @@ class PlanKey(NamedTuple):
 
 
 class PlanningKernels(AttentionKernels, Protocol):
-    """Kernels whose attention is planned on the host, so that a step can be recorded and replayed with another plan."""
+    """Kernels whose attention is planned on the host, so that a step can be captured and replayed with another plan."""
 
     @property
     def is_exact(self) -> bool:

@@ -14,7 +14,7 @@ from bench.gpu.product.decode import TimedGeneration, num_different, summarize
 from bench.gpu.product.oom import SMALLER_STEP, relative_error
 from bench.gpu.product.replay import judge_replay
 from bench.gpu.product.stage_report import StageReport
-from bench.gpu.product.start import DROPPED_STEP, RECORDED_STEPS, read_start
+from bench.gpu.product.start import CAPTURED_STEPS, DROPPED_STEP, read_start
 from bench.gpu.product.tiers import judge_loads
 from bench.gpu.run import ROOT, main
 from radixkv.v1.prefill_pb2 import PrefillResponse, Usage
@@ -147,19 +147,19 @@ def test_logits_that_are_not_finite_are_wrong() -> None:
     assert relative_error(answer((3, 4)), answer((3, float("nan")))) == 1
 
 
-def test_the_log_of_a_start_is_read_by_its_recorded_and_dropped_steps() -> None:
+def test_the_log_of_a_start_is_read_by_its_captured_and_dropped_steps() -> None:
     log = [
-        (1.0, "compiled kernels, recorded and checked 19 steps as CUDA graphs in 3.0 s"),
-        (2.0, "a recorded step is not used, because its results differ: shape"),
+        (1.0, "compiled kernels, captured and checked 19 steps as CUDA graphs in 3.0 s"),
+        (2.0, "a captured step is not used, because its results differ: shape"),
         (9.5, "ready after 9.4 s: model m on cuda in bfloat16, exact mode, warp-specialized attention"),
     ]
     facts = read_start(log)
-    assert (facts["recorded_steps"], facts["dropped_steps"], facts["listening_s"]) == (19, 1, 9.5)
+    assert (facts["captured_steps"], facts["dropped_steps"], facts["listening_s"]) == (19, 1, 9.5)
     assert str(facts["ready"]).startswith("model m on cuda")
 
 
 @pytest.mark.parametrize(
-    "message", [RECORDED_STEPS.pattern.replace(r"(\d+)", "%d"), DROPPED_STEP.pattern, SMALLER_STEP]
+    "message", [CAPTURED_STEPS.pattern.replace(r"(\d+)", "%d"), DROPPED_STEP.pattern, SMALLER_STEP]
 )
 def test_the_service_logs_these_messages(message: str) -> None:
     sources = (ROOT / "radixkv").rglob("*.py")

@@ -1,4 +1,4 @@
-"""Recorded steps on a CPU: a replay repeats the recorded calls over the memory that a graph would read."""
+"""Captured steps on a CPU: a replay repeats the captured calls over the memory that a graph would read."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_shape, "_EXACT_PARTIALS", (6,))
 
 
-class Recorded:
+class Captured:
     """A graph that computes again when it is replayed, into the same tensors."""
 
     def __init__(self, compute: Callable[[], StepOutputs]) -> None:
@@ -77,19 +77,19 @@ class Recorded:
         return self._outputs
 
 
-class Recorder:
-    """Notes what it records."""
+class Capturer:
+    """Notes what it captures."""
 
     def __init__(self) -> None:
-        self.recorded: list[Recorded] = []
+        self.captured: list[Captured] = []
 
-    def __call__(self, compute: Callable[[], StepOutputs]) -> Recorded:
-        self.recorded.append(Recorded(compute))
-        return self.recorded[-1]
+    def __call__(self, compute: Callable[[], StepOutputs]) -> Captured:
+        self.captured.append(Captured(compute))
+        return self.captured[-1]
 
     @property
     def num_replays(self) -> int:
-        return sum(each.num_replays for each in self.recorded)
+        return sum(each.num_replays for each in self.captured)
 
 
 def load(family: str, folder: Path, *, is_exact: bool = False) -> Model:
@@ -107,11 +107,11 @@ def load(family: str, folder: Path, *, is_exact: bool = False) -> Model:
     return model
 
 
-def record(
+def capture(
     model: Model,
     storage: KVStorage,
     kernels: TritonKernels,
-    recorder: Any = None,
+    capturer: Any = None,
     *,
     max_tokens: int = 16,
     max_requests: int = 4,
@@ -125,7 +125,7 @@ def record(
         max_sequence_tokens=max_sequence_tokens,
         max_step_tokens=max_tokens,
         max_requests=max_requests,
-        recorder=recorder or Recorder(),
+        capturer=capturer or Capturer(),
         only_largest=only_largest,
     )
 
@@ -161,13 +161,13 @@ def steps_of_three_requests() -> Iterator[list[Chunk]]:
 
 
 @pytest.mark.parametrize("family", ["gemma2", "laguna"])
-def test_recorded_steps_agree_with_launched_ones(family: str, tmp_path: Path) -> None:
+def test_captured_steps_agree_with_launched_ones(family: str, tmp_path: Path) -> None:
     """Layers with and without a window, or with other numbers of query heads: a step has two plans."""
     model = load(family, tmp_path)
-    storages, recorder = [poisoned(model), poisoned(model)], Recorder()
+    storages, capturer = [poisoned(model), poisoned(model)], Capturer()
     kernels = TritonKernels(is_exact=False)
     runners = [
-        Runner(model, storages[0], kernels, record(model, storages[0], kernels, recorder)),
+        Runner(model, storages[0], kernels, capture(model, storages[0], kernels, capturer)),
         Runner(model, storages[1], kernels),
     ]
     num_replays = []
@@ -176,30 +176,30 @@ def test_recorded_steps_agree_with_launched_ones(family: str, tmp_path: Path) ->
         assert (got.logits - expected.logits).abs().max() <= 1e-4
         assert got.most_likely == expected.most_likely
         assert got.is_finite == expected.is_finite == [True] * len(chunks)
-        num_replays.append(recorder.num_replays)
-    assert num_replays == [0, 1, 2], "23 tokens are more than any recorded step has; the others have room"
+        num_replays.append(capturer.num_replays)
+    assert num_replays == [0, 1, 2], "23 tokens are more than any captured step has; the others have room"
 
 
-def test_in_exact_mode_recorded_steps_are_bitwise_identical_to_launched_ones(tmp_path: Path) -> None:
+def test_in_exact_mode_captured_steps_are_bitwise_identical_to_launched_ones(tmp_path: Path) -> None:
     model = load("llama", tmp_path, is_exact=True)
-    storages, recorder = [poisoned(model), poisoned(model)], Recorder()
+    storages, capturer = [poisoned(model), poisoned(model)], Capturer()
     kernels = TritonKernels(is_exact=True)
     runners = [
-        Runner(model, storages[0], kernels, record(model, storages[0], kernels, recorder)),
+        Runner(model, storages[0], kernels, capture(model, storages[0], kernels, capturer)),
         Runner(model, storages[1], kernels),
     ]
     for chunks in steps_of_three_requests():
         got, expected = (runner.run(chunks) for runner in runners)
         assert torch.equal(got.logits, expected.logits)
     assert torch.equal(storages[0].pool.blocks, storages[1].pool.blocks), "padding is written nowhere"
-    assert recorder.num_replays == 2
+    assert capturer.num_replays == 2
 
 
-def test_recorded_steps_join_rows_of_requests_that_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_captured_steps_join_rows_of_requests_that_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And a step after it that joins nothing finds nothing left over from it."""
     monkeypatch.setattr("radixkv.model.attention.triton_kernels._SPLIT_TOKENS", 64)
     model = load("llama", tmp_path, is_exact=True)
-    storages, recorder = [poisoned(model), poisoned(model)], Recorder()
+    storages, capturer = [poisoned(model), poisoned(model)], Capturer()
     kernels, num_joined = TritonKernels(is_exact=True), []
     fill = StepBuffers.fill
 
@@ -208,7 +208,7 @@ def test_recorded_steps_join_rows_of_requests_that_share(tmp_path: Path, monkeyp
         fill(buffers, shape, layout, plans)
 
     monkeypatch.setattr(StepBuffers, "fill", notice)
-    graphs = record(model, storages[0], kernels, recorder, max_tokens=4)
+    graphs = capture(model, storages[0], kernels, capturer, max_tokens=4)
     runners = [Runner(model, storages[0], kernels, graphs), Runner(model, storages[1], kernels)]
     tokens, blocks = random_tokens(0), np.random.default_rng(3).permutation(24).astype(np.int32)
     tables = [np.concatenate((blocks[:5], blocks[start : start + 1])) for start in (5, 6, 7)]
@@ -222,13 +222,13 @@ def test_recorded_steps_join_rows_of_requests_that_share(tmp_path: Path, monkeyp
         if num_joined_rows is not None:
             group_size = model.attention_kinds[0].num_query_heads // model.kv_shape.num_kv_heads
             assert num_joined.pop() == num_joined_rows * group_size
-    assert recorder.num_replays == 2
+    assert capturer.num_replays == 2
 
 
 def test_a_step_with_more_rows_of_logits_than_requests_is_launched(tmp_path: Path) -> None:
     model = load("llama", tmp_path)
-    storage, recorder, kernels = poisoned(model), Recorder(), TritonKernels(is_exact=False)
-    graphs = record(model, storage, kernels, recorder, max_tokens=4)
+    storage, capturer, kernels = poisoned(model), Capturer(), TritonKernels(is_exact=False)
+    graphs = capture(model, storage, kernels, capturer, max_tokens=4)
     chunk = Chunk(random_tokens(0), 0, 4, np.arange(2, dtype=np.int32), None, wants_logits=True)
     every = dataclasses.replace(chunk, wants_all_logits=True)
     assert graphs.prepare(lay_out([chunk], storage.block_size)) is not None
@@ -239,17 +239,17 @@ def test_a_step_with_more_rows_of_logits_than_requests_is_launched(tmp_path: Pat
     torch.testing.assert_close(result.logits[-1:], last.logits, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("is_recorded", [True, False])
+@pytest.mark.parametrize("is_captured", [True, False])
 def test_a_step_may_be_prepared_before_its_tokens_are_known(
-    is_recorded: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    is_captured: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While the one before is computed; and another one, that is never started, leaves nothing behind."""
     monkeypatch.setattr(Runner, "is_asynchronous", True)
     filled, fill = [], StepBuffers.fill
     monkeypatch.setattr(StepBuffers, "fill", lambda *args: (filled.append(args[1]), fill(*args)))
     model = load("llama", tmp_path)
-    kernels, storages, recorder = TritonKernels(is_exact=False), [poisoned(model), poisoned(model)], Recorder()
-    graphs = record(model, storages[0], kernels, recorder) if is_recorded else None
+    kernels, storages, capturer = TritonKernels(is_exact=False), [poisoned(model), poisoned(model)], Capturer()
+    graphs = capture(model, storages[0], kernels, capturer) if is_captured else None
     runner, other = Runner(model, storages[0], kernels, graphs), Runner(model, storages[1], kernels)
     first, second, last = steps_of_three_requests()
     expected = [other.run(chunks) for chunks in (first, second, last)]
@@ -257,17 +257,17 @@ def test_a_step_may_be_prepared_before_its_tokens_are_known(
     wait = runner.start(second)
     runner.prepare([dataclasses.replace(chunk, tokens=b"") for chunk in last[:1]])
     launch = runner.prepare([dataclasses.replace(chunk, tokens=b"") for chunk in last])
-    assert len(filled) == 3 * is_recorded, "the host has written all but the tokens"
+    assert len(filled) == 3 * is_captured, "the host has written all but the tokens"
     assert (wait().logits - expected[1].logits).abs().max() <= 1e-4
     assert (launch(pack_tokens(last))().logits - expected[2].logits).abs().max() <= 1e-4
-    assert recorder.num_replays == 2 * is_recorded
-    assert len(filled) == 3 * is_recorded
+    assert capturer.num_replays == 2 * is_captured
+    assert len(filled) == 3 * is_captured
 
 
 def test_a_value_that_is_not_finite_fails_its_own_request(tmp_path: Path) -> None:
     model = load("llama", tmp_path)
-    storage, kernels, recorder = poisoned(model), TritonKernels(is_exact=False), Recorder()
-    runner = Runner(model, storage, kernels, record(model, storage, kernels, recorder))
+    storage, kernels, capturer = poisoned(model), TritonKernels(is_exact=False), Capturer()
+    runner = Runner(model, storage, kernels, capture(model, storage, kernels, capturer))
     bad, good = random_tokens(0), random_tokens(1)
     blocks = np.arange(2, dtype=np.int32)
     model.module.get_input_embeddings().weight[np.frombuffer(bad, "<u4")[1]] = torch.nan
@@ -279,14 +279,14 @@ def test_a_value_that_is_not_finite_fails_its_own_request(tmp_path: Path) -> Non
     )
     assert step.is_finite == [True, False]
     assert step.logits.shape == (2, VOCAB_SIZE)
-    assert recorder.num_replays == 1
+    assert capturer.num_replays == 1
 
 
-def test_the_smallest_recorded_step_with_room_is_used(tmp_path: Path) -> None:
+def test_the_smallest_captured_step_with_room_is_used(tmp_path: Path) -> None:
     model = load("llama", tmp_path)
-    storage, kernels, recorder = poisoned(model), TritonKernels(is_exact=False), Recorder()
+    storage, kernels, capturer = poisoned(model), TritonKernels(is_exact=False), Capturer()
     storage.pool.blocks.fill_(0)  # what is cached
-    graphs = record(model, storage, kernels, recorder, max_tokens=32)
+    graphs = capture(model, storage, kernels, capturer, max_tokens=32)
     sizes = [(shape.num_tokens, shape.num_requests) for shape in graphs.shapes]
     assert sizes == [(1, 1), (2, 2), (4, 4), (16, 4), (32, 4)]
 
@@ -296,12 +296,12 @@ def test_the_smallest_recorded_step_with_room_is_used(tmp_path: Path) -> None:
             Chunk(random_tokens(0), start, start + num_new, np.arange(6 * i, 6 * i + 6, dtype=np.int32), None, False)
             for i, (num_new, start) in enumerate(lens)
         ]
-        before = [each.num_replays for each in recorder.recorded]
+        before = [each.num_replays for each in capturer.captured]
         replay = graphs.prepare(lay_out(chunks, BLOCK_SIZE))
         if replay is None:
             return None
         replay(pack_tokens(chunks))
-        after = [each.num_replays for each in recorder.recorded]
+        after = [each.num_replays for each in capturer.captured]
         return sizes[::-1][[a - b for a, b in zip(after, before, strict=True)].index(1)]  # the largest comes first
 
     assert replayed((1, 5)) == (1, 1)
@@ -326,7 +326,7 @@ def test_a_step_whose_plan_is_too_long_is_not_replayed(tmp_path: Path, monkeypat
         max_sequence_tokens=512,
         max_step_tokens=1,
         max_requests=1,
-        recorder=Recorder(),
+        capturer=Capturer(),
     )
     tokens = bytes(512 * 4)
     for num_cached, has_room in ((7 * 64 - 1, True), (7 * 64, False)):
@@ -339,11 +339,11 @@ def shapes_of(dtype: torch.dtype, *, is_exact: bool, max_tokens: int = 128, max_
     return step_shapes(kernels, dtype, 32, 8, max_tokens=max_tokens, max_requests=max_requests)
 
 
-def test_the_largest_step_may_be_recorded_alone(tmp_path: Path) -> None:
+def test_the_largest_step_may_be_captured_alone(tmp_path: Path) -> None:
     model = load("llama", tmp_path)
     storage, kernels = poisoned(model), TritonKernels(is_exact=False)
-    shapes = record(model, storage, kernels, max_tokens=16, max_requests=4).shapes
-    alone = record(model, storage, kernels, max_tokens=16, max_requests=4, only_largest=True).shapes
+    shapes = capture(model, storage, kernels, max_tokens=16, max_requests=4).shapes
+    alone = capture(model, storage, kernels, max_tokens=16, max_requests=4, only_largest=True).shapes
     assert alone == [max(shapes)]
 
 
@@ -442,7 +442,7 @@ def test_a_step_takes_larger_tiles_where_its_requests_share(tmp_path: Path, monk
     monkeypatch.setattr(TritonKernels, "tile_rows", lambda _, max_rows, dtype: 16 if max_rows <= 16 else 64)
     monkeypatch.setattr(TritonKernels, "tile_rows_for", lambda *_: 64)
     monkeypatch.setattr(StepBuffers, "fill", lambda _, shape, *__: taken.append(shape.tile_rows))
-    graphs = record(model, storage, kernels, max_tokens=128, max_requests=2)
+    graphs = capture(model, storage, kernels, max_tokens=128, max_requests=2)
     assert {shape.tile_rows for shape in graphs.shapes} == {16, 64}
     table, tokens = np.arange(6, dtype=np.int32), random_tokens(0)
     chunks = [Chunk(tokens, 80, 81, table, None, wants_logits=True)] * 2
@@ -482,7 +482,7 @@ class _OnHost(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("family", CONFIGS)
-def test_a_step_can_be_recorded_since_it_does_not_synchronize(family: str, tmp_path: Path) -> None:
+def test_a_step_can_be_captured_since_it_does_not_synchronize(family: str, tmp_path: Path) -> None:
     """The device here is `meta`: shapes without values."""
     model = load(family, tmp_path)
     storage, meta = poisoned(model, 1), torch.device("meta")
@@ -499,13 +499,13 @@ def test_a_step_can_be_recorded_since_it_does_not_synchronize(family: str, tmp_p
 class TestCheckAtLoad:
     def test_correct_graphs_are_kept(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         model = load("gemma2", tmp_path)
-        storage, kernels, recorder = poisoned(model), TritonKernels(is_exact=False), Recorder()
-        graphs = record(model, storage, kernels, recorder, max_requests=2)
+        storage, kernels, capturer = poisoned(model), TritonKernels(is_exact=False), Capturer()
+        graphs = capture(model, storage, kernels, capturer, max_requests=2)
         shapes = graphs.shapes
         drop_wrong_graphs(graphs, model, storage, kernels, MAX_TOKENS)
         assert graphs.shapes == shapes
         assert not caplog.records
-        assert {each.num_replays for each in recorder.recorded} == {1}
+        assert {each.num_replays for each in capturer.captured} == {1}
 
     @pytest.mark.parametrize("max_sequence_tokens", [1, 20])
     def test_graphs_of_a_model_with_short_sequences_are_kept(
@@ -513,7 +513,7 @@ class TestCheckAtLoad:
     ) -> None:
         model = load("llama", tmp_path)
         storage, kernels = poisoned(model), TritonKernels(is_exact=False)
-        graphs = record(model, storage, kernels, max_tokens=64, max_sequence_tokens=max_sequence_tokens)
+        graphs = capture(model, storage, kernels, max_tokens=64, max_sequence_tokens=max_sequence_tokens)
         shapes = graphs.shapes
         drop_wrong_graphs(graphs, model, storage, kernels, max_sequence_tokens)
         assert graphs.shapes == shapes
@@ -522,10 +522,10 @@ class TestCheckAtLoad:
     def test_graphs_too_large_for_the_pool_are_dropped(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         model = load("llama", tmp_path)
         storage, kernels = poisoned(model, 2), TritonKernels(is_exact=False)
-        graphs = record(model, storage, kernels)
+        graphs = capture(model, storage, kernels)
         drop_wrong_graphs(graphs, model, storage, kernels, MAX_TOKENS)
         assert [shape.num_tokens for shape in graphs.shapes] == [1, 2]
-        assert "a recorded step is not used, because the pool has too few blocks to check it: StepShape(" in caplog.text
+        assert "a captured step is not used, because the pool has too few blocks to check it: StepShape(" in caplog.text
 
     @pytest.mark.parametrize("is_exact", [True, False])
     def test_a_graph_that_does_not_read_its_inputs_is_dropped(
@@ -538,14 +538,14 @@ class TestCheckAtLoad:
             outputs = StepOutputs(*(each.clone() for each in compute()))
             return lambda: outputs
 
-        graphs = record(model, storage, kernels, once, max_tokens=1, max_requests=2)
+        graphs = capture(model, storage, kernels, once, max_tokens=1, max_requests=2)
         shapes = graphs.shapes
         with caplog.at_level(logging.WARNING):
             drop_wrong_graphs(graphs, model, storage, kernels, MAX_TOKENS)
         assert graphs.shapes == []
         assert len(caplog.messages) == len(shapes)
         for shape, message in zip(shapes, caplog.messages, strict=True):
-            assert message == f"a recorded step is not used, because its results differ: {shape}"
+            assert message == f"a captured step is not used, because its results differ: {shape}"
 
     def test_a_shorter_context_is_checked_where_the_long_one_has_no_room(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -554,7 +554,7 @@ class TestCheckAtLoad:
         monkeypatch.setattr("radixkv.startup.graph_check._PREFIX_TOKENS", (480, 112))
         model = load("llama", tmp_path, is_exact=True)
         storage, kernels = poisoned(model), TritonKernels(is_exact=True)
-        graphs = record(model, storage, kernels, max_tokens=1, max_requests=1)
+        graphs = capture(model, storage, kernels, max_tokens=1, max_requests=1)
         tried = []
         prepare_as = graphs.prepare_as
 
@@ -573,7 +573,7 @@ class TestCheckAtLoad:
     ) -> None:
         model = load("llama", tmp_path)
         storage, kernels = poisoned(model), TritonKernels(is_exact=False)
-        graphs = record(model, storage, kernels, max_tokens=1, max_requests=1)
+        graphs = capture(model, storage, kernels, max_tokens=1, max_requests=1)
 
         def run_out(*_: object) -> None:
             raise torch.OutOfMemoryError("CUDA out of memory")
@@ -587,7 +587,7 @@ class TestCheckAtLoad:
     def test_in_exact_mode_a_single_bit_in_the_pool_counts(self, num_blocks: int, tmp_path: Path) -> None:
         model = load("llama", tmp_path, is_exact=True)
         storage, kernels = poisoned(model, num_blocks), TritonKernels(is_exact=True)
-        right = record(model, storage, kernels, max_tokens=1, max_requests=1)
+        right = capture(model, storage, kernels, max_tokens=1, max_requests=1)
         drop_wrong_graphs(right, model, storage, kernels, MAX_TOKENS)
         assert len(right.shapes) == 1
 
@@ -599,7 +599,7 @@ class TestCheckAtLoad:
 
             return compute_and_spoil
 
-        graphs = record(model, storage, kernels, spoiling, max_tokens=1, max_requests=1)
+        graphs = capture(model, storage, kernels, spoiling, max_tokens=1, max_requests=1)
         drop_wrong_graphs(graphs, model, storage, kernels, MAX_TOKENS)
         assert graphs.shapes == []
 
@@ -643,12 +643,12 @@ class LateDevice:
         monkeypatch.setattr(Runner, "_compute", compute_at_once)
         monkeypatch.setattr(runner_module, "_read", read_late)
 
-    def record(self, compute: Callable[[], StepOutputs]) -> Callable[[], StepOutputs]:
-        recorded = Recorded(compute)
+    def capture(self, compute: Callable[[], StepOutputs]) -> Callable[[], StepOutputs]:
+        captured = Captured(compute)
 
         def replay() -> StepOutputs:
-            self._queue.append(recorded)
-            return recorded._outputs
+            self._queue.append(captured)
+            return captured._outputs
 
         return replay
 
@@ -658,7 +658,7 @@ class LateDevice:
 
 
 def test_an_engine_generates_the_same_tokens_on_a_slow_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Recorded steps are prepared, started ahead, and discarded because a request arrives or ends."""
+    """Captured steps are prepared, started ahead, and discarded because a request arrives or ends."""
     model = load("llama", tmp_path)
     kernels = TritonKernels(is_exact=False)
 
@@ -666,7 +666,7 @@ def test_an_engine_generates_the_same_tokens_on_a_slow_device(tmp_path: Path, mo
         random, num_ahead = np.random.default_rng(1), 0
         with pytest.MonkeyPatch.context() as patch:
             storage = poisoned(model)
-            graphs = record(model, storage, kernels, LateDevice(patch).record, max_requests=2) if is_late else None
+            graphs = capture(model, storage, kernels, LateDevice(patch).capture, max_requests=2) if is_late else None
             core = EngineCore.build(
                 Runner(model, storage, kernels, graphs),
                 PrefixCache(24, BLOCK_SIZE),

@@ -1,4 +1,4 @@
-"""Steps that are recorded as CUDA graphs, on a GPU; `tests/compute/graphs/test_graphs.py` needs none."""
+"""Steps that are captured as CUDA graphs, on a GPU; `tests/compute/graphs/test_graphs.py` needs none."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from transformers import Gemma2Config, LlamaConfig, PretrainedConfig
 
 from radixkv.compute.forward import Chunk
-from radixkv.compute.graphs.recorder import GraphRecorder
+from radixkv.compute.graphs.capturer import GraphCapturer
 from radixkv.compute.runner import Runner
 from radixkv.config import EngineConfig, ModelConfig
 from radixkv.model.loading import load_model
@@ -55,19 +55,19 @@ def test_graphs_are_correct_and_agree_with_launches(
     kv_shape = model.kv_shape.stored_as(kv_dtype)
     kernels = attention_kernels(model, kv_shape, BLOCK_SIZE, try_attention_here)
     storage = KVStorage(400, BLOCK_SIZE, kv_shape, model.device)
-    recorder = GraphRecorder(model, kernels, EngineConfig(max_step_tokens=64, max_running_requests=8))
-    graphs = recorder.record(storage, MAX_TOKENS)
+    capturer = GraphCapturer(model, kernels, EngineConfig(max_step_tokens=64, max_running_requests=8))
+    graphs = capturer.capture(storage, MAX_TOKENS)
     assert graphs is not None, caplog.text
     shapes = graphs.shapes
     drop_wrong_graphs(graphs, model, storage, kernels, MAX_TOKENS)
     assert graphs.shapes == shapes, caplog.text
-    with ThreadPoolExecutor(1) as engine_thread:  # which is not the one that recorded
+    with ThreadPoolExecutor(1) as engine_thread:  # which is not the one that captured
         engine_thread.submit(compare, Runner(model, storage, kernels, graphs), exactness).result()
 
 
-def compare(recorded: Runner, exactness: str) -> None:
+def compare(captured: Runner, exactness: str) -> None:
     """Run steps of up to four requests, some after long prefixes, both ways."""
-    random, pool, launched = np.random.default_rng(0), recorded.storage.pool, recorded.without_graphs()
+    random, pool, launched = np.random.default_rng(0), captured.storage.pool, captured.without_graphs()
     prompts = [random.integers(0, VOCAB_SIZE, MAX_TOKENS).astype("<u4").tobytes() for _ in range(4)]
     tables = random.permutation(400).astype(np.int32)[:384].reshape(4, 96)
     ends = np.array([5000, 300, 2047, 1])
@@ -79,7 +79,7 @@ def compare(recorded: Runner, exactness: str) -> None:
             Chunk(prompt, int(end), int(end + new), table, None, wants_logits=True)
             for prompt, table, end, new in zip(prompts, tables, ends, news, strict=True)
         ][: random.integers(1, 5)]
-        got = recorded.run(chunks)
+        got = captured.run(chunks)
         got_logits, got_blocks = got.logits.clone(), pool.blocks.clone()
         expected = launched.run(chunks)
         if exactness == "exact":

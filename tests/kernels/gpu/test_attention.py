@@ -294,7 +294,7 @@ def test_plan_for_another_head_count_is_refused() -> None:
 
 
 @pytest.mark.parametrize("is_specialized", [False, True])
-def test_padding_of_a_recorded_step_does_not_change_a_bit(is_specialized: bool, kernel_device: str) -> None:
+def test_padding_of_a_captured_step_does_not_change_a_bit(is_specialized: bool, kernel_device: str) -> None:
     """Padding has queries of its own, behind the others."""
     options: dict[str, Any] = {"head_dim": 64, "dtype": torch.bfloat16, "device": kernel_device}
     step = share(make_step([150, 130, 0], [5, 1, 17], GQA, block_size=64, **options), {1: (0, 2)})

@@ -97,17 +97,17 @@ def test_a_step_is_planned_once_for_all_layers_with_the_same_scoring(
     assert len({wrapper.workspace.data_ptr() for wrapper in wrappers}) == 1
 
 
-def test_recorded_steps_use_our_own_kernels(wrappers: list[BatchPrefillWithPagedKVCacheWrapper]) -> None:
+def test_captured_steps_use_our_own_kernels(wrappers: list[BatchPrefillWithPagedKVCacheWrapper]) -> None:
     ours = Ours()
     kernels = FlashInferKernels(ours, "fa3")
     pool, query = KVPool.allocate(6, 1, 2, 16, 64, dtype=BF16), torch.randn(12, 4, 64, dtype=BF16)
-    recorded, live = step(5, 7), step(5, 7)
-    kernels.use_plans(recorded, {})
-    kernels.paged_attention(query, pool, 0, recorded, Scoring(0.125))
+    captured, live = step(5, 7), step(5, 7)
+    kernels.use_plans(captured, {})
+    kernels.paged_attention(query, pool, 0, captured, Scoring(0.125))
     assert (ours.num_calls, len(wrappers)) == (1, 0)
     kernels.paged_attention(query, pool, 0, live, Scoring(0.125))
     assert (ours.num_calls, len(wrappers)) == (1, 1)
-    kernels.paged_attention(query, pool, 0, recorded, Scoring(0.125))
+    kernels.paged_attention(query, pool, 0, captured, Scoring(0.125))
     assert (ours.num_calls, len(wrappers)) == (2, 1)
 
 
@@ -194,6 +194,6 @@ def test_the_stand_in_has_the_signatures_of_the_installed_package(method: str) -
     assert own == theirs
 
 
-def test_recorded_steps_have_all_methods_that_they_call() -> None:
+def test_captured_steps_have_all_methods_that_they_call() -> None:
     asked = {name for name in dir(PlanningKernels) if not name.startswith("_")}
     assert {"plan", "tile_rows", "use_plans", "write_kv"} <= asked <= set(dir(FlashInferKernels(Ours(), "fa3")))

@@ -49,7 +49,7 @@ from radixkv.api.sampling import Sampling
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.cache.recurrent_states import StateSlots
 from radixkv.cache.window_pool import NO_PART, Reach, min_parts
-from radixkv.compute.graphs.recorder import GraphRecorder
+from radixkv.compute.graphs.capturer import GraphCapturer
 from radixkv.config import KV_DTYPES, EngineConfig, ModelConfig
 from radixkv.engine.core import EngineCore
 from radixkv.errors import OutOfBlocks
@@ -220,13 +220,13 @@ class Cases:
             groups=groups,
             num_parts=num_parts,
         )
-        recorder = GraphRecorder(self.model, kernels, EngineConfig())
+        capturer = GraphCapturer(self.model, kernels, EngineConfig())
         states = None
         if self.model.state_shape is not None:  # some cases have too few snapshots
             num_snapshots = self.random.choice((4, 40))
             states = StateSlots(NUM_BLOCKS, self.block_size, MAX_RUNNING, num_snapshots, 4 * self.block_size)
         num_state_slots = 0 if states is None else states.num_slots
-        self.runner = make_runner(self.model, storage, kernels, recorder, num_state_slots)
+        self.runner = make_runner(self.model, storage, kernels, capturer, num_state_slots)
         if self.runner.states is not None:
             self.runner.states.states[:num_state_slots] = float("nan")
         tiers = (places or Places({})).config(HOST_BLOCKS, 4 * NUM_BLOCKS, storage.block_bytes + storage.part_bytes)

@@ -1,4 +1,4 @@
-"""Recording of steps without a GPU: a fake records the calls of torch."""
+"""Capture of steps without a GPU: a fake records the calls of torch."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from radixkv.compute.forward import StepOutputs
-from radixkv.compute.graphs import recorder as graph_recorder
-from radixkv.compute.graphs.recorder import GraphRecorder
+from radixkv.compute.graphs import capturer as graph_capturer
+from radixkv.compute.graphs.capturer import GraphCapturer
 from radixkv.config import EngineConfig
 
 OUTPUTS = StepOutputs(torch.zeros(1), torch.zeros(2))
@@ -63,23 +63,23 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
     return Asked(monkeypatch)
 
 
-def recorder_of(device: str = "cuda", **engine: Any) -> GraphRecorder:
+def capturer_of(device: str = "cuda", **engine: Any) -> GraphCapturer:
     model: Any = SimpleNamespace(device=torch.device(device))
     kernels: Any = SimpleNamespace()
-    return GraphRecorder(model, kernels, EngineConfig(**engine))
+    return GraphCapturer(model, kernels, EngineConfig(**engine))
 
 
-def test_a_step_is_warmed_up_and_checked_for_synchronization_before_recording(
+def test_a_step_is_warmed_up_and_checked_for_synchronization_before_the_capture(
     asked: Asked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     replays: list[Callable[[], StepOutputs]] = []
 
-    def graphs(*_: object, recorder: Any, **__: object) -> str:
-        replays.extend((recorder(asked.compute), recorder(asked.compute)))
+    def graphs(*_: object, capturer: Any, **__: object) -> str:
+        replays.extend((capturer(asked.compute), capturer(asked.compute)))
         return "graphs"
 
-    monkeypatch.setattr(graph_recorder, "StepGraphs", graphs)
-    assert recorder_of().record(STORAGE, 128) == "graphs"
+    monkeypatch.setattr(graph_capturer, "StepGraphs", graphs)
+    assert capturer_of().capture(STORAGE, 128) == "graphs"
     one = [
         ("aside waits for", asked.current),
         ("enter", asked.aside),
@@ -99,7 +99,7 @@ def test_a_step_is_warmed_up_and_checked_for_synchronization_before_recording(
     assert asked.calls == ["replay"]
 
 
-def test_a_step_that_synchronizes_is_not_recorded_and_not_tried_again(
+def test_a_step_that_synchronizes_is_not_captured_and_not_tried_again(
     asked: Asked, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def waits() -> StepOutputs:
@@ -107,18 +107,18 @@ def test_a_step_that_synchronizes_is_not_recorded_and_not_tried_again(
             raise RuntimeError("called a synchronizing CUDA operation")
         return asked.compute()
 
-    monkeypatch.setattr(graph_recorder, "StepGraphs", lambda *_, recorder, **__: recorder(waits))
-    recorder = recorder_of()
-    assert recorder.record(STORAGE, 128) is None
+    monkeypatch.setattr(graph_capturer, "StepGraphs", lambda *_, capturer, **__: capturer(waits))
+    capturer = capturer_of()
+    assert capturer.capture(STORAGE, 128) is None
     assert not asked.is_error_mode, "the mode is as it was"
     assert ("enter", asked.graph, ("pool", "memory")) not in asked.calls
-    assert recorder.record(STORAGE, 128) is None
+    assert capturer.capture(STORAGE, 128) is None
     assert caplog.messages == [
-        "no step is recorded as a CUDA graph: RuntimeError: called a synchronizing CUDA operation"
+        "no step is captured as a CUDA graph: RuntimeError: called a synchronizing CUDA operation"
     ]
 
 
 def test_graphs_can_be_switched_off_and_there_are_none_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graph_recorder, "StepGraphs", lambda *_, **__: pytest.fail("nothing is to be recorded"))
-    assert recorder_of(cuda_graphs=False).record(STORAGE, 128) is None
-    assert recorder_of("cpu").record(STORAGE, 128) is None
+    monkeypatch.setattr(graph_capturer, "StepGraphs", lambda *_, **__: pytest.fail("nothing is to be captured"))
+    assert capturer_of(cuda_graphs=False).capture(STORAGE, 128) is None
+    assert capturer_of("cpu").capture(STORAGE, 128) is None

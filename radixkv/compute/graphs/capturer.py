@@ -1,4 +1,4 @@
-"""Records short steps as CUDA graphs, if the model can be recorded."""
+"""Captures short steps as CUDA graphs, if the model can be captured."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from radixkv.storage.device_pool import KVStorage
 _log = logging.getLogger(__name__)
 
 
-class GraphRecorder:
-    """Records the steps of a model over a pool. It can be used again for another pool.
+class GraphCapturer:
+    """Captures the steps of a model over a pool. It can be used again for another pool.
 
-    A model whose forward pass waits for the device cannot be recorded. Its steps are launched kernel by kernel, and one
+    A model whose forward pass waits for the device cannot be captured. Its steps are launched kernel by kernel, and one
     warning is logged.
 
     Args:
@@ -37,17 +37,17 @@ class GraphRecorder:
         self._is_on = model.device.type == "cuda" and engine.cuda_graphs
         self._aside: torch.cuda.Stream | None = None  # shared by all graphs, since libraries keep memory per stream
 
-    def record(self, storage: KVStorage, max_sequence_tokens: int, *, only_largest: bool = False) -> StepGraphs | None:
-        """Record steps over a pool.
+    def capture(self, storage: KVStorage, max_sequence_tokens: int, *, only_largest: bool = False) -> StepGraphs | None:
+        """Capture steps over a pool.
 
         Args:
-            storage: the K/V memory, whose address is recorded.
+            storage: the K/V memory, whose address is captured.
             max_sequence_tokens: tokens of the longest sequence.
-            only_largest: whether only the largest step is recorded, to measure how much memory recorded steps need: the
+            only_largest: whether only the largest step is captured, to measure how much memory captured steps need: the
                 others share its memory.
 
         Returns:
-            The graphs; None on a CPU, if `engine.cuda_graphs` is off, or if the model can't be recorded.
+            The graphs; None on a CPU, if `engine.cuda_graphs` is off, or if the model can't be captured.
         """
         if not self._is_on:
             return None
@@ -60,23 +60,23 @@ class GraphRecorder:
                 max_sequence_tokens=max_sequence_tokens,
                 max_step_tokens=self._engine.step_tokens,
                 max_requests=self._engine.max_running_requests,
-                recorder=lambda compute: self._record(compute, memory),
+                capturer=lambda compute: self._capture(compute, memory),
                 only_largest=only_largest,
             )
-        except Exception as error:  # noqa: BLE001 - any error of a forward pass that can't be recorded
+        except Exception as error:  # noqa: BLE001 - any error of a forward pass that can't be captured
             self._is_on = False
-            _log.warning("no step is recorded as a CUDA graph: %s: %s", type(error).__name__, error)
+            _log.warning("no step is captured as a CUDA graph: %s: %s", type(error).__name__, error)
             return None
 
-    def _record(self, compute: Callable[[], StepOutputs], memory: Any) -> Callable[[], StepOutputs]:
-        """Record one step; see `graphs.Recorder`. Graphs share their memory, since only one is in use at a time."""
+    def _capture(self, compute: Callable[[], StepOutputs], memory: Any) -> Callable[[], StepOutputs]:
+        """Capture one step; see `graphs.Capturer`. Graphs share their memory, since only one is in use at a time."""
         current = torch.cuda.current_stream()
         if self._aside is None:
             self._aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._aside.wait_stream(current)
         with torch.cuda.stream(self._aside):
-            compute()  # compiles and chooses kernels, which cannot be recorded
-            _without_waiting(compute)  # raises before recording, since a failed capture may break PyTorch's allocator
+            compute()  # compiles and chooses kernels, which cannot be captured
+            _without_waiting(compute)  # raises before the capture, since a failed capture may break PyTorch's allocator
         current.wait_stream(self._aside)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(current), torch.cuda.graph(graph, pool=memory):  # restores the stream even on failure
