@@ -28,14 +28,14 @@ _PEERS = "sdpa_flash sdpa_cudnn cudnn_merged fa3_fwd sglang"
 
 # Each kernel has its own process, since after an illegal access a process cannot use the GPU any more. A first process
 # warms the machine up, and a trial that timed out is repeated while no other trial runs. All of this has 85 s, less
-# than the 95 s of the stage, so that every kernel gets a verdict.
+# than the 95 s of the stage, so that the trial of every kernel ends.
 _TRIALS = Stage(
     "trials",
     95,
     _KERNEL_IMPORTS,
     "-m bench.gpu.trials --limit-s 30 --seconds 85",
     "-m bench.gpu.trials --limit-s 300 --dry-run",
-    gives_verdicts=True,
+    tries_kernels=True,
 )
 
 _LOOK = (
@@ -46,14 +46,14 @@ _LOOK = (
         _KERNEL_IMPORTS,
         f"-m bench.gpu.trials --kernels '{SPECIALIZED}' --modes fast --limit-s 22 --seconds 65",
         f"-m bench.gpu.trials --kernels '{SPECIALIZED}' --modes fast --limit-s 300 --dry-run",
-        gives_verdicts=True,
+        tries_kernels=True,
     ),
 )
 
 # The stages from `start` to `decode` share two servers. Checks of correctness come before measurements.
 _PRODUCT = (
-    Stage("warm", 60, _SERVER_IMPORTS, "-m bench.gpu.product.warm", gives_verdicts=True),
-    Stage("start", 110, _SERVER_IMPORTS, "-m bench.gpu.product.start", heeds_verdicts=True, servers="start"),
+    Stage("warm", 60, _SERVER_IMPORTS, "-m bench.gpu.product.warm", tries_kernels=True),
+    Stage("start", 110, _SERVER_IMPORTS, "-m bench.gpu.product.start", uses_passed_kernels=True, servers="start"),
     Stage("bits", 55, _SERVER_IMPORTS, "-m bench.gpu.product.bits", servers="use"),
     Stage("tiers", 35, _SERVER_IMPORTS, "-m bench.gpu.product.tiers", servers="use"),
     Stage("quiet", 10, _SERVER_IMPORTS, "-m bench.gpu.product.quiet", servers="use"),
@@ -65,7 +65,7 @@ _PRODUCT = (
         ENGINE_IMPORTS,
         "-m bench.gpu_prefill --shape 8b --prefixes 8192 --suffixes 64 2048 --rounds 3 --modes fast exact",
         "-m bench.gpu_prefill --dry-run --suffixes 5 --prefixes 130 --modes fast exact",
-        heeds_verdicts=True,
+        uses_passed_kernels=True,
     ),
     Stage(
         "attention",
@@ -74,9 +74,9 @@ _PRODUCT = (
         "-m bench.kernels --kernels paged_attention linear --attentions 2 --variants plain "
         "--peers sdpa_flash cudnn_merged fa3_fwd",
         "-m bench.kernels --dry-run --kernels paged_attention linear --variants plain --peers sdpa_flash",
-        heeds_verdicts=True,
+        uses_passed_kernels=True,
     ),
-    Stage("oom", 30, _SERVER_IMPORTS, "-m bench.gpu.product.oom", heeds_verdicts=True),
+    Stage("oom", 30, _SERVER_IMPORTS, "-m bench.gpu.product.oom", uses_passed_kernels=True),
     Stage(
         "gpu_tests",
         25,
@@ -89,15 +89,19 @@ _PRODUCT = (
 
 _PREFILL = (
     _TRIALS,
-    Stage("prefill_fast", 165, ENGINE_IMPORTS, "-m bench.gpu_prefill --modes fast --rounds 3", heeds_verdicts=True),
-    Stage("prefill_exact", 185, ENGINE_IMPORTS, "-m bench.gpu_prefill --modes exact --rounds 3", heeds_verdicts=True),
+    Stage(
+        "prefill_fast", 165, ENGINE_IMPORTS, "-m bench.gpu_prefill --modes fast --rounds 3", uses_passed_kernels=True
+    ),
+    Stage(
+        "prefill_exact", 185, ENGINE_IMPORTS, "-m bench.gpu_prefill --modes exact --rounds 3", uses_passed_kernels=True
+    ),
     Stage(
         "exact_cases",
         95,
         ENGINE_IMPORTS,
         "-m tests.model.exact.exact_cases --device cuda --dtype bfloat16 --cases 80",
         "-m tests.model.exact.exact_cases --device cpu --models-of cuda --cases 64",
-        heeds_verdicts=True,
+        uses_passed_kernels=True,
     ),
 )
 
@@ -108,20 +112,20 @@ _KERNELS = (
         75,
         _KERNEL_IMPORTS,
         "-m bench.kernels --kernels paged_attention --peers --variants pointers",
-        heeds_verdicts=True,
+        uses_passed_kernels=True,
     ),
     Stage(
         "specialized",
         70,
         _KERNEL_IMPORTS,
         "-m bench.kernels --kernels paged_attention --peers --variants specialized",
-        heeds_verdicts=True,
+        uses_passed_kernels=True,
         needs_kernels=(SPECIALIZED, SPECIALIZED_DEQUANTIZED),
     ),
     Stage("write_kv", 35, _KERNEL_IMPORTS, "-m bench.kernels --kernels write_kv"),
     Stage("copy_blocks", 25, _KERNEL_IMPORTS, "-m bench.kernels --kernels copy_blocks"),
     Stage("rows", 25, _KERNEL_IMPORTS, "-m bench.kernels --kernels add_rms_norm swiglu"),
-    Stage("shared_prefix", 40, _KERNEL_IMPORTS, "-m bench.kernels --kernels shared_prefix", heeds_verdicts=True),
+    Stage("shared_prefix", 40, _KERNEL_IMPORTS, "-m bench.kernels --kernels shared_prefix", uses_passed_kernels=True),
     Stage(
         "kernel_tests",
         65,
@@ -146,7 +150,7 @@ _KERNELS = (
         (*ENGINE_IMPORTS, "pytest"),
         "-m bench.gpu.counted_tests tests/compute/graphs/test_graphs_on_gpu.py",
         "-m bench.gpu.counted_tests tests/compute/graphs/test_graphs.py -k smallest",
-        heeds_verdicts=True,
+        uses_passed_kernels=True,
     ),
 )
 
@@ -159,7 +163,7 @@ _COMPARISONS = (
         _KERNEL_IMPORTS,
         f"-m bench.kernels --kernels paged_attention --variants served --peers {_PEERS}",
         takes_sglang=True,
-        heeds_verdicts=True,
+        uses_passed_kernels=True,
     ),
     Stage(
         "exactness",
@@ -167,7 +171,7 @@ _COMPARISONS = (
         ENGINE_IMPORTS,
         "-m bench.exactness --device cuda --shape 8b --layers 32 --dtypes bfloat16 --rounds 3 --step-tokens 2048",
         "-m bench.exactness --shape tiny --dtypes float32 --rounds 1 --prompts 70 --suffixes 3",
-        heeds_verdicts=True,
+        uses_passed_kernels=True,
     ),
     Stage(
         "bookkeeping",
@@ -175,7 +179,7 @@ _COMPARISONS = (
         ENGINE_IMPORTS,
         "-m bench.bookkeeping --device cuda --shape 8b --layers 32 --dtype bfloat16 --rounds 3 --step-tokens 2048",
         "-m bench.bookkeeping --shape tiny --rounds 1 --prompts 100 --batches 4 --generations 2 --new-tokens 5",
-        heeds_verdicts=True,
+        uses_passed_kernels=True,
     ),
     # Compiled for each shape by torch.compile or nvcc, so each may use its whole time limit.
     Stage(
@@ -183,7 +187,7 @@ _COMPARISONS = (
         45,
         _KERNEL_IMPORTS,
         "-m bench.kernels --kernels paged_attention --variants served --peers flex",
-        heeds_verdicts=True,
+        uses_passed_kernels=True,
     ),
     Stage(
         "flashinfer_trial",
@@ -191,14 +195,14 @@ _COMPARISONS = (
         (*_KERNEL_IMPORTS, "flashinfer"),
         f"-m bench.gpu.trials --kernels '{FLASHINFER}' --modes fast --limit-s 90",
         is_optional=True,
-        gives_verdicts=True,
+        tries_kernels=True,
     ),
     Stage(
         "flashinfer",
         35,
         (*_KERNEL_IMPORTS, "flashinfer"),
         "-m bench.kernels --kernels paged_attention --variants served --peers flashinfer_fa3",
-        heeds_verdicts=True,
+        uses_passed_kernels=True,
         needs_kernels=(FLASHINFER,),
         is_optional=True,
     ),
@@ -207,7 +211,7 @@ _COMPARISONS = (
         45,
         (*ENGINE_IMPORTS, "flashinfer"),
         "-m bench.gpu_prefill --modes fast --rounds 3 --prefixes 8192 --suffixes 64",
-        heeds_verdicts=True,
+        uses_passed_kernels=True,
         needs_kernels=(FLASHINFER,),
         is_optional=True,
     ),

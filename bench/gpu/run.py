@@ -27,10 +27,10 @@ from types import FrameType
 from typing import Any
 
 from bench.gpu.parts import ENGINE_IMPORTS, PARTS, REPORTED_IMPORTS
+from bench.gpu.passed_kernels import PassedKernels
 from bench.gpu.product.product_server import stop_servers
 from bench.gpu.stage import Stage, missing_imports
 from bench.gpu.stage_process import Outcome, run_stage
-from bench.gpu.verdicts import Verdicts
 from bench.parts.environment import describe_run
 from bench.parts.result_file import write_json
 
@@ -98,9 +98,11 @@ def _chosen(stages: Sequence[Stage], only: Sequence[str] | None) -> list[Stage]:
     last_using = max((i for i, stage in enumerate(stages) if is_chosen[i] and stage.servers == "use"), default=0)
     for i, stage in enumerate(stages):
         is_chosen[i] |= stage.servers == "start" and i < last_using
-    heeding = [i for i, stage in enumerate(stages) if is_chosen[i] and (stage.heeds_verdicts or stage.needs_kernels)]
-    last_heeding = max(heeding, default=0)
-    return [stage for i, stage in enumerate(stages) if is_chosen[i] or (stage.gives_verdicts and i < last_heeding)]
+    limited = (
+        i for i, stage in enumerate(stages) if is_chosen[i] and (stage.uses_passed_kernels or stage.needs_kernels)
+    )
+    last_limited = max(limited, default=0)
+    return [stage for i, stage in enumerate(stages) if is_chosen[i] or (stage.tries_kernels and i < last_limited)]
 
 
 class _PartRun:
@@ -109,7 +111,7 @@ class _PartRun:
     def __init__(self, part: str, command: str, options: argparse.Namespace) -> None:
         self._options = options
         self._file: Path = options.out / f"{part}.json"
-        self._verdicts = Verdicts()
+        self._passed_kernels = PassedKernels()
         if self._file.exists():  # keep earlier results
             self._file.replace(options.out / f"{part}.earlier.json")
         self._report: dict[str, Any] = {
@@ -140,8 +142,8 @@ class _PartRun:
                         stop_servers(folder)
                     budget_s = stage.budget_s * (_DRY_BUDGETS if self._options.dry_run else 1)
                     outcome = self._run_stage(stage, folder, min(budget_s, end_s - time.monotonic()))
-                    if stage.gives_verdicts:
-                        self._verdicts.note((outcome["result"] or {}).get("rows", []))
+                    if stage.tries_kernels:
+                        self._passed_kernels.note((outcome["result"] or {}).get("rows", []))
                     self._note(stage.name, outcome)
                     is_left_out = stage.is_optional and outcome["command"] is None
                     is_good &= outcome["outcome"] == "ran" or is_left_out
@@ -156,11 +158,11 @@ class _PartRun:
     def _run_stage(self, stage: Stage, folder: Path, budget_s: float) -> Outcome:
         if lacking := missing_imports(stage.needs):
             return _not_run(f"not run: {', '.join(lacking)} cannot be imported")
-        if stage.needs_kernels and not self._verdicts.has_passed(stage.needs_kernels):
+        if stage.needs_kernels and not self._passed_kernels.has_passed(stage.needs_kernels):
             return _not_run(f"not run: {', '.join(stage.needs_kernels)}: no trial passed")
         if budget_s <= 0:
             return _not_run("not run: no time left")
-        environment = self._verdicts.environment() if stage.heeds_verdicts else {}
+        environment = self._passed_kernels.environment() if stage.uses_passed_kernels else {}
         return run_stage(
             stage.name,
             _command(stage, self._options),

@@ -19,8 +19,8 @@ class Stage:
         command: arguments of `python`.
         dry_command: arguments of `python` for a small run on a CPU; None for `command` with `--dry-run`.
         takes_sglang: whether it has the option `--sglang FOLDER`.
-        gives_verdicts: whether its rows report which attention kernels passed their trial.
-        heeds_verdicts: whether it uses only attention kernels that passed their trial.
+        tries_kernels: whether its rows report which attention kernels passed their trial.
+        uses_passed_kernels: whether it uses only attention kernels that passed their trial.
         needs_kernels: attention kernels of which at least one must have passed; otherwise the stage is not started.
         is_optional: whether the run succeeds without it if a module or kernel that it needs is missing.
         servers: `start` for the stage that starts the servers of the part, `use` for a stage that needs them. They are
@@ -33,8 +33,8 @@ class Stage:
     command: str
     dry_command: str | None = None
     takes_sglang: bool = False
-    gives_verdicts: bool = False
-    heeds_verdicts: bool = False
+    tries_kernels: bool = False
+    uses_passed_kernels: bool = False
     needs_kernels: tuple[str, ...] = ()
     is_optional: bool = False
     servers: Literal["start", "use"] | None = None

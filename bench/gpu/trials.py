@@ -104,7 +104,7 @@ def measure_trials(
         workers: maximum number of concurrent trials.
 
     Yields:
-        A row for each trial, as soon as its verdict is known.
+        A row for each trial, as soon as it has ended.
     """
     late: list[tuple[KernelTrial, Row]] = []
     with ThreadPoolExecutor(workers) as pool:

@@ -45,9 +45,9 @@ class StageReport:
     def add(self, row: dict[str, Any]) -> None:
         """Print a complete row and write all rows so far."""
         self._rows.append(row)
-        verdict = "ok" if row["is_right"] else "FAILED"
+        result = "ok" if row["is_right"] else "FAILED"
         missed = ", goal missed" if row.get("is_goal_met") is False else ""
-        print(f"{verdict:<6} {row['name']}: {row.get('reason') or row['text']}{missed}", flush=True)
+        print(f"{result:<6} {row['name']}: {row.get('reason') or row['text']}{missed}", flush=True)
         self._write(is_finished=False, summary="")
 
     def goal(self, is_met: bool) -> bool | None:

@@ -21,7 +21,7 @@ from bench.parts.environment import describe_versions
 if TYPE_CHECKING:  # imported inside the stage, which times the import
     import torch
 
-_STAGE_S, _DRY_STAGE_S = 57.0, 1100.0  # slightly less than the stage's limit, so that every trial gets its verdict
+_STAGE_S, _DRY_STAGE_S = 57.0, 1100.0  # slightly less than the stage's limit, so that every trial is reported
 
 _CHECKPOINT = "radixkv-bench-llama-3b"
 _CHECKPOINT_BYTES = 8_000_000_000  # 5.8 GB, and room for other files
@@ -46,8 +46,8 @@ def main() -> int:
         _measure_rates(report)
         _write_checkpoint(report)
         for trial in trials.result():
-            verdict = f"passed in {trial['seconds']:.1f} s" if trial["is_right"] else f"refused: {trial['reason']}"
-            report.add({"name": f"{trial['kernels']}, {trial['mode']} mode", "text": verdict, **trial})
+            result = f"passed in {trial['seconds']:.1f} s" if trial["is_right"] else f"refused: {trial['reason']}"
+            report.add({"name": f"{trial['kernels']}, {trial['mode']} mode", "text": result, **trial})
     passed = sum(trial["is_right"] for trial in trials.result())
     return report.finish(f"{passed} of {len(trials.result())} kernel trials passed")
 

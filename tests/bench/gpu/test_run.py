@@ -132,19 +132,19 @@ def test_the_trials_that_a_stage_rests_on_run_with_it(tmp_path: Path) -> None:
     rows = [{"kernels": SPECIALIZED, "mode": "fast", "is_right": True}]
     tries = f"import json, sys; json.dump({{'rows': {rows!r}}}, open(sys.argv[2], 'w'))"
     stages = [
-        stage("trials", tries, gives_verdicts=True),
+        stage("trials", tries, tries_kernels=True),
         stage("apart", WRITE),
-        stage("heeding", f"import os; print(os.environ[{VARIABLE!r}])", heeds_verdicts=True),
+        stage("limited", f"import os; print(os.environ[{VARIABLE!r}])", uses_passed_kernels=True),
         stage("resting", WRITE, needs_kernels=(SPECIALIZED,)),
-        stage("late trials", tries, gives_verdicts=True),
+        stage("late trials", tries, tries_kernels=True),
         stage("last", WRITE, needs_kernels=(SPECIALIZED,)),
     ]
     assert list(run(tmp_path, *stages, options=("--only", "last"))[1]["stages"]) == ["trials", "late trials", "last"]
     assert list(run(tmp_path, *stages, options=("--only", "apart"))[1]["stages"]) == ["apart"]
     assert list(run(tmp_path, *stages, options=("--only", "resting"))[1]["stages"]) == ["trials", "resting"]
-    status, report = run(tmp_path, *stages, options=("--only", "heeding"))
+    status, report = run(tmp_path, *stages, options=("--only", "limited"))
     assert status == 0
-    refused = report["stages"]["heeding"]["output"]
+    refused = report["stages"]["limited"]["output"]
     assert f"{SPECIALIZED} in exact mode" in refused
     assert f"{SPECIALIZED} in fast mode" not in refused
     assert NATIVE not in refused, "a CPU's is not tried here"
@@ -209,11 +209,11 @@ def test_kernels_that_hang_crash_or_are_wrong_are_kept_from_the_other_stages(tmp
     attention = "-m bench.kernels --kernels paged_attention --peers --dry-run"
     status, report = run(
         tmp_path,
-        stage("hanging", "", command=f"{trial} --kernels '{SPECIALIZED}' --limit-s 1", gives_verdicts=True),
+        stage("hanging", "", command=f"{trial} --kernels '{SPECIALIZED}' --limit-s 1", tries_kernels=True),
         stage(
-            "others", "", command=f"{trial} --kernels {others} --modes fast --limit-s {PATIENCE_S}", gives_verdicts=True
+            "others", "", command=f"{trial} --kernels {others} --modes fast --limit-s {PATIENCE_S}", tries_kernels=True
         ),
-        stage("attention", "", command=attention, heeds_verdicts=True),
+        stage("attention", "", command=attention, uses_passed_kernels=True),
         stage("specialized", WRITE, needs_kernels=(SPECIALIZED, SPECIALIZED_DEQUANTIZED)),
     )
     stages = report["stages"]
@@ -280,19 +280,19 @@ def test_the_stages_of_a_part_fit_into_nine_minutes_whatever_happens(part: str) 
     assert sum(each.budget_s for each in PARTS[part]) <= max_s
 
 
-def test_trials_come_before_what_heeds_them() -> None:
+def test_trials_come_before_the_stages_that_use_only_passed_kernels() -> None:
     for stages in PARTS.values():
-        first = next(index for index, each in enumerate(stages) if each.gives_verdicts)
-        heeding = [index for index, each in enumerate(stages) if each.heeds_verdicts or each.needs_kernels]
-        assert all(first < index for index in heeding)
+        first = next(index for index, each in enumerate(stages) if each.tries_kernels)
+        limited = [index for index, each in enumerate(stages) if each.uses_passed_kernels or each.needs_kernels]
+        assert all(first < index for index in limited)
 
 
-def test_trials_that_hang_get_their_verdicts_before_their_stage_ends() -> None:
+def test_trials_that_hang_are_reported_before_their_stage_ends() -> None:
     """Python and torch are imported after five seconds, and a process that is killed may take five to die."""
     for stages in PARTS.values():
         for each in stages:
             words = shlex.split(each.command)
-            if each.gives_verdicts and "--seconds" in words:
+            if each.tries_kernels and "--seconds" in words:
                 limit_s, all_s = (float(words[words.index(name) + 1]) for name in ("--limit-s", "--seconds"))
                 assert 5 + all_s + 5 <= each.budget_s
                 assert 2 * limit_s < all_s, "a trial that is late has time to be repeated"
@@ -300,8 +300,8 @@ def test_trials_that_hang_get_their_verdicts_before_their_stage_ends() -> None:
 
 def test_servers_are_started_before_they_are_used_and_with_the_stage_that_uses_them(tmp_path: Path) -> None:
     stages = [
-        stage("trials", "", gives_verdicts=True),
-        stage("start", WRITE, heeds_verdicts=True, servers="start"),
+        stage("trials", "", tries_kernels=True),
+        stage("start", WRITE, uses_passed_kernels=True, servers="start"),
         stage("ask", WRITE, servers="use"),
         stage("apart", WRITE),
     ]

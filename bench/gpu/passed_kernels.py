@@ -1,4 +1,4 @@
-"""Verdicts of the trials of attention kernels, passed to later stages by an environment variable."""
+"""The attention kernels that passed a trial, reported to later stages by an environment variable."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from radixkv.model.attention.refused_attention import MODES, NAMES, NATIVE, VARIABLE, format_refused
 
 
-class Verdicts:
+class PassedKernels:
     """Attention kernels of a GPU that passed a trial of this run. All others are refused, whether tried or not."""
 
     def __init__(self) -> None:
