@@ -54,15 +54,15 @@ class HitDensities:
 
     Attributes:
         hits: `[num_kinds][num_ages]`, blocks used again, by age.
-        stays: `[num_kinds]`, number of blocks that began to wait for their next use.
-        num_stays: `[num_kinds]`, number of nodes that did.
+        block_waits: `[num_kinds]`, number of blocks that began to wait for their next use.
+        node_waits: `[num_kinds]`, number of nodes that did.
     """
 
     def __init__(self) -> None:
         num_kinds = _NUM_KINDS * len(Awaits)
         self.hits = [[0.0] * _NUM_AGES for _ in range(num_kinds)]
-        self.stays = [0.0] * num_kinds
-        self.num_stays = [0.0] * num_kinds
+        self.block_waits = [0.0] * num_kinds
+        self.node_waits = [0.0] * num_kinds
         self._densities: list[list[float]] = []
 
     def hit(self, kind: int, num_blocks: int, log_age: float) -> None:
@@ -71,8 +71,8 @@ class HitDensities:
 
     def wait(self, kind: int, num_blocks: int, num_nodes: int = 1) -> None:
         """Record that blocks of a node began to wait for their next use. Complexity: O(1)."""
-        self.stays[kind] += num_blocks
-        self.num_stays[kind] += num_nodes
+        self.block_waits[kind] += num_blocks
+        self.node_waits[kind] += num_nodes
 
     def move(self, kind: int, new_kind: int, num_blocks: int) -> None:
         """Record that a node that waits is of another kind than recorded."""
@@ -82,8 +82,8 @@ class HitDensities:
     def forget(self, kept: float) -> None:
         """Multiply all counts by `kept`, a number below 1."""
         self.hits = [[each * kept for each in row] if any(row) else row for row in self.hits]
-        self.stays = [each * kept for each in self.stays]
-        self.num_stays = [each * kept for each in self.num_stays]
+        self.block_waits = [each * kept for each in self.block_waits]
+        self.node_waits = [each * kept for each in self.node_waits]
 
     def density(self, kind: int, age_s: float) -> float:
         """Return the expected hits per block second of a node of this kind and age. Complexity: O(1)."""
@@ -100,26 +100,26 @@ class HitDensities:
         shape = (len(Awaits), _NUM_KINDS, _NUM_AGES)
         hits = np.array(self.hits).reshape(shape)
         # `move` subtracts what `wait` added, although `forget` has reduced that in the meantime.
-        stays = np.maximum(np.array(self.stays), 0.0).reshape(shape[:2])
-        num_stays = np.maximum(np.array(self.num_stays), 0.0).reshape(shape[:2])
+        block_waits = np.maximum(np.array(self.block_waits), 0.0).reshape(shape[:2])
+        node_waits = np.maximum(np.array(self.node_waits), 0.0).reshape(shape[:2])
         groups = (slice(_NUM_NEW_KINDS), slice(_NUM_NEW_KINDS, None))  # never reused, reused
-        own = _densities(hits.reshape(-1, _NUM_AGES), stays.reshape(-1)).reshape(shape)
-        weights = _PRIOR_WAITS / (_PRIOR_WAITS + num_stays)[..., None]
+        own = _densities(hits.reshape(-1, _NUM_AGES), block_waits.reshape(-1)).reshape(shape)
+        weights = _PRIOR_WAITS / (_PRIOR_WAITS + node_waits)[..., None]
         blended = np.empty(shape)
         for group in groups:
-            shared = _densities(hits[:, group].sum(axis=1), stays[:, group].sum(axis=1))  # [num_awaits, num_ages]
+            shared = _densities(hits[:, group].sum(axis=1), block_waits[:, group].sum(axis=1))  # [num_awaits, num_ages]
             np.minimum.accumulate(shared, axis=1, out=shared)  # so that without own counts the order is that of LRU
             own_logs, shared_logs = np.log(own[:, group] + _TINY_DENSITY), np.log(shared + _TINY_DENSITY)[:, None]
             blended[:, group] = own_logs + weights[:, group] * (shared_logs - own_logs)
         self._densities = np.exp(blended).reshape(-1, _NUM_AGES).tolist()
 
 
-def _densities(hits: Counts, stays: Counts) -> Counts:
+def _densities(hits: Counts, block_waits: Counts) -> Counts:
     """Return the density of each row at each age.
 
     Args:
         hits: `[num_rows, num_ages]`, blocks used again, by age.
-        stays: `[num_rows]`, blocks that waited, whether they were used again or not.
+        block_waits: `[num_rows]`, blocks that waited, whether they were used again or not.
     """
     densities = np.zeros_like(hits)
     rows, ages = np.flatnonzero(hits.any(axis=1)), np.flatnonzero(hits.any(axis=0))
@@ -128,9 +128,9 @@ def _densities(hits: Counts, stays: Counts) -> Counts:
     first, end = max(0, int(ages[0]) - 4 * _AGES_PER_OCTAVE), int(ages[-1]) + 1
     hits = hits[rows, first:end]
     used = hits.cumsum(axis=1)  # [num_rows, num_ages]
-    stays = np.maximum(stays[rows], (1 + _MIN_UNUSED_SHARE) * used[:, -1])[:, None]
+    block_waits = np.maximum(block_waits[rows], (1 + _MIN_UNUSED_SHARE) * used[:, -1])[:, None]
     widths_s = _WIDTHS_S[first:end].copy()
-    room = ((stays - used + hits / 2) * widths_s).cumsum(axis=1)  # block seconds
+    room = ((block_waits - used + hits / 2) * widths_s).cumsum(axis=1)  # block seconds
     best = np.zeros_like(hits)
     for age in range(end - first):
         num_used, num_seconds = used[:, age:], room[:, age:]
@@ -146,7 +146,7 @@ def _age_index(log_age: float) -> int:
     return min(_NUM_AGES - 1, max(0, math.ceil((log_age - _SHORTEST_LOG_AGE) * _AGES_PER_OCTAVE)))
 
 
-class _Stay:
+class _ReuseHistory:
     """The policy's note on a node: its blocks that were used before, and new ones after them.
 
     Attributes:
@@ -192,9 +192,9 @@ class _Stay:
         self.marks, self.ghost = (), None
         self.kind = _NUM_NEW_KINDS + min(max(math.floor(self.log_pace) - _SHORTEST_LOG_PACE, 0), _NUM_PACES - 1)
 
-    def cut(self, num_blocks: int) -> _Stay:
-        """Remove the first blocks, and return their stay."""
-        upper = _Stay()
+    def cut(self, num_blocks: int) -> _ReuseHistory:
+        """Remove the first blocks, and return their history."""
+        upper = _ReuseHistory()
         upper.kind, upper.new_kind = self.kind, self.new_kind
         upper.num_uses, upper.log_pace = self.num_uses, self.log_pace
         upper.num_blocks = min(num_blocks, self.num_blocks)
@@ -212,7 +212,7 @@ class _Ghost(NamedTuple):
     """Record of an evicted leaf."""
 
     last_used_s: float
-    stay: _Stay
+    history: _ReuseHistory
 
 
 class AdaptivePolicy(EvictionPolicy):
@@ -247,13 +247,13 @@ class AdaptivePolicy(EvictionPolicy):
 
     def kind(self, node: Node) -> int:
         """Return the kind of the last block of a node."""
-        stay: _Stay = node.policy_note
-        return stay.new_kind if node.num_blocks > stay.num_blocks else stay.kind
+        history: _ReuseHistory = node.policy_note
+        return history.new_kind if node.num_blocks > history.num_blocks else history.kind
 
     def num_offered_blocks(self, leaf: Node) -> int:
         """Count the blocks at a leaf's end that are of one kind."""
-        stay: _Stay = leaf.policy_note
-        num_new_blocks = leaf.num_blocks - stay.num_blocks
+        history: _ReuseHistory = leaf.policy_note
+        num_new_blocks = leaf.num_blocks - history.num_blocks
         return num_new_blocks if num_new_blocks > 0 else leaf.num_blocks
 
     def worth(self, kind: int, key: float, now_s: float) -> float:
@@ -279,14 +279,14 @@ class AdaptivePolicy(EvictionPolicy):
 
     def note_awaits(self, node: Node) -> None:
         """Record what the last session that used a node waits for."""
-        stay: _Stay = node.policy_note
-        kind = stay.kind % _NUM_KINDS + _NUM_KINDS * node.awaits
-        new_kind = stay.new_kind % _NUM_KINDS + _NUM_KINDS * node.awaits
-        if stay.num_blocks:
-            self.densities.move(stay.kind, kind, stay.num_blocks)
-        if stay.num_new_blocks:
-            self.densities.move(stay.new_kind, new_kind, stay.num_new_blocks)
-        stay.kind, stay.new_kind = kind, new_kind
+        history: _ReuseHistory = node.policy_note
+        kind = history.kind % _NUM_KINDS + _NUM_KINDS * node.awaits
+        new_kind = history.new_kind % _NUM_KINDS + _NUM_KINDS * node.awaits
+        if history.num_blocks:
+            self.densities.move(history.kind, kind, history.num_blocks)
+        if history.num_new_blocks:
+            self.densities.move(history.new_kind, new_kind, history.num_new_blocks)
+        history.kind, history.new_kind = kind, new_kind
 
     def split(self, lower: Node, last_used_s: float, now_s: float) -> None:
         """Record a use of the upper half. The lower half still waits for its next use."""
@@ -301,92 +301,92 @@ class AdaptivePolicy(EvictionPolicy):
 
     def joined(self, uppers: list[Node], lower: Node) -> None:
         """Add the blocks of the other nodes to the note of the lowest."""
-        stay: _Stay = lower.policy_note
+        history: _ReuseHistory = lower.policy_note
         num_blocks = sum(upper.num_blocks for upper in uppers)
-        if stay.num_blocks or uppers[-1].policy_note.num_blocks:
-            stay.num_blocks += num_blocks
+        if history.num_blocks or uppers[-1].policy_note.num_blocks:
+            history.num_blocks += num_blocks
         else:
-            stay.num_new_blocks += num_blocks
-        stay.marks = tuple((index + num_blocks, digest) for index, digest in stay.marks)
-        stay.ghost = None
+            history.num_new_blocks += num_blocks
+        history.marks = tuple((index + num_blocks, digest) for index, digest in history.marks)
+        history.ghost = None
 
     def inserted(self, leaf: Node, now_s: float) -> None:
         """Start to wait for the next use of a leaf. If it was evicted before, record the age of this use."""
-        leaf.policy_note = stay = _Stay()
-        stay.ghost = self._ghosts.pop(leaf.fingerprint, None)
-        self._return(leaf, stay, now_s)
-        self._grow(leaf, stay)
+        leaf.policy_note = history = _ReuseHistory()
+        history.ghost = self._ghosts.pop(leaf.fingerprint, None)
+        self._return(leaf, history, now_s)
+        self._grow(leaf, history)
         self._tick()
 
     def grown(self, leaf: Node, num_new_blocks: int, now_s: float) -> None:
         """Start to wait for the next use of the new blocks. If they were evicted before, record the age of this use."""
-        stay: _Stay = leaf.policy_note
-        self._return(leaf, stay, now_s)
-        self._grow(leaf, stay)
+        history: _ReuseHistory = leaf.policy_note
+        self._return(leaf, history, now_s)
+        self._grow(leaf, history)
 
     def evicted(self, leaf: Node, num_blocks: int, fingerprint: int, reason: MissReason, now_s: float) -> None:
         """Record hashes of some blocks, and remember the leaf when all of it is evicted."""
-        stay: _Stay = leaf.policy_note
-        stay.ghost = None
-        if not stay.marks:
-            stay.marks = _marks(leaf)
+        history: _ReuseHistory = leaf.policy_note
+        history.ghost = None
+        if not history.marks:
+            history.marks = _marks(leaf)
         if num_blocks == leaf.num_blocks:
-            self._ghosts[leaf.fingerprint] = _Ghost(leaf.last_used_s, stay)
+            self._ghosts[leaf.fingerprint] = _Ghost(leaf.last_used_s, history)
             if len(self._ghosts) > max(_MIN_GHOSTS, self._num_blocks):
                 self._ghosts.popitem(last=False)
 
-    def _return(self, leaf: Node, stay: _Stay, now_s: float) -> None:
+    def _return(self, leaf: Node, history: _ReuseHistory, now_s: float) -> None:
         """Record a use of blocks that were evicted and are published again."""
-        if stay.ghost is None:
+        if history.ghost is None:
             return
-        last_used_s, before = stay.ghost
+        last_used_s, before = history.ghost
         num_blocks = _num_equal_blocks(leaf, before)
-        first = stay.num_returned_blocks
+        first = history.num_returned_blocks
         if num_blocks <= first:
             return
-        stay.num_returned_blocks = num_blocks
+        history.num_returned_blocks = num_blocks
         num_used = max(0, min(num_blocks, before.num_blocks) - first)
         log_age = self._hit(before.kind, num_used, now_s - last_used_s)
         self._hit(before.new_kind, num_blocks - first - num_used, now_s - last_used_s)
-        ghost, num_new_blocks = stay.ghost, stay.num_new_blocks
+        ghost, num_new_blocks = history.ghost, history.num_new_blocks
         if not first:
-            stay.num_uses, stay.log_pace = before.num_uses, before.log_pace
-            stay.use(log_age, 0)
-            stay.ghost = ghost
-        num_here = min(num_blocks, leaf.num_blocks) - stay.num_blocks  # some may be in a later chunk
-        stay.num_blocks += num_here
-        moved = min(num_new_blocks, max(0, stay.num_blocks + num_new_blocks - leaf.num_blocks))
-        stay.num_new_blocks = num_new_blocks - moved
-        self.densities.wait(stay.new_kind, -moved, 0)
-        self.densities.wait(stay.kind, num_here, not first)
+            history.num_uses, history.log_pace = before.num_uses, before.log_pace
+            history.use(log_age, 0)
+            history.ghost = ghost
+        num_here = min(num_blocks, leaf.num_blocks) - history.num_blocks  # some may be in a later chunk
+        history.num_blocks += num_here
+        moved = min(num_new_blocks, max(0, history.num_blocks + num_new_blocks - leaf.num_blocks))
+        history.num_new_blocks = num_new_blocks - moved
+        self.densities.wait(history.new_kind, -moved, 0)
+        self.densities.wait(history.kind, num_here, not first)
         self._num_new_blocks += num_here - moved
 
-    def _grow(self, leaf: Node, stay: _Stay) -> None:
+    def _grow(self, leaf: Node, history: _ReuseHistory) -> None:
         """Count the new blocks at the end of a leaf."""
-        num_more_blocks = max(0, leaf.num_blocks - stay.num_blocks - stay.num_new_blocks)
+        num_more_blocks = max(0, leaf.num_blocks - history.num_blocks - history.num_new_blocks)
         self._num_new_blocks += num_more_blocks
         if not num_more_blocks:
             return
-        if stay.num_new_blocks:
-            self.densities.wait(stay.new_kind, -stay.num_new_blocks, -1)
-        stay.num_new_blocks += num_more_blocks
-        stay.new_kind = _new_kind(leaf, stay)
-        self.densities.wait(stay.new_kind, stay.num_new_blocks)
+        if history.num_new_blocks:
+            self.densities.wait(history.new_kind, -history.num_new_blocks, -1)
+        history.num_new_blocks += num_more_blocks
+        history.new_kind = _new_kind(leaf, history)
+        self.densities.wait(history.new_kind, history.num_new_blocks)
 
     def _use(self, node: Node, age_s: float) -> None:
-        stay: _Stay = node.policy_note
-        num_used = min(stay.num_blocks, node.num_blocks)
-        log_age = self._hit(stay.kind, num_used, age_s)
-        self._hit(stay.new_kind, node.num_blocks - num_used, age_s)
+        history: _ReuseHistory = node.policy_note
+        num_used = min(history.num_blocks, node.num_blocks)
+        log_age = self._hit(history.kind, num_used, age_s)
+        self._hit(history.new_kind, node.num_blocks - num_used, age_s)
         ghost = None
-        if stay.marks:  # the last blocks were evicted, and may be published again by this request
-            before = copy.copy(stay)
+        if history.marks:  # the last blocks were evicted, and may be published again by this request
+            before = copy.copy(history)
             before.ghost = None
             ghost = _Ghost(node.last_used_s, before)
-        stay.use(log_age, node.num_blocks)
-        stay.ghost, stay.num_returned_blocks = ghost, node.num_blocks
+        history.use(log_age, node.num_blocks)
+        history.ghost, history.num_returned_blocks = ghost, node.num_blocks
         node.num_uses += 1
-        self.densities.wait(stay.kind, stay.num_blocks)
+        self.densities.wait(history.kind, history.num_blocks)
 
     def _hit(self, kind: int, num_blocks: int, age_s: float) -> float:
         log_age = math.log2(max(age_s, _SHORTEST_AGE_S))
@@ -402,12 +402,12 @@ class AdaptivePolicy(EvictionPolicy):
             self.densities.update()
 
 
-def _new_kind(leaf: Node, stay: _Stay) -> int:
+def _new_kind(leaf: Node, history: _ReuseHistory) -> int:
     """Return the kind of the new blocks of a leaf: by the uses of what is before them, and by their tokens."""
     assert leaf.parent is not None
-    above: _Stay | None = stay if stay.num_blocks else leaf.parent.policy_note  # a root has none
+    above: _ReuseHistory | None = history if history.num_blocks else leaf.parent.policy_note  # a root has none
     num_uses_above = 0 if above is None else min(above.num_uses, 2)
-    num_tokens = len(leaf.tokens) // TOKEN_BYTES - stay.num_blocks * leaf.owner.block_size
+    num_tokens = len(leaf.tokens) // TOKEN_BYTES - history.num_blocks * leaf.owner.block_size
     return 3 * num_uses_above + bisect.bisect_right(_LENGTHS_TOKENS, num_tokens)
 
 
@@ -418,11 +418,11 @@ def _marks(leaf: Node) -> tuple[tuple[int, int], ...]:
     return tuple((index, _block_digest(leaf, index)) for index in indices if index >= 0)
 
 
-def _num_equal_blocks(leaf: Node, stay: _Stay) -> int:
+def _num_equal_blocks(leaf: Node, history: _ReuseHistory) -> int:
     """Count the blocks of a leaf that are the same as before its eviction. The first one always is."""
-    for place, (index, digest) in enumerate(stay.marks):
+    for place, (index, digest) in enumerate(history.marks):
         if _block_digest(leaf, index) == digest:
-            return stay.num_blocks + stay.num_new_blocks if place == 0 else index + 1
+            return history.num_blocks + history.num_new_blocks if place == 0 else index + 1
     return 1
 
 

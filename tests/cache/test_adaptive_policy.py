@@ -50,7 +50,7 @@ def test_what_a_session_awaits_is_a_kind_of_its_own() -> None:
             lease.commit(8)
             lease.awaits = awaits
         kinds.add(policy.kind(next(iter(cache.nodes()))))
-        assert sum(policy.densities.num_stays) == len(kinds)
+        assert sum(policy.densities.node_waits) == len(kinds)
     assert len(kinds) == len(Awaits)
 
 
@@ -81,7 +81,7 @@ def test_the_kind_of_an_ended_session_does_not_depend_on_the_order_of_calls(*, e
     cache.end_session("", "s")
     lease.close()
     (node,) = cache.nodes()
-    assert policy.kind(node) // (len(policy.densities.stays) // len(Awaits)) == Awaits.NOTHING
+    assert policy.kind(node) // (len(policy.densities.block_waits) // len(Awaits)) == Awaits.NOTHING
 
 
 def test_setting_what_a_session_awaits_sets_the_kind() -> None:
@@ -91,7 +91,7 @@ def test_setting_what_a_session_awaits_sets_the_kind() -> None:
     kinds = []
     for awaits in (Awaits.TOOL, Awaits.UNKNOWN):
         cache.set_awaits(MODEL, spell("aaaabbbb"), awaits)
-        kinds.append(policy.kind(node) // (len(policy.densities.stays) // len(Awaits)))
+        kinds.append(policy.kind(node) // (len(policy.densities.block_waits) // len(Awaits)))
     assert kinds == [Awaits.TOOL, Awaits.UNKNOWN]
     cache.check()
 

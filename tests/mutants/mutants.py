@@ -35,7 +35,7 @@ CACHE_MUTANTS = (
     Mutant("cache/lease.py", "self.session is not None and self.session.has_ended", "False"),
     Mutant("cache/retained_nodes.py", "if each.renew_s is not None:", "if False:"),
     Mutant("cache/adaptive_policy.py", "kind >= _NUM_KINDS * Awaits.NOTHING", "False"),
-    Mutant("cache/adaptive_policy.py", "stay.kind, stay.new_kind = kind, new_kind", "pass"),
+    Mutant("cache/adaptive_policy.py", "history.kind, history.new_kind = kind, new_kind", "pass"),
     Mutant("cache/pins.py", "_has_other_continuations(node) or (session", "(session"),
     Mutant("cache/pins.py", "or (session is not None and node.session is not session)", ""),
     Mutant("cache/pins.py", "if awaits is Awaits.NOTHING and _has_other_continuations(node):", "if False:"),
