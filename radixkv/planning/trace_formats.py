@@ -264,9 +264,9 @@ def _read_weka(records: Iterable[Record], unit: TimeUnit) -> Iterator[RecordedRe
 def _weka_requests(
     requests: Sequence[Any], where: str, unit: TimeUnit
 ) -> Iterator[tuple[str, dict[str, Any], float | None]]:
-    """Yield the requests of a session and of its subagents, with their times since the session's start.
+    """Yield the requests of a session and of its sub-agents, with their times since the session's start.
 
-    The requests of a subagent count from its start, or, if none of them is earlier than that, from the session's.
+    The requests of a sub-agent count from its start, or, if none of them is earlier than that, from the session's.
     """
     waiting = [(f"{where}: requests", requests, 0.0)]
     while waiting:

@@ -174,7 +174,7 @@ def dynamo_plays(asked: list[Asked]) -> list[Any]:
 
 
 def weka(asked: list[Asked]) -> list[Any]:
-    """kv-cache-tester: a session each, local ids of complete blocks, and subagents with times of their own."""
+    """kv-cache-tester: a session each, local ids of complete blocks, and sub-agents with times of their own."""
     sessions: list[Any] = []
     for session in sorted({each.session for each in asked}):
         numbers: dict[int, int] = {}
@@ -353,7 +353,7 @@ def test_global_ids_of_weka_are_shared_between_sessions(tmp_path: Path) -> None:
     assert len({each.hash_ids[0] for each in load_trace(written(tmp_path, session, session))}) == 1
 
 
-def test_subagents_of_weka_with_absolute_times_are_not_moved(tmp_path: Path) -> None:
+def test_sub_agents_of_weka_with_absolute_times_are_not_moved(tmp_path: Path) -> None:
     inner = [{"t": time, "type": "n", "in": 64, "out": 1, "hash_ids": [time]} for time in (20, 30)]
     agent = {"t": 20, "type": "subagent", "requests": inner}
     last = {"t": 25, "type": "n", "in": 64, "out": 1, "hash_ids": [25]}
