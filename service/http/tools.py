@@ -71,7 +71,7 @@ class Tools:
         Raises:
             InvalidRequest: the message says what to do.
         """
-        if self.may_be_called and form.tools is None:
+        if self.may_be_called and form.tool_format is None:
             raise InvalidRequest(
                 "tools: expected a model whose chat template writes calls of tools in a format that this server knows, "
                 "got another one; server.tool_format names the format, and with tool_choice none, the model only sees "
@@ -150,7 +150,7 @@ class EncodedChat:
             InvalidRequest: the schemas of the tools are too long for a grammar.
         """
         tools = self.tools
-        if tools.may_be_called and self.form.tools is not None:
+        if tools.may_be_called and self.form.tool_format is not None:
             generate.tool_call_begin = self.form.call_begin
         if tools.choice == "required":
             generate.prefill.awaits = Awaits.AWAITS_TOOL
@@ -190,7 +190,7 @@ class EncodedChat:
         return AnswerParts(
             self.form.reasoning,
             is_open=bool(self.is_open),
-            tools=self.form.tools if tools.may_be_called else None,
+            tools=self.form.tool_format if tools.may_be_called else None,
             functions=tools.functions,
             is_parallel=tools.is_parallel,
         )

@@ -16,19 +16,19 @@ class AnswerFormat:
     """How a model writes its answers.
 
     Attributes:
-        tools: the format of tool calls; None if it is not known.
+        tool_format: the format of tool calls; None if it is not known.
         reasoning: the format of reasoning; None if the model does not reason.
         tags: texts of these formats that are special tokens, with the ids of the tokens.
     """
 
-    tools: ToolFormat | None = None
+    tool_format: ToolFormat | None = None
     reasoning: ReasoningFormat | None = None
     tags: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def call_begin(self) -> str:
         """A special token or text that begins a call; empty if calls have no tag or their format is unknown."""
-        return "" if self.tools is None else self.first_tag(self.tools.begin)
+        return "" if self.tool_format is None else self.first_tag(self.tool_format.begin)
 
     def first_tag(self, text: str) -> str:
         """Return the first special token of a text that begins with one, or else its first line."""

@@ -28,15 +28,15 @@ def forced_calls(
     """Return the grammar of answers that consist of calls, after reasoning if there is any.
 
     Args:
-        form: the format of answers; `form.tools` is not None.
+        form: the format of answers; `form.tool_format` is not None.
         functions: the functions that may be called, each with `name` and `parameters`, a JSON schema.
         is_parallel: whether there may be several calls.
         is_open: whether the prompt ends with the beginning of reasoning; None if no reasoning may follow.
     """
     rules = _Rules(form)
     reasoning = rules.reasoning(is_open=is_open)
-    assert form.tools is not None
-    calls = rules.calls(form.tools.variants[0], form.tools.prefix, functions, is_parallel=is_parallel)
+    assert form.tool_format is not None
+    calls = rules.calls(form.tool_format.variants[0], form.tool_format.prefix, functions, is_parallel=is_parallel)
     rules.add("start", f"{reasoning} {calls}")
     return rules.text()
 
@@ -60,7 +60,7 @@ def calls_or_answer(
     """
     rules = _Rules(form)
     reasoning = rules.reasoning(is_open=is_open)
-    tools = form.tools
+    tools = form.tool_format
     if functions:
         assert tools is not None
         answer += f" | {rules.calls(tools.variants[0], tools.prefix, functions, is_parallel=is_parallel)}"
@@ -75,14 +75,14 @@ def strict_calls(
     """Return the grammar of any text, in which what begins like a call must be one that follows the schema.
 
     Args:
-        form: the format of answers; `form.tools` is not None.
+        form: the format of answers; `form.tool_format` is not None.
         functions: as for `forced_calls`.
         is_parallel: whether there may be several calls. Otherwise, text after the first one is not constrained.
         is_open: as for `forced_calls`.
     """
-    assert form.tools is not None
+    assert form.tool_format is not None
     rules = _Rules(form)
-    prefix, call = form.tools.prefix, form.tools.variants[0]
+    prefix, call = form.tool_format.prefix, form.tool_format.variants[0]
     begin = form.first_tag(prefix or call.partition("{")[0])
     if not begin:
         calls = rules.calls(call, prefix, functions, is_parallel=is_parallel)
@@ -111,7 +111,7 @@ class _Rules:
 
     def __init__(self, form: AnswerFormat) -> None:
         self._reasoning = form.reasoning
-        self._tools = form.tools
+        self._tools = form.tool_format
         self._tags = form.tags
         self._rules: dict[str, str] = {}
 

@@ -66,7 +66,7 @@ def test_a_forced_answer_consists_of_calls(name: str, text: str, calls: list[Too
     form = form_of(name, kind)
     grammar = forced(form)
     assert accepts(grammar, text, form)
-    assert AnswerParts(tools=form.tools, functions=FUNCTIONS).put(text, is_last=True) == calls
+    assert AnswerParts(tools=form.tool_format, functions=FUNCTIONS).put(text, is_last=True) == calls
     assert accepts(forced(form, is_parallel=False), text, form) is (len(calls) == 1)
     for other in ("", "Rome", f"So {text}", text.replace("weather", "wetter").replace("clock", "uhr")):
         assert not accepts(grammar, other, form)

@@ -223,13 +223,13 @@ def test_the_tags_of_an_answer_may_be_special_tokens(tmp_path):
     write(tmp_path, rust, {"chat_template": "[TOOL_CALLS]{{ messages }}[/THINK]"})
     tokenizer = Tokenizer.load(tmp_path)
     form = tokenizer.answer_format()
-    assert (form.tools, form.reasoning) == (TOOL_FORMATS["mistral"], REASONING_FORMATS["mistral"])
+    assert (form.tool_format, form.reasoning) == (TOOL_FORMATS["mistral"], REASONING_FORMATS["mistral"])
     assert form.tags == {"[TOOL_CALLS]": 2, "[THINK]": 3}
     shown = {token_id: tag for tag, token_id in form.tags.items()}
     stream = tokenizer.stream((), shown)
     assert [stream.put(token_id) for token_id in (0, 2, 4, 1)] == ["a", "[TOOL_CALLS]", "", "b"]
     other = tokenizer.answer_format("hermes", "none")
-    assert (other.tools, other.reasoning, other.tags) == (TOOL_FORMATS["hermes"], None, {})
+    assert (other.tool_format, other.reasoning, other.tags) == (TOOL_FORMATS["hermes"], None, {})
 
 
 def test_special_tokens_have_texts_if_they_are_shown(tmp_path):
@@ -243,4 +243,4 @@ def test_a_response_template_shows_the_format_of_answers(tmp_path):
     template = {"fields": {"thinking": {"open": "<think>", "close": "</think>"}, "tool_calls": {"open": "<tool_call>"}}}
     write(tmp_path, Rust(models.BPE({"a": 0}, [])), {"chat_template": "a", "response_template": template})
     form = Tokenizer.load(tmp_path).answer_format()
-    assert (form.tools, form.reasoning) == (TOOL_FORMATS["hermes"], REASONING_FORMATS["think"])
+    assert (form.tool_format, form.reasoning) == (TOOL_FORMATS["hermes"], REASONING_FORMATS["think"])
