@@ -60,14 +60,19 @@ class StatementBook:
         self._thread.start()
 
     def close(self, *, has_engine_ended: bool) -> None:
-        """Save for the last time, if the engine's thread no longer uses the ledger, and release the files."""
+        """Save for the last time, and release the files.
+
+        While the engine's thread has not ended, it may use the ledger, and calls of it may never return. Then this only
+        ends periodic saving, without waiting, and the files are released when the process ends.
+        """
         self._is_closing.set()
+        if not has_engine_ended:
+            return
         if self._thread is not None:
             self._thread.join()
         if self._shadows is not None:
             self._shadows.close()
-        if has_engine_ended:
-            self._write(all_slices(self.days_in_memory(None)))
+        self._write(all_slices(self.days_in_memory(None)))
         self._files.close()
 
     def save(self, call_engine: CallEngine) -> None:

@@ -1464,7 +1464,7 @@ STATEMENT_MUTANTS = (
     Mutant("statements/day_files.py", " or value < 0:", ":"),
     Mutant("statements/day_files.py", "day <= today - MAX_DAYS", "day < today - MAX_DAYS"),
     Mutant("statements/day_files.py", "fcntl.LOCK_EX | fcntl.LOCK_NB", "fcntl.LOCK_SH | fcntl.LOCK_NB"),
-    Mutant("statements/statement_book.py", "        if has_engine_ended:\n", "        if False:\n"),
+    Mutant("statements/statement_book.py", "        if not has_engine_ended:\n            return\n", ""),
     Mutant(
         "statements/statement_book.py",
         "            if self._write(days):\n",

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 from radixkv.api.statement import DAY_S, DayRange, DayUse, Use, day_number
 from radixkv.cache.purge import all_slices
 from radixkv.cache.tenant_ledger import DEVICE, TenantLedger
-from radixkv.errors import Draining, InvalidRequest
+from radixkv.errors import ConfigError, Draining, InvalidRequest
 from radixkv.statements import statement_book
 from radixkv.statements.day_files import DayFiles
 from radixkv.statements.statement_book import StatementBook
@@ -108,15 +109,29 @@ def test_a_clean_end_loses_nothing(tmp_path: Path) -> None:
     desk.book.close(has_engine_ended=True)
     again = Desk(tmp_path, desk.clock)
     assert again.ledger.use_of("a") == Use(requests=1)
-    again.book.close(has_engine_ended=False)
+    again.book.close(has_engine_ended=True)
     DayFiles.open(tmp_path).close()  # the lock is free
 
 
-def test_the_ledger_is_left_alone_while_the_engine_may_use_it(tmp_path: Path) -> None:
-    desk = Desk(tmp_path, FakeClock())
+def test_an_engine_that_does_not_end_is_not_waited_for(tmp_path: Path) -> None:
+    desk = Desk(tmp_path, FakeClock(), interval_s=0.001)
     desk.ledger.count("a", {"requests": 1})
-    desk.book.close(has_engine_ended=False)
+    is_saving = threading.Event()
+
+    def never_answer(_: Callable[[], Any]) -> Future[Any]:
+        is_saving.set()
+        return Future()
+
+    desk.book.start(never_answer)
+    assert is_saving.wait(PATIENCE_S)
+    closing = threading.Thread(target=desk.book.close, kwargs={"has_engine_ended": False}, daemon=True)
+    closing.start()
+    closing.join(PATIENCE_S)
+    assert not closing.is_alive()
     assert not list(tmp_path.glob("*.json"))
+    with pytest.raises(ConfigError, match="another process uses"):  # the thread that saves may still write
+        DayFiles.open(tmp_path)
+    desk.files.close()
 
 
 def test_it_saves_periodically(tmp_path: Path) -> None:
