@@ -18,6 +18,7 @@ from radixkv.tokens import TOKEN_BYTES
 
 MAX_SAMPLED_BLOCKS = 16_384  # of the larger shadow of a tenant
 _MAX_WAITING_BYTES = 64 * 2**20
+_REQUEST_BYTES = 512  # of a queued request besides its tokens; measured: 280
 _FIELD = "more_hit_tokens_at_twice_ceiling"
 
 _log = logging.getLogger(__name__)
@@ -201,8 +202,8 @@ def _continues(hashes: npt.NDArray[np.uint64], end: int, tail: _Tail) -> bool:
 class QuotaShadows:
     """The shadows of all tenants with a ceiling of their own, on a thread of its own.
 
-    The engine's thread only puts requests into a queue, and takes the results. If the thread is more than 64 MiB of
-    tokens behind, requests are left out, and a warning is logged.
+    The engine's thread only puts requests into a queue, and takes the results. If more than 64 MiB of requests wait,
+    further ones are left out, and a warning is logged.
 
     Args:
         ceilings: blocks by tenant.
@@ -229,7 +230,7 @@ class QuotaShadows:
 
     def put(self, tenant: str, request: ShadowRequest) -> None:
         """Queue a request of a tenant that has shadows."""
-        num_bytes = len(request.tokens)
+        num_bytes = _num_bytes(request)
         with self._lock:
             if self._num_waiting_bytes and self._num_waiting_bytes + num_bytes > _MAX_WAITING_BYTES:
                 self.num_dropped += 1
@@ -260,6 +261,11 @@ class QuotaShadows:
             shadow = self._shadows[tenant]
             num_more_tokens = shadow.replay(hashes, request.num_read_tokens, request.num_written_tokens)
             with self._lock:
-                self._num_waiting_bytes -= len(request.tokens)
+                self._num_waiting_bytes -= _num_bytes(request)
                 if num_more_tokens:
                     self._more_tokens[tenant] += num_more_tokens
+
+
+def _num_bytes(request: ShadowRequest) -> int:
+    """Return the memory that a request takes in the queue."""
+    return len(request.tokens) + _REQUEST_BYTES

@@ -138,13 +138,13 @@ def test_only_tenants_with_a_ceiling_have_shadows() -> None:
 def test_requests_beyond_the_bound_are_left_out(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(quota_shadow, "_MAX_WAITING_BYTES", 40)
+    monkeypatch.setattr(quota_shadow, "_MAX_WAITING_BYTES", quota_shadow._REQUEST_BYTES + 1)  # an empty one has room
     shadows = shadows_of()
     with shadows._lock:  # the thread cannot account what it has replayed
-        monkeypatch.setattr(shadows, "_num_waiting_bytes", 1)
+        monkeypatch.setattr(shadows, "_num_waiting_bytes", 2)
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
-            shadows.put("acme", request("x" * 10))
+            shadows.put("acme", request(""))
     assert shadows.num_dropped == 2
     assert len(caplog.records) == 1
     assert "acme" not in caplog.text
