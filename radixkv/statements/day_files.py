@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import logging
@@ -123,18 +124,20 @@ class DayFiles:
 
 def _lock(directory: Path) -> int | None:
     """Create a directory and lock it. Returns the descriptor that holds the lock; None if another process holds it."""
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        lock = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        raise ConfigError(
-            f"server.statement_path: expected a directory that can be written, got {directory}: {error.strerror}"
-        ) from error
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(lock)
-        return None
+    with contextlib.ExitStack() as opened:
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            lock = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            opened.callback(os.close, lock)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return None
+        except OSError as error:
+            raise ConfigError(
+                f"server.statement_path: expected a directory that can be written and locked, got {directory}: "
+                f"{error.strerror}"
+            ) from error
+        opened.pop_all()
     return lock
 
 

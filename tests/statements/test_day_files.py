@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -109,8 +111,22 @@ def test_replicas_use_subdirectories_which_they_find_again(tmp_path: Path) -> No
 
 def test_a_directory_that_cannot_be_used_is_a_wrong_configuration(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match=r"server\.statement_path: expected a directory that can be written, got"):
+    with pytest.raises(
+        ConfigError, match=r"server\.statement_path: expected a directory that can be written and locked"
+    ):
         DayFiles.open(tmp_path / "file")
+
+
+@pytest.mark.parametrize("open_files", [DayFiles.open, DayFiles.open_for_replica])
+def test_a_file_system_without_locks_is_not_another_process(
+    open_files: Callable[[Path], DayFiles], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", fail)
+    with pytest.raises(ConfigError, match="No locks available"):
+        open_files(tmp_path)
 
 
 def test_days_are_deleted_after_400_and_other_files_are_kept(files: DayFiles, tmp_path: Path) -> None:
