@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import threading
 
 import grpc
 import grpc.aio
@@ -12,7 +13,8 @@ from radixkv.api.statement import Use
 from radixkv.errors import Draining
 from radixkv.namespace import Namespace
 from radixkv.service.client import AsyncClient, HintStatus, InvalidArgument
-from radixkv.service.fleet.cache_service import joined_outcome, summed
+from radixkv.service.fleet import cache_service
+from radixkv.service.fleet.cache_service import joined_outcome, summed, summed_statements
 from radixkv.service.fleet.servicers import REPLICA
 from radixkv.v1 import cache_pb2, cache_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 from radixkv.v1.cache_pb2 import (
@@ -294,6 +296,25 @@ def test_a_statement_is_the_sum_of_those_of_all_replicas(tmp_path) -> None:
             lines = [(line.period, line.tenant, line.requests, line.device_token_s) for line in found.lines]
             assert lines == [("2026-11", "acme", 10 + 1 + 10 + 2, 0.5), ("2026-11", "zeta", 4, 0.0)]
             assert [line.requests for line in (await client.statement(tenant="zeta")).lines] == [4]
+
+    run(test)
+
+
+def test_statements_are_added_up_outside_of_the_event_loop(tmp_path, monkeypatch) -> None:
+    threads = set()
+
+    def noted(responses):
+        threads.add(threading.get_ident())
+        return summed_statements(responses)
+
+    monkeypatch.setattr(cache_service, "summed_statements", noted)
+
+    async def test() -> None:
+        async with fleet(1) as served, AsyncClient(served.address) as client:
+            served.engines[next(iter(served.engines))].statements = accounted_engine(tmp_path).statements
+            await client.statement()
+            assert threads
+            assert threading.get_ident() not in threads
 
     run(test)
 
