@@ -214,10 +214,10 @@ class Tokenizer:
         Raises:
             ValueError: the text contains surrogates, which UTF-8 cannot encode.
         """
-        ids = self._ids(text, add_special_tokens=False)
+        encoding = self._encoding(text, add_special_tokens=False)
         if isinstance(self._backend, SlowBackend):
-            return ids, []
-        return ids, [end for _, end in self._backend.encode(text, add_special_tokens=False).offsets]
+            return list(encoding.ids), []
+        return list(encoding.ids), [end for _, end in encoding.offsets]
 
     def turn_end(self) -> tuple[str, int] | None:
         """Return the special token that the chat template writes after an answer, and its id.
@@ -350,11 +350,14 @@ class Tokenizer:
         return self._ids("a", add_special_tokens=False)
 
     def _ids(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        return list(self._encoding(text, add_special_tokens=add_special_tokens).ids)
+
+    def _encoding(self, text: str, *, add_special_tokens: bool) -> Any:
         try:
             text.encode()
         except UnicodeEncodeError:  # its message would contain the text
             raise ValueError("expected text in Unicode, got lone surrogates") from None
-        return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+        return self._backend.encode(text, add_special_tokens=add_special_tokens)
 
     def _added_tokens(self) -> set[str]:
         return {token.content for token in self._backend.get_added_tokens_decoder().values()}

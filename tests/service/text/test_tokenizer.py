@@ -38,6 +38,13 @@ def test_the_text_of_a_token_has_its_leading_space(make):
     assert "".join(map(tokenizer.token_text, ids)).lstrip() == "Hello, world"
 
 
+def test_a_text_is_tokenized_once_for_its_ids_and_its_ends():
+    tokenizer = byte_level()
+    tokenizer._backend = mock.Mock(wraps=tokenizer._backend)
+    assert tokenizer.encode_with_ends("~€<|im_end|>x") == ([*"~€".encode(), 511, 120], [1, 2, 2, 2, 12, 13])
+    assert tokenizer._backend.encode.call_count == 1
+
+
 def test_the_definition_is_that_of_the_package_tokenizers():
     assert json.loads(byte_level().definition)["model"]["type"] == "BPE"
     with pytest.raises(ValueError, match="only transformers can run it"):
