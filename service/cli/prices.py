@@ -14,9 +14,10 @@ from radixkv.errors import ConfigError
 from radixkv.v1.cache_pb2 import StatementLine
 
 _MILLION = 1_000_000
-_HOUR_S = 3600
+HOUR_S = 3600
 _MAX_DECIMALS = 12
-_TIERS = ("device", "host", "disk", "remote")
+TIERS = ("device", "host", "disk", "remote")
+"""The tiers of a statement, as its fields name them."""
 _TOKENS = "per_million_tokens"
 _TOKEN_HOURS = "per_million_token_hours"
 # The field of a statement that a price applies to.
@@ -24,13 +25,13 @@ _TOKEN_FIELDS = {
     "computed": "computed_tokens",
     "generated": "generated_tokens",
     "written": "written_tokens",
-    **{f"cached_{tier}": f"{tier}_hit_tokens" for tier in _TIERS},
+    **{f"cached_{tier}": f"{tier}_hit_tokens" for tier in TIERS},
 }
 _KEYS = {
     "currency": None,
     "decimals": None,
     **{f"{_TOKENS}.{name}": None for name in ("cached", *_TOKEN_FIELDS)},
-    **{f"{_TOKEN_HOURS}.{tier}": None for tier in _TIERS},
+    **{f"{_TOKEN_HOURS}.{tier}": None for tier in TIERS},
 }
 # Enough for every product of a 64-bit number and a price, so that only the rounding of an amount rounds.
 _EXACT = decimal.Context(prec=80, rounding=decimal.ROUND_HALF_EVEN)
@@ -107,7 +108,7 @@ class PriceList(NamedTuple):
         hours = {name: _price(f"{_TOKEN_HOURS}.{name}", price) for name, price in tree.get(_TOKEN_HOURS, {}).items()}
         cached = tokens.pop("cached", None)
         if cached is not None:
-            tokens = {**{f"cached_{tier}": cached for tier in _TIERS}, **tokens}
+            tokens = {**{f"cached_{tier}": cached for tier in TIERS}, **tokens}
         if not tokens and not hours:
             raise ConfigError(f"prices: expected at least one in {_TOKENS} or {_TOKEN_HOURS}, got none")
         return cls(currency, decimals, tokens, hours)
@@ -125,9 +126,9 @@ class PriceList(NamedTuple):
                     round(getattr(line, f"{tier}_token_s")),
                     "token_s",
                     self.per_million_token_hours.get(tier),
-                    _HOUR_S,
+                    HOUR_S,
                 )
-                for tier in _TIERS
+                for tier in TIERS
             ),
         ]
         return [

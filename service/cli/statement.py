@@ -15,13 +15,11 @@ from radixkv.service.cli.argument_types import name
 from radixkv.service.cli.connection import add_connection, client_of
 from radixkv.service.cli.options import Option, add_options, flag
 from radixkv.service.cli.output import json_of
-from radixkv.service.cli.prices import InvoiceItem, PriceList, total_of
+from radixkv.service.cli.prices import HOUR_S, TIERS, InvoiceItem, PriceList, total_of
 from radixkv.service.cli.segments import duration
 from radixkv.service.cli.terminal import aligned, printable, tenant_label
 from radixkv.v1.cache_pb2 import StatementLine, StatementResponse
 
-_TIERS = ("device", "host", "disk", "remote")
-_HOUR_S = 3600
 _FIELDS = tuple(field.name for field in StatementLine.DESCRIPTOR.fields)
 
 
@@ -132,16 +130,16 @@ def statement_text(statement: StatementResponse, prices: PriceList | None = None
 
 def _rows(statement: StatementResponse) -> Iterator[tuple[str, ...]]:
     """Yield the header, and a row for each line, with the tiers that any tenant used."""
-    tiers = [tier for tier in _TIERS if any(getattr(line, f"{tier}_token_s") for line in statement.lines)]
+    tiers = [tier for tier in TIERS if any(getattr(line, f"{tier}_token_s") for line in statement.lines)]
     counts = ("requests", "computed", "saved by hits", "generated", "evicted by itself", "by others")
     yield ("tenant", "period", *counts, *(f"{tier} token-hours" for tier in tiers))
     for line in statement.lines:
         saved, by_self, by_others = (
-            sum(getattr(line, f"{tier}_{name}_tokens", 0) for tier in _TIERS)
+            sum(getattr(line, f"{tier}_{name}_tokens", 0) for tier in TIERS)
             for name in ("hit", "evicted_by_self", "evicted_by_others")
         )
         numbers = (line.requests, line.computed_tokens, saved, line.generated_tokens, by_self, by_others)
-        hours = (f"{getattr(line, f'{tier}_token_s') / _HOUR_S:,.1f}" for tier in tiers)
+        hours = (f"{getattr(line, f'{tier}_token_s') / HOUR_S:,.1f}" for tier in tiers)
         yield (tenant_label(line.tenant), line.period, *(f"{number:,}" for number in numbers), *hours)
 
 
@@ -157,7 +155,7 @@ def _invoice_text(statement: StatementResponse, prices: PriceList) -> Iterator[s
         for item in prices.invoice(line):
             items.append(item)
             is_time = item.unit == "token_s"
-            quantity = f"{item.quantity / _HOUR_S:,.1f} token-hours" if is_time else f"{item.quantity:,} tokens"
+            quantity = f"{item.quantity / HOUR_S:,.1f} token-hours" if is_time else f"{item.quantity:,} tokens"
             cells = (tenant_label(line.tenant), line.period, item.item, quantity)
             rows.append((*cells, f"{item.price_per_million:f}", f"{item.amount:f}"))
     rows.append(("total", "", "", "", "", f"{total_of(items, prices.decimals):f}"))

@@ -1495,8 +1495,8 @@ STATEMENT_MUTANTS = (
     Mutant("service/cli/prices.py", "Decimal(_MILLION * divisor)", "Decimal(_MILLION)"),
     Mutant(
         "service/cli/prices.py",
-        '{f"cached_{tier}": cached for tier in _TIERS}, **tokens}',
-        'tokens, **{f"cached_{tier}": cached for tier in _TIERS}}',
+        '{f"cached_{tier}": cached for tier in TIERS}, **tokens}',
+        'tokens, **{f"cached_{tier}": cached for tier in TIERS}}',
     ),
     Mutant(
         "service/server/servicers/statements.py",
