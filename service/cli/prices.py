@@ -27,12 +27,12 @@ _TOKEN_FIELDS = {
     "written": "written_tokens",
     **{f"cached_{tier}": f"{tier}_hit_tokens" for tier in TIERS},
 }
-_KEYS = {
-    "currency": None,
-    "decimals": None,
-    **{f"{_TOKENS}.{name}": None for name in ("cached", *_TOKEN_FIELDS)},
-    **{f"{_TOKEN_HOURS}.{tier}": None for tier in TIERS},
-}
+_KEYS = (
+    "currency",
+    "decimals",
+    *(f"{_TOKENS}.{name}" for name in ("cached", *_TOKEN_FIELDS)),
+    *(f"{_TOKEN_HOURS}.{tier}" for tier in TIERS),
+)
 # Enough for every product of a 64-bit number and a price, so that only the rounding of an amount rounds.
 _EXACT = decimal.Context(prec=80, rounding=decimal.ROUND_HALF_EVEN)
 
