@@ -19,8 +19,8 @@ from radixkv.tokens import TOKEN_BYTES
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
-    """One row of `input_ids`.
+class PaddedPrompt:
+    """One row of `input_ids`: a prompt and its padding on the left.
 
     Attributes:
         tokens: its tokens without padding, little-endian uint32 bytes.
@@ -46,7 +46,7 @@ class _Row:
         published_tokens: tokens that were published by this row; 0 until the prompt is published.
     """
 
-    prompt: Prompt
+    prompt: PaddedPrompt
     tokens: bytearray
     published_tokens: int = 0
 
@@ -121,7 +121,7 @@ class PromptCache(DynamicCache):  # type: ignore[misc]  # transformers has no ty
         model: Any,
         store: PrefixStore,
         namespace: Namespace,
-        prompts: Sequence[Prompt],
+        prompts: Sequence[PaddedPrompt],
         epoch: int,
         *,
         write_generated: bool,
@@ -265,7 +265,7 @@ class PromptCache(DynamicCache):  # type: ignore[misc]  # transformers has no ty
         self._stop_publishing()
         super().reset()
 
-    def _fill(self, prompts: Sequence[Prompt], matched: Sequence[MatchedPrefix]) -> None:
+    def _fill(self, prompts: Sequence[PaddedPrompt], matched: Sequence[MatchedPrefix]) -> None:
         """Copy the reused K/V of all rows into contiguous tensors, `[batch, num_kv_heads, length, head_dim]`."""
         length = self._length
         for layer_id in matched[0].layer_ids:

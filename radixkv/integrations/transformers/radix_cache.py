@@ -23,7 +23,7 @@ from radixkv.integrations.transformers.model_requirements import (
     require_reusable,
 )
 from radixkv.integrations.transformers.prefix_store import PrefixStore
-from radixkv.integrations.transformers.prompt_cache import Prompt, PromptCache
+from radixkv.integrations.transformers.prompt_cache import PaddedPrompt, PromptCache
 from radixkv.namespace import Namespace
 
 # Options of `generate` that switch assisted decoding on.
@@ -255,7 +255,7 @@ class RadixCache:
         config = kwargs.get("generation_config") or self.model.generation_config
         return kwargs.get(name) or getattr(config, name, None)
 
-    def _prompts(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> Iterator[Prompt]:
+    def _prompts(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> Iterator[PaddedPrompt]:
         if input_ids.ndim != 2 or not input_ids.numel() or input_ids.is_floating_point():
             raise InvalidRequest(
                 f"input_ids: expected token ids [batch, length], got {input_ids.dtype} {list(input_ids.shape)}"
@@ -286,7 +286,7 @@ class RadixCache:
                     f"input_ids[{index}]: expected at most {self._max_tokens} tokens, got {tokens.size}; "
                     f"{self._too_long}"
                 )
-            yield Prompt(tokens.astype("<u4").tobytes(), num_pads)
+            yield PaddedPrompt(tokens.astype("<u4").tobytes(), num_pads)
 
 
 class _WeightVersions:
