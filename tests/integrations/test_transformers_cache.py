@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from radixkv.errors import InvalidRequest, LifecycleError, PromptTooLong, UnsupportedModel
-from radixkv.integrations.transformers import PromptCache, RadixCache
+from radixkv.integrations.transformers import PromptCache, RadixCache, prompt_cache
 from radixkv.integrations.transformers.model_requirements import CACHE_NAMES, cache_name
 from tests.model.coverage.small_configs import covered_types, small_config
 from tests.model.exact.checkpoints import CONFIGS, SHAPE, VOCAB_SIZE
@@ -175,6 +175,30 @@ def test_a_cache_that_is_passed_to_generate_publishes_whole_blocks_without_being
     assert radix.cache_for(later).num_cached_tokens == (28,)
     radix.generate(ids, **GREEDY | {"max_new_tokens": 10})
     assert radix.cache_for(torch.cat([sequences, prompt(3, 5)], dim=1)).num_cached_tokens == (29,), "closed"
+
+
+def test_generated_tokens_are_read_from_the_device_once_per_block(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[tuple[int, ...]] = []
+
+    def counted(input_ids: torch.Tensor) -> np.ndarray[Any, Any]:
+        sizes.append(tuple(input_ids.shape))
+        return input_ids.numpy().astype(np.uint32)
+
+    monkeypatch.setattr(prompt_cache, "_numpy", counted)
+    radix, ids = RadixCache(llama, 1024, block_size=8), prompt(1, 20)
+    radix.generate(ids, **GREEDY | {"max_new_tokens": 22})
+    assert sizes == [(1, 20), (1, 20), (1, 4), (1, 8), (1, 8), (1, 1)], "the prompt is verified, and then published"
+
+
+def test_tokens_are_published_although_the_caller_overwrites_its_tensor(llama: Any) -> None:
+    radix, ids = RadixCache(llama, 1024, block_size=4), prompt(1, 20)
+    buffer = torch.zeros(1, 1, dtype=torch.long)
+    with radix.cache_for(ids[:, :12]) as cache, torch.no_grad():
+        forward(llama, cache, ids[:, :12])
+        for position in range(12, 20):
+            buffer.copy_(ids[:, position : position + 1])
+            forward(llama, cache, buffer)
+    assert radix.cache_for(torch.cat([ids, ids], dim=1)).num_cached_tokens == (20,)
 
 
 def test_one_cache_can_continue_over_several_calls(llama: Any) -> None:

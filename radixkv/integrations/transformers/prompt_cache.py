@@ -42,17 +42,13 @@ class _Row:
 
     Attributes:
         prompt: its prompt.
-        tokens: the tokens whose K/V are computed or reused.
+        tokens: the tokens whose K/V are computed or reused, without those that were not read yet.
         published_tokens: tokens that were published by this row; 0 until the prompt is published.
     """
 
     prompt: PaddedPrompt
     tokens: bytearray
     published_tokens: int = 0
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.tokens) // TOKEN_BYTES
 
 
 @dataclass(slots=True)
@@ -134,7 +130,9 @@ class PromptCache(DynamicCache):  # type: ignore[misc]  # transformers has no ty
         self._write_generated = write_generated
         self._prompt_length = prompts[0].num_pads + prompts[0].num_tokens
         self._records: dict[int, _WindowRecord] = {}
-        self._next_tokens: np.ndarray[Any, np.dtype[np.uint32]] | None = None
+        self._next_tokens: torch.Tensor | None = None
+        # Tokens after those of `_Row.tokens`, `[batch, num_new]` each, on the device of the model.
+        self._unread_tokens: list[torch.Tensor] = []
         self._is_publishing = True
         self._is_closed = False
         with store.matched(namespace, [each.tokens for each in prompts]) as matched:
@@ -146,7 +144,7 @@ class PromptCache(DynamicCache):  # type: ignore[misc]  # transformers has no ty
         self._rows = [
             _Row(each, bytearray(each.tokens[: max(0, self._length - each.num_pads) * TOKEN_BYTES])) for each in prompts
         ]
-        self.num_cached_tokens = tuple(row.num_tokens for row in self._rows)
+        self.num_cached_tokens = tuple(map(self._num_tokens, self._rows))
 
     def __enter__(self) -> Self:
         return self
@@ -182,11 +180,10 @@ class PromptCache(DynamicCache):  # type: ignore[misc]  # transformers has no ty
                 f"RadixCache: this cache is for {num_rows} sequences, got input_ids of {input_ids.shape[0]}; with "
                 "num_beams or num_return_sequences, pass num_sequences to cache_for"
             )
-        tokens = input_ids.cpu().numpy().astype(np.uint32)
         if self._length < self._prompt_length or num_new > 1:
-            self._require_own_tokens(tokens)
+            self._require_own_tokens(_numpy(input_ids))
             self._require_causal(arguments, num_new)
-        self._next_tokens = tokens
+        self._next_tokens = input_ids.clone()  # the caller may overwrite its tensor before the tokens are read
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -213,19 +210,19 @@ class PromptCache(DynamicCache):  # type: ignore[misc]  # transformers has no ty
         if self._next_tokens is None:
             return
         tokens, self._next_tokens = self._next_tokens, None
-        first, self._length = self._length, self._length + tokens.shape[1]
+        self._unread_tokens.append(tokens)
+        self._length += tokens.shape[1]
         lengths = {layer.get_seq_length() for _, layer in self._stored_layers()}
         if lengths != {self._length}:
             raise UnsupportedModel(
                 f"{type(self._model).__name__}: expected K/V of {self._length} tokens in each layer, got "
                 f"{', '.join(map(str, sorted(lengths)))}"
             )
-        for row, new in zip(self._rows, tokens, strict=True):
-            row.tokens += new[max(0, row.prompt.num_pads - first) :].tobytes()
         self._publish(is_last=False)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last tokens of all rows, as assisted decoding does with rejected ones."""
+        self._read_tokens()
         super().crop(tokens_to_remove)
         num_removed = min(-tokens_to_remove, self._length)
         if num_removed <= 0:
@@ -233,12 +230,13 @@ class PromptCache(DynamicCache):  # type: ignore[misc]  # transformers has no ty
         self._length -= num_removed
         for row in self._rows:
             del row.tokens[max(0, self._length - row.prompt.num_pads) * TOKEN_BYTES :]
-            row.published_tokens = min(row.published_tokens, row.num_tokens)
+            row.published_tokens = min(row.published_tokens, self._num_tokens(row))
         for record in self._records.values():
             record.crop(self._length)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each row, so that each prompt gets several completions."""
+        self._read_tokens()
         super().batch_repeat_interleave(repeats)
         self._rows = [
             _Row(row.prompt, row.tokens[:], row.published_tokens) for row in self._rows for _ in range(repeats)
@@ -330,7 +328,22 @@ class PromptCache(DynamicCache):  # type: ignore[misc]  # transformers has no ty
     def _stop_publishing(self) -> None:
         self._is_publishing = False
         self._next_tokens = None
+        self._unread_tokens = []
         self._records = {}
+
+    def _num_tokens(self, row: _Row) -> int:
+        """Return the number of tokens of a row whose K/V are in this cache."""
+        return max(0, self._length - row.prompt.num_pads)
+
+    def _read_tokens(self) -> None:
+        """Append the unread tokens to the rows. On a GPU this waits for the forward pass that computed them."""
+        if not self._unread_tokens:
+            return
+        tokens = _numpy(torch.cat(self._unread_tokens, dim=1))
+        first = self._length - tokens.shape[1]
+        self._unread_tokens = []
+        for row, new in zip(self._rows, tokens, strict=True):
+            row.tokens += new[max(0, row.prompt.num_pads - first) :].tobytes()
 
     def _publish(self, *, is_last: bool) -> None:
         """Publish whole prompts, then whole blocks of generated tokens, and at the end the rest."""
@@ -338,7 +351,7 @@ class PromptCache(DynamicCache):  # type: ignore[misc]  # transformers has no ty
             return
         block_size = self._store.block_size
         for index, row in enumerate(self._rows):
-            num_tokens = row.num_tokens
+            num_tokens = self._num_tokens(row)
             if row.published_tokens:
                 if not self._write_generated:
                     continue
@@ -352,6 +365,7 @@ class PromptCache(DynamicCache):  # type: ignore[misc]  # transformers has no ty
             record.drop_before(published)
 
     def _publish_row(self, index: int, row: _Row, num_tokens: int) -> None:
+        self._read_tokens()
         num_pads = row.prompt.num_pads
 
         def read(start: int, end: int) -> dict[int, KV]:
@@ -377,6 +391,12 @@ class PromptCache(DynamicCache):  # type: ignore[misc]  # transformers has no ty
             is_resumed=row.published_tokens > 0,
         )
         row.published_tokens = num_tokens
+
+
+def _numpy(input_ids: torch.Tensor) -> np.ndarray[Any, np.dtype[np.uint32]]:
+    """Copy tokens from the device, `[batch, num_tokens]`."""
+    tokens: np.ndarray[Any, np.dtype[np.uint32]] = input_ids.cpu().numpy().astype(np.uint32)
+    return tokens
 
 
 def _padded(rows: Sequence[torch.Tensor], length: int) -> torch.Tensor:
