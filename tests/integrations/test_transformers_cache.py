@@ -167,6 +167,17 @@ def test_a_turn_reuses_the_answer_of_the_turn_before_it(llama: Any) -> None:
     assert radix.cache_for(torch.cat([answer, prompt(3, 5)], dim=1)).num_cached_tokens == (21,)
 
 
+@pytest.mark.parametrize("write_generated", [False, True])
+def test_a_windowed_layer_keeps_the_window_and_a_block_however_long_the_answer_is(write_generated: bool) -> None:
+    model = model_of(KINDS["mistral"])
+    radix, ids = RadixCache(model, 1024, block_size=4), prompt(1, 30)
+    with radix.cache_for(ids, write_generated=write_generated) as cache:
+        model.generate(ids, **{cache_name(model): cache}, **GREEDY | {"max_new_tokens": 60})
+        records = cache._records.values()
+        assert len(records) == (3 if write_generated else 0)
+        assert all(sum(keys.shape[2] for keys, _ in each.pieces) <= 4 for each in records)
+
+
 def test_a_cache_that_is_passed_to_generate_publishes_whole_blocks_without_being_closed(llama: Any) -> None:
     radix, ids = RadixCache(llama, 1024, block_size=4), prompt(1, 21)
     cache = radix.cache_for(ids)

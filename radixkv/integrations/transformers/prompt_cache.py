@@ -96,7 +96,7 @@ class PromptCache(DynamicCache):  # type: ignore[misc]  # transformers has no ty
 
     It sees the tokens of each forward pass of the model, so what it publishes is what was computed. Publishing ends,
     while everything else works, as soon as rows no longer continue the same sequences: after `reorder_cache` (beam
-    search) and `batch_select_indices`.
+    search) and `batch_select_indices`. Without `write_generated` it ends with the prompt.
 
     One thread may use it at a time.
 
@@ -352,14 +352,15 @@ class PromptCache(DynamicCache):  # type: ignore[misc]  # transformers has no ty
         block_size = self._store.block_size
         for index, row in enumerate(self._rows):
             num_tokens = self._num_tokens(row)
-            if row.published_tokens:
-                if not self._write_generated:
-                    continue
-                num_tokens = num_tokens if is_last else num_tokens // block_size * block_size
-            elif not self._write_generated:
+            if not self._write_generated:
                 num_tokens = row.prompt.num_tokens
+            elif row.published_tokens and not is_last:
+                num_tokens = num_tokens // block_size * block_size
             if num_tokens > row.published_tokens:
                 self._publish_row(index, row, num_tokens)
+        if not self._write_generated:
+            self._stop_publishing()
+            return
         published = min(row.prompt.num_pads + row.published_tokens for row in self._rows)
         for record in self._records.values():
             record.drop_before(published)
