@@ -66,7 +66,7 @@ def test_stable_parameters_exist_and_others_have_defaults(function: Any) -> None
 
 
 def test_stable_attributes_exist() -> None:
-    cache = PrefixCache(num_blocks=4, block_size=4)
+    cache = PrefixCache(num_blocks=4, block_size=4, clock=lambda: 7.0)
     assert (cache.num_evictable_blocks, cache.num_pinned_blocks, cache.num_evicted_blocks) == (0, 0, 0)
     with cache.lease(Namespace(model="m", tenant="t", adapter="a", salt="s"), bytes(20)) as lease:
         assert (lease.num_tokens, lease.cached_tokens, lease.committed_tokens, lease.copy) == (5, 0, 0, None)
@@ -76,7 +76,7 @@ def test_stable_attributes_exist() -> None:
         assert (node.tokens, node.start_bytes, node.owner.namespace.tenant) == (bytes(20), 0, "t")
         assert node.block_ids == lease.block_ids.tobytes()
         assert node.parent is not None
-        assert node.last_used_s >= 0
+        assert node.last_used_s == 7.0
     assert Quota(floor_blocks=1, ceiling_blocks=2).ceiling_blocks == 2
 
 
