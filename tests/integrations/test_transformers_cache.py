@@ -359,6 +359,26 @@ def test_what_was_reused_before_a_change_is_not_published_after_it(llama: Any) -
         assert radix.cache_for(ids).num_cached_tokens == (0,)
 
 
+@pytest.mark.parametrize("names", [{}, {"tenant": "acme"}, {"salt": "one"}, {"tenant": "acme", "salt": "one"}], ids=str)
+def test_a_generation_that_began_before_a_clear_publishes_nothing_after_it(llama: Any, names: dict[str, str]) -> None:
+    radix, ids = RadixCache(llama, 1024, block_size=4), prompt(1, 30)
+
+    def clear(input_ids: torch.Tensor, _: object, **__: object) -> torch.Tensor:
+        if input_ids.shape[1] == 36:  # six tokens were generated, and four of them published
+            assert radix.cache_for(input_ids, **names).num_cached_tokens == (32,)
+            radix.clear(**names)
+        return torch.zeros(1, dtype=torch.bool)
+
+    with radix.cache_for(ids, **names) as unused:
+        options = GREEDY | {"max_new_tokens": 20, "stopping_criteria": StoppingCriteriaList([clear])}
+        answer = radix.generate(ids, **names, **options).sequences
+        assert radix.cache_for(answer, **names).num_cached_tokens == (0,)
+        llama.generate(ids, **{cache_name(llama): unused}, **GREEDY)
+    assert radix.cache_for(answer, **names).num_cached_tokens == (0,), "it was created before the clear"
+    radix.generate(ids, **names, **GREEDY)
+    assert radix.cache_for(answer, **names).num_cached_tokens == (37,)
+
+
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # PEFT uses names that transformers has renamed
 def test_active_lora_adapters_share_nothing_with_others(llama: Any) -> None:
     peft = pytest.importorskip("peft")

@@ -110,7 +110,7 @@ class PrefixStore:
     def clear(self, tenant: str | None = None, salt: str | None = None) -> None:
         """Evict what is cached in namespaces with these names; None matches any. Without names, K/V memory is freed.
 
-        No sequence that was matched before is published any more.
+        Sequences that were matched before, under whatever names, are not published after this.
         """
         with self._lock:
             self._epoch += 1

@@ -247,7 +247,10 @@ class RadixCache:
         return cache
 
     def clear(self, *, tenant: str | None = None, salt: str | None = None) -> None:
-        """Evict what was computed under these names; None matches any name. Calls that run now publish nothing more."""
+        """Evict what was computed under these names; None matches any name.
+
+        Caches that `cache_for` or `generate` created before, under whatever names, publish nothing after this.
+        """
         self._store.clear(tenant, salt)
 
     def _option(self, name: str, kwargs: Mapping[str, Any]) -> Any:
