@@ -392,6 +392,11 @@ def test_active_lora_adapters_share_nothing_with_others(llama: Any) -> None:
         assert radix.cache_for(ids).num_cached_tokens == (0,)
         assert same(radix.generate(ids, **GREEDY), llama.generate(ids, **GREEDY))
     assert radix.cache_for(ids).num_cached_tokens == (29,)
+    longer = torch.cat([ids, prompt(3, 5)], dim=1)
+    begun = radix.cache_for(longer)
+    with wrapped.disable_adapter(), pytest.raises(InvalidRequest, match="expected the LoRA adapters that were active"):
+        llama.generate(longer, **{cache_name(llama): begun}, **GREEDY)
+    assert radix.cache_for(longer).num_cached_tokens == (30,), "what other adapters compute is not published"
 
 
 def test_a_call_that_fails_leaves_nothing_behind(llama: Any) -> None:

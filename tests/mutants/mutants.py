@@ -1644,6 +1644,7 @@ INTEGRATION_MUTANTS = (
         "integrations/transformers/prompt_cache.py", "            start, end = start + num_pads, end + num_pads\n", ""
     ),
     Mutant("integrations/transformers/prompt_cache.py", "            if got != expected:", "            if False:"),
+    Mutant("integrations/transformers/prompt_cache.py", "if self._adapters.describe_active() !=", "if False and 0 !="),
     Mutant(
         "integrations/transformers/radix_cache.py",
         "version) == (each.data_ptr(), _version(each))",

@@ -12,6 +12,7 @@ import torch
 from transformers import DynamicCache
 
 from radixkv.errors import InvalidRequest, UnsupportedModel
+from radixkv.integrations.transformers.adapters import Adapters
 from radixkv.integrations.transformers.kv_slots import KV
 from radixkv.integrations.transformers.prefix_store import MatchedPrefix, PrefixStore
 from radixkv.namespace import Namespace
@@ -102,6 +103,7 @@ class PromptCache(DynamicCache):  # type: ignore[misc]  # transformers has no ty
 
     Args:
         model: the model whose forward passes use this cache.
+        adapters: its adapters, of which the same must be active in each forward pass.
         store: where prefixes are found and published.
         namespace: which prefixes.
         prompts: the rows of the batch, all of the same length with padding.
@@ -115,6 +117,7 @@ class PromptCache(DynamicCache):  # type: ignore[misc]  # transformers has no ty
     def __init__(
         self,
         model: Any,
+        adapters: Adapters,
         store: PrefixStore,
         namespace: Namespace,
         prompts: Sequence[PaddedPrompt],
@@ -124,6 +127,7 @@ class PromptCache(DynamicCache):  # type: ignore[misc]  # transformers has no ty
     ) -> None:
         super().__init__(config=model.config.get_text_config(decoder=True))
         self._model = model
+        self._adapters = adapters
         self._store = store
         self._namespace = namespace
         self._epoch = epoch
@@ -170,6 +174,11 @@ class PromptCache(DynamicCache):  # type: ignore[misc]  # transformers has no ty
         input_ids = arguments.get("input_ids")
         if model is not self._model:
             raise InvalidRequest("RadixCache: this cache belongs to another model")
+        if self._adapters.describe_active() != self._namespace.adapter:
+            raise InvalidRequest(
+                "RadixCache: expected the LoRA adapters that were active when this cache was created, got others; "
+                "create another cache"
+            )
         if not self._is_publishing:
             return
         if not isinstance(input_ids, torch.Tensor):

@@ -16,6 +16,7 @@ import torch
 from radixkv.cache.eviction_policy import EvictionPolicy
 from radixkv.config.sequence_limit import sequence_limit
 from radixkv.errors import InvalidRequest, LifecycleError, PromptTooLong
+from radixkv.integrations.transformers.adapters import Adapters
 from radixkv.integrations.transformers.model_requirements import (
     CACHE_NAMES,
     cache_name,
@@ -66,7 +67,8 @@ class RadixCache:
 
     The cache is bound to the model object. Before each call it verifies that no parameter was replaced or changed in
     place, and otherwise drops everything. It does not see changes of `parameter.data`, which bypass PyTorch's version
-    counter: call `clear` after them. Active LoRA adapters are a part of the namespace.
+    counter: call `clear` after them. Active LoRA adapters are a part of the namespace; a cache that was created with
+    some adapters refuses forward passes with others.
 
     Several threads may use it at the same time, as far as the model allows that.
 
@@ -235,9 +237,15 @@ class RadixCache:
             if not self._weights.are_current():
                 self._store.clear()
                 self._weights = _WeightVersions(self.model)
-            namespace = Namespace(type(self.model).__name__, tenant, _adapters(self.model), salt)
+            adapters = Adapters(self.model)
             cache = PromptCache(
-                self.model, self._store, namespace, prompts, self._store.epoch, write_generated=write_generated
+                self.model,
+                adapters,
+                self._store,
+                Namespace(type(self.model).__name__, tenant, adapters.describe_active(), salt),
+                prompts,
+                self._store.epoch,
+                write_generated=write_generated,
             )
             self._num_prompts += len(prompts)
             self._num_prompt_tokens += sum(each.num_tokens for each in prompts)
@@ -315,20 +323,6 @@ class _WeightVersions:
 
 def _version(parameter: torch.Tensor) -> int:
     return -1 if parameter.is_inference() else parameter._version  # inference tensors can't be changed in place
-
-
-def _adapters(model: Any) -> str:
-    """Describe which LoRA adapters are active in which modules, and how strongly; empty without any."""
-    described = [
-        (name, tuple(module.active_adapters), module.disable_adapters, tuple(module.merged_adapters), _scaling(module))
-        for name, module in model.named_modules()
-        if hasattr(module, "merged_adapters")
-    ]
-    return repr(described) if described else ""
-
-
-def _scaling(module: Any) -> tuple[tuple[str, float], ...]:
-    return tuple(getattr(module, "scaling", {}).items())
 
 
 def _begin_forward(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
