@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from radixkv.api.result import GeneratedTokens, OnTokens
 from radixkv.errors import QueueFull
-from radixkv.service.offline.request_slots import RequestSlots
+from radixkv.service.offline.request_slots import CallSlots, RequestSlots
 
 if TYPE_CHECKING:  # the engine needs torch; this module does not
     from radixkv.engine.engine import Engine
@@ -62,10 +62,10 @@ class EngineBatch(Generic[Result, Output]):
         """
         futures: list[Future[Result]] = []
         outputs: dict[int, Output] = {}
-        with self._slots.call():
+        with self._slots.call() as slots:
             try:
                 while len(outputs) < len(starts):
-                    self._start_some(starts, futures, len(outputs))
+                    self._start_some(slots, starts, futures, len(outputs))
                     index, tokens = self._events.get()
                     if tokens is not None:
                         self._add(index, tokens)
@@ -73,25 +73,25 @@ class EngineBatch(Generic[Result, Output]):
                         raise self._engine.cancellation
                     else:
                         outputs[index] = self._end(index, futures[index].result(0))
+                        slots.release()
             finally:  # also if the caller is interrupted
                 for future in futures:
                     future.cancel()
         return [outputs[index] for index in range(len(starts))]
 
-    def _start_some(self, starts: Sequence[Start[Result]], futures: list[Future[Result]], num_ended: int) -> None:
-        while len(futures) < len(starts) and self._slots.take(len(futures) - num_ended):
+    def _start_some(
+        self, slots: CallSlots, starts: Sequence[Start[Result]], futures: list[Future[Result]], num_ended: int
+    ) -> None:
+        # A refused request leaves a slot, which the next attempt uses.
+        while len(futures) < len(starts) and (slots.num_taken > len(futures) - num_ended or slots.take()):
             index = len(futures)
             try:
                 future = starts[index](self._token_queue(index))
             except QueueFull:  # because of cancelled requests, which have slots no more
-                self._slots.release()
                 if len(futures) > num_ended:
                     return
                 time.sleep(_RETRY_S)
                 continue
-            except BaseException:
-                self._slots.release()
-                raise
             futures.append(future)
             future.add_done_callback(self._end_queue(index))
 
@@ -99,8 +99,4 @@ class EngineBatch(Generic[Result, Output]):
         return lambda tokens: self._events.put((index, tokens))
 
     def _end_queue(self, index: int) -> Callable[[Future[Any]], None]:
-        def end(_: Future[Any]) -> None:
-            self._slots.release()
-            self._events.put((index, None))
-
-        return end
+        return lambda _: self._events.put((index, None))

@@ -27,25 +27,20 @@ class RequestSlots:
         self._changed = threading.Condition()
 
     @contextlib.contextmanager
-    def call(self) -> Iterator[None]:
-        """Count a call for the time of a block, in which it may take slots."""
+    def call(self) -> Iterator[CallSlots]:
+        """Count a call for the time of a block. At the end of the block, the slots of the call are returned."""
         with self._changed:
             self._num_calls += 1
+        slots = CallSlots(self)
         try:
-            yield
+            yield slots
         finally:
+            self.release(slots.num_taken)
             with self._changed:
                 self._num_calls -= 1
 
     def take(self, num_own: int) -> bool:
-        """Take a slot for a call, and wait for one if the call has none.
-
-        Args:
-            num_own: number of slots that the call has.
-
-        Returns:
-            Whether a slot was taken; if not, the call has its share, or all slots are taken.
-        """
+        """Take a slot for a call that has `num_own` slots; see `CallSlots.take`."""
         with self._changed:
             while self._num_taken >= self._num_slots or num_own >= max(1, self._num_slots // self._num_calls):
                 if num_own:
@@ -54,8 +49,38 @@ class RequestSlots:
             self._num_taken += 1
             return True
 
+    def release(self, num_slots: int) -> None:
+        """Return slots."""
+        with self._changed:
+            self._num_taken -= num_slots
+            self._changed.notify(num_slots)
+
+
+class CallSlots:
+    """The slots of one call. For use by one thread.
+
+    Args:
+        slots: those of all calls.
+
+    Attributes:
+        num_taken: number of slots that the call has.
+    """
+
+    def __init__(self, slots: RequestSlots) -> None:
+        self._slots = slots
+        self.num_taken = 0
+
+    def take(self) -> bool:
+        """Take a slot, and wait for one if the call has none.
+
+        Returns:
+            Whether a slot was taken; if not, the call has its share, or all slots are taken.
+        """
+        is_taken = self._slots.take(self.num_taken)
+        self.num_taken += is_taken
+        return is_taken
+
     def release(self) -> None:
         """Return a slot."""
-        with self._changed:
-            self._num_taken -= 1
-            self._changed.notify()
+        self.num_taken -= 1
+        self._slots.release(1)

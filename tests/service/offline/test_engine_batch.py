@@ -118,6 +118,18 @@ def test_calls_of_several_threads_share_what_may_be_unfinished() -> None:
     assert slots._num_taken == 0
 
 
+def test_a_request_that_has_ended_returns_its_slot_while_others_run() -> None:
+    slots = RequestSlots(3)
+    requests = Requests(FakeEngine(), slots)
+    num_taken: list[int] = []
+
+    def end(index: int, result: GenerateResult) -> None:
+        num_taken.append(slots._num_taken)
+
+    EngineBatch(requests.engine, slots, requests.add, end).run([partial(requests.start, first) for first in range(3)])
+    assert num_taken == [3, 2, 1]
+
+
 def test_a_call_that_fails_returns_its_slots() -> None:
     slots = RequestSlots(2)
     engine = FakeEngine()

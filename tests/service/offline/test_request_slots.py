@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -10,9 +11,9 @@ from tests.patience import PATIENCE_S
 
 
 def test_a_call_that_is_alone_takes_all_slots() -> None:
-    slots = RequestSlots(3)
-    with slots.call():
-        assert [slots.take(num_own) for num_own in range(4)] == [True, True, True, False]
+    with RequestSlots(3).call() as call:
+        assert [call.take() for _ in range(4)] == [True, True, True, False]
+        assert call.num_taken == 3
 
 
 def test_a_call_that_has_none_waits_for_its_first_slot() -> None:
@@ -20,31 +21,43 @@ def test_a_call_that_has_none_waits_for_its_first_slot() -> None:
     has_begun = threading.Event()
 
     def other() -> bool:
-        with slots.call():
+        with slots.call() as call:
             has_begun.set()
-            return slots.take(0)
+            return call.take()
 
-    with slots.call(), ThreadPoolExecutor(1) as threads:
-        assert slots.take(0)
-        assert slots.take(1)
+    with slots.call() as call, ThreadPoolExecutor(1) as threads:
+        assert call.take()
+        assert call.take()
         taken = threads.submit(other)
         assert has_begun.wait(PATIENCE_S)
         assert not taken.done()
-        slots.release()
+        call.release()
         assert taken.result(PATIENCE_S)
 
 
 def test_calls_have_equal_shares() -> None:
     slots = RequestSlots(4)
-    with slots.call():
-        assert all(slots.take(num_own) for num_own in range(4))
-        with slots.call():
+    with slots.call() as first:
+        assert all(first.take() for _ in range(4))
+        with slots.call() as second:
             for _ in range(3):
-                slots.release()
-            assert slots.take(0)
-            assert not slots.take(2), "two is the share of each"
-            assert slots.take(1)
-        assert slots.take(2), "the other call has ended"
+                first.release()
+            assert second.take()
+            assert second.take()
+            assert not second.take(), "two is the share of each"
+            assert first.take()
+        assert first.take(), "the other call has ended"
+
+
+def test_a_call_returns_its_slots_however_it_ends() -> None:
+    slots = RequestSlots(2)
+    for _ in range(3):
+        with contextlib.suppress(KeyboardInterrupt), slots.call() as call:
+            assert call.take()
+            assert call.take()
+            raise KeyboardInterrupt
+    with slots.call() as call:
+        assert [call.take() for _ in range(3)] == [True, True, False]
 
 
 def test_more_calls_than_slots_have_one_each_in_turn() -> None:
@@ -52,11 +65,11 @@ def test_more_calls_than_slots_have_one_each_in_turn() -> None:
 
     def run(_: int) -> int:
         num_done = 0
-        with slots.call():
+        with slots.call() as call:
             for _ in range(20):
-                assert slots.take(0)
+                assert call.take()
                 num_done += 1
-                slots.release()
+                call.release()
         return num_done
 
     with ThreadPoolExecutor(8) as threads:
