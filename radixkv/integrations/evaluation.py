@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -86,8 +87,9 @@ class Evaluator:
             InvalidRequest: a continuation has no tokens.
         """
         scored = []
+        encode_context = functools.cache(self.encode)  # several continuations have the same context
         for index, (context, continuation) in enumerate(pairs):
-            scored.append(self._scored(context, continuation))
+            scored.append(self._scored(context, continuation, encode_context))
             if not scored[-1].continuation:
                 raise InvalidRequest(f"requests[{index}]: expected a continuation of at least one token, got none")
         return self._in_token_order(scored, lambda each: (*each.context, *each.continuation), self._score)
@@ -136,10 +138,10 @@ class Evaluator:
 
         return self._in_token_order(prepared, lambda each: tuple(each[0]), generate)
 
-    def _scored(self, context: str, continuation: str) -> _Scored:
+    def _scored(self, context: str, continuation: str, encode_context: Callable[[str], list[int]]) -> _Scored:
         """Encode a context and its continuation, and drop what is too long."""
         if context:
-            before = self.encode(context.rstrip())
+            before = encode_context(context.rstrip())
             after = self.encode(context + continuation)[len(before) :]
         else:
             before, after = [], self._tokenizer.encode_rendered(continuation)

@@ -18,7 +18,7 @@ from radixkv.model.tiny_model import build_tiny_model
 MAX_DIFFERENCE = 1e-3  # of log probabilities
 SHOTS = "".join(f"Q: Who said the words {each}?\nA: Moses\n\n" for each in ("one", "two", "three", "four", "five"))
 QUESTIONS = [f"Q: Who went to the {each}?\nA:" for each in ("city", "sea", "king", "house")]
-CHOICES = [" Moses", " the Lord", " a man of the land", " nobody"]
+CHOICES = [" Moses", " the Lord", " a man of the land", " no man"]
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +63,16 @@ def test_loglikelihoods_are_those_of_transformers_in_the_order_of_the_requests(
         assert abs(logprob - total) < MAX_DIFFERENCE
         assert is_greedy is argmax_is
     assert any(is_greedy for _, is_greedy in results)
+
+
+def test_a_context_of_several_continuations_is_encoded_once(
+    evaluator: Evaluator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts: list[str] = []
+    encode = evaluator.encode
+    monkeypatch.setattr(evaluator, "encode", lambda text: texts.append(text) or encode(text))
+    evaluator.loglikelihood([(question, choice) for choice in CHOICES for question in QUESTIONS])
+    assert len(texts) == len(set(texts)) == len(QUESTIONS) * (1 + len(CHOICES))
 
 
 def test_white_space_at_the_end_of_a_context_belongs_to_the_continuation(evaluator: Evaluator) -> None:
