@@ -16,6 +16,7 @@ from lm_eval.api.model import LM
 from lm_eval.api.registry import register_model
 
 from radixkv import LLM
+from radixkv.errors import InvalidRequest
 from radixkv.integrations.evaluation import Evaluator
 
 # Arguments that the harness passes to every model, and that change nothing here: the engine chooses its own batches.
@@ -46,9 +47,8 @@ class RadixKVLM(LM):  # type: ignore[misc]  # lm_eval is not installed where typ
         super().__init__()
         for name in _UNUSED:
             keys.pop(name, None)
-        keys.setdefault("device", None)
         if keys.get("device") in _DEFAULT_DEVICES:
-            del keys["device"]
+            keys.pop("device", None)
         self.llm = LLM(pretrained, **keys)
         self.evaluator = Evaluator(self.llm, max_gen_toks=max_gen_toks, prefix_token_id=prefix_token_id)
         self._name = os.fspath(pretrained)
@@ -63,8 +63,26 @@ class RadixKVLM(LM):  # type: ignore[misc]  # lm_eval is not installed where typ
         return f"{self.tokenizer_name}-chat" if chat_template else None
 
     def apply_chat_template(self, chat_history: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> str:
-        """Render a conversation with the chat template of the model."""
-        return self.llm.get_tokenizer().render_chat(chat_history, add_generation_prompt=add_generation_prompt)
+        """Render a conversation with the chat template of the model.
+
+        Without `add_generation_prompt`, the last message is the beginning of the answer, which the model continues: the
+        text ends with it.
+
+        Raises:
+            InvalidRequest: the template changes the last message, so it cannot be continued.
+        """
+        text = self.llm.get_tokenizer().render_chat(chat_history, add_generation_prompt=add_generation_prompt)
+        if add_generation_prompt:
+            return text
+        beginning = chat_history[-1]["content"]
+        if beginning not in text:  # many templates strip white space
+            beginning = beginning.strip()
+        before, found, _ = text.rpartition(beginning)
+        if not found:
+            raise InvalidRequest(
+                "chat_history: expected a template that keeps the last message, got one that changes it"
+            )
+        return before + found
 
     def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """See `Evaluator.loglikelihood`."""

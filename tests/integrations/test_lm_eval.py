@@ -89,7 +89,10 @@ def test_conversations_are_rendered_with_the_template_of_the_model(model: Any) -
     messages = [{"role": "user", "content": "Where is my father?"}]
     rendered = model.apply_chat_template(messages)
     assert rendered == model.llm.get_tokenizer().render_chat(messages, add_generation_prompt=True)
-    assert rendered.startswith(model.apply_chat_template(messages, add_generation_prompt=False))
+    for beginning in ("The answer is ", "The door"):
+        answer = {"role": "assistant", "content": beginning}
+        continued = model.apply_chat_template([*messages, answer], add_generation_prompt=False)
+        assert continued == rendered + beginning, "the model continues the last message"
     assert model.chat_template(True) == "radixkv-tiny-chat"
     assert model.chat_template(False) is None
 
