@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from radixkv.errors import InvalidRequest
+from radixkv.service.offline.prompts import naming
 
 if TYPE_CHECKING:
     from radixkv import LLM
@@ -84,14 +85,13 @@ class Evaluator:
             pairs: context and continuation. An empty context is replaced by the prefix token.
 
         Raises:
-            InvalidRequest: a continuation has no tokens.
+            InvalidRequest: a continuation has no tokens, or a text is no Unicode. The message names the request.
         """
         scored = []
         encode_context = functools.cache(self.encode)  # several continuations have the same context
         for index, (context, continuation) in enumerate(pairs):
-            scored.append(self._scored(context, continuation, encode_context))
-            if not scored[-1].continuation:
-                raise InvalidRequest(f"requests[{index}]: expected a continuation of at least one token, got none")
+            with naming(f"requests[{index}]"):
+                scored.append(self._scored(context, continuation, encode_context))
         return self._in_token_order(scored, lambda each: (*each.context, *each.continuation), self._score)
 
     def loglikelihood_rolling(self, texts: Sequence[str]) -> list[float]:
@@ -122,11 +122,12 @@ class Evaluator:
                 answer is greedy unless `do_sample` is true or a temperature above 0 is given.
 
         Raises:
-            InvalidRequest: an option is unknown.
+            InvalidRequest: an option is unknown, or has a wrong value. The message names the request.
         """
         prepared = []
         for index, (context, options) in enumerate(requests):
-            prepared.append(self._generation(f"requests[{index}]", context, dict(options)))
+            with naming(f"requests[{index}]"):
+                prepared.append(self._generation(context, dict(options)))
 
         def generate(some: Sequence[tuple[list[int], Any, list[str]]]) -> list[str]:
             outputs = self._llm.generate(
@@ -149,6 +150,8 @@ class Evaluator:
             before, after = after[:1], after[1:]
         if not before:
             before = [self.prefix_token_id]
+        if not after:
+            raise InvalidRequest("expected a continuation of at least one token, got none")
         max_tokens = self._llm.max_model_len
         after = after[-(max_tokens - 1) :]
         return _Scored(before[-(max_tokens - len(after)) :], after)
@@ -168,7 +171,7 @@ class Evaluator:
             end = min(start + size, len(tokens))
             yield _Scored([self.prefix_token_id] if start == 0 else tokens[end - size - 1 : start], tokens[start:end])
 
-    def _generation(self, place: str, context: str, options: dict[str, Any]) -> tuple[list[int], Any, list[str]]:
+    def _generation(self, context: str, options: dict[str, Any]) -> tuple[list[int], Any, list[str]]:
         """Return the tokens of a context, its sampling parameters, and the texts at which the answer ends."""
         until = options.pop("until", None) or []
         until = [until] if isinstance(until, str) else [each for each in until if each]
@@ -187,12 +190,12 @@ class Evaluator:
             )
         except TypeError as error:  # an option is no field of SamplingParams
             raise InvalidRequest(
-                f"{place}: expected options of generate_until and fields of SamplingParams, got {', '.join(options)}"
+                "expected options of generate_until and fields of SamplingParams, got " + ", ".join(options)
             ) from error
         room = self._llm.max_model_len - max_tokens
         if room < 1:
             raise InvalidRequest(
-                f"{place}: max_gen_toks: expected fewer than {self._llm.max_model_len}, the longest sequence of the "
+                f"max_gen_toks: expected fewer than {self._llm.max_model_len}, the longest sequence of the "
                 f"model, got {max_tokens}"
             )
         tokens = self.encode(context) if context else [self.prefix_token_id]

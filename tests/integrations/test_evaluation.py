@@ -181,6 +181,8 @@ def _greedy(max_tokens: int) -> Any:
     ("options", "message"),
     [
         ({"num_beams": 3}, r"requests\[1\]: expected options of generate_until .*got num_beams"),
+        ({"do_sample": True, "temperature": -1.0}, r"requests\[1\]: temperature: expected a finite number from 0"),
+        ({"until": 5}, r"requests\[1\]: "),
         ({"max_gen_toks": 10**6}, r"requests\[1\]: max_gen_toks: expected fewer than \d+"),
     ],
 )
