@@ -65,10 +65,10 @@ class RadixCache:
     computes when it continues one of its own caches: its GEMMs may round differently for another number of tokens, so
     logits may differ in their last bits from those without a cache.
 
-    The cache is bound to the model object. Before each call it verifies that no parameter was replaced or changed in
-    place, and otherwise drops everything. It does not see changes of `parameter.data`, which bypass PyTorch's version
-    counter: call `clear` after them. Active LoRA adapters are a part of the namespace; a cache that was created with
-    some adapters refuses forward passes with others.
+    The cache is bound to the model object. Before each call it verifies that no parameter and no persistent buffer was
+    replaced or changed in place, and otherwise drops everything. It does not see changes of `.data`, which bypass
+    PyTorch's version counter: call `clear` after them. Active LoRA adapters are a part of the namespace; a cache that
+    was created with some adapters refuses forward passes with others.
 
     Several threads may use it at the same time, as far as the model allows that.
 
@@ -301,7 +301,10 @@ class RadixCache:
 
 
 class _WeightVersions:
-    """The parameters of a model and the versions that PyTorch counts, to notice that they changed.
+    """The weights of a model and the versions that PyTorch counts, to notice that they changed.
+
+    These are the parameters and the persistent buffers, which is what quantized weights may be. Some models replace
+    other buffers, such as the frequencies of RoPE, in each forward pass.
 
     Args:
         model: the model.
@@ -309,20 +312,29 @@ class _WeightVersions:
 
     def __init__(self, model: Any) -> None:
         self._model = model
-        parameters: list[torch.Tensor] = list(model.parameters())
-        self._versions = [(weakref.ref(each), each.data_ptr(), _version(each)) for each in parameters]
+        self._versions = [(weakref.ref(each), each.data_ptr(), _version(each)) for each in _weights(model)]
 
     def are_current(self) -> bool:
-        """Whether no parameter was added, removed, replaced, moved or changed. Complexity: O(parameter tensors)."""
-        parameters: list[torch.Tensor] = list(self._model.parameters())
-        return len(parameters) == len(self._versions) and all(
+        """Whether no tensor was added, removed, replaced, moved or changed. Complexity: O(tensors)."""
+        weights = _weights(self._model)
+        return len(weights) == len(self._versions) and all(
             known() is each and (pointer, version) == (each.data_ptr(), _version(each))
-            for each, (known, pointer, version) in zip(parameters, self._versions, strict=True)
+            for each, (known, pointer, version) in zip(weights, self._versions, strict=True)
         )
 
 
-def _version(parameter: torch.Tensor) -> int:
-    return -1 if parameter.is_inference() else parameter._version  # inference tensors can't be changed in place
+def _weights(model: Any) -> list[torch.Tensor]:
+    buffers = (
+        each
+        for module in model.modules()
+        for name, each in module.named_buffers(recurse=False)
+        if name not in module._non_persistent_buffers_set
+    )
+    return [*model.parameters(), *buffers]
+
+
+def _version(weight: torch.Tensor) -> int:
+    return -1 if weight.is_inference() else weight._version  # inference tensors can't be changed in place
 
 
 def _begin_forward(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
