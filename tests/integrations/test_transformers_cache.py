@@ -15,6 +15,7 @@ from transformers import (
     AutoModelForCausalLM,
     DynamicCache,
     Gemma3TextConfig,
+    GenerationConfig,
     MambaConfig,
     PretrainedConfig,
     StoppingCriteriaList,
@@ -273,6 +274,20 @@ def test_other_ways_to_generate_give_the_tokens_of_generate(kind: str, options: 
     assert radix.counts.num_cached_tokens == 50 + 52
     plain = radix.generate(expected[:1], **GREEDY)
     assert same(plain, model.generate(expected[:1], **GREEDY)), "what was published is right"
+
+
+def test_options_of_the_model_apply_unless_the_call_has_others(llama: Any) -> None:
+    llama.generation_config.num_beams = 3
+    llama.generation_config.prompt_lookup_num_tokens = 3
+    radix, ids = RadixCache(llama, 1024), prompt(1, 20)
+    with pytest.raises(InvalidRequest, match="prompt_lookup_num_tokens: assisted decoding"):
+        radix.generate(ids, max_new_tokens=6)
+    for options in (
+        {"prompt_lookup_num_tokens": 0, "max_new_tokens": 6},
+        {"generation_config": GenerationConfig(prompt_lookup_num_tokens=0, max_new_tokens=6)},
+        {"generation_config": GenerationConfig(prompt_lookup_num_tokens=0, num_beams=2, max_new_tokens=6)},
+    ):
+        assert torch.equal(radix.generate(ids, **options), llama.generate(ids, **options))
 
 
 def test_assisted_decoding_is_refused_since_it_does_not_continue_a_cache(llama: Any) -> None:

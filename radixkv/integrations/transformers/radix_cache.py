@@ -262,9 +262,10 @@ class RadixCache:
         self._store.clear(tenant, salt)
 
     def _option(self, name: str, kwargs: Mapping[str, Any]) -> Any:
-        """Return an option of `generate`, or of its configuration; None if neither sets it."""
-        config = kwargs.get("generation_config") or self.model.generation_config
-        return kwargs.get(name) or getattr(config, name, None)
+        """Return an option of `generate`: of the call, of its configuration, or else of that of the model."""
+        configs = (kwargs.get("generation_config"), self.model.generation_config)
+        values = (kwargs.get(name), *(getattr(each, name, None) for each in configs))
+        return next((each for each in values if each is not None), None)
 
     def _prompts(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> Iterator[PaddedPrompt]:
         if input_ids.ndim != 2 or not input_ids.numel() or input_ids.is_floating_point():
