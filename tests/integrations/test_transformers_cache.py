@@ -449,6 +449,13 @@ def test_a_prompt_beyond_the_capacity_is_computed_and_cached_in_part(llama: Any)
     assert same(radix.generate(ids, **GREEDY), llama.generate(ids, **GREEDY))
 
 
+def test_an_answer_beyond_the_capacity_evicts_nothing(llama: Any) -> None:
+    radix, ids = RadixCache(llama, 64, block_size=4), prompt(1, 30)
+    answer = radix.generate(ids, **GREEDY | {"max_new_tokens": 60}).sequences
+    assert radix.counts.num_evicted_blocks == 0
+    assert radix.cache_for(answer).num_cached_tokens == (64,)
+
+
 def test_a_windowed_prefix_that_was_evicted_meanwhile_is_not_published() -> None:
     model = model_of(KINDS["mistral"])
     radix = RadixCache(model, 64, block_size=4)

@@ -76,7 +76,7 @@ class PrefixStore:
             yield [MatchedPrefix(self._slots, each.block_ids, each.cached_tokens) for each in matches]
 
     def publish(
-        self, namespace: Namespace, tokens: bytes, first: int, kv: ReadNewKV, epoch: int, *, is_resumed: bool
+        self, namespace: Namespace, tokens: bytes, num_published: int, first: int, kv: ReadNewKV, epoch: int
     ) -> None:
         """Copy the K/V of a sequence that are not cached yet into blocks, so that other prompts can reuse them.
 
@@ -85,16 +85,18 @@ class PrefixStore:
 
         Args:
             namespace, tokens: the sequence.
+            num_published: tokens of the sequence that were published before. Finding them does not count as reuse.
             first: the first position whose K/V `kv` can return.
             kv: returns the K/V of a range of positions.
             epoch: the epoch in which the sequence was matched.
-            is_resumed: whether a part of this sequence was published before; if so, finding it does not count as reuse.
         """
         tokens = tokens[: self._max_tokens * TOKEN_BYTES]
+        if len(tokens) <= num_published * TOKEN_BYTES:
+            return
         with self._lock, torch.no_grad():
             if epoch != self._epoch:
                 return
-            with self._cache.lease(namespace, tokens, is_resumed=is_resumed) as lease:
+            with self._cache.lease(namespace, tokens, is_resumed=num_published > 0) as lease:
                 start, end = lease.cached_tokens, lease.num_tokens
                 if start < first:
                     return

@@ -395,10 +395,10 @@ class PromptCache(DynamicCache):  # type: ignore[misc]  # transformers has no ty
         self._store.publish(
             self._namespace,
             bytes(row.tokens[: num_tokens * TOKEN_BYTES]),
+            row.published_tokens,
             first,
             read,
             self._epoch,
-            is_resumed=row.published_tokens > 0,
         )
         row.published_tokens = num_tokens
 
