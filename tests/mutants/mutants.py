@@ -1626,7 +1626,7 @@ INTEGRATION_MUTANTS = (
     Mutant("integrations/transformers/prefix_store.py", "            self._epoch += 1\n", ""),
     Mutant(
         "integrations/transformers/prefix_store.py",
-        "if not all(bool(tensor.isfinite().all()) for pair in new.values() for tensor in pair):",
+        "if not _are_finite(new):",
         "if False:",
     ),
     Mutant("integrations/transformers/prompt_cache.py", "                layer.cumulative_length = length\n", ""),

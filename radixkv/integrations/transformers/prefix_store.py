@@ -101,7 +101,7 @@ class PrefixStore:
                 if start < first:
                     return
                 new = kv(start, end)
-                if not all(bool(tensor.isfinite().all()) for pair in new.values() for tensor in pair):
+                if not _are_finite(new):
                     return
                 if lease.copy is not None:  # the first of these tokens are in a block that other sequences use
                     self._slots.copy(lease.copy)
@@ -119,6 +119,12 @@ class PrefixStore:
             self._cache.purge(tenant=tenant, salt=salt)
             if tenant is None and salt is None:
                 self._slots.free()
+
+
+def _are_finite(kv: Mapping[int, KV]) -> bool:
+    """Whether K/V have no NaN and no infinity. The result is read from the device once for all layers."""
+    are_finite = [tensor.isfinite().all() for pair in kv.values() for tensor in pair]
+    return bool(torch.stack([each.to(are_finite[0].device) for each in are_finite]).all())
 
 
 class MatchedPrefix:
