@@ -25,6 +25,7 @@ from transformers import (
 
 from radixkv.errors import InvalidRequest, LifecycleError, PromptTooLong, UnsupportedModel
 from radixkv.integrations.transformers import PromptCache, RadixCache, prompt_cache
+from radixkv.integrations.transformers.kv_slots import KVSlots
 from radixkv.integrations.transformers.model_requirements import CACHE_NAMES, cache_name
 from tests.model.coverage.small_configs import covered_types, small_config
 from tests.model.exact.checkpoints import CONFIGS, SHAPE, VOCAB_SIZE
@@ -320,6 +321,20 @@ def test_sampled_branches_are_published_each(llama: Any) -> None:
     assert len({tuple(row) for row in out.tolist()}) == 4
     for row in out:
         assert radix.cache_for(row[None]).num_cached_tokens == (28,)
+
+
+def test_a_prompt_of_several_completions_is_published_once(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[tuple[int, int]] = []
+    write = KVSlots.write
+
+    def counted(slots: KVSlots, block_ids: Any, start: int, end: int, kv: Any) -> None:
+        written.append((start, end))
+        write(slots, block_ids, start, end, kv)
+
+    monkeypatch.setattr(KVSlots, "write", counted)
+    radix = RadixCache(llama, 1024, block_size=4)
+    radix.generate(prompt(1, 22), num_return_sequences=3, do_sample=True, max_new_tokens=1)
+    assert written == [(0, 22)]
 
 
 @pytest.mark.parametrize("other", [{"tenant": "acme"}, {"salt": "one"}])

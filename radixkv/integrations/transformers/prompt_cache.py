@@ -359,6 +359,7 @@ class PromptCache(DynamicCache):  # type: ignore[misc]  # transformers has no ty
         if not self._is_publishing or self._length < self._prompt_length:
             return
         block_size = self._store.block_size
+        published: set[bytes] = set()
         for index, row in enumerate(self._rows):
             num_tokens = self._num_tokens(row)
             if not self._write_generated:
@@ -366,16 +367,20 @@ class PromptCache(DynamicCache):  # type: ignore[misc]  # transformers has no ty
             elif row.published_tokens and not is_last:
                 num_tokens = num_tokens // block_size * block_size
             if num_tokens > row.published_tokens:
-                self._publish_row(index, row, num_tokens)
+                self._read_tokens()
+                tokens = bytes(row.tokens[: num_tokens * TOKEN_BYTES])
+                if tokens not in published:  # the completions of a prompt begin as equal rows
+                    self._publish_row(index, row, tokens)
+                    published.add(tokens)
+                row.published_tokens = num_tokens
         if not self._write_generated:
             self._stop_publishing()
             return
-        published = min(row.prompt.num_pads + row.published_tokens for row in self._rows)
+        end = min(row.prompt.num_pads + row.published_tokens for row in self._rows)
         for record in self._records.values():
-            record.drop_before(published)
+            record.drop_before(end)
 
-    def _publish_row(self, index: int, row: _Row, num_tokens: int) -> None:
-        self._read_tokens()
+    def _publish_row(self, index: int, row: _Row, tokens: bytes) -> None:
         num_pads = row.prompt.num_pads
 
         def read(start: int, end: int) -> dict[int, KV]:
@@ -392,15 +397,7 @@ class PromptCache(DynamicCache):  # type: ignore[misc]  # transformers has no ty
             return kv
 
         first = max((0, *(each.start - num_pads for each in self._records.values())))
-        self._store.publish(
-            self._namespace,
-            bytes(row.tokens[: num_tokens * TOKEN_BYTES]),
-            row.published_tokens,
-            first,
-            read,
-            self._epoch,
-        )
-        row.published_tokens = num_tokens
+        self._store.publish(self._namespace, tokens, row.published_tokens, first, read, self._epoch)
 
 
 def _numpy(input_ids: torch.Tensor) -> np.ndarray[Any, np.dtype[np.uint32]]:
