@@ -315,6 +315,24 @@ def test_cropped_tokens_are_replaced(kind: str) -> None:
     assert same(radix.generate(whole, **GREEDY), model.generate(whole, **GREEDY))
 
 
+def test_a_crop_to_tokens_whose_window_is_missing_is_refused() -> None:
+    model = model_of(KINDS["mistral"])
+    radix, ids = RadixCache(model, 1024, block_size=4), prompt(1, 60)
+    radix.generate(ids, **GREEDY)
+    with torch.no_grad():
+        cache = radix.cache_for(ids)
+        forward(model, cache, ids[:, -1:])
+        with pytest.raises(InvalidRequest, match="crop: expected to keep at least 60 tokens, got 59"):
+            cache.crop(-1)
+        cache = radix.cache_for(ids)
+        cache.activate_past_recording()
+        forward(model, cache, ids[:, -1:])
+        with pytest.raises(InvalidRequest, match="crop: expected to keep at least 59 tokens, got 58"):
+            cache.crop(-2)
+        cache.crop(-1)
+        assert close(forward(model, cache, ids[:, -1:]).logits[:, -1], model(ids).logits[:, -1])
+
+
 def test_sampled_branches_are_published_each(llama: Any) -> None:
     radix = RadixCache(llama, 1024, block_size=4)
     out = radix.generate(prompt(1, 20), do_sample=True, num_return_sequences=4, max_new_tokens=9)

@@ -230,7 +230,12 @@ class PromptCache(DynamicCache):  # type: ignore[misc]  # transformers has no ty
         self._publish(is_last=False)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last tokens of all rows, as assisted decoding does with rejected ones."""
+        """Remove the last tokens of all rows, as assisted decoding does with rejected ones.
+
+        Raises:
+            InvalidRequest: a layer with a sliding window has no K/V of tokens that are in the window again.
+        """
+        self._require_windows(self._length + tokens_to_remove)
         self._read_tokens()
         super().crop(tokens_to_remove)
         num_removed = min(-tokens_to_remove, self._length)
@@ -333,6 +338,17 @@ class PromptCache(DynamicCache):  # type: ignore[misc]  # transformers has no ty
             is_placed = given.ndim == 2 and bool(((given.cpu() == new) | ~here).all())
         if not is_placed:
             raise InvalidRequest("RadixCache: position_ids: expected those of each token after the padding, got others")
+
+    def _require_windows(self, length: int) -> None:
+        """Refuse to crop to a length at which a layer would not have its whole window."""
+        for _, layer in self._stored_layers():
+            num_dropped = layer.get_seq_length() - layer.keys.shape[2]
+            if num_dropped and length < (shortest := num_dropped + layer.sliding_window - 1):
+                raise InvalidRequest(
+                    f"crop: expected to keep at least {shortest} tokens, got {length}: a layer has dropped a part of "
+                    "the sliding window before them; call activate_past_recording before these tokens are computed, "
+                    "or create another cache"
+                )
 
     def _stop_publishing(self) -> None:
         self._is_publishing = False
