@@ -43,6 +43,8 @@ KINDS: dict[str, PretrainedConfig] = {
 GREEDY = {"max_new_tokens": 8, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
 # GEMMs of another number of rows add up in another order. Logits may differ by this share of the largest one.
 MAX_DIFFERENCE = 1e-5
+# These models run their layers several times per forward pass, which amplifies rounding; in float64 they agree.
+MAX_DIFFERENCES = {"hrm_text": 1e-4}
 
 
 def model_of(config: PretrainedConfig, seed: int = 0) -> Any:
@@ -69,13 +71,14 @@ def padded(rows: list[torch.Tensor]) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "attention_mask": (torch.arange(length)[None] >= length - lengths).long()}
 
 
-def same(ours: Any, theirs: Any) -> bool:
+def same(ours: Any, theirs: Any, max_difference: float = MAX_DIFFERENCE) -> bool:
     """Whether the tokens of two greedy generations are equal, and their logits as well but for rounding."""
-    return torch.equal(ours.sequences, theirs.sequences) and close(torch.stack(ours.logits), torch.stack(theirs.logits))
+    logits, expected = torch.stack(ours.logits), torch.stack(theirs.logits)
+    return torch.equal(ours.sequences, theirs.sequences) and close(logits, expected, max_difference)
 
 
-def close(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
-    return bool((ours - theirs).abs().max() <= MAX_DIFFERENCE * theirs.abs().max())
+def close(ours: torch.Tensor, theirs: torch.Tensor, max_difference: float = MAX_DIFFERENCE) -> bool:
+    return bool((ours - theirs).abs().max() <= max_difference * theirs.abs().max())
 
 
 def forward(model: Any, cache: PromptCache, *arguments: Any, **options: Any) -> Any:
@@ -675,7 +678,8 @@ def test_model_types_give_the_tokens_of_generate_or_are_refused(model_type: str)
     assert model_type not in REFUSED
     for tail in (9, 11):
         ids = torch.cat([prompt(1, 60), prompt(tail, tail)], dim=1)
-        assert same(radix.generate(ids, **GREEDY), model.generate(ids, **GREEDY))
+        max_difference = MAX_DIFFERENCES.get(model_type, MAX_DIFFERENCE)
+        assert same(radix.generate(ids, **GREEDY), model.generate(ids, **GREEDY), max_difference)
     assert radix.counts.num_cached_tokens == 60
 
 
