@@ -37,8 +37,8 @@ class _Scored:
 class Evaluator:
     """Answers the three kinds of requests of lm-evaluation-harness. Contexts with a common prefix compute it once.
 
-    Requests are sorted by their tokens, so that those with a common prefix follow each other. Results are in the order
-    of the requests.
+    Requests with contexts are sorted by their tokens, so that those with a common prefix follow each other. Results are
+    in the order of the requests.
 
     Args:
         llm: the model.
@@ -48,7 +48,7 @@ class Evaluator:
         use_tqdm: see `LLM.generate`.
 
     Attributes:
-        num_prompt_tokens: tokens of all contexts so far.
+        num_prompt_tokens: tokens of all contexts of `loglikelihood` and `generate_until` so far.
         num_cached_tokens: those that were not computed, but reused.
     """
 
