@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +14,8 @@ from radixkv import LLM
 from radixkv.errors import InvalidRequest
 from radixkv.integrations.evaluation import Evaluator
 from radixkv.model.tiny_model import build_tiny_model
+from radixkv.service.text.tokenizer import Tokenizer
+from tests.service.text.tokenizers import write_llama2_like
 
 MAX_DIFFERENCE = 1e-3  # of log probabilities
 SHOTS = "".join(f"Q: Who said the words {each}?\nA: Moses\n\n" for each in ("one", "two", "three", "four", "five"))
@@ -198,11 +200,11 @@ def test_an_empty_continuation_is_refused(evaluator: Evaluator) -> None:
         evaluator.loglikelihood([("a", " b"), ("a", "")])
 
 
-def test_a_bos_token_in_a_text_is_not_added_again(evaluator: Evaluator, llm: LLM) -> None:
-    assert re.fullmatch(r"\d+", str(evaluator.prefix_token_id))
-    tokenizer = llm.get_tokenizer()
-    bos_id = tokenizer.named_id("bos_token")
-    if bos_id is None:
-        assert evaluator.encode("And it") == tokenizer.encode("And it")
-    else:
-        assert evaluator.encode(tokenizer.special_tokens[bos_id] + "And it").count(bos_id) == 1
+def test_a_bos_token_in_a_text_is_not_added_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, llm: LLM) -> None:
+    tokenizer = Tokenizer.load(write_llama2_like(tmp_path))
+    monkeypatch.setattr(llm, "get_tokenizer", lambda: tokenizer)
+    evaluator = Evaluator(llm)
+    assert evaluator.prefix_token_id == 1
+    assert evaluator.encode("And it").count(1) == 1
+    assert evaluator.encode("<s>And it").count(1) == 1
+    assert tokenizer.encode("<s>And it").count(1) == 2, "the model requires one before each text"

@@ -1654,6 +1654,9 @@ INTEGRATION_MUTANTS = (
 )
 EVALUATION_MUTANTS = (
     Mutant("integrations/evaluation.py", "key=lambda index: tokens(requests[index])", "key=lambda index: 0"),
+    Mutant(
+        "integrations/evaluation.py", "            return self._tokenizer.encode_rendered(text)\n", "            pass\n"
+    ),
     Mutant("integrations/evaluation.py", "tokens[end - size - 1 : start]", "tokens[start - 1 : start]"),
     Mutant(
         "integrations/evaluation.py",
