@@ -564,6 +564,18 @@ def test_a_closed_cache_frees_its_memory_and_leaves_the_model_as_it_was(llama: A
         radix.generate(prompt(1, 30), **GREEDY)
 
 
+def test_a_generation_fails_whose_radix_cache_is_closed_meanwhile(llama: Any) -> None:
+    radix = RadixCache(llama, 1024)
+
+    def close(*_: object, **__: object) -> torch.Tensor:
+        radix.close()
+        return torch.zeros(1, dtype=torch.bool)
+
+    with pytest.raises(InvalidRequest, match="or one after the RadixCache was closed"):
+        radix.generate(prompt(1, 30), stopping_criteria=StoppingCriteriaList([close]), **GREEDY)
+    assert radix.num_bytes == 0
+
+
 @pytest.mark.parametrize(
     ("model", "message"),
     [

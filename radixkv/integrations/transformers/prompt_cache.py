@@ -202,7 +202,7 @@ class PromptCache(DynamicCache):  # type: ignore[misc]  # transformers has no ty
             if self._next_tokens is None:
                 raise InvalidRequest(
                     "RadixCache: expected a call of the model for which the cache was created, got one of another "
-                    "model or of a part of it"
+                    "model or of a part of it, or one after the RadixCache was closed"
                 )
             if self.is_sliding[layer_idx]:
                 record = self._records.setdefault(layer_idx, _WindowRecord(0))

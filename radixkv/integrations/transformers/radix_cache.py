@@ -133,7 +133,10 @@ class RadixCache:
         self.close()
 
     def close(self) -> None:
-        """Free all K/V, and remove the hooks from the model. Closing again does nothing."""
+        """Free all K/V, and remove the hooks from the model. Closing again does nothing.
+
+        Caches that still publish then refuse their next forward pass, so wait for calls of other threads before.
+        """
         self._is_closed = True
         for hook in self._hooks:
             hook.remove()
