@@ -56,6 +56,7 @@ def test_a_call_returns_its_slots_however_it_ends() -> None:
             assert call.take()
             assert call.take()
             raise KeyboardInterrupt
+        assert slots._num_taken == 0
     with slots.call() as call:
         assert [call.take() for _ in range(3)] == [True, True, False]
 
