@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from radixkv.errors import InvalidRequest
-from radixkv.service.offline.prompts import naming
+from radixkv.errors import InvalidRequest, RequestError
 
 if TYPE_CHECKING:
     from radixkv import LLM
@@ -90,7 +90,7 @@ class Evaluator:
         scored = []
         encode_context = functools.cache(self.encode)  # several continuations have the same context
         for index, (context, continuation) in enumerate(pairs):
-            with naming(f"requests[{index}]"):
+            with _naming(index):
                 scored.append(self._scored(context, continuation, encode_context))
         return self._in_token_order(scored, lambda each: (*each.context, *each.continuation), self._score)
 
@@ -126,7 +126,7 @@ class Evaluator:
         """
         prepared = []
         for index, (context, options) in enumerate(requests):
-            with naming(f"requests[{index}]"):
+            with _naming(index):
                 prepared.append(self._generation(context, dict(options)))
 
         def generate(some: Sequence[tuple[list[int], Any, list[str]]]) -> list[str]:
@@ -220,6 +220,17 @@ class Evaluator:
     def _count(self, num_prompt_tokens: int, num_cached_tokens: int) -> None:
         self.num_prompt_tokens += num_prompt_tokens
         self.num_cached_tokens += num_cached_tokens
+
+
+@contextlib.contextmanager
+def _naming(index: int) -> Iterator[None]:
+    """Add the index of a request to the message of an error."""
+    try:
+        yield
+    except RequestError as error:
+        raise type(error)(f"requests[{index}]: {error}") from error
+    except (TypeError, ValueError) as error:
+        raise InvalidRequest(f"requests[{index}]: {error}") from error
 
 
 def _cut(text: str, until: Sequence[str]) -> str:
