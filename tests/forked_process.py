@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import runpy
@@ -85,7 +86,8 @@ class ForkedProcess:
     def send_signal(self, number: int) -> None:
         """Send a signal if the process still runs."""
         if self.returncode is None:
-            os.kill(self.pid, number)
+            with contextlib.suppress(ProcessLookupError):  # it has ended just now, as in `subprocess.Popen`
+                os.kill(self.pid, number)
 
     def terminate(self) -> None:
         """Send SIGTERM."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
@@ -194,3 +195,13 @@ def test_torch_free_packages_can_be_imported_without_torch() -> None:
 )
 def test_forbidden_imports_are_detected(name: str, source: str, wrong: list[str]) -> None:
     assert violations(name, set(imports(source, name.rpartition(".")[0] or name))) == wrong
+
+
+def test_no_two_public_classes_have_one_name() -> None:
+    files: dict[str, set[str]] = {}
+    for name, path in modules().items():
+        if name.startswith("radixkv.") and not is_generated(name):
+            for node in ast.parse(path.read_text(encoding="utf-8")).body:
+                if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                    files.setdefault(node.name, set()).add(str(path.resolve().relative_to(ROOT)))
+    assert {name: sorted(where) for name, where in files.items() if len(where) > 1} == {}

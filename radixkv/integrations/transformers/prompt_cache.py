@@ -12,7 +12,7 @@ import torch
 from transformers import DynamicCache
 
 from radixkv.errors import InvalidRequest, UnsupportedModel
-from radixkv.integrations.transformers.adapters import Adapters
+from radixkv.integrations.transformers.active_adapters import ActiveAdapters
 from radixkv.integrations.transformers.kv_slots import KV
 from radixkv.integrations.transformers.prefix_store import MatchedPrefix, PrefixStore
 from radixkv.namespace import Namespace
@@ -117,7 +117,7 @@ class PromptCache(DynamicCache):  # type: ignore[misc]  # transformers has no ty
     def __init__(
         self,
         model: Any,
-        adapters: Adapters,
+        adapters: ActiveAdapters,
         store: PrefixStore,
         namespace: Namespace,
         prompts: Sequence[PaddedPrompt],

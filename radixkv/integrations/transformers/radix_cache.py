@@ -16,7 +16,7 @@ import torch
 from radixkv.cache.eviction_policy import EvictionPolicy
 from radixkv.config.sequence_limit import sequence_limit
 from radixkv.errors import InvalidRequest, LifecycleError, PromptTooLong
-from radixkv.integrations.transformers.adapters import Adapters
+from radixkv.integrations.transformers.active_adapters import ActiveAdapters
 from radixkv.integrations.transformers.model_requirements import (
     CACHE_NAMES,
     cache_name,
@@ -240,7 +240,7 @@ class RadixCache:
             if not self._weights.are_current():
                 self._store.clear()
                 self._weights = _WeightVersions(self.model)
-            adapters = Adapters(self.model)
+            adapters = ActiveAdapters(self.model)
             cache = PromptCache(
                 self.model,
                 adapters,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 
-class Adapters:
+class ActiveAdapters:
     """The layers of a model that have adapters.
 
     Args:
