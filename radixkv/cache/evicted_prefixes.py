@@ -17,7 +17,7 @@ _T = TypeVar("_T")
 
 
 class EvictedPrefixes(Listener):
-    """Remembers why the last `capacity` prefixes were evicted, by fingerprint.
+    """Remembers why, and for whom, the last `capacity` prefixes were evicted, by fingerprint.
 
     Prefixes of an adapter that is being drained are remembered as well; other purged prefixes are not.
 
@@ -33,6 +33,7 @@ class EvictedPrefixes(Listener):
         self._capacity = capacity
         self._marks = marks
         self._reasons: OrderedDict[int, MissReason] = OrderedDict()
+        self._by_others: set[int] = set()
         self._purged_adapters: set[str] = set()  # digests of adapters that are being purged
 
     def __len__(self) -> int:
@@ -61,6 +62,15 @@ class EvictedPrefixes(Listener):
     def reason(self, fingerprint: int) -> MissReason | None:
         """Return why the prefix with this fingerprint was evicted; None if unknown. Complexity: O(1)."""
         return self._reasons.get(fingerprint)
+
+    def note_others(self, fingerprint: int) -> None:
+        """Note that a prefix, which was evicted just now, made room for another tenant. Complexity: O(1)."""
+        if fingerprint in self._reasons:
+            self._by_others.add(fingerprint)
+
+    def is_by_self(self, fingerprint: int) -> bool | None:
+        """Return whether a prefix was evicted for its own tenant; None if unknown. Complexity: O(1)."""
+        return fingerprint not in self._by_others if fingerprint in self._reasons else None
 
     def explain(
         self,
@@ -93,5 +103,6 @@ class EvictedPrefixes(Listener):
     def _note(self, fingerprint: int, reason: MissReason) -> None:
         self._reasons[fingerprint] = reason
         self._reasons.move_to_end(fingerprint)
+        self._by_others.discard(fingerprint)
         if len(self._reasons) > self._capacity:
-            self._reasons.popitem(last=False)
+            self._by_others.discard(self._reasons.popitem(last=False)[0])

@@ -13,6 +13,7 @@ from radixkv.api.retention import DEFAULT_PRIORITY
 from radixkv.blocks import BLOCK_ID_BYTES
 from radixkv.cache.block_pool import BlockPool
 from radixkv.cache.changes import Changes
+from radixkv.cache.evicted_prefixes import EvictedPrefixes
 from radixkv.cache.eviction_policy import EvictionPolicy
 from radixkv.cache.eviction_queue import EvictionQueue
 from radixkv.cache.namespace_trees import NamespaceTrees
@@ -50,6 +51,7 @@ class Evictor:
         queue: EvictionQueue,
         retained: RetainedNodes,
         changes: Changes,
+        evicted: EvictedPrefixes,
         pins: Pins,
         windows: WindowedLayers,
         clock: Callable[[], float],
@@ -63,6 +65,7 @@ class Evictor:
         self._queue = queue
         self._retained = retained
         self._changes = changes
+        self._evicted = evicted
         self._pins = pins
         self._clock = clock
 
@@ -255,6 +258,8 @@ class Evictor:
         fingerprint = tree.fingerprint_after(leaf, num_kept_blocks) if num_kept_blocks else leaf.fingerprint
         reason = MissReason.EXPIRED if leaf.has_expired else MissReason.EVICTED
         self._changes.evicted(leaf, num_blocks, fingerprint, reason, self._clock())
+        if not by_self:
+            self._evicted.note_others(fingerprint)
         if num_kept_blocks == 0:
             self._remove(tree, leaf)
             return leaf.block_ids

@@ -42,7 +42,7 @@ from radixkv.cache.windowed_layers import WindowedLayers, WindowLease
 from radixkv.errors import CapacityError
 from radixkv.invocation import InvocationMarks
 from radixkv.namespace import PUBLIC_TENANT, Namespace, PromptKey
-from radixkv.tokens import TOKEN_BYTES, require_tokens
+from radixkv.tokens import TOKEN_BYTES, prefix_fingerprint, require_tokens
 
 _MAX_DROPPED_NODES = 1024
 _LATER = 3  # by this factor, a session must be expected to return later to lose its blocks to another session
@@ -210,6 +210,7 @@ class PrefixCache:
             queue=self._queue,
             retained=self._retained,
             changes=self._changes,
+            evicted=self._evicted,
             pins=self._pins,
             windows=self.windows,
             clock=clock,
@@ -402,6 +403,19 @@ class PrefixCache:
         return self._evicted.explain(
             found.namespace, tokens, cached_tokens, found.root_tokens, next_end, former, self._num_cached_tokens
         )
+
+    def is_evicted_by_self(self, namespace: Namespace, tokens: bytes, cached_tokens: int) -> bool | None:
+        """Return whether the tokens after the cached ones were evicted for their own tenant; None if that is unknown.
+
+        Args:
+            namespace, tokens: the prompt.
+            cached_tokens: tokens that are reused.
+
+        Complexity: that of `match`.
+        """
+        found = self._find(namespace, tokens)
+        end = (cached_tokens // self.block_size + 1) * self.block_size * TOKEN_BYTES
+        return self._evicted.is_by_self(prefix_fingerprint(found.namespace.seed, tokens, end))
 
     def divergence(self, namespace: Namespace, tokens: bytes) -> Divergence:
         """Find where a prompt leaves the cached branches of its namespace, and these branches. Changes nothing.

@@ -15,7 +15,7 @@ import numpy as np
 
 from radixkv.api.explanation import NamedBranch
 from radixkv.api.miss_reason import MissReason
-from radixkv.doctor.causes import CAUSE_OF_REASON, cause_of_namespace
+from radixkv.doctor.causes import CAUSE_OF_REASON, MissCause, cause_of_namespace
 from radixkv.doctor.examination import Earlier, Examiner
 from radixkv.doctor.finding import Finding, GroupKey
 from radixkv.doctor.miss_profile import MissCounts, MissProfile, MissReport, report_of
@@ -54,6 +54,7 @@ class AdmittedPrompt(NamedTuple):
         tokens: little-endian uint32 bytes.
         cached_tokens: how many of its tokens are reused.
         miss_reason: why the others are not.
+        is_evicted_by_self: if they were evicted, whether that was for the same tenant; None if it is not known.
     """
 
     namespace: Namespace
@@ -61,6 +62,7 @@ class AdmittedPrompt(NamedTuple):
     tokens: bytes
     cached_tokens: int
     miss_reason: MissReason
+    is_evicted_by_self: bool | None = None
 
 
 class Branches(NamedTuple):
@@ -171,6 +173,8 @@ class MissProfiler:
         if num_missed >= MIN_MISSED_TOKENS:
             counts.misses, counts.missed_tokens = 1, num_missed
             cause = CAUSE_OF_REASON.get(prompt.miss_reason)
+            if cause is MissCause.EVICTED and prompt.is_evicted_by_self is not None:
+                cause = MissCause.EVICTED_BY_OWN if prompt.is_evicted_by_self else MissCause.EVICTED_BY_OTHERS
             if cause is not None:
                 finding = Finding(GroupKey(cause), prompt.cached_tokens, num_missed - 1, is_bound=True)
                 counts.examined_misses, counts.examined_tokens = 1, num_missed

@@ -5,6 +5,7 @@ from __future__ import annotations
 from radixkv.api.miss_reason import MissReason
 from radixkv.cache.changes import Listener
 from radixkv.cache.node import NO_PLACE, Node
+from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.doctor.miss_profiler import AdmittedPrompt, MissProfiler
 from radixkv.engine.observer import Observer
 from radixkv.namespace import PUBLIC_TENANT
@@ -19,9 +20,13 @@ class MissFeed(Observer, Listener):
 
     Args:
         profiler: gets them.
+
+    Attributes:
+        cache: the cache that it listens to; set when that has been created.
     """
 
     def __init__(self, profiler: MissProfiler) -> None:
+        self.cache: PrefixCache | None = None
         self._profiler = profiler
         self._admitted: set[Request] = set()
         self._new_from: dict[Node, int] = {}  # where the new tokens of a node begin, in bytes from the root
@@ -34,9 +39,14 @@ class MissFeed(Observer, Listener):
         reuse = request.reuse
         is_whole = reuse.cached_tokens >= request.num_prompt_tokens - 1
         reason = MissReason.NONE if is_whole else reuse.miss_reason
+        is_by_self = None
+        if reason is MissReason.EVICTED and self.cache is not None:
+            is_by_self = self.cache.is_evicted_by_self(request.namespace, request.prompt_tokens, reuse.cached_tokens)
         session_id = request.params.session_id
         self._profiler.add_prompt(
-            AdmittedPrompt(request.namespace, session_id, request.prompt_tokens, reuse.cached_tokens, reason)
+            AdmittedPrompt(
+                request.namespace, session_id, request.prompt_tokens, reuse.cached_tokens, reason, is_by_self
+            )
         )
 
     def step_done(self, seconds: float, num_requests: int, num_prefill_tokens: int, num_decode_tokens: int) -> None:

@@ -161,8 +161,8 @@ def build_engine(
             ledger=ledger,
         )
         listeners: list[Listener] = [events]
-        if misses is not None:
-            feed = MissFeed(misses)
+        feed = None if misses is None else MissFeed(misses)
+        if feed is not None:
             observers = (*observers, feed)
             listeners.append(feed)
         if stores is not None:
@@ -183,6 +183,8 @@ def build_engine(
             prompt_bytes,
             ledger,
         )
+        if feed is not None:
+            feed.cache = cache
         if windows.shares_memory:
             observers = (*observers, PageReclaimer(storage, cache.pool, windows.pools[-1]))
         weights = {tenant: bounds.weight for tenant, bounds in config.tenants.items()}

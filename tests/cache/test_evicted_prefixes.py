@@ -1,7 +1,9 @@
 from radixkv.api.miss_reason import MissReason
 from radixkv.cache.evicted_prefixes import EvictedPrefixes
+from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.invocation import InvocationMarks
-from tests.fakes import make_tree
+from radixkv.namespace import Namespace
+from tests.fakes import FakeClock, cached, make_tree, publish, spell
 
 
 def lose(lost: EvictedPrefixes, fingerprint: int, reason: MissReason) -> None:
@@ -36,3 +38,19 @@ def test_a_memory_of_nothing_remembers_nothing() -> None:
     lost = EvictedPrefixes(0, InvocationMarks())
     lose(lost, 1, MissReason.EVICTED)
     assert lost.reason(1) is None
+
+
+def test_it_is_known_for_whom_a_prefix_was_evicted() -> None:
+    clock = FakeClock()
+    cache = PrefixCache(4, 4, clock=clock)
+    prompts = {name: Namespace("model", name) for name in "ab"}
+    for name, text in (("a", "aaaabbbb"), ("a", "ccccdddd"), ("a", "eeeeffff"), ("b", "gggghhhh")):
+        clock.now_s += 1
+        publish(cache, text, prompts[name])
+
+    def is_by_self(text: str) -> bool | None:
+        return cache.is_evicted_by_self(prompts["a"], spell(text + "z"), cached(cache, text, prompts["a"]))
+
+    assert is_by_self("aaaabbbb") is True
+    assert is_by_self("ccccdddd") is False
+    assert is_by_self("nnnnnnnn") is None

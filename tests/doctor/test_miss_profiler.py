@@ -152,6 +152,13 @@ def test_a_cause_that_the_cache_knows_needs_no_comparison(bench: Bench, reason: 
     assert bench.profiler.report(None, 10).counts.examined_misses == 1
 
 
+@pytest.mark.parametrize(("by_self", "cause"), [(True, MissCause.EVICTED_BY_OWN), (False, MissCause.EVICTED_BY_OTHERS)])
+def test_evictions_are_told_apart_by_whom_they_made_room_for(bench: Bench, by_self: bool, cause: MissCause) -> None:
+    prompt = AdmittedPrompt(ACME, "", packed(PROMPT), 0, MissReason.EVICTED, by_self)
+    bench.profiler.add_prompt(prompt)
+    assert bench.causes() == [(cause, 1)]
+
+
 @pytest.mark.parametrize(
     ("other", "cause"),
     [

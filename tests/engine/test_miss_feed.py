@@ -47,8 +47,8 @@ class Fed:
 
     def __init__(self, **options: object) -> None:
         self.recorder = Recorder()
-        feed = MissFeed(self.recorder)
-        self.bench = Bench(observers=[feed], listeners=[feed], **options)
+        self.feed = MissFeed(self.recorder)
+        self.bench = Bench(observers=[self.feed], listeners=[self.feed], **options)
 
     def require_all_passed(self) -> None:
         """Check that every cached token was passed with the place of the node that has it now."""
@@ -148,6 +148,15 @@ def test_an_evicted_segment_is_not_passed() -> None:
     places = {node.place for node in fed.bench.cache.nodes()}
     assert places
     fed.require_all_passed()
+
+
+def test_it_is_passed_for_whom_a_prompt_was_evicted() -> None:
+    fed = Fed(num_blocks=8)
+    fed.feed.cache = fed.bench.cache
+    for tenant, start in (("a", 100), ("b", 200), ("b", 300), ("b", 200), ("a", 100)):
+        fed.bench.prefill(range(start, start + 20), tenant=tenant)
+    evicted = [each for each in fed.recorder.prompts if each.miss_reason is MissReason.EVICTED]
+    assert [(each.namespace.tenant, each.is_evicted_by_self) for each in evicted] == [("b", True), ("a", False)]
 
 
 @pytest.fixture
