@@ -61,7 +61,8 @@ class NamedBranch:
 
     Attributes:
         namespace: the namespace in which they are cached.
-        session_id: the session that is the only one to have used the end of the branch; empty if there is none.
+        session_id: the session to which the end of the branch belongs, since no other one has used it; empty if it
+            belongs to none.
         branch: the tokens. Those that an invoked adapter computed are marked.
     """
 

@@ -13,7 +13,7 @@ explained after it was computed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from itertools import islice
 
 from radixkv.api.explanation import CachedBranch, Divergence, NamedBranch
@@ -103,11 +103,12 @@ def branches_through(nodes: Iterable[Node], max_branches: int, now_s: float) -> 
         while upper is not None:
             above.append(upper)
             upper = upper.parent
-        (branch,), _ = _followed([node], 0, now_s)
-        known.update(above)
-        runs = (*(each.tokens for each in reversed(above[1:])), *branch.runs)
-        session_id = "" if node.session is None else node.session.session_id
-        found.append(NamedBranch(node.owner.namespace, session_id, CachedBranch(runs, 0, branch.idle_s)))
+        below, _ = _nodes_below(node, len(node.tokens))
+        known.update(above, below)
+        runs = tuple(each.tokens for each in (*reversed(above), *below))
+        session = (below or [node])[-1].session
+        branch = CachedBranch(runs, 0, max(0.0, now_s - node.last_used_s))
+        found.append(NamedBranch(node.owner.namespace, "" if session is None else session.session_id, branch))
     return found
 
 
@@ -157,26 +158,27 @@ def _followed(nodes: list[Node], start_byte: int, now_s: float) -> tuple[tuple[C
     latest = sorted(nodes, key=lambda each: each.last_used_s, reverse=True)[:MAX_BRANCHES]
     branches, num_examined = [], 0
     for node in latest:
-        runs, num_bytes, num_compared = [node.tokens], len(node.tokens) - start_byte, 0
-        below = _runs_below(node)
-        while num_bytes < MAX_BRANCH_TOKENS * TOKEN_BYTES and num_compared + _MAX_CHILDREN <= _MAX_NODES_PER_BRANCH:
-            run, num_children = next(below, (b"", 0))
-            if not run:
-                break
-            runs.append(run)
-            num_bytes += len(run)
-            num_compared += num_children
+        below, num_compared = _nodes_below(node, len(node.tokens) - start_byte)
         num_examined += num_compared
-        branches.append(CachedBranch(tuple(runs), start_byte, max(0.0, now_s - node.last_used_s)))
+        runs = tuple(each.tokens for each in (node, *below))
+        branches.append(CachedBranch(runs, start_byte, max(0.0, now_s - node.last_used_s)))
     return tuple(branches), num_examined
 
 
-def _runs_below(node: Node) -> Iterator[tuple[bytes, int]]:
-    """Yield the tokens of the most recently used child, of its child, and so on, and how many children were compared.
+def _nodes_below(node: Node, num_bytes: int) -> tuple[list[Node], int]:
+    """Return the most recently used child, its child, and so on, and how many children were compared.
 
-    Of equally recent children, the one that was added last is chosen.
+    Of equally recent children, the one that was added last is chosen. The nodes together have at most about
+    `MAX_BRANCH_TOKENS`, of which `num_bytes` are before them.
     """
-    while node.children:
+    below: list[Node] = []
+    num_compared = 0
+    while node.children and num_bytes < MAX_BRANCH_TOKENS * TOKEN_BYTES:
+        if num_compared + _MAX_CHILDREN > _MAX_NODES_PER_BRANCH:
+            break
         latest = list(islice(reversed(node.children.values()), _MAX_CHILDREN))
+        num_compared += len(latest)
         node = max(latest, key=lambda each: each.last_used_s)
-        yield node.tokens, len(latest)
+        below.append(node)
+        num_bytes += len(node.tokens)
+    return below, num_compared

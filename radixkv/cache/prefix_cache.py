@@ -46,7 +46,7 @@ from radixkv.tokens import TOKEN_BYTES, prefix_fingerprint, require_tokens
 
 _MAX_DROPPED_NODES = 1024
 _LATER = 3  # by this factor, a session must be expected to return later to lose its blocks to another session
-_MAX_SESSION_ENDS = 3  # branches of a session with which its prompts are compared
+_MAX_SESSION_ENDS = 2  # branches of a session with which its prompts are compared
 _MAX_CHANGED_NODES = 128  # in one slice of a retention, which takes about 2 ms
 
 
@@ -442,7 +442,7 @@ class PrefixCache:
         Args:
             places: places in `segments`, the most important one first; those of other tenants are left out.
             tenant: the tenant.
-            session_id: a session whose branches come first; empty for none.
+            session_id: a session of the tenant; the two branches that it used last come first. Empty for none.
             max_branches: branches that are returned at most.
 
         Complexity: see `branches_through`; in addition, all nodes that only the session has used are visited.

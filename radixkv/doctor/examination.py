@@ -65,9 +65,11 @@ class Examiner:
 
     Attributes:
         decode: returns the text of token ids; None without a tokenizer.
+        max_differences: differences to each earlier prompt that are examined.
     """
 
     decode: Decode | None
+    max_differences: int = MAX_DIFFERENCES
 
     def examine(
         self,
@@ -169,7 +171,7 @@ class Examiner:
         """Return the differences between two prompts that are equal up to `start`, in order."""
         places: list[_Place] = []
         ours = theirs = start
-        while min(tokens.size - ours, other.size - theirs) > 0 and len(places) < MAX_DIFFERENCES:
+        while min(tokens.size - ours, other.size - theirs) > 0 and len(places) < self.max_differences:
             found = realign(tokens[ours:], other[theirs:])
             if found is not None:
                 text_of = self._decoder(tokens, ours)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from radixkv.doctor.finding import Finding, GroupKey, Side
@@ -11,17 +11,16 @@ from radixkv.doctor.miss_group import MissGroup, group_of, summed
 from radixkv.namespace import OTHER_TENANTS
 
 MAX_TENANTS = 512
-MAX_GROUPS = 512
+MAX_GROUPS = 256
 MAX_TENANT_GROUPS = 64
 _MAX_TEXT_CHARS = 96  # of each side of a sample
 
 
-@dataclass(slots=True)
-class MissCounts:
+class MissCounts(NamedTuple):
     """Prompts of one tenant, or of all.
 
     Attributes:
-        prompts: prompts that were admitted.
+        prompts: prompts that were admitted; each of several completions counts.
         prompt_tokens, cached_tokens: their tokens, and those of them that were reused.
         misses, missed_tokens: the prompts that had to compute enough to be examined, and what they computed.
         examined_misses, examined_tokens: those of the misses whose cause was looked for.
@@ -37,10 +36,9 @@ class MissCounts:
     examined_tokens: int = 0
     first_prompts: int = 0
 
-    def add(self, other: MissCounts) -> None:
-        """Add the numbers of other prompts."""
-        for each in fields(self):
-            setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
+    def plus(self, other: MissCounts) -> MissCounts:
+        """Return the numbers of both."""
+        return MissCounts(*map(sum, zip(self, other, strict=True)))
 
 
 class TenantGroup(NamedTuple):
@@ -76,24 +74,30 @@ class _TenantProfile:
 class MissProfile:
     """Groups the misses of a period by tenant and cause. Not thread-safe.
 
-    Memory: about 2 MB, for at most 512 tenants and 512 groups, of which one tenant has at most 64. A new group takes
-    the place of the one with the least lost tokens; of the same tenant if that has 64 groups, and otherwise of the
-    tenant that has most of them. Further tenants are counted as `(others)`, without groups.
+    Memory: about 1.5 MB, for at most 512 tenants and 256 groups. If a new group makes them too many, the group of the
+    tenant with the most groups that has lost the fewest tokens is dropped; if a tenant has 64 groups, one of its own.
+    Tenants after the first 512 are counted together as `(others)`, without groups.
     """
 
     def __init__(self) -> None:
         self._tenants: dict[str, _TenantProfile] = {}
         self._num_groups = 0
 
+    def knows(self, tenant: str) -> bool:
+        """Whether a tenant has groups of its own, as far as it has any, or will have."""
+        return tenant in self._tenants or len(self._tenants) < MAX_TENANTS
+
     def count(self, tenant: str, more: MissCounts) -> None:
         """Count prompts of a tenant."""
-        self._of(tenant).counts.add(more)
+        name = tenant if self.knows(tenant) else OTHER_TENANTS
+        profile = self._tenants.setdefault(name, _TenantProfile())
+        profile.counts = profile.counts.plus(more)
 
     def add(self, tenant: str, finding: Finding, lost_s: float | None) -> None:
         """Add what a prompt of a tenant lost, and the seconds to compute that; None if they are not known."""
-        profile = self._of(tenant)
-        if self._tenants.get(tenant) is not profile:
+        if not self.knows(tenant):
             return
+        profile = self._tenants.setdefault(tenant, _TenantProfile())
         group = group_of(_shortened(finding), lost_s)
         known = profile.groups.get(group.key)
         if known is None:
@@ -104,58 +108,38 @@ class MissProfile:
             self._num_groups += 1
         profile.groups[group.key] = summed(known, group)
 
-    def knows(self, tenant: str) -> bool:
-        """Whether anything is known about a tenant."""
-        return tenant in self._tenants
+    def forget(self, tenant: str | None) -> None:
+        """Forget everything about a tenant; about all tenants with None."""
+        for name in [tenant] if tenant is not None else list(self._tenants):
+            profile = self._tenants.pop(name, None)
+            self._num_groups -= 0 if profile is None else len(profile.groups)
 
-    def forget(self, tenant: str) -> None:
-        """Forget everything about a tenant."""
-        profile = self._tenants.pop(tenant, None)
-        if profile is not None:
-            self._num_groups -= len(profile.groups)
-
-    def counts(self, tenant: str | None) -> MissCounts:
-        """Return the numbers of a tenant; of all tenants with None."""
-        total = MissCounts()
-        for _, profile in self._chosen(tenant):
-            total.add(profile.counts)
-        return total
-
-    def groups(self, tenant: str | None) -> Iterable[TenantGroup]:
-        """List the groups of a tenant; of all tenants with None."""
-        return [TenantGroup(name, group) for name, profile in self._chosen(tenant) for group in profile.groups.values()]
-
-    def _chosen(self, tenant: str | None) -> Iterable[tuple[str, _TenantProfile]]:
-        if tenant is None:
-            return self._tenants.items()
-        return [(tenant, self._tenants[tenant])] if tenant in self._tenants else ()
-
-    def _of(self, tenant: str) -> _TenantProfile:
-        profile = self._tenants.get(tenant)
-        if profile is None:
-            is_full = len(self._tenants) >= MAX_TENANTS
-            profile = self._tenants.setdefault(OTHER_TENANTS if is_full else tenant, _TenantProfile())
-        return profile
+    def parts(self, tenant: str | None) -> list[tuple[str, MissCounts, list[MissGroup]]]:
+        """Return the numbers and the groups of a tenant; of each tenant with None. Complexity: O(tenants + groups)."""
+        names = [tenant] if tenant is not None else list(self._tenants)
+        known = [(name, self._tenants[name]) for name in names if name in self._tenants]
+        return [(name, profile.counts, list(profile.groups.values())) for name, profile in known]
 
     def _drop_least(self, profile: _TenantProfile) -> None:
         del profile.groups[min(profile.groups, key=lambda each: profile.groups[each].lost_tokens)]
         self._num_groups -= 1
 
 
-def report_of(profiles: Iterable[MissProfile], covered_s: float, tenant: str | None, max_groups: int) -> MissReport:
-    """Add up the profiles of several periods, the latest first.
+def report_of(
+    parts: Iterable[tuple[str, MissCounts, list[MissGroup]]], covered_s: float, max_groups: int
+) -> MissReport:
+    """Add up parts of the profiles of several periods, the latest first.
 
     Args:
-        profiles: the profiles.
+        parts: what `MissProfile.parts` returned.
         covered_s: seconds that they cover.
-        tenant: the tenant whose misses are reported; None for all tenants.
         max_groups: causes that are listed at most.
     """
     counts = MissCounts()
     groups: dict[tuple[str, GroupKey], MissGroup] = {}
-    for profile in profiles:
-        counts.add(profile.counts(tenant))
-        for name, group in profile.groups(tenant):
+    for name, more, of_tenant in parts:
+        counts = counts.plus(more)
+        for group in of_tenant:
             groups[name, group.key] = summed(groups.get((name, group.key)), group)
     ranked = sorted(groups.items(), key=lambda each: each[1].lost_tokens, reverse=True)
     listed = tuple(TenantGroup(name, group) for (name, _), group in ranked[:max_groups])

@@ -7,8 +7,10 @@ import queue
 import secrets
 import threading
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -24,7 +26,7 @@ from radixkv.doctor.window_table import WindowTable
 from radixkv.errors import RadixKVError
 from radixkv.explain.comparison import Decode
 from radixkv.explain.realignment import MAX_SPAN_TOKENS, Tokens, num_equal_tokens
-from radixkv.invocation import plain
+from radixkv.invocation import MAX_INVOKED_VOCAB
 from radixkv.namespace import Namespace
 from radixkv.tokens import TOKEN_BYTES
 
@@ -34,15 +36,24 @@ MIN_MISSED_TOKENS = 256
 PERIOD_S = 3600.0
 """The report covers the present period and the one before it."""
 
-MAX_BRANCHES = 3
+MAX_COMPARED_TOKENS = 131_072
+"""Tokens at the beginning of a prompt that are compared."""
+
+MAX_BRANCHES = 4
 MAX_PLACES = 8
-_MAX_TOKENS = 262_144  # of a prompt that are compared
-_MAX_WAITING_BYTES = 4 * 2**20
+_MAX_DIFFERENCES = 32  # to each branch
+_MAX_WAITING_BYTES = 2 * 2**20
 _FIRST_CREDIT_S = 0.1
-_MAX_CREDIT_S = 1.0
+_MAX_CREDIT_S = 1.0  # and the largest debt, which a prompt with many differences may cause
 _TIMEOUT_S = 60.0  # for the engine to look branches up
+_CLOSE_LIMIT_S = 5.0
 
 _log = logging.getLogger(__name__)
+
+
+def is_miss(num_tokens: int, cached_tokens: int) -> bool:
+    """Whether a prompt with these many tokens, and these many reused ones, counts as a miss."""
+    return num_tokens - cached_tokens >= MIN_MISSED_TOKENS
 
 
 class AdmittedPrompt(NamedTuple):
@@ -64,6 +75,19 @@ class AdmittedPrompt(NamedTuple):
     miss_reason: MissReason
     is_evicted_by_self: bool | None = None
 
+    @property
+    def num_missed_tokens(self) -> int:
+        """Tokens that are computed."""
+        return len(self.tokens) // TOKEN_BYTES - self.cached_tokens
+
+    @property
+    def known_cause(self) -> MissCause | None:
+        """The cause, if the cache knows it; None if the prompt has to be compared with others."""
+        cause = CAUSE_OF_REASON.get(self.miss_reason)
+        if cause is not MissCause.EVICTED or self.is_evicted_by_self is None:
+            return cause
+        return MissCause.EVICTED_BY_OWN if self.is_evicted_by_self else MissCause.EVICTED_BY_OTHERS
+
 
 class Branches(NamedTuple):
     """What the engine knows about the cached prompts that resemble one.
@@ -83,16 +107,16 @@ FindBranches = Callable[[Sequence[int], str, str], "Future[Branches]"]
 """Looks up the branches through segments, given by their places, of a tenant and one of its sessions."""
 
 
+class _Miss(NamedTuple):
+    prompt: AdmittedPrompt  # with at most `MAX_COMPARED_TOKENS`
+    num_missed_tokens: int
+    num_forgotten: int  # see `MissProfiler._num_forgotten`
+
+
 class _Segment(NamedTuple):
     tenant: str
     tokens: bytes
-    start: int  # in bytes
-    end: int
     place: int
-
-
-class _Forgotten(NamedTuple):
-    tenant: str
 
 
 class MissProfiler:
@@ -106,7 +130,8 @@ class MissProfiler:
     are found by a table of the windows of all segments that were published since the start of the server.
 
     The thread is given a share of the time of the steps that compute prompts. While it has used that up, misses are
-    counted but not examined. All memory is bounded: the table, the queue, the profile, and what is compared at a time.
+    counted but not examined. Its work for new segments, about 10 ns per token, is not counted. All memory is bounded:
+    the table, the queue, the profile, and what is compared at a time.
 
     Args:
         share: share of the time of steps that the thread may use.
@@ -131,12 +156,15 @@ class MissProfiler:
         self._work_clock = work_clock
         self._table = WindowTable()
         self._seed = secrets.randbits(63)
-        self._queue: queue.SimpleQueue[AdmittedPrompt | _Segment | _Forgotten | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[_Miss | _Segment | None] = queue.SimpleQueue()
         self._lock = threading.Lock()  # guards all below
         self._credit_s = _FIRST_CREDIT_S
         self._num_waiting_bytes = 0
-        self._period_start_s = self._former_start_s = clock()
+        self._num_forgotten = 0  # calls of `forget`, after which misses that waited before are not examined
+        self._period_start_s = self._start_s = clock()
         self._profiles = [MissProfile(), MissProfile()]  # of the present period and of the one before it
+        self._found: Future[Branches] | None = None  # what the thread waits for
+        self._is_closing = False
         self._find_branches: FindBranches | None = None
         self._thread = threading.Thread(target=self._run, name="radixkv-misses", daemon=True)
 
@@ -151,12 +179,14 @@ class MissProfiler:
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread after what it examines now."""
+        """End the thread after what it examines now. Waits for at most 5 s."""
+        with self._lock:
+            self._is_closing = True
+            if self._found is not None:
+                self._found.cancel()
+        self._queue.put(None)
         if self._thread.ident is not None:
-            with self._lock:
-                self._credit_s = float("-inf")
-            self._queue.put(None)
-            self._thread.join()
+            self._thread.join(_CLOSE_LIMIT_S)
 
     def add_step(self, seconds: float) -> None:
         """Give the thread its share of the time of a step that computed prompts."""
@@ -165,66 +195,64 @@ class MissProfiler:
 
     def add_prompt(self, prompt: AdmittedPrompt) -> None:
         """Count a prompt, and queue it if it is a miss and there is time to examine it. For the engine's thread."""
+        tenant = prompt.namespace.tenant
         num_tokens = len(prompt.tokens) // TOKEN_BYTES
         counts = MissCounts(prompts=1, prompt_tokens=num_tokens, cached_tokens=prompt.cached_tokens)
-        num_missed = num_tokens - prompt.cached_tokens
-        finding = None
-        is_queued = False
-        if num_missed >= MIN_MISSED_TOKENS:
-            counts.misses, counts.missed_tokens = 1, num_missed
-            cause = CAUSE_OF_REASON.get(prompt.miss_reason)
-            if cause is MissCause.EVICTED and prompt.is_evicted_by_self is not None:
-                cause = MissCause.EVICTED_BY_OWN if prompt.is_evicted_by_self else MissCause.EVICTED_BY_OTHERS
-            if cause is not None:
-                finding = Finding(GroupKey(cause), prompt.cached_tokens, num_missed - 1, is_bound=True)
-                counts.examined_misses, counts.examined_tokens = 1, num_missed
-            else:
-                is_queued = True
+        if not is_miss(num_tokens, prompt.cached_tokens):
+            with self._lock:
+                self._present().count(tenant, counts)
+            return
+        num_missed = prompt.num_missed_tokens
+        counts = counts._replace(misses=1, missed_tokens=num_missed)
+        cause = prompt.known_cause
+        if cause is not None:
+            counts = counts._replace(examined_misses=1, examined_tokens=num_missed)
+        compared = prompt._replace(tokens=prompt.tokens[: MAX_COMPARED_TOKENS * TOKEN_BYTES])
         with self._lock:
             profile = self._present()
-            profile.count(prompt.namespace.tenant, counts)
-            if finding is not None:
-                profile.add(prompt.namespace.tenant, finding, None)
-            is_queued = is_queued and self._credit_s > 0 and self._may_wait(len(prompt.tokens))
-        if is_queued:
-            self._queue.put(prompt)
+            profile.count(tenant, counts)
+            if cause is not None:
+                profile.add(tenant, Finding(GroupKey(cause), prompt.cached_tokens, num_missed - 1, is_bound=True), None)
+                return
+            if self._credit_s <= 0 or not profile.knows(tenant) or compared.num_missed_tokens < MIN_MISSED_TOKENS:
+                return
+            if self._may_wait(len(compared.tokens)):
+                self._queue.put(_Miss(compared, num_missed, self._num_forgotten))
 
-    def add_segment(self, tenant: str, tokens: bytes, start: int, end: int, place: int) -> None:
-        """Queue tokens of a cached segment, to find prompts that have the same ones. For the engine's thread.
+    def add_segment(self, tenant: str, tokens: bytes, place: int) -> None:
+        """Queue new tokens of a cached segment, to find prompts that have the same ones. For the engine's thread.
 
         Args:
             tenant: the tenant that published them.
-            tokens: those of the segment, little-endian uint32 bytes.
-            start, end: the range that is new, in bytes.
+            tokens: little-endian uint32 bytes.
             place: place of the segment.
         """
         with self._lock:
-            may_wait = self._may_wait(end - start)
-        if may_wait:
-            self._queue.put(_Segment(tenant, tokens, start, end, place))
+            if self._may_wait(len(tokens)):
+                self._queue.put(_Segment(tenant, tokens, place))
 
-    def forget(self, tenant: str) -> None:
-        """Forget everything about a tenant, and what of it waits to be examined. For the engine's thread."""
+    def forget(self, tenant: str | None) -> None:
+        """Forget the misses of a tenant, of all tenants with None, and those that wait to be examined."""
         with self._lock:
-            is_known = any(each.knows(tenant) for each in self._profiles)
-        if is_known:
-            self._queue.put(_Forgotten(tenant))
+            self._num_forgotten += 1
+            for each in self._profiles:
+                each.forget(tenant)
 
     def report(self, tenant: str | None, max_groups: int) -> MissReport:
         """Return what is known about the misses of a tenant; of all tenants with None. For any thread."""
         with self._lock:
             self._present()
-            covered_s = self._clock() - self._former_start_s
-            return report_of(self._profiles, covered_s, tenant, max_groups)
+            start_s = max(self._start_s, self._period_start_s - PERIOD_S)
+            covered_s = self._clock() - start_s
+            parts = [part for each in self._profiles for part in each.parts(tenant)]
+        return report_of(parts, covered_s, max_groups)
 
     def _present(self) -> MissProfile:
         """Return the profile of the present period. The lock must be held."""
-        now_s = self._clock()
-        if now_s - self._period_start_s >= PERIOD_S:
-            is_next = now_s - self._period_start_s < 2 * PERIOD_S
-            former = self._profiles[0] if is_next else MissProfile()
-            self._former_start_s = self._period_start_s if is_next else now_s
-            self._period_start_s = now_s
+        num_passed = int((self._clock() - self._period_start_s) // PERIOD_S)
+        if num_passed > 0:
+            former = self._profiles[0] if num_passed == 1 else MissProfile()
+            self._period_start_s += num_passed * PERIOD_S
             self._profiles = [MissProfile(), former]
         return self._profiles[0]
 
@@ -236,30 +264,27 @@ class MissProfiler:
         return True
 
     def _run(self) -> None:
-        while (item := self._queue.get()) is not None:
-            if isinstance(item, AdmittedPrompt):
-                self._load_tokenizer()
-            start_s = self._work_clock()
-            num_bytes, engine_s = 0, 0.0
+        while (item := self._queue.get()) is not None and not self._is_closing:
+            used_s = 0.0
             try:
                 if isinstance(item, _Segment):
-                    num_bytes = item.end - item.start
-                    tokens = _array(item.tokens[item.start : item.end])
-                    self._table.add(tokens, self._seed_of(item.tenant), item.place)
-                elif isinstance(item, AdmittedPrompt):
-                    num_bytes = len(item.tokens)
-                    engine_s = self._examine(item)
+                    self._table.add(_array(item.tokens), self._seed_of(item.tenant), item.place)
                 else:
-                    with self._lock:
-                        for each in self._profiles:
-                            each.forget(item.tenant)
+                    self._load_tokenizer()
+                    start_s = self._work_clock()
+                    try:
+                        used_s = self._examine(item)
+                    finally:
+                        used_s += self._work_clock() - start_s
             except (RadixKVError, CancelledError, TimeoutError) as error:
-                _log.debug("a miss was not examined: %s", error)
-            except Exception:  # noqa: BLE001 - a prompt that cannot be examined must not end the thread
-                _log.exception("a miss could not be examined")
+                _log.debug("a miss was not examined: %s", type(error).__name__)
+            except Exception as error:  # noqa: BLE001 - a prompt that cannot be examined must not end the thread
+                place = traceback.extract_tb(error.__traceback__)[-1]  # messages of errors might have tokens
+                kind = type(error).__name__
+                _log.error("a miss could not be examined: %s at %s:%s", kind, place.filename, place.lineno)
             with self._lock:
-                self._num_waiting_bytes -= num_bytes
-                self._credit_s -= self._work_clock() - start_s + engine_s
+                self._num_waiting_bytes -= len(item.tokens if isinstance(item, _Segment) else item.prompt.tokens)
+                self._credit_s = max(-_MAX_CREDIT_S, self._credit_s - used_s)
 
     def _load_tokenizer(self) -> None:
         load, self.load_decode = self.load_decode, None
@@ -269,31 +294,44 @@ class MissProfiler:
             except ValueError as error:
                 _log.debug("causes of misses have no text, because the model has no tokenizer: %s", error)
 
-    def _examine(self, prompt: AdmittedPrompt) -> float:
+    def _examine(self, miss: _Miss) -> float:
         """Find out why a prompt was not reused, and add it to the profile. Returns CPU seconds of the engine's thread.
 
         Raises:
             RadixKVError, CancelledError, TimeoutError: the engine does not answer.
         """
-        with self._lock:
-            if self._credit_s < 0:
-                return 0.0
         assert self._find_branches is not None, "the profiler has been started"
-        namespace = prompt.namespace
-        tokens = _array(prompt.tokens[: _MAX_TOKENS * TOKEN_BYTES])
-        counts = self._table.places(tokens[prompt.cached_tokens :], self._seed_of(namespace.tenant))
-        places = [place for place, _ in counts.most_common(MAX_PLACES)]
-        found = self._find_branches(places, namespace.tenant, prompt.session_id).result(_TIMEOUT_S)
-        finding = self._finding(prompt, tokens, found.branches)
-        missed_tokens = len(prompt.tokens) // TOKEN_BYTES - prompt.cached_tokens
-        more = MissCounts(examined_misses=1, examined_tokens=missed_tokens, first_prompts=finding is None)
+        prompt = miss.prompt
+        tenant = prompt.namespace.tenant
         with self._lock:
-            profile = self._present()
-            profile.count(namespace.tenant, more)
-            if finding is not None:
-                lost_s = None if found.token_s is None else finding.lost_tokens * found.token_s
-                profile.add(namespace.tenant, finding, lost_s)
+            if self._credit_s <= 0:
+                return 0.0
+        tokens = _array(prompt.tokens)
+        counts = self._table.places(tokens[prompt.cached_tokens :], self._seed_of(tenant))
+        places = [place for place, _ in counts.most_common(MAX_PLACES)]
+        found = self._branches(places, tenant, prompt.session_id)
+        finding = self._finding(prompt, tokens, found.branches)
+        more = MissCounts(examined_misses=1, examined_tokens=miss.num_missed_tokens, first_prompts=int(finding is None))
+        with self._lock:
+            if miss.num_forgotten == self._num_forgotten:
+                profile = self._present()
+                profile.count(tenant, more)
+                if finding is not None:
+                    lost_s = None if found.token_s is None else finding.lost_tokens * found.token_s
+                    profile.add(tenant, finding, lost_s)
         return found.took_s
+
+    def _branches(self, places: Sequence[int], tenant: str, session_id: str) -> Branches:
+        assert self._find_branches is not None
+        future = self._find_branches(places, tenant, session_id)
+        with self._lock:
+            self._found = future
+            if self._is_closing:
+                future.cancel()
+        try:
+            return future.result(_TIMEOUT_S)
+        finally:
+            future.cancel()
 
     def _finding(self, prompt: AdmittedPrompt, tokens: Tokens, branches: Sequence[NamedBranch]) -> Finding | None:
         """Return what a prompt lost: by a difference to a branch, or because the branch is in another namespace."""
@@ -301,19 +339,27 @@ class MissProfiler:
         earlier: list[Earlier] = []
         elsewhere: Finding | None = None
         for each in branches:
-            others = _array(each.branch.tokens(max_tokens))
-            if _names(each.namespace) == _names(prompt.namespace):
+            marked = each.branch.tokens(max_tokens)
+            others = _array(marked)
+            num_equal = num_equal_tokens(tokens, others)
+            cause = None
+            if _names(each.namespace) != _names(prompt.namespace):
+                cause = cause_of_namespace(prompt.namespace, each.namespace)
+            else:
                 logged = LoggedPrompt("", others.size, each.namespace, each.session_id)
                 earlier.append(Earlier(logged, others))
-                continue
-            num_lost = min(num_equal_tokens(tokens, others), tokens.size - 1) - cached
-            if num_lost >= MIN_MISSED_TOKENS and (elsewhere is None or num_lost > elsewhere.lost_tokens):
-                cause = cause_of_namespace(prompt.namespace, each.namespace)
+                if marked[: num_equal * TOKEN_BYTES] != prompt.tokens[: num_equal * TOKEN_BYTES]:
+                    cause = MissCause.ADAPTER_CHANGED  # equal tokens were computed by another invoked adapter
+            num_lost = min(num_equal, tokens.size - 1) - cached
+            is_most = elsewhere is None or num_lost > elsewhere.lost_tokens
+            if cause is not None and num_lost >= MIN_MISSED_TOKENS and is_most:
                 elsewhere = Finding(GroupKey(cause), cached, num_lost)
         logged = LoggedPrompt("", tokens.size, prompt.namespace, prompt.session_id)
-        finding = Examiner(self._decode).examine(logged, tokens, cached, earlier, MIN_MISSED_TOKENS)
+        finding = Examiner(self._decode, _MAX_DIFFERENCES).examine(logged, tokens, cached, earlier, MIN_MISSED_TOKENS)
         if elsewhere is not None and (finding is None or elsewhere.lost_tokens >= finding.lost_tokens):
             return elsewhere
+        if finding is not None and prompt.namespace.salt:  # who does not know the salt must not read the prompt
+            finding = replace(finding, sample=None)
         return finding
 
     def _seed_of(self, tenant: str) -> int:
@@ -327,4 +373,5 @@ def _names(namespace: Namespace) -> Namespace:
 
 def _array(tokens: bytes) -> Tokens:
     """Return tokens without the marks of invoked adapters."""
-    return np.frombuffer(plain(tokens), "<u4")
+    array = np.frombuffer(tokens, "<u4")
+    return array & np.uint32(MAX_INVOKED_VOCAB - 1) if array.size and int(array.max()) >= MAX_INVOKED_VOCAB else array

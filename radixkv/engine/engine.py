@@ -6,7 +6,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -41,7 +41,7 @@ from radixkv.events.readers import EventSource
 from radixkv.events.tree_feed import TreeFeed
 from radixkv.offload.index.prompt_blocks import FetchedBlocks
 from radixkv.offload.offload import CLOSE_LIMIT_S, Offload
-from radixkv.offload.purge import when_deleted
+from radixkv.offload.purge import PendingPurge, when_deleted
 from radixkv.scheduling.rate_limiter import RateLimiter
 from radixkv.scheduling.request import Generation, Request
 from radixkv.statements.statement_book import StatementBook
@@ -314,11 +314,19 @@ class Engine:
     def purge(
         self, *, tenant: str | None = None, adapter: str | None = None, salt: str | None = None
     ) -> Future[Purged]:
-        """Purge the namespaces with these names (None: any) in all tiers. Raises UnknownAdapter."""
+        """Purge the namespaces with these names (None: any) in all tiers, and all causes of misses of the tenant.
+
+        Raises UnknownAdapter.
+        """
         digest = None if adapter is None else self.adapters.digest_of(adapter)
-        return when_deleted(
-            self._call_for(tenant, lambda: self._core.purging(tenant=tenant, adapter=digest, salt=salt))
-        )
+
+        def purging() -> Generator[None, None, PendingPurge]:
+            purge = yield from self._core.purging(tenant=tenant, adapter=digest, salt=salt)
+            if self.misses is not None:
+                self.misses.forget(tenant)
+            return purge
+
+        return when_deleted(self._call_for(tenant, purging))
 
     def stats(self, max_tenants: int = DEFAULT_MAX_TENANTS, tenant: str | None = None) -> Future[EngineStats]:
         """Return all statistics, including those of the largest tenants, or of `tenant`; see `StatsCollector.stats`."""

@@ -6,7 +6,7 @@ from radixkv.api.miss_reason import MissReason
 from radixkv.cache.changes import Listener
 from radixkv.cache.node import NO_PLACE, Node
 from radixkv.cache.prefix_cache import PrefixCache
-from radixkv.doctor.miss_profiler import AdmittedPrompt, MissProfiler
+from radixkv.doctor.miss_profiler import AdmittedPrompt, MissProfiler, is_miss
 from radixkv.engine.observer import Observer
 from radixkv.namespace import PUBLIC_TENANT
 from radixkv.scheduling.request import Outcome, Request
@@ -16,7 +16,8 @@ from radixkv.tokens import TOKEN_BYTES
 class MissFeed(Observer, Listener):
     """Passes each prompt when it is first admitted, and the tokens of new segments when a request ends.
 
-    So the profiler compares a prompt with what was cached before it. All methods are called on the engine's thread.
+    So a prompt is in the profiler's queue before the segments that it adds itself. All methods are called on the
+    engine's thread.
 
     Args:
         profiler: gets them.
@@ -32,20 +33,23 @@ class MissFeed(Observer, Listener):
         self._new_from: dict[Node, int] = {}  # where the new tokens of a node begin, in bytes from the root
 
     def request_admitted(self, request: Request) -> None:
-        """Pass a prompt, unless the request was admitted before and preempted."""
-        if request.is_prefetch or request in self._admitted:
+        """Pass a prompt, unless the request was admitted before and preempted, or is not one of a tenant."""
+        if request.is_prefetch or request.tenant == PUBLIC_TENANT or request in self._admitted:
             return
         self._admitted.add(request)
-        reuse = request.reuse
-        is_whole = reuse.cached_tokens >= request.num_prompt_tokens - 1
-        reason = MissReason.NONE if is_whole else reuse.miss_reason
+        tokens, reuse = request.prompt_tokens, request.reuse
         is_by_self = None
-        if reason is MissReason.EVICTED and self.cache is not None:
-            is_by_self = self.cache.is_evicted_by_self(request.namespace, request.prompt_tokens, reuse.cached_tokens)
-        session_id = request.params.session_id
+        if reuse.miss_reason is MissReason.EVICTED and is_miss(request.num_prompt_tokens, reuse.cached_tokens):
+            assert self.cache is not None, "the cache exists before the first request"
+            is_by_self = self.cache.is_evicted_by_self(request.namespace, tokens, reuse.cached_tokens)
         self._profiler.add_prompt(
             AdmittedPrompt(
-                request.namespace, session_id, request.prompt_tokens, reuse.cached_tokens, reason, is_by_self
+                request.namespace,
+                request.params.session_id,
+                tokens,
+                reuse.cached_tokens,
+                reuse.miss_reason,
+                is_by_self,
             )
         )
 
@@ -80,10 +84,9 @@ class MissFeed(Observer, Listener):
         self.cut(lower)
 
     def cut(self, lower: Node) -> None:
-        """Note that the tokens of the upper half have another node, if they are new."""
-        start = self._new_from.get(lower)
-        if start is not None and lower.parent is not None:
-            self._new_from[lower.parent] = start
+        """Note that the tokens of the upper half have another node, which may be cached longer than the lower half."""
+        assert lower.parent is not None
+        self._new_from[lower.parent] = lower.parent.start_bytes
 
     def joined(self, uppers: list[Node], lower: Node) -> None:
         """Pass the tokens of the nodes that no longer exist, which are in `lower` now."""
@@ -91,12 +94,7 @@ class MissFeed(Observer, Listener):
             self._new_from.pop(upper, None)
         self._pass_segment(lower, 0, sum(len(each.tokens) for each in uppers))
 
-    def purged(self, node: Node) -> None:
-        """Forget the tenant of a node."""
-        self._new_from.pop(node, None)
-        self._profiler.forget(node.owner.namespace.tenant)
-
     def _pass_segment(self, node: Node, start: int, end: int) -> None:
         tenant = node.owner.namespace.tenant
         if node.place != NO_PLACE and tenant != PUBLIC_TENANT:
-            self._profiler.add_segment(tenant, node.tokens, max(0, start), end, node.place)
+            self._profiler.add_segment(tenant, node.tokens[max(0, start) : end], node.place)

@@ -103,7 +103,9 @@ def build_engine(
         ledger, statements, shadows = _statements(config, quotas, open_day_files, opened)
         if shadows is not None:
             observers = (*observers, QuotaShadowFeed(shadows))
-        misses = MissProfiler(config.server.diagnosed_share) if config.server.diagnosed_share else None
+        misses = None
+        if config.server.diagnosed_share and config.transfer.role != "decode":  # prefill replicas count its prompts
+            misses = MissProfiler(config.server.diagnosed_share)
         use_huge_pages()
         keep_freed_memory()  # before loading, which copies each weight of a model on a CPU
         progress.begin("loading the model")

@@ -27,8 +27,8 @@ if _version_not_supported:
 
 
 class CacheServiceStub(object):
-    """Requests have at most 4,096 bytes, except those of Retain, Hint, Explain, Purge and RegisterPublicPrefix. In this file, a tier is a
-    store for blocks that are evicted from the device, such as host memory, disk or Redis.
+    """Requests have at most 4,096 bytes, except those of Retain, Hint, Explain, Purge and RegisterPublicPrefix. In this file, a
+    tier is a store for blocks that are evicted from the device, such as host memory, disk or Redis.
     """
 
     def __init__(self, channel):
@@ -120,8 +120,8 @@ class CacheServiceStub(object):
 
 
 class CacheServiceServicer(object):
-    """Requests have at most 4,096 bytes, except those of Retain, Hint, Explain, Purge and RegisterPublicPrefix. In this file, a tier is a
-    store for blocks that are evicted from the device, such as host memory, disk or Redis.
+    """Requests have at most 4,096 bytes, except those of Retain, Hint, Explain, Purge and RegisterPublicPrefix. In this file, a
+    tier is a store for blocks that are evicted from the device, such as host memory, disk or Redis.
     """
 
     def Stats(self, request, context):
@@ -238,8 +238,9 @@ class CacheServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Diagnose(self, request, context):
-        """Say why recent prompts were not reused: what a sample of the misses of the last one to two hours lost, grouped by cause.
-        UNIMPLEMENTED if server.diagnosed_share is 0.
+        """Say why recent prompts were not reused: what a sample of the misses in this hour and the one before it lost, grouped by
+        cause.
+        UNIMPLEMENTED if server.diagnosed_share is 0, and on decode replicas.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -337,8 +338,8 @@ def add_CacheServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class CacheService(object):
-    """Requests have at most 4,096 bytes, except those of Retain, Hint, Explain, Purge and RegisterPublicPrefix. In this file, a tier is a
-    store for blocks that are evicted from the device, such as host memory, disk or Redis.
+    """Requests have at most 4,096 bytes, except those of Retain, Hint, Explain, Purge and RegisterPublicPrefix. In this file, a
+    tier is a store for blocks that are evicted from the device, such as host memory, disk or Redis.
     """
 
     @staticmethod

@@ -12,12 +12,12 @@ _MAX_CHARS = 48  # of a text on either side of a difference
 
 def headline(group: MissGroup, num_prompts: int, what: str) -> str:
     """Return how many of some prompts lost how much, where, and because of what."""
-    each = group.lost_tokens // group.num_prompts
+    each, what = group.lost_tokens // group.num_prompts, printable(what, keep="")
     low, high = group.min_position, group.max_position
     place = f"at token {low:,}" if low == high else f"at tokens {low:,} to {high:,}"
     segments = ", ".join(printable(name, keep="") for name in group.segments)
     if group.key.pattern:
-        what += f": {group.key.pattern}"
+        what += f": {printable(group.key.pattern, keep='')}"
     bound = "at most " if group.is_bound else ""
     mean = " on average" if group.num_prompts > 1 else ""
     who = f"{group.num_prompts:,} of {num_prompts:,} requests lose" if group.num_prompts > 1 else "1 request loses"

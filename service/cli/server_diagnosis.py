@@ -22,9 +22,9 @@ def server_diagnosis_text(found: DiagnoseResponse, price: float | None = None) -
     lines = [
         f"In the last {duration(found.covered_s)}, {found.prompts:,} prompts with {found.prompt_tokens:,} tokens: "
         f"{found.cached_tokens:,} were reused{percent(found.cached_tokens, found.prompt_tokens)}.",
-        f"{found.misses:,} prompts computed {found.missed_tokens:,} tokens. {found.examined_misses:,} of them were "
-        f"examined{percent(found.examined_tokens, found.missed_tokens)}, and {found.first_prompts:,} of these had "
-        "nothing similar in the cache.",
+        f"{found.misses:,} prompts missed and computed {found.missed_tokens:,} tokens. "
+        f"{found.examined_misses:,} of them, with {found.examined_tokens:,} tokens, were examined; "
+        f"{found.first_prompts:,} of these had nothing similar in the cache.",
     ]
     if not found.causes:
         lines += ["", "No cause was found: the examined prompts reuse what they have in common with earlier ones."]

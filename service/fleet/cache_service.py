@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import fields
 from typing import Any
 
 import grpc
@@ -43,7 +42,6 @@ _EQUAL = (
     "period",
 )
 _MAXIMA = ("uptime_s", "known_tenants")
-_MISS_COUNTS = tuple(each.name for each in fields(MissCounts))
 
 ListReplicas = Callable[[], Awaitable[Sequence[ReplicaConnection]]]
 """Returns the connections to all replicas."""
@@ -185,7 +183,7 @@ class FleetCacheService:
         return await asyncio.to_thread(summed_statements, list(responses.values()))
 
     async def diagnose(self, request: cache_pb2.DiagnoseRequest, context: Context) -> cache_pb2.DiagnoseResponse:
-        """Return the causes of misses on all replicas together. The call succeeds only if it did on each of them."""
+        """Return the causes of misses on all replicas together, other than those that examine none."""
         require_names(tenant=request.tenant)
         whole = cache_pb2.DiagnoseRequest()
         whole.CopyFrom(request)
@@ -197,6 +195,8 @@ class FleetCacheService:
             responses, failures = await self._call_all(
                 lambda connection: connection.cache.Diagnose(whole, **call_options(connection, context))
             )
+            # Decode replicas, and those that examine nothing, have no causes.
+            failures = {name: each for name, each in failures.items() if not (responses and _is_unimplemented(each))}
             if failures:
                 raise _incomplete(failures, len(responses))
         return summed_diagnoses(responses.values(), max_causes)
@@ -311,12 +311,11 @@ def summed_diagnoses(responses: Iterable[cache_pb2.DiagnoseResponse], max_causes
     """
     total = cache_pb2.DiagnoseResponse()
     causes: dict[tuple[str, ...], cache_pb2.DiagnosedCause] = {}
-    num_unlisted = 0
     for part in responses:
         total.covered_s = max(total.covered_s, part.covered_s)
-        for name in _MISS_COUNTS:
+        for name in MissCounts._fields:
             setattr(total, name, getattr(total, name) + getattr(part, name))
-        num_unlisted = max(num_unlisted, part.further_causes)
+        total.further_causes += part.further_causes
         for each in part.causes:
             known = causes.setdefault((each.tenant, each.cause, each.place, each.pattern), each)
             if known is not each:
@@ -331,7 +330,7 @@ def summed_diagnoses(responses: Iterable[cache_pb2.DiagnoseResponse], max_causes
                     known.ClearField("lost_s")
     ranked = sorted(causes.values(), key=lambda each: each.lost_tokens, reverse=True)
     total.causes.extend(ranked[:max_causes])
-    total.further_causes = num_unlisted + len(ranked[max_causes:])
+    total.further_causes += len(ranked[max_causes:])
     return total
 
 
@@ -342,6 +341,10 @@ def _incomplete(failures: Mapping[str, grpc.aio.AioRpcError | ReplicaLost], num_
     failed = "; ".join(f"{address} ({_reason(failure)})" for address, failure in sorted(failures.items()))
     details = f"replicas: {len(failures)} of {len(failures) + num_done} failed, retry the call: {failed}"
     return ReplicaRefusal(code or grpc.StatusCode.UNAVAILABLE, details)
+
+
+def _is_unimplemented(failure: grpc.aio.AioRpcError | ReplicaLost) -> bool:
+    return isinstance(failure, grpc.aio.AioRpcError) and failure.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
 def _reason(failure: grpc.aio.AioRpcError | ReplicaLost) -> str:

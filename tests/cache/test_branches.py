@@ -248,6 +248,8 @@ def test_a_node_on_a_branch_that_is_returned_adds_none() -> None:
     published = Published("abcdefgh", "abcdefghijkl", "abcdefghmnop")
     shared, end = place_of(published, "abcdefgh"), place_of(published, "abcdefghijkl")
     assert branches_of(published, end, shared, end) == ["abcdefghijkl"]
+    latest = place_of(published, "abcdefghmnop")
+    assert branches_of(published, shared, latest, shared) == ["abcdefghmnop"]
     assert branches_of(published, shared, end, max_branches=1) == ["abcdefghmnop"]
 
 
@@ -275,6 +277,15 @@ def test_the_latest_branches_of_a_session_come_first() -> None:
     published.publish("abcd1234")  # so that the session does not own "abcd"
     other = place_of(published, "zzzzyyyy")
     found = published.cache.branches_at([other], "", "s")
-    assert [text_of(each.branch) for each in found] == ["uvwxuvwx", "mnopqrst", "abcdijkl", "zzzzyyyy"]
-    assert [each.session_id for each in found] == ["s", "s", "s", ""]
+    assert [text_of(each.branch) for each in found] == ["uvwxuvwx", "mnopqrst", "zzzzyyyy"]
+    assert [each.session_id for each in found] == ["s", "s", ""]
     assert branches_of(published, other, session_id="unknown") == ["zzzzyyyy"]
+
+
+def test_a_branch_is_named_after_the_session_of_its_end() -> None:
+    published = Published("abcdefgh", "abcdefghmnop")
+    published.clock.now_s += 1
+    with published.cache.lease(MODEL, spell("abcdefghijkl"), session_id="s") as lease:
+        lease.commit(12)
+    (found,) = published.cache.branches_at([place_of(published, "abcdefgh")], "")
+    assert (text_of(found.branch), found.session_id) == ("abcdefghijkl", "s")

@@ -12,7 +12,7 @@ import pytest
 
 from radixkv.api.explanation import CachedBranch, NamedBranch
 from radixkv.api.miss_reason import MissReason
-from radixkv.doctor import miss_profiler
+from radixkv.doctor import miss_profile, miss_profiler
 from radixkv.doctor.causes import MissCause
 from radixkv.doctor.miss_profiler import MIN_MISSED_TOKENS, PERIOD_S, AdmittedPrompt, Branches, MissProfiler
 from radixkv.errors import Draining
@@ -61,7 +61,7 @@ class Bench:
     def cache(self, place: int, text: str, namespace: Namespace = ACME) -> None:
         tokens = packed(text)
         self.cached[place] = NamedBranch(namespace, "", CachedBranch((tokens,), 0, 1.0))
-        self.profiler.add_segment(namespace.tenant, tokens, 0, len(tokens), place)
+        self.profiler.add_segment(namespace.tenant, tokens, place)
         self.wait()
 
     def admit(
@@ -193,7 +193,7 @@ def test_marks_of_invoked_adapters_are_no_difference(bench: Bench) -> None:
     tokens = np.array([ord(each) for each in CACHED], "<u4")
     tokens[len(CACHED) // 2 :] |= np.uint32(5 << 24)
     bench.cached[3] = NamedBranch(ACME, "", CachedBranch((tokens.tobytes(),), 0, 1.0))
-    bench.profiler.add_segment("acme", tokens.tobytes(), 0, tokens.nbytes, 3)
+    bench.profiler.add_segment("acme", tokens.tobytes(), 3)
     bench.wait()
     bench.admit(PROMPT)
     assert bench.causes() == [(MissCause.RANDOM_ID, 1)]
@@ -214,7 +214,7 @@ def test_without_time_misses_are_only_counted(make_bench: Callable[..., Bench]) 
     bench.admit(PROMPT)
     counts = bench.profiler.report(None, 10).counts
     assert (counts.misses, counts.examined_misses) == (3, 2)
-    bench.profiler.add_step(140.0)  # of which it gets 2.8 s
+    bench.profiler.add_step(40.0)  # of which it gets 0.8 s, and it lacks 1 s at most
     bench.admit(PROMPT)
     assert bench.profiler.report(None, 10).counts.examined_misses == 2
     for _ in range(2):
@@ -259,7 +259,7 @@ def test_a_long_queue_takes_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     profiler = MissProfiler(1.0)  # whose thread is not started
     for _ in range(10):
         profiler.add_prompt(AdmittedPrompt(ACME, "", packed(PROMPT), 0, MissReason.COLD))
-    profiler.add_segment("acme", packed(PROMPT), 0, len(packed(PROMPT)), 1)
+    profiler.add_segment("acme", packed(PROMPT), 1)
     assert profiler._queue.qsize() == 3
     assert profiler.report(None, 10).counts.misses == 10
     profiler.close()
@@ -278,22 +278,87 @@ def test_a_forgotten_tenant_has_no_misses_any_more(bench: Bench) -> None:
         bench.cache(place, CACHED, namespace)
         bench.admit(PROMPT, namespace)
     bench.profiler.forget("acme")
-    wait_until(lambda: not bench.causes("acme"))
+    assert bench.causes("acme") == []
     assert bench.profiler.report("acme", 10).counts.prompts == 0
     assert bench.causes("globex") == [(MissCause.RANDOM_ID, 1)]
+    bench.profiler.forget(None)
+    assert bench.profiler.report(None, 10).counts.prompts == 0
+
+
+def test_a_miss_that_waits_when_its_tenant_is_forgotten_leaves_nothing(bench: Bench) -> None:
+    bench.cache(3, CACHED)
+    find = bench.find_branches
+
+    def find_and_forget(*arguments: Any) -> Future[Branches]:
+        bench.profiler.forget("acme")
+        return find(*arguments)
+
+    bench.profiler._find_branches = find_and_forget
+    bench.admit(PROMPT)
+    assert bench.causes() == []
+    assert bench.profiler.report(None, 10).counts.examined_misses == 0
+
+
+def test_a_prompt_with_a_salt_leaves_no_tokens(bench: Bench) -> None:
+    salted = ACME._replace(salt="user-1")
+    bench.cache(3, CACHED, salted)
+    bench.admit(PROMPT, salted)
+    ((_, group),) = bench.profiler.report(None, 10).groups
+    assert (group.key.cause, group.sample) == (MissCause.RANDOM_ID, None)
+
+
+def test_equal_tokens_of_another_invoked_adapter(bench: Bench) -> None:
+    tokens = np.array([ord(each) for each in PROMPT], "<u4")
+    tokens[20:] |= np.uint32(5 << 24)
+    bench.cached[3] = NamedBranch(ACME, "", CachedBranch((tokens.tobytes(),), 0, 1.0))
+    bench.profiler.add_segment("acme", tokens.tobytes(), 3)
+    bench.wait()
+    bench.admit(PROMPT, cached_tokens=20)
+    ((_, group),) = bench.profiler.report(None, 10).groups
+    assert (group.key.cause, group.lost_tokens) == (MissCause.ADAPTER_CHANGED, len(PROMPT) - 21)
+
+
+def test_a_prompt_that_was_published_since_its_admission_is_not_compared_with_itself(bench: Bench) -> None:
+    bench.cache(3, PROMPT + "its answer")
+    bench.admit(PROMPT)
+    assert bench.causes() == []
+
+
+def test_only_the_beginning_of_a_long_prompt_is_compared(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(miss_profiler, "MAX_COMPARED_TOKENS", 1000)
+    bench.cache(3, CACHED)
+    bench.admit(PROMPT, cached_tokens=900, reason=MissReason.DIVERGED)
+    counts = bench.profiler.report(None, 10).counts
+    assert (counts.misses, counts.examined_misses, counts.first_prompts) == (1, 0, 0)
+    bench.admit(PROMPT, cached_tokens=6, reason=MissReason.DIVERGED)
+    report = bench.profiler.report(None, 10)
+    assert (report.counts.examined_misses, report.counts.examined_tokens) == (1, len(PROMPT) - 6)
+    assert 900 < report.groups[0].group.lost_tokens < 1000
+
+
+def test_misses_of_tenants_without_groups_take_no_time(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(miss_profile, "MAX_TENANTS", 1)
+    bench.cache(3, CACHED)
+    bench.admit(PROMPT)
+    bench.admit(PROMPT, Namespace("model", "globex"))
+    assert [tenant for _, tenant, _ in bench.asked] == ["acme"]
+    assert bench.profiler.report(None, 10).counts.misses == 2
 
 
 def test_a_report_covers_the_present_hour_and_the_one_before(bench: Bench) -> None:
     bench.cache(3, CACHED)
     for number in range(4):
         bench.admit(PROMPT)
-        assert bench.causes() == [(MissCause.RANDOM_ID, 1 if number == 0 else 2)]
         report = bench.profiler.report(None, 10)
-        assert report.covered_s == (0.0 if number == 0 else PERIOD_S)
+        assert bench.causes() == [(MissCause.RANDOM_ID, min(number + 1, 2))]
+        assert report.covered_s == min(number, 1) * PERIOD_S
         bench.clock.now_s += PERIOD_S
-    bench.clock.now_s += PERIOD_S
+    bench.clock.now_s += 0.75 * PERIOD_S
+    assert bench.causes() == [(MissCause.RANDOM_ID, 1)]
+    assert bench.profiler.report(None, 10).covered_s == 1.75 * PERIOD_S
+    bench.clock.now_s += 0.5 * PERIOD_S
     assert bench.causes() == []
-    assert bench.profiler.report(None, 10).covered_s == 0.0
+    assert bench.profiler.report(None, 10).covered_s == 1.25 * PERIOD_S
 
 
 @pytest.mark.parametrize("error", [Draining("engine: stopped"), TimeoutError()])
@@ -308,14 +373,25 @@ def test_an_engine_that_does_not_answer_ends_no_thread(bench: Bench, error: Exce
 
 def test_a_bug_is_logged_without_tokens_and_ends_no_thread(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
     bench.cache(3, CACHED)
-    bench.error = RuntimeError("bug")
+    bench.error = RuntimeError(f"cannot decode {PROMPT}")
     with caplog.at_level(logging.DEBUG):
         bench.admit(PROMPT)
-    assert "a miss could not be examined" in caplog.text
+    assert "a miss could not be examined: RuntimeError at " in caplog.text
     assert "4f2a9c1" not in caplog.text
     bench.error = None
     bench.admit(PROMPT)
     assert bench.causes() == [(MissCause.RANDOM_ID, 1)]
+
+
+def test_a_tokenizer_that_cannot_be_read_ends_no_thread(bench: Bench) -> None:
+    def fail() -> Any:
+        raise OSError("the file is not there any more")
+
+    bench.profiler.load_decode = fail
+    bench.cache(3, CACHED)
+    for _ in range(2):
+        bench.admit(PROMPT)
+    assert bench.causes() == [(MissCause.REPLACED, 1)]
 
 
 def test_without_a_tokenizer_tokens_are_compared(bench: Bench) -> None:
@@ -328,9 +404,18 @@ def test_without_a_tokenizer_tokens_are_compared(bench: Bench) -> None:
     assert bench.causes() == [(MissCause.REPLACED, 1)]
 
 
-def test_closing_ends_the_thread_although_misses_wait(bench: Bench) -> None:
+def test_closing_cancels_what_the_thread_waits_for_and_examines_no_more(bench: Bench) -> None:
     bench.cache(3, CACHED)
-    for _ in range(50):
+    pending: list[Future[Branches]] = []
+
+    def never_find(*_: object) -> Future[Branches]:
+        pending.append(Future())
+        return pending[-1]
+
+    bench.profiler._find_branches = never_find
+    for _ in range(5):
         bench.profiler.add_prompt(AdmittedPrompt(ACME, "", packed(PROMPT), 0, MissReason.COLD))
+    wait_until(lambda: len(pending) == 1)
     bench.profiler.close()
     assert not bench.profiler._thread.is_alive()
+    assert [each.cancelled() for each in pending] == [True]

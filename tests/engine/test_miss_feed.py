@@ -13,7 +13,7 @@ from radixkv.doctor.causes import MissCause
 from radixkv.doctor.miss_profiler import AdmittedPrompt, Branches, MissProfiler
 from radixkv.engine.miss_feed import MissFeed
 from radixkv.namespace import PUBLIC_TENANT
-from tests.core_bench import Bench, purge_at_once
+from tests.core_bench import Bench
 from tests.fake_runner import tokens
 from tests.patience import wait_until
 
@@ -26,20 +26,15 @@ class Recorder(MissProfiler):
         self.prompts: list[AdmittedPrompt] = []
         self.segments: list[tuple[str, bytes, int]] = []
         self.steps: list[float] = []
-        self.forgotten: list[str] = []
 
     def add_prompt(self, prompt: AdmittedPrompt) -> None:
         self.prompts.append(prompt)
 
-    def add_segment(self, tenant: str, tokens: bytes, start: int, end: int, place: int) -> None:
-        assert 0 <= start <= end <= len(tokens)
-        self.segments.append((tenant, tokens[start:end], place))
+    def add_segment(self, tenant: str, tokens: bytes, place: int) -> None:
+        self.segments.append((tenant, tokens, place))
 
     def add_step(self, seconds: float) -> None:
         self.steps.append(seconds)
-
-    def forget(self, tenant: str) -> None:
-        self.forgotten.append(tenant)
 
 
 class Fed:
@@ -49,6 +44,7 @@ class Fed:
         self.recorder = Recorder()
         self.feed = MissFeed(self.recorder)
         self.bench = Bench(observers=[self.feed], listeners=[self.feed], **options)
+        self.feed.cache = self.bench.cache
 
     def require_all_passed(self) -> None:
         """Check that every cached token was passed with the place of the node that has it now."""
@@ -56,16 +52,7 @@ class Fed:
         for _, run, place in self.recorder.segments:
             passed.setdefault(place, set()).update(np.frombuffer(run, "<u4").tolist())
         for node in self.bench.cache.nodes():
-            if node.owner.namespace.tenant == PUBLIC_TENANT:
-                continue
-            places = {node.place}
-            below = [*(node.children or {}).values()]
-            while below:  # the upper half of a node that was split was passed with the place of the lower half
-                each = below.pop()
-                places.add(each.place)
-                below += (each.children or {}).values()
-            known = set().union(*(passed.get(place, set()) for place in places))
-            assert set(np.frombuffer(node.tokens, "<u4").tolist()) <= known
+            assert set(np.frombuffer(node.tokens, "<u4").tolist()) <= passed[node.place]
 
 
 @pytest.fixture
@@ -134,27 +121,26 @@ def test_only_the_time_of_prefills_is_reported() -> None:
     assert fed.recorder.steps == [1.0, 1.0, 0.75]
 
 
-def test_a_purge_forgets_the_tenant(fed: Fed) -> None:
-    for tenant in "ab":
-        fed.bench.prefill(range(10), tenant=tenant)
-    purge_at_once(fed.bench.core, tenant="a")
-    assert set(fed.recorder.forgotten) == {"a"}
+def test_the_engines_own_prompts_are_not_passed(fed: Fed) -> None:
+    fed.bench.prefill(range(10), tenant=PUBLIC_TENANT)
+    assert (fed.recorder.prompts, fed.recorder.segments) == ([], [])
 
 
-def test_an_evicted_segment_is_not_passed() -> None:
+def test_a_segment_that_was_evicted_before_the_request_ended_is_not_passed() -> None:
     fed = Fed(num_blocks=8)
-    for start in range(0, 300, 100):
-        fed.bench.prefill(range(start, start + 20))
-    places = {node.place for node in fed.bench.cache.nodes()}
-    assert places
-    fed.require_all_passed()
+    fed.bench.prefill(range(20))
+    fed.recorder.segments.clear()
+    leaf = next(iter(fed.bench.cache.nodes()))
+    fed.feed.inserted(leaf, 0.0)
+    fed.bench.cache.evict(8)
+    fed.feed.pass_segments()
+    assert fed.recorder.segments == []
 
 
 def test_it_is_passed_for_whom_a_prompt_was_evicted() -> None:
-    fed = Fed(num_blocks=8)
-    fed.feed.cache = fed.bench.cache
-    for tenant, start in (("a", 100), ("b", 200), ("b", 300), ("b", 200), ("a", 100)):
-        fed.bench.prefill(range(start, start + 20), tenant=tenant)
+    fed = Fed(num_blocks=320, max_step_tokens=1000)
+    for tenant, start in (("a", 1000), ("b", 2000), ("b", 3000), ("b", 2000), ("a", 1000)):
+        fed.bench.prefill(range(start, start + 800), tenant=tenant)
     evicted = [each for each in fed.recorder.prompts if each.miss_reason is MissReason.EVICTED]
     assert [(each.namespace.tenant, each.is_evicted_by_self) for each in evicted] == [("b", True), ("a", False)]
 
@@ -169,6 +155,7 @@ def profiler() -> Iterator[MissProfiler]:
 def test_the_profiler_finds_what_differs_from_what_the_engine_has_cached(profiler: MissProfiler) -> None:
     feed = MissFeed(profiler)
     bench = Bench(num_blocks=400, max_step_tokens=64, observers=[feed], listeners=[feed])
+    feed.cache = bench.cache
 
     def find_branches(places: Sequence[int], tenant: str, session_id: str) -> Future[Branches]:
         future: Future[Branches] = Future()
@@ -191,3 +178,28 @@ def test_the_profiler_finds_what_differs_from_what_the_engine_has_cached(profile
     ]
     assert report.groups[0].group.lost_tokens == 2 * len(body)
     assert report.counts.first_prompts == 2
+
+
+def test_a_shared_passage_is_found_after_the_prompt_that_brought_it_was_evicted(profiler: MissProfiler) -> None:
+    """The passage is the upper half of a node whose lower half, with the place of both, is evicted."""
+    feed = MissFeed(profiler)
+    bench = Bench(num_blocks=400, observers=[feed], listeners=[feed])
+    feed.cache = bench.cache
+
+    def find_branches(places: Sequence[int], tenant: str, session_id: str) -> Future[Branches]:
+        future: Future[Branches] = Future()
+        future.set_result(bench.core.branches_at(places, tenant, session_id))
+        return future
+
+    profiler.start(find_branches)
+    body = [*range(1000, 1600)]
+    bench.prefill([*body, *range(100)])
+    bench.prefill([*body, *range(200, 300)])
+    wait_until(lambda: not profiler.is_busy)
+    assert bench.cache.evict(20) == 20  # the tail of the first prompt, which was used longest ago
+    profiler.add_step(10.0)
+    bench.submit([7, 8, *body, 9])
+    bench.core.step()
+    wait_until(lambda: not profiler.is_busy)
+    groups = profiler.report(None, 10).groups
+    assert [(each.group.key.cause, each.group.lost_tokens) for each in groups] == [(MissCause.MESSAGE_INSERTED, 600)]

@@ -15,7 +15,7 @@ from radixkv.scheduling.request import Outcome, Request
 from tests.core_bench import Bench
 from tests.fake_runner import FakeRunner, tokens
 
-EVENTS = ("request_refused", "step_done", "step_failed", "request_preempted", "request_ended")
+EVENTS = ("request_refused", "request_admitted", "step_done", "step_failed", "request_preempted", "request_ended")
 
 
 class Recorder(Observer):
@@ -26,6 +26,9 @@ class Recorder(Observer):
 
     def request_refused(self, error: RadixKVError) -> None:
         self.events.append(("request_refused", type(error)))
+
+    def request_admitted(self, request: Request) -> None:
+        self.events.append(("request_admitted", request.arrival))
 
     def step_done(self, seconds: float, num_requests: int, num_prefill_tokens: int, num_decode_tokens: int) -> None:
         self.events.append(("step_done", num_requests, num_prefill_tokens, num_decode_tokens))
@@ -51,6 +54,18 @@ def test_steps_are_reported_with_their_prefill_and_decode_tokens() -> None:
     bench.submit(range(100, 105))
     bench.run()
     assert recorder.of("step_done") == [(1, 8, 0), (2, 5, 1), (1, 0, 1)]
+
+
+def test_each_admission_is_reported() -> None:
+    recorder = Recorder()
+    bench = Bench(num_blocks=12, observers=[recorder])
+    for number in range(2):
+        bench.generate(range(100 * number, 100 * number + 10), 20)
+    bench.run()
+    (preempted,) = recorder.of("request_preempted")[0]
+    admitted = [arrival for (arrival,) in recorder.of("request_admitted")]
+    assert sorted(set(admitted)) == [0, 1]
+    assert admitted.count(preempted) > 1
 
 
 def test_every_end_is_reported_with_its_reason() -> None:

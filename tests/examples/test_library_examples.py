@@ -73,6 +73,7 @@ def test_an_example_prints_what_transformers_alone_prints(model: Path, name: str
     assert cached >= their_cached > 0
 
 
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize("name", NAMES)
 def test_an_example_runs_with_the_embedded_model_and_is_shorter_than_without_us(name: str) -> None:
     assert reused(output_of(f"{name}.py")[-1])[0] > 0

@@ -164,6 +164,7 @@ def test_blocks_of_256_keep_their_codes():
     assert ((weight.dequantize() - expected).abs() <= bound).all()
 
 
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize(("tensor_type", "backend"), [("Q8_0", "q8"), ("Q4_1", "q4"), ("Q5_0", "q8"), ("F16", None)])
 @pytest.mark.parametrize("weights", ["auto", "q8", "q4"])
 def test_a_model_computes_with_the_codes_of_its_file(tmp_path, caplog, weights, tensor_type, backend):

@@ -43,6 +43,7 @@ def watch_matmuls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return held
 
 
+@pytest.mark.sampled(one_in=2)
 @pytest.mark.parametrize(
     ("name", "weights"),
     [

@@ -80,8 +80,32 @@ def test_a_purge_removes_the_misses_of_a_tenant(client: Client) -> None:
     for number in range(2):
         client.prefill(BODY, tenant="purged", salt=str(number))
     assert diagnosed(client, "purged", 2).causes
+    client.prefill(BODY, tenant="other")
     client.purge(tenant="purged")
-    wait_until(lambda: client.diagnose(tenant="purged").prompts == 0)
+    assert client.diagnose(tenant="purged").prompts == 0
+    assert client.diagnose(tenant="other").prompts == 1
+
+
+def test_a_purge_removes_the_misses_of_a_tenant_that_has_nothing_cached(client: Client) -> None:
+    for number in range(2):
+        client.prefill(BODY, tenant="gone", salt=str(number), write_cache=False)
+    assert client.diagnose(tenant="gone").misses == 2
+    client.purge(tenant="gone")
+    assert client.diagnose(tenant="gone").prompts == 0
+
+
+def test_a_hint_that_releases_a_prompt_keeps_the_misses(client: Client) -> None:
+    for number in range(2):
+        client.prefill(f"{number} {BODY}", tenant="released")
+    client.hint([{"action_type": "kv.release"}], client.tokenizer().encode(f"1 {BODY}"), tenant="released")
+    assert diagnosed(client, "released", 2).misses == 2
+
+
+def test_the_causes_of_salted_prompts_have_no_text(client: Client) -> None:
+    for number in range(2):
+        client.prefill(f"secret {random.Random(number).getrandbits(64):016x} {BODY}", tenant="users", salt="one")
+    found = diagnosed(client, "users", 2)
+    assert [(each.cause, each.HasField("sample")) for each in found.causes] == [("RANDOM_ID", False)]
 
 
 def test_prompts_that_are_generated_in_a_session_are_compared(client: Client) -> None:

@@ -119,7 +119,9 @@ def test_a_thousand_simultaneous_cold_requests_compute_their_prefix_once(tmp_pat
             assert (await client.stats()).requests.following == 0
             return answers
 
-    with serving("--model", str(directory), "--set", "engine.max_step_tokens=8192") as (_, address):
+    # There is room to receive all messages at once: on a busy machine, those that wait for it would be refused.
+    settings = ("--set", "engine.max_step_tokens=8192", "--set", "server.max_receiving_bytes=2000000000")
+    with serving("--model", str(directory), *settings) as (_, address):
         answers = asyncio.run(ask(address))
     assert sum(answer.usage.computed_tokens for answer in answers) == 2048 + 64_000
 

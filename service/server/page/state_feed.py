@@ -101,7 +101,7 @@ class StateFeed:
         report = profiler.report(None, MAX_CAUSES)
         return {
             "covered_s": report.covered_s,
-            **dataclasses.asdict(report.counts),
+            **report.counts._asdict(),
             "causes": [
                 {
                     "tenant": tenant,

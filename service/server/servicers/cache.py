@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -135,12 +136,13 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
         require_names(tenant=request.tenant)
         misses = self._engine.misses
         if misses is None:
-            raise SwitchedOff("Diagnose: switched off, since server.diagnosed_share is 0")
+            raise SwitchedOff("Diagnose: switched off, since server.diagnosed_share is 0 or transfer.role is decode")
         max_causes = request.max_causes if request.HasField("max_causes") else DEFAULT_MAX_CAUSES
         if max_causes > MAX_CAUSES:
             raise InvalidRequest(f"max_causes: expected at most {MAX_CAUSES}, got {max_causes}")
         tenant = request.tenant if request.HasField("tenant") else None
-        return diagnosis_message(misses.report(tenant, max_causes), has_samples=not request.omit_cached_text)
+        report = await asyncio.to_thread(misses.report, tenant, max_causes)
+        return diagnosis_message(report, has_samples=not request.omit_cached_text)
 
     async def _stats(self, request: cache_pb2.StatsRequest) -> cache_pb2.StatsResponse:
         max_tenants = request.max_tenants if request.HasField("max_tenants") else DEFAULT_MAX_TENANTS

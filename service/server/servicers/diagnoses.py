@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
-
 from radixkv.doctor.advice import ADVICE
 from radixkv.doctor.finding import Sample, Side
 from radixkv.doctor.miss_profile import MissReport, TenantGroup
@@ -19,7 +17,7 @@ def diagnosis_message(report: MissReport, *, has_samples: bool) -> cache_pb2.Dia
         covered_s=report.covered_s,
         causes=[_cause_message(each, has_samples=has_samples) for each in report.groups],
         further_causes=report.num_other_groups,
-        **asdict(report.counts),
+        **report.counts._asdict(),
     )
 
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -56,26 +55,38 @@ class Explainer:
             QueueFull: too many explanations wait, and this tenant has its share of them.
         """
         caller, segments = read_caller(request), _read_segments(request)
-        async with self.looked_up(read_token_ids(request), caller) as look_up:
-            return await self.compare(look_up, segments, has_branch=not request.omit_cached_text)
+        has_branch = not request.omit_cached_text
+        explanation = await self.begin(read_token_ids(request), caller, segments, has_branch=has_branch)
+        try:
+            return await explanation
+        finally:
+            explanation.cancel()
 
-    @contextlib.asynccontextmanager
-    async def looked_up(self, tokens: bytes, caller: Caller) -> AsyncIterator[LookUp]:
-        """Look up a prompt, and keep its place among the explanations until the block ends.
+    async def begin(
+        self, tokens: bytes, caller: Caller, segments: Sequence[PromptSegment] = (), *, has_branch: bool
+    ) -> asyncio.Future[explain_pb2.ExplainResponse]:
+        """Look up a prompt, and begin to compare it with what was found.
+
+        Returns:
+            The explanation; see `explanation_message`. It keeps its place among the explanations until it is done or
+            cancelled.
 
         Raises the same errors as `explain`.
         """
         key = QuotaKey.of_tenant(caller.tenant)
         self._num_waiting.take(key, 1)
         try:
-            yield await result_of(self._engine, self._mailbox, self._engine.look_up(tokens, caller))
-        finally:
+            look_up = await result_of(self._engine, self._mailbox, self._engine.look_up(tokens, caller))
+        except BaseException:
             self._num_waiting.release(key, 1)
+            raise
+        explanation = asyncio.ensure_future(self._compare(look_up, segments, has_branch=has_branch))
+        explanation.add_done_callback(lambda _: self._num_waiting.release(key, 1))
+        return explanation
 
-    async def compare(
-        self, look_up: LookUp, segments: Sequence[PromptSegment] = (), *, has_branch: bool
+    async def _compare(
+        self, look_up: LookUp, segments: Sequence[PromptSegment], *, has_branch: bool
     ) -> explain_pb2.ExplainResponse:
-        """Compare a prompt with what was found, and write the explanation; see `explanation_message`."""
         decode = await self._decode()
         await self._turn.acquire()
         vocab_size = self._engine.limits.vocab_size

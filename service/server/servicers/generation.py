@@ -53,7 +53,7 @@ class GenerateCall:
         shared: SharedParts,
         params: PrefillParams,
         stops: StopStrings | None,
-        explanation: Explanation | None = None,
+        explanation: Explanation | None,
     ) -> None:
         self._engine = engine
         self._mailbox = mailbox

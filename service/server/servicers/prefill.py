@@ -6,7 +6,6 @@ cancelled cancels its future, and with it the request. `GuardedServer` turns exc
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from concurrent.futures import Future
@@ -91,7 +90,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
     async def _explained(
         self, request: prefill_pb2.PrefillRequest, params: PrefillParams
     ) -> AsyncIterator[Explanation | None]:
-        """Look a prompt up, if it is to be explained, and compare it while the block computes it.
+        """Look a prompt up, if it is to be explained, and compare it while the block computes it; None if it is not.
 
         Raises:
             QueueFull: too many explanations wait, and this tenant has its share of them.
@@ -100,13 +99,12 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         if not request.explain:
             yield None
             return
-        async with self._shared.explainer.looked_up(params.tokens, params.caller) as look_up:
-            compare = self._shared.explainer.compare(look_up, has_branch=not request.omit_cached_text)
-            explanation = asyncio.ensure_future(compare)
-            try:
-                yield explanation
-            finally:
-                explanation.cancel()
+        has_branch = not request.omit_cached_text
+        explanation = await self._shared.explainer.begin(params.tokens, params.caller, has_branch=has_branch)
+        try:
+            yield explanation
+        finally:
+            explanation.cancel()
 
     def _release_unreported(self, future: Future[PrefillResult], caller: Caller, context: Context) -> None:
         """Release a held lease whose id did not reach the caller, because the call was refused or cancelled."""

@@ -66,7 +66,7 @@ def test_statistics_hidden_from_a_tenant_are_missing_and_not_0():
 
 def test_names_are_those_of_the_proto_and_all_plain_fields_are_there():
     tree = json.loads(json_of(ANSWER))
-    assert set(tree) == all_names(ANSWER.DESCRIPTOR) - {"lease_expires_at", "retained"}
+    assert set(tree) == all_names(ANSWER.DESCRIPTOR) - {"explanation", "lease_expires_at", "retained"}
     assert set(tree["usage"]) == all_names(ANSWER.usage.DESCRIPTOR)
     assert tree["miss_reason"] == "DIVERGED"
     assert tree["block_table"] == []

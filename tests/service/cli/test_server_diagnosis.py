@@ -15,7 +15,8 @@ from tests.service.fake_engine import FakeEngine
 SALT = "1 request loses at most 500 tokens at token 0: the same tokens are cached with another salt of the tenant."
 EXPECTED = f"""\
 In the last 2m, 20 prompts with 1,000,000 tokens: 400,000 were reused (40.0 %).
-12 prompts computed 590,000 tokens. 6 of them were examined (50.0 %), and 1 of these had nothing similar in the cache.
+12 prompts missed and computed 590,000 tokens. 6 of them, with 295,000 tokens, were examined; 1 of these had nothing \
+similar in the cache.
 
 1. 3 of 6 requests lose 61,000 tokens on average at token 37: a random id changes: 7 hexadecimal digits. Tenant acme.
      prompt   build [4f2a9c1...] tools

@@ -465,9 +465,12 @@ def test_the_causes_of_misses_on_all_replicas_are_added_up() -> None:
             assert found.causes[0].lost_s == 36.0
             assert not found.causes[2].HasField("lost_s")
             assert found.further_causes == 1
-            second.misses = None
+            second.misses = None  # as on a decode replica
+            assert (await client.diagnose()).prompts == 40
+            first.misses = None
             with pytest.raises(grpc.aio.AioRpcError) as refused:
                 await client.diagnose()
+            assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED
             assert "server.diagnosed_share" in refused.value.details()
 
     run(test)

@@ -463,6 +463,7 @@ def test_a_drain_that_takes_too_long_ends_a_stream(path: str, body: Any, _: str)
     assert b"[DONE]" not in run(main())
 
 
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize(
     "body",
     [

@@ -336,3 +336,25 @@ def test_a_cancelled_request_frees_the_place_of_its_explanation(monkeypatch):
             return await client.prefill(ids(PROMPT), explain=True)
 
     assert asyncio.run(test()).explanation.prompt_tokens == len(PROMPT)
+
+
+def test_an_explanation_keeps_its_place_only_until_it_is_done(monkeypatch):
+    monkeypatch.setattr(explanations, "MAX_WAITING", 1)
+    engine = FakeEngine(is_gated=True)
+
+    async def test():
+        async with serving(engine) as (_, address), AsyncClient(address, timeout_s=PATIENCE_S) as client:
+            running = asyncio.ensure_future(client.prefill(ids(PROMPT), explain=True))
+            assert await becomes_true(lambda: len(engine.futures) == 1)
+            found = None
+            while found is None:
+                try:
+                    found = await client.explain(ids(PROMPT))
+                except ResourceExhausted:
+                    await asyncio.sleep(0.01)
+            assert not running.done()
+            engine.open_gate()
+            return found, (await running).explanation
+
+    found, explained = asyncio.run(test())
+    assert found == explained
