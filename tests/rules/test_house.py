@@ -38,6 +38,7 @@ MAY_IMPORT = {
     "telemetry": "api scheduling engine",
     "startup": "api cache doctor storage model compute events engine kernels offload scheduling statements",
     "integrations": "api cache",
+    "integrations.tiers": "kernels offload startup",
     "kernels": "",
 }
 COMMON = (

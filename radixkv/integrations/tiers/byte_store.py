@@ -1,0 +1,486 @@
+"""Values of another engine in radixkv's tiers: saved without waiting, verified when loaded, bounded, with quotas."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from radixkv.config.cache_directory import cache_directory
+from radixkv.errors import ConfigError, StoreError
+from radixkv.integrations.tiers.options import TierOptions
+from radixkv.kernels.native.copies import NativeCopies
+from radixkv.namespace import Namespace
+from radixkv.offload.block_keys import BlockFormat, BlockKeys
+from radixkv.offload.disk_record import DiskRecord
+from radixkv.offload.index.prompt_blocks import KeyedBlock
+from radixkv.offload.index.tier_index import SharedTierIndex, StoreListener, TierIndex
+from radixkv.offload.tiers.block_mac import BlockMac
+from radixkv.offload.tiers.block_object import BlockObject, ObjectFault, Protection, Wanted, object_bytes
+from radixkv.offload.tiers.block_store import PutOutcome, PutResult, StoreBackend
+from radixkv.offload.tiers.disk import DiskStore
+from radixkv.offload.tiers.guard import CircuitBreaker, CircuitState, GuardedStore, TimerThread
+from radixkv.offload.tiers.open_store import StoreOptions, open_backend
+from radixkv.offload.tiers.threaded_store import ThreadedStore
+from radixkv.offload.tiers.tier import Absence, LoadedBlock, Miss, Tier
+from radixkv.startup.tier_secrets import ciphers_of, has_protection, secret_of
+from radixkv.tokens import TOKEN_BYTES
+
+_log = logging.getLogger(__name__)
+
+_THERE = (PutOutcome.STORED, PutOutcome.ALREADY_THERE)
+# Known keys of a shared store, about 30 MB.
+_KNOWN_KEYS = 1 << 18
+# A read of this size takes well below `load_limit_s`, and a large load does not fill a store's queue.
+_LOAD_BYTES = 64 << 20
+_CLOSE_LIMIT_S = 30.0
+
+
+def keyed_value(keys: BlockKeys, namespace: Namespace, identity: bytes) -> KeyedBlock:
+    """Return the key of a value that an engine names itself, for example by a hash of tokens.
+
+    Args:
+        keys: computes the key.
+        namespace: the owner of the value.
+        identity: everything that distinguishes the value from others of the namespace. It is stored with the value and
+            compared when the value is loaded, so a collision of keys cannot return another value.
+    """
+    size = len(identity).to_bytes(TOKEN_BYTES, "little")
+    identity = size + identity + bytes(-len(identity) % TOKEN_BYTES)
+    root = keys.root(namespace)
+    return KeyedBlock(keys.child(root, identity), root, identity, namespace)
+
+
+class _OpenTier:
+    """A tier, the index of what it holds, and the record of its namespaces, which only the disk has."""
+
+    def __init__(self, tier: Tier, index: TierIndex, record: DiskRecord | None) -> None:
+        self.tier = tier
+        self.index = index
+        self.record = record
+
+
+class ByteStore:
+    """Values of one size in the configured tiers. Thread-safe.
+
+        save ──▶ every tier that does not hold the value and has room for its tenant
+        load ◀── the first tier that holds it: host memory, disk, then Redis
+
+    No call raises because of a store, and no call waits for one: futures complete on the threads of the stores. A store
+    that cannot be opened is logged and left out, and one that fails counts as a miss.
+
+    Args:
+        options: the tiers, their secrets, and the shares of tenants.
+        block_format: everything besides namespace and identity that determines the bytes of a value. A disk has one
+            directory per format.
+        keys: computes the keys of values, for the same secret; see `store_keys`.
+        is_shared_only: open only the stores that several processes share, to look up keys.
+
+    Raises:
+        ConfigError: an option is invalid, or a store has no room for one value.
+
+    Attributes:
+        block_format, keys: see above.
+    """
+
+    def __init__(
+        self, options: TierOptions, block_format: BlockFormat, keys: BlockKeys, *, is_shared_only: bool = False
+    ) -> None:
+        self.block_format = block_format
+        self.keys = keys
+        self._lock = threading.RLock()  # guards the indexes and the counts
+        self._counts: Counter[str] = Counter()
+        self._max_waiting_bytes = int(options.max_waiting_bytes)
+        self._waiting_bytes = 0
+        self._idle = threading.Condition(self._lock)
+        self._timers = TimerThread()
+        self._tiers: list[_OpenTier] = []
+        for name, backend in _open_backends(options, block_format, is_shared_only=is_shared_only):
+            self._tiers.append(self._opened(name, backend, options))
+
+    def save(self, values: Sequence[tuple[KeyedBlock, memoryview]]) -> Future[list[bool]]:
+        """Save values in each tier that does not hold them.
+
+        Args:
+            values: contiguous bytes of `block_format.payload_bytes`, which must never change after this call.
+
+        Returns:
+            Whether each value is in at least one tier.
+        """
+        saved: Future[list[bool]] = Future()
+        keys = [block.key for block, _ in values]
+        calls: list[tuple[Future[PutResult | None], Callable[[Future[PutResult | None]], None]]] = []
+        for each in self._tiers:
+            new, victims = self._admit(each, values)
+            if new:
+                objects = [self._object(each.tier, *values[index]) for index in new]
+                calls.append((each.tier.save(objects, victims), partial(self._note_saved, each, objects, victims)))
+        left = [len(calls)]
+
+        def done(call: Future[PutResult | None], note: Callable[[Future[PutResult | None]], None]) -> None:
+            note(call)
+            with self._lock:
+                left[0] -= 1
+                is_last = not left[0]
+            if is_last:
+                saved.set_result([self.holds(key) for key in keys])
+
+        if not calls:
+            saved.set_result([self.holds(key) for key in keys])
+        for call, note in calls:
+            call.add_done_callback(partial(done, note=note))
+        return saved
+
+    def load_into(self, values: Sequence[tuple[KeyedBlock, memoryview]]) -> Future[list[bool]]:
+        """Load values into buffers. A value that is not found, or fails verification, leaves its buffer unchanged.
+
+        Args:
+            values: writable contiguous buffers of `block_format.payload_bytes`, valid until the future is done.
+
+        Returns:
+            Whether each value was loaded.
+        """
+        batch = max(1, _LOAD_BYTES // self.block_format.payload_bytes)
+        loaded = [False] * len(values)
+        result: Future[list[bool]] = Future()
+
+        def load(start: int) -> None:
+            if start >= len(values):
+                result.set_result(loaded)
+                return
+            parts = self._parts(values, range(start, min(start + batch, len(values))))
+            left = [len(parts)]
+
+            def note(each: _OpenTier, indexes: Sequence[int], future: Future[list[LoadedBlock | Miss]]) -> None:
+                self._note_loaded(each, [values[index] for index in indexes], indexes, loaded, future)
+                with self._lock:
+                    left[0] -= 1
+                    is_last = not left[0]
+                if is_last:
+                    load(start + batch)
+
+            if not parts:
+                load(start + batch)
+            for each, indexes in parts:
+                wanted = [self._wanted(each.tier, values[index][0]) for index in indexes]
+                each.tier.load(wanted).add_done_callback(partial(note, each, indexes))
+
+        load(0)
+        return result
+
+    def touch(self, keys: Sequence[bytes]) -> list[bool]:
+        """Mark values as used. Returns which of them are in every tier, or are being saved, and need no `save`."""
+        is_everywhere = [True] * len(keys)
+        for each in self._tiers:
+            with self._lock:
+                held = [key in each.index for key in keys]
+                touched = [key for key, is_held in zip(keys, held, strict=True) if is_held]
+                for key in touched:
+                    each.index.note_evicted(key)  # now the most recently used value
+            is_everywhere = [first and second for first, second in zip(is_everywhere, held, strict=True)]
+            if touched and each.index.is_shared:
+                each.tier.touch(touched).add_done_callback(partial(self._note_touched, each, touched))
+        return is_everywhere
+
+    def holds(self, key: bytes, *, is_local: bool = False) -> bool:
+        """Whether a value can be loaded from a tier, as far as is known; from host memory or disk if `is_local`."""
+        with self._lock:
+            return any(each.index.holds(key) for each in self._tiers if not (is_local and each.index.is_shared))
+
+    def exists(self, keys: Sequence[bytes]) -> Future[list[bool]]:
+        """Return which values can be loaded. Shared stores are asked for those that no other tier holds."""
+        found = [self.holds(key) for key in keys]
+        result: Future[list[bool]] = Future()
+        shared = next((each for each in self._tiers if each.index.is_shared), None)
+        unknown = [index for index, is_found in enumerate(found) if not is_found]
+        if shared is None or not unknown:
+            result.set_result(found)
+            return result
+
+        def answered(future: Future[list[bool] | None]) -> None:
+            for index, is_found in zip(unknown, future.result() or [], strict=False):
+                found[index] = is_found
+            result.set_result(found)
+
+        shared.tier.exists([keys[index] for index in unknown]).add_done_callback(answered)
+        return result
+
+    def delete(self, keys: Sequence[bytes]) -> None:
+        """Delete values from all tiers, without waiting."""
+        for each in self._tiers:
+            with self._lock:
+                for key in keys:
+                    each.index.remove(key)
+            each.tier.delete(keys)
+
+    def local_keys(self) -> set[bytes]:
+        """Return the keys of the values in host memory and on disk. Complexity: O(these values)."""
+        with self._lock:
+            indexes = [each.index for each in self._tiers if not each.index.is_shared]
+            return {key for index in indexes for key in index if index.holds(key)}
+
+    def subscribe(self, listener: StoreListener) -> None:
+        """Notify a listener, on any thread, of the values that host memory and disk hold from now on."""
+        with self._lock:
+            for each in self._tiers:
+                if not each.index.is_shared:
+                    each.index.subscribe(listener)
+
+    def counts(self) -> dict[str, int]:
+        """Return counts since the start.
+
+        `loaded`, `missed`, `saved`, `evicted`; `refused`, values for which a quota or the capacity left no room;
+        `dropped`, values that were not saved because too many waited; `failed`, saves that failed; and the misses by
+        reason, such as `disk_damaged`.
+        """
+        with self._lock:
+            counts = Counter(self._counts)
+        for each in self._tiers:
+            tier = each.tier.counts()
+            counts["loaded"] += tier.loaded
+            counts["failed"] += tier.failed_saves
+            counts["evicted"] += tier.evicted
+            counts["saved"] += tier.saved.get(PutOutcome.STORED, 0)
+            counts.update({f"{each.tier.name}_{reason.value}": number for reason, number in tier.misses.items()})
+        return dict(counts)
+
+    @property
+    def num_values(self) -> dict[str, int]:
+        """Number of values by tier, as far as is known."""
+        with self._lock:
+            return {each.tier.name: len(each.index) for each in self._tiers}
+
+    def wait_for_saves(self, limit_s: float) -> bool:
+        """Wait until no value waits to be written. Returns whether that was within the limit."""
+        with self._idle:
+            return self._idle.wait_for(lambda: not self._waiting_bytes, limit_s)
+
+    def close(self) -> None:
+        """Write what is waiting, and close the stores. Idempotent."""
+        if not self.wait_for_saves(_CLOSE_LIMIT_S):
+            _log.warning("tiers: %d bytes were not written within %g s", self._waiting_bytes, _CLOSE_LIMIT_S)
+        with self._lock:
+            tiers, self._tiers = self._tiers, []
+        for each in tiers:
+            try:
+                each.tier.close()
+            except StoreError as error:
+                _log.error("tier %s: closing failed: %s", each.tier.name, error)
+        self._timers.close()
+
+    def _opened(self, name: str, backend: StoreBackend, options: TierOptions) -> _OpenTier:
+        is_shared = backend.size().max_objects is None
+        circuit = CircuitBreaker(self._timers.now_s, is_known=not is_shared)
+        store = GuardedStore(
+            name, ThreadedStore(backend, name=name), self._timers, circuit, limit_s=options.load_limit_s
+        )
+        tier = Tier(
+            name,
+            store,
+            self.block_format.payload_bytes,
+            lambda: circuit.state is CircuitState.CLOSED,
+            _unprotected if name == "host" else _protection_of(options, self.block_format),
+            is_shared=is_shared,
+        )
+        if is_shared:
+            return _OpenTier(tier, SharedTierIndex(name, _KNOWN_KEYS), None)
+        index = TierIndex(name, backend.size().max_objects or 0, shares_of=options.shares_of)
+        if not isinstance(backend, DiskStore):
+            return _OpenTier(tier, index, None)
+        record = DiskRecord(backend, self.keys, rejected=tier.rejected)
+        found = record.read()
+        left_out = index.add_found(reversed(found.blocks))
+        if left_out:
+            tier.delete(left_out)
+        _log.info("tier disk: %d values of an earlier process in %s", len(index), backend.path)
+        return _OpenTier(tier, index, record)
+
+    def _admit(self, each: _OpenTier, values: Sequence[tuple[KeyedBlock, memoryview]]) -> tuple[list[int], list[bytes]]:
+        """Decide what a tier saves. Returns the indexes of these values, and the keys that it evicts for them."""
+        new: list[int] = []
+        victims: list[bytes] = []
+        with self._lock:
+            for index, (block, payload) in enumerate(values):
+                tenant = block.namespace.tenant
+                if block.key in each.index:
+                    continue
+                if payload.nbytes != self.block_format.payload_bytes:
+                    self._counts["wrong_size"] += 1
+                elif self._waiting_bytes + payload.nbytes > self._max_waiting_bytes:
+                    self._counts["dropped"] += 1
+                elif not each.index.has_room_for(tenant):
+                    self._counts["refused"] += 1
+                else:
+                    victim = each.index.add(block.key, block.namespace)
+                    victims += [] if victim is None else [victim]
+                    if each.record is not None:
+                        each.record.note(block.namespace)
+                        each.record.tidy(each.index.owned)
+                    self._waiting_bytes += payload.nbytes
+                    new.append(index)
+        return new, victims
+
+    def _object(self, tier: Tier, block: KeyedBlock, payload: memoryview) -> BlockObject:
+        protection = tier.protection_of(block.namespace.tenant)
+        return BlockObject(block.key, block.parent, 0, block.tokens, payload, protection)
+
+    def _wanted(self, tier: Tier, block: KeyedBlock) -> Wanted:
+        return Wanted(block.key, block.tokens, tier.protection_of(block.namespace.tenant))
+
+    def _note_saved(
+        self,
+        each: _OpenTier,
+        objects: Sequence[BlockObject],
+        victims: Sequence[bytes],
+        future: Future[PutResult | None],
+    ) -> None:
+        result = future.result()
+        with self._idle:
+            self._waiting_bytes -= sum(saved.payload.nbytes for saved in objects)
+            outcomes = (None,) * len(objects) if result is None else result.outcomes
+            for saved, outcome in zip(objects, outcomes, strict=True):
+                if outcome in _THERE:
+                    each.index.note_stored(saved.key)
+                else:
+                    each.index.remove(saved.key)
+            for key in () if result is None else result.evicted:
+                if each.index.holds(key):  # otherwise it is being saved again
+                    each.index.remove(key)
+            useless = [saved.key for saved in objects if saved.key not in each.index]
+            useless += [key for key in victims if key not in each.index]
+            self._idle.notify_all()
+        if useless and not each.index.is_shared:
+            each.tier.delete(useless)  # the store may hold some, if the call failed or evicted others
+
+    def _note_touched(self, each: _OpenTier, keys: Sequence[bytes], future: Future[list[bool] | None]) -> None:
+        with self._lock:
+            for key, is_there in zip(keys, future.result() or [], strict=False):
+                if not is_there and each.index.holds(key):
+                    each.index.remove(key)  # the next save writes it again
+
+    def _parts(
+        self, values: Sequence[tuple[KeyedBlock, memoryview]], indexes: range
+    ) -> list[tuple[_OpenTier, list[int]]]:
+        """Divide a load among the tiers."""
+        parts: dict[int, list[int]] = defaultdict(list)
+        with self._lock:
+            for index in indexes:
+                key = values[index][0].key
+                number = next((number for number, each in enumerate(self._tiers) if each.index.holds(key)), None)
+                if number is None:
+                    number = next((number for number, each in enumerate(self._tiers) if each.index.is_shared), None)
+                if number is None:
+                    self._counts["missed"] += 1
+                else:
+                    parts[number].append(index)
+            return [(self._tiers[number], found) for number, found in parts.items()]
+
+    def _note_loaded(
+        self,
+        each: _OpenTier,
+        values: Sequence[tuple[KeyedBlock, memoryview]],
+        indexes: Sequence[int],
+        loaded: list[bool],
+        future: Future[list[LoadedBlock | Miss]],
+    ) -> None:
+        for index, (block, target), found in zip(indexes, values, future.result(), strict=True):
+            if isinstance(found, LoadedBlock):
+                with found.loan:
+                    np.frombuffer(target, np.uint8)[:] = np.frombuffer(found.payload, np.uint8)
+                loaded[index] = True
+                with self._lock:
+                    self._note_held(each, block)
+                continue
+            with self._lock:
+                self._counts["missed"] += 1
+                is_gone = found is Absence.ABSENT or isinstance(found, ObjectFault)
+                if is_gone and each.index.holds(block.key):
+                    each.index.remove(block.key)
+
+    def _note_held(self, each: _OpenTier, block: KeyedBlock) -> None:
+        if block.key in each.index:
+            each.index.note_evicted(block.key)  # now the most recently used value
+        elif each.index.is_shared:
+            each.index.add(block.key, block.namespace)
+            each.index.note_stored(block.key)
+
+
+def store_keys(options: TierOptions, block_format: BlockFormat) -> BlockKeys:
+    """Return what computes the keys of values of a format.
+
+    Raises:
+        ConfigError: the file of the secret can't be read, or is too short.
+    """
+    return BlockKeys(block_format, secret_of(options.tiers))
+
+
+def _open_backends(
+    options: TierOptions, block_format: BlockFormat, *, is_shared_only: bool
+) -> Iterator[tuple[str, StoreBackend]]:
+    tiers = options.tiers
+    sizes = (
+        object_bytes(block_format.block_size, block_format.payload_bytes, is_sealed=each) for each in (False, True)
+    )
+    num_bytes = max(sizes)
+    native = _native_copies() if not is_shared_only else None
+    wanted: dict[str, StoreOptions] = {}
+    if tiers.host_bytes is not None and not is_shared_only:
+        wanted["host"] = StoreOptions(block_format, num_bytes, tiers.host_bytes, native=native)
+    if tiers.disk_path is not None and not is_shared_only:
+        must_be_private = not (has_protection(tiers) or tiers.trusted)
+        path = str(Path(tiers.disk_path).expanduser())
+        wanted["disk"] = StoreOptions(
+            block_format, num_bytes, tiers.disk_bytes, path, native, must_be_private=must_be_private
+        )
+    if tiers.redis_url is not None:
+        wanted["redis"] = StoreOptions(block_format, num_bytes, place=tiers.redis_url)
+    for name, store in wanted.items():
+        try:
+            yield name, open_backend(name, store)
+        except StoreError as error:
+            _log.error("tier %s is off: %s", name, error)
+
+
+def _native_copies() -> NativeCopies | None:
+    """Return copies in C++; None where the kernels are neither installed nor can be compiled, or torch is missing."""
+    try:
+        from radixkv.kernels.native.compiler import NotCompiled
+        from radixkv.kernels.native.library import load_library
+    except ImportError:
+        return None
+    try:
+        return NativeCopies(load_library(cache_directory()))
+    except NotCompiled as reason:
+        _log.info("tiers: copies in Python, since there are no compiled kernels: %s", reason)
+        return None
+
+
+def _protection_of(options: TierOptions, block_format: BlockFormat) -> Callable[[str], Protection | None]:
+    ciphers = ciphers_of(options.tiers)
+    if ciphers is not None:
+        return ciphers.of
+    secret = secret_of(options.tiers)
+    mac = BlockMac(secret, block_format.fingerprint) if secret else None
+    return lambda tenant: mac
+
+
+def _unprotected(tenant: str) -> None:
+    """Neither encrypt nor authenticate the values of a tenant: only this process can write them."""
+
+
+def require_module(module: str, needed_for: str, command: str) -> None:
+    """Raise if an engine is not installed.
+
+    Raises:
+        ConfigError: the message says what to install.
+    """
+    import importlib.util
+
+    if importlib.util.find_spec(module) is None:
+        raise ConfigError(f"{needed_for}: the package {module} is missing; install it: {command}")

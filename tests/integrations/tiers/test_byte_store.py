@@ -1,0 +1,371 @@
+"""`ByteStore`: what other engines save is found again, only by its owner, and no failure of a store raises."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from radixkv.errors import ConfigError, StoreUnavailable
+from radixkv.integrations.tiers import byte_store
+from radixkv.integrations.tiers.byte_store import ByteStore, keyed_value
+from radixkv.namespace import Namespace
+from radixkv.offload.block_keys import BlockFormat
+from radixkv.offload.tiers.block_object import BlockObject
+from radixkv.offload.tiers.block_store import Loan, PutResult
+from radixkv.offload.tiers.host import HostStore
+from radixkv.offload.tiers.open_store import StoreOptions, open_backend
+from tests.offload.tiers.redis_server import SERVER, WHY_NOT, redis_server
+from tests.patience import PATIENCE_S
+
+from .values import FORMAT, PAYLOAD_BYTES, SLOT_BYTES, load, named, payload_of, save, store_at
+
+NAMES = [f"page {number}" for number in range(20)]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    tmp_path.chmod(0o700)
+    return tmp_path / "tiers"
+
+
+def test_saved_values_are_loaded_by_the_next_process(folder: Path) -> None:
+    store = store_at(folder)
+    assert save(store, NAMES) == [True] * len(NAMES)
+    assert load(store, NAMES) == NAMES
+    store.close()
+    store = store_at(folder)
+    assert load(store, [*NAMES, "another"]) == [*NAMES, None]
+    assert store.local_keys() == {named(store, name).key for name in NAMES}
+    store.close()
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        replace(FORMAT, model="other weights"),
+        replace(FORMAT, dtype="float16"),
+        replace(FORMAT, kv_dtype="fp8"),
+        replace(FORMAT, layout="rank 1 of 2"),
+        replace(FORMAT, block_size=32),
+        replace(FORMAT, computed_by="another version"),
+    ],
+)
+def test_another_model_or_layout_finds_nothing(folder: Path, other: BlockFormat) -> None:
+    for block_format, names in ((FORMAT, NAMES[:5]), (other, NAMES[5:10])):
+        store = store_at(folder, block_format)
+        save(store, names)
+        store.close()
+    for block_format, names in ((FORMAT, NAMES[:5]), (other, NAMES[5:10])):
+        store = store_at(folder, block_format)
+        assert load(store, NAMES[:10]) == [name if name in names else None for name in NAMES[:10]]
+        store.close()
+
+
+def test_tenants_and_salts_share_nothing(folder: Path) -> None:
+    store = store_at(folder)
+    save(store, NAMES[:3], "alice")
+    assert load(store, NAMES[:3], "bob") == [None] * 3
+    salted = named(store, NAMES[0], "alice", salt="salt")
+    assert store.load_into([(salted, memoryview(bytearray(PAYLOAD_BYTES)))]).result(PATIENCE_S) == [False]
+    store.close()
+
+
+def test_identities_with_the_same_key_are_not_confused(folder: Path) -> None:
+    store = store_at(folder)
+    save(store, ["first"])
+    second = keyed_value(store.keys, Namespace("", "", "", ""), b"second")._replace(key=named(store, "first").key)
+    buffer = bytearray(PAYLOAD_BYTES)
+    assert store.load_into([(second, memoryview(buffer))]).result(PATIENCE_S) == [False]
+    assert buffer == bytes(PAYLOAD_BYTES)
+    assert store.counts()["disk_other_tokens"] == 1
+    store.close()
+
+
+def test_the_store_is_bounded_and_evicts_what_was_not_used_recently(folder: Path) -> None:
+    store = store_at(folder, disk_bytes=8 * SLOT_BYTES)
+    save(store, NAMES[:8])
+    assert store.touch([named(store, NAMES[0]).key, named(store, "another").key]) == [True, False]
+    assert load(store, [NAMES[1]]) == [NAMES[1]]
+    save(store, NAMES[8:14])
+    assert load(store, NAMES[:14]) == [*NAMES[:2], *[None] * 6, *NAMES[8:14]]
+    assert store.num_values == {"disk": 8}
+    store.close()
+
+
+def test_a_ceiling_bounds_a_tenant_and_a_floor_protects_one(folder: Path) -> None:
+    quotas = {"tenants": {"small": {"floor": 0.25}, "large": {"ceiling": 0.5}}}
+    store = store_at(folder, disk_bytes=8 * SLOT_BYTES, **quotas)
+    save(store, NAMES[:2], "small")
+    for name in NAMES:
+        save(store, [name], "large")
+    assert load(store, NAMES, "large") == [*[None] * 16, *NAMES[16:]]
+    for name in NAMES:
+        save(store, [name], "other")
+    assert load(store, NAMES[:2], "small") == NAMES[:2]
+    store.close()
+    store = store_at(folder, disk_bytes=8 * SLOT_BYTES, **quotas)  # quotas apply to what an earlier process stored
+    for name in reversed(NAMES):
+        save(store, [name], "other")
+    assert load(store, NAMES[:2], "small") == NAMES[:2]
+    store.close()
+
+
+def test_modified_values_are_misses_and_are_saved_again(folder: Path) -> None:
+    store = store_at(folder)
+    save(store, NAMES[:4])
+    blocks = next(folder.glob("*/blocks"))
+    with blocks.open("r+b") as file:
+        file.seek(100)
+        file.write(b"x" * PAYLOAD_BYTES)
+    assert load(store, NAMES[:4])[1:] == [None, *NAMES[2:4]]
+    assert store.counts()["disk_damaged"] == 2
+    assert save(store, NAMES[:4]) == [True] * 4
+    assert load(store, NAMES[:4]) == NAMES[:4]
+    store.close()
+
+
+def test_encrypted_values_are_readable_with_the_key_only(folder: Path, tmp_path: Path) -> None:
+    keys = []
+    for number in range(2):
+        keys.append(tmp_path / f"key {number}")
+        keys[-1].write_text(f"{number}" * 64)
+        keys[-1].chmod(0o600)
+    store = store_at(folder, encryption_key_file=str(keys[0]))
+    save(store, NAMES[:3], "alice")
+    store.close()
+    assert payload_of(NAMES[0], "alice")[:32] not in next(folder.glob("*/blocks")).read_bytes()
+    store = store_at(folder, encryption_key_file=str(keys[0]))
+    assert load(store, NAMES[:3], "alice") == NAMES[:3]
+    store.close()
+    store = store_at(folder, encryption_key_file=str(keys[1]))
+    assert load(store, NAMES[:3], "alice") == [None] * 3
+    store.close()
+
+
+def test_a_value_of_another_size_is_not_saved(folder: Path) -> None:
+    store = store_at(folder)
+    assert store.save([(named(store, "short"), memoryview(b"short"))]).result(PATIENCE_S) == [False]
+    assert store.counts()["wrong_size"] == 1
+    store.close()
+
+
+def test_a_directory_in_use_turns_the_tier_off_and_raises_nothing(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = store_at(folder)
+    with caplog.at_level(logging.ERROR):
+        second = store_at(folder)
+    assert "another process uses this directory" in caplog.text
+    assert save(second, NAMES[:1]) == [False]
+    assert load(second, NAMES[:1]) == [None]
+    first.close()
+    second.close()
+
+
+def test_a_directory_that_others_can_write_is_refused(folder: Path) -> None:
+    folder.mkdir(mode=0o777)
+    folder.chmod(0o777)
+    with pytest.raises(ConfigError, match="secret_file"):
+        store_at(folder)
+
+
+def test_host_memory_serves_before_the_disk(folder: Path) -> None:
+    store = store_at(folder, host_bytes=4 * SLOT_BYTES)
+    save(store, NAMES)
+    assert load(store, NAMES) == NAMES
+    assert 0 < store.num_values["host"] < len(NAMES) == store.num_values["disk"]
+    store.close()
+
+
+class FailingStore(HostStore):
+    """Host memory whose calls fail at random, or wait for an event."""
+
+    def __init__(self, options: StoreOptions, random: Random, event: threading.Event | None = None) -> None:
+        super().__init__(options.map_memory(options.max_bytes or 0), options.object_bytes)
+        self._random = random
+        self._event = event
+        self.rate = 0.3
+
+    def put(self, objects: Sequence[BlockObject], victims: Sequence[bytes] = ()) -> PutResult:
+        if self._event is not None:
+            assert self._event.wait(PATIENCE_S)
+        fails = self._random.random() < self.rate
+        if fails and self._random.random() < 0.5:
+            raise StoreUnavailable("put: expected success, got a failure before the write")
+        result = super().put(objects, victims)
+        if fails:
+            raise StoreUnavailable("put: expected success, got a failure after the write")
+        return result
+
+    def get(self, keys: Sequence[bytes]) -> list[Loan | None]:
+        if self._random.random() < self.rate:
+            raise StoreUnavailable("get: expected success, got a failure")
+        return super().get(keys)
+
+    def delete(self, keys: Sequence[bytes]) -> int:
+        if self._random.random() < self.rate:
+            raise StoreUnavailable("delete: expected success, got a failure")
+        return super().delete(keys)
+
+
+@pytest.fixture
+def with_failing_host(
+    monkeypatch: pytest.MonkeyPatch,
+) -> Callable[[Random, threading.Event | None], list[FailingStore]]:
+    def install(random: Random, event: threading.Event | None = None) -> list[FailingStore]:
+        made: list[FailingStore] = []
+
+        def opened(name: str, options: StoreOptions) -> object:
+            if name != "host":
+                return open_backend(name, options)
+            made.append(FailingStore(options, random, event))
+            return made[-1]
+
+        monkeypatch.setattr(byte_store, "open_backend", opened)
+        monkeypatch.setattr(byte_store, "CircuitBreaker", _NeverOpen)
+        return made
+
+    return install
+
+
+class _NeverOpen(byte_store.CircuitBreaker):
+    def fail(self) -> bool:
+        return False
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_random_traffic_over_failing_stores_loads_only_right_bytes(
+    folder: Path, seed: int, with_failing_host: Callable[..., list[FailingStore]]
+) -> None:
+    """`load` compares the bytes of every loaded value. When nothing fails any more, everything can be saved again."""
+    random = Random(seed)
+    made = with_failing_host(random)
+    store = store_at(folder, host_bytes=10 * SLOT_BYTES, disk_bytes=12 * SLOT_BYTES)
+    for _ in range(200):
+        tenant = random.choice(["", "alice"])
+        names = random.sample(NAMES, random.randint(1, 6))
+        match random.randrange(4):
+            case 0:
+                load(store, names, tenant)
+            case 1:
+                store.delete([named(store, name, tenant).key for name in names])
+            case _:
+                save(store, names, tenant)
+    made[0].rate = 0.0
+    assert save(store, NAMES[:5]) == [True] * 5
+    assert load(store, NAMES[:5]) == NAMES[:5]
+    store.close()
+
+
+def test_what_fails_is_counted_and_can_be_saved_again(
+    with_failing_host: Callable[..., list[FailingStore]],
+) -> None:
+    made = with_failing_host(Random(0))
+    store = store_at(None, host_bytes=32 * SLOT_BYTES)
+    made[0].rate = 1.0
+    assert save(store, NAMES[:4]) == [False] * 4
+    assert load(store, NAMES[:4]) == [None] * 4
+    assert store.counts()["failed"] == 4
+    assert store.counts()["missed"] == 4
+    made[0].rate = 0.0
+    assert save(store, NAMES[:4]) == [True] * 4
+    assert load(store, NAMES[:4]) == NAMES[:4]
+    store.close()
+
+
+def test_values_that_wait_are_bounded(with_failing_host: Callable[..., list[FailingStore]]) -> None:
+    event = threading.Event()
+    made = with_failing_host(Random(0), event)
+    store = store_at(None, host_bytes=32 * SLOT_BYTES, max_waiting_bytes=3 * PAYLOAD_BYTES)
+    made[0].rate = 0.0
+    futures = [store.save([(named(store, name), memoryview(payload_of(name)))]) for name in NAMES[:5]]
+    event.set()
+    assert [future.result(PATIENCE_S) for future in futures] == [[True]] * 3 + [[False]] * 2
+    assert store.counts()["dropped"] == 2
+    assert store.wait_for_saves(PATIENCE_S)
+    assert save(store, NAMES[3:5]) == [True] * 2
+    store.close()
+
+
+def test_a_long_load_is_divided(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(byte_store, "_LOAD_BYTES", 3 * PAYLOAD_BYTES)
+    store = store_at(folder)
+    save(store, NAMES[::2])
+    assert load(store, NAMES) == [name if name in NAMES[::2] else None for name in NAMES]
+    store.close()
+
+
+@pytest.mark.skipif(SERVER is None, reason=WHY_NOT)
+def test_processes_share_redis(tmp_path: Path) -> None:
+    with redis_server(tmp_path) as server:
+        first, second = (store_at(None, redis_url=server.url, trusted=True) for _ in range(2))
+        assert save(first, NAMES[:4]) == [True] * 4
+        keys = [named(second, name).key for name in NAMES[:5]]
+        assert second.exists(keys).result(PATIENCE_S) == [True] * 4 + [False]
+        assert load(second, NAMES[:5]) == [*NAMES[:4], None]
+        server.stop()
+        server.start()
+        assert load(second, NAMES[:5]) == [None] * 5
+        first.touch(keys)
+        first.close()  # waits for the touch, which finds that the values are gone
+        second.close()
+
+
+WRITER = """
+import itertools, sys
+from pathlib import Path
+from radixkv.integrations.tiers import byte_store
+from tests.integrations.tiers.values import save, store_at
+byte_store._native_copies = lambda: None  # which import torch
+store = store_at(Path(sys.argv[1]))
+for number in itertools.count(int(sys.argv[2])):
+    save(store, [f"{number} {each}" for each in range(6)])
+    print(number, flush=True)
+"""
+
+
+@pytest.mark.parametrize("num_kills", [5, pytest.param(100, marks=pytest.mark.long)])
+def test_after_kills_in_the_middle_of_saves_only_right_bytes_are_loaded(folder: Path, num_kills: int) -> None:
+    random = Random(num_kills)
+    first = 0
+    num_loaded = 0
+    for _ in range(num_kills):
+        command = [sys.executable, "-c", WRITER, str(folder), str(first)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[3]) as writer:
+            assert writer.stdout is not None
+            for _ in range(random.randint(1, 6)):
+                last = int(writer.stdout.readline())
+            threading.Event().wait(random.random() / 500)
+            os.kill(writer.pid, signal.SIGKILL)
+            last = max([last, *map(int, writer.stdout.read().split("\n")[:-1])])
+        store = store_at(folder)
+        names = [f"{number} {each}" for number in range(max(0, last - 12), last + 8) for each in range(6)]
+        found = load(store, names)
+        num_loaded += sum(each is not None for each in found)
+        assert [f"{last} {each}" for each in range(6)] == [
+            each for each in found if each and each.startswith(f"{last} ")
+        ]
+        store.close()
+        first = last + 1
+    assert num_loaded
+
+
+def test_keys_depend_on_the_secret(folder: Path, tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("s" * 32)
+    secret.chmod(0o600)
+    stores: list[ByteStore] = [store_at(folder / "a"), store_at(folder / "b", secret_file=str(secret))]
+    assert len({named(store, "name").key for store in stores}) == 2
+    for store in stores:
+        assert save(store, ["name"]) == [True]
+        store.close()

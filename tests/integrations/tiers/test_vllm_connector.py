@@ -1,0 +1,385 @@
+"""The KV connector of vLLM, called as vLLM calls it. Where vLLM is not installed, stand-ins replace its base classes.
+
+K/V of a token are a digest of the tokens up to it, so any other contents of a block are noticed. `bench/vllm_tier.py`
+runs the connector in vLLM itself.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from random import Random
+from types import ModuleType, SimpleNamespace
+from typing import Any
+from zlib import crc32
+
+import numpy as np
+import pytest
+import torch
+
+from radixkv.errors import ConfigError, UnsupportedModel
+from tests.offload.tiers.redis_server import SERVER, WHY_NOT, redis_server
+from tests.patience import PATIENCE_S, wait_until
+
+HAS_VLLM = importlib.util.find_spec("vllm") is not None
+BLOCK_TOKENS = 4
+NUM_BLOCKS = 24
+NAMES = ("layers.0", "layers.1")
+
+
+def stand_ins() -> dict[str, ModuleType]:
+    """Return modules with the names of vLLM that the connector imports."""
+
+    class KVConnectorBase_V1:  # noqa: N801 - vLLM's name
+        def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+            self._connector_metadata: Any = None
+
+        def bind_connector_metadata(self, metadata: Any) -> None:
+            self._connector_metadata = metadata
+
+        def _get_connector_metadata(self) -> Any:
+            return self._connector_metadata
+
+    class KVConnectorRole(Enum):
+        SCHEDULER = 0
+        WORKER = 1
+
+    @dataclass
+    class FullAttentionSpec:
+        block_size: int
+
+    base = "vllm.distributed.kv_transfer.kv_connector.v1.base"
+    names = ["vllm", *(base[:index] for index, each in enumerate(base) if each == "." and index > 4), base]
+    modules = {name: ModuleType(name) for name in [*names, "vllm.v1", "vllm.v1.kv_cache_interface"]}
+    modules["vllm"].__version__ = "0.32.0"  # type: ignore[attr-defined]
+    kinds = ("KVConnectorHandshakeMetadata", "KVConnectorMetadata", "KVConnectorWorkerMetadata")
+    vars(modules[base]).update({name: type(name, (), {}) for name in kinds})
+    vars(modules[base]).update({"KVConnectorBase_V1": KVConnectorBase_V1, "KVConnectorRole": KVConnectorRole})
+    modules["vllm.v1.kv_cache_interface"].FullAttentionSpec = FullAttentionSpec  # type: ignore[attr-defined]
+    return modules
+
+
+@pytest.fixture(scope="module")
+def door() -> Iterator[Any]:
+    """Return the module of the connector."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not HAS_VLLM:
+            for name, module in stand_ins().items():
+                patch.setitem(sys.modules, name, module)
+        name = "radixkv.integrations.tiers.vllm_connector"
+        patch.delitem(sys.modules, name, raising=False)
+        yield importlib.import_module(name)
+        sys.modules.pop(name, None)
+
+
+def config_of(door: Any, options: dict[str, Any], rank: int = 0, num_ranks: int = 1, policy: str = "recompute") -> Any:
+    parallel = SimpleNamespace(
+        rank=rank,
+        world_size=num_ranks,
+        data_parallel_rank=0,
+        decode_context_parallel_size=1,
+        prefill_context_parallel_size=1,
+    )
+    return SimpleNamespace(
+        kv_transfer_config=SimpleNamespace(
+            kv_load_failure_policy=policy,
+            kv_connector_extra_config={"model_id": "weights", "load_limit_s": PATIENCE_S, **options},
+            is_kv_producer=True,
+        ),
+        parallel_config=parallel,
+        cache_config=SimpleNamespace(block_size=BLOCK_TOKENS, cache_dtype="auto"),
+        device_config=SimpleNamespace(device_type="cpu"),
+        model_config=SimpleNamespace(model="model", revision=None, dtype=torch.float32, compute_hash=lambda: "hash"),
+    )
+
+
+def blocks_of(door: Any, spec: Any = None) -> Any:
+    if spec is None and HAS_VLLM:
+        spec = door.FullAttentionSpec(block_size=BLOCK_TOKENS, num_kv_heads=1, head_size=2, dtype=torch.float32)
+    elif spec is None:
+        spec = door.FullAttentionSpec(BLOCK_TOKENS)
+    return SimpleNamespace(num_blocks=NUM_BLOCKS, kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)])
+
+
+def request_of(request_id: str, tokens: list[int], **fields: Any) -> Any:
+    own = {
+        "request_id": request_id,
+        "all_token_ids": tokens,
+        "num_tokens": len(tokens),
+        "num_computed_tokens": 0,
+        "prompt_embeds": None,
+        "mm_features": [],
+        "lora_request": None,
+        "resumable": False,
+        "kv_transfer_params": None,
+        "cache_salt": None,
+    }
+    return SimpleNamespace(**{**own, **fields})
+
+
+def kv_of(tokens: list[int], end: int, layer: str, rank: int) -> list[float]:
+    """Return K and V of the last of some tokens."""
+    return [float(crc32(repr((tokens[:end], layer, rank, each)).encode())) for each in range(2)]
+
+
+class Engine:
+    """Calls the connectors as vLLM does: one in the scheduler, one per rank. It has no prefix cache of its own."""
+
+    def __init__(self, door: Any, options: dict[str, Any], num_ranks: int = 1) -> None:
+        kind = door.RadixKVConnector
+        roles = door.KVConnectorRole
+        self.scheduler = kind(config_of(door, options, 0, num_ranks), roles.SCHEDULER, kv_cache_config=blocks_of(door))
+        self.workers = [
+            kind(config_of(door, options, rank, num_ranks), roles.WORKER, kv_cache_config=blocks_of(door))
+            for rank in range(num_ranks)
+        ]
+        self.kv = [{name: torch.zeros(NUM_BLOCKS, 1, BLOCK_TOKENS, 2) for name in NAMES} for _ in self.workers]
+        for worker, kv in zip(self.workers, self.kv, strict=True):
+            worker.register_kv_caches(kv)
+        self.scheduler.set_xfer_handshake_metadata_pp_aware(
+            {(0, rank): worker.get_handshake_metadata() for rank, worker in enumerate(self.workers)}
+        )
+        self._free = list(range(1, NUM_BLOCKS))
+        self._number = 0
+
+    def run(self, tokens: list[int], random: Random, **fields: Any) -> int:
+        """Run one request in chunks of random sizes. Returns how many tokens were loaded, each verified."""
+        self._number += 1
+        request = request_of(f"request {self._number}", tokens, **fields)
+        random.shuffle(self._free)
+        num_blocks = -(-len(tokens) // BLOCK_TOKENS)
+        ids, self._free = self._free[:num_blocks], self._free[num_blocks:]
+        while (answer := self.scheduler.get_num_new_matched_tokens(request, 0))[0] is None:
+            self.step(request, ids, 0)
+        num_matched, is_async = answer
+        assert is_async is bool(num_matched)
+        assert num_matched < len(tokens)
+        assert not num_matched % BLOCK_TOKENS
+        self.scheduler.update_state_after_alloc(
+            request, SimpleNamespace(get_block_ids=lambda: (list(ids),)), num_matched
+        )
+        num_loaded = self.load(request, ids, num_matched) if num_matched else 0
+        request.num_computed_tokens = num_loaded
+        self.verify(tokens, ids, num_loaded)
+        while request.num_computed_tokens < len(tokens):
+            num_tokens = min(random.randint(1, 9), len(tokens) - request.num_computed_tokens)
+            self.step(request, ids, num_tokens)
+            request.num_computed_tokens += num_tokens
+        self.scheduler.request_finished(request, ids)
+        self._free += ids
+        return num_loaded
+
+    def load(self, request: Any, ids: list[int], num_matched: int) -> int:
+        """Run steps until all workers have loaded. Returns the tokens before the first block that failed."""
+        waiting = set(range(len(self.workers)))
+        failed: set[int] = set()
+
+        def is_over() -> bool:
+            for rank, (ended, invalid) in enumerate(self.step(request, ids, 0)):
+                assert ended <= {request.request_id}
+                waiting.difference_update({rank} if ended else set())
+                failed.update(invalid)
+            return not waiting
+
+        wait_until(is_over)
+        whole = [each not in failed for each in ids[: num_matched // BLOCK_TOKENS]]
+        return BLOCK_TOKENS * next((number for number, each in enumerate(whole) if not each), len(whole))
+
+    def step(self, request: Any, ids: list[int], num_tokens: int) -> list[tuple[set[str], set[int]]]:
+        """Run a step that computes some tokens of a request. Returns ended loads and failed blocks of each worker."""
+        scheduled = {request.request_id: num_tokens} if num_tokens else {}
+        state = SimpleNamespace(resolve_block_ids=lambda request_id: (list(ids),))
+        metadata = self.scheduler.build_connector_meta(
+            SimpleNamespace(num_scheduled_tokens=scheduled, kv_connector_block_state=state)
+        )
+        results, reports = [], []
+        for rank, (worker, kv) in enumerate(zip(self.workers, self.kv, strict=True)):
+            worker.bind_connector_metadata(metadata)
+            worker.start_load_kv(None)
+            for position in range(request.num_computed_tokens, request.num_computed_tokens + num_tokens):
+                for name in NAMES:
+                    worker.wait_for_layer_load(name)
+                    where = (ids[position // BLOCK_TOKENS], 0, position % BLOCK_TOKENS)
+                    kv[name][where] = torch.tensor(kv_of(request.all_token_ids, position + 1, name, rank))
+                    worker.save_kv_layer(name, kv[name], None)
+            worker.wait_for_save()
+            results.append((worker.get_finished(set())[1], worker.get_block_ids_with_load_errors()))
+            if (report := worker.build_connector_worker_meta()) is not None:
+                reports.append(report)
+        if reports:
+            joined = reports[0]
+            for each in reports[1:]:
+                joined = joined.aggregate(each)
+            self.scheduler.update_connector_output(SimpleNamespace(kv_connector_worker_meta=joined))
+        return results
+
+    def verify(self, tokens: list[int], ids: list[int], num_tokens: int) -> None:
+        for rank, kv in enumerate(self.kv):
+            for position in range(num_tokens):
+                for name in NAMES:
+                    found = kv[name][ids[position // BLOCK_TOKENS], 0, position % BLOCK_TOKENS]
+                    assert torch.equal(found, torch.tensor(kv_of(tokens, position + 1, name, rank)))
+
+    def settle(self) -> None:
+        """Wait until everything is stored, and report it to the scheduler."""
+        for worker in self.workers:
+            assert worker._worker._store.wait_for_saves(PATIENCE_S)
+        self.step(request_of("idle", []), [], 0)
+
+    def close(self) -> None:
+        for each in (*self.workers, self.scheduler):
+            each.shutdown()
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> dict[str, Any]:
+    tmp_path.chmod(0o700)
+    return {"disk_path": str(tmp_path / "tiers"), "disk_bytes": 1 << 20}
+
+
+PROMPT = list(range(100, 118))  # four blocks and a half
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_prefixes_are_found_after_a_restart(door: Any, disk: dict[str, Any], num_ranks: int) -> None:
+    random = Random(0)
+    engine = Engine(door, disk, num_ranks)
+    assert engine.run(PROMPT, random) == 0
+    engine.settle()
+    assert engine.run(PROMPT, random) == 16
+    engine.close()
+    engine = Engine(door, disk, num_ranks)
+    assert engine.run([*PROMPT[:9], 1, 2, 3, 4, 5], random) == 8
+    assert engine.run(PROMPT[:16], random) == 12  # at least one token is computed
+    assert engine.run([1, *PROMPT], random) == 0
+    engine.close()
+
+
+def test_a_block_is_usable_only_if_all_ranks_have_it(door: Any, disk: dict[str, Any]) -> None:
+    engine = Engine(door, disk, 2)
+    engine.run(PROMPT, Random(0))
+    engine.settle()
+    third = engine.scheduler._scheduler._blocks(door._Prompt(request_of("other", PROMPT)), 3)[2]
+    engine.workers[1]._worker._store.delete([door.key_of_rank(third.key, 1)])
+    engine.settle()
+    assert engine.run(PROMPT, Random(0)) == 8
+    engine.close()
+
+
+def test_tenants_and_salts_share_nothing(door: Any, disk: dict[str, Any]) -> None:
+    engine = Engine(door, disk)
+    random = Random(0)
+    for fields in ({}, {"cache_salt": "salt"}, {"kv_transfer_params": {"tenant": "alice"}}):
+        assert engine.run(PROMPT, random, **fields) == 0
+        engine.settle()
+        assert engine.run(PROMPT, random, **fields) == 16
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"mm_features": [object()]}, {"lora_request": object()}, {"prompt_embeds": object()}, {"resumable": True}],
+)
+def test_requests_whose_kv_depend_on_more_than_tokens_use_no_tier(
+    door: Any, disk: dict[str, Any], fields: dict[str, Any]
+) -> None:
+    engine = Engine(door, disk)
+    for _ in range(2):
+        assert engine.run(PROMPT, Random(0), **fields) == 0
+        engine.settle()
+    assert engine.run(PROMPT, Random(0)) == 0
+    engine.close()
+
+
+def test_another_model_finds_nothing(door: Any, disk: dict[str, Any]) -> None:
+    engine = Engine(door, disk)
+    engine.run(PROMPT, Random(0))
+    engine.close()
+    engine = Engine(door, {**disk, "model_id": "other weights"})
+    assert engine.run(PROMPT, Random(0)) == 0
+    engine.close()
+
+
+def test_a_block_that_cannot_be_loaded_is_computed_and_saved_again(door: Any, disk: dict[str, Any]) -> None:
+    engine = Engine(door, disk)
+    engine.run(PROMPT, Random(0))
+    engine.settle()
+    with next(Path(disk["disk_path"]).glob("*/blocks")).open("r+b") as file:
+        file.seek(2 * 4096)
+        file.write(b"x")
+    assert engine.run(PROMPT, Random(0)) == 8
+    engine.settle()
+    assert engine.run(PROMPT, Random(0)) == 16
+    engine.close()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_random_prompts_load_only_their_own_kv(door: Any, disk: dict[str, Any], seed: int) -> None:
+    """The disk is too small for all prompts, engines restart, and files are modified. `Engine.run` verifies all K/V."""
+    random = Random(seed)
+    prompts = [[random.randrange(3) for _ in range(random.randint(1, 30))] for _ in range(12)]
+    num_loaded = 0
+    for _ in range(4):
+        engine = Engine(door, {**disk, "disk_bytes": 30 * 8192}, 2)
+        for _ in range(12):
+            prompt = random.choice(prompts) + [random.randrange(3) for _ in range(random.randint(1, 10))]
+            num_loaded += engine.run(prompt, random, cache_salt=random.choice([None, "salt"]))
+            if random.random() < 0.3:
+                engine.settle()
+        engine.close()
+        for path in Path(disk["disk_path"]).glob("*/blocks"):
+            content = np.fromfile(path, np.uint8)
+            content[random.randrange(len(content))] ^= 1
+            content.tofile(path)
+    assert num_loaded
+
+
+@pytest.mark.skipif(SERVER is None, reason=WHY_NOT)
+def test_engines_share_redis(door: Any, tmp_path: Path) -> None:
+    with redis_server(tmp_path) as server:
+        options = {"redis_url": server.url, "trusted": True}
+        first, second = Engine(door, options, 2), Engine(door, options, 2)
+        assert first.run(PROMPT, Random(0)) == 0
+        first.settle()
+        assert second.run(PROMPT, Random(0)) == 16
+        server.stop()
+        assert second.run([7, *PROMPT], Random(0)) == 0
+        first.close()
+        second.close()
+
+
+def test_a_policy_that_fails_requests_is_refused(door: Any, disk: dict[str, Any]) -> None:
+    config = config_of(door, disk, policy="fail")
+    with pytest.raises(ConfigError, match="kv_load_failure_policy: expected recompute"):
+        door.RadixKVConnector(config, door.KVConnectorRole.WORKER, kv_cache_config=blocks_of(door))
+
+
+def test_models_with_other_states_are_refused(door: Any, disk: dict[str, Any]) -> None:
+    class MambaSpec:
+        pass
+
+    with pytest.raises(UnsupportedModel, match="MambaSpec"):
+        door.RadixKVConnector(
+            config_of(door, disk), door.KVConnectorRole.WORKER, kv_cache_config=blocks_of(door, MambaSpec())
+        )
+
+
+@pytest.mark.skipif(HAS_VLLM, reason="vLLM is installed")
+def test_without_vllm_the_error_says_what_to_install() -> None:
+    command = [sys.executable, "-c", "import radixkv.integrations.tiers.vllm_connector"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert "pip install vllm" in result.stderr
+
+
+@pytest.mark.skipif(not HAS_VLLM, reason="vLLM is not installed")
+def test_the_connector_implements_what_vllm_requires(door: Any) -> None:
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+
+    assert issubclass(door.RadixKVConnector, KVConnectorBase_V1)
+    assert not door.RadixKVConnector.__abstractmethods__
