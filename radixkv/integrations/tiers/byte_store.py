@@ -8,6 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from functools import partial
+from hashlib import blake2b
 from pathlib import Path
 
 import numpy as np
@@ -40,21 +41,26 @@ _KNOWN_KEYS = 1 << 18
 # A read of this size takes well below `load_limit_s`, and a large load does not fill a store's queue.
 _LOAD_BYTES = 64 << 20
 _CLOSE_LIMIT_S = 30.0
+_LAYOUT_BYTES = 16
 
 
-def keyed_value(keys: BlockKeys, namespace: Namespace, identity: bytes) -> KeyedBlock:
+def keyed_value(keys: BlockKeys, namespace: Namespace, name: bytes, layout: str = "") -> KeyedBlock:
     """Return the key of a value that an engine names itself, for example by a hash of tokens.
+
+    Name and layout are stored with the value and compared when the value is loaded, so neither a collision of keys nor
+    another layout can return other bytes.
 
     Args:
         keys: computes the key.
-        namespace: the owner of the value.
-        identity: everything that distinguishes the value from others of the namespace. It is stored with the value and
-            compared when the value is loaded, so a collision of keys cannot return another value.
+        namespace: the owner of the value. After a restart, the disk distinguishes owners by tenant, adapter and salt.
+        name: what distinguishes the value from others of the namespace.
+        layout: shapes and dtypes of the value, which need not be known to look up its key.
     """
-    size = len(identity).to_bytes(TOKEN_BYTES, "little")
-    identity = size + identity + bytes(-len(identity) % TOKEN_BYTES)
     root = keys.root(namespace)
-    return KeyedBlock(keys.child(root, identity), root, identity, namespace)
+    digest = blake2b(layout.encode(), digest_size=_LAYOUT_BYTES).digest()
+    identity = len(name).to_bytes(TOKEN_BYTES, "little") + name + digest
+    identity += bytes(-len(identity) % TOKEN_BYTES)
+    return KeyedBlock(keys.child(root, name), root, identity, namespace)
 
 
 class _OpenTier:
@@ -100,9 +106,9 @@ class ByteStore:
         self._waiting_bytes = 0
         self._idle = threading.Condition(self._lock)
         self._timers = TimerThread()
-        self._tiers: list[_OpenTier] = []
-        for name, backend in _open_backends(options, block_format, is_shared_only=is_shared_only):
-            self._tiers.append(self._opened(name, backend, options))
+        backends = _open_backends(options, block_format, is_shared_only=is_shared_only)
+        self._opened_tiers = [self._opened(name, backend, options) for name, backend in backends]
+        self._tiers = self._opened_tiers  # none after `close`
 
     def save(self, values: Sequence[tuple[KeyedBlock, memoryview]]) -> Future[list[bool]]:
         """Save values in each tier that does not hold them.
@@ -241,7 +247,7 @@ class ByteStore:
         """
         with self._lock:
             counts = Counter(self._counts)
-        for each in self._tiers:
+        for each in self._opened_tiers:
             tier = each.tier.counts()
             counts["loaded"] += tier.loaded
             counts["failed"] += tier.failed_saves
@@ -256,6 +262,12 @@ class ByteStore:
         with self._lock:
             return {each.tier.name: len(each.index) for each in self._tiers}
 
+    def num_values_of_tenants(self) -> dict[str, int]:
+        """Return the number of values of each tenant in the tier of this process that holds the most values."""
+        with self._lock:
+            local = [each.index.owned for each in self._tiers if not each.index.is_shared]
+            return dict(max(local, key=len).num_by_tenant) if local else {}
+
     def wait_for_saves(self, limit_s: float) -> bool:
         """Wait until no value waits to be written. Returns whether that was within the limit."""
         with self._idle:
@@ -266,8 +278,8 @@ class ByteStore:
         if not self.wait_for_saves(_CLOSE_LIMIT_S):
             _log.warning("tiers: %d bytes were not written within %g s", self._waiting_bytes, _CLOSE_LIMIT_S)
         with self._lock:
-            tiers, self._tiers = self._tiers, []
-        for each in tiers:
+            closing, self._tiers = self._tiers, []
+        for each in closing:
             try:
                 each.tier.close()
             except StoreError as error:

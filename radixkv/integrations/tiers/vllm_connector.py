@@ -11,8 +11,9 @@ they hold at their start and after each step, so that the scheduler finds prefix
 from __future__ import annotations
 
 import logging
+import secrets
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -44,6 +45,7 @@ try:
         KVConnectorRole,
         KVConnectorWorkerMetadata,
     )
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 except ImportError as error:
     raise ImportError(
@@ -95,6 +97,26 @@ class TierMetadata(KVConnectorMetadata):  # type: ignore[misc]
 
     loads: dict[str, list[tuple[KeyedBlock, int]]] = field(default_factory=dict)
     saves: list[tuple[KeyedBlock, int]] = field(default_factory=list)
+
+
+class TierStats(KVConnectorStats):  # type: ignore[misc]
+    """Counts of the tiers since the last report, by name, which vLLM logs; see `ByteStore.counts`."""
+
+    def reset(self) -> None:
+        """Forget all counts."""
+        self.data: dict[str, int] = {}
+
+    def aggregate(self, other: KVConnectorStats) -> TierStats:
+        """Add the counts of another report."""
+        return TierStats(dict(Counter(self.data) + Counter(other.data)))
+
+    def reduce(self) -> dict[str, int | float]:
+        """Return the counts, for the log."""
+        return dict(self.data)
+
+    def is_empty(self) -> bool:
+        """Whether nothing was counted."""
+        return not self.data
 
 
 class RadixKVConnector(KVConnectorBase_V1):  # type: ignore[misc]
@@ -164,6 +186,16 @@ class RadixKVConnector(KVConnectorBase_V1):  # type: ignore[misc]
         """Return what the stores have stored and evicted since the last call."""
         return self._of_worker.changes()
 
+    def get_kv_connector_stats(self) -> TierStats | None:
+        """Return what the tiers of a worker have counted since the last call."""
+        counts = None if self._worker is None else self._worker.counts()
+        return TierStats(counts) if counts else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> TierStats:
+        """Return the counts of a report."""
+        return TierStats(data or {})
+
     def shutdown(self) -> None:
         """Write what is waiting, and close the stores."""
         for side in (self._worker, self._scheduler):
@@ -202,6 +234,11 @@ class RadixKVConnector(KVConnectorBase_V1):  # type: ignore[misc]
         """Forget a request. Its blocks may be freed at once, since saves copy them within a step."""
         self._of_scheduler.forget(request.request_id)
         return False, None
+
+    def reset_cache(self) -> bool:
+        """Stop using everything that is stored, until vLLM restarts: the weights may have changed in place."""
+        self._of_scheduler.reset()
+        return True
 
     def get_finished_count(self) -> int | None:
         """Return None: every worker loads every block."""
@@ -252,6 +289,7 @@ class _SchedulerSide:
         self._keys: BlockKeys | None = None
         self._shared: ByteStore | None = None
         self._num_ranks = 0
+        self._epoch = ""
         self._prompts: dict[str, _Prompt] = {}
         self._loads: dict[str, list[tuple[KeyedBlock, int]]] = {}
 
@@ -322,10 +360,14 @@ class _SchedulerSide:
         for rank, (added, removed) in changes.of_rank.items():
             self._index.update(rank, added, removed)
 
+    def reset(self) -> None:
+        """Give all later blocks other keys than any process has used. Running requests save nothing more."""
+        self._epoch = secrets.token_hex(16)
+        self._prompts.clear()
+
     def forget(self, request_id: str) -> None:
-        """Forget a request. A load that has not started is dropped."""
+        """Forget a request."""
         self._prompts.pop(request_id, None)
-        self._loads.pop(request_id, None)
 
     def close(self) -> None:
         """Close the connection to the shared store."""
@@ -340,7 +382,7 @@ class _SchedulerSide:
         if len(blocks) < num_blocks:
             request = prompt.request
             tokens = np.array(request.all_token_ids[len(blocks) * size : num_blocks * size], "<u4").tobytes()
-            namespace = _namespace_of(request)
+            namespace = _namespace_of(request, self._epoch)
             parent = blocks[-1].key if blocks else self._keys.root(namespace)
             for start in range(0, len(tokens), size * TOKEN_BYTES):
                 own = tokens[start : start + size * TOKEN_BYTES]
@@ -407,6 +449,7 @@ class _WorkerSide:
         self._changed = _Changed()
         self._loads: dict[str, _Load] = {}
         self._failed: set[int] = set()
+        self._reported: Counter[str] = Counter()
 
     def open(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Open the stores."""
@@ -473,6 +516,12 @@ class _WorkerSide:
         added = [key_of_rank(key, self._rank) for key in keys if self._store.holds(key, is_local=True)]
         removed = [key_of_rank(key, self._rank) for key in keys if not self._store.holds(key, is_local=True)]
         return TierChanges({self._rank: (added, removed)})
+
+    def counts(self) -> dict[str, int]:
+        """Return what was counted since the last call."""
+        counts = Counter(self._store.counts())
+        new, self._reported = counts - self._reported, counts
+        return dict(new)
 
     def close(self) -> None:
         """Write what is waiting, and close the stores."""
@@ -561,7 +610,7 @@ def _is_cacheable(request: Any) -> bool:
     return has_only_tokens and request.lora_request is None and not request.resumable
 
 
-def _namespace_of(request: Any) -> Namespace:
+def _namespace_of(request: Any, epoch: str) -> Namespace:
     params = request.kv_transfer_params
     tenant = params.get(TENANT) if isinstance(params, Mapping) else None
-    return Namespace("", tenant if isinstance(tenant, str) else "", "", request.cache_salt or "")
+    return Namespace("", tenant if isinstance(tenant, str) else "", epoch, request.cache_salt or "")

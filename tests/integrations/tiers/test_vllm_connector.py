@@ -51,15 +51,21 @@ def stand_ins() -> dict[str, ModuleType]:
         WORKER = 1
 
     @dataclass
+    class KVConnectorStats:
+        data: dict[str, Any]
+
+    @dataclass
     class FullAttentionSpec:
         block_size: int
 
     base = "vllm.distributed.kv_transfer.kv_connector.v1.base"
-    names = ["vllm", *(base[:index] for index, each in enumerate(base) if each == "." and index > 4), base]
+    metrics = "vllm.distributed.kv_transfer.kv_connector.v1.metrics"
+    names = ["vllm", metrics, *(base[:index] for index, each in enumerate(base) if each == "." and index > 4), base]
     modules = {name: ModuleType(name) for name in [*names, "vllm.v1", "vllm.v1.kv_cache_interface"]}
     modules["vllm"].__version__ = "0.32.0"  # type: ignore[attr-defined]
     kinds = ("KVConnectorHandshakeMetadata", "KVConnectorMetadata", "KVConnectorWorkerMetadata")
     vars(modules[base]).update({name: type(name, (), {}) for name in kinds})
+    modules[metrics].KVConnectorStats = KVConnectorStats  # type: ignore[attr-defined]
     vars(modules[base]).update({"KVConnectorBase_V1": KVConnectorBase_V1, "KVConnectorRole": KVConnectorRole})
     modules["vllm.v1.kv_cache_interface"].FullAttentionSpec = FullAttentionSpec  # type: ignore[attr-defined]
     return modules
@@ -294,6 +300,37 @@ def test_requests_whose_kv_depend_on_more_than_tokens_use_no_tier(
         assert engine.run(PROMPT, Random(0), **fields) == 0
         engine.settle()
     assert engine.run(PROMPT, Random(0)) == 0
+    engine.close()
+
+
+def test_what_was_stored_before_a_reset_is_not_used(door: Any, disk: dict[str, Any]) -> None:
+    engine = Engine(door, disk)
+    engine.run(PROMPT, Random(0))
+    engine.settle()
+    assert engine.scheduler.reset_cache()
+    assert engine.run(PROMPT, Random(0)) == 0
+    engine.settle()
+    assert engine.run(PROMPT, Random(0)) == 16
+    engine.close()
+    engine = Engine(door, disk)  # with the weights of the checkpoint again
+    assert engine.run(PROMPT, Random(0)) == 16
+    engine.close()
+
+
+def test_vllm_can_log_what_the_tiers_count(door: Any, disk: dict[str, Any]) -> None:
+    engine = Engine(door, disk)
+    worker = engine.workers[0]
+    engine.run(PROMPT, Random(0))
+    engine.settle()
+    assert worker.get_kv_connector_stats().reduce() == {"saved": 4}
+    assert worker.get_kv_connector_stats() is None
+    engine.run(PROMPT, Random(0))
+    stats = worker.get_kv_connector_stats()
+    again = door.RadixKVConnector.build_kv_connector_stats(stats.data)
+    assert again.aggregate(stats).reduce() == {"loaded": 8}
+    assert not stats.is_empty()
+    stats.reset()
+    assert stats.is_empty()
     engine.close()
 
 

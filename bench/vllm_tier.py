@@ -1,0 +1,237 @@
+"""Runs vLLM on a CPU with the KV connector of radixkv: hits after a restart, and after kills in the middle of saves.
+
+    python -m bench.vllm_tier --json bench/results/vllm_tier.json        # or: make vllm-tier
+
+1. Each prompt is answered twice. The second answer reuses what vLLM's own prefix cache has.
+2. vLLM restarts with an empty cache. Each prompt is answered again, and reuses what the disk tier has. It must reuse as
+   many tokens as in step 1, and return the same tokens with the same bits of their log probabilities.
+3. vLLM is killed with SIGKILL at random times while it saves blocks, again and again. After each restart, prompts whose
+   blocks were saved before are answered again, and must have the answers of a vLLM that never used a tier.
+4. As a control, one token of each prompt is changed. If this did not change the answers, wrong K/V would not either.
+
+vLLM's CPU build is installed from PyPI into a virtual environment of its own, once; `--python` uses another one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shlex
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from bench.parts.environment import describe_run
+from bench.parts.peers.environments import RECIPES, Environments, Recipe
+from bench.parts.result_file import write_json
+from radixkv.config.cache_directory import cache_directory
+
+_ROOT = Path(__file__).parents[1]
+_DISK_BYTES = 8 << 30
+_KILL_DISK_BYTES = 1 << 30
+_MAX_DELAY_S = 0.4
+_VERIFIED_PROMPTS = 12
+_VLLM = RECIPES["vllm"]
+_RECIPE = Recipe(
+    (*_VLLM.requirements, "xxhash==4.1.0", "sortedcontainers==2.4.0", "cryptography"), _VLLM.removed, _VLLM.renamed
+)
+
+Answer = dict[str, Any]
+
+
+class Worker:
+    """A process that runs `bench.parts.vllm_tier_worker`.
+
+    Args:
+        python: an interpreter whose environment has vLLM.
+        environment: environment variables with which it finds radixkv.
+        log: file for what vLLM prints.
+    """
+
+    def __init__(self, python: Path, environment: dict[str, str], log: Path) -> None:
+        read, write = os.pipe()
+        self._answers = os.fdopen(read, encoding="utf-8")
+        command = [str(python), "-m", "bench.parts.vllm_tier_worker", "--answers", str(write)]
+        with log.open("ab") as output:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=output,
+                text=True,
+                env=environment,
+                pass_fds=(write,),
+            )
+        os.close(write)
+
+    def start(self, task: dict[str, Any]) -> int:
+        """Start a task. Returns the id of its process."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(task) + "\n")
+        self._process.stdin.flush()
+        return int(self._next()["process_id"])
+
+    def answers(self) -> Iterator[Answer]:
+        """Iterate over the lines of the running task until its process ends."""
+        while "ended" not in (answer := self._next()):
+            yield answer
+
+    def run(self, task: dict[str, Any]) -> list[Answer]:
+        """Run a task to its end. Returns its answers; the last one has its counts."""
+        self.start(task)
+        return [each for each in self.answers() if "prompt" in each or "counts" in each]
+
+    def close(self) -> None:
+        """End the process."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+
+    def _next(self) -> Answer:
+        line = self._answers.readline()
+        if not line:
+            raise SystemExit("the worker ended unexpectedly; its log has the reason")
+        found: Answer = json.loads(line)
+        return found
+
+
+def restarts(worker: Worker, model: Path, folder: Path, num_prompts: int) -> dict[str, object]:
+    """Compare hits in vLLM's own cache with hits in the disk tier after a restart."""
+    tier = {"disk_path": str(folder), "disk_bytes": _DISK_BYTES}
+    task = {"model": str(model), "tier": tier, "prompts": list(range(num_prompts))}
+    *twice, counts = worker.run({**task, "times": 2})
+    first, second = twice[::2], twice[1::2]
+    *after, restarted = worker.run(task)
+    *alone, _ = worker.run({**task, "tier": None})
+    *batch, _ = worker.run({**task, "is_batch": True})
+    *changed, _ = worker.run({**task, "tier": None, "changed": 0, "prompts": list(range(min(100, num_prompts)))})
+    return {
+        "prompts": num_prompts,
+        "prompt_tokens_cached_by_vllm": _sum(second, "cached"),
+        "prompt_tokens_cached_after_restart": _sum(after, "cached"),
+        "prompts_with_fewer_cached_tokens": sum(a["cached"] < b["cached"] for a, b in zip(after, second, strict=True)),
+        "different_tokens_after_restart": _num_different(after, second, "tokens"),
+        "different_logprobs_after_restart": _num_different(after, second, "logprobs"),
+        "different_tokens_without_tier": _num_different(first, alone, "tokens"),
+        "different_logprobs_without_tier": _num_different(first, alone, "logprobs"),
+        "different_tokens_in_a_batch_after_restart": _num_different(batch, second, "tokens"),
+        "control_changed_answers": f"{_num_different(changed, alone[: len(changed)], 'tokens')} of {len(changed)}",
+        "median_ms": {
+            "computed, of the first questions": _median_ms(first[::10]),
+            "own prefix cache, of the first questions": _median_ms(second[::10]),
+            "disk tier, of the first questions": _median_ms(after[::10]),
+            "computed, without the connector, of the first questions": _median_ms(alone[::10]),
+        },
+        "counts_of_the_tier": counts["counts"],
+        "counts_after_restart": restarted["counts"],
+    }
+
+
+def kills(worker: Worker, model: Path, folder: Path, num_kills: int, seed: int) -> dict[str, object]:
+    """Kill vLLM while it saves, and verify the answers after each restart."""
+    rng = random.Random(seed)
+    right: dict[int, Answer] = {}
+    first_endless = 1
+    num_wrong = num_verified = num_hits = num_cut = 0
+    for _ in range(num_kills):
+        recent = sorted(right)[:6] + rng.sample(sorted(right), min(len(right), _VERIFIED_PROMPTS - 6))
+        task = {
+            "model": str(model),
+            "tier": {"disk_path": str(folder), "disk_bytes": _KILL_DISK_BYTES},
+            "prompts": recent,
+            "is_endless": True,
+            "first_endless": first_endless,
+        }
+        process_id = worker.start(task)
+        is_verified = False
+        kill_s = float("inf")
+        for answer in worker.answers():
+            if "verified" in answer:
+                is_verified = True
+            elif "prompt" in answer and not is_verified:
+                expected = right[answer["prompt"]]
+                num_verified += 1
+                num_hits += answer["cached"] > 0
+                num_cut += answer["cached"] < expected["reusable"]
+                num_wrong += answer["tokens"] != expected["tokens"]
+            elif "prompt" in answer:
+                right[answer["prompt"]] = {**answer, "reusable": 1472}
+                first_endless = 1 - answer["prompt"]
+                if kill_s == float("inf"):
+                    kill_s = time.monotonic() + rng.random() * _MAX_DELAY_S
+            if is_verified and time.monotonic() >= kill_s:
+                os.kill(process_id, signal.SIGKILL)
+                kill_s = float("inf")
+        print(f"{num_verified} answers after kills, {num_wrong} wrong, {num_hits} hits", file=sys.stderr)
+    *alone, _ = worker.run({"model": str(model), "tier": None, "prompts": sorted(right)[:200]})
+    return {
+        "kills": num_kills,
+        "answers_verified": num_verified,
+        "answers_with_hits": num_hits,
+        "answers_whose_blocks_were_not_all_saved": num_cut,
+        "wrong_answers": num_wrong,
+        "wrong_answers_without_tier": sum(each["tokens"] != right[each["prompt"]]["tokens"] for each in alone),
+    }
+
+
+def _sum(answers: list[Answer], name: str) -> int:
+    return sum(each[name] for each in answers)
+
+
+def _num_different(answers: list[Answer], others: list[Answer], name: str) -> int:
+    return sum(first[name] != second[name] for first, second in zip(answers, others, strict=True))
+
+
+def _median_ms(answers: list[Answer]) -> float:
+    seconds: list[float] = [each["took_s"] for each in answers]
+    return round(1000 * statistics.median(seconds), 2)
+
+
+def main() -> None:
+    """Run the comparison, print it, and write it as JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--prompts", type=int, default=1000)
+    parser.add_argument("--kills", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--python", type=Path, help="interpreter of an environment with vLLM, xxhash and sortedcontainers"
+    )
+    parser.add_argument("--json", type=Path, help="write the result to this file")
+    arguments = parser.parse_args()
+    environments = Environments(cache_directory() / "peers", {"vllm-tier": _RECIPE})
+    python = arguments.python or environments.python("vllm-tier")
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        for name in (
+            "bench",
+            "radixkv",
+        ):  # not the whole checkout, since vLLM looks for packages named like its folders
+            (folder / name).symlink_to(_ROOT / name)
+        environment = {**os.environ, "PYTHONPATH": str(folder)}
+        model = folder / "model"
+        command = [str(python), "-m", "bench.parts.vllm_tier_worker", "--save", str(model)]
+        subprocess.run(command, check=True, env=environment)
+        worker = Worker(python, environment, folder / "log")
+        result = {
+            "command": shlex.join(["python", "-m", "bench.vllm_tier", *sys.argv[1:]]),
+            **describe_run(),
+            "vllm": _VLLM.requirements[0],
+            "restart": restarts(worker, model, folder / "tiers", arguments.prompts),
+            "kill": kills(worker, model, folder / "killed tiers", arguments.kills, arguments.seed),
+        }
+        worker.close()
+    print(json.dumps({name: result[name] for name in ("restart", "kill")}, indent=2))
+    if arguments.json:
+        write_json(arguments.json, result)
+
+
+if __name__ == "__main__":
+    main()

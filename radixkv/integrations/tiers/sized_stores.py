@@ -1,0 +1,194 @@
+"""A store per size of values, for engines that name their values themselves."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+from radixkv.errors import ConfigError
+from radixkv.integrations.tiers.byte_store import ByteStore, keyed_value, store_keys
+from radixkv.integrations.tiers.options import TierOptions
+from radixkv.namespace import Namespace
+from radixkv.offload.block_keys import BlockFormat
+from radixkv.offload.index.prompt_blocks import KeyedBlock
+
+_log = logging.getLogger(__name__)
+
+# The disk and the host memory that an operator grants apply to each size, so their number is bounded.
+MAX_SIZES = 4
+# Four-byte words of a name with its layout, for which a slot has room.
+_NAME_WORDS = 64
+
+
+class ValueName(NamedTuple):
+    """What an engine calls a value.
+
+    Attributes:
+        namespace: the owner; see `keyed_value`.
+        name: what distinguishes it from others of the namespace.
+        layout: shapes and dtypes; see `keyed_value`.
+    """
+
+    namespace: Namespace
+    name: bytes
+    layout: str = ""
+
+
+class SizedStores:
+    """Values of at most four sizes, each in a `ByteStore`, which is opened when it is first needed. Thread-safe.
+
+    Stores of an earlier process on the disk are opened at once.
+
+    Args:
+        options: the tiers, which apply to each size.
+        engine: name and version of the engine, and everything else besides names that determines the bytes of a value.
+
+    Raises:
+        ConfigError: an option is invalid.
+    """
+
+    def __init__(self, options: TierOptions, engine: str) -> None:
+        self._options = options
+        self._format = BlockFormat(
+            model=options.model_id,
+            dtype="",
+            kv_dtype="",
+            layout="values of an engine",
+            block_size=_NAME_WORDS,
+            payload_bytes=0,
+            computed_by=engine,
+        )
+        self._keys = store_keys(options, self._format)  # the same for all sizes
+        self._lock = threading.Lock()
+        self._stores: dict[int, ByteStore | None] = {}
+        for num_bytes in self._sizes_on_disk():
+            self.of_size(num_bytes)
+
+    def of_size(self, num_bytes: int) -> ByteStore | None:
+        """Return the store for values of a size; None if there are other sizes already, or it cannot be opened."""
+        with self._lock:
+            if num_bytes not in self._stores:
+                self._stores[num_bytes] = self._opened(num_bytes)
+            return self._stores[num_bytes]
+
+    def key(self, name: ValueName) -> KeyedBlock:
+        """Return the key of a value, which does not depend on its size."""
+        return keyed_value(self._keys, *name)
+
+    def save(self, values: Sequence[tuple[ValueName, bytes]]) -> Future[list[bool]]:
+        """Save values. Returns which of them are in a tier; see `ByteStore.save`."""
+        sizes = [len(data) for _, data in values]
+        pairs = [(self.key(name), memoryview(data)) for name, data in values]
+        return self._joined(sizes, lambda store, indexes: store.save([pairs[index] for index in indexes]))
+
+    def load_into(self, values: Sequence[tuple[ValueName, memoryview]]) -> Future[list[bool]]:
+        """Load values into buffers of their sizes; see `ByteStore.load_into`."""
+        sizes = [buffer.nbytes for _, buffer in values]
+        pairs = [(self.key(name), buffer) for name, buffer in values]
+        return self._joined(sizes, lambda store, indexes: store.load_into([pairs[index] for index in indexes]))
+
+    def exists(self, names: Sequence[ValueName]) -> Future[list[bool]]:
+        """Return which values can be loaded, whatever their sizes."""
+        keys = [self.key(name).key for name in names]
+        stores = self.stores()
+        found = [False] * len(keys)
+        result: Future[list[bool]] = Future()
+        left = [len(stores)]
+
+        def answered(future: Future[list[bool]]) -> None:
+            with self._lock:
+                found[:] = [first or second for first, second in zip(found, future.result(), strict=True)]
+                left[0] -= 1
+                is_last = not left[0]
+            if is_last:
+                result.set_result(found)
+
+        for store in stores:
+            store.exists(keys).add_done_callback(answered)
+        if not stores:
+            result.set_result(found)
+        return result
+
+    def delete(self, names: Sequence[ValueName]) -> None:
+        """Delete values, without waiting."""
+        keys = [self.key(name).key for name in names]
+        for store in self.stores():
+            store.delete(keys)
+
+    def stores(self) -> list[ByteStore]:
+        """Return the open stores."""
+        with self._lock:
+            return [store for store in self._stores.values() if store is not None]
+
+    def counts(self) -> dict[str, int]:
+        """Return the sums of the counts of all stores."""
+        return dict(sum((Counter(store.counts()) for store in self.stores()), Counter[str]()))
+
+    def close(self) -> None:
+        """Write what is waiting, and close the stores."""
+        for store in self.stores():
+            store.close()
+
+    def _opened(self, num_bytes: int) -> ByteStore | None:
+        if sum(store is not None for store in self._stores.values()) >= MAX_SIZES:
+            _log.error("tiers: values of %d bytes are not stored, since there are %d other sizes", num_bytes, MAX_SIZES)
+            return None
+        if not num_bytes:
+            return None
+        try:
+            return ByteStore(self._options, replace(self._format, payload_bytes=num_bytes), self._keys)
+        except ConfigError as error:
+            _log.error("tiers: values of %d bytes are not stored: %s", num_bytes, error)
+            return None
+
+    def _joined(
+        self, sizes: Sequence[int], call: Callable[[ByteStore, Sequence[int]], Future[list[bool]]]
+    ) -> Future[list[bool]]:
+        """Call the store of each size with the indexes of its values, and join the answers."""
+        result: Future[list[bool]] = Future()
+        joined = [False] * len(sizes)
+        parts: list[tuple[ByteStore, list[int]]] = []
+        for size in dict.fromkeys(sizes):
+            store = self.of_size(size)
+            if store is not None:
+                parts.append((store, [index for index, each in enumerate(sizes) if each == size]))
+        left = [len(parts)]
+
+        def answered(indexes: Sequence[int], future: Future[list[bool]]) -> None:
+            with self._lock:
+                for index, is_done in zip(indexes, future.result(), strict=True):
+                    joined[index] = is_done
+                left[0] -= 1
+                is_last = not left[0]
+            if is_last:
+                result.set_result(joined)
+
+        for store, indexes in parts:
+            call(store, indexes).add_done_callback(partial(answered, indexes))
+        if not parts:
+            result.set_result(joined)
+        return result
+
+    def _sizes_on_disk(self) -> list[int]:
+        """Return the sizes of the values that an earlier process stored."""
+        if self._options.tiers.disk_path is None:
+            return []
+        sizes = []
+        for label in sorted(Path(self._options.tiers.disk_path).expanduser().glob("*/format.json")):
+            try:
+                found = json.loads(label.read_bytes())
+                size = int(found["payload_bytes"])
+                found_format = {name: found[name] for name in asdict(self._format)}
+            except (OSError, ValueError, TypeError, KeyError):
+                continue  # opening the directory reports what is wrong
+            if found_format == asdict(replace(self._format, payload_bytes=size)):
+                sizes.append(size)
+        return sizes
