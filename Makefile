@@ -7,7 +7,7 @@ STAMP  := $(VENV)/.installed-all
 # Maximum minutes of `make demo` after the installation.
 DEMO_MINUTES ?= 5
 
-.PHONY: help demo gateway-demo fleet-demo test test-long install-matrix stress exact campaign soak mutants check bench gpu proto clean
+.PHONY: help demo gateway-demo fleet-demo test test-long install-matrix stress exact campaign soak mutants check bench vllm-tier gpu proto clean
 
 help:
 	@echo "make demo      ask a small model questions about a document, with and without the cache; draw build/demo/ttft.png;"
@@ -32,6 +32,8 @@ help:
 	@echo "make mutants   change cache and engine in small ways, and check that a test fails each time; about 20 minutes"
 	@echo "make bench     run replay, rpc, batching, bookkeeping and step_gap, into build/bench/; with TRACE=FILE also tree and a"
 	@echo "               replay of the trace"
+	@echo "make vllm-tier run vLLM's CPU build, which is installed once, with our disk tier: restarts, and KILLS=100 kills; 40"
+	@echo "               minutes, into build/bench/"
 	@echo "make gpu       run on a GPU, into build/gpu/: PART=product, look (two minutes), prefill, kernels or peers (nine minutes"
 	@echo "               each)"
 	@echo "make proto     regenerate radixkv/v1 and radixkv/gateway from proto/"
@@ -140,6 +142,12 @@ ifdef TRACE
 	$(PY) -m bench.replay --workload mooncake --trace $(TRACE) --limit 300 --scale 0.05 --concurrency 1 \
 		--set cache.capacity_tokens=524288 --json build/bench/mooncake.json
 endif
+
+KILLS ?= 100
+PROMPTS ?= 1000
+vllm-tier: $(STAMP)
+	mkdir -p build/bench
+	$(PY) -m bench.vllm_tier --prompts $(PROMPTS) --kills $(KILLS) --json build/bench/vllm_tier.json
 
 # PART is product, look, prefill, kernels or peers; by default all of them run. SGLANG is a folder with SGLang's unpacked
 # wheel. Without make, run python -m bench.gpu, which needs no installation.

@@ -4,7 +4,8 @@
 
 1. Each prompt is answered twice. The second answer reuses what vLLM's own prefix cache has.
 2. vLLM restarts with an empty cache. Each prompt is answered again, and reuses what the disk tier has. It must reuse as
-   many tokens as in step 1, and return the same tokens with the same bits of their log probabilities.
+   many tokens as in step 1, and return the same tokens with the same bits of their log probabilities. Then all prompts
+   are answered at once, with few blocks, with a disk that loses values, and with one that fails.
 3. vLLM is killed with SIGKILL at random times while it saves blocks, again and again. After each restart, prompts whose
    blocks were saved before are answered again, and must have the answers of a vLLM that never used a tier.
 4. As a control, one token of each prompt is changed. If this did not change the answers, wrong K/V would not either.
@@ -39,6 +40,9 @@ _DISK_BYTES = 8 << 30
 _KILL_DISK_BYTES = 1 << 30
 _MAX_DELAY_S = 0.4
 _VERIFIED_PROMPTS = 12
+# So few that running requests are preempted.
+_FEW_BLOCKS = 100
+_LOST_READS = 0.2
 _VLLM = RECIPES["vllm"]
 _RECIPE = Recipe(
     (*_VLLM.requirements, "xxhash==4.1.0", "sortedcontainers==2.4.0", "cryptography"), _VLLM.removed, _VLLM.renamed
@@ -111,7 +115,10 @@ def restarts(worker: Worker, model: Path, folder: Path, num_prompts: int) -> dic
     first, second = twice[::2], twice[1::2]
     *after, restarted = worker.run(task)
     *alone, _ = worker.run({**task, "tier": None})
-    *batch, _ = worker.run({**task, "is_batch": True})
+    at_once = {**task, "is_batch": True, "num_blocks": _FEW_BLOCKS}
+    *batch, _ = worker.run(at_once)
+    *lossy, _ = worker.run({**at_once, "lost": _LOST_READS})
+    *dead, _ = worker.run({**at_once, "lost": 1.0})
     *changed, _ = worker.run({**task, "tier": None, "changed": 0, "prompts": list(range(min(100, num_prompts)))})
     return {
         "prompts": num_prompts,
@@ -122,7 +129,13 @@ def restarts(worker: Worker, model: Path, folder: Path, num_prompts: int) -> dic
         "different_logprobs_after_restart": _num_different(after, second, "logprobs"),
         "different_tokens_without_tier": _num_different(first, alone, "tokens"),
         "different_logprobs_without_tier": _num_different(first, alone, "logprobs"),
-        "different_tokens_in_a_batch_after_restart": _num_different(batch, second, "tokens"),
+        "all_at_once": {
+            "blocks_of_vllm": _FEW_BLOCKS,
+            "different_tokens": _num_different(batch, second, "tokens"),
+            f"different_tokens_if_{_LOST_READS:.0%}_of_the_reads_find_nothing": _num_different(lossy, second, "tokens"),
+            "different_tokens_if_all_reads_fail": _num_different(dead, second, "tokens"),
+            "tokens_cached": [_sum(each, "cached") for each in (batch, lossy, dead)],
+        },
         "control_changed_answers": f"{_num_different(changed, alone[: len(changed)], 'tokens')} of {len(changed)}",
         "median_ms": {
             "computed, of the first questions": _median_ms(first[::10]),

@@ -14,7 +14,11 @@ import os
 import random
 import sys
 import time
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from radixkv.offload.tiers.block_store import Loan
 
 # Before vLLM is imported: one process, whose death ends everything, and no threads before the forks.
 os.environ.update(
@@ -67,18 +71,36 @@ def save_checkpoint(path: str) -> None:
     LlamaForCausalLM(config).save_pretrained(path)
 
 
+def lose_reads(fraction: float) -> None:
+    """Let some reads of the disk find nothing; all of them fail if the fraction is 1."""
+    from radixkv.errors import StoreUnavailable
+    from radixkv.offload.tiers.disk import DiskStore
+
+    read, rng = DiskStore.get, random.Random(0)
+
+    def get(store: DiskStore, keys: Sequence[bytes]) -> list[Loan | None]:
+        if fraction == 1:
+            raise StoreUnavailable("disk: expected an answer, got none")
+        return [None if rng.random() < fraction else loan for loan in read(store, keys)]
+
+    DiskStore.get = get  # type: ignore[assignment, method-assign]
+
+
 def run(task: dict[str, Any], answers: int) -> None:
     """Answer the prompts of a task, one at a time, or all at once if `is_batch`.
 
     Args:
         task: `model`, a directory; `tier`, options of the connector, or None for vLLM alone; `prompts`, numbers of
             prompts; `changed`, the position of a token to change in each prompt, or None; `times`, how often each
-            prompt is repeated; `is_endless`, whether to continue with further prompts until the process is killed.
+            prompt is repeated; `num_blocks`, blocks of vLLM, or None; `lost`, the fraction of reads of the disk that
+            fail; `is_endless`, whether to continue with further prompts until the process is killed.
         answers: file descriptor for the JSON lines.
     """
     from vllm import LLM, SamplingParams
     from vllm.config import KVTransferConfig
 
+    if task.get("lost"):
+        lose_reads(task["lost"])
     transfer = None
     if task["tier"] is not None:
         transfer = KVTransferConfig(
@@ -97,6 +119,7 @@ def run(task: dict[str, Any], answers: int) -> None:
         block_size=32,
         enable_prefix_caching=True,
         kv_transfer_config=transfer,
+        num_gpu_blocks_override=task.get("num_blocks"),
     )
     sampling = SamplingParams(temperature=0, max_tokens=8, logprobs=1, detokenize=False, ignore_eos=True)
 

@@ -130,7 +130,7 @@ class ByteStore:
         left = [len(calls)]
 
         def done(call: Future[PutResult | None], note: Callable[[Future[PutResult | None]], None]) -> None:
-            note(call)
+            _run_safely(partial(note, call))
             with self._lock:
                 left[0] -= 1
                 is_last = not left[0]
@@ -164,7 +164,9 @@ class ByteStore:
             left = [len(parts)]
 
             def note(each: _OpenTier, indexes: Sequence[int], future: Future[list[LoadedBlock | Miss]]) -> None:
-                self._note_loaded(each, [values[index] for index in indexes], indexes, loaded, future)
+                _run_safely(
+                    partial(self._note_loaded, each, [values[index] for index in indexes], indexes, loaded, future)
+                )
                 with self._lock:
                     left[0] -= 1
                     is_last = not left[0]
@@ -421,6 +423,14 @@ class ByteStore:
         elif each.index.is_shared:
             each.index.add(block.key, block.namespace)
             each.index.note_stored(block.key)
+
+
+def _run_safely(function: Callable[[], None]) -> None:
+    """Run a function on the thread of a store. An error is logged, since no engine may wait forever for a future."""
+    try:
+        function()
+    except Exception:  # noqa: BLE001 - see above
+        _log.exception("tiers: the result of a call can't be used")
 
 
 def store_keys(options: TierOptions, block_format: BlockFormat) -> BlockKeys:

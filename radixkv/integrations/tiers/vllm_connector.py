@@ -10,11 +10,12 @@ they hold at their start and after each step, so that the scheduler finds prefix
 
 from __future__ import annotations
 
+import json
 import logging
 import secrets
 import threading
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +24,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from xxhash import xxh3_128_hexdigest
 
 from radixkv.errors import ConfigError, UnsupportedModel
 from radixkv.integrations.tiers.byte_store import ByteStore, store_keys
@@ -147,7 +149,7 @@ class RadixKVConnector(KVConnectorBase_V1):  # type: ignore[misc]
         _require_full_attention(vllm_config, kv_cache_config)
         is_scheduler = role is KVConnectorRole.SCHEDULER
         self._scheduler = _SchedulerSide(options) if is_scheduler else None
-        self._worker = None if is_scheduler else _WorkerSide(options, vllm_config, kv_cache_config.num_blocks)
+        self._worker = None if is_scheduler else _WorkerSide(options, vllm_config, kv_cache_config)
 
     # Worker
 
@@ -226,9 +228,9 @@ class RadixKVConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def update_connector_output(self, connector_output: Any) -> None:
         """Receive what the workers have stored and evicted."""
-        changes = connector_output.kv_connector_worker_meta
-        if changes is not None:
-            self._of_scheduler.update(changes)
+        self._of_scheduler.note_loads(connector_output.invalid_block_ids or (), connector_output.finished_recving or ())
+        if connector_output.kv_connector_worker_meta is not None:
+            self._of_scheduler.update(connector_output.kv_connector_worker_meta)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Forget a request. Its blocks may be freed at once, since saves copy them within a step."""
@@ -268,6 +270,8 @@ class _Prompt:
         blocks: keys of its full blocks, as far as they were needed.
         num_saved: number of its blocks that were passed to the workers.
         first_match: index of the first block after those that vLLM has.
+        loading: blocks of vLLM that are being loaded.
+        has_failed: whether a load has failed. vLLM then asks again, and loading again could fail forever.
         answer: answer of the shared store about the blocks from `first_unknown` on; None if it was not asked.
     """
 
@@ -276,6 +280,8 @@ class _Prompt:
         self.blocks: list[KeyedBlock] = []
         self.num_saved = 0
         self.first_match = 0
+        self.loading: set[int] = set()
+        self.has_failed = False
         self.answer: Future[list[bool]] | None = None
         self.first_unknown = 0
 
@@ -310,6 +316,8 @@ class _SchedulerSide:
         if self._keys is None or not _is_cacheable(request):
             return 0
         prompt = self._prompts.setdefault(request.request_id, _Prompt(request))
+        if prompt.has_failed:
+            return 0
         size = self._keys.format.block_size
         # At least one token is computed, since vLLM needs its logits.
         blocks = self._blocks(prompt, (request.num_tokens - 1) // size)
@@ -336,6 +344,7 @@ class _SchedulerSide:
             loaded = slice(prompt.first_match, prompt.first_match + num_blocks)
             pairs = zip(prompt.blocks[loaded], block_ids[loaded], strict=True)
             self._loads[request.request_id] = list(pairs)
+            prompt.loading = {block_id for _, block_id in self._loads[request.request_id]}
 
     def metadata(self, num_scheduled_tokens: Mapping[str, int], block_ids_of: Any) -> TierMetadata:
         """Return the loads and saves of a step. vLLM has not counted the tokens of the step as computed yet."""
@@ -354,6 +363,15 @@ class _SchedulerSide:
                 saves += zip(blocks, block_ids_of(request_id)[prompt.num_saved : num_full], strict=True)
                 prompt.num_saved = num_full
         return TierMetadata(loads, saves)
+
+    def note_loads(self, failed_blocks: Collection[int], ended_requests: Collection[str]) -> None:
+        """Record which loads have failed or ended."""
+        if failed_blocks:
+            for prompt in self._prompts.values():
+                prompt.has_failed = prompt.has_failed or not prompt.loading.isdisjoint(failed_blocks)
+        for request_id in ended_requests:
+            if request_id in self._prompts:
+                self._prompts[request_id].loading = set()
 
     def update(self, changes: TierChanges) -> None:
         """Record what the workers have stored and evicted."""
@@ -441,10 +459,11 @@ class _Changed(StoreListener):
 class _WorkerSide:
     """Copies blocks between the K/V of one worker and its stores."""
 
-    def __init__(self, options: TierOptions, config: Any, num_blocks: int) -> None:
+    def __init__(self, options: TierOptions, config: Any, kv_cache_config: Any) -> None:
         self._options = options
         self._config = config
-        self._num_blocks = num_blocks
+        self._num_blocks = int(kv_cache_config.num_blocks)
+        self._block_size = int(kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size)
         self._rank = int(config.parallel_config.rank)
         self._changed = _Changed()
         self._loads: dict[str, _Load] = {}
@@ -454,7 +473,7 @@ class _WorkerSide:
     def open(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Open the stores."""
         self._layers = KVLayers(kv_caches, self._num_blocks)
-        self._format = _key_format(self._options, self._config)
+        self._format = _key_format(self._options, self._config, self._block_size)
         parallel = self._config.parallel_config
         place = f"rank {self._rank} of {parallel.world_size}, data parallel rank {parallel.data_parallel_rank}"
         own = BlockFormat(
@@ -504,9 +523,14 @@ class _WorkerSide:
         own = [(self._of_rank(block), block_id) for block, block_id in blocks]
         is_everywhere = self._store.touch([block.key for block, _ in own])
         new = [pair for pair, is_held in zip(own, is_everywhere, strict=True) if not is_held]
-        if new:
+        if not new:
+            return
+        try:
             copies = self._layers.read([block_id for _, block_id in new])
-            self._store.save([(block, memoryview(copy)) for (block, _), copy in zip(new, copies, strict=True)])
+        except MemoryError as error:
+            _log.warning("no memory to copy %d blocks for the tiers, so they are not saved: %s", len(new), error)
+            return
+        self._store.save([(block, memoryview(copy)) for (block, _), copy in zip(new, copies, strict=True)])
 
     def changes(self) -> TierChanges | None:
         """Return what the stores have stored and removed since the last call."""
@@ -538,9 +562,15 @@ class _WorkerSide:
         if not num:
             load.values = None
             return
+        try:
+            if load.values is None or len(load.values) != num:
+                load.values = np.empty((num, self._layers.payload_bytes), np.uint8)
+        except MemoryError as error:
+            _log.warning("no memory to load %d blocks from the tiers, so they are computed: %s", len(load.left), error)
+            self._failed.update(block_id for _, block_id in load.left)
+            load.left.clear()
+            return
         load.staged = [load.left.popleft() for _ in range(num)]
-        if load.values is None or len(load.values) != num:
-            load.values = np.empty((num, self._layers.payload_bytes), np.uint8)
         wanted = [
             (self._of_rank(block), memoryview(row)) for (block, _), row in zip(load.staged, load.values, strict=True)
         ]
@@ -572,16 +602,19 @@ def _require_full_attention(config: Any, kv_cache_config: Any) -> None:
         raise UnsupportedModel("context parallelism: expected none with the tiers, got decode or prefill parallelism")
 
 
-def _key_format(options: TierOptions, config: Any) -> BlockFormat:
+def _key_format(options: TierOptions, config: Any, block_size: int) -> BlockFormat:
     """Return what the keys of blocks depend on, besides tokens and namespace; the same for all ranks."""
     model = config.model_config
     weights = options.model_id or digest_of_checkpoint(_directory_of(model))
+    # vLLM's hash leaves out overrides of the configuration, and the seed of random weights.
+    overrides = json.dumps(model.hf_config.to_dict(), sort_keys=True, default=str)
+    seed = f" {model.seed}" if config.load_config.load_format == "dummy" else ""
     return BlockFormat(
-        model=f"{weights} {model.compute_hash()}",
+        model=f"{weights} {model.compute_hash()} {xxh3_128_hexdigest(overrides.encode())}{seed}",
         dtype=str(model.dtype),
         kv_dtype=str(config.cache_config.cache_dtype),
         layout=f"{config.parallel_config.world_size} ranks",
-        block_size=int(config.cache_config.block_size),
+        block_size=block_size,
         payload_bytes=0,  # differs between ranks
         computed_by=f"vllm {vllm.__version__}, torch {torch.__version__}, {_device_name(config)}",
     )

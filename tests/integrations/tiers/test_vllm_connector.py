@@ -99,9 +99,17 @@ def config_of(door: Any, options: dict[str, Any], rank: int = 0, num_ranks: int 
             is_kv_producer=True,
         ),
         parallel_config=parallel,
-        cache_config=SimpleNamespace(block_size=BLOCK_TOKENS, cache_dtype="auto"),
+        cache_config=SimpleNamespace(cache_dtype="auto"),
         device_config=SimpleNamespace(device_type="cpu"),
-        model_config=SimpleNamespace(model="model", revision=None, dtype=torch.float32, compute_hash=lambda: "hash"),
+        load_config=SimpleNamespace(load_format="auto"),
+        model_config=SimpleNamespace(
+            model="model",
+            revision=None,
+            seed=0,
+            dtype=torch.float32,
+            hf_config=SimpleNamespace(to_dict=dict),
+            compute_hash=lambda: "hash",
+        ),
     )
 
 
@@ -153,6 +161,7 @@ class Engine:
         )
         self._free = list(range(1, NUM_BLOCKS))
         self._number = 0
+        self._ended: list[set[str]] = []
 
     def run(self, tokens: list[int], random: Random, **fields: Any) -> int:
         """Run one request in chunks of random sizes. Returns how many tokens were loaded, each verified."""
@@ -171,6 +180,8 @@ class Engine:
             request, SimpleNamespace(get_block_ids=lambda: (list(ids),)), num_matched
         )
         num_loaded = self.load(request, ids, num_matched) if num_matched else 0
+        if num_loaded < num_matched:  # vLLM asks again, and another load could fail forever
+            assert self.scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
         request.num_computed_tokens = num_loaded
         self.verify(tokens, ids, num_loaded)
         while request.num_computed_tokens < len(tokens):
@@ -204,7 +215,8 @@ class Engine:
         metadata = self.scheduler.build_connector_meta(
             SimpleNamespace(num_scheduled_tokens=scheduled, kv_connector_block_state=state)
         )
-        results, reports = [], []
+        results: list[tuple[set[str], set[int]]] = []
+        reports = []
         for rank, (worker, kv) in enumerate(zip(self.workers, self.kv, strict=True)):
             worker.bind_connector_metadata(metadata)
             worker.start_load_kv(None)
@@ -218,11 +230,21 @@ class Engine:
             results.append((worker.get_finished(set())[1], worker.get_block_ids_with_load_errors()))
             if (report := worker.build_connector_worker_meta()) is not None:
                 reports.append(report)
-        if reports:
-            joined = reports[0]
-            for each in reports[1:]:
-                joined = joined.aggregate(each)
-            self.scheduler.update_connector_output(SimpleNamespace(kv_connector_worker_meta=joined))
+        joined = reports[0] if reports else None
+        for each in reports[1:]:
+            joined = joined.aggregate(each)
+        self._ended += [ended for ended, _ in results]
+        # vLLM reports a request when all workers have, and a block as soon as one has.
+        all_ended = {
+            each for each in set().union(*self._ended) if sum(each in ended for ended in self._ended) >= len(results)
+        }
+        self.scheduler.update_connector_output(
+            SimpleNamespace(
+                kv_connector_worker_meta=joined,
+                invalid_block_ids=set().union(*(failed for _, failed in results)),
+                finished_recving=all_ended,
+            )
+        )
         return results
 
     def verify(self, tokens: list[int], ids: list[int], num_tokens: int) -> None:
@@ -300,6 +322,24 @@ def test_requests_whose_kv_depend_on_more_than_tokens_use_no_tier(
         assert engine.run(PROMPT, Random(0), **fields) == 0
         engine.settle()
     assert engine.run(PROMPT, Random(0)) == 0
+    engine.close()
+
+
+def test_without_memory_for_copies_nothing_fails(
+    door: Any, disk: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_memory(*_: object) -> Any:
+        raise MemoryError("none left")
+
+    engine = Engine(door, disk)
+    with monkeypatch.context() as patch:
+        patch.setattr(door.KVLayers, "read", no_memory)
+        assert engine.run(PROMPT, Random(0)) == 0
+    engine.run(PROMPT, Random(0))
+    engine.settle()
+    with monkeypatch.context() as patch:
+        patch.setattr(door.np, "empty", no_memory)
+        assert engine.run(PROMPT, Random(0)) == 0
     engine.close()
 
 
