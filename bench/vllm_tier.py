@@ -43,6 +43,7 @@ _VERIFIED_PROMPTS = 12
 # So few that running requests are preempted.
 _FEW_BLOCKS = 100
 _LOST_READS = 0.2
+_MAX_RECOMPUTED = 200
 _VLLM = RECIPES["vllm"]
 _RECIPE = Recipe(
     (*_VLLM.requirements, "xxhash==4.1.0", "sortedcontainers==2.4.0", "cryptography"), _VLLM.removed, _VLLM.renamed
@@ -184,7 +185,8 @@ def kills(worker: Worker, model: Path, folder: Path, num_kills: int, seed: int) 
                 os.kill(process_id, signal.SIGKILL)
                 kill_s = float("inf")
         print(f"{num_verified} answers after kills, {num_wrong} wrong, {num_hits} hits", file=sys.stderr)
-    *alone, _ = worker.run({"model": str(model), "tier": None, "prompts": sorted(right)[:200]})
+    prompts = sorted(right)[:_MAX_RECOMPUTED]
+    alone = worker.run({"model": str(model), "tier": None, "prompts": prompts})[:-1] if prompts else []
     return {
         "kills": num_kills,
         "answers_verified": num_verified,
@@ -214,6 +216,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=1000)
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--model", type=Path, help="another checkpoint, to measure the times of a larger model")
     parser.add_argument(
         "--python", type=Path, help="interpreter of an environment with vLLM, xxhash and sortedcontainers"
     )
@@ -229,9 +232,10 @@ def main() -> None:
         ):  # not the whole checkout, since vLLM looks for packages named like its folders
             (folder / name).symlink_to(_ROOT / name)
         environment = {**os.environ, "PYTHONPATH": str(folder)}
-        model = folder / "model"
-        command = [str(python), "-m", "bench.parts.vllm_tier_worker", "--save", str(model)]
-        subprocess.run(command, check=True, env=environment)
+        model = arguments.model or folder / "model"
+        if arguments.model is None:
+            command = [str(python), "-m", "bench.parts.vllm_tier_worker", "--save", str(model)]
+            subprocess.run(command, check=True, env=environment)
         worker = Worker(python, environment, folder / "log")
         result = {
             "command": shlex.join(["python", "-m", "bench.vllm_tier", *sys.argv[1:]]),

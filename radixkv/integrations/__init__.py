@@ -1,4 +1,4 @@
-"""Prefix reuse inside other projects: a cache for transformers, and a model for lm-evaluation-harness.
+"""Prefix reuse inside other projects: transformers, lm-evaluation-harness, and tiers for vLLM, LMCache and SGLang.
 
 Its modules need the projects that they are for. Nothing else in radixkv imports this package.
 

@@ -1668,3 +1668,48 @@ EVALUATION_MUTANTS = (
         "        return list(answers.values())",
     ),
 )
+TIERS_MUTANTS = (
+    Mutant(
+        "integrations/tiers/byte_store.py",
+        'identity = len(name).to_bytes(TOKEN_BYTES, "little") + name',
+        'identity = b""',
+    ),
+    Mutant("integrations/tiers/byte_store.py", "+ name + digest", "+ name"),
+    Mutant(
+        "integrations/tiers/byte_store.py",
+        "                elif self._waiting_bytes + payload.nbytes > self._max_waiting_bytes:",
+        "                elif False:",
+    ),
+    Mutant("integrations/tiers/byte_store.py", "elif not each.index.has_room_for(tenant):", "elif False:"),
+    Mutant("integrations/tiers/byte_store.py", "                        each.record.note(block.namespace)\n", ""),
+    Mutant("integrations/tiers/byte_store.py", "if outcome in _THERE:", "if True:"),
+    Mutant(
+        "integrations/tiers/byte_store.py",
+        "                if is_gone and each.index.holds(block.key):",
+        "                if False:",
+    ),
+    Mutant("integrations/tiers/byte_store.py", "shares_of=options.shares_of", ""),
+    Mutant("integrations/tiers/byte_store.py", "index.add_found(reversed(found.blocks))", "index.add_found([])"),
+    Mutant("integrations/tiers/rank_index.py", "bool(self._keys) and all(", "any("),
+    Mutant("integrations/tiers/rank_index.py", "self._keys[rank].difference_update(removed)", "pass"),
+    Mutant(
+        "integrations/tiers/kv_layers.py", "            if layer.data_ptr() in seen:\n                continue\n", ""
+    ),
+    Mutant("integrations/tiers/sized_stores.py", "if found_format == asdict(", "if True or found_format == asdict("),
+    Mutant("integrations/tiers/vllm_connector.py", "(request.num_tokens - 1) // size", "request.num_tokens // size"),
+    Mutant("integrations/tiers/vllm_connector.py", "        if prompt.has_failed:\n            return 0\n", ""),
+    Mutant("integrations/tiers/vllm_connector.py", "request.lora_request is None and not request.resumable", "True"),
+    Mutant("integrations/tiers/vllm_connector.py", "        self._epoch = secrets.token_hex(16)\n", ""),
+    Mutant(
+        "integrations/tiers/vllm_connector.py",
+        "block_id for (_, block_id), is_loaded in zip(load.staged, loaded, strict=True) if not is_loaded",
+        "block_id for _, block_id in ()",
+    ),
+    Mutant("integrations/tiers/vllm_connector.py", "is_whole = [all(found[at", "is_whole = [any(found[at"),
+    Mutant(
+        "integrations/tiers/lmcache_adapter.py",
+        "copies = [bytes(value.byte_array) for value in objects]",
+        "copies = [value.byte_array for value in objects]",
+    ),
+    Mutant("integrations/tiers/sglang_storage.py", "            lengths &= usable\n", ""),
+)

@@ -40,6 +40,7 @@ from tests.mutants.mutants import (
     STATE_MUTANTS,
     STATEMENT_MUTANTS,
     STORE_MUTANTS,
+    TIERS_MUTANTS,
     Mutant,
 )
 
@@ -239,6 +240,13 @@ SERVICE_TESTS = (
 )
 OFFLINE_TESTS = ("tests/service/text/test_answer_text.py", "tests/service/offline", "tests/whole/test_llm.py")
 INTEGRATION_TESTS = ("tests/integrations/test_transformers_cache.py",)
+TIERS_TESTS = tuple(
+    f"tests/integrations/tiers/test_{name}.py"
+    for name in (
+        *("rank_index", "kv_layers", "sized_stores", "byte_store"),
+        *("vllm_connector", "lmcache_adapter", "sglang_storage"),
+    )
+)
 EVALUATION_TESTS = ("tests/integrations/test_evaluation.py",)
 CHECKS = (
     *((CACHE_MUTANTS, CACHE_TESTS), (ENGINE_MUTANTS, ENGINE_TESTS)),
@@ -259,6 +267,7 @@ CHECKS = (
     (OFFLINE_MUTANTS, OFFLINE_TESTS),
     (INTEGRATION_MUTANTS, INTEGRATION_TESTS),
     (EVALUATION_MUTANTS, EVALUATION_TESTS),
+    (TIERS_MUTANTS, TIERS_TESTS),
 )
 
 

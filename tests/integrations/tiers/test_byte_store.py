@@ -120,6 +120,17 @@ def test_a_ceiling_bounds_a_tenant_and_a_floor_protects_one(folder: Path) -> Non
     store.close()
 
 
+def test_values_without_room_are_refused_and_counted(folder: Path) -> None:
+    floors = {name: {"floor": 0.5} for name in ("alice", "bob")}
+    store = store_at(folder, disk_bytes=8 * SLOT_BYTES, tenants=floors)
+    for tenant in floors:
+        assert save(store, NAMES[:4], tenant) == [True] * 4
+    assert save(store, NAMES[:2], "carol") == [False] * 2
+    assert store.counts()["refused"] == 2
+    assert all(load(store, NAMES[:4], tenant) == NAMES[:4] for tenant in floors)
+    store.close()
+
+
 def test_modified_values_are_misses_and_are_saved_again(folder: Path) -> None:
     store = store_at(folder)
     save(store, NAMES[:4])

@@ -425,6 +425,14 @@ def test_engines_share_redis(door: Any, tmp_path: Path) -> None:
         assert first.run(PROMPT, Random(0)) == 0
         first.settle()
         assert second.run(PROMPT, Random(0)) == 16
+        third = first.scheduler._scheduler._blocks(door._Prompt(request_of("other", PROMPT)), 3)[2]
+        part, store = door.key_of_rank(third.key, 1), first.workers[1]._worker._store
+        store.delete([part])
+        wait_until(lambda: store.exists([part]).result(PATIENCE_S) == [False])
+        other = Engine(door, options, 2)
+        assert other.run(PROMPT, Random(0)) == 8  # not all ranks have their part of the third block
+        assert "redis_absent" not in other.workers[1]._worker._store.counts()  # it was not promised
+        other.close()
         server.stop()
         assert second.run([7, *PROMPT], Random(0)) == 0
         first.close()
