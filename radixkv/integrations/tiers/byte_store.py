@@ -106,9 +106,14 @@ class ByteStore:
         self._waiting_bytes = 0
         self._idle = threading.Condition(self._lock)
         self._timers = TimerThread()
-        backends = _open_backends(options, block_format, is_shared_only=is_shared_only)
-        self._opened_tiers = [self._opened(name, backend, options) for name, backend in backends]
+        self._opened_tiers: list[_OpenTier] = []
         self._tiers = self._opened_tiers  # none after `close`
+        try:
+            for name, backend in _open_backends(options, block_format, is_shared_only=is_shared_only):
+                self._opened_tiers.append(self._opened(name, backend, options))
+        except BaseException:
+            self.close()
+            raise
 
     def save(self, values: Sequence[tuple[KeyedBlock, memoryview]]) -> Future[list[bool]]:
         """Save values in each tier that does not hold them.

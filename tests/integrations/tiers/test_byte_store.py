@@ -25,7 +25,7 @@ from radixkv.offload.tiers.block_store import Loan, PutResult
 from radixkv.offload.tiers.host import HostStore
 from radixkv.offload.tiers.open_store import StoreOptions, open_backend
 from tests.offload.tiers.redis_server import SERVER, WHY_NOT, redis_server
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, wait_until
 
 from .values import FORMAT, PAYLOAD_BYTES, SLOT_BYTES, load, named, payload_of, save, store_at
 
@@ -187,7 +187,9 @@ def test_a_directory_that_others_can_write_is_refused(folder: Path) -> None:
     folder.mkdir(mode=0o777)
     folder.chmod(0o777)
     with pytest.raises(ConfigError, match="secret_file"):
-        store_at(folder)
+        store_at(folder, host_bytes=4 * SLOT_BYTES)
+    names = ("host-", "disk-", "store-")
+    wait_until(lambda: not [each for each in threading.enumerate() if each.name.startswith(names)])
 
 
 def test_host_memory_serves_before_the_disk(folder: Path) -> None:
