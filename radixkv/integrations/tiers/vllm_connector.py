@@ -101,16 +101,16 @@ class TierMetadata(KVConnectorMetadata):  # type: ignore[misc]
     saves: list[tuple[KeyedBlock, int]] = field(default_factory=list)
 
 
-class TierStats(KVConnectorStats):  # type: ignore[misc]
+class ConnectorStats(KVConnectorStats):  # type: ignore[misc]
     """Counts of the tiers since the last report, by name, which vLLM logs; see `ByteStore.counts`."""
 
     def reset(self) -> None:
         """Forget all counts."""
         self.data: dict[str, int] = {}
 
-    def aggregate(self, other: KVConnectorStats) -> TierStats:
+    def aggregate(self, other: KVConnectorStats) -> ConnectorStats:
         """Add the counts of another report."""
-        return TierStats(dict(Counter(self.data) + Counter(other.data)))
+        return ConnectorStats(dict(Counter(self.data) + Counter(other.data)))
 
     def reduce(self) -> dict[str, int | float]:
         """Return the counts, for the log."""
@@ -188,15 +188,15 @@ class RadixKVConnector(KVConnectorBase_V1):  # type: ignore[misc]
         """Return what the stores have stored and evicted since the last call."""
         return self._of_worker.changes()
 
-    def get_kv_connector_stats(self) -> TierStats | None:
+    def get_kv_connector_stats(self) -> ConnectorStats | None:
         """Return what the tiers of a worker have counted since the last call."""
         counts = None if self._worker is None else self._worker.counts()
-        return TierStats(counts) if counts else None
+        return ConnectorStats(counts) if counts else None
 
     @classmethod
-    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> TierStats:
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> ConnectorStats:
         """Return the counts of a report."""
-        return TierStats(data or {})
+        return ConnectorStats(data or {})
 
     def shutdown(self) -> None:
         """Write what is waiting, and close the stores."""
