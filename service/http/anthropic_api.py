@@ -219,7 +219,7 @@ class _ResponseWriter:
             "output_tokens": self._num_tokens,
             "service_tier": "standard",
         }
-        return counts if last is None else {**counts, "miss_reason": last.miss_reason, **last.hints}
+        return counts if last is None else {**counts, "miss_reason": last.miss_reason, **last.additions}
 
 
 class _Blocks:

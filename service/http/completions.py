@@ -8,10 +8,12 @@ from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from radixkv.service.http.explanation_object import explanation_object
 from radixkv.service.http.sessions import hint_objects
 from radixkv.service.server.calls import Context
 from radixkv.service.text.answer_text import AnswerText
 from radixkv.service.text.tokenizer import Tokenizer
+from radixkv.v1.explain_pb2 import ExplainResponse
 from radixkv.v1.prefill_pb2 import (
     FinishReason,
     GenerateRequest,
@@ -69,10 +71,16 @@ class CompletionChunk:
         return None if reason == MissReason.NONE else MissReason.Name(reason).lower()
 
     @property
-    def hints(self) -> dict[str, Any]:
-        """In the last chunk of the first completion, `kv_hints` with what was done with them; empty without any."""
+    def additions(self) -> dict[str, Any]:
+        """In the last chunk of the first completion, what this server adds to the usage of the API if requested.
+
+        `kv_hints` says what was done with them, and `explanation` where the prompt leaves what was cached.
+        """
         outcomes = hint_objects(self.response)
-        return {"kv_hints": outcomes} if outcomes else {}
+        added: dict[str, Any] = {"kv_hints": outcomes} if outcomes else {}
+        if self.response.HasField("explanation"):
+            added["explanation"] = explanation_object(self.response.explanation)
+        return added
 
     @property
     def has_reached_length(self) -> bool:
@@ -113,6 +121,7 @@ async def text_chunks(
     request.stop.extend(stops)
     prompt_ids = request.prefill.token_ids
     answers: dict[int, AnswerText] = {}
+    explanation: ExplainResponse | None = None
     # Stop strings are searched for in text without special tokens.
     stops = tuple(stop for stop in stops if not any(tag in stop for tag in shown.values()))
     generator = servicer.Generate(request, call)
@@ -125,8 +134,12 @@ async def text_chunks(
                 answers[index] = AnswerText(tokenizer.stream(prompt_ids, shown), stops, request.min_tokens)
             answer = answers[index]
             text = answer.put(response.token_ids)
+            if response.HasField("explanation"):
+                explanation = response.explanation
             if response.finished:
                 text += answer.end()
+                if explanation is not None and not index:
+                    response.explanation.CopyFrom(explanation)
             yield CompletionChunk(index, text, response)
 
 
@@ -185,4 +198,5 @@ def _without_tokens(cached: PrefillResponse, index: int) -> GenerateResponse:
         miss_reason=cached.miss_reason,
         request_id=cached.request_id,
         hints=() if index else cached.hints,
+        explanation=None if index or not cached.HasField("explanation") else cached.explanation,
     )

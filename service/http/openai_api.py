@@ -316,7 +316,7 @@ class _ResponseWriter:
         self._has_logprobs = options.generate.HasField("logprobs")
         self._choices: dict[int, _Choice] = {}
         self._usages: dict[int, tuple[Usage, str | None]] = {}  # by prompt
-        self._hints: dict[str, Any] = {}  # what was done with those of the last prompt
+        self._additions: dict[str, Any] = {}  # to the usage, for the last prompt
 
     async def whole(
         self, chunks: AsyncGenerator[tuple[int, CompletionChunk], None], num_prompts: int
@@ -387,10 +387,10 @@ class _ResponseWriter:
         choice.finish_reason = finish_reason(chunk)
         if chunk.is_last and chunk.index == 0:
             self._usages[position] = chunk.response.usage, chunk.miss_reason
-            self._hints = chunk.hints
+            self._additions = chunk.additions
         return index, choice
 
     def _usage(self) -> dict[str, Any]:
         num_generated = sum(each.num_tokens for each in self._choices.values())
         usage = usage_object(self._usages.values(), num_generated, self._format.num_reasoning_tokens)
-        return {**usage, **self._hints}
+        return {**usage, **self._additions}

@@ -54,6 +54,7 @@ _SAME = (
     "cache_salt",
     "session_id",
     "kv_hints",
+    "explain",
     "request_id",
     "chat_template_kwargs",
     "seed",
@@ -337,7 +338,7 @@ class _Answer:
                 "output_tokens": self._num_tokens,
                 "output_tokens_details": {"reasoning_tokens": self._num_reasoning_tokens},
                 "total_tokens": usage.prompt_tokens + self._num_tokens,
-                **last.hints,
+                **last.additions,
             },
         }
 

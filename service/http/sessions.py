@@ -20,12 +20,13 @@ _SESSION_MARK = "_session_"
 
 
 def read_session(fields: Fields, prefill: PrefillRequest) -> None:
-    """Read `session_id` and `kv_hints`, which this server adds to the APIs, as SGLang does.
+    """Read `session_id` and `kv_hints`, which this server adds to the APIs, as SGLang does, and `explain`.
 
     Raises:
         InvalidRequest: the message names the field.
     """
     prefill.session_id = fields.text("session_id", "") or ""
+    prefill.explain = fields.flag("explain")
     hints = fields.any("kv_hints")
     if hints is None:
         return

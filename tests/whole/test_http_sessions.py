@@ -121,3 +121,43 @@ def test_hints_are_applied_and_answered_in_the_usage(service: Service) -> None:
 def test_hints_that_are_no_envelope_are_refused(service: Service, hints: Any) -> None:
     with pytest.raises(openai.BadRequestError, match="kv_hints: expected the fields of a KvHintsEnvelope"):
         chat(service, extra_body={"kv_hints": hints})
+
+
+def test_an_explanation_of_the_prompt_is_in_the_usage_of_each_api(service: Service) -> None:
+    rules = " ".join(f"Rule {number}: be kind." for number in range(30))
+
+    def messages(time: str) -> Any:
+        return [{"role": "user", "content": f"It is {time}. {rules}"}]
+
+    chat(service, messages=messages("10:31"))
+    answer = chat(service, messages=messages("10:47"), extra_body={"explain": True})
+    found = answer.usage.model_extra["explanation"]
+    assert found["prompt_tokens"] == answer.usage.prompt_tokens
+    assert (found["cached_tokens"], found["miss_reason"]) == (found["left_at_token"], "diverged")
+    difference = found["difference"]
+    assert difference["kind"] == "date_or_time"
+    assert difference["prompt"]["different_text"] in "10:47"
+    assert difference["branch"]["different_text"] in "10:31"
+    assert 0 < difference["lost_tokens"] < found["computed_tokens"] <= answer.usage.prompt_tokens
+    claude = service.claude.messages.create(
+        model=MODEL, max_tokens=4, messages=messages("10:53"), extra_body={"explain": True}
+    )
+    assert claude.usage.model_extra["explanation"]["difference"]["kind"] == "date_or_time"
+    response = service.gpt.responses.create(
+        model=MODEL, max_output_tokens=16, input=messages("11:59"), extra_body={"explain": True}
+    )
+    assert response.usage is not None
+    assert response.usage.model_extra["explanation"]["difference"]["kind"] == "date_or_time"
+    chunks = list(
+        chat(
+            service,
+            messages=messages("12:05"),
+            stream=True,
+            stream_options={"include_usage": True},
+            extra_body={"explain": True},
+        )
+    )
+    assert chunks[-1].usage.model_extra["explanation"]["difference"]["kind"] == "date_or_time"
+    assert "explanation" not in chat(service).usage.model_extra
+    with pytest.raises(openai.BadRequestError, match="explain"):
+        chat(service, extra_body={"explain": 3})
