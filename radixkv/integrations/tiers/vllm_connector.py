@@ -16,7 +16,7 @@ import secrets
 import threading
 from collections import Counter, deque
 from collections.abc import Collection, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -60,6 +60,8 @@ _log = logging.getLogger(__name__)
 TENANT = "tenant"
 # K/V that a worker stages for one load, so that a long prompt does not double its memory.
 _STAGED_BYTES = 64 << 20
+# A request that arrives meanwhile waits as long.
+_IDLE_WAIT_S = 0.005
 
 
 @dataclass
@@ -95,10 +97,12 @@ class TierMetadata(KVConnectorMetadata):  # type: ignore[misc]
     Attributes:
         loads: blocks to load by request, each with the id of the block of vLLM that it is loaded into.
         saves: blocks that are complete after the step, in the same form.
+        is_idle: whether the step computes nothing.
     """
 
     loads: dict[str, list[tuple[KeyedBlock, int]]] = field(default_factory=dict)
     saves: list[tuple[KeyedBlock, int]] = field(default_factory=list)
+    is_idle: bool = False
 
 
 class ConnectorStats(KVConnectorStats):  # type: ignore[misc]
@@ -178,6 +182,8 @@ class RadixKVConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Return the requests whose loads have ended."""
+        if self._get_connector_metadata().is_idle:
+            self._of_worker.wait_for_load()
         return None, self._of_worker.ended_loads()
 
     def get_block_ids_with_load_errors(self) -> set[int]:
@@ -362,7 +368,7 @@ class _SchedulerSide:
                 blocks = self._blocks(prompt, num_full)[prompt.num_saved :]
                 saves += zip(blocks, block_ids_of(request_id)[prompt.num_saved : num_full], strict=True)
                 prompt.num_saved = num_full
-        return TierMetadata(loads, saves)
+        return TierMetadata(loads, saves, is_idle=not num_scheduled_tokens)
 
     def note_loads(self, failed_blocks: Collection[int], ended_requests: Collection[str]) -> None:
         """Record which loads have failed or ended."""
@@ -497,6 +503,12 @@ class _WorkerSide:
         """Start to load the blocks of a request."""
         self._loads[request_id] = _Load(blocks)
         self._stage(self._loads[request_id])
+
+    def wait_for_load(self) -> None:
+        """Wait a moment for a load. Without this, vLLM repeats empty steps and holds the GIL, which delays the load."""
+        futures = [load.future for load in self._loads.values() if load.future is not None]
+        if futures:
+            wait(futures, _IDLE_WAIT_S, FIRST_COMPLETED)
 
     def ended_loads(self) -> set[str]:
         """Copy staged blocks to the K/V. Returns the requests that have no more blocks to load."""

@@ -325,6 +325,19 @@ def test_requests_whose_kv_depend_on_more_than_tokens_use_no_tier(
     engine.close()
 
 
+def test_empty_steps_wait_for_a_load(door: Any, disk: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(door, disk)
+    engine.run(PROMPT, Random(0))
+    engine.settle()
+    monkeypatch.setattr(door, "_IDLE_WAIT_S", PATIENCE_S)
+    steps: list[int] = []
+    step = engine.step
+    monkeypatch.setattr(engine, "step", lambda *args: steps.append(args[2]) or step(*args))
+    assert engine.run(PROMPT, Random(0)) == 16
+    assert steps.count(0) == 1
+    engine.close()
+
+
 def test_without_memory_for_copies_nothing_fails(
     door: Any, disk: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
