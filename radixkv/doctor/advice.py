@@ -79,9 +79,9 @@ ADVICE = {
         "Use one salt for all requests that may share their prompts, not a different salt for each request.",
     ),
     MissCause.ADAPTER_CHANGED: Advice(
-        "the same tokens are cached for another model or adapter of the tenant",
-        "Keep one model and adapter for a conversation, or use an adapter that is invoked late in the prompt "
-        "(radixkv/engine/adapters/README.md).",
+        "the same tokens are cached for another model or adapter, or for other weights of the adapter",
+        "Keep one model and adapter for a conversation, replace the weights of adapters less often, or use an adapter "
+        "that is invoked late in the prompt (radixkv/engine/adapters/README.md).",
     ),
     MissCause.TENANT_CHANGED: Advice(
         "the same tokens are cached for another tenant",

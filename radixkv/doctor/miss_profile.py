@@ -22,9 +22,9 @@ class MissCounts(NamedTuple):
     Attributes:
         prompts: prompts that were admitted; each of several completions counts.
         prompt_tokens, cached_tokens: their tokens, and those of them that were reused.
-        misses, missed_tokens: the prompts that had to compute enough to be examined, and what they computed.
+        misses, missed_tokens: the prompts that had to compute at least 256 tokens, and what they computed.
         examined_misses, examined_tokens: those of the misses whose cause was looked for.
-        first_prompts: examined misses for which nothing similar was found in the cache.
+        first_prompts: examined misses without a cause: nothing similar was cached, or it would save too little.
     """
 
     prompts: int = 0
@@ -84,7 +84,7 @@ class MissProfile:
         self._num_groups = 0
 
     def knows(self, tenant: str) -> bool:
-        """Whether a tenant has groups of its own, as far as it has any, or will have."""
+        """Whether a tenant is tracked on its own, or still can be."""
         return tenant in self._tenants or len(self._tenants) < MAX_TENANTS
 
     def count(self, tenant: str, more: MissCounts) -> None:

@@ -127,7 +127,7 @@ class MissProfiler:
         profiler's thread               WindowTable ── candidates ─┴─▶ Examiner ─▶ MissProfile
 
     A prompt is compared with the cached branches of its own tenant that have the same passages, in any namespace. They
-    are found by a table of the windows of all segments that were published since the start of the server.
+    are found by a table with a sample of the windows of the segments that were published last.
 
     The thread is given a share of the time of the steps that compute prompts. While it has used that up, misses are
     counted but not examined. Its work for new segments, about 10 ns per token, is not counted. All memory is bounded:
@@ -232,7 +232,7 @@ class MissProfiler:
                 self._queue.put(_Segment(tenant, tokens, place))
 
     def forget(self, tenant: str | None) -> None:
-        """Forget the misses of a tenant, of all tenants with None, and those that wait to be examined."""
+        """Forget the misses of a tenant, of all tenants with None. Waiting misses, of any tenant, are not examined."""
         with self._lock:
             self._num_forgotten += 1
             for each in self._profiles:

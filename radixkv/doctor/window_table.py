@@ -23,7 +23,7 @@ _FACTORS = np.random.default_rng(0).integers(2**63, size=WINDOW_TOKENS, dtype=np
 class WindowTable:
     """Maps a sample of all windows of 32 tokens to the last segment that had them.
 
-    About one window of 64 is in the sample, and one of 16 of segments of at most 4,096 tokens. The first tokens of a
+    About 1 in 64 windows is sampled; in segments of at most 4,096 tokens, 1 in 16. The first tokens of a
     window decide that, so that equal passages have the same windows in it. The hash of a window decides its slot, in
     which it replaces another one. Hashes may collide, which returns a wrong segment, so callers compare tokens.
 
@@ -68,7 +68,7 @@ class WindowTable:
 
 
 def _sampled(tokens: Tokens, seed: int, num_bits: int) -> npt.NDArray[np.uint64]:
-    """Return the hashes of one window of `2**num_bits`; their low bits select a slot."""
+    """Return the hashes of 1 in `2**num_bits` windows; their low bits select a slot."""
     parts = [np.empty(0, np.uint64)]
     for start in range(0, tokens.size - WINDOW_TOKENS + 1, _CHUNK_TOKENS):
         chunk = tokens[start : start + _CHUNK_TOKENS + WINDOW_TOKENS - 1]

@@ -16,8 +16,7 @@ from radixkv.tokens import TOKEN_BYTES
 class MissFeed(Observer, Listener):
     """Passes each prompt when it is first admitted, and the tokens of new segments when a request ends.
 
-    So a prompt is in the profiler's queue before the segments that it adds itself. All methods are called on the
-    engine's thread.
+    In this order, a prompt is not compared with its own segments. All methods are called on the engine's thread.
 
     Args:
         profiler: gets them.

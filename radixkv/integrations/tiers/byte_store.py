@@ -85,7 +85,7 @@ class ByteStore:
         options: the tiers, their secrets, and the shares of tenants.
         block_format: everything besides namespace and identity that determines the bytes of a value. A disk has one
             directory per format.
-        keys: computes the keys of values, for the same secret; see `store_keys`.
+        keys: derives the keys of values, with the same secret as `options`; see `store_keys`.
         is_shared_only: open only the stores that several processes share, to look up keys.
 
     Raises:
@@ -188,7 +188,7 @@ class ByteStore:
         return result
 
     def touch(self, keys: Sequence[bytes]) -> list[bool]:
-        """Mark values as used. Returns which of them are in every tier, or are being saved, and need no `save`."""
+        """Mark values as used. Returns which of them every tier holds or is saving, so that they need no `save`."""
         is_everywhere = [True] * len(keys)
         for each in self._tiers:
             with self._lock:

@@ -2,7 +2,7 @@
 
     lmcache server ... --l2-adapter '{"type": "plugin", "class_name": "RadixKVL2Adapter",
         "module_path": "radixkv.integrations.tiers.lmcache_adapter",
-        "adapter_params": {"disk_path": "/var/lib/radixkv", "disk_bytes": 100000000000}}'
+        "adapter_params": {"disk_path": "/var/lib/radixkv", "disk_bytes": 100000000000, "model_id": "llama of May"}}'
 
 The cache salt of a request is the tenant that quotas apply to.
 """

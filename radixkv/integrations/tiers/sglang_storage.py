@@ -3,7 +3,7 @@
     python -m sglang.launch_server --model-path MODEL --enable-hierarchical-cache --hicache-storage-backend dynamic \
         --hicache-storage-backend-extra-config '{"backend_name": "radixkv", "class_name": "RadixKVStorage",
             "module_path": "radixkv.integrations.tiers.sglang_storage", "interface_v1": 1,
-            "tiers": {"disk_path": "/var/lib/radixkv", "disk_bytes": 100000000000}}'
+            "tiers": {"disk_path": "/var/lib/radixkv", "disk_bytes": 100000000000, "model_id": "llama-3.1-8b of May"}}'
 
 SGLang calls it on threads of its own, which may wait. It passes hashes of tokens and no tenants.
 """
