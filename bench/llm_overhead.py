@@ -1,0 +1,97 @@
+"""Measures what `LLM` costs on top of the engine that it runs.
+
+    python -m bench.llm_overhead [--model DIR] [--json FILE]
+
+In turn, the same number of prompts of the same length is passed to `LLM.generate`, and directly to the engine inside
+it, all at once. The direct calls collect tokens as `LLM` does, but make no outputs and decode no text. Each round has
+new random prompts whose first third is the same. The ratio of the times of each round is reported by its median, and by
+quartiles, which show the noise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from bench.parts.environment import describe_run
+from bench.parts.result_file import write_json
+from radixkv import LLM, SamplingParams
+from radixkv.api.params import PrefillParams
+from radixkv.api.result import GeneratedTokens
+from radixkv.api.sampling import Sampling
+from radixkv.service.cli.argument_types import positive
+
+_TIMEOUT_S = 600.0
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the benchmark."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--model", default="tiny", help="as `model.path`")
+    parser.add_argument("--prompts", type=positive, default=32)
+    parser.add_argument("--prompt-tokens", type=positive, default=192)
+    parser.add_argument("--new-tokens", type=positive, default=16)
+    parser.add_argument("--rounds", type=positive, default=15)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    args = parser.parse_args(arguments)
+    rng = random.Random(args.seed)
+    with LLM(args.model) as llm:
+        engine = llm._engine
+        assert engine is not None
+        vocab_size = engine.limits.vocab_size
+
+        def prompts() -> list[list[int]]:
+            shared = [rng.randrange(vocab_size) for _ in range(args.prompt_tokens // 3)]
+            own = args.prompt_tokens - len(shared)
+            return [[*shared, *(rng.randrange(vocab_size) for _ in range(own))] for _ in range(args.prompts)]
+
+        def with_llm(ids: list[list[int]]) -> None:
+            params = SamplingParams(max_tokens=args.new_tokens, temperature=0.0, ignore_eos=True)
+            llm.generate(ids, params, use_tqdm=False)
+
+        def with_engine(ids: list[list[int]]) -> None:
+            sampling = Sampling(args.new_tokens, ignore_eos=True)
+            futures = []
+            for each in ids:
+                found: list[int] = []
+
+                def add(new: GeneratedTokens, found: list[int] = found) -> None:
+                    found.extend(new.token_ids)
+
+                futures.append(engine.generate(PrefillParams(np.array(each, "<u4").tobytes()), sampling, add))
+            for future in futures:
+                future.result(_TIMEOUT_S)
+
+        ratios: list[float] = []
+        seconds: dict[str, list[float]] = {"llm": [], "engine": []}
+        for number in range(args.rounds + 1):
+            took = {}
+            for name, run in rng.sample([("llm", with_llm), ("engine", with_engine)], 2):
+                ids = prompts()
+                start_s = time.perf_counter()
+                run(ids)
+                took[name] = time.perf_counter() - start_s
+            if number:  # the first round warms up
+                ratios.append(took["llm"] / took["engine"])
+                for name, each in took.items():
+                    seconds[name].append(each)
+    low, middle, high = statistics.quantiles(ratios, n=4)
+    whole = sum(seconds["llm"]) / sum(seconds["engine"])
+    print(f"LLM / engine: median {middle:.4f}, quartiles {low:.4f} to {high:.4f}, of all rounds {whole:.4f}")
+    if args.json is not None:
+        command = shlex.join(["python", "-m", "bench.llm_overhead", *(arguments or sys.argv[1:])])
+        figures = {"median": middle, "quartiles": [low, high], "of_all_rounds": whole, "ratios": ratios}
+        write_json(args.json, {"command": command, "seed": args.seed, **describe_run(), **figures})
+
+
+if __name__ == "__main__":
+    main()
