@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from hashlib import blake2b
 
 from radixkv.config import TiersConfig
 from radixkv.config.named_file import read_named
 from radixkv.errors import ConfigError
-from radixkv.offload.block_keys import MAX_SECRET_BYTES
+from radixkv.offload.block_keys import MAX_SECRET_BYTES, BlockFormat
+from radixkv.offload.tiers.block_mac import BlockMac
+from radixkv.offload.tiers.block_object import Protection
 from radixkv.offload.tiers.sealing import KEY_BYTES, TenantCiphers
 
 # A shorter secret could be guessed, offline, from a block that it authenticates.
@@ -52,3 +55,23 @@ def ciphers_of(config: TiersConfig) -> TenantCiphers | None:
     if len(key) != KEY_BYTES:
         raise ConfigError("tiers.encryption_key_file: expected 64 hexadecimal digits in the file, got something else")
     return TenantCiphers(key)
+
+
+def mac_of(config: TiersConfig, block_format: BlockFormat) -> BlockMac | None:
+    """Return what authenticates blocks with the secret in `secret_file`; None without a file. See `secret_of`."""
+    secret = secret_of(config)
+    return BlockMac(secret, block_format.fingerprint) if secret else None
+
+
+def protection_of(config: TiersConfig, mac: BlockMac | None) -> Callable[[str], Protection | None]:
+    """Return a function that returns what protects the blocks of a tenant outside the process: ciphers, or the MAC.
+
+    Raises:
+        ConfigError: see `ciphers_of`.
+    """
+    ciphers = ciphers_of(config)
+    return (lambda tenant: mac) if ciphers is None else ciphers.of
+
+
+def unprotected(tenant: str) -> None:
+    """Neither encrypt nor authenticate the blocks of a tenant: only this process can write them."""

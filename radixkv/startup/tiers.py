@@ -42,7 +42,7 @@ from radixkv.offload.tiers.host import map_memory
 from radixkv.offload.tiers.open_store import StoreOptions, open_backend
 from radixkv.offload.tiers.threaded_store import ThreadedStore
 from radixkv.offload.tiers.tier import Tier
-from radixkv.startup.tier_secrets import ciphers_of, has_protection, secret_of
+from radixkv.startup.tier_secrets import has_protection, mac_of, protection_of, secret_of, unprotected
 from radixkv.storage.device_pool import KVStorage
 from radixkv.storage.layer_bytes import LayerBytes, payload_layout
 
@@ -155,7 +155,7 @@ class Stores:
             store,
             self.mover.sizes,
             partial(_is_working, circuit),
-            _unprotected if is_host else self.protection_of,
+            unprotected if is_host else self.protection_of,
             stage=_do_not_stage if is_host else self.mover.stage,
             is_shared=is_shared,
         )
@@ -220,11 +220,9 @@ def open_stores(
         payload_bytes=mover.payload_bytes,
         computed_by=_computed_by(runner, mover),
     )
-    secret = secret_of(config)
-    keys = BlockKeys(block_format, secret)
-    mac = BlockMac(secret, block_format.fingerprint) if secret else None
-    ciphers = ciphers_of(config)
-    protection_of = (lambda tenant: mac) if ciphers is None else ciphers.of
+    keys = BlockKeys(block_format, secret_of(config))
+    mac = mac_of(config, block_format)
+    protection = protection_of(config, mac)
     backends: dict[str, StoreBackend] = {}
     closed: list[str] = []
     map_host_memory = map_pinned_memory if is_on_gpu else map_memory
@@ -244,7 +242,7 @@ def open_stores(
     offload_index = OffloadIndex(tier_indexes, key_blocks, storage.block_size, part_of or (lambda block_id: None))
     layer_bytes = LayerBytes.of(storage.pools[0])  # used by transfers only, which require a single pool
     return Stores(
-        backends, tuple(closed), keys, offload_index, mover, waiting_bytes, protection_of, mac, transfer, layer_bytes
+        backends, tuple(closed), keys, offload_index, mover, waiting_bytes, protection, mac, transfer, layer_bytes
     )
 
 
@@ -291,10 +289,6 @@ def _gpu_copies(storage: KVStorage, waiting_bytes: int) -> GpuCopies:
     except MemoryError as error:
         raise ConfigError(f"tiers: mapping {num_bytes} bytes of host memory for copies of blocks failed") from error
     return GpuCopies(CopyStream(storage.pools[0].blocks.device), StagingSlots(memory, payload_bytes))
-
-
-def _unprotected(tenant: str) -> None:
-    """Neither encrypt nor authenticate the blocks of a tenant: only this process can write them."""
 
 
 def _do_not_stage(payload: memoryview) -> None:

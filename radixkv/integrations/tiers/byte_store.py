@@ -10,11 +10,12 @@ from concurrent.futures import Future
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from radixkv.config.cache_directory import cache_directory
-from radixkv.errors import ConfigError, StoreError
+from radixkv.errors import StoreError
 from radixkv.integrations.tiers.options import TierOptions
 from radixkv.kernels.native.copies import NativeCopies
 from radixkv.namespace import Namespace
@@ -22,15 +23,14 @@ from radixkv.offload.block_keys import BlockFormat, BlockKeys
 from radixkv.offload.disk_record import DiskRecord
 from radixkv.offload.index.prompt_blocks import KeyedBlock
 from radixkv.offload.index.tier_index import SharedTierIndex, StoreListener, TierIndex
-from radixkv.offload.tiers.block_mac import BlockMac
-from radixkv.offload.tiers.block_object import BlockObject, ObjectFault, Protection, Wanted, object_bytes
+from radixkv.offload.tiers.block_object import BlockObject, ObjectFault, Wanted, object_bytes
 from radixkv.offload.tiers.block_store import PutOutcome, PutResult, StoreBackend
 from radixkv.offload.tiers.disk import DiskStore
 from radixkv.offload.tiers.guard import CircuitBreaker, CircuitState, GuardedStore, TimerThread
 from radixkv.offload.tiers.open_store import StoreOptions, open_backend
 from radixkv.offload.tiers.threaded_store import ThreadedStore
 from radixkv.offload.tiers.tier import Absence, LoadedBlock, Miss, Tier
-from radixkv.startup.tier_secrets import ciphers_of, has_protection, secret_of
+from radixkv.startup.tier_secrets import has_protection, mac_of, protection_of, secret_of, unprotected
 from radixkv.tokens import TOKEN_BYTES
 
 _log = logging.getLogger(__name__)
@@ -126,26 +126,15 @@ class ByteStore:
         """
         saved: Future[list[bool]] = Future()
         keys = [block.key for block, _ in values]
-        calls: list[tuple[Future[PutResult | None], Callable[[Future[PutResult | None]], None]]] = []
+        calls: list[Future[PutResult | None]] = []
         for each in self._tiers:
             new, victims = self._admit(each, values)
             if new:
                 objects = [self._object(each.tier, *values[index]) for index in new]
-                calls.append((each.tier.save(objects, victims), partial(self._note_saved, each, objects, victims)))
-        left = [len(calls)]
-
-        def done(call: Future[PutResult | None], note: Callable[[Future[PutResult | None]], None]) -> None:
-            _run_safely(partial(note, call))
-            with self._lock:
-                left[0] -= 1
-                is_last = not left[0]
-            if is_last:
-                saved.set_result([self.holds(key) for key in keys])
-
-        if not calls:
-            saved.set_result([self.holds(key) for key in keys])
-        for call, note in calls:
-            call.add_done_callback(partial(done, note=note))
+                call = each.tier.save(objects, victims)
+                call.add_done_callback(partial(self._note_saved, each, objects, victims))
+                calls.append(call)
+        call_when_done(calls, lambda: saved.set_result([self.holds(key) for key in keys]))
         return saved
 
     def load_into(self, values: Sequence[tuple[KeyedBlock, memoryview]]) -> Future[list[bool]]:
@@ -165,24 +154,13 @@ class ByteStore:
             if start >= len(values):
                 result.set_result(loaded)
                 return
-            parts = self._parts(values, range(start, min(start + batch, len(values))))
-            left = [len(parts)]
-
-            def note(each: _OpenTier, indexes: Sequence[int], future: Future[list[LoadedBlock | Miss]]) -> None:
-                _run_safely(
-                    partial(self._note_loaded, each, [values[index] for index in indexes], indexes, loaded, future)
-                )
-                with self._lock:
-                    left[0] -= 1
-                    is_last = not left[0]
-                if is_last:
-                    load(start + batch)
-
-            if not parts:
-                load(start + batch)
-            for each, indexes in parts:
-                wanted = [self._wanted(each.tier, values[index][0]) for index in indexes]
-                each.tier.load(wanted).add_done_callback(partial(note, each, indexes))
+            calls: list[Future[list[LoadedBlock | Miss]]] = []
+            for each, indexes in self._parts(values, range(start, min(start + batch, len(values)))):
+                of_tier = [values[index] for index in indexes]
+                call = each.tier.load([self._wanted(each.tier, block) for block, _ in of_tier])
+                call.add_done_callback(partial(self._note_loaded, each, of_tier, indexes, loaded))
+                calls.append(call)
+            call_when_done(calls, lambda: load(start + batch))
 
         load(0)
         return result
@@ -248,9 +226,9 @@ class ByteStore:
     def counts(self) -> dict[str, int]:
         """Return counts since the start.
 
-        `loaded`, `missed`, `saved`, `evicted`; `refused`, values for which a quota or the capacity left no room;
-        `dropped`, values that were not saved because too many waited; `failed`, saves that failed; and the misses by
-        reason, such as `disk_damaged`.
+        `loaded` and `missed` count values. The others count values per tier: `saved`, `evicted`; `refused`, for which a
+        quota or the capacity left no room; `dropped`, which were not saved because too many waited; `wrong_size`;
+        `failed`, whose saves failed; and the misses by reason, such as `disk_damaged`.
         """
         with self._lock:
             counts = Counter(self._counts)
@@ -304,7 +282,7 @@ class ByteStore:
             store,
             self.block_format.payload_bytes,
             lambda: circuit.state is CircuitState.CLOSED,
-            _unprotected if name == "host" else _protection_of(options, self.block_format),
+            unprotected if name == "host" else protection_of(options.tiers, mac_of(options.tiers, self.block_format)),
             is_shared=is_shared,
         )
         if is_shared:
@@ -430,12 +408,26 @@ class ByteStore:
             each.index.note_stored(block.key)
 
 
-def _run_safely(function: Callable[[], None]) -> None:
-    """Run a function on the thread of a store. An error is logged, since no engine may wait forever for a future."""
-    try:
+def call_when_done(futures: Sequence[Future[Any]], function: Callable[[], None]) -> None:
+    """Call a function once when all futures are done, after the callbacks that they have now, even if these raise.
+
+    It is called at once if all are done, otherwise on the thread of the last one.
+    """
+    lock = threading.Lock()
+    left = len(futures)
+
+    def count(_: Future[Any]) -> None:
+        nonlocal left
+        with lock:
+            left -= 1
+            is_last = not left
+        if is_last:
+            function()
+
+    if not futures:
         function()
-    except Exception:  # noqa: BLE001 - see above
-        _log.exception("tiers: the result of a call can't be used")
+    for future in futures:
+        future.add_done_callback(count)
 
 
 def store_keys(options: TierOptions, block_format: BlockFormat) -> BlockKeys:
@@ -486,28 +478,3 @@ def _native_copies() -> NativeCopies | None:
     except NotCompiled as reason:
         _log.info("tiers: copies in Python, since there are no compiled kernels: %s", reason)
         return None
-
-
-def _protection_of(options: TierOptions, block_format: BlockFormat) -> Callable[[str], Protection | None]:
-    ciphers = ciphers_of(options.tiers)
-    if ciphers is not None:
-        return ciphers.of
-    secret = secret_of(options.tiers)
-    mac = BlockMac(secret, block_format.fingerprint) if secret else None
-    return lambda tenant: mac
-
-
-def _unprotected(tenant: str) -> None:
-    """Neither encrypt nor authenticate the values of a tenant: only this process can write them."""
-
-
-def require_module(module: str, needed_for: str, command: str) -> None:
-    """Raise if an engine is not installed.
-
-    Raises:
-        ConfigError: the message says what to install.
-    """
-    import importlib.util
-
-    if importlib.util.find_spec(module) is None:
-        raise ConfigError(f"{needed_for}: the package {module} is missing; install it: {command}")

@@ -9,12 +9,11 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 from radixkv.errors import ConfigError
-from radixkv.integrations.tiers.byte_store import ByteStore, keyed_value, store_keys
+from radixkv.integrations.tiers.byte_store import ByteStore, call_when_done, keyed_value, store_keys
 from radixkv.integrations.tiers.options import TierOptions
 from radixkv.namespace import Namespace
 from radixkv.offload.block_keys import BlockFormat
@@ -98,23 +97,12 @@ class SizedStores:
     def exists(self, names: Sequence[ValueName]) -> Future[list[bool]]:
         """Return which values can be loaded, whatever their sizes."""
         keys = [self.key(name).key for name in names]
-        stores = self.stores()
-        found = [False] * len(keys)
+        calls = [store.exists(keys) for store in self.stores()]
         result: Future[list[bool]] = Future()
-        left = [len(stores)]
-
-        def answered(future: Future[list[bool]]) -> None:
-            with self._lock:
-                found[:] = [first or second for first, second in zip(found, future.result(), strict=True)]
-                left[0] -= 1
-                is_last = not left[0]
-            if is_last:
-                result.set_result(found)
-
-        for store in stores:
-            store.exists(keys).add_done_callback(answered)
-        if not stores:
-            result.set_result(found)
+        call_when_done(
+            calls,
+            lambda: result.set_result([any(call.result()[index] for call in calls) for index in range(len(keys))]),
+        )
         return result
 
     def delete(self, names: Sequence[ValueName]) -> None:
@@ -153,28 +141,22 @@ class SizedStores:
         self, sizes: Sequence[int], call: Callable[[ByteStore, Sequence[int]], Future[list[bool]]]
     ) -> Future[list[bool]]:
         """Call the store of each size with the indexes of its values, and join the answers."""
-        result: Future[list[bool]] = Future()
-        joined = [False] * len(sizes)
-        parts: list[tuple[ByteStore, list[int]]] = []
+        parts: list[tuple[list[int], Future[list[bool]]]] = []
         for size in dict.fromkeys(sizes):
             store = self.of_size(size)
             if store is not None:
-                parts.append((store, [index for index, each in enumerate(sizes) if each == size]))
-        left = [len(parts)]
+                indexes = [index for index, each in enumerate(sizes) if each == size]
+                parts.append((indexes, call(store, indexes)))
+        result: Future[list[bool]] = Future()
 
-        def answered(indexes: Sequence[int], future: Future[list[bool]]) -> None:
-            with self._lock:
-                for index, is_done in zip(indexes, future.result(), strict=True):
+        def join() -> None:
+            joined = [False] * len(sizes)
+            for indexes, answer in parts:
+                for index, is_done in zip(indexes, answer.result(), strict=True):
                     joined[index] = is_done
-                left[0] -= 1
-                is_last = not left[0]
-            if is_last:
-                result.set_result(joined)
-
-        for store, indexes in parts:
-            call(store, indexes).add_done_callback(partial(answered, indexes))
-        if not parts:
             result.set_result(joined)
+
+        call_when_done([answer for _, answer in parts], join)
         return result
 
     def _sizes_on_disk(self) -> list[int]:

@@ -549,8 +549,11 @@ class _WorkerSide:
         keys = self._changed.take()
         if not keys:
             return None
-        added = [key_of_rank(key, self._rank) for key in keys if self._store.holds(key, is_local=True)]
-        removed = [key_of_rank(key, self._rank) for key in keys if not self._store.holds(key, is_local=True)]
+        added: list[bytes] = []
+        removed: list[bytes] = []
+        for key in keys:
+            changed = added if self._store.holds(key, is_local=True) else removed
+            changed.append(key_of_rank(key, self._rank))
         return TierChanges({self._rank: (added, removed)})
 
     def counts(self) -> dict[str, int]:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -17,7 +18,7 @@ import pytest
 
 from radixkv.errors import ConfigError, StoreUnavailable
 from radixkv.integrations.tiers import byte_store
-from radixkv.integrations.tiers.byte_store import ByteStore, keyed_value
+from radixkv.integrations.tiers.byte_store import ByteStore, call_when_done, keyed_value
 from radixkv.namespace import Namespace
 from radixkv.offload.block_keys import BlockFormat
 from radixkv.offload.tiers.block_object import BlockObject
@@ -382,3 +383,28 @@ def test_keys_depend_on_the_secret(folder: Path, tmp_path: Path) -> None:
     for store in stores:
         assert save(store, ["name"]) == [True]
         store.close()
+
+
+@pytest.mark.parametrize("num_done", range(4))
+def test_a_function_is_called_once_when_all_futures_are_done(num_done: int) -> None:
+    futures = [Future[None]() for _ in range(3)]
+    calls: list[str] = []
+
+    def fail(_: Future[None]) -> None:
+        calls.append("callback")
+        raise ValueError
+
+    for future in futures:
+        future.add_done_callback(fail)
+    for future in futures[:num_done]:
+        future.set_result(None)
+    call_when_done(futures, lambda: calls.append("all done"))
+    for future in futures[num_done:]:
+        future.set_result(None)
+    assert calls == ["callback"] * 3 + ["all done"]
+
+
+def test_a_function_is_called_at_once_without_futures() -> None:
+    calls: list[str] = []
+    call_when_done([], lambda: calls.append("all done"))
+    assert calls == ["all done"]
