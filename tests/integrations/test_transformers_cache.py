@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from random import Random
 from typing import Any
 
@@ -12,88 +10,35 @@ import numpy as np
 import pytest
 import torch
 from transformers import (
-    AutoModelForCausalLM,
     DynamicCache,
-    Gemma3TextConfig,
     GenerationConfig,
     MambaConfig,
-    PretrainedConfig,
     StoppingCriteriaList,
     T5Config,
     T5ForConditionalGeneration,
 )
 
 from radixkv.errors import InvalidRequest, LifecycleError, PromptTooLong, UnsupportedModel
-from radixkv.integrations.transformers import PromptCache, RadixCache, prompt_cache
+from radixkv.integrations.transformers import RadixCache, prompt_cache
 from radixkv.integrations.transformers.kv_slots import KVSlots
 from radixkv.integrations.transformers.model_requirements import CACHE_NAMES, cache_name
+from tests.integrations.generations import (
+    GREEDY,
+    KINDS,
+    MAX_DIFFERENCE,
+    close,
+    counted,
+    forward,
+    model_of,
+    padded,
+    prompt,
+    same,
+)
 from tests.model.coverage.small_configs import covered_types, small_config
-from tests.model.exact.checkpoints import CONFIGS, SHAPE, VOCAB_SIZE
+from tests.model.exact.checkpoints import SHAPE, VOCAB_SIZE
 
-KINDS: dict[str, PretrainedConfig] = {
-    **CONFIGS,
-    "gemma3": Gemma3TextConfig(
-        **SHAPE,
-        head_dim=32,
-        sliding_window=24,
-        query_pre_attn_scalar=32,
-        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
-    ),
-}
-GREEDY = {"max_new_tokens": 8, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
-# GEMMs of another number of rows add up in another order. Logits may differ by this share of the largest one.
-MAX_DIFFERENCE = 1e-5
 # These models run their layers several times per forward pass, which amplifies rounding; in float64 they agree.
 MAX_DIFFERENCES = {"hrm_text": 1e-4}
-
-
-def model_of(config: PretrainedConfig, seed: int = 0) -> Any:
-    torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config).eval()
-    model.generation_config.pad_token_id = 0
-    model.generation_config.eos_token_id = None
-    return model
-
-
-def prompt(seed: int, *lengths: int) -> torch.Tensor:
-    """Make one row of tokens, none of which is padding. A part is the same wherever seed, index and length are."""
-    parts = [
-        torch.randint(3, VOCAB_SIZE, (length,), generator=torch.Generator().manual_seed(hash((seed, index, length))))
-        for index, length in enumerate(lengths)
-    ]
-    return torch.cat(parts)[None]
-
-
-def padded(rows: list[torch.Tensor]) -> dict[str, torch.Tensor]:
-    length = max(row.shape[1] for row in rows)
-    ids = torch.cat([torch.nn.functional.pad(row, (length - row.shape[1], 0)) for row in rows])
-    lengths = torch.tensor([row.shape[1] for row in rows])[:, None]
-    return {"input_ids": ids, "attention_mask": (torch.arange(length)[None] >= length - lengths).long()}
-
-
-def same(ours: Any, theirs: Any, max_difference: float = MAX_DIFFERENCE) -> bool:
-    """Whether the tokens of two greedy generations are equal, and their logits as well but for rounding."""
-    logits, expected = torch.stack(ours.logits), torch.stack(theirs.logits)
-    return torch.equal(ours.sequences, theirs.sequences) and close(logits, expected, max_difference)
-
-
-def close(ours: torch.Tensor, theirs: torch.Tensor, max_difference: float = MAX_DIFFERENCE) -> bool:
-    return bool((ours - theirs).abs().max() <= max_difference * theirs.abs().max())
-
-
-def forward(model: Any, cache: PromptCache, *arguments: Any, **options: Any) -> Any:
-    return model(*arguments, **{cache_name(model): cache}, **options)
-
-
-@contextmanager
-def counted(model: Any) -> Iterator[list[int]]:
-    """Collect the number of tokens of each forward pass."""
-    sizes: list[int] = []
-    hook = model.register_forward_pre_hook(
-        lambda _, args, kwargs: sizes.append(kwargs["input_ids"].numel()), with_kwargs=True
-    )
-    yield sizes
-    hook.remove()
 
 
 @pytest.fixture

@@ -37,7 +37,7 @@ MAY_IMPORT = {
     "planning": "api cache events model_files offload routing scheduling storage",
     "telemetry": "api scheduling engine",
     "startup": "api cache doctor storage model compute events engine kernels offload scheduling statements",
-    "integrations": "api cache",
+    "integrations": "api cache kernels integrations.tiers offload.block_keys offload.index",
     "integrations.tiers": "kernels offload startup",
     "kernels": "",
 }

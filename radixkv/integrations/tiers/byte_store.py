@@ -19,7 +19,7 @@ from radixkv.errors import StoreError
 from radixkv.integrations.tiers.options import TierOptions
 from radixkv.kernels.native.copies import NativeCopies
 from radixkv.namespace import Namespace
-from radixkv.offload.block_keys import BlockFormat, BlockKeys
+from radixkv.offload.block_keys import BlockFormat, BlockKeys, KeyScope
 from radixkv.offload.disk_record import DiskRecord
 from radixkv.offload.index.prompt_blocks import KeyedBlock
 from radixkv.offload.index.tier_index import SharedTierIndex, StoreListener, TierIndex
@@ -104,6 +104,7 @@ class ByteStore:
         self._counts: Counter[str] = Counter()
         self._max_waiting_bytes = int(options.max_waiting_bytes)
         self._waiting_bytes = 0
+        self._num_deletions = 0  # calls that have not ended
         self._idle = threading.Condition(self._lock)
         self._timers = TimerThread()
         self._opened_tiers: list[_OpenTier] = []
@@ -208,7 +209,37 @@ class ByteStore:
             with self._lock:
                 for key in keys:
                     each.index.remove(key)
-            each.tier.delete(keys)
+            self._delete(each.tier, keys)
+
+    def purge(self, scope: KeyScope, limit_s: float) -> None:
+        """Delete the values of host memory and disk whose keys are in a scope, also those that are being saved.
+
+        Meanwhile, no other thread may save values in the scope.
+
+        Args:
+            scope: which keys.
+            limit_s: time limit for the saves that run, and for each tier.
+
+        Raises:
+            StoreError: a tier did not delete them. Its values are no longer loaded, but may be after a restart.
+        """
+        self.wait_for_writes(limit_s)
+        failed: list[str] = []
+        for each in self._tiers:
+            if each.index.is_shared:
+                continue
+            with self._lock:
+                keys = [key for key in each.index if scope.has(key)]
+                for key in keys:
+                    each.index.remove(key)
+            try:
+                is_deleted = self._delete(each.tier, keys).result(limit_s) is not None
+            except TimeoutError:
+                is_deleted = False
+            if not is_deleted:
+                failed.append(each.tier.name)
+        if failed:
+            raise StoreError(f"tier {', '.join(failed)}: values were not deleted, and may be found after a restart")
 
     def local_keys(self) -> set[bytes]:
         """Return the keys of the values in host memory and on disk. Complexity: O(these values)."""
@@ -253,15 +284,20 @@ class ByteStore:
             local = [each.index.owned for each in self._tiers if not each.index.is_shared]
             return dict(max(local, key=len).num_by_tenant) if local else {}
 
-    def wait_for_saves(self, limit_s: float) -> bool:
-        """Wait until no value waits to be written. Returns whether that was within the limit."""
+    def wait_for_writes(self, limit_s: float) -> bool:
+        """Wait until no value waits to be written or deleted. Returns whether that was within the limit."""
         with self._idle:
-            return self._idle.wait_for(lambda: not self._waiting_bytes, limit_s)
+            return self._idle.wait_for(lambda: not (self._waiting_bytes or self._num_deletions), limit_s)
 
     def close(self) -> None:
-        """Write what is waiting, and close the stores. Idempotent."""
-        if not self.wait_for_saves(_CLOSE_LIMIT_S):
-            _log.warning("tiers: %d bytes were not written within %g s", self._waiting_bytes, _CLOSE_LIMIT_S)
+        """Write and delete what is waiting, and close the stores. Idempotent."""
+        if not self.wait_for_writes(_CLOSE_LIMIT_S):
+            _log.warning(
+                "tiers: %d bytes were not written, and %d deletions not made, within %g s",
+                self._waiting_bytes,
+                self._num_deletions,
+                _CLOSE_LIMIT_S,
+            )
         with self._lock:
             closing, self._tiers = self._tiers, []
         for each in closing:
@@ -351,9 +387,21 @@ class ByteStore:
                     each.index.remove(key)
             useless = [saved.key for saved in objects if saved.key not in each.index]
             useless += [key for key in victims if key not in each.index]
+            if useless and not each.index.is_shared:
+                self._delete(each.tier, useless)  # the store may hold some, if the call failed or evicted others
             self._idle.notify_all()
-        if useless and not each.index.is_shared:
-            each.tier.delete(useless)  # the store may hold some, if the call failed or evicted others
+
+    def _delete(self, tier: Tier, keys: Sequence[bytes]) -> Future[int | None]:
+        with self._lock:
+            self._num_deletions += 1
+        deletion = tier.delete(keys)
+        deletion.add_done_callback(self._note_deleted)
+        return deletion
+
+    def _note_deleted(self, _: Future[int | None]) -> None:
+        with self._idle:
+            self._num_deletions -= 1
+            self._idle.notify_all()
 
     def _note_touched(self, each: _OpenTier, keys: Sequence[bytes], future: Future[list[bool] | None]) -> None:
         with self._lock:

@@ -36,7 +36,6 @@ from radixkv.namespace import Namespace
 from radixkv.offload.block_keys import BlockFormat, BlockKeys
 from radixkv.offload.index.prompt_blocks import KeyedBlock
 from radixkv.offload.index.tier_index import StoreListener
-from radixkv.tokens import TOKEN_BYTES
 
 try:
     import vllm
@@ -406,12 +405,8 @@ class _SchedulerSide:
         if len(blocks) < num_blocks:
             request = prompt.request
             tokens = np.array(request.all_token_ids[len(blocks) * size : num_blocks * size], "<u4").tobytes()
-            namespace = _namespace_of(request, self._epoch)
-            parent = blocks[-1].key if blocks else self._keys.root(namespace)
-            for start in range(0, len(tokens), size * TOKEN_BYTES):
-                own = tokens[start : start + size * TOKEN_BYTES]
-                blocks.append(KeyedBlock(self._keys.child(parent, own), parent, own, namespace))
-                parent = blocks[-1].key
+            parent = blocks[-1].key if blocks else None
+            blocks += self._keys.blocks(_namespace_of(request, self._epoch), tokens, parent)
         return blocks[:num_blocks]
 
     def _ask(self, shared: ByteStore, prompt: _Prompt, blocks: Sequence[KeyedBlock], first: int) -> int | None:

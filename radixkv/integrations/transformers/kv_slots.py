@@ -2,23 +2,90 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from radixkv.blocks import BlockCopy, BlockIds
+from radixkv.errors import InvalidRequest
+from radixkv.kernels.quantization import INT4, dequantize, quantize
 
 KV = tuple[torch.Tensor, torch.Tensor]  # keys and values of one layer
+
+# The dtypes that keys and values are quantized to; None stores them as the model computes them.
+KV_DTYPES: dict[str, tuple[torch.dtype | None, torch.dtype | None]] = {
+    "auto": (None, None),
+    "fp8": (torch.float8_e4m3fn, torch.float8_e4m3fn),
+    "int8": (torch.int8, torch.int8),
+    "k8v4": (torch.int8, INT4),
+}
+
+
+class _States:
+    """The keys, or the values, of one layer.
+
+    Args:
+        like: states as the model computes them, `[num_kv_heads, num_positions, head_dim]`.
+        num_slots: number of slots.
+        device: where to store them.
+        quantized: dtype that they are quantized to, with a float32 scale per vector; None to store them unchanged.
+
+    Raises:
+        InvalidRequest: int4 needs vectors of an even size.
+
+    Attributes:
+        dtype: the dtype that the model computes.
+        tensors: the stored elements, `[num_kv_heads, num_slots, n]`, and the scales, `[num_kv_heads, num_slots, 1]`,
+            if there are any.
+    """
+
+    def __init__(self, like: torch.Tensor, num_slots: int, device: torch.device, quantized: torch.dtype | None) -> None:
+        if quantized == INT4 and like.shape[2] % 2:
+            raise InvalidRequest(f"kv_dtype: expected an even head size for k8v4, got {like.shape[2]}")
+        self.dtype = like.dtype
+        self._quantized = quantized
+        encoded = self._encoded(torch.zeros_like(like[:, :1], device=device))
+        with torch.inference_mode(False):  # a tensor of inference mode could not be written outside of it
+            self.tensors = tuple(
+                torch.empty(each.shape[0], num_slots, each.shape[2], dtype=each.dtype, device=device)
+                for each in encoded
+            )
+
+    def __str__(self) -> str:
+        num_heads, _, size = self.tensors[0].shape
+        return f"{num_heads}x{size} {self.dtype} {self._quantized}"
+
+    def read(self, slots: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """Copy the states of some slots to a device, in the dtype of the model."""
+        found = [each.index_select(1, slots.to(each.device)).to(device) for each in self.tensors]
+        if self._quantized is None:
+            return found[0]
+        values, scales = found
+        if self._quantized == torch.float8_e4m3fn:
+            values = values.view(self._quantized)
+        return dequantize(values, scales[..., 0], self._quantized, self.dtype)
+
+    def write(self, slots: torch.Tensor, states: torch.Tensor) -> None:
+        """Copy states to some slots, `[num_kv_heads, len(slots), head_dim]`."""
+        for stored, new in zip(self.tensors, self._encoded(states), strict=True):
+            stored.index_copy_(1, slots.to(stored.device), new.to(stored.device))
+
+    def _encoded(self, states: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        if self._quantized is None:
+            return (states,)
+        values, scales = quantize(states, self._quantized)
+        return values.view(torch.int8), scales[..., None]  # indexing is not implemented for every 8-bit dtype
 
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """Keys and values of one layer, `[num_kv_heads, num_slots, head_dim]`, and the device that computes them."""
+    """The states of one layer, and the device that computes them."""
 
-    keys: torch.Tensor
-    values: torch.Tensor
+    keys: _States
+    values: _States
     device: torch.device
 
 
@@ -30,23 +97,55 @@ class KVSlots:
     Args:
         num_blocks, block_size: number of blocks; a block is `block_size` slots.
         device: where to store K/V; None for the device that computes them.
+        kv_dtype: how to store them, a key of `KV_DTYPES`.
+
+    Raises:
+        InvalidRequest: `kv_dtype` is unknown.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, device: torch.device | None) -> None:
+    def __init__(self, num_blocks: int, block_size: int, device: torch.device | None, kv_dtype: str) -> None:
+        if kv_dtype not in KV_DTYPES:
+            raise InvalidRequest(f"kv_dtype: expected one of {', '.join(KV_DTYPES)}, got {kv_dtype!r}")
         self._num_slots = num_blocks * block_size
         self._block_size = block_size
         self._device = device
+        self._kv_dtypes = KV_DTYPES[kv_dtype]
         self._layers: dict[int, _Layer] = {}
 
     @property
     def layer_ids(self) -> tuple[int, ...]:
-        """The layers that have been written."""
+        """The layers that have been allocated."""
         return tuple(self._layers)
 
     @property
     def num_bytes(self) -> int:
         """Allocated bytes."""
-        return sum(each.keys.nbytes + each.values.nbytes for each in self._layers.values())
+        return sum(each.nbytes for each in self._tensors())
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block in all layers that have been allocated."""
+        return self.num_bytes * self._block_size // self._num_slots
+
+    @property
+    def layout(self) -> str:
+        """Description of the layers, which determines the order of the bytes of a block."""
+        return "; ".join(f"{layer_id} {each.keys} {each.values}" for layer_id, each in sorted(self._layers.items()))
+
+    def allocate(self, kv: Mapping[int, KV]) -> None:
+        """Allocate the layers that have not been written yet.
+
+        Args:
+            kv: keys and values by layer, whose shapes except for the number of positions, dtypes and devices are those
+                of later ones, `[num_kv_heads, num_positions, head_dim]`.
+        """
+        for layer_id, states in kv.items():
+            if layer_id not in self._layers:
+                keys, values = (
+                    _States(each, self._num_slots, self._device or each.device, dtype)
+                    for each, dtype in zip(states, self._kv_dtypes, strict=True)
+                )
+                self._layers[layer_id] = _Layer(keys, values, states[0].device)
 
     def read(self, layer_id: int, block_ids: BlockIds, start: int, end: int) -> KV:
         """Copy the K/V of positions `start` to `end` of a sequence out of its blocks.
@@ -55,9 +154,8 @@ class KVSlots:
             Keys and values, `[num_kv_heads, end - start, head_dim]`, on the device that computed them.
         """
         layer = self._layers[layer_id]
-        slots = self._slots(block_ids, start, end).to(layer.keys.device)
-        keys, values = layer.keys.index_select(1, slots), layer.values.index_select(1, slots)
-        return keys.to(layer.device), values.to(layer.device)
+        slots = self._slots(block_ids, start, end)
+        return layer.keys.read(slots, layer.device), layer.values.read(slots, layer.device)
 
     def write(self, block_ids: BlockIds, start: int, end: int, kv: Mapping[int, KV]) -> None:
         """Copy the K/V of positions `start` to `end` of a sequence into its blocks.
@@ -66,35 +164,50 @@ class KVSlots:
             block_ids, start, end: the blocks of the sequence, and the positions.
             kv: keys and values by layer, `[num_kv_heads, end - start, head_dim]`.
         """
+        self.allocate(kv)
         slots = self._slots(block_ids, start, end)
         for layer_id, (keys, values) in kv.items():
-            layer = self._layers.get(layer_id)
-            if layer is None:
-                layer = self._layers[layer_id] = _Layer(self._empty_like(keys), self._empty_like(values), keys.device)
-            device = layer.keys.device
-            layer.keys.index_copy_(1, slots.to(device), keys.to(device))
-            layer.values.index_copy_(1, slots.to(device), values.to(device))
+            self._layers[layer_id].keys.write(slots, keys)
+            self._layers[layer_id].values.write(slots, values)
+
+    def read_blocks(self, block_ids: BlockIds) -> npt.NDArray[np.uint8]:
+        """Copy whole blocks as they are stored. Returns uint8 `[len(block_ids), block_bytes]`."""
+        slots = self._slots(block_ids, 0, len(block_ids) * self._block_size)
+        parts = []
+        for tensor in self._tensors():
+            states = tensor.index_select(1, slots.to(tensor.device)).cpu()
+            by_block = states.view(states.shape[0], -1, self._block_size, states.shape[2]).transpose(0, 1).contiguous()
+            parts.append(by_block.flatten(1).view(torch.uint8).numpy())
+        return np.concatenate(parts, axis=1)
+
+    def write_blocks(self, block_ids: BlockIds, blocks: npt.NDArray[np.uint8]) -> None:
+        """Overwrite whole blocks with what `read_blocks` returned."""
+        slots = self._slots(block_ids, 0, len(block_ids) * self._block_size)
+        start = 0
+        for tensor in self._tensors():
+            num_heads, _, size = tensor.shape
+            end = start + num_heads * self._block_size * size * tensor.element_size()
+            part = torch.from_numpy(np.ascontiguousarray(blocks[:, start:end])).view(tensor.dtype)
+            by_head = part.view(-1, num_heads, self._block_size, size).transpose(0, 1).flatten(1, 2)
+            tensor.index_copy_(1, slots.to(tensor.device), by_head.to(tensor.device))
+            start = end
 
     def copy(self, copy: BlockCopy) -> None:
         """Copy the K/V of one block to another block, in all layers."""
         size = self._block_size
-        for layer in self._layers.values():
-            for tensor in (layer.keys, layer.values):
-                source = tensor[:, copy.source * size : (copy.source + 1) * size]
-                tensor[:, copy.target * size : (copy.target + 1) * size] = source
+        for tensor in self._tensors():
+            source = tensor[:, copy.source * size : (copy.source + 1) * size]
+            tensor[:, copy.target * size : (copy.target + 1) * size] = source
 
     def free(self) -> None:
         """Free all memory. The next layers that are written may have other shapes."""
         self._layers = {}
 
+    def _tensors(self) -> Iterator[torch.Tensor]:
+        for _, layer in sorted(self._layers.items()):
+            yield from (*layer.keys.tensors, *layer.values.tensors)
+
     def _slots(self, block_ids: BlockIds, start: int, end: int) -> torch.Tensor:
         positions = np.arange(start, end)
         slots = block_ids[positions // self._block_size].astype(np.int64) * self._block_size
         return torch.from_numpy(slots + positions % self._block_size)
-
-    def _empty_like(self, states: torch.Tensor) -> torch.Tensor:
-        num_heads, _, head_dim = states.shape
-        with torch.inference_mode(False):  # a tensor of inference mode could not be written outside of it
-            return torch.empty(
-                num_heads, self._num_slots, head_dim, dtype=states.dtype, device=self._device or states.device
-            )

@@ -11,8 +11,11 @@ import torch
 from radixkv.blocks import BlockIds
 from radixkv.cache.eviction_policy import EvictionPolicy
 from radixkv.cache.prefix_cache import PrefixCache
+from radixkv.integrations.tiers.options import TierOptions
+from radixkv.integrations.transformers.block_tiers import BlockTiers
 from radixkv.integrations.transformers.kv_slots import KV, KVSlots
 from radixkv.namespace import Namespace
+from radixkv.offload.block_keys import BlockFormat
 from radixkv.tokens import TOKEN_BYTES
 
 # Returns the K/V of positions `start` to `end` by layer, `[num_kv_heads, end - start, head_dim]`.
@@ -24,12 +27,15 @@ class PrefixStore:
 
     A lease lasts only as long as the call that opens it, so a forward pass that fails leaves nothing to release.
 
+    With tiers, whole blocks are also saved there when they are published, and loaded before prompts are matched.
+
     Args:
         num_blocks: number of blocks.
         block_size: tokens per block.
         max_sequence_tokens: tokens of a sequence that can be cached; see `radixkv.config.sequence_limit`.
         policy: decides which unused leaf is evicted first; None for the least recently used.
         device: where to store K/V; None for the device that computes them.
+        kv_dtype: how to store K/V, a key of `KV_DTYPES`.
     """
 
     def __init__(
@@ -39,11 +45,14 @@ class PrefixStore:
         max_sequence_tokens: int,
         policy: EvictionPolicy | None,
         device: torch.device | None,
+        kv_dtype: str,
     ) -> None:
         self.block_size = block_size
         self._num_blocks = num_blocks
         self._max_tokens = min(max_sequence_tokens, num_blocks * block_size)
-        self._slots = KVSlots(num_blocks, block_size, device)
+        self._slots = KVSlots(num_blocks, block_size, device, kv_dtype)
+        self._kv_dtype = kv_dtype
+        self._tiers: BlockTiers | None = None
         self._cache = PrefixCache(num_blocks, block_size, policy=policy)
         self._lock = threading.Lock()
         self._epoch = 0
@@ -68,9 +77,50 @@ class PrefixStore:
         """Blocks that hold K/V now."""
         return self._num_blocks - self._cache.pool.num_free
 
+    def tier_counts(self) -> dict[str, int]:
+        """Return what the tiers have counted since they were opened; see `ByteStore.counts`."""
+        return {} if self._tiers is None else self._tiers.counts()
+
+    def open_tiers(self, options: TierOptions, model: str, computed_by: str, kv: Mapping[int, KV]) -> None:
+        """Open tiers for a model, and allocate the memory of its K/V.
+
+        Args:
+            options: the tiers.
+            model: digest of the model.
+            computed_by: what else the bits of its K/V depend on.
+            kv: K/V of any tokens, with the shapes, dtypes and devices of those of the model.
+
+        Raises:
+            ConfigError: see `BlockTiers`.
+        """
+        with self._lock:
+            self._slots.allocate(kv)
+            dtypes = sorted({str(each.dtype) for pair in kv.values() for each in pair})
+            block_format = BlockFormat(
+                model=model,
+                dtype=", ".join(dtypes),
+                kv_dtype=self._kv_dtype,
+                layout=self._slots.layout,
+                block_size=self.block_size,
+                payload_bytes=self._slots.block_bytes,
+                computed_by=computed_by,
+            )
+            self._tiers = BlockTiers(options, block_format)
+
+    def close_tiers(self) -> None:
+        """Write what is waiting, and close the tiers. Without tiers, this does nothing."""
+        with self._lock:
+            tiers, self._tiers = self._tiers, None
+        if tiers is not None:
+            tiers.close()
+
     @contextmanager
     def matched(self, namespace: Namespace, prompts: Sequence[bytes]) -> Iterator[list[MatchedPrefix]]:
         """Find the cached prefixes of prompts. They can be read until the context ends; nothing changes meanwhile."""
+        tiers = self._tiers
+        if tiers is not None:
+            for tokens in prompts:
+                self._load(tiers, namespace, tokens[: self._max_tokens * TOKEN_BYTES])
         with self._lock:
             matches = [self._cache.match(namespace, tokens) for tokens in prompts]
             yield [MatchedPrefix(self._slots, each.block_ids, each.cached_tokens) for each in matches]
@@ -107,18 +157,52 @@ class PrefixStore:
                     self._slots.copy(lease.copy)
                     lease.copy = None
                 self._slots.write(lease.block_ids, start, end, new)
+                if self._tiers is not None:
+                    self._save(self._tiers, namespace, tokens, num_published // self.block_size, lease.block_ids)
                 lease.commit(end)
 
     def clear(self, tenant: str | None = None, salt: str | None = None) -> None:
         """Evict what is cached in namespaces with these names; None matches any. Without names, K/V memory is freed.
 
-        Sequences that were matched before, under whatever names, are not published after this.
+        Sequences that were matched before, under whatever names, are not published after this. With tiers, what they
+        hold is deleted as well, and the memory is kept.
+
+        Raises:
+            StoreError: see `ByteStore.purge`.
         """
         with self._lock:
             self._epoch += 1
             self._cache.purge(tenant=tenant, salt=salt)
-            if tenant is None and salt is None:
+            if self._tiers is not None:
+                self._tiers.purge(tenant, salt)
+            elif tenant is None and salt is None:
                 self._slots.free()
+
+    def _load(self, tiers: BlockTiers, namespace: Namespace, tokens: bytes) -> None:
+        """Load the blocks of a prompt that only the tiers have. Other calls go on while they are read."""
+        size = self.block_size
+        with self._lock:
+            epoch = self._epoch
+            num_found = self._cache.num_found_tokens(namespace, tokens)
+        for first, payloads in tiers.load(namespace, tokens, num_found // size):
+            end = (first + len(payloads)) * size
+            with self._lock, torch.no_grad():
+                if epoch != self._epoch:
+                    return
+                with self._cache.lease(namespace, tokens[: end * TOKEN_BYTES], is_resumed=True) as lease:
+                    start = lease.cached_tokens // size
+                    if start < first:  # blocks before them were evicted meanwhile
+                        return
+                    lease.copy = None  # the whole block is overwritten
+                    self._slots.write_blocks(lease.block_ids[start:], payloads[start - first :])
+                    lease.commit(end)
+
+    def _save(self, tiers: BlockTiers, namespace: Namespace, tokens: bytes, first: int, block_ids: BlockIds) -> None:
+        """Save the whole blocks of a sequence, from block `first` on, in each tier that does not hold them."""
+        unsaved = tiers.unsaved(namespace, tokens, first)
+        if unsaved:
+            payloads = self._slots.read_blocks(block_ids[[index for index, _ in unsaved]])
+            tiers.save([block for _, block in unsaved], payloads)
 
 
 def _are_finite(kv: Mapping[int, KV]) -> bool:

@@ -221,7 +221,7 @@ class PromptCache(DynamicCache):  # type: ignore[misc]  # transformers has no ty
         tokens, self._next_tokens = self._next_tokens, None
         self._unread_tokens.append(tokens)
         self._length += tokens.shape[1]
-        lengths = {layer.get_seq_length() for _, layer in self._stored_layers()}
+        lengths = {layer.get_seq_length() for _, layer in stored_layers(self)}
         if lengths != {self._length}:
             raise UnsupportedModel(
                 f"{type(self._model).__name__}: expected K/V of {self._length} tokens in each layer, got "
@@ -294,12 +294,6 @@ class PromptCache(DynamicCache):  # type: ignore[misc]  # transformers has no ty
                 layer.cumulative_length = length
                 self._records[layer_id] = _WindowRecord(start, [(keys, values)])
 
-    def _stored_layers(self) -> Iterator[tuple[int, Any]]:
-        """Iterate over the layers that keep K/V. Some models have layers that use those of others."""
-        for layer_id, layer in enumerate(self.layers):
-            if layer.is_initialized and hasattr(layer, "get_seq_length"):
-                yield layer_id, layer
-
     def _require_own_tokens(self, tokens: np.ndarray[Any, np.dtype[np.uint32]]) -> None:
         """Refuse tokens that differ from the rest of the prompts."""
         end = min(self._length + tokens.shape[1], self._prompt_length)
@@ -341,7 +335,7 @@ class PromptCache(DynamicCache):  # type: ignore[misc]  # transformers has no ty
 
     def _require_windows(self, length: int) -> None:
         """Refuse to crop to a length at which a layer would not have its whole window."""
-        for _, layer in self._stored_layers():
+        for _, layer in stored_layers(self):
             num_dropped = layer.get_seq_length() - layer.keys.shape[2]
             if num_dropped and length < (shortest := num_dropped + layer.sliding_window - 1):
                 raise InvalidRequest(
@@ -402,7 +396,7 @@ class PromptCache(DynamicCache):  # type: ignore[misc]  # transformers has no ty
         def read(start: int, end: int) -> dict[int, KV]:
             start, end = start + num_pads, end + num_pads
             kv = {}
-            for layer_id, layer in self._stored_layers():
+            for layer_id, layer in stored_layers(self):
                 if layer.is_sliding:
                     kv[layer_id] = self._records[layer_id].read(index, start, end)
                 else:
@@ -414,6 +408,13 @@ class PromptCache(DynamicCache):  # type: ignore[misc]  # transformers has no ty
 
         first = max((0, *(each.start - num_pads for each in self._records.values())))
         self._store.publish(self._namespace, tokens, row.published_tokens, first, read, self._epoch)
+
+
+def stored_layers(cache: DynamicCache) -> Iterator[tuple[int, Any]]:
+    """Iterate over the layers of a cache that keep K/V. Some models have layers that use those of others."""
+    for layer_id, layer in enumerate(cache.layers):
+        if layer.is_initialized and hasattr(layer, "get_seq_length"):
+            yield layer_id, layer
 
 
 def _numpy(input_ids: torch.Tensor) -> np.ndarray[Any, np.dtype[np.uint32]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import threading
-import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import TracebackType
@@ -12,19 +11,23 @@ from typing import Any, Self
 
 import numpy as np
 import torch
+from transformers import DynamicCache
 
 from radixkv.cache.eviction_policy import EvictionPolicy
 from radixkv.config.sequence_limit import sequence_limit
 from radixkv.errors import InvalidRequest, LifecycleError, PromptTooLong
+from radixkv.integrations.tiers.options import TierOptions
 from radixkv.integrations.transformers.active_adapters import ActiveAdapters
+from radixkv.integrations.transformers.block_tiers import require_local
 from radixkv.integrations.transformers.model_requirements import (
     CACHE_NAMES,
     cache_name,
     require_only_tokens,
     require_reusable,
 )
+from radixkv.integrations.transformers.model_weights import WeightVersions, computed_by, digest_of_model
 from radixkv.integrations.transformers.prefix_store import PrefixStore
-from radixkv.integrations.transformers.prompt_cache import PaddedPrompt, PromptCache
+from radixkv.integrations.transformers.prompt_cache import PaddedPrompt, PromptCache, stored_layers
 from radixkv.namespace import Namespace
 
 # Options of `generate` that switch assisted decoding on.
@@ -61,9 +64,9 @@ class RadixCache:
         with radix.cache_for(**inputs) as cache:
             out = model.generate(**inputs, cache=cache, max_new_tokens=20)  # past_key_values=cache in older releases
 
-    K/V that are reused have the same bits as those that were computed. What is computed after them is what transformers
-    computes when it continues one of its own caches: its GEMMs may round differently for another number of tokens, so
-    logits may differ in their last bits from those without a cache.
+    K/V that are reused have the same bits as those that were computed, unless `kv_dtype` quantizes them. What is
+    computed after them is what transformers computes when it continues one of its own caches: its GEMMs may round
+    differently for another number of tokens, so logits may differ in their last bits from those without a cache.
 
     The cache is bound to the model object. Before each call it verifies that no parameter and no persistent buffer was
     replaced or changed in place, and otherwise drops everything. It does not see changes of `.data`, which bypass
@@ -79,10 +82,17 @@ class RadixCache:
         block_size: tokens per block. A prefix may also end inside a block.
         policy: decides what is evicted first; serves this cache only. None for the least recently used.
         device: where to keep K/V, such as `cpu` for a model on a GPU; None for the device of the model.
+        kv_dtype: how to keep K/V: `auto` (as the model computes them), `fp8`, `int8` or `k8v4` (keys in int8, values in
+            int4). Quantized K/V have 4 more bytes per vector. A hit then changes the answer a little, since the call
+            that computed a prompt used the K/V before they were quantized.
+        tiers: where blocks are also kept, so that they can be loaded after the cache has evicted them, and with a disk
+            after a restart: `host_bytes`, `disk_path`, `disk_bytes` and other options of `TierOptions.of`. Whole blocks
+            are saved. The weights are read once, for a digest that identifies the model.
 
     Raises:
         UnsupportedModel: the model keeps other states than K/V. The message names it and the reason.
-        InvalidRequest: `capacity_tokens` or `block_size` is too small.
+        InvalidRequest: `capacity_tokens` or `block_size` is too small, or `kv_dtype` is unknown.
+        ConfigError: an option of the tiers is invalid, or they have no room for one block.
     """
 
     def __init__(
@@ -93,6 +103,8 @@ class RadixCache:
         block_size: int = 16,
         policy: EvictionPolicy | None = None,
         device: str | torch.device | None = None,
+        kv_dtype: str = "auto",
+        tiers: Mapping[str, Any] | None = None,
     ) -> None:
         if block_size < 1:
             raise InvalidRequest(f"block_size: expected at least 1, got {block_size}")
@@ -111,10 +123,13 @@ class RadixCache:
             self._max_tokens,
             policy,
             None if device is None else torch.device(device),
+            kv_dtype,
         )
         self._cache_name = cache_name(model)
         self._lock = threading.Lock()
-        self._weights = _WeightVersions(model)
+        self._tier_options = None if tiers is None else TierOptions.of(tiers)
+        self._open_tiers()
+        self._weights = WeightVersions(model)
         self._is_closed = False
         self._num_prompts = 0
         self._num_prompt_tokens = 0
@@ -140,6 +155,7 @@ class RadixCache:
         self._is_closed = True
         for hook in self._hooks:
             hook.remove()
+        self._store.close_tiers()
         self._store.clear()
 
     @property
@@ -155,8 +171,13 @@ class RadixCache:
             )
 
     @property
+    def tier_counts(self) -> dict[str, int]:
+        """What the tiers have saved, loaded and missed, in blocks; see `ByteStore.counts`. Empty without tiers."""
+        return self._store.tier_counts()
+
+    @property
     def num_bytes(self) -> int:
-        """Bytes that are allocated for K/V."""
+        """Bytes that are allocated for K/V, without tiers."""
         return self._store.num_bytes
 
     def generate(
@@ -238,18 +259,22 @@ class RadixCache:
             raise InvalidRequest("model: expected a model in eval mode, got one in training mode; call model.eval()")
         with self._lock:
             if not self._weights.are_current():
+                self._store.close_tiers()
                 self._store.clear()
-                self._weights = _WeightVersions(self.model)
-            adapters = ActiveAdapters(self.model)
-            cache = PromptCache(
-                self.model,
-                adapters,
-                self._store,
-                Namespace(type(self.model).__name__, tenant, adapters.describe_active(), salt),
-                prompts,
-                self._store.epoch,
-                write_generated=write_generated,
-            )
+                self._open_tiers()
+                self._weights = WeightVersions(self.model)
+            epoch = self._store.epoch
+        adapters = ActiveAdapters(self.model)
+        cache = PromptCache(
+            self.model,
+            adapters,
+            self._store,
+            Namespace(type(self.model).__name__, tenant, adapters.describe_active(), salt),
+            prompts,
+            epoch,
+            write_generated=write_generated,
+        )
+        with self._lock:
             self._num_prompts += len(prompts)
             self._num_prompt_tokens += sum(each.num_tokens for each in prompts)
             self._num_cached_tokens += sum(cache.num_cached_tokens)
@@ -258,11 +283,35 @@ class RadixCache:
         return cache
 
     def clear(self, *, tenant: str | None = None, salt: str | None = None) -> None:
-        """Evict what was computed under these names; None matches any name.
+        """Evict what was computed under these names, and delete it from the tiers; None matches any name.
 
         Caches that `cache_for` or `generate` created before, under whatever names, publish nothing after this.
+
+        Raises:
+            StoreError: a tier did not delete it, so it may be found after a restart.
         """
-        self._store.clear(tenant, salt)
+        with self._lock:
+            try:
+                self._store.clear(tenant, salt)
+            finally:
+                if tenant is None and salt is None:  # the weights may have changed
+                    self._store.close_tiers()
+                    self._open_tiers()
+
+    def _open_tiers(self) -> None:
+        """Open the tiers for the present weights. The shapes of K/V are those of a forward pass of one token."""
+        if self._tier_options is None:
+            return
+        require_local(self._tier_options)
+        cache = DynamicCache(config=self.model.config.get_text_config(decoder=True))
+        with torch.no_grad():
+            self.model(
+                input_ids=torch.zeros(1, 1, dtype=torch.int64, device=self.model.device),
+                **{self._cache_name: cache},
+                use_cache=True,
+            )
+        kv = {layer_id: (layer.keys[0], layer.values[0]) for layer_id, layer in stored_layers(cache)}
+        self._store.open_tiers(self._tier_options, digest_of_model(self.model), computed_by(self.model), kv)
 
     def _option(self, name: str, kwargs: Mapping[str, Any]) -> Any:
         """Return an option of `generate`: of the call, of its configuration, or else of that of the model."""
@@ -302,43 +351,6 @@ class RadixCache:
                     f"{self._too_long}"
                 )
             yield PaddedPrompt(tokens.astype("<u4").tobytes(), num_pads)
-
-
-class _WeightVersions:
-    """The weights of a model and the versions that PyTorch counts, to notice that they changed.
-
-    These are the parameters and the persistent buffers, which is what quantized weights may be. Some models replace
-    other buffers, such as the frequencies of RoPE, in each forward pass.
-
-    Args:
-        model: the model.
-    """
-
-    def __init__(self, model: Any) -> None:
-        self._model = model
-        self._versions = [(weakref.ref(each), each.data_ptr(), _version(each)) for each in _weights(model)]
-
-    def are_current(self) -> bool:
-        """Whether no tensor was added, removed, replaced, moved or changed. Complexity: O(tensors)."""
-        weights = _weights(self._model)
-        return len(weights) == len(self._versions) and all(
-            known() is each and (pointer, version) == (each.data_ptr(), _version(each))
-            for each, (known, pointer, version) in zip(weights, self._versions, strict=True)
-        )
-
-
-def _weights(model: Any) -> list[torch.Tensor]:
-    buffers = (
-        each
-        for module in model.modules()
-        for name, each in module.named_buffers(recurse=False)
-        if name not in module._non_persistent_buffers_set
-    )
-    return [*model.parameters(), *buffers]
-
-
-def _version(weight: torch.Tensor) -> int:
-    return -1 if weight.is_inference() else weight._version  # inference tensors can't be changed in place
 
 
 def _begin_forward(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:

@@ -306,7 +306,7 @@ def test_values_that_wait_are_bounded(with_failing_host: Callable[..., list[Fail
     event.set()
     assert [future.result(PATIENCE_S) for future in futures] == [[True]] * 3 + [[False]] * 2
     assert store.counts()["dropped"] == 2
-    assert store.wait_for_saves(PATIENCE_S)
+    assert store.wait_for_writes(PATIENCE_S)
     assert save(store, NAMES[3:5]) == [True] * 2
     store.close()
 

@@ -257,7 +257,7 @@ class Engine:
     def settle(self) -> None:
         """Wait until everything is stored, and report it to the scheduler."""
         for worker in self.workers:
-            assert worker._worker._store.wait_for_saves(PATIENCE_S)
+            assert worker._worker._store.wait_for_writes(PATIENCE_S)
         self.step(request_of("idle", []), [], 0)
 
     def close(self) -> None:

@@ -1,0 +1,81 @@
+"""The weights of a model: whether they changed, and a digest of what K/V depend on."""
+
+from __future__ import annotations
+
+import json
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import transformers
+from xxhash import xxh3_128
+
+from radixkv.errors import UnsupportedModel
+
+_PIECE_BYTES = 64 << 20
+
+
+class WeightVersions:
+    """The weights of a model and the versions that PyTorch counts, to notice that they changed.
+
+    These are the parameters and the persistent buffers, which is what quantized weights may be. Some models replace
+    other buffers, such as the frequencies of RoPE, in each forward pass.
+
+    Args:
+        model: the model.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._versions = [(weakref.ref(each), each.data_ptr(), _version(each)) for _, each in _weights(model)]
+
+    def are_current(self) -> bool:
+        """Whether no tensor was added, removed, replaced, moved or changed. Complexity: O(tensors)."""
+        weights = list(_weights(self._model))
+        return len(weights) == len(self._versions) and all(
+            known() is each and (pointer, version) == (each.data_ptr(), _version(each))
+            for (_, each), (known, pointer, version) in zip(weights, self._versions, strict=True)
+        )
+
+
+def digest_of_model(model: Any) -> str:
+    """Digest the class, the configuration and all weights of a model.
+
+    Complexity: it reads all weights, at up to 10 GB/s on a CPU.
+
+    Raises:
+        UnsupportedModel: some weights are not in memory.
+    """
+    config = {name: value for name, value in model.config.to_dict().items() if name != "_name_or_path"}
+    digest = xxh3_128(f"{type(model).__name__} {json.dumps(config, sort_keys=True, default=str)}".encode())
+    for name, weight in _weights(model):
+        if weight.is_meta:
+            raise UnsupportedModel(f"tiers: expected all weights in memory, got {name} offloaded")
+        digest.update(f"{name} {weight.dtype} {tuple(weight.shape)}".encode())
+        rows = weight.detach().reshape(-1).view(torch.uint8)
+        for start in range(0, rows.numel(), _PIECE_BYTES):
+            digest.update(rows[start : start + _PIECE_BYTES].cpu().numpy().data)
+    return digest.hexdigest()
+
+
+def computed_by(model: Any) -> str:
+    """Describe the libraries and the devices, on which the last bits of K/V depend."""
+    devices = sorted({each.device.type for _, each in _weights(model)})
+    names = [torch.cuda.get_device_name()] if "cuda" in devices else []
+    attention = model.config._attn_implementation
+    return (
+        f"transformers {transformers.__version__}, torch {torch.__version__}, {attention}, {', '.join(devices + names)}"
+    )
+
+
+def _weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from model.named_parameters()
+    for prefix, module in model.named_modules():
+        for name, each in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                yield f"{prefix}.{name}", each
+
+
+def _version(weight: torch.Tensor) -> int:
+    return -1 if weight.is_inference() else weight._version  # inference tensors can't be changed in place

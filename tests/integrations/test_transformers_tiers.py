@@ -1,0 +1,296 @@
+"""`RadixCache` with quantized K/V, and with blocks in host memory and on a disk."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+
+from radixkv.errors import ConfigError, InvalidRequest
+from radixkv.integrations.transformers import RadixCache
+from radixkv.kernels.quantization import INT4, dequantize, quantize
+from tests.integrations.generations import GREEDY, KINDS, counted, forward, model_of, prompt, same
+from tests.model.exact.checkpoints import VOCAB_SIZE
+
+BYTES = 8 << 20
+QUANTIZED = {
+    "fp8": (torch.float8_e4m3fn, torch.float8_e4m3fn),
+    "int8": (torch.int8, torch.int8),
+    "k8v4": (torch.int8, INT4),
+}
+
+
+@pytest.fixture
+def llama() -> Any:
+    return model_of(KINDS["llama"])
+
+
+def with_disk(model: Any, path: Path, capacity_tokens: int = 1024, **options: Any) -> RadixCache:
+    tiers = {"disk_path": str(path), "disk_bytes": BYTES}
+    return RadixCache(model, capacity_tokens, block_size=4, tiers=tiers, **options)
+
+
+def saved(model: Any, path: Path, ids: torch.Tensor, **names: str) -> None:
+    """Compute a prompt in another cache, which keeps it on the disk."""
+    with with_disk(model, path) as radix:
+        radix.generate(ids, **names, **GREEDY)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3"])
+@pytest.mark.parametrize("kv_dtype", QUANTIZED)
+def test_quantized_kv_are_those_of_the_model_rounded_once(kind: str, kv_dtype: str) -> None:
+    model = model_of(KINDS[kind])
+    radix, plain, ids = RadixCache(model, 256, kv_dtype=kv_dtype), RadixCache(model, 256), prompt(1, 61)
+    radix.generate(ids, **GREEDY)
+    plain.generate(ids, **GREEDY)
+    assert radix.num_bytes < plain.num_bytes / 2.5
+    longer = torch.cat([ids, prompt(2, 9)], dim=1)
+    found, exact = radix.cache_for(longer), plain.cache_for(longer)
+    assert found.num_cached_tokens == exact.num_cached_tokens == (61,)
+    for layer, plain_layer in zip(found.layers, exact.layers, strict=True):
+        for got, states, dtype in zip(
+            (layer.keys, layer.values), (plain_layer.keys, plain_layer.values), QUANTIZED[kv_dtype], strict=True
+        ):
+            assert torch.equal(got, dequantize(*quantize(states, dtype), dtype))
+    logits = torch.stack(radix.generate(longer, **GREEDY).logits[:1])
+    expected = torch.stack(model.generate(longer, **GREEDY).logits[:1])
+    assert 0 < (logits - expected).abs().max() < 0.2 * expected.abs().max()
+
+
+@pytest.mark.parametrize("kv_dtype", ["auto", *QUANTIZED])
+def test_a_branch_of_quantized_kv_copies_the_rest_of_its_block(llama: Any, kv_dtype: str) -> None:
+    radix = RadixCache(llama, 256, kv_dtype=kv_dtype)
+    radix.generate(prompt(1, 24, 5), **GREEDY)
+    radix.generate(prompt(1, 24, 7), **GREEDY)
+    first, second = (radix.cache_for(prompt(1, 24, tail, 3)) for tail in (5, 7))
+    assert (first.num_cached_tokens, second.num_cached_tokens) == ((29,), (31,))
+    for one, other in zip(first.layers, second.layers, strict=True):
+        assert torch.equal(one.keys[:, :, :24], other.keys[:, :, :24])
+        assert not torch.equal(one.keys[:, :, 24:], other.keys[:, :, 24:29])
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral", "gemma3"])
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
+def test_a_restarted_process_loads_the_whole_blocks_of_a_prompt_bit_for_bit(
+    kind: str, kv_dtype: str, tmp_path: Path
+) -> None:
+    model, ids = model_of(KINDS[kind]), prompt(1, 62)
+    with with_disk(model, tmp_path, kv_dtype=kv_dtype) as radix:
+        radix.generate(ids, **GREEDY)
+        before = radix.cache_for(ids[:, :61])
+        assert before.num_cached_tokens == (60,)
+    model = model_of(KINDS[kind])  # as another process would load it
+    with with_disk(model, tmp_path, kv_dtype=kv_dtype) as radix:
+        with counted(model) as sizes:
+            answer = radix.generate(ids, **GREEDY)
+        assert sizes == [2] + [1] * 7, "60 of 62 tokens fill whole blocks"
+        assert radix.tier_counts["loaded"] == 15
+        if kv_dtype == "auto":
+            assert same(answer, model.generate(ids, **GREEDY))
+        after = radix.cache_for(ids[:, :61])
+        for one, other in zip(before.layers, after.layers, strict=True):
+            assert torch.equal(one.keys, other.keys)
+            assert torch.equal(one.values, other.values)
+
+
+def test_generated_tokens_are_kept_as_well(llama: Any, tmp_path: Path) -> None:
+    with with_disk(llama, tmp_path) as radix:
+        answer = radix.generate(prompt(1, 21), **GREEDY).sequences
+    with with_disk(llama, tmp_path) as radix:
+        assert radix.cache_for(torch.cat([answer, prompt(3, 5)], dim=1)).num_cached_tokens == (28,)
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral", "gemma3"])
+@pytest.mark.parametrize("tiers", [{"host_bytes": BYTES}, {"host_bytes": 1 << 16}, {"disk_bytes": BYTES}], ids=str)
+def test_random_calls_with_evictions_get_the_answers_of_generate(
+    kind: str, tiers: dict[str, Any], tmp_path: Path
+) -> None:
+    model, random = model_of(KINDS[kind]), Random(str(tiers))
+    if "disk_bytes" in tiers:
+        tiers = tiers | {"disk_path": str(tmp_path)}
+    radix = RadixCache(model, 96, block_size=4, tiers=tiers)
+    known: dict[str, list[torch.Tensor]] = {"acme": [prompt(2, 30)], "other": [prompt(2, 30)]}
+    for _ in range(24):
+        tenant = random.choice(list(known))
+        base = random.choice(known[tenant])
+        kept = base[:, : random.randint(1, base.shape[1])]
+        new = torch.tensor([[random.randint(3, VOCAB_SIZE - 1) for _ in range(random.randint(1, 12))]])
+        ids = torch.cat([kept, new], dim=1)
+        out = radix.generate(ids, tenant=tenant, **GREEDY)
+        assert same(out, model.generate(ids, **GREEDY))
+        known[tenant] = [each for each in [*known[tenant][-5:], out.sequences] if each.shape[1] < 80]
+        if random.random() < 0.1:
+            radix.clear(tenant=tenant)
+            assert radix.cache_for(ids, tenant=tenant).num_cached_tokens == (0,)
+    assert radix.counts.num_evicted_blocks > 0
+    assert radix.tier_counts["loaded"] > 0 or radix.tier_counts["evicted"] > 0, "the small tier evicts most of it"
+    radix.close()
+
+
+def test_prompts_share_nothing_over_the_disk_between_tenants_or_salts(llama: Any, tmp_path: Path) -> None:
+    ids = prompt(1, 41)
+    saved(llama, tmp_path, ids, tenant="acme", salt="one")
+    with with_disk(llama, tmp_path) as radix:
+        for names in ({}, {"tenant": "acme"}, {"salt": "one"}, {"tenant": "acme", "salt": "two"}):
+            assert radix.cache_for(ids, **names).num_cached_tokens == (0,)
+        assert radix.cache_for(ids, tenant="acme", salt="one").num_cached_tokens == (40,)
+
+
+def change_data(model: Any, radix: RadixCache) -> None:
+    model.model.layers[0].self_attn.k_proj.weight.data.mul_(0.5)
+    radix.clear()
+
+
+def change_in_place(model: Any, radix: RadixCache) -> None:
+    with torch.no_grad():
+        model.model.layers[0].self_attn.k_proj.weight.mul_(0.5)
+
+
+@pytest.mark.parametrize("change", [change_data, change_in_place])
+def test_changed_weights_load_nothing_that_others_computed(llama: Any, change: Any, tmp_path: Path) -> None:
+    ids = prompt(1, 41)
+    saved(llama, tmp_path, ids)
+    with with_disk(llama, tmp_path) as radix:
+        change(llama, radix)
+        assert radix.cache_for(ids).num_cached_tokens == (0,)
+        assert same(radix.generate(ids, **GREEDY), llama.generate(ids, **GREEDY))
+    with with_disk(llama, tmp_path) as radix:
+        assert radix.cache_for(ids).num_cached_tokens == (40,)
+        assert same(radix.generate(ids, **GREEDY), llama.generate(ids, **GREEDY))
+
+
+@pytest.mark.parametrize("other", ["weights", "configuration", "dtype", "format"])
+def test_other_models_and_formats_load_nothing(llama: Any, other: str, tmp_path: Path) -> None:
+    ids = prompt(1, 41)
+    saved(llama, tmp_path, ids)
+    model, kv_dtype = llama, "auto"
+    if other == "weights":
+        model = model_of(KINDS["llama"], seed=1)
+    elif other == "configuration":
+        model.config.rope_parameters["rope_theta"] *= 2
+    elif other == "dtype":
+        model = llama.to(torch.bfloat16)
+    else:
+        kv_dtype = "int8"
+    with with_disk(model, tmp_path, kv_dtype=kv_dtype) as radix:
+        assert radix.cache_for(ids).num_cached_tokens == (0,)
+
+
+def test_clear_deletes_from_the_disk_what_an_earlier_process_saved(llama: Any, tmp_path: Path) -> None:
+    ids = prompt(1, 41)
+    for tenant in ("acme", "other"):
+        saved(llama, tmp_path, ids, tenant=tenant)
+    with with_disk(llama, tmp_path) as radix:
+        radix.clear(tenant="acme")
+        assert radix.cache_for(ids, tenant="acme").num_cached_tokens == (0,)
+        assert radix.cache_for(ids, tenant="other").num_cached_tokens == (40,)
+    with with_disk(llama, tmp_path) as radix:
+        assert radix.cache_for(ids, tenant="acme").num_cached_tokens == (0,)
+        radix.clear()
+    with with_disk(llama, tmp_path) as radix:
+        assert radix.cache_for(ids, tenant="other").num_cached_tokens == (0,)
+
+
+def test_clear_deletes_what_is_being_saved(llama: Any, tmp_path: Path) -> None:
+    with with_disk(llama, tmp_path) as radix:
+        for seed in range(5):
+            radix.generate(prompt(seed, 41), tenant="acme", **GREEDY)
+            radix.clear(tenant="acme")
+    with with_disk(llama, tmp_path) as radix:
+        assert [radix.cache_for(prompt(seed, 41), tenant="acme").num_cached_tokens for seed in range(5)] == [(0,)] * 5
+
+
+def test_damaged_blocks_are_computed(llama: Any, tmp_path: Path) -> None:
+    ids = prompt(1, 41)
+    saved(llama, tmp_path, ids)
+    largest = max((each for each in tmp_path.rglob("*") if each.is_file()), key=lambda each: each.stat().st_size)
+    content = bytearray(largest.read_bytes())
+    for index in range(0, len(content), 1000):
+        content[index] ^= 1
+    largest.write_bytes(content)
+    with with_disk(llama, tmp_path) as radix:
+        assert same(radix.generate(ids, **GREEDY), llama.generate(ids, **GREEDY))
+        assert radix.counts.num_cached_tokens < 40
+
+
+def test_a_directory_that_another_process_uses_costs_only_hits(llama: Any, tmp_path: Path) -> None:
+    ids = prompt(1, 41)
+    with with_disk(llama, tmp_path) as first, with_disk(llama, tmp_path) as second:
+        first.generate(ids, **GREEDY)
+        assert same(second.generate(ids, **GREEDY), llama.generate(ids, **GREEDY))
+
+
+def test_several_threads_share_the_tiers() -> None:
+    model = model_of(KINDS["gemma3"])
+    radix = RadixCache(model, 96, block_size=4, tiers={"host_bytes": BYTES})
+    prompts = [torch.cat([prompt(1, 30), prompt(seed, 10)], dim=1) for seed in range(2, 8)]
+    expected = [model.generate(ids, **GREEDY) for ids in prompts]
+    wrong: list[int] = []
+
+    def ask(first: int) -> None:
+        for turn in range(9):
+            index = (first + turn) % len(prompts)
+            if not same(radix.generate(prompts[index], **GREEDY), expected[index]):
+                wrong.append(index)
+
+    threads = [threading.Thread(target=ask, args=(first,)) for first in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+    assert radix.tier_counts["loaded"] > 0
+    radix.close()
+
+
+def test_a_prefix_that_is_evicted_during_a_load_is_computed(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    radix = RadixCache(llama, 64, block_size=4, tiers={"host_bytes": BYTES})
+    ids = prompt(1, 41)
+    radix.generate(ids, **GREEDY)
+    tiers = radix._store._tiers
+    assert tiers is not None
+    assert tiers._store.wait_for_writes(60)
+    radix._store._cache.evict(4)
+    load = tiers.load
+
+    def load_late(*arguments: Any) -> Any:
+        for first, payloads in load(*arguments):
+            radix._store._cache.evict(16)
+            yield first, payloads
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tiers, "load", load_late)
+        assert radix.cache_for(ids).num_cached_tokens == (0,)
+    assert same(radix.generate(ids, **GREEDY), llama.generate(ids, **GREEDY))
+    radix.close()
+
+
+def test_a_forward_pass_of_the_model_itself_is_not_disturbed(llama: Any, tmp_path: Path) -> None:
+    with with_disk(llama, tmp_path) as radix, radix.cache_for(prompt(1, 30)) as cache:
+        assert torch.equal(forward(llama, cache, prompt(1, 30)).logits, llama(prompt(1, 30)).logits)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"kv_dtype": "int4"}, InvalidRequest, "kv_dtype: expected one of auto, fp8, int8, k8v4, got 'int4'"),
+        ({"tiers": {}}, ConfigError, "tiers: expected host_bytes, disk_path or redis_url"),
+        ({"tiers": {"disk": "/tmp"}}, ConfigError, "disk"),
+        ({"tiers": {"host_bytes": 100}}, ConfigError, "host_bytes"),
+        (
+            {"tiers": {"redis_url": "redis://localhost", "trusted": True}},
+            ConfigError,
+            "redis_url: RadixCache has tiers",
+        ),
+        ({"tiers": {"host_bytes": BYTES, "model_id": "a"}}, ConfigError, "model_id: RadixCache identifies a model by"),
+    ],
+    ids=str,
+)
+def test_wrong_options_are_refused(llama: Any, options: dict[str, Any], error: Any, message: str) -> None:
+    with pytest.raises(error, match=message):
+        RadixCache(llama, **options)
+    assert not llama._forward_pre_hooks
