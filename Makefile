@@ -7,7 +7,7 @@ STAMP  := $(VENV)/.installed-all
 # Maximum minutes of `make demo` after the installation.
 DEMO_MINUTES ?= 5
 
-.PHONY: help demo gateway-demo fleet-demo test test-long install-matrix stress exact campaign soak mutants check bench vllm-tier gpu proto clean
+.PHONY: help demo gateway-demo fleet-demo test test-long install-matrix release stress exact campaign soak mutants check bench vllm-tier gpu proto clean
 
 help:
 	@echo "make demo      ask a small model questions about a document, with and without the cache; draw build/demo/ttft.png;"
@@ -23,6 +23,7 @@ help:
 	@echo "make check     lint, format check, types"
 	@echo "make install-matrix  install each documented set of extras into a clean environment, and use it; about an hour,"
 	@echo "               or only some sets: SETS=\"'' engine engine,text engine@oldest\""
+	@echo "make release   build and check the wheel and the sdist of the last commit, with digests and provenance, into dist/"
 	@echo "make stress    compare random walks with oracles: STEPS=1000000 of the cache, ENGINE_SEEDS=2000 of the engine, SEED=0"
 	@echo "make exact     check that a hit never changes a bit: CASES=1000 for each dtype of model and pool, and"
 	@echo "               for each format of quantized weights"
@@ -96,6 +97,9 @@ test-long: $(STAMP)
 	$(PYTEST) -m "long and not slow"
 
 # '' in SETS is the package without extras, `engine@oldest` installs the oldest versions that pyproject.toml allows.
+release:
+	$(PYTHON) -m tests.install.release
+
 install-matrix:
 	$(PYTHON) -m tests.install.matrix $(SETS)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import sys
 from pathlib import Path
 
@@ -63,7 +64,17 @@ class PackKernels(bdist_wheel):
         return ("py3", "none", platform_tag) if self.distribution.has_ext_modules() else (python, abi, platform_tag)
 
 
+def _description() -> str:
+    """Return the README without links to other files, which lead nowhere on the page of an index."""
+    readme = Path(__file__).with_name("README.md").read_text(encoding="utf-8")
+    for pattern in (r"!\[([^\]]*)\]", r"\[([^\]]*)\]"):  # an image may be the text of a link
+        readme = re.sub(pattern + r"\((?!https?://)[^)]*\)", r"\1", readme)
+    return readme
+
+
 setup(
+    long_description=_description(),
+    long_description_content_type="text/markdown",
     ext_modules=[Extension(name, _SOURCES, optional=True) for name in _VARIANTS] if _IS_SUPPORTED else [],
     cmdclass={"build_ext": BuildKernels, "bdist_wheel": PackKernels},
 )

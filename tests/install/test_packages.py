@@ -188,6 +188,13 @@ def test_an_editable_installation_adds_a_path(editable: Path, checkout: Path) ->
     assert Path(zipfile.ZipFile(editable).read(file).decode().strip()) == checkout
 
 
+def test_the_description_has_no_links_to_files_of_the_checkout(wheel: Path) -> None:
+    (metadata,) = (name for name in names_in(wheel) if name.endswith(".dist-info/METADATA"))
+    text = zipfile.ZipFile(wheel).read(metadata).decode()
+    assert "\n# radixkv\n" in text
+    assert [target for target in re.findall(r"\]\(([^)]*)\)", text) if not target.startswith("http")] == []
+
+
 @is_linux
 def test_a_wheel_contains_kernels_for_every_python_version(wheel: Path) -> None:
     assert wheel.name.endswith("-py3-none-linux_x86_64.whl")
