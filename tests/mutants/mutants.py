@@ -1626,8 +1626,45 @@ INTEGRATION_MUTANTS = (
         "                if False:\n",
     ),
     Mutant("integrations/transformers/prefix_store.py", "                    self._slots.copy(lease.copy)\n", ""),
-    Mutant("integrations/transformers/prefix_store.py", "if epoch != self._epoch:", "if False:"),
+    Mutant(
+        "integrations/transformers/prefix_store.py",
+        "            if epoch != self._epoch:\n                return\n            with self._cache",
+        "            with self._cache",
+    ),
     Mutant("integrations/transformers/prefix_store.py", "            self._epoch += 1\n", ""),
+    Mutant(
+        "integrations/transformers/prefix_store.py",
+        "                    if start < first:",
+        "                    if False:",
+    ),
+    Mutant("integrations/transformers/prefix_store.py", "payloads[start - first :]", "payloads"),
+    Mutant(
+        "integrations/transformers/prefix_store.py",
+        "                self._tiers.purge(tenant, salt)\n",
+        "                pass\n",
+    ),
+    Mutant("integrations/transformers/block_tiers.py", "if num_loaded < len(part):", "if False:"),
+    Mutant(
+        "integrations/transformers/kv_slots.py",
+        "dequantize(values, scales[..., 0], self._quantized, self.dtype)",
+        "dequantize(values, scales[..., 0] * 1.001, self._quantized, self.dtype)",
+    ),
+    Mutant(
+        "integrations/transformers/kv_slots.py",
+        "view(-1, num_heads, self._block_size, size).transpose(0, 1).flatten(1, 2)",
+        "reshape(num_heads, -1, size)",
+    ),
+    Mutant(
+        "integrations/transformers/model_weights.py",
+        "            digest.update(rows[start : start + _PIECE_BYTES].cpu().numpy().data)\n",
+        "            pass\n",
+    ),
+    Mutant(
+        "integrations/transformers/radix_cache.py",
+        "                    self._store.close_tiers()\n                    self._open_tiers()\n",
+        "                    pass\n",
+    ),
+    Mutant("integrations/tiers/byte_store.py", "        self.wait_for_writes(limit_s)\n", ""),
     Mutant(
         "integrations/transformers/prefix_store.py",
         "if not _are_finite(new):",
@@ -1651,7 +1688,7 @@ INTEGRATION_MUTANTS = (
     Mutant("integrations/transformers/prompt_cache.py", "            if got != expected:", "            if False:"),
     Mutant("integrations/transformers/prompt_cache.py", "if self._adapters.describe_active() !=", "if False and 0 !="),
     Mutant(
-        "integrations/transformers/radix_cache.py",
+        "integrations/transformers/model_weights.py",
         "version) == (each.data_ptr(), _version(each))",
         "0) == (each.data_ptr(), 0)",
     ),

@@ -239,7 +239,10 @@ SERVICE_TESTS = (
     "tests/service/server/test_connections.py",
 )
 OFFLINE_TESTS = ("tests/service/text/test_answer_text.py", "tests/service/offline", "tests/whole/test_llm.py")
-INTEGRATION_TESTS = ("tests/integrations/test_transformers_cache.py",)
+INTEGRATION_TESTS = (
+    "tests/integrations/test_transformers_tiers.py",
+    "tests/integrations/test_transformers_cache.py",
+)
 TIERS_TESTS = tuple(
     f"tests/integrations/tiers/test_{name}.py"
     for name in (
