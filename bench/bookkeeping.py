@@ -1,4 +1,4 @@
-"""Measures the share of a step that engine and radix tree take, compared with the model, when nothing is reused.
+"""Measures the share of a step that the engine and the radix tree take, compared with the model, without any reuse.
 
 python -m bench.bookkeeping --json bench/results/bookkeeping.json
 
@@ -138,7 +138,7 @@ class BookkeepingBench:
             yield
 
     def submit(self, case: BookkeepingCase, **params: Any) -> list[Future[Any]]:
-        """Submit a case's requests. No two prompts of this bench begin with the same token."""
+        """Submit a case's requests. The first tokens of prompts count up, and repeat after `vocab_size` prompts."""
         futures: list[Future[Any]] = []
         vocab_size = self._runner.model.vocab_size
         for _ in range(case.num_requests):
@@ -154,7 +154,7 @@ class BookkeepingBench:
         return futures
 
     def check(self, prompt_tokens: int) -> None:
-        """Check that a prompt that the core computes in chunks has the same bits as if the model computes it at once.
+        """Check that a prompt has the same logits whether the core computes it in chunks or the model at once.
 
         Raises:
             AssertionError: a bit differs.
@@ -178,7 +178,7 @@ class BookkeepingBench:
             assert cached_tokens == 0, f"a new prompt reuses {cached_tokens} tokens"
 
     def measure(self, case: BookkeepingCase) -> Row:
-        """Measure one round. Returns milliseconds per step: in total, and outside the model."""
+        """Measure one round. Returns milliseconds per step: in total, and for bookkeeping."""
         futures = self.submit(case)
         while case.num_new_tokens and not all(each.is_decoding for each in self.core._scheduler.requests()):
             self.core.step()
@@ -231,7 +231,7 @@ def _line(row: Row) -> str:
     parts = sorted(row["parts_ms"].items(), key=lambda part: -part[1])
     return (
         f"{row['kind']:>7} {row['requests']:>3} x {row['prompt_tokens']:>5} {row['steps']:>5} {row['step_ms']:9.2f} "
-        f"{row['bookkeeping_ms']:8.3f} {row['share']:8.3%}  "
+        f"{row['bookkeeping_ms']:11.3f} {row['share']:8.3%}  "
         + ", ".join(f"{label} {ms * 1e3:.0f}" for label, ms in parts)
     )
 
@@ -239,7 +239,7 @@ def _line(row: Row) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print a table, and write the file again after each case."""
     parser = argparse.ArgumentParser(
-        description="Measure the share of a step that engine and tree take, compared with the model."
+        description="Measure the share of a step that the engine and the tree take, compared with the model."
     )
     parser.add_argument("--shape", choices=("tiny", *SHAPES), default="0.5b")
     parser.add_argument("--layers", type=int, default=24, help="layers of a random model; default 24")
@@ -274,7 +274,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if options.json:
             known = {"evicted_blocks": bench.cache.num_evicted_blocks, "is_finished": False}
             write_json(options.json, {"rows": rows, **result, **known})
-    print("   kind  requests   steps  step, ms  outside    share  us/step")
+    print("   kind  requests   steps  step, ms bookkeeping    share  us/step")
     for row in rows:
         print(_line(row))
     if options.json:

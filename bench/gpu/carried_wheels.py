@@ -1,6 +1,6 @@
 """Downloads the wheels that a GPU machine without a package index may lack, into one folder.
 
-python -m bench.gpu.carried_wheels .whl
+python -m bench.gpu.carried_wheels wheels
 """
 
 from __future__ import annotations

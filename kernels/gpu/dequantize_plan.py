@@ -34,7 +34,7 @@ MAX_SHORT_TOKENS = 128
 # Memory for plain blocks, which live while a layer attends: 131,072 tokens of 8 heads of 128 dimensions.
 _MAX_BYTES = 512 << 20
 
-_DTYPES = (torch.bfloat16, torch.float16)  # in float32 there are no tensor cores to keep busy
+_DTYPES = (torch.bfloat16, torch.float16)  # the kernel uses no tensor cores for float32
 
 
 @dataclass(frozen=True, slots=True)

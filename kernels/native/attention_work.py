@@ -24,20 +24,20 @@ from radixkv.kernels.shared_prefix import prefix_order, runs_in_order
 
 Ints = npt.NDArray[np.int32]
 
-# Keys per block: kKeys of attention.h.
+# Keys that attention.cpp packs together: kKeys of attention.h.
 BLOCK_KEYS = 64
 
-# Maximum number of elements in the rows of an item. Large items pack keys less often; small ones are distributed more
-# evenly and stay in a core's cache. 448 rows of 64 elements took 2.77 ms in one item, and 2.84, 2.94 and 3.17 ms in
-# items of 256, 128 and 64 rows (bfloat16, 2,048 keys).
-_MAX_ITEM_NUMBERS = 512 * 64
+# Maximum number of elements in the rows of an item. Each item packs the keys of its rounds again, so large items pack
+# less; small ones are distributed more evenly over threads, and stay in a core's cache. 448 rows of 64 elements took
+# 2.77 ms in one item, and 2.84, 2.94 and 3.17 ms in items of 256, 128 and 64 rows (bfloat16, 2,048 keys).
+_MAX_ITEM_ELEMENTS = 512 * 64
 # Items of longer rows, such as latents, may have this number of rows. 64 tokens of 16 heads of 576 took 115 ms in items
 # of 56 rows and 105 ms in items of 128 (bfloat16, 8,192 keys; in float32 210 and 190 ms). 192 rows and their sums do
 # not fit into a core's cache, and gain 3 % at most.
 _MAX_LONG_ROWS = 128
 _MIN_ITEM_ROWS = 32
 _ITEMS_PER_THREAD = 2
-_TILE_ROWS = 8  # kRows of attention.cpp with AVX-512, which distributes rows evenly over tiles
+_ROW_MULTIPLE = 8  # of the rows of an item: kRows, the rows that attention.cpp computes at once with AVX-512
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +107,7 @@ def plan_work(
         window: the sliding window; None for full attention. With a window, no keys are shared.
         num_threads: threads that the items are distributed over.
     """
-    order = _order(batch, window)
+    order = _sort_tiles(batch, window)
     rows_per_item = _rows_per_item(int(order.starts[-1]) * group_size, num_kv_heads, head_dim, num_threads)
     rounds: list[tuple[int, ...]] = []
     items: list[tuple[int, ...]] = []
@@ -132,7 +132,7 @@ def _unit_tokens(batch: PagedBatch) -> int:
     return max(BLOCK_KEYS, batch.block_size)
 
 
-def _order(batch: PagedBatch, window: int | None) -> _Order:
+def _sort_tiles(batch: PagedBatch, window: int | None) -> _Order:
     unit_tokens, tiles = _unit_tokens(batch), [*_tiles(batch)]
     num_units = np.array([0 if window else tile.start // unit_tokens for tile in tiles])
     tables = batch.host_tables[[tile.request for tile in tiles]]
@@ -142,10 +142,10 @@ def _order(batch: PagedBatch, window: int | None) -> _Order:
 
 
 def _rows_per_item(num_rows: int, num_kv_heads: int, head_dim: int, num_threads: int) -> int:
-    max_rows = max(_MAX_LONG_ROWS, _MAX_ITEM_NUMBERS // head_dim // _TILE_ROWS * _TILE_ROWS)
+    max_rows = max(_MAX_LONG_ROWS, _MAX_ITEM_ELEMENTS // head_dim // _ROW_MULTIPLE * _ROW_MULTIPLE)
     if num_threads == 1:
         return max_rows
-    evenly = -(-num_rows * num_kv_heads // (_ITEMS_PER_THREAD * num_threads * _TILE_ROWS)) * _TILE_ROWS
+    evenly = -(-num_rows * num_kv_heads // (_ITEMS_PER_THREAD * num_threads * _ROW_MULTIPLE)) * _ROW_MULTIPLE
     return min(max_rows, max(_MIN_ITEM_ROWS, evenly))
 
 

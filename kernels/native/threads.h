@@ -10,7 +10,7 @@ class Items {
  public:
   // All items, for a loop that runs on the calling thread alone.
   explicit Items(int64_t num_items) : next_(0), end_(num_items) {}
-  // Ranges of a parallel loop, the first of which is claimed already.
+  // Ranges of a parallel loop, of which the caller has already claimed `first_range`.
   Items(int64_t first_range, int64_t num_ranges, int64_t num_items);
 
   // Sets `item` to the next item. Returns false if there is none.
@@ -27,8 +27,8 @@ class Items {
   void take(int64_t range);
 
   int64_t next_, end_;
-  int64_t num_ranges_ = 0, num_items_ = 0;  // of a parallel loop
-  int64_t num_claimed_ = 1;                 // ranges
+  int64_t num_ranges_ = 0, num_items_ = 0;  // only for a parallel loop
+  int64_t num_claimed_ = 1;                 // number of claimed ranges
 };
 
 using Work = void (*)(void* context, Items& items);
@@ -46,7 +46,7 @@ void run_parallel(int64_t num_items, int64_t num_threads, Work work, void* conte
 //
 // `work` calls `next` until it returns false, and throws nothing. There is one pool per process: a call from within
 // `work`, or while another thread's call is running, computes all its items on the calling thread. While requests are
-// served, only the engine's thread computes; adapters are loaded next to it.
+// served, only the engine's thread uses the pool, except while another thread loads an adapter.
 template <class Function>
 void parallel_items(int64_t num_items, int64_t num_threads, Function&& work) {
   if (num_threads <= 1 || num_items <= 1) {

@@ -1,4 +1,4 @@
-// Vectors of 8 floats, for AVX2 with FMA and F16C. `vectors_avx512.h` defines the same names, and documents them.
+// Vectors of 8 floats, for AVX2 with FMA and F16C. `vectors_avx512.h` defines the same interface for 16 floats.
 #pragma once
 
 constexpr int kLanes = 8;
@@ -9,7 +9,7 @@ using Words = __m256i;   // 8 of 32 bits
 using Halves = __m128i;  // 8 of 16 bits
 
 struct Lanes {
-  int count;  // the number of the first lanes that are active
+  int count;  // lanes 0 to count - 1 are active
 };
 
 inline Lanes first_lanes(int64_t left) { return {left >= kLanes ? kLanes : static_cast<int>(left)}; }
@@ -97,7 +97,7 @@ inline Floats from_float16(Halves x) { return _mm256_cvtph_ps(x); }
 inline Halves to_float16(Floats x) { return _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT); }
 inline Floats from_bfloat16(Halves x) { return as_floats(shift_left(widen(x), 16)); }
 
-// The next lower integer of a number, as a float, and the fraction above it, in [0, 1).
+// floor(x) of a number x, as a float, and x - floor(x), from 0 to 1.
 struct Split {
   Floats whole, fraction;
 };
@@ -109,7 +109,7 @@ inline Split split_of(Floats x) {
   return {whole, x - whole};
 }
 
-// Multiplies by two powers of 2, each of which is a normal float even if their product is not.
+// Returns sum * 2^whole. Multiplies in two steps, since 2^whole itself may not be a normal float.
 inline Floats times_power_of_2(Floats sum, Split split) {
   const Words exponent = _mm256_cvtps_epi32(split.whole), half = _mm256_srai_epi32(exponent, 1);
   const auto power = [](Words x) { return as_floats(shift_left(_mm256_add_epi32(x, _mm256_set1_epi32(127)), 23)); };

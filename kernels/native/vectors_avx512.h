@@ -1,4 +1,4 @@
-// Vectors of 16 floats, for AVX-512 (F, BW, DQ, VL). `vectors_avx2.h` defines the same names.
+// Vectors of 16 floats, for AVX-512 (F, BW, DQ, VL). `vectors_avx2.h` defines the same interface for 8 floats.
 #pragma once
 
 constexpr int kLanes = 16;
@@ -32,6 +32,7 @@ inline Words shift_right(Words x, int bits) { return _mm512_srli_epi32(x, bits);
 inline Words sum_of_words(Words a, Words b) { return _mm512_add_epi32(a, b); }
 inline Words broadcast_words(uint32_t x) { return _mm512_set1_epi32(static_cast<int>(x)); }
 inline Words and_bits(Words a, uint32_t b) { return _mm512_and_si512(a, broadcast_words(b)); }
+// Returns `is` in the lanes in which x is NaN, and `is_not` in the others.
 inline Words select_nan(Floats x, Words is, Words is_not) {
   return _mm512_mask_mov_epi32(is_not, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), is);
 }
@@ -54,7 +55,7 @@ inline Floats from_float16(Halves x) { return _mm512_cvtph_ps(x); }
 inline Halves to_float16(Floats x) { return _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT); }
 inline Floats from_bfloat16(Halves x) { return as_floats(shift_left(widen(x), 16)); }
 
-// A number, and its fraction above the next lower integer, in [0, 1).
+// A number x, and x - floor(x), from 0 to 1.
 struct Split {
   Floats x, fraction;
 };
@@ -63,6 +64,7 @@ inline Split split_of(Floats x) {
   return {x, _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC)};  // 0 for infinite x
 }
 
+// Returns sum * 2^floor(x).
 inline Floats times_power_of_2(Floats sum, Split split) { return _mm512_scalef_ps(sum, split.x); }
 
 // Lane i stands for the position first + i. Keeps the lanes of the positions (after, last], and sets others to -infinity.

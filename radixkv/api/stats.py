@@ -52,7 +52,8 @@ class RequestStats:
     Attributes:
         waiting: requests that wait to be admitted.
         running: requests with blocks.
-        following: requests that wait for tokens that a running request computes.
+        following: requests that wait for tokens that a running request computes, or for blocks that are being loaded
+            from a tier.
         paused: waiting and following requests that were preempted.
         finished, failed, cancelled: requests that have ended.
         pauses: number of preemptions.

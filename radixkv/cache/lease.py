@@ -30,16 +30,17 @@ class Lease:
         block_ids    shared, read-only              | new, writable ..............
                                                     └ `copy` fills the beginning of the first new block, if it is set
 
-    `PrefixCache.lease` opens leases. A lease is a context manager: leaving it closes it. It moves blocks from the pool
-    to itself and on to the tree; the evictor moves them back to the pool:
+    `PrefixCache.lease` opens leases. A lease is a context manager: leaving it closes it. Blocks move between the pool,
+    the lease and the tree; the evictor moves them from the tree back to the pool:
 
-        pool ── open, reserve, extend ──▶ lease ── commit ──▶ tree
-          ▲                                 │                  │
-          └─────────────── close ───────────┘◀──── adopt ──────┘
+        pool ── PrefixCache.lease, reserve, extend ──▶ lease ── commit ──▶ tree
+          ▲                                              │
+          └────── close, release_last ───────────────────┘   (and `commit`: own copies of blocks that the tree has)
 
-    A lease is in one of four states:
+    A lease is in one of four states. `close` ends it in any of them:
 
-        active ─┬─ hold ───────────▶ held: only keeps its blocks, after its request ended ───┬─ close ─▶ closed
+        active ─┬────────────────────────────────────────────────────────────────────────────┬─ close ─▶ closed
+                ├─ hold ───────────▶ held: only keeps its blocks, after its request ended ───┤
                 └─ leave_shared ───▶ private: continues in blocks that are never published ──┘
 
     Args:
@@ -60,7 +61,7 @@ class Lease:
         num_expected_tokens: length that the lease will probably reach; adjacent blocks are left free for that.
         num_nodes: nodes that were visited to find what is reused.
         is_resumed: whether the request had a lease of the same prompt before.
-        is_prefetch: whether it only loads blocks for a later request, and is no use by its session.
+        is_prefetch: whether it only loads blocks for a later request; it then does not count as a use by its session.
         session: the session that the request belongs to; None for none.
         windows: the lease of parts in each group of windowed layers.
         on_close: called when the lease no longer uses the public prefix.
@@ -73,7 +74,8 @@ class Lease:
         copy: the pending block copy; the owner sets it to None after making it.
         committed_tokens: tokens known to be matchable: the reused ones, and those published through this lease.
         written_from_tokens: position of the first token that this lease published; None until it publishes one.
-        awaits: what the session of the request waits for when the lease closes; the owner sets it before that.
+        awaits: what the session of the request waits for when the lease closes; the owner sets it before it closes the
+            lease.
         is_closed, is_held, is_private: the states above.
         is_revoked: whether the namespace was purged; if so, nothing more is published.
     """
@@ -299,8 +301,9 @@ class Lease:
     def reserve(self, num_tokens: int) -> None:
         """Allocate blocks for tokens that `extend` will add, or to replace blocks that `release_last` returned.
 
-        A call that raises has changed nothing. If a later commit ends inside a block, the copy of that block takes a
-        reserved block. A private lease needs no more blocks, so this does nothing for it.
+        A call that raises has changed nothing. If a commit then ends inside a block, the next token is written into a
+        copy of that block, and this copy uses one of the reserved blocks. A private lease needs no more blocks, so this
+        does nothing for it.
 
         Args:
             num_tokens: length for which to have blocks, including the present tokens.
@@ -350,7 +353,8 @@ class Lease:
         """Return the last blocks, which hold no K/V yet, to the pool. `reserve` allocates others in their place.
 
         Args:
-            num_blocks: number of blocks. None of them may belong to tokens that are computed or are being computed.
+            num_blocks: number of blocks, at least 1. None of them may belong to tokens that are computed or are being
+                computed.
 
         Raises:
             LeaseClosed: the lease is closed.
@@ -399,7 +403,7 @@ class Lease:
         """Continue in the private blocks, to which the owner has copied the K/V that it keeps.
 
         All other blocks are released; committed blocks stay cached. From now on positions in `block_ids` do not follow
-        from positions in the tokens: the blocks hold the K/V of all tokens except `num_dropped_tokens`.
+        from positions in the tokens: the blocks hold the K/V of all tokens except `num_dropped_tokens` of them.
 
         Args:
             num_dropped_tokens: tokens of the prompt whose K/V were not copied.
@@ -453,14 +457,18 @@ class Lease:
                 node.retired_block_ids = b""
             self._state.pins.unpin(node)
 
-    def close(self) -> None:
-        """Release all blocks; committed blocks stay cached. Closing again does nothing."""
-        self._close()
+    def close(self, *, is_used: bool = True) -> None:
+        """Release all blocks; committed blocks stay cached. Closing again does nothing.
 
-    def _close(self, *, is_used: bool = True) -> None:
+        Args:
+            is_used: False if no request has used the lease; it then counts neither as a hit nor as a miss.
+        """
         if self.is_closed:
             return
         self.is_closed = True
+        if not is_used:
+            self.usage.num_hit_tokens -= self.cached_tokens
+            self.usage.num_miss_tokens -= self.num_tokens - self.cached_tokens
         self._leases.remove(self)
         if self.is_held:
             self._state.held.release(self)
@@ -477,12 +485,6 @@ class Lease:
             if is_used and cached_bytes and self._state.sessions.remembers_prompts and not self.is_revoked:
                 prompt = PromptKey(self.namespace._replace(public_prefix=""), bytes(self.tokens[:cached_bytes]))
             self._state.sessions.leave(self.session, self.awaits, self._state.clock(), prompt)
-
-    def close_unused(self) -> None:
-        """Close a lease whose request did not start, so that it counts neither as a hit nor as a miss."""
-        self.usage.num_hit_tokens -= self.cached_tokens
-        self.usage.num_miss_tokens -= self.num_tokens - self.cached_tokens
-        self._close(is_used=False)
 
     def _release_shared(self) -> None:
         """Unpin the path and release all blocks that no tree has."""
@@ -527,7 +529,7 @@ class OpenLeases:
     other  { ("", ""): { lease } }
 
     Args:
-        state: what leases move blocks between.
+        state: the pool, the trees and the evictor, which all leases of the cache use.
     """
 
     def __init__(self, state: CacheState) -> None:

@@ -490,9 +490,9 @@ class PrefixCache:
             num_private_blocks: blocks that the caller reserves next with `Lease.reserve_private`, which then succeeds.
             num_expected_tokens: length that the lease will probably reach; adjacent blocks are left free for that.
             is_resumed: the request had a lease of this prompt before, so the tokens it finds do not count as reuse.
-            is_prefetch: the lease only loads blocks for a later request. It is no use by the session: what is known of
-                the session's waits and prompt stays, and a session that does not exist is not created. Without a
-                session, the reused nodes keep theirs, and the loaded ones belong to the same session.
+            is_prefetch: the lease only loads blocks for a later request. It does not count as a use by its session:
+                what is known of the session's waits and prompt stays, and a session that does not exist is not created.
+                Without a session, the reused nodes keep theirs, and the loaded ones belong to the same session.
             session_id: the conversation that the request belongs to, a name chosen by the tenant; empty for none.
             require_path: called before the lease is opened, if the caller will hold the lease after its request: with
                 the path of blocks that the held lease would keep, and the number of nodes visited to find them. It

@@ -101,7 +101,7 @@ class Sessions(Listener):
         return session
 
     def enter_prefetch(self, tenant: str, session_id: str, node: Node | None) -> Session | None:
-        """Return the session of a new lease that only loads blocks, and is no use.
+        """Return the session of a new lease that only loads blocks, and does not count as a use by the session.
 
         Args:
             tenant: the tenant of the lease.

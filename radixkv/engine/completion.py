@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import cast
@@ -29,6 +28,7 @@ from radixkv.engine.observer import Observer
 from radixkv.engine.sampler import Prediction
 from radixkv.engine.stats_collector import StatsCollector
 from radixkv.engine.step import SliceResult, release_parts
+from radixkv.engine.unix_time import retained_until, unix_time_of
 from radixkv.errors import NotFinite, RadixKVError, StepFailed
 from radixkv.namespace import PromptKey
 from radixkv.scheduling.held_leases import HeldLeases
@@ -130,7 +130,7 @@ class RequestCompleter:
         assert lease is not None, "a running request holds a lease"
         request.computed_upto = end
         request.has_computed = True
-        lease.copy = None  # made by the step
+        lease.copy = None  # the step has made the copy
         if request.state is not None:
             request.state.advance(end)
         release_parts(request)
@@ -320,16 +320,6 @@ class RequestCompleter:
         lease_id, expires_s = self._held_leases.hold(lease, request.tenant, self._clock())
         request.lease = None  # `held_leases` owns it
         return HeldLease(lease_id, unix_time_of(expires_s, self._clock), block_ids)
-
-
-def unix_time_of(when_s: float, clock: Callable[[], float]) -> float:
-    """Return the Unix time at which a clock shows `when_s`; an earlier one if the thread waits between two readings."""
-    return time.time() + when_s - clock()
-
-
-def retained_until(grant: Grant, clock: Callable[[], float]) -> Retained:
-    """Return a grant with its expiry in Unix time; `clock` is the clock of the grant."""
-    return Retained(grant, None if grant.expires_s is None else unix_time_of(grant.expires_s, clock))
 
 
 def _timing(request: Request, now_s: float) -> Timing:

@@ -24,15 +24,16 @@ def convert(source: str, directory: str, dtype: str = "auto") -> int:
     The directory is created atomically, when it is complete. The weights of a GGUF file are dequantized.
 
     Args:
-        source: a GGUF file, or another place that `locate` knows.
+        source: a GGUF file, or another model that `locate` finds.
         directory: the directory to create; it must not exist.
         dtype: data type of the weights; `auto` keeps that of a checkpoint, and is bfloat16 for quantized weights.
+            Another value requires a GGUF file.
 
     Returns:
         The size of the weights in bytes.
 
     Raises:
-        ConfigError: the model can't be read, or the directory exists or can't be written.
+        ConfigError: the model can't be read, `dtype` requires a GGUF file, or the directory exists or can't be written.
     """
     if os.path.lexists(directory):
         raise ConfigError(f"convert: expected a directory that does not exist, got {directory}")
@@ -59,19 +60,19 @@ def _write(location: ModelLocation, dtype: str, directory: Path) -> None:
 
     from radixkv.model.gguf_weights import load_gguf_weights
 
-    file, made = GgufFile.read(location.path), location.directory()
+    file, metadata = GgufFile.read(location.path), location.directory()
     name = file.dtype if dtype == "auto" else dtype
-    config = AutoConfig.from_pretrained(made, local_files_only=True)
+    config = AutoConfig.from_pretrained(metadata, local_files_only=True)
     model_class = AutoModelForCausalLM._model_mapping[type(config)]
     module = load_gguf_weights(file, model_class, config, getattr(torch, name), "eager")
     module.save_pretrained(directory)
-    _copy(made, directory)  # replaces config.json
+    _copy(metadata, directory)  # replaces config.json
     described = {**read_object(directory / "config.json"), "dtype": name}
     (directory / "config.json").write_text(json.dumps(described, ensure_ascii=False, indent=1), encoding="utf-8")
 
 
 def _copy(source: Path, directory: Path) -> None:
-    """Copy the files themselves, where a snapshot has symbolic links."""
+    """Copy the files of a model. The symbolic links of a snapshot are followed."""
     for path in [*sorted(source.iterdir()), *sorted((source / _TEMPLATES).glob("*.jinja"))]:
         if path.is_file() and path.suffix in _COPIED:
             target = directory / path.relative_to(source)

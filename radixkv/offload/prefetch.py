@@ -152,7 +152,7 @@ class Prefetcher:
         num_loaded_tokens = max(0, self._offload.fill(request, lease) - before)
         self.num_loaded_tokens += num_loaded_tokens
         self.num_dropped += not num_loaded_tokens
-        lease.close_unused()
+        lease.close(is_used=False)
         self._offload.leave(request)
         self._loading.discard(request)
 

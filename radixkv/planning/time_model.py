@@ -72,7 +72,7 @@ class TimeModel:
         """Read a JSON file with the attributes of this class, `tiers` as an object of objects.
 
         Raises:
-            ConfigError: the file cannot be read, or a field is missing, unknown or no number above 0 (those with a
+            ConfigError: the file cannot be read, or a field is missing, unknown or not a number above 0 (those with a
                 default may be 0). The message names the file and the field.
         """
         try:

@@ -1,4 +1,4 @@
-"""Routing policies: pure functions from the state of the replicas to the replica that gets a request."""
+"""Routing policies: functions from a prompt and the state of the replicas to the replica that gets the request."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ class RoutingWeights:
             balances the load of replicas whose queues are empty.
         home_share: fraction of a replica's time that requests for one prefix may take before another replica computes
             the prefix as well.
-        slack_s: costs that differ by less count as equal. The hash of the prefix then decides, equally in every router.
+        slack_s: costs that differ by less count as equal. The longest cached prefix then decides, and among equal ones
+            the hash of the prefix and the replica's name, which is the same in every router.
     """
 
     least_match_tokens: int = 1024
@@ -61,7 +62,7 @@ class ReplicaChoice:
 
     Attributes:
         index: index of the candidate.
-        hits: prompt tokens that it has.
+        hits: prompt tokens that are cached on it, by tier.
         cost_s: cost of the request on this replica, in seconds.
         is_new_home: whether it computes a prefix that other replicas have, since demand exceeds what they can serve.
     """
@@ -75,7 +76,6 @@ class ReplicaChoice:
 RoutingPolicy = Callable[[RoutedPrompt, Sequence[Candidate]], ReplicaChoice]
 
 PREFIX = "prefix"
-ROUTINGS = (PREFIX, "threshold", "longest-prefix", "least-loaded", "round-robin", "random")
 _THRESHOLD = 0.3  # the default of SGLang's gateway
 
 
@@ -93,7 +93,7 @@ def choose(
         weights: weights of the cost.
 
     Returns:
-        The choice, the same one for the same arguments.
+        The choice. Equal arguments give the same choice.
 
     Raises:
         NoReplica: there is no candidate.
@@ -141,21 +141,19 @@ def make_routing(name: str, weights: RoutingWeights = DEFAULT_WEIGHTS) -> Routin
     Raises:
         ConfigError: the name is unknown.
     """
-    if name == PREFIX:
-        return lambda prompt, candidates: choose(prompt, candidates, weights)
-    if name == "threshold":
-        return _threshold
-    if name == "longest-prefix":
-        return lambda prompt, candidates: _best(candidates, _longest)
-    if name == "least-loaded":
-        return lambda prompt, candidates: _best(candidates, _load)
-    if name == "round-robin":
-        turns = itertools.count()
-        return lambda prompt, candidates: _take(candidates, next(turns) % len(candidates))
-    if name == "random":
-        draw = random.Random(0)
-        return lambda prompt, candidates: _take(candidates, draw.randrange(len(candidates)))
-    raise ConfigError(f"routing: expected one of {', '.join(ROUTINGS)}, got {name}")
+    if name not in ROUTINGS:
+        raise ConfigError(f"routing: expected one of {', '.join(ROUTINGS)}, got {name}")
+    return _MAKERS[name](weights)
+
+
+def _round_robin() -> RoutingPolicy:
+    turns = itertools.count()
+    return lambda prompt, candidates: _take(candidates, next(turns) % len(candidates))
+
+
+def _random() -> RoutingPolicy:
+    draw = random.Random(0)
+    return lambda prompt, candidates: _take(candidates, draw.randrange(len(candidates)))
 
 
 def _threshold(prompt: RoutedPrompt, candidates: Sequence[Candidate]) -> ReplicaChoice:
@@ -182,3 +180,15 @@ def _take(candidates: Sequence[Candidate], index: int) -> ReplicaChoice:
 def _draw(key: int, name: str) -> int:
     """Draw a number for a prefix and a replica; the highest one wins, in every router (rendezvous hashing)."""
     return xxh3_64_intdigest(name.encode("utf-8", "surrogatepass"), seed=key & (2**64 - 1))
+
+
+# The functions that make the policies from the weights of `prefix`.
+_MAKERS: dict[str, Callable[[RoutingWeights], RoutingPolicy]] = {
+    PREFIX: lambda weights: lambda prompt, candidates: choose(prompt, candidates, weights),
+    "threshold": lambda weights: _threshold,
+    "longest-prefix": lambda weights: lambda prompt, candidates: _best(candidates, _longest),
+    "least-loaded": lambda weights: lambda prompt, candidates: _best(candidates, _load),
+    "round-robin": lambda weights: _round_robin(),
+    "random": lambda weights: _random(),
+}
+ROUTINGS = tuple(_MAKERS)

@@ -121,7 +121,7 @@ class Admitter:
                 return self._without_room(request, running, error)
             lease = borrowing
         if self._loads is not None and request.is_preempted and self._loads.begin_again(request):
-            lease.close_unused()  # other requests may have the blocks in the meantime
+            lease.close(is_used=False)  # other requests may have the blocks in the meantime
             return Admission.FOLLOWS
         self._start(request, lease, tokens)
         # Other requests do not wait if only a last token is missing: each request computes its own last token.
@@ -166,7 +166,7 @@ class Admitter:
             lease.reserve(self._lending.max_tokens(request))
         except CapacityError:
             if lease is not None:
-                lease.close_unused()
+                lease.close(is_used=False)
                 lease = None
         self._lending.reclaim_all()
         return lease

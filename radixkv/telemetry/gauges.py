@@ -24,7 +24,10 @@ _EMPTY = EngineLoad(BlockStats(*8 * [0]), RequestStats(*8 * [0]), 0, 0, 0, 0, St
 
 
 class EngineGauges(Collector):
-    """Collects the state of the engine at each scrape. While a step stalls, it reports only `radixkv_up` 0.
+    """Collects the state of the engine at each scrape.
+
+    While a step stalls, `radixkv_up` is 0, and of its other metrics only `radixkv_info`, `radixkv_healthy` and those of
+    events are reported.
 
     Args:
         engine: reports its load between two steps.

@@ -19,7 +19,7 @@ from radixkv.service.cli.connection import add_connection, client_of
 from radixkv.service.cli.options import Option, add_options
 from radixkv.service.cli.terminal import printable
 
-if TYPE_CHECKING:  # it imports gRPC, which --help need not wait for
+if TYPE_CHECKING:  # importing this loads gRPC, which --help does not need
     from radixkv.service.client import Client
 
 _DESCRIPTION = (

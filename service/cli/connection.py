@@ -12,15 +12,15 @@ from radixkv.errors import ConfigError
 from radixkv.service.cli.argument_types import name
 from radixkv.service.cli.options import Option, add_options, flag
 
-if TYPE_CHECKING:  # it imports gRPC, which --help and errors in arguments need not wait for
+if TYPE_CHECKING:  # importing this loads gRPC, which --help and argument errors do not need
     from radixkv.service.client import Client
 
 TOKEN_VARIABLE = "RADIXKV_TOKEN"
 
-_ADDRESS = f"{ServerConfig().host}:{ServerConfig().port}"
+_ADDRESS = Option(
+    "--address", "HOST:PORT", name, "address of the service", f"{ServerConfig().host}:{ServerConfig().port}"
+)
 _OPTIONS = (
-    Option("--address", "HOST:PORT", name, "address of the service", _ADDRESS),
-    Option("--timeout-s", "S", float, "deadline of a call in seconds (default: none)"),
     Option("--retries", "N", int, "number of retries of a call that fails with UNAVAILABLE, 0 to 4", 0),
     Option("--tls-ca", "FILE", None, "PEM file with the CA certificates to verify the server with (default: no TLS)"),
     Option("--token-file", "FILE", None, f"file with your token (default: the variable {TOKEN_VARIABLE})"),
@@ -31,9 +31,16 @@ _OPTIONS = (
 _FILE_OPTIONS = ("tls_ca", "token_file", "certificate", "key")
 
 
-def add_connection(command: argparse.ArgumentParser) -> None:
-    """Add the options of a connection to a command, and `--json`."""
-    add_options(command.add_argument_group("the service"), _OPTIONS)
+def add_connection(command: argparse.ArgumentParser, timeout_s: float | None = None) -> None:
+    """Add the options of a connection to a command, and `--json`.
+
+    Args:
+        command: the parser of the command.
+        timeout_s: the default of `--timeout-s`; None for no deadline.
+    """
+    default = "" if timeout_s is not None else " (default: none)"
+    timeout = Option("--timeout-s", "S", float, f"deadline of a call in seconds{default}", timeout_s)
+    add_options(command.add_argument_group("the service"), (_ADDRESS, timeout, *_OPTIONS))
 
 
 def client_of(arguments: argparse.Namespace) -> Client:

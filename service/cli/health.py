@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from radixkv.service.cli.connection import add_connection, client_of
 from radixkv.service.cli.options import Option, add_options
 
-if TYPE_CHECKING:  # it imports gRPC, which --help and errors in arguments need not wait for
+if TYPE_CHECKING:  # importing this loads gRPC, which --help and argument errors do not need
     from radixkv.service.client.methods import ServingStatus
 
 _TIMEOUT_S = 5.0
@@ -26,8 +26,8 @@ def add_arguments(health: argparse.ArgumentParser) -> None:
         "A service on this machine may have TLS: without --tls-ca its certificate is not verified."
     )
     add_options(health, [Option("--service", None, None, "name of one gRPC service (default: the whole server)", "")])
-    add_connection(health)
-    health.set_defaults(command=_health, timeout_s=_TIMEOUT_S)
+    add_connection(health, _TIMEOUT_S)
+    health.set_defaults(command=_health)
 
 
 def _health(arguments: argparse.Namespace) -> None:
@@ -38,7 +38,8 @@ def _health(arguments: argparse.Namespace) -> None:
         try:
             status = client.health(arguments.service)
         except Unavailable:
-            if arguments.tls_ca is not None or not is_on_this_machine(arguments.address):
+            is_local = is_on_this_machine(arguments.address) and not arguments.address.startswith("unix:")
+            if arguments.tls_ca is not None or not is_local:
                 raise
             unverified = _status_over_tls(arguments)
             if unverified is None:
@@ -73,12 +74,13 @@ def _status_over_tls(arguments: argparse.Namespace) -> ServingStatus | None:
 
 def _certificate_at(address: str, timeout_s: float) -> tuple[str, str]:
     """Return the certificate of a server with TLS, in PEM, and a name in it. Raises OSError if there is none."""
+    from radixkv.service.client.address import host_of
+
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
     context.set_alpn_protocols(["h2"])
-    host, _, port = address.rpartition(":")
-    address_pair = (host.strip("[]"), int(port))
+    address_pair = (host_of(address), int(address.rpartition(":")[2]))
     with socket.create_connection(address_pair, timeout_s) as plain, context.wrap_socket(plain) as connection:
         certificate = ssl.DER_cert_to_PEM_cert(connection.getpeercert(binary_form=True) or b"")
     # Python returns the names only of a certificate that it has verified, so verify it against itself.

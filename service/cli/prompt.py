@@ -15,7 +15,7 @@ from radixkv.service.cli.argument_types import name, points
 from radixkv.service.cli.options import Option, add_choice, add_options, flag
 from radixkv.service.text.tokenizer import Tokenizer
 
-if TYPE_CHECKING:  # both import gRPC, which --help and errors in arguments need not wait for
+if TYPE_CHECKING:  # importing these loads gRPC, which --help and argument errors do not need
     from radixkv.service.client import Client
     from radixkv.service.client.requests import PromptOptions
 

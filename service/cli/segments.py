@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _PAGE_SIZE = 20
 _OPTIONS = (
-    Option("--tenant", "NAME", name, "only of this tenant (default: all)"),
+    Option("--tenant", "NAME", name, "only of this tenant (default: all, or your own with the credential of a tenant)"),
     Option("--page-size", "N", count, "segments per page", _PAGE_SIZE),
     Option(
         "--page-token", "TOKEN", name, "the page to show, as printed below the previous one (default: the first)", ""

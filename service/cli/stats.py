@@ -27,7 +27,12 @@ _OPTIONS = (
         "other outputs get one table after the other, and --json prints one line each (default: show once)",
         more={"nargs": "?", "const": _PERIOD_S},
     ),
-    Option("--tenant", "NAME", name, "only what this tenant may see (default: all)"),
+    Option(
+        "--tenant",
+        "NAME",
+        name,
+        "only what this tenant may see (default: everything, or what you may see with the credential of a tenant)",
+    ),
 )
 
 

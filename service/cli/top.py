@@ -35,7 +35,9 @@ _HOME, _CLEAR_LINE, _CLEAR_BELOW = "\x1b[H", "\x1b[K", "\x1b[J"
 _MIN_COLUMNS = 60
 _BAR = (("published", "#"), ("leased", "+"), ("free", "."))
 _OPTIONS = (
-    Option("--tenant", "NAME", name, "list segments of this tenant (default: all)"),
+    Option(
+        "--tenant", "NAME", name, "segments of this tenant (default: all, or your own with the credential of a tenant)"
+    ),
     Option("--interval", "S", period, "seconds between two screens", _PERIOD_S),
     flag("--once", "show one screen, with the rates since the server started"),
 )

@@ -366,7 +366,7 @@ def private_lease(cache: PrefixCache, text: str, num_tokens: int) -> Lease:
     try:
         lease.reserve_private(num_tokens)
     except CapacityError:
-        lease.close_unused()
+        lease.close(is_used=False)
         raise
     return lease
 
@@ -453,7 +453,7 @@ def test_an_unused_lease_counts_neither_as_hit_nor_as_miss_with_or_without_a_pub
     for text, cached_tokens in (("stuvwxyz", 6), ("abcdefghijklmn", 12)):
         unused = lease_text(cache, text)
         assert unused.cached_tokens == cached_tokens
-        unused.close_unused()
+        unused.close(is_used=False)
         assert (usage.num_hit_tokens, usage.num_miss_tokens) == before
     assert unused.root_prefix.num_tokens == 8
     assert cache.pool.num_leased == 0

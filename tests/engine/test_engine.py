@@ -29,27 +29,10 @@ from radixkv.errors import (
     UnknownAdapter,
     UnknownLease,
 )
-from tests.fake_runner import VOCAB_SIZE, FakeRunner, next_token, tokens
+from tests.engine.gated_runner import BLOCK_SIZE, ENDLESS_S, NUM_BLOCKS, GatedRunner, params
+from tests.fake_runner import VOCAB_SIZE, next_token, tokens
 from tests.fakes import FakeClock
 from tests.patience import PATIENCE_S, wait_until
-
-NUM_BLOCKS, BLOCK_SIZE = 32, 4
-ENDLESS_S = 3600.0  # longer than a test may run
-
-
-class GatedRunner(FakeRunner):
-    """Runs a step only while its gate is open."""
-
-    def __init__(self, max_tokens: int | None = None) -> None:
-        super().__init__(NUM_BLOCKS, BLOCK_SIZE, max_tokens)
-        self.gate = threading.Event()
-        self.gate.set()
-        self.entered = threading.Event()
-
-    def run(self, chunks):  # type: ignore[no-untyped-def]
-        self.entered.set()
-        assert self.gate.wait(PATIENCE_S)
-        return super().run(chunks)
 
 
 @pytest.fixture
@@ -74,10 +57,6 @@ def engine(runner: GatedRunner):  # type: ignore[no-untyped-def]
     yield engine
     runner.gate.set()
     engine.stop()
-
-
-def params(ids: range | list[int], tenant: str = "", adapter: str = "", **fields: object) -> PrefillParams:
-    return PrefillParams(tokens(ids), Caller(tenant, adapter), **fields)
 
 
 def test_it_answers(engine: Engine) -> None:

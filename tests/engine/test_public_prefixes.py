@@ -24,7 +24,7 @@ from radixkv.errors import (
 )
 from radixkv.namespace import PUBLIC_TENANT
 from tests.adapter_doubles import FakeDevice
-from tests.engine.test_engine import BLOCK_SIZE, NUM_BLOCKS, GatedRunner, params
+from tests.engine.gated_runner import BLOCK_SIZE, NUM_BLOCKS, GatedRunner, params
 from tests.fake_runner import FakeRunner, next_token, tokens
 from tests.patience import PATIENCE_S, wait_until
 

@@ -423,7 +423,7 @@ ENGINE_MUTANTS = (
     Mutant(
         "engine/completion.py", "is_purged = request.is_revoked or lease.is_revoked", "is_purged = lease.is_revoked"
     ),
-    Mutant("engine/completion.py", "        lease.copy = None  # made by the step\n", ""),
+    Mutant("engine/completion.py", "        lease.copy = None  # the step has made the copy\n", ""),
     Mutant("engine/completion.py", "publishable > request.open_lease.committed_tokens", "is_first_token"),
     Mutant("engine/preemption.py", "        request.release()\n", "        request.lease = None\n"),
     Mutant("engine/preemption.py", "key=lambda holder: holder.arrival,", "key=lambda holder: -holder.arrival,"),
@@ -993,7 +993,7 @@ OFFLOAD_MUTANTS = (
     Mutant("offload/saver.py", "filter(self._index.tiers[name].holds, result.evicted)", "result.evicted"),
     Mutant(
         "scheduling/admission.py",
-        "            lease.close_unused()  # other requests may have the blocks in the meantime\n",
+        "            lease.close(is_used=False)  # other requests may have the blocks in the meantime\n",
         "",
     ),
     Mutant("cache/lease.py", "usage.num_hit_tokens -= self.cached_tokens\n", ""),

@@ -135,6 +135,18 @@ def test_a_cycle_is_detected() -> None:
     assert cycle_in({"lease": {"ledger"}, "ledger": {"node", "lease"}}) == ["lease", "ledger", "lease"]
 
 
+def test_a_package_may_import_only_packages_that_the_design_draws_below_it() -> None:
+    document = (ROOT / "docs/DESIGN.md").read_text(encoding="utf-8")
+    ((diagram, common),) = re.findall(r"```\n.*no torch.*no trees\n((?:.*\n)*?) *──+\n(.*):.*\n```", document)
+    assert {*re.findall(r"\w+", common)} == {*COMMON}
+    names_by_row = [re.findall(r"[\w/]+", line) for line in diagram.splitlines()]
+    rows = {name.replace("/", "."): row for row, names in enumerate(names_by_row) for name in names}
+    drawn = {name: name if name in rows else name.partition(".")[0] for name in MAY_IMPORT}
+    assert {*drawn.values()} == {*rows}
+    edges = [(drawn[name], drawn[each]) for name, allowed in MAY_IMPORT.items() for each in allowed.split()]
+    assert [(name, each) for name, each in edges if name != each and rows[name] >= rows[each]] == []
+
+
 def test_every_package_is_in_the_table() -> None:
     assert set(PACKAGES) == {*MAY_IMPORT, *COMMON, "service", "__main__", "v1", "gateway"}
 

@@ -16,7 +16,7 @@ from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.config import EngineConfig
 from radixkv.engine.engine import Engine
 from radixkv.telemetry.gauges import EngineGauges
-from tests.engine.test_engine import BLOCK_SIZE, ENDLESS_S, NUM_BLOCKS, GatedRunner
+from tests.engine.gated_runner import BLOCK_SIZE, ENDLESS_S, NUM_BLOCKS, GatedRunner
 from tests.events.fake_source import FakeSource
 from tests.fake_runner import tokens
 from tests.fakes import FakeClock
@@ -25,7 +25,7 @@ from tests.service.fake_engine import FakeEngine
 
 
 def scrape(engine: Engine, timeout_s: float = PATIENCE_S) -> dict[str, float]:
-    """Values by sample name; label values are appended with a dot."""
+    """Return values by sample name; label values are appended with a dot."""
     registry = CollectorRegistry()
     registry.register(EngineGauges(engine, timeout_s))
     return {

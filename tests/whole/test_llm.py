@@ -40,7 +40,7 @@ from tests.whole.forked_server import serving
 PROMPTS = ["And the Lord said unto Moses,", "Once upon a time there was a king", "What is", "In the beginning God"]
 CHAT = [{"role": "user", "content": "Where is my father?"}]
 IM_END = 511  # the end of a turn, by which the embedded model ends an answer
-MAX_DIFFERENCE = 1e-3  # of log probabilities; those of neighbors differ by much more
+MAX_DIFFERENCE = 1e-3  # of log probabilities; those of two tokens of adjacent ranks differ by much more
 ROOT = Path(__file__).parents[2]
 
 

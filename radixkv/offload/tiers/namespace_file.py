@@ -1,4 +1,4 @@
-"""The namespaces whose blocks are on a disk, for the next process."""
+"""Saves the namespaces whose blocks are on a disk, so that the next process knows them."""
 
 from __future__ import annotations
 
@@ -47,7 +47,8 @@ class NamespaceFile:
                 self._by_root[bytes.fromhex(root)] = Namespace(model, tenant, adapter, salt)
             except (ValueError, TypeError, RecursionError):
                 _log.warning("%s: expected the names of a namespace on each line, got something else", path)
-        self._num_useless = len(lines) - len(self._by_root)  # lines of no namespace, or of one that was removed
+        # Invalid and duplicate lines, and those of removed namespaces.
+        self._num_useless = len(lines) - len(self._by_root)
 
     def __len__(self) -> int:
         return len(self._by_root)

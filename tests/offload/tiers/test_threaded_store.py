@@ -59,14 +59,15 @@ def backend() -> Iterator[GatedBackend]:
     backend.gate.set()
 
 
-def came(backend: GatedBackend, *calls: str) -> Callable[[], bool]:
+def has_calls(backend: GatedBackend, *calls: str) -> Callable[[], bool]:
+    """Return a condition: exactly these calls have reached the backend."""
     return lambda: sorted(backend.calls) == sorted(calls)
 
 
 def test_a_call_returns_while_the_store_works(backend: GatedBackend) -> None:
     store = ThreadedStore(backend)
     answer = store.get([b"key"])
-    wait_until(came(backend, "get"))
+    wait_until(has_calls(backend, "get"))
     assert not answer.done()
     backend.gate.set()
     assert answer.result(PATIENCE_S) == [None]
@@ -74,11 +75,11 @@ def test_a_call_returns_while_the_store_works(backend: GatedBackend) -> None:
 
 
 @pytest.mark.parametrize("num_readers", [1, 3])
-def test_as_many_calls_run_at_a_time_as_the_store_says(backend: GatedBackend, num_readers: int) -> None:
+def test_num_readers_bounds_concurrent_reads(backend: GatedBackend, num_readers: int) -> None:
     backend.num_readers = num_readers
     store = ThreadedStore(backend)
     loads = [store.get([]) for _ in range(4)]
-    wait_until(came(backend, *["get"] * num_readers))
+    wait_until(has_calls(backend, *["get"] * num_readers))
     assert [each.running() for each in loads] == [True] * num_readers + [False] * (4 - num_readers)
     backend.gate.set()
     for each in loads:
@@ -91,7 +92,7 @@ def test_writes_do_not_make_loads_wait(backend: GatedBackend) -> None:
     store = ThreadedStore(backend)
     writes = [store.put([]), store.put([])]
     store.get([])
-    wait_until(came(backend, "put", "get"))
+    wait_until(has_calls(backend, "put", "get"))
     assert not any(each.done() for each in writes)
     backend.gate.set()
     store.close()
@@ -112,7 +113,7 @@ def test_a_cancelled_call_is_never_started(backend: GatedBackend) -> None:
     store = ThreadedStore(backend)
     first = store.get([])
     second = store.exists([])
-    wait_until(came(backend, "get"))
+    wait_until(has_calls(backend, "get"))
     assert second.cancel()
     assert not first.cancel()
     backend.gate.set()
@@ -120,11 +121,11 @@ def test_a_cancelled_call_is_never_started(backend: GatedBackend) -> None:
     assert backend.calls == ["get"]
 
 
-def test_a_full_queue_refuses_at_once_and_cancelled_calls_are_in_it(backend: GatedBackend) -> None:
+def test_a_full_queue_refuses_at_once_and_still_counts_cancelled_calls(backend: GatedBackend) -> None:
     backend.num_readers = 1
     store = ThreadedStore(backend, max_waiting=2)
     store.get([])
-    wait_until(came(backend, "get"))
+    wait_until(has_calls(backend, "get"))
     waiting = [store.get([]), store.get([])]
     waiting[0].cancel()
     assert isinstance(store.get([]).exception(0), StoreBusy)
@@ -139,7 +140,7 @@ def test_calls_that_wait_when_a_store_closes_fail(backend: GatedBackend) -> None
     store = ThreadedStore(backend)
     running = store.get([])
     waiting = store.get([])
-    wait_until(came(backend, "get"))
+    wait_until(has_calls(backend, "get"))
     closing = threading.Thread(target=store.close)
     closing.start()
     wait_until(lambda: isinstance(store.get([]).exception(PATIENCE_S), StoreClosed))
@@ -156,7 +157,7 @@ def test_a_blocked_call_does_not_block_close(
     monkeypatch.setattr(threaded_store, "_CLOSE_PATIENCE_S", 0.0)
     store = ThreadedStore(backend)
     store.get([])
-    wait_until(came(backend, "get"))
+    wait_until(has_calls(backend, "get"))
     store.close()
     assert not backend.is_closed
     assert "a call is blocked" in caplog.text
@@ -171,7 +172,7 @@ def test_all_blocked_calls_together_have_one_time_limit(backend: GatedBackend, m
 
     store = ThreadedStore(backend)
     _ = store.get([]), store.get([]), store.put([])
-    wait_until(came(backend, "get", "get", "put"))
+    wait_until(has_calls(backend, "get", "get", "put"))
     monkeypatch.setattr(threaded_store, "time", SimpleNamespace(monotonic=lambda: now_s))
     with monkeypatch.context() as patched:
         patched.setattr(threading.Thread, "join", join)

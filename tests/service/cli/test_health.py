@@ -93,7 +93,18 @@ def test_a_service_has_a_health_of_its_own_and_an_unknown_one_has_none(capsys: p
     assert "NOT_FOUND" in capsys.readouterr().err
 
 
-def test_where_no_server_is_the_exit_code_is_1_and_one_line_says_why(capsys: pytest.CaptureFixture[str]) -> None:
-    assert status_of()("127.0.0.1:1") == 1
+def test_an_address_with_a_scheme_of_grpc_is_tried_with_tls_too(
+    credential_files: CredentialFiles, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert serve_and_call(engine(), lambda address: status_of()(f"ipv4:{address}"), **credential_files.tls) == 0
+    assert capsys.readouterr().out == "SERVING\n"
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "unix:/nowhere"])
+def test_where_no_server_is_the_exit_code_is_1_and_one_line_says_why(
+    capsys: pytest.CaptureFixture[str], address: str
+) -> None:
+    assert status_of()(address) == 1
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
+    assert err.startswith("radixkv: UNAVAILABLE: ")

@@ -142,6 +142,8 @@ def test_help_says_what_every_option_does_and_its_default(command):
             continue
         text = " ".join(parser._get_formatter()._expand_help(action).split())
         assert "(default: " in text, (action.dest, text)
+        if action.default not in (None, "", [], {}):
+            assert str(action.default) in text.partition("(default: ")[2], (action.dest, text)
         assert text in shown, action.dest
 
 
