@@ -7,6 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from radixkv.api.awaits import Awaits
+from radixkv.blocks import BLOCK_ID_BYTES
 from radixkv.cache.block_pool import BlockPool
 from radixkv.cache.changes import Changes
 from radixkv.cache.eviction_policy import EvictionPolicy
@@ -15,6 +16,10 @@ from radixkv.cache.namespace_trees import NamespaceTrees
 from radixkv.cache.node import NUM_FOLLOWED_NODES, Node, Session, path_to
 from radixkv.cache.retained_nodes import RetainedNodes
 from radixkv.tokens import TOKEN_BYTES
+
+# Members of an enumeration are looked up slowly, and every node of a path is compared with these.
+_NOTHING = Awaits.NOTHING
+_UNKNOWN = Awaits.UNKNOWN
 
 
 class Pins:
@@ -58,15 +63,15 @@ class Pins:
     def pin(self, node: Node) -> None:
         """Pin all nodes of a path. Complexity: O(log leaves + nodes of the path that were not pinned)."""
         self._queue.discard(node)
-        now, first, num_blocks = self._clock(), node, 0
-        while node.parent is not None:
+        now, first, num_bytes = self._clock(), node, 0
+        while (parent := node.parent) is not None:
             node.ref_count += 1
             if node.ref_count > 1:
                 break
-            num_blocks += node.num_blocks
+            num_bytes += len(node.block_ids)
             node.last_used_s = now
-            node = node.parent
-        self.count(first, num_blocks)
+            node = parent
+        self.count(first, num_bytes // BLOCK_ID_BYTES)
         _touch(node, now)
 
     def unpin(self, node: Node, awaits: Awaits | None = None, session: Session | None = None) -> Node:
@@ -84,25 +89,25 @@ class Pins:
 
         Complexity: O(log leaves + nodes of the path that are no longer pinned).
         """
-        now, first, num_blocks = self._clock(), node, 0
-        while node.parent is not None:
+        now, first, num_bytes = self._clock(), node, 0
+        while (parent := node.parent) is not None:
             node.ref_count -= 1
             if node.ref_count:
                 break
-            num_blocks += node.num_blocks
+            num_bytes += len(node.block_ids)
             if node.retired_block_ids:
                 self._free_retired(node)
             node.last_used_s = now
-            if awaits is Awaits.NOTHING and (
+            if awaits is _NOTHING and (
                 _has_other_continuations(node) or (session is not None and node.session is not session)
             ):
                 awaits = None
             if awaits is not None:
                 node.awaits = awaits
-                if awaits:
+                if awaits is not _UNKNOWN:
                     self._policy.note_awaits(node)
-            node = node.parent
-        self.count(first, -num_blocks)
+            node = parent
+        self.count(first, -(num_bytes // BLOCK_ID_BYTES))
         _touch(node, now)
         if first.is_evictable:
             self._queue.add(first)
@@ -123,7 +128,7 @@ class Pins:
             start_bytes: nodes that begin before this position stay unchanged.
         """
         while node.parent is not None and not node.ref_count and node.start_bytes >= start_bytes:
-            if awaits is Awaits.NOTHING and _has_other_continuations(node):
+            if awaits is _NOTHING and _has_other_continuations(node):
                 break
             self.set_awaits(node, awaits)
             node = node.parent
@@ -147,7 +152,12 @@ class Pins:
         while node is not end:
             uppers: list[Node] = []
             above = node.parent
-            while above is not None and above is not end and self._may_join(above, node, even_unlike):
+            while (
+                above is not None
+                and above is not end
+                and len(above.children or ()) == 1
+                and self._may_join(above, node, even_unlike)
+            ):
                 uppers.append(above)
                 above = above.parent
             if uppers:
@@ -160,10 +170,9 @@ class Pins:
             node = above
 
     def _may_join(self, upper: Node, lower: Node, even_unlike: bool) -> bool:
+        """Whether a node and its only child may become one."""
         return (
-            upper.children is not None
-            and len(upper.children) == 1
-            and len(upper.block_ids) > 0  # otherwise it was purged
+            len(upper.block_ids) > 0  # otherwise it was purged
             and upper.priority == lower.priority
             and upper.has_expired is lower.has_expired
             and upper.session is lower.session
