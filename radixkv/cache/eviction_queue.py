@@ -32,6 +32,8 @@ _NEWEST_FACTOR = 1.3
 # Seconds for which the order of kinds is kept: their leaves hardly age in that time.
 _RANKED_FOR_S = 0.1
 
+_NOTHING = Awaits.NOTHING  # a member of an enumeration is looked up slowly
+
 
 class EvictionQueue(Listener):
     """The unused leaves of a cache. The first one is evicted next.
@@ -229,11 +231,6 @@ def _first(on_probation: Entry | None, reused: Entry | None, *, is_over: bool) -
     return min(on_probation, reused)[-1]
 
 
-def _rank(leaf: Node) -> int:
-    """Return the retention priority of a leaf; 0 if its session has ended, unless it is retained."""
-    return 0 if leaf.awaits is Awaits.NOTHING and leaf.priority <= DEFAULT_PRIORITY else leaf.priority
-
-
 class TenantEvictionQueues:
     """A queue for each tenant with a quota, and one for all other tenants together.
 
@@ -257,9 +254,12 @@ class TenantEvictionQueues:
         return len(self._shared) + sum(map(len, self._with_quota.values()))
 
     def add(self, leaf: Node) -> None:
-        """Add a leaf that is in no queue."""
-        policy = self._policy
-        leaf.eviction_entry = (_rank(leaf), policy.key(leaf), next(self._arrivals), policy.kind(leaf), leaf)
+        """Add a leaf that is in no queue. Leaves of an ended session come first, unless they are retained."""
+        policy, priority = self._policy, leaf.priority
+        if leaf.awaits is _NOTHING and priority <= DEFAULT_PRIORITY:
+            priority = 0
+        kind = policy.kind(leaf) if policy.has_kinds else 0
+        leaf.eviction_entry = (priority, policy.key(leaf), next(self._arrivals), kind, leaf)
         tenant = leaf.owner.namespace.tenant
         self._with_quota.get(tenant, self._shared).add(leaf.eviction_entry)
         if self._has_ceiling and tenant not in self._with_quota:
@@ -306,7 +306,8 @@ class LeafQueue:
 
     def __init__(self, policy: EvictionPolicy) -> None:
         self._policy = policy
-        self._by_kind: dict[int, SortedList] = {}
+        self._has_kinds = policy.has_kinds
+        self._by_kind: dict[int, SortedList] = {} if policy.has_kinds else {0: SortedList()}
         self._ranked: dict[int, Entry] = {}  # the first entry of each kind; a kind that has changed is missing
         self._ranked_s = 0.0
         self._num_leaves = 0
@@ -320,25 +321,27 @@ class LeafQueue:
         if entries is None:
             entries = self._by_kind[entry[3]] = SortedList()
         entries.add(entry)
-        self._ranked.pop(entry[3], None)
         self._num_leaves += 1
+        if self._has_kinds:
+            self._ranked.pop(entry[3], None)
 
     def remove(self, entry: Entry) -> None:
         """Remove an entry that is in this queue."""
         entries = self._by_kind[entry[3]]
         entries.remove(entry)
-        self._ranked.pop(entry[3], None)
-        if not entries:
-            del self._by_kind[entry[3]]
         self._num_leaves -= 1
+        if self._has_kinds:
+            self._ranked.pop(entry[3], None)
+            if not entries:
+                del self._by_kind[entry[3]]
 
     def first(self, now_s: float) -> Entry | None:
         """Return the entry of the leaf to evict next; None if there is no leaf.
 
         If the policy has kinds, the key in the returned entry is what the leaf is worth, followed by its key.
         """
-        if not self._policy.has_kinds:
-            return next((entries[0] for entries in self._by_kind.values()), None)
+        if not self._has_kinds:
+            return self._by_kind[0][0] if self._num_leaves else None
         ranked = self._ranked
         if not self._ranked_s <= now_s < self._ranked_s + _RANKED_FOR_S:
             self._ranked_s = now_s

@@ -20,6 +20,7 @@ from radixkv.namespace import PUBLIC_TENANT, Namespace, PromptKey
 from radixkv.tokens import TOKEN_BYTES, require_tokens
 
 _Names = tuple[str, str]  # adapter and salt
+_UNKNOWN = Awaits.UNKNOWN  # a member of an enumeration is looked up slowly
 
 
 class Lease:
@@ -161,7 +162,7 @@ class Lease:
         self.committed_tokens = cached_tokens
         self.written_from_tokens: int | None = None
         self.num_dropped_tokens = 0
-        self.awaits = session.awaits if is_prefetch and session is not None else Awaits.UNKNOWN
+        self.awaits = session.awaits if is_prefetch and session is not None else _UNKNOWN
         self.is_closed = False
         self.is_held = False
         self.is_private = False
@@ -534,31 +535,27 @@ class OpenLeases:
 
     def __init__(self, state: CacheState) -> None:
         self.state = state
-        self._leases: set[Lease] = set()
         self._by_tenant: dict[str, dict[_Names, set[Lease]]] = {}
 
-    def __contains__(self, lease: object) -> bool:
-        return lease in self._leases
-
     def __iter__(self) -> Iterator[Lease]:
-        return iter(self._leases)
-
-    def __len__(self) -> int:
-        return len(self._leases)
+        for by_names in self._by_tenant.values():
+            for leases in by_names.values():
+                yield from leases
 
     def add(self, lease: Lease) -> None:
         """Add a lease. Complexity: O(1)."""
-        self._leases.add(lease)
-        by_names = self._by_tenant.setdefault(lease.namespace.tenant, {})
-        by_names.setdefault(_names(lease.namespace), set()).add(lease)
+        namespace = lease.namespace
+        by_names = self._by_tenant.setdefault(namespace.tenant, {})
+        by_names.setdefault((namespace.adapter, namespace.salt), set()).add(lease)
 
     def remove(self, lease: Lease) -> None:
         """Remove a lease. Complexity: O(1)."""
-        self._leases.remove(lease)
-        tenant, names = lease.namespace.tenant, _names(lease.namespace)
+        namespace = lease.namespace
+        tenant, names = namespace.tenant, (namespace.adapter, namespace.salt)
         by_names = self._by_tenant[tenant]
-        by_names[names].remove(lease)
-        if not by_names[names]:
+        leases = by_names[names]
+        leases.remove(lease)
+        if not leases:
             del by_names[names]
             if not by_names:
                 del self._by_tenant[tenant]
@@ -573,10 +570,6 @@ class OpenLeases:
         for each in self._by_tenant if tenant is None else (tenant,):
             if each != PUBLIC_TENANT:
                 _revoke(self._by_tenant.get(each, {}), adapter, salt)
-
-
-def _names(namespace: Namespace) -> _Names:
-    return namespace.adapter, namespace.salt
 
 
 def _revoke(by_names: Mapping[_Names, set[Lease]], adapter: str | None, salt: str | None) -> None:

@@ -553,8 +553,9 @@ class PrefixCache:
         node_used_s = 0.0
         if node is not None:
             node_used_s = node.last_used_s
-            is_whole = node.start_bytes + len(node.tokens) <= found.found_bytes
-            self.sessions.found(node if is_whole else node.parent, session)
+            if self.sessions.num_nodes:
+                is_whole = node.start_bytes + len(node.tokens) <= found.found_bytes
+                self.sessions.found(node if is_whole else node.parent, session)
             self._changes.used(node, found.found_bytes, now_s)
             self._queue.found(node, found.found_bytes, is_resumed)
             self._retained.found(node, found.found_bytes, now_s)

@@ -50,6 +50,7 @@ class Sessions(Listener):
 
     Attributes:
         remembers_prompts: whether it is more than 0.
+        num_nodes: nodes that belong to a session.
     """
 
     def __init__(self, max_prompt_bytes: int = 0) -> None:
@@ -61,7 +62,7 @@ class Sessions(Listener):
         self._remembered: OrderedDict[Session, None] = OrderedDict()  # those with a prompt, the oldest prompt first
         self._sessions: OrderedDict[tuple[str, str], Session] = OrderedDict()  # the one used last is last
         self._num_of: Counter[str] = Counter()  # by tenant
-        self._num_nodes = 0
+        self.num_nodes = 0
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -215,10 +216,9 @@ class Sessions(Listener):
 
         Complexity: O(nodes that belonged to another session).
         """
-        if self._num_nodes:
-            while node is not None and node.session is not None and node.session is not session:
-                self._disown(node)
-                node = node.parent
+        while node is not None and node.session is not None and node.session is not session:
+            self._disown(node)
+            node = node.parent
 
     def published(self, leaf: Node, session: Session | None) -> None:
         """Give a new leaf to the session that published it; None for no session."""
@@ -274,7 +274,7 @@ class Sessions(Listener):
                 node.session is not None and node in node.session.nodes, "a session does not know a node of its own"
             )
         _require(sum(len(session.nodes) for session in self) == len(owned), "a session has a node outside every tree")
-        _require(self._num_nodes == len(owned), "the count of nodes is wrong")
+        _require(self.num_nodes == len(owned), "the count of nodes is wrong")
         _require(all(each.nodes or each.num_leases or each.prompt for each in self), "an unused session is kept")
         num_bytes = sum(_num_bytes(each.prompt) for each in self if each.prompt is not None)
         expected = [each.return_entry for each in self if each.return_entry is not None]
@@ -284,14 +284,14 @@ class Sessions(Listener):
     def _own(self, node: Node, session: Session) -> None:
         node.session = session
         session.nodes.add(node)
-        self._num_nodes += 1
+        self.num_nodes += 1
 
     def _disown(self, node: Node) -> None:
         session = node.session
         if session is not None:
             node.session = None
             session.nodes.discard(node)
-            self._num_nodes -= 1
+            self.num_nodes -= 1
             self._drop_if_unused(session)
 
     def _drop_if_unused(self, session: Session) -> None:

@@ -275,7 +275,7 @@ CACHE_MUTANTS = (
     Mutant("cache/lease.py", " or self.is_revoked:", ":"),
     Mutant("cache/prefix_cache.py", "        for node in nodes:\n            self._queue.requeue(node)\n", ""),
     Mutant("cache/pins.py", "        self._policy.note_awaits(node)\n        self._queue.requeue(node)\n", ""),
-    Mutant("cache/eviction_queue.py", "(_rank(leaf), policy.key(leaf), ", "(50, policy.key(leaf), "),
+    Mutant("cache/eviction_queue.py", "(priority, policy.key(leaf), ", "(50, policy.key(leaf), "),
     Mutant(
         "cache/evicted_prefixes.py",
         "            self._by_others.discard(self._reasons.popitem(last=False)[0])\n",
