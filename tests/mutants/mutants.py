@@ -616,8 +616,8 @@ KERNEL_MUTANTS = (
     Mutant(
         "kernels/cpu/gemm_trial.py", "HEAD_START if GEMM_BACKENDS[candidate.name].is_batch_invariant else 1.0", "1.0"
     ),
-    Mutant("model/layers/cpu_layers.py", "mlp.up is None and mlp.gate_rows != rows.gate", "False"),
-    Mutant("model/layers/cpu_layers.py", "len(native.weight) != head_dim", "False"),
+    Mutant("model/layers/native_layers.py", "mlp.up is None and mlp.gate_rows != rows.gate", "False"),
+    Mutant("model/layers/native_layers.py", "len(native.weight) != head_dim", "False"),
     Mutant("model/attention/paged_step.py", " or self._watched or self._is_reading", ""),
     Mutant("model/attention/paged_step.py", " or queries.num_tokens != self._num_tokens", ""),
     Mutant("kernels/native/copies.cpp", "(num_bytes - 1) / kStripe", "num_bytes / kStripe"),
@@ -676,9 +676,9 @@ LOADING_MUTANTS = (
     Mutant("config/cache_directory.py", "    except RuntimeError:", "    except OSError:"),
     Mutant("model/layers/gemm_tuner.py", "0 < cost_s < math.inf", "0 < cost_s"),
     Mutant("model/layers/gemm_tuner.py", ", ValueError, OverflowError)", ", ValueError)"),
-    Mutant("model/layers/cpu_layers.py", "each.dtype == rows.dtype and ", ""),
-    Mutant("model/layers/cpu_layers.py", " and each.is_contiguous()", ""),
-    Mutant("model/layers/cpu_layers.py", "attention.takes(rows, rotations)", "True"),
+    Mutant("model/layers/fused_attention.py", "each.dtype == rows.dtype and ", ""),
+    Mutant("model/layers/fused_attention.py", " and each.is_contiguous()", ""),
+    Mutant("model/layers/cpu_layers.py", "attention.accepts(rows, rotations)", "True"),
     Mutant("startup/model_check.py", "contextlib.suppress(UnsupportedModel)", "contextlib.nullcontext()"),
 )
 
