@@ -39,18 +39,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Compare answers, then speeds. Returns 1 if answers differ."""
     args = _parser().parse_args(arguments)
     with contextlib.ExitStack() as stack:
-        secret = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "secret"
-        secret.write_text(secrets.token_hex(), encoding="utf-8")
-        room = f"cache.capacity_tokens={max(2 * args.long_prompt_tokens, _MIN_POOL_TOKENS)}"
-        authentic = f"tiers.secret_file={secret}"
-        sending = ["transfer.serve=true", "cache.max_held_share=1.0", room, authentic]
-        first = stack.enter_context(ServerProcess(serve_command("tiny", "cpu", sending)))
-        taking = [f"kv_sources.first.address={first}", room, authentic]
-        second = stack.enter_context(ServerProcess(serve_command("tiny", "cpu", taking)))
+        secret_file = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "secret"
+        secret_file.write_text(secrets.token_hex(), encoding="utf-8")
+        pool = f"cache.capacity_tokens={max(2 * args.long_prompt_tokens, _MIN_POOL_TOKENS)}"
+        secret = f"tiers.secret_file={secret_file}"
+        first_settings = ["transfer.serve=true", "cache.max_held_share=1.0", pool, secret]
+        first = stack.enter_context(ServerProcess(serve_command("tiny", "cpu", first_settings)))
+        second_settings = [f"kv_sources.first.address={first}", pool, secret]
+        second = stack.enter_context(ServerProcess(serve_command("tiny", "cpu", second_settings)))
         bare = stack.enter_context(ServerProcess([sys.executable, "-m", "bench.fleet.bare_stream"]))
-        prefill, decode = stack.enter_context(Client(first)), stack.enter_context(Client(second))
-        answers = _compare(prefill, decode, first, args.generations, args.seed)
-        speeds = _speeds(prefill, bare, args.long_prompt_tokens, args.rounds)
+        first_client, second_client = stack.enter_context(Client(first)), stack.enter_context(Client(second))
+        answers = _compare(first_client, second_client, first, args.generations, args.seed)
+        speeds = _measure_speeds(first_client, bare, args.long_prompt_tokens, args.rounds)
     ratio = speeds["fetch_kv_mb_per_s"] / speeds["bare_mb_per_s"]
     print(
         f"{answers['generations']} generations, {answers['different']} differ, {answers['fetched_tokens']} tokens of "
@@ -75,7 +75,9 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _compare(prefill: Client, decode: Client, address: str, num_generations: int, seed: int) -> dict[str, int]:
+def _compare(
+    first_client: Client, second_client: Client, first: str, num_generations: int, seed: int
+) -> dict[str, int]:
     """Generate from each prompt on both servers, greedily and with sampling."""
     draw = random.Random(seed)
     num_different = num_fetched = num_tokens = 0
@@ -87,11 +89,11 @@ def _compare(prefill: Client, decode: Client, address: str, num_generations: int
             "temperature": draw.choice([0.0, 1.0]),
             "seed": draw.getrandbits(32),
         }
-        expected = _generated(prefill, prompt, options)[0]
-        held = prefill.prefill(prompt, tenant=_TENANT, hold_lease=True)
-        source = KVSource(address=address, lease_id=held.lease_id, epoch=held.epoch)
-        answer, fetched_tokens = _generated(decode, prompt, {**options, "kv_source": source})
-        prefill.release(held.lease_id, tenant=_TENANT)
+        expected = _generate(first_client, prompt, options)[0]
+        held = first_client.prefill(prompt, tenant=_TENANT, hold_lease=True)
+        source = KVSource(address=first, lease_id=held.lease_id, epoch=held.epoch)
+        answer, fetched_tokens = _generate(second_client, prompt, {**options, "kv_source": source})
+        first_client.release(held.lease_id, tenant=_TENANT)
         num_different += answer != expected
         num_fetched += fetched_tokens
         num_tokens += len(prompt)
@@ -103,27 +105,28 @@ def _compare(prefill: Client, decode: Client, address: str, num_generations: int
     }
 
 
-def _generated(client: Client, prompt: list[int], options: dict[str, Any]) -> tuple[list[int], int]:
+def _generate(client: Client, prompt: list[int], options: dict[str, Any]) -> tuple[list[int], int]:
+    """Return the generated tokens, and the number of prompt tokens whose K/V were fetched."""
     answers = list(client.generate(prompt, **options))
     return [token_id for each in answers for token_id in each.token_ids], answers[-1].usage.remote_tokens
 
 
-def _speeds(prefill: Client, bare: str, num_tokens: int, num_rounds: int) -> dict[str, float]:
-    """Return the medians of both streams in turn, in MB/s."""
+def _measure_speeds(client: Client, bare: str, num_tokens: int, num_rounds: int) -> dict[str, float]:
+    """Fetch the K/V of one prompt and read a bare stream, in turn. Return the bytes, and the median MB/s of each."""
     prompt = random.Random(1).choices(range(500), k=num_tokens)
-    held = prefill.prefill(prompt, tenant=_TENANT, hold_lease=True)
-    sizes = [len(each.data) for each in prefill.fetch_kv(held.lease_id, tenant=_TENANT) if each.data]
+    held = client.prefill(prompt, tenant=_TENANT, hold_lease=True)
+    sizes = [len(each.data) for each in client.fetch_kv(held.lease_id, tenant=_TENANT) if each.data]
     times_s: dict[str, list[float]] = {"fetch_kv": [], "bare": []}
     with grpc.insecure_channel(bare, options=_ANY_SIZE) as channel:
         stream = channel.unary_stream(METHOD, bytes, bytes)
         for _ in range(num_rounds):
             start_s = time.perf_counter()
-            num_bytes = sum(len(each.data) for each in prefill.fetch_kv(held.lease_id, tenant=_TENANT))
+            num_bytes = sum(len(each.data) for each in client.fetch_kv(held.lease_id, tenant=_TENANT))
             times_s["fetch_kv"].append(time.perf_counter() - start_s)
             start_s = time.perf_counter()
             num_bare_bytes = sum(len(each) for each in stream(f"{len(sizes)} {sizes[0]}".encode()))
             times_s["bare"].append(time.perf_counter() - start_s)
-            prefill.renew(held.lease_id, tenant=_TENANT)
+            client.renew(held.lease_id, tenant=_TENANT)
     assert num_bytes == num_bare_bytes, "the blocks of a prompt have one size"
     return {
         "bytes": num_bytes,

@@ -17,7 +17,7 @@ from radixkv.offload.block_keys import BlockFormat
 from radixkv.offload.tiers.block_store import StoreBackend
 from radixkv.offload.tiers.host import map_memory
 from radixkv.offload.tiers.open_store import StoreOptions, open_backend
-from radixkv.offload.tiers.slot_file import SlotSizes
+from radixkv.offload.tiers.slot_files import SlotSizes
 
 Buffers = Sequence[memoryview]
 

@@ -1,10 +1,10 @@
 """Cuts the keys of attention tiles into splits, one per program, so that all programs end at about the same time.
 
 A program is an instance of a Triton kernel, which runs on one multiprocessor of the GPU. A tile is a group of query
-rows that one program computes together.
+rows that one program computes together. A key tile is 64 keys, the unit in which programs read keys.
 
-fixed    keys [ 0 to 2047 )[ 2048 to 4095 )[ 4096 to 4607 )     the same cuts in any batch
-even     keys [ 0 to 1535 )[ 1536 to 3071 )[ 3072 to 4607 )     as many splits as the device runs at once
+fixed    keys [ 0 to 2047 ][ 2048 to 4095 ][ 4096 to 4607 ]     the same cuts in any batch
+even     keys [ 0 to 1535 ][ 1536 to 3071 ][ 3072 to 4607 ]     the number that ends earliest, by an estimate
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import numpy.typing as npt
 
 from radixkv.kernels.batch import Ints
 
-# Programs read keys in tiles that start at multiples of this, so splits and windows start there too.
+# Keys of a key tile. Key tiles start at multiples of this, so splits and windows start there too.
 KEY_ALIGNMENT_TOKENS = 64
 
 # A shorter split would spend more on its float32 partial result than on its keys.
-_MIN_SPLIT_TILES = 4
+_MIN_SPLIT_KEY_TILES = 4
 
 # Estimates in microseconds: the time of a program before and after its keys, the time to launch the merge, and the time
 # that the merge waits for each partial result of a row. The last number is bytes per microsecond at 3.0 TB/s, nine
@@ -34,7 +34,7 @@ _MAX_ESTIMATES = 1 << 14
 
 @dataclass(frozen=True, slots=True)
 class TileCost:
-    """Costs of attention tiles of some rows.
+    """Costs of attention tiles with a given number of rows.
 
     Attributes:
         programs: programs that fit on a multiprocessor at once, given their registers and shared memory.
@@ -46,14 +46,15 @@ class TileCost:
     shared_us: float
     alone_us: float
 
-    def tile_us(self, num_residents: Ints | int) -> Ints | float:
+    def key_tile_us(self, num_residents: Ints | int) -> Ints | float:
         """Return the microseconds per 64 keys of a program while its multiprocessor runs `num_residents` programs."""
         return np.maximum(self.shared_us * num_residents, self.alone_us)
 
 
 # By rows of a tile. `tests/kernels/gpu/test_compile_sm90.py` gives the number of programs; the times are estimates for
 # 128 dimensions. With 128 rows, matmuls and softmax are the bottleneck; with 16 rows, it is reading K and V at the
-# multiprocessor's share of 3.0 TB/s. A program with 64 rows leaves gaps that a second one fills.
+# multiprocessor's share of 3.0 TB/s. One program with 64 rows does not keep a multiprocessor busy, so a second one
+# costs little there.
 _COSTS = {16: TileCost(4, 1.44, 1.44), 64: TileCost(2, 0.475, 0.8), 128: TileCost(1, 0.95, 0.95)}
 
 
@@ -122,8 +123,8 @@ class Splits:
     def bounds(self, start: Ints, end: Ints, nth: Ints, counts: Ints) -> tuple[Ints, Ints]:
         """Return first and end key of the nth split of each range, which has `counts` splits."""
         if self.is_even:
-            num_tiles = _tiles_of(end - start)
-            first, last = ((n * num_tiles // counts) * KEY_ALIGNMENT_TOKENS for n in (nth, nth + 1))
+            num_key_tiles = _key_tiles_of(end - start)
+            first, last = ((n * num_key_tiles // counts) * KEY_ALIGNMENT_TOKENS for n in (nth, nth + 1))
             return start + first, np.minimum(start + last, end)
         split_start = (start // self.tokens + nth) * self.tokens
         return np.maximum(split_start, start), np.minimum(split_start + self.tokens, end)
@@ -137,11 +138,11 @@ def even_splits(
     The programs of a step run in waves. One program more than the device runs at once starts another wave, so the best
     number of splits depends on how full the last wave is.
 
-        32 tiles of rows on a device    whole  [ 20 of 20 ........ )[ 12 of 20 ........ )
-        that runs 20 programs at once   halves [ 20 of 20 )[ 20 of 20 )[ 20 of 20 )[ 4 of 20 )
+        32 tiles on a device that    whole    [ 20 of 20 ........... ][ 12 of 20 ........... ]    2 times a tile's time
+        runs 20 programs at once     thirds   [  20  ][  20  ][  20  ][  20  ][  16  ]            5/3 of it
 
     Args:
-        num_keys: keys that each tile of rows sees, `[num_tiles]`, at least one tile.
+        num_keys: keys that each tile sees, `[num_tiles]`, at least one tile.
         num_rows: rows of each tile, `[num_tiles]`.
         num_kv_heads: KV heads; each is computed by separate programs.
         tile_rows: rows of a tile.
@@ -151,7 +152,7 @@ def even_splits(
 
     Complexity: O(sizes * tiles); sizes are left out so that this product is at most about 16,000.
     """
-    key_tiles = _tiles_of(num_keys)
+    key_tiles = _key_tiles_of(num_keys)
     sizes = _sizes(int(key_tiles.max()), 4 * room.num_programs(tile_rows) // num_kv_heads, key_tiles.size)
     counts = -(-key_tiles // sizes[:, None])  # [num_sizes, num_tiles]
     took_us = _attention_us(-(-key_tiles // counts), counts, num_kv_heads, room, tile_rows)
@@ -164,34 +165,34 @@ def even_splits(
     return Splits(best * KEY_ALIGNMENT_TOKENS, is_even=True)
 
 
-def _tiles_of(num_keys: Ints) -> Ints:
+def _key_tiles_of(num_keys: Ints) -> Ints:
     return -(-num_keys // KEY_ALIGNMENT_TOKENS)
 
 
 def _sizes(longest: int, most_splits: int, num_tiles: int) -> Ints:
-    """List sizes of splits, in tiles of keys: the whole range of keys, a half, a third and so on."""
-    num_splits = np.arange(1, max(1, min(most_splits, longest // _MIN_SPLIT_TILES)) + 1)
+    """List sizes of splits, in key tiles: the whole range of keys, a half, a third and so on."""
+    num_splits = np.arange(1, max(1, min(most_splits, longest // _MIN_SPLIT_KEY_TILES)) + 1)
     sizes = np.unique(-(-longest // num_splits))[::-1]
     stride = -(-sizes.size * num_tiles // _MAX_ESTIMATES)
     return sizes[::stride]
 
 
 def _attention_us(
-    split_tiles: Ints, counts: Ints, num_kv_heads: int, room: DeviceRoom, tile_rows: int
+    split_key_tiles: Ints, counts: Ints, num_kv_heads: int, room: DeviceRoom, tile_rows: int
 ) -> npt.NDArray[np.float64]:
     """Estimate how long all programs take if the longest ones start first, `[num_sizes]`.
 
     The first program of each wave is its longest, and the next wave starts when it ends.
 
     Args:
-        split_tiles: tiles of keys of each split of a tile of rows, `[num_sizes, num_tiles]`.
-        counts: splits of each tile of rows, `[num_sizes, num_tiles]`.
+        split_key_tiles: key tiles of each split of a tile, `[num_sizes, num_tiles]`.
+        counts: splits of each tile, `[num_sizes, num_tiles]`.
     """
     cost = room.cost(tile_rows)
     num_programs = num_kv_heads * counts.sum(1, keepdims=True)
     num_residents = np.clip(-(-num_programs // room.num_multiprocessors), 1, cost.programs)
-    order = np.argsort(-split_tiles, axis=1, kind="stable")
-    split_us = _PROGRAM_US + np.take_along_axis(split_tiles, order, 1) * cost.tile_us(num_residents)
+    order = np.argsort(-split_key_tiles, axis=1, kind="stable")
+    split_us = _PROGRAM_US + np.take_along_axis(split_key_tiles, order, 1) * cost.key_tile_us(num_residents)
     ends = num_kv_heads * np.take_along_axis(counts, order, 1).cumsum(1)
     waves = -(-ends // (room.num_multiprocessors * num_residents))
     took_us: npt.NDArray[np.float64] = (split_us * np.diff(waves, axis=1, prepend=0)).sum(1)

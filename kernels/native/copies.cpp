@@ -1,6 +1,7 @@
 // Copies blocks into the pool, and objects (blocks with a checksum) between memory and files. The checksum is computed in
 // the same pass. Copies in memory use non-temporal stores, since most of the data would be evicted from the caches before
-// it is read. `kernels/native/copies.py` calls these functions.
+// it is read. `kernels/native/copies.py` calls these functions. Objects of 240 bytes and less, without the checksum, are not
+// supported, since XXH3 uses another algorithm for them.
 
 #include <immintrin.h>
 #include <sys/uio.h>
@@ -22,7 +23,7 @@ using xxh3::load;
 
 // Distance in bytes at which the source is prefetched.
 constexpr int64_t kPrefetchDistance = 1024;
-// The same if nothing is stored in the loop.
+// The same for loops that only read memory.
 constexpr int64_t kFarPrefetchDistance = 4096;
 // Files are read and written in pieces that fit into the L2 cache; each takes a system call.
 constexpr int64_t kReadPiece = 128 << 10, kWrittenPiece = 512 << 10;
@@ -49,8 +50,13 @@ void prefetch(const uint8_t* bytes, int64_t ahead = kPrefetchDistance) {
   _mm_prefetch(reinterpret_cast<const char*>(bytes) + ahead, _MM_HINT_T0);
 }
 
-// Returns the bytes that `Checksum` adds as whole stripes, before `finish`: the rest is 1 to 64 bytes.
+// Returns how many bytes are added to a `Checksum` as whole stripes. The other 1 to 64 bytes are left for `finish`.
 int64_t bytes_before_end(int64_t num_bytes) { return (num_bytes - 1) / kStripe * kStripe; }
+
+// Adds whole stripes to a checksum.
+void add_stripes(Checksum& checksum, const uint8_t* from, int64_t num_bytes) {
+  for (int64_t i = 0; i < num_bytes; i += kStripe) checksum.add_stripe(load(from + i), load(from + i + 32));
+}
 
 // Reads until there are `num_bytes`, or the file ends. Returns the bytes that were read, or -errno.
 int64_t read_all(int file, uint8_t* to, int64_t num_bytes, int64_t position) {
@@ -76,8 +82,9 @@ struct Position {
   int64_t head, body;
 };
 
-// Reads an object whose last bytes are the recorded checksum, and computes the actual one into `digest`. Returns the
-// number of bytes that were read, which is less than `num_bytes` if a file is too short, or -errno.
+// Reads an object of `num_bytes` into `to`, in memory with the recorded checksum last, and computes its actual checksum into
+// `digest`. `piece` is a scratch buffer for a piece of a file, or for a head and its checksum. Returns the number of bytes
+// that were read, which is less than `num_bytes` if a file is too short, or -errno.
 int64_t read_object(const Files& files, const Position& position, int64_t num_bytes, uint8_t* piece, uint8_t* to,
                     uint8_t* digest) {
   const int64_t head_bytes = files.head_bytes, recorded = head_bytes + xxh3::kDigestBytes;
@@ -89,8 +96,7 @@ int64_t read_object(const Files& files, const Position& position, int64_t num_by
   uint8_t recorded_digest[xxh3::kDigestBytes];
   memcpy(recorded_digest, piece + head_bytes, xxh3::kDigestBytes);
   Checksum checksum;
-  for (int64_t i = 0; i < std::min(head_bytes, before_end); i += kStripe)
-    checksum.add_stripe(load(to + i), load(to + i + 32));
+  add_stripes(checksum, to, std::min(head_bytes, before_end));
   for (int64_t at = head_bytes; at < checked;) {
     const int64_t wanted = std::min(kReadPiece, checked - at);
     const int64_t count = read_all(files.bodies, piece, wanted, position.body + at - head_bytes);
@@ -128,8 +134,7 @@ int64_t write_body(int file, int64_t position, const uint8_t* head, int64_t head
   static const uint8_t zeros[kPage] = {};
   Checksum checksum;
   const int64_t num_bytes = head_bytes + body_bytes, before_end = bytes_before_end(num_bytes);
-  for (int64_t i = 0; i < std::min(head_bytes, before_end); i += kStripe)
-    checksum.add_stripe(load(head + i), load(head + i + 32));
+  add_stripes(checksum, head, std::min(head_bytes, before_end));
   for (int64_t at = 0; at < body_bytes;) {
     const int64_t upto = body_bytes - at < 2 * kWrittenPiece ? body_bytes : at + kWrittenPiece;
     for (int64_t i = at; i < std::min(upto, before_end - head_bytes); i += kStripe) {
@@ -181,8 +186,9 @@ extern "C" void radixkv_copy_checked(const uint8_t* head, int64_t head_bytes, co
   _mm_sfence();  // visible to every thread that is notified of the copy
 }
 
-// Reads objects of more than 256 bytes each into memory aligned to 32 bytes. Stores the number of bytes that were read of
-// each in `counts`, and the checksums of those that are complete in `digests`. Returns 0, or -errno of the failed call.
+// Reads objects of more than 256 bytes each, including the checksum, into memory aligned to 32 bytes. Stores the number of
+// bytes that were read of each in `counts`, and the checksums of those that are complete in `digests`. Returns 0, or -errno
+// of the failed call.
 extern "C" int64_t radixkv_read_checked(int heads, int bodies, int64_t head_bytes, int64_t num_objects,
                                         const int64_t* head_positions, const int64_t* body_positions,
                                         const int64_t* sizes, uint8_t* const* targets, int64_t* counts,

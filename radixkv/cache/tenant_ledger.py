@@ -90,12 +90,12 @@ class TenantLedger:
         block_size: tokens per block.
         tenants: tenants that always have an account of their own.
         clock: seconds, monotonic.
-        time_of_day: Unix time in seconds. It is read once, so that a clock that is set back repeats no day.
+        unix_time: Unix time in seconds. It is read once, so that a clock that is set back repeats no day.
         read_day: returns what earlier processes have recorded for a day; it is called for the present day.
 
     Example:
         >>> clock = iter([0.0, 0.0, 2.0, 4.0, 5.0]).__next__
-        >>> ledger = TenantLedger(16, clock=clock, time_of_day=lambda: 86_400.0)
+        >>> ledger = TenantLedger(16, clock=clock, unix_time=lambda: 86_400.0)
         >>> for num_more_blocks in (3, 2, -2):
         ...     ledger.resize("acme", DEVICE, num_more_blocks)
         >>> ledger.use_of("acme").device_token_s / 16
@@ -108,14 +108,14 @@ class TenantLedger:
         tenants: Collection[str] = (),
         *,
         clock: Callable[[], float] = time.monotonic,
-        time_of_day: Callable[[], float] = time.time,
+        unix_time: Callable[[], float] = time.time,
         read_day: Callable[[int], DayUse | None] = lambda _: None,
     ) -> None:
         self._block_size = block_size
         self._always = frozenset((*tenants, PUBLIC_TENANT, OTHER_TENANTS))
         self._clock = clock
         now_s = clock()
-        self._epoch_s = time_of_day() - now_s
+        self._epoch_s = unix_time() - now_s
         self.day = int((self._epoch_s + now_s) // DAY_S)
         self._day_end_s = self._end_of(self.day)
         before = read_day(self.day) or DayUse(0.0, {})

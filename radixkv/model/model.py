@@ -129,7 +129,7 @@ class Model:
             report("comparing layers in C++ with those of transformers")
             fused_layers = FusedCpuLayers(module, is_exact=is_exact, library=library)
             self._originals.append(fused_layers.originals)
-            self._pads_rows = is_exact and not fused_layers.computes_rows_alone
+            self._pads_rows = is_exact and not fused_layers.is_invariant_for_one_row
         self._mode: AbstractContextManager[object] = (
             make_exact(module, budget) if is_exact else contextlib.nullcontext()
         )

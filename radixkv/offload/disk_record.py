@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from radixkv.api.retention import MAX_PRIORITY
+from radixkv.durable_file import replace_file
 from radixkv.errors import StoreError
 from radixkv.namespace import Namespace
 from radixkv.offload.block_keys import KEY_BYTES, BlockKeys
@@ -22,7 +22,7 @@ from radixkv.offload.tiers.disk import DiskStore
 from radixkv.offload.tiers.rejected_blocks import RejectedBlocks
 
 _log = logging.getLogger(__name__)
-_LINE = np.dtype([("key", f"V{KEY_BYTES}"), ("ends_s", "<f8"), ("priority", "u1"), ("more", "V7")])
+_PRIORITY_LINE = np.dtype([("key", f"V{KEY_BYTES}"), ("ends_s", "<f8"), ("priority", "u1"), ("unused", "V7")])
 _NEVER = float("inf")
 _PRIORITIES = "priorities"
 _MIN_UNUSED_NAMESPACES = 1024
@@ -56,16 +56,13 @@ class PriorityFile:
         self._path = path
 
     def write(self, priorities: Iterable[StoredPriority]) -> None:
-        """Write the file atomically.
+        """Write the file atomically and durably.
 
         Raises:
             OSError: a write failed.
         """
         rows = [(key, _NEVER if ends_s is None else ends_s, priority, b"") for key, priority, ends_s in priorities]
-        partial = self._path.with_suffix(".partial")
-        with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-            file.write(np.array(rows, _LINE).tobytes())
-        partial.replace(self._path)
+        replace_file(self._path, np.array(rows, _PRIORITY_LINE).tobytes())
 
     def take(self) -> list[StoredPriority]:
         """Read the file and delete it. Returns an empty list if it does not exist or is invalid.
@@ -78,10 +75,10 @@ class PriorityFile:
         except FileNotFoundError:
             return []
         self._path.unlink()
-        if len(data) % _LINE.itemsize:
+        if len(data) % _PRIORITY_LINE.itemsize:
             _log.warning("%s: expected whole lines, got %d bytes", self._path, len(data))
             return []
-        lines = np.frombuffer(data, _LINE)
+        lines = np.frombuffer(data, _PRIORITY_LINE)
         columns = (lines[name].tolist() for name in ("key", "priority", "ends_s"))
         rows = zip(*columns, strict=True)
         return [StoredPriority(key, priority, None if ends_s == _NEVER else ends_s) for key, priority, ends_s in rows]
@@ -92,7 +89,7 @@ class FoundOnDisk(NamedTuple):
 
     Attributes:
         blocks: keys and their namespaces, in eviction order.
-        hints: priorities of some of them, in the same order.
+        hints: priorities by key, in the same order; also of blocks that are no longer on the disk.
     """
 
     blocks: Sequence[tuple[bytes, Namespace]]
@@ -106,7 +103,7 @@ class DiskRecord:
         disk: the store.
         keys: computes keys for the format of its blocks.
         clock: seconds, monotonic, as in the cache.
-        time_of_day: Unix time in seconds, which is comparable between processes.
+        unix_time: Unix time in seconds, which is comparable between processes.
         rejected: counts blocks of unknown namespaces; None not to count them.
     """
 
@@ -115,7 +112,7 @@ class DiskRecord:
         disk: DiskStore,
         keys: BlockKeys,
         clock: Callable[[], float] = time.monotonic,
-        time_of_day: Callable[[], float] = time.time,
+        unix_time: Callable[[], float] = time.time,
         rejected: RejectedBlocks | None = None,
     ) -> None:
         self._rejected = rejected
@@ -123,14 +120,16 @@ class DiskRecord:
         self._priorities = PriorityFile(disk.path / _PRIORITIES)
         self._keys = keys
         self._clock = clock
-        self._time_of_day = time_of_day
+        self._unix_time = unix_time
 
     def note(self, namespace: Namespace) -> None:
         """Record a namespace whose blocks will be stored. The store writes it before the blocks."""
         self._disk.namespaces.add(self._keys.root(namespace), namespace)
 
     def tidy(self, stored: NamespaceKeys) -> None:
-        """Forget namespaces without blocks if most recorded namespaces have none; clients can create any number.
+        """Forget namespaces without blocks if most recorded namespaces have none.
+
+        Without this, the record could grow without limit, since clients can create any number of namespaces.
 
         Args:
             stored: the namespaces of all blocks on the disk, including those of earlier processes.
@@ -146,8 +145,8 @@ class DiskRecord:
 
     def persist_priorities(self, hints: Sequence[tuple[bytes, RetentionHint]]) -> None:
         """Write the priorities of blocks, in eviction order. If the write fails, logs an error, and they are lost."""
-        start_s = self._time_of_day() - self._clock()
-        ends_s = [None if hint.expires_s is None else start_s + hint.expires_s for _, hint in hints]
+        clock_start_s = self._unix_time() - self._clock()
+        ends_s = [None if hint.expires_s is None else clock_start_s + hint.expires_s for _, hint in hints]
         rows = zip(hints, ends_s, strict=True)
         try:
             self._priorities.write(StoredPriority(key, hint.priority, end_s) for (key, hint), end_s in rows)
@@ -181,7 +180,7 @@ class DiskRecord:
         return FoundOnDisk([(key, owner) for key, owner in found if owner is not None], self._hints())
 
     def _hints(self) -> list[tuple[bytes, RetentionHint]]:
-        start_s = self._time_of_day() - self._clock()
+        clock_start_s = self._unix_time() - self._clock()
         now_s = self._clock()
         try:
             stored = self._priorities.take()
@@ -189,7 +188,7 @@ class DiskRecord:
             _log.error("tier disk: reading the priorities failed: %s", error)
             return []
         hints = [
-            (key, RetentionHint(priority, None if ends_s is None else ends_s - start_s))
+            (key, RetentionHint(priority, None if ends_s is None else ends_s - clock_start_s))
             for key, priority, ends_s in stored
         ]
         return [

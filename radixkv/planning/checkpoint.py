@@ -17,10 +17,11 @@ from radixkv.model_files.model_location import locate
 from radixkv.planning.quantized_weights import gguf_weights_bytes
 from radixkv.storage.kv_layout import FORMAT_OF_DTYPE, HeadKV, KVFormat
 
+# Kinds of attention layers that store the same K/V.
 _SAME_KV = {"full_attention", "sliding_attention", "chunked_attention"}
 # Layers of short convolutions, and the key with their width in tokens.
 _SHORT_CONV, _CONV_WIDTH = "conv", "conv_L_cache"
-# Model types whose sliding layers store other K/V than the others, and the keys that describe them.
+# Model types whose sliding-window layers store K/V of another shape, and the keys that describe it.
 _SLIDING_DIFFERS = {
     "gemma4_text": {"global_head_dim", "num_global_key_value_heads", "per_layer_config"},
     "mimo_v2_flash": {"swa_num_key_value_heads"},
@@ -60,8 +61,8 @@ class Checkpoint:
             size in the memory of a CPU.
         state_bytes: the last inputs of short convolutions (`conv_L_cache`) that a sequence keeps, in `dtype` or bf16.
         window: tokens that a query of a windowed layer sees.
-        num_windowed_layers: layers of `layer_types` with a window shorter than the longest sequence; all layers of a
-            Mistral with one. 0 if the files do not say which layers they are.
+        num_windowed_layers: layers of `layer_types` with a window shorter than the longest sequence; in a Mistral with
+            such a window, all layers. 0 if the files do not say which layers they are.
         sliding: the layers of sliding attention, if they store other K/V than the others; None if all are alike.
         limit: the longest sequence that is served.
     """
@@ -111,7 +112,7 @@ def read_checkpoint(path: str | Path, longrope: str = "short") -> Checkpoint:
     head_dim = _head_dim(fields, num_query_heads) if mla_rank is None else fields.size("v_head_dim")
     sliding = None
     if fields.values.get("model_type") in _SLIDING_DIFFERS and num_layers and num_kv_heads and head_dim:
-        sliding, num_kv_heads, head_dim = _unlike_heads(fields, num_layers, num_kv_heads, head_dim)
+        sliding, num_kv_heads, head_dim = _sliding_and_full_heads(fields, num_layers, num_kv_heads, head_dim)
     return Checkpoint(
         num_layers=num_layers,
         num_query_heads=num_query_heads,
@@ -182,6 +183,11 @@ class _Fields:
         return num_layers - len({*attending})
 
     def require_equal_layers(self) -> None:
+        """Refuse a model whose layers store different K/V, unless its type is known to `_SLIDING_DIFFERS`.
+
+        Raises:
+            ConfigError: the message names the key that describes the difference.
+        """
         known = _SLIDING_DIFFERS.get(str(self.values.get("model_type")), set())
         unequal = [name for name in _UNEQUAL_LAYERS if self.values.get(name) and name not in known]
         types = self.values.get("layer_types") or []
@@ -201,7 +207,7 @@ def _dtype(*places: dict[str, Any]) -> str | None:
 
 def _num_attending_layers(fields: _Fields) -> int | None:
     num_layers = _num_layers(fields)
-    return None if num_layers is None else num_layers - fields.num_short_convs() or None
+    return None if num_layers is None else (num_layers - fields.num_short_convs()) or None
 
 
 def _state_bytes(fields: _Fields, dtype: str | None) -> int | None:
@@ -229,8 +235,12 @@ def _num_windowed_layers(fields: _Fields, num_layers: int) -> int:
     return types.count("sliding_attention")
 
 
-def _unlike_heads(fields: _Fields, num_layers: int, num_kv_heads: int, head_dim: int) -> tuple[HeadKV | None, int, int]:
-    """Return the layers of sliding attention, and K/V heads and their size in those of full attention.
+def _sliding_and_full_heads(
+    fields: _Fields, num_layers: int, num_kv_heads: int, head_dim: int
+) -> tuple[HeadKV | None, int, int]:
+    """Return the shape of the sliding layers, and number and size of the K/V heads of the full-attention layers.
+
+    The shape is None if all layers are alike.
 
     Raises:
         ConfigError: layers of one kind differ.

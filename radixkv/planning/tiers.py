@@ -28,7 +28,7 @@ from radixkv.offload.offload import Offload
 from radixkv.offload.prefetch import Prefetcher
 from radixkv.offload.tiers.block_object import BlockObject, Wanted, object_bytes
 from radixkv.offload.tiers.block_store import Loan, PutOutcome, PutResult
-from radixkv.offload.tiers.slot_file import SlotSizes
+from radixkv.offload.tiers.slot_files import SlotSizes
 from radixkv.offload.tiers.tier import LoadedBlock, Miss, Tier
 from radixkv.planning.time_model import TimeModel
 from radixkv.scheduling.request import Request

@@ -41,7 +41,7 @@ class Router:
     """Chooses a replica for each request.
 
         request ──▶ hashes ──▶ view: hits of each replica ──┐
-                               load: queues ────────────────┼─▶ policy ──▶ replica; view and load expect it there
+                               load: queues ────────────────┼─▶ policy ──▶ replica; all three record the request
                                demand for the prefix ───────┘
 
     It is not thread-safe. The slowest step for a new prompt, hashing and recording all of its blocks, happens after the

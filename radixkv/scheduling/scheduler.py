@@ -21,8 +21,8 @@ class Scheduler:
                following
 
     Between tenants: the tenant that was served the fewest tokens by its weight has the next turn (Sheng et al.,
-    Fairness in Serving Large Language Models, OSDI 2024). Cached tokens do not count, so waiting times do not reveal
-    what another tenant has cached.
+    Fairness in Serving Large Language Models, OSDI 2024). Cached tokens do not count, apart from the cost of finding
+    them (see `StepPlan`), so what a tenant was served depends only on the work that was done for it.
 
     Within a tenant: of the first 16 waiting requests with the urgency of the first one, the request with the longest
     cached prefix is admitted next. The first one is passed over at most 16 times. While the running requests need more

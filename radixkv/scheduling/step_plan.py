@@ -55,8 +55,12 @@ class Slice(NamedTuple):
 class StepPlan:
     """Distributes the tokens of one step to tenants and requests, and admits the requests that get any. Used once.
 
-        step   [ one token for each decoding request | prompts, a turn for the tenant that is furthest behind ... )
-        turn   [ running requests, first come first served, then waiting ones | those with the fewest tokens left )
+        step   [ one token for each decoding request | turns for prompts, the tenant with the lowest charge first ]
+        turn   [ prompts with the fewest tokens left, up to half | running prompts in order, then waiting ones    ]
+
+    If there are more decoding requests than tokens, those of the least served tenants come first. While there are
+    prompts, up to 64 tokens, at most half of the step, are reserved for them. The first part of a turn is empty if its
+    running prompts do not need all of it.
 
     Args:
         queues: the requests of all tenants. Tokens are charged to them, and admitted requests are moved.

@@ -30,7 +30,8 @@ def import_transformers() -> None:
     `torch.distributed`. A server compiles no model, and computes in one process.
 
     Afterwards `torch._dynamo` is a module that records marks. As soon as anything else of it is used, as by
-    `torch.compile`, it becomes the real one, with these marks. transformers cannot distribute a model over processes.
+    `torch.compile`, it becomes the real one, with these marks. After this call, transformers cannot distribute a model
+    over processes.
 
     If an import fails, as it may with another version of transformers, the usual imports are used.
     """
@@ -45,7 +46,7 @@ def import_transformers() -> None:
     torch.__dict__["_dynamo"] = compiler
     sys.meta_path.insert(0, _Submodules(compiler))
     is_available = torch.distributed.is_available
-    torch.distributed.is_available = lambda: False  # transformers remembers it
+    torch.distributed.is_available = lambda: False  # transformers remembers the answer
     try:
         for module in _MODULES:
             importlib.import_module(module)
@@ -87,7 +88,7 @@ class _Compiler(ModuleType):
         return function
 
     def disable(self, function: _Function | None = None, recursive: bool = True, **_: Any) -> _Function:
-        """Return the function, which nothing compiles."""
+        """Record the function and return it unchanged: nothing is compiled yet."""
         if function is None:
             return self.disable
         self._disabled.append(function)
@@ -113,7 +114,9 @@ def _load(compiler: ModuleType) -> None:
     spec.loader.exec_module(compiler)
     for mark, function in marked:
         getattr(compiler, mark)(function)
-    for function in disabled:  # PyTorch keeps the disabled function here, and creates it again if it is missing
+    for function in disabled:
+        # The stand-in's result is cached in this attribute. Without it, PyTorch calls the real `disable` at the next
+        # use.
         function.__dict__.pop("__dynamo_disable", None)
 
 

@@ -33,7 +33,7 @@ class StatementBook:
         files: the saved days, including the present one as of the last save.
         interval_s: seconds between two saves.
         shadows: estimate what twice the ceilings would have saved; None without any.
-        time_of_day: Unix time in seconds.
+        unix_time: Unix time in seconds.
     """
 
     def __init__(
@@ -42,13 +42,13 @@ class StatementBook:
         files: DayFiles,
         interval_s: float,
         shadows: QuotaShadows | None = None,
-        time_of_day: Callable[[], float] = time.time,
+        unix_time: Callable[[], float] = time.time,
     ) -> None:
         self._ledger = ledger
         self._files = files
         self._interval_s = interval_s
         self._shadows = shadows
-        self._time_of_day = time_of_day
+        self._unix_time = unix_time
         self._is_closing = threading.Event()
         self._thread: threading.Thread | None = None
         self._is_failing = False
@@ -86,7 +86,7 @@ class StatementBook:
 
     def today(self) -> int:
         """Return the present day, as days since 1970-01-01."""
-        return int(self._time_of_day() // DAY_S)
+        return int(self._unix_time() // DAY_S)
 
     def days_in_memory(self, tenant: str | None) -> Generator[None, None, dict[int, DayUse]]:
         """Return the days that are in memory; for the engine's thread. See `TenantLedger.days`."""

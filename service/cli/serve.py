@@ -1,4 +1,4 @@
-"""`radixkv serve`: starts the server of one engine from its configuration, and its log."""
+"""`radixkv serve`: starts the log, and one engine with its server, as configured."""
 
 from __future__ import annotations
 
@@ -129,38 +129,36 @@ def _serve(arguments: argparse.Namespace) -> None:
         config = Config.load(arguments.config, [*arguments.set, *_settings(arguments)])
         _start_log(arguments.log_level, arguments.log_format)
         _announce(config.model)
-        # The first log line is written before gRPC, numpy and PyTorch are imported, and a wrong configuration is
-        # reported before PyTorch is.
+        # The first log line is written before gRPC, numpy and PyTorch are imported. A wrong configuration is reported
+        # before PyTorch is imported.
         progress.begin("checking the configuration")
         from radixkv.service.server.start_requirements import require_startable
 
         require_startable(config)
-        try:
-            _run(config, progress)
-        finally:
-            gc.unfreeze()  # `run` does the same, unless an error occurred before it
+        _run(config, progress)
 
 
 def _run(config: Config, progress: StartProgress) -> None:
     """Import the libraries, build the engine, and serve until SIGTERM or SIGINT."""
     bound_spinning(os.environ)
-    with _without_collections():
-        progress.begin("importing the server")
-        from radixkv.service.server.event_publishing import publishing
-        from radixkv.service.server.metrics_port import Telemetry
-        from radixkv.service.server.optional_services import optional_services
-        from radixkv.service.server.server import run
-        from radixkv.telemetry.otlp import exported_spans
-        from radixkv.telemetry.traffic_recorder import recorded_traffic
-
-        progress.begin("importing PyTorch and transformers")
-        from radixkv.startup.lean_imports import import_transformers
-
-        import_transformers()
-        from radixkv.startup.build_engine import build_engine
-        from radixkv.startup.malloc import give_back_freed_memory
-
     with contextlib.ExitStack() as resources:
+        resources.callback(gc.unfreeze)
+        with _without_garbage_collection():
+            progress.begin("importing the server")
+            from radixkv.service.server.event_publishing import publishing
+            from radixkv.service.server.metrics_port import Telemetry
+            from radixkv.service.server.optional_services import optional_services
+            from radixkv.service.server.server import run
+            from radixkv.telemetry.otlp import exported_spans
+            from radixkv.telemetry.traffic_recorder import recorded_traffic
+
+            progress.begin("importing PyTorch and transformers")
+            from radixkv.startup.lean_imports import import_transformers
+
+            import_transformers()
+            from radixkv.startup.build_engine import build_engine
+            from radixkv.startup.malloc import give_back_freed_memory
+
         telemetry = Telemetry(config, resources.enter_context(exported_spans(config.telemetry)))
         recorder = resources.enter_context(recorded_traffic(config))
         # The metrics port is open from here on, so that liveness probes pass while a large model is loaded.
@@ -209,8 +207,8 @@ def _warn_of_turn_end(model_path: str, eos_token_ids: Set[int]) -> None:
 
 
 @contextlib.contextmanager
-def _without_collections() -> Iterator[None]:
-    """Disable garbage collection during imports, then exempt what they created from later collections.
+def _without_garbage_collection() -> Iterator[None]:
+    """Disable garbage collection during imports, then exempt what they created from later collections (`gc.freeze`).
 
     Importing torch and transformers creates 600,000 objects that live until the process exits. Collections would spend
     0.7 s on traversing them.

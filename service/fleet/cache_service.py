@@ -129,7 +129,7 @@ class FleetCacheService:
         async with replica_errors_as_status(context):
             loader = ""
             if any(loads) and request.token_ids:
-                routed = await self._forwarder.routed(routing_request(request))
+                routed = await self._forwarder.choose(routing_request(request))
                 routed.finish(0)
                 loader = routed.name
 
@@ -210,13 +210,11 @@ class FleetCacheService:
             raise NoReplica("replicas: none is available")
 
         async def one(connection: ReplicaConnection) -> Any:
-            connection.num_calls += 1
-            try:
-                return await connection.wait_for(make_call(connection))
-            except (grpc.aio.AioRpcError, ReplicaLost) as failure:
-                return failure
-            finally:
-                connection.num_calls -= 1
+            with connection.in_flight():
+                try:
+                    return await connection.wait_for(make_call(connection))
+                except (grpc.aio.AioRpcError, ReplicaLost) as failure:
+                    return failure
 
         responses: dict[str, Any] = {}
         failures: dict[str, grpc.aio.AioRpcError | ReplicaLost] = {}

@@ -172,15 +172,10 @@ class _SourceLease:
     async def release(self) -> None:
         """Release it."""
         request = prefill_pb2.ReleaseRequest(lease_id=self.response.lease_id, tenant=self._tenant)
-        self.connection.num_calls += 1
-        try:
+        with self.connection.in_flight(), contextlib.suppress(grpc.aio.AioRpcError, ReplicaLost):
             await self.connection.wait_for(
                 self.connection.prefill.Release(request, timeout=_RELEASE_S, metadata=self.connection.metadata)
             )
-        except (grpc.aio.AioRpcError, ReplicaLost):
-            pass
-        finally:
-            self.connection.num_calls -= 1
 
 
 class _WatchedCall:

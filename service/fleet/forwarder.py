@@ -21,7 +21,7 @@ _PAUSE_S = 0.1
 
 
 class ReplicaRefusal(Exception):
-    """A replica refused a call, or no replica can be reached. The client gets its status.
+    """A replica refused a call, or no replica can be reached. The client gets the status in `code`.
 
     Attributes:
         code: gRPC status.
@@ -47,7 +47,7 @@ class Forwarder:
            ▲       │ UNAVAILABLE or failed health checks, before the first response
            └───────┘ another replica; after the first response the call ends with UNAVAILABLE
 
-    The error of a replica that can't reach its `kv_source` is returned to the client.
+    A call is not retried if the replica could not fetch K/V from the server that the request names (`kv_source`).
 
     Args:
         choose: chooses a replica; raises NoReplica if none is left.
@@ -56,7 +56,7 @@ class Forwarder:
         clock: a monotonic clock in seconds.
 
     Attributes:
-        num_retries: number of calls that were retried on another replica.
+        num_retries: number of failures after which another replica was tried or waited for.
     """
 
     def __init__(
@@ -90,18 +90,16 @@ class Forwarder:
         """
         failure: ReplicaRefusal | None = None
         while True:
-            routed = await self.routed(prompt, failure)
-            routed.connection.num_calls += 1
-            try:
-                return routed, await routed.connection.wait_for(make_call(routed.connection))
-            except (grpc.aio.AioRpcError, ReplicaLost) as error:
-                routed.finish(None)
-                failure = await self._failure(prompt, routed, error)
-            except BaseException:
-                routed.finish(None)
-                raise
-            finally:
-                routed.connection.num_calls -= 1
+            routed = await self.choose(prompt, failure)
+            with routed.connection.in_flight():
+                try:
+                    return routed, await routed.connection.wait_for(make_call(routed.connection))
+                except (grpc.aio.AioRpcError, ReplicaLost) as error:
+                    routed.finish(None)
+                    failure = await self._failure(prompt, routed, error)
+                except BaseException:
+                    routed.finish(None)
+                    raise
 
     async def stream(
         self, prompt: RoutingRequest, make_call: Callable[[ReplicaConnection], Any]
@@ -113,22 +111,21 @@ class Forwarder:
         """
         failure: ReplicaRefusal | None = None
         while True:
-            routed = await self.routed(prompt, failure)
-            call, num_parts = make_call(routed.connection), 0
-            routed.connection.num_calls += 1
-            try:
-                while (part := await routed.connection.wait_for(call.read())) is not grpc.aio.EOF:  # type: ignore[attr-defined]
-                    num_parts += 1
-                    yield routed, part
-                return
-            except (grpc.aio.AioRpcError, ReplicaLost) as error:
-                failure = await self._failure(prompt, routed, error, has_begun=num_parts > 0)
-            finally:
-                routed.connection.num_calls -= 1
-                routed.finish(None)
-                call.cancel()
+            routed = await self.choose(prompt, failure)
+            call, has_begun = make_call(routed.connection), False
+            with routed.connection.in_flight():
+                try:
+                    while (part := await routed.connection.wait_for(call.read())) is not grpc.aio.EOF:  # type: ignore[attr-defined]
+                        has_begun = True
+                        yield routed, part
+                    return
+                except (grpc.aio.AioRpcError, ReplicaLost) as error:
+                    failure = await self._failure(prompt, routed, error, has_begun=has_begun)
+                finally:
+                    routed.finish(None)
+                    call.cancel()
 
-    async def routed(self, prompt: RoutingRequest, failure: ReplicaRefusal | None = None) -> RoutedRequest:
+    async def choose(self, prompt: RoutingRequest, failure: ReplicaRefusal | None = None) -> RoutedRequest:
         """Choose a replica; if there is none, wait for one to start.
 
         Raises:
@@ -149,7 +146,10 @@ class Forwarder:
     async def _failure(
         self, prompt: RoutingRequest, routed: RoutedRequest, error: Exception, *, has_begun: bool = False
     ) -> ReplicaRefusal:
-        """Return the error of a call that may be retried on another replica; otherwise raise it."""
+        """Return the error of a call that may be retried on another replica; otherwise raise it.
+
+        Before it returns, it adds the failed replica to `prompt.avoid`.
+        """
         if isinstance(error, grpc.aio.AioRpcError):
             trailing: tuple[Any, ...] = tuple(error.trailing_metadata() or ())
             refusal = ReplicaRefusal(error.code(), error.details() or "", trailing)
@@ -163,6 +163,7 @@ class Forwarder:
                 f"replica {routed.name}: it was lost in the middle of the response; send the request again, with the "
                 "received tokens appended to the prompt",
             ) from error
+        # Update `is_up` before the next choice, so that other calls avoid the replica, too.
         await routed.connection.check()
         prompt.avoid.add(routed.name)
         self.num_retries += 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -81,7 +81,7 @@ class ReplicaConnection:
     Attributes:
         facts: see above.
         is_up: whether it accepted requests at its last health check.
-        num_calls: number of calls in flight, maintained by the callers.
+        num_calls: number of calls in flight, which callers count with `in_flight`.
         prefill, cache, model: stubs of its services.
         metadata: is sent with each call.
     """
@@ -160,6 +160,15 @@ class ReplicaConnection:
                 call.cancel()
                 with contextlib.suppress(asyncio.CancelledError, grpc.RpcError, StopAsyncIteration):
                     await call
+
+    @contextlib.contextmanager
+    def in_flight(self) -> Iterator[None]:
+        """Count a call as in flight inside the `with` block."""
+        self.num_calls += 1
+        try:
+            yield
+        finally:
+            self.num_calls -= 1
 
     async def finish(self) -> None:
         """Wait until no call is in flight. Ray removes a draining replica before it has sent its last response."""

@@ -94,7 +94,7 @@ class FleetPrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
                 )
             source_prompt = routing_request(request.prefill)
             source_prompt.source = _source(request)
-            (await self._forwarder.routed(source_prompt)).finish(0)  # refuses addresses that are not replicas
+            (await self._forwarder.choose(source_prompt)).finish(0)  # refuses addresses that are not replicas
         elif request.HasField("kv_source"):
             prompt.source = _source(request)
         return self._decode_forwarder.stream(
@@ -145,7 +145,7 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
         prompt = routing_request(request)
         prompt.avoid.update(request.avoid)
         async with replica_errors_as_status(context):
-            routed = await self._forwarder.routed(prompt)
+            routed = await self._forwarder.choose(prompt)
         asyncio.get_running_loop().call_later(routed.seconds, routed.finish, None)
         return fleet_pb2.RouteResponse(
             address=routed.name,

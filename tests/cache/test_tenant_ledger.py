@@ -30,7 +30,7 @@ def result_of(slices: Generator[None, None, Any]) -> Any:
 
 
 def make_ledger(clock: FakeClock, day: float = 10.0, **options: Any) -> TenantLedger:
-    return TenantLedger(SIZE, clock=clock, time_of_day=lambda: day * DAY_S, **options)
+    return TenantLedger(SIZE, clock=clock, unix_time=lambda: day * DAY_S, **options)
 
 
 def all_uses(ledger: TenantLedger) -> Counter[tuple[int, str]]:

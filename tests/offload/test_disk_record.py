@@ -119,18 +119,18 @@ def test_the_next_process_finds_blocks_in_the_recorded_order(tmp_path: Path) -> 
     assert [key for key, _ in read(tmp_path)[0]] == [third.key, second.key, first.key]
 
 
-def test_priorities_expire_at_the_same_time_of_day_in_the_next_process(tmp_path: Path) -> None:
+def test_priorities_expire_at_the_same_unix_time_in_the_next_process(tmp_path: Path) -> None:
     kept = [
         (b"a" * 32, RetentionHint(80, None)),
         (b"b" * 32, RetentionHint(10, 1060.0)),
         (b"c" * 32, RetentionHint(90, 1030.0)),
     ]
     disk = disk_at(tmp_path)
-    DiskRecord(disk, KEYS, clock=lambda: 1000.0, time_of_day=lambda: 5000.0).persist_priorities(kept)
+    DiskRecord(disk, KEYS, clock=lambda: 1000.0, unix_time=lambda: 5000.0).persist_priorities(kept)
     disk.close()
     for hints in ([kept[0], (b"b" * 32, RetentionHint(10, 27.0))], []):  # the second process ended by a kill
         disk = disk_at(tmp_path)
-        record = DiskRecord(disk, KEYS, clock=lambda: 7.0, time_of_day=lambda: 5040.0)
+        record = DiskRecord(disk, KEYS, clock=lambda: 7.0, unix_time=lambda: 5040.0)
         assert record.read().hints == hints
         disk.close()
 

@@ -1,4 +1,4 @@
-"""The same tokens are never computed twice at the same time."""
+"""Requests wait for tokens that a running request computes, instead of computing them as well."""
 
 from __future__ import annotations
 

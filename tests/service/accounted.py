@@ -34,9 +34,9 @@ def accounted_engine(path: Path, **tenants: Use) -> FakeEngine:
     files.write(TODAY, DayUse(200.0, {name.replace("_", ""): use for name, use in tenants.items()}))
     clock = FakeClock()
 
-    def time_of_day() -> float:
+    def unix_time() -> float:
         return TODAY * DAY_S + 1000.0
 
-    ledger = TenantLedger(16, clock=clock, time_of_day=time_of_day, read_day=files.read)
-    engine.statements = StatementBook(ledger, files, 60.0, time_of_day=time_of_day)
+    ledger = TenantLedger(16, clock=clock, unix_time=unix_time, read_day=files.read)
+    engine.statements = StatementBook(ledger, files, 60.0, unix_time=unix_time)
     return engine

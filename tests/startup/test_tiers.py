@@ -33,7 +33,7 @@ from radixkv.offload.tiers.block_object import object_bytes
 from radixkv.offload.tiers.block_store import StoreBackend, StoreSize
 from radixkv.offload.tiers.host import HostStore, map_memory
 from radixkv.offload.tiers.open_store import StoreOptions
-from radixkv.offload.tiers.slot_file import SlotSizes
+from radixkv.offload.tiers.slot_files import SlotSizes
 from radixkv.startup import tiers
 from radixkv.startup.build_engine import build_engine
 from radixkv.telemetry.gauges import EngineGauges

@@ -29,10 +29,10 @@ class Desk:
         self.clock = clock
         self.path = path
         self.files = DayFiles.open(path)
-        self.ledger = TenantLedger(16, clock=clock, time_of_day=self.time_of_day, read_day=self.files.read)
-        self.book = StatementBook(self.ledger, self.files, interval_s, time_of_day=self.time_of_day)
+        self.ledger = TenantLedger(16, clock=clock, unix_time=self.unix_time, read_day=self.files.read)
+        self.book = StatementBook(self.ledger, self.files, interval_s, unix_time=self.unix_time)
 
-    def time_of_day(self) -> float:
+    def unix_time(self) -> float:
         return DAY * DAY_S + 100.0 + self.clock.now_s
 
     def call(self, function: Callable[[], Any]) -> Future[Any]:

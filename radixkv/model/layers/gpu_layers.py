@@ -71,12 +71,12 @@ class FusedGpuLayers(ReplacedParts):
             with torch.inference_mode():
                 if is_norm(part, self._dtype):
                     self._styles[part] = self._try_style(part)
-                    return partial(_normed, style=self._styles[part])
+                    return partial(_norm_forward, style=self._styles[part])
                 if children == _MLP_PARTS:
                     self._try_mlp(part)
-                    return _gated
+                    return _mlp_forward
                 if children == _LAYER_PARTS and part.post_attention_layernorm in self._styles:
-                    forward = partial(_added, style=self._styles[part.post_attention_layernorm])
+                    forward = partial(_layer_forward, style=self._styles[part.post_attention_layernorm])
                     self._try_layer(part, forward)
                     return forward
         except Refused:
@@ -87,7 +87,7 @@ class FusedGpuLayers(ReplacedParts):
 
     def _try_style(self, norm: Any) -> NormStyle:
         for style in (LLAMA, GEMMA, TORCH):
-            fused = partial(_normed, norm, style=style)
+            fused = partial(_norm_forward, norm, style=style)
             if agree(norm.forward, fused, norm.weight):
                 self._require_exact_rows(fused, norm.weight)
                 return style
@@ -97,7 +97,7 @@ class FusedGpuLayers(ReplacedParts):
         simplified = with_replaced_children(
             mlp, {"gate_proj": lambda rows: rows, "up_proj": lambda rows: rows.flip(-1), "down_proj": lambda rows: rows}
         )
-        fused = partial(_gated, simplified)
+        fused = partial(_mlp_forward, simplified)
         like = torch.empty(mlp.down_proj.in_features, dtype=self._dtype, device=mlp.down_proj.weight.device)
         require(agree(simplified.forward, fused, like))
         self._require_exact_rows(fused, like)
@@ -123,17 +123,17 @@ class FusedGpuLayers(ReplacedParts):
             raise Refused("its results are not batch-invariant")
 
 
-def _normed(norm: Any, rows: torch.Tensor, *, style: NormStyle) -> torch.Tensor:
+def _norm_forward(norm: Any, rows: torch.Tensor, *, style: NormStyle) -> torch.Tensor:
     return rms_norm(rows, norm.weight, eps_of(norm), style)
 
 
-def _gated(mlp: Any, rows: torch.Tensor) -> Any:
+def _mlp_forward(mlp: Any, rows: torch.Tensor) -> Any:
     if has_hooks(mlp.act_fn):
         return type(mlp).forward(mlp, rows)
     return mlp.down_proj(swiglu(mlp.gate_proj(rows), mlp.up_proj(rows)))
 
 
-def _added(layer: Any, hidden_states: torch.Tensor, *args: Any, style: NormStyle, **kwargs: Any) -> Any:
+def _layer_forward(layer: Any, hidden_states: torch.Tensor, *args: Any, style: NormStyle, **kwargs: Any) -> Any:
     norm = layer.post_attention_layernorm
     if args or has_hooks(norm):
         return type(layer).forward(layer, hidden_states, *args, **kwargs)

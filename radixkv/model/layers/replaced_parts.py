@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -57,6 +57,11 @@ def eps_of(norm: nn.Module) -> Any:
 def has_hooks(module: nn.Module) -> bool:
     """Whether a module has forward hooks."""
     return bool(module._forward_hooks or module._forward_pre_hooks)
+
+
+def hooks_of(parts: Iterable[nn.Module]) -> list[Mapping[int, object]]:
+    """List the forward hooks of modules. The mappings are those of the modules, which may change them."""
+    return [hooks for part in parts for hooks in (part._forward_hooks, part._forward_pre_hooks)]
 
 
 def with_replaced_children(part: nn.Module, replacements: Mapping[str, Forward]) -> nn.Module:

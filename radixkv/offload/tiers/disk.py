@@ -28,7 +28,7 @@ from radixkv.offload.tiers.block_object import BlockObject
 from radixkv.offload.tiers.block_store import Loan, PutOutcome, PutResult, StoreBackend, StoreSize
 from radixkv.offload.tiers.namespace_file import NamespaceFile
 from radixkv.offload.tiers.private_directory import require_private
-from radixkv.offload.tiers.slot_file import Line, SlotFile, SlotSizes
+from radixkv.offload.tiers.slot_files import Line, SlotFiles, SlotSizes
 from radixkv.offload.tiers.slot_table import SlotEntry, SlotTable
 
 _VERSION = 2
@@ -216,8 +216,8 @@ class DiskStore(StoreBackend):
         self.path = self._directory.path
         with contextlib.ExitStack() as opened, _failures(self.path):
             opened.callback(self._directory.close)
-            self._file = SlotFile(self.path, self._sizes, self._max_slots, native)
-            opened.callback(self._file.close)
+            self._files = SlotFiles(self.path, self._sizes, self._max_slots, native)
+            opened.callback(self._files.close)
             self._table, self._serial = self._read_index()
             self.namespaces = NamespaceFile(self.path / _NAMESPACES)
             opened.pop_all()  # everything is open
@@ -236,7 +236,7 @@ class DiskStore(StoreBackend):
                 with self._lock, _failures(self.path):
                     batch_outcomes, batch_evicted = self._claim(batch, left, claimed)
                 with _failures(self.path):
-                    self._file.write_objects(claimed)
+                    self._files.write_objects(claimed)
             except BaseException:
                 with self._lock:
                     for slot, each in claimed:
@@ -258,7 +258,7 @@ class DiskStore(StoreBackend):
         try:
             buffers.extend(self._buffers.take() for _ in there)
             with _failures(self.path):
-                found = self._file.read([(entry.slot, entry.num_bytes) for entry in there], buffers)
+                found = self._files.read([(entry.slot, entry.num_bytes) for entry in there], buffers)
         except BaseException:
             for buffer in buffers:
                 self._buffers.give_back(buffer)
@@ -283,15 +283,15 @@ class DiskStore(StoreBackend):
         """
         with self._lock, _failures(self.path):
             removed = [entry for key in keys if (entry := self._table.remove(key)) is not None]
-            self._file.clear_lines(entry.slot for entry in removed)
+            self._files.clear_lines(entry.slot for entry in removed)
         with _failures(self.path):
-            self._file.sync_lines()  # loads do not wait for it
+            self._files.sync_lines()  # loads do not wait for it
         return len(removed)
 
     def size(self) -> StoreSize:
         """Return the number of objects, and the slots in bytes."""
         with self._lock:
-            used = self._file.num_slots - self._table.num_free
+            used = self._files.num_slots - self._table.num_free
             capacity = self._max_slots * self._sizes.slot_bytes
             return StoreSize(len(self._table), used * self._sizes.slot_bytes, capacity, self._max_slots)
 
@@ -310,10 +310,10 @@ class DiskStore(StoreBackend):
             return
         self._is_closed = True
         with _failures(self.path), contextlib.ExitStack() as closing:  # closes all three whatever fails
-            for each in (self._directory, self._file, self.namespaces):
+            for each in (self._directory, self._files, self.namespaces):
                 closing.callback(each.close)
             self._table.put_last(self._last_order)
-            self._file.number_lines([entry.slot for _, entry in self._table], self._serial + 1)
+            self._files.number_lines([entry.slot for _, entry in self._table], self._serial + 1)
 
     def _batches(self, objects: Sequence[BlockObject]) -> Iterator[list[BlockObject]]:
         """Divide objects into batches without duplicate keys, small enough that no batch evicts its own objects.
@@ -322,7 +322,7 @@ class DiskStore(StoreBackend):
         """
         batch: dict[bytes, BlockObject] = {}
         for each in objects:
-            max_objects = min(_BATCH_BYTES // self._sizes.slot_bytes, self._file.num_slots // 2)
+            max_objects = min(_BATCH_BYTES // self._sizes.slot_bytes, self._files.num_slots // 2)
             if batch and (len(batch) >= max_objects or each.key in batch):
                 yield list(batch.values())
                 batch.clear()
@@ -349,7 +349,7 @@ class DiskStore(StoreBackend):
         evicted = list[bytes]()
         useless = set[int]()
         for each in batch:
-            if each.num_bytes not in self._sizes.object_bytes:
+            if each.num_bytes not in self._sizes.object_sizes:
                 outcomes.append(PutOutcome.TOO_LARGE)
                 continue
             if self._table.has(each.key, each.generation):
@@ -367,7 +367,7 @@ class DiskStore(StoreBackend):
             claimed.append((slot, each))
             if evicted_keys:
                 useless.add(slot)
-        self._file.clear_lines(useless)
+        self._files.clear_lines(useless)
         return outcomes, evicted
 
     def _publish(self, written: Sequence[tuple[int, BlockObject]]) -> None:
@@ -379,7 +379,7 @@ class DiskStore(StoreBackend):
                 if self._table.publish(each.key, entry):
                     self._serial += 1
                     lines.append(Line(slot, each.key, each.generation, self._serial, entry.num_bytes))
-            self._file.write_lines(lines)
+            self._files.write_lines(lines)
 
     def _grow(self, num_slots: int) -> None:
         """Grow the files if too few slots are free, unless the capacity is reached or the disk was full recently.
@@ -389,16 +389,16 @@ class DiskStore(StoreBackend):
         with self._growth, _failures(self.path):
             if (
                 self._table.num_free >= num_slots
-                or self._file.num_slots == self._max_slots
+                or self._files.num_slots == self._max_slots
                 or self._clock() < self._next_growth_s
             ):
                 return
-            new = self._file.grow()
+            new = self._files.grow()
             with self._lock:
                 self._table.add_slots(new)
             if not new:
                 self._next_growth_s = self._clock() + _FULL_PAUSE_S
-                size = self._file.num_slots * self._sizes.slot_bytes
+                size = self._files.num_slots * self._sizes.slot_bytes
                 _log.warning("tiers.disk_path: the disk is full; continuing with %d bytes of %s", size, self.path)
 
     def _read_index(self) -> tuple[SlotTable, int]:
@@ -407,8 +407,8 @@ class DiskStore(StoreBackend):
         Returns:
             The table of the stored objects, and the largest serial of their lines.
         """
-        lines = self._file.lines()
-        sizes = self._sizes.object_bytes
+        lines = self._files.lines()
+        sizes = self._sizes.object_sizes
         is_valid = (lines["serial"] > 0) & (lines["bytes"] >= sizes.start) & (lines["bytes"] < sizes.stop)
         slots = np.flatnonzero(is_valid)
         slots = slots[np.argsort(lines["serial"][slots], kind="stable")]
@@ -416,11 +416,11 @@ class DiskStore(StoreBackend):
         columns = (found[name].tolist() for name in ("key", "generation", "bytes"))
         rows = zip(slots.tolist(), *columns, strict=True)
         table = SlotTable(0)
-        table.add_objects(((key, SlotEntry(slot, *rest)) for slot, key, *rest in rows), self._file.num_slots)
+        table.add_objects(((key, SlotEntry(slot, *rest)) for slot, key, *rest in rows), self._files.num_slots)
         is_useless = lines["serial"] > 0
         is_useless[[entry.slot for _, entry in table]] = False
         # Otherwise they would become valid when the later ones are deleted.
-        self._file.clear_lines(np.flatnonzero(is_useless).tolist())
+        self._files.clear_lines(np.flatnonzero(is_useless).tolist())
         return table, int(found["serial"][-1]) if len(found) else 0
 
 

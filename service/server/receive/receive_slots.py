@@ -18,10 +18,11 @@ _MAX_REMEMBERED = 16_384
 class ReceiveSlots:
     """Bounds how many messages are received at once, separately for senders of small and of large messages.
 
-    A sender of small messages thus never waits behind large messages, or behind messages that never arrive. The size
-    of a message is known only after it was received, so each connection is classified by its last message: if that one
-    arrived completely and was no larger than one flow-control window, the next one uses the slots for small messages.
-    New connections use those for large messages, so that reconnecting gains nothing. For use on one event loop.
+    A sender of small messages thus does not wait behind connections whose last message was large or did not arrive. The
+    size of a message is known only after it was received, so each connection is classified by its last message: if that
+    one arrived completely and was no larger than one flow-control window, the next one uses the slots for small
+    messages. New connections use those for large messages, so that reconnecting gains nothing. For use on one event
+    loop.
 
     Args:
         num_slots: messages that are received at once, at least 2; half of them in each class.
@@ -43,7 +44,8 @@ class ReceiveSlots:
             self._sends_small.pop(connection, None)
             raise
         self._sends_small.pop(connection, None)
-        if not (isinstance(data, bytes) and len(data) > WINDOW_BYTES):
+        is_small = not isinstance(data, bytes) or len(data) <= WINDOW_BYTES  # or gRPC's EOF
+        if is_small:
             self._sends_small[connection] = None
             if len(self._sends_small) > _MAX_REMEMBERED:
                 del self._sends_small[next(iter(self._sends_small))]
@@ -85,7 +87,8 @@ class SlotQueue:
             read: reads the message.
 
         Raises:
-            QueueFull: too many calls wait, most of them of this connection; or the message was slow while calls waited.
+            QueueFull: too many calls wait, and no connection has more of them; or the message was slow while calls
+                waited.
             DeadlinePassed: the message did not arrive within `timeout_s`.
         """
         if self._num_free:
@@ -180,7 +183,7 @@ class SlotQueue:
             self._check = loop.call_at(soon_s, self._expire_late)
 
     def _expire_late(self) -> None:
-        """Cancel messages that exceed the timeout, and one per waiting call that exceeds the grace period."""
+        """Cancel messages that exceed the timeout and, per waiting call, one message that exceeds the grace period."""
         self._check = None
         loop = asyncio.get_running_loop()
         now_s = loop.time()

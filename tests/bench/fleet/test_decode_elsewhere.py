@@ -32,7 +32,7 @@ def test_other_answers_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
         def __getattr__(self, name: str) -> object:
             return lambda *_, **__: type("Held", (), {"lease_id": "a", "epoch": 1})
 
-    monkeypatch.setattr(decode_elsewhere, "_generated", lambda client, prompt, options: ([client.token_id], 0))
+    monkeypatch.setattr(decode_elsewhere, "_generate", lambda client, prompt, options: ([client.token_id], 0))
     assert decode_elsewhere._compare(Server(1), Server(2), "a:1", 3, 0)["different"] == 3  # type: ignore[arg-type]
 
 

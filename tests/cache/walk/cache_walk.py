@@ -259,7 +259,7 @@ class Walk:
             ]
         )
         self.ledger = TenantLedger(
-            world.block_size, dict(world.quotas), clock=self.clock, time_of_day=lambda: DAY_S - 20.0
+            world.block_size, dict(world.quotas), clock=self.clock, unix_time=lambda: DAY_S - 20.0
         )
         self.use = UseOracle(self.ledger, world.block_size)
         self.watch = WatchedCache(EVENT_BLOCK_SIZES[world.block_size], world.block_size, max_step_blocks=40)

@@ -320,7 +320,7 @@ def test_a_long_load_is_divided(folder: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.skipif(SERVER is None, reason=WHY_NOT)
-def test_processes_share_redis(tmp_path: Path) -> None:
+def test_two_stores_share_redis(tmp_path: Path) -> None:
     with redis_server(tmp_path) as server:
         first, second = (store_at(None, redis_url=server.url, trusted=True) for _ in range(2))
         assert save(first, NAMES[:4]) == [True] * 4

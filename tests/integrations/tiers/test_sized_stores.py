@@ -1,4 +1,4 @@
-"""Stores per size of values."""
+"""`SizedStores` keeps values of each size in a store of their own, and finds them after a restart."""
 
 from __future__ import annotations
 
@@ -100,12 +100,12 @@ def test_invalid_options_are_refused(folder: Path) -> None:
 
 
 @pytest.mark.skipif(SERVER is None, reason=WHY_NOT)
-def test_processes_share_redis(tmp_path: Path) -> None:
+def test_two_stores_share_redis(tmp_path: Path) -> None:
     with redis_server(tmp_path) as server:
         options = TierOptions.of({"redis_url": server.url, "trusted": True, "load_limit_s": PATIENCE_S})
         first, second = SizedStores(options, "an engine"), SizedStores(options, "an engine")
         assert save(first, a=b"1" * 1000) == [True]
-        second.of_size(1000)
+        second.of_size(1000)  # opens the store; no earlier save has done so in `second`
         assert second.exists([name_of("a"), name_of("b")]).result(PATIENCE_S) == [True, False]
         assert load(second, name_of("a"), 1000) == b"1" * 1000
         first.close()

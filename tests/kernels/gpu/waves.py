@@ -37,15 +37,15 @@ class _Multiprocessor:
         self.now_us = 0.0
         self.left: list[list[float]] = []  # microseconds before the keys, and tiles of keys
 
-    def next_us(self, tile_us: float) -> float:
-        return self.now_us + min(start_us + tiles * tile_us for start_us, tiles in self.left)
+    def next_us(self, key_tile_us: float) -> float:
+        return self.now_us + min(start_us + tiles * key_tile_us for start_us, tiles in self.left)
 
-    def advance(self, to_us: float, tile_us: float) -> None:
+    def advance(self, to_us: float, key_tile_us: float) -> None:
         for left in self.left:
             passed_us = to_us - self.now_us
             start_us = min(left[0], passed_us)
             left[0] -= start_us
-            left[1] -= (passed_us - start_us) / tile_us
+            left[1] -= (passed_us - start_us) / key_tile_us
         self.left = [left for left in self.left if left[0] > 1e-9 or left[1] > 1e-9]
         self.now_us = to_us
 
@@ -60,20 +60,20 @@ def attention_us(plan: AttentionPlan, num_kv_heads: int, room: DeviceRoom) -> fl
         if tiles:
             unit.left.append([_PROGRAM_US, tiles.pop()])
 
-    def tile_us(unit: _Multiprocessor) -> float:
-        return float(cost.tile_us(len(unit.left)))
+    def key_tile_us(unit: _Multiprocessor) -> float:
+        return float(cost.key_tile_us(len(unit.left)))
 
-    heap = [(unit.next_us(tile_us(unit)), number) for number, unit in enumerate(units) if unit.left]
+    heap = [(unit.next_us(key_tile_us(unit)), number) for number, unit in enumerate(units) if unit.left]
     heapq.heapify(heap)
     end_us = 0.0
     while heap:
         end_us, number = heapq.heappop(heap)
         unit = units[number]
-        unit.advance(end_us, tile_us(unit))
+        unit.advance(end_us, key_tile_us(unit))
         while tiles and len(unit.left) < cost.programs:
             unit.left.append([_PROGRAM_US, tiles.pop()])
         if unit.left:
-            heapq.heappush(heap, (unit.next_us(tile_us(unit)), number))
+            heapq.heappush(heap, (unit.next_us(key_tile_us(unit)), number))
     return end_us + _merge_us(plan, num_kv_heads)
 
 

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from radixkv.kernels.scoring import Scoring
 from radixkv.model.attention.attention_function import ATTENTION_NAME
-from radixkv.model.layers.cpu_layers import FusedAttention, rotated
+from radixkv.model.layers.fused_attention import FusedAttention, rotated
 from radixkv.model.model import Model
 from radixkv.model.on_cpu import native_library
 from tests.model.coverage.small_configs import small_config
@@ -47,10 +47,10 @@ def sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def test_rope_is_applied_as_it_was_checked() -> None:
     rows, angles = torch.zeros(1, 3, 16).bfloat16(), torch.zeros(1, 3, 8).bfloat16()
-    assert ATTENTION.takes(rows, (angles, angles))
+    assert ATTENTION.accepts(rows, (angles, angles))
     for other in (angles.float(), angles.half(), angles[..., :4], angles[:, :2], angles.mT.contiguous().mT):
-        assert not ATTENTION.takes(rows, (angles, other))
-        assert not ATTENTION.takes(rows, (other, angles))
+        assert not ATTENTION.accepts(rows, (angles, other))
+        assert not ATTENTION.accepts(rows, (other, angles))
 
 
 def half_olmo() -> PreTrainedModel:

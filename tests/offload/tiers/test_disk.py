@@ -17,7 +17,7 @@ import pytest
 
 from radixkv.errors import StoreUnavailable
 from radixkv.namespace import Namespace
-from radixkv.offload.tiers import slot_file
+from radixkv.offload.tiers import slot_files
 from radixkv.offload.tiers.block_object import BlockObject
 from radixkv.offload.tiers.block_store import PutOutcome
 from radixkv.offload.tiers.disk import DiskStore
@@ -216,7 +216,7 @@ def test_a_disk_that_fails_on_close_keeps_its_order_and_is_unlocked(
         raise OSError(errno.EIO, "Input/output error")
 
     with monkeypatch.context() as patched:
-        patched.setattr(store._file, "number_lines", fail)
+        patched.setattr(store._files, "number_lines", fail)
         with pytest.raises(StoreUnavailable, match=r"tiers.disk_path: access to .* failed: Input/output error"):
             store.close()
     again = disk_at(tmp_path, 8)
@@ -383,7 +383,7 @@ def test_a_failing_disk_raises_and_leaks_nothing(tmp_path: Path, monkeypatch: py
             with pytest.raises(StoreUnavailable, match=r"tiers.disk_path: access to .* failed: Input/output error"):
                 _ = store.put([block(2)]) if call == "pwritev" else store.get([key_of(1)])
     with monkeypatch.context() as patched:
-        patched.setattr(store._file, "read", lambda *_: 1 // 0)
+        patched.setattr(store._files, "read", lambda *_: 1 // 0)
         with pytest.raises(ZeroDivisionError):
             store.get([key_of(1)])
     assert len(store._buffers._idle) == 1, "the buffer that both had"
@@ -415,7 +415,7 @@ def _full(*_: object) -> None:
 def test_loads_do_not_wait_for_what_writers_wait_for(
     slow_call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(slot_file, "_GROWTH_BYTES", 4 * SLOT_BYTES)
+    monkeypatch.setattr(slot_files, "_GROWTH_BYTES", 4 * SLOT_BYTES)
     store = disk_at(tmp_path, 8)
     store.put([block(number) for number in range(4)])
     loaded = []
@@ -497,14 +497,14 @@ def test_an_object_deleted_during_its_write_is_gone_and_its_slot_free(
 ) -> None:
     store = disk_at(tmp_path, 8)
     store.put([block(0)])
-    write = store._file.write_objects
+    write = store._files.write_objects
 
     def deleting(objects: Sequence[tuple[int, BlockObject]]) -> None:
         write(objects)
         store.delete([key_of(2)])
 
     with monkeypatch.context() as patched:
-        patched.setattr(store._file, "write_objects", deleting)
+        patched.setattr(store._files, "write_objects", deleting)
         store.put([block(number) for number in (1, 2, 3)])
     assert got(store, 0, 1, 2, 3) == [stored(0), stored(1), None, stored(3)]
     store.close()
@@ -518,7 +518,7 @@ def test_a_batch_that_fails_leaves_all_of_its_slots_free(tmp_path: Path, monkeyp
     store = disk_at(tmp_path, 8)
     store.put([block(0), block(1)])
     with monkeypatch.context() as patched:
-        patched.setattr(store._file, "write_objects", _full)
+        patched.setattr(store._files, "write_objects", _full)
         with pytest.raises(StoreUnavailable, match="No space left"):
             store.put([block(number) for number in (2, 3, 4)])
     assert store.exists([key_of(number) for number in range(5)]) == [True, True, False, False, False]

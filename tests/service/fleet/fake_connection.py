@@ -11,7 +11,7 @@ import grpc.aio
 
 from radixkv.errors import Cause
 from radixkv.service.client.errors import CAUSE_KEY
-from radixkv.service.fleet.replica_connection import ReplicaLost
+from radixkv.service.fleet.replica_connection import ReplicaConnection, ReplicaLost
 from radixkv.service.fleet.replica_facts import FleetSecrets, ReplicaFacts
 
 SECRETS = FleetSecrets(bytes(range(32)), "token")
@@ -29,6 +29,7 @@ def failure(code: grpc.StatusCode, details: str = "refused", cause: Cause | None
 class FakeConnection:
     """A connection whose replica answers what a test says."""
 
+    in_flight = ReplicaConnection.in_flight
     metadata = (("authorization", "Bearer token"),)
 
     def __init__(self, about: ReplicaFacts) -> None:

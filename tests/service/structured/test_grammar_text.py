@@ -86,7 +86,7 @@ def test_grammars_of_both_syntaxes() -> None:
         assert answers(text("grammar", grammar), "ab", "abb", "a", "b", "aab") == ["ab", "abb"]
 
 
-def test_the_syntax_is_seen_by_the_first_rule() -> None:
+def test_the_first_rule_determines_the_syntax() -> None:
     for lark in ('a: "x"\n  start : a', '%llguidance {}\nstart: "x"', '// root ::= "y"\nstart: "x"'):
         assert answers(text("grammar", lark), "x", "y") == ["x"]
     assert answers(text("grammar", 'root ::= started\nstarted ::= "x"'), "x", "y") == ["x"]
@@ -94,7 +94,7 @@ def test_the_syntax_is_seen_by_the_first_rule() -> None:
         text("grammar", 'root ::= start\nstart ::= "x"').lark()
 
 
-def test_empty_lines_take_no_longer_than_other_text(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_empty_lines_do_not_reach_the_slow_check_of_llguidance(monkeypatch: pytest.MonkeyPatch) -> None:
     from llguidance import gbnf_to_lark
 
     monkeypatch.setattr(gbnf_to_lark, "is_lark_syntax", lambda _: pytest.fail("takes seconds"))

@@ -1,4 +1,11 @@
+"""Stop strings end completions over gRPC, and invalid ones are refused before the engine is called."""
+
+from __future__ import annotations
+
 import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import grpc
 import numpy as np
@@ -10,14 +17,21 @@ from radixkv.errors import InvalidRequest
 from radixkv.service.client import AsyncClient
 from radixkv.service.server import model_tokenizer as module
 from radixkv.service.server.model_tokenizer import ModelTokenizer
-from radixkv.service.server.servicers.stop_strings import MAX_STOP_CHARS, MAX_STOPS, require_stops, stop_strings
-from radixkv.v1.prefill_pb2 import LENGTH, STOP
+from radixkv.service.server.servicers.stop_strings import (
+    MAX_STOP_CHARS,
+    MAX_STOPS,
+    StopStrings,
+    require_stops,
+    stop_strings,
+)
+from radixkv.v1.prefill_pb2 import LENGTH, STOP, GenerateResponse
 from tests.patience import PATIENCE_S
 from tests.service.fake_engine import FakeEngine
 from tests.service.serving import serving
 
 PROMPT = [1]
-ANSWER = [1, 2, 4, 8, 16, 32, 64, 128, 0, 0]  # of the fake engine; as text it goes on with " ", "@", no text, NUL
+# The answer of the fake engine. Tokens 32, 64 and 0 are the characters " ", "@" and NUL; 128 alone is no text.
+ANSWER = [1, 2, 4, 8, 16, 32, 64, 128, 0, 0]
 
 
 @pytest.mark.parametrize(
@@ -28,28 +42,30 @@ ANSWER = [1, 2, 4, 8, 16, 32, 64, 128, 0, 0]  # of the fake engine; as text it g
         (["a"] * (MAX_STOPS + 1), "stop: expected at most 16 strings, got 17"),
     ],
 )
-def test_strings_that_end_nothing_and_too_many_are_refused(stops, message):
+def test_empty_long_and_too_many_stop_strings_are_refused(stops: list[str], message: str) -> None:
     with pytest.raises(InvalidRequest) as refused:
         require_stops(stops)
     assert str(refused.value) == message
 
 
-def test_the_most_that_is_allowed_is_allowed():
+def test_the_maximum_number_and_length_are_allowed() -> None:
     require_stops([f"{number:256}" for number in range(MAX_STOPS)])
 
 
-def watching(stops, model_path="tiny", prompt=PROMPT, **sampling):
+def make_stop_strings(
+    stops: Sequence[str], model_path: str | None = "tiny", prompt: Sequence[int] = PROMPT, **sampling: Any
+) -> StopStrings | None:
     params = PrefillParams(np.array(prompt, dtype="<u4").tobytes())
     return asyncio.run(stop_strings(ModelTokenizer(model_path), stops, params, Sampling(**sampling), 2))
 
 
-def test_without_strings_no_tokenizer_is_loaded(monkeypatch):
+def test_without_strings_no_tokenizer_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module.Tokenizer, "load", lambda *_: pytest.fail("no request needs it"))
-    assert watching([]) is None
+    assert make_stop_strings([]) is None
 
 
-def test_each_answer_has_a_text_of_its_own():
-    strings = watching(["ab"])
+def test_each_answer_has_a_text_of_its_own() -> None:
+    strings = make_stop_strings(["ab"])
     assert [strings.num_kept(index, [ord("a")]) for index in (0, 1)] == [1, 1]
     assert strings.num_kept(1, [ord("b"), ord("c")]) == 1
     assert (strings.has_ended(0), strings.has_ended(1)) == (False, True)
@@ -57,25 +73,29 @@ def test_each_answer_has_a_text_of_its_own():
     assert strings.num_kept(0, [ord("c"), ord("d")]) == 2
 
 
-def test_the_end_of_the_prompt_is_no_part_of_the_answer():
-    strings = watching(["ab"], prompt=[ord("a")])
+def test_the_end_of_the_prompt_is_no_part_of_the_answer() -> None:
+    strings = make_stop_strings(["ab"], prompt=[ord("a")])
     assert strings.num_kept(0, [*b"bcab"]) == 4
     assert strings.has_ended(0)
 
 
 @pytest.mark.parametrize("files", [None, {}, {"tokenizer.json": "no"}])
-def test_a_model_without_a_tokenizer_is_refused_by_the_name_of_the_field(tmp_path, files, caplog):
+def test_a_model_without_a_tokenizer_is_refused_and_the_error_names_the_field(
+    tmp_path: Path, files: dict[str, str] | None, caplog: pytest.LogCaptureFixture
+) -> None:
     for name, text in (files or {}).items():
         (tmp_path / name).write_text(text)
     with pytest.raises(InvalidRequest, match=r"^stop: the model has no tokenizer, which stop strings require$"):
-        watching(["a"], None if files is None else str(tmp_path))
+        make_stop_strings(["a"], None if files is None else str(tmp_path))
     assert "the model has no tokenizer: " in caplog.text, "the log has the cause"
 
 
-def generating(model_path="tiny", engine=None, **options):
-    """The answers of a server around a fake engine, or its refusal."""
+def generate(
+    model_path: str | None = "tiny", engine: FakeEngine | None = None, **options: Any
+) -> list[GenerateResponse]:
+    """Return the answers of a server around a fake engine. Raises its refusal."""
 
-    async def run():
+    async def run() -> list[GenerateResponse]:
         async with (
             serving(engine or FakeEngine(), model_path=model_path) as (_, address),
             AsyncClient(address, timeout_s=PATIENCE_S) as client,
@@ -85,15 +105,16 @@ def generating(model_path="tiny", engine=None, **options):
     return asyncio.run(run())
 
 
-def joined(answers, index=0):
+def joined(answers: Sequence[GenerateResponse], index: int = 0) -> tuple[list[int], GenerateResponse]:
+    """Return all tokens of one answer, and its last part."""
     own = [answer for answer in answers if answer.index == index]
     return [token_id for answer in own for token_id in answer.token_ids], own[-1]
 
 
 @pytest.mark.parametrize("is_gated", [False, True])
-def test_a_string_ends_the_answer_with_the_token_that_completes_it(is_gated):
-    # While gated the engine never ends a generation by itself, so it was asked to.
-    answers = generating(engine=FakeEngine(is_gated=is_gated), stop=[" @", "nothing"], max_new_tokens=500, logprobs=1)
+def test_a_string_ends_the_answer_with_the_token_that_completes_it(*, is_gated: bool) -> None:
+    # A gated engine ends a generation only when it is told to, so the answer shows that the server has told it.
+    answers = generate(engine=FakeEngine(is_gated=is_gated), stop=[" @", "nothing"], max_new_tokens=500, logprobs=1)
     token_ids, last = joined(answers)
     assert token_ids == ANSWER[:7]
     assert (last.finished, last.finish_reason, last.matched_stop) == (True, STOP, " @")
@@ -103,23 +124,23 @@ def test_a_string_ends_the_answer_with_the_token_that_completes_it(is_gated):
     assert answers[0].usage.prompt_tokens == 1
 
 
-def test_a_string_that_the_last_token_completes_ends_it_too():
-    token_ids, last = joined(generating(stop=["@"], max_new_tokens=7))
+def test_a_string_that_the_last_token_completes_ends_it_too() -> None:
+    token_ids, last = joined(generate(stop=["@"], max_new_tokens=7))
     assert (token_ids, last.finish_reason, last.matched_stop) == (ANSWER[:7], STOP, "@")
 
 
-def test_a_string_that_does_not_come_changes_nothing():
-    token_ids, last = joined(generating(stop=["no"], max_new_tokens=9))
+def test_a_string_that_does_not_occur_changes_nothing() -> None:
+    token_ids, last = joined(generate(stop=["no"], max_new_tokens=9))
     assert (token_ids, last.finish_reason, last.matched_stop) == (ANSWER[:9], LENGTH, "")
 
 
-def test_a_string_does_not_count_before_the_least_number_of_tokens():
-    token_ids, last = joined(generating(stop=["@", "\0\0"], min_tokens=7, max_new_tokens=500))
+def test_a_string_within_min_tokens_is_ignored() -> None:
+    token_ids, last = joined(generate(stop=["@", "\0\0"], min_tokens=7, max_new_tokens=500))
     assert (token_ids, last.matched_stop) == (ANSWER, "\0\0")
 
 
-def test_all_answers_to_a_prompt_end_by_themselves():
-    answers = generating(stop=[" @"], n=3, max_new_tokens=500)
+def test_each_of_several_answers_ends_at_its_own_stop_string() -> None:
+    answers = generate(stop=[" @"], n=3, max_new_tokens=500)
     for index in range(3):
         token_ids, last = joined(answers, index)
         assert (token_ids, last.finish_reason, last.matched_stop) == (ANSWER[:7], STOP, " @")
@@ -129,14 +150,15 @@ def test_all_answers_to_a_prompt_end_by_themselves():
     ("options", "message"),
     [
         ({"stop": [""]}, "stop[0]: expected 1 to 256 characters, got 0"),
-        ({"stop": ["a"] * 17}, "stop: expected at most 16 strings, got 17"),
         ({"stop": ["a"], "model_path": None}, "stop: the model has no tokenizer, which stop strings require"),
     ],
 )
-def test_stop_strings_that_cannot_be_matched_are_refused_before_the_engine_is_called(options, message):
+def test_stop_strings_that_cannot_be_matched_are_refused_before_the_engine_is_called(
+    options: dict[str, Any], message: str
+) -> None:
     engine = FakeEngine()
     with pytest.raises(grpc.RpcError) as refused:
-        generating(engine=engine, **options)
+        generate(engine=engine, **options)
     assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert refused.value.details().startswith(message)
     assert engine.futures == []
@@ -145,6 +167,6 @@ def test_stop_strings_that_cannot_be_matched_are_refused_before_the_engine_is_ca
 @pytest.mark.parametrize(
     ("stop", "message"), [("abc", "stop: expected a sequence of strings, got 'abc'"), ([5], "stop")]
 )
-def test_a_client_refuses_what_is_no_list_of_strings(stop, message):
+def test_a_client_refuses_values_other_than_lists_of_strings(stop: Any, message: str) -> None:
     with pytest.raises(TypeError, match=message):
-        generating(stop=stop)
+        generate(stop=stop)

@@ -11,7 +11,7 @@ import pytest
 
 from radixkv.offload.tiers.block_object import BlockObject, object_bytes, open_object, read_head
 from radixkv.offload.tiers.sealing import BlockCipher
-from radixkv.offload.tiers.slot_file import PAGE_BYTES, Line, SlotFile, SlotSizes
+from radixkv.offload.tiers.slot_files import PAGE_BYTES, Line, SlotFiles, SlotSizes
 
 from .backends import native_or_skip
 from .blocks import OBJECT_BYTES, PAYLOAD_BYTES, ROOT, block, payload_of, stored, tokens_of, wanted
@@ -27,12 +27,12 @@ def buffer_for(sizes: SlotSizes) -> memoryview:
 
 
 @pytest.fixture
-def file(tmp_path: Path) -> Iterator[SlotFile]:
-    file = SlotFile(tmp_path, SIZES, 8)
-    while len(file.grow()):
+def files(tmp_path: Path) -> Iterator[SlotFiles]:
+    files = SlotFiles(tmp_path, SIZES, 8)
+    while len(files.grow()):
         pass
-    yield file
-    file.close()
+    yield files
+    files.close()
 
 
 def number_before(number: int, payload_bytes: int = 3) -> BlockObject:
@@ -40,10 +40,10 @@ def number_before(number: int, payload_bytes: int = 3) -> BlockObject:
     return BlockObject(bytes([number]) * 32, ROOT, 0, tokens_of(number), memoryview(payload))
 
 
-def read(file: SlotFile, *slots: int) -> list[int]:
+def read(files: SlotFiles, *slots: int) -> list[int]:
     """Return the first byte of the key in each slot."""
     buffers = [buffer_for(SIZES) for _ in slots]
-    found = file.read([(slot, number_before(0).num_bytes) for slot in slots], buffers)
+    found = files.read([(slot, number_before(0).num_bytes) for slot in slots], buffers)
     return [head.key[0] if (head := read_head(data)) else 0 for data, _ in found]
 
 
@@ -52,28 +52,28 @@ def test_slots_have_room_for_plain_and_sealed_objects(payload_bytes: int) -> Non
     for num_tokens in range(1, 1100):
         plain, sealed = (object_bytes(num_tokens, payload_bytes, is_sealed=each) for each in (False, True))
         sizes = SlotSizes.of(max(plain, sealed), payload_bytes)
-        assert plain in sizes.object_bytes
-        assert sealed in sizes.object_bytes
-        assert sizes.object_bytes[0] <= sizes.head_room
+        assert plain in sizes.object_sizes
+        assert sealed in sizes.object_sizes
+        assert sizes.object_sizes[0] <= sizes.head_room
         assert not sizes.head_bytes % 64
         assert not sizes.slot_bytes % PAGE_BYTES
 
 
 def test_objects_are_read_in_the_order_of_slots_and_returned_in_that_of_the_call(
-    file: SlotFile, monkeypatch: pytest.MonkeyPatch
+    files: SlotFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file.write_objects([(slot, number_before(slot + 1)) for slot in range(4)])
+    files.write_objects([(slot, number_before(slot + 1)) for slot in range(4)])
     positions: list[tuple[int, int]] = []
     preadv = os.preadv
 
     def noted(descriptor: int, buffers: Any, position: int) -> int:
-        room = SIZES.head_room if descriptor == file._heads else SIZES.body_room
+        room = SIZES.head_room if descriptor == files._heads else SIZES.body_room
         positions.append((descriptor, position // room))
         return preadv(descriptor, buffers, position)
 
     monkeypatch.setattr(os, "preadv", noted)
-    assert read(file, 3, 1, 2) == [4, 2, 3]
-    assert positions == [(descriptor, slot) for slot in (1, 2, 3) for descriptor in (file._heads, file._blocks)]
+    assert read(files, 3, 1, 2) == [4, 2, 3]
+    assert positions == [(descriptor, slot) for slot in (1, 2, 3) for descriptor in (files._heads, files._blocks)]
 
 
 @pytest.mark.parametrize("payload_bytes", [0, 32, 48, 49, 64])  # C++ takes more than 240 bytes without the checksum
@@ -83,13 +83,13 @@ def test_an_object_is_the_same_whether_cpp_takes_its_size_or_not(tmp_path: Path,
     sizes = SlotSizes.of(each.num_bytes, payload_bytes)
     for native in (None, native_or_skip()):
         (directory := tmp_path / str(native is None)).mkdir()
-        file = SlotFile(directory, sizes, 1, native)
-        file.grow()
-        file.write_objects([(0, each)])
+        files = SlotFiles(directory, sizes, 1, native)
+        files.grow()
+        files.write_objects([(0, each)])
         for reader in (None, native_or_skip()):
-            file._native = reader
-            assert file.read([(0, len(data))], [buffer_for(sizes)]) == [(data, data[-16:])]
-        file.close()
+            files._native = reader
+            assert files.read([(0, len(data))], [buffer_for(sizes)]) == [(data, data[-16:])]
+        files.close()
     one, other = ([(directory / name).read_bytes() for name in ("heads", "blocks")] for directory in tmp_path.iterdir())
     assert one == other
 
@@ -107,31 +107,31 @@ def test_an_object_is_the_same_whether_cpp_takes_its_size_or_not(tmp_path: Path,
 def test_a_cut_object_has_no_checksum(
     tmp_path: Path, name: str, num_left: int, num_there: int, *, is_native: bool
 ) -> None:
-    file = SlotFile(tmp_path, SMALL, 2, native_or_skip() if is_native else None)
-    file.grow()
+    files = SlotFiles(tmp_path, SMALL, 2, native_or_skip() if is_native else None)
+    files.grow()
     objects = [block(number) for number in range(2)]
-    file.write_objects(list(enumerate(objects)))
+    files.write_objects(list(enumerate(objects)))
     os.truncate(tmp_path / name, {"heads": SMALL.head_room, "blocks": SMALL.body_room}[name] + num_left)
     places = [(slot, objects[slot].num_bytes) for slot in (1, 0)]
-    cut, whole = file.read(places, [buffer_for(SMALL) for _ in places])
+    cut, whole = files.read(places, [buffer_for(SMALL) for _ in places])
     assert cut == (stored(1)[:num_there], None)
     assert whole == (stored(0), stored(0)[-16:])
-    file.close()
+    files.close()
 
 
-def test_read_ahead_is_announced_for_distant_slots_only(file: SlotFile, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_read_ahead_is_announced_for_distant_slots_only(files: SlotFiles, monkeypatch: pytest.MonkeyPatch) -> None:
     advised: list[tuple[int, int]] = []
 
-    rooms = {file._heads: SIZES.head_room, file._blocks: SIZES.body_room}
+    rooms = {files._heads: SIZES.head_room, files._blocks: SIZES.body_room}
 
     def advise(descriptor: int, start: int, size: int, advice: int) -> None:
         assert advice == os.POSIX_FADV_WILLNEED
         advised.append((start // rooms[descriptor], size // rooms[descriptor]))
 
     monkeypatch.setattr(os, "posix_fadvise", advise)
-    read(file, 2, 1, 3)
+    read(files, 2, 1, 3)
     assert advised == []
-    read(file, 6, 0, 1, 3, 4)
+    read(files, 6, 0, 1, 3, 4)
     assert advised == [(3, 2), (3, 2), (6, 1), (6, 1)]
 
 
@@ -141,8 +141,8 @@ def test_whole_pages_are_written_in_as_few_calls_as_possible(
 ) -> None:
     each = number_before(1, payload_bytes)
     sizes = SlotSizes.of(each.num_bytes, payload_bytes)
-    file = SlotFile(tmp_path, sizes, 2)
-    file.grow()
+    files = SlotFiles(tmp_path, sizes, 2)
+    files.grow()
     written: list[tuple[int, int]] = []
     pwritev = os.pwritev
 
@@ -151,32 +151,32 @@ def test_whole_pages_are_written_in_as_few_calls_as_possible(
         return count
 
     monkeypatch.setattr(os, "pwritev", noted)
-    file.write_objects([(1, each)])
+    files.write_objects([(1, each)])
     assert len(written) == 1 + -(-payload_bytes // (2 * MIB))
     assert all(position % PAGE_BYTES == count % PAGE_BYTES == 0 for position, count in written)
-    ((found, _),) = file.read([(1, each.num_bytes)], [buffer_for(sizes)])
+    ((found, _),) = files.read([(1, each.num_bytes)], [buffer_for(sizes)])
     assert found == b"".join(each.pieces())
-    file.close()
+    files.close()
 
 
 @pytest.mark.parametrize("has_cipher", [False, True])
 @pytest.mark.parametrize("is_native", [False, True])
 def test_objects_are_those_that_their_pieces_make(tmp_path: Path, *, is_native: bool, has_cipher: bool) -> None:
     cipher = CIPHER if has_cipher else None
-    file = SlotFile(tmp_path, SMALL, 8, native_or_skip() if is_native else None)
-    file.grow()
+    files = SlotFiles(tmp_path, SMALL, 8, native_or_skip() if is_native else None)
+    files.grow()
     objects = [(slot, block(slot, generation=3, protection=cipher)) for slot in (4, 0, 5)]
-    file.write_objects(objects)
+    files.write_objects(objects)
     buffers = [buffer_for(SMALL) for _ in objects]
-    found = file.read([(slot, each.num_bytes) for slot, each in objects], buffers)
+    found = files.read([(slot, each.num_bytes) for slot, each in objects], buffers)
     for (data, checksum), (slot, each) in zip(found, objects, strict=True):
         assert checksum == data[-16:]
         assert cipher is not None or data == b"".join(each.pieces())
         assert open_object(data, wanted(slot, cipher), PAYLOAD_BYTES) == payload_of(slot)
-    file.close()
+    files.close()
 
 
-def test_lines_of_neighbors_are_written_together(file: SlotFile, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_of_neighbors_are_written_together(files: SlotFiles, monkeypatch: pytest.MonkeyPatch) -> None:
     lines = [Line(slot, bytes([slot]) * 32, slot + 1, slot + 2, slot + 3) for slot in (3, 4, 5, 1, 0, 7)]
     written: list[int] = []
     pwrite = os.pwrite
@@ -186,11 +186,11 @@ def test_lines_of_neighbors_are_written_together(file: SlotFile, monkeypatch: py
         return pwrite(descriptor, data, position)
 
     monkeypatch.setattr(os, "pwrite", noted)
-    file.write_lines(lines)
+    files.write_lines(lines)
     assert written == [3, 1, 1, 1]
-    found = file.lines()
+    found = files.lines()
     for line in lines:
         row = found[line.slot]
         assert (bytes(row["key"]), *(int(row[name]) for name in ("generation", "serial", "bytes"))) == line[1:]
     assert {slot for slot in range(8) if found["serial"][slot]} == {line.slot for line in lines}
-    file.write_lines([])
+    files.write_lines([])

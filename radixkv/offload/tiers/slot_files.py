@@ -1,13 +1,18 @@
-"""The files of the disk store: slots of whole pages for heads and bodies of objects, and an index with a line per slot.
+"""The files of the disk store: slots of whole pages, in two files for the first bytes and the rest of each object, and
+an index with a line per slot.
 
-    heads    [ first bytes of an object, its checksum, zeros )[ ...
-    blocks   [ the rest of the object, zeros or older bytes  )[ ...
-    index    [ key 32 | generation 8 | serial 8 | bytes 8 | 8 )[ ...        serial 0: the slot is free
+    heads    [ head of an object, its checksum, zeros        )[ ...
+    blocks   [ body of the object, zeros or older bytes      )[ ...
+    index    [ key 32 | generation 8 | serial 8 | bytes 8 | unused 8 )[ ...        serial 0: the slot is free
 
-The split makes K and V begin at a page boundary, and fill huge pages if they have their size. An object is written in
-place, and its line after it. If the process is killed during a write, the checksum or the key of the object reveals
-that when it is read. Therefore only deletions are synced to the disk, and nothing has to be repaired. A power failure
-may leave two lines with the same key, of which the earlier one is cleared at the next start.
+Here, the head of an object is everything before K and V: its `ObjectHead`, its tokens and padding. The body is K and V.
+An encrypted object is split at the same position. Because of the split, K and V begin at a page boundary; if they are
+as large as a huge page, they can fill one.
+
+An object is written in place, and its line after it. If the process is killed during a write, the checksum or the key
+of the object reveals that when it is read. Therefore nothing has to be repaired, and apart from `close` only deletions
+are synced to the disk. A power failure may leave two lines with the same key, of which the earlier one is cleared at
+the next start.
 """
 
 from __future__ import annotations
@@ -29,8 +34,10 @@ from radixkv.offload.block_keys import KEY_BYTES
 from radixkv.offload.tiers.block_object import CHECKSUM_BYTES, HEAD_BYTES, BlockObject, checksum_of
 
 PAGE_BYTES = 4096
-_LINE = np.dtype([("key", f"V{KEY_BYTES}"), ("generation", "<u8"), ("serial", "<u8"), ("bytes", "<u8"), ("more", "V8")])
-_PACKED = Struct(f"<{KEY_BYTES}sQQQ8x")  # the same, of one line
+_LINE = np.dtype(
+    [("key", f"V{KEY_BYTES}"), ("generation", "<u8"), ("serial", "<u8"), ("bytes", "<u8"), ("unused", "V8")]
+)
+_PACKED = Struct(f"<{KEY_BYTES}sQQQ8x")  # one line, in the same layout
 _GROWTH_BYTES = 64 << 20
 _WRITE_BYTES = 2 << 20  # per write of one object, since each call has a cost
 _STRIPE_BYTES = 64  # XXH3 consumes stripes of this size, so heads are multiples of it
@@ -60,8 +67,9 @@ class SlotSizes(NamedTuple):
     """The parts of a slot, and of an object in it.
 
     Attributes:
-        head_bytes: bytes at the start of an object that are stored apart from the rest, a multiple of 64.
-        head_room, body_room: bytes that a slot has for these and the checksum, and for the rest; whole pages.
+        head_bytes: bytes of the head of an object, a multiple of 64.
+        head_room: bytes of a slot in the file of heads, for the head and the checksum; whole pages.
+        body_room: bytes of a slot in the file of bodies; whole pages.
     """
 
     head_bytes: int
@@ -86,7 +94,7 @@ class SlotSizes(NamedTuple):
         return self.head_room + self.body_room
 
     @property
-    def object_bytes(self) -> range:
+    def object_sizes(self) -> range:
         """Range of the object sizes that fit into a slot."""
         min_bytes = self.head_bytes + CHECKSUM_BYTES
         return range(min_bytes, min_bytes + self.body_room + 1)
@@ -97,8 +105,8 @@ class SlotSizes(NamedTuple):
         return self.slot_bytes + PAGE_BYTES
 
 
-class SlotFile:
-    """Slots on a disk. Different slots may be read and written concurrently; callers serialize the other methods.
+class SlotFiles:
+    """The files of a disk store. Different slots may be read and written concurrently; callers serialize other methods.
 
     Attributes:
         num_slots: slots for which space on the disk is allocated.
@@ -125,6 +133,7 @@ class SlotFile:
                 opened.callback(os.close, files[-1])
             self._index, self._heads, self._blocks = files
             self._rooms = dict(zip(files, (_LINE.itemsize, sizes.head_room, sizes.body_room), strict=True))
+            # If the index is shorter, its missing lines are those of free slots.
             self.num_slots = min(max_slots, *(os.fstat(each).st_size // self._rooms[each] for each in files[1:]))
             self._truncate()
             opened.pop_all()  # everything is open
@@ -137,7 +146,7 @@ class SlotFile:
             os.close(file)
 
     def lines(self) -> Lines:
-        """Read the index. Complexity: one read of 64 bytes per slot."""
+        """Read the index. Complexity: reads 64 bytes per slot, all at once."""
         size = self.num_slots * _LINE.itemsize
         data = bytearray(size)
         _read_all(self._index, memoryview(data), 0)
@@ -208,7 +217,7 @@ class SlotFile:
                 start = end
 
     def number_lines(self, slots: Sequence[int], first_serial: int) -> None:
-        """Renumber the lines of slots in this order. Complexity: a read and a write of 64 bytes per slot."""
+        """Renumber the lines of slots in this order. Complexity: reads and writes the whole index."""
         lines = self.lines()
         lines["serial"][list(slots)] = np.arange(first_serial, first_serial + len(slots), dtype=np.uint64)
         data = memoryview(lines.tobytes())
@@ -230,12 +239,12 @@ class SlotFile:
     ) -> list[tuple[memoryview, bytes | None]]:
         """Read objects into buffers, in the order of their slots.
 
-        For each run of adjacent slots after the first, POSIX_FADV_WILLNEED is announced, so that the disk queues the
-        reads. Within a run the kernel reads ahead by itself; announcing adjacent slots one by one would read them into
-        single pages, which takes three times as long.
+        All runs of adjacent slots but the first one are announced with POSIX_FADV_WILLNEED, so that the disk queues
+        their reads. Within a run the kernel reads ahead by itself; announcing adjacent slots one by one would read them
+        into single pages, which takes three times as long.
 
         Args:
-            wanted: slots and sizes of the objects; see `SlotSizes.object_bytes`.
+            wanted: slots and sizes of the objects; see `SlotSizes.object_sizes`.
             buffers: a page-aligned buffer of `SlotSizes.buffer_bytes` for each.
 
         Returns:
