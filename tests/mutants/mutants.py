@@ -1643,7 +1643,6 @@ INTEGRATION_MUTANTS = (
         "                self._tiers.purge(tenant, salt)\n",
         "                pass\n",
     ),
-    Mutant("integrations/transformers/block_tiers.py", "if num_loaded < len(part):", "if False:"),
     Mutant(
         "integrations/transformers/kv_slots.py",
         "dequantize(values, scales[..., 0], self._quantized, self.dtype)",
