@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from radixkv.blocks import BlockCopy, BlockIds
+from radixkv.compute.argmax import argmax
 from radixkv.errors import require_invariant
 from radixkv.kernels.batch import PagedBatch
 from radixkv.kernels.staging import to_device
@@ -281,10 +282,10 @@ def compute_step(
 def _most_likely(logits: torch.Tensor) -> torch.Tensor:
     """Return the most likely token of each row, int64 `[n]`, or `NO_TOKEN` if the row has no distribution.
 
-    Only the largest logit is checked. It is NaN if any logit is NaN, since PyTorch orders NaN above all numbers; +inf
+    Only the largest logit is checked. It is NaN if any logit is NaN, since `argmax` orders NaN above all numbers; +inf
     if any logit is +inf; and -inf if all are -inf. A model may exclude single tokens by -inf.
     """
-    most_likely = logits.argmax(dim=-1, keepdim=True)
+    most_likely = argmax(logits)[:, None]
     largest = logits.gather(1, most_likely)
     return torch.where(largest.isfinite(), most_likely, NO_TOKEN).squeeze(1)
 

@@ -15,6 +15,7 @@ from xxhash import xxh3_64
 from radixkv.api.logprob_table import LogprobRows, LogprobTable
 from radixkv.api.result import TokenLogprobs
 from radixkv.api.sampling import Sampling
+from radixkv.compute.argmax import argmax
 from radixkv.errors import RadixKVError, RequestError, StepFailed
 from radixkv.scheduling.request import Generation, Request
 
@@ -215,7 +216,7 @@ def _sample(
             draw(selected[:num_drawn], [*map(sampling_of, drawn)], [requests[row].num_tokens for row in drawn])
         )
     if num_drawn < len(rows):
-        pieces.append(selected[num_drawn:].argmax(dim=-1))
+        pieces.append(argmax(selected[num_drawn:]))
     return rows, torch.cat(pieces)
 
 
@@ -333,7 +334,7 @@ def draw(logits: torch.Tensor, samplings: Sequence[Sampling], positions: Sequenc
     for row, sampling, position in zip(noise, samplings, positions, strict=True):
         seed = xxh3_64(position.to_bytes(8, "little"), seed=sampling.seed).intdigest()
         row.exponential_(generator=torch.Generator(device).manual_seed(seed))
-    return (scores - noise.log_()).argmax(dim=-1)
+    return argmax(scores - noise.log_())
 
 
 def _narrow(scores: torch.Tensor, samplings: Sequence[Sampling]) -> torch.Tensor:
