@@ -12,6 +12,7 @@ import torch
 from radixkv.blocks import BlockCopy, BlockIds
 from radixkv.errors import InvalidRequest
 from radixkv.kernels.quantization import INT4, dequantize, quantize
+from radixkv.kernels.reference import hadamard_transform
 
 KV = tuple[torch.Tensor, torch.Tensor]  # keys and values of one layer
 
@@ -66,6 +67,8 @@ class _States:
         values, scales = found
         if self._quantized == torch.float8_e4m3fn:
             values = values.view(self._quantized)
+        if self._quantized == INT4:  # rotated before they were quantized, which makes 4 bits more accurate
+            return hadamard_transform(dequantize(values, scales[..., 0], INT4), self.dtype)
         return dequantize(values, scales[..., 0], self._quantized, self.dtype)
 
     def write(self, slots: torch.Tensor, states: torch.Tensor) -> None:
@@ -76,6 +79,8 @@ class _States:
     def _encoded(self, states: torch.Tensor) -> tuple[torch.Tensor, ...]:
         if self._quantized is None:
             return (states,)
+        if self._quantized == INT4:
+            states = hadamard_transform(states, torch.float32)
         values, scales = quantize(states, self._quantized)
         return values.view(torch.int8), scales[..., None]  # indexing is not implemented for every 8-bit dtype
 
