@@ -10,10 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from radixkv.errors import ConfigError, InvalidRequest
+from radixkv.errors import ConfigError, InvalidRequest, StoreError
+from radixkv.integrations.tiers.byte_store import ByteStore
 from radixkv.integrations.transformers import RadixCache
+from radixkv.integrations.transformers.kv_slots import KVSlots
 from radixkv.kernels.quantization import INT4, dequantize, quantize
 from radixkv.kernels.reference import hadamard_transform
+from radixkv.offload.tiers.block_object import object_bytes
 from tests.integrations.generations import GREEDY, KINDS, counted, forward, model_of, prompt, same
 from tests.model.exact.checkpoints import VOCAB_SIZE
 
@@ -303,3 +306,108 @@ def test_wrong_options_are_refused(llama: Any, options: dict[str, Any], error: A
     with pytest.raises(error, match=message):
         RadixCache(llama, **options)
     assert not llama._forward_pre_hooks
+
+
+def test_kv_of_weights_that_changed_meanwhile_are_not_saved(llama: Any, tmp_path: Path) -> None:
+    ids, weight = prompt(1, 41), llama.model.layers[0].self_attn.k_proj.weight
+    expected = llama.generate(ids, **GREEDY)
+    with with_disk(llama, tmp_path) as radix:
+        with radix.cache_for(ids) as begun:
+            with torch.no_grad():
+                weight.mul_(0.5)
+            forward(llama, begun, ids)
+            with torch.no_grad():
+                weight.mul_(2.0)  # the same weights as before, to the bit
+        assert radix.cache_for(ids).num_cached_tokens == (0,)
+        assert same(radix.generate(ids, **GREEDY), expected)
+    with with_disk(llama, tmp_path) as radix:
+        assert radix.cache_for(ids).num_cached_tokens == (40,)
+        assert same(radix.generate(ids, **GREEDY), expected)
+
+
+@pytest.mark.parametrize("change", ["hook", "frequencies"])
+def test_what_a_digest_of_weights_cannot_show_is_recognized_by_a_test_prompt(
+    llama: Any, change: str, tmp_path: Path
+) -> None:
+    ids = prompt(1, 41)
+    saved(llama, tmp_path, ids)
+    if change == "hook":
+        llama.model.layers[0].self_attn.v_proj.register_forward_hook(lambda _, __, out: out + 1)
+    else:
+        llama.model.rotary_emb.inv_freq.mul_(0.5)
+    with with_disk(llama, tmp_path) as radix:
+        assert radix.cache_for(ids).num_cached_tokens == (0,)
+        assert same(radix.generate(ids, **GREEDY), llama.generate(ids, **GREEDY))
+
+
+def test_a_full_tier_evicts_the_end_of_a_prompt_before_its_beginning(llama: Any) -> None:
+    block_bytes = RadixCache(llama, 1024, block_size=4, tiers={"host_bytes": BYTES}).num_bytes // 256
+    radix = RadixCache(llama, 32, block_size=4, tiers={"host_bytes": 12 * object_bytes(4, block_bytes, is_sealed=True)})
+    tiers = radix._store._tiers
+    assert tiers is not None
+    for ids in (prompt(1, 12), prompt(1, 12, 12), prompt(2, 20)):  # the second one begins like the first one
+        radix.generate(ids, **GREEDY)
+        assert tiers._store.wait_for_writes(60)
+    radix._store._cache.purge()
+    assert radix.tier_counts["evicted"] > 0
+    assert radix.cache_for(prompt(2, 20)).num_cached_tokens == (19,)
+    assert radix.cache_for(prompt(1, 12, 12)).num_cached_tokens[0] >= 12
+    radix.close()
+
+
+def test_a_prompt_of_whole_blocks_that_is_cached_reads_nothing(llama: Any) -> None:
+    radix = RadixCache(llama, 64, block_size=4, tiers={"host_bytes": BYTES})
+    radix.generate(prompt(1, 40), **GREEDY)
+    tiers = radix._store._tiers
+    assert tiers is not None
+    assert tiers._store.wait_for_writes(60)
+    assert radix.cache_for(prompt(1, 40)).num_cached_tokens == (39,)
+    assert radix.tier_counts["loaded"] == 0
+    radix.close()
+
+
+def test_a_closed_cache_opens_nothing_again(llama: Any, tmp_path: Path) -> None:
+    radix = with_disk(llama, tmp_path)
+    radix.close()
+    radix.clear()
+    radix.clear(tenant="acme")
+    saved(llama, tmp_path, prompt(1, 41))
+    with with_disk(llama, tmp_path) as other:
+        assert other.cache_for(prompt(1, 41)).num_cached_tokens == (40,), "the directory was not locked"
+
+
+def test_tiers_that_could_not_be_cleared_stay_closed(
+    llama: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def purge(*_: object) -> None:
+        raise StoreError("tier disk: values were not deleted")
+
+    ids = prompt(1, 41)
+    radix = with_disk(llama, tmp_path)
+    radix.generate(ids, **GREEDY)
+    monkeypatch.setattr(ByteStore, "purge", purge)
+    with pytest.raises(StoreError):
+        radix.clear()
+    assert radix.cache_for(ids).num_cached_tokens == (0,)
+    assert same(radix.generate(ids, **GREEDY), llama.generate(ids, **GREEDY))
+    radix.close()
+
+
+def test_without_memory_for_a_copy_the_generation_goes_on(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def read_blocks(*_: object) -> None:
+        raise MemoryError
+
+    radix, ids = RadixCache(llama, 256, block_size=4, tiers={"host_bytes": BYTES}), prompt(1, 41)
+    monkeypatch.setattr(KVSlots, "read_blocks", read_blocks)
+    assert same(radix.generate(ids, **GREEDY), llama.generate(ids, **GREEDY))
+    assert radix.cache_for(ids).num_cached_tokens == (40,)
+    radix.close()
+
+
+def test_a_forward_pass_with_autocast_is_refused(llama: Any) -> None:
+    radix = RadixCache(llama, 256)
+    with (
+        torch.autocast("cpu", dtype=torch.bfloat16),
+        pytest.raises(InvalidRequest, match=r"expected a forward pass without torch\.autocast"),
+    ):
+        radix.generate(prompt(1, 30), **GREEDY)

@@ -1660,8 +1660,28 @@ INTEGRATION_MUTANTS = (
     ),
     Mutant(
         "integrations/transformers/radix_cache.py",
-        "                    self._store.close_tiers()\n                    self._open_tiers()\n",
-        "                    pass\n",
+        "            self._open_tiers()  # the weights may have changed\n",
+        "",
+    ),
+    Mutant(
+        "integrations/transformers/radix_cache.py",
+        "                self._store.close_tiers()  # if they could not be cleared, they stay closed\n",
+        "                pass\n",
+    ),
+    Mutant(
+        "integrations/transformers/prompt_cache.py",
+        "if not published and not self._weights.are_current():",
+        "if False:",
+    ),
+    Mutant(
+        "integrations/transformers/block_tiers.py",
+        "        self._store.touch([block.key for block in reversed(blocks)])  # the end of the prompt is evicted first\n",
+        "",
+    ),
+    Mutant(
+        "integrations/transformers/model_weights.py",
+        "            test.update(each.detach()",
+        "            xxh3_128().update(each.detach()",
     ),
     Mutant("integrations/tiers/byte_store.py", "        self.wait_for_writes(limit_s)\n", ""),
     Mutant(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from itertools import takewhile
 
 import numpy as np
@@ -13,18 +14,19 @@ from radixkv.integrations.tiers.byte_store import ByteStore, store_keys
 from radixkv.integrations.tiers.options import TierOptions
 from radixkv.namespace import Namespace
 from radixkv.offload.block_keys import BlockFormat
-from radixkv.offload.index.prompt_blocks import KeyedBlock
 
-# K/V that are staged for one load, so that a long prompt does not double its memory.
+_log = logging.getLogger(__name__)
+
+# K/V that are copied at once, so that a long prompt does not double its memory.
 _STAGED_BYTES = 64 << 20
 _PURGE_LIMIT_S = 60.0
 
 
 def require_local(options: TierOptions) -> None:
-    """Refuse stores that other processes share, of which `clear` could not know all blocks.
+    """Refuse stores that other processes share, since `clear` could not delete the blocks that these have saved.
 
     Raises:
-        ConfigError: there is such a store, or the weights are named.
+        ConfigError: there is such a store, or `model_id` is set.
     """
     if options.tiers.redis_url:
         raise ConfigError("redis_url: RadixCache has tiers in host memory and on a disk only, got redis_url")
@@ -69,25 +71,36 @@ class BlockTiers:
             if num_loaded < len(part):
                 return
 
-    def unsaved(self, namespace: Namespace, tokens: bytes, first: int) -> list[tuple[int, KeyedBlock]]:
-        """Mark the blocks of a prompt as used, from block `first` on.
+    def save(
+        self,
+        namespace: Namespace,
+        tokens: bytes,
+        first: int,
+        read: Callable[[Sequence[int]], npt.NDArray[np.uint8]],
+    ) -> None:
+        """Save the whole blocks of a prompt, from block `first` on, in each tier that does not hold them.
 
-        Returns:
-            Index and key of those that must be saved. Complexity: about 2 us per block of the prompt.
-        """
-        blocks = list(enumerate(self._keys.blocks(namespace, tokens)))[first:]
-        is_saved = reversed(self._store.touch([block.key for _, block in reversed(blocks)]))
-        return [pair for pair, is_everywhere in zip(blocks, is_saved, strict=True) if not is_everywhere]
-
-    def save(self, blocks: Sequence[KeyedBlock], payloads: npt.NDArray[np.uint8]) -> None:
-        """Save blocks, without waiting.
+        Does not wait until they are written. Blocks before `first` are only marked as used.
 
         Args:
-            blocks: consecutive blocks of a prompt.
-            payloads: uint8 `[len(blocks), payload_bytes]`, which must not change any more.
+            namespace, tokens: the prompt.
+            first: index of a block in the prompt.
+            read: copies blocks, given their indexes in the prompt, to uint8 `[n, payload_bytes]`.
+
+        Complexity: about 4 us per block of the prompt, and the copies.
         """
-        self._store.save([(block, row.data) for block, row in zip(blocks, payloads, strict=True)])
-        self._store.touch([block.key for block in reversed(blocks)])  # the end of a prompt is evicted first
+        blocks = list(self._keys.blocks(namespace, tokens))
+        is_saved = self._store.touch([block.key for block in blocks[first:]])
+        unsaved = [index for index, is_everywhere in enumerate(is_saved, first) if not is_everywhere]
+        for start in range(0, len(unsaved), self._num_staged):
+            part = unsaved[start : start + self._num_staged]
+            try:
+                payloads = read(part)
+            except MemoryError as error:
+                _log.warning("no memory to copy %d blocks for the tiers, so they are not saved: %s", len(part), error)
+                break
+            self._store.save([(blocks[index], row.data) for index, row in zip(part, payloads, strict=True)])
+        self._store.touch([block.key for block in reversed(blocks)])  # the end of the prompt is evicted first
 
     def purge(self, tenant: str | None, salt: str | None) -> None:
         """Delete the blocks that were computed under these names, and wait for it; None matches any name.

@@ -95,7 +95,7 @@ class _Layer:
 
 
 class KVSlots:
-    """One slot per cached token. A layer's tensors are allocated when it is first written.
+    """One slot per cached token. A layer's tensors are allocated by `allocate`, or when it is first written.
 
     Layers may differ in heads, head sizes, dtype and device, and so may keys and values.
 
@@ -141,8 +141,8 @@ class KVSlots:
         """Allocate the layers that have not been written yet.
 
         Args:
-            kv: keys and values by layer, whose shapes except for the number of positions, dtypes and devices are those
-                of later ones, `[num_kv_heads, num_positions, head_dim]`.
+            kv: keys and values by layer, `[num_kv_heads, num_positions, head_dim]`. Later ones must have the same
+                dtypes and devices, and the same shapes except for the number of positions.
         """
         for layer_id, states in kv.items():
             if layer_id not in self._layers:
@@ -178,12 +178,15 @@ class KVSlots:
     def read_blocks(self, block_ids: BlockIds) -> npt.NDArray[np.uint8]:
         """Copy whole blocks as they are stored. Returns uint8 `[len(block_ids), block_bytes]`."""
         slots = self._slots(block_ids, 0, len(block_ids) * self._block_size)
-        parts = []
+        blocks = np.empty((len(block_ids), self.block_bytes), np.uint8)
+        start = 0
         for tensor in self._tensors():
             states = tensor.index_select(1, slots.to(tensor.device)).cpu()
-            by_block = states.view(states.shape[0], -1, self._block_size, states.shape[2]).transpose(0, 1).contiguous()
-            parts.append(by_block.flatten(1).view(torch.uint8).numpy())
-        return np.concatenate(parts, axis=1)
+            by_block = states.view(states.shape[0], -1, self._block_size, states.shape[2]).transpose(0, 1).flatten(1)
+            end = start + by_block.shape[1] * by_block.element_size()
+            blocks[:, start:end] = by_block.view(torch.uint8).numpy()
+            start = end
+        return blocks
 
     def write_blocks(self, block_ids: BlockIds, blocks: npt.NDArray[np.uint8]) -> None:
         """Overwrite whole blocks with what `read_blocks` returned."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ import transformers
 from xxhash import xxh3_128
 
 from radixkv.errors import UnsupportedModel
+from radixkv.integrations.transformers.kv_slots import KV
 
 _PIECE_BYTES = 64 << 20
 
@@ -19,8 +20,9 @@ _PIECE_BYTES = 64 << 20
 class WeightVersions:
     """The weights of a model and the versions that PyTorch counts, to notice that they changed.
 
-    These are the parameters and the persistent buffers, which is what quantized weights may be. Some models replace
-    other buffers, such as the frequencies of RoPE, in each forward pass.
+    Weights are the parameters and the persistent buffers, in which quantized layers keep theirs. Other buffers are left
+    out, since some models replace them in each forward pass, such as the frequencies of RoPE. PyTorch does not count
+    changes of `.data`, nor of tensors that were created in `torch.inference_mode`.
 
     Args:
         model: the model.
@@ -48,7 +50,8 @@ def digest_of_model(model: Any) -> str:
         UnsupportedModel: some weights are not in memory.
     """
     config = {name: value for name, value in model.config.to_dict().items() if name != "_name_or_path"}
-    digest = xxh3_128(f"{type(model).__name__} {json.dumps(config, sort_keys=True, default=str)}".encode())
+    name_of_class = f"{type(model).__module__}.{type(model).__name__}"  # of remote code, it contains the revision
+    digest = xxh3_128(f"{name_of_class} {json.dumps(config, sort_keys=True, default=str)}".encode())
     for name, weight in _weights(model):
         if weight.is_meta:
             raise UnsupportedModel(f"tiers: expected all weights in memory, got {name} offloaded")
@@ -59,14 +62,21 @@ def digest_of_model(model: Any) -> str:
     return digest.hexdigest()
 
 
-def computed_by(model: Any) -> str:
-    """Describe the libraries and the devices, on which the last bits of K/V depend."""
+def computed_by(model: Any, kv: Mapping[int, KV]) -> str:
+    """Describe what else the bits of K/V depend on: libraries, devices, hooks, frequencies of RoPE.
+
+    Args:
+        model: the model.
+        kv: K/V of a test prompt by layer, whose bits show what cannot be described.
+    """
+    test = xxh3_128()
+    for _, states in sorted(kv.items()):
+        for each in states:
+            test.update(each.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     devices = sorted({each.device.type for _, each in _weights(model)})
     names = [torch.cuda.get_device_name()] if "cuda" in devices else []
-    attention = model.config._attn_implementation
-    return (
-        f"transformers {transformers.__version__}, torch {torch.__version__}, {attention}, {', '.join(devices + names)}"
-    )
+    libraries = f"transformers {transformers.__version__}, torch {torch.__version__}"
+    return ", ".join([libraries, str(model.config._attn_implementation), *devices, *names, test.hexdigest()])
 
 
 def _weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
@@ -78,4 +88,4 @@ def _weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _version(weight: torch.Tensor) -> int:
-    return -1 if weight.is_inference() else weight._version  # inference tensors can't be changed in place
+    return -1 if weight.is_inference() else weight._version  # inference tensors have no version

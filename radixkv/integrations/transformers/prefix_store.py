@@ -158,14 +158,18 @@ class PrefixStore:
                     lease.copy = None
                 self._slots.write(lease.block_ids, start, end, new)
                 if self._tiers is not None:
-                    self._save(self._tiers, namespace, tokens, num_published // self.block_size, lease.block_ids)
+                    block_ids = lease.block_ids
+                    self._tiers.save(
+                        *(namespace, tokens, num_published // self.block_size),
+                        lambda indexes: self._slots.read_blocks(block_ids[indexes]),
+                    )
                 lease.commit(end)
 
     def clear(self, tenant: str | None = None, salt: str | None = None) -> None:
         """Evict what is cached in namespaces with these names; None matches any. Without names, K/V memory is freed.
 
-        Sequences that were matched before, under whatever names, are not published after this. With tiers, what they
-        hold is deleted as well, and the memory is kept.
+        Sequences that were matched before, under whatever names, are not published after this. Blocks in the tiers are
+        deleted as well. K/V memory is not freed while there are tiers.
 
         Raises:
             StoreError: see `ByteStore.purge`.
@@ -184,6 +188,8 @@ class PrefixStore:
         with self._lock:
             epoch = self._epoch
             num_found = self._cache.num_found_tokens(namespace, tokens)
+        if num_found == len(tokens) // TOKEN_BYTES - 1:
+            return  # everything but the last token, which is always computed
         for first, payloads in tiers.load(namespace, tokens, num_found // size):
             end = (first + len(payloads)) * size
             with self._lock, torch.no_grad():
@@ -196,13 +202,6 @@ class PrefixStore:
                     lease.copy = None  # the whole block is overwritten
                     self._slots.write_blocks(lease.block_ids[start:], payloads[start - first :])
                     lease.commit(end)
-
-    def _save(self, tiers: BlockTiers, namespace: Namespace, tokens: bytes, first: int, block_ids: BlockIds) -> None:
-        """Save the whole blocks of a sequence, from block `first` on, in each tier that does not hold them."""
-        unsaved = tiers.unsaved(namespace, tokens, first)
-        if unsaved:
-            payloads = self._slots.read_blocks(block_ids[[index for index, _ in unsaved]])
-            tiers.save([block for _, block in unsaved], payloads)
 
 
 def _are_finite(kv: Mapping[int, KV]) -> bool:

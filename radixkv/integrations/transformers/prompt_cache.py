@@ -14,6 +14,7 @@ from transformers import DynamicCache
 from radixkv.errors import InvalidRequest, UnsupportedModel
 from radixkv.integrations.transformers.active_adapters import ActiveAdapters
 from radixkv.integrations.transformers.kv_slots import KV
+from radixkv.integrations.transformers.model_weights import WeightVersions
 from radixkv.integrations.transformers.prefix_store import MatchedPrefix, PrefixStore
 from radixkv.namespace import Namespace
 from radixkv.tokens import TOKEN_BYTES
@@ -103,6 +104,7 @@ class PromptCache(DynamicCache):  # type: ignore[misc]  # transformers has no ty
 
     Args:
         model: the model whose forward passes use this cache.
+        weights: its weights. If they have changed, nothing more is published.
         adapters: its adapters, of which the same must be active in each forward pass.
         store: where prefixes are found and published.
         namespace: which prefixes.
@@ -117,6 +119,7 @@ class PromptCache(DynamicCache):  # type: ignore[misc]  # transformers has no ty
     def __init__(
         self,
         model: Any,
+        weights: WeightVersions,
         adapters: ActiveAdapters,
         store: PrefixStore,
         namespace: Namespace,
@@ -127,6 +130,7 @@ class PromptCache(DynamicCache):  # type: ignore[misc]  # transformers has no ty
     ) -> None:
         super().__init__(config=model.config.get_text_config(decoder=True))
         self._model = model
+        self._weights = weights
         self._adapters = adapters
         self._store = store
         self._namespace = namespace
@@ -172,6 +176,11 @@ class PromptCache(DynamicCache):  # type: ignore[misc]  # transformers has no ty
             InvalidRequest: it does not, or its K/V depend on more than the tokens.
         """
         input_ids = arguments.get("input_ids")
+        if torch.is_autocast_enabled(self._model.device.type):
+            raise InvalidRequest(
+                "RadixCache: expected a forward pass without torch.autocast, got one with it, whose K/V have other "
+                "dtypes; load the model in the dtype that it should compute in"
+            )
         if model is not self._model:
             raise InvalidRequest("RadixCache: this cache belongs to another model")
         if self._adapters.describe_active() != self._namespace.adapter:
@@ -377,6 +386,9 @@ class PromptCache(DynamicCache):  # type: ignore[misc]  # transformers has no ty
             elif row.published_tokens and not is_last:
                 num_tokens = num_tokens // block_size * block_size
             if num_tokens > row.published_tokens:
+                if not published and not self._weights.are_current():
+                    self._stop_publishing()
+                    return
                 self._read_tokens()
                 tokens = bytes(row.tokens[: num_tokens * TOKEN_BYTES])
                 if tokens not in published:  # the completions of a prompt begin as equal rows

@@ -30,6 +30,8 @@ from radixkv.integrations.transformers.prefix_store import PrefixStore
 from radixkv.integrations.transformers.prompt_cache import PaddedPrompt, PromptCache, stored_layers
 from radixkv.namespace import Namespace
 
+_NUM_TEST_TOKENS = 64
+
 # Options of `generate` that switch assisted decoding on.
 _ASSISTANTS = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp")
 
@@ -69,16 +71,18 @@ class RadixCache:
     differently for another number of tokens, so logits may differ in their last bits from those without a cache.
 
     The cache is bound to the model object. Before each call it verifies that no parameter and no persistent buffer was
-    replaced or changed in place, and otherwise drops everything. It does not see changes of `.data`, which bypass
-    PyTorch's version counter: call `clear` after them. Active LoRA adapters are a part of the namespace; a cache that
+    replaced or changed in place, and otherwise drops everything. It does not see changes of `.data`, nor of weights
+    that were created in `torch.inference_mode`, which PyTorch's version counter does not count: call `clear` after
+    them. Active LoRA adapters are a part of the namespace; a cache that
     was created with some adapters refuses forward passes with others.
 
-    Several threads may use it at the same time, as far as the model allows that.
+    Several threads may use it at the same time, on a GPU with the same CUDA stream, as far as the model allows that.
 
     Args:
         model: a decoder-only model with full or sliding attention, in eval mode.
-        capacity_tokens: tokens whose K/V are kept. Memory is allocated when the first prompt is computed, for all
-            layers; those with sliding windows keep all tokens as well, so that any prefix can be reused.
+        capacity_tokens: tokens whose K/V are kept. Memory for all layers is allocated when the first prompt is
+            computed, with tiers already here; layers with sliding windows keep all tokens as well, so that any prefix
+            can be reused.
         block_size: tokens per block. A prefix may also end inside a block.
         policy: decides what is evicted first; serves this cache only. None for the least recently used.
         device: where to keep K/V, such as `cpu` for a model on a GPU; None for the device of the model.
@@ -87,7 +91,8 @@ class RadixCache:
             that computed a prompt used the K/V before they were quantized.
         tiers: where blocks are also kept, so that they can be loaded after the cache has evicted them, and with a disk
             after a restart: `host_bytes`, `disk_path`, `disk_bytes` and other options of `TierOptions.of`. Whole blocks
-            are saved. The weights are read once, for a digest that identifies the model.
+            are saved. The weights are read once, for a digest that identifies the model, and each version of the
+            weights has a disk directory of its own.
 
     Raises:
         UnsupportedModel: the model keeps other states than K/V. The message names it and the reason.
@@ -115,6 +120,7 @@ class RadixCache:
         require_reusable(model)
         limit = sequence_limit(model.config.get_text_config(decoder=True).to_dict())
         self.model = model
+        self._vocab_size = model.config.get_text_config(decoder=True).vocab_size
         self._too_long = limit.reason
         self._max_tokens = limit.max_tokens if limit.reason and limit.max_tokens is not None else 2**31
         self._store = PrefixStore(
@@ -128,8 +134,8 @@ class RadixCache:
         self._cache_name = cache_name(model)
         self._lock = threading.Lock()
         self._tier_options = None if tiers is None else TierOptions.of(tiers)
-        self._open_tiers()
         self._weights = WeightVersions(model)
+        self._open_tiers()
         self._is_closed = False
         self._num_prompts = 0
         self._num_prompt_tokens = 0
@@ -152,11 +158,12 @@ class RadixCache:
 
         Caches that still publish then refuse their next forward pass, so wait for calls of other threads before.
         """
-        self._is_closed = True
-        for hook in self._hooks:
-            hook.remove()
-        self._store.close_tiers()
-        self._store.clear()
+        with self._lock:
+            self._is_closed = True
+            for hook in self._hooks:
+                hook.remove()
+            self._store.close_tiers()
+            self._store.clear()
 
     @property
     def counts(self) -> ReuseCounts:
@@ -250,23 +257,24 @@ class RadixCache:
             PromptTooLong: a prompt is so long that its length would change the K/V of its tokens.
             LifecycleError: this object was closed.
         """
-        if self._is_closed:
-            raise LifecycleError("RadixCache: it was closed; create another one")
         prompts = list(self._prompts(input_ids, attention_mask))
         if num_sequences < 1:
             raise InvalidRequest(f"num_sequences: expected at least 1, got {num_sequences}")
         if self.model.training:
             raise InvalidRequest("model: expected a model in eval mode, got one in training mode; call model.eval()")
         with self._lock:
+            if self._is_closed:
+                raise LifecycleError("RadixCache: it was closed; create another one")
             if not self._weights.are_current():
                 self._store.close_tiers()
                 self._store.clear()
-                self._open_tiers()
                 self._weights = WeightVersions(self.model)
-            epoch = self._store.epoch
+                self._open_tiers()
+            epoch, weights = self._store.epoch, self._weights
         adapters = ActiveAdapters(self.model)
         cache = PromptCache(
             self.model,
+            weights,
             adapters,
             self._store,
             Namespace(type(self.model).__name__, tenant, adapters.describe_active(), salt),
@@ -285,33 +293,39 @@ class RadixCache:
     def clear(self, *, tenant: str | None = None, salt: str | None = None) -> None:
         """Evict what was computed under these names, and delete it from the tiers; None matches any name.
 
+        What other weights have computed stays on the disk, in directories of their own.
+
         Caches that `cache_for` or `generate` created before, under whatever names, publish nothing after this.
 
         Raises:
             StoreError: a tier did not delete it, so it may be found after a restart.
         """
         with self._lock:
-            try:
+            if tenant is not None or salt is not None or self._is_closed:
                 self._store.clear(tenant, salt)
+                return
+            try:
+                self._store.clear()
             finally:
-                if tenant is None and salt is None:  # the weights may have changed
-                    self._store.close_tiers()
-                    self._open_tiers()
+                self._store.close_tiers()  # if they could not be cleared, they stay closed
+            self._weights = WeightVersions(self.model)
+            self._open_tiers()  # the weights may have changed
 
     def _open_tiers(self) -> None:
-        """Open the tiers for the present weights. The shapes of K/V are those of a forward pass of one token."""
+        """Open the tiers for the present weights. A test prompt shows the shapes and the bits of K/V."""
         if self._tier_options is None:
             return
         require_local(self._tier_options)
         cache = DynamicCache(config=self.model.config.get_text_config(decoder=True))
+        num_tokens = min(_NUM_TEST_TOKENS, self._max_tokens)
         with torch.no_grad():
             self.model(
-                input_ids=torch.zeros(1, 1, dtype=torch.int64, device=self.model.device),
+                input_ids=torch.arange(num_tokens, device=self.model.device)[None] % self._vocab_size,
                 **{self._cache_name: cache},
                 use_cache=True,
             )
         kv = {layer_id: (layer.keys[0], layer.values[0]) for layer_id, layer in stored_layers(cache)}
-        self._store.open_tiers(self._tier_options, digest_of_model(self.model), computed_by(self.model), kv)
+        self._store.open_tiers(self._tier_options, digest_of_model(self.model), computed_by(self.model, kv), kv)
 
     def _option(self, name: str, kwargs: Mapping[str, Any]) -> Any:
         """Return an option of `generate`: of the call, of its configuration, or else of that of the model."""
@@ -334,7 +348,7 @@ class RadixCache:
                 f"attention_mask: expected the shape of input_ids, {list(input_ids.shape)}, got "
                 f"{list(attention_mask.shape)}"
             )
-        vocab_size = self.model.config.get_text_config(decoder=True).vocab_size
+        vocab_size = self._vocab_size
         for index, (row, kept) in enumerate(zip(rows, mask, strict=True)):
             num_pads = int((~kept).sum())
             if num_pads == row.size or not kept[num_pads:].all():
