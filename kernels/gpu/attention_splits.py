@@ -4,7 +4,7 @@ A program is an instance of a Triton kernel, which runs on one multiprocessor of
 rows that one program computes together. A key tile is 64 keys, the unit in which programs read keys.
 
 fixed    keys [ 0 to 2047 ][ 2048 to 4095 ][ 4096 to 4607 ]     the same cuts in any batch
-even     keys [ 0 to 1535 ][ 1536 to 3071 ][ 3072 to 4607 ]     the number that ends earliest, by an estimate
+even     keys [ 0 to 1535 ][ 1536 to 3071 ][ 3072 to 4607 ]     the number of splits estimated to be fastest
 """
 
 from __future__ import annotations

@@ -114,7 +114,7 @@ class StoreFeed(StoreListener):
             del self._known[key]
 
     def take(self, max_blocks: int) -> list[BlocksStored | BlocksRemoved]:
-        """Return the events since the last call in order, up to a number of event blocks per call."""
+        """Return events for the oldest pending changes, in order, up to about `max_blocks` event blocks."""
         max_changes = 1 + max_blocks * self._block_size // self._pool_block_size
         changes = [self._changes.popleft() for _ in range(min(max_changes, len(self._changes)))]
         events: list[BlocksStored | BlocksRemoved] = []

@@ -21,10 +21,9 @@ from radixkv.invocation import InvocationMarks
 from radixkv.offload.index.offload_index import OffloadIndex
 from radixkv.tokens import TOKEN_BYTES
 
-MAX_STEP_BLOCKS = 2048  # 0.6 ms
-_MAX_SNAPSHOT_AGE = (
-    1000  # in batches; after an older snapshot, a reader would have to read more than a new snapshot has
-)
+MAX_STEP_BLOCKS = 2048  # hashing them takes 0.6 ms
+# In batches. The batches since an older snapshot would be more to read than a new snapshot.
+_MAX_SNAPSHOT_AGE = 1000
 
 _logger = logging.getLogger(__name__)
 
@@ -112,7 +111,7 @@ class TreeFeed(Listener):
             self.close(self.log.error)
 
     def publish(self) -> None:
-        """Publish the changes since the last call as one batch, if there are any. Call it after each step.
+        """Publish the oldest recorded changes as one batch; the rest waits for the next call. Call it after each step.
 
         An exception, which would be a bug, is logged and ends the event log; requests continue.
         """
@@ -193,7 +192,10 @@ class TreeFeed(Listener):
         return self.log.last - snapshot.sequence_number
 
     def _take_snapshot(self) -> Snapshot:
-        """List the blocks of all nodes. Complexity: O(nodes); no token is read."""
+        """List the blocks of all nodes; no token is hashed.
+
+        Complexity: O(nodes), and O(depth) for each node if nodes may begin inside an event block.
+        """
         runs = []
         for node in self._nodes():
             before, hashes, num_shared = self._blocks.run_of(node)

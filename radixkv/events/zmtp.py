@@ -232,7 +232,7 @@ class Null:
         return flags, body
 
     def sealed(self, frames: Sequence[bytes], *, is_command: bool = False) -> list[bytes]:
-        """Return the frames with their headers. Long frames are separate pieces, so that they are not copied."""
+        """Return the frames with their headers. Each header and each frame is a piece, so that no frame is copied."""
         pieces = []
         for flags, frame in flagged(frames, is_command=is_command):
             pieces += [frame_head(flags, len(frame)), frame]

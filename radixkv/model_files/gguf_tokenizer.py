@@ -116,8 +116,13 @@ class _GgufVocabulary:
         self._is_gemma = file.architecture.startswith("gemma")
         self._tokens: Sequence[str] = values.get("tokens", ())
         self._types: Sequence[int] = values.get("token_type", ()) or (_NORMAL,) * len(self._tokens)
-        if not self._tokens or len(self._types) != len(self._tokens):
-            raise ConfigError(f"{file.path}: tokenizer.ggml.tokens: expected a vocabulary with types, got none")
+        if not self._tokens:
+            raise ConfigError(f"{file.path}: tokenizer.ggml.tokens: expected a vocabulary, got none")
+        if len(self._types) != len(self._tokens):
+            raise ConfigError(
+                f"{file.path}: tokenizer.ggml.token_type: expected one type for each token, got {len(self._types)} "
+                f"types and {len(self._tokens)} tokens"
+            )
         self._adds_bos = bool(values.get("add_bos_token", values["model"] == "llama"))
 
     def byte_level(self) -> Tokenizer:

@@ -157,8 +157,9 @@ def _cost(response: ExplainResponse) -> str:
     if not difference.lost_tokens:
         return f"{_tokens(response.computed_tokens)} cannot be reused{_seconds(response, 'computed_s')}."
     return (
-        f"After {_tokens(difference.prompt_span_tokens)} instead of {difference.branch_span_tokens:,}, the next "
-        f"{difference.lost_tokens:,} are equal, but cannot be reused{_seconds(difference, 'lost_s')}."
+        f"The difference spans {_tokens(difference.prompt_span_tokens)} of the prompt and "
+        f"{difference.branch_span_tokens:,} of the cached one.\n"
+        f"The next {difference.lost_tokens:,} are equal, but cannot be reused{_seconds(difference, 'lost_s')}."
     )
 
 

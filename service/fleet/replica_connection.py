@@ -28,7 +28,7 @@ from radixkv.v1.events_pb2_grpc import EventServiceStub
 from radixkv.v1.model_pb2_grpc import ModelServiceStub
 from radixkv.v1.prefill_pb2_grpc import PrefillServiceStub
 
-_PERIOD_S = 0.05
+_FINISH_POLL_S = 0.05  # between two checks whether a call is in flight
 # With any other status of a health check, the replica counts as alive.
 _NO_RESPONSE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 # Middleboxes may have dropped a connection that was idle for minutes.
@@ -95,7 +95,7 @@ class ReplicaConnection:
         tls_name: str = "",
     ) -> None:
         self.facts = facts
-        self.is_up = True  # according to Ray
+        self.is_up = True  # until the first health check, since Ray reports the replica as started
         self.num_calls = 0
         self._health_checks = health_checks
         self._sleep = sleep
@@ -173,7 +173,7 @@ class ReplicaConnection:
     async def finish(self) -> None:
         """Wait until no call is in flight. Ray removes a draining replica before it has sent its last response."""
         while self.num_calls:
-            await self._sleep(_PERIOD_S)
+            await self._sleep(_FINISH_POLL_S)
 
     async def close(self) -> None:
         """Close both channels. Calls in flight end."""

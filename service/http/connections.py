@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from aiohttp import web
 
-_PERIOD_S = 1.0
+_IDLE_POLL_S = 1.0  # between two searches for idle connections
 
 
 class Connections:
@@ -76,7 +76,7 @@ class Connections:
 
     async def _close_idle(self) -> None:
         while True:
-            await asyncio.sleep(_PERIOD_S)
+            await asyncio.sleep(_IDLE_POLL_S)
             self._forget_closed()
             now_s = asyncio.get_running_loop().time()
             for connection in [each for each, end_s in self._idle.items() if end_s <= now_s]:

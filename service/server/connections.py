@@ -26,7 +26,7 @@ from urllib.parse import unquote
 
 # gRPC also accepts IPv4 connections on IPv6 sockets, which prefix the peer's address; gRPC's own names lack the prefix.
 _MAPPED = "::ffff:"
-_PERIOD_S = 0.005
+_CLOSE_POLL_S = 0.005  # between two checks whether all connections are closed
 # A thread of gRPC that was accepting a connection when the listening socket was closed has finished after this time.
 _LAST_ACCEPT_S = 0.1
 
@@ -69,7 +69,7 @@ async def end_connections(ports: Collection[int], timeout_s: float) -> None:
             past_s = asyncio.get_running_loop().time() - start_s
             if past_s >= _LAST_ACCEPT_S and (past_s >= timeout_s or not (unsent or unclosed)):
                 break
-            await asyncio.sleep(_PERIOD_S)
+            await asyncio.sleep(_CLOSE_POLL_S)
         for each in (*unsent.values(), *unclosed.values()):
             _shut(each, socket.SHUT_RDWR)
 

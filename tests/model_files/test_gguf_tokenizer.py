@@ -195,8 +195,8 @@ def test_a_file_may_have_no_vocabulary(values):
     [
         ({"model": "bert"}, "tokenizer.ggml.model: expected gpt2 or llama, got bert: serve the model from a directory"),
         (byte_level_values(pre="martian"), r"tokenizer.ggml.pre: expected one of gpt-2, .*, got martian: serve the mo"),
-        ({"model": "gpt2", "pre": "gpt-2"}, "tokenizer.ggml.tokens: expected a vocabulary with types, got none"),
-        (sentencepiece(token_type=(1,)), "tokenizer.ggml.tokens: expected a vocabulary with types, got none"),
+        ({"model": "gpt2", "pre": "gpt-2"}, "tokenizer.ggml.tokens: expected a vocabulary, got none"),
+        (sentencepiece(token_type=(1,)), r"token_type: expected one type for each token, got 1 types and \d+ tokens$"),
         (sentencepiece(scores=None), "its tokenizer is damaged: tokenizer.ggml.scores: expected one for each token"),
         (byte_level_values(merges=("q q q",)), "its tokenizer is damaged: "),
     ],

@@ -65,7 +65,7 @@ def main() -> int:
     for server in servers.values():
         _report_start(report, server, end_s - time.monotonic(), summary)
     memory = device_memory_mib()
-    # The last stage, `quiet`, checks that neither number has grown.
+    # The stage `quiet` checks later that no kernel was compiled, and that about as much memory is used.
     update_state(quiet_since={"compiled_files": num_compiled_files(), "device_mib": memory and memory["used"]})
     return report.finish("; ".join(summary))
 

@@ -59,7 +59,7 @@ _log = logging.getLogger(__name__)
 TENANT = "tenant"
 # K/V that a worker stages for one load, so that a long prompt does not double its memory.
 _STAGED_BYTES = 64 << 20
-# A request that arrives meanwhile waits as long.
+# A step without work waits this long for a load to end. It delays a request that arrives in this time.
 _IDLE_WAIT_S = 0.005
 
 
@@ -243,7 +243,10 @@ class RadixKVConnector(KVConnectorBase_V1):  # type: ignore[misc]
         return False, None
 
     def reset_cache(self) -> bool:
-        """Stop using everything that is stored, until vLLM restarts: the weights may have changed in place."""
+        """Stop using everything that is stored, until vLLM restarts: the weights may have changed in place.
+
+        Loads that have begun continue, so no request may be running or wait for a load.
+        """
         self._of_scheduler.reset()
         return True
 
@@ -524,7 +527,7 @@ class _WorkerSide:
         return failed
 
     def save(self, blocks: Sequence[tuple[KeyedBlock, int]]) -> None:
-        """Copy the blocks that a tier does not hold, and save the copies."""
+        """Copy the blocks that are missing in at least one tier, and save the copies there."""
         if not blocks:
             return
         own = [(self._of_rank(block), block_id) for block, block_id in blocks]
@@ -609,7 +612,11 @@ def _require_full_attention(config: Any, kv_cache_config: Any) -> None:
         )
     parallel = config.parallel_config
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
-        raise UnsupportedModel("context parallelism: expected none with the tiers, got decode or prefill parallelism")
+        raise UnsupportedModel(
+            "context parallelism: expected none with the tiers, got a decode_context_parallel_size of "
+            f"{parallel.decode_context_parallel_size} and a prefill_context_parallel_size of "
+            f"{parallel.prefill_context_parallel_size}"
+        )
 
 
 def _key_format(options: TierOptions, config: Any, block_size: int) -> BlockFormat:

@@ -1,4 +1,4 @@
-"""The gRPC service of cache events. Each batch is serialized once for all subscribers."""
+"""The gRPC service of cache events. The bytes of recent batches are kept, so that subscribers share them."""
 
 from __future__ import annotations
 

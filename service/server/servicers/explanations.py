@@ -32,8 +32,8 @@ _logger = logging.getLogger(__name__)
 class Explainer:
     """Explains prompts. They are compared one at a time, so that this takes at most one CPU core.
 
-    A call that is cancelled leaves the queue, but the next one has its turn only when the thread has ended. For use on
-    one event loop.
+    A cancelled call leaves the queue. If its thread is already running, the next call waits until the thread has ended.
+    For use on one event loop.
 
     Args:
         engine: looks prompts up.

@@ -23,7 +23,7 @@ MAX_WAITING = 32
 class StatementMaker:
     """Makes statements, one at a time, since each may read 400 files. For use on one event loop.
 
-    A call that is cancelled leaves the queue, but the next one has its turn only when the thread has ended.
+    A cancelled call leaves the queue. If its thread is already running, the next call waits until the thread has ended.
 
     Args:
         engine: has the ledger and the files.

@@ -104,7 +104,7 @@ def test_a_failed_request_does_not_stop_the_rest() -> None:
         ({"cached_tokens": 1, "computed_tokens": 4}, UNCACHED),
     ],
 )
-def test_counts_that_do_not_add_up_are_a_wrong_answer(usage: dict[str, int], traffic: ReplayTraffic) -> None:
+def test_counts_that_cannot_be_right_are_a_wrong_answer(usage: dict[str, int], traffic: ReplayTraffic) -> None:
     assert send(FakeService(spoiled(**usage)), items_arriving(0.0), traffic).outcomes[0].status == "WRONG_ANSWER"
 
 
@@ -116,7 +116,7 @@ def test_an_answer_that_computed_nothing_is_wrong() -> None:
 
 
 class ClockedService:
-    """Answers one request after another; each moves a clock on by its time.
+    """Answers one request after another; each answer advances the clock by `took_s`.
 
     Attributes:
         sent: first token of the requests seen, in order of sending.

@@ -36,9 +36,10 @@ def test_a_person_reads_where_what_and_what_to_change(capsys):
     ]
     ids = [" ".join(str(ord(each)) for each in text) for text in ("41", "32")]
     assert [f"[ {each} ]" in line for each, line in zip(ids, lines[3:5], strict=True)] == [True, True]
-    lost = f"the next {len(TAIL)} are equal, but cannot be reused (about 0.76 s of computing)."
-    assert lines[6:8] == ["Both prompts have another passage here.", f"After 2 tokens instead of 2, {lost}"]
-    assert lines[8].startswith("-> ")
+    lost = f"The next {len(TAIL)} are equal, but cannot be reused (about 0.76 s of computing)."
+    spans = "The difference spans 2 tokens of the prompt and 2 of the cached one."
+    assert lines[6:9] == ["Both prompts have another passage here.", spans, lost]
+    assert lines[9].startswith("-> ")
 
 
 def test_texts_are_shown_on_one_line_with_the_difference_in_brackets(capsys):

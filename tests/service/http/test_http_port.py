@@ -194,7 +194,7 @@ def test_several_requests_share_a_connection() -> None:
 
 @pytest.mark.parametrize("sent", [b"", b"POST /v1/completions HTTP/1.1\r\nhost: loc"])
 def test_a_connection_without_a_request_is_closed(monkeypatch: pytest.MonkeyPatch, sent: bytes) -> None:
-    monkeypatch.setattr(connections_module, "_PERIOD_S", 0.01)
+    monkeypatch.setattr(connections_module, "_IDLE_POLL_S", 0.01)
 
     async def main() -> bytes:
         async with port_of(FakeEngine(), receive_timeout_s=0.1) as (_, port):
