@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,7 +15,7 @@ from radixkv.integrations.transformers.model_requirements import cache_name
 from tests.model.exact.checkpoints import CONFIGS, SHAPE, VOCAB_SIZE
 
 KINDS: dict[str, PretrainedConfig] = {
-    **CONFIGS,
+    **copy.deepcopy(CONFIGS),  # other tests change the attention of these configurations
     "gemma3": Gemma3TextConfig(
         **SHAPE,
         head_dim=32,
@@ -30,7 +31,7 @@ MAX_DIFFERENCE = 1e-5
 
 def model_of(config: PretrainedConfig, seed: int = 0) -> Any:
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config).eval()
+    model = AutoModelForCausalLM.from_config(copy.deepcopy(config)).eval()
     model.generation_config.pad_token_id = 0
     model.generation_config.eos_token_id = None
     return model
