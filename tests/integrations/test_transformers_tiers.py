@@ -366,6 +366,20 @@ def test_a_prompt_of_whole_blocks_that_is_cached_reads_nothing(llama: Any) -> No
     radix.close()
 
 
+def test_tiers_are_opened_in_eval_mode(llama: Any, tmp_path: Path) -> None:
+    ids = prompt(1, 41)
+    saved(llama, tmp_path, ids)
+    with with_disk(llama.train(), tmp_path) as radix:  # dropout would change the K/V of the test prompt
+        llama.eval()
+        assert radix.cache_for(ids).num_cached_tokens == (40,)
+        llama.train()
+        llama.model.layers[0].self_attn.k_proj.weight.data.mul_(0.5)
+        radix.clear()
+        llama.eval()
+        assert radix.cache_for(ids).num_cached_tokens == (0,)
+        assert same(radix.generate(ids, **GREEDY), llama.generate(ids, **GREEDY))
+
+
 def test_a_closed_cache_opens_nothing_again(llama: Any, tmp_path: Path) -> None:
     radix = with_disk(llama, tmp_path)
     radix.close()

@@ -1660,8 +1660,8 @@ INTEGRATION_MUTANTS = (
     ),
     Mutant(
         "integrations/transformers/radix_cache.py",
-        "            self._open_tiers()  # the weights may have changed\n",
-        "",
+        "            self._expect_other_weights()\n\n    def",
+        "\n    def",
     ),
     Mutant(
         "integrations/transformers/radix_cache.py",

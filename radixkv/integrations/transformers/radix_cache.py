@@ -73,8 +73,8 @@ class RadixCache:
     The cache is bound to the model object. Before each call it verifies that no parameter and no persistent buffer was
     replaced or changed in place, and otherwise drops everything. It does not see changes of `.data`, nor of weights
     that were created in `torch.inference_mode`, which PyTorch's version counter does not count: call `clear` after
-    them. Active LoRA adapters are a part of the namespace; a cache that
-    was created with some adapters refuses forward passes with others.
+    them. Active LoRA adapters are a part of the namespace; a cache that was created with some adapters refuses forward
+    passes with others.
 
     Several threads may use it at the same time, on a GPU with the same CUDA stream, as far as the model allows that.
 
@@ -135,7 +135,9 @@ class RadixCache:
         self._lock = threading.Lock()
         self._tier_options = None if tiers is None else TierOptions.of(tiers)
         self._weights = WeightVersions(model)
-        self._open_tiers()
+        self._are_tiers_due = self._tier_options is not None
+        if not model.training:
+            self._open_tiers()  # reports wrong options early
         self._is_closed = False
         self._num_prompts = 0
         self._num_prompt_tokens = 0
@@ -268,8 +270,8 @@ class RadixCache:
             if not self._weights.are_current():
                 self._store.close_tiers()
                 self._store.clear()
-                self._weights = WeightVersions(self.model)
-                self._open_tiers()
+                self._expect_other_weights()
+            self._open_tiers()
             epoch, weights = self._store.epoch, self._weights
         adapters = ActiveAdapters(self.model)
         cache = PromptCache(
@@ -308,12 +310,16 @@ class RadixCache:
                 self._store.clear()
             finally:
                 self._store.close_tiers()  # if they could not be cleared, they stay closed
-            self._weights = WeightVersions(self.model)
-            self._open_tiers()  # the weights may have changed
+            self._expect_other_weights()
+
+    def _expect_other_weights(self) -> None:
+        """Have the next call, which finds the model in eval mode, open the tiers for the weights that it has then."""
+        self._weights = WeightVersions(self.model)
+        self._are_tiers_due = self._tier_options is not None
 
     def _open_tiers(self) -> None:
-        """Open the tiers for the present weights. A test prompt shows the shapes and the bits of K/V."""
-        if self._tier_options is None:
+        """Open the tiers, if they are due. A test prompt shows the shapes and the bits of K/V."""
+        if not self._are_tiers_due or self._tier_options is None:
             return
         require_local(self._tier_options)
         cache = DynamicCache(config=self.model.config.get_text_config(decoder=True))
@@ -326,6 +332,7 @@ class RadixCache:
             )
         kv = {layer_id: (layer.keys[0], layer.values[0]) for layer_id, layer in stored_layers(cache)}
         self._store.open_tiers(self._tier_options, digest_of_model(self.model), computed_by(self.model, kv), kv)
+        self._are_tiers_due = False
 
     def _option(self, name: str, kwargs: Mapping[str, Any]) -> Any:
         """Return an option of `generate`: of the call, of its configuration, or else of that of the model."""
