@@ -341,7 +341,8 @@ def test_what_a_digest_of_weights_cannot_show_is_recognized_by_a_test_prompt(
 
 
 def test_a_full_tier_evicts_the_end_of_a_prompt_before_its_beginning(llama: Any) -> None:
-    block_bytes = RadixCache(llama, 1024, block_size=4, tiers={"host_bytes": BYTES}).num_bytes // 256
+    with RadixCache(llama, 1024, block_size=4, tiers={"host_bytes": BYTES}) as radix:
+        block_bytes = radix.num_bytes // 256
     radix = RadixCache(llama, 32, block_size=4, tiers={"host_bytes": 12 * object_bytes(4, block_bytes, is_sealed=True)})
     tiers = radix._store._tiers
     assert tiers is not None
