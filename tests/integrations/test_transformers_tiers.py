@@ -175,13 +175,16 @@ def test_changed_weights_load_nothing_that_others_computed(llama: Any, change: A
         assert same(radix.generate(ids, **GREEDY), llama.generate(ids, **GREEDY))
 
 
-@pytest.mark.parametrize("other", ["weights", "configuration", "dtype", "format"])
+@pytest.mark.parametrize("other", ["weights", "embeddings", "configuration", "dtype", "format"])
 def test_other_models_and_formats_load_nothing(llama: Any, other: str, tmp_path: Path) -> None:
     ids = prompt(1, 41)
     saved(llama, tmp_path, ids)
     model, kv_dtype = llama, "auto"
     if other == "weights":
         model = model_of(KINDS["llama"], seed=1)
+    elif other == "embeddings":  # of tokens that the test prompt does not have
+        with torch.no_grad():
+            model.model.embed_tokens.weight[64:].mul_(2)
     elif other == "configuration":
         model.config.rope_parameters["rope_theta"] *= 2
     elif other == "dtype":
