@@ -306,7 +306,6 @@ class LeafQueue:
 
     def __init__(self, policy: EvictionPolicy) -> None:
         self._policy = policy
-        self._has_kinds = policy.has_kinds
         self._by_kind: dict[int, SortedList] = {} if policy.has_kinds else {0: SortedList()}
         self._ranked: dict[int, Entry] = {}  # the first entry of each kind; a kind that has changed is missing
         self._ranked_s = 0.0
@@ -322,7 +321,7 @@ class LeafQueue:
             entries = self._by_kind[entry[3]] = SortedList()
         entries.add(entry)
         self._num_leaves += 1
-        if self._has_kinds:
+        if self._policy.has_kinds:
             self._ranked.pop(entry[3], None)
 
     def remove(self, entry: Entry) -> None:
@@ -330,7 +329,7 @@ class LeafQueue:
         entries = self._by_kind[entry[3]]
         entries.remove(entry)
         self._num_leaves -= 1
-        if self._has_kinds:
+        if self._policy.has_kinds:
             self._ranked.pop(entry[3], None)
             if not entries:
                 del self._by_kind[entry[3]]
@@ -340,7 +339,7 @@ class LeafQueue:
 
         If the policy has kinds, the key in the returned entry is what the leaf is worth, followed by its key.
         """
-        if not self._has_kinds:
+        if not self._policy.has_kinds:
             return self._by_kind[0][0] if self._num_leaves else None
         ranked = self._ranked
         if not self._ranked_s <= now_s < self._ranked_s + _RANKED_FOR_S:

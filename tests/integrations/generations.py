@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, PretrainedConfig
 
-from radixkv.integrations.transformers import PromptCache
+from radixkv.integrations.transformers import PromptCache, RadixCache
 from radixkv.integrations.transformers.model_requirements import cache_name
 from tests.model.exact.checkpoints import CONFIGS, SHAPE, VOCAB_SIZE
 
@@ -76,3 +77,23 @@ def counted(model: Any) -> Iterator[list[int]]:
     )
     yield sizes
     hook.remove()
+
+
+def wrong_answers_to_threads(radix: RadixCache, model: Any) -> list[int]:
+    """Have three threads generate from six prompts nine times each; return the prompts with wrong answers."""
+    prompts = [torch.cat([prompt(1, 30), prompt(seed, 10)], dim=1) for seed in range(2, 8)]
+    expected = [model.generate(ids, **GREEDY) for ids in prompts]
+    wrong: list[int] = []
+
+    def ask(first: int) -> None:
+        for turn in range(9):
+            index = (first + turn) % len(prompts)
+            if not same(radix.generate(prompts[index], **GREEDY), expected[index]):
+                wrong.append(index)
+
+    threads = [threading.Thread(target=ask, args=(first,)) for first in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return wrong

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from random import Random
 from typing import Any
 
@@ -33,6 +32,7 @@ from tests.integrations.generations import (
     padded,
     prompt,
     same,
+    wrong_answers_to_threads,
 )
 from tests.model.coverage.small_configs import covered_types, small_config
 from tests.model.exact.checkpoints import SHAPE, VOCAB_SIZE
@@ -471,22 +471,7 @@ def test_blocks_written_in_inference_mode_can_be_used_outside_of_it(llama: Any) 
 def test_several_threads_get_the_answers_of_generate() -> None:
     model = model_of(KINDS["gemma3"])
     radix = RadixCache(model, 256, block_size=4)
-    prompts = [torch.cat([prompt(1, 30), prompt(seed, 10)], dim=1) for seed in range(2, 8)]
-    expected = [model.generate(ids, **GREEDY) for ids in prompts]
-    wrong: list[int] = []
-
-    def ask(first: int) -> None:
-        for turn in range(9):
-            index = (first + turn) % len(prompts)
-            if not same(radix.generate(prompts[index], **GREEDY), expected[index]):
-                wrong.append(index)
-
-    threads = [threading.Thread(target=ask, args=(first,)) for first in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert wrong == []
+    assert wrong_answers_to_threads(radix, model) == []
     assert radix.counts.num_prompts == 27
 
 

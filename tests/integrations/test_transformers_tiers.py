@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -17,7 +16,16 @@ from radixkv.integrations.transformers.kv_slots import KVSlots
 from radixkv.kernels.quantization import INT4, dequantize, quantize
 from radixkv.kernels.reference import hadamard_transform
 from radixkv.offload.tiers.block_object import object_bytes
-from tests.integrations.generations import GREEDY, KINDS, counted, forward, model_of, prompt, same
+from tests.integrations.generations import (
+    GREEDY,
+    KINDS,
+    counted,
+    forward,
+    model_of,
+    prompt,
+    same,
+    wrong_answers_to_threads,
+)
 from tests.model.exact.checkpoints import VOCAB_SIZE
 
 BYTES = 8 << 20
@@ -242,22 +250,7 @@ def test_a_directory_that_another_process_uses_costs_only_hits(llama: Any, tmp_p
 def test_several_threads_share_the_tiers() -> None:
     model = model_of(KINDS["gemma3"])
     radix = RadixCache(model, 96, block_size=4, tiers={"host_bytes": BYTES})
-    prompts = [torch.cat([prompt(1, 30), prompt(seed, 10)], dim=1) for seed in range(2, 8)]
-    expected = [model.generate(ids, **GREEDY) for ids in prompts]
-    wrong: list[int] = []
-
-    def ask(first: int) -> None:
-        for turn in range(9):
-            index = (first + turn) % len(prompts)
-            if not same(radix.generate(prompts[index], **GREEDY), expected[index]):
-                wrong.append(index)
-
-    threads = [threading.Thread(target=ask, args=(first,)) for first in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert wrong == []
+    assert wrong_answers_to_threads(radix, model) == []
     assert radix.tier_counts["loaded"] > 0
     radix.close()
 

@@ -374,8 +374,7 @@ class ByteStore:
         future: Future[PutResult | None],
     ) -> None:
         result = future.result()
-        with self._idle:
-            self._waiting_bytes -= sum(saved.payload.nbytes for saved in objects)
+        with self._lock:
             outcomes = (None,) * len(objects) if result is None else result.outcomes
             for saved, outcome in zip(objects, outcomes, strict=True):
                 if outcome in _THERE:
@@ -387,8 +386,10 @@ class ByteStore:
                     each.index.remove(key)
             useless = [saved.key for saved in objects if saved.key not in each.index]
             useless += [key for key in victims if key not in each.index]
-            if useless and not each.index.is_shared:
-                self._delete(each.tier, useless)  # the store may hold some, if the call failed or evicted others
+        if useless and not each.index.is_shared:
+            self._delete(each.tier, useless)  # the store may hold some, if the call failed or evicted others
+        with self._idle:
+            self._waiting_bytes -= sum(saved.payload.nbytes for saved in objects)
             self._idle.notify_all()
 
     def _delete(self, tier: Tier, keys: Sequence[bytes]) -> Future[int | None]:

@@ -32,8 +32,9 @@ from radixkv.integrations.tiers.checkpoint_digest import digest_of_checkpoint
 from radixkv.integrations.tiers.kv_layers import KVLayers
 from radixkv.integrations.tiers.options import TierOptions
 from radixkv.integrations.tiers.rank_index import RankIndex, key_of_rank
+from radixkv.invocation import InvocationMarks
 from radixkv.namespace import Namespace
-from radixkv.offload.block_keys import BlockFormat, BlockKeys
+from radixkv.offload.block_keys import BlockFormat, BlockKeys, PromptKeys
 from radixkv.offload.index.prompt_blocks import KeyedBlock
 from radixkv.offload.index.tier_index import StoreListener
 
@@ -314,6 +315,7 @@ class _SchedulerSide:
         if any(each.block_format != block_format for each in by_rank):
             raise ConfigError("workers: expected the same model on all ranks, got different ones")
         self._keys = store_keys(self._options, block_format)
+        self._prompt_keys = PromptKeys(self._keys, InvocationMarks())  # requests with adapters use no tier
         self._num_ranks = len(by_rank)
         self._index = RankIndex([each.keys for each in by_rank])
         if self._options.tiers.redis_url is not None:
@@ -409,7 +411,7 @@ class _SchedulerSide:
             request = prompt.request
             tokens = np.array(request.all_token_ids[len(blocks) * size : num_blocks * size], "<u4").tobytes()
             parent = blocks[-1].key if blocks else None
-            blocks += self._keys.blocks(_namespace_of(request, self._epoch), tokens, parent)
+            blocks += self._prompt_keys.blocks(_namespace_of(request, self._epoch), tokens, parent)
         return blocks[:num_blocks]
 
     def _ask(self, shared: ByteStore, prompt: _Prompt, blocks: Sequence[KeyedBlock], first: int) -> int | None:

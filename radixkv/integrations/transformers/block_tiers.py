@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from itertools import takewhile
+from itertools import islice, takewhile
 
 import numpy as np
 import numpy.typing as npt
@@ -12,8 +12,9 @@ import numpy.typing as npt
 from radixkv.errors import ConfigError
 from radixkv.integrations.tiers.byte_store import ByteStore, store_keys
 from radixkv.integrations.tiers.options import TierOptions
+from radixkv.invocation import InvocationMarks
 from radixkv.namespace import Namespace
-from radixkv.offload.block_keys import BlockFormat
+from radixkv.offload.block_keys import BlockFormat, PromptKeys
 
 _log = logging.getLogger(__name__)
 
@@ -47,6 +48,7 @@ class BlockTiers:
 
     def __init__(self, options: TierOptions, block_format: BlockFormat) -> None:
         self._keys = store_keys(options, block_format)
+        self._prompt_keys = PromptKeys(self._keys, InvocationMarks())  # transformers has no invoked adapters
         self._store = ByteStore(options, block_format, self._keys)
         self._num_staged = max(1, _STAGED_BYTES // block_format.payload_bytes)
 
@@ -56,9 +58,9 @@ class BlockTiers:
         Yields:
             The index of a block in the prompt, and the payloads from this block on, uint8 `[n, payload_bytes]`.
 
-        Complexity: about 2 us per block of the prompt, and the time of the loads.
+        Complexity: about 2 us for each block up to the last one that is loaded, and the time of the loads.
         """
-        wanted = list(self._keys.blocks(namespace, tokens))[first:]
+        wanted = islice(self._prompt_keys.blocks(namespace, tokens), first, None)
         held = list(takewhile(lambda block: self._store.holds(block.key), wanted))
         for start in range(0, len(held), self._num_staged):
             part = held[start : start + self._num_staged]
@@ -89,7 +91,7 @@ class BlockTiers:
 
         Complexity: about 4 us per block of the prompt, and the copies.
         """
-        blocks = list(self._keys.blocks(namespace, tokens))
+        blocks = list(self._prompt_keys.blocks(namespace, tokens))
         is_saved = self._store.touch([block.key for block in blocks[first:]])
         unsaved = [index for index, is_everywhere in enumerate(is_saved, first) if not is_everywhere]
         for start in range(0, len(unsaved), self._num_staged):

@@ -11,17 +11,17 @@ import torch
 
 from radixkv.blocks import BlockCopy, BlockIds
 from radixkv.errors import InvalidRequest
-from radixkv.kernels.quantization import INT4, dequantize, quantize
+from radixkv.kernels.quantization import INT4, dequantize, key_dtype, quantize
 from radixkv.kernels.reference import hadamard_transform
 
 KV = tuple[torch.Tensor, torch.Tensor]  # keys and values of one layer
 
-# The dtypes that keys and values are quantized to; None stores them as the model computes them.
-KV_DTYPES: dict[str, tuple[torch.dtype | None, torch.dtype | None]] = {
-    "auto": (None, None),
-    "fp8": (torch.float8_e4m3fn, torch.float8_e4m3fn),
-    "int8": (torch.int8, torch.int8),
-    "k8v4": (torch.int8, INT4),
+# The dtypes that values are quantized to, and with `key_dtype` keys; None stores both as the model computes them.
+KV_DTYPES: dict[str, torch.dtype | None] = {
+    "auto": None,
+    "fp8": torch.float8_e4m3fn,
+    "int8": torch.int8,
+    "k8v4": INT4,
 }
 
 
@@ -114,7 +114,7 @@ class KVSlots:
         self._num_slots = num_blocks * block_size
         self._block_size = block_size
         self._device = device
-        self._kv_dtypes = KV_DTYPES[kv_dtype]
+        self._kv_dtype = KV_DTYPES[kv_dtype]
         self._layers: dict[int, _Layer] = {}
 
     @property
@@ -146,9 +146,10 @@ class KVSlots:
         """
         for layer_id, states in kv.items():
             if layer_id not in self._layers:
+                dtype = self._kv_dtype
                 keys, values = (
-                    _States(each, self._num_slots, self._device or each.device, dtype)
-                    for each, dtype in zip(states, self._kv_dtypes, strict=True)
+                    _States(each, self._num_slots, self._device or each.device, quantized)
+                    for each, quantized in zip(states, (dtype and key_dtype(dtype), dtype), strict=True)
                 )
                 self._layers[layer_id] = _Layer(keys, values, states[0].device)
 

@@ -160,7 +160,9 @@ class PrefixStore:
                 if self._tiers is not None:
                     block_ids = lease.block_ids
                     self._tiers.save(
-                        *(namespace, tokens, num_published // self.block_size),
+                        namespace,
+                        tokens,
+                        num_published // self.block_size,
                         lambda indexes: self._slots.read_blocks(block_ids[indexes]),
                     )
                 lease.commit(end)

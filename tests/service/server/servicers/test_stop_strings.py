@@ -113,7 +113,7 @@ def joined(answers: Sequence[GenerateResponse], index: int = 0) -> tuple[list[in
 
 @pytest.mark.parametrize("is_gated", [False, True])
 def test_a_string_ends_the_answer_with_the_token_that_completes_it(*, is_gated: bool) -> None:
-    # A gated engine ends a generation only when it is told to, so the answer shows that the server has told it.
+    # A gated engine ends a generation only when it is cancelled, so the answer shows that the server does so.
     answers = generate(engine=FakeEngine(is_gated=is_gated), stop=[" @", "nothing"], max_new_tokens=500, logprobs=1)
     token_ids, last = joined(answers)
     assert token_ids == ANSWER[:7]
