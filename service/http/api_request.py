@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
+import orjson
 from aiohttp import web
 
 from radixkv.errors import DeadlinePassed, InvalidRequest
@@ -108,8 +108,7 @@ class ApiRequest:
 
     def json(self, body: Mapping[str, Any]) -> web.Response:
         """Return a response with a JSON object."""
-        text = json.dumps(body, ensure_ascii=False, separators=(",", ":"))
-        return web.json_response(text=text, headers=id_headers(self.request_id))
+        return web.json_response(body=orjson.dumps(body), headers=id_headers(self.request_id))
 
     def events(self, send_error: SendError | None = None) -> EventStream:
         """Return a response with server-sent events.

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
+import orjson
 from aiohttp import web
 
 from radixkv.errors import DeadlinePassed
@@ -45,11 +45,11 @@ class EventStream:
         Raises:
             DeadlinePassed: the client did not read in time; its connection is closed.
         """
-        text = data if isinstance(data, str) else json.dumps(data, ensure_ascii=False, separators=(",", ":"))
-        line = f"data: {text}\n\n" if name is None else f"event: {name}\ndata: {text}\n\n"
+        text = data.encode() if isinstance(data, str) else orjson.dumps(data)
+        line = b"data: %b\n\n" % text if name is None else b"event: %b\ndata: %b\n\n" % (name.encode(), text)
         async with self._in_time():
             writer = await self.response.prepare(self._request)  # sends the headers the first time
-            await self.response.write(line.encode())
+            await self.response.write(line)
             if writer is not None:
                 await writer.drain()  # `write` itself waits only after every 64 KiB
 

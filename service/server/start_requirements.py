@@ -26,6 +26,7 @@ def require_startable(config: Config) -> None:
     require_secure(config.server)
     if config.server.http_port is not None:
         require_package("server.http_port", "aiohttp", "aiohttp", "http")
+        require_package("server.http_port", "orjson", "orjson", "http")
     raise_open_files(config.server)
     require_free(config.server)
     require_publishable(

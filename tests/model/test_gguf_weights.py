@@ -1,5 +1,6 @@
 """GGUF files of every supported architecture are served as transformers computes the models they were made from."""
 
+import gc
 import json
 import logging
 
@@ -129,6 +130,20 @@ def test_embeddings_stay_quantized_and_have_the_bits_of_dequantized_ones(tmp_pat
     ids = torch.tensor([[0, 511, 7, 31, 32, 33, 7]])
     with torch.inference_mode():
         assert torch.equal(embeddings(ids), plain(ids))
+
+
+def test_a_loaded_model_holds_its_weights_only_in_the_form_that_it_multiplies(tmp_path):
+    skip_without_kernels_for("q4")
+    path = write_gguf(tmp_path / "model.gguf", random_model("llama"), "llama", "Q4_1")
+    before = stored_weights()
+    model = load_model(ModelConfig(path=str(path), device="cpu"))
+    assert isinstance(model.module.get_input_embeddings(), QuantizedEmbedding)
+    gc.collect()
+    assert not [each for each in stored_weights() if not any(each is other for other in before)]
+
+
+def stored_weights():
+    return [each for each in gc.get_objects() if type(each) is QuantizedWeight]
 
 
 def test_projections_of_different_types_are_merged_in_8_bits(tmp_path, caplog):

@@ -27,7 +27,7 @@ from radixkv.kernels.quantized_weight import QuantizedWeight
 from radixkv.model.layers.gemm_tuner import GemmTuner
 from radixkv.model.layers.quantized_embedding import QuantizedEmbedding
 from radixkv.model.layers.replaced_parts import has_hooks
-from radixkv.model.layers.stored_weight import dequantize_stored_weight, stored_weight
+from radixkv.model.layers.stored_weight import dequantize_stored_weight, forget_stored_weight, stored_weight
 
 _log = logging.getLogger(__name__)
 
@@ -304,6 +304,7 @@ def _replace_embeddings(module: PreTrainedModel, packed: Mapping[nn.Module, nn.M
             if isinstance(child, nn.Embedding) and stored is not None:
                 shared = panels.get(id(stored)) or QuantizedPanels([stored], stored.dtype)
                 setattr(part, name, QuantizedEmbedding(child, shared))
+                forget_stored_weight(child)
 
 
 def merge_linears(module: PreTrainedModel) -> None:

@@ -38,7 +38,12 @@ def dequantize_stored_weight(layer: nn.Module) -> None:
     stored = stored_weight(layer)
     if stored is not None:
         layer.weight = nn.Parameter(stored.dequantize().to(stored.dtype), requires_grad=False)
-        delattr(layer, _STORED)
+        forget_stored_weight(layer)
+
+
+def forget_stored_weight(layer: nn.Module) -> None:
+    """Free the stored weight of a layer that has one and that is kept after its weight was packed."""
+    delattr(layer, _STORED)
 
 
 def weight_without_data(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
