@@ -1,4 +1,4 @@
-"""Measures the next turns of sessions that wait for tools, and whether `radixkv simulate` predicts them.
+"""Measures the turns of sessions after they have waited for a tool, and whether `radixkv simulate` predicts them.
 
     python -m bench.agents --json bench/results/agents.json
 
@@ -6,9 +6,10 @@
    `--time-model`. It also measures the time to the first token (TTFT) of a hit on the device, for each length that a
    turn of a session has.
 2. It plays sessions against a server whose pool holds half of their tokens, with a tier in host memory. Each session
-   sends a prompt, waits as for a tool, and sends the prompt with more tokens. Once the caller names the sessions, and
-   once not. The ratio of a turn's TTFT to that of a hit of the same length shows what the turn has lost by eviction.
-   The control is the ratio of the turns that have lost nothing: the server is not idle then, or the machine is slower.
+   sends a prompt, waits as if a tool were running, and sends the prompt with more tokens. Requests name their sessions
+   in one run and not in the other. The ratio of a turn's TTFT to that of a hit of the same length shows what the turn
+   has lost by eviction. The control is the same ratio for turns that have lost nothing. If it is above 1, the turns are
+   slower for other reasons: the server was not idle, or the machine was slower.
 3. The server records the traffic. The benchmark replays it with the time model, and compares the hit rate and the
    median TTFT with those that the server had.
 """
@@ -49,7 +50,7 @@ _LENGTHS = (64, 256, 1024)  # of measured prefills
 _CONTEXTS = (0, 1024, 3072)  # tokens before them
 _LOADS = (4, 16, 48)  # blocks of measured loads
 _REPETITIONS = 5
-_TIMELY = 1.1
+_TIMELY = 1.1  # maximum ratio of a turn's TTFT to that of a hit, to count as timely
 _MIN_LOAD_S = 1e-6  # in place of differences that are lost in the noise
 _PAUSE_S = 0.3  # before each measured request: a server that was idle is slower than one that has just answered
 
@@ -147,8 +148,8 @@ async def measure_hits(client: AsyncClient, prompts: Prompts, lengths: Sequence[
     """Measure turns whose prompt is cached on the device, on an idle server.
 
     Args:
-        client: of the server.
-        prompts: their prompts.
+        client: client of the server.
+        prompts: creates the prompts.
         lengths: numbers of tokens before the turn.
 
     Returns:
@@ -168,7 +169,7 @@ async def measure_hits(client: AsyncClient, prompts: Prompts, lengths: Sequence[
 
 
 def non_negative_fit(rows: Any, seconds: Any) -> list[float]:
-    """Return the least-squares solution among those without negative numbers, of relative errors."""
+    """Return the non-negative coefficients with the smallest sum of squares of the relative errors."""
     best: tuple[float, list[float]] | None = None
     for used in itertools.product((False, True), repeat=rows.shape[1]):
         if not any(used):
@@ -188,8 +189,8 @@ class Play:
     """Sessions that wait for tools.
 
     Args:
-        client: of the server.
-        prompts: their prompts.
+        client: client of the server.
+        prompts: creates the prompts.
         hits_s: the time to the first token of a hit by the number of tokens before a turn; see `measure_hits`.
         names_sessions: whether requests name their session and what it waits for.
         wait_s: mean wait.
@@ -317,7 +318,7 @@ def predicted(record: Path, options: argparse.Namespace, times: TimeModel) -> di
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print the results, write JSON. Returns the exit status."""
-    parser = argparse.ArgumentParser(description="Measure the next turns of sessions that wait for tools.")
+    parser = argparse.ArgumentParser(description="Measure the turns of sessions after they have waited for a tool.")
     parser.add_argument("--model", metavar="tiny|DIR")
     parser.add_argument("--sessions", type=positive, default=16)
     parser.add_argument("--turns", type=positive, default=8)

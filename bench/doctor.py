@@ -3,12 +3,12 @@
     python -m bench.doctor --json bench/results/doctor.json
 
 For each fault, and for 1 %, 10 % and 50 % of the requests, it makes the same traffic with the fault and without it.
-With `--live`, the same traffic passes through the profiler of a running server instead, which examines every miss; then
-findings are those of its report.
+With `--live`, the traffic passes through the profiler of misses that a server runs, which examines every miss here.
 
-The truth is a replay of both through the cache. A planted request counts as found if its cause is the planted one. A
-finding is false if the request would have been computed alike without the faults, or if it has no fault itself and the
-cause is another one. (A request after one with a fault may lose its last turn, since that was cached with the fault.)
+A replay of both through the cache shows how many tokens each request loses to the faults. A request with a fault counts
+as found if the reported cause is that of the fault. A finding is false if its request lost fewer than 32 tokens, or if
+the request has no fault and the reported cause is another one. (A request without a fault may lose its last turn, if
+that turn was cached with a fault.)
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _BLOCK_SIZE = 64
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What was found of one fault.
+    """How well one fault was found.
 
     Attributes:
         fault: its name.
@@ -51,12 +51,14 @@ class Result:
         share: share of the requests in which it was planted.
         has_sessions: whether the log names the sessions.
         requests: number of requests.
-        planted: requests with the fault that lost at least `MIN_LOST_TOKENS` by it.
+        planted: requests with the fault that lost at least `MIN_LOST_TOKENS`; from `live`, all requests that lost at
+            least `MIN_MISSED_TOKENS`.
         found: how many of these have the right cause.
         other_requests: requests without the fault.
-        false: findings of requests that have lost nothing, and of those without a fault with another cause.
+        false: findings for requests that lost fewer than half of `MIN_LOST_TOKENS`, or that have no fault while the
+            cause is another one; from `live`, see there.
         lost_tokens: tokens that were computed only because of the fault.
-        saved_tokens: tokens that the groups with the right cause say would be saved.
+        saved_tokens: tokens that fixing the right cause saves, as reported.
     """
 
     fault: str
@@ -135,10 +137,11 @@ def diagnosed(traffic: Traffic, fault: Fault, share: float, *, has_sessions: boo
 
 
 def live(traffic: Traffic, fault: Fault, share: float, *, has_sessions: bool = True) -> Result:
-    """Plant a fault in a share of the requests, and compare what a running server finds with the truth.
+    """Plant a fault in a share of the requests, and compare what the profiler of a server finds with the truth.
 
-    A server reports groups and not requests. So `found` counts the requests of the groups with the right cause that a
-    planted request explains: at most the planted ones and those after them, which lose tokens as well.
+    A profiler reports groups of requests with one cause, and no single requests. So `found` is the size of the groups
+    with the right cause, at most `planted`: the requests with the fault, and those after them that lose tokens as well.
+    `false` is the size of all other groups, and what exceeds `planted`.
     """
     sent = traffic.sent(fault, share)
     excess = _excess(traffic, sent)
@@ -176,7 +179,7 @@ def main() -> None:
     parser.add_argument("--turns", type=positive, default=24)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", default="", help="only faults whose name contains this text")
-    parser.add_argument("--live", action="store_true", help="let the profiler of a running server find the faults")
+    parser.add_argument("--live", action="store_true", help="let the profiler that a server runs find the faults")
     parser.add_argument("--json", type=Path, help="file for the result")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:

@@ -1,4 +1,4 @@
-"""Times GEMMs of rows and a weight, with each library that linear layers on a CPU can use, including our own C++.
+"""Times the GEMM of a linear layer with each library that radixkv can use on a CPU, including its own C++ kernels.
 
 The formats of `model.weights` that the processor supports, q8, q4 and int8, are timed next to the libraries.
 
@@ -7,7 +7,7 @@ python -m bench.products [--shapes 896x4864,4864x896] [--rows 1,8,16,64,512] [--
 A shape is written INxOUT, in input and output features. Libraries are measured in turn. Each one reads copies of the
 weight that together have twice the size of the last-level cache, since the weights of a model are read from memory.
 Times are medians, of CPU time with one thread and otherwise of wall time. Each result is compared with float64 before
-anything is timed.
+it is timed.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 @torch.inference_mode()
 def measure(weight: torch.Tensor, nums_rows: Sequence[int], rounds: int) -> list[dict[str, Any]]:
-    """Time GEMMs of several numbers of rows with a weight, by library.
+    """Time the GEMM with a weight for several numbers of rows, by library.
 
     Args:
         weight: `[out_features, in_features]`.
@@ -94,7 +94,7 @@ def measure(weight: torch.Tensor, nums_rows: Sequence[int], rounds: int) -> list
 
 
 def _formats(weight: torch.Tensor) -> list[str]:
-    """Return the quantized formats that a weight of this shape and dtype can be multiplied in on this machine."""
+    """Return the quantized formats for which this machine has a GEMM with a weight of this shape and dtype."""
     quantized = QUANTIZED_BITS if gemm.multiplies_quantized(weight) else ()
     return [*quantized, *(["int8"] if adds_integers_exactly() else [])]
 
@@ -133,7 +133,7 @@ def _numbers(text: str) -> list[int]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description="Time GEMMs of rows and a weight, by library.")
+    parser = argparse.ArgumentParser(description="Time the GEMM of a linear layer, by library.")
     shapes = "896x1152,896x4864,4864x896"
     parser.add_argument("--shapes", type=_shapes, default=_shapes(shapes), help=f"features in x out; default {shapes}")
     parser.add_argument("--rows", type=_numbers, default=[1, 8, 16, 64, 512], help="default 1,8,16,64,512")

@@ -2,8 +2,9 @@
 
     python -m bench.events.callers ADDRESS COUNT
 
-Prints `ACCEPTED REFUSED` when each caller has received its first response, and continues until stdin is closed. Refused
-callers retry after a second. Every other accepted caller reads ten batches per second; the others never read.
+Prints `ACCEPTED REFUSED` when the first call of each caller was accepted or refused, and continues until stdin is
+closed. Refused callers retry after a second. Once accepted, every second caller reads ten batches per second; the
+others never read.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class ClosedLoopCallers:
         self._tasks = [asyncio.create_task(self._call(stubs[i % len(stubs)], i % 2 == 0)) for i in range(count)]
 
     async def wait_for_answers(self) -> None:
-        """Wait until each caller has received its first response."""
+        """Wait until the first call of each caller was accepted or refused."""
         await self._have_answers.wait()
 
     async def stop(self) -> None:

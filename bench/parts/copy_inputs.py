@@ -52,7 +52,7 @@ class TokenWrites:
         self._slots = slots.flatten()[:num_tokens].to(device)
 
     def contestant(self, write: WriteKV) -> Contestant:
-        """Return the contestant of a kernel that writes the tokens of each layer."""
+        """Return the calls of a kernel that writes tokens, one per layer."""
         calls = [
             partial(write, key, value, self._slots, self._pool, layer)
             for layer, (key, value) in enumerate(self._tokens)
@@ -95,7 +95,7 @@ class BlockCopies:
         self._pairs = torch.randperm(num_blocks).view(num_sets, 2, num_copies).to(device)
 
     def contestant(self, copy: CopyBlocks) -> Contestant:
-        """Return the contestant of a kernel that copies the pairs of each step."""
+        """Return the calls of a kernel that copies blocks, one per step."""
         calls = [partial(copy, self._pool, sources, targets) for sources, targets in self._pairs]
         return Contestant([*calls], partial(self._error, copy))
 

@@ -34,7 +34,7 @@ class NormedRows:
         self._weight = torch.randn(hidden_size, dtype=torch.bfloat16, device=device)
 
     def contestant(self, add_rms_norm: AddRMSNorm) -> Contestant:
-        """Return the contestant of a kernel that adds the residual and computes the norm of each set."""
+        """Return the calls of a kernel that adds the residual and computes the norm, one per set of inputs."""
         calls = [partial(add_rms_norm, rows, residual, self._weight, _EPS, LLAMA) for rows, residual in self._pairs]
         rows, residual = self._pairs[0]
         expected = torch.stack(reference.add_rms_norm(rows, residual, self._weight, _EPS, LLAMA))
@@ -53,7 +53,7 @@ class GatedRows:
         self.num_bytes = 3 * self._pairs[0, 0].nbytes
 
     def contestant(self, swiglu: SwiGLU) -> Contestant:
-        """Return the contestant of a kernel that computes each set."""
+        """Return the calls of a kernel, one per set of inputs."""
         calls = [partial(swiglu, gate, up) for gate, up in self._pairs]
         expected = reference.swiglu(*self._pairs[0])
         return Contestant([*calls], lambda: worst_error(calls[0](), expected))
@@ -79,7 +79,7 @@ class LinearRows:
         self._weights = torch.randn(num_sets, out_features, in_features, dtype=torch.bfloat16, device=device)
 
     def contestant(self, linear: Linear) -> Contestant:
-        """Return the contestant of a linear layer that computes each set."""
+        """Return the calls of a linear layer, one per set of inputs."""
         calls = [partial(linear, rows, weight) for rows, weight in zip(self._rows, self._weights, strict=True)]
         expected = functional.linear(self._rows[0].float(), self._weights[0].float())
         return Contestant([*calls], lambda: worst_error(calls[0](), expected))

@@ -81,7 +81,7 @@ class SharedDecodes:
         self.num_bytes = kv_bytes + 2 * self._queries[0].numel() * self._queries[0].element_size()
 
     def contestant(self, kernels: AttentionKernels) -> Contestant:
-        """Return the contestant of kernels that compute the attention of each layer."""
+        """Return the calls of attention kernels, one per layer."""
         calls = [
             partial(kernels.paged_attention, query, self._pool, layer, self._batch, self._scoring)
             for layer, query in enumerate(self._queries)

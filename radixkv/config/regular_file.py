@@ -1,4 +1,4 @@
-"""Reads files that may be replaced while the service runs. Files that are not regular are refused without waiting."""
+"""Reads regular files, which may be replaced while the service runs. Refuses FIFOs, sockets and devices at once."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ def test_a_large_snapshot_comes_in_parts() -> None:
     run(test)
 
 
-def test_a_reader_replays_from_its_number() -> None:
+def test_a_reader_replays_from_its_sequence_number() -> None:
     async def test() -> None:
         source = FakeSource()
         readers = EventReaders(source)
@@ -100,7 +100,7 @@ def test_a_reader_replays_from_its_number() -> None:
     run(test)
 
 
-def test_a_number_of_another_life_is_refused_at_once() -> None:
+def test_an_unknown_sequence_number_is_refused_at_once() -> None:
     async def test() -> None:
         source = FakeSource()
         readers = EventReaders(source)

@@ -3,7 +3,8 @@ import torch
 
 from radixkv.kernels.quantization import LARGEST, dequantize, pack_int4, quantize, stored_dim, stored_dtype, unpack_int4
 
-# Half a step of the largest magnitude: 1 / 254 and 1 / 14 of it; float8_e4m3fn has three binary digits after the first.
+# Maximum rounding error, relative to the largest magnitude: half of the distance between neighbouring values. Integers
+# go up to 127 and 7. float8_e4m3fn has 3 mantissa bits, so the distance is at most 1/8 of the value.
 WORST = {torch.float8_e4m3fn: 1 / 16, torch.int8: 1 / 254, torch.int4: 1 / 14}
 
 

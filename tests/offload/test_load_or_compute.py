@@ -6,14 +6,19 @@ BLOCK = 64
 
 
 def measured(token_s: float = 1e-3, loads: dict[str, tuple[float, float]] | None = None) -> LoadOrCompute:
-    """Return a choice with measured times: seconds per token, and of loads, seconds per call and per block."""
-    choice = LoadOrCompute(BLOCK)
-    choice.note_step(token_s * 512, [(0, 512)])
-    for store, (call_s, block_s) in (loads or {}).items():
+    """Return a `LoadOrCompute` with measurements.
+
+    Args:
+        token_s: seconds to compute a token.
+        loads: seconds per call and seconds per block of a load, by tier.
+    """
+    load_or_compute = LoadOrCompute(BLOCK)
+    load_or_compute.note_step(token_s * 512, [(0, 512)])
+    for tier, (call_s, block_s) in (loads or {}).items():
         for num_blocks in (1, 10, 4):
-            choice.note_start(store, num_blocks)
-            choice.note_end(store, num_blocks, call_s + block_s * num_blocks)
-    return choice
+            load_or_compute.note_start(tier, num_blocks)
+            load_or_compute.note_end(tier, num_blocks, call_s + block_s * num_blocks)
+    return load_or_compute
 
 
 def test_a_tier_without_measurements_is_used() -> None:
@@ -33,70 +38,70 @@ def test_a_slow_store_is_not_read() -> None:
 
 
 def test_a_call_that_takes_long_is_worth_it_for_many_blocks_only() -> None:
-    choice = measured(loads={"remote": (0.5, 1e-3)})
-    assert choice.choose(0, ["remote"] * 5).num_blocks == 0
-    assert choice.choose(0, ["remote"] * 20).num_blocks == 20
+    load_or_compute = measured(loads={"remote": (0.5, 1e-3)})
+    assert load_or_compute.choose(0, ["remote"] * 5).num_blocks == 0
+    assert load_or_compute.choose(0, ["remote"] * 20).num_blocks == 20
 
 
-def test_the_fast_part_of_a_run_is_loaded() -> None:
-    choice = measured(loads={"host": (1e-3, 1e-4), "disk": (1.0, 0.1)})
-    assert choice.choose(0, ["host"] * 3 + ["disk"] * 4).num_blocks == 3
+def test_only_the_blocks_before_a_slow_tier_are_loaded() -> None:
+    load_or_compute = measured(loads={"host": (1e-3, 1e-4), "disk": (1.0, 0.1)})
+    assert load_or_compute.choose(0, ["host"] * 3 + ["disk"] * 4).num_blocks == 3
 
 
 def test_the_time_to_fill_the_pool_counts() -> None:
-    choice = measured(loads={"host": (1e-3, 1e-4)})
-    choice.note_fill(4, 4 * 0.05)
-    num_blocks, load_s, _ = choice.choose(0, ["host"] * 5)
+    load_or_compute = measured(loads={"host": (1e-3, 1e-4)})
+    load_or_compute.note_fill(4, 4 * 0.05)
+    num_blocks, load_s, _ = load_or_compute.choose(0, ["host"] * 5)
     assert num_blocks == 5
     assert load_s == pytest.approx(1e-3 + 5 * (1e-4 + 0.05))
-    choice.note_fill(4, 4 * 0.5)
-    assert choice.choose(0, ["host"] * 5).num_blocks == 0
+    load_or_compute.note_fill(4, 4 * 0.5)
+    assert load_or_compute.choose(0, ["host"] * 5).num_blocks == 0
 
 
 def test_a_pool_that_filled_slowly_is_filled_again_after_a_while() -> None:
-    choice = measured(loads={"host": (0.0, 1e-4)})
-    choice.note_fill(4, 4 * 0.1)
+    load_or_compute = measured(loads={"host": (0.0, 1e-4)})
+    load_or_compute.note_fill(4, 4 * 0.1)
     num_left_out = 0
-    while not choice.choose(0, ["host"]).num_blocks:
-        choice.shrink_estimates(["host"])
+    while not load_or_compute.choose(0, ["host"]).num_blocks:
+        load_or_compute.shrink_estimates(["host"])
         num_left_out += 1
     assert 10 < num_left_out < 100
 
 
 def test_queued_blocks_make_a_store_slower() -> None:
-    choice = measured(loads={"host": (0.0, 0.05)})
-    assert choice.choose(0, ["host"] * 2).num_blocks == 2
-    choice.note_start("host", 10)
-    assert choice.choose(0, ["host"] * 2).num_blocks == 0
-    choice.note_end("host", 10, None)
-    assert choice.choose(0, ["host"] * 2).num_blocks == 2
+    load_or_compute = measured(loads={"host": (0.0, 0.05)})
+    assert load_or_compute.choose(0, ["host"] * 2).num_blocks == 2
+    load_or_compute.note_start("host", 10)
+    assert load_or_compute.choose(0, ["host"] * 2).num_blocks == 0
+    load_or_compute.note_end("host", 10, None)
+    assert load_or_compute.choose(0, ["host"] * 2).num_blocks == 2
 
 
-def test_late_tokens_take_longer_than_early_ones() -> None:
-    choice = measured(loads={"host": (0.0, 0.1)})  # a block takes 0.064 s to compute at the start
-    choice.note_step(512 * 2e-3, [(8192, 8704)])
-    assert choice.choose(0, ["host"]).num_blocks == 0
-    assert choice.choose(8192, ["host"]).num_blocks == 1
-    assert choice.choose(100_000, ["host"]).num_blocks == 1
+def test_times_per_token_are_measured_by_position() -> None:
+    load_or_compute = measured(loads={"host": (0.0, 0.1)})  # a block takes 0.064 s to compute at the start
+    load_or_compute.note_step(512 * 2e-3, [(8192, 8704)])
+    assert load_or_compute.choose(0, ["host"]).num_blocks == 0
+    assert load_or_compute.choose(8192, ["host"]).num_blocks == 1
+    assert load_or_compute.choose(100_000, ["host"]).num_blocks == 1
 
 
 def test_new_measurements_replace_old_ones() -> None:
-    choice = measured(loads={"host": (0.0, 0.1)})
-    assert choice.choose(0, ["host"]).num_blocks == 0
+    load_or_compute = measured(loads={"host": (0.0, 0.1)})
+    assert load_or_compute.choose(0, ["host"]).num_blocks == 0
     for _ in range(200):
-        choice.note_start("host", 4)
-        choice.note_end("host", 4, 4 * 0.01)
-    assert choice.choose(0, ["host"]).num_blocks == 1
+        load_or_compute.note_start("host", 4)
+        load_or_compute.note_end("host", 4, 4 * 0.01)
+    assert load_or_compute.choose(0, ["host"]).num_blocks == 1
 
 
 def test_decode_steps_do_not_count_as_prefill() -> None:
-    choice = measured(loads={"host": (0.0, 0.1)})
+    load_or_compute = measured(loads={"host": (0.0, 0.1)})
     for _ in range(200):
-        choice.note_step(1.0, [(100, 101), (200, 201)])
-    assert choice.choose(0, ["host"]).num_blocks == 0
+        load_or_compute.note_step(1.0, [(100, 101), (200, 201)])
+    assert load_or_compute.choose(0, ["host"]).num_blocks == 0
 
 
-def test_a_step_counts_by_its_tokens() -> None:
+def test_steps_with_more_tokens_have_more_weight() -> None:
     few, many = (measured(loads={"host": (0.0, 0.1)}) for _ in range(2))
     for _ in range(10):
         few.note_step(2 * 3e-3, [(0, 2)])
@@ -110,18 +115,18 @@ def test_without_stored_blocks_nothing_is_loaded() -> None:
 
 
 def test_a_shared_store_is_asked_if_computing_takes_longer_than_its_answer() -> None:
-    choice = measured()
-    assert choice.is_lookup_worthwhile("redis", 0, 1)
-    choice.note_lookup("redis", 0.1)
-    assert not choice.is_lookup_worthwhile("redis", 0, 64)
-    assert choice.is_lookup_worthwhile("redis", 0, 128)
+    load_or_compute = measured()
+    assert load_or_compute.is_lookup_worthwhile("redis", 0, 1)
+    load_or_compute.note_lookup("redis", 0.1)
+    assert not load_or_compute.is_lookup_worthwhile("redis", 0, 64)
+    assert load_or_compute.is_lookup_worthwhile("redis", 0, 128)
 
 
 def test_a_tier_that_was_too_slow_is_tried_again_after_a_while() -> None:
-    choice = measured(loads={"disk": (0.0, 0.1)})
-    choice.note_lookup("redis", 0.1)
-    assert not choice.choose(0, ["disk"]).num_blocks
+    load_or_compute = measured(loads={"disk": (0.0, 0.1)})
+    load_or_compute.note_lookup("redis", 0.1)
+    assert not load_or_compute.choose(0, ["disk"]).num_blocks
     for _ in range(40):
-        choice.shrink_estimates(["disk", "redis", "host"])
-    assert choice.choose(0, ["disk"]).num_blocks
-    assert choice.is_lookup_worthwhile("redis", 0, 64)
+        load_or_compute.shrink_estimates(["disk", "redis", "host"])
+    assert load_or_compute.choose(0, ["disk"]).num_blocks
+    assert load_or_compute.is_lookup_worthwhile("redis", 0, 64)

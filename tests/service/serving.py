@@ -65,8 +65,10 @@ async def refusal_of(call) -> grpc.aio.AioRpcError:
     return caught.value
 
 
-async def refused_late(engine, call: Callable[[float], Awaitable[Any]]) -> grpc.aio.AioRpcError:
-    """Make a call whose deadline passes while the engine has it; the deadline grows until the call gets there in time.
+async def deadline_refusal(engine, call: Callable[[float], Awaitable[Any]]) -> grpc.aio.AioRpcError:
+    """Return the refusal of a call whose deadline passes after the engine has received it.
+
+    On a busy machine, the deadline may pass earlier. The call is then repeated with a longer one.
 
     Args:
         engine: gated, and has had no call.

@@ -4,8 +4,8 @@
         "kv_connector_module_path": "radixkv.integrations.tiers.vllm_connector", "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {"disk_path": "/var/lib/radixkv", "disk_bytes": 100000000000}}'
 
-vLLM creates one connector in the scheduler and one in each worker. The workers own the stores. They report which blocks
-they hold at their start and after each step, so that the scheduler finds prefixes without asking them.
+vLLM creates one connector in the scheduler and one in each worker. The workers own the stores. When they start, and
+after each step, they report which blocks they hold, so that the scheduler finds prefixes without asking them.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ _IDLE_WAIT_S = 0.005
 
 @dataclass
 class TierHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]  # vLLM is not installed where types are checked
-    """What a worker reports at its start.
+    """What a worker reports when it starts.
 
     Attributes:
         rank: rank of the worker.
@@ -162,7 +162,7 @@ class RadixKVConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._of_worker.open(kv_caches)
 
     def get_handshake_metadata(self) -> TierHandshake:
-        """Return the blocks that the worker holds at its start."""
+        """Return the blocks that the worker holds when it starts."""
         return self._of_worker.handshake()
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:

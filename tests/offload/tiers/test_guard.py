@@ -83,7 +83,7 @@ def guarded() -> Guarded:
     return Guarded()
 
 
-def test_an_answer_in_time_is_the_answer(guarded: Guarded) -> None:
+def test_an_answer_within_the_limit_is_passed_on(guarded: Guarded) -> None:
     calls = [guarded.store.get([]), guarded.store.exists([]), guarded.store.put([]), guarded.store.delete([])]
     for number, call in enumerate(guarded.inner.calls):
         call.set_result(number)
@@ -124,7 +124,7 @@ def test_a_late_answer_releases_its_loans(guarded: Guarded) -> None:
     assert guarded.store.counts().answered == 0
 
 
-def test_an_error_is_the_answer_and_counted(guarded: Guarded) -> None:
+def test_an_error_of_the_store_is_passed_on_and_counted(guarded: Guarded) -> None:
     error = StoreUnavailable("down")
     loading = guarded.store.get([])
     guarded.inner.calls[0].set_exception(error)

@@ -6,7 +6,7 @@ import pytest
 from xxhash import xxh3_128
 
 from radixkv.errors import ConfigError
-from radixkv.offload.tiers.block_object import ObjectFault, open_object
+from radixkv.offload.tiers.block_object import HEAD_BYTES, ObjectFault, open_object
 from radixkv.offload.tiers.sealing import BlockCipher, NotSealedByUs, TenantCiphers
 
 from .blocks import PAYLOAD_BYTES, payload_of, stored, tokens_of, wanted
@@ -14,14 +14,14 @@ from .blocks import PAYLOAD_BYTES, payload_of, stored, tokens_of, wanted
 CIPHER = BlockCipher(bytes(range(32)))
 
 
-def test_nothing_of_a_sealed_object_is_readable() -> None:
+def test_tokens_and_payload_of_a_sealed_object_are_not_readable() -> None:
     data = stored(1, 0, CIPHER)
     assert tokens_of(1)[:8] not in data
     assert payload_of(1)[:8] not in data
 
 
 def test_the_same_block_is_never_sealed_alike() -> None:
-    assert len({stored(1, 0, CIPHER)[128:] for _ in range(100)}) == 100
+    assert len({stored(1, 0, CIPHER)[HEAD_BYTES:] for _ in range(100)}) == 100
 
 
 def test_a_modified_head_is_detected() -> None:

@@ -48,7 +48,7 @@ def talking(talk, engine=None):
 
 
 async def next_batch(call):
-    """The next message that is no load."""
+    """Return the next message that is not a load record."""
     while (message := await call.read()).HasField("load"):
         pass
     return message
@@ -58,7 +58,7 @@ def stored(message):
     return [event.stored for event in message.events if event.HasField("stored")]
 
 
-def test_a_gateway_without_a_number_begins_with_all_that_is_cached():
+def test_a_gateway_without_a_sequence_number_first_gets_a_snapshot():
     async def talk(subscribe, source, _):
         source.store(*range(9))
         source.store(*range(4), 7, 7, 7, 7)
@@ -73,7 +73,7 @@ def test_a_gateway_without_a_number_begins_with_all_that_is_cached():
     assert len({block.block_hash for block in blocks}) == 3
 
 
-def test_an_empty_cache_is_sent_as_well():
+def test_an_empty_cache_has_a_snapshot_as_well():
     empty = talking(lambda subscribe, *_: next_batch(subscribe()))
     assert [event.WhichOneof("data") for event in empty.events] == ["cleared"]
     assert (empty.snapshot.index, empty.snapshot.count, empty.snapshot.blocks) == (0, 1, 0)
@@ -101,7 +101,7 @@ def test_changes_follow_one_by_one_with_parents_before_children():
     assert not any(each.HasField("snapshot") for each in (more, grown, removed))
 
 
-def test_other_namespaces_are_not_sent_but_their_numbers_are():
+def test_a_batch_with_only_events_of_other_namespaces_is_sent_without_events():
     async def talk(subscribe, source, _):
         call = subscribe()
         await next_batch(call)
@@ -125,7 +125,7 @@ def test_other_namespaces_are_not_in_a_snapshot():
     assert [len(each.blocks) for each in stored(talking(talk))] == [1]
 
 
-def test_a_gateway_that_reconnects_continues_after_its_number():
+def test_a_gateway_that_reconnects_continues_after_its_sequence_number():
     async def talk(subscribe, source, _):
         source.switch_on()
         for start in range(3):
@@ -138,7 +138,7 @@ def test_a_gateway_that_reconnects_continues_after_its_number():
 
 
 @pytest.mark.parametrize("number", [7, 2**63])
-def test_a_number_of_another_life_is_refused_before_metadata(number):
+def test_an_unknown_sequence_number_is_refused_before_metadata(number):
     async def talk(subscribe, *_):
         call = subscribe(number)
         refusal = await refusal_of(call.read())
@@ -160,7 +160,7 @@ def test_metadata_come_at_once_though_nothing_happens():
     assert talking(talk)
 
 
-def test_a_gateway_that_falls_behind_is_notified_in_mid_stream():
+def test_the_stream_of_a_gateway_that_falls_behind_ends_with_data_loss():
     async def talk(subscribe, source, _):
         call = subscribe()
         await next_batch(call)
@@ -176,8 +176,8 @@ def test_a_gateway_that_falls_behind_is_notified_in_mid_stream():
     assert talking(talk, EngineWithEvents(max_batches=4)) == (grpc.StatusCode.DATA_LOSS, 100)
 
 
-def test_loads_come_between_batches_with_the_number_of_the_last_one(monkeypatch):
-    monkeypatch.setattr(event_stream.GatewayEvents.__init__, "__defaults__", (0.01,))
+def test_load_records_have_the_sequence_number_of_the_last_batch(monkeypatch):
+    monkeypatch.setattr(event_stream, "HEARTBEAT_S", 0.01)
 
     async def talk(subscribe, *_):
         call = subscribe()
@@ -192,7 +192,7 @@ def test_loads_come_between_batches_with_the_number_of_the_last_one(monkeypatch)
 
 
 @pytest.mark.parametrize("load_first", [False, True])
-def test_a_load_comes_before_the_first_batch_only_if_it_may(load_first):
+def test_a_load_record_precedes_the_first_batch_only_on_request(load_first):
     async def talk(subscribe, source, _):
         source.switch_on()
         call = subscribe(source.log.last, load_first)
@@ -215,7 +215,7 @@ def test_a_drain_ends_the_stream_and_does_not_wait_for_it():
     assert talking(talk) == (True, grpc.StatusCode.UNAVAILABLE)
 
 
-def test_a_gateway_that_leaves_stops_reading():
+def test_a_gateway_that_disconnects_is_no_longer_a_reader():
     engine = EngineWithEvents()
 
     async def talk(subscribe, *_):
@@ -228,17 +228,17 @@ def test_a_gateway_that_leaves_stops_reading():
     assert talking(talk, engine) == (1, True)
 
 
-def test_while_the_engine_does_not_answer_there_are_events_and_no_loads(monkeypatch):
-    monkeypatch.setattr(event_stream.GatewayEvents.__init__, "__defaults__", (0.001,))
+def test_events_are_sent_while_the_engine_refuses_calls(monkeypatch):
+    monkeypatch.setattr(event_stream, "HEARTBEAT_S", 0.001)
     engine = EngineWithEvents()
 
-    def hang():
+    def refuse():
         raise engine.cancellation
 
     async def talk(subscribe, source, _):
         call = subscribe()
         await next_batch(call)
-        monkeypatch.setattr(engine, "load", hang)
+        monkeypatch.setattr(engine, "load", refuse)
         source.store(*range(4))
         return await next_batch(call)
 
@@ -253,7 +253,7 @@ def test_an_engine_without_a_log_has_no_events():
     assert talking(talk, FakeEngine()) is grpc.StatusCode.UNIMPLEMENTED
 
 
-def test_hashes_keep_their_bits():
+def test_signed_block_hashes_have_the_bits_of_the_unsigned_ones():
     source = FakeSource()
     source.switch_on()
     source.store(*range(64))

@@ -21,18 +21,18 @@ from tests.service.fake_engine import LIMITS
 PROMPT = TokenizedInput(original_text="ignored", input_ids=[1, 2, 300])
 
 
-def asked(sampling=None, tenant="ten", **fields):
+def generation_of(sampling=None, tenant="ten", **fields):
     fields.setdefault("tokenized", PROMPT)
     request = GenerateRequest(request_id="req", sampling_params=SamplingParams(**sampling or {}), **fields)
     return read_generation(GenerateRequest.FromString(request.SerializeToString()), LIMITS, tenant, None, "span")
 
 
 def sampling_of(**fields):
-    return asked(fields).sampling
+    return generation_of(fields).sampling
 
 
 def test_the_prompt_is_of_the_gateways_tenant():
-    params = asked().params
+    params = generation_of().params
     assert np.frombuffer(params.tokens, "<u4").tolist() == [1, 2, 300]
     assert params.caller == Caller("ten")
     assert (params.request_id, params.traceparent, params.deadline_s) == ("req", "span", None)
@@ -45,7 +45,7 @@ def test_a_request_without_an_id_gets_one():
     assert ids[0] != ids[1]
 
 
-def test_every_option_reaches_the_engine():
+def test_every_option_is_read():
     sampling = sampling_of(
         temperature=0.5,
         top_p=0.25,
@@ -76,7 +76,7 @@ def test_an_absent_temperature_is_one_and_zero_takes_the_most_likely():
     assert sampling_of(temperature=0.0).temperature == 0.0
 
 
-def test_zeros_that_stand_for_none():
+def test_a_top_p_or_repetition_penalty_of_zero_counts_as_absent():
     sampling = sampling_of(top_p=0.0, top_k=0, repetition_penalty=0.0)
     assert (sampling.top_p, sampling.top_k, sampling.repetition_penalty) == (1.0, 0, 1.0)
     assert sampling_of(repetition_penalty=1.0).repetition_penalty == 1.0
@@ -94,30 +94,30 @@ def test_without_a_seed_each_request_draws_its_own():
 
 def test_without_a_length_the_answer_is_as_long_as_fits():
     assert sampling_of().max_new_tokens == LIMITS.max_sequence_tokens - 3
-    assert asked(tenant="bounded").sampling.max_new_tokens == LIMITS.ceiling_tokens["bounded"] + 1 - 3
+    assert generation_of(tenant="bounded").sampling.max_new_tokens == LIMITS.ceiling_tokens["bounded"] + 1 - 3
     assert sampling_of(max_tokens=5).max_new_tokens == 5
 
 
-def test_a_prompt_that_fills_everything_asks_for_one_token_which_the_engine_refuses():
-    full = asked(tenant="bounded", tokenized=TokenizedInput(input_ids=[1] * 40))
+def test_a_prompt_that_leaves_no_room_requests_one_token_so_that_the_engine_refuses_it():
+    full = generation_of(tenant="bounded", tokenized=TokenizedInput(input_ids=[1] * 40))
     assert full.sampling.max_new_tokens == 1
 
 
-def test_logprobs_of_zero_are_those_of_the_tokens_alone():
+def test_zero_logprobs_differ_from_absent_ones():
     assert sampling_of().logprobs is None
     assert sampling_of(logprobs=0).logprobs == 0
 
 
-def test_the_number_of_answers():
-    assert [asked({"n": n}).num_completions for n in (0, 1, 64)] == [1, 1, 64]
+def test_n_is_the_number_of_completions_and_at_least_one():
+    assert [generation_of({"n": n}).num_completions for n in (0, 1, 64)] == [1, 1, 64]
 
 
-def test_strings_that_end_an_answer():
-    assert (asked().stops, asked({"stop": ["b", "a"]}).stops) == ((), ("b", "a"))
+def test_stop_strings_are_read_in_order():
+    assert (generation_of().stops, generation_of({"stop": ["b", "a"]}).stops) == ((), ("b", "a"))
 
 
-def test_whether_tokens_are_sent_as_they_are_generated():
-    assert [asked(stream=each).is_streamed for each in (False, True)] == [False, True]
+def test_tokens_are_streamed_if_the_request_says_so():
+    assert [generation_of(stream=each).is_streamed for each in (False, True)] == [False, True]
 
 
 def test_neutral_values_pass():
@@ -128,7 +128,7 @@ def test_neutral_values_pass():
         "include_stop_str_in_output": True,
         "grammar_from_first_token": True,
     }
-    assert asked(neutral, data_parallel_rank=0).num_completions == 1
+    assert generation_of(neutral, data_parallel_rank=0).num_completions == 1
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def test_neutral_values_pass():
 )
 def test_requests_with_unsupported_fields_are_refused(field, value):
     with pytest.raises(InvalidRequest, match=rf"^{field}: (expected .*, got |radixkv does not support this field)"):
-        asked(**{field: value})
+        generation_of(**{field: value})
 
 
 @pytest.mark.parametrize(
@@ -172,14 +172,14 @@ def test_values_out_of_range_are_left_to_the_engine_which_names_them(field, valu
         sampling_of(**{field: value}).validate(LIMITS.vocab_size)
 
 
-def test_the_constraint_of_a_request():
-    assert asked().grammar is None
-    assert asked({"json_object": False}).grammar is None
+def test_each_kind_of_constraint_is_read_as_a_grammar():
+    assert generation_of().grammar is None
+    assert generation_of({"json_object": False}).grammar is None
     for kind in ("json_schema", "regex", "grammar"):
-        assert asked({kind: "a+"}).grammar == GrammarText(kind, kind, "a+")
-    assert asked({"json_object": True}).grammar == GrammarText.of_json_object("json_object")
+        assert generation_of({kind: "a+"}).grammar == GrammarText(kind, kind, "a+")
+    assert generation_of({"json_object": True}).grammar == GrammarText.of_json_object("json_object")
     choices = ChoiceConstraint(choices=["a", "b"])
-    assert asked({"choice": choices}).grammar == GrammarText.of_choices("choice", ["a", "b"])
+    assert generation_of({"choice": choices}).grammar == GrammarText.of_choices("choice", ["a", "b"])
 
 
 def test_text_is_refused_since_the_gateway_has_the_tokenizer():

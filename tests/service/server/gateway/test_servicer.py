@@ -21,7 +21,7 @@ from radixkv.service.server.model_tokenizer import ModelTokenizer
 from radixkv.service.server.optional_services import optional_services
 from tests.patience import PATIENCE_S
 from tests.service.fake_engine import FakeEngine, next_token_of
-from tests.service.serving import becomes_true, refused_late, serving
+from tests.service.serving import becomes_true, deadline_refusal, serving
 
 SERVICE = "vllm.grpc.engine.VllmEngine"
 
@@ -101,10 +101,10 @@ def test_log_probabilities_of_the_prompt_come_once(stream, max_tokens):
     asked = request(stream=stream, n=2, prompt_logprobs=1, max_tokens=max_tokens)
     responses = talking(lambda stub, *_: read(stub.Generate(asked)))
     messages = [getattr(response, response.WhichOneof("response")) for response in responses]
-    (telling,) = [message for message in messages if message.HasField("input_logprobs")]
-    assert telling.index == 0
-    assert telling is next(message for message in messages if message.index == 0)
-    rows = telling.input_logprobs
+    (with_prompt,) = [message for message in messages if message.HasField("input_logprobs")]
+    assert with_prompt.index == 0
+    assert with_prompt is next(message for message in messages if message.index == 0)
+    rows = with_prompt.input_logprobs
     assert list(rows.token_ids) == [1, 2, 3]
     first, *others = rows.token_logprobs
     assert not first.HasField("value")
@@ -255,7 +255,7 @@ def test_a_gateway_that_leaves_cancels_its_requests(stream):
 
 def test_a_deadline_reaches_the_engine():
     async def talk(stub, engine, _):
-        refusal = await refused_late(engine, lambda timeout_s: read(stub.Generate(request(), timeout=timeout_s)))
+        refusal = await deadline_refusal(engine, lambda timeout_s: read(stub.Generate(request(), timeout=timeout_s)))
         return refusal.code(), engine.params[0].deadline_s is not None
 
     assert talking(talk, FakeEngine(is_gated=True)) == (grpc.StatusCode.DEADLINE_EXCEEDED, True)

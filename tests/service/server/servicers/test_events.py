@@ -130,7 +130,7 @@ def test_the_metadata_comes_before_the_first_batch():
     run(test)
 
 
-def test_a_number_of_another_life_is_out_of_range_before_the_metadata():
+def test_an_unknown_sequence_number_is_out_of_range_before_the_metadata():
     async def test():
         engine = with_events()
         async with serving(engine) as (_, address), AsyncClient(address) as client:
@@ -141,7 +141,7 @@ def test_a_number_of_another_life_is_out_of_range_before_the_metadata():
     run(test)
 
 
-def test_a_blocking_client_replays_from_its_number():
+def test_a_blocking_client_replays_from_its_sequence_number():
     engine = with_events()
     engine.events.switch_on()
     for token in range(5):

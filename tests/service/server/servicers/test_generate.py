@@ -19,7 +19,7 @@ from radixkv.v1.prefill_pb2 import COLD, LENGTH, STOP, GenerateRequest
 from radixkv.v1.prefill_pb2_grpc import PrefillServiceStub
 from tests.patience import PATIENCE_S
 from tests.service.fake_engine import FakeEngine, next_token_of
-from tests.service.serving import becomes_true, refused_late, serve_and_call, serving
+from tests.service.serving import becomes_true, deadline_refusal, serve_and_call, serving
 
 
 def continuation(ids, count):
@@ -132,11 +132,11 @@ def test_log_probabilities_of_the_prompt_come_once(max_new_tokens, count):
 
     answers, asked = calling(talk)
     assert asked == [count, None]
-    (telling,) = [answer for answer in answers if answer.prompt_logprobs]
-    assert telling.index == 0
-    assert telling.HasField("usage")
-    assert [each.logprob for each in telling.prompt_logprobs] == [-2.0, -3.0]
-    assert [len(each.top) for each in telling.prompt_logprobs] == [count, count]
+    (with_prompt,) = [answer for answer in answers if answer.prompt_logprobs]
+    assert with_prompt.index == 0
+    assert with_prompt.HasField("usage")
+    assert [each.logprob for each in with_prompt.prompt_logprobs] == [-2.0, -3.0]
+    assert [len(each.top) for each in with_prompt.prompt_logprobs] == [count, count]
 
 
 def test_very_many_log_probabilities_of_the_prompt_arrive_too():
@@ -247,7 +247,7 @@ def test_a_caller_that_leaves_cancels_all_its_answers():
     assert calling(talk, FakeEngine(is_gated=True))
 
 
-def test_tokens_come_in_order_and_once_and_the_last_answer_says_why():
+def test_tokens_come_in_order_and_once_and_the_last_answer_has_the_finish_reason():
     async def talk(client, _):
         return await read(client.generate([1, 2, 3], max_new_tokens=40, request_id="mine", retention=Retention(80)))
 
@@ -282,7 +282,7 @@ def test_tokens_are_sent_before_the_generation_ends():
     assert rest[-1].finished
 
 
-def test_a_stop_token_ends_it():
+def test_a_stop_token_ends_a_generation():
     expected = continuation([1, 2, 3], 10)
     end = expected.index(expected[4]) + 1
 
@@ -314,11 +314,11 @@ def test_a_refusal_and_a_failure_have_their_statuses():
         secret = await refusal_of(client.generate([1]))
         engine.failure = None
         wrong = await refusal_of(client.generate([1], max_new_tokens=0))
-        held = await refusal_of(client.generate([1] * 3, tenant="t" * 257))
+        long = await refusal_of(client.generate([1] * 3, tenant="t" * 257))
         assert (await read(client.generate([1])))[-1].finished
-        return refused, failed, secret, wrong, held
+        return refused, failed, secret, wrong, long
 
-    refused, failed, secret, wrong, held = calling(talk)
+    refused, failed, secret, wrong, long = calling(talk)
     assert (refused.code(), dict(tuple(refused.trailing_metadata()))["retry-after-ms"]) == (
         grpc.StatusCode.RESOURCE_EXHAUSTED,
         "250",
@@ -330,7 +330,7 @@ def test_a_refusal_and_a_failure_have_their_statuses():
         grpc.StatusCode.INVALID_ARGUMENT,
         "max_new_tokens: expected at least 1, got 0",
     )
-    assert held.details() == "tenant: expected at most 256 characters, got 257"
+    assert long.details() == "tenant: expected at most 256 characters, got 257"
 
 
 def test_a_caller_that_disconnects_cancels_its_generation():
@@ -345,7 +345,7 @@ def test_a_caller_that_disconnects_cancels_its_generation():
 
 def test_a_deadline_ends_a_generation():
     async def talk(client, engine):
-        refused = await refused_late(
+        refused = await deadline_refusal(
             engine, lambda timeout_s: read(client.generate([1], max_new_tokens=3, timeout_s=timeout_s))
         )
         return refused.code(), await becomes_true(engine.futures[0].cancelled)
@@ -379,7 +379,7 @@ def test_a_caller_that_reads_slowly_gets_all_tokens_in_fewer_answers():
     assert len(answers) < 2000
 
 
-def test_the_blocking_client_generates_and_closing_it_cancels():
+def test_the_blocking_client_generates_and_closing_a_stream_cancels_the_generation():
     engine = FakeEngine()
 
     def talk(address):
@@ -420,7 +420,7 @@ def test_options_that_do_not_fit_are_refused_by_name_before_anything_is_sent(fie
     assert str(refused.value).startswith(message)
 
 
-def test_a_caller_that_reads_none_of_many_log_probabilities_loses_its_call_and_another_does_not():
+def test_only_the_call_of_a_client_that_does_not_read_its_log_probabilities_is_cancelled():
     async def run():
         engine = FakeEngine()
         async with serving(engine, max_held_bytes=10**6) as (server, address):

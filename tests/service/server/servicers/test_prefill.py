@@ -33,7 +33,7 @@ from radixkv.v1.prefill_pb2 import Retention as RetentionMessage
 from radixkv.v1.prefill_pb2_grpc import PrefillServiceStub
 from tests.patience import PATIENCE_S
 from tests.service.fake_engine import LIMITS, VOCAB_SIZE, FakeEngine
-from tests.service.serving import becomes_true, refusal_of, refused_late, serving
+from tests.service.serving import becomes_true, deadline_refusal, refusal_of, serving
 
 
 def calling(talk, engine=None, **config):
@@ -358,7 +358,7 @@ def test_the_callers_span_reaches_the_engine(metadata):
 
 def test_a_deadline_that_passes_cancels_the_request():
     async def talk(client, engine):
-        refusal = await refused_late(engine, lambda timeout_s: client.prefill([1], timeout_s=timeout_s))
+        refusal = await deadline_refusal(engine, lambda timeout_s: client.prefill([1], timeout_s=timeout_s))
         assert await becomes_true(engine.futures[0].cancelled)
         return refusal.code()
 
