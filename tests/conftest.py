@@ -1,4 +1,4 @@
-"""Settings of every test run: the environment, and a timeout for teardowns."""
+"""Settings of every test run: the environment, the sampled cases, a timeout for teardowns, and shared fixtures."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from radixkv.config.cache_directory import cache_directory
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TRANSFORMERS_VERBOSITY"] = "error"
 os.environ["TQDM_DISABLE"] = "1"
-if "PYTEST_XDIST_WORKER" not in os.environ:  # no results of earlier runs; the workers of a run share
-    _kernels = (
-        cache_directory() / "kernels"
-    )  # but reuse compiled kernels, whose names contain a digest of their sources
+# All workers of a run share a new cache directory, so that no results of earlier runs are used. Only compiled kernels
+# are reused: their names contain a digest of their sources.
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    _kernels = cache_directory() / "kernels"
     os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="radixkv-tests-")
     with contextlib.suppress(OSError):
         _kernels.mkdir(parents=True, exist_ok=True)
@@ -51,7 +51,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, object, object]:
-    """Set a timeout for the teardown of a failed test, to which those of pyproject.toml do not apply."""
+    """Set a timeout for teardowns, since those of pyproject.toml do not apply to the teardown of a failed test."""
     faulthandler.dump_traceback_later(float(item.config.getini("faulthandler_timeout")), exit=True)
     return (yield)
 

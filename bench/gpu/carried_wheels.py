@@ -10,8 +10,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-# The generated code of radixkv/v1 refuses older versions of gRPC and protobuf than these. Health checks and
-# reflection are optional. FlashAttention 3 is for a peer in `bench.attention_peers`.
+# The generated code of radixkv/v1 needs gRPC 1.76.0 and protobuf 6.31.1 or later. Health checks and reflection are
+# optional. FlashAttention 3 is for a peer in `bench.attention_peers`.
 WHEELS = {
     "grpcio": "1.76.0",
     "protobuf": "6.33.6",

@@ -15,8 +15,8 @@ from radixkv.errors import ConfigError
 from radixkv.service.client import Client
 
 _PREFIX_TOKENS, _SUFFIX_TOKENS = 512, 64
-_BYTE_IDS = 256
-_NOT_COUNTED = 3
+_NUM_BYTE_TOKENS = 256  # random ids are below this
+_WARM_UP_CALLS = 3
 _SAMPLING = {"max_new_tokens": 2, "temperature": 0}
 _TIMEOUT_S = 60.0
 
@@ -51,7 +51,7 @@ def time_first_tokens(url: str, address: str, model: str, num_calls: int) -> Fir
     direct: list[float] = []
     connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=_TIMEOUT_S)
     with Client(address, timeout_s=_TIMEOUT_S) as client:
-        for _ in range(_NOT_COUNTED + num_calls):
+        for _ in range(_WARM_UP_CALLS + num_calls):
             gateway.append(_seconds_over_gateway(connection, model, [*prefix, *_ids(generator, _SUFFIX_TOKENS)]))
             direct.append(_seconds_of_server(client, [*prefix, *_ids(generator, _SUFFIX_TOKENS)]))
     connection.close()
@@ -81,8 +81,8 @@ def _seconds_of_server(client: Client, ids: Sequence[int]) -> float:
 
 
 def _ids(generator: random.Random, count: int) -> list[int]:
-    return [generator.randrange(_BYTE_IDS) for _ in range(count)]
+    return [generator.randrange(_NUM_BYTE_TOKENS) for _ in range(count)]
 
 
 def _median_ms(times_s: Sequence[float]) -> float:
-    return 1e3 * statistics.median(times_s[_NOT_COUNTED:])
+    return 1e3 * statistics.median(times_s[_WARM_UP_CALLS:])

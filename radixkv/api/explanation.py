@@ -1,4 +1,4 @@
-"""Where a prompt leaves what is cached of its namespace, what differs there, and what that costs."""
+"""Where a prompt diverges from what is cached in its namespace, what differs there, and what that costs."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class NamedBranch:
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """Where a prompt leaves the cached branches of its namespace.
+    """Where a prompt diverges from the cached branches of its namespace.
 
     Attributes:
         left_at: tokens of the prompt that it shares with another cached branch, or with all that is cached of it.
@@ -95,7 +95,7 @@ class LookUp:
         tokens: the prompt as the cache knows it, little-endian uint32 bytes.
         cached_tokens: tokens that a prefill would reuse now.
         miss_reason: why it would not reuse the others.
-        divergence: where the prompt leaves the cached branches.
+        divergence: where the prompt diverges from the cached branches.
         token_s: seconds that recent requests of the tenant took per computed token; None without measurements.
     """
 
@@ -171,7 +171,7 @@ class Explanation:
         prompt_tokens: tokens of the prompt.
         cached_tokens: tokens that a prefill would reuse now.
         miss_reason: why it would not reuse the others.
-        left_at: position at which the prompt leaves the other branches that are cached.
+        left_at: position at which the prompt diverges from the other cached branches.
         segment: name of the segment that has this position; empty without one.
         computed_tokens: tokens after the shared and cached ones, which are computed.
         computed_s: seconds to compute them; None without measurements.

@@ -1,4 +1,4 @@
-"""Finds the cached branches that a prompt leaves: what continues the shared part of the prompt differently.
+"""Finds the cached branches from which a prompt diverges: what continues the shared part of the prompt differently.
 
 Only `CacheService.Explain` and the profile of misses use this; a match never does.
 
@@ -7,8 +7,8 @@ Only `CacheService.Explain` and the profile of misses use this; a match never do
     left at        ──────┘ 5 tokens
 
 If the whole prompt is cached, and its last nodes were never found by a request after they were published, these nodes
-are the prompt's own. Then the place at which they leave the rest of the tree is returned, so that a prompt can still be
-explained after it was computed.
+are the prompt's own. Then the place at which they diverge from the rest of the tree is returned, so that a prompt can
+still be explained after it was computed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MAX_EXAMINED_NODES = _MAX_SIBLINGS + 2 + MAX_BRANCHES * _MAX_NODES_PER_BRANCH
 
 
 def find_divergence(tree: RadixTree, tokens: bytes, now_s: float, marks: InvocationMarks) -> Divergence:
-    """Find the place at which a prompt leaves the cached branches of its namespace, and these branches.
+    """Find the place at which a prompt diverges from the cached branches of its namespace, and these branches.
 
     Where several branches share the same tokens with the prompt, the `MAX_BRANCHES` most recently used are returned, of
     the 256 that were added last and of the neighbors of the prompt in the order of their tokens. Each is followed to

@@ -418,7 +418,7 @@ class PrefixCache:
         return self._evicted.is_by_self(prefix_fingerprint(found.namespace.seed, tokens, end))
 
     def divergence(self, namespace: Namespace, tokens: bytes) -> Divergence:
-        """Find where a prompt leaves the cached branches of its namespace, and these branches. Changes nothing.
+        """Find where a prompt diverges from the cached branches of its namespace, and these branches. Changes nothing.
 
         Branches are what the tenant itself has cached, without the tokens of public prefixes before them.
 
@@ -430,7 +430,7 @@ class PrefixCache:
         found = self._find(namespace, tokens)
         tree = self._trees.get(found.namespace)
         shared_tokens = max(found.cached_tokens, found.found_bytes // TOKEN_BYTES)
-        if tree is None or found.found_bytes < found.cached_tokens * TOKEN_BYTES:  # it leaves a public prefix
+        if tree is None or found.found_bytes < found.cached_tokens * TOKEN_BYTES:  # it diverges from a public prefix
             return Divergence(shared_tokens)
         return find_divergence(tree, tokens, self._clock(), self.marks)
 

@@ -86,7 +86,7 @@ class PublicPrefix:
 
 
 class PublicRoot(NamedTuple):
-    """A position at which a prompt leaves a public prefix, and the tree of its namespace that begins there.
+    """A position at which a prompt diverges from a public prefix, and the tree of its namespace that begins there.
 
     Attributes:
         prefix: the public prefix.
@@ -114,7 +114,7 @@ class PublicPrefixes:
         other                                      └─ tree
 
     A prompt shares a prefix up to some token; its tree begins after the whole blocks before that token. So prompts of a
-    namespace that leave the prefix in the same block are in the same tree, and reuse each other's tokens there.
+    namespace that diverge from the prefix in the same block are in the same tree, and reuse each other's tokens there.
 
     Iterating yields the registered prefixes in the order of registration.
 
@@ -282,7 +282,7 @@ class PublicPrefixes:
         return prefix
 
     def roots(self, namespace: Namespace, tokens: bytes) -> Iterator[PublicRoot]:
-        """Yield the positions at which a prompt could leave the public prefixes with which it shares at least a block.
+        """Yield the positions at which a prompt could diverge from public prefixes that share a block with it.
 
         The first position is after the last whole block that the prompt shares with a prefix. The others are shorter:
         they are the roots of existing trees that may have more of the prompt, because these were cached when only a

@@ -82,7 +82,7 @@ class Finding:
 
     Attributes:
         key: the group of the finding.
-        position: position in the prompt at which it leaves the earlier one.
+        position: position in the prompt at which it diverges from the earlier one.
         lost_tokens: tokens that were computed and would have been reused without the cause.
         segment: name of the segment that has the position; empty if it is not known.
         replacements: replacements that remove the cause; empty if there are none.

@@ -18,7 +18,7 @@ class MissGroup:
         num_prompts: how many prompts there are.
         lost_tokens: tokens that all of them together lost.
         lost_s: seconds to compute these; None without a time model.
-        min_position, max_position: where they leave earlier prompts.
+        min_position, max_position: where they diverge from earlier prompts.
         segments: names of the segments that have these positions, at most 4.
         sample: both sides of the first difference; None if the cause has no sides.
         is_bound: whether `lost_tokens` is only an upper bound for some of them.

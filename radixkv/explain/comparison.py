@@ -1,4 +1,4 @@
-"""Compares a prompt with one branch, from the position at which it leaves the branch."""
+"""Compares a prompt with one branch, from the position at which they diverge."""
 
 from __future__ import annotations
 

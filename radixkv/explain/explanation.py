@@ -1,4 +1,4 @@
-"""Compares a prompt with the cached branches that it leaves, and explains the difference."""
+"""Compares a prompt with the cached branches from which it diverges, and explains the difference."""
 
 from __future__ import annotations
 

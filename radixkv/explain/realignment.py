@@ -40,7 +40,7 @@ def realign(prompt: Tokens, branch: Tokens) -> Realignment | None:
     one that skips fewest of the prompt.
 
     Args:
-        prompt: tokens of the prompt, uint32 `[num_prompt_tokens]`, from the position at which it leaves the branch.
+        prompt: tokens of the prompt, uint32 `[num_prompt_tokens]`, from the position at which the two diverge.
         branch: tokens of the branch from there, uint32 `[num_branch_tokens]`.
 
     Returns:

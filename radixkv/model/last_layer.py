@@ -105,7 +105,7 @@ class LastLayer:
 def can_shorten_last_layer(
     forward: Callable[..., tuple[torch.Tensor, torch.Tensor]], vocab_size: int, dtype: torch.dtype, *, is_exact: bool
 ) -> bool:
-    """Check whether rows that are computed alone in the last layer have the same logits as among all rows.
+    """Check whether rows have the same logits if the last layer computes only them instead of all rows.
 
     Args:
         forward: `Model.forward`.
@@ -176,7 +176,7 @@ def _chosen(value: Any, rows: torch.Tensor, num_rows: int) -> Any:
 
 
 class _Echo:
-    """A step without a pool, for trials: its attention output is the query, cut to the size of a value."""
+    """A step without a pool, for trials: its attention output is the query, cut or padded to the size of a value."""
 
     def __init__(self) -> None:
         self._widths: dict[int, int] = {}

@@ -151,7 +151,7 @@ def positive_number(text: str) -> float:
 
 
 def period(text: str) -> float:
-    """Parse seconds between two screens, above 0 and at most a day."""
+    """Parse the seconds between two updates of a display, above 0 and at most a day."""
     return _above_0(text, 86_400)
 
 

@@ -1,4 +1,4 @@
-"""`radixkv explain`: says where a prompt leaves what is cached, what differs there, and what to change."""
+"""`radixkv explain`: says where a prompt diverges from what is cached, what differs, and what to change."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from radixkv.service.cli.terminal import aligned, printable
 from radixkv.v1.explain_pb2 import Difference, DifferenceKind, Excerpt, ExplainResponse
 from radixkv.v1.prefill_pb2 import MissReason
 
-_MAX_CHARS = 60  # of a text on either side of the difference
+_MAX_CHARS = 60  # of each shown text: before the difference, in it and after it
 
 # What differs, and what the sender of the prompt can change.
 _FINDINGS = {
     DifferenceKind.UNCLASSIFIED: (
-        "The prompts are not equal again after this.",
+        "After this position, the prompts have no long passage in common.",
         "If both belong to one conversation, send its earlier messages unchanged. If not, put what both have in common "
         "first.",
     ),
@@ -37,16 +37,16 @@ _FINDINGS = {
         "Move the number to the end of the prompt, or leave it out if the model does not need it.",
     ),
     DifferenceKind.INSERTED: (
-        "The prompt has a passage here that the cached one has not.",
+        "The prompt has a passage here that the cached one does not have.",
         "Append new messages at the end instead of inserting them before earlier ones.",
     ),
     DifferenceKind.REMOVED: (
-        "The cached prompt has a passage here that this one has not.",
+        "The cached prompt has a passage here that this one does not have.",
         "Keep what was sent before. If the chat template removes the thinking of earlier turns, see "
         "write_generated=False in docs/AGENTS.md.",
     ),
     DifferenceKind.REORDERED: (
-        "Both prompts have the same parts in another order.",
+        "Both prompts have the same parts in a different order.",
         "Sort them before sending: tools by name, and the keys of JSON objects.",
     ),
     DifferenceKind.RETOKENIZED: (
@@ -58,7 +58,7 @@ _FINDINGS = {
         "Let all programs encode prompts alike, either all with the token that begins a sequence or all without it.",
     ),
     DifferenceKind.REPLACED: (
-        "Both prompts have another passage here.",
+        "The prompts have different passages here.",
         "Move what changes to the end of the prompt. If the conversation was compacted, keep its first messages "
         "unchanged, and compact it less often.",
     ),
@@ -68,9 +68,9 @@ _FINDINGS = {
 def add_arguments(explain: argparse.ArgumentParser) -> None:
     """Add the arguments of the command to its parser."""
     explain.description = (
-        "Say where a prompt leaves what is cached, what differs there, how many more tokens would be reused without "
-        "the difference, and what to change. Nothing is computed. It works before a prompt is sent, and afterwards as "
-        "long as no request has reused its end."
+        "Say where a prompt diverges from what is cached, what differs there, how many more tokens would be reused "
+        "without the difference, and what to change. Nothing is computed. A prompt can be explained before it is sent, "
+        "and afterwards until another request reuses the tokens that it cached."
     )
     add_tokens(explain)
     add_chat(explain)
@@ -99,25 +99,28 @@ def explanation_text(response: ExplainResponse) -> str:
     if response.miss_reason:
         first += f" ({MissReason.Name(response.miss_reason)})"
     if not response.HasField("difference"):
-        return f"{first}. {_undisturbed(response)}"
+        return f"{first}. {_without_difference(response)}"
     difference = response.difference
-    is_own = response.cached_tokens > response.left_at_token  # it was computed already
-    first += f", but no request has reused the last {response.computed_tokens:,} of them." if is_own else "."
+    if response.cached_tokens > response.left_at_token:  # an earlier request has computed this prompt
+        others = f"those after the first {response.left_at_token:,}" if response.left_at_token else "them"
+        first += f", but no other request has used {others}."
+    else:
+        first += "."
     segment = f' in "{printable(response.segment, keep="")}"' if response.segment else ""
     if response.left_at_token:
-        place = f"The prompt leaves another cached prompt after {_tokens(response.left_at_token)}{segment}:"
+        place = f"The prompt diverges from another cached prompt after {_tokens(response.left_at_token)}{segment}:"
     else:
         place = f"The prompt differs from other cached prompts in its first token{segment}:"
     finding, advice = _FINDINGS.get(difference.kind, _FINDINGS[DifferenceKind.UNCLASSIFIED])
     return "\n".join([first, place, "", *_sides(difference), "", finding, _cost(response), f"-> {advice}"])
 
 
-def _undisturbed(response: ExplainResponse) -> str:
+def _without_difference(response: ExplainResponse) -> str:
     if not response.left_at_token:
         return "Nothing is cached for this tenant, adapter and salt that the prompt can be compared with."
     if response.left_at_token < response.prompt_tokens:
         return f"After {_tokens(response.left_at_token)} the prompt continues what is cached."
-    return "The prompt leaves no other cached prompt."
+    return "The prompt does not diverge from any other cached prompt."
 
 
 def _tokens(number: int) -> str:

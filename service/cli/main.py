@@ -43,7 +43,7 @@ COMMANDS = {
     "adapters": "load, unload or list LoRA adapters",
     "public": "share prefixes, such as system prompts, between all tenants",
     "segments": "list what is cached, with size, heat, age, pins and retention",
-    "explain": "say where a prompt leaves what is cached, and what to change",
+    "explain": "say where a prompt diverges from what is cached, and what to change",
     "doctor": "say why the prompts of a log are not reused, what that costs, and what to change",
     "top": "watch blocks, hit rate, time to first token, tenants and the hottest segments",
     "token": "make tokens for the credentials in server.tokens_file",

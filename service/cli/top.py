@@ -38,7 +38,7 @@ _OPTIONS = (
     Option(
         "--tenant", "NAME", name, "segments of this tenant (default: all, or your own with the credential of a tenant)"
     ),
-    Option("--interval", "S", period, "seconds between two screens", _PERIOD_S),
+    Option("--interval", "S", period, "seconds between two updates", _PERIOD_S),
     flag("--once", "show one screen, with the rates since the server started"),
 )
 

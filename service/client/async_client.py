@@ -248,7 +248,7 @@ class AsyncClient:
         salt: str = "",
         omit_cached_text: bool = False,
     ) -> ExplainResponse:
-        """Say where a prompt leaves what is cached of its namespace, and why; see `Client.explain`."""
+        """Say where a prompt diverges from what is cached in its namespace, and why; see `Client.explain`."""
         request = explain_request(
             await self._served.token_ids(prompt),
             segments,

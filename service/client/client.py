@@ -346,15 +346,16 @@ class Client:
         salt: str = "",
         omit_cached_text: bool = False,
     ) -> ExplainResponse:
-        """Say where a prompt leaves what is cached of its namespace, and why. Computes and changes nothing.
+        """Say where a prompt diverges from what is cached in its namespace, and why. Computes and changes nothing.
 
-        A prompt can be explained before it is computed, or afterwards, as long as no request has reused its end.
+        A prompt can be explained before it is sent, and afterwards until another request reuses the tokens that it
+        cached.
 
         Args:
             prompt: text or token ids, as in `prefill`.
             segments: names of parts of the prompt, each with the position after its last token, in order, such as
                 `[("system", 120), ("tools", 900)]`; at most 1,024. The response names the one in which the prompt
-                leaves the cached branch.
+                diverges from the cached branch.
             tenant, adapter, salt: the namespace, as in `prefill`. Other namespaces are never compared.
             omit_cached_text: leave the tokens and the text of the cached branch out, as the server does for admins.
 

@@ -56,7 +56,7 @@ class PromptOptions(TypedDict, total=False):
             which the server uses what it sees.
         kv_hints: a `KvHintsEnvelope` as a dict, applied when the request has ended; `hints` of the response says what
             was done. Default none.
-        explain: return in `explanation` where the prompt leaves what is cached, as `Client.explain` does; in a
+        explain: return in `explanation` where the prompt diverges from what is cached, as `Client.explain` does; in a
             generation, the first response has it. Default false.
         omit_cached_text: leave tokens and text of the cached prompt out of it. Default false.
     """

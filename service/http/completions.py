@@ -74,7 +74,7 @@ class CompletionChunk:
     def additions(self) -> dict[str, Any]:
         """In the last chunk of the first completion, what this server adds to the usage of the API if requested.
 
-        `kv_hints` says what was done with them, and `explanation` where the prompt leaves what was cached.
+        `kv_hints` says what was done with them, and `explanation` where the prompt diverges from what was cached.
         """
         outcomes = hint_objects(self.response)
         added: dict[str, Any] = {"kv_hints": outcomes} if outcomes else {}

@@ -31,7 +31,7 @@ class AnswerFormat:
         return "" if self.tool_format is None else self.first_tag(self.tool_format.begin)
 
     def first_tag(self, text: str) -> str:
-        """Return the first special token of a text that begins with one, or else its first line."""
+        """Return the special token with which a text begins, or else the first line of the text."""
         return next((each for each in self.tags if text.startswith(each)), text.partition("\n")[0])
 
 
@@ -48,7 +48,7 @@ AnswerPart = str | Reasoning | ToolCall
 class AnswerParts:
     """Separates a completion, which arrives in pieces, into its parts.
 
-    The concatenated parts do not depend on the pieces.
+    How the completion is divided into pieces does not change the concatenated parts.
 
     Args:
         reasoning: the format of reasoning; None if completions have no reasoning.

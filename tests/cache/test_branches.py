@@ -1,4 +1,4 @@
-"""The cached branches that a prompt leaves, compared with a plain list of the published prompts."""
+"""The cached branches from which a prompt diverges, compared with a plain list of the published prompts."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from tests.cache.walk.cache_walk import (
     TIGHT,
     World,
     dice_of,
-    fails,
+    failure_of,
     shortest_failing,
     walk,
 )
@@ -146,4 +146,4 @@ def test_every_policy_frees_the_right_blocks(policy: str) -> None:
 
 def test_a_failing_walk_is_made_short() -> None:
     assert shortest_failing(lambda dice: {3, 17} <= set(dice), list(range(100))) == [3, 17]
-    assert fails(TIGHT[0], "lru", range(50)) == ""
+    assert failure_of(TIGHT[0], "lru", range(50)) == ""

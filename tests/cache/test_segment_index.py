@@ -109,7 +109,7 @@ def test_a_page_passes_a_bounded_number_of_places(cache: PrefixCache, monkeypatc
 
 def test_segments_that_stay_are_listed_once_whatever_happens_between_pages(cache: PrefixCache) -> None:
     """Prompts come, are cut and are evicted between the pages of many listings."""
-    chance = random.Random(5)
+    rng = random.Random(5)
     for _ in range(40):
         met: list[Node] = []
         lived = set(cache.nodes())
@@ -118,8 +118,8 @@ def test_segments_that_stay_are_listed_once_whatever_happens_between_pages(cache
             page = cache.segments.page(start, None, 2)
             met += [node for node in cache.nodes() if node.place in {segment.place for segment in page.segments}]
             start = page.next_place
-            publish(cache, "".join(chance.choices("ab", k=chance.randint(1, 24))))
-            cache.evict(chance.randint(0, 3))
+            publish(cache, "".join(rng.choices("ab", k=rng.randint(1, 24))))
+            cache.evict(rng.randint(0, 3))
             cache.check()
             lived &= set(cache.nodes())
         assert [met.count(node) for node in lived] == [1] * len(lived)
@@ -137,10 +137,10 @@ def test_the_hottest_come_with_what_is_before_them(cache: PrefixCache, clock: Fa
 
 
 def test_no_segment_is_hotter_than_its_parent(cache: PrefixCache, clock: FakeClock) -> None:
-    chance = random.Random(3)
+    rng = random.Random(3)
     for _ in range(300):
-        clock.now_s += chance.random() * 50
-        publish(cache, "".join(chance.choices("ab", k=chance.randint(1, 24))))
+        clock.now_s += rng.random() * 50
+        publish(cache, "".join(rng.choices("ab", k=rng.randint(1, 24))))
         heats = {segment.place: segment.heat for segment in listed(cache)}
         assert all(each.heat <= heats.get(each.parent_place, each.heat) for each in listed(cache))  # type: ignore[arg-type]
 

@@ -602,7 +602,7 @@ def test_a_public_prefix_keeps_all_its_parts() -> None:
     for text in "0123456":
         publish(cache, text * 60)
     assert prefix.namespace.tenant == PUBLIC_TENANT
-    assert found(cache, ALPHABET[:9] + "!") == 9, "wherever a prompt leaves it"
+    assert found(cache, ALPHABET[:9] + "!") == 9, "wherever a prompt diverges from it"
     with cache.lease(MODEL, spell(ALPHABET[:9] + "!" * 9)) as lease:
         compute(lease)
         cache.check()

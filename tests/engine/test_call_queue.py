@@ -70,17 +70,17 @@ def test_the_newest_call_of_the_tenant_with_the_most_makes_room_for_one_with_few
 
 
 def test_no_tenants_keep_another_one_out_and_counts_stay_correct_in_random_walks() -> None:
-    chance = random.Random(1)
+    rng = random.Random(1)
     queue, waiting = FairCallQueue[int](40, 16), dict.fromkeys("abcdefg", 0)
     for number in range(20_000):
-        if chance.random() < 0.45:
+        if rng.random() < 0.45:
             if (taken := queue.take()) is not None:
                 waiting[taken[0]] -= 1
-                if chance.random() < 0.3:
+                if rng.random() < 0.3:
                     queue.put_back(*taken)
                     waiting[taken[0]] += 1
             continue
-        tenant = chance.choice("aaaaabbbbcccddefg")
+        tenant = rng.choice("aaaaabbbbcccddefg")
         longest = max(waiting.values())
         try:
             removed = queue.add(tenant, number)

@@ -37,7 +37,7 @@ def test_the_blocks_of_a_tier_count_from_their_addition_to_their_removal() -> No
     assert ledger.use_of("b") == Use(host_token_s=4 * 8.0)
 
 
-def test_a_tier_evicts_for_the_tenant_itself_or_for_others() -> None:
+def test_evictions_of_a_tier_are_attributed_to_the_tenant_itself_or_to_others() -> None:
     ledger = TenantLedger(4, clock=FakeClock())
     index = make_index(ledger, a=2 / 3)
     for key, namespace in (b"1", A), (b"2", A), (b"3", A), (b"4", B), (b"5", B):
@@ -48,7 +48,7 @@ def test_a_tier_evicts_for_the_tenant_itself_or_for_others() -> None:
     assert ledger.use_of("b") == Use()
 
 
-def test_evictions_of_a_store_of_another_package_are_not_counted() -> None:
+def test_evictions_of_a_plug_in_store_are_not_counted() -> None:
     clock = FakeClock()
     ledger = TenantLedger(4, clock=clock)
     index = make_index(ledger, "shelf")

@@ -1,4 +1,4 @@
-"""An engine without a model: answers are computed from the token ids. It uses neither torch nor threads."""
+"""An engine without a model or torch: answers are computed from the token ids. Each generation has a thread."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class FakeEngine:
         params: all PrefillParams that were received, in order.
         futures: all futures returned by `prefill`, in order.
         cache: what `segments` lists; requests do not change it.
-        stored: what it lists of the store `host`.
+        stored: the index of the store `host`, from which `segments` lists its blocks.
         retentions, hints, purges: the arguments of every call of `retain`, `hint` and `purge`, in order.
         loads: the prompts that hints have loaded, with the names of their sessions.
         refusal: raised by the next calls at once.
@@ -95,7 +95,6 @@ class FakeEngine:
         self,
         *,
         is_gated: bool = False,
-        delay_s: float = 0.0,
         num_logits: int = VOCAB_SIZE,
         num_blocks: int = 64,
     ) -> None:
@@ -117,7 +116,6 @@ class FakeEngine:
         self.is_healthy = self.is_alive = self.can_recover = True
         self.is_gated = is_gated
         self.is_hanging = False  # `load` is never answered
-        self.delay_s = delay_s
         self.is_started = self.is_stopped = self.is_draining = False
         self.params = []
         self.futures = []
@@ -158,10 +156,6 @@ class FakeEngine:
             with self._changed:
                 self._running.append((future, params))
             future.add_done_callback(self._forget)
-            if self.delay_s:
-                timer = threading.Timer(self.delay_s, self._answer, (future, params))
-                timer.daemon = True
-                timer.start()
         else:
             self._answer(future, params)
         return future
@@ -452,14 +446,14 @@ def _miss_reason(cached: int, num_tokens: int) -> MissReason:
 
 
 def _logprobs_of(token_ids, sampling) -> tuple[TokenLogprobs, ...]:
-    """Log probabilities from which the token can be read, if they are requested."""
+    """Return log probabilities that are the negated token ids, if they are requested."""
     if sampling.logprobs is None:
         return ()
     return tuple(TokenLogprobs(-float(each), ((each, -float(each)),) * sampling.logprobs) for each in token_ids)
 
 
 def _prompt_logprobs_of(ids, usage, sampling) -> tuple[TokenLogprobs, ...]:
-    """Log probabilities from which the tokens of the prompt can be read, without the first, if they are requested."""
+    """Return the same for the prompt tokens after the first one, if they are requested."""
     if sampling.prompt_logprobs is None:
         return ()
     prompt_ids = ids[1 : usage.prompt_tokens]

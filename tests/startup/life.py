@@ -105,22 +105,22 @@ def live(folder: Path, cases: list[Case], num_requests: int, purged: set[int], s
         purged: numbers of callers of whom nothing may be cached.
     """
     torch.set_num_threads(1)
-    chance, loans = random.Random(seed), OpenLoans()
+    rng, loans = random.Random(seed), OpenLoans()
     _tell_of_the_disk(pipe)
     engine = build_engine(config(folder, has_tiers=True))
     assert engine.offload is not None
     assert set(engine.offload.tiers) == {"host", "disk"}
     engine.start()
     pipe.say("ready")
-    if purged or chance.random() < 0.5:  # else it serves while it reads the disk
+    if purged or rng.random() < 0.5:  # else it serves while it reads the disk
         engine.purge(tenant="unknown").result(PATIENCE_S)
     for number in sorted(purged):
         _require_nothing_cached(engine, cases, CALLERS[number])
         pipe.say("used", number)
-    _serve(engine, cases, chance.choices(range(len(cases)), k=num_requests), chance, pipe)
+    _serve(engine, cases, rng.choices(range(len(cases)), k=num_requests), rng, pipe)
     pipe.say("served")
-    if chance.random() < PURGED_SHARE:
-        number = chance.randrange(len(CALLERS))
+    if rng.random() < PURGED_SHARE:
+        number = rng.randrange(len(CALLERS))
         caller = CALLERS[number]
         engine.purge(tenant=caller.tenant, salt=caller.salt).result(PATIENCE_S)
         pipe.say("purged", number)
@@ -157,17 +157,17 @@ class OpenLoans:
             self.num_open += number
 
 
-def _first_turns(chance: random.Random) -> list[Case]:
+def _first_turns(rng: random.Random) -> list[Case]:
     """Draw prompts that begin with one of some documents, or a part of it, of all callers."""
-    draw = np.random.default_rng(chance.getrandbits(32))
+    draw = np.random.default_rng(rng.getrandbits(32))
     documents = [draw.integers(0, VOCAB_SIZE, length) for length in (48, 83, 112, 144)]
     cases = []
     for document in documents:
         for number in range(NUM_QUESTIONS):
-            cut = len(document) if chance.random() < 0.7 else chance.randrange(20, len(document))
-            question = draw.integers(0, VOCAB_SIZE, chance.randrange(1, 30))
+            cut = len(document) if rng.random() < 0.7 else rng.randrange(20, len(document))
+            question = draw.integers(0, VOCAB_SIZE, rng.randrange(1, 30))
             tokens = np.concatenate((document[:cut], question)).astype("<u4").tobytes()
-            sampling = Sampling(chance.randrange(2, 24), temperature=0.8 * (number % 2), seed=number, ignore_eos=True)
+            sampling = Sampling(rng.randrange(2, 24), temperature=0.8 * (number % 2), seed=number, ignore_eos=True)
             cases += [Case(caller, tokens, sampling if number else None) for caller in CALLERS]
     return cases
 
@@ -195,7 +195,7 @@ def _digest(answer: bytes) -> str:
     return blake2b(answer, digest_size=16).hexdigest()
 
 
-def _serve(engine: Engine, cases: list[Case], order: list[int], chance: random.Random, pipe: Pipe) -> None:
+def _serve(engine: Engine, cases: list[Case], order: list[int], rng: random.Random, pipe: Pipe) -> None:
     """Send some requests at a time, and report each answer and the source of its blocks."""
     open_calls: deque[tuple[int, Future[Any]]] = deque()
 
@@ -211,7 +211,7 @@ def _serve(engine: Engine, cases: list[Case], order: list[int], chance: random.R
         case = cases[number]
         future = _begin(engine, case, PrefillParams(case.tokens, case.caller))
         open_calls.append((number, future))
-        if chance.random() < CANCELLED_SHARE:
+        if rng.random() < CANCELLED_SHARE:
             future.cancel()
         if len(open_calls) == AT_ONCE:
             end_one()

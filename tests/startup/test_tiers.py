@@ -583,7 +583,7 @@ def plug_ins(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("plug_ins")
-def test_a_store_of_another_package_is_below_the_device(checkpoint: Path) -> None:
+def test_a_plug_in_store_is_below_the_device(checkpoint: Path) -> None:
     with engine(checkpoint, "stores.shelf.max_bytes=10000000", "stores.shelf.trusted=true") as served:
         for seed in range(12):
             ask(served, seed)

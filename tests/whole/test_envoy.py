@@ -102,7 +102,7 @@ async def through_envoy(folder: Path, engines: Sequence[FakeEngine], talk: Calla
         return await asyncio.to_thread(run, addresses)
 
 
-def test_resets_at_envoy_neither_reach_the_server_nor_fail_other_calls(tmp_path: Path) -> None:
+def test_resets_at_envoy_rarely_reach_the_servers_and_fail_no_other_calls(tmp_path: Path) -> None:
     async def reset(address: str) -> None:
         """Begin calls and reset each at once; connect again whenever Envoy closes the connection."""
         message, num_sent = PrefillRequest(token_ids=[1]).SerializeToString(), 0
@@ -199,9 +199,9 @@ def test_prompts_with_a_common_prefix_go_to_the_same_server(tmp_path: Path) -> N
     assert all(homes), "one server has all prompts"
 
 
-@pytest.mark.parametrize(("order", "most_lost"), [(signal.SIGKILL, CALLERS), (signal.SIGTERM, 0)])
+@pytest.mark.parametrize(("stop_signal", "max_lost"), [(signal.SIGKILL, CALLERS), (signal.SIGTERM, 0)])
 def test_a_server_that_stops_fails_at_most_the_calls_in_flight(
-    order: signal.Signals, most_lost: int, tmp_path: Path
+    stop_signal: signal.Signals, max_lost: int, tmp_path: Path
 ) -> None:
     """1,000 calls, eight at once; a server is killed, or drained, after a third of them."""
     with fake_service() as (victim, first), fake_service() as (_, second), envoy(tmp_path, [first, second]) as address:
@@ -219,7 +219,7 @@ def test_a_server_that_stops_fails_at_most_the_calls_in_flight(
         def kill() -> None:
             for _ in range(CALLS // 3):
                 assert done.acquire(timeout=PATIENCE_S)
-            victim.send_signal(order)
+            victim.send_signal(stop_signal)
 
         with Client(address, timeout_s=PATIENCE_S, prefix_key_tokens=3) as client:
             killer = threading.Thread(target=kill)
@@ -227,8 +227,8 @@ def test_a_server_that_stops_fails_at_most_the_calls_in_flight(
             with concurrent.futures.ThreadPoolExecutor(CALLERS) as callers:
                 list(callers.map(call, range(CALLS)))
             killer.join()
-        assert victim.wait(PATIENCE_S) == (-signal.SIGKILL if order == signal.SIGKILL else 0)
-        assert lost.total() <= most_lost, lost
+        assert victim.wait(PATIENCE_S) == (-signal.SIGKILL if stop_signal == signal.SIGKILL else 0)
+        assert lost.total() <= max_lost, lost
 
 
 def test_a_stream_ends_when_its_server_is_killed(tmp_path: Path) -> None:

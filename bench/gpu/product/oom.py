@@ -1,4 +1,4 @@
-"""Lets another process take the device's free memory while a server with an automatic pool processes requests.
+"""Lets another process take the device's free memory while a server with a pool of default size runs.
 
     python -m bench.gpu.product.oom --json build/oom.json
 

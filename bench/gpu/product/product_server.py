@@ -33,7 +33,7 @@ class ProductServer:
     """A server process of the run.
 
     Attributes:
-        name: `E` (exact), `F` (fast), or another name of the run.
+        name: `E` (exact), `F` (fast), or any other name that is unique in the run.
         pid: id of the process, which leads its own process group.
         address: `HOST:PORT` of gRPC; empty while the server is starting.
         metrics_url: URL of its metrics.

@@ -16,7 +16,7 @@ _MAX_DELAY_S = 0.01
 
 async def cancels(target: Target) -> Figures:
     """Begin calls, and cancel each within 10 ms."""
-    clock, chance = asyncio.get_running_loop().time, random.Random(3)
+    clock, rng = asyncio.get_running_loop().time, random.Random(3)
     end_s = clock() + target.seconds
     observed: Counter[str] = Counter()
 
@@ -24,9 +24,9 @@ async def cancels(target: Target) -> Figures:
         async with opened(target.address) as channel:
             call = channel.unary_unary(PREFILL, None, None)
             while clock() < end_s:
-                tokens = [chance.randrange(1, 200) for _ in range(64)]
+                tokens = [rng.randrange(1, 200) for _ in range(64)]
                 begun = call(prefill_pb2.PrefillRequest(token_ids=tokens, tenant="cancels").SerializeToString())
-                await asyncio.sleep(chance.random() * _MAX_DELAY_S)
+                await asyncio.sleep(rng.random() * _MAX_DELAY_S)
                 begun.cancel()
                 observed[(await begun.code()).name] += 1
 

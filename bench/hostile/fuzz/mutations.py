@@ -32,30 +32,30 @@ class Mutations:
     """Generates mutated messages. The same seed generates the same messages."""
 
     def __init__(self, seed: int) -> None:
-        self._chance = random.Random(seed)
+        self._rng = random.Random(seed)
         self._right = {method: message.SerializeToString() for method, message in SEEDS.items()}
 
     def next_one(self) -> tuple[str, bytes]:
         """Return a method, and the bytes of a message for it."""
-        method = self._chance.choice(list(self._right))
+        method = self._rng.choice(list(self._right))
         data = bytearray(self._right[method])
-        for _ in range(self._chance.randint(1, 4)):
+        for _ in range(self._rng.randint(1, 4)):
             self._mutate(data)
         return method, bytes(data)
 
     def _mutate(self, data: bytearray) -> None:
-        chance = self._chance
-        at = chance.randint(0, len(data))
-        kind = chance.randrange(6)
+        rng = self._rng
+        at = rng.randint(0, len(data))
+        kind = rng.randrange(6)
         if kind == 0 and data:
-            data[at % len(data)] ^= 1 << chance.randrange(8)
+            data[at % len(data)] ^= 1 << rng.randrange(8)
         elif kind == 1:
             del data[at:]
         elif kind == 2:
-            data[at:at] = chance.randbytes(chance.randint(1, 20))
+            data[at:at] = rng.randbytes(rng.randint(1, 20))
         elif kind == 3:
-            data[at:at] = data[at : at + chance.randint(1, 30)]
+            data[at:at] = data[at : at + rng.randint(1, 30)]
         elif kind == 4:
-            data[at:at] = chance.choice(list(self._right.values()))
+            data[at:at] = rng.choice(list(self._right.values()))
         elif data:
-            data[at % len(data)] = chance.choice((0, 0x7F, 0x80, 0xFF))
+            data[at % len(data)] = rng.choice((0, 0x7F, 0x80, 0xFF))

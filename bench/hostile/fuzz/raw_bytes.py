@@ -22,7 +22,7 @@ _HELLO = PREFACE + frame(SETTINGS, 0, 0, b"")
 _MESSAGE = b"\0\0\0\0\4\x0a\2\1\0"
 
 
-def _call(chance: random.Random, body: bytes = _MESSAGE, **headers: str) -> bytes:
+def _call(rng: random.Random, body: bytes = _MESSAGE, **headers: str) -> bytes:
     fields = {name.replace("_", "-"): value for name, value in headers.items()}
     path = fields.pop("path", PREFILL)
     if "method" in fields:
@@ -31,41 +31,41 @@ def _call(chance: random.Random, body: bytes = _MESSAGE, **headers: str) -> byte
     return _HELLO + begin + frame(DATA, END_STREAM, 1, body)
 
 
-def _random_frames(chance: random.Random) -> bytes:
+def _random_frames(rng: random.Random) -> bytes:
     frames = [
-        frame(chance.randrange(12), chance.randrange(256), chance.randrange(8), chance.randbytes(chance.randrange(64)))
-        for _ in range(chance.randint(1, 10))
+        frame(rng.randrange(12), rng.randrange(256), rng.randrange(8), rng.randbytes(rng.randrange(64)))
+        for _ in range(rng.randint(1, 10))
     ]
     return _HELLO + b"".join(frames)
 
 
-def _cut(chance: random.Random) -> bytes:
-    whole = _call(chance)
-    return whole[: chance.randrange(len(whole))]
+def _cut(rng: random.Random) -> bytes:
+    whole = _call(rng)
+    return whole[: rng.randrange(len(whole))]
 
 
-def _flipped(chance: random.Random) -> bytes:
-    whole = bytearray(_call(chance))
-    for _ in range(chance.randint(1, 5)):
-        whole[chance.randrange(len(whole))] ^= 1 << chance.randrange(8)
+def _flipped(rng: random.Random) -> bytes:
+    whole = bytearray(_call(rng))
+    for _ in range(rng.randint(1, 5)):
+        whole[rng.randrange(len(whole))] ^= 1 << rng.randrange(8)
     return bytes(whole)
 
 
 KINDS: dict[str, Callable[[random.Random], bytes]] = {
-    "noise": lambda chance: chance.randbytes(chance.randint(1, 2000)),
-    "noise after the preface": lambda chance: _HELLO + chance.randbytes(chance.randint(1, 500)),
+    "noise": lambda rng: rng.randbytes(rng.randint(1, 2000)),
+    "noise after the preface": lambda rng: _HELLO + rng.randbytes(rng.randint(1, 500)),
     "random frames": _random_frames,
     "cut": _cut,
     "flipped": _flipped,
     "HTTP/1.1": lambda _: b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\n\r\nhello",
-    "TLS": lambda chance: b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + chance.randbytes(500),
-    "unknown method": lambda chance: _call(chance, path="/no.Service/Method"),
-    "verb": lambda chance: _call(chance, method=chance.choice(["GET", "PUT", "DELETE", "X"])),
-    "large headers": lambda chance: _call(chance, x="y" * chance.choice([100, 9000, 16_000])),
-    "bad gzip": lambda chance: _call(chance, b"\1\0\0\0\4" + chance.randbytes(4), grpc_encoding="gzip"),
-    "bad timeout": lambda chance: _call(chance, grpc_timeout=chance.choice(["x", "-1S", "99999999999H", "0n"])),
-    "content type": lambda chance: _call(chance, content_type="text/html"),
-    "length beyond": lambda chance: _call(chance, b"\0\xff\xff\xff\xff" + bytes(10)),
+    "TLS": lambda rng: b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + rng.randbytes(500),
+    "unknown method": lambda rng: _call(rng, path="/no.Service/Method"),
+    "verb": lambda rng: _call(rng, method=rng.choice(["GET", "PUT", "DELETE", "X"])),
+    "large headers": lambda rng: _call(rng, x="y" * rng.choice([100, 9000, 16_000])),
+    "bad gzip": lambda rng: _call(rng, b"\1\0\0\0\4" + rng.randbytes(4), grpc_encoding="gzip"),
+    "bad timeout": lambda rng: _call(rng, grpc_timeout=rng.choice(["x", "-1S", "99999999999H", "0n"])),
+    "content type": lambda rng: _call(rng, content_type="text/html"),
+    "length beyond": lambda rng: _call(rng, b"\0\xff\xff\xff\xff" + bytes(10)),
     "continued for ever": lambda _: (
         _HELLO + frame(HEADERS, 0, 1, b"") + b"".join(frame(CONTINUATION, 0, 1, b"\0\1x\1y") for _ in range(200))
     ),

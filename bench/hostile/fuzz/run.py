@@ -60,7 +60,7 @@ async def fuzz(address: str, pid: int, num_calls: int, num_connections: int, see
     Raises:
         AioRpcError: a valid call was not answered.
     """
-    mutations, chance = Mutations(seed), random.Random(seed)
+    mutations, rng = Mutations(seed), random.Random(seed)
     statuses: Counter[str] = Counter()
     raw: Counter[str] = Counter()
     async with opened(address) as channel, AsyncClient(address, timeout_s=_TIMEOUT_S) as client:
@@ -69,7 +69,7 @@ async def fuzz(address: str, pid: int, num_calls: int, num_connections: int, see
         served += await _send(channel, client, mutations, num_calls - num_calls // 5, statuses)
         for start in range(0, num_connections, _VALID_CALL_PERIOD):
             number = min(_VALID_CALL_PERIOD, num_connections - start)
-            await _connect(address, chance, number, raw)
+            await _connect(address, rng, number, raw)
             await client.prefill([1, 2, 3], tenant="valid")
             served += 1
     return Fuzzed(dict(statuses), dict(raw), served, warm_mb, resident_mb(pid))
@@ -114,13 +114,13 @@ async def _status(channel: grpc.aio.Channel, method: str, message: bytes) -> str
     return "OK"
 
 
-async def _connect(address: str, chance: random.Random, number: int, raw: Counter[str]) -> None:
+async def _connect(address: str, rng: random.Random, number: int, raw: Counter[str]) -> None:
     kinds, left = list(KINDS.values()), iter(range(number))
 
     async def repeat() -> None:
         for _ in left:
             connection = await RawConnection.open_socket(address)
-            connection.write(chance.choice(kinds)(chance))
+            connection.write(rng.choice(kinds)(rng))
             raw[await connection.read_status(_READ_TIMEOUT_S)] += 1
             connection.close()
 

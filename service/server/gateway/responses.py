@@ -9,7 +9,7 @@ from google.protobuf.message import Message
 
 from radixkv.api.result import FinishReason, GenerateResult, TokenLogprobs, Usage
 from radixkv.gateway import vllm_engine_pb2
-from radixkv.service.server.servicers.response_writer import PIECE_NUMBERS, ResponseWriter, num_numbers, runs
+from radixkv.service.server.servicers.response_writer import PIECE_LOGPROBS, ResponseWriter, num_logprobs, runs
 from radixkv.service.token_ids import length_head
 
 _FINISH_REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
@@ -99,7 +99,7 @@ async def with_logprobs(
         part.OUTPUT_LOGPROBS_FIELD_NUMBER: _output_pieces(token_ids, logprobs),
         part.INPUT_LOGPROBS_FIELD_NUMBER: _prompt_pieces(prompt, prompt_logprobs),
     }
-    if num_numbers(logprobs) + num_numbers(prompt_logprobs) > PIECE_NUMBERS:
+    if num_logprobs(logprobs) + num_logprobs(prompt_logprobs) > PIECE_LOGPROBS:
         return await writer.joined(_nested_pieces(response.DESCRIPTOR.fields_by_name[name].number, part, pieces_of))
     for piece in pieces_of[part.OUTPUT_LOGPROBS_FIELD_NUMBER]:
         part.output_logprobs.MergeFrom(piece)

@@ -81,7 +81,7 @@ class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
     async def Explain(  # noqa: N802
         self, request: cache_pb2.ExplainRequest, context: Context
     ) -> explain_pb2.ExplainResponse:
-        """Say where a prompt leaves what is cached of its namespace, and why."""
+        """Say where a prompt diverges from what is cached in its namespace, and why."""
         return await self._explainer.explain(request)
 
     async def EndSession(  # noqa: N802

@@ -1,4 +1,4 @@
-"""The gRPC service of cache events. The bytes of recent batches are kept, so that subscribers share them."""
+"""The gRPC service of cache events. Recent batches are kept in serialized form for all subscribers."""
 
 from __future__ import annotations
 

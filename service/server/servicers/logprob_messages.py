@@ -9,7 +9,7 @@ import numpy as np
 
 from radixkv.api.logprob_table import LogprobRows, LogprobTable
 from radixkv.api.result import TokenLogprobs
-from radixkv.service.server.servicers.response_writer import PIECE_NUMBERS, ResponseWriter, num_numbers, runs
+from radixkv.service.server.servicers.response_writer import PIECE_LOGPROBS, ResponseWriter, num_logprobs, runs
 from radixkv.service.token_ids import length_head
 from radixkv.v1 import prefill_pb2
 
@@ -39,7 +39,7 @@ async def with_logprobs(
         The response, as bytes if it is large.
     """
     rows_of = {"logprobs": logprobs, "prompt_logprobs": prompt_logprobs}
-    if sum(map(num_numbers, rows_of.values())) > PIECE_NUMBERS:
+    if sum(map(num_logprobs, rows_of.values())) > PIECE_LOGPROBS:
         return await writer.joined(_pieces(response, rows_of))
     for name, rows in rows_of.items():
         _write(getattr(response, name), rows)

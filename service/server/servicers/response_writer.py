@@ -11,19 +11,19 @@ from radixkv.v1 import prefill_pb2
 
 # Number of log probabilities that are serialized at once, in less than 1 ms. Responses with no more than this are
 # serialized on the event loop.
-PIECE_NUMBERS = 1024
+PIECE_LOGPROBS = 1024
 # Large responses that are serialized at the same time; each occupies a thread.
 _MAX_WRITING = 2
 
 
-def num_numbers(rows: Sequence[TokenLogprobs]) -> int:
+def num_logprobs(rows: Sequence[TokenLogprobs]) -> int:
     """Return the number of log probabilities in rows, all of which are as long as the first one."""
     return len(rows) * (1 + len(rows[0].top)) if rows else 0
 
 
 def runs(rows: Sequence[TokenLogprobs] | Sequence[prefill_pb2.TokenLogprobs]) -> Iterator[slice]:
     """Cut rows into runs that are serialized at once."""
-    num_rows = max(1, PIECE_NUMBERS // (1 + len(rows[0].top))) if rows else 1
+    num_rows = max(1, PIECE_LOGPROBS // (1 + len(rows[0].top))) if rows else 1
     for start in range(0, len(rows), num_rows):
         yield slice(start, start + num_rows)
 

@@ -953,7 +953,7 @@ def shortest_failing(is_failing: Callable[[list[int]], bool], dice: list[int]) -
     return dice
 
 
-def fails(world: World, policy: str, dice: Iterable[int]) -> str:
+def failure_of(world: World, policy: str, dice: Iterable[int]) -> str:
     """Return the error that a walk fails with; empty if it passes."""
     try:
         walk(world, policy, dice)
@@ -964,8 +964,8 @@ def fails(world: World, policy: str, dice: Iterable[int]) -> str:
 
 def report(world: World, policy: str, dice: list[int]) -> str:
     """Describe a shortened failing walk as code that can be pasted into a test."""
-    shortest = shortest_failing(lambda fewer: bool(fails(world, policy, fewer)), dice)
-    return f"walk({world}, {policy!r}, {shortest})\n  fails with {fails(world, policy, shortest)}"
+    shortest = shortest_failing(lambda fewer: bool(failure_of(world, policy, fewer)), dice)
+    return f"walk({world}, {policy!r}, {shortest})\n  fails with {failure_of(world, policy, shortest)}"
 
 
 def main() -> int:

@@ -324,5 +324,5 @@ class EngineOracle(Observer):
         }
         num_decoded = sum(len(asked.streamed) for asked in self._asked.values())
         num_again = self._runner.num_tokens - len(prefixes) - num_decoded
-        most_lost = self.events["preemptions"] * (self._world.block_size - 1)  # only full blocks were published
-        assert 0 <= num_again <= most_lost, "a token was computed twice"
+        max_lost = self.events["preemptions"] * (self._world.block_size - 1)  # only full blocks were published
+        assert 0 <= num_again <= max_lost, "a token was computed twice"

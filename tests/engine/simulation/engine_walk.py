@@ -18,9 +18,9 @@ from tests.engine.simulation.engine_events import HOW_STEPS_FAIL, Close, Event, 
 from tests.engine.simulation.engine_script import make_script, make_world
 from tests.engine.simulation.simulated_engine import SimulatedEngine
 
-# One seed of this many gets trouble at each of its steps, unless it has more steps than this.
-_TROUBLE_EACH_SEEDS = 50
-_TROUBLE_MOST_STEPS = 50
+# One of this many seeds is also run with a failure at each of its steps in turn, unless it has too many steps.
+_FAILURE_SEED_INTERVAL = 50
+_FAILURE_MAX_STEPS = 50
 
 
 def walk(world: World, events: Iterable[Event]) -> Counter[str]:
@@ -34,18 +34,18 @@ def walk_seed(seed: int) -> Counter[str]:
     return walk(world, make_script(world, seed))
 
 
-def troubled_scripts(seed: int) -> tuple[World, list[list[Event]]]:
-    """Make a seed's world, and scripts with trouble at each step in turn: it fails, or the engine closes after it."""
+def scripts_with_failures(seed: int) -> tuple[World, list[list[Event]]]:
+    """Make the world of a seed, and scripts in which one step fails in one way, or the engine closes after one step."""
     world = dataclasses.replace(make_world(seed), computes_once=False)
     script = [event for event in make_script(world, seed) if not isinstance(event, Fail | Close)]
     steps = range(walk(world, script)["steps"])
-    troubles: list[Event] = [Fail(step, how) for step in steps for how in HOW_STEPS_FAIL]
-    troubles += [Close(step=step + 1) for step in steps]
-    return world, [[*script, trouble] for trouble in troubles]
+    failures: list[Event] = [Fail(step, how) for step in steps for how in HOW_STEPS_FAIL]
+    failures += [Close(step=step + 1) for step in steps]
+    return world, [[*script, failure] for failure in failures]
 
 
-def fails(world: World, events: Iterable[Event]) -> str:
-    """Run a walk. Returns its failure; empty if there is none."""
+def failure_of(world: World, events: Iterable[Event]) -> str:
+    """Take a walk, and return the error that it fails with; empty if it passes."""
     try:
         walk(world, events)
     except Exception as error:  # noqa: BLE001 - whatever the engine raises is what is looked for
@@ -54,11 +54,11 @@ def fails(world: World, events: Iterable[Event]) -> str:
 
 
 def shortest(world: World, events: Sequence[Event]) -> list[Event]:
-    """Leave out events, and then their special fields, as long as the walk fails in the same way."""
-    failure = fails(world, events)
+    """Remove events, and then reset fields of the others to defaults, as long as the walk fails in the same way."""
+    failure = failure_of(world, events)
 
     def is_failing(script: list[Event]) -> bool:
-        return fails(world, script) == failure
+        return failure_of(world, script) == failure
 
     kept = shortest_failing(lambda some: is_failing([events[i] for i in some]), list(range(len(events))))
     script = [events[i] for i in kept]
@@ -75,11 +75,11 @@ def report(world: World, events: Sequence[Event]) -> str:
     """Describe a shortened failing walk as code that can be pasted into a test."""
     script = shortest(world, events)
     lines = "".join(f"        {event},\n" for event in script)
-    return f"walk(\n    {world},\n    [\n{lines}    ],\n)\n  fails with {fails(world, script)}"
+    return f"walk(\n    {world},\n    [\n{lines}    ],\n)\n  fails with {failure_of(world, script)}"
 
 
-def judged(world: World, script: Sequence[Event]) -> Counter[str]:
-    """Take a walk. A failing one is shortened.
+def walk_or_report(world: World, script: Sequence[Event]) -> Counter[str]:
+    """Take one walk and return what happened on it. If it fails, it is shortened.
 
     Raises:
         AssertionError: it failed; the message can be pasted into a test.
@@ -93,19 +93,19 @@ def judged(world: World, script: Sequence[Event]) -> Counter[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description="Simulate the engine in seeded worlds until a walk fails.")
     parser.add_argument("--seeds", type=int, default=2000)
-    parser.add_argument("--seed", type=int, default=0, help="the first one")
+    parser.add_argument("--seed", type=int, default=0, help="the first seed")
     options = parser.parse_args()
     logging.disable(logging.CRITICAL)  # steps fail on purpose
     events, start_s = Counter[str](), time.perf_counter()
     for seed in range(options.seed, options.seed + options.seeds):
         world = make_world(seed)
-        of_seed = judged(world, make_script(world, seed))
-        events += of_seed
+        seed_events = walk_or_report(world, make_script(world, seed))
+        events += seed_events
         events["engines"] += 1
-        if seed % _TROUBLE_EACH_SEEDS == 1 and of_seed["steps"] <= _TROUBLE_MOST_STEPS:
-            world, scripts = troubled_scripts(seed)
+        if seed % _FAILURE_SEED_INTERVAL == 1 and seed_events["steps"] <= _FAILURE_MAX_STEPS:
+            world, scripts = scripts_with_failures(seed)
             for script in scripts:
-                events += judged(world, script)
+                events += walk_or_report(world, script)
                 events["engines"] += 1
     elapsed_s = time.perf_counter() - start_s
     print(f"{options.seeds} seeds in {elapsed_s:.0f} s, {events['steps'] / elapsed_s:.0f} steps/s")

@@ -11,7 +11,14 @@ import pytest
 from tests.engine.simulation.broken_engines import BREAKS, Breaks
 from tests.engine.simulation.engine_events import Ask, Event, Fail, Register, World
 from tests.engine.simulation.engine_script import make_script, make_world
-from tests.engine.simulation.engine_walk import fails, judged, report, shortest, troubled_scripts, walk
+from tests.engine.simulation.engine_walk import (
+    failure_of,
+    report,
+    scripts_with_failures,
+    shortest,
+    walk,
+    walk_or_report,
+)
 
 # Events that every hundred seeds must contain; otherwise they prove little.
 INTERESTING = {
@@ -133,37 +140,39 @@ def test_every_request_gets_the_result_that_it_would_have_alone(seeds: range) ->
     events = Counter[str]()
     for seed in seeds:
         world = make_world(seed)
-        events += judged(world, make_script(world, seed))
+        events += walk_or_report(world, make_script(world, seed))
     assert {event for event in INTERESTING if not events[event]} == set()
 
 
 @pytest.mark.parametrize("why", FOUND)
 def test_seeds_that_once_found_bugs_pass(why: str) -> None:
     num_asked = sum(isinstance(event, Ask | Register) for event in FOUND[why][1])
-    events = judged(*FOUND[why])
+    events = walk_or_report(*FOUND[why])
     assert events["answered"] == num_asked - events["public prefixes that failed"]
 
 
 def test_a_request_preempted_below_a_public_prefix_resumes_there() -> None:
     world = World(block_size=2, num_blocks=11, max_public_blocks=4)
     asks = [Ask(9.0, key, ((1, 4), (key, 1)), f"tenant {key}", max_new_tokens=10) for key in (2, 3)]
-    events = judged(world, [Register(0.0, "p", ((1, 4),)), *asks])
+    events = walk_or_report(world, [Register(0.0, "p", ((1, 4),)), *asks])
     assert events["preemptions below public prefixes"] > 0
     assert events["public tokens"] > 8  # those who began, and again those who went on
 
 
 @pytest.mark.parametrize("seed", [1, pytest.param(13, marks=pytest.mark.slow)])
 def test_any_step_may_fail_or_be_the_last(seed: int) -> None:
-    world, scripts = troubled_scripts(seed)
+    world, scripts = scripts_with_failures(seed)
     assert len(scripts) > 100
     for script in scripts:
-        judged(world, script)
+        walk_or_report(world, script)
 
 
 def test_the_same_seed_is_the_same_walk() -> None:
     assert make_world(7) == make_world(7)
     assert make_script(make_world(7), 7) == make_script(make_world(7), 7)
-    assert judged(make_world(7), make_script(make_world(7), 7)) == walk(make_world(7), make_script(make_world(7), 7))
+    assert walk_or_report(make_world(7), make_script(make_world(7), 7)) == walk(
+        make_world(7), make_script(make_world(7), 7)
+    )
 
 
 @pytest.mark.sampled(one_in=3)
@@ -171,7 +180,7 @@ def test_the_same_seed_is_the_same_walk() -> None:
 def test_the_oracle_detects_an_engine_that(breaks: Breaks, monkeypatch: pytest.MonkeyPatch) -> None:
     breaks(monkeypatch)
     seeds = (*_TELLING, *range(100))
-    failures = (fails(make_world(seed), make_script(make_world(seed), seed)) for seed in seeds)
+    failures = (failure_of(make_world(seed), make_script(make_world(seed), seed)) for seed in seeds)
     failure = next(filter(None, failures), "")
     assert failure
     assert not failure.startswith(("TypeError", "AttributeError")), "it is not broken as intended"
@@ -181,8 +190,8 @@ def test_a_failing_walk_is_shortened_and_printed_as_code() -> None:
     world = World(computes_once=True)
     asks = [Ask(float(key), key, ((key, 9),), urgency=60) for key in range(1, 8)]
     twice = Ask(9.0, 8, ((3, 9),), top_p=0.5)
-    assert fails(world, [*asks]) == ""
-    failure = fails(world, [*asks, twice])
+    assert failure_of(world, [*asks]) == ""
+    failure = failure_of(world, [*asks, twice])
     assert failure == "AssertionError: a token was computed twice"
     short = shortest(world, [*asks, twice])
     assert short == [Ask(3.0, 3, ((3, 9),)), Ask(9.0, 8, ((3, 9),))]

@@ -101,82 +101,82 @@ def _as_wanted(world: World, index: int, data: bytes) -> bytes:
     return _checked(moved)
 
 
-def flipped(world: World, index: int, chance: random.Random) -> bytes:
+def flipped(world: World, index: int, rng: random.Random) -> bytes:
     data = bytearray(world.sound[index])
-    for position in chance.sample(range(len(data) - CHECKSUM_BYTES), chance.choice((1, 1, 2, 3))):
-        data[position] ^= 1 << chance.randrange(8)
+    for position in rng.sample(range(len(data) - CHECKSUM_BYTES), rng.choice((1, 1, 2, 3))):
+        data[position] ^= 1 << rng.randrange(8)
     return _checked(data)
 
 
-def zeroed(world: World, index: int, chance: random.Random) -> bytes:
+def zeroed(world: World, index: int, rng: random.Random) -> bytes:
     data = bytearray(world.sound[index])
-    start = chance.randrange(HEAD_BYTES, len(data) - CHECKSUM_BYTES)
-    end = chance.randrange(start + 1, len(data) - CHECKSUM_BYTES + 1)
+    start = rng.randrange(HEAD_BYTES, len(data) - CHECKSUM_BYTES)
+    end = rng.randrange(start + 1, len(data) - CHECKSUM_BYTES + 1)
     data[start:end] = bytes(end - start)
-    return flipped(world, index, chance) if data == world.sound[index] else _checked(data)
+    return flipped(world, index, rng) if data == world.sound[index] else _checked(data)
 
 
-def swapped(world: World, index: int, chance: random.Random) -> bytes:
-    return world.sound[_other(index, chance)]
+def swapped(world: World, index: int, rng: random.Random) -> bytes:
+    return world.sound[_other(index, rng)]
 
 
-def moved(world: World, index: int, chance: random.Random) -> bytes:
-    return _as_wanted(world, index, swapped(world, index, chance))
+def moved(world: World, index: int, rng: random.Random) -> bytes:
+    return _as_wanted(world, index, swapped(world, index, rng))
 
 
-def replayed(world: World, index: int, chance: random.Random) -> bytes:
+def replayed(world: World, index: int, rng: random.Random) -> bytes:
     """Another tenant, salt, adapter, model or secret has the same tokens."""
-    return chance.choice(world.others)[index]
+    return rng.choice(world.others)[index]
 
 
-def impersonated(world: World, index: int, chance: random.Random) -> bytes:
-    return _as_wanted(world, index, replayed(world, index, chance))
+def impersonated(world: World, index: int, rng: random.Random) -> bytes:
+    return _as_wanted(world, index, replayed(world, index, rng))
 
 
-def grafted(world: World, index: int, chance: random.Random) -> bytes:
+def grafted(world: World, index: int, rng: random.Random) -> bytes:
     """The head of the wanted object, with its proof, before the rest of another one."""
-    other = chance.choice([swapped, replayed])(world, index, chance)
+    other = rng.choice([swapped, replayed])(world, index, rng)
     return _checked(world.sound[index][:HEAD_BYTES] + other[HEAD_BYTES:])
 
 
-def spliced(world: World, index: int, chance: random.Random) -> bytes:
-    place = chance.randrange(HEAD_BYTES + 4 * BLOCK_SIZE, len(world.sound[index]) - CHECKSUM_BYTES - 8)
-    return _checked(world.sound[index][:place] + swapped(world, index, chance)[place:])
+def spliced(world: World, index: int, rng: random.Random) -> bytes:
+    place = rng.randrange(HEAD_BYTES + 4 * BLOCK_SIZE, len(world.sound[index]) - CHECKSUM_BYTES - 8)
+    return _checked(world.sound[index][:place] + swapped(world, index, rng)[place:])
 
 
-def made_up(world: World, index: int, chance: random.Random) -> bytes:
+def made_up(world: World, index: int, rng: random.Random) -> bytes:
     """An object of the attacker's own, without a proof, or which claims to have one."""
     wanted = world.wanted[index]
-    payload = memoryview(chance.randbytes(PAYLOAD_BYTES))
+    payload = memoryview(rng.randbytes(PAYLOAD_BYTES))
     parent = world.sound[index][_PARENT]
     data = bytearray(b"".join(BlockObject(wanted.key, parent, 0, wanted.tokens, payload).pieces()))
-    data[_FLAGS] = chance.choice((0, 0, 1, 2, 3))
-    if chance.random() < 0.5:
+    data[_FLAGS] = rng.choice((0, 0, 1, 2, 3))
+    if rng.random() < 0.5:
         data[96:HEAD_BYTES] = world.sound[index][96:HEAD_BYTES]
     return _checked(data)
 
 
-def unproved(world: World, index: int, chance: random.Random) -> bytes:
+def unproved(world: World, index: int, rng: random.Random) -> bytes:
     """The sound object with other flags, so that its proof might be ignored, and another payload."""
-    data = bytearray(flipped(world, index, chance))
+    data = bytearray(flipped(world, index, rng))
     flags = data[_FLAGS]
-    data[_FLAGS] = chance.choice([each for each in range(8) if each != flags])
+    data[_FLAGS] = rng.choice([each for each in range(8) if each != flags])
     return _checked(data)
 
 
-def cut(world: World, index: int, chance: random.Random) -> bytes:
+def cut(world: World, index: int, rng: random.Random) -> bytes:
     data = world.sound[index]
-    return _checked(data[: chance.randrange(len(data) - ROOM_BYTES, len(data))])
+    return _checked(data[: rng.randrange(len(data) - ROOM_BYTES, len(data))])
 
 
-def extended(world: World, index: int, chance: random.Random) -> bytes:
+def extended(world: World, index: int, rng: random.Random) -> bytes:
     data = world.sound[index]
-    more = chance.randbytes(chance.randrange(1, ROOM_BYTES + 1))
+    more = rng.randbytes(rng.randrange(1, ROOM_BYTES + 1))
     return _checked(data[:-CHECKSUM_BYTES] + more + bytes(CHECKSUM_BYTES))
 
 
-def _other(index: int, chance: random.Random) -> int:
-    return (index + chance.randrange(1, NUM_BLOCKS)) % NUM_BLOCKS
+def _other(index: int, rng: random.Random) -> int:
+    return (index + rng.randrange(1, NUM_BLOCKS)) % NUM_BLOCKS
 
 
 ALTERATIONS: tuple[Alteration, ...] = (
@@ -218,18 +218,18 @@ def outcomes_of(backend: StoreBackend, num_cases: int, seed: int) -> Counter[str
 
     In each round all blocks of a prompt are altered, or all but one, which must be loaded.
     """
-    chance = random.Random(seed)
+    rng = random.Random(seed)
     worlds = [world(is_sealed=False), world(is_sealed=True)]
     store = ThreadedStore(backend)  # its writer also deletes what a tier rejects, so that all this happens in order
     tier = Tier("altered", store, PAYLOAD_BYTES)
     counts: Counter[str] = Counter()
     for start in range(0, num_cases, NUM_BLOCKS):
         world_ = worlds[start // NUM_BLOCKS % 2]
-        sound = chance.randrange(2 * NUM_BLOCKS)
+        sound = rng.randrange(2 * NUM_BLOCKS)
         objects = list(world_.sound)
         for index in range(NUM_BLOCKS):
             if index != sound:
-                objects[index] = ALTERATIONS[(start + index) % len(ALTERATIONS)](world_, index, chance)
+                objects[index] = ALTERATIONS[(start + index) % len(ALTERATIONS)](world_, index, rng)
         keys = [each.key for each in world_.wanted]
         store.delete(keys).result(PATIENCE_S)
         altered = [Altered(key, data) for key, data in zip(keys, objects, strict=True)]

@@ -37,33 +37,33 @@ CIPHER = BlockCipher(bytes(range(32)))
 NUM_SLOTS = 24
 
 
-def flip_bits(data: bytes, chance: random.Random) -> bytes:
+def flip_bits(data: bytes, rng: random.Random) -> bytes:
     changed = bytearray(data)
-    for position in chance.sample(range(len(data)), chance.choice((1, 1, 2, 3))):
-        changed[position] ^= 1 << chance.randrange(8)
+    for position in rng.sample(range(len(data)), rng.choice((1, 1, 2, 3))):
+        changed[position] ^= 1 << rng.randrange(8)
     return bytes(changed)
 
 
-def cut(data: bytes, chance: random.Random) -> bytes:
-    return data[: chance.randrange(len(data))]
+def cut(data: bytes, rng: random.Random) -> bytes:
+    return data[: rng.randrange(len(data))]
 
 
-def tear(data: bytes, chance: random.Random) -> bytes:
+def tear(data: bytes, rng: random.Random) -> bytes:
     """A torn write: a prefix of the object, followed by the older object in the slot."""
-    place = chance.randrange(1, len(data))
+    place = rng.randrange(1, len(data))
     other = stored(NUM_BLOCKS + 1, 0, CIPHER if len(data) != len(stored(0)) else None)
     torn = data[:place] + other[place:]
-    return torn if torn != data else flip_bits(data, chance)
+    return torn if torn != data else flip_bits(data, rng)
 
 
-def zero(data: bytes, chance: random.Random) -> bytes:
+def zero(data: bytes, rng: random.Random) -> bytes:
     """A page that was never written: zeros up to the end."""
-    place = chance.randrange(len(data) - 16)
+    place = rng.randrange(len(data) - 16)
     return data[:place] + bytes(len(data) - place)
 
 
-def swap(data: bytes, chance: random.Random) -> bytes:
-    return stored(NUM_BLOCKS + chance.randrange(1, 9), 0, CIPHER if len(data) != len(stored(0)) else None)
+def swap(data: bytes, rng: random.Random) -> bytes:
+    return stored(NUM_BLOCKS + rng.randrange(1, 9), 0, CIPHER if len(data) != len(stored(0)) else None)
 
 
 DAMAGES: tuple[Callable[[bytes, random.Random], bytes], ...] = (flip_bits, cut, tear, zero, swap)
@@ -71,14 +71,14 @@ DAMAGES: tuple[Callable[[bytes, random.Random], bytes], ...] = (flip_bits, cut, 
 
 def damaged_objects(num_cases: int, seed: int) -> Counter[str]:
     """Open damaged objects; counts those that were served, and the others by their fault."""
-    chance = random.Random(seed)
+    rng = random.Random(seed)
     ciphers = (None, CIPHER)
     sound = {(number, cipher): stored(number, 0, cipher) for number in range(NUM_BLOCKS) for cipher in ciphers}
     counts: Counter[str] = Counter()
     for case in range(num_cases):
-        number = chance.randrange(NUM_BLOCKS)
-        cipher = chance.choice(ciphers)
-        data = DAMAGES[case % len(DAMAGES)](sound[number, cipher], chance)
+        number = rng.randrange(NUM_BLOCKS)
+        cipher = rng.choice(ciphers)
+        data = DAMAGES[case % len(DAMAGES)](sound[number, cipher], rng)
         result = open_object(memoryview(data), wanted(number, cipher), PAYLOAD_BYTES)
         counts[result.value if isinstance(result, ObjectFault) else "served"] += 1
     return counts
@@ -89,31 +89,31 @@ def damaged_files(num_cases: int, seed: int) -> Counter[str]:
 
     Most blocks are still right, since each case changes only a few places.
     """
-    chance = random.Random(seed)
+    rng = random.Random(seed)
     counts: Counter[str] = Counter()
     with tempfile.TemporaryDirectory() as folder:
         for _ in range(num_cases):
             store = disk_at(Path(folder), NUM_SLOTS, native_copies())
             _fill(store)
             store.close()
-            damage_files(Path(folder), chance)
+            damage_files(Path(folder), rng)
             counts.update(served_by(disk_at(Path(folder), NUM_SLOTS, native_copies())))
     return counts
 
 
-def damage_files(folder: Path, chance: random.Random) -> None:
+def damage_files(folder: Path, rng: random.Random) -> None:
     (directory,) = folder.iterdir()
     for name in ("heads", "blocks", "index"):
         data = bytearray((directory / name).read_bytes())
         pages = NUM_SLOTS * (64 if name == "index" else PAGE_BYTES)
-        for _ in range(chance.randrange(4)):
-            data[chance.randrange(pages)] ^= 1 << chance.randrange(8)
-        if chance.random() < 0.2:  # two slots, or two lines, in each other's place
+        for _ in range(rng.randrange(4)):
+            data[rng.randrange(pages)] ^= 1 << rng.randrange(8)
+        if rng.random() < 0.2:  # swap two slots, or two lines of the index
             size = pages // NUM_SLOTS
-            one, two = (chance.randrange(NUM_SLOTS) * size for _ in range(2))
+            one, two = (rng.randrange(NUM_SLOTS) * size for _ in range(2))
             data[one : one + size], data[two : two + size] = data[two : two + size], data[one : one + size]
-        if chance.random() < 0.2:
-            del data[chance.randrange(pages) :]
+        if rng.random() < 0.2:
+            del data[rng.randrange(pages) :]
         (directory / name).write_bytes(data)
 
 
@@ -138,9 +138,9 @@ def served_by(store: StoreBackend) -> Counter[str]:
 def killed_writers(num_kills: int, seed: int, num_slots: int = NUM_SLOTS) -> Counter[str]:
     """Kill writers at random moments, in one directory; counts how the next process reads the blocks.
 
-    Every other one writes in C++, where there is a compiler.
+    Every other writer uses the compiled C++ kernels, if there are any.
     """
-    chance = random.Random(seed)
+    rng = random.Random(seed)
     counts: Counter[str] = Counter()
     library = _library_file()
     with tempfile.TemporaryDirectory() as folder:
@@ -150,7 +150,7 @@ def killed_writers(num_kills: int, seed: int, num_slots: int = NUM_SLOTS) -> Cou
             with subprocess.Popen(command, cwd=ROOT_FOLDER, stdout=subprocess.PIPE) as process:
                 assert process.stdout is not None
                 assert process.stdout.readline() == b"ready\n"
-                time.sleep(chance.random() * 0.02)  # a random moment
+                time.sleep(rng.random() * 0.02)  # a random moment
                 process.kill()
             counts.update(served_by(disk_at(Path(folder), num_slots, native_copies())))
             counts["restarts"] += 1
@@ -158,7 +158,7 @@ def killed_writers(num_kills: int, seed: int, num_slots: int = NUM_SLOTS) -> Cou
 
 
 def _library_file() -> list[str]:
-    """Return the file of the compiled library, which processes that are soon killed load; none where there is none."""
+    """Return a list with the path of the compiled library for the writers; an empty list if there is no library."""
     try:
         return [str(load_library(cache_directory())._name)]
     except NotCompiled:

@@ -35,7 +35,7 @@ def test_a_store_without_a_bound_is_refused(tmp_path: Path) -> None:
         open_backend("disk", StoreOptions(FORMAT, OBJECT_BYTES, 1, str(tmp_path)))
 
 
-def test_a_store_of_another_package_is_opened_by_its_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plug_in_store_is_opened_by_its_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
     plug_in = EntryPoint("shelf", f"{__name__}:open_plug_in", open_store.ENTRY_POINTS)
 
     def entry_points(**wanted: str) -> EntryPoints:

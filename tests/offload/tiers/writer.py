@@ -2,7 +2,7 @@
 
 python -m tests.offload.tiers.writer PATH NUM_SLOTS SEED [LIBRARY]
 
-With the file of the compiled library it writes in C++.
+With LIBRARY, the file of the compiled C++ kernels, it uses these.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ def main() -> None:
     path = Path(sys.argv[1])
     num_slots = int(sys.argv[2])
     seed = int(sys.argv[3])
-    chance = random.Random(seed)
+    rng = random.Random(seed)
     store = disk_at(path, num_slots, _loaded(sys.argv[4]) if sys.argv[4:] else None)
     objects = [[block(number, generation) for number in range(NUM_BLOCKS)] for generation in range(3)]
     print("ready", flush=True)
     while True:
-        store.put([chance.choice(objects[chance.randrange(3)]) for _ in range(chance.randrange(1, 8))])
-        if chance.random() < 0.2:
-            store.delete([key_of(chance.randrange(NUM_BLOCKS))])
+        store.put([rng.choice(objects[rng.randrange(3)]) for _ in range(rng.randrange(1, 8))])
+        if rng.random() < 0.2:
+            store.delete([key_of(rng.randrange(NUM_BLOCKS))])
 
 
 def _loaded(library: str) -> NativeCopies:

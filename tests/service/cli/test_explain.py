@@ -32,13 +32,13 @@ def test_a_person_reads_where_what_and_what_to_change(capsys):
     lines = out.splitlines()
     assert lines[:2] == [
         f"{len(SHARED) + 6} of {len(SHARED) + 8 + len(TAIL)} tokens are cached (DIVERGED).",
-        f"The prompt leaves another cached prompt after {len(SHARED) + 6} tokens:",
+        f"The prompt diverges from another cached prompt after {len(SHARED) + 6} tokens:",
     ]
     ids = [" ".join(str(ord(each)) for each in text) for text in ("41", "32")]
     assert [f"[ {each} ]" in line for each, line in zip(ids, lines[3:5], strict=True)] == [True, True]
     lost = f"The next {len(TAIL)} are equal, but cannot be reused (about 0.76 s of computing)."
     spans = "The difference spans 2 tokens of the prompt and 2 of the cached one."
-    assert lines[6:9] == ["Both prompts have another passage here.", spans, lost]
+    assert lines[6:9] == ["The prompts have different passages here.", spans, lost]
     assert lines[9].startswith("-> ")
 
 
@@ -78,12 +78,12 @@ def test_the_cached_text_can_be_left_out(capsys):
 def test_a_prompt_that_was_computed_is_explained_too(capsys):
     engine = caching("abcdefgh", "abXXXXXX")
     out = run_cli(capsys, engine, "explain", "--bytes", "--text", "abXXXXXX")[1]
-    assert out.startswith("7 of 8 tokens are cached, but no request has reused the last 6 of them.\n")
+    assert out.startswith("7 of 8 tokens are cached, but no other request has used those after the first 2.\n")
 
 
 def test_a_prompt_that_differs_in_its_last_token_only_was_not_computed(capsys):
     out = run_cli(capsys, caching("abcdefgh"), "explain", "--tokens", "97,98,7")[1]
-    assert out.startswith("2 of 3 tokens are cached.\nThe prompt leaves another cached prompt after 2 tokens:")
+    assert out.startswith("2 of 3 tokens are cached.\nThe prompt diverges from another cached prompt after 2 tokens:")
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_a_prompt_that_differs_in_its_last_token_only_was_not_computed(capsys):
     [
         (0, "Nothing is cached for this tenant, adapter and salt that the prompt can be compared with."),
         (5, "After 5 tokens the prompt continues what is cached."),
-        (9, "The prompt leaves no other cached prompt."),
+        (9, "The prompt does not diverge from any other cached prompt."),
     ],
 )
 def test_without_a_difference_the_prompt_is_not_blamed(left_at, end):

@@ -24,12 +24,12 @@ def cache(monkeypatch) -> PrefixCache:
     """A cache of a hundred segments or so; a call compares eight places."""
     for module in (segment_index, hottest_segments):
         monkeypatch.setattr(module, "MAX_COMPARED", 8)
-    chance = random.Random(1)
+    rng = random.Random(1)
     clock = FakeClock()
     cache = PrefixCache(1024, 4, clock=clock)
     for _ in range(80):
         clock.now_s += 1.0
-        publish(cache, "".join(chance.choices("ab", k=12)))
+        publish(cache, "".join(rng.choices("ab", k=12)))
         lease_text(cache, "abababababab").close()
     return cache
 

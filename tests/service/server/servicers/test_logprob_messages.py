@@ -11,7 +11,7 @@ import pytest
 from radixkv.api.logprob_table import LogprobRows, LogprobTable
 from radixkv.api.result import TokenLogprobs
 from radixkv.service.server.servicers.logprob_messages import with_logprobs
-from radixkv.service.server.servicers.response_writer import PIECE_NUMBERS, ResponseWriter
+from radixkv.service.server.servicers.response_writer import PIECE_LOGPROBS, ResponseWriter
 from radixkv.v1.prefill_pb2 import GenerateResponse, TokenLogprob, Usage
 from radixkv.v1.prefill_pb2 import TokenLogprobs as Message
 
@@ -30,7 +30,7 @@ def messages(rows: Iterable[TokenLogprobs]) -> list[Message]:
 
 @pytest.mark.parametrize(
     ("num_generated", "num_prompt", "num_top", "is_large"),
-    [(0, 0, 0, False), (2, 3, 2, False), (1, PIECE_NUMBERS, 0, True), (700, 0, 3, True), (40, 1500, 5, True)],
+    [(0, 0, 0, False), (2, 3, 2, False), (1, PIECE_LOGPROBS, 0, True), (700, 0, 3, True), (40, 1500, 5, True)],
 )
 def test_a_part_has_its_log_probabilities_however_many_they_are(
     num_generated: int, num_prompt: int, num_top: int, is_large: bool
