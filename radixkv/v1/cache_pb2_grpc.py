@@ -154,7 +154,7 @@ class CacheServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Explain(self, request, context):
-        """Say where a prompt leaves what is cached of its namespace, what differs there, and how much more would have been
+        """Say where a prompt diverges from what is cached in its namespace, what differs there, and how much more would have been
         reused without this difference. Computes and changes nothing. Between two steps of the engine it takes four look-ups
         of the prompt, and examines at most 1,026 other nodes of its tree.
         """
