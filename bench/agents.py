@@ -3,14 +3,15 @@
     python -m bench.agents --json bench/results/agents.json
 
 1. On an idle server, it measures how long prefills and loads from host memory take, and writes a time model with
-   `--time-model`. It also measures the time to the first token (TTFT) of a hit on the device, for each length that a
-   turn of a session has.
-2. It plays sessions against a server whose pool holds half of their tokens, with a tier in host memory. Each session
-   sends a prompt, waits as if a tool were running, and sends the prompt with more tokens. Requests name their sessions
-   in one run and not in the other. The ratio of a turn's TTFT to that of a hit of the same length shows what the turn
-   has lost by eviction. The control is the same ratio for turns that have lost nothing. If it is above 1, the turns are
-   slower for other reasons: the server was not idle, or the machine was slower.
-3. The server records the traffic. The benchmark replays it with the time model, and compares the hit rate and the
+   `--time-model`.
+2. It plays sessions against three servers with a tier in host memory. Each session sends a prompt, waits
+   as for a tool, and sends the prompt with more tokens.
+   - The control: the pool holds the tokens of all sessions, so each turn is a hit on the device. The median time to the
+     first token (TTFT) by length is what the TTFT of turns is compared with. It varies as well, so not all turns of the
+     control are timely.
+   - Without sessions: the pool holds half of the tokens, and the requests do not name their session.
+   - With sessions: the same, with names, so that the server loads blocks before a turn arrives.
+3. The last server records the traffic. The benchmark replays it with the time model, and compares the hit rate and the
    median TTFT with those that the server had.
 """
 
@@ -52,6 +53,7 @@ _LOADS = (4, 16, 48)  # blocks of measured loads
 _REPETITIONS = 5
 _TIMELY = 1.1  # maximum ratio of a turn's TTFT to that of a hit, to count as timely
 _MIN_LOAD_S = 1e-6  # in place of differences that are lost in the noise
+_CONTROL_POOL_SHARE = 1.5  # so that nothing is evicted
 _PAUSE_S = 0.3  # before each measured request: a server that was idle is slower than one that has just answered
 
 
@@ -60,14 +62,14 @@ class Turn:
     """A turn after the wait for a tool.
 
     Attributes:
+        context_tokens: tokens of the prompt before it, which it repeats.
         ttft_s: its time to the first token.
-        hit_s: that of a prompt of the same length on an idle server, of which everything but the new tokens is cached.
         loaded_tokens: tokens that were loaded from the tier after it arrived.
-        missed_tokens: tokens of the turn before it that were computed again.
+        missed_tokens: tokens of the prompt before it that were computed again.
     """
 
+    context_tokens: int
     ttft_s: float
-    hit_s: float
     loaded_tokens: int
     missed_tokens: int
 
@@ -112,7 +114,7 @@ async def measure_times(client: AsyncClient, prompts: Prompts) -> TimeModel:
         await client.prefill(before)
         for _ in range(_REPETITIONS):
             tokens = (before if context else []) + prompts.new(length)
-            took_s, usage = await seconds_of(client, tokens, write_cache=False)
+            took_s, usage = await seconds_of(client, tokens)  # and publishes it, as the traffic does
             assert usage.computed_tokens >= length, "only the context is cached"
             samples.append(took_s)
         rows.append((1.0, length, length * (2 * context + length - 1) / 2))
@@ -144,30 +146,6 @@ async def measure_times(client: AsyncClient, prompts: Prompts) -> TimeModel:
     return TimeModel(times.token_bytes, token_s, position_s, start_s, {"host": load})
 
 
-async def measure_hits(client: AsyncClient, prompts: Prompts, lengths: Sequence[int]) -> dict[int, float]:
-    """Measure turns whose prompt is cached on the device, on an idle server.
-
-    Args:
-        client: client of the server.
-        prompts: creates the prompts.
-        lengths: numbers of tokens before the turn.
-
-    Returns:
-        The median time to the first token by length.
-    """
-    medians = {}
-    for length in lengths:
-        before = prompts.new(length)
-        await client.prefill(before)
-        samples = []
-        for _ in range(_REPETITIONS):
-            took_s, usage = await seconds_of(client, before + prompts.more(_NEW_TOKENS), write_cache=False)
-            assert usage.device_tokens >= length - length % BLOCK_SIZE, "the prompt before the turn is on the device"
-            samples.append(took_s)
-        medians[length] = statistics.median(samples)
-    return medians
-
-
 def non_negative_fit(rows: Any, seconds: Any) -> list[float]:
     """Return the non-negative coefficients with the smallest sum of squares of the relative errors."""
     best: tuple[float, list[float]] | None = None
@@ -191,7 +169,6 @@ class Play:
     Args:
         client: client of the server.
         prompts: creates the prompts.
-        hits_s: the time to the first token of a hit by the number of tokens before a turn; see `measure_hits`.
         names_sessions: whether requests name their session and what it waits for.
         wait_s: mean wait.
 
@@ -205,7 +182,6 @@ class Play:
         self,
         client: AsyncClient,
         prompts: Prompts,
-        hits_s: Mapping[int, float],
         *,
         names_sessions: bool,
         wait_s: float,
@@ -215,7 +191,6 @@ class Play:
         self.cached_tokens = self.prompt_tokens = 0
         self._client = client
         self._prompts = prompts
-        self._hits_s = hits_s
         self._names_sessions = names_sessions
         self._wait_s = wait_s
         self._turn = asyncio.Lock()  # so that no turn waits for another one to be computed
@@ -233,7 +208,7 @@ class Play:
             ttft_s, usage = await self._timed(longer, options)
             repeated = len(tokens) - len(tokens) % BLOCK_SIZE
             missed_tokens = max(0, repeated - usage.cached_tokens)
-            self.turns.append(Turn(ttft_s, self._hits_s[len(tokens)], usage.host_tokens, missed_tokens))
+            self.turns.append(Turn(len(tokens), ttft_s, usage.host_tokens, missed_tokens))
             tokens = longer
 
     async def _timed(self, tokens: list[int], options: dict[str, Any]) -> tuple[float, Any]:
@@ -245,16 +220,33 @@ class Play:
         return seconds, usage
 
 
-def summary(play: Play) -> dict[str, Any]:
-    """Return the numbers of a play; `control` is the median ratio of the turns that are ready, None if none is."""
-    ratios = sorted(each.ttft_s / each.hit_s for each in play.turns)
-    ready = [each.ttft_s / each.hit_s for each in play.turns if each.is_ready]
+def ttft_of_hits(control: Play) -> dict[int, float]:
+    """Return the median TTFT of the turns of a play by the number of tokens that they repeat.
+
+    Raises:
+        ConfigError: not everything that the turns repeat was on the device.
+    """
+    if not all(turn.is_ready for turn in control.turns):
+        raise ConfigError("agents: the pool of the control does not hold all sessions")
+    ttfts_s: dict[int, list[float]] = {}
+    for turn in control.turns:
+        ttfts_s.setdefault(turn.context_tokens, []).append(turn.ttft_s)
+    return {length: statistics.median(samples) for length, samples in ttfts_s.items()}
+
+
+def summary(play: Play, hits_s: Mapping[int, float]) -> dict[str, Any]:
+    """Return the numbers of a play.
+
+    Args:
+        play: the play.
+        hits_s: the TTFT of hits on the device; see `ttft_of_hits`.
+    """
+    ratios = sorted(each.ttft_s / hits_s[each.context_tokens] for each in play.turns)
     return {
         "returns": len(play.turns),
         "ready_share": sum(each.is_ready for each in play.turns) / len(play.turns),
         "timely_share": sum(each <= _TIMELY for each in ratios) / len(ratios),
         "ttft_over_hit": {"p50": statistics.median(ratios), "p95": ratios[int(0.95 * len(ratios))]},
-        "control": {"ttft_over_hit_p50": statistics.median(ready) if ready else None},
         "loaded_tokens": sum(each.loaded_tokens for each in play.turns),
         "computed_again_tokens": sum(each.missed_tokens for each in play.turns),
         "hit_rate": play.cached_tokens / play.prompt_tokens,
@@ -262,9 +254,9 @@ def summary(play: Play) -> dict[str, Any]:
     }
 
 
-def settings_of(options: argparse.Namespace, record: Path | None) -> Iterator[str]:
+def settings_of(options: argparse.Namespace, pool_share: float, record: Path | None) -> Iterator[str]:
     """Return the settings of a server whose pool holds a share of the tokens of all sessions."""
-    yield f"cache.capacity_tokens={pool_tokens(options)}"
+    yield f"cache.capacity_tokens={pool_tokens(options, pool_share)}"
     yield f"cache.block_size={BLOCK_SIZE}"
     yield "cache.probation_share=1"
     yield f"tiers.host_bytes={options.host_bytes}"
@@ -272,18 +264,16 @@ def settings_of(options: argparse.Namespace, record: Path | None) -> Iterator[st
         yield f"server.record_path={record}"
 
 
-def pool_tokens(options: argparse.Namespace) -> int:
-    """Return the capacity of the pool in tokens."""
+def pool_tokens(options: argparse.Namespace, pool_share: float) -> int:
+    """Return the capacity in tokens of a pool that holds a share of the tokens of all sessions."""
     last = options.prompt_tokens + (options.turns + 1) * _NEW_TOKENS
-    return int(options.pool_share * options.sessions * last) // BLOCK_SIZE * BLOCK_SIZE
+    return int(pool_share * options.sessions * last) // BLOCK_SIZE * BLOCK_SIZE
 
 
-async def play_sessions(
-    address: str, options: argparse.Namespace, hits_s: Mapping[int, float], *, names_sessions: bool
-) -> Play:
+async def play_sessions(address: str, options: argparse.Namespace, *, names_sessions: bool) -> Play:
     """Play the sessions, which begin one after the other."""
     async with AsyncClient(address, timeout_s=600) as client:
-        play = Play(client, Prompts(2), hits_s, names_sessions=names_sessions, wait_s=options.wait_s)
+        play = Play(client, Prompts(2), names_sessions=names_sessions, wait_s=options.wait_s)
         sessions = [
             play.session(f"s{index}", options.prompt_tokens, options.turns, index * options.wait_s / options.sessions)
             for index in range(options.sessions)
@@ -292,12 +282,10 @@ async def play_sessions(
         return play
 
 
-async def measure(address: str, options: argparse.Namespace) -> tuple[TimeModel, dict[int, float]]:
-    """Measure the time model of a server, and hits; see `measure_hits`."""
+async def measure(address: str) -> TimeModel:
+    """Measure the time model of a server."""
     async with AsyncClient(address, timeout_s=600) as client:
-        prompts = Prompts(1)
-        lengths = [options.prompt_tokens + turn * _NEW_TOKENS for turn in range(options.turns)]
-        return await measure_times(client, prompts), await measure_hits(client, prompts, lengths)
+        return await measure_times(client, Prompts(1))
 
 
 def predicted(record: Path, options: argparse.Namespace, times: TimeModel) -> dict[str, Any]:
@@ -306,7 +294,7 @@ def predicted(record: Path, options: argparse.Namespace, times: TimeModel) -> di
     done = simulate(
         load_trace(record),
         policy="adaptive",
-        capacity_tokens=pool_tokens(options),
+        capacity_tokens=pool_tokens(options, options.pool_share),
         block_size=BLOCK_SIZE,
         tiers=[TierCapacity("host", host_tokens)],
         hints=STOP,
@@ -331,18 +319,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as directory:
         record = Path(directory) / "traffic"
-        with ServerProcess(serve_command(options.model, None, tuple(settings_of(options, None)))) as address:
-            times, hits_s = asyncio.run(measure(address, options))
+        with ServerProcess(
+            serve_command(options.model, None, tuple(settings_of(options, options.pool_share, None)))
+        ) as address:
+            times = asyncio.run(measure(address))
         print(f"time model: {times}")
         if options.time_model is not None:
             times.write(options.time_model)
-        result: dict[str, Any] = {"time_model": asdict(times), "hits_s": hits_s, "pool_tokens": pool_tokens(options)}
-        for names_sessions in (False, True):
-            settings = tuple(settings_of(options, record if names_sessions else None))
+        result: dict[str, Any] = {
+            "time_model": asdict(times),
+            "pool_tokens": pool_tokens(options, options.pool_share),
+        }
+        for name, pool_share, names_sessions in (
+            ("control", _CONTROL_POOL_SHARE, True),
+            ("without sessions", options.pool_share, False),
+            ("with sessions", options.pool_share, True),
+        ):
+            settings = tuple(settings_of(options, pool_share, record if name == "with sessions" else None))
             with ServerProcess(serve_command(options.model, None, settings)) as address:
-                play = asyncio.run(play_sessions(address, options, hits_s, names_sessions=names_sessions))
-            name = "with sessions" if names_sessions else "without sessions"
-            result[name] = summary(play)
+                play = asyncio.run(play_sessions(address, options, names_sessions=names_sessions))
+            if name == "control":
+                hits_s = result["hits_s"] = ttft_of_hits(play)
+            result[name] = summary(play, hits_s)
             print(f"{name}: {result[name]}")
         result["predicted"] = predicted(record, options, times)
         print(f"predicted: {result['predicted']}")
