@@ -38,10 +38,8 @@ def grpc_options(config: ServerConfig, limits: Limits) -> list[tuple[str, Any]]:
     rate of a connection to one window per round trip, which is 3 MB/s at 20 ms.
     """
     return [
-        (
-            "grpc.so_reuseport",
-            0,
-        ),  # otherwise a second server could bind the port and would receive half of the requests
+        # Otherwise a second server could bind the port, and would receive half of the calls.
+        ("grpc.so_reuseport", 0),
         ("grpc.max_receive_message_length", max_message_bytes(config, limits)),
         ("grpc.max_send_message_length", -1),  # responses with logits may be large
         ("grpc.max_concurrent_streams", config.max_connection_calls),
@@ -58,7 +56,8 @@ def grpc_options(config: ServerConfig, limits: Limits) -> list[tuple[str, Any]]:
         # Clients that vanish without closing their connection are detected within 40 s instead of 2 hours.
         ("grpc.keepalive_time_ms", 30_000),
         ("grpc.keepalive_timeout_ms", 10_000),
-        # Clients that ping more often than every 5 minutes without a call, or every 5 s, are disconnected.
+        # gRPC closes a connection after more than two pings that are less than 5 minutes apart without data from the
+        # server in between, or less than 2 hours apart without a call.
         ("grpc.http2.max_ping_strikes", 2),
     ]
 

@@ -115,6 +115,6 @@ def test_the_number_of_remembered_connections_is_bounded(monkeypatch):
         senders = Senders()
         for name in "abc":
             await senders.send(name, SMALL)
-        assert list(senders.slots._sends_small) == ["b", "c"]
+        assert list(senders.slots._small_senders) == ["b", "c"]
 
     asyncio.run(run())
