@@ -91,7 +91,7 @@ class _SocketFinder:
     def new_sockets(self) -> list[tuple[int, socket.socket]]:
         """Return the file descriptor and a duplicate of each socket that was not found before.
 
-        If the process runs out of file descriptors, some connections are missing; gRPC closes those.
+        If the process runs out of file descriptors, some connections are not found; gRPC closes them.
         """
         sockets = []
         for fd, inode in _socket_fds():

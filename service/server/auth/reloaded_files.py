@@ -25,9 +25,9 @@ _logger = logging.getLogger(__name__)
 class ReloadedFiles(Generic[Value]):
     """The value of some files. A separate thread checks once per second whether they have changed. Thread-safe.
 
-    `get` never touches the files, so files that block, such as those of a mount that does not respond, block only the
-    thread. If changed files cannot be used, the previous value stays valid, and the files are read again at every check
-    until they can be used. The log states the reason once per change.
+    `get` never touches the files, so a file system that does not respond blocks only the thread. If changed files
+    cannot be used, the previous value stays valid, and the files are read again at every check until they can be used.
+    The log states the reason once per change.
 
     The thread ends when the object is garbage.
 

@@ -170,7 +170,7 @@ class GatewayServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
         logprobs: LogprobTable,
         prompt_logprobs: Sequence[TokenLogprobs],
     ) -> vllm_engine_pb2.GenerateResponse | bytes:
-        """Add the log probabilities of a response's tokens to it, and those of the prompt if there are any."""
+        """Add the log probabilities of the tokens of a response, and of the prompt if there are any."""
         return await add_logprobs(self._writer, response, logprobs, generation.params.tokens, prompt_logprobs)
 
     async def Abort(self, request: vllm_engine_pb2.AbortRequest, context: Context) -> vllm_engine_pb2.AbortResponse:  # noqa: N802

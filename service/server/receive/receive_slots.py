@@ -40,7 +40,7 @@ class ReceiveSlots:
         queue = self._small if connection in self._small_senders else self._large
         try:
             data = await queue.receive(connection, read)
-        except RadixKVError:
+        except BaseException:  # also if the client cancels the call before the message has arrived
             self._small_senders.pop(connection, None)
             raise
         self._small_senders.pop(connection, None)

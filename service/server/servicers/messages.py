@@ -300,7 +300,7 @@ def stats_response(limits: Limits, stats: EngineStats, tiers: Iterable[TierStats
 def tenant_stats_response(limits: Limits, stats: EngineStats, tenant: str) -> cache_pb2.StatsResponse:
     """Write what one tenant may see: its own statistics, the model and the size of the pool.
 
-    Sums over all tenants are left out, because a tenant could subtract its own share and learn that of the others.
+    Sums over all tenants are left out, because a tenant could subtract its own numbers to learn the sum of the others.
     """
     own = [each for each in stats.tenants if each.tenant == tenant]
     return cache_pb2.StatsResponse(
