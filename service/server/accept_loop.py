@@ -28,7 +28,8 @@ from radixkv.service.server.grpc_log import drop_records_of_clients
 from radixkv.service.server.reset_floods import EARLY_S, ResetFloods
 from radixkv.startup.malloc import give_back_freed_memory
 
-# The names of the parts of the loop in grpcio 1.84 and 1.85. Other versions use their own loop.
+# The names from which `AcceptingServer` builds the loop in grpcio 1.84 and 1.85. In versions without them, grpcio's own
+# loop accepts the calls.
 _PARTS = ("_MethodResolver", "_ServicerContext", "_handle_rpc", "_schedule_rpc_coro")
 _UNKNOWN_METHOD = "/"
 _FORGET_S = 5.0  # time after a connection was closed until another one may have its address
@@ -41,8 +42,8 @@ def make_server(options: Sequence[tuple[str, Any]], max_concurrent_calls: int) -
     """Return an asyncio gRPC server without services, like `grpc.aio.server`, which invalid paths do not shut down.
 
     Args:
-        options: Channel arguments of gRPC.
-        max_concurrent_calls: Further calls are answered with RESOURCE_EXHAUSTED.
+        options: channel arguments of gRPC.
+        max_concurrent_calls: number of calls beyond which further calls are answered with RESOURCE_EXHAUSTED.
     """
     drop_records_of_clients()
     original = cygrpc.AioServer
@@ -79,9 +80,9 @@ def add_handlers(
     """Add the methods of a service that has no generated code, as generated code would.
 
     Args:
-        server: A server that has not started.
-        service: The full name of the service, such as `grpc.health.v1.Health`.
-        handlers: A handler by the name of its method.
+        server: a server that has not started.
+        service: the full name of the service, such as `grpc.health.v1.Health`.
+        handlers: the handlers, by the names of their methods.
     """
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, dict(handlers)),))
     server.add_registered_method_handlers(service, handlers)
@@ -119,7 +120,7 @@ class AcceptingServer(cygrpc.AioServer):  # type: ignore[misc]  # grpcio's exten
         super().add_registered_method_handlers(handlers)
 
     def _make_request_call_future(self, method: bytes | None) -> asyncio.Task[None]:
-        """Return the loop that accepts the calls of a method; None means those of all unregistered methods.
+        """Return the loop that accepts the calls of a method; None stands for all unregistered methods.
 
         grpcio awaits the loop as if it were the next call. The loop ends when the server shuts down, with the error
         that grpcio then expects.
@@ -145,7 +146,7 @@ class AcceptingServer(cygrpc.AioServer):  # type: ignore[misc]  # grpcio's exten
 
     def _note_end(self, context: Any, peer: str, start_s: float, task: asyncio.Task[None]) -> None:
         self._calls.discard(task)
-        if not peer:  # its connection had ended when gRPC took up the call
+        if not peer:  # the connection had ended before gRPC accepted the call
             return
         if context.done():
             self._floods.note_answer(peer)

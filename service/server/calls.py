@@ -14,8 +14,8 @@ Context = grpc.aio.ServicerContext[Any, Any]
 _POLL_S = 0.005
 
 
-def when_over(callback: Callable[[], object]) -> None:
-    """Call `callback()` when the current call has ended. Must be called in the task of that call.
+def add_done_callback(callback: Callable[[], object]) -> None:
+    """Call `callback()` when the current call has ended. Must be called in the task of the call.
 
     gRPC's own `ServicerContext.add_done_callback` leaves a reference cycle through the call, which only the garbage
     collector frees.
@@ -35,7 +35,7 @@ def _run(callback: Callable[[], object], _: object) -> None:
 
 
 class InFlightCalls:
-    """The calls whose handler has started and whose response gRPC has not written to the socket completely.
+    """The calls that have begun and whose response gRPC has not written to the socket completely.
 
     Not thread-safe: use it on one event loop.
     """

@@ -24,7 +24,7 @@ import termios
 from collections.abc import Collection, Set
 from urllib.parse import unquote
 
-# gRPC also accepts IPv4 connections on IPv6 sockets, which prefix the peer's address; gRPC's own names lack the prefix.
+# Prefix of an IPv4 address on an IPv6 socket, which gRPC omits in the names of peers.
 _MAPPED = "::ffff:"
 _CLOSE_POLL_S = 0.005  # between two checks whether all connections are closed
 # A thread of gRPC that was accepting a connection when the listening socket was closed has finished after this time.
@@ -35,14 +35,15 @@ async def end_connections(ports: Collection[int], timeout_s: float) -> None:
     """Refuse new connections to these ports of this process, and close the connections that are open.
 
         open ──▶ every byte acknowledged ──▶ FIN ──▶ closed by the client
-                                                     (or by us after the timeout)
+                                                     (or here, after the timeout)
 
-    A client reads everything that was sent before it sees the end of the connection. From now on, the server must
-    refuse all calls, and it should be stopped afterwards. Does nothing on systems other than Linux.
+    A client reads everything that was sent before it sees the end of the connection. The server must already refuse all
+    calls, and should be stopped afterwards. Does nothing on systems other than Linux.
 
     Args:
         ports: listening ports of gRPC servers in this process.
-        timeout_s: seconds for clients to read what was sent and to close the connection; then it is closed here.
+        timeout_s: seconds that clients have to read what was sent and to close their connections. Connections that are
+            still open then are closed.
     """
     if sys.platform != "linux":
         return
@@ -66,8 +67,8 @@ async def end_connections(ports: Collection[int], timeout_s: float) -> None:
             for fd, _ in poll.poll(0):
                 poll.unregister(fd)
                 del unclosed[fd]
-            past_s = asyncio.get_running_loop().time() - start_s
-            if past_s >= _LAST_ACCEPT_S and (past_s >= timeout_s or not (unsent or unclosed)):
+            elapsed_s = asyncio.get_running_loop().time() - start_s
+            if elapsed_s >= _LAST_ACCEPT_S and (elapsed_s >= timeout_s or not (unsent or unclosed)):
                 break
             await asyncio.sleep(_CLOSE_POLL_S)
         for each in (*unsent.values(), *unclosed.values()):
@@ -90,9 +91,9 @@ class _SocketFinder:
     def new_sockets(self) -> list[tuple[int, socket.socket]]:
         """Return the file descriptor and a duplicate of each socket that was not found before.
 
-        If the process runs out of file descriptors, some connections are missing; gRPC closes those.
+        If the process runs out of file descriptors, some connections are not found; gRPC closes them.
         """
-        found = []
+        sockets = []
         for fd, inode in _socket_fds():
             if inode in self._known:
                 continue
@@ -109,10 +110,10 @@ class _SocketFinder:
                 self._known.add(inode)
                 is_tcp = each.family in (socket.AF_INET, socket.AF_INET6) and each.type == socket.SOCK_STREAM
                 if is_tcp and each.getsockname()[1] in self._ports:
-                    found.append((fd, self._stack.enter_context(each)))
+                    sockets.append((fd, self._stack.enter_context(each)))
                 else:
                     each.close()
-        return found
+        return sockets
 
 
 def _socket_fds() -> list[tuple[int, int]]:
@@ -149,7 +150,7 @@ def _shut(each: socket.socket, directions: int) -> None:
 
 
 def _num_unacknowledged_bytes(each: socket.socket) -> int:
-    """Return how many bytes that were written the other side has not acknowledged yet; 0 for a broken connection."""
+    """Return the number of written bytes that the peer has not acknowledged yet; 0 for a broken connection."""
     try:
         number: int = struct.unpack("i", fcntl.ioctl(each, termios.TIOCOUTQ, bytes(4)))[0]
     except OSError:
@@ -158,7 +159,7 @@ def _num_unacknowledged_bytes(each: socket.socket) -> int:
 
 
 def close_connections(peers: Set[str]) -> int:
-    """Shut down the connections of this process to these peers. gRPC notices that, and ends their calls.
+    """Shut down the connections of this process to these peers. gRPC then ends the calls on them.
 
     Args:
         peers: as gRPC names them: `ipv4:127.0.0.1:40000`, `ipv6:%5B::1%5D:40000`.
@@ -179,11 +180,11 @@ def close_connections(peers: Set[str]) -> int:
 
 
 def _duplicate(number: int) -> socket.socket:
-    own = os.dup(number)
+    duplicate = os.dup(number)
     try:
-        return socket.socket(fileno=own)
+        return socket.socket(fileno=duplicate)
     except OSError:
-        os.close(own)
+        os.close(duplicate)
         raise
 
 

@@ -11,14 +11,14 @@ from radixkv.config import EventsConfig
 from radixkv.config.needed_package import require_package
 from radixkv.errors import ConfigError
 
-if TYPE_CHECKING:  # msgpack is needed only where events are published
+if TYPE_CHECKING:  # the engine needs torch; this module does not
     from radixkv.engine.engine import Engine
 
 _logger = logging.getLogger(__name__)
 
 
 def require_publishable(config: EventsConfig, *, is_insecure: bool = False, has_tokens: bool = False) -> None:
-    """Refuse a configuration that cannot be served, before a model is loaded.
+    """Refuse a configuration of events that cannot be published, before a model is loaded.
 
     ```
                          no CURVE           CURVE
@@ -33,9 +33,8 @@ def require_publishable(config: EventsConfig, *, is_insecure: bool = False, has_
         has_tokens: whether callers of the service need a credential. If they do, the log warns that readers need none.
 
     Raises:
-        ConfigError: a package is missing (the message names the extra), an address cannot be bound, a reader that can
-            reach an address from another machine would need no key, or there is a replay endpoint or a key without an
-            endpoint.
+        ConfigError: a package is missing (the message names the extra), an address cannot be bound, a reader on another
+            machine would need no key, or there is a replay endpoint or a key without `zmq_endpoint`.
     """
     if config.zmq_endpoint is None:
         for key in ("replay_endpoint", "curve_key_file", "curve_clients"):

@@ -8,7 +8,6 @@ call ─▶ authorize ─▶ count ─▶ receive, parse, bind the tenant ─▶
 from __future__ import annotations
 
 import contextlib
-import inspect
 import logging
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from functools import partial
@@ -20,7 +19,7 @@ import grpc.aio
 from radixkv.errors import RadixKVError
 from radixkv.service.server.auth.authorizer import Authorizer
 from radixkv.service.server.auth.revocation import Revocation
-from radixkv.service.server.calls import Context, when_over
+from radixkv.service.server.calls import Context, add_done_callback
 from radixkv.service.server.receive.receiver import InFlightCall, Parse, Receiver
 from radixkv.service.server.status import status_of, trailing_metadata_of
 
@@ -29,7 +28,7 @@ if TYPE_CHECKING:  # generic in the stubs of gRPC only
     GenericHandler = grpc.GenericRpcHandler[Any, Any]
 CountRefusal = Callable[[RadixKVError], None]
 
-# Streams that end only with the service. A drain ends them, and does not wait for clients that do not read.
+# Methods whose streams end only with the service. A drain ends these streams, even if clients do not read them.
 _ENDLESS = (
     "/grpc.health.v1.Health/Watch",
     "/radixkv.v1.EventService/Subscribe",
@@ -52,7 +51,7 @@ class GuardedServer:
         server: the gRPC server.
         authorizer: decides which calls a caller may make, before their requests are received.
         receiver: receives requests and accounts for responses.
-        count_refusal: is called with the exception of each call that is refused here, before or after its servicer.
+        count_refusal: is called with the exception of each call that `authorizer` or `receiver` refuses.
     """
 
     def __init__(
@@ -69,14 +68,14 @@ class GuardedServer:
 
     def add_generic_rpc_handlers(self, handlers: Sequence[GenericHandler]) -> None:
         """Register handlers, as `grpc.aio.Server.add_generic_rpc_handlers` does."""
-        self._server.add_generic_rpc_handlers([_GuardedHandlers(each, self._guarded) for each in handlers])
+        self._server.add_generic_rpc_handlers([_GuardedHandlers(each, self._guard) for each in handlers])
 
     def add_registered_method_handlers(self, service: str, handlers: Mapping[str, Handler]) -> None:
         """Register the methods of a service, as generated code does."""
-        guarded = {name: self._guarded(f"/{service}/{name}", handler) for name, handler in handlers.items()}
+        guarded = {name: self._guard(f"/{service}/{name}", handler) for name, handler in handlers.items()}
         self._server.add_registered_method_handlers(service, guarded)  # type: ignore[attr-defined]  # not in its stubs
 
-    def _guarded(self, method: str, handler: Handler) -> Handler:
+    def _guard(self, method: str, handler: Handler) -> Handler:
         """Wrap the handler of a method."""
         if handler.unary_unary is not None:
             return grpc.stream_unary_rpc_method_handler(self._unary(method, handler))
@@ -84,10 +83,9 @@ class GuardedServer:
             return grpc.stream_stream_rpc_method_handler(
                 self._bidirectional(method, handler), response_serializer=handler.response_serializer
             )
-        is_generator = inspect.isasyncgenfunction(handler.unary_stream)
         return grpc.stream_stream_rpc_method_handler(
-            self._server_streaming(method, handler) if is_generator else self._self_writing(method, handler),
-            response_serializer=partial(_serialized, handler.response_serializer),
+            self._server_streaming(method, handler),
+            response_serializer=partial(_serialize, handler.response_serializer),
         )
 
     def _unary(self, method: str, handler: Handler) -> Any:
@@ -123,21 +121,6 @@ class GuardedServer:
                 await _abort_with(error, context, method)
 
         return stream
-
-    def _self_writing(self, method: str, handler: Handler) -> Any:
-        """Wrap a servicer that writes its responses itself instead of yielding them."""
-        servicer: Any = handler.unary_stream
-        parse: Any = handler.request_deserializer
-
-        async def write(_: object, context: Context) -> None:
-            try:
-                call, request = await self._receive(method, parse, context, is_endless=True)
-                async with self._revocation(call, request):
-                    await servicer(request, context)
-            except Exception as error:  # noqa: BLE001 - every exception becomes a status
-                await _abort_with(error, context, method)
-
-        return write
 
     def _bidirectional(self, method: str, handler: Handler) -> Any:
         """Wrap a servicer that reads a stream of requests, such as reflection."""
@@ -176,7 +159,7 @@ class GuardedServer:
 
         return Revocation(require_authorized)
 
-    def _begin(self, method: str, context: Context, *, is_endless: bool = False) -> InFlightCall:
+    def _begin(self, method: str, context: Context, *, is_endless: bool) -> InFlightCall:
         """Authorize and count a call."""
         try:
             authorization = self._authorizer.authorize(method, context)
@@ -185,11 +168,9 @@ class GuardedServer:
             self._count(error)
             raise
 
-    async def _receive(
-        self, method: str, parse: Parse, context: Context, *, is_endless: bool | None = None
-    ) -> tuple[InFlightCall, Any]:
+    async def _receive(self, method: str, parse: Parse, context: Context) -> tuple[InFlightCall, Any]:
         """Authorize and count a call, and receive its request."""
-        call = self._begin(method, context, is_endless=method in _ENDLESS if is_endless is None else is_endless)
+        call = self._begin(method, context, is_endless=method in _ENDLESS)
         try:
             return call, await self._receiver.receive(call, parse)
         except RadixKVError as error:
@@ -220,25 +201,25 @@ class GuardedServer:
 class _GuardedHandlers(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # generic in the stubs only
     """Wraps the handlers that another generic handler returns."""
 
-    def __init__(self, handlers: GenericHandler, guarded: Callable[[str, Handler], Handler]) -> None:
+    def __init__(self, handlers: GenericHandler, guard: Callable[[str, Handler], Handler]) -> None:
         self._handlers = handlers
-        self._guarded = guarded
-        self._known: dict[str, Handler] = {}  # by method
+        self._guard = guard
+        self._guarded: dict[str, Handler] = {}  # by method
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> Handler | None:
         """Return the wrapped handler of a method; None if there is none."""
         method = handler_call_details.method
-        known = self._known.get(method)
-        if known is not None:
-            return known
+        guarded = self._guarded.get(method)
+        if guarded is not None:
+            return guarded
         handler = self._handlers.service(handler_call_details)
         if handler is None:
             return None  # unknown names are not cached, because callers can invent any number of them
-        self._known[method] = self._guarded(method, handler)
-        return self._known[method]
+        self._guarded[method] = self._guard(method, handler)
+        return self._guarded[method]
 
 
-def _serialized(serialize: Any, response: Any) -> bytes:
+def _serialize(serialize: Any, response: Any) -> bytes:
     """Serialize a message of a streamed response; a servicer may yield a large one as bytes."""
     data: bytes = response if isinstance(response, bytes) else serialize(response)
     return data
@@ -272,7 +253,7 @@ async def _abort(
     try:
         await context.abort(code, details, trailing_metadata)
     except BaseException as ending:
-        when_over(partial(_clear_tracebacks, ending))
+        add_done_callback(partial(_clear_tracebacks, ending))
         raise
 
 

@@ -22,13 +22,13 @@ class HostCheck:
     """Decides which values of the header `Host` are accepted.
 
     ```
-                            this machine's names   `server.metrics_hosts`   other IP addresses   other names
+                            localhost, loopback    `server.metrics_hosts`   other IP addresses   other names
     loopback                yes                    yes                      no                   no
     network                 yes                    yes                      yes                  yes
     network, hosts are set  yes                    yes                      yes                  no
     ```
 
-    IP addresses are accepted on a network because orchestrators probe by IP address, and DNS rebinding requires a name.
+    On a network, IP addresses are accepted because orchestrators use them for probes. DNS rebinding requires a name.
 
     Args:
         config: the address that the port listens on, and the names that are allowed.
@@ -42,10 +42,10 @@ class HostCheck:
         """Return whether a request with this header `Host` may be answered. Browsers always send the header."""
         if header is None:
             return True
-        found = _HOST.fullmatch(header.strip())
-        if found is None:
+        match = _HOST.fullmatch(header.strip())
+        if match is None:
             return False
-        host = (found["ipv6"] or found["name"]).lower()
+        host = (match["ipv6"] or match["name"]).lower()
         if is_on_this_machine(host) or host in self._hosts:
             return True
         return not self._is_local and (not self._hosts or _is_address(host))
@@ -60,7 +60,7 @@ def _is_address(host: str) -> bool:
 
 
 def with_host_check(app: WSGIApplication, check: HostCheck) -> WSGIApplication:
-    """Answer requests with another `Host` with 421, and pass on all others."""
+    """Answer requests whose header `Host` is not allowed with 421, and pass on all others."""
 
     def answer(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
         if check.allows(environ.get("HTTP_HOST")):

@@ -37,7 +37,7 @@ class HottestSegments:
         self._tenant = tenant
         self._start: int | None = 0
         self._stride: int | None = None
-        self._found: dict[int, Segment] = {}
+        self._segments: dict[int, Segment] = {}
 
     def next_call(self, source: SegmentSource) -> Future[SegmentPage] | None:
         """Start the next engine call and return its future; None if there is none left.
@@ -56,9 +56,9 @@ class HottestSegments:
         self.num_compared += page.num_compared
         self.num_segments = page.num_segments
         self._start = page.next_place
-        self._found.update((segment.place, segment) for segment in page.segments)
+        self._segments.update((segment.place, segment) for segment in page.segments)
 
     def result(self) -> list[Segment]:
         """Return the hottest segments that were found, in descending order of heat, parents before their children."""
-        segments = sorted(self._found.values(), key=lambda segment: (-segment.heat, segment.start_token))
+        segments = sorted(self._segments.values(), key=lambda segment: (-segment.heat, segment.start_token))
         return segments[: self._max_segments]

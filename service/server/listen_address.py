@@ -73,12 +73,12 @@ def require_free(config: ServerConfig) -> None:
 def _try_to_bind(host: str, port: int) -> None:
     """Bind every address of a host name for a moment. Raises if one is in use, or if none can be bound."""
     errors = []
-    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    for family, _, _, _, address in found:
+    addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    for family, _, _, _, address in addresses:
         try:
             socket.create_server(address[:2], family=family).close()
         except OSError as error:
             errors.append(error)
     for each in errors:
-        if each.errno == errno.EADDRINUSE or len(errors) == len(found):
+        if each.errno == errno.EADDRINUSE or len(errors) == len(addresses):
             raise each

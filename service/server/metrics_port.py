@@ -50,7 +50,7 @@ class Telemetry:
 
     Attributes:
         observers: the observers to pass to the engine.
-        count_refusal: counts a call that is refused before it reaches the engine; None without a metrics port.
+        count_refusal: counts a call that the server itself refuses, not the engine; None without a metrics port.
     """
 
     def __init__(self, config: Config, tracing: Observer | None = None) -> None:
@@ -71,8 +71,8 @@ class Telemetry:
     def serving(self, engine: Engine | None = None) -> Iterator[str | None]:
         """Serve the metrics port while the context lasts, including while the service starts and drains.
 
-        With credentials, everything but `OPEN_PATHS` needs the token of an admin or a reader. With TLS, it is HTTPS.
-        Requests must pass `HostCheck`.
+        With a credentials file, all paths except `OPEN_PATHS` require the token of an admin or a reader. With TLS, the
+        port speaks HTTPS. Requests must pass `HostCheck`.
 
         Args:
             engine: the engine to report on; None if it does not exist yet and is passed to `watch` later.
@@ -81,7 +81,7 @@ class Telemetry:
             `HOST:PORT` with the port that was bound; None without a port in the configuration.
 
         Raises:
-            ConfigError: the address cannot be bound.
+            ConfigError: the address cannot be bound, or a file of credentials or certificates cannot be used.
         """
         host, port = self._config.host, self._config.metrics_port
         if self._app is None or port is None:
@@ -93,7 +93,7 @@ class Telemetry:
             app: WSGIApplication = self._app
             authenticator = credential_authenticator(self._config)
             if authenticator is not None:
-                app = guarded(app, authenticator, OPEN_PATHS)
+                app = with_authorization(app, authenticator, OPEN_PATHS)
             app = with_host_check(app, HostCheck(self._config))
             tls = None if self._config.tls_certificate is None else Tls(self._config)
             server = _WsgiServer(host, port, app, tls)
@@ -112,7 +112,9 @@ class Telemetry:
             server.server_close()
 
 
-def guarded(app: WSGIApplication, authenticator: Authenticator, open_paths: Collection[str]) -> WSGIApplication:
+def with_authorization(
+    app: WSGIApplication, authenticator: Authenticator, open_paths: Collection[str]
+) -> WSGIApplication:
     """Require the token of an admin or a reader for all paths of an application except `open_paths`."""
 
     def answer(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
@@ -155,7 +157,8 @@ class MetricsApp:
     | /healthz | 200 while the service starts, serves or drains; 503 if only a restart of the process can fix it |
     | /readyz | 200 while requests are accepted, else 503: send requests to another server |
 
-    Any other path is 404. While the service starts, the page is 503, and the metrics are those of the process.
+    Any other path is 404. While the service starts, `/` and `/state.json` are 503, and /metrics has no gauges of the
+    engine.
 
     Args:
         registry: the metrics.
@@ -203,7 +206,7 @@ class MetricsApp:
 
 _MAX_CONNECTIONS = 64  # each has a thread
 _REQUEST_S = 5.0  # maximum time from accepting a connection until its request has arrived
-_RESPONSE_S = 30.0  # maximum time from then until the response was read
+_RESPONSE_S = 30.0  # maximum time from the arrival of the request until the response was read
 _THREAD_END_S = 1.0  # maximum time until the thread of a closed connection ends
 
 
@@ -213,7 +216,7 @@ class _WsgiConnections:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._awaiting_request: dict[socket.socket, float] = {}  # with their deadlines, the oldest first
-        self._responding: dict[socket.socket, float] = {}  # likewise, with their deadlines
+        self._responding: dict[socket.socket, float] = {}  # with their deadlines, the oldest first
 
     def add(self, connection: socket.socket) -> None:
         """Add a connection whose request has not arrived yet."""
@@ -242,7 +245,7 @@ class _WsgiConnections:
                 self._end(connection)
 
     def end_oldest(self) -> None:
-        """Close the oldest connection whose request has not arrived, or else the oldest of the others."""
+        """Close the oldest connection whose request has not arrived; if there is none, the oldest connection."""
         with self._lock:
             oldest = next(iter({**self._awaiting_request, **self._responding}), None)
         if oldest is not None:

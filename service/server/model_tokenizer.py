@@ -78,6 +78,7 @@ class ModelTokenizer:
 
     async def archived(self) -> tuple[bytes, str]:
         """Return what `archive` returns. One thread reads the files, however many calls wait for them.
+
         For use on one event loop.
         """
         if self._archive is not None:
@@ -93,7 +94,7 @@ class ModelTokenizer:
             done.exception()  # retrieved here, because no caller may be waiting any more
 
     def load(self) -> Tokenizer:
-        """Return the tokenizer. Loads it the first time, which may take seconds.
+        """Return the tokenizer. The first call loads it, which may take seconds.
 
         Raises:
             ValueError: the model has no tokenizer that can be loaded.
@@ -125,7 +126,8 @@ class ModelTokenizer:
             requirement: what requires it, such as "stop strings require".
 
         Raises:
-            InvalidRequest: the model has no tokenizer that can be loaded. The log says why, which may name local paths.
+            InvalidRequest: the model has no tokenizer that can be loaded. The log has the reason, which may name local
+                paths.
         """
         try:
             return await self.loaded()

@@ -9,8 +9,8 @@ from functools import lru_cache
 from radixkv.errors import InvalidRequest
 from radixkv.namespace import Namespace
 
-# One secret per process, so that a server that replaces another one in the same process accepts its page tokens and
-# returns the same segment ids.
+# One secret per process, so that a server that replaces another one in the same process accepts the page tokens of the
+# first server and returns the same segment ids.
 _SECRET = secrets.token_bytes(32)
 _MAX_EXACT = 2**53 - 1  # the largest integer that every language represents exactly
 _NAMESPACE_ID_BYTES = 6
@@ -70,7 +70,7 @@ class PageTokens:
                 0                              8                                          16
 
     Args:
-        epoch: epoch of the service, with which tokens become invalid.
+        epoch: epoch of the service; tokens of another epoch are refused.
         secret: keys both digests.
     """
 
@@ -83,7 +83,7 @@ class PageTokens:
             return ""
         plain = position.to_bytes(_POSITION_BYTES, "little")
         tag = self._tag(plain)
-        return (tag + self._masked(plain, tag)).hex()
+        return (tag + self._mask(plain, tag)).hex()
 
     def position_of(self, token: str) -> int:
         """Return the position at which a page starts.
@@ -99,20 +99,20 @@ class PageTokens:
         try:
             data = bytes.fromhex(token)
         except ValueError:
-            raise _foreign() from None
-        tag, plain = data[:_TAG_BYTES], self._masked(data[_TAG_BYTES:], data[:_TAG_BYTES])
+            raise _invalid_token() from None
+        tag, plain = data[:_TAG_BYTES], self._mask(data[_TAG_BYTES:], data[:_TAG_BYTES])
         if len(data) != _TAG_BYTES + _POSITION_BYTES or not secrets.compare_digest(tag, self._tag(plain)):
-            raise _foreign()
+            raise _invalid_token()
         return int.from_bytes(plain, "little")
 
     def _tag(self, plain: bytes) -> bytes:
         return hashlib.blake2b(plain, key=self._key, digest_size=_TAG_BYTES, person=b"tag").digest()
 
-    def _masked(self, data: bytes, tag: bytes) -> bytes:
+    def _mask(self, data: bytes, tag: bytes) -> bytes:
         """XOR a position with a mask; doing it twice returns the position."""
         mask = hashlib.blake2b(tag, key=self._key, digest_size=_POSITION_BYTES, person=b"mask").digest()
         return bytes(one ^ other for one, other in zip(data, mask, strict=False))
 
 
-def _foreign() -> InvalidRequest:
+def _invalid_token() -> InvalidRequest:
     return InvalidRequest("page_token: this service did not make it, or has restarted since; start with the first page")

@@ -32,7 +32,7 @@ def raise_open_files(config: ServerConfig) -> None:
 
 
 def max_connections(config: ServerConfig) -> int:
-    """Return the number of connections that each port accepts: as configured, or its share of the open files."""
+    """Return the number of connections that each port accepts: as configured, or the port's share of the open files."""
     limit = _limit()
     if limit is None:
         return config.max_connections
@@ -41,8 +41,8 @@ def max_connections(config: ServerConfig) -> int:
 
 
 def _num_ports(config: ServerConfig) -> int:
-    """Return the number of ports that accept as many connections as configured."""
-    return 1 if config.http_port is None else 2
+    """Return the number of ports to which `server.max_connections` applies: all except the metrics port."""
+    return 1 + (config.http_port is not None) + (config.admin_port is not None)
 
 
 def _limit() -> int | None:
@@ -52,7 +52,7 @@ def _limit() -> int | None:
 
 
 def _raised_limit(num_files: int) -> int | None:
-    """Raise the limit of open files to a number, or as far as it may be raised. Returns the limit; None without one."""
+    """Raise the limit of open files to a number, or as far as allowed, and return the limit; None if there is none."""
     limit = _limit()
     if limit is None or limit >= num_files:
         return limit

@@ -47,7 +47,7 @@ class ResetFloods:
         return True
 
     def is_closed(self, peer: str) -> bool:
-        """Whether a connection has been or is being closed, so that its further calls need no response."""
+        """Return whether a connection was closed or is being closed, so that its further calls need no response."""
         return peer in self._closed
 
     def forget(self, peer: str) -> bool:

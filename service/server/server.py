@@ -61,9 +61,9 @@ SERVICES = (
 )
 ADMIN_SERVICES = (cache_pb2.DESCRIPTOR.services_by_name["CacheService"].full_name,)
 
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _HEALTH_PERIOD_S = 1.0
 # Time for responses that were written to reach their callers. Health watches never end by themselves.
-_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _FLUSH_S = 1.0
 
 _logger = logging.getLogger(__name__)
@@ -76,15 +76,15 @@ class Server:
         engine: answers requests.
         config: addresses, limits and the drain timeout.
         model_path: `tiny` or the directory with the model's tokenizer; None for a model without files.
-        services: add further services; see `optional_services`.
+        services: functions that add further services; see `optional_services`.
         gateway_tenant: the tenant that owns the gateway's data.
-        count_refusal: is called with the exception of each call that is refused before it reaches the engine.
+        count_refusal: is called with the exception of each call that the server itself refuses, not the engine.
         auth: authenticates and authorizes callers; by default as configured.
 
     Attributes:
         stop: set when the server should drain, by `Drain` or by the owner of the server.
         admin_address: `HOST:PORT` of the admin port, after `start`; None without an admin port.
-        http_address: the same of the HTTP port.
+        http_address: `HOST:PORT` of the HTTP port, after `start`; None without an HTTP port.
 
     Raises:
         ConfigError: a file of credentials or certificates, or the token of a source, cannot be used.
@@ -127,7 +127,7 @@ class Server:
             add_standard_services(guarded, self._health, ADMIN_SERVICES)
 
     def _grpc_server(self, authorizer: Authorizer) -> tuple[grpc.aio.Server, GuardedServer]:
-        """Return a gRPC server without services, and what adds services to it."""
+        """Return a gRPC server without services, and the `GuardedServer` that adds services to it."""
         server = grpc_server(self._config, self._engine.limits)
         return server, GuardedServer(server, authorizer, self.receiver, self._count_refusal)
 
@@ -215,11 +215,11 @@ class Server:
         """Refuse new requests, let running ones finish, then stop.
 
         Health reports NOT_SERVING before the first request is refused. Requests that still run after `drain_timeout_s`
-        are cancelled. Calls of other kinds are answered until the last request has finished; then every call except
-        health checks is refused.
+        are cancelled. Other calls, such as `Stats`, are answered until the last request has finished; then every call
+        except health checks is refused.
 
-        Connections are closed after the last response, on the level of TCP and not by gRPC; see `connections`. So a
-        client receives every response, and a call that arrives too late fails with UNAVAILABLE.
+        After the last response, the TCP connections are closed directly and not by gRPC; see `connections`. So a client
+        receives every response, and a call that arrives too late fails with UNAVAILABLE.
 
         Returns:
             Whether every request finished in time, and every response was sent.
@@ -271,18 +271,19 @@ def run(
     count_refusal: CountRefusal | None = None,
     on_ready: Callable[[], None] = lambda: None,
 ) -> None:
-    """Serve until SIGTERM, SIGINT or a call of `Drain`, drain, and return. The arguments are those of `Server`.
+    """Serve until SIGTERM, SIGINT or a call of `Drain`, drain, and return. For the other arguments, see `Server`.
 
     Further signals have no effect until the engine has stopped, which takes a limited time.
 
     Starts the engine, and stops it in every case. Prints one line, `listening on HOST:PORT`, on stdout when ready.
-    Meanwhile long-lived objects are exempt from garbage collection, and the GIL switch interval is 1 ms.
+    Until this function returns, long-lived objects are exempt from garbage collection, and the GIL switch interval is
+    1 ms.
 
     Args:
-        on_ready: is called once, just before that line is printed.
+        on_ready: is called once, just before the line is printed.
 
     Raises:
-        ConfigError: the address cannot be bound.
+        ConfigError: as `Server`, or the address cannot be bound.
         InvariantViolation: the engine's thread or gRPC's server ended. The process should be restarted.
     """
 
@@ -319,7 +320,8 @@ async def serve_until_signal(
         on_ready: is called once, before the address is printed.
 
     Raises:
-        ConfigError, InvariantViolation: as `run`.
+        ConfigError: as `Server` and `Server.start`.
+        InvariantViolation: as `run`.
     """
     server = make_server()
     for number in _STOP_SIGNALS:

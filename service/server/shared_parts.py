@@ -22,7 +22,7 @@ class SharedParts:
         grammars: compiler of the grammars that constrain completions.
         explainer: explains prompts.
         held_bytes: limits the bytes that requests and unsent responses hold in memory.
-        turns: lets token streams send in turns.
+        turns: the turns in which token streams send.
     """
 
     readers: EventReaders | None

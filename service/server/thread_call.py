@@ -1,4 +1,4 @@
-"""Calls of functions on threads, which occupy their place among a bounded number of threads until they return."""
+"""Calls a function on a thread, and reports when it has returned, so that callers can bound the number of threads."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ Result = TypeVar("Result")
 
 
 async def call_on_thread(function: Callable[[], Result], on_return: Callable[[], object]) -> Result:
-    """Return what a function returns, called on a thread.
+    """Call a function on a thread and return its result.
 
-    A thread cannot be cancelled. If the awaiting task is cancelled, the function continues, and its result is dropped.
+    If the awaiting task is cancelled, the function continues on its thread, and the result is dropped.
 
     Args:
         function: the function.

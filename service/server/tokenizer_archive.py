@@ -63,16 +63,16 @@ def tokenizer_archive(directory: str | Path) -> bytes:
         raise UnknownTokenizer("tokenizer: the model's directory has none; add its files, such as tokenizer.json")
     for path in sorted((folder / TEMPLATES).glob("*.jinja"))[: MAX_FILES - len(files)]:
         files[f"{TEMPLATES}/{path.name}"] = read_regular(path)
-    if "tokenizer.json" not in files and (converted := _converted(folder)) is not None:
+    if "tokenizer.json" not in files and (converted := _convert(folder)) is not None:
         files = {name: files[name] for name in _KEPT_WHEN_CONVERTED if name in files} | converted
     return _zip(files)
 
 
-def _converted(folder: Path) -> dict[str, bytes] | None:
-    """Return the files of the tokenizer in the form that clients read; None, with a warning, if it has no such form."""
+def _convert(folder: Path) -> dict[str, bytes] | None:
+    """Convert a tokenizer to `tokenizer.json` and its other files; None, with a warning, if that is not possible."""
     try:
         converted = converted_files(folder)
-        reason = "it has no such form"
+        reason = "tokenizer.json cannot represent it"
     except (ModuleNotFoundError, ValueError) as error:
         converted, reason = None, str(error)
     if converted is None:

@@ -25,7 +25,7 @@ class Compilation:
         clock: a monotonic clock in seconds; thread-safe.
 
     Attributes:
-        text: see above.
+        text: the grammar as the caller wrote it.
     """
 
     def __init__(self, text: GrammarText, clock: Callable[[], float] = time.monotonic) -> None:
@@ -37,7 +37,7 @@ class Compilation:
 
     @property
     def is_over(self) -> bool:
-        """Whether it has succeeded or failed."""
+        """Whether compiling has succeeded or failed."""
         return self._outcome.done()
 
     def begin(self) -> None:
@@ -49,11 +49,11 @@ class Compilation:
         self._outcome.set_result(outcome)
 
     async def constraint(self, limit_s: float) -> GrammarConstraint:
-        """Wait until compiling has begun, and then until it has ended, at most `limit_s` each.
+        """Wait at most `limit_s` until compiling has begun, and then at most `limit_s` until it has ended.
 
         Raises:
             InvalidRequest: compiling takes longer.
-            QueueFull: it is still queued.
+            QueueFull: the grammar is still queued.
             BaseException: the error that compiling raised.
         """
         if not await _is_done(self._started_s, limit_s):

@@ -15,12 +15,12 @@ class GrammarCache:
     When the cache is full, the key with the most grammars loses its least recently used one that is compiled.
 
     Args:
-        max_texts: maximum number of compiled grammars, over all keys.
+        max_texts: maximum number of grammars over all keys. Grammars that are not compiled yet may exceed it.
     """
 
     def __init__(self, max_texts: int) -> None:
         self._max_texts = max_texts
-        # Least recently used first, both keys and texts.
+        # The least recently used first, for keys and for the texts of a key.
         self._by_key: OrderedDict[QuotaKey, OrderedDict[GrammarText, Compilation]] = OrderedDict()
 
     def __len__(self) -> int:
@@ -47,16 +47,12 @@ class GrammarCache:
 
     def _evict_one(self) -> bool:
         """Evict a compiled grammar. Returns whether there was one."""
-        holders = [each for each, texts in self._by_key.items() if any(map(_is_over, texts.values()))]
-        if not holders:
+        keys = [key for key, texts in self._by_key.items() if any(each.is_over for each in texts.values())]
+        if not keys:
             return False
-        largest = max(holders, key=lambda each: len(self._by_key[each]))
+        largest = max(keys, key=lambda each: len(self._by_key[each]))
         texts = self._by_key[largest]
         del texts[next(text for text, compilation in texts.items() if compilation.is_over)]
         if not texts:
             del self._by_key[largest]
         return True
-
-
-def _is_over(compilation: Compilation) -> bool:
-    return compilation.is_over

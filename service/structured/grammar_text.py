@@ -33,7 +33,7 @@ _MAX_REASON_CHARS = 300
 _EXCERPT = re.compile(r"\n *[0-9]+ \| |\n<non-verbose/>")  # followed by a copy of the grammar
 
 
-def in_a_line(reason: object) -> str:
+def one_line_reason(reason: object) -> str:
     """Return the beginning of an error message of llguidance on one line, without the copy of the grammar."""
     return " ".join(_EXCERPT.split(str(reason))[0].split())[:_MAX_REASON_CHARS]
 
@@ -80,10 +80,10 @@ class GrammarText:
             )
 
     def lark(self) -> str:
-        """Translate it to llguidance's Lark syntax, without validating the result.
+        """Translate the grammar to llguidance's Lark syntax, without validating the result.
 
         Raises:
-            InvalidRequest: it is not JSON, or not a grammar that can be translated. The message names the field.
+            InvalidRequest: a schema is not JSON, or a grammar cannot be translated. The message names the field.
         """
         if self.kind == "json_schema":
             return f"start: {self.json_expression()}{_OPTIONS}"
@@ -103,13 +103,13 @@ class GrammarText:
         try:
             return f"{gbnf_to_lark(self.text)}{_OPTIONS}"
         except Exception as error:
-            raise InvalidRequest(f"{self.field}: expected a grammar, got {in_a_line(error)}") from error
+            raise InvalidRequest(f"{self.field}: expected a grammar, got {one_line_reason(error)}") from error
 
     def json_expression(self) -> str:
         """Return a JSON schema as an expression in llguidance's Lark syntax.
 
         Raises:
-            InvalidRequest: it is not JSON, or no schema. The message names the field.
+            InvalidRequest: the text is not JSON, or not a schema. The message names the field.
         """
         return f"%json {json.dumps(self._schema())}"
 

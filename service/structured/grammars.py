@@ -1,4 +1,4 @@
-"""Compiles the grammars of requests on a thread, in turn for each tenant."""
+"""Compiles the grammars of requests on a thread. Tenants take turns."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _logger = logging.getLogger(__name__)
 
 
 class Grammars:
-    """Compiles grammars for one model, one per quota key in turn. For use on one event loop at a time.
+    """Compiles grammars for one model; quota keys take turns. For use on one event loop at a time.
 
     Args:
         tokenizer: the model's tokenizer; loaded for the first grammar.
@@ -52,7 +52,7 @@ class Grammars:
         self._num_waiting = FairShares(MAX_WAITING, "grammars that wait to be compiled")
         self._is_compiling = False
         self._vocabulary: Vocabulary | None = None
-        self._is_loaded: Future[None] = Future()  # whether or not that succeeded
+        self._load_ended: Future[None] = Future()  # when the vocabulary is loaded, or cannot be loaded
         self._cache = GrammarCache(MAX_CACHED)
 
     async def constrain(self, sampling: Sampling, text: GrammarText | None, key: QuotaKey) -> Sampling:
@@ -72,7 +72,7 @@ class Grammars:
             return sampling
         text.require_short()
         compilation = self._cache.find(key, text) or self._compile_later(text, key)
-        await asyncio.shield(asyncio.wrap_future(self._is_loaded))  # other calls still wait if this one is cancelled
+        await asyncio.shield(asyncio.wrap_future(self._load_ended))  # other calls still wait if this one is cancelled
         return dataclasses.replace(sampling, constraint=await compilation.constraint(MAX_COMPILE_S))
 
     def _compile_later(self, text: GrammarText, key: QuotaKey) -> Compilation:
@@ -114,21 +114,21 @@ class Grammars:
 
     def _outcome(self, compilation: Compilation) -> GrammarConstraint | BaseException:
         try:
-            vocabulary = self._loaded(compilation)
+            vocabulary = self._load_and_begin(compilation)
             return self._compile(compilation.text, vocabulary)
         except BaseException as error:  # noqa: BLE001 - it is the result for the waiting calls
             return error
 
-    def _loaded(self, compilation: Compilation) -> Vocabulary:
-        """Return the vocabulary, and begin a compilation when it is loaded or loading has failed."""
+    def _load_and_begin(self, compilation: Compilation) -> Vocabulary:
+        """Return the vocabulary, loading it if necessary. Records, even on failure, that the compilation has begun."""
         try:
             if self._vocabulary is None:
                 self._vocabulary = self._load_vocabulary(compilation.text.field)
             return self._vocabulary
         finally:
             compilation.begin()
-            if not self._is_loaded.done():
-                self._is_loaded.set_result(None)
+            if not self._load_ended.done():
+                self._load_ended.set_result(None)
 
     def _compile(self, text: GrammarText, vocabulary: Vocabulary) -> GrammarConstraint:
         from radixkv.service.structured.matcher import GrammarConstraint

@@ -10,13 +10,13 @@ import numpy.typing as npt
 from llguidance import LLMatcher, LLParserLimits
 
 from radixkv.errors import InvalidRequest
-from radixkv.service.structured.grammar_text import GrammarText, in_a_line
+from radixkv.service.structured.grammar_text import GrammarText, one_line_reason
 from radixkv.service.structured.vocabulary import Vocabulary
 
 # Computing a token mask delays all requests of the step. A request whose mask takes longer is refused.
 MAX_MASK_S = 1.0
 
-_WORD = 32
+_WORD_BITS = 32
 _LIMITS = LLParserLimits(verbose_errors=False)  # otherwise error messages contain tokens of the completion
 _SILENT = 0
 
@@ -30,7 +30,7 @@ class GrammarConstraint:
         clock: CPU seconds of the calling thread, so that a busy machine refuses no request.
 
     Raises:
-        InvalidRequest: no completion can follow it. The message names the field and the reason.
+        InvalidRequest: no completion can follow the grammar. The message names the field and the reason.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class GrammarConstraint:
         self._clock = clock
         self._matcher = LLMatcher(vocabulary.tokens, text.lark(), limits=_LIMITS, log_level=_SILENT)
         if self._matcher.is_error():
-            reason = in_a_line(self._matcher.get_error())
+            reason = one_line_reason(self._matcher.get_error())
             raise InvalidRequest(f"{self._field}: llguidance can't use it: {reason}")
         first = self.start(frozenset())
         if first.is_finished:
@@ -109,12 +109,12 @@ class GrammarMatcher:
         return self._mask
 
     def _compute_mask(self) -> tuple[npt.NDArray[np.bool_], bool] | InvalidRequest:
-        words = np.zeros(self._vocab_size // _WORD + 1, dtype="<u4")
+        words = np.zeros(self._vocab_size // _WORD_BITS + 1, dtype="<u4")
         started_s = self._clock()
         if not self._matcher.is_error():
             self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
         if self._matcher.is_error():
-            reason = in_a_line(self._matcher.get_error())
+            reason = one_line_reason(self._matcher.get_error())
             return InvalidRequest(f"{self._field}: its token mask can't be computed: {reason}")
         took_s = self._clock() - started_s
         if took_s > MAX_MASK_S:

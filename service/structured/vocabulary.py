@@ -15,7 +15,7 @@ class Vocabulary:
 
     Attributes:
         tokens: the tokens as llguidance reads them.
-        vocab_size: number of the model's tokens; the id of the end.
+        vocab_size: number of the model's tokens, and the id of the token that marks the end.
         without_text: tokens without text: special tokens, and the model's own end-of-sequence tokens.
     """
 
@@ -33,13 +33,14 @@ class Vocabulary:
             eos_token_ids: the model's own end-of-sequence tokens.
 
         Raises:
-            ValueError: llguidance cannot read it.
+            ValueError: llguidance cannot read the definition.
         """
-        given = LLTokenizer(definition)
-        known = range(min(vocab_size, given.vocab_size))
+        tokenizer = LLTokenizer(definition)
+        token_ids = range(min(vocab_size, tokenizer.vocab_size))
         # Bytes that do not occur in UTF-8 are special tokens without a name.
-        without_text = frozenset(i for i in known if given.is_special_token(i)).union(eos_token_ids)
-        names = [given.decode_bytes([token_id]) for token_id in known]
+        special = frozenset(token_id for token_id in token_ids if tokenizer.is_special_token(token_id))
+        without_text = special.union(eos_token_ids)
+        names = [tokenizer.decode_bytes([token_id]) for token_id in token_ids]
         return cls.of_names([*names, *[b""] * (vocab_size - len(names))], without_text)
 
     @classmethod

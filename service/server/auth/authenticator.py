@@ -40,7 +40,7 @@ class Authenticator(Protocol):
 
 
 class AnonymousAuthenticator:
-    """Identifies every caller as the same one, for servers without credentials.
+    """Gives every caller the same identity, for servers without credentials.
 
     Args:
         identity: the identity of every caller.

@@ -101,7 +101,7 @@ class MethodRule:
     def bind_tenant(self, caller: Identity | None, request: Any, gateway_tenant: str) -> str | None:
         """Write the caller's own tenant into a request that names none, and refuse a tenant it may not act for.
 
-        Requests of operators are marked, so that their responses have no tokens that a tenant has cached.
+        `omit_cached_text` is set in requests of operators, so that responses have no tokens that a tenant has cached.
 
         Returns:
             The tenant that owns the request; None if no tenant does, or if the request applies to all tenants.
@@ -120,7 +120,7 @@ class MethodRule:
                 message.tenant = own
             elif not caller.may_act_for(message.tenant):
                 raise NotPermitted("tenant: this credential may not act for the tenant that the request names")
-            elif caller.role is not Role.ADMIN and _means_all_tenants(message):
+            elif caller.role is not Role.ADMIN and _applies_to_all_tenants(message):
                 raise NotPermitted(
                     f"tenant: name one; a request for all tenants requires the role admin, got {caller.role.value}"
                 )
@@ -129,11 +129,11 @@ class MethodRule:
         has_cached_text = "omit_cached_text" in message.DESCRIPTOR.fields_by_name
         if has_cached_text and caller is not None and not caller.may_read_cached_text:
             message.omit_cached_text = True
-        return None if _means_all_tenants(message) else str(message.tenant)
+        return None if _applies_to_all_tenants(message) else str(message.tenant)
 
 
-def _means_all_tenants(message: Any) -> bool:
-    """Return whether a message, in which the tenant is optional, names none."""
+def _applies_to_all_tenants(message: Any) -> bool:
+    """Return whether the field `tenant` of a message is optional and not set."""
     return _has_optional_tenant(message.DESCRIPTOR) and not message.HasField("tenant")
 
 
@@ -248,7 +248,7 @@ class Authorizer:
         Args:
             authorization: returned by `authorize`.
             context: gRPC's context of the call.
-            request: its request, after `Authorization.bind_tenant`; None if it has none that names a tenant.
+            request: the request, after `Authorization.bind_tenant`; None if the call has no single request.
 
         Raises:
             InvalidCredential, NotPermitted: the caller may not make the call any more.
@@ -261,7 +261,7 @@ class Authorizer:
         """Authorize a call.
 
         Args:
-            method: its path, `/package.Service/Method`.
+            method: the path of the call, `/package.Service/Method`.
             context: gRPC's context of the call.
 
         Raises:

@@ -19,20 +19,20 @@ def expiry_of(pem: bytes) -> float:
         pem: a certificate that TLS has verified, PEM.
 
     Raises:
-        ValueError: it is not a certificate.
+        ValueError: `pem` is not a certificate.
     """
     der = ssl.PEM_cert_to_DER_cert(pem.decode("ascii"))
     try:
-        _, start, _ = _value(der, 0)  # the certificate
-        _, start, _ = _value(der, start)  # its signed part
-        kind, _, end = _value(der, start)
+        _, start, _ = _read_value(der, 0)  # the certificate
+        _, start, _ = _read_value(der, start)  # its signed part
+        kind, _, end = _read_value(der, start)
         if kind != _VERSION:
             end = start  # version 1 has no version number
         for _ in ("serial number", "algorithm", "issuer"):
-            _, _, end = _value(der, end)
-        _, start, _ = _value(der, end)  # the validity
-        _, _, end = _value(der, start)  # the time from which it is valid
-        kind, start, end = _value(der, end)
+            _, _, end = _read_value(der, end)
+        _, start, _ = _read_value(der, end)  # the validity
+        _, _, end = _read_value(der, start)  # the time from which it is valid
+        kind, start, end = _read_value(der, end)
     except IndexError:
         raise ValueError("certificate: the DER data are incomplete") from None
     text = der[start:end].decode("ascii")
@@ -40,10 +40,10 @@ def expiry_of(pem: bytes) -> float:
     return time.replace(tzinfo=UTC).timestamp()
 
 
-def _value(der: bytes, at: int) -> tuple[int, int, int]:
-    """Return the type of the value at `at`, and where its content begins and ends."""
-    kind, length, start = der[at], der[at + 1], at + 2
+def _read_value(der: bytes, offset: int) -> tuple[int, int, int]:
+    """Return the type of the value that starts at an offset, and the offsets at which its content begins and ends."""
+    kind, length, start = der[offset], der[offset + 1], offset + 2
     if length & 0x80:
         start += length & 0x7F
-        length = int.from_bytes(der[at + 2 : start])
+        length = int.from_bytes(der[offset + 2 : start])
     return kind, start, start + length

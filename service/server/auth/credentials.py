@@ -67,18 +67,19 @@ class Credentials:
     def of_token(self, token: str) -> Credential | None:
         """Return the entry of a token; None if there is none.
 
-        The time it takes reveals nothing about valid tokens, because a caller cannot choose the hash of its token.
+        The time that the lookup takes reveals nothing about valid tokens, because a caller cannot choose the hash of a
+        token.
         """
         digest = hashlib.sha256(token.encode()).digest()
-        found = self._by_hash.get(digest)
-        if found is None or found.token_sha256 is None or not hmac.compare_digest(found.token_sha256, digest):
+        entry = self._by_hash.get(digest)
+        if entry is None or entry.token_sha256 is None or not hmac.compare_digest(entry.token_sha256, digest):
             return None
-        return found
+        return entry
 
     def of_certificate(self, names: Iterable[str]) -> Credential | None:
         """Return the entry that matches one of a certificate's names; None if no entry or several entries match."""
-        found = {id(entry): entry for name in names if (entry := self._by_certificate.get(name)) is not None}
-        return next(iter(found.values())) if len(found) == 1 else None
+        matches = {id(entry): entry for name in names if (entry := self._by_certificate.get(name)) is not None}
+        return next(iter(matches.values())) if len(matches) == 1 else None
 
 
 def read_credentials(path: str | Path) -> Credentials:
@@ -102,7 +103,7 @@ def parse_credentials(text: str) -> Credentials:
     """
     try:
         tree = tomllib.loads(text)
-    except (ValueError, RecursionError) as error:  # its message may quote the file, so only the line number is repeated
+    except (ValueError, RecursionError) as error:  # the message may quote the file, so only the line number is repeated
         line = re.search(r"\(at (line \d+), column \d+\)$", str(error))
         where = "" if line is None else f" in {line[1]}"
         raise ConfigError(f"server.tokens_file: the file is not valid TOML{where}") from None

@@ -23,11 +23,11 @@ _logger = logging.getLogger(__name__)
 
 
 class ReloadedFiles(Generic[Value]):
-    """The value of some files, which a thread of its own checks once per second. Thread-safe.
+    """The value of some files. A separate thread checks once per second whether they have changed. Thread-safe.
 
-    `get` never touches the files, so files that block, such as those of a mount that does not respond, block only the
-    thread. If changed files cannot be used, the previous value stays valid. They are read again at every check until
-    they can be used; the log states the reason once per change.
+    `get` never touches the files, so a file system that does not respond blocks only the thread. If changed files
+    cannot be used, the previous value stays valid, and the files are read again at every check until they can be used.
+    The log states the reason once per change.
 
     The thread ends when the object is garbage.
 
@@ -37,7 +37,7 @@ class ReloadedFiles(Generic[Value]):
         read: reads the files. The message of a ConfigError that it raises is logged, so it must contain no secrets; for
             other exceptions only the type is logged.
         clock: a monotonic clock in seconds.
-        is_watched: whether to start the thread; without it, only `check` reads changed files.
+        is_watched: whether to start the thread; if not, only `check` reads changed files.
 
     Raises:
         ConfigError: the files cannot be read initially.
@@ -81,7 +81,7 @@ class ReloadedFiles(Generic[Value]):
         return self._value
 
     def check(self) -> None:
-        """Read the files if they have changed. For one thread at a time; blocks while the file system does."""
+        """Read the files if they have changed. For one thread at a time. May block on the file system."""
         self._check_started_s = self._clock()
         try:
             self._check()

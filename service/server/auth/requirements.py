@@ -31,7 +31,7 @@ def require_secure(config: ServerConfig, container_marks: Sequence[Path] = _CONT
 
     Args:
         config: the addresses and credentials of the service.
-        container_marks: files of which one exists inside a container. The loopback interface is then that of the
+        container_marks: files of which one exists inside a container. The loopback interface is then local to the
             container, and the log warns about it.
 
     Raises:

@@ -18,13 +18,13 @@ class ServerAuth:
 
     Args:
         config: the configuration.
-        authenticator: identifies callers; by default by the credentials of the configuration.
+        authenticator: identifies callers. Default: by the credentials file that the configuration names, if any.
 
     Attributes:
         tls: TLS of all ports; None without a certificate in the configuration.
 
     Raises:
-        ConfigError: a file of the configuration cannot be used.
+        ConfigError: a file that the configuration names cannot be used.
     """
 
     def __init__(self, config: ServerConfig, authenticator: Authenticator | None = None) -> None:
@@ -39,15 +39,15 @@ class ServerAuth:
             gateway_tenant: the tenant that owns the gateway's data.
         """
         if self._has_admin_port:
-            return Authorizer(self._or_anyone(Role.ROUTER), _ALL_ROLES - OPERATORS, gateway_tenant)
-        return Authorizer(self._or_anyone(Role.ADMIN), _ALL_ROLES, gateway_tenant)
+            return Authorizer(self._authenticator_or_anonymous(Role.ROUTER), _ALL_ROLES - OPERATORS, gateway_tenant)
+        return Authorizer(self._authenticator_or_anonymous(Role.ADMIN), _ALL_ROLES, gateway_tenant)
 
     def admin_authorizer(self) -> Authorizer | None:
         """Return the authorizer of `server.admin_port`, which accepts admins and readers; None without such a port."""
-        return Authorizer(self._or_anyone(Role.ADMIN), OPERATORS) if self._has_admin_port else None
+        return Authorizer(self._authenticator_or_anonymous(Role.ADMIN), OPERATORS) if self._has_admin_port else None
 
-    def _or_anyone(self, role: Role) -> Authenticator:
-        """Return the authenticator; without credentials, one that gives every caller this role."""
+    def _authenticator_or_anonymous(self, role: Role) -> Authenticator:
+        """Return the authenticator; without a credentials file, one that gives every caller this role."""
         return self._authenticator or AnonymousAuthenticator(Identity("anyone", role, is_anyone=True))
 
 

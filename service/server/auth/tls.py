@@ -46,10 +46,10 @@ class Tls:
         self._needs_client_certificate = config.client_ca is not None
 
     def grpc_credentials(self) -> grpc.ServerCredentials:
-        """Return credentials for one gRPC port. New connections use changed files; existing ones are not affected."""
+        """Return credentials for one gRPC port. After the files change, new connections use the new contents."""
         current = self._files.get()
 
-        def changed() -> grpc.ServerCertificateConfiguration | None:  # called before each handshake
+        def fetch_if_changed() -> grpc.ServerCertificateConfiguration | None:  # called before each handshake
             nonlocal current
             files = self._files.get()
             if files is current:
@@ -59,7 +59,7 @@ class Tls:
 
         return grpc.dynamic_ssl_server_credentials(
             _configuration(current),
-            changed,  # type: ignore[arg-type]  # its stubs lack None, which means no change
+            fetch_if_changed,  # type: ignore[arg-type]  # the stubs lack None, which means no change
             self._needs_client_certificate,
         )
 

@@ -25,7 +25,7 @@ class GatewayEvents:
     """Batches of the event log for one gateway, with periodic load records.
 
     Args:
-        batches: batches of the event log, from the requested sequence number on. The caller closes it.
+        batches: batches of the event log, from the requested sequence number on. The caller closes this iterator.
         first_number: sequence number of load records before the first batch; None to send none before it.
         load: returns the engine's load.
     """
@@ -43,7 +43,7 @@ class GatewayEvents:
         self._samples = itertools.count(1)
 
     async def messages(self) -> AsyncGenerator[engine_common_pb2.KvEventBatch, None]:
-        """Yield batches as they arrive, a load record first, and one per heartbeat. Raises what `batches` raises."""
+        """Yield batches as they arrive, and load records: one at first, then one per second. Raises as `batches`."""
         clock = asyncio.get_running_loop().time
         next_load_s = clock()
         next_batch = asyncio.ensure_future(anext(self._batches))
@@ -79,7 +79,7 @@ class GatewayEvents:
 
 
 def batch_message(batch: EventBatch, event_ids: itertools.count[int]) -> engine_common_pb2.KvEventBatch:
-    """Write a batch with the blocks that can be matched by tokens alone, which are those of the gateway's tenant.
+    """Write a batch with the blocks that can be matched by tokens alone: those of the gateway's tenant without a salt.
 
     A batch without such blocks is written as well, because the gateway expects consecutive sequence numbers.
     """
@@ -87,7 +87,9 @@ def batch_message(batch: EventBatch, event_ids: itertools.count[int]) -> engine_
         sequence_number=batch.sequence_number,
         timestamp=batch.time_s,
         dp_rank=0,
-        events=[_event_message(event, next(event_ids)) for event in batch.device_events if _is_public(event)],
+        events=[
+            _event_message(event, next(event_ids)) for event in batch.device_events if _is_visible_to_gateway(event)
+        ],
     )
     if batch.snapshot is not None:
         part = batch.snapshot
@@ -97,7 +99,7 @@ def batch_message(batch: EventBatch, event_ids: itertools.count[int]) -> engine_
     return message
 
 
-def _is_public(event: Event) -> bool:
+def _is_visible_to_gateway(event: Event) -> bool:
     return isinstance(event, AllCleared) or not event.cache_salt
 
 

@@ -27,7 +27,7 @@ class GatewayGeneration:
     """A generation that the gateway requests.
 
     Attributes:
-        params: the prompt.
+        params: the prompt and its options.
         sampling: the options of the first completion.
         num_completions: number of completions.
         stops: stop strings.
@@ -50,7 +50,7 @@ def read_generation(
 
     Args:
         request: the message.
-        limits: determine how long a completion without a maximum length may be.
+        limits: the engine's limits, which bound a completion without a maximum length.
         tenant: the tenant that owns the gateway's data.
         remaining_s: seconds until the gateway's deadline; None without one.
         traceparent: the gateway's span; empty without one.

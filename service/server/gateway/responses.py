@@ -16,11 +16,7 @@ _FINISH_REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
 _ABORTED = "abort"
 
 
-def chunk_response(
-    token_ids: Sequence[int],
-    usage: Usage,
-    index: int,
-) -> vllm_engine_pb2.GenerateResponse:
+def chunk_response(token_ids: Sequence[int], usage: Usage, index: int) -> vllm_engine_pb2.GenerateResponse:
     """Write new tokens of a streamed completion, without log probabilities."""
     chunk = vllm_engine_pb2.GenerateStreamChunk(
         token_ids=token_ids,
@@ -47,7 +43,7 @@ def complete_response(
         start: number of its tokens that have been sent before.
         index: index of the completion.
         matched_stop: the stop string that ended it, or empty.
-        has_stop_token: whether a completion that stopped without a stop string ends with a stop token.
+        has_stop_token: whether a completion that was not ended by a stop string ends with a stop token.
     """
     token_ids = result.token_ids[start:]
     complete = vllm_engine_pb2.GenerateComplete(
@@ -73,7 +69,7 @@ def aborted_response(prompt_tokens: int, cached_tokens: int, index: int) -> vllm
     return vllm_engine_pb2.GenerateResponse(complete=complete)
 
 
-async def with_logprobs(
+async def add_logprobs(
     writer: ResponseWriter,
     response: vllm_engine_pb2.GenerateResponse,
     logprobs: Sequence[TokenLogprobs],
@@ -85,7 +81,7 @@ async def with_logprobs(
     Args:
         writer: serializes large responses.
         response: the response, complete except for log probabilities.
-        logprobs: one entry per token of the response, possibly more; empty if they were not requested.
+        logprobs: one entry per token of the response; further entries are ignored. Empty if not requested.
         prompt: the tokens of the prompt.
         prompt_logprobs: one entry per prompt token except the first; empty if this response must not have them.
 
@@ -100,7 +96,7 @@ async def with_logprobs(
         part.INPUT_LOGPROBS_FIELD_NUMBER: _prompt_pieces(prompt, prompt_logprobs),
     }
     if num_logprobs(logprobs) + num_logprobs(prompt_logprobs) > PIECE_LOGPROBS:
-        return await writer.joined(_nested_pieces(response.DESCRIPTOR.fields_by_name[name].number, part, pieces_of))
+        return await writer.join(_nested_pieces(response.DESCRIPTOR.fields_by_name[name].number, part, pieces_of))
     for piece in pieces_of[part.OUTPUT_LOGPROBS_FIELD_NUMBER]:
         part.output_logprobs.MergeFrom(piece)
     for piece in pieces_of[part.INPUT_LOGPROBS_FIELD_NUMBER]:
@@ -133,7 +129,7 @@ def _output_pieces(
 
 
 def _prompt_pieces(tokens: bytes, logprobs: Sequence[TokenLogprobs]) -> Iterator[vllm_engine_pb2.InputLogProbs]:
-    """Yield messages whose serialized concatenation is one message. The first token has no log probability."""
+    """Yield messages whose serialized concatenation is one message. The first prompt token has no log probability."""
     if not logprobs:
         return
     yield vllm_engine_pb2.InputLogProbs(

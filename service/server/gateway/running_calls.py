@@ -42,7 +42,7 @@ class RunningCalls:
 
     @contextlib.contextmanager
     def running(self, request_id: str) -> Iterator[RunningCall]:
-        """Register a call while the context lasts, and cancel its running completions at the end."""
+        """Register a call while the context lasts, and cancel the completions of the call that still run at the end."""
         call = RunningCall()
         self._calls.setdefault(request_id, []).append(call)
         try:

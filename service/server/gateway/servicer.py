@@ -22,9 +22,9 @@ from radixkv.service.server.gateway.event_stream import GatewayEvents
 from radixkv.service.server.gateway.requests import GatewayGeneration, read_generation
 from radixkv.service.server.gateway.responses import (
     aborted_response,
+    add_logprobs,
     chunk_response,
     complete_response,
-    with_logprobs,
 )
 from radixkv.service.server.gateway.running_calls import RunningCall, RunningCalls
 from radixkv.service.server.gateway.token_counter import TokenCounter
@@ -139,7 +139,7 @@ class GatewayServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
                     num_sent[index] += len(token_ids)
                     self._tokens.add_generated(len(token_ids))
                     chunk = chunk_response(token_ids, usages[index], index)
-                    yield await self._with_logprobs(chunk, generation, tokens.logprobs, tokens.prompt_logprobs)
+                    yield await self._add_logprobs(chunk, generation, tokens.logprobs, tokens.prompt_logprobs)
             for index in ended:
                 if call.is_aborted and call.futures[index].cancelled():
                     yield aborted_response(usages[index].prompt_tokens, usages[index].cached_tokens, index)
@@ -156,22 +156,22 @@ class GatewayServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
                 logprobs.extend(result.logprobs)
                 if generation.is_streamed and start < len(result.token_ids):
                     chunk = chunk_response(result.token_ids[start:], result.usage, index)
-                    yield await self._with_logprobs(chunk, generation, logprobs, prompt_logprobs)
+                    yield await self._add_logprobs(chunk, generation, logprobs, prompt_logprobs)
                     prompt_logprobs = ()
                 has_stop_token = result.token_ids[-1] in stop_token_ids
                 complete = complete_response(result, start, index, matched, has_stop_token=has_stop_token)
-                yield await self._with_logprobs(complete, generation, logprobs, prompt_logprobs)
+                yield await self._add_logprobs(complete, generation, logprobs, prompt_logprobs)
             num_running -= len(ended)
 
-    async def _with_logprobs(
+    async def _add_logprobs(
         self,
         response: vllm_engine_pb2.GenerateResponse,
         generation: GatewayGeneration,
         logprobs: LogprobTable,
         prompt_logprobs: Sequence[TokenLogprobs],
     ) -> vllm_engine_pb2.GenerateResponse | bytes:
-        """Add the log probabilities of a response's tokens to it, and those of the prompt if there are any."""
-        return await with_logprobs(self._writer, response, logprobs, generation.params.tokens, prompt_logprobs)
+        """Add the log probabilities of the tokens of a response, and of the prompt if there are any."""
+        return await add_logprobs(self._writer, response, logprobs, generation.params.tokens, prompt_logprobs)
 
     async def Abort(self, request: vllm_engine_pb2.AbortRequest, context: Context) -> vllm_engine_pb2.AbortResponse:  # noqa: N802
         """Abort running requests; each ends with the finish reason `abort`."""

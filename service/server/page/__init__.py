@@ -1,4 +1,4 @@
-"""The page on the metrics port that draws what is cached.
+"""The page on the metrics port and the HTTP port that draws what is cached.
 
 Public API: `StateFeed`, `Page`.
 """

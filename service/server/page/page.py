@@ -46,7 +46,7 @@ class Page:
         """Return the status, the headers and the body of the response to a request for one of `PATHS`.
 
         The status is 405 for methods other than GET and HEAD, and 503 if the engine does not respond in time. Blocks
-        until it does. Thread-safe.
+        until the engine has responded, or for 5 s. Thread-safe.
         """
         body: bytes | None
         if method not in ("GET", "HEAD"):

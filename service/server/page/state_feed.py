@@ -47,14 +47,14 @@ class StateFeed:
         self._engine = engine
         self._clock = clock
         self._namespace_ids = NamespaceIds()
-        self._lock = threading.Lock()  # guards what follows
+        self._lock = threading.Lock()  # guards the attributes below
         self._state: bytes | None = None
         self._fresh_until_s = -math.inf
 
     def state(self) -> bytes | None:
         """Return the state as JSON; None if the engine does not respond in time. Thread-safe.
 
-        Concurrent calls return the same state, so that they do not wait for one timeout after the other.
+        Concurrent calls share one computation, so that they do not wait for one timeout after the other.
         """
         with self._lock:
             if self._clock() >= self._fresh_until_s:

@@ -20,6 +20,10 @@ _MAX_INT32 = 2**31 - 1  # the largest value that gRPC accepts
 # Flow-control window: maximum bytes in memory of a call whose message is not being read. gRPC's default is 4 MiB.
 WINDOW_BYTES = 65_536
 
+# A client may send pings this far apart while it has a call, even if the server sends no data for a long time, such as
+# during a long prefill. gRPC's default of 5 minutes would close the connections of clients with common keepalive times.
+_MIN_PING_INTERVAL_MS = 5000
+
 # The receiver refuses calls above `max_calls` and counts them. gRPC refuses silently, and only above this multiple.
 _MAX_CALLS_FACTOR = 4
 
@@ -38,10 +42,8 @@ def grpc_options(config: ServerConfig, limits: Limits) -> list[tuple[str, Any]]:
     rate of a connection to one window per round trip, which is 3 MB/s at 20 ms.
     """
     return [
-        (
-            "grpc.so_reuseport",
-            0,
-        ),  # otherwise a second server could bind the port and would receive half of the requests
+        # Otherwise a second server could bind the port, and would receive half of the calls.
+        ("grpc.so_reuseport", 0),
         ("grpc.max_receive_message_length", max_message_bytes(config, limits)),
         ("grpc.max_send_message_length", -1),  # responses with logits may be large
         ("grpc.max_concurrent_streams", config.max_connection_calls),
@@ -58,8 +60,10 @@ def grpc_options(config: ServerConfig, limits: Limits) -> list[tuple[str, Any]]:
         # Clients that vanish without closing their connection are detected within 40 s instead of 2 hours.
         ("grpc.keepalive_time_ms", 30_000),
         ("grpc.keepalive_timeout_ms", 10_000),
-        # Clients that ping more often than every 5 minutes without a call, or every 5 s, are disconnected.
+        # gRPC closes a connection at the third ping that follows another one too soon, without data from the server in
+        # between. On a connection without calls, the minimum interval is 2 hours.
         ("grpc.http2.max_ping_strikes", 2),
+        ("grpc.http2.min_ping_interval_without_data_ms", _MIN_PING_INTERVAL_MS),
     ]
 
 

@@ -12,7 +12,7 @@ from google.protobuf.message import DecodeError, Message
 # Protobuf holds the GIL while it parses; 65,536 bytes take at most 0.4 ms.
 PIECE_BYTES = 65_536
 
-# Depth of nested messages that are cut as well: the tokens of a GenerateRequest are in its field `prefill`.
+# Maximum depth of nested messages that are cut as well: the tokens of a GenerateRequest are in its field `prefill`.
 _MAX_LEVELS = 2
 
 _VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5
@@ -44,11 +44,11 @@ def _pieces(data: memoryview, kind: Descriptor, num_levels: int) -> Iterator[byt
     start = at = 0
     while at < len(data):
         end, number, payload = _field(data, at)
-        parts = _kind_of_parts(kind.fields_by_number.get(number))
-        if payload is not None and len(payload) > PIECE_BYTES and num_levels and parts is not None:
+        nested_type = _mergeable_type(kind.fields_by_number.get(number))
+        if payload is not None and len(payload) > PIECE_BYTES and num_levels and nested_type is not None:
             if start < at:
                 yield data[start:at]
-            for part in _pieces(payload, parts, num_levels - 1):
+            for part in _pieces(payload, nested_type, num_levels - 1):
                 yield _varint(number << 3 | _LENGTH) + _varint(len(part)) + bytes(part)
             start = at = end
             continue
@@ -62,7 +62,7 @@ def _pieces(data: memoryview, kind: Descriptor, num_levels: int) -> Iterator[byt
         yield data[start:at]
 
 
-def _kind_of_parts(field: FieldDescriptor | None) -> Descriptor | None:
+def _mergeable_type(field: FieldDescriptor | None) -> Descriptor | None:
     """Return the type of a singular message field, whose occurrences protobuf merges; None for other fields.
 
     The message of a oneof is not cut.
@@ -75,7 +75,7 @@ def _kind_of_parts(field: FieldDescriptor | None) -> Descriptor | None:
 def _field(data: memoryview, at: int) -> tuple[int, int, memoryview | None]:
     """Return where the field at this offset ends, its number, and its payload if it is length-delimited.
 
-    A group or an invalid field extends to the end of the data; protobuf handles it.
+    A group or an invalid field is taken to extend to the end of the data, and is left to protobuf.
     """
     key, after = _read_varint(data, at)
     kind = key & 7

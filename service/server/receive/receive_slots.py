@@ -18,10 +18,10 @@ _MAX_REMEMBERED = 16_384
 class ReceiveSlots:
     """Bounds how many messages are received at once, separately for senders of small and of large messages.
 
-    A sender of small messages thus does not wait behind connections whose last message was large or did not arrive. The
+    So a sender of small messages does not wait behind connections whose last message was large or did not arrive. The
     size of a message is known only after it was received, so each connection is classified by its last message: if that
-    one arrived completely and was no larger than one flow-control window, the next one uses the slots for small
-    messages. New connections use those for large messages, so that reconnecting gains nothing. For use on one event
+    message arrived completely and was no larger than one flow-control window, the next one uses the slots for small
+    messages. New connections use the slots for large messages, so that reconnecting gains nothing. For use on one event
     loop.
 
     Args:
@@ -33,22 +33,22 @@ class ReceiveSlots:
     def __init__(self, num_slots: int, max_waiting: int, timeout_s: float) -> None:
         self._small = SlotQueue(num_slots - num_slots // 2, max_waiting, timeout_s)
         self._large = SlotQueue(num_slots // 2, max_waiting, timeout_s)
-        self._sends_small: dict[str, None] = {}  # connections, least recently used first
+        self._small_senders: dict[str, None] = {}  # connections, least recently used first
 
     async def receive(self, connection: str, read: Callable[[], Awaitable[bytes]]) -> bytes:
         """Wait for a slot and read a message. Arguments and exceptions are those of `SlotQueue.receive`."""
-        queue = self._small if connection in self._sends_small else self._large
+        queue = self._small if connection in self._small_senders else self._large
         try:
             data = await queue.receive(connection, read)
-        except RadixKVError:
-            self._sends_small.pop(connection, None)
+        except BaseException:  # also if the client cancels the call before the message has arrived
+            self._small_senders.pop(connection, None)
             raise
-        self._sends_small.pop(connection, None)
-        is_small = not isinstance(data, bytes) or len(data) <= WINDOW_BYTES  # or gRPC's EOF
+        self._small_senders.pop(connection, None)
+        is_small = not isinstance(data, bytes) or len(data) <= WINDOW_BYTES  # gRPC's EOF is not bytes
         if is_small:
-            self._sends_small[connection] = None
-            if len(self._sends_small) > _MAX_REMEMBERED:
-                del self._sends_small[next(iter(self._sends_small))]
+            self._small_senders[connection] = None
+            if len(self._small_senders) > _MAX_REMEMBERED:
+                del self._small_senders[next(iter(self._small_senders))]
         return data
 
 
@@ -106,13 +106,13 @@ class SlotQueue:
         except asyncio.CancelledError:
             if task not in self._expired or task.uncancel() > 0:
                 raise
-            raise self._too_slow(loop.time() - start_s) from None
+            raise self._timeout_error(loop.time() - start_s) from None
         finally:
             del self._receiving[task]
             self._expired.discard(task)
             self._pass_on_slot()
 
-    def _too_slow(self, seconds: float) -> RadixKVError:
+    def _timeout_error(self, seconds: float) -> RadixKVError:
         if seconds < self._timeout_s:
             return QueueFull(
                 f"message: only a part of it arrived within {_GRACE_S} s, the limit while other calls wait",

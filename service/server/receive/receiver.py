@@ -26,8 +26,8 @@ _MIN_SLOTS = 4
 _MAX_WAITING = 1024
 # Large messages that are parsed at the same time; each occupies a thread.
 _MAX_PARSING = 2
-# Health watches may use this share of `max_calls`, and other streams that end only with the service may use as many.
-# The limits are separate, because watches need no credentials and must not keep routers from their events.
+# Health watches may use this share of `max_calls`; event streams and reflection together may use the same share. The
+# limits are separate, because watches need no credentials and must not keep routers from their events.
 _ENDLESS_SHARE = 1 / 8
 # Maximum size of a request that carries no prompt; names have at most 256 characters.
 _SMALL_BYTES = 4096
@@ -38,15 +38,13 @@ Parse = Callable[[bytes], Any]
 
 
 class InFlightCall:
-    """One call in flight, which counts against the limits until it ends: as a call, and with the bytes that it holds.
-
-    It holds the bytes of its request and of its unsent responses.
+    """One call in flight. Until it ends, the call and the bytes of its request and unsent responses count as in use.
 
     Attributes:
         context: gRPC's context of the call.
         peer: the connection, as gRPC names it.
         authorization: the caller and its permission.
-        is_endless: whether the call ends only with the service, so that a drain does not wait for it.
+        is_endless: whether the call is a health watch, an event stream or reflection, for which a drain does not wait.
     """
 
     __slots__ = (
@@ -89,7 +87,7 @@ class InFlightCall:
         self._reserved_bytes = reserved_bytes
 
     def hold_response(self, num_bytes: int) -> None:
-        """Charge the bytes of a serialized response beyond those reserved for it. Raises as `hold_request`."""
+        """Charge the bytes of a serialized response that exceed those reserved for it. Raises as `hold_request`."""
         if num_bytes > self._reserved_bytes:
             self._hold(num_bytes - self._reserved_bytes)
 
@@ -117,7 +115,7 @@ class Receiver:
 
     Attributes:
         held_bytes: counts the bytes of requests and unsent responses.
-        in_flight: the calls whose request has arrived, without endless ones.
+        in_flight: the calls whose request has arrived, except for endless calls.
     """
 
     def __init__(self, config: ServerConfig, limits: Limits) -> None:
@@ -137,12 +135,12 @@ class Receiver:
 
     @property
     def num_calls(self) -> int:
-        """Number of calls in flight, including those whose request has not arrived, without endless streams."""
+        """Number of calls in flight, including those whose request has not arrived; endless calls are not counted."""
         return self._calls.used
 
     @property
     def num_endless(self) -> int:
-        """Number of streams in flight that end only with the service, without health watches."""
+        """Number of event streams and reflection streams in flight."""
         return self._endless.used
 
     def refuse_new(self) -> None:
@@ -185,7 +183,7 @@ class Receiver:
             DeadlinePassed: the request did not arrive within `server.receive_timeout_s`.
         """
         data = await self.receive_bytes(call)
-        request = await self._parsed(parse, data)
+        request = await self._parse(parse, data)
         self.hold(call, request, len(data))
         return request
 
@@ -194,11 +192,11 @@ class Receiver:
 
         Args:
             call: returned by `begin`.
-            declared_bytes: size of the request, if it is known. A request that is no larger than a flow-control window,
-                which a connection may take in any case, waits for no slot, and so never behind slow senders.
+            declared_bytes: size of the request, if it is known. A request that is no larger than a flow-control window
+                needs no slot, because every connection may buffer that much. So it never waits for slow senders.
         """
         if declared_bytes is not None and declared_bytes <= WINDOW_BYTES:
-            data = await self._received_in_time(call)
+            data = await self._read_in_time(call)
         else:
             data = await self._slots.receive(call.peer, call.context.read)
         authorization = call.authorization
@@ -211,7 +209,7 @@ class Receiver:
             self.in_flight.add(call)
         return data
 
-    async def _received_in_time(self, call: InFlightCall) -> bytes:
+    async def _read_in_time(self, call: InFlightCall) -> bytes:
         try:
             async with asyncio.timeout(self._timeout_s):
                 data: bytes = await call.context.read()
@@ -231,7 +229,7 @@ class Receiver:
 
         Raises:
             NotPermitted: the caller may not act for the tenant that the request names.
-            QueueFull: too much is held for it.
+            QueueFull: too much is held for the tenant.
         """
         tenant = call.authorization.bind_tenant(request)
         call.hold_request(tenant, num_bytes, response_bytes(request, self._vocab_size))
@@ -255,7 +253,7 @@ class Receiver:
             if data is grpc.aio.EOF:  # type: ignore[attr-defined]  # not in its stubs
                 return
             _require_small(data)
-            yield await self._parsed(parse, data)
+            yield await self._parse(parse, data)
 
     def send(self, call: InFlightCall, response: bytes) -> bytes:
         """Account for a serialized response that is passed to gRPC, and return it.
@@ -286,7 +284,7 @@ class Receiver:
         if self._is_draining and not method.startswith(_HEALTH):
             raise Draining("service: shutting down, no new requests")
 
-    async def _parsed(self, parse: Parse, data: bytes) -> Any:
+    async def _parse(self, parse: Parse, data: bytes) -> Any:
         try:
             if len(data) <= PIECE_BYTES:
                 return parse(data)

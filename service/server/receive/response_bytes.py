@@ -1,4 +1,4 @@
-"""Memory that a response needs, known before it is computed."""
+"""Memory that a response needs, estimated before it is computed."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ _LOGIT_BYTES = 4
 # A log probability with its token: 8 bytes in the engine, at most 13 in a message.
 _LOGPROB_BYTES = 16
 
-# By request: the number of prompt tokens, and the message that has `prompt_logprobs`. The gateway's messages are found
-# by name, because they are imported only where the gateway is enabled.
+# By the name of a request's message: a function that returns the number of prompt tokens and the message with the field
+# `prompt_logprobs`. Keys are names, because the gateway's messages are imported only where the gateway is enabled.
 _PROMPTS: dict[str, Callable[[Any], tuple[int, Any]]] = {
     "radixkv.v1.GenerateRequest": lambda request: (len(request.prefill.token_ids), request),
     "vllm.grpc.engine.GenerateRequest": lambda request: (len(request.tokenized.input_ids), request.sampling_params),
@@ -34,8 +34,8 @@ def unsent_bytes(num_tokens: int, num_logprobs: int) -> int:
 def response_bytes(request: Any, vocab_size: int) -> int:
     """Return the bytes that requested logits or prompt log probabilities take in all copies; 0 without any.
 
-    The engine may finish a thousand such requests before the first response was sent, so they count as held from the
-    start. Generated tokens count when they are generated; see `TokenStream`.
+    The engine may finish a thousand such requests before the first response was sent, so these bytes count as held from
+    the start of the call. Generated tokens count when they are generated; see `TokenStream`.
     """
     num_bytes = vocab_size * _LOGIT_BYTES if getattr(request, "return_logits", False) else 0
     prompt = _PROMPTS.get(request.DESCRIPTOR.full_name)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Set
 from radixkv.service.server.calls import Context
 from radixkv.service.server.connections import close_connections
 
-# A busy event loop is notified late of responses that were sent. Those notifications arrive before the second check.
+# Time between the two checks of a response. Notifications that a busy event loop receives late arrive within this time.
 _CONFIRM_S = 0.1
 
 _logger = logging.getLogger(__name__)

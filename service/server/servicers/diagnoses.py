@@ -1,4 +1,4 @@
-"""Writes what is known about the misses of a server as messages, for `CacheService.Diagnose`."""
+"""Writes reports about the misses of a server as messages, for `CacheService.Diagnose`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MAX_CAUSES = 100
 
 
 def diagnosis_message(report: MissReport, *, has_samples: bool) -> cache_pb2.DiagnoseResponse:
-    """Write a report; without `has_samples`, without tokens and text."""
+    """Write a report. Samples, which contain tokens and text, are written only with `has_samples`."""
     return cache_pb2.DiagnoseResponse(
         covered_s=report.covered_s,
         causes=[_cause_message(each, has_samples=has_samples) for each in report.groups],

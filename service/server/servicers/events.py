@@ -13,7 +13,7 @@ from radixkv.service.token_ids import write_packed
 from radixkv.v1 import events_pb2, events_pb2_grpc
 
 SERVICE = events_pb2.DESCRIPTOR.services_by_name["EventService"].full_name
-_MAX_WRITTEN = 256  # batches whose bytes are kept for subscribers that read them later
+_MAX_KEPT = 256  # serialized batches that are kept for other subscribers
 
 
 class EventServicer(events_pb2_grpc.EventServiceServicer):
@@ -27,14 +27,14 @@ class EventServicer(events_pb2_grpc.EventServiceServicer):
     def __init__(self, readers: EventReaders, epoch: int) -> None:
         self._readers = readers
         self._epoch = epoch
-        self._written = lru_cache(maxsize=_MAX_WRITTEN)(self._write)
+        self._serialize = lru_cache(maxsize=_MAX_KEPT)(self._write)
 
     async def Subscribe(self, request: events_pb2.SubscribeRequest, context: Context) -> AsyncIterator[bytes]:  # noqa: N802
         """Stream batches until the caller cancels or the service stops."""
         async with contextlib.aclosing(self._readers.subscribe(request.start_sequence_number)) as batches:
             await context.send_initial_metadata(())  # so that the client knows that its sequence number was accepted
             async for batch in batches:
-                yield self._written(batch, request.stores)
+                yield self._serialize(batch, request.stores)
 
     def _write(self, batch: EventBatch, has_stores: bool) -> bytes:
         part = batch.snapshot

@@ -1,4 +1,4 @@
-"""Explains prompts: looks them up on the engine's thread, and compares them on another one."""
+"""Explains prompts: looks them up on the engine's thread, and compares them with cached branches on another thread."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _logger = logging.getLogger(__name__)
 
 
 class Explainer:
-    """Explains prompts. They are compared one at a time, so that this takes at most one CPU core.
+    """Explains prompts. Prompts are compared one at a time, so that explanations take at most one CPU core.
 
     A cancelled call leaves the queue. If its thread is already running, the next call waits until the thread has ended.
     For use on one event loop.
@@ -53,6 +53,7 @@ class Explainer:
         Raises:
             InvalidRequest: the prompt, a name or a segment is wrong.
             QueueFull: too many explanations wait, and this tenant has its share of them.
+            RateExceeded, PromptTooLong, UnknownAdapter: as `Engine.look_up`.
         """
         caller, segments = read_caller(request), _read_segments(request)
         has_branch = not request.omit_cached_text
@@ -65,7 +66,7 @@ class Explainer:
     async def begin(
         self, tokens: bytes, caller: Caller, segments: Sequence[PromptSegment] = (), *, has_branch: bool
     ) -> asyncio.Future[explain_pb2.ExplainResponse]:
-        """Look up a prompt, and begin to compare it with what was found.
+        """Look up a prompt, and begin to compare it with the cached branches from which it diverges.
 
         Returns:
             The explanation; see `explanation_message`. It keeps its place among the explanations until it is done or
@@ -111,7 +112,7 @@ def _read_segments(request: cache_pb2.ExplainRequest) -> Sequence[PromptSegment]
 
 
 def explanation_message(explanation: Explanation, *, has_branch: bool) -> explain_pb2.ExplainResponse:
-    """Write an explanation; without `has_branch`, without the tokens and the text of the cached branch."""
+    """Write an explanation. The tokens and the text of the cached branch are written only with `has_branch`."""
     difference = explanation.difference
     return explain_pb2.ExplainResponse(
         prompt_tokens=explanation.prompt_tokens,

@@ -13,7 +13,7 @@ from radixkv.api.sampling import Sampling
 from radixkv.service.server.mailbox import Mailbox
 from radixkv.service.server.receive.fair_shares import QuotaKey
 from radixkv.service.server.servicers.engine_calls import result_of
-from radixkv.service.server.servicers.logprob_messages import with_logprobs
+from radixkv.service.server.servicers.logprob_messages import add_logprobs
 from radixkv.service.server.servicers.messages import last_response, usage_message
 from radixkv.service.server.servicers.response_writer import ResponseWriter
 from radixkv.service.server.servicers.stop_strings import StopStrings
@@ -42,7 +42,7 @@ class GenerateCall:
         shared: limits the bytes of unsent tokens, and lets streams take turns.
         params: the prompt.
         stops: stop strings; None if there are none.
-        explanation: why the prompt is not reused further, for the first response; None if that was not requested.
+        explanation: why no more of the prompt is reused, for the first response; None if it was not requested.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class GenerateCall:
             response.usage.CopyFrom(usage_message(tokens.first_usage))
         self._num_sent[index] += len(token_ids)
         await self._explain(response)
-        return await with_logprobs(self._writer, response, tokens.logprobs, tokens.prompt_logprobs)
+        return await add_logprobs(self._writer, response, tokens.logprobs, tokens.prompt_logprobs)
 
     async def _last(self, index: int) -> Response:
         """Return the last response of a completion, with the tokens that were not sent before."""
@@ -126,7 +126,7 @@ class GenerateCall:
         logprobs.truncate(len(result.token_ids) - start)
         response = last_response(result, start, index, matched)
         await self._explain(response)
-        return await with_logprobs(self._writer, response, logprobs, () if start else result.prompt_logprobs)
+        return await add_logprobs(self._writer, response, logprobs, () if start else result.prompt_logprobs)
 
     async def _explain(self, response: prefill_pb2.GenerateResponse) -> None:
         """Add the explanation to the first response of completion 0."""

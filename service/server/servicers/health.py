@@ -103,7 +103,7 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # n
         return health_pb2.HealthCheckResponse(status=status)
 
     async def List(self, request: Any, context: Context) -> Any:  # noqa: N802
-        """Return the status of every service; that of the server has the empty name."""
+        """Return the status of every service, and of the server under the empty name."""
         return HealthListResponse(
             statuses={name: health_pb2.HealthCheckResponse(status=self._status_of(name)) for name in self._health.names}
         )

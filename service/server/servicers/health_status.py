@@ -11,7 +11,7 @@ class HealthStatus:
 
     Attributes:
         names: names of the services; the empty name means the server itself.
-        is_serving: whether they accept requests; the same for all of them.
+        is_serving: whether the server and its services accept requests.
         changed: set when `names` or `is_serving` changes, and then replaced by a new event.
     """
 
@@ -19,12 +19,12 @@ class HealthStatus:
         self.names: frozenset[str] = frozenset()
         self.is_serving = False
         self.changed = asyncio.Event()
-        self._is_leaving = False
+        self._is_shutting_down = False
 
     def set(self, names: Iterable[str], *, is_serving: bool) -> None:
         """Set the status of these services and of the server; after `enter_graceful_shutdown` it stays NOT_SERVING."""
         names = frozenset(("", *names))
-        is_serving = is_serving and not self._is_leaving
+        is_serving = is_serving and not self._is_shutting_down
         if (names, is_serving) != (self.names, self.is_serving):
             self.names = names
             self.is_serving = is_serving
@@ -33,5 +33,5 @@ class HealthStatus:
 
     def enter_graceful_shutdown(self) -> None:
         """Report NOT_SERVING from now on."""
-        self._is_leaving = True
+        self._is_shutting_down = True
         self.set(self.names, is_serving=False)

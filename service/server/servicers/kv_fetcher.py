@@ -47,17 +47,18 @@ _MAX_ATTEMPTS = 3
 # The missing blocks are computed.
 _MAX_BLOCK_S = 10.0
 _MAX_FETCH_S = 60.0
-# Errors of the other server that a retry does not fix.
+# Errors of the other server that a retry does not fix: the request is invalid, or this server may not fetch.
 _INVALID = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.OUT_OF_RANGE)
 _UNUSABLE = (
     grpc.StatusCode.FAILED_PRECONDITION,
     grpc.StatusCode.PERMISSION_DENIED,
     grpc.StatusCode.UNAUTHENTICATED,
 )
-_UNSURE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN, grpc.StatusCode.CANCELLED)
+# Errors after which the stream is resumed.
+_RETRIED = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN, grpc.StatusCode.CANCELLED)
 
 
-_log = logging.getLogger(__name__)
+_logger = logging.getLogger(__name__)
 
 
 class KVFetcher:
@@ -89,7 +90,7 @@ class KVFetcher:
         Args:
             params: the prompt.
             source: the server and lease that have its K/V.
-            authorization: the header of the call. Calls of this server's fleet may name any source.
+            authorization: the header `authorization` of the call. Calls of this server's fleet may name any source.
 
         Returns:
             The blocks; None if there is no memory for any, the whole prompt is cached here, or the source has none of
@@ -100,6 +101,7 @@ class KVFetcher:
             InvalidRequest: no section `kv_sources` has this address, the request disables the cache, or the source
                 refuses it as invalid.
             UnknownLease: the lease is no longer held by the source, or the source was restarted.
+            UnknownAdapter: no adapter has the caller's name for it.
             KVOfOtherPrompt: the lease is of another prompt.
             KVFormatDiffers: the source has another model, other dtypes, or another block size.
             KVSourceUnusable: the source refuses this server's credentials, or the certificates cannot be used.
@@ -138,12 +140,12 @@ class KVFetcher:
 
 
 def _fleet(transfer: Transfer, authorization: str) -> FleetAccess | None:
-    """Return this server's fleet if the call has the fleet's token."""
+    """Return this server's fleet if the call has the fleet's token; otherwise None."""
     fleet = transfer.fleet
     if fleet is None:
         return None
-    shown, expected = authorization.encode("utf-8", "surrogatepass"), f"Bearer {fleet.token}".encode()
-    return fleet if hmac.compare_digest(shown, expected) else None
+    actual, expected = authorization.encode("utf-8", "surrogatepass"), f"Bearer {fleet.token}".encode()
+    return fleet if hmac.compare_digest(actual, expected) else None
 
 
 class _InStore(NamedTuple):
@@ -179,23 +181,23 @@ class _Stream:
     async def payloads(self, stores: Sequence[str]) -> list[memoryview]:
         """Return K and V of the wanted blocks, up to the first that is not available, is late or fails verification.
 
-        Raises:
-            KVOfOtherPrompt: the first block is of another prompt, so the lease is.
-
         Args:
             stores: shared stores whose handles the source may send instead of blocks. A block that cannot be loaded
                 from its store is fetched from the source.
+
+        Raises:
+            KVOfOtherPrompt: the first block, and so the lease, is of another prompt.
         """
         is_late = await self._fetch_in_time([(0, len(self._wanted))], stores)
         await asyncio.gather(*(self._load(store) for store in stores))
         is_late = is_late or await self._fetch_in_time(self._runs_to_fetch(), ())
         if is_late:
-            _log.warning(
+            _logger.warning(
                 "kv_source %s: did not send a block in time; missing blocks are computed", self._source.address
             )
-        return await self._verified()
+        return await self._await_verified()
 
-    async def _verified(self) -> list[memoryview]:
+    async def _await_verified(self) -> list[memoryview]:
         verified: list[memoryview] = []
         for each in self._payloads:
             payload = await each if isinstance(each, asyncio.Future) else each
@@ -209,7 +211,7 @@ class _Stream:
         return verified
 
     async def _fetch_in_time(self, runs: Sequence[tuple[int, int]], stores: Sequence[str]) -> bool:
-        """Fetch runs of blocks. Returns whether one was late, after which the others are not fetched."""
+        """Fetch runs of blocks. Returns whether a block was late; the blocks after it are then not fetched."""
         try:
             for start, end in runs:
                 await self._fetch(start, end, stores)
@@ -227,8 +229,8 @@ class _Stream:
                         if start == end:
                             break
             except grpc.aio.AioRpcError as error:
-                if error.code() not in _UNSURE or (attempt == _MAX_ATTEMPTS and start == before):
-                    raise _translated(error) from error
+                if error.code() not in _RETRIED or (attempt == _MAX_ATTEMPTS and start == before):
+                    raise _translate(error) from error
             else:
                 return
         raise KVSourceError(f"kv_source: the stream of K/V broke off in each of {_MAX_ATTEMPTS} attempts")
@@ -264,7 +266,7 @@ class _Stream:
                 if response.block != expected:
                     raise KVSourceError(f"kv_source: expected block {expected}, got {response.block}")
                 if has_handle:
-                    self._payloads[index] = self._in_store(response.handle, self._wanted[index], stores)
+                    self._payloads[index] = self._read_handle(response.handle, self._wanted[index], stores)
                 else:
                     data += response.data
                     if len(data) < self._transfer.object_bytes:
@@ -282,7 +284,7 @@ class _Stream:
     async def _next(
         self, responses: AsyncGenerator[prefill_pb2.FetchKVResponse], block_end_s: float
     ) -> prefill_pb2.FetchKVResponse | None:
-        """Return the next response; None after the last one. Raises TimeoutError if it is late."""
+        """Return the next response; None after the last one. Raises TimeoutError if the response is late."""
         async with asyncio.timeout_at(min(block_end_s, self._end_s)):
             return await anext(responses, None)
 
@@ -292,8 +294,8 @@ class _Stream:
         if not indices:
             return
         blocks = [self._wanted[index] for index in indices]
-        found = await asyncio.wrap_future(self._transfer.stores.load(store, blocks))
-        for index, block in zip(indices, found, strict=True):
+        loaded = await asyncio.wrap_future(self._transfer.stores.load(store, blocks))
+        for index, block in zip(indices, loaded, strict=True):
             payload = self._transfer.stores.copy_of(block)
             if payload is not None:
                 self._payloads[index] = payload
@@ -312,7 +314,7 @@ class _Stream:
         verify = functools.partial(self._transfer.payload_of, data, wanted, self._mac)
         return asyncio.get_running_loop().run_in_executor(None, verify)
 
-    def _in_store(self, handle: prefill_pb2.KVHandle, wanted: KeyedBlock, stores: Sequence[str]) -> _InStore:
+    def _read_handle(self, handle: prefill_pb2.KVHandle, wanted: KeyedBlock, stores: Sequence[str]) -> _InStore:
         if handle.store not in stores or handle.key != wanted.key:
             raise KVOfOtherPrompt("kv_source: the source sent a handle of a block that is not of this prompt")
         return _InStore(handle.store)
@@ -333,7 +335,7 @@ class _Stream:
         raise KVFormatDiffers("kv_source: the results of the source are not bitwise identical to those of this server")
 
 
-def _translated(error: grpc.aio.AioRpcError) -> Exception:
+def _translate(error: grpc.aio.AioRpcError) -> Exception:
     code, details = error.code(), error.details() or ""
     if code is grpc.StatusCode.NOT_FOUND:
         return UnknownLease(f"kv_source: {details}", cause=Cause.KV_SOURCE)

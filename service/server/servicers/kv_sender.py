@@ -53,8 +53,8 @@ class KVSender:
             raise UnknownLease("epoch: this server has restarted since, so its leases are lost")
         layers = transfer.layer_bytes.range_of(request.first_layer, request.num_layers)
         stores = _stores(request, transfer)
-        found = await result_of(self._engine, self._mailbox, transfer.blocks_of(request.lease_id, request.tenant))
-        num_blocks = len(found.blocks)
+        lease = await result_of(self._engine, self._mailbox, transfer.blocks_of(request.lease_id, request.tenant))
+        num_blocks = len(lease.blocks)
         if request.first_block > num_blocks:
             raise InvalidRequest(f"first_block: expected at most the {num_blocks} blocks, got {request.first_block}")
         yield prefill_pb2.FetchKVResponse(format=_format(transfer, num_blocks, epoch, layers))
@@ -62,11 +62,11 @@ class KVSender:
         num_at_once = max(1, _SLICE_BYTES // transfer.block_format.payload_bytes)
         for start in range(request.first_block, num_blocks, num_at_once):
             indices = range(start, min(start + num_at_once, num_blocks))
-            handles = await self._handles(transfer, stores, found, indices)
+            handles = await self._find_handles(transfer, stores, lease, indices)
             left = [index for index in indices if index not in handles]
-            copied = transfer.objects(request.lease_id, request.tenant, found, left, layers)
+            copied = transfer.objects(request.lease_id, request.tenant, lease, left, layers)
             copies = await result_of(self._engine, self._mailbox, copied)
-            objects = dict(zip(left, await asyncio.to_thread(_packed, copies), strict=True))
+            objects = dict(zip(left, await asyncio.to_thread(_join_pieces, copies), strict=True))
             for index in indices:
                 if index in handles:
                     yield prefill_pb2.FetchKVResponse(block=index, handle=handles[index])
@@ -75,23 +75,23 @@ class KVSender:
                 for offset in range(0, len(data), _MAX_DATA_BYTES):
                     yield prefill_pb2.FetchKVResponse(block=index, data=data[offset : offset + _MAX_DATA_BYTES])
 
-    async def _handles(
-        self, transfer: Transfer, stores: Sequence[str], found: LeaseBlocks, indices: Sequence[int]
+    async def _find_handles(
+        self, transfer: Transfer, stores: Sequence[str], lease: LeaseBlocks, indices: Sequence[int]
     ) -> dict[int, prefill_pb2.KVHandle]:
         """Find the blocks that are in a shared store. A store that does not respond counts as empty."""
         handles: dict[int, prefill_pb2.KVHandle] = {}
         for store in stores:
             left = [index for index in indices if index not in handles]
-            future = transfer.stores.exists(store, [found.blocks[index] for index in left])
-            found_blocks = await result_of(self._engine, self._mailbox, future)
-            for index, is_found in zip(left, found_blocks or [False] * len(left), strict=True):
-                if is_found:
-                    handles[index] = prefill_pb2.KVHandle(store=store, key=found.blocks[index].key)
+            future = transfer.stores.exists(store, [lease.blocks[index] for index in left])
+            is_stored = await result_of(self._engine, self._mailbox, future)
+            for index, has_block in zip(left, is_stored or [False] * len(left), strict=True):
+                if has_block:
+                    handles[index] = prefill_pb2.KVHandle(store=store, key=lease.blocks[index].key)
         return handles
 
 
-def _packed(objects: Sequence[BlockObject]) -> list[bytes]:
-    """Return the bytes of objects. It waits until they are copied; authenticating them takes as long again."""
+def _join_pieces(objects: Sequence[BlockObject]) -> list[bytes]:
+    """Return the bytes of objects. Waits until the objects are copied; authenticating them takes as long as copying."""
     return [b"".join(each.pieces()) for each in objects]
 
 

@@ -32,7 +32,7 @@ def require_sources(configs: Mapping[str, KVSourceConfig]) -> None:
 
     Raises:
         ConfigError: a file with a token or certificates cannot be used, a token would be sent unencrypted to another
-            machine, or two sections have the same address. The message has no part of the token.
+            machine, or two sections have the same address. The message contains no part of a token.
     """
     KVSources(configs)
 
@@ -68,15 +68,17 @@ class KVSources:
         return address in self._configs
 
     def client_of(self, address: str, fleet: FleetAccess | None = None) -> AsyncClient:
-        """Return the connection to a server.
+        """Return the client of a server, which is created by the first call.
 
         Args:
             address: the server's address.
-            fleet: this server's fleet, if the fleet makes the call; it may name addresses that no section has.
+            fleet: the fleet of this server, if the call comes from the fleet, which may name addresses that no section
+                has; otherwise None.
 
         Raises:
             InvalidRequest: no section has this address, or it is malformed.
-            KVSourceUnusable: its certificates have become unusable. The log has the cause, which may name files.
+            KVSourceUnusable: the CA certificates for the server can no longer be used. The log has the cause, which may
+                name files.
         """
         if address not in self._configs and fleet is None:
             raise InvalidRequest("kv_source.address: no section kv_sources of this server has this address")
@@ -84,7 +86,7 @@ class KVSources:
             _require_address(address)
             name = f"kv_sources.{self._configs[address][0]}" if address in self._configs else "fleet"
             try:
-                self._clients[address] = self._connected(address, fleet)
+                self._clients[address] = self._connect(address, fleet)
             except (OSError, ValueError) as error:
                 _logger.error("%s: %s", name, error)
                 raise KVSourceUnusable(
@@ -92,16 +94,16 @@ class KVSources:
                 ) from error
         return self._clients[address]
 
-    def _connected(self, address: str, fleet: FleetAccess | None) -> AsyncClient:
+    def _connect(self, address: str, fleet: FleetAccess | None) -> AsyncClient:
         if address in self._configs:
             _, config = self._configs[address]
             return AsyncClient(address, tls_ca=config.tls_ca, token=self._tokens[address], options=_OPTIONS)
         assert fleet is not None
-        return _member(address, fleet)
+        return _connect_to_member(address, fleet)
 
 
 def sources_of(engine: Engine) -> KVSources:
-    """Return the connections to the servers that an engine's configuration names; none if it fetches nothing.
+    """Return the connections to the servers that an engine may fetch from; none if the engine fetches nothing.
 
     Raises:
         ConfigError: as `require_sources`.
@@ -109,10 +111,10 @@ def sources_of(engine: Engine) -> KVSources:
     return KVSources({} if engine.transfer is None else engine.transfer.sources)
 
 
-def _member(address: str, fleet: FleetAccess) -> AsyncClient:
+def _connect_to_member(address: str, fleet: FleetAccess) -> AsyncClient:
     """Connect to another server of a fleet. Without TLS, the token is sent only to servers on this machine."""
-    is_shown = fleet.tls_ca is not None or is_on_this_machine(address)
-    token = fleet.token if is_shown else None
+    may_send_token = fleet.tls_ca is not None or is_on_this_machine(address)
+    token = fleet.token if may_send_token else None
     return AsyncClient(
         address, tls_ca=fleet.tls_ca, token=token, options=(*_OPTIONS, *server_name_options(fleet.tls_name))
     )

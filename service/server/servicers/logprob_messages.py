@@ -21,7 +21,7 @@ _TOP_HEAD = (0x12, _TOP.itemsize - 2, 0x08)  # the key of `top`, the length, the
 _LOGPROB_KEY, _OWN_LOGPROB_KEY = 0x15, 0x0D
 
 
-async def with_logprobs(
+async def add_logprobs(
     writer: ResponseWriter,
     response: prefill_pb2.GenerateResponse,
     logprobs: Sequence[TokenLogprobs],
@@ -40,7 +40,7 @@ async def with_logprobs(
     """
     rows_of = {"logprobs": logprobs, "prompt_logprobs": prompt_logprobs}
     if sum(map(num_logprobs, rows_of.values())) > PIECE_LOGPROBS:
-        return await writer.joined(_pieces(response, rows_of))
+        return await writer.join(_pieces(response, rows_of))
     for name, rows in rows_of.items():
         _write(getattr(response, name), rows)
     return response
@@ -52,7 +52,7 @@ def _pieces(response: prefill_pb2.GenerateResponse, rows_of: Mapping[str, Sequen
     for name, rows in rows_of.items():
         for run in runs(rows):
             if isinstance(rows, LogprobTable):
-                yield _written_rows(response.DESCRIPTOR.fields_by_name[name].number, rows.rows(run))
+                yield _serialize_rows(response.DESCRIPTOR.fields_by_name[name].number, rows.rows(run))
                 continue
             piece = prefill_pb2.GenerateResponse()
             _write(getattr(piece, name), rows[run])
@@ -67,7 +67,7 @@ def _write(messages: Any, rows: Iterable[TokenLogprobs]) -> None:
             top.add(token_id=token_id, logprob=logprob)
 
 
-def _written_rows(field_number: int, rows: LogprobRows) -> bytes:
+def _serialize_rows(field_number: int, rows: LogprobRows) -> bytes:
     """Serialize rows as a repeated field of TokenLogprobs, 20 times as fast as with a protobuf message per number."""
     num_rows, num_top = rows.token_ids.shape
     own = np.dtype([("key", "u1"), ("logprob", "<f4")])

@@ -186,7 +186,7 @@ def session_message(stats: SessionStats) -> cache_pb2.SessionStats:
 def prefill_response(
     result: PrefillResult, block_size: int, epoch: int, *, has_block_table: bool = False
 ) -> prefill_pb2.PrefillResponse:
-    """Write the response to a prefill. Block size and epoch describe the blocks of a held lease.
+    """Write the response to a prefill. Block size and epoch are written only with a held lease.
 
     Physical block ids are written only with `has_block_table`: they reveal how many blocks other tenants allocate.
     """
@@ -300,9 +300,9 @@ def stats_response(limits: Limits, stats: EngineStats, tiers: Iterable[TierStats
 def tenant_stats_response(limits: Limits, stats: EngineStats, tenant: str) -> cache_pb2.StatsResponse:
     """Write what one tenant may see: its own statistics, the model and the size of the pool.
 
-    Sums over all tenants are left out, because a tenant could subtract its own share and learn that of the others.
+    Sums over all tenants are left out, because a tenant could subtract its own numbers to learn the sum of the others.
     """
-    mine = [each for each in stats.tenants if each.tenant == tenant]
+    own = [each for each in stats.tenants if each.tenant == tenant]
     return cache_pb2.StatsResponse(
         model=limits.model,
         model_fingerprint=limits.model_fingerprint,
@@ -313,7 +313,7 @@ def tenant_stats_response(limits: Limits, stats: EngineStats, tenant: str) -> ca
         block_bytes=stats.block_bytes,
         kv_dtype=stats.kv_dtype,
         blocks=cache_pb2.BlockStats(total=stats.load.blocks.total),
-        tenants=[_tenant_message(each) for each in mine] or [cache_pb2.TenantStats(tenant=tenant)],
+        tenants=[_tenant_message(each) for each in own] or [cache_pb2.TenantStats(tenant=tenant)],
     )
 
 
@@ -341,7 +341,7 @@ def read_sampling(request: prefill_pb2.GenerateRequest) -> Sampling:
     """Read the options of a generation.
 
     Raises:
-        InvalidRequest: there are too many stop tokens, or the compression has no policy.
+        InvalidRequest: there are too many stop tokens, or the policy of the compression is missing or unknown.
     """
     if len(request.stop_token_ids) > MAX_STOP_TOKEN_IDS:
         raise InvalidRequest(
@@ -429,7 +429,7 @@ def adapter_message(adapter: Adapter) -> cache_pb2.Adapter:
 
 
 def public_prefix_message(status: PublicPrefixStatus, adapters: Adapters) -> cache_pb2.PublicPrefix:
-    """Write the state of a public prefix. `adapters` returns the names of its adapter."""
+    """Write the state of a public prefix. `adapters` has the names of the prefix's adapter."""
     return cache_pb2.PublicPrefix(
         name=status.name,
         tokens=status.num_tokens,

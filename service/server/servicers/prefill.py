@@ -18,7 +18,7 @@ from radixkv.api.caller import Caller
 from radixkv.api.params import PrefillParams
 from radixkv.api.result import PrefillResult
 from radixkv.errors import RadixKVError, SwitchedOff
-from radixkv.service.server.calls import Context, when_over
+from radixkv.service.server.calls import Context, add_done_callback
 from radixkv.service.server.mailbox import Mailbox
 from radixkv.service.server.receive.fair_shares import QuotaKey
 from radixkv.service.server.servicers.engine_calls import Deadlines, authorization_of, result_of, traceparent_of
@@ -54,7 +54,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
     """Serves prompts.
 
     Args:
-        engine: computes them.
+        engine: computes the prompts.
         shared: parts that other servicers use as well.
         deadlines: the time that a prompt may take.
         sources: servers to fetch K/V from.
@@ -74,10 +74,10 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         """Compute the part of a prompt that is not cached, and return the next token."""
         self._require_role("Prefill")
         params = read_params(request, self._seconds_left(context), traceparent_of(context))
-        async with self._explained(request, params) as explanation:
+        async with self._begin_explanation(request, params) as explanation:
             future = self._engine.prefill(params)
             if params.hold_lease:
-                when_over(partial(self._release_unreported, future, params.caller, context))
+                add_done_callback(partial(self._release_unreported, future, params.caller, context))
             result = await result_of(self._engine, self._mailbox, future)
             limits = self._engine.limits
             has_table = request.return_block_table
@@ -87,10 +87,13 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
             return response
 
     @contextlib.asynccontextmanager
-    async def _explained(
+    async def _begin_explanation(
         self, request: prefill_pb2.PrefillRequest, params: PrefillParams
     ) -> AsyncIterator[Explanation | None]:
-        """Look a prompt up, if it is to be explained, and compare it while the block computes it; None if it is not.
+        """Begin to explain a prompt if the request asks for it, and cancel the explanation at the end of the context.
+
+        Yields:
+            The explanation, which is made while the prompt is computed; None if the request does not ask for it.
 
         Raises:
             QueueFull: too many explanations wait, and this tenant has its share of them.
@@ -131,7 +134,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         sampling = await self._shared.grammars.constrain(read_sampling(request), read_grammar(request), key)
         sampling = await with_tool_calls(self._shared.tokenizer, request.tool_call_begin, sampling)
         stops = await stop_strings(self._shared.tokenizer, request.stop, params, sampling, num_completions)
-        async with self._explained(request.prefill, params) as explanation:
+        async with self._begin_explanation(request.prefill, params) as explanation:
             generation = GenerateCall(
                 self._engine, self._mailbox, self._writer, self._shared, params, stops, explanation
             )
@@ -148,7 +151,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
                 generation.close()
 
     async def Probe(self, request: prefill_pb2.ProbeRequest, context: Context) -> prefill_pb2.ProbeResponse:  # noqa: N802
-        """Return what a prefill of this prompt would reuse."""
+        """Return how much of a prompt a prefill would reuse."""
         future = self._engine.probe(read_token_ids(request), read_caller(request))
         result = await result_of(self._engine, self._mailbox, future)
         return prefill_pb2.ProbeResponse(

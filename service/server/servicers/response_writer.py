@@ -22,7 +22,7 @@ def num_logprobs(rows: Sequence[TokenLogprobs]) -> int:
 
 
 def runs(rows: Sequence[TokenLogprobs] | Sequence[prefill_pb2.TokenLogprobs]) -> Iterator[slice]:
-    """Cut rows into runs that are serialized at once."""
+    """Yield the slices of rows that are serialized at once."""
     num_rows = max(1, PIECE_LOGPROBS // (1 + len(rows[0].top))) if rows else 1
     for start in range(0, len(rows), num_rows):
         yield slice(start, start + num_rows)
@@ -37,19 +37,19 @@ class ResponseWriter:
     def __init__(self) -> None:
         self._writing = asyncio.Semaphore(_MAX_WRITING)
 
-    async def joined(self, pieces: Iterable[bytes]) -> bytes:
-        """Return the pieces of a response as one. At most two responses are joined at the same time.
+    async def join(self, pieces: Iterable[bytes]) -> bytes:
+        """Concatenate the pieces of a response. At most two responses are written at the same time.
 
         Args:
-            pieces: serializes the pieces; iterated on the thread.
+            pieces: an iterable that serializes one piece at a time; it is iterated on the thread.
         """
         await self._writing.acquire()
-        written = asyncio.get_running_loop().run_in_executor(None, _joined, pieces)
+        written = asyncio.get_running_loop().run_in_executor(None, _join, pieces)
         written.add_done_callback(lambda _: self._writing.release())
         return await asyncio.shield(written)  # the thread continues even if the call was cancelled
 
 
-def _joined(pieces: Iterable[bytes]) -> bytes:
-    buffer = io.BytesIO()  # holds the GIL for one piece at a time; `join` would hold it for all
+def _join(pieces: Iterable[bytes]) -> bytes:
+    buffer = io.BytesIO()  # holds the GIL for one piece at a time; `bytes.join` would hold it for all
     buffer.writelines(pieces)
     return buffer.getvalue()

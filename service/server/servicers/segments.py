@@ -53,19 +53,21 @@ class SegmentLister:
         if not 1 <= page_size <= max_page_size:
             raise InvalidRequest(f"page_size: expected 1 to {max_page_size}, got {page_size}")
         if request.session_id:
-            return await self._of_session(request, tenant)
+            return await self._list_session(request, tenant)
         if request.hottest_first:
             if request.store:
                 raise InvalidRequest("store: can't be combined with hottest_first")
             if request.page_token:
                 raise InvalidRequest("page_token: can't be combined with hottest_first")
-            return await self._hottest(tenant, page_size)
+            return await self._list_hottest(tenant, page_size)
         position = self._page_tokens.position_of(request.page_token)
         if request.store:
-            return await self._stored(request.store, position, tenant, page_size)
-        return await self._page(position, tenant, page_size)
+            return await self._list_stored(request.store, position, tenant, page_size)
+        return await self._list_page(position, tenant, page_size)
 
-    async def _page(self, position: int | None, tenant: str | None, page_size: int) -> cache_pb2.ListSegmentsResponse:
+    async def _list_page(
+        self, position: int | None, tenant: str | None, page_size: int
+    ) -> cache_pb2.ListSegmentsResponse:
         response = cache_pb2.ListSegmentsResponse()
         for _ in range(MAX_CALLS):
             assert position is not None
@@ -81,7 +83,7 @@ class SegmentLister:
         response.next_page_token = self._page_tokens.token(position)
         return response
 
-    async def _stored(
+    async def _list_stored(
         self, store: str, position: int | None, tenant: str | None, page_size: int
     ) -> cache_pb2.ListSegmentsResponse:
         response = cache_pb2.ListSegmentsResponse()
@@ -99,7 +101,7 @@ class SegmentLister:
         response.next_page_token = self._page_tokens.token(position)
         return response
 
-    async def _of_session(
+    async def _list_session(
         self, request: cache_pb2.ListSegmentsRequest, tenant: str | None
     ) -> cache_pb2.ListSegmentsResponse:
         if tenant is None:
@@ -112,7 +114,7 @@ class SegmentLister:
         segments = [self._segment_message(each) for each in page.segments]
         return cache_pb2.ListSegmentsResponse(segments=segments, compared_segments=len(segments))
 
-    async def _hottest(self, tenant: str | None, page_size: int) -> cache_pb2.ListSegmentsResponse:
+    async def _list_hottest(self, tenant: str | None, page_size: int) -> cache_pb2.ListSegmentsResponse:
         hottest = HottestSegments(page_size, tenant)
         while (future := hottest.next_call(self._engine.segments)) is not None:
             hottest.add(await result_of(self._engine, self._mailbox, future))

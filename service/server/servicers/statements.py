@@ -1,4 +1,4 @@
-"""Makes statements for `CacheService.Statement`: the present day comes from the engine, the others from files."""
+"""Makes statements for `CacheService.Statement`, from the days that the engine has in memory and from files."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class StatementMaker:
     A cancelled call leaves the queue. If its thread is already running, the next call waits until the thread has ended.
 
     Args:
-        engine: has the ledger and the files.
+        engine: has the use in memory and the files.
         mailbox: returns results of the engine to the event loop.
     """
 
@@ -43,6 +43,7 @@ class StatementMaker:
             InvalidRequest: a day or a name is wrong, or the statement would be too long.
             QueueFull: too many statements wait, and this tenant has its share of them.
             SwitchedOff: the server has no statements.
+            StoreUnavailable: a file cannot be read.
         """
         require_names(tenant=request.tenant)
         book = self._engine.statements

@@ -85,7 +85,7 @@ async def stop_strings(
         tokenizer: the model's tokenizer.
         stops: the strings; duplicates are ignored.
         params: the prompt.
-        sampling: its `min_tokens` tokens cannot complete a stop string.
+        sampling: the options; the first `min_tokens` tokens of a completion cannot complete a stop string.
         num_completions: number of completions of the prompt.
 
     Raises:
@@ -94,9 +94,12 @@ async def stop_strings(
     if not stops:
         return None
     require_stops(stops)
-    loaded = await tokenizer.required("stop", "stop strings require")
+    model_tokenizer = await tokenizer.required("stop", "stop strings require")
     prompt_ids = last_ids(params.tokens)
-    different = tuple(dict.fromkeys(stops))
+    unique_stops = tuple(dict.fromkeys(stops))
     return StopStrings(
-        [AnswerText(loaded.stream(prompt_ids), different, sampling.min_tokens) for _ in range(num_completions)]
+        [
+            AnswerText(model_tokenizer.stream(prompt_ids), unique_stops, sampling.min_tokens)
+            for _ in range(num_completions)
+        ]
     )

@@ -24,8 +24,8 @@ class StreamTurns:
     """
 
     def __init__(self) -> None:
-        self._is_taken = False  # a stream continues in this iteration
-        # In the order of the keys' turns, and of the streams' turns.
+        self._is_taken = False  # whether a stream has the turn of this iteration
+        # Waiting streams by key; keys and streams are in the order of their turns.
         self._queues: OrderedDict[QuotaKey, deque[asyncio.Future[None]]] = OrderedDict()
 
     async def wait(self, key: QuotaKey) -> None:
@@ -41,7 +41,7 @@ class StreamTurns:
         try:
             await turn
         except asyncio.CancelledError:
-            if not turn.cancelled() and key in self._queues:  # its turn had come
+            if not turn.cancelled() and key in self._queues:  # the stream had the turn
                 self._queues.move_to_end(key, last=False)
             raise
 

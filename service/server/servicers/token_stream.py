@@ -22,10 +22,10 @@ class UnsentTokens:
     Attributes:
         token_ids: the tokens, in order.
         logprobs: one entry per token; empty unless requested.
-        prompt_logprobs: those that arrived with the first of the tokens.
-        first_usage: the usage that arrived with the first token.
-        last_usage: the usage that arrived with the last token.
-        num_bytes: memory that all of this takes, as `unsent_bytes` counts.
+        prompt_logprobs: the log probabilities of the prompt that arrived with the first of these tokens.
+        first_usage: the usage that arrived with the first of these tokens.
+        last_usage: the usage that arrived with the last of these tokens.
+        num_bytes: memory that the tokens and log probabilities take, as `unsent_bytes` counts.
     """
 
     def __init__(self) -> None:
@@ -58,9 +58,9 @@ class TokenStream:
     Args:
         mailbox: delivers the tokens.
         held_bytes: counts the bytes of all calls.
-        key: the quota key that they are charged to.
+        key: the quota key that the bytes are charged to.
         cancel: cancels the completions when too much is held.
-        turns: of all streams of the server.
+        turns: the turns of all streams of the server.
     """
 
     def __init__(
@@ -105,8 +105,8 @@ class TokenStream:
     async def get(self) -> tuple[Collection[int], list[int]]:
         """Wait for updates and for a turn, and return the completions with new tokens, and those that ended.
 
-        A completion that ended is not among those with new tokens. Call this only when the tokens that were taken
-        before have been sent.
+        A completion that ended is not among those with new tokens. Call this only after the tokens that were taken have
+        been sent.
 
         Raises:
             QueueFull: too much is held for the quota key.
@@ -126,7 +126,7 @@ class TokenStream:
         return updated, ended
 
     def unsent(self, index: int) -> UnsentTokens:
-        """Return the tokens of a completion that were not taken, which still grow. Raises as `get` does."""
+        """Return the tokens of a completion that were not taken. Later tokens are added to them. Raises as `get`."""
         self._require_room()
         return self._unsent.setdefault(index, UnsentTokens())
 

@@ -3,7 +3,7 @@ import asyncio
 import pytest
 
 from radixkv.service.client import AsyncClient
-from radixkv.service.server.calls import InFlightCalls, when_over
+from radixkv.service.server.calls import InFlightCalls, add_done_callback
 from tests.patience import PATIENCE_S
 from tests.reference_cycles import uncollected
 from tests.service.fake_engine import FakeEngine
@@ -20,7 +20,7 @@ class Call:
 
     async def _run(self, calls):
         calls.add(self)
-        when_over(lambda: calls.discard(self))
+        add_done_callback(lambda: calls.discard(self))
         await self._is_over.wait()
 
 
@@ -101,9 +101,9 @@ def test_callbacks_run_once_in_order_when_a_call_is_over_even_if_one_raises():
         raise ValueError("expected by this test")
 
     async def call():
-        when_over(lambda: ended.append("first"))
-        when_over(fail)
-        when_over(lambda: ended.append("last"))
+        add_done_callback(lambda: ended.append("first"))
+        add_done_callback(fail)
+        add_done_callback(lambda: ended.append("last"))
         await asyncio.sleep(0)
         assert not ended
 

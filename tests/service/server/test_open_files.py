@@ -50,6 +50,16 @@ def test_the_limit_is_raised_to_what_the_connections_need(limited, caplog, hard)
     assert not caplog.text
 
 
+def test_open_files_suffice_for_the_connections_to_each_port_that_limits_them(limited) -> None:
+    limits = limited(Limits(1024, INFINITY))
+    config = ServerConfig(metrics_port=0, http_port=0, admin_port=0)
+    raise_open_files(config)
+    assert limits.soft == 3 * config.max_connections + RESERVED_FILES
+    assert max_connections(config) == config.max_connections
+    limited(Limits(4024, 4024))
+    assert max_connections(config) == 1000
+
+
 @pytest.mark.parametrize("soft", [50_000, INFINITY])
 def test_a_limit_that_suffices_stays(limited, caplog, soft) -> None:
     limits = limited(Limits(soft, soft))

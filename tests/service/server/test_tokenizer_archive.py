@@ -79,4 +79,4 @@ def test_a_tokenizer_that_can_not_be_converted_is_handed_out_with_a_warning(tmp_
     (tmp_path / "vocab.txt").write_text("x")
     monkeypatch.setattr("radixkv.service.server.tokenizer_archive.converted_files", lambda _: None)
     assert names_in(tokenizer_archive(tmp_path)) == ["vocab.txt"]
-    assert "so clients need transformers for text: it has no such form" in caplog.text
+    assert "so clients need transformers for text: tokenizer.json cannot represent it" in caplog.text

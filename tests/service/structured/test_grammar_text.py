@@ -6,7 +6,7 @@ import pytest
 pytest.importorskip("llguidance")
 
 from radixkv.errors import InvalidRequest
-from radixkv.service.structured.grammar_text import MAX_CHARS, GrammarText, in_a_line
+from radixkv.service.structured.grammar_text import MAX_CHARS, GrammarText, one_line_reason
 from tests.service.structured.followed import follows
 
 
@@ -118,6 +118,6 @@ def test_an_invalid_grammar_is_refused_by_name(grammar: str) -> None:
 
 
 def test_reasons_are_one_short_line_without_the_grammar() -> None:
-    assert in_a_line("regex (a\n  ^\nerror: unclosed\n   1 | start: /(a/\n  ^\n") == "regex (a ^ error: unclosed"
-    assert in_a_line("stopped\n<non-verbose/>") == "stopped"
-    assert len(in_a_line("a" * 5_000)) == 300
+    assert one_line_reason("regex (a\n  ^\nerror: unclosed\n   1 | start: /(a/\n  ^\n") == "regex (a ^ error: unclosed"
+    assert one_line_reason("stopped\n<non-verbose/>") == "stopped"
+    assert len(one_line_reason("a" * 5_000)) == 300

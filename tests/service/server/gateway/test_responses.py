@@ -12,9 +12,9 @@ from radixkv.api.result import FinishReason, GenerateResult, Timing, TokenLogpro
 from radixkv.gateway.vllm_engine_pb2 import InputLogProbs, InputTokenLogProb, OutputLogProbs, TopLogProbs
 from radixkv.service.server.gateway.responses import (
     aborted_response,
+    add_logprobs,
     chunk_response,
     complete_response,
-    with_logprobs,
 )
 from radixkv.service.server.servicers.response_writer import ResponseWriter
 
@@ -28,7 +28,7 @@ def result(reason=FinishReason.LENGTH):
 
 def sent(response, logprobs=(), prompt=(), prompt_logprobs=()):
     tokens = np.array(prompt, "<u4").tobytes()
-    return asyncio.run(with_logprobs(ResponseWriter(), response, logprobs, tokens, prompt_logprobs))
+    return asyncio.run(add_logprobs(ResponseWriter(), response, logprobs, tokens, prompt_logprobs))
 
 
 def test_a_chunk_counts_its_own_tokens():

@@ -171,7 +171,7 @@ def test_every_text_can_be_read(browser: Browser, width: int, height: int, schem
 def test_labels_can_be_read_on_segments_of_any_heat(browser: Browser, scheme: str) -> None:
     drawn(browser, 1280, 900, scheme)
     colors = browser.evaluate(
-        "Array.from({ length: 201 }, (_, index) => [mixed(index / 200), luminance(mixed(index / 200)) > 0.179])"
+        "Array.from({ length: 201 }, (_, index) => [heatColor(index / 200), luminance(heatColor(index / 200)) > 0.179])"
     )
     for color, is_bright in colors:
         assert contrast([0, 0, 0] if is_bright else [255, 255, 255], color) >= LEAST_CONTRAST

@@ -14,6 +14,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from bench.hostile.attacks.flood import PREFILL, opened
 from radixkv.errors import QueueFull
 from radixkv.service.client import AsyncClient
+from radixkv.service.server.receive import grpc_options
 from radixkv.v1.prefill_pb2 import PrefillRequest
 from tests.events.fake_source import FakeSource
 from tests.patience import PATIENCE_S
@@ -141,6 +142,24 @@ def test_a_response_that_is_not_read_ends_with_its_connection():
             return closed, (await client.prefill([3])).next_token_id
 
     assert asyncio.run(run()) == (True, 3)
+
+
+def test_a_client_may_ping_during_a_long_call(monkeypatch):
+    monkeypatch.setattr(grpc_options, "_MIN_PING_INTERVAL_MS", 100)
+
+    async def run():
+        async with serving(FakeEngine(is_gated=True)) as (_, address):
+            reader, writer = await asyncio.open_connection(*address.rsplit(":", 1))
+            writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + b"\4" + bytes(5) + frame(4, 1, 0, b""))
+            writer.write(headers(1) + data(1, PrefillRequest(token_ids=[1])))
+            for number in range(6):  # by default, gRPC closes the connection after the fourth ping
+                await asyncio.sleep(0.15)
+                ping = f"ping {number:03}".encode()
+                writer.write(frame(6, 0, 0, ping))
+                await asyncio.wait_for(reader.readuntil(ping), PATIENCE_S)  # the acknowledgement
+            writer.close()
+
+    asyncio.run(run())
 
 
 def refused(kinds):

@@ -95,6 +95,24 @@ def test_a_connection_whose_message_does_not_arrive_uses_the_slots_for_large_one
     asyncio.run(run())
 
 
+def test_a_connection_that_cancels_a_message_uses_the_slots_for_large_ones():
+    async def run():
+        senders, come = Senders(), asyncio.Event()
+        for name in ("canceller", "small"):
+            await senders.send(name, SMALL)
+        cancelled = senders.start("canceller", asyncio.Event())
+        await rest()
+        cancelled.cancel()
+        await asyncio.wait([cancelled])
+        waiting = senders.start("canceller", come)
+        await rest()
+        assert await senders.send("small", SMALL) == SMALL
+        come.set()
+        await waiting
+
+    asyncio.run(run())
+
+
 def test_the_end_of_a_stream_counts_as_small():
     async def run():
         senders, end, come = Senders(), object(), asyncio.Event()
@@ -115,6 +133,6 @@ def test_the_number_of_remembered_connections_is_bounded(monkeypatch):
         senders = Senders()
         for name in "abc":
             await senders.send(name, SMALL)
-        assert list(senders.slots._sends_small) == ["b", "c"]
+        assert list(senders.slots._small_senders) == ["b", "c"]
 
     asyncio.run(run())

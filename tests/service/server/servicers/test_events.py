@@ -85,7 +85,7 @@ def test_hashes_are_those_that_the_engine_logs():
         message = servicer._write(batch, True)
         assert batch.events[0].block_hashes in message
         assert batch.events[0].tokens in message
-        assert servicer._written(batch, True) is servicer._written(batch, True)
+        assert servicer._serialize(batch, True) is servicer._serialize(batch, True)
 
     run(test)
 

@@ -10,7 +10,7 @@ import pytest
 
 from radixkv.api.logprob_table import LogprobRows, LogprobTable
 from radixkv.api.result import TokenLogprobs
-from radixkv.service.server.servicers.logprob_messages import with_logprobs
+from radixkv.service.server.servicers.logprob_messages import add_logprobs
 from radixkv.service.server.servicers.response_writer import PIECE_LOGPROBS, ResponseWriter
 from radixkv.v1.prefill_pb2 import GenerateResponse, TokenLogprob, Usage
 from radixkv.v1.prefill_pb2 import TokenLogprobs as Message
@@ -41,7 +41,7 @@ def test_a_part_has_its_log_probabilities_however_many_they_are(
     generated, of_prompt = rows_of(num_generated, num_top), rows_of(num_prompt, num_top)
     expected.logprobs.extend(messages(generated))
     expected.prompt_logprobs.extend(messages(of_prompt))
-    written = asyncio.run(with_logprobs(ResponseWriter(), part, generated, of_prompt))
+    written = asyncio.run(add_logprobs(ResponseWriter(), part, generated, of_prompt))
     assert isinstance(written, bytes) is is_large
     assert (GenerateResponse.FromString(written) if isinstance(written, bytes) else written) == expected
 
@@ -55,6 +55,6 @@ def test_rows_in_arrays_say_the_same(num_rows: int, num_top: int) -> None:
     token_ids[:2] = [[0], [2**32 - 1]]
     table = LogprobTable(num_rows)
     table.put(0, LogprobRows(logprobs, token_ids))
-    written = asyncio.run(with_logprobs(ResponseWriter(), GenerateResponse(index=3), [], table))
+    written = asyncio.run(add_logprobs(ResponseWriter(), GenerateResponse(index=3), [], table))
     assert isinstance(written, bytes)
     assert GenerateResponse.FromString(written) == GenerateResponse(index=3, prompt_logprobs=messages(table))

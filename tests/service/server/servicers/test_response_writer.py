@@ -37,7 +37,7 @@ def test_runs_have_all_rows_and_at_most_a_piece_of_log_probabilities(num_rows: i
 def test_the_loop_continues_while_pieces_are_written() -> None:
     async def run() -> bytes:
         pieces = Gated()
-        written = asyncio.create_task(ResponseWriter().joined(pieces))
+        written = asyncio.create_task(ResponseWriter().join(pieces))
         assert await becomes_true(pieces.has_begun.is_set)
         pieces.open.set()
         return await written
@@ -48,7 +48,7 @@ def test_the_loop_continues_while_pieces_are_written() -> None:
 def test_two_responses_are_written_at_a_time_even_if_their_callers_are_gone() -> None:
     async def run() -> None:
         writer, (first, second, third) = ResponseWriter(), [Gated() for _ in range(3)]
-        tasks = [asyncio.create_task(writer.joined(pieces)) for pieces in (first, second, third)]
+        tasks = [asyncio.create_task(writer.join(pieces)) for pieces in (first, second, third)]
         assert await becomes_true(lambda: first.has_begun.is_set() and second.has_begun.is_set())
         tasks[0].cancel()
         with pytest.raises(asyncio.CancelledError):
