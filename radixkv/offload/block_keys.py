@@ -33,13 +33,13 @@ _TAG = b"radixkv tag 2"
 
 @dataclass(frozen=True, slots=True)
 class BlockFormat:
-    """Everything besides its tokens and namespace that determines the bytes of a block.
+    """Everything that determines the bytes of a block, except its tokens and its namespace.
 
     Attributes:
         model: from `fingerprint_model`: all weights, the configuration, exactness.
         dtype: the dtype that the model computes in.
         kv_dtype: how K and V are stored, as `KVFormat` names it.
-        layout: order of the numbers in a payload, such as `by block`.
+        layout: order of the numbers in a payload, from `payload_layout`.
         block_size: tokens per block.
         payload_bytes: bytes of K and V of one block.
         computed_by: device, libraries and kernels, on which the last bits of K and V depend.
@@ -79,7 +79,7 @@ class KeyScope:
         return True
 
     def hex_pattern(self, any_digit: str) -> str:
-        """Return a pattern for the start of such keys in hexadecimal, in which `any_digit` matches any digit."""
+        """Return a pattern for the hexadecimal start of keys in the scope; `any_digit` stands for any digit."""
         pairs = zip(self.tags, _TAG_BYTES.values(), strict=True)
         return "".join(2 * size * any_digit if tag is None else tag.hex() for tag, size in pairs)
 
@@ -151,18 +151,10 @@ class BlockKeys:
         return key[:_TAGS_BYTES]
 
     def scope(self, tenant: str | None, adapter: str | None, salt: str | None) -> KeyScope:
-        """Return the keys of the namespaces with these names, as in `Namespace.is_among`; None matches any name."""
+        """Return the scope of the namespaces with these names, as in `Namespace.is_among`; None matches any name."""
         names = (("tenant", tenant), ("adapter", adapter), ("salt", salt))
         tags = (None if name is None else self._tag(kind, name) for kind, name in names)
         return KeyScope((self._tag("format", "private"), *tags))
-
-    def chain(self, root: bytes, tokens: bytes) -> Iterator[bytes]:
-        """Iterate over the keys of the whole blocks of a prompt."""
-        size = self.format.block_size * TOKEN_BYTES
-        key = root
-        for start in range(0, len(tokens) - size + 1, size):
-            key = self.child(key, tokens[start : start + size])
-            yield key
 
     def _digest(self, person: bytes, first: bytes, second: bytes) -> bytes:
         size = KEY_BYTES - _TAGS_BYTES

@@ -1,4 +1,4 @@
-"""Copies of blocks between the pool and host memory, as the rest of this package sees them."""
+"""The interfaces of copies of blocks between the pool and host memory. Nothing here needs PyTorch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 
 
 class Copy(Protocol):
-    """A copy that was started. The host must not reuse its memory before the copy is complete."""
+    """A copy that was started. Its host memory must not be reused before the copy is complete."""
 
     def is_complete(self) -> bool:
         """Whether the copy is complete. Does not wait."""
@@ -16,7 +16,7 @@ class Copy(Protocol):
         """Block the calling thread until the copy is complete. Any thread may wait."""
 
     def seconds(self) -> float:
-        """Return how long the copy took. It must be complete."""
+        """Return how long the copy took. The copy must be complete."""
 
 
 class CompleteCopy:

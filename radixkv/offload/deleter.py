@@ -21,7 +21,7 @@ class _Keys(NamedTuple):
 class Deleter:
     """Deletes blocks from tiers. Failed deletions are retried later, in one call per tier.
 
-    Until then a tier holds blocks that are not in the index, but that the next process would find.
+    Until a deletion succeeds, the tier holds blocks that are not in the index, but that the next process would find.
 
     Args:
         offload_index: knows which blocks have been stored again.
@@ -45,7 +45,7 @@ class Deleter:
     def delete_unknown(self, name: str, keys: Sequence[bytes]) -> None:
         """Delete those blocks from a tier that are not in its index.
 
-        Whether a block that is being saved must be deleted is known only afterwards, so a later `retry` decides it.
+        Whether a block that is being saved must be deleted is known only after the save, so a later `retry` decides it.
         """
         tier_index = self._index.tiers[name]
         if useless := [key for key in keys if key not in tier_index]:

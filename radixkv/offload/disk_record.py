@@ -156,8 +156,8 @@ class DiskRecord:
     def read(self) -> FoundOnDisk:
         """List the blocks of earlier processes with their namespaces, and the priorities that have not expired.
 
-        The tags of a key identify its namespace, so a block is found even if the blocks before it are gone. It becomes
-        useful when these have been computed again. Blocks of unknown namespaces are deleted, since no purge finds them.
+        The tags of a key identify its namespace, so a block is found even if the blocks before it are gone. It can be
+        loaded once these have been computed again. Blocks of unknown namespaces are deleted, since no purge finds them.
         Blocks with the tags of another secret are deleted for the same reason, and so are blocks whose tags belong to
         two namespaces. Two salts of a tenant have the same tags with a probability of 1 in 16 million.
 

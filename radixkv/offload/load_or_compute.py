@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 _FIRST_BUCKET_TOKENS = 512
-_FORGET = 0.1  # weight of a new measurement: of a load, or of a step with that many tokens
-_SHRINK = 0.02  # fraction by which the estimate of a tier shrinks each time it is not used
+_FORGET = 0.1  # weight of a new measurement of a load, a copy, a lookup, or a step with `_FIRST_BUCKET_TOKENS` tokens
+_SHRINK = 0.02  # fraction by which the estimates of a tier shrink each time it is not used because it seems slow
 
 
 class LoadDecision(NamedTuple):
@@ -42,9 +42,9 @@ class LoadOrCompute:
         self._fills = _LinearFit()  # seconds by number of blocks, from host memory into the pool
 
     def note_step(self, seconds: float, ranges: Sequence[tuple[int, int]]) -> None:
-        """Record a step that computed these ranges `[start, end)` of requests. Single tokens are ignored.
+        """Record the time of a step that computed these ranges `[start, end)` of requests.
 
-        Decoding takes much longer per token than prefill.
+        Ranges of one token get no measurement, since decoding takes much longer per token than prefill.
         """
         token_s = seconds / sum(end - start for start, end in ranges)
         for start, end in ranges:
@@ -78,21 +78,25 @@ class LoadOrCompute:
         token_s = self._seconds_per_token(start_token)
         return lookup_s is None or token_s is None or lookup_s <= token_s * num_tokens
 
-    def shrink_estimates(self, tiers: Iterable[str]) -> None:
-        """Record that tiers were not used because they are slow. Their estimates shrink, so they are tried again."""
+    def shrink_estimates(self, tiers: Collection[str]) -> None:
+        """Record that tiers were not used because they seem slow: their estimates shrink, so they are tried again.
+
+        If there are none, nothing changes.
+        """
         for tier in tiers:
             if tier in self._lookups_s:
                 self._lookups_s[tier] *= 1 - _SHRINK
             if tier in self._loads:
                 self._loads[tier].shrink_estimates()
-        self._fills.shrink_estimates()
+        if tiers:
+            self._fills.shrink_estimates()
 
     def choose(self, start_token: int, tiers: Sequence[str]) -> LoadDecision:
         """Choose how many stored blocks to load, from the first on.
 
         Args:
             start_token: position of the first block.
-            tiers: the tier of each block. There is one call per tier, and all calls run at the same time.
+            tiers: the tier of each block. A tier loads its blocks in one call; the calls of the tiers run in parallel.
 
         Complexity: O(blocks).
         """

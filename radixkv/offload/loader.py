@@ -55,7 +55,7 @@ class Load:
         started_s: time of the start.
         futures: futures of the calls.
         blocks: the blocks loaded so far, by key.
-        requests: the requests that wait for it or use it.
+        requests: the requests that wait for the load, or whose blocks it still has to fill.
         copies: the copies of its blocks into the pool that were started.
     """
 
@@ -95,7 +95,7 @@ class Load:
         if self.is_ended:
             self.futures.clear()  # their callbacks refer to the load, and their results to the memory of its blocks
 
-    def num_there(self, run: Sequence[StoredBlock]) -> int:
+    def count_loaded(self, run: Sequence[StoredBlock]) -> int:
         """Count the loaded blocks of a run, up to the first that is not loaded."""
         missing = (index for index, each in enumerate(run) if each.block.key not in self.blocks)
         return next(missing, len(run))
@@ -171,8 +171,8 @@ class Loader:
         self._loads: dict[bytes, Load] = {}  # by the key of the first block
         self._pending: dict[Request, _PendingRun] = {}
         self._waiting: set[Request] = set()  # requests that `ready` has not returned
-        self._copying: deque[Load] = deque()  # unused, but the device still copies their blocks
-        self._filled: deque[tuple[int, Sequence[Copy]]] = deque()  # blocks, and copies that may not be complete
+        self._copying: deque[Load] = deque()  # no request uses them, but the device may still copy their blocks
+        self._filled: deque[tuple[int, Sequence[Copy]]] = deque()  # number of blocks, and copies that may be incomplete
         self._ended: queue.SimpleQueue[tuple[Load, str, LoadedBlocks, float]] = queue.SimpleQueue()
 
     def begin(self, request: Request, first_block: int) -> bool:
@@ -189,9 +189,9 @@ class Loader:
         load = self._loads.get(run[0].block.key) if run else None
         if load is None:
             if not request.is_prefetch:
-                run = self._chosen(first_block, run)
+                run = self._choose(first_block, run)
             run = run[: self._num_free_blocks]
-            run = self._usable(request.namespace, request.tokens, first_block, run)
+            run = self._usable_prefix(request.namespace, request.tokens, first_block, run)
             if not run:
                 return False
             load = self._start(run)
@@ -203,7 +203,7 @@ class Loader:
             self._waiting.add(request)
         return not load.is_ended
 
-    def _chosen(self, first_block: int, run: Sequence[StoredBlock]) -> Sequence[StoredBlock]:
+    def _choose(self, first_block: int, run: Sequence[StoredBlock]) -> Sequence[StoredBlock]:
         """Return the first blocks of a run, as many as can be loaded faster than they can be computed."""
         choice = self._choice.choose(first_block * self._cache.block_size, [each.tier for each in run])
         self.num_computed_blocks.update(each.tier for each in run[choice.num_blocks :])
@@ -216,22 +216,22 @@ class Loader:
 
         Args:
             namespace, tokens: the prompt, in the form of the cache.
-            first_block: number of its whole blocks on the device.
+            first_block: number of whole blocks of the prompt on the device.
 
         Returns:
-            The index of the first block, and the blocks. The index is below `first_block` if the last blocks on the
-            device lack their parts of windowed layers.
+            The index of the first stored block, and the stored blocks. The index is below `first_block` if the last
+            blocks on the device lack their parts of windowed layers.
         """
         offload_index = self._index
         cache = self._cache
-        run = self._usable(namespace, tokens, first_block, offload_index.find(namespace, tokens, first_block))
+        run = self._usable_prefix(namespace, tokens, first_block, offload_index.find(namespace, tokens, first_block))
         if run or not cache.windows.pools:
             return first_block, run
         num_usable_blocks = cache.match(namespace, tokens).cached_tokens // cache.block_size
         earlier = max(num_usable_blocks, first_block - cache.windows.num_reached_blocks)
         if earlier >= first_block:
             return first_block, run
-        return earlier, self._usable(namespace, tokens, earlier, offload_index.find(namespace, tokens, earlier))
+        return earlier, self._usable_prefix(namespace, tokens, earlier, offload_index.find(namespace, tokens, earlier))
 
     def take(self, request: Request, fetched: FetchedBlocks) -> None:
         """Use blocks that were fetched from another server for a request."""
@@ -268,12 +268,11 @@ class Loader:
         return request in self._pending
 
     def fill(self, request: Request, lease: Lease) -> int:
-        """Copy the blocks loaded for a request into its blocks, and publish them. `has_load` must be true.
+        """Copy the loaded blocks of a request into the blocks of its lease, and publish them.
 
-        The former contents of its blocks must have been saved.
-
-        On a GPU this only launches the copies. Steps that are launched later wait for them on the device, and the loans
-        of the stores are held until the copies are complete.
+        `has_load` must be true, and the former contents of the lease's blocks must have been saved. On a GPU this only
+        launches the copies: steps that are launched later wait for them on the device, and the loans of the stores are
+        held until the copies are complete.
 
         Returns:
             Number of tokens at the start of the prompt whose K and V exist for the following steps.
@@ -283,29 +282,29 @@ class Loader:
         pending = self._pending[request]
         before = self._blocks_before(request, lease, pending.first_block)
         first = before.size
-        found = pending.run[first - pending.first_block :] if first >= pending.first_block else ()
-        found = found[: pending.load.num_there(found)]
-        payloads = [pending.load.blocks[each.block.key].payload for each in found]
+        run = pending.run[first - pending.first_block :] if first >= pending.first_block else ()
+        run = run[: pending.load.count_loaded(run)]
+        payloads = [pending.load.blocks[each.block.key].payload for each in run]
         have_parts = [self._mover.has_part(payload) for payload in payloads]
-        found = found[: self._num_usable(request.namespace, before, have_parts)]
-        end = first + len(found)
-        if not found:
+        run = run[: self._num_usable(request.namespace, before, have_parts)]
+        end = first + len(run)
+        if not run:
             self.leave(request)
             return start
-        copies = [self._mover.write(lease.block_ids[first:end].tolist(), payloads[: len(found)])]
+        copies = [self._mover.write(lease.block_ids[first:end].tolist(), payloads[: len(run)])]
         lease.copy = None
-        num_loaded = Counter(each.tier for each in found)
+        num_loaded = Counter(each.tier for each in run)
         num_tokens = {tier: num_blocks * size for tier, num_blocks in num_loaded.items()}
-        num_tokens[found[0].tier] -= max(0, start - first * size)
+        num_tokens[run[0].tier] -= max(0, start - first * size)
         if not request.has_computed:
             request.reuse.loaded_tokens = num_tokens
         if self._cache.ledger is not None:
             self._cache.ledger.load(request.tenant, num_tokens)
         if _publishes(request):
             lease.commit(end * size)
-            self._index.loaded([each.block.key for each in found])
-        copies += self._fill_parts(lease, first, payloads[: len(found)])
-        self._filled.append((len(found), copies))
+            self._index.loaded([each.block.key for each in run])
+        copies += self._fill_parts(lease, first, payloads[: len(run)])
+        self._filled.append((len(run), copies))
         pending.load.copies += copies
         self._note_filled()
         self.leave(request)
@@ -350,7 +349,7 @@ class Loader:
                 copy.wait()
         self._release_copied()
 
-    def _usable(
+    def _usable_prefix(
         self, namespace: Namespace, tokens: bytes, first_block: int, run: Sequence[StoredBlock]
     ) -> Sequence[StoredBlock]:
         """Return the longest prefix of a run of stored blocks from which a request can continue."""

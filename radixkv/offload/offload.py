@@ -57,8 +57,8 @@ class Offload:
         choice: decides between loading and computing.
         record: records for the next process what the tier `disk` holds; None without a disk.
         clock: seconds, monotonic.
-        on_close: called when all tiers are closed.
-        closed: names of tiers that could not be opened.
+        on_close: called when all tiers have been closed.
+        closed: names of the tiers that could not be opened.
         wake: called on a store's thread to wake the engine's thread.
 
     Attributes:
@@ -108,7 +108,7 @@ class Offload:
         self._last_save = ShutdownSave(cache, offload_index, self._saver, record)
 
     def seconds_until_due(self) -> float | None:
-        """Seconds until `copy` must be called even if no step runs; None if it need not be called."""
+        """Return the seconds until `copy` must be called even if no step runs; None if it need not be called."""
         if self.index.has_evicted_blocks or (self._disk_scan is not None and self._disk_scan.has_more):
             return 0.0
         if self.index.listener.is_on and self._saver.has_waiting:
@@ -151,7 +151,7 @@ class Offload:
     def begin_again(self, request: Request) -> bool:
         """Start to load blocks that were evicted since a request was preempted, once per preemption.
 
-        Does not look up blocks in shared stores. Returns the same as `begin`.
+        Blocks that are not in the index are not looked up in shared stores. Returns the same as `begin`.
         """
         if request in self._resuming or not request.params.read_cache:
             return False

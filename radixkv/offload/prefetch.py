@@ -47,16 +47,16 @@ class Prefetcher:
         self._offload = offload
         self._num_running = num_running
         self._loading: set[Request] = set()
-        self._due: list[Request] = []  # those whose blocks were loaded at once
+        self._due: list[Request] = []  # those that did not have to wait, since their load had already ended
 
     def look_ahead(self, now_s: float) -> None:
         """Start to load the prompts of sessions that wait for a tool, when about half of their usual wait is over.
 
-        A session is loaded while nothing else is, into free blocks or over blocks that are needed later; see
-        `PrefixCache.has_idle_blocks`. Whether it is loaded or not, it is examined again later, until ten minutes have
-        passed: there may be room then, or its blocks may have been evicted.
+        A session is loaded only while nothing else is, into free blocks or into blocks whose contents are needed later
+        than the session; see `PrefixCache.has_idle_blocks`. Whether it is loaded or not, it is examined again later,
+        until ten minutes have passed: there may be room then, or its blocks may have been evicted.
 
-        Complexity: O(1) while no return is due; a match and a hash of the prompt of one session.
+        Complexity: O(1) while no return is due, otherwise a match and a hash of the prompt of one session.
         """
         sessions = self._cache.sessions
         if sessions.next_return_s is None or sessions.next_return_s > now_s or self._offload.is_loading:
@@ -87,15 +87,15 @@ class Prefetcher:
             session_id: the session that it belongs to; empty for none.
 
         Returns:
-            The number of tokens that are loaded; 0 if the tiers have no more of it than the device, or if too many
-            prompts are being loaded, in total or of this tenant.
+            The number of tokens that are loaded; 0 if the tiers have no more of the prompt than the device, or if too
+            many prompts are being loaded, in total or of this tenant.
         """
         num_of_tenant = sum(each.tenant == namespace.tenant for each in self._loading)
         if len(self._loading) >= _MAX_LOADING or num_of_tenant >= _MAX_TENANT_LOADING:
             return 0
         cached_tokens = self._cache.match(namespace, tokens + bytes(TOKEN_BYTES)).cached_tokens
         caller = Caller(namespace.tenant, namespace.adapter, namespace.salt)
-        # One token more: the last token of a prompt is always computed, and so never loaded.
+        # A token is appended, because the last token of a prompt is always computed, and never loaded.
         params = PrefillParams(tokens + bytes(TOKEN_BYTES), caller, session_id=session_id)
         request = Request(params, namespace, Future[PrefillResult](), time.monotonic(), is_prefetch=True)
         is_waiting = self._offload.begin(request)
@@ -131,7 +131,7 @@ class Prefetcher:
         self.forget(None, None, None)
 
     def _fill(self, request: Request) -> None:
-        """Give the loaded blocks of a prompt to the tree."""
+        """Copy the loaded blocks of a prompt to the device, and publish them."""
         session_id = request.params.session_id
         has_ended = session_id and self._cache.sessions.get(request.tenant, session_id) is None
         if has_ended or not self._offload.has_load(request):

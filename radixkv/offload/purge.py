@@ -134,7 +134,7 @@ def _sums(deletions: Sequence[Deletion]) -> dict[str, int | None]:
 class LocalPurger:
     """Purges the tiers that only this server uses.
 
-    This includes victims: blocks that the index has removed to make room for another block, but that the store may
+    Victims are purged, too: blocks that the index has removed to make room for another block, but that the store may
     still have. The store evicts a victim when it saves the other block. If it then has room for both, it keeps the
     victim, and the `Deleter` deletes it:
 
@@ -159,10 +159,10 @@ class LocalPurger:
 
         Complexity: O(namespaces + their blocks + keys of saves and deletions in flight).
         """
-        found = self._index.purge(tenant, adapter, salt)
+        removed = self._index.purge(tenant, adapter, salt)
         scope = self._keys.scope(tenant, adapter, salt)
         deletions: list[Deletion] = []
-        for name, keys in found.items():
+        for name, keys in removed.items():
             if not self._index.tiers[name].is_shared:
                 in_flight = filter(scope.has, (*self._saver.victims(name), *self._deleter.unconfirmed(name)))
                 keys = list(dict.fromkeys((*keys, *self._index.drop_victims(name, scope.has), *in_flight)))

@@ -69,7 +69,7 @@ class DiskScan:
         """
         is_read = not self._reader.is_alive()  # checked first, since results may arrive in the meantime
         if self._slices is None and not self._found.empty():
-            self._slices = self._taking(self._found.get())
+            self._slices = self._add_in_slices(self._found.get())
         if self._slices is not None:
             try:
                 is_over = next(self._slices, _END) is _END
@@ -102,7 +102,7 @@ class DiskScan:
             _log.exception("tier disk: adding its blocks to the index failed")
         return is_read and not self.has_more and not self.has_failed
 
-    def _taking(self, found: FoundOnDisk) -> Iterator[None]:
+    def _add_in_slices(self, found: FoundOnDisk) -> Iterator[None]:
         blocks, hints = reversed(found.blocks), iter(found.hints)
         while some := list(islice(blocks, _TAKEN_AT_ONCE)):
             if left_out := self._tier_index.add_found(some):

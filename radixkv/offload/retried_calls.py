@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 class RetriedCalls(Generic[T]):
-    """Keeps what calls to tiers were to do, until they have succeeded. The owner repeats those that failed.
+    """Keeps the tasks of calls to tiers until the calls have succeeded. The owner repeats the failed ones.
 
         start ──▶ in flight ─┬─ succeeded
                              └─ failed ── take_failed ──▶ started again by the owner
@@ -33,13 +33,13 @@ class RetriedCalls(Generic[T]):
 
         Args:
             task: what the call does.
-            call: its result: the number of deleted blocks, None if it fails.
+            call: future of the number of deleted blocks, None if the call fails.
         """
         self._in_flight[call] = task
         call.add_done_callback(self._end)
 
     def add_failed(self, task: T) -> None:
-        """Have a call made later."""
+        """Add a task whose call has not been made, so that `take_failed` returns it."""
         self._failed.append(task)
 
     def unconfirmed(self) -> list[T]:

@@ -22,7 +22,7 @@ _log = logging.getLogger(__name__)
 
 
 class _Save(NamedTuple):
-    """A batch that a tier stores: the name of the tier, the keys, and the keys to evict for them."""
+    """A batch that a tier stores: the name of the tier, the keys of the blocks, and the keys to evict for them."""
 
     name: str
     keys: Sequence[bytes]
@@ -100,8 +100,8 @@ class Saver:
         On a GPU this only launches the copies, in order with the steps. The threads of the stores wait for them.
         """
         self.note_ended()
-        left, victims = self._index.take_evicted_blocks()
-        evicted_blocks = self._within_bound(left)
+        queued, victims = self._index.take_evicted_blocks()
+        evicted_blocks = self._within_bound(queued)
         if not evicted_blocks:
             return EvictedCopies([], victims)
         try:
@@ -174,15 +174,15 @@ class Saver:
             self._delete(name, (*keys, *victims))
             return
         outcomes = list(zip(keys, result.outcomes, strict=True))
-        there = (PutOutcome.STORED, PutOutcome.ALREADY_THERE)
-        refused = [key for key, outcome in outcomes if outcome not in there]
+        successes = (PutOutcome.STORED, PutOutcome.ALREADY_THERE)
+        refused = [key for key, outcome in outcomes if outcome not in successes]
         unsent = {key for key, outcome in outcomes if outcome is PutOutcome.NOT_SENT}
         absent = {key for key in unsent if not self._index.tiers[name].may_have(key)}
-        self._index.stored(name, [key for key, outcome in outcomes if outcome in there])
-        # A pending key was evicted again, and a later save stores it.
-        left = filter(self._index.tiers[name].holds, result.evicted)
-        self._index.lost(name, [*refused, *left])
-        gone = {*refused, *result.evicted} - set(keys) | absent  # other victims were not evicted, or were purged
+        self._index.stored(name, [key for key, outcome in outcomes if outcome in successes])
+        # If an evicted key is pending, the device has evicted the block again, and a later save stores it.
+        evicted = filter(self._index.tiers[name].holds, result.evicted)
+        self._index.lost(name, [*refused, *evicted])
+        gone = set(result.evicted) - set(keys) | absent  # other victims were not evicted, or were purged
         self._delete(name, [key for key in (*keys, *victims) if key not in gone])
 
     def _delete(self, name: str, keys: Sequence[bytes]) -> None:

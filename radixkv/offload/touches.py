@@ -1,4 +1,4 @@
-"""Keeps the blocks that requests use on the device recent in the shared stores, and writes lost ones again."""
+"""Marks the blocks that requests use on the device as used in the shared stores, and writes lost ones again."""
 
 from __future__ import annotations
 
@@ -65,11 +65,11 @@ class Touches:
         self._due_s = clock()
         self._num_open = 0
         self._results: queue.SimpleQueue[_Touched] = queue.SimpleQueue()
-        self._may_rewrite = float(_MAX_REWRITES)
+        self._num_allowed_rewrites = float(_MAX_REWRITES)  # as of `_budgeted_s`
         self._budgeted_s = self._due_s
 
     def seconds_until_due(self) -> float | None:
-        """Seconds until `process_results` or `send` must be called; None if neither has anything to do."""
+        """Return the seconds until `process_results` or `send` must be called; None if neither has anything to do."""
         if not self._results.empty():
             return 0.0
         if self._num_open or not self._index.used_nodes:
@@ -120,11 +120,11 @@ class Touches:
         """Queue as many lost blocks as the limit allows, beginnings of prompts first, since most prompts need them."""
         now_s = self._clock()
         earned = (now_s - self._budgeted_s) * _REWRITES_PER_S
-        self._may_rewrite = min(float(_MAX_REWRITES), self._may_rewrite + earned)
+        self._num_allowed_rewrites = min(float(_MAX_REWRITES), self._num_allowed_rewrites + earned)
         self._budgeted_s = now_s
         self._index.lost(tier, gone)
-        num_blocks = self._index.store_again(tier, gone[max(0, len(gone) - int(self._may_rewrite)) :])
-        self._may_rewrite -= num_blocks
+        num_blocks = self._index.store_again(tier, gone[max(0, len(gone) - int(self._num_allowed_rewrites)) :])
+        self._num_allowed_rewrites -= num_blocks
         self.num_rewritten_blocks[tier] += num_blocks
 
     def _end(self, tier: str, keys: Sequence[bytes], touched: Future[list[bool] | None]) -> None:

@@ -31,7 +31,7 @@ class DayFiles:
 
     Args:
         directory: the directory.
-        lock: descriptor of its locked file, which is closed by `close`.
+        lock: descriptor of the locked file in the directory; `close` closes it.
     """
 
     def __init__(self, directory: Path, lock: int) -> None:
@@ -45,7 +45,7 @@ class DayFiles:
         Raises:
             ConfigError: the directory cannot be used, or another process uses it.
         """
-        lock = _lock(Path(directory))
+        lock = _lock_directory(Path(directory))
         if lock is None:
             raise ConfigError(
                 f"server.statement_path: another process uses {directory}; give each server a directory of its own"
@@ -61,7 +61,7 @@ class DayFiles:
         """
         for number in range(_MAX_REPLICAS):
             path = Path(directory) / f"replica-{number}"
-            if (lock := _lock(path)) is not None:
+            if (lock := _lock_directory(path)) is not None:
                 return cls(path, lock)
         raise ConfigError(f"server.statement_path: {_MAX_REPLICAS} replicas use {directory}")
 
@@ -73,20 +73,22 @@ class DayFiles:
         """Return what was recorded for a day; None if nothing was. A damaged file is renamed, and counts as none.
 
         Raises:
-            StoreUnavailable: the file cannot be read.
+            StoreUnavailable: the file cannot be read, or is damaged and cannot be renamed.
         """
         path = self._path(day)
         try:
-            return _parsed(path.read_bytes())
+            return _parse_day(path.read_bytes())
         except FileNotFoundError:
             return None
         except OSError as error:
             raise StoreUnavailable(f"statements: {path} cannot be read: {error.strerror}") from error
         except (ValueError, RecursionError) as error:
-            aside = _free_name(path)
-            _log.error("statements: %s is damaged (%s); it is now %s, and its day is missing", path, error, aside.name)
+            new_path = _free_path(path)
+            _log.error(
+                "statements: %s is damaged (%s); it is now %s, and its day is missing", path, error, new_path.name
+            )
             try:
-                path.rename(aside)
+                path.rename(new_path)
             except OSError as failure:
                 raise StoreUnavailable(f"statements: {path} cannot be renamed: {failure.strerror}") from failure
             return None
@@ -108,7 +110,7 @@ class DayFiles:
         """Delete the files of days that are too old.
 
         Raises:
-            OSError: one cannot be deleted.
+            OSError: a file cannot be deleted.
         """
         for path in self._directory.glob("*.json"):
             try:
@@ -122,13 +124,13 @@ class DayFiles:
         return self._directory / f"{day_name(day)}.json"
 
 
-def _lock(directory: Path) -> int | None:
+def _lock_directory(directory: Path) -> int | None:
     """Create a directory and lock it. Returns the descriptor that holds the lock; None if another process holds it."""
-    with contextlib.ExitStack() as opened:
+    with contextlib.ExitStack() as on_error:
         try:
             directory.mkdir(parents=True, exist_ok=True)
             lock = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            opened.callback(os.close, lock)
+            on_error.callback(os.close, lock)
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return None
@@ -137,11 +139,11 @@ def _lock(directory: Path) -> int | None:
                 f"server.statement_path: expected a directory that can be written and locked, got {directory}: "
                 f"{error.strerror}"
             ) from error
-        opened.pop_all()
+        on_error.pop_all()
     return lock
 
 
-def _parsed(data: bytes) -> DayUse:
+def _parse_day(data: bytes) -> DayUse:
     """Parse a file. Raises ValueError, whose message names no tenant."""
     tree = json.loads(data)
     if not isinstance(tree, dict) or tree.get("format") != _FORMAT:
@@ -149,23 +151,24 @@ def _parsed(data: bytes) -> DayUse:
     tenants = tree.get("tenants")
     if not isinstance(tenants, dict):
         raise ValueError("expected tenants")
-    return DayUse(float(_number(tree.get("covered_s"))), {tenant: _use(numbers) for tenant, numbers in tenants.items()})
+    covered_s = float(_require_number(tree.get("covered_s")))
+    return DayUse(covered_s, {tenant: _parse_use(numbers) for tenant, numbers in tenants.items()})
 
 
-def _use(numbers: Any) -> Use:
+def _parse_use(numbers: Any) -> Use:
     if not isinstance(numbers, dict):
         raise ValueError("expected the numbers of a tenant")
-    return Use(**{name: _number(numbers[name]) for name in Use._fields if name in numbers})
+    return Use(**{name: _require_number(numbers[name]) for name in Use._fields if name in numbers})
 
 
-def _number(value: Any) -> Any:
+def _require_number(value: Any) -> Any:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not math.isfinite(value) or value < 0:
         raise ValueError("expected a number from 0")
     return value
 
 
-def _free_name(path: Path) -> Path:
-    """Return a name next to a file that no other file has."""
-    names = (path.with_name(f"{path.name}.damaged{f'-{number}' if number else ''}") for number in range(2**31))
-    return next(each for each in names if not each.exists())
+def _free_path(path: Path) -> Path:
+    """Return an unused path for a damaged file, in the same directory."""
+    paths = (path.with_name(f"{path.name}.damaged{f'-{number}' if number else ''}") for number in range(2**31))
+    return next(each for each in paths if not each.exists())

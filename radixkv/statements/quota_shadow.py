@@ -29,9 +29,9 @@ class ShadowRequest(NamedTuple):
 
     Attributes:
         seed: seed of its namespace; see `Namespace.seed`.
-        tokens: its prompt, and then what else it published; little-endian uint32 bytes.
-        num_read_tokens: tokens at its beginning that it looked up.
-        num_written_tokens: tokens at its beginning that it published.
+        tokens: its prompt, followed by its generated tokens if it published them; little-endian uint32 bytes.
+        num_read_tokens: number of tokens, from the first one on, that it looked up.
+        num_written_tokens: number of tokens, from the first one on, that it published.
     """
 
     seed: int
@@ -41,13 +41,13 @@ class ShadowRequest(NamedTuple):
 
 
 class PrefixHashes:
-    """Hashes prefixes of prompts. The hashes are secret, so that clients cannot choose what is sampled."""
+    """Hashes prefixes of prompts. The hash function is random, so that clients cannot choose what is sampled."""
 
     def __init__(self) -> None:
         self._random = np.random.default_rng(secrets.randbits(128))
         self._factors = np.empty(0, np.uint64)
 
-    def of(self, tokens: bytes, seed: int) -> npt.NDArray[np.uint64]:
+    def compute(self, tokens: bytes, seed: int) -> npt.NDArray[np.uint64]:
         """Return a 64-bit hash of each token together with all tokens before it; uint64 `[num_tokens]`."""
         num_tokens = len(tokens) // TOKEN_BYTES
         if self._factors.size < num_tokens:
@@ -65,7 +65,7 @@ class PrefixHashes:
 
 
 class _Tail(NamedTuple):
-    """The partly filled block after a whole one."""
+    """A partly filled block: the number of its tokens, and its key."""
 
     num_tokens: int
     key: int
@@ -76,8 +76,9 @@ class _Shadow:
 
     def __init__(self, max_blocks: int) -> None:
         self.max_blocks = max_blocks
-        self.blocks: OrderedDict[int, int | None] = OrderedDict()  # of a partly filled block, the key of the one before
-        self.tails: dict[int, _Tail] = {}  # by the key of the block before
+        # By key: None for a whole block, and the key of the previous block for a partly filled one.
+        self.blocks: OrderedDict[int, int | None] = OrderedDict()
+        self.tails: dict[int, _Tail] = {}  # by the key of the previous block
 
     def touch(self, key: int) -> None:
         self.blocks[key] = None
@@ -96,9 +97,9 @@ class _Shadow:
 
     def evict(self) -> None:
         while len(self.blocks) > self.max_blocks:
-            key, before = self.blocks.popitem(last=False)
-            if before is not None:
-                del self.tails[before]
+            key, previous_key = self.blocks.popitem(last=False)
+            if previous_key is not None:
+                del self.tails[previous_key]
             else:
                 self.drop_tail(key)
 
@@ -106,11 +107,12 @@ class _Shadow:
 class QuotaShadow:
     """Two LRU caches of sampled blocks: with the ceiling of a tenant, and with twice that.
 
-    A block is in the sample if its hash is a multiple of `2**k`, and both shadows have the `2**k`-th part of their
-    capacity; this is the spatially hashed sampling of SHARDS. A hit in the larger shadow only counts for `2**k` blocks.
-    The difference is more accurate than the hit rate of either shadow: it does not matter whether blocks that both
-    have, such as system prompts, are in the sample. The partly filled block at the end of a prompt takes the room of a
-    whole one, until a longer prompt replaces it; it is in the sample if the block before it is.
+    A block is in the sample if its hash is a multiple of `2**k`, and the capacities of both shadows are divided by
+    `2**k`; this is the spatially hashed sampling of SHARDS. A hit that occurs only in the larger shadow counts as
+    `2**k` blocks. The difference between the shadows is more accurate than the hit rate of either: it does not matter
+    whether blocks that both have, such as system prompts, are in the sample. The partly filled block at the end of a
+    prompt takes the room of a whole one, until a longer prompt replaces it; it is in the sample if the block before it
+    is.
 
     Source: Waldspurger et al.: "Efficient MRC construction with SHARDS", FAST 2015.
 
@@ -127,22 +129,12 @@ class QuotaShadow:
         self._small = _Shadow(max(1, ceiling_blocks // self._rate))
         self._large = _Shadow(max(1, 2 * ceiling_blocks // self._rate))
 
-    @property
-    def num_sampled_blocks(self) -> int:
-        """Blocks in both shadows."""
-        return len(self._small.blocks) + len(self._large.blocks)
-
-    @property
-    def max_blocks(self) -> int:
-        """Maximum number of blocks in the larger shadow."""
-        return self._large.max_blocks
-
     def replay(self, hashes: npt.NDArray[np.uint64], num_read_tokens: int, num_written_tokens: int) -> int:
         """Replay a request.
 
         Args:
-            hashes: of its tokens, at least as many as it read and wrote.
-            num_read_tokens, num_written_tokens: tokens at its beginning that it looked up and published.
+            hashes: from `PrefixHashes`, for all tokens that it looked up or published.
+            num_read_tokens, num_written_tokens: see `ShadowRequest`.
 
         Returns:
             The estimated number of tokens that only twice the ceiling would have saved.
@@ -151,13 +143,14 @@ class QuotaShadow:
         ends = hashes[size - 1 :: size]
         indices = np.flatnonzero((ends & np.uint64(self._rate - 1)) == 0)
         blocks = list(zip(indices.tolist(), ends[indices].tolist(), strict=True))
-        num_saved = [self._num_saved(shadow, blocks, hashes, num_read_tokens) for shadow in (self._small, self._large)]
-        for shadow in (self._small, self._large):
+        shadows = (self._small, self._large)
+        num_saved = [self._count_saved(shadow, blocks, hashes, num_read_tokens) for shadow in shadows]
+        for shadow in shadows:
             self._write(shadow, blocks, hashes, num_written_tokens)
             shadow.evict()
         return max(0, num_saved[1] - num_saved[0]) * self._rate
 
-    def _num_saved(
+    def _count_saved(
         self, shadow: _Shadow, blocks: Sequence[tuple[int, int]], hashes: npt.NDArray[np.uint64], num_read_tokens: int
     ) -> int:
         num_saved = 0
@@ -194,19 +187,19 @@ class QuotaShadow:
 
 
 def _continues(hashes: npt.NDArray[np.uint64], end: int, tail: _Tail) -> bool:
-    """Whether a prompt has the tokens of a partly filled block after position `end`."""
+    """Whether the tokens of a partly filled block follow position `end` in a prompt."""
     last = end + tail.num_tokens - 1
     return last < hashes.size and int(hashes[last]) == tail.key
 
 
 class QuotaShadows:
-    """The shadows of all tenants with a ceiling of their own, on a thread of its own.
+    """The shadows of all tenants with a ceiling of their own, on a separate thread.
 
     The engine's thread only puts requests into a queue, and takes the results. If more than 64 MiB of requests wait,
-    further ones are left out, and a warning is logged.
+    further ones are left out; the first time, a warning is logged.
 
     Args:
-        ceilings: blocks by tenant.
+        ceilings: ceiling of each tenant, in blocks.
         block_size: tokens per block.
 
     Attributes:
@@ -218,7 +211,7 @@ class QuotaShadows:
         self._hashes = PrefixHashes()
         self._shadows = {tenant: QuotaShadow(ceiling, block_size) for tenant, ceiling in ceilings.items()}
         self._queue: queue.SimpleQueue[tuple[str, ShadowRequest] | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()  # guards the two below
+        self._lock = threading.Lock()  # guards the next two attributes
         self._num_waiting_bytes = 0
         self._more_tokens: Counter[str] = Counter()
         self._thread = threading.Thread(target=self._run, name="radixkv-quota-shadows", daemon=True)
@@ -243,21 +236,21 @@ class QuotaShadows:
             _log.warning("statements: estimates of twice the ceiling leave out requests, because they are behind")
 
     def settle(self, ledger: TenantLedger) -> None:
-        """Add the results so far to the accounts. For the engine's thread."""
+        """Add the results since the last call to the ledger. For the engine's thread."""
         with self._lock:
             more_tokens, self._more_tokens = self._more_tokens, Counter()
         for tenant, number in more_tokens.items():
             ledger.count(tenant, {_FIELD: number})
 
     def close(self) -> None:
-        """Replay what is queued, and end the thread."""
+        """Replay the queued requests, and end the thread."""
         self._queue.put(None)
         self._thread.join()
 
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:
             tenant, request = item
-            hashes = self._hashes.of(request.tokens, request.seed)
+            hashes = self._hashes.compute(request.tokens, request.seed)
             shadow = self._shadows[tenant]
             num_more_tokens = shadow.replay(hashes, request.num_read_tokens, request.num_written_tokens)
             with self._lock:

@@ -1,4 +1,4 @@
-"""Saves what tenants used, and makes statements of it."""
+"""Saves what tenants used, and makes statements from it."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ CallEngine = Callable[[Callable[[], Any]], Future[Any]]
 
 
 class StatementBook:
-    """Saves a ledger in files periodically, on a thread of its own, and makes statements of both.
+    """Saves a ledger to files periodically, on a thread of its own, and makes statements from the ledger and the files.
 
     Args:
         ledger: accounts the present day. Only the engine's thread touches it.
         files: the saved days, including the present one as of the last save.
         interval_s: seconds between two saves.
-        shadows: estimate what twice the ceilings would have saved; None without any.
+        shadows: estimate what twice the ceilings would have saved; None without estimates.
         unix_time: Unix time in seconds.
     """
 
@@ -55,15 +55,15 @@ class StatementBook:
         self._pruned_day: int | None = None
 
     def start(self, call_engine: CallEngine) -> None:
-        """Begin to save."""
+        """Start periodic saving."""
         self._thread = threading.Thread(target=self._run, args=(call_engine,), name="radixkv-statements", daemon=True)
         self._thread.start()
 
     def close(self, *, has_engine_ended: bool) -> None:
         """Save for the last time, and release the files.
 
-        While the engine's thread has not ended, it may use the ledger, and calls of it may never return. Then this only
-        ends periodic saving, without waiting, and the files are released when the process ends.
+        If the engine's thread has not ended, it may still use the ledger, and a call on it may never return. In this
+        case, `close` only stops periodic saving, without waiting, and the files are released when the process ends.
         """
         self._is_closing.set()
         if not has_engine_ended:
@@ -109,7 +109,7 @@ class StatementBook:
             InvalidRequest: the statement would have more than 10,000 lines.
             StoreUnavailable: a file cannot be read.
         """
-        name_of = day_name if is_daily else month_name
+        period_of = day_name if is_daily else month_name
         covered_s = 0.0
         uses: dict[tuple[str, str], Use] = {}
         for day in range(days.first, days.end):
@@ -118,7 +118,7 @@ class StatementBook:
                 continue
             covered_s += use.covered_s
             for name in use.tenants if tenant is None else {tenant} & use.tenants.keys():
-                key = name_of(day), name
+                key = period_of(day), name
                 uses[key] = uses.get(key, Use()).plus(use.tenants[name])
             if len(uses) > MAX_LINES:
                 raise InvalidRequest(
@@ -133,7 +133,7 @@ class StatementBook:
             self.save(call_engine)
 
     def _write(self, days: Mapping[int, DayUse]) -> bool:
-        """Write days, and delete those that are too old. Returns whether that worked."""
+        """Write days, and delete the files of days that are too old. Returns whether both succeeded."""
         try:
             for day, use in days.items():
                 self._files.write(day, use)

@@ -1,4 +1,4 @@
-"""The memory of K/V blocks: the layout, and the tensors that hold them.
+"""The memory of K/V blocks: its layout, and its tensors.
 
 Public API: `HeadKV`, `LatentKV`, `KVShape`, `KVStorage`.
 """

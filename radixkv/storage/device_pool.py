@@ -30,7 +30,7 @@ class KVHeads(NamedTuple):
     """K and V of one token in one layer.
 
     Attributes:
-        num_kv_heads: heads that K and V have.
+        num_kv_heads: number of KV heads.
         head_dim: elements of the key, and of the value, of one head.
     """
 
@@ -47,8 +47,8 @@ class KVShape:
     (((0, 2), (1,)), 4096)
 
     Attributes:
-        num_layers: layers that store them.
-        num_kv_heads: heads that K and V have; in the first layer, if layers differ.
+        num_layers: layers that store K and V.
+        num_kv_heads: number of KV heads; in the first layer, if layers differ.
         head_dim: elements of the key, and of the value, of one head; in the first layer, if layers differ.
         dtype: data type of the elements.
         is_latent: whether one vector is key and value at once, as in latent attention (MLA).
@@ -64,11 +64,11 @@ class KVShape:
 
     @classmethod
     def of_layers(cls, layers: Sequence[KVHeads], dtype: torch.dtype, *, is_latent: bool = False) -> KVShape:
-        """Return the shape of at least one layer."""
+        """Return the shape of a model from the heads of its layers, of which there is at least one."""
         return cls(len(layers), *layers[0], dtype, is_latent, tuple(layers) if len(set(layers)) > 1 else ())
 
     def of(self, layers: Sequence[int]) -> KVShape:
-        """Return the shape of some of the layers, or of none."""
+        """Return the shape of some of the layers; `layers` may be empty."""
         if not layers or not self.heads:
             return dataclasses.replace(self, num_layers=len(layers), heads=())
         return KVShape.of_layers([self.heads[layer] for layer in layers], self.dtype, is_latent=self.is_latent)
@@ -121,7 +121,7 @@ class KVShape:
 
 
 class KVStorage:
-    """Physical KV blocks. Layers whose K and V have different shapes are in different pools, with the same ids.
+    """The memory of K/V blocks. Layers with K and V of different shapes have different pools, with the same block ids.
 
         layers that store every token     pools        [ block 0 )[ block 1 )[ block 2 )[ ...   num_blocks
                                                        [ block 0 )[ block 1 )[ block 2 )[ ...   of another shape
@@ -132,12 +132,12 @@ class KVStorage:
         block_size: tokens per block.
         pools: the blocks, zeroed; one pool for each K/V shape.
         block_bytes: bytes of one block in all layers that store every token, with scales.
-        groups: the layers of both kinds of pools; None if all layers store every token.
+        groups: divides the layers into whole and windowed ones; None if all layers store every token.
         part_pools: the pools of the windowed layers; empty if all layers store every token.
         num_parts: parts of each of these pools.
         num_dedicated_parts: number of parts with memory of their own; the others share the memory of blocks. None if
             all parts have memory of their own.
-        part_bytes: bytes of one part, all windowed layers.
+        part_bytes: bytes of one part in all windowed layers, with scales.
         layer_locations: where each layer stores its K/V.
         kv_dtype: format of the stored elements, as `KVFormat` names it.
 
@@ -146,9 +146,7 @@ class KVStorage:
         shape: K and V of a token as the pools store them.
         device: where the pools are.
         is_by_layer: whether the memory is ordered by layer, see `KVPool`.
-        groups: divides the layers; None if all store every token.
-        num_parts: parts of the pools of the windowed layers.
-        num_dedicated_parts: number of parts with memory of their own, if the others share the memory of blocks.
+        groups, num_parts, num_dedicated_parts: see above.
 
     Raises:
         ConfigError: the device does not have enough memory.
@@ -179,9 +177,9 @@ class KVStorage:
 
         def allocate(number: int, shape: KVShape) -> KVPool:
             size = (number, shape.num_layers, shape.num_kv_heads, block_size, shape.head_dim)
-            ordered = is_by_layer or not shape.num_layers  # torch can't view blocks of no bytes with another dtype
+            by_layer = is_by_layer or not shape.num_layers  # torch can't view blocks of no bytes with another dtype
             return KVPool.allocate(
-                *size, dtype=shape.dtype, device=device, is_by_layer=ordered, is_latent=shape.is_latent
+                *size, dtype=shape.dtype, device=device, is_by_layer=by_layer, is_latent=shape.is_latent
             )
 
         try:
@@ -219,22 +217,19 @@ class LayersByPool(NamedTuple):
 
 
 def divided_layers(shape: KVShape, groups: LayerGroups | None) -> LayersByPool:
-    """Divide layers by their K/V shape, and by whether they store every token. Without groups, all do."""
+    """Divide layers by their K/V shape, and by whether they store every token. Without `groups`, all layers do."""
     if groups is None:
         return LayersByPool(shape.alike, ())
-    whole, windowed = (
-        tuple(
-            filter(
-                None, (tuple(each for each in layers if groups.are_windowed[each] == kind) for layers in shape.alike)
-            )
-        )
-        for kind in (False, True)
-    )
-    return LayersByPool(whole or ((),), windowed)
+
+    def select(*, is_windowed: bool) -> tuple[tuple[int, ...], ...]:
+        pools = (tuple(each for each in layers if groups.are_windowed[each] == is_windowed) for layers in shape.alike)
+        return tuple(filter(None, pools))
+
+    return LayersByPool(select(is_windowed=False) or ((),), select(is_windowed=True))
 
 
 def _layer_locations(pools: Sequence[Sequence[int]], num_layers: int) -> tuple[LayerLocation, ...]:
-    found = {
+    locations = {
         layer: LayerLocation(pool, index) for pool, layers in enumerate(pools) for index, layer in enumerate(layers)
     }
-    return tuple(found[layer] for layer in range(num_layers))
+    return tuple(locations[layer] for layer in range(num_layers))

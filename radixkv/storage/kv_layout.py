@@ -11,8 +11,8 @@ from radixkv.errors import ConfigError
 # Bits per element; k8v4, which has keys in int8 and values in int4, has 6 on average.
 _BITS = {"fp32": 32, "bf16": 16, "fp16": 16, "fp8": 8, "int8": 8, "k8v4": 6, "fp4": 4, "int4": 4}
 _SCALE_BYTES = 4  # float32
-
 _BLOCKS_PER_PART = 8.0  # if all layers are windowed, so that blocks take no memory
+
 # Names in `KVFormat` of the dtypes in config.json.
 FORMAT_OF_DTYPE = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
@@ -54,7 +54,7 @@ class HeadKV:
 
     Attributes:
         num_layers: layers that store K and V; a layer with a sliding window also stores every token.
-        num_kv_heads: heads that K and V have.
+        num_kv_heads: number of KV heads.
         head_dim: elements of the key, and of the value, of one head.
         num_query_heads: query heads that read them, a multiple of `num_kv_heads`; None if unknown.
 
@@ -119,7 +119,7 @@ class LatentKV:
     """One latent and one rotary key for all heads together, stored as one vector: multi-head latent attention (MLA).
 
     Attributes:
-        num_layers: layers that store them.
+        num_layers: layers that store latents.
         rank: elements of the latent, `kv_lora_rank`.
         rope_dim: elements of the rotary key, `qk_rope_head_dim`.
 
@@ -192,8 +192,8 @@ class LayerShares(NamedTuple):
     """Capacities in tokens, relative to a single pool of all layers with the same memory.
 
     Attributes:
-        windowed: layers with a sliding window.
-        other: layers that hold every token.
+        windowed: capacity of the layers with a sliding window.
+        other: capacity of the layers that store every token.
     """
 
     windowed: float
@@ -226,15 +226,16 @@ def attention_kinds(
     num_kv_heads: int | None = None,
     latent: LatentKV | None = None,
 ) -> dict[str, KVLayout]:
-    """Return the layouts of one model with each kind of attention: MHA, GQA, MQA, MLA.
+    """Return the layout that a model would have with each kind of attention: MHA, GQA, MQA, MLA.
 
     Args:
         num_layers: layers that store K and V.
         num_query_heads: query heads.
         head_dim: elements of a key, and of a value, of one head.
-        num_kv_heads: KV heads of the GQA row. If it makes no group, the largest divisor of 8 that does is taken; if
-            there is none, GQA is left out.
-        latent: the MLA row; None takes DeepSeek-V2's proportions, a latent of 4 heads and a rotary key of half a head.
+        num_kv_heads: KV heads of GQA. If it is None, 1 or `num_query_heads`, the largest of 8, 4 and 2 that is less
+            than `num_query_heads` and divides it is used; without one, the result does not contain GQA.
+        latent: the layout of MLA. None uses the proportions of DeepSeek-V2: a latent of `4 * head_dim`, and a rotary
+            key of `head_dim / 2`.
     """
     if num_kv_heads is None or num_kv_heads in (1, num_query_heads):
         num_kv_heads = next((n for n in (8, 4, 2) if n < num_query_heads and num_query_heads % n == 0), 1)

@@ -1,4 +1,4 @@
-"""The layout of a payload, which is the bytes of one block outside the pool, and of a range of layers in it."""
+"""The layout of a payload (the bytes of one block outside the pool), and of a range of layers in a payload."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Layers(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LayerBytes:
-    """Sizes of the parts of a payload: the values of all layers, one after the other, then their scales.
+    """The layout of a payload: the stored elements ("values") of all layers, one after the other, then their scales.
 
     >>> layers = LayerBytes(num_layers=3, value_bytes=2, scale_bytes=1)
     >>> bytes(layers.cut(memoryview(b"aabbccxyz"), layers.range_of(1, 0)))
@@ -29,7 +29,7 @@ class LayerBytes:
     Attributes:
         num_layers: layers that store K and V.
         value_bytes: bytes of the values of one layer.
-        scale_bytes: bytes of its scales; 0 if there are none.
+        scale_bytes: bytes of the scales of one layer; 0 if there are none.
     """
 
     num_layers: int

@@ -24,8 +24,8 @@ class LayerGroups:
     """The layers of a model in two groups: windowed layers, whose queries see a window, and all others.
 
     >>> groups = LayerGroups.of((512, None, 512), max_tokens=4096)
-    >>> groups.num_windowed, groups.num_whole, groups.window
-    (2, 1, 512)
+    >>> groups.num_windowed, groups.window
+    (2, 512)
     >>> groups.are_windowed
     (True, False, True)
 
@@ -45,16 +45,11 @@ class LayerGroups:
             windows: tokens that a query of each layer sees, its own included; None for all.
             max_tokens: length of the longest sequence; None if unlimited. A layer is windowed if its window is shorter.
         """
-        hides = tuple(window is not None and (max_tokens is None or window < max_tokens) for window in windows)
-        used = [window for window, is_windowed in zip(windows, hides, strict=True) if is_windowed]
-        return cls(hides, max((window for window in used if window is not None), default=0))
+        are_windowed = tuple(window is not None and (max_tokens is None or window < max_tokens) for window in windows)
+        used = [window for window, is_windowed in zip(windows, are_windowed, strict=True) if is_windowed]
+        return cls(are_windowed, max((window for window in used if window is not None), default=0))
 
     @property
     def num_windowed(self) -> int:
         """Layers that store parts."""
         return sum(self.are_windowed)
-
-    @property
-    def num_whole(self) -> int:
-        """Layers that store every token."""
-        return len(self.are_windowed) - self.num_windowed

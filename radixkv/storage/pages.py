@@ -16,7 +16,7 @@ _log = logging.getLogger(__name__)
 
 
 def release_pages(pool: KVPool, is_free: npt.NDArray[np.bool_], is_touched: npt.NDArray[np.bool_]) -> bool:
-    """Return the pages of free blocks of a pool on a CPU to the system. They contain zeros when they are used again.
+    """Return the pages of free blocks of a pool on a CPU to the operating system. They are zeroed at their next use.
 
     A page that also contains a part of a block in use is kept.
 
@@ -26,9 +26,10 @@ def release_pages(pool: KVPool, is_free: npt.NDArray[np.bool_], is_touched: npt.
         is_touched: bool `[num_blocks]`, whether each block may have pages.
 
     Returns:
-        Whether the system accepted the pages. If not, they stay allocated, which does no harm.
+        Whether the operating system accepted the pages. If not, they stay allocated, which does no harm.
 
-    Complexity: a call for each run of adjacent free blocks, layer and head; by block, for each run.
+    Complexity: a system call for each run of adjacent free blocks; in a pool ordered by layer, for each run in each
+        layer, K or V, and head.
     """
     edges = np.flatnonzero(np.diff(np.concatenate(([False], is_free, [False])).astype(np.int8)))
     num_touched = np.concatenate(([0], np.cumsum(is_touched & is_free)))

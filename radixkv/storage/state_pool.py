@@ -1,4 +1,4 @@
-"""The memory of recurrent states, which some layers keep per sequence instead of K/V."""
+"""The memory of recurrent states, which some layers keep for each sequence instead of K/V."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class StateShape:
 
 
 class StatePool:
-    """Slots for states, and one more for the state before the first token, which is zeros.
+    """Slots for states, and one more slot, of zeros: the state before the first token.
 
         slots   [ 0 )[ 1 )[ ...  )[ num_slots - 1 )[ start: zeros, never written )
 

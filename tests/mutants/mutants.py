@@ -968,8 +968,8 @@ OFFLOAD_MUTANTS = (
     ),
     Mutant(
         "offload/loader.py",
-        "found = found[: pending.load.num_there(found)]",
-        "found = [each for each in found if each.block.key in pending.load.blocks]",
+        "run = run[: pending.load.count_loaded(run)]",
+        "run = [each for each in run if each.block.key in pending.load.blocks]",
     ),
     Mutant("offload/loader.py", "            self._index.lost(tier, blocks.lost)\n", ""),
     Mutant("offload/tiers/slot_table.py", "return None if entry.num_readers else key", "return key"),
@@ -1366,7 +1366,7 @@ PART_MUTANTS = (
     ),
     Mutant(
         "offload/loader.py",
-        "        found = found[: self._num_usable(request.namespace, before, have_parts)]\n",
+        "        run = run[: self._num_usable(request.namespace, before, have_parts)]\n",
         "",
     ),
 )

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from radixkv.errors import StoreUnavailable
+from radixkv.invocation import InvocationMarks
 from radixkv.namespace import Namespace
 from radixkv.offload import disk_record
-from radixkv.offload.block_keys import BlockKeys
+from radixkv.offload.block_keys import BlockKeys, PromptKeys
 from radixkv.offload.disk_record import DiskRecord, FoundOnDisk, PriorityFile, StoredPriority
 from radixkv.offload.index.namespace_keys import NamespaceKeys
 from radixkv.offload.index.retention import RetentionHint
@@ -33,14 +34,8 @@ def disk_at(path: Path) -> DiskStore:
 
 
 def blocks_of(namespace: Namespace, ids: range) -> list[BlockObject]:
-    prompt = tokens(ids)
-    parent = KEYS.root(namespace)
-    blocks = []
-    for index, key in enumerate(KEYS.chain(parent, prompt)):
-        own = prompt[16 * index : 16 * index + 16]
-        blocks.append(BlockObject(key, parent, 0, own, memoryview(bytes(PAYLOAD_BYTES))))
-        parent = key
-    return blocks
+    blocks = PromptKeys(KEYS, InvocationMarks()).blocks(namespace, tokens(ids))
+    return [BlockObject(each.key, each.parent, 0, each.tokens, memoryview(bytes(PAYLOAD_BYTES))) for each in blocks]
 
 
 def store(path: Path, blocks: Sequence[BlockObject], noted: Sequence[Namespace]) -> None:

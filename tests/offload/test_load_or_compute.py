@@ -68,6 +68,16 @@ def test_a_pool_that_filled_slowly_is_filled_again_after_a_while() -> None:
     assert 10 < num_left_out < 100
 
 
+def test_requests_without_stored_blocks_change_no_estimate() -> None:
+    load_or_compute = measured(loads={"host": (0.0, 1e-4)})
+    load_or_compute.note_fill(4, 4 * 0.1)
+    before = load_or_compute.choose(0, ["host"])
+    for _ in range(100):
+        load_or_compute.shrink_estimates([])
+    assert load_or_compute.choose(0, ["host"]) == before
+    assert not before.num_blocks
+
+
 def test_queued_blocks_make_a_store_slower() -> None:
     load_or_compute = measured(loads={"host": (0.0, 0.05)})
     assert load_or_compute.choose(0, ["host"] * 2).num_blocks == 2

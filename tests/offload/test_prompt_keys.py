@@ -26,8 +26,9 @@ def invoked(marks: InvocationMarks, digest: str, start: int, prompt: bytes = PRO
 
 def test_each_whole_block_has_the_key_of_its_chain() -> None:
     keys = BlockKeys(FORMAT)
-    assert keys_of(PROMPT) == list(keys.chain(keys.root(NAMESPACE), PROMPT))
-    assert len(keys_of(PROMPT)) == 3
+    parents = [keys.root(NAMESPACE), *keys_of(PROMPT)]
+    blocks = [PROMPT[start : start + 16] for start in (0, 16, 32)]
+    assert keys_of(PROMPT) == [keys.child(parent, block) for parent, block in zip(parents, blocks, strict=False)]
 
 
 def test_a_block_names_its_parent_tokens_and_owner() -> None:

@@ -146,12 +146,12 @@ def test_shutdown_waits_for_the_scan() -> None:
 
 
 def test_shutdown_does_not_wait_longer_than_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    def taking(*_: object) -> Iterator[None]:
+    def add_slowly(*_: object) -> Iterator[None]:
         for _ in range(100):
             time.sleep(0.01)
             yield
 
-    monkeypatch.setattr(DiskScan, "_taking", taking)
+    monkeypatch.setattr(DiskScan, "_add_in_slices", add_slowly)
     record = FakeRecord()
     blocks, _ = earlier(record)
     record.may_answer.set()

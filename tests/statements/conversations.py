@@ -71,7 +71,7 @@ def estimated_share(prompts: Sequence[bytes], shadow: QuotaShadow, seed: int) ->
     hashes._random = np.random.default_rng(seed)
     estimate = 0
     for prompt in prompts:
-        hashed = hashes.of(prompt, ACME.seed)
+        hashed = hashes.compute(prompt, ACME.seed)
         estimate += shadow.replay(hashed, hashed.size, hashed.size)
     return estimate / (sum(map(len, prompts)) // 4)
 
@@ -88,7 +88,7 @@ def main() -> None:
                     for sample in range(3 if 2 * ceiling > max_sampled_blocks else 1):
                         shadow = QuotaShadow(ceiling, SIZE)
                         estimate = estimated_share(prompts, shadow, 100 * seed + sample)
-                        own = errors.setdefault(shadow.max_blocks, [])
+                        own = errors.setdefault(shadow._large.max_blocks, [])
                         own += [abs(estimate - truth) for truth in truths]
     for num_blocks, own in sorted(errors.items()):
         mean = sum(own) / len(own)

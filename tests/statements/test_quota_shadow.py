@@ -27,28 +27,28 @@ def test_an_estimate_is_within_a_hundredth_of_a_replay(
         monkeypatch.setattr(quota_shadow, "MAX_SAMPLED_BLOCKS", max_sampled_blocks)
         shadow = QuotaShadow(ceiling_blocks, SIZE)
         assert estimated_share(prompts, shadow, seed) == pytest.approx(truth, abs=0.01)
-        assert shadow.max_blocks <= max_sampled_blocks
-        assert shadow.num_sampled_blocks <= 3 * max_sampled_blocks / 2
+        assert shadow._large.max_blocks <= max_sampled_blocks
+        assert len(shadow._small.blocks) + len(shadow._large.blocks) <= 3 * max_sampled_blocks / 2
 
 
 def test_a_hash_is_that_of_a_token_and_of_all_tokens_before_it() -> None:
     hashes = PrefixHashes()
-    first = hashes.of(spell("abcd"), 1).tolist()
+    first = hashes.compute(spell("abcd"), 1).tolist()
     assert len(first) == 4
-    assert hashes.of(spell("abcx"), 1).tolist()[:3] == first[:3]
-    assert hashes.of(spell("abcd" + "x" * 20_000), 1).tolist()[:4] == first  # also after more factors were drawn
+    assert hashes.compute(spell("abcx"), 1).tolist()[:3] == first[:3]
+    assert hashes.compute(spell("abcd" + "x" * 20_000), 1).tolist()[:4] == first  # also after more factors were drawn
     others = [
-        *hashes.of(spell("abcx"), 1).tolist()[3:],
-        *hashes.of(spell("xbcd"), 1).tolist(),
-        *hashes.of(spell("abcd"), 2).tolist(),
-        *PrefixHashes().of(spell("abcd"), 1).tolist(),
+        *hashes.compute(spell("abcx"), 1).tolist()[3:],
+        *hashes.compute(spell("xbcd"), 1).tolist(),
+        *hashes.compute(spell("abcd"), 2).tolist(),
+        *PrefixHashes().compute(spell("abcd"), 1).tolist(),
     ]
     assert not set(others) & set(first)
-    assert hashes.of(b"", 1).size == 0
+    assert hashes.compute(b"", 1).size == 0
 
 
 def test_every_low_bit_of_a_hash_depends_on_the_tokens() -> None:
-    hashes = PrefixHashes().of(np.arange(20_000, dtype="<u4").tobytes(), 0)
+    hashes = PrefixHashes().compute(np.arange(20_000, dtype="<u4").tobytes(), 0)
     for rate in (2, 8, 64):
         share = np.count_nonzero((hashes & np.uint64(rate - 1)) == 0) / hashes.size
         assert share == pytest.approx(1 / rate, rel=0.3)

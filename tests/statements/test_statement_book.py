@@ -134,7 +134,7 @@ def test_an_engine_that_does_not_end_is_not_waited_for(tmp_path: Path) -> None:
     desk.files.close()
 
 
-def test_it_saves_periodically(tmp_path: Path) -> None:
+def test_the_book_saves_periodically(tmp_path: Path) -> None:
     desk = Desk(tmp_path, FakeClock(), interval_s=0.001)
     calls: list[Callable[[], Any]] = []
     has_saved_twice: Future[None] = Future()

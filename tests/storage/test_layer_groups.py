@@ -16,11 +16,11 @@ from radixkv.storage.layer_groups import LayerGroups
         ((4096,), None, 1, 4096),
     ],
 )
-def test_layers_whose_window_hides_something_are_windowed(
+def test_layers_with_a_window_below_the_longest_sequence_are_windowed(
     windows: tuple[int | None, ...], max_tokens: int | None, num_windowed: int, window: int
 ) -> None:
     groups = LayerGroups.of(windows, max_tokens)
-    assert (groups.num_windowed, groups.num_whole) == (num_windowed, len(windows) - num_windowed)
+    assert groups.num_windowed == num_windowed
     assert groups.window == window
 
 
@@ -31,7 +31,7 @@ def test_each_pool_has_its_layers(windows: tuple[int | None, ...], is_by_layer: 
     shape = KVShape(3, 2, 8, torch.bfloat16)
     storage = KVStorage(10, 16, shape, torch.device("cpu"), is_by_layer=is_by_layer, groups=groups, num_parts=4)
     (parts,) = storage.part_pools
-    assert (storage.pool.num_layers, parts.num_layers) == (groups.num_whole, groups.num_windowed)
+    assert (storage.pool.num_layers, parts.num_layers) == (3 - groups.num_windowed, groups.num_windowed)
     assert [place.pool for place in storage.layer_locations] == [int(window is not None) for window in windows]
     assert storage.block_bytes + storage.part_bytes == 16 * shape.token_bytes
     assert storage.num_bytes == storage.pool.blocks.nbytes + parts.blocks.nbytes

@@ -95,6 +95,5 @@ class NamespaceKeys:
             namespace = self._by_place[place]
             if tenant is None or namespace.tenant == tenant:
                 listed.append(StoredNamespace(namespace, len(self._keys[namespace])))
-        return StoredPage(
-            tuple(listed), next_place, len(listed), len(self._keys)
-        )  # the count must not reveal other tenants
+        # `num_compared` is not `num_passed`, which would reveal other tenants.
+        return StoredPage(tuple(listed), next_place, len(listed), len(self._keys))

@@ -44,9 +44,9 @@ class OffloadIndex(Listener):
             └────────── committed ◀── loaded ◀── find ────────────────────────────────┘
 
     Only whole blocks are stored: a partly filled block is recomputed. Every evicted block is stored in every tier that
-    does not hold it yet, whether it was reused or not; docs/LOG.md explains it ("what is worth writing"). A full tier
-    evicts the block that left the device longest ago, and retained blocks last. Shared stores get a block when it is
-    published, so that other servers find it.
+    does not hold it yet, whether it was reused or not; docs/LOG.md ("What is worth writing") gives the reasons. For the
+    order in which a full tier evicts blocks, see `TierIndex`. Shared stores get a block when it is published, so that
+    other servers find it.
 
     Args:
         tiers: an index per tier, the fastest first.
@@ -121,7 +121,7 @@ class OffloadIndex(Listener):
         self.grown(leaf, leaf.num_blocks, now_s)
 
     def grown(self, leaf: Node, num_new_blocks: int, now_s: float) -> None:
-        """Queue the blocks at the end of a leaf that are now full for the shared stores."""
+        """Queue the blocks at the end of a leaf that have become full, for the shared stores."""
         if self._shared:
             self.queue(leaf, max(0, leaf.num_blocks - num_new_blocks - 1), leaf.num_blocks, self._shared)
             # Recorded as a use, so that the beginning of the prompt becomes the most recent in the store.
@@ -192,7 +192,7 @@ class OffloadIndex(Listener):
     def store_again(self, name: str, keys: Sequence[bytes]) -> int:
         """Queue blocks for a shared store again, if they are still on the device.
 
-        Only nodes of the last touch are searched, the call that notified the stores of recent uses; see `Touches`.
+        Only the nodes of the last touch are searched, which are those of the last `UsedNodes.take`.
 
         Args:
             name: name of the store, which no longer holds the blocks.
@@ -311,7 +311,7 @@ class OffloadIndex(Listener):
     def purge(self, tenant: str | None, adapter: str | None, salt: str | None) -> dict[str, list[bytes]]:
         """Remove the blocks of all namespaces with these names, None for any. Returns their keys by tier.
 
-        Complexity: O(namespaces + blocks of these).
+        Complexity: O(namespaces + blocks of the purged namespaces).
         """
         names = tenant, adapter, salt
         self.retention.purge(*names)

@@ -190,7 +190,7 @@ class StoredRetention:
     def set(self, path: Sequence[KeyedBlock], start: int, hint: RetentionHint) -> None:
         """Set the priority of the stored blocks from `start` on; see `note`.
 
-        Blocks that are not stored keep no priority here: on the device they have it there.
+        Blocks that are not stored get no priority here: while they are on the device, the cache keeps their priority.
         """
         for block in path[start:]:
             self._retentions.forget(block.key)
@@ -203,7 +203,7 @@ class StoredRetention:
         return [(key, hint) for key, hint in found if hint is not None]
 
     def restore(self, tier_index: TierIndex, hints: Sequence[tuple[bytes, RetentionHint]]) -> None:
-        """Give blocks of a store the priorities that `hints` listed in an earlier process.
+        """Set the priorities of stored blocks that `hints` listed in an earlier process.
 
         Blocks that already have a priority in this process keep it.
         """
@@ -213,7 +213,7 @@ class StoredRetention:
                 self._reorder(key)
 
     def granted(self, blocks: Sequence[KeyedBlock], priority: int) -> tuple[int, int]:
-        """Count the blocks that have a priority, up to the first that does not; and the same for stored blocks."""
+        """Return the lengths of two prefixes: the blocks that are stored with a priority, and the stored blocks."""
         stored = list(takewhile(self._is_stored, blocks))
         granted = takewhile(lambda block: self._has(block.key, priority), stored)
         return sum(1 for _ in granted), len(stored)

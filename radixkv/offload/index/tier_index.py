@@ -177,9 +177,8 @@ class TierIndex:
         self._listener = StoreListener()
         self._order = EvictionOrder()  # of tenants without a floor
         self._floored: dict[str, EvictionOrder] = {}
-        self._capped: dict[
-            str, EvictionOrder
-        ] = {}  # of tenants with a ceiling, whose keys are also in one of the others
+        # Of tenants with a ceiling. Their keys are also in `_order` or `_floored`.
+        self._capped: dict[str, EvictionOrder] = {}
         self._retained: dict[str, dict[bytes, int]] = {}  # priorities above the default by tenant, oldest first
         self._pending: set[bytes] = set()
         self._rewritten: set[bytes] = set()  # pending keys of which the store may hold an earlier object

@@ -117,8 +117,8 @@ class BlockObject(NamedTuple):
     def pieces(self) -> Iterator[bytes | memoryview]:
         """Iterate over the bytes of the object in pieces, the checksum last.
 
-        Each piece is hashed before it is yielded, which brings it into the CPU cache. If it changes in between, the
-        checksum does not match, so the change is detected.
+        Each piece is hashed before it is yielded, which brings it into the CPU cache. If the piece changes afterwards,
+        the checksum does not match, so the change is detected.
 
         Complexity: one pass over the payload, and one more to protect it. Stores call it on their threads.
         """
@@ -220,7 +220,7 @@ def open_object(
         data: what a store returned.
         wanted: the block that it should be.
         payload_bytes: the valid sizes of K and V of a block.
-        checksum: `checksum_of(data)` if it is known, otherwise None.
+        checksum: `checksum_of(data)`; None to compute it.
 
     Returns:
         A view of `data`, or a new buffer if the object is encrypted.
@@ -244,7 +244,7 @@ def open_object(
         return ObjectFault.UNSEALED
     if mac is not None and not _is_authentic(data, head, mac):
         return ObjectFault.UNAUTHENTIC
-    return _opened(data, head, wanted)
+    return _open_verified(data, head, wanted)
 
 
 def _is_authentic(data: memoryview, head: ObjectHead | None, mac: BlockMac) -> bool:
@@ -254,25 +254,25 @@ def _is_authentic(data: memoryview, head: ObjectHead | None, mac: BlockMac) -> b
     return mac.is_of(tag, salt, (data[: HEAD_BYTES - MAC_BYTES], data[HEAD_BYTES:-CHECKSUM_BYTES]))
 
 
-def _opened(data: memoryview, head: ObjectHead, wanted: Wanted) -> memoryview | ObjectFault:
+def _open_verified(data: memoryview, head: ObjectHead, wanted: Wanted) -> memoryview | ObjectFault:
+    """Return the payload of an object whose checksum and MAC are valid, decrypted, or the fault."""
     token_bytes = len(wanted.tokens)
     if isinstance(wanted.protection, BlockCipher):
         try:
-            opened = wanted.protection.open(
+            decrypted = wanted.protection.open(
                 head.proof[:SALT_BYTES], data[:HEAD_BYTES], data[HEAD_BYTES:-CHECKSUM_BYTES]
             )
         except NotSealedByUs:
             return ObjectFault.UNSEALED
-        body = memoryview(opened)
+        body = memoryview(decrypted)
         start = 0
         payload = body[token_bytes:]
     else:
         body = data
         start = HEAD_BYTES
         payload = data[start + token_bytes + _padding(head.num_tokens) : -CHECKSUM_BYTES]
-    if (
-        body[start : start + token_bytes].tobytes() != wanted.tokens
-    ):  # comparing memoryviews is slow, element by element
+    # Comparing memoryviews would be slow, since they are compared element by element.
+    if body[start : start + token_bytes].tobytes() != wanted.tokens:
         return ObjectFault.OTHER_TOKENS
     return payload
 

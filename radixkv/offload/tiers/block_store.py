@@ -106,8 +106,8 @@ class BlockStore(Protocol):
         Args:
             objects: their payloads must never change after this call.
             victims: keys to evict first, in this order, if room is needed. Objects that are being read are not evicted;
-                if that is the next victim, the object is not stored. After the victims, the least recently used
-                objects are evicted.
+                if the next victim is being read, the new object is not stored. After the victims, the least recently
+                used objects are evicted.
         """
 
     def get(self, keys: Sequence[bytes]) -> Future[list[Loan | None]]:
@@ -129,7 +129,7 @@ class BlockStore(Protocol):
         """Return the contents and the capacity, without waiting."""
 
     def close(self) -> None:
-        """Close the store: queued calls fail, and running calls are waited for. Idempotent."""
+        """Close the store: queued calls fail, and running calls are waited for, for some seconds. Idempotent."""
 
 
 class StoreBackend(ABC):

@@ -37,9 +37,8 @@ _LABEL = "format.json"
 _LOCK = "lock"
 _log = logging.getLogger(__name__)
 _NAMESPACES = "namespaces"
-_BATCH_BYTES = (
-    16 << 20
-)  # per write; with encryption, the encrypted copies take as much memory again while they are written
+# Per write. With encryption, the encrypted copies take as much memory again while they are written.
+_BATCH_BYTES = 16 << 20
 _FULL_PAUSE_S = 60.0  # between attempts to grow on a full disk
 
 
@@ -99,7 +98,8 @@ class DiskDirectory:
 
     Raises:
         ConfigError: other users can write to the directory or to its parent.
-        StoreUnavailable: the directory is not writable, is locked by another process, or has another format.
+        StoreUnavailable: the directory is not writable, is locked by another process, has another format, or contains
+            something other than regular files.
     """
 
     def __init__(self, parent: Path, block_format: BlockFormat, *, must_be_private: bool = False) -> None:
@@ -115,7 +115,7 @@ class DiskDirectory:
         except OSError as error:
             raise self._not_writable(error) from error
         try:
-            self._claim()
+            self._acquire()
         except BaseException:
             os.close(self._lock)
             raise
@@ -135,7 +135,8 @@ class DiskDirectory:
             if not (stat.S_ISDIR(mode) if path == self.path else stat.S_ISREG(mode)):
                 raise StoreUnavailable(f"tiers.disk_path: expected a file that this server made, got another: {path}")
 
-    def _claim(self) -> None:
+    def _acquire(self) -> None:
+        """Lock the directory. Write the format of its blocks, or require the one that is written there."""
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -153,10 +154,7 @@ class DiskDirectory:
 
 
 def half_of_free(path: Path) -> int:
-    """Return half of the free bytes at a path, where blocks of earlier processes count as free.
-
-    The path need not exist.
-    """
+    """Return half of the free bytes at a path, which need not exist. Blocks of earlier processes count as free."""
     ours = sum(file.stat().st_blocks * _STAT_BLOCK_BYTES for file in path.glob("*/*")) if path.is_dir() else 0
     parent = next(each for each in (path, *path.absolute().parents) if each.is_dir())
     return (shutil.disk_usage(parent).free + ours) // 2
@@ -186,9 +184,7 @@ class DiskStore(StoreBackend):
     Complexity: opening reads 64 bytes per slot and takes about 2 us per stored object.
     """
 
-    num_readers = (
-        1  # interleaved reads of two threads look like random access, for which the kernel does not read ahead
-    )
+    num_readers = 1  # the kernel would take alternating reads of two threads for random access, and not read ahead
 
     def __init__(
         self,
@@ -214,17 +210,17 @@ class DiskStore(StoreBackend):
         self._buffers = BufferPool(self._sizes.buffer_bytes)
         self._directory = DiskDirectory(path, block_format, must_be_private=must_be_private)
         self.path = self._directory.path
-        with contextlib.ExitStack() as opened, _failures(self.path):
-            opened.callback(self._directory.close)
+        with contextlib.ExitStack() as on_error, _convert_errors(self.path):
+            on_error.callback(self._directory.close)
             self._files = SlotFiles(self.path, self._sizes, self._max_slots, native)
-            opened.callback(self._files.close)
+            on_error.callback(self._files.close)
             self._table, self._serial = self._read_index()
             self.namespaces = NamespaceFile(self.path / _NAMESPACES)
-            opened.pop_all()  # everything is open
+            on_error.pop_all()  # everything is open
 
     def put(self, objects: Sequence[BlockObject], victims: Sequence[bytes] = ()) -> PutResult:
         """Write objects. After this returns, they survive the process, but not necessarily a power failure."""
-        with _failures(self.path):
+        with _convert_errors(self.path):
             self.namespaces.write()  # first, since blocks of unknown namespaces are useless
         left = iter(victims)
         outcomes = list[PutOutcome]()
@@ -233,9 +229,9 @@ class DiskStore(StoreBackend):
             self._grow(len(batch))
             claimed: list[tuple[int, BlockObject]] = []
             try:
-                with self._lock, _failures(self.path):
+                with self._lock, _convert_errors(self.path):
                     batch_outcomes, batch_evicted = self._claim(batch, left, claimed)
-                with _failures(self.path):
+                with _convert_errors(self.path):
                     self._files.write_objects(claimed)
             except BaseException:
                 with self._lock:
@@ -251,24 +247,24 @@ class DiskStore(StoreBackend):
         """Read objects into buffers, which are reused after their loans are released."""
         with self._lock:
             entries = [self._table.find(key) for key in keys]
-            there = [entry for entry in entries if entry is not None]
-            for entry in there:
+            stored = [entry for entry in entries if entry is not None]
+            for entry in stored:
                 self._table.start_reading(entry)
         buffers: list[memoryview] = []
         try:
-            buffers.extend(self._buffers.take() for _ in there)
-            with _failures(self.path):
-                found = self._files.read([(entry.slot, entry.num_bytes) for entry in there], buffers)
+            buffers.extend(self._buffers.take() for _ in stored)
+            with _convert_errors(self.path):
+                objects = self._files.read([(entry.slot, entry.num_bytes) for entry in stored], buffers)
         except BaseException:
             for buffer in buffers:
                 self._buffers.give_back(buffer)
             raise
         finally:
             with self._lock:
-                for entry in there:
+                for entry in stored:
                     self._table.end_reading(entry)
         returns = (partial(self._buffers.give_back, buffer) for buffer in buffers)
-        loans = (Loan(data, give_back, checksum) for (data, checksum), give_back in zip(found, returns, strict=True))
+        loans = (Loan(data, give_back, checksum) for (data, checksum), give_back in zip(objects, returns, strict=True))
         return [None if entry is None else next(loans) for entry in entries]
 
     def exists(self, keys: Sequence[bytes]) -> list[bool]:
@@ -281,10 +277,10 @@ class DiskStore(StoreBackend):
 
         Their bytes stay on the disk until they are overwritten.
         """
-        with self._lock, _failures(self.path):
+        with self._lock, _convert_errors(self.path):
             removed = [entry for key in keys if (entry := self._table.remove(key)) is not None]
             self._files.clear_lines(entry.slot for entry in removed)
-        with _failures(self.path):
+        with _convert_errors(self.path):
             self._files.sync_lines()  # loads do not wait for it
         return len(removed)
 
@@ -309,7 +305,7 @@ class DiskStore(StoreBackend):
         if self._is_closed:
             return
         self._is_closed = True
-        with _failures(self.path), contextlib.ExitStack() as closing:  # closes all three whatever fails
+        with _convert_errors(self.path), contextlib.ExitStack() as closing:  # closes all three whatever fails
             for each in (self._directory, self._files, self.namespaces):
                 closing.callback(each.close)
             self._table.put_last(self._last_order)
@@ -372,7 +368,7 @@ class DiskStore(StoreBackend):
 
     def _publish(self, written: Sequence[tuple[int, BlockObject]]) -> None:
         """Publish written objects, except those that were deleted during the write."""
-        with self._lock, _failures(self.path):
+        with self._lock, _convert_errors(self.path):
             lines: list[Line] = []
             for slot, each in written:
                 entry = SlotEntry(slot, each.generation, each.num_bytes)
@@ -386,7 +382,7 @@ class DiskStore(StoreBackend):
 
         Loads do not wait for this.
         """
-        with self._growth, _failures(self.path):
+        with self._growth, _convert_errors(self.path):
             if (
                 self._table.num_free >= num_slots
                 or self._files.num_slots == self._max_slots
@@ -419,7 +415,7 @@ class DiskStore(StoreBackend):
         table.add_objects(((key, SlotEntry(slot, *rest)) for slot, key, *rest in rows), self._files.num_slots)
         is_useless = lines["serial"] > 0
         is_useless[[entry.slot for _, entry in table]] = False
-        # Otherwise they would become valid when the later ones are deleted.
+        # Otherwise an invalid line would become valid when the later line with the same key is deleted.
         self._files.clear_lines(np.flatnonzero(is_useless).tolist())
         return table, int(found["serial"][-1]) if len(found) else 0
 
@@ -432,7 +428,7 @@ def _no_room(path: Path, slot_bytes: int, max_bytes: int | None) -> str:
 
 
 @contextlib.contextmanager
-def _failures(path: Path) -> Iterator[None]:
+def _convert_errors(path: Path) -> Iterator[None]:
     """Convert an OSError into StoreUnavailable."""
     try:
         yield

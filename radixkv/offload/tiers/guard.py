@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future
-from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from radixkv.errors import StoreBusy, StoreClosed, StoreLate, StorePaused
@@ -96,9 +95,6 @@ class CircuitBreaker:
         is_known: whether the store is known to work. Otherwise the first failure opens the circuit, until the store has
             answered once.
         first_pause_s, max_pause_s: the first and the longest pause.
-
-    Attributes:
-        num_opened: number of times that it opened.
     """
 
     def __init__(
@@ -119,7 +115,6 @@ class CircuitBreaker:
         self._num_failures = 0 if is_known else max_failures - 1
         self._pause_s = first_pause_s
         self._until_s = 0.0
-        self.num_opened = 0
 
     @property
     def state(self) -> CircuitState:
@@ -138,9 +133,8 @@ class CircuitBreaker:
         """Record a success. Returns whether it closed the circuit."""
         with self._lock:
             was_closed = self._state is CircuitState.CLOSED
-            if (
-                self._state is CircuitState.OPEN
-            ):  # the call began before the circuit opened, so it is not the trial call
+            # If the circuit is open, the call began before it opened, so it is not the trial call.
+            if self._state is CircuitState.OPEN:
                 return False
             self._state = CircuitState.CLOSED
             self._num_failures = 0
@@ -157,7 +151,6 @@ class CircuitBreaker:
                 return False
             if self._state is CircuitState.CLOSED and self._num_failures >= self._max_failures:
                 self._open()
-                self.num_opened += 1
                 return True
             return False
 
@@ -171,31 +164,6 @@ class CircuitBreaker:
     def _open(self) -> None:
         self._state = CircuitState.OPEN
         self._until_s = self._clock() + self._pause_s
-
-
-@dataclass(frozen=True, slots=True)
-class GuardCounts:
-    """Counts since the start.
-
-    Attributes:
-        answered: calls that were answered in time.
-        late: calls that timed out.
-        failed: calls that failed with another error.
-        busy: calls that were refused because the store's queue was full.
-        refused: calls that were refused because the circuit was open.
-        cancelled: calls that were cancelled by their caller.
-        opened: number of times that the circuit opened.
-        state: state of the circuit breaker.
-    """
-
-    answered: int
-    late: int
-    failed: int
-    busy: int
-    refused: int
-    cancelled: int
-    opened: int
-    state: CircuitState
 
 
 class GuardedStore:
@@ -232,8 +200,6 @@ class GuardedStore:
         self._limit_s = limit_s
         self._write_limit_s = write_limit_s
         self._purge_limit_s = purge_limit_s
-        self._lock = threading.Lock()
-        self._counts = dict.fromkeys(("answered", "late", "failed", "busy", "refused", "cancelled"), 0)
 
     def put(self, objects: Sequence[BlockObject], victims: Sequence[bytes] = ()) -> Future[PutResult]:
         """Store objects; see `BlockStore`."""
@@ -271,40 +237,23 @@ class GuardedStore:
         """Close the store."""
         self._store.close()
 
-    def counts(self) -> GuardCounts:
-        """Return the counts."""
-        with self._lock:
-            return GuardCounts(**self._counts, opened=self._circuit.num_opened, state=self._circuit.state)
-
     def note_end(self, error: BaseException | None) -> None:
         """Record the end of a call."""
         if error is None:
-            self._count("answered")
             if self._circuit.succeed():
                 _log.warning("store %s: works again", self._name)
-        elif isinstance(error, CancelledError):
-            self._count("cancelled")
+        elif isinstance(error, CancelledError | StoreBusy):  # a full queue, which is in this process, is no failure
             self._circuit.cancel()
-        elif isinstance(error, StoreBusy):  # the queue is in this process, so this is not a failure of the store
-            self._count("busy")
-            self._circuit.cancel()
-        else:
-            self._count("late" if isinstance(error, StoreLate) else "failed")
-            if self._circuit.fail():
-                _log.error("store %s: switched off for a while after failures, the last one: %s", self._name, error)
+        elif self._circuit.fail():
+            _log.error("store %s: switched off for a while after failures, the last one: %s", self._name, error)
 
     def _call(self, start: Callable[[], Future[_T]], limit_s: float) -> Future[_T]:
         outer: Future[_T] = Future()
         if not self._circuit.lets_through():
-            self._count("refused")
             outer.set_exception(StorePaused(f"store {self._name}: expected one that works, got a pause"))
             return outer
         _GuardedCall(self, outer, start()).begin(self._timers, limit_s)
         return outer
-
-    def _count(self, name: str) -> None:
-        with self._lock:
-            self._counts[name] += 1
 
 
 class _GuardedCall(Generic[_T]):

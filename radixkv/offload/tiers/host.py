@@ -81,7 +81,7 @@ class HostStore(StoreBackend):
         return PutResult(tuple(outcomes), tuple(evicted))
 
     def get(self, keys: Sequence[bytes]) -> list[Loan | None]:
-        """Lend slots, which are not reused before their loans end."""
+        """Lend slots, which are not reused before their loans are released."""
         with self._lock:
             return [self._lend(entry) if (entry := self._table.find(key)) else None for key in keys]
 
@@ -91,7 +91,7 @@ class HostStore(StoreBackend):
             return [self._table.find(key, is_use=False) is not None for key in keys]
 
     def delete(self, keys: Sequence[bytes]) -> int:
-        """Delete objects. A lent slot is freed when its loan ends."""
+        """Delete objects. A lent slot is freed when its last loan is released."""
         with self._lock:
             return sum(self._table.remove(key) is not None for key in keys)
 

@@ -66,7 +66,7 @@ class MooncakeStore(StoreBackend):
         self._connected: Any = None
 
     def put(self, objects: Sequence[BlockObject], victims: Sequence[bytes] = ()) -> PutResult:
-        """Store objects, except stored ones of the first generation. The master evicts, and ignores `victims`."""
+        """Store objects, except those of generation 0 whose key is stored. The master evicts, and ignores `victims`."""
         client = self._client()
         are_there = self.exists([each.key for each in objects])
         pairs = zip(objects, are_there, strict=True)
@@ -75,13 +75,13 @@ class MooncakeStore(StoreBackend):
     def get(self, keys: Sequence[bytes]) -> list[Loan | None]:
         """Return objects, each in its own memory."""
         client = self._client()
-        found: list[Loan | None] = [None] * len(keys)
-        there = [number for number, is_there in enumerate(self.exists(keys)) if is_there]
-        for start in range(0, len(there), self._batch):
-            numbers = there[start : start + self._batch]
+        loans: list[Loan | None] = [None] * len(keys)
+        stored = [number for number, is_there in enumerate(self.exists(keys)) if is_there]
+        for start in range(0, len(stored), self._batch):
+            numbers = stored[start : start + self._batch]
             for number, data in zip(numbers, client.get_batch([_name(keys[each]) for each in numbers]), strict=True):
-                found[number] = Loan(memoryview(data)) if data else None
-        return found
+                loans[number] = Loan(memoryview(data)) if data else None
+        return loans
 
     def exists(self, keys: Sequence[bytes]) -> list[bool]:
         """Return whether there is an object under each key.
@@ -125,7 +125,7 @@ class MooncakeStore(StoreBackend):
     def _put(self, client: Any, each: BlockObject, is_there: bool) -> PutOutcome:
         if each.num_bytes > self._object_bytes:
             return PutOutcome.TOO_LARGE
-        if is_there and not each.generation:  # finding out its generation would require reading it
+        if is_there and not each.generation:  # the stored generation is unknown, since the object would have to be read
             return PutOutcome.ALREADY_THERE
         code = _require_code(client.upsert_parts(_name(each.key), *each.pieces()), 0, _NO_ROOM)
         return PutOutcome.STORED if code == 0 else PutOutcome.NO_ROOM

@@ -58,8 +58,8 @@ def open_backend(name: str, options: StoreOptions) -> StoreBackend:
     """
     require_backend(name)
     try:
-        opened: OpenBackend = _OURS[name] if name in _OURS else _entry_points(name)[0].load()
-        return opened(options)
+        open_it: OpenBackend = _OURS[name] if name in _OURS else _entry_points(name)[0].load()
+        return open_it(options)
     except ImportError as error:
         raise ConfigError(f"{_key_of(name)}: expected its packages, got: {error}") from error
 

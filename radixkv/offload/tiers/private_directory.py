@@ -23,11 +23,11 @@ def require_private(directory: Path) -> None:
         ConfigError: the message names the path, and what to do.
     """
     try:
-        found = next(_of_others(directory.resolve()), None)
+        unsafe = next(_unsafe_paths(directory.resolve()), None)
     except OSError:  # opening the directory will fail with its own message
         return
-    if found is not None:
-        path, status = found
+    if unsafe is not None:
+        path, status = unsafe
         raise ConfigError(
             f"tiers.disk_path: expected a directory that only user {os.geteuid()} can write, got {path} of user "
             f"{status.st_uid} with mode {stat.S_IMODE(status.st_mode):04o}; set tiers.secret_file, so that blocks that "
@@ -36,7 +36,7 @@ def require_private(directory: Path) -> None:
         )
 
 
-def _of_others(directory: Path) -> Iterator[tuple[Path, os.stat_result]]:
+def _unsafe_paths(directory: Path) -> Iterator[tuple[Path, os.stat_result]]:
     """Iterate over paths that other users can change: parents, the directory, and its contents."""
     user = os.geteuid()
     for path in reversed(directory.parents):

@@ -29,7 +29,7 @@ DEFAULT_TTL_S = 86_400.0
 
 
 class RedisStore(StoreBackend):
-    """Objects under `radixkv:1:KEY` with a time to live, which every use renews.
+    """Objects under `radixkv:1:KEY` with a time to live, which `put`, `get` and `touch` renew.
 
     The server limits the memory and evicts: set `maxmemory` and `maxmemory-policy allkeys-lru`. The client connects at
     the first call, and reconnects at the first call after a failure. No call is retried.
@@ -66,37 +66,37 @@ class RedisStore(StoreBackend):
             raise ConfigError("tiers.redis_url: expected redis://HOST:PORT/DB, got something else") from error
         max_reply_bytes = max(_BATCH_BYTES, object_bytes) + _OTHER_REPLY_BYTES
         pool = self._client.connection_pool
-        pool.connection_class = _bounded(pool.connection_class, timeout_s, max_reply_bytes)
+        pool.connection_class = _bounded_class(pool.connection_class, timeout_s, max_reply_bytes)
 
     def put(self, objects: Sequence[BlockObject], victims: Sequence[bytes] = ()) -> PutResult:
         """Store objects in pipelines, except those that are stored already. Redis evicts, and ignores `victims`."""
         outcomes: list[PutOutcome] = []
         for batch in self._batches(objects):
-            outcomes += self._checked(partial(self._put, batch))
+            outcomes += self._run(partial(self._put, batch))
         return PutResult(tuple(outcomes))
 
     def get(self, keys: Sequence[bytes]) -> list[Loan | None]:
         """Return objects, and renew their time to live."""
-        found: list[bytes | None] = []
+        values: list[bytes | None] = []
         for batch in self._batches(keys):
-            found += self._checked(partial(self._get, batch))
-        return [None if data is None else Loan(memoryview(data)) for data in found]
+            values += self._run(partial(self._get, batch))
+        return [None if data is None else Loan(memoryview(data)) for data in values]
 
     def exists(self, keys: Sequence[bytes]) -> list[bool]:
         """Return whether there is an object under each key. Does not count as a use."""
-        return [bool(answer) for answer in self._checked(lambda: self._pipelined("EXISTS", keys))]
+        return [bool(answer) for answer in self._run(lambda: self._pipelined("EXISTS", keys))]
 
     def touch(self, keys: Sequence[bytes]) -> list[bool]:
         """Renew the time to live of objects, which Redis also counts as a use, unlike `EXISTS`."""
         answers: list[int] = []
         for start in range(0, len(keys), _TOUCHED_AT_ONCE):
             some = keys[start : start + _TOUCHED_AT_ONCE]
-            answers += self._checked(partial(self._pipelined, "PEXPIRE", some, self._ttl_ms))
+            answers += self._run(partial(self._pipelined, "PEXPIRE", some, self._ttl_ms))
         return [bool(answer) for answer in answers]
 
     def delete(self, keys: Sequence[bytes]) -> int:
         """Delete objects, for all servers."""
-        return sum(self._checked(lambda: self._pipelined("UNLINK", keys)))
+        return sum(self._run(lambda: self._pipelined("UNLINK", keys)))
 
     def purge(self, scope: KeyScope) -> int:
         """Delete all objects whose keys are in a scope, for all servers.
@@ -112,9 +112,9 @@ class RedisStore(StoreBackend):
         num_deleted = 0
         while True:
             scan = partial(self._client.execute_command, "SCAN", cursor, "MATCH", pattern, "COUNT", _SCAN_COUNT)
-            cursor, names = self._checked(scan)
+            cursor, names = self._run(scan)
             if names:
-                num_deleted += self._checked(partial(self._client.execute_command, "UNLINK", *names))
+                num_deleted += self._run(partial(self._client.execute_command, "UNLINK", *names))
             if not int(cursor):
                 return num_deleted
             if time.monotonic() >= end_s:
@@ -158,22 +158,22 @@ class RedisStore(StoreBackend):
         return PutOutcome.TOO_LARGE if each.num_bytes > self._object_bytes else PutOutcome.ALREADY_THERE
 
     def _get(self, keys: Sequence[bytes]) -> list[bytes | None]:
-        found: list[bytes | None]
+        values: list[bytes | None]
         try:
-            found = self._client.execute_command("MGET", *map(_name, keys))
+            values = self._client.execute_command("MGET", *map(_name, keys))
         except RedisError as error:
             if not isinstance(error.__context__, _ReplyTooLarge):
                 raise
-            found = self._get_beginnings(keys)
-        there = [key for key, data in zip(keys, found, strict=True) if data is not None]
-        if there:
-            self._pipelined("PEXPIRE", there, self._ttl_ms)
-        return found
+            values = self._get_beginnings(keys)
+        stored_keys = [key for key, data in zip(keys, values, strict=True) if data is not None]
+        if stored_keys:
+            self._pipelined("PEXPIRE", stored_keys, self._ttl_ms)
+        return values
 
     def _get_beginnings(self, keys: Sequence[bytes]) -> list[bytes | None]:
-        """Read values up to one byte more than the largest object has, since others have written larger ones there.
+        """Read the beginnings of values, of which some are larger than any object, since others have written them.
 
-        `MGET` is twice as fast, but has no limit.
+        At most one byte more than the largest object has is read of each. `MGET` is twice as fast, but has no limit.
         """
         pipeline = self._client.pipeline(transaction=False)
         for key in keys:
@@ -192,7 +192,7 @@ class RedisStore(StoreBackend):
     def _batches(self, items: Sequence[_T]) -> Iterator[Sequence[_T]]:
         return (items[start : start + self._batch] for start in range(0, len(items), self._batch))
 
-    def _checked(self, call: Callable[[], _T]) -> _T:
+    def _run(self, call: Callable[[], _T]) -> _T:
         try:
             return call()
         except (RedisError, OSError) as error:  # some messages contain the URL
@@ -233,7 +233,7 @@ class _BoundedSocket:
         return data
 
     def recv_into(self, buffer: bytearray, *sizes: int) -> int:
-        """Receive as `recv`."""
+        """Receive a part of the reply into a buffer; see `recv`."""
         number: int = self._connection.recv_into(buffer, *sizes)
         self._count(number)
         return number
@@ -253,10 +253,10 @@ class _BoundedSocket:
             raise OSError(errno.ECONNABORTED, os.strerror(errno.ECONNABORTED))
 
 
-def _bounded(kind: Any, limit_s: float, max_bytes: int) -> Any:
-    """Return a class of connections with bounded replies."""
+def _bounded_class(connection_class: Any, limit_s: float, max_bytes: int) -> Any:
+    """Return a subclass of a class of connections, with bounded replies."""
 
-    class BoundedConnection(kind):  # type: ignore[misc]  # the class depends on the scheme of the URL
+    class BoundedConnection(connection_class):  # type: ignore[misc]  # the class depends on the scheme of the URL
         def _connect(self) -> Any:
             return _BoundedSocket(super()._connect(), limit_s, max_bytes)
 

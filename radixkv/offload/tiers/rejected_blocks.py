@@ -44,8 +44,8 @@ class RejectedBlocks:
                 self._logged[fault] = self._counts[fault]
                 self._next_log_s[fault] = now_s + _LOG_PERIOD_S
         for fault, number in numbers:
-            some = "one that is" if number == 1 else f"{number} that are"
-            _log.warning("%s: expected unmodified blocks of this model, got %s %s", self._source, some, fault.value)
+            received = "one that is" if number == 1 else f"{number} that are"
+            _log.warning("%s: expected unmodified blocks of this model, got %s %s", self._source, received, fault.value)
 
     def counts(self) -> dict[ObjectFault, int]:
         """Return the number of blocks since the start, by fault."""

@@ -126,17 +126,17 @@ class SlotFiles:
         self._max_slots = max_slots
         self._native = native
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
-        with contextlib.ExitStack() as opened:
+        with contextlib.ExitStack() as on_error:
             files = []
             for name in ("index", "heads", "blocks"):
                 files.append(os.open(directory / name, flags, 0o600))
-                opened.callback(os.close, files[-1])
+                on_error.callback(os.close, files[-1])
             self._index, self._heads, self._blocks = files
             self._rooms = dict(zip(files, (_LINE.itemsize, sizes.head_room, sizes.body_room), strict=True))
             # If the index is shorter, its missing lines are those of free slots.
             self.num_slots = min(max_slots, *(os.fstat(each).st_size // self._rooms[each] for each in files[1:]))
             self._truncate()
-            opened.pop_all()  # everything is open
+            on_error.pop_all()  # everything is open
         self._object_files = ObjectFiles(self._heads, self._blocks, sizes.head_bytes)
 
     def close(self) -> None:
@@ -193,13 +193,13 @@ class SlotFiles:
         positions = [self._positions(slot) for slot, _ in objects]
         if self._native is not None and self._native.write_checked(self._object_files, positions, parts):
             return
-        for (of_head, of_body), (head, body) in zip(positions, parts, strict=True):
+        for (head_position, body_position), (head, body) in zip(positions, parts, strict=True):
             digest = xxh3_128(head)
             for start in range(0, len(body), _WRITE_BYTES):
                 piece = body[start : start + _WRITE_BYTES]
                 digest.update(piece)
-                self._write(self._blocks, piece, of_body + start)
-            self._write(self._heads, memoryview(head + digest.digest()), of_head)
+                self._write(self._blocks, piece, body_position + start)
+            self._write(self._heads, memoryview(head + digest.digest()), head_position)
 
     def _write(self, file: int, data: memoryview, position: int) -> None:
         padding = bytes(-len(data) % PAGE_BYTES)
@@ -262,28 +262,31 @@ class SlotFiles:
         start = self._sizes.head_room - self._sizes.head_bytes
         locations = [(*self._positions(wanted[each][0]), wanted[each][1]) for each in order]
         targets = [buffers[each][start:] for each in order]
-        found = None if self._native is None else self._native.read_checked(self._object_files, locations, targets)
-        if found is None:
-            found = [self._read(*location, target) for location, target in zip(locations, targets, strict=True)]
-        by_index = dict(zip(order, found, strict=True))
+        results = None if self._native is None else self._native.read_checked(self._object_files, locations, targets)
+        if results is None:
+            results = [self._read(*location, target) for location, target in zip(locations, targets, strict=True)]
+        by_index = dict(zip(order, results, strict=True))
         return [(buffer[start:][: by_index[index][0]], by_index[index][1]) for index, buffer in enumerate(buffers)]
 
-    def _read(self, of_head: int, of_body: int, num_bytes: int, target: memoryview) -> tuple[int, bytes | None]:
+    def _read(
+        self, head_position: int, body_position: int, num_bytes: int, target: memoryview
+    ) -> tuple[int, bytes | None]:
         """Return the number of bytes read, and the checksum; None if the object is truncated."""
         size = self._sizes.head_bytes
         end = num_bytes - CHECKSUM_BYTES
         head = bytearray(size + CHECKSUM_BYTES)
-        count = _read_all(self._heads, memoryview(head), of_head)
+        count = _read_all(self._heads, memoryview(head), head_position)
         target[:size] = head[:size]
         if count < len(head):
             return min(count, size), None
-        count = size + _read_all(self._blocks, target[size:end], of_body)
+        count = size + _read_all(self._blocks, target[size:end], body_position)
         if count < end:
             return count, None
         target[end:num_bytes] = head[size:]
         return num_bytes, checksum_of(target[:num_bytes])
 
     def _positions(self, slot: int) -> tuple[int, int]:
+        """Return where a slot begins in the file of heads, and in the file of bodies."""
         return slot * self._sizes.head_room, slot * self._sizes.body_room
 
 

@@ -16,7 +16,7 @@ class SlotEntry:
         slot: index of the slot.
         generation: generation of the object.
         num_bytes: size of the object.
-        num_readers: open loans of the slot, which is not reused before the last one is released.
+        num_readers: reads and loans of the slot that have not ended; until then, the slot is not reused.
     """
 
     slot: int
@@ -91,7 +91,7 @@ class SlotTable:
         return slot, evicted
 
     def publish(self, key: bytes, entry: SlotEntry) -> bool:
-        """Publish a written object, or free its slot if it was removed during the write. True if published."""
+        """Publish a written object; if it was removed during the write, free its slot and return False."""
         if self._writing.get(key) != entry.slot:
             heappush(self._free, entry.slot)
             return False

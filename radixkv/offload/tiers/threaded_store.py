@@ -34,8 +34,8 @@ class ThreadedStore:
 
     def __init__(self, backend: StoreBackend, *, max_waiting: int = 64, name: str = "store") -> None:
         self._backend = backend
-        self._reads = _Lane(f"{name}-read", backend.num_readers, max_waiting)
-        self._writes = _Lane(f"{name}-write", 1, max_waiting)
+        self._reads = _Executor(f"{name}-read", backend.num_readers, max_waiting)
+        self._writes = _Executor(f"{name}-write", 1, max_waiting)
         self._is_closed = False
 
     def put(self, objects: Sequence[BlockObject], victims: Sequence[bytes] = ()) -> Future[PutResult]:
@@ -71,17 +71,17 @@ class ThreadedStore:
         if self._is_closed:
             return
         self._is_closed = True
-        lanes = (self._reads, self._writes)
-        for lane in lanes:
-            lane.close()
+        executors = (self._reads, self._writes)
+        for executor in executors:
+            executor.close()
         end_s = time.monotonic() + _CLOSE_PATIENCE_S
-        if all(lane.join(end_s) for lane in lanes):
+        if all(executor.join(end_s) for executor in executors):
             self._backend.close()
         else:
             _log.warning("store: a call is blocked, so the backend is left open")
 
 
-class _Lane:
+class _Executor:
     """Threads that run calls from one queue."""
 
     def __init__(self, name: str, num_threads: int, max_waiting: int) -> None:

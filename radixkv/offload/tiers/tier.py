@@ -52,11 +52,11 @@ class TierCounts:
     """Counts since the start.
 
     Attributes:
-        loaded: blocks that were found and verified.
+        loaded: blocks that were loaded and verified.
         loaded_bytes: bytes of their payloads.
         load_s: total seconds from a call to its result, over all calls that did not fail.
         misses: blocks that were not loaded, by reason.
-        saved: objects by outcome; those of failed calls are in `failed_saves`.
+        saved: objects by outcome, except those of failed calls.
         failed_saves: objects of calls that failed.
         evicted: objects that were evicted to make room.
     """
@@ -73,14 +73,14 @@ class TierCounts:
 class Tier:
     """A store of blocks of one format. It verifies every block that it returns, and counts invalid ones as misses.
 
-    Calls return immediately. Futures never fail: if the store fails, the result is a miss, or says that nothing was
-    stored. They are cancelled like those of `BlockStore`.
+    Calls return immediately. Futures never fail: if the store fails, the result is a miss, or None, or says that
+    nothing was stored. Cancelling a future has the same effect as for `BlockStore`.
 
     Args:
         name: `host`, `disk`, `redis`, `mooncake`, or the name of a plug-in.
         store: stores the objects. It is closed with the tier.
-        payload_bytes: bytes of K and V of a block, or all sizes that they may have. An object with another payload size
-            is a miss, `ObjectFault.FOREIGN`.
+        payload_bytes: bytes of K and V of a block, or all valid sizes. An object with another payload size is a miss,
+            `ObjectFault.FOREIGN`.
         is_working: returns whether the store is in use; false while its circuit breaker is open.
         protection_of: returns the encryption or MAC of a tenant's objects; None if only this process can write them, or
             the store is trusted.
@@ -121,20 +121,20 @@ class Tier:
     def save(self, objects: Sequence[BlockObject], victims: Sequence[bytes] = ()) -> Future[PutResult | None]:
         """Store blocks; see `BlockStore.put`. The result is None if the call failed, perhaps after storing some."""
 
-        def saved(result: PutResult) -> PutResult:
+        def count_saved(result: PutResult) -> PutResult:
             self._require_results(result.outcomes, len(objects))
             with self._lock:
                 self._saved.update(result.outcomes)
                 self._evicted += len(result.evicted)
             return result
 
-        def failed(error: StoreError) -> PutResult | None:
+        def count_failed(error: StoreError) -> PutResult | None:
             with self._lock:
                 self._failed_saves += len(objects)
             has_reached_store = not isinstance(error, StoreBusy | StorePaused)
             return None if has_reached_store else PutResult((PutOutcome.NOT_SENT,) * len(objects))
 
-        return _then(self._store.put(objects, victims), saved, failed)
+        return _then(self._store.put(objects, victims), count_saved, count_failed)
 
     def load(self, wanted: Sequence[Wanted]) -> Future[list[LoadedBlock | Miss]]:
         """Load blocks. The result has each block, or the reason for its miss. Verification runs on the store's thread.
@@ -145,40 +145,30 @@ class Tier:
 
         start_s = time.monotonic()
 
-        def opened(loans: list[Loan | None]) -> list[LoadedBlock | Miss]:
-            found = [self._open(loan, each) for loan, each in zip(loans, wanted, strict=True)]
-            faults = [index for index, each in enumerate(found) if isinstance(each, ObjectFault)]
-            if useless := [wanted[index].key for index in faults if self._is_useless(found[index])]:
+        def open_loans(loans: list[Loan | None]) -> list[LoadedBlock | Miss]:
+            results = [self._open(loan, each) for loan, each in zip(loans, wanted, strict=True)]
+            faults = [index for index, each in enumerate(results) if isinstance(each, ObjectFault)]
+            if useless := [wanted[index].key for index in faults if self._is_useless(results[index])]:
                 self._store.delete(useless)
             with self._lock:
                 self._load_s += time.monotonic() - start_s
-            return self._count(found)
+            return self._count(results)
 
-        def failed(error: StoreError) -> list[LoadedBlock | Miss]:
+        def miss_all(error: StoreError) -> list[LoadedBlock | Miss]:
             return self._count([_reason_of(error)] * len(wanted))
 
-        return _then(self._store.get([each.key for each in wanted]), opened, failed, _release_all)
+        return _then(self._store.get([each.key for each in wanted]), open_loans, miss_all, _release_all)
 
     def exists(self, keys: Sequence[bytes]) -> Future[list[bool] | None]:
         """Return whether an object is stored under each key; None if the call fails.
 
         An object that exists may still fail verification when it is loaded.
         """
-
-        def converted(found: list[bool]) -> list[bool]:
-            self._require_results(found, len(keys))
-            return found
-
-        return _then(self._store.exists(keys), converted, lambda _: None)
+        return self._results_per_key(self._store.exists(keys), len(keys))
 
     def touch(self, keys: Sequence[bytes]) -> Future[list[bool] | None]:
         """Mark blocks of a shared store as used. Returns the same as `exists`."""
-
-        def converted(found: list[bool]) -> list[bool]:
-            self._require_results(found, len(keys))
-            return found
-
-        return _then(self._store.touch(keys), converted, lambda _: None)
+        return self._results_per_key(self._store.touch(keys), len(keys))
 
     def delete(self, keys: Sequence[bytes]) -> Future[int | None]:
         """Delete blocks. Return the number of deleted blocks, None if the call fails."""
@@ -204,6 +194,15 @@ class Tier:
         """Close the store."""
         self._store.close()
 
+    def _results_per_key(self, call: Future[list[bool]], num_keys: int) -> Future[list[bool] | None]:
+        """Return a future of the results of a call, one for each key; None if the call fails."""
+
+        def check(are_there: list[bool]) -> list[bool]:
+            self._require_results(are_there, num_keys)
+            return are_there
+
+        return _then(call, check, lambda _: None)
+
     def _require_results(self, results: Sequence[object], num_expected: int) -> None:
         """Raise if the number of results is wrong, which is possible with a plug-in."""
         if len(results) != num_expected:
@@ -227,17 +226,17 @@ class Tier:
     def _is_useless(self, fault: LoadedBlock | Miss) -> bool:
         return not (self._is_shared and fault is ObjectFault.UNSEALED)
 
-    def _count(self, found: list[LoadedBlock | Miss]) -> list[LoadedBlock | Miss]:
-        blocks = [each for each in found if isinstance(each, LoadedBlock)]
+    def _count(self, results: list[LoadedBlock | Miss]) -> list[LoadedBlock | Miss]:
+        blocks = [each for each in results if isinstance(each, LoadedBlock)]
         with self._lock:
             self._loaded += len(blocks)
             self._loaded_bytes += sum(block.payload.nbytes for block in blocks)
-        if len(blocks) == len(found):
-            return found
+        if len(blocks) == len(results):
+            return results
         with self._lock:
-            self._absences.update(each for each in found if isinstance(each, Absence))
-        self.rejected.add(each for each in found if isinstance(each, ObjectFault))
-        return found
+            self._absences.update(each for each in results if isinstance(each, Absence))
+        self.rejected.add(each for each in results if isinstance(each, ObjectFault))
+        return results
 
 
 def _reason_of(error: StoreError) -> Absence:

@@ -107,7 +107,7 @@ def test_a_tenant_with_its_share_gives_up_its_own() -> None:
     assert tier_index.owned.num_by_tenant == {"other": 3}
 
 
-def test_of_an_earlier_process_a_tenant_gets_no_more_than_its_share() -> None:
+def test_a_tenant_gets_no_more_blocks_of_an_earlier_process_than_its_ceiling() -> None:
     tier_index = TierIndex("disk", 4, shares_of=lambda tenant: TierShares(ceiling=0.5))
     assert tier_index.add_found([(b"o", OTHER), (b"c", ACME), (b"b", ACME), (b"a", ACME)]) == [b"a"]
     assert list(tier_index) == [b"b", b"c", b"o"]

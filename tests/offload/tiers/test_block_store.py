@@ -120,7 +120,7 @@ def test_threads_that_write_and_read_the_same_blocks_see_whole_ones(store: Block
     assert wrong == []
 
 
-def test_sizes_are_those_of_what_is_there(store: BlockStore) -> None:
+def test_sizes_are_those_of_the_stored_objects(store: BlockStore) -> None:
     before = store.size()
     put(store, 1, 2)
     after = store.size()

@@ -68,7 +68,7 @@ def test_a_package_that_can_not_be_imported_says_why(monkeypatch: pytest.MonkeyP
         open_backend("redis", StoreOptions(FORMAT, OBJECT_BYTES, place="redis://127.0.0.1:1/0"))
 
 
-def test_names_and_packages_are_judged_without_opening_anything(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_and_packages_are_checked_without_opening_a_store(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(open_store, "entry_points", lambda **wanted: EntryPoints([]).select(**wanted))
     require_backend("host")
     with pytest.raises(
@@ -77,7 +77,7 @@ def test_names_and_packages_are_judged_without_opening_anything(monkeypatch: pyt
         require_backend("shelf")
 
 
-def test_a_url_is_judged_without_connecting() -> None:
+def test_a_url_is_checked_without_connecting() -> None:
     require_redis_url("redis://127.0.0.1:1/0")
     with pytest.raises(ConfigError, match=r"^tiers\.redis_url: expected redis://HOST:PORT/DB, got something else$"):
         require_redis_url("nope")

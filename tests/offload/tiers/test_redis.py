@@ -264,7 +264,7 @@ def test_a_reply_that_never_ends_is_aborted(answer: Callable[[socket.socket], No
         store.close()
 
 
-def test_a_url_of_something_else_is_refused_without_its_words() -> None:
+def test_the_error_about_an_invalid_url_does_not_contain_the_password() -> None:
     with pytest.raises(
         ConfigError, match=r"tiers.redis_url: expected redis://HOST:PORT/DB, got something else"
     ) as raised:
