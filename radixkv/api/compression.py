@@ -33,8 +33,8 @@ class Compression:
 
     Attributes:
         policy: `streaming_llm` keeps the first and the last tokens. `h2o` keeps the last tokens, and of the other
-            tokens those with the most attention. `snapkv` does the same with the tokens of the prompt, and keeps all
-            generated tokens.
+            tokens those that received the most attention. `snapkv` selects tokens of the prompt in the same way, and
+            keeps all generated tokens.
         max_tokens: entries kept in each head of each layer, at least 2; with `snapkv`, entries of the prompt only.
         num_sinks: first tokens that `streaming_llm` keeps, below `max_tokens`; None for 4, or `max_tokens - 1` if that
             is less.
@@ -92,8 +92,8 @@ class Compression:
             raise InvalidRequest(f"compression.max_tokens: expected at least 2, got {self.max_tokens}")
         is_streaming = self.policy is CompressionPolicy.STREAMING_LLM
         for name, is_used in (("num_sinks", is_streaming), ("window", not is_streaming)):
-            if (given := getattr(self, name)) is not None and not is_used:
-                raise InvalidRequest(f"compression.{name}: expected none with {self.policy}, got {given}")
+            if (value := getattr(self, name)) is not None and not is_used:
+                raise InvalidRequest(f"compression.{name}: expected none with {self.policy}, got {value}")
         limit = self.max_tokens - 1
         if self.num_sinks is not None and not 0 <= self.num_sinks <= limit:
             raise InvalidRequest(

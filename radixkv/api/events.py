@@ -107,5 +107,5 @@ class EventBatch:
 
     @property
     def device_events(self) -> tuple[Event, ...]:
-        """The events without those of tiers, for readers that only track the device."""
+        """The events without the events of tiers, for readers that only track the device."""
         return tuple(event for event in self.events if isinstance(event, AllCleared) or event.tier == DEVICE)

@@ -61,8 +61,7 @@ class NamedBranch:
 
     Attributes:
         namespace: the namespace in which they are cached.
-        session_id: the session to which the end of the branch belongs, since no other one has used it; empty if it
-            belongs to none.
+        session_id: the only session that has used the end of the branch; empty if there is none.
         branch: the tokens. Those that an invoked adapter computed are marked.
     """
 
@@ -76,7 +75,7 @@ class Divergence:
     """Where a prompt diverges from the cached branches of its namespace.
 
     Attributes:
-        left_at: tokens of the prompt that it shares with another cached branch, or with all that is cached of it.
+        left_at: number of tokens that the prompt shares with the branches; without branches, with everything cached.
         branches: branches that share exactly these tokens with the prompt, the most recently used first; empty if the
             prompt continues what is cached, or nothing else is cached there.
         num_examined_nodes: nodes that were examined, other than those on the path of the prompt.
@@ -94,7 +93,7 @@ class LookUp:
     Attributes:
         tokens: the prompt as the cache knows it, little-endian uint32 bytes.
         cached_tokens: tokens that a prefill would reuse now.
-        miss_reason: why it would not reuse the others.
+        miss_reason: why a prefill would not reuse the other tokens.
         divergence: where the prompt diverges from the cached branches.
         token_s: seconds that recent requests of the tenant took per computed token; None without measurements.
     """
@@ -112,9 +111,9 @@ class Excerpt:
 
     Attributes:
         token_ids: at most 16 tokens from the position at which the sides differ.
-        num_different: how many of them are the differing span; the others are equal on both sides.
+        num_different: how many of them belong to the differing span; the others are equal on both sides.
         different_text: text of the differing span, as far as it is in the excerpt; empty without a tokenizer.
-        equal_text: text of the others.
+        equal_text: text of the tokens after the differing span; empty without a tokenizer.
     """
 
     token_ids: tuple[int, ...]
@@ -170,7 +169,7 @@ class Explanation:
     Attributes:
         prompt_tokens: tokens of the prompt.
         cached_tokens: tokens that a prefill would reuse now.
-        miss_reason: why it would not reuse the others.
+        miss_reason: why a prefill would not reuse the other tokens.
         left_at: position at which the prompt diverges from the other cached branches.
         segment: name of the segment that has this position; empty without one.
         computed_tokens: tokens after the shared and cached ones, which are computed.

@@ -14,9 +14,9 @@ class HintStatus(IntEnum):
     """What was done with a hint.
 
     Attributes:
-        ACCEPTED: it had its effect on all tokens that it addresses and that are cached.
-        CLIPPED: it had its effect on some of them.
-        REFUSED: it had no effect.
+        ACCEPTED: the hint had its effect on all cached tokens that it addresses.
+        CLIPPED: the hint had its effect on some of them.
+        REFUSED: the hint had no effect.
     """
 
     ACCEPTED = 1
@@ -67,7 +67,7 @@ class AgentStats(NamedTuple):
             not exist count as `other`.
         prefetched_tokens: tokens that were loaded before a request needed them.
         dropped_prefetches: prefetches for which there was no room, whose blocks no tier had any more, or whose
-            session is no longer known.
+            session was no longer known.
     """
 
     sessions: int

@@ -39,7 +39,7 @@ class Limits:
         block_size: tokens per block.
         epoch: random number of this block pool. Block ids are valid only together with the epoch of their pool.
         ceiling_tokens: maximum number of tokens of a tenant, by tenant; None for no bound.
-        default_ceiling_tokens: the same for all other tenants.
+        default_ceiling_tokens: maximum number of tokens of any other tenant; None for no bound.
         pool_tokens: tokens that fit into the block pool.
         model_fingerprint: digest of everything that K/V depend on besides tokens and the adapter.
         max_model_tokens: the longest sequence that the model supports; None for any length.
@@ -86,7 +86,7 @@ class Limits:
             num_blocks: blocks of the pool.
             block_size: tokens per block.
             ceiling_blocks: maximum number of blocks of a tenant, by tenant; None for no bound.
-            default_ceiling_blocks: the same for all other tenants.
+            default_ceiling_blocks: maximum number of blocks of any other tenant; None for no bound.
             model_fingerprint, compression_refusal, model_limit_reason: see the attributes.
         """
         # A generation needs one block more: it continues in a copy of the block in which its prompt ends.

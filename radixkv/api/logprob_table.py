@@ -15,7 +15,7 @@ class LogprobRows(NamedTuple):
     """Log probabilities of consecutive tokens.
 
     Attributes:
-        logprobs: log probabilities, float32 `[num_tokens, 1 + num_top]`: that of each token, and then those of the most
+        logprobs: log probabilities, float32 `[num_tokens, 1 + num_top]`: first of the token itself, then of the most
             likely tokens at its position.
         token_ids: the most likely tokens, most likely first, uint32 `[num_tokens, num_top]`.
     """
@@ -25,7 +25,7 @@ class LogprobRows(NamedTuple):
 
     @classmethod
     def of(cls, items: Sequence[TokenLogprobs]) -> LogprobRows:
-        """Return the rows of any sequence of at least one item; those of a table are views."""
+        """Return the rows of any sequence of at least one item. The rows of a table are views."""
         if isinstance(items, LogprobTable):
             return items.rows(slice(None))
         return cls(

@@ -66,5 +66,5 @@ class PrefillParams:
             InvalidRequest: the message names the field.
         """
         for name in ("top_logprobs", "return_logits", "hold_lease"):
-            if given := getattr(self, name):
-                raise InvalidRequest(f"prefill.{name}: expected none in a generation, got {given}")
+            if value := getattr(self, name):
+                raise InvalidRequest(f"prefill.{name}: expected none in a generation, got {value}")

@@ -10,13 +10,13 @@ class PublicPrefixStatus:
     """A prefix that the prompts of all tenants can reuse.
 
     Attributes:
-        name: given by the operator.
-        adapter: the digest of its adapter; empty for the base model.
-        num_tokens: its length.
-        num_blocks: blocks that it takes, once for all tenants.
-        is_computed: whether requests can match it.
-        num_users: unfinished requests and held leases that use it now.
-        num_uses: requests that have used it so far.
+        name: the name that the operator has chosen.
+        adapter: the digest of the prefix's adapter; empty for the base model.
+        num_tokens: length of the prefix.
+        num_blocks: blocks of the prefix, which exist once for all tenants.
+        is_computed: whether requests can match the prefix.
+        num_users: unfinished requests and held leases that use the prefix now.
+        num_uses: requests that have used the prefix so far.
     """
 
     name: str

@@ -28,7 +28,7 @@ class Usage:
         recomputed_tokens: tokens computed again after a preemption, because their block was not full or was evicted.
         public_tokens: tokens of `cached_tokens` that came from a public prefix.
         host_tokens, disk_tokens: tokens of `cached_tokens` that were loaded from that tier.
-        remote_tokens: those that were loaded from shared stores, or fetched from another server.
+        remote_tokens: tokens of `cached_tokens` that were loaded from shared stores, or fetched from another server.
     """
 
     prompt_tokens: int
@@ -111,8 +111,8 @@ class PrefillResult:
     """The result of a prefill.
 
     Attributes:
-        request_id: given by the caller, or random.
-        usage: its tokens.
+        request_id: id that the caller has chosen, or a random one.
+        usage: token counts of the request.
         next_token_id: the most likely next token.
         top_logprobs: `(token_id, logprob)`, most likely first.
         logits: float32 `[vocab_size]`; None unless requested.
@@ -138,7 +138,7 @@ class PrefillResult:
 class FinishReason(enum.Enum):
     """Why a generation ended. Values are those of the protocol."""
 
-    STOP = 1  # at a stop token, which is the last token, or because the caller finished it
+    STOP = 1  # at a stop token, which is the last token, at the end of its constraint, or finished by the caller
     LENGTH = 2  # after `max_new_tokens`
 
 
@@ -147,8 +147,8 @@ class GenerateResult:
     """The result of a generation, with all its tokens.
 
     Attributes:
-        request_id: given by the caller, or random.
-        usage: its tokens.
+        request_id: id that the caller has chosen, or a random one.
+        usage: token counts of the request.
         token_ids: all generated tokens, in order; a stop token is the last of them.
         finish_reason: why it ended.
         miss_reason: why no more tokens of its prompt were reused.
@@ -177,7 +177,7 @@ class GeneratedTokens:
 
     Attributes:
         token_ids: the new tokens, in order.
-        usage: all its tokens so far.
+        usage: token counts of the request so far.
         logprobs: one for each new token; empty unless requested.
         prompt_logprobs: with the first token, one for each token of the prompt but the first; empty unless requested.
     """

@@ -56,10 +56,10 @@ class Sampling:
         min_tokens: number of tokens before which no stop token, including the model's end-of-sequence tokens, is
             sampled, unless no other token is allowed.
         logit_bias: `(token_id, bias)`, biases of -100 to 100, added to the logits.
-        logprobs: number of most likely tokens whose log probabilities are returned with each token, in addition to that
-            of the token itself; None for no log probabilities.
-        prompt_logprobs: the same for each token of the prompt except the first. The whole prompt is computed for them,
-            whatever is cached.
+        logprobs: number of most likely tokens whose log probabilities are returned with each generated token, in
+            addition to the log probability of the token itself; None for no log probabilities.
+        prompt_logprobs: like `logprobs`, but for each token of the prompt except the first. The whole prompt is
+            computed, whatever is cached.
         seed: 0 to 2**64 - 1; a random one by default.
         stop_token_ids: each of them ends the generation, and is its last token.
         ignore_eos: whether to continue after the model's own end-of-sequence tokens.
@@ -68,7 +68,7 @@ class Sampling:
         compression: which K/V entries are kept during the generation; None for all.
         is_tool_call: whether the generated tokens contain a tool call; None if that is not known. Called when the
             generation ends.
-        write_generated: whether to publish the generated tokens. The prompt is published in any case.
+        write_generated: whether to publish the generated tokens. `PrefillParams.write_cache` applies to the prompt.
     """
 
     max_new_tokens: int = DEFAULT_MAX_NEW_TOKENS

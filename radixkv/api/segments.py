@@ -17,12 +17,12 @@ class Segment(NamedTuple):
         place: a number that no other segment has while this one is cached.
         parent_place: the place of the previous segment; None for the first one of its namespace.
         namespace: its namespace; `adapter` is the one that computed its last token.
-        start_token: tokens of the prompt before it.
-        num_tokens: its own tokens.
-        num_blocks: its own blocks.
-        num_children: segments that continue it.
-        num_uses: prompts that began with all of its tokens. A segment that grows keeps the number. After a split both
-            halves keep it, and the prompt that caused the split counts for the first half.
+        start_token: number of prompt tokens before the segment.
+        num_tokens: number of tokens of the segment.
+        num_blocks: number of blocks of the segment.
+        num_children: number of segments that continue this one.
+        num_uses: number of prompts that contained the whole segment. A segment that grows keeps the number. After a
+            split both parts keep it, and the prompt that caused the split counts for the first part.
         idle_s: seconds since a request last began or ended here.
         heat: `num_uses + 1`, halved for each `HEAT_HALF_LIFE_S` in `idle_s`. No segment is hotter than its parent.
         num_leases: leases that keep it from eviction.
@@ -57,7 +57,7 @@ class SegmentPage(NamedTuple):
     Attributes:
         segments: the segments.
         next_place: where the next page begins; None after the last one.
-        num_places: number of places; at least as many as segments.
+        num_places: number of places, at least the number of segments.
         num_segments: cached segments of all tenants.
         num_compared: matching segments that were examined for this page.
     """
@@ -75,7 +75,7 @@ class StoredNamespace(NamedTuple):
     Attributes:
         namespace: the namespace; `adapter` is the one that computed the blocks.
         num_blocks: whole blocks.
-        num_retained_blocks: those of them that have a priority above the default and are not on the device.
+        num_retained_blocks: number of these blocks that have a priority above the default and are not on the device.
     """
 
     namespace: Namespace

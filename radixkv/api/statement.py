@@ -32,7 +32,7 @@ class Use(NamedTuple):
         host_loaded_tokens, disk_loaded_tokens, remote_loaded_tokens: tokens that were copied from there to the device,
             for requests or ahead of them.
         device_evicted_by_self_tokens, host_evicted_by_self_tokens, disk_evicted_by_self_tokens: blocks of the tenant
-            that were evicted to make room for its own, or because it asked for it; in tokens, as whole blocks.
+            that were evicted to make room for its other blocks, or on its request; in tokens, as whole blocks.
         device_evicted_by_others_tokens, host_evicted_by_others_tokens, disk_evicted_by_others_tokens: blocks of the
             tenant that were evicted for other tenants.
         device_token_s, host_token_s, disk_token_s, remote_token_s: token slots of its blocks, times the seconds for

@@ -22,7 +22,7 @@ class NamespaceIdentity(NamedTuple):
     """The published name of a namespace.
 
     Attributes:
-        root: eight bytes that precede its first block in the hash chain.
+        root: eight bytes that precede the first block of a prompt in the hash chain.
         cache_salt: empty for the namespace that can be matched by tokens alone.
     """
 
@@ -56,8 +56,8 @@ class Identities:
             data = field.encode("utf-8", "surrogatepass")
             digest.update(len(data).to_bytes(8, "little"))
             digest.update(data)
-        made = digest.digest()
-        return NamespaceIdentity(made[:HASH_BYTES], made[HASH_BYTES:].hex())
+        digest_bytes = digest.digest()
+        return NamespaceIdentity(digest_bytes[:HASH_BYTES], digest_bytes[HASH_BYTES:].hex())
 
 
 def hash_blocks(before: bytes, tokens: bytes, block_bytes: int) -> bytes:

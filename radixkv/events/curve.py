@@ -1,7 +1,7 @@
 """CURVE, which authenticates peers by public keys and encrypts messages. It belongs to ZMTP, ZeroMQ's wire protocol.
 
-    peer ── HELLO ───▶        the public key of a key pair that the peer made for this connection
-         ◀─ WELCOME ──        the same of the server, and a cookie
+    peer ── HELLO ───▶        the public key of a key pair that the peer generated for this connection
+         ◀─ WELCOME ──        the public key of a key pair that the server generated for it, and a cookie
          ── INITIATE ▶        the cookie, and the permanent key of the peer, which vouches for the key in HELLO
          ◀─ READY ────
          ── MESSAGE ─▶ ◀─ MESSAGE ──
@@ -23,8 +23,8 @@ from radixkv.events.zmtp import (
     MORE,
     ZmtpError,
     command_body,
-    flagged,
     frame_head,
+    frames_with_flags,
     metadata,
     require_peer_type,
     split_command,
@@ -61,7 +61,7 @@ class Curve:
         self._socket_type = socket_type
         self._peer_types = peer_types
         self._cookie = b""  # empty before HELLO
-        # The keys of this connection: the peer's public key, the own secret key, and the key that both ends compute.
+        # The keys of this connection: the peer's public key, this end's secret key, and the key that both ends compute.
         self._peer_key = b""
         self._own_secret = b""
         self._shared = b""
@@ -76,12 +76,12 @@ class Curve:
         """Answer HELLO with WELCOME, and INITIATE with READY."""
         name, data = split_command(command)
         if name == b"HELLO" and not self._cookie:
-            return self._welcome(data)
+            return self._handle_hello(data)
         if name == b"INITIATE" and self._cookie:
-            return self._initiated(data)
+            return self._handle_initiate(data)
         raise ZmtpError("the peer violates the handshake of CURVE")
 
-    def opened(self, flags: int, body: bytes) -> tuple[int, bytes]:
+    def open_frame(self, flags: int, body: bytes) -> tuple[int, bytes]:
         """Decrypt a frame."""
         name, data = split_command(body)
         if name != b"MESSAGE":
@@ -92,22 +92,22 @@ class Curve:
         inside = plain[0]
         return (MORE if inside & _MORE_INSIDE else 0) | (COMMAND if inside & _COMMAND_INSIDE else 0), plain[1:]
 
-    def sealed(self, frames: Sequence[bytes], *, is_command: bool = False) -> list[bytes]:
+    def seal_frames(self, frames: Sequence[bytes], *, is_command: bool = False) -> list[bytes]:
         """Encrypt each frame of a message, or a command."""
         pieces = []
-        for flags, frame in flagged(frames, is_command=is_command):
+        for flags, frame in frames_with_flags(frames, is_command=is_command):
             inside = (_MORE_INSIDE if flags & MORE else 0) | (_COMMAND_INSIDE if flags & COMMAND else 0)
             body = command_body(b"MESSAGE", self._seal(b"CurveZMQMESSAGES", bytes([inside]) + frame))
             pieces += [frame_head(0, len(body)), body]
         return pieces
 
-    def _welcome(self, data: bytes) -> bytes:
+    def _handle_hello(self, data: bytes) -> bytes:
         if len(data) != _HELLO.size:
             raise ZmtpError("HELLO has an invalid length")
         version, _, self._peer_key, nonce, box = _HELLO.unpack(data)
         if version != _VERSION:
             raise ZmtpError("the peer uses another version of CURVE")
-        shared = _checked(lambda: self._sodium.crypto_box_beforenm(self._peer_key, self._keys.secret_key))
+        shared = _call_sodium(lambda: self._sodium.crypto_box_beforenm(self._peer_key, self._keys.secret_key))
         self._open(b"CurveZMQHELLO---", nonce + box, shared)
         own_key, self._own_secret = self._sodium.crypto_box_keypair()
         self._cookie = secrets.token_bytes(_COOKIE_BYTES)
@@ -115,17 +115,17 @@ class Curve:
         box = self._sodium.crypto_box_afternm(own_key + self._cookie, b"WELCOME-" + nonce, shared)
         return command_body(b"WELCOME", nonce + box)
 
-    def _initiated(self, data: bytes) -> bytes:
+    def _handle_initiate(self, data: bytes) -> bytes:
         cookie, data = data[:_COOKIE_BYTES], data[_COOKIE_BYTES:]
         if cookie != self._cookie:
             raise ZmtpError("INITIATE does not contain the cookie of WELCOME")
-        self._shared = _checked(lambda: self._sodium.crypto_box_beforenm(self._peer_key, self._own_secret))
+        self._shared = _call_sodium(lambda: self._sodium.crypto_box_beforenm(self._peer_key, self._own_secret))
         plain = self._open(b"CurveZMQINITIATE", data, self._shared)
         if len(plain) < _VOUCH.size:
             raise ZmtpError("INITIATE is too short")
         permanent_key, nonce, box = _VOUCH.unpack_from(plain)
-        shared = _checked(lambda: self._sodium.crypto_box_beforenm(permanent_key, self._own_secret))
-        vouched = _checked(lambda: self._sodium.crypto_box_open_afternm(box, b"VOUCH---" + nonce, shared))
+        shared = _call_sodium(lambda: self._sodium.crypto_box_beforenm(permanent_key, self._own_secret))
+        vouched = _call_sodium(lambda: self._sodium.crypto_box_open_afternm(box, b"VOUCH---" + nonce, shared))
         own_permanent_key = self._sodium.crypto_scalarmult_base(self._keys.secret_key)
         if vouched != self._peer_key + own_permanent_key or permanent_key not in self._keys.allowed:
             raise ZmtpError("the peer's key is not allowed to connect", frame_head(COMMAND, len(_REFUSAL)) + _REFUSAL)
@@ -139,7 +139,7 @@ class Curve:
         number = int.from_bytes(nonce, "big")
         if len(nonce) < _NONCE_BYTES or number <= self._peer_nonce:
             raise ZmtpError("a nonce is not larger than the previous one")
-        plain = _checked(lambda: self._sodium.crypto_box_open_afternm(box, prefix + nonce, shared))
+        plain = _call_sodium(lambda: self._sodium.crypto_box_open_afternm(box, prefix + nonce, shared))
         self._peer_nonce = number
         return plain
 
@@ -151,7 +151,7 @@ class Curve:
         return nonce + box
 
 
-def _checked(compute: Callable[[], bytes]) -> bytes:
+def _call_sodium(compute: Callable[[], bytes]) -> bytes:
     """Return what a function of libsodium computes.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The keys of CURVE, the encryption of ZMQ: that of the server, and those of the readers that may connect."""
+"""The keys of CURVE, the encryption of ZMQ: the server's key, and the keys of the readers that may connect."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _Z85 = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ.-:+=^!/*?
 
 @dataclass(frozen=True, slots=True)
 class CurveKeys:
-    """The secret key of the server, and the public keys of the subscribers that may connect; 32 bytes each."""
+    """The secret key of the server, and the public keys of the readers that may connect; 32 bytes each."""
 
     secret_key: bytes
     allowed: frozenset[bytes]
 
 
 def read_curve_keys(config: EventsConfig) -> CurveKeys | None:
-    """Read the files of the configuration. Returns None without them.
+    """Read the key files of the configuration. Returns None if no file is configured.
 
     Raises:
         ConfigError: only one of `curve_key_file` and `curve_clients` is set, PyNaCl is missing, or a file can't be
@@ -50,8 +50,8 @@ def _read_key(setting: str, file: Path, name: str) -> bytes:
         text = file.read_text(encoding="utf-8") if file.is_file() else ""  # a FIFO would block
     except (OSError, UnicodeError) as error:
         raise ConfigError(f"events.{setting}: expected a readable file, got {file}: {error}") from error
-    found = re.search(rf'^\s*{name}\s*=\s*"([!-~]+)"\s*$', text, re.MULTILINE)
-    decoded = None if found is None else _decoded(found[1])
+    match = re.search(rf'^\s*{name}\s*=\s*"([!-~]+)"\s*$', text, re.MULTILINE)
+    decoded = None if match is None else _decode_key(match[1])
     if decoded is None:
         raise ConfigError(
             f'events.{setting}: expected a file with a line {name} = "KEY", as zmq.auth.create_certificates writes it, '
@@ -60,10 +60,10 @@ def _read_key(setting: str, file: Path, name: str) -> bytes:
     return decoded
 
 
-def _decoded(text: str) -> bytes | None:
+def _decode_key(text: str) -> bytes | None:
     """Return the 32 bytes of a key that is written in Z85 (https://rfc.zeromq.org/spec/32/); None if it is not one.
 
-    >>> _decoded("0" * 40) == bytes(32), _decoded("#" * 40), _decoded("0" * 39)
+    >>> _decode_key("0" * 40) == bytes(32), _decode_key("#" * 40), _decode_key("0" * 39)
     (True, None, None)
     """
     if len(text) != _Z85_BYTES or set(text) - set(_Z85):

@@ -81,7 +81,7 @@ class EventLog:
             after: number of the last batch that a reader has.
 
         Raises:
-            UnknownEventNumber: it is from before a restart, or the batches after it were dropped.
+            UnknownEventNumber: the number is from before a restart, or the batches after it were dropped.
         """
         if not self.first - 1 <= after <= self.last:
             raise UnknownEventNumber(
@@ -93,7 +93,7 @@ class EventLog:
         """Return the batch after a number; None if it does not exist yet.
 
         Raises:
-            EventsLost: it was dropped, since the reader was too slow.
+            EventsLost: the batch was dropped, since the reader was too slow.
         """
         if number >= self.last:
             return None
@@ -107,7 +107,7 @@ class EventLog:
     def listen(self, listener: Callable[[], None]) -> None:
         """Call `listener` after each batch and at the end, on the thread that appends or closes.
 
-        It must be fast and not raise. Only one thread may add listeners.
+        The listener must be fast and must not raise. Only one thread may add listeners.
         """
         self._listeners = (*self._listeners, listener)
 

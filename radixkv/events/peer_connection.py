@@ -46,7 +46,7 @@ class PeerConnection:
         now_s: monotonic time in seconds.
 
     Attributes:
-        moved_s: when the connection was accepted, or something was sent last.
+        last_progress_s: when the connection was accepted, or something was sent last.
     """
 
     def __init__(self, connection: socket.socket, protocol: ZmtpConnection, reader: LogReader, now_s: float) -> None:
@@ -57,7 +57,7 @@ class PeerConnection:
             for name, value in _KEEPALIVE.items():
                 if hasattr(socket, name):
                     connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-        self.moved_s = now_s
+        self.last_progress_s = now_s
         self._is_readable = False
         self._connection = connection
         self._protocol = protocol
@@ -90,8 +90,8 @@ class PeerConnection:
     def is_late(self, now_s: float) -> bool:
         """Whether the peer takes too long for its handshake, or accepts nothing."""
         if self._unsent:
-            return now_s > self.moved_s + STALLED_S
-        return not self.is_open and now_s > self.moved_s + HANDSHAKE_S
+            return now_s > self.last_progress_s + STALLED_S
+        return not self.is_open and now_s > self.last_progress_s + HANDSHAKE_S
 
     def work(self, now_s: float) -> bool:
         """Do one unit of work: send a message or what the socket takes of it, or receive bytes, or read one frame.
@@ -109,8 +109,8 @@ class PeerConnection:
             self._protocol.replies = b""
             return self._send(now_s)
         if self.is_open and (message := self._reader.next_message()) is not None:
-            self._unsent = [memoryview(piece) for piece in self._protocol.encoded(message) if piece]
-            self.moved_s = now_s
+            self._unsent = [memoryview(piece) for piece in self._protocol.encode(message) if piece]
+            self.last_progress_s = now_s
             self._send(now_s)
             return True
         read = self._protocol.read()
@@ -148,5 +148,5 @@ class PeerConnection:
             num_sent -= len(self._unsent.pop(0))
         if self._unsent:
             self._unsent[0] = self._unsent[0][num_sent:]
-        self.moved_s = now_s
+        self.last_progress_s = now_s
         return True

@@ -40,19 +40,19 @@ class PublishedBatches:
         return self._log.last
 
     @property
-    def oldest(self) -> int:
+    def before_oldest(self) -> int:
         """Number of the batch before the oldest one that is kept."""
         return self._log.first - 1
 
     def number_before(self, sequence: bytes) -> int:
-        """Return the number of the batch before the one that a reader asks for."""
+        """Return the number of the batch before the one with this sequence number of a message."""
         return self._log.start + int.from_bytes(sequence, "big")
 
     def after(self, number: int) -> Message | None:
-        """Return the batch after a number; None if it does not exist yet.
+        """Return the batch after a number as a message; None if it does not exist yet.
 
         Raises:
-            EventsLost: it was dropped.
+            EventsLost: the batch was dropped.
         """
         batch = self._log.after(number)
         if batch is None:

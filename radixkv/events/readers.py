@@ -34,8 +34,8 @@ class EventSource:
 
     Attributes:
         log: the batches.
-        num_readers: current readers on event loops.
-        num_lost: readers that got EventsLost.
+        num_readers: number of current readers on event loops.
+        num_lost: number of readers that got EventsLost so far.
     """
 
     def __init__(
@@ -63,16 +63,15 @@ class EventSource:
         """Request a snapshot of all cached blocks. Events are recorded from now on.
 
         Raises:
-            Draining, StepHangs: the engine accepts no calls.
-            Later, through the future: Draining; it may also be cancelled.
+            Draining, StepHangs: the engine accepts no calls. The future may also raise Draining, or be cancelled.
         """
         answer: Future[Snapshot] = Future()
 
-        def ask() -> None:
+        def request() -> None:
             self._feed.switch_on(self._nodes)
-            self._feed.ask(answer)
+            self._feed.request_snapshot(answer)
 
-        call = self._call(ask)
+        call = self._call(request)
         call.add_done_callback(lambda done: answer.cancel() if done.cancelled() else None)
         return answer
 
@@ -115,7 +114,7 @@ class EventReader:
 
 
 class EventReaders:
-    """The readers on one event loop. A new batch wakes the loop once, whatever their number.
+    """The readers on one event loop. A new batch wakes the loop once, whatever the number of readers.
 
     The state of a reader is the number of its last batch. Batches are not queued for readers, so a slow reader uses no
     memory; it gets `EventsLost` when the batch after its last one has been dropped. All readers together get at most
@@ -144,8 +143,8 @@ class EventReaders:
             start: number of the last batch that the reader has; 0 to begin with a snapshot of one or more batches.
 
         Returns:
-            An iterator. It raises EventsLost if the reader falls too far behind, or Draining when the service stops. It
-            counts as a reader until it ends or is closed.
+            An iterator, which counts as a reader until it ends or is closed. It raises EventsLost if the reader falls
+            too far behind, or Draining when the service stops.
 
         Raises:
             TooManyReaders: there are `MAX_READERS` readers.
@@ -197,21 +196,21 @@ class EventReaders:
         if self._log.error is not None:
             raise self._log.error
         snapshot_future = asyncio.wrap_future(self._source.snapshot())
-        ended = asyncio.ensure_future(self._ended())
+        log_end = asyncio.ensure_future(self._wait_for_end())
         try:
-            await asyncio.wait((snapshot_future, ended), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((snapshot_future, log_end), return_when=asyncio.FIRST_COMPLETED)
             if not snapshot_future.done():
-                ended.result()
+                log_end.result()
             if snapshot_future.cancelled():
                 raise StepHangs("engine: a step takes too long; no snapshot was made")
             snapshot = snapshot_future.result()
         finally:
             snapshot_future.cancel()
-            ended.cancel()
+            log_end.cancel()
         await asyncio.to_thread(lambda: snapshot.batches)  # slow for a large cache
         return snapshot
 
-    async def _ended(self) -> None:
+    async def _wait_for_end(self) -> None:
         """Wait until the log ends, and raise its error."""
         while self._log.error is None:
             await self._new_batch.wait()

@@ -45,10 +45,10 @@ class ReplayReader:
             self._number = self._batches.number_before(frames[1])
 
     def next_message(self) -> tuple[bytes, *Message] | None:
-        """Return the next message of the replay; None if there is none."""
+        """Return the next message of the replay; None if no replay is in progress."""
         if self._number is None:
             return None
-        self._number = max(self._number, self._batches.oldest)
+        self._number = max(self._number, self._batches.before_oldest)
         try:
             message = self._batches.after(self._number)
         except EventsLost:  # dropped in the meantime: continue with what is kept

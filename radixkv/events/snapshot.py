@@ -41,7 +41,7 @@ class Snapshot:
 
     Args:
         sequence_number: the number of that batch.
-        runs: parents before children.
+        runs: the event blocks of all nodes, parents before children.
         block_size: tokens of an event block.
         known: the blocks in stores that are tracked.
 

@@ -20,9 +20,9 @@ class KnownBlock(NamedTuple):
     """The event blocks of one block of the pool.
 
     Attributes:
-        hashes: packed.
+        hashes: hashes of the event blocks, packed.
         cache_salt: as in `BlocksStored`.
-        stores: names of the stores that were reported to have it.
+        stores: names of the stores that were reported to have the block.
     """
 
     hashes: bytes

@@ -13,8 +13,8 @@ from radixkv.tokens import TOKEN_BYTES
 # Changes of nodes, distinguished by their lengths. They are plain tuples because they are created during a commit,
 # where a named tuple costs 0.2 us more.
 Stored = tuple[Node, bytes, Node | None, bytes]
-"""A leaf that is new or was extended; all its tokens; its parent, None if it was extended; the tokens before it in the
-event block in which it begins."""
+"""A leaf that is new or was extended; all tokens of the leaf; its parent, or None if the leaf was extended; the tokens
+before the leaf in the event block in which it begins."""
 Split = tuple[Node, Node, bytes]
 """A node that was split, the new node above it, and the tokens of the new node."""
 Shortened = tuple[Node, int]
@@ -38,8 +38,8 @@ class _Run:
 
     Attributes:
         before: packed hash of the last event block that ends before the node, or the root of its namespace.
-        hashes: packed hashes of those that end in it.
-        phase: tokens between the beginning of an event block and that of the node.
+        hashes: packed hashes of the event blocks that end in the node.
+        phase: number of tokens of the event block in which the node begins that are before the node.
     """
 
     __slots__ = ("before", "hashes", "phase")
@@ -72,7 +72,7 @@ class StoredBlocks:
     block that they have in common. Such copies are counted, so that a block is reported once as stored and once as
     removed.
 
-    A change contains the state of a node at that moment, so that changes can be processed later, in order.
+    A change contains the state of a node at the time of the change, so that changes can be processed later, in order.
 
     Args:
         block_size: tokens per event block.
@@ -145,7 +145,7 @@ class StoredBlocks:
             before = self._identities.of(node.owner.namespace).root if parent is None else parent.end
             run = self._runs[node] = _Run(before, b"", len(tail) // TOKEN_BYTES)
         num_known = len(run.hashes) // HASH_BYTES
-        # Where the first new block begins: before the node, if it is the one in which the node begins.
+        # Where the first new block begins, in bytes from the beginning of the node; negative if it begins before it.
         start = num_known * self._block_bytes - run.phase * TOKEN_BYTES
         tokens = tail + tokens if start < 0 else tokens[start:]
         before = run.end
@@ -167,7 +167,7 @@ class StoredBlocks:
         return num_new
 
     def _count_copies(self, hashes: bytes, num_counted: int) -> int:
-        """Count another copy of the first blocks. Returns how many of them, all at the front, existed before."""
+        """Count another copy of the first `num_counted` blocks. Returns how many, all at the front, existed before."""
         num_known = 0
         for start in range(0, num_counted * HASH_BYTES, HASH_BYTES):
             block = hashes[start : start + HASH_BYTES]

@@ -62,7 +62,7 @@ class SubscriptionReader:
             try:
                 message = self._batches.after(self._number)
             except EventsLost:
-                self._number = self._batches.oldest
+                self._number = self._batches.before_oldest
                 if self._number >= self._batches.last:
                     return None
                 time.sleep(0)  # the thread that appends may have replaced this batch, too, and must go on

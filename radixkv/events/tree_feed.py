@@ -22,7 +22,7 @@ from radixkv.offload.index.offload_index import OffloadIndex
 from radixkv.tokens import TOKEN_BYTES
 
 MAX_STEP_BLOCKS = 2048  # hashing them takes 0.6 ms
-# In batches. The batches since an older snapshot would be more to read than a new snapshot.
+# In batches. Reading the batches since an older snapshot would take longer than reading a new snapshot.
 _MAX_SNAPSHOT_AGE = 1000
 
 _logger = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ class TreeFeed(Listener):
         block_size: tokens per event block.
         pool_block_size: tokens per block of the pool.
         identities: published names of namespaces.
-        max_step_blocks: maximum number of blocks hashed per step. If steps compute more, the backlog grows.
+        max_step_blocks: maximum number of blocks hashed per step. If steps compute more blocks, the backlog grows.
         marks: tokens that invoked adapters computed. They are not published, since no reader could match them.
 
     Attributes:
@@ -73,12 +73,12 @@ class TreeFeed(Listener):
         self._blocks = StoredBlocks(block_size, pool_block_size, identities)
         self._nodes: Callable[[], Iterable[Node]] = tuple
         self._snapshot: Snapshot | None = None
-        self._asking: list[Future[Snapshot]] = []
+        self._snapshot_requests: list[Future[Snapshot]] = []
 
     @property
     def has_backlog(self) -> bool:
         """Whether changes wait to be published."""
-        return bool(self._changes) or bool(self._asking) or self._stores_have_pending_changes
+        return bool(self._changes) or bool(self._snapshot_requests) or self._stores_have_pending_changes
 
     @property
     def _stores_have_pending_changes(self) -> bool:
@@ -104,9 +104,9 @@ class TreeFeed(Listener):
                 self._stores.switch_on()
             self._changes.extend((node, self._plain(node), node.parent, self._tail(node)) for node in nodes())
 
-    def ask(self, answer: Future[Snapshot]) -> None:
+    def request_snapshot(self, answer: Future[Snapshot]) -> None:
         """Request a snapshot, which `publish` returns when everything recorded is published."""
-        self._asking.append(answer)
+        self._snapshot_requests.append(answer)
         if self.log.error is not None:
             self.close(self.log.error)
 
@@ -130,11 +130,11 @@ class TreeFeed(Listener):
             self.log.append(events)
         if self._snapshot is not None and self._age_of(self._snapshot) > _MAX_SNAPSHOT_AGE:
             self._snapshot = None
-        if self._asking and not self._changes and not self._stores_have_pending_changes:
+        if self._snapshot_requests and not self._changes and not self._stores_have_pending_changes:
             if self._snapshot is None or self._snapshot.sequence_number + 1 < self.log.first:
                 self._snapshot = self._take_snapshot()
-            asking, self._asking = self._asking, []
-            for answer in asking:
+            requests, self._snapshot_requests = self._snapshot_requests, []
+            for answer in requests:
                 if answer.set_running_or_notify_cancel():
                     answer.set_result(self._snapshot)
 
@@ -145,8 +145,8 @@ class TreeFeed(Listener):
         if self._stores is not None:
             self._stores.close()
         self.log.close(error)
-        asking, self._asking = self._asking, []
-        for answer in asking:
+        requests, self._snapshot_requests = self._snapshot_requests, []
+        for answer in requests:
             if answer.set_running_or_notify_cancel():
                 answer.set_exception(error)
 

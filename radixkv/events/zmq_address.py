@@ -26,14 +26,14 @@ class ZmqAddress:
         key: the configuration key, for error messages.
         endpoint: the configured endpoint.
         family: address family of the socket.
-        bound: the argument of `socket.bind`: a path, or a tuple that starts with host and port.
+        socket_address: the argument of `socket.bind`: a path, or a tuple that starts with host and port.
         is_local: whether only processes on this machine can connect.
     """
 
     key: str
     endpoint: str
     family: socket.AddressFamily
-    bound: Any
+    socket_address: Any
     is_local: bool
 
     @classmethod
@@ -41,7 +41,7 @@ class ZmqAddress:
         """Resolve an endpoint of the configuration. `*` as host means all interfaces, and `*` as port a free port.
 
         Raises:
-            ConfigError: it is not an address; the message names the key.
+            ConfigError: `endpoint` is not an address; the message names the key.
         """
         scheme, _, rest = endpoint.partition("://")
         try:
@@ -54,14 +54,14 @@ class ZmqAddress:
             if number > _MAX_PORT:
                 raise OSError(errno.EINVAL, f"a port is at most {_MAX_PORT}")
             host = _ANYWHERE if host == "*" else host.removeprefix("[").removesuffix("]")
-            found = socket.getaddrinfo(host, number, type=socket.SOCK_STREAM)
+            resolved = socket.getaddrinfo(host, number, type=socket.SOCK_STREAM)
         except (OSError, UnicodeError, ValueError) as error:
             raise _unusable(key, endpoint, error) from error
-        family, _, _, _, bound = min(
-            found, key=lambda each: each[0] != socket.AF_INET
+        family, _, _, _, socket_address = min(
+            resolved, key=lambda each: each[0] != socket.AF_INET
         )  # IPv4 first, as in libzmq's clients
-        is_local = ipaddress.ip_address(str(bound[0]).partition("%")[0]).is_loopback
-        return cls(key, endpoint, family, bound, is_local)
+        is_local = ipaddress.ip_address(str(socket_address[0]).partition("%")[0]).is_loopback
+        return cls(key, endpoint, family, socket_address, is_local)
 
     def listen(self) -> tuple[socket.socket, str]:
         """Bind the address.
@@ -75,10 +75,10 @@ class ZmqAddress:
         listener = socket.socket(self.family, socket.SOCK_STREAM)
         try:
             if self.family == socket.AF_UNIX:
-                _remove_stale(self.bound)
+                _remove_stale(self.socket_address)
             else:
                 listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(self.bound)
+            listener.bind(self.socket_address)
             listener.listen(_BACKLOG)
         except OSError as error:
             listener.close()

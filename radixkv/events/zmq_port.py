@@ -112,7 +112,7 @@ class ZmqPort:
 
     def _end_unfinished(self) -> bool:
         unfinished = min(
-            (peer for peer in self._peers if not peer.is_open), key=lambda peer: peer.moved_s, default=None
+            (peer for peer in self._peers if not peer.is_open), key=lambda peer: peer.last_progress_s, default=None
         )
         if unfinished is None:
             return False

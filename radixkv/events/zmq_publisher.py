@@ -36,13 +36,13 @@ _logger = logging.getLogger(__name__)
 class ZmqPublisher:
     """Publishes each batch as `[topic, sequence, payload]` to subscribers, and again on request; see `ReplayReader`.
 
-    The engine's thread wakes this thread with one byte unless it is awake, and never blocks. No peer can block this
-    thread, or take more than a bounded amount of its memory and time; see `ZmqPort`. A slow subscriber loses messages,
-    sees a gap in the sequence numbers, and can request a replay.
+    The engine's thread wakes the publisher's thread with one byte unless it is awake, and never blocks. No peer can
+    block the publisher's thread, or take more than a bounded amount of its memory and time; see `ZmqPort`. A slow
+    subscriber loses messages, sees a gap in the sequence numbers, and can request a replay.
 
     Args:
-        source: the log. Recording of events is switched on.
-        config: `zmq_endpoint` is not None.
+        source: the log, for which the recording of events is switched on.
+        config: the configuration; `zmq_endpoint` is not None.
 
     Attributes:
         endpoint: address of the PUB socket, with the port that was bound.
@@ -96,13 +96,13 @@ class ZmqPublisher:
             _logger.warning("the thread that publishes events did not end within %g s", _JOIN_S)
 
     def _wake(self) -> None:
-        """Wake this thread. Called on the engine's thread."""
+        """Wake the publisher's thread. Called on the engine's thread."""
         if not self._is_waking:
             self._is_waking = True
             with contextlib.suppress(OSError):  # the publisher was closed, or is about to wake
                 self._wake_writer.send(b"!")
 
-    def _awake(self, _: int) -> None:
+    def _read_wake_bytes(self, _: int) -> None:
         """Read the bytes that woke the thread. The flag is reset before the log is read, so that no batch is missed."""
         with contextlib.suppress(BlockingIOError):
             self._wake_reader.recv(4096)
@@ -111,7 +111,7 @@ class ZmqPublisher:
     def _run(self) -> None:
         try:
             with selectors.DefaultSelector() as selector:
-                selector.register(self._wake_reader, selectors.EVENT_READ, self._awake)
+                selector.register(self._wake_reader, selectors.EVENT_READ, self._read_wake_bytes)
                 for port in self._ports:
                     port.register(selector)
                 self._take_turns(selector)
@@ -175,9 +175,9 @@ def require_addresses(config: EventsConfig) -> list[ZmqAddress]:
     """
     read_curve_keys(config)
     endpoints = {"zmq_endpoint": config.zmq_endpoint, "replay_endpoint": config.replay_endpoint}
-    found = [ZmqAddress.of(key, endpoint) for key, endpoint in endpoints.items() if endpoint is not None]
-    with contextlib.ExitStack() as ends:
-        for address in found:
+    addresses = [ZmqAddress.of(key, endpoint) for key, endpoint in endpoints.items() if endpoint is not None]
+    with contextlib.ExitStack() as listeners:
+        for address in addresses:
             listener, _ = address.listen()
-            ends.callback(end_listening, listener)
-    return found
+            listeners.callback(end_listening, listener)
+    return addresses

@@ -68,12 +68,12 @@ class Security(Protocol):
         """
         ...
 
-    def opened(self, flags: int, body: bytes) -> tuple[int, bytes]:
-        """Return the flags and the body of a peer's frame. Raises ZmtpError if the peer did not write it."""
+    def open_frame(self, flags: int, body: bytes) -> tuple[int, bytes]:
+        """Return the flags and the decrypted body of a frame. Raises ZmtpError if the frame is not authentic."""
         ...
 
-    def sealed(self, frames: Sequence[bytes], *, is_command: bool = False) -> list[bytes]:
-        """Return a message, or a command, as the bytes to send, in pieces."""
+    def seal_frames(self, frames: Sequence[bytes], *, is_command: bool = False) -> list[bytes]:
+        """Return the bytes to send for a message, or a command, in pieces."""
         ...
 
 
@@ -130,22 +130,22 @@ class ZmtpConnection:
             if answer:
                 self.replies += frame_head(COMMAND, len(answer)) + answer
             return True
-        flags, body = self._security.opened(flags, body)
+        flags, body = self._security.open_frame(flags, body)
         return self._command(body) if flags & COMMAND else self._frame(body, has_more=bool(flags & MORE))
 
-    def encoded(self, frames: Sequence[bytes]) -> list[bytes]:
+    def encode(self, frames: Sequence[bytes]) -> list[bytes]:
         """Return a message as the bytes to send, in pieces. Frames are not copied unless they are encrypted."""
-        return self._security.sealed(frames)
+        return self._security.seal_frames(frames)
 
     def _read_greeting(self) -> bool:
-        given = bytes(self._buffer[:_GREETING_BYTES])
-        if given[:1] not in (b"", b"\xff") or (len(given) > 9 and not given[9] & 1):
+        greeting = bytes(self._buffer[:_GREETING_BYTES])
+        if greeting[:1] not in (b"", b"\xff") or (len(greeting) > 9 and not greeting[9] & 1):
             raise ZmtpError("the greeting is not that of ZMTP")
-        if len(given) > len(_SIGNATURE) and given[len(_SIGNATURE)] < _MAJOR_VERSION:
+        if len(greeting) > len(_SIGNATURE) and greeting[len(_SIGNATURE)] < _MAJOR_VERSION:
             raise ZmtpError("the peer uses a version of ZMTP before 3")
-        if len(given) < _GREETING_BYTES:
+        if len(greeting) < _GREETING_BYTES:
             return False
-        if given[12:32].rstrip(b"\0") != self._security.name:
+        if greeting[12:32].rstrip(b"\0") != self._security.name:
             raise ZmtpError(f"the peer does not use the mechanism {self._security.name.decode()}")
         del self._buffer[:_GREETING_BYTES]
         self._has_greeting = True
@@ -192,7 +192,7 @@ class ZmtpConnection:
             return [b"\0" + data]
         if name == b"PING":
             context = data[_TTL_BYTES : _TTL_BYTES + _MAX_CONTEXT_BYTES]
-            self.replies += b"".join(self._security.sealed([command_body(b"PONG", context)], is_command=True))
+            self.replies += b"".join(self._security.seal_frames([command_body(b"PONG", context)], is_command=True))
         elif name == b"ERROR":
             raise ZmtpError("the peer has reported an error")
         return True
@@ -227,19 +227,19 @@ class Null:
         self.is_ready = True
         return b""
 
-    def opened(self, flags: int, body: bytes) -> tuple[int, bytes]:
+    def open_frame(self, flags: int, body: bytes) -> tuple[int, bytes]:
         """Return the arguments unchanged."""
         return flags, body
 
-    def sealed(self, frames: Sequence[bytes], *, is_command: bool = False) -> list[bytes]:
+    def seal_frames(self, frames: Sequence[bytes], *, is_command: bool = False) -> list[bytes]:
         """Return the frames with their headers. Each header and each frame is a piece, so that no frame is copied."""
         pieces = []
-        for flags, frame in flagged(frames, is_command=is_command):
+        for flags, frame in frames_with_flags(frames, is_command=is_command):
             pieces += [frame_head(flags, len(frame)), frame]
         return pieces
 
 
-def flagged(frames: Sequence[bytes], *, is_command: bool) -> list[tuple[int, bytes]]:
+def frames_with_flags(frames: Sequence[bytes], *, is_command: bool) -> list[tuple[int, bytes]]:
     """Return the frames of a message, or a command, with their flags."""
     if is_command:
         return [(COMMAND, frame) for frame in frames]

@@ -19,7 +19,7 @@ class BlockIndex:
     only then reuses them. No call therefore takes long, whatever the number of blocks.
 
     Args:
-        max_blocks: maximum number of blocks. Further blocks are not recorded: matches become shorter, never wrong.
+        max_blocks: maximum number of blocks. Further blocks are not recorded, which makes matches shorter, never wrong.
 
     Attributes:
         num_blocks: number of blocks, including those of removed holders that are not swept yet.
@@ -55,7 +55,13 @@ class BlockIndex:
         self._retired |= bit
 
     def store(self, bit: int, hashes: Sequence[int], max_blocks: int | None = None) -> None:
-        """Add blocks of a holder; new ones only up to `max_blocks` in all, if given. Complexity: O(blocks)."""
+        """Add blocks of a holder. Complexity: O(blocks).
+
+        Args:
+            bit: bit of the holder.
+            hashes: hashes of the blocks.
+            max_blocks: number of blocks up to which new ones are recorded; None for the limit of the index.
+        """
         max_blocks = self._max_blocks if max_blocks is None else max_blocks
         if self.num_blocks + len(hashes) > max_blocks:
             hashes = self._recordable(hashes, max_blocks)

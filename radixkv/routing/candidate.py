@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class Hits(NamedTuple):
-    """Prompt tokens that a replica need not compute, by tier. The tiers follow each other in the prompt.
+    """Prompt tokens that a replica need not compute, by tier.
 
     Attributes:
         device: tokens that are cached on its device, or were recently sent there.
@@ -73,10 +73,10 @@ class Candidate(NamedTuple):
 
     Attributes:
         name: name of the replica.
-        hits: prompt tokens that it has.
-        queue_tokens: tokens that it computes before this request.
-        recent_tokens: tokens that it computed recently, with exponentially decaying weights.
-        times: its times per token.
+        hits: prompt tokens that the replica has cached.
+        queue_tokens: tokens that the replica computes before this request.
+        recent_tokens: tokens that the replica computed recently, with exponentially decaying weights.
+        times: the times per token on the replica.
     """
 
     name: str

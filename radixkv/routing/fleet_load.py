@@ -1,4 +1,4 @@
-"""The load of replicas: the tokens of unfinished requests that a router sent, and of recent ones."""
+"""The load of replicas: the tokens of the unfinished and of the recent requests that a router sent to them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class _Sent(NamedTuple):
     """An unfinished request: the number of tokens to compute, the time at which it was sent, and its tenant."""
 
     num_tokens: int
-    then_s: float
+    sent_s: float
     tenant: str
 
 
@@ -59,7 +59,7 @@ class FleetLoad:
     Args:
         half_life_s: half-life of recent tokens in seconds.
         lost_s: seconds after which a request is dropped if its end has not been reported.
-        clock: seconds, never going back.
+        clock: a monotonic clock in seconds.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class FleetLoad:
         Args:
             name: name of the replica.
             ticket: the ticket that `sent` returned.
-            computed_tokens: number of tokens that were computed; None if it is as expected.
+            computed_tokens: number of tokens that were computed; None if unknown.
 
         Returns:
             Whether the request was in flight.
@@ -120,14 +120,9 @@ class FleetLoad:
             return False
         if computed_tokens is not None:
             self._age()
-            aged = math.exp(-self._decay * (self._then_s - sent.then_s))
-            load.recent_tokens = max(0.0, load.recent_tokens + aged * (computed_tokens - sent.num_tokens))
+            weight = math.exp(-self._decay * (self._then_s - sent.sent_s))
+            load.recent_tokens = max(0.0, load.recent_tokens + weight * (computed_tokens - sent.num_tokens))
         return True
-
-    def queue_tokens(self, name: str) -> int:
-        """Return the tokens of the requests that a replica has not finished."""
-        self._forget_lost()
-        return self._loads[name].sent_tokens
 
     def waits(self, names: Iterable[str], tenant: str, tokens: Iterable[int]) -> list[tuple[int, float]]:
         """Return the tokens that replicas compute before a request, and their recent tokens.
@@ -164,11 +159,6 @@ class FleetLoad:
             waits.append((wait_tokens if wait_tokens < total else total, load.recent_tokens))
         return waits
 
-    def recent_tokens(self, name: str) -> float:
-        """Return the recent tokens of a replica, with exponentially decaying weights."""
-        self._age()
-        return self._loads[name].recent_tokens
-
     def _forget_lost(self) -> None:
         lost_s = self._clock() - self._lost_s
         if self._oldest_s > lost_s:
@@ -177,8 +167,8 @@ class FleetLoad:
         for load in self._loads.values():
             while load.sent:
                 ticket, sent = next(iter(load.sent.items()))
-                if sent.then_s > lost_s:
-                    self._oldest_s = min(self._oldest_s, sent.then_s)
+                if sent.sent_s > lost_s:
+                    self._oldest_s = min(self._oldest_s, sent.sent_s)
                     break
                 load.pop(ticket)
 

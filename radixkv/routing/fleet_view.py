@@ -53,8 +53,9 @@ class FleetView:
     this prefix is routed to the same replica. An expectation expires, because only events show that the replica has
     computed the prefix.
 
-    Blocks that one replica reports in a shared store can be loaded by all replicas. Stores also evict prompts from
-    their ends. If a prompt has a gap in a store because a save failed, a match may be too long.
+    Blocks that one replica reports in a shared store can be loaded by all replicas. Matching assumes that stores, like
+    devices, evict a prompt from its end. If a block in the middle is missing in a store because a save failed, a match
+    may be too long.
 
     A view is not thread-safe.
 
@@ -62,7 +63,7 @@ class FleetView:
         block_size: tokens of an event block, the same for all replicas.
         max_blocks: maximum number of tracked blocks, of all replicas together.
         expect_s: minimum time in seconds for which a sent prefix is expected; it may be up to twice as long.
-        clock: seconds, never going back.
+        clock: a monotonic clock in seconds.
     """
 
     def __init__(
@@ -142,9 +143,9 @@ class FleetView:
         Args:
             name: name of the replica.
             hashes: hashes of the prompt's blocks.
-            num_matched: number of leading blocks that `match` found on its device.
+            num_matched: number of leading blocks that `match` found on the device of the replica.
 
-        Complexity: O(blocks that it does not have).
+        Complexity: O(blocks that the replica does not have).
         """
         self.tidy()
         known = self._replicas[name]
@@ -190,7 +191,7 @@ class FleetView:
                 if not holders & device:
                     if holders & (tiers[_HOST] | tiers[_DISK] | shared):
                         tiers_bits = (device, tiers[_HOST], tiers[_DISK], shared)
-                        matched.append(self._lower_hits(tiers_bits, runs[depth:], upto[depth].device))
+                        matched.append(self._hits_beyond_device(tiers_bits, runs[depth:], upto[depth].device))
                     else:
                         matched.append(upto[depth])
                     break
@@ -204,7 +205,7 @@ class FleetView:
             bits |= known.tiers[_SHARED]
         return bits
 
-    def _lower_hits(
+    def _hits_beyond_device(
         self, tiers_bits: tuple[int, int, int, int], runs: Sequence[tuple[int, int]], device_tokens: int
     ) -> Hits:
         """Continue the match at a block that is not on the device. Later blocks may be on it again."""

@@ -45,8 +45,8 @@ class RoutedPrompt:
     """The prompt of a request that is to be routed.
 
     Attributes:
-        prompt_tokens: its length.
-        key: hash of its longest prefix that a replica has, or of its beginning if no replica has any. Equal prefixes
+        prompt_tokens: length of the prompt in tokens.
+        key: hash of the longest prefix that a replica has, or of the first block if no replica has any. Equal prefixes
             have equal keys.
         demand: number of replicas that recent requests for this prefix would have kept busy.
     """
@@ -62,9 +62,10 @@ class ReplicaChoice:
 
     Attributes:
         index: index of the candidate.
-        hits: prompt tokens that are cached on it, by tier.
-        cost_s: cost of the request on this replica, in seconds.
-        is_new_home: whether it computes a prefix that other replicas have, since demand exceeds what they can serve.
+        hits: prompt tokens that are cached on the replica, by tier.
+        cost_s: cost of the request on the replica, in seconds; 0 with any policy but `prefix`.
+        is_new_home: whether the replica computes a prefix that other replicas have, since demand exceeds what they can
+            serve.
     """
 
     index: int
@@ -85,7 +86,7 @@ def choose(
     """Choose the replica with the lowest cost: the time to compute or load the prompt there, and the time in the queue.
 
     If the demand for a prefix exceeds what the replicas that have it can serve, the other replicas are treated as if
-    they had it. The least loaded one then computes the prefix, and becomes another home of it.
+    they had it. The least loaded one then computes the prefix, and is another home of the prefix from then on.
 
     Args:
         prompt: the prompt of the request.
@@ -148,12 +149,12 @@ def make_routing(name: str, weights: RoutingWeights = DEFAULT_WEIGHTS) -> Routin
 
 def _round_robin() -> RoutingPolicy:
     turns = itertools.count()
-    return lambda prompt, candidates: _take(candidates, next(turns) % len(candidates))
+    return lambda prompt, candidates: _choice(candidates, next(turns) % len(candidates))
 
 
 def _random() -> RoutingPolicy:
     draw = random.Random(0)
-    return lambda prompt, candidates: _take(candidates, draw.randrange(len(candidates)))
+    return lambda prompt, candidates: _choice(candidates, draw.randrange(len(candidates)))
 
 
 def _threshold(prompt: RoutedPrompt, candidates: Sequence[Candidate]) -> ReplicaChoice:
@@ -170,10 +171,10 @@ def _load(candidate: Candidate) -> tuple[float, float]:
 
 
 def _best(candidates: Sequence[Candidate], key: Callable[[Candidate], tuple[float, ...]]) -> ReplicaChoice:
-    return _take(candidates, min(range(len(candidates)), key=lambda index: key(candidates[index])))
+    return _choice(candidates, min(range(len(candidates)), key=lambda index: key(candidates[index])))
 
 
-def _take(candidates: Sequence[Candidate], index: int) -> ReplicaChoice:
+def _choice(candidates: Sequence[Candidate], index: int) -> ReplicaChoice:
     return ReplicaChoice(index, candidates[index].hits, 0.0)
 
 

@@ -17,7 +17,7 @@ class PrefixDemand:
     Args:
         memory_s: time constant of the average: work from `t` seconds ago has the weight `exp(-t / memory_s)`.
         max_prefixes: number of prefixes to track; the least recently requested one is dropped.
-        clock: seconds, never going back.
+        clock: a monotonic clock in seconds.
     """
 
     def __init__(
@@ -30,20 +30,19 @@ class PrefixDemand:
         self._memory_s = memory_s
         self._max_prefixes = max_prefixes
         self._clock = clock
-        self._work: OrderedDict[int, tuple[float, float]] = (
-            OrderedDict()
-        )  # seconds of work, and the time at which they were computed
+        # For each prefix: seconds of work, and the time as of which the weights apply.
+        self._work: OrderedDict[int, tuple[float, float]] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._work)
 
     def of(self, key: int) -> float:
-        """Return the work for a prefix in seconds per second. Complexity: O(1)."""
+        """Return the number of replicas that requests for a prefix would keep busy. Complexity: O(1)."""
         work_s, then_s = self._work.get(key, (0.0, 0.0))
         return work_s * math.exp((then_s - self._clock()) / self._memory_s) / self._memory_s
 
     def add(self, key: int, work_s: float) -> None:
-        """Record a request for a prefix. Complexity: O(1)."""
+        """Record a request for a prefix that takes `work_s` seconds to compute. Complexity: O(1)."""
         self._work[key] = (self.of(key) * self._memory_s + work_s, self._clock())
         self._work.move_to_end(key)
         if len(self._work) > self._max_prefixes:

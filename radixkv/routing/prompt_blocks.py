@@ -1,4 +1,4 @@
-"""The event blocks of a prompt, hashed lazily in the way in which replicas hash theirs."""
+"""The event blocks of a prompt, hashed lazily, in the same way as in the events of replicas."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class PromptBlocks:
         tokens: the prompt, little-endian uint32 bytes.
         block_size: tokens per event block.
         identities: root hashes of namespaces. With the key of the replicas, prompts of all namespaces match their
-            events. With another key, only prompts of the namespace that is published without a secret do; prompts of
-            other namespaces match only prompts that this router has sent.
+            events. With another key, only prompts of the namespace that is published without a secret match events;
+            prompts of other namespaces match only prompts that this router has sent.
 
     Raises:
         InvalidRequest: `tokens` is not whole tokens.
@@ -42,7 +42,7 @@ class PromptBlocks:
         self.hashes: list[int] = []
 
     @property
-    def is_all(self) -> bool:
+    def are_all_hashed(self) -> bool:
         """Whether all blocks have been hashed."""
         return len(self.hashes) == self._num_blocks
 

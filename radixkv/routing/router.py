@@ -22,11 +22,12 @@ class Route:
 
     Attributes:
         name: name of the replica.
-        hits: prompt tokens that it is expected to have.
-        is_new_home: whether it computes a prefix that other replicas have, since they can't serve all requests for it.
+        hits: prompt tokens that the replica is expected to have cached.
+        is_new_home: whether the replica computes a prefix that other replicas have, since they can't serve all requests
+            for it.
         ticket: identifies the request in `finished`.
-        most_tokens: the largest number of prompt tokens that any replica is expected to have.
-        queue_tokens: tokens that it computes before this request, given the tenant's fair share.
+        most_tokens: the largest number of prompt tokens that any replica is expected to have cached.
+        queue_tokens: tokens that the replica computes before this request, given the tenant's fair share.
     """
 
     name: str
@@ -146,15 +147,15 @@ class Router:
         self, blocks: PromptBlocks, names: list[str], tenant: str
     ) -> tuple[list[Candidate], RoutedPrompt, int]:
         """Match the prompt with each replica, hashing its blocks only as far as any replica has them."""
-        while not blocks.is_all and self.view.index.holders_of(blocks.hash_next()[-1]):
+        while not blocks.are_all_hashed and self.view.index.holders_of(blocks.hash_next()[-1]):
             pass
         hits = self.view.match(blocks.hashes, names)
-        totals = [sum(found) for found in hits]
+        totals = [sum(each) for each in hits]
         most_tokens = max(totals, default=0)
         key = blocks.hashes[max(0, most_tokens // self.view.block_size - 1)] if blocks.hashes else 0
         waits = self.load.waits(names, tenant, [blocks.num_tokens - total for total in totals])
         candidates = [
-            Candidate(name, found, wait_tokens, recent_tokens, self._times(name))
-            for name, found, (wait_tokens, recent_tokens) in zip(names, hits, waits, strict=True)
+            Candidate(name, replica_hits, wait_tokens, recent_tokens, self._times(name))
+            for name, replica_hits, (wait_tokens, recent_tokens) in zip(names, hits, waits, strict=True)
         ]
         return candidates, RoutedPrompt(blocks.num_tokens, key, self._demand.of(key)), most_tokens

@@ -29,7 +29,7 @@ from radixkv.service.client.requests import (
 )
 from radixkv.service.client.response_stream import AsyncResponseStream
 from radixkv.service.client.served_tokenizer import AsyncServedTokenizer
-from radixkv.service.client.text_answers import AsyncTextAnswer, new_text
+from radixkv.service.client.text_answers import AsyncTextAnswer, detokenizer_factory
 from radixkv.service.text.answer_text import AnswerText
 from radixkv.service.text.tokenizer import Tokenizer
 from radixkv.service.token_ids import TokenIds, pack_token_ids, write_token_ids
@@ -380,7 +380,7 @@ class AsyncClient:
             tokenizer = await self._served.get(timeout_s)
             token_ids = await asyncio.to_thread(encode, tokenizer)
             write_token_ids(request.prefill, pack_token_ids(token_ids))
-            return self._generate(request, timeout_s), new_text(tokenizer, token_ids, options)
+            return self._generate(request, timeout_s), detokenizer_factory(tokenizer, token_ids, options)
 
         return AsyncTextAnswer(start)
 

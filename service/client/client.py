@@ -28,7 +28,7 @@ from radixkv.service.client.requests import (
 )
 from radixkv.service.client.response_stream import ResponseStream
 from radixkv.service.client.served_tokenizer import ServedTokenizer
-from radixkv.service.client.text_answers import TextAnswer, new_text
+from radixkv.service.client.text_answers import TextAnswer, detokenizer_factory
 from radixkv.service.text.tokenizer import Tokenizer
 from radixkv.service.token_ids import TokenIds
 from radixkv.v1.cache_pb2 import (
@@ -103,7 +103,8 @@ class Client:
             retries: maximum number of retries of a call that fails with UNAVAILABLE, 0 to 4. gRPC waits up to 0.1 s
                 before the first retry and twice as long before each further one; the deadline covers all attempts. The
                 idempotent calls are retried: `prefill`, `generate` before its first tokens, `probe`, `renew`,
-                `retain`, `explain`, `stats`, `segments`, `adapters`, `public.list` and `tokenizer`.
+                `retain`, `explain`, `stats`, `statement`, `diagnose`, `segments`, `adapters`, `public.list` and
+                `tokenizer`.
             prefix_key_tokens: send the header `x-prefix-key` with prompts, a digest of tenant, adapter, salt and this
                 number of first tokens, so that a proxy that hashes it sends prompts with a common prefix to the same
                 server; 0 for no header.
@@ -111,7 +112,7 @@ class Client:
                 without TLS.
             token: bearer token that authenticates the client. Requires `tls_ca`, unless the server is on this machine.
             certificate, key: PEM files of the client's own certificate and its private key, for mutual TLS.
-            options: gRPC channel options, which override those of the client.
+            options: gRPC channel options, which override the options that the client sets by default.
 
         Raises:
             OSError: a file can't be read.
@@ -262,7 +263,7 @@ class Client:
         return self._call(methods.RELEASE, make_request(ReleaseRequest, lease_id=lease_id, tenant=tenant))
 
     def renew(self, lease_id: str, *, tenant: str = "") -> RenewResponse:
-        """Restart the time to live of a lease, which is `engine.held_lease_ttl_s` of the server.
+        """Restart the time to live of a held lease, `engine.held_lease_ttl_s` in the server's configuration.
 
         Takes the arguments of `release` and raises the same errors.
 
@@ -286,7 +287,8 @@ class Client:
         """Read the K/V of a lease as a stream of `FetchKVResponse`. The server sends them as fast as they are read.
 
         Args:
-            lease_id, tenant, epoch: from the response that returned the lease; an epoch of 0 matches any.
+            lease_id, epoch: from the response that returned the lease; an epoch of 0 matches any.
+            tenant: the tenant of the lease, as in `release`.
             first_block: index of the first block to send.
             first_layer, num_layers: send only these layers of each block; 0 layers means all from the first one on.
             stores: shared stores that the caller can read too. Blocks in them are sent as handles.
@@ -325,7 +327,7 @@ class Client:
         adapter: str = "",
         salt: str = "",
     ) -> HintResponse:
-        """Apply hints about the future use of cached tokens, and say what was done with each. Raises like `prefill`.
+        """Apply hints about the future use of cached tokens, and return the outcome of each. Raises like `prefill`.
 
         Args:
             actions: dicts with `action_type`, `payload` and perhaps `action_id`; hints.proto has the table.
@@ -381,7 +383,7 @@ class Client:
         return self._call(methods.EXPLAIN, request)
 
     def end_session(self, session_id: str, *, tenant: str = "") -> EndSessionResponse:
-        """End a session: what only it has used is evicted before everything else. Raises like `prefill`."""
+        """End a session: tokens that only it has used are evicted before all others. Raises like `prefill`."""
         request = make_request(EndSessionRequest, tenant=tenant, session_id=session_id)
         return self._call(methods.END_SESSION, request)
 
@@ -396,7 +398,7 @@ class Client:
         """Drop everything that is cached for a tenant, an adapter or a salt; None matches any.
 
         Raises:
-            ValueError: neither a name nor `everything` is given, or both are.
+            ValueError: both a name and `everything` were passed, or neither.
             ServiceError: the call failed; the subclass says how.
         """
         return self._call(methods.PURGE, purge_request(tenant, adapter, salt, everything=everything))
@@ -417,9 +419,9 @@ class Client:
             tenant: list segments of this tenant; None for all tenants.
             page_size: 1 to 1,000; None for 100. A page may have fewer segments, even if more pages follow.
             page_token: `next_page_token` of the previous response, which is empty after the last page.
-            hottest_first: return the hottest segments, up to 256, in one page.
+            hottest_first: return the `page_size` hottest segments in one page; `page_size` is then at most 256.
             store: list the blocks of each namespace in this tier, such as `host`, instead of segments on the device.
-            session_id: list only what this session of the tenant has used alone, in one page.
+            session_id: list only segments that no other session than this one of `tenant` has used, in one page.
         """
         request = make_request(
             ListSegmentsRequest,
@@ -438,10 +440,10 @@ class Client:
         """Return the contents of the cache and the counters of the server.
 
         Args:
-            max_tenants: number of tenants to list, those with the most blocks, at most 128; None for 100.
-            max_sessions: number of sessions to list, those used most recently, at most 100.
+            max_tenants: number of tenants to list, at most 128; None for 100. Those with the most blocks are listed.
             tenant: return only the statistics that this tenant may see; None for all. With a tenant's credential, only
-                those of that tenant are returned in any case.
+                the statistics that this tenant may see are returned in any case.
+            max_sessions: number of sessions to list, at most 100. Those used most recently are listed.
         """
         return self._call(
             methods.STATS, make_request(StatsRequest, max_tenants=max_tenants, tenant=tenant, max_sessions=max_sessions)
@@ -456,8 +458,8 @@ class Client:
             since: the first day, such as `2026-11-01`, or the month of the first days, such as `2026-11`, in UTC; by
                 default the first day of the month of the last day.
             until: the last day, or the month of the last days; by default today. A range has at most 400 days.
-            tenant: return only the lines of this tenant; None for all. With a tenant's credential, only those of that
-                tenant are returned in any case.
+            tenant: return only the lines of this tenant; None for all. With a tenant's credential, only the lines of
+                that tenant are returned in any case.
             by_day: return a line for each day instead of for each month.
 
         Raises:
@@ -473,16 +475,16 @@ class Client:
     def diagnose(
         self, *, tenant: str | None = None, max_causes: int = 10, omit_cached_text: bool = False
     ) -> DiagnoseResponse:
-        """Return why recent prompts were not reused: what a sample of the misses lost, grouped by cause.
+        """Return why recent prompts were not reused: the tokens that a sample of the misses lost, grouped by cause.
 
         Args:
-            tenant: return only the misses of this tenant; None for all. With a tenant's credential, only those of that
-                tenant are returned in any case.
+            tenant: return only the misses of this tenant; None for all. With a tenant's credential, only the misses of
+                that tenant are returned in any case.
             max_causes: number of causes to list, at most 100.
             omit_cached_text: leave the samples out, as the server does for admins and readers.
 
         Raises:
-            InvalidArgument: there are too many causes.
+            InvalidArgument: `max_causes` is too large.
             Unimplemented: `server.diagnosed_share` is 0.
             ServiceError: the call failed; the subclass says how.
         """
@@ -551,9 +553,9 @@ class Client:
     def tokenizer(self) -> Tokenizer:
         """Return the tokenizer of the served model.
 
-        Each call asks the server for the digest of the tokenizer's files. They are fetched only if no process on this
-        machine has stored them, and loaded only if the digest has changed. Prompts that are text use the tokenizer that
-        was loaded last, or load it: call this method when the server may serve another model than before.
+        Each call asks the server for the digest of the tokenizer's files. They are fetched only if they are not in this
+        machine's cache directory, and loaded only if the digest has changed. Prompts that are text use the tokenizer
+        that was loaded last, or load it. Call this method when the server may serve another model than before.
 
         Raises:
             MissingPackage: the extra `text` is not installed.
@@ -570,7 +572,7 @@ class Client:
         Args:
             start_sequence_number: number of the last batch that was read, after which the stream continues; 0 to begin
                 with a `snapshot` of all cached blocks.
-            stores: also return events of the tiers below the device, which have a `tier`.
+            stores: also return the events of tiers below the device; such events have a `tier`.
             timeout_s: deadline of this call in seconds; the client's default does not apply.
 
         Raises:
@@ -593,7 +595,7 @@ class Client:
         """Ask a fleet which replica should get a prompt. Call it once per request: the fleet counts each call as load.
 
         Args:
-            prompt, tenant, adapter, salt: those of the request.
+            prompt, tenant, adapter, salt: as in the request that will be sent to the replica.
             avoid: addresses of replicas that must not be chosen, such as one that just failed.
 
         Raises:
@@ -615,7 +617,7 @@ class Client:
         self, tokenizer: Tokenizer, token_ids: list[int], timeout_s: float | None, options: GenerateOptions
     ) -> TextAnswer:
         responses = self._generate(token_ids, timeout_s, options)
-        return TextAnswer(responses, new_text(tokenizer, token_ids, options))
+        return TextAnswer(responses, detokenizer_factory(tokenizer, token_ids, options))
 
     def _tokenizer_chunks(self, request: GetTokenizerRequest, timeout_s: float | None) -> Iterator[TokenizerChunk]:
         return self._stream(methods.GET_TOKENIZER, request, self._connection.timeout_s(timeout_s))
@@ -661,7 +663,7 @@ class PublicPrefixClient:
         """Register a public prefix. Returns when its K/V are computed.
 
         Args:
-            name: its name, which no other public prefix has.
+            name: name of the prefix, which no other public prefix has.
             prefix: text or token ids, at least one block of tokens; see `Client.prefill`. A prompt that continues the
                 text may be tokenized differently where the prefix ends, so that the last one or two tokens are not
                 shared.

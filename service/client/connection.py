@@ -31,7 +31,7 @@ class Connection:
     """Everything about a server that `Client` and `AsyncClient` share, except the channel itself.
 
     Args:
-        address, timeout_s, retries, prefix_key_tokens, tls_ca, token, certificate, key, options: those of `Client`.
+        address, timeout_s, retries, prefix_key_tokens, tls_ca, token, certificate, key, options: see `Client`.
 
     Raises:
         OSError, TypeError, ValueError: as `Client`.
@@ -75,10 +75,10 @@ class Connection:
         return open_async_channel(self._address, self._credentials, self._options)
 
     def timeout_s(self, timeout_s: float | None) -> float | None:
-        """Return the deadline of a call in seconds: its own, or else the default of the client.
+        """Return the deadline of a call in seconds: `timeout_s`, or the default of the client if it is None.
 
         Raises:
-            ValueError: it is not a positive number.
+            ValueError: `timeout_s` is not a positive number.
         """
         return self._timeout_s if timeout_s is None else require_timeout(timeout_s)
 
@@ -121,11 +121,11 @@ def channel_options(options: ChannelOptions, retries: int) -> list[tuple[str, An
         merged["grpc.service_config"] = _service_config(retries)
         merged["grpc.per_rpc_retry_buffer_size"] = _RETRY_BUFFER_BYTES
     merged.update(options)
-    return list(merged.items())  # each name once: gRPC takes the first of two
+    return list(merged.items())  # each name once: of two options with one name, gRPC uses the first
 
 
 def server_name_options(server_name: str) -> ChannelOptions:
-    """Return the options of a channel to a server whose certificate has this name; empty for that of the address."""
+    """Return the options of a channel to a server whose certificate has this name; none if the name is empty."""
     return (("grpc.ssl_target_name_override", server_name),) if server_name else ()
 
 
@@ -160,7 +160,7 @@ def tls_credentials(tls_ca: File, certificate: File | None = None, key: File | N
 
     Raises:
         OSError: a file can't be read.
-        ValueError: `tls_ca` holds no certificate, or `key` is not that of `certificate`.
+        ValueError: `tls_ca` holds no certificate, or `key` does not belong to `certificate`.
     """
     authorities = Path(tls_ca).read_bytes()
     _require_certificates(authorities)
@@ -207,7 +207,7 @@ def _require_pair(certificate: File, key: File) -> None:
 
 
 def _without_proxy(address: str, options: ChannelOptions) -> ChannelOptions:
-    """Add the option that turns proxies off if the address is on this machine; gRPC takes the first of two options."""
+    """Turn proxies off if the address is on this machine, unless the options set this. gRPC uses the first of two."""
     return (*options, ("grpc.enable_http_proxy", 0)) if is_on_this_machine(address) else options
 
 

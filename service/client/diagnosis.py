@@ -41,7 +41,7 @@ _NOT_CONNECTED = re.compile(
 )
 _NO_NAME = re.compile(r"errors resolving|DNS resolution failed|name resolution|lookup failed", re.IGNORECASE)
 _LAST_ERROR = re.compile(r".*last error: (?:[A-Z_]+: )?(?:(?:ipv4|ipv6|unix)\S*: )?", re.DOTALL)
-# Why no connection was made; the first pattern that matches counts.
+# Why no connection was made. The first pattern that matches is used.
 _REASONS_WITHOUT_CONNECTION = tuple(
     (re.compile(pattern, re.IGNORECASE), text)
     for pattern, text in (
@@ -125,7 +125,7 @@ class Diagnosis:
         call_error: Any = error
         code = call_error.code()
         details = call_error.details() or ""
-        kind, message = self._explained(code, details, call, timeout_s)
+        kind, message = self._classify(code, details, call, timeout_s)
         return kind(
             message,
             kind.status if issubclass(kind, errors.ConnectError) else code,
@@ -139,7 +139,7 @@ class Diagnosis:
             timeout_s=timeout_s,
         )
 
-    def _explained(
+    def _classify(
         self, code: grpc.StatusCode, details: str, call: str, timeout_s: float | None
     ) -> tuple[type[ServiceError], str]:
         """Return the class and the message for a failure."""
@@ -147,9 +147,9 @@ class Diagnosis:
         if _OWN_MESSAGE.match(details) and kind is not errors.DeadlineExceeded:
             return kind, details
         if _NO_NAME.search(details) or _NOT_CONNECTED.search(details):
-            return errors.ConnectError, self._without_connection(details)
+            return errors.ConnectError, self._describe_no_connection(details)
         if (match := _TOO_LARGE.search(details)) is not None:
-            return errors.MessageTooLarge, self._too_large(match)
+            return errors.MessageTooLarge, self._describe_too_large(match)
         if (match := _HTTP_STATUS.search(details)) is not None:
             return kind, (
                 f"{self.address} answered with HTTP status {match[1]} instead of gRPC: "
@@ -158,7 +158,7 @@ class Diagnosis:
         if _NO_GRPC_STATUS.search(details):
             return kind, f"{self.address} answers, but not as a gRPC service; check the address ({details})"
         if kind is errors.DeadlineExceeded:
-            return kind, self._deadline_exceeded(details, call, timeout_s)
+            return kind, self._describe_deadline(details, call, timeout_s)
         if kind is errors.Cancelled and _CANCELLED_HERE.search(details):
             return kind, f"{call} was cancelled, because this program cancelled the call or closed the client"
         if kind is errors.Unimplemented and _NO_METHOD.search(details):
@@ -174,7 +174,7 @@ class Diagnosis:
             return kind, f"{call} failed at {self.address}: {details or code.name}"
         return kind, details or f"{call} failed at {self.address} without a reason"
 
-    def _without_connection(self, details: str) -> str:
+    def _describe_no_connection(self, details: str) -> str:
         address = self.address
         reason = _LAST_ERROR.sub("", details, count=1)
         if self.proxy:
@@ -199,7 +199,7 @@ class Diagnosis:
             )
         return f"{address} closed the TLS connection; does the server trust the authority that signed `certificate`?"
 
-    def _too_large(self, match: re.Match[str]) -> str:
+    def _describe_too_large(self, match: re.Match[str]) -> str:
         side, direction, num_bytes, limit = match[1], match[2], f"{int(match[3]):,}", f"{int(match[4]):,}"
         if direction == "Received" and side != "CLIENT":
             return (
@@ -218,7 +218,7 @@ class Diagnosis:
             "option `grpc.max_send_message_length`, or send a shorter prompt"
         )
 
-    def _deadline_exceeded(self, details: str, call: str, timeout_s: float | None) -> str:
+    def _describe_deadline(self, details: str, call: str, timeout_s: float | None) -> str:
         if not _GRPC_DEADLINE.match(details):
             return details or f"{call} was not answered in full before its deadline"
         if timeout_s is None:

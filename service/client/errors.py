@@ -30,9 +30,9 @@ is one line that says what happened and what to do. Each is a `grpc.RpcError`, a
     except Unavailable:
         ...  # retry on another replica
 
-Three kinds of exception are not in this tree: arguments that the client itself rejects raise a `ValueError` or a
-`TypeError`, unreadable files an `OSError`, and a task that is cancelled while it awaits an `AsyncClient` gets
-`asyncio.CancelledError`.
+Other exceptions are not in this tree: arguments that the client itself rejects raise a `ValueError` or a `TypeError`,
+unreadable files an `OSError`, and text without the extra `text` a `MissingPackage`. A task that is cancelled while it
+awaits an `AsyncClient` gets `asyncio.CancelledError`.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class ServiceError(grpc.aio.AioRpcError):
         debug_error_string: gRPC's own report.
         address: the address that was called.
         call: name of the call in the .proto files, such as `Prefill`.
-        timeout_s: its deadline in seconds; None if it had none.
+        timeout_s: deadline of the call in seconds; None if it had none.
 
     Attributes:
         address, call, timeout_s: see above.

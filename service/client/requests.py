@@ -43,7 +43,7 @@ class PromptOptions(TypedDict, total=False):
 
     Attributes:
         tenant, adapter, salt: the namespace, empty by default; only requests with equal ones share cached tokens.
-        request_id: echoed in the response; the server generates one if it is empty.
+        request_id: returned in the response; the server generates one if it is empty.
         read_cache: reuse cached tokens; default true.
         write_cache: publish the computed tokens for later requests; default true.
         retention: keep the prompt in the cache for a longer or a shorter time than others; `retained` of the response
@@ -52,13 +52,13 @@ class PromptOptions(TypedDict, total=False):
             second of waiting: a request of 60 runs before requests of 50 that arrived up to 10 s earlier. The .proto
             calls it `priority`.
         session_id: the session (the conversation) of the request; default none.
-        awaits: what the session waits for when the request has ended, if you know it; `Awaits.UNKNOWN` by default, for
-            which the server uses what it sees.
-        kv_hints: a `KvHintsEnvelope` as a dict, applied when the request has ended; `hints` of the response says what
-            was done. Default none.
-        explain: return in `explanation` where the prompt diverges from what is cached, as `Client.explain` does; in a
-            generation, the first response has it. Default false.
-        omit_cached_text: leave tokens and text of the cached prompt out of it. Default false.
+        awaits: what the session waits for when the request has ended, if you know it. By default `Awaits.UNKNOWN`: the
+            server infers it from the completion.
+        kv_hints: a `KvHintsEnvelope` as a dict, applied when the request has ended; `hints` of the response has the
+            outcomes. Default none.
+        explain: return in `explanation` where the prompt diverges from what is cached, as `Client.explain` does. Of a
+            generation, the first response has the explanation. Default false.
+        omit_cached_text: leave tokens and text of the cached branch out of the explanation. Default false.
     """
 
     tenant: str
@@ -118,8 +118,8 @@ class GenerateOptions(PromptOptions, total=False):
         logit_bias: added to the logits of these token ids, at most 1,024 of them; -100 to 100, default none.
         logprobs: return the log probability of each generated token and of this number of most likely tokens, 0 to 100;
             default none.
-        prompt_logprobs: the same for each prompt token except the first, in the first response. The whole prompt is
-            computed, even if it is cached. Default none.
+        prompt_logprobs: like `logprobs`, but for each prompt token except the first; in the first response. The whole
+            prompt is computed, even if it is cached. Default none.
         n: number of completions of the prompt, 1 to 64, each with its own `index`; default 1.
         json_schema: JSON schema that each completion follows. At most one of `json_schema`, `regex`, `grammar` and
             `json_object` may be given.
@@ -179,8 +179,8 @@ def make_request(kind: type[_Message], **fields: Any) -> _Message:
                 kind(**{field: value})
             except (TypeError, ValueError):
                 expected = _EXPECTED.get(kind.DESCRIPTOR.fields_by_name[field].type, "another value")
-                refusal = TypeError if isinstance(error, TypeError) else ValueError
-                raise refusal(f"{name}: expected {expected}, got {reprlib.repr(value)}") from error
+                error_type = TypeError if isinstance(error, TypeError) else ValueError
+                raise error_type(f"{name}: expected {expected}, got {reprlib.repr(value)}") from error
         raise
 
 
@@ -194,7 +194,7 @@ def prompt_request(kind: type[Tokens], token_ids: TokenIds, **fields: Any) -> To
 def prefill_request(token_ids: TokenIds, options: PrefillOptions) -> PrefillRequest:
     """Return the request of `Client.prefill`; raises the errors that it documents."""
     _require_known("prefill", options, PrefillOptions.__optional_keys__)
-    return _prompt(token_ids, dict(options))
+    return _prefill_message(token_ids, dict(options))
 
 
 def generate_request(token_ids: TokenIds, options: GenerateOptions) -> GenerateRequest:
@@ -205,11 +205,11 @@ def generate_request(token_ids: TokenIds, options: GenerateOptions) -> GenerateR
     constraints = [name for name in _CONSTRAINTS if options.get(name) is not None]
     if len(constraints) > 1:  # protobuf would keep the last one
         raise ValueError(f"{constraints[1]}: can't be combined with {constraints[0]}")
-    of_prompt = {name: value for name, value in options.items() if name in PromptOptions.__optional_keys__}
-    others = {name: value for name, value in options.items() if name not in of_prompt}
-    if "compression" in others:
-        others["compression"] = _compression_message(others["compression"])
-    return make_request(GenerateRequest, prefill=_prompt(token_ids, of_prompt), **others)
+    prompt_options = {name: value for name, value in options.items() if name in PromptOptions.__optional_keys__}
+    other_options = {name: value for name, value in options.items() if name not in prompt_options}
+    if "compression" in other_options:
+        other_options["compression"] = _compression_message(other_options["compression"])
+    return make_request(GenerateRequest, prefill=_prefill_message(token_ids, prompt_options), **other_options)
 
 
 def retain_request(token_ids: TokenIds, retention: Retention, *, tenant: str, adapter: str, salt: str) -> RetainRequest:
@@ -263,7 +263,7 @@ def logits_of(response: PrefillResponse) -> npt.NDArray[np.float32]:
     return np.frombuffer(response.logits, dtype="<f4")
 
 
-def _prompt(token_ids: TokenIds, options: dict[str, Any]) -> PrefillRequest:
+def _prefill_message(token_ids: TokenIds, options: dict[str, Any]) -> PrefillRequest:
     if "retention" in options:
         options["retention"] = _retention_message(options["retention"])
     if "kv_hints" in options:
@@ -298,16 +298,12 @@ def hint_request(
     actions: Sequence[Mapping[str, Any]], token_ids: TokenIds | None, *, tenant: str, adapter: str, salt: str
 ) -> HintRequest:
     """Return the request of `Client.hint`; raises the errors that it documents."""
-    hints = _hints_message({"protocol_version": "1.0", "actions": [_action(each) for each in actions]})
+    versioned = [{"action_version": "1.0", **action} for action in actions]
+    hints = _hints_message({"protocol_version": "1.0", "actions": versioned})
     fields = {"tenant": tenant, "adapter": adapter, "salt": salt, "kv_hints": hints}
     return (
         make_request(HintRequest, **fields) if token_ids is None else prompt_request(HintRequest, token_ids, **fields)
     )
-
-
-def _action(action: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an action with the version of this client, unless it names another."""
-    return {"action_version": "1.0", **action}
 
 
 def _hints_message(hints: Mapping[str, Any] | None) -> KvHintsEnvelope | None:

@@ -27,7 +27,7 @@ class TextChunk:
 
     @property
     def index(self) -> int:
-        """Index of the completion that it belongs to, from 0 to `n - 1`."""
+        """Index of the completion that the chunk belongs to, from 0 to `n - 1`."""
         return self.response.index
 
     @property
@@ -42,7 +42,7 @@ class TextChunk:
 
     @property
     def finished(self) -> bool:
-        """Whether it is the last chunk of its completion."""
+        """Whether this is the last chunk of its completion."""
         return self.response.finished
 
     @property
@@ -52,7 +52,7 @@ class TextChunk:
 
     @property
     def miss_reason(self) -> str | None:
-        """In the last chunk, the name of the `MissReason` why no more of the prompt was reused; None before."""
+        """In the last chunk of a completion, the name of the prompt's `MissReason`; None before."""
         return _enum_name(MissReason, self.response.miss_reason) if self.finished else None
 
 
@@ -66,12 +66,12 @@ class TextAnswer(Iterator[TextChunk]):
 
     Args:
         responses: the server's responses.
-        new_text: returns a detokenizer for one completion.
+        new_detokenizer: returns a detokenizer for one completion.
     """
 
-    def __init__(self, responses: Generator[GenerateResponse], new_text: Callable[[], AnswerText]) -> None:
+    def __init__(self, responses: Generator[GenerateResponse], new_detokenizer: Callable[[], AnswerText]) -> None:
         self._responses = responses
-        self._texts = _Texts(new_text)
+        self._texts = _Texts(new_detokenizer)
 
     def __iter__(self) -> Iterator[TextChunk]:
         return self
@@ -81,7 +81,7 @@ class TextAnswer(Iterator[TextChunk]):
 
     @property
     def text(self) -> str:
-        """The text so far; with `n` > 1, that of the first completion."""
+        """The text so far; with `n` > 1, the text of the first completion."""
         return self._texts.text_of(0)
 
     @property
@@ -95,7 +95,7 @@ class TextAnswer(Iterator[TextChunk]):
         return self._texts.response
 
     def read(self) -> str:
-        """Wait for the end and return the whole text; with `n` > 1, that of the first completion, see `texts`.
+        """Wait for the end and return the whole text; with `n` > 1, the text of the first completion, see `texts`.
 
         Raises:
             ServiceError: the call failed.
@@ -132,8 +132,8 @@ class AsyncTextAnswer(AsyncIterator[TextChunk]):
         if self._is_closed:
             raise StopAsyncIteration
         if self._responses is None or self._texts is None:
-            self._responses, new_text = await self._start()
-            self._texts = _Texts(new_text)
+            self._responses, new_detokenizer = await self._start()
+            self._texts = _Texts(new_detokenizer)
         return self._texts.add(await anext(self._responses))
 
     @property
@@ -164,7 +164,9 @@ class AsyncTextAnswer(AsyncIterator[TextChunk]):
             await self._responses.aclose()
 
 
-def new_text(tokenizer: Tokenizer, prompt_ids: Sequence[int], options: GenerateOptions) -> Callable[[], AnswerText]:
+def detokenizer_factory(
+    tokenizer: Tokenizer, prompt_ids: Sequence[int], options: GenerateOptions
+) -> Callable[[], AnswerText]:
     """Return a function that returns a detokenizer for one completion.
 
     Args:
@@ -181,12 +183,12 @@ class _Texts:
     """Turns responses into chunks, and collects their texts.
 
     Args:
-        new_text: returns a detokenizer for one completion.
+        new_detokenizer: returns a detokenizer for one completion.
     """
 
-    def __init__(self, new_text: Callable[[], AnswerText]) -> None:
+    def __init__(self, new_detokenizer: Callable[[], AnswerText]) -> None:
         self.response = GenerateResponse()
-        self._new_text = new_text
+        self._new_detokenizer = new_detokenizer
         self._answers: dict[int, AnswerText] = {}
         self._pieces: dict[int, list[str]] = {}
 
@@ -194,7 +196,7 @@ class _Texts:
         """Add the next response."""
         index = response.index
         if index not in self._answers:
-            self._answers[index] = self._new_text()
+            self._answers[index] = self._new_detokenizer()
             self._pieces[index] = []
         answer = self._answers[index]
         text = answer.put(response.token_ids) + (answer.end() if response.finished else "")

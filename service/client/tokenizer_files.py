@@ -57,14 +57,15 @@ class ArchiveReader:
             The directory with the files.
 
         Raises:
-            ValueError: it does not match its digest, or is not a zip of tokenizer files.
+            ValueError: the archive does not match its digest, or is not a zip of tokenizer files.
             OSError: neither the cache directory nor a temporary one is writable.
         """
         data = b"".join(self._pieces)
         digest = hashlib.sha256(data).hexdigest()
         if digest != self.digest:
             raise ValueError(
-                f"tokenizer: expected a zip archive with the digest {self.digest or 'that follows it'}, got {digest}"
+                f"tokenizer: expected a zip archive with the digest {self.digest or 'in the last message'}, "
+                f"got {digest}"
             )
         try:
             return _install(data, digest, _folder())
@@ -76,7 +77,7 @@ def stored_files(digest: str) -> Path | None:
     """Return the directory with the files of this digest; None if they are not stored.
 
     Raises:
-        ValueError: it is not a SHA-256 in hexadecimal digits.
+        ValueError: `digest` is not a SHA-256 in hexadecimal digits.
     """
     if not _DIGEST.fullmatch(digest):
         raise ValueError(f"tokenizer: expected a digest of 64 hexadecimal digits, got {len(digest)} characters")

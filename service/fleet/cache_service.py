@@ -84,14 +84,14 @@ class FleetCacheService:
         return response
 
     async def purge(self, request: cache_pb2.PurgeRequest, context: Context) -> cache_pb2.PurgeResponse:
-        """Purge namespaces on all replicas. The call succeeds only if it did on each of them."""
+        """Purge namespaces on all replicas. The call succeeds only if it succeeds on each of them."""
         require_names(tenant=request.tenant, adapter=request.adapter, salt=request.salt)
         async with replica_errors_as_status(context):
             responses, failures = await self._call_all(
                 lambda connection: connection.cache.Purge(request, **call_options(connection, context))
             )
             if failures:
-                raise _incomplete(failures, len(responses))
+                raise _incomplete_error(failures, len(responses))
         response = cache_pb2.PurgeResponse()
         deleted: dict[str, list[cache_pb2.DeletedBlocks]] = {}
         for part in responses.values():
@@ -106,23 +106,24 @@ class FleetCacheService:
         return response
 
     async def end_session(self, request: cache_pb2.EndSessionRequest, context: Context) -> cache_pb2.EndSessionResponse:
-        """End a session on all replicas. The call succeeds only if it did on each of them."""
+        """End a session on all replicas. The call succeeds only if it succeeds on each of them."""
         require_names(tenant=request.tenant, session_id=request.session_id)
         async with replica_errors_as_status(context):
             responses, failures = await self._call_all(
                 lambda connection: connection.cache.EndSession(request, **call_options(connection, context))
             )
             if failures:
-                raise _incomplete(failures, len(responses))
+                raise _incomplete_error(failures, len(responses))
         return cache_pb2.EndSessionResponse(
             was_known=any(each.was_known for each in responses.values()),
             blocks=sum(each.blocks for each in responses.values()),
         )
 
     async def hint(self, request: cache_pb2.HintRequest, context: Context) -> cache_pb2.HintResponse:
-        """Apply hints on all replicas. The call succeeds only if it did on each of them.
+        """Apply hints on all replicas. The call succeeds only if it succeeds on each of them.
 
-        A replica refuses the actions of which it caches nothing. Only the replica that would get the prompt loads it.
+        A replica refuses an action if nothing that the action addresses is cached there. A prompt is loaded only by the
+        replica that would get it.
         """
         read_caller(request)
         loads = [is_prompt_load(action) for action in read_hints(request.kv_hints)]
@@ -133,25 +134,25 @@ class FleetCacheService:
                 routed.finish(0)
                 loader = routed.name
 
-            def sent_to(address: str) -> list[int]:
+            def actions_for(address: str) -> list[int]:
                 """Return the positions of the actions that a replica gets."""
                 return [index for index, is_load in enumerate(loads) if not is_load or loader in ("", address)]
 
             responses, failures = await self._call_all(
                 lambda connection: connection.cache.Hint(
-                    _with_actions(request, sent_to(connection.facts.address)), **call_options(connection, context)
+                    _with_actions(request, actions_for(connection.facts.address)), **call_options(connection, context)
                 ),
                 only=loader if all(loads) else "",
             )
             if failures:
-                raise _incomplete(failures, len(responses))
+                raise _incomplete_error(failures, len(responses))
         outcomes: list[list[hints_pb2.HintOutcome]] = [[] for _ in loads]
         for address, response in responses.items():
-            for index, outcome in zip(sent_to(address), response.hints, strict=True):
+            for index, outcome in zip(actions_for(address), response.hints, strict=True):
                 outcomes[index].append(outcome)
         if not all(outcomes):
             raise NoReplica("replicas: the one that was to load the prompt has left the fleet, retry the call")
-        return cache_pb2.HintResponse(hints=map(joined_outcome, outcomes))
+        return cache_pb2.HintResponse(hints=map(join_outcomes, outcomes))
 
     async def stats(self, request: cache_pb2.StatsRequest, context: Context) -> cache_pb2.StatsResponse:
         """Return the sum of the statistics of all replicas, and the statistics of each."""
@@ -161,9 +162,9 @@ class FleetCacheService:
                 lambda connection: connection.cache.Stats(request, **call_options(connection, context))
             )
             if not responses:
-                raise _incomplete(failures, 0)
+                raise _incomplete_error(failures, 0)
         max_tenants = request.max_tenants if request.HasField("max_tenants") else DEFAULT_MAX_TENANTS
-        response = summed(responses.values(), max_tenants, request.max_sessions)
+        response = sum_stats(responses.values(), max_tenants, request.max_sessions)
         for address, part in responses.items():
             response.replicas.add(address=address).stats.CopyFrom(part)
         for address, failure in failures.items():
@@ -171,35 +172,35 @@ class FleetCacheService:
         return response
 
     async def statement(self, request: cache_pb2.StatementRequest, context: Context) -> cache_pb2.StatementResponse:
-        """Return the sum of the statements of all replicas. The call succeeds only if it did on each of them."""
+        """Return the sum of the statements of all replicas. The call succeeds only if it succeeds on each of them."""
         require_names(tenant=request.tenant)
         async with replica_errors_as_status(context):
             responses, failures = await self._call_all(
                 lambda connection: connection.cache.Statement(request, **call_options(connection, context))
             )
             if failures:
-                raise _incomplete(failures, len(responses))
-        # Four times 10,000 lines take 0.7 s.
-        return await asyncio.to_thread(summed_statements, list(responses.values()))
+                raise _incomplete_error(failures, len(responses))
+        # Adding up four statements of 10,000 lines takes 0.7 s.
+        return await asyncio.to_thread(sum_statements, list(responses.values()))
 
     async def diagnose(self, request: cache_pb2.DiagnoseRequest, context: Context) -> cache_pb2.DiagnoseResponse:
-        """Return the causes of misses on all replicas together, other than those that examine none."""
+        """Return the causes of the misses of all replicas together. Replicas that examine no misses are left out."""
         require_names(tenant=request.tenant)
-        whole = cache_pb2.DiagnoseRequest()
-        whole.CopyFrom(request)
-        whole.max_causes = MAX_CAUSES
+        replica_request = cache_pb2.DiagnoseRequest()
+        replica_request.CopyFrom(request)
+        replica_request.max_causes = MAX_CAUSES
         async with replica_errors_as_status(context):
             max_causes = request.max_causes if request.HasField("max_causes") else DEFAULT_MAX_CAUSES
             if max_causes > MAX_CAUSES:
                 raise InvalidRequest(f"max_causes: expected at most {MAX_CAUSES}, got {max_causes}")
             responses, failures = await self._call_all(
-                lambda connection: connection.cache.Diagnose(whole, **call_options(connection, context))
+                lambda connection: connection.cache.Diagnose(replica_request, **call_options(connection, context))
             )
             # Decode replicas, and those that examine nothing, have no causes.
             failures = {name: each for name, each in failures.items() if not (responses and _is_unimplemented(each))}
             if failures:
-                raise _incomplete(failures, len(responses))
-        return summed_diagnoses(responses.values(), max_causes)
+                raise _incomplete_error(failures, len(responses))
+        return sum_diagnoses(responses.values(), max_causes)
 
     async def _call_all(
         self, make_call: Callable[[ReplicaConnection], Awaitable[Any]], only: str = ""
@@ -227,16 +228,16 @@ class FleetCacheService:
 
 
 def is_prompt_load(action: HintAction) -> bool:
-    """Whether an action loads the prompt of its request, instead of that of a session."""
+    """Whether an action loads the prompt of its request, rather than the prompts of a session."""
     return action.action_type == "kv.prefetch" and action.payload.get("session_id") is None
 
 
-def joined_outcome(outcomes: Sequence[hints_pb2.HintOutcome]) -> hints_pb2.HintOutcome:
+def join_outcomes(outcomes: Sequence[hints_pb2.HintOutcome]) -> hints_pb2.HintOutcome:
     """Join the outcomes of one action on several replicas, at least one.
 
-    Replicas on which nothing that it addresses is cached do not count, unless there are no others. The action is
-    accepted if it was accepted on all replicas that count, and refused if it was refused on all of them. The tokens are
-    added up.
+    Replicas on which nothing that the action addresses is cached do not count, unless there are no others. The outcome
+    is accepted if all replicas that count accepted the action, refused if all of them refused it, and else clipped.
+    The tokens are added up.
     """
     counting = [each for each in outcomes if not each.is_missing] or outcomes
     statuses = {each.status for each in counting}
@@ -260,19 +261,19 @@ def _with_actions(request: cache_pb2.HintRequest, indices: Sequence[int]) -> cac
     return part
 
 
-def summed(
+def sum_stats(
     responses: Iterable[cache_pb2.StatsResponse], max_tenants: int, max_sessions: int = 0
 ) -> cache_pb2.StatsResponse:
     """Add up the statistics of replicas.
 
-    A namespace or a segment that several replicas have counts several times. A fleet has no epoch. A number that one of
-    the replicas omits, such as the bytes of a store, is omitted.
+    A namespace or a segment that several replicas have counts several times. A fleet has no epoch. An optional number
+    that one of the replicas omits, such as the bytes of a store, is omitted.
 
     Args:
         responses: the responses of the replicas, at least one.
-        max_tenants: number of tenants to list, those with the most blocks.
-        max_sessions: number of sessions to list, those used most recently. A session of several replicas is listed for
-            each.
+        max_tenants: number of tenants to list. Those with the most blocks are listed.
+        max_sessions: number of sessions to list. Those used most recently are listed. A session of several replicas is
+            listed once for each.
     """
     parts = list(responses)
     total = cache_pb2.StatsResponse()
@@ -286,7 +287,7 @@ def summed(
     return total
 
 
-def summed_statements(responses: Iterable[cache_pb2.StatementResponse]) -> cache_pb2.StatementResponse:
+def sum_statements(responses: Iterable[cache_pb2.StatementResponse]) -> cache_pb2.StatementResponse:
     """Add up the statements of replicas, at least one. The seconds that were accounted are added up as well."""
     parts = list(responses)
     total = cache_pb2.StatementResponse(since=parts[0].since, until=parts[0].until)
@@ -300,12 +301,12 @@ def summed_statements(responses: Iterable[cache_pb2.StatementResponse]) -> cache
     return total
 
 
-def summed_diagnoses(responses: Iterable[cache_pb2.DiagnoseResponse], max_causes: int) -> cache_pb2.DiagnoseResponse:
+def sum_diagnoses(responses: Iterable[cache_pb2.DiagnoseResponse], max_causes: int) -> cache_pb2.DiagnoseResponse:
     """Add up the causes of misses of replicas. Each replica compares a prompt only with what it has cached itself.
 
     Args:
         responses: the responses of the replicas.
-        max_causes: causes that are listed at most.
+        max_causes: maximum number of causes to list.
     """
     total = cache_pb2.DiagnoseResponse()
     causes: dict[tuple[str, ...], cache_pb2.DiagnosedCause] = {}
@@ -332,8 +333,11 @@ def summed_diagnoses(responses: Iterable[cache_pb2.DiagnoseResponse], max_causes
     return total
 
 
-def _incomplete(failures: Mapping[str, grpc.aio.AioRpcError | ReplicaLost], num_done: int) -> ReplicaRefusal:
-    """Return the error of a call that failed on some replicas: their status if all failed with the same one."""
+def _incomplete_error(failures: Mapping[str, grpc.aio.AioRpcError | ReplicaLost], num_done: int) -> ReplicaRefusal:
+    """Return the error of a call that failed on some replicas.
+
+    Its status is that of the replicas if the call failed on all of them with the same status, and else UNAVAILABLE.
+    """
     codes = {each.code() if isinstance(each, grpc.aio.AioRpcError) else None for each in failures.values()}
     code = codes.pop() if len(codes) == 1 and not num_done else None
     failed = "; ".join(f"{address} ({_reason(failure)})" for address, failure in sorted(failures.items()))
@@ -381,7 +385,7 @@ def _add(total: Message, parts: Sequence[Message]) -> None:
 
 
 def _add_by_name(total: Any, values: Sequence[Any], name: str) -> None:
-    """Add up the messages in lists that have the same name."""
+    """Add up the messages of several lists whose field `name` is equal."""
     named: dict[str, list[Message]] = {}
     for each in values:
         for message in each:

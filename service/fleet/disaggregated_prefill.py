@@ -40,13 +40,14 @@ class SourceLost(Exception):
 class DisaggregatedPrefill:
     """Prefills a prompt on one replica, and generates its completion on another.
 
-        prompt ─▶ Prefill, hold_lease ─▶ prefill replica ◀──  FetchKV ──┐
-        response ◀───── Generate, kv_source ◀── decode replica ──────┘
+        prompt ─▶ Prefill, hold_lease ─▶ prefill replica ◀── FetchKV ─┐
+        response ◀───── Generate, kv_source ◀── decode replica ───────┘
                            └ first response: Release
 
     Failures before the first response are retried: if the decode replica is lost, another one decodes from the same
     lease; if the lease is lost, another replica prefills the prompt. After three lost leases, or if there is no prefill
-    replica, the decode replica prefills the prompt itself. In exact mode all of these give bitwise identical results.
+    replica, the decode replica prefills the prompt itself. In exact mode, all of these cases give bitwise identical
+    results.
 
     Args:
         prefill_forwarder: forwards calls to prefill replicas.
@@ -67,7 +68,7 @@ class DisaggregatedPrefill:
         """Generate. Yields each response with the decode replica.
 
         Args:
-            request: without a `kv_source`.
+            request: the request, which has no `kv_source`.
             new_prompt: returns a new routing request for the prompt.
             call_options: returns the deadline and the metadata of a call to a replica.
 
@@ -91,7 +92,7 @@ class DisaggregatedPrefill:
                         yield routed, with_prefill_usage(response, None if lease is None else lease.response)
                 return
             except (ReplicaRefusal, SourceLost) as failure:
-                if lease is None or has_begun or not _is_of_source(failure):
+                if lease is None or has_begun or not _is_source_failure(failure):
                     raise
                 prefill_prompt.avoid.add(lease.connection.facts.address)
             finally:
@@ -154,7 +155,7 @@ class _SourceLease:
     """A lease on the K/V of a prompt, held on a replica.
 
     Attributes:
-        connection: to the replica.
+        connection: the connection to the replica.
         response: the response that returned the lease.
     """
 
@@ -170,7 +171,7 @@ class _SourceLease:
         return prefill_pb2.KVSource(address=address, lease_id=self.response.lease_id, epoch=self.response.epoch)
 
     async def release(self) -> None:
-        """Release it."""
+        """Release the lease."""
         request = prefill_pb2.ReleaseRequest(lease_id=self.response.lease_id, tenant=self._tenant)
         with self.connection.in_flight(), contextlib.suppress(grpc.aio.AioRpcError, ReplicaLost):
             await self.connection.wait_for(
@@ -210,8 +211,8 @@ def with_prefill_usage(
 ) -> prefill_pb2.GenerateResponse:
     """Attach the prefill usage and times to a response of the decode replica.
 
-    The client sees the fleet as one server: the reused tokens are those of the prefill replica, and times and written
-    tokens are the sums of both replicas.
+    The client sees the fleet as one server: the prompt's tokens are counted as on the prefill replica, and times and
+    written tokens are the sums of both replicas.
 
     The first response also gets the explanation of the prefill replica, if there is one.
 
@@ -247,5 +248,5 @@ def _can_disaggregate(request: prefill_pb2.GenerateRequest) -> bool:
     return reads and writes and not request.HasField("prompt_logprobs")
 
 
-def _is_of_source(failure: ReplicaRefusal | SourceLost) -> bool:
+def _is_source_failure(failure: ReplicaRefusal | SourceLost) -> bool:
     return isinstance(failure, SourceLost) or failure.is_of(Cause.KV_SOURCE)

@@ -43,8 +43,8 @@ class EventSubscription:
               │      └── from 0 ─────────────┤ OUT_OF_RANGE, DATA_LOSS: the number is too old, or from before a restart
               └── after a pause ─────────────┘ the connection ended
 
-    While the connection is down, the view keeps the blocks of the server, because it probably still has them. After
-    30 s they are removed.
+    While the connection is down, the view keeps the blocks of the server, because the server probably still has them.
+    They are removed 30 s after the last batch.
 
     Args:
         name: name of the replica in the view.
@@ -82,7 +82,7 @@ class EventSubscription:
 
         Raises:
             grpc.aio.AioRpcError: the server refuses this client, or has no events.
-            ConfigError: its event blocks have another size than the view's.
+            ConfigError: the event blocks of the server have another size than the view's.
         """
         while self._name in self._view.names:
             try:

@@ -57,7 +57,7 @@ class FleetState:
         self._connections: dict[str, ReplicaConnection] = {}
         self._tasks: dict[str, tuple[asyncio.Task[None], asyncio.Task[None]]] = {}
         self._closing: set[asyncio.Task[None]] = set()
-        self._times = ReplicaSpeeds(clock)
+        self._speeds = ReplicaSpeeds(clock)
         self._router: Router | None = None
 
     @property
@@ -75,7 +75,7 @@ class FleetState:
         return self._router is not None and name in self._connections and self._router.view.is_up_to_date(name)
 
     def update(self, replicas: Iterable[ReplicaFacts]) -> None:
-        """Add and remove replicas, so that the fleet has exactly these."""
+        """Add and remove replicas, so that the fleet consists of exactly `replicas`."""
         current = {facts.address: facts for facts in replicas}
         for name, connection in list(self._connections.items()):
             if current.get(name) != connection.facts:
@@ -87,8 +87,8 @@ class FleetState:
     def route(self, prompt: RoutingRequest) -> RoutedRequest:
         """Choose the replica of a request. From then on, the router expects the prompt in the cache of this replica.
 
-        A replica that does not answer health checks is chosen only if there is no other, and so is `prompt.source`, the
-        replica that the K/V is fetched from.
+        A replica that does not answer health checks is chosen only if there is no other. The same applies to
+        `prompt.source`, the replica from which the K/V are fetched.
 
         Raises:
             InvalidRequest: the prompt is empty.
@@ -97,11 +97,11 @@ class FleetState:
         """
         if prompt.source and prompt.source not in self._connections:
             raise UnknownLease("kv_source.address: it is not the address of a replica, or that replica has ended")
-        silent = {name for name, connection in self._connections.items() if not connection.is_up}
-        left = self._connections.keys() - prompt.avoid
-        if self._router is None or not left:
+        down = {name for name, connection in self._connections.items() if not connection.is_up}
+        allowed = self._connections.keys() - prompt.avoid
+        if self._router is None or not allowed:
             raise NoReplica("replicas: there is none that may get the request")
-        avoid = prompt.avoid | silent if left - silent else prompt.avoid
+        avoid = prompt.avoid | down if allowed - down else prompt.avoid
         if prompt.source and self._connections.keys() - avoid - {prompt.source}:
             avoid = avoid | {prompt.source}
         namespace = Namespace(self._fingerprint, prompt.tenant, prompt.adapter, prompt.salt)
@@ -109,8 +109,8 @@ class FleetState:
         asyncio.get_running_loop().call_soon(self._router.remember)
         connection = self._connections[route.name]
         num_replicas = len(self._connections.keys() - avoid)
-        left_tokens = len(prompt.tokens) // TOKEN_BYTES - route.hits.total + route.queue_tokens
-        seconds = left_tokens * self._times.of(route.name).compute_s
+        num_tokens = len(prompt.tokens) // TOKEN_BYTES - route.hits.total + route.queue_tokens
+        seconds = num_tokens * self._speeds.of(route.name).compute_s
         return RoutedRequest(
             connection, route, self._reason(route), seconds, num_replicas, partial(self._finish, route, self._clock())
         )
@@ -130,7 +130,7 @@ class FleetState:
                 PrefixDemand(clock=self._clock),
                 self._choose,
                 identities=Identities(facts.open_tenant, facts.secrets.events_key),
-                times=self._times.of,
+                times=self._speeds.of,
             )
         name = facts.address
         connection = self._connections[name] = self._connect(facts)
@@ -144,7 +144,7 @@ class FleetState:
         connection = self._connections.pop(name)
         if self._router is not None:
             self._router.leave(name)
-        self._times.forget(name)
+        self._speeds.forget(name)
         closing = asyncio.ensure_future(_close(connection, *self._tasks.pop(name)))
         self._closing.add(closing)
         closing.add_done_callback(self._closing.discard)
@@ -152,7 +152,7 @@ class FleetState:
 
     def _finish(self, route: Route, sent_s: float, computed_tokens: int | None) -> None:
         if self._router is not None and self._router.finished(route, computed_tokens):
-            self._times.note(route.name, sent_s, computed_tokens)
+            self._speeds.note(route.name, sent_s, computed_tokens)
 
     def _reason(self, route: Route) -> RoutingReason:
         if route.is_new_home:
@@ -164,13 +164,13 @@ class FleetState:
 
 
 def _log_failure(name: str, stream: asyncio.Task[None]) -> None:
-    """Log why the events of a replica can't be read. The router still knows which prompts it has sent there."""
+    """Log why the events of a replica can't be read. The router still knows which prompts it has sent to it."""
     if not stream.cancelled() and stream.exception() is not None:
         _log.error("replica %s: its events can't be read", name, exc_info=stream.exception())
 
 
 async def _close(connection: ReplicaConnection, stream: asyncio.Task[None], watch: asyncio.Task[None]) -> None:
-    """Wait for the calls in flight, which are abandoned only if the replica stops answering health checks."""
+    """Close a connection after its calls in flight, which are abandoned only if the replica fails health checks."""
     stream.cancel()
     await connection.finish()
     watch.cancel()

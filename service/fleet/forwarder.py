@@ -96,7 +96,7 @@ class Forwarder:
                     return routed, await routed.connection.wait_for(make_call(routed.connection))
                 except (grpc.aio.AioRpcError, ReplicaLost) as error:
                     routed.finish(None)
-                    failure = await self._failure(prompt, routed, error)
+                    failure = await self._prepare_retry(prompt, routed, error)
                 except BaseException:
                     routed.finish(None)
                     raise
@@ -120,7 +120,7 @@ class Forwarder:
                         yield routed, part
                     return
                 except (grpc.aio.AioRpcError, ReplicaLost) as error:
-                    failure = await self._failure(prompt, routed, error, has_begun=has_begun)
+                    failure = await self._prepare_retry(prompt, routed, error, has_begun=has_begun)
                 finally:
                     routed.finish(None)
                     call.cancel()
@@ -143,12 +143,16 @@ class Forwarder:
                     raise
             await self._sleep(_PAUSE_S)
 
-    async def _failure(
+    async def _prepare_retry(
         self, prompt: RoutingRequest, routed: RoutedRequest, error: Exception, *, has_begun: bool = False
     ) -> ReplicaRefusal:
-        """Return the error of a call that may be retried on another replica; otherwise raise it.
+        """Add the failed replica to `prompt.avoid`, so that the call can be retried on another replica.
 
-        Before it returns, it adds the failed replica to `prompt.avoid`.
+        Returns:
+            The error of the call.
+
+        Raises:
+            ReplicaRefusal: the error of the call, if it must not be retried.
         """
         if isinstance(error, grpc.aio.AioRpcError):
             trailing: tuple[Any, ...] = tuple(error.trailing_metadata() or ())

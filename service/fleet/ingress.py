@@ -41,12 +41,12 @@ class Ingress:
         self._replicas = replicas
         self._all = (replicas,) if decode_replicas is None else (replicas, decode_replicas)
         self._wait_s = fleet.start_timeout_s
-        first = await self._first(self.choose)
+        first = await self._wait_for_first(self.choose)
         first.finish(0)
         forwarder, disaggregated = Forwarder(self.choose, self._wait_s), None
         if decode_replicas is not None:
             choose = partial(_choose_replica, decode_replicas, self._wait_s)
-            (await self._first(choose)).finish(0)
+            (await self._wait_for_first(choose)).finish(0)
             # Decode replicas can also prefill, so calls do not wait long for prefill replicas.
             max_wait_s = min(self._wait_s, fleet.health_timeout_s)
             prefill_forwarder = Forwarder(partial(_choose_replica, replicas, max_wait_s), max_wait_s)
@@ -59,19 +59,19 @@ class Ingress:
         """Choose a replica with Ray's router; if replicas have roles, a prefill replica.
 
         Raises:
-            NoReplica: there is none, or none that the request does not avoid.
+            NoReplica: there is no replica, or the request avoids all of them.
         """
         return await _choose_replica(self._replicas, self._wait_s, prompt)
 
     async def connections(self) -> list[ReplicaConnection]:
         """Return the connections to all replicas, of all roles."""
-        found: list[ReplicaConnection] = []
+        connections: list[ReplicaConnection] = []
         for handle in self._all:
             listing = ReplicaListing()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_LISTING_TIMEOUT_S), handle.choose_replica(listing, _reserve=False):
-                    found += listing.connections
-        return found
+                    connections += listing.connections
+        return connections
 
     async def check_health(self) -> None:
         """Raise an error if the process should be replaced. Ray calls this every few seconds."""
@@ -83,7 +83,7 @@ class Ingress:
         if hasattr(self, "_address"):
             await self._server.drain()
 
-    async def _first(self, choose: Choose) -> RoutedRequest:
+    async def _wait_for_first(self, choose: Choose) -> RoutedRequest:
         """Wait for the first replica, without a timeout, since large models load slowly."""
         while True:
             try:

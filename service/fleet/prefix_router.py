@@ -33,7 +33,9 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]  # Ray is untyped here
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         """Add and remove replicas."""
-        known = [(ReplicaFacts.of_metadata(each.replica_metadata), each) for each in replicas if each.replica_metadata]
+        known = [
+            (ReplicaFacts.from_metadata(each.replica_metadata), each) for each in replicas if each.replica_metadata
+        ]
         self._by_address = {facts.address: each for facts, each in known}
         self._fleet_state.update(facts for facts, _ in known)
         super().update_replicas(replicas)

@@ -63,7 +63,7 @@ class FleetPlan:
 
 @contextlib.contextmanager
 def running_fleet(plan: FleetPlan) -> Iterator[None]:
-    """Start a fleet, and stop it at the end of the `with` block. The ingress accepts requests in between.
+    """Start a fleet, and stop it at the end of the `with` block, in which the ingress accepts requests.
 
     Raises:
         MissingPackage: Ray is not installed.
@@ -119,8 +119,8 @@ def _cause(messages: str) -> str:
     >>> _cause("out of luck")
     'see the logs of Ray'
     """
-    found = re.findall(r"radixkv\.errors\.\w+: (.+)", messages)
-    return found[-1] if found else "see the logs of Ray"
+    errors = re.findall(r"radixkv\.errors\.\w+: (.+)", messages)
+    return errors[-1] if errors else "see the logs of Ray"
 
 
 def _ray_options(plan: FleetPlan) -> dict[str, Any]:
@@ -165,7 +165,7 @@ def _application(plan: FleetPlan) -> Any:
     secrets = FleetSecrets.make()
     replicas = []
     for deployment in _deployments(plan):
-        number: dict[str, Any] = {"num_replicas": deployment.min_replicas}
+        scale: dict[str, Any] = {"num_replicas": deployment.min_replicas}
         if deployment.max_replicas > deployment.min_replicas:
             policy = AutoscalingPolicy(
                 policy_function=_POLICY, policy_kwargs={"calls_per_replica": fleet.calls_per_replica}
@@ -177,18 +177,18 @@ def _application(plan: FleetPlan) -> Any:
                 upscale_delay_s=fleet.grow_after_s,
                 downscale_delay_s=fleet.shrink_after_s,
             )
-            number = {"autoscaling_config": scaling}
-        described = serve.deployment(
+            scale = {"autoscaling_config": scaling}
+        ray_deployment = serve.deployment(
             Replica,
             name=deployment.name,
             request_router_config=routing,
             ray_actor_options={"num_cpus": plan.cpus, "num_gpus": plan.gpus},
             max_constructor_retry_count=_MAX_STARTS,
-            **number,
+            **scale,
             **health_checks,
             **shutdown,
         )
-        replicas.append(described.bind(with_role(plan.config, deployment.role), secrets, plan.replica_host))
+        replicas.append(ray_deployment.bind(with_role(plan.config, deployment.role), secrets, plan.replica_host))
     return serve.deployment(
         Ingress,
         name="Ingress",

@@ -126,10 +126,10 @@ def _with_transfer(config: Config) -> Config:
 def replica_server(config: Config, host: str) -> ServerConfig:
     """Return the configuration of a replica's server: a free port, and TLS only if `fleet.tls_ca` is set.
 
-    Client certificates end at the ingress, which authenticates to replicas with a token. To a replica, all clients of
-    the ingress are one client on one connection. The ingress limits the number of their calls to twice `max_calls`, and
-    their duration to `max_deadline_s`. The limits of replicas are higher, so that a replica neither refuses a call
-    because of other clients' calls, nor closes the connection because another client reads slowly.
+    Only the ingress verifies client certificates; it authenticates to replicas with a token. To a replica, all clients
+    of the ingress are one client on one connection. The ingress limits the number of their calls to twice `max_calls`,
+    and the duration of a call to `max_deadline_s`. The limits of replicas are higher, so that a replica neither refuses
+    a call because of other clients' calls, nor closes the connection because another client reads slowly.
     """
     has_tls = config.fleet.tls_ca is not None
     max_calls = min(_TIMES_MAX_CALLS * config.server.max_calls, _MAX_INT32)

@@ -49,7 +49,7 @@ class HealthCheckTimes:
 
     Attributes:
         period_s: seconds between two checks.
-        timeout_s: timeout in seconds, after which the replica counts as lost until it responds again.
+        timeout_s: timeout of a check in seconds, after which the replica counts as lost until it responds again.
     """
 
     period_s: float = 0.5
@@ -72,17 +72,17 @@ class ReplicaConnection:
         facts: properties of the replica.
         health_checks: times of health checks.
         sleep: sleeps for a number of seconds.
-        tls_ca: PEM file with the authorities of its certificate; None for no TLS.
-        tls_name: name in its certificate; empty for its address.
+        tls_ca: PEM file with the authorities of the replica's certificate; None for no TLS.
+        tls_name: name in the replica's certificate; empty for the replica's address.
 
     Raises:
         OSError, ValueError: `tls_ca` can't be used.
 
     Attributes:
         facts: see above.
-        is_up: whether it accepted requests at its last health check.
+        is_up: whether the replica accepted requests at its last health check.
         num_calls: number of calls in flight, which callers count with `in_flight`.
-        prefill, cache, model: stubs of its services.
+        prefill, cache, model: stubs of the replica's services.
         metadata: is sent with each call.
     """
 
@@ -103,7 +103,7 @@ class ReplicaConnection:
         credentials = None if tls_ca is None else tls_credentials(tls_ca)
         options = channel_options(server_name_options(tls_name), 0)
         calls = open_async_channel(facts.address, credentials, (*options, ("grpc.client_idle_timeout_ms", _IDLE_MS)))
-        # Otherwise channels to one address share a connection.
+        # Without a subchannel pool of their own, channels to one address share a connection.
         watch = open_async_channel(facts.address, credentials, (*options, ("grpc.use_local_subchannel_pool", 1)))
         self._channels = calls, watch
         self.prefill = PrefillServiceStub(calls)  # type: ignore[no-untyped-call]
@@ -127,7 +127,7 @@ class ReplicaConnection:
             await self._sleep(self._health_checks.period_s)
 
     async def check(self) -> None:
-        """Check the health of the replica once. If it refuses the check, it is alive and keeps its state."""
+        """Check the health of the replica once. If the replica refuses the check, `is_up` does not change."""
         try:
             response = await self._check_health(StringValue(), timeout=self._health_checks.timeout_s)
             self.is_up = ServingStatus(response.value) is ServingStatus.SERVING
@@ -145,7 +145,7 @@ class ReplicaConnection:
         """Wait for a response while the replica answers health checks.
 
         Raises:
-            ReplicaLost: it no longer does; the awaited call is cancelled.
+            ReplicaLost: the replica no longer answers health checks; the awaited call is cancelled.
         """
         lost = asyncio.ensure_future(self._lost.wait())
         call = asyncio.ensure_future(awaitable)

@@ -67,7 +67,7 @@ class ReplicaFacts:
         return {**plain, "events_key": self.secrets.events_key.hex(), "token": self.secrets.token}
 
     @classmethod
-    def of_metadata(cls, metadata: Mapping[str, Any]) -> Self:
+    def from_metadata(cls, metadata: Mapping[str, Any]) -> Self:
         """Return the properties from the result of `to_metadata`."""
         plain = {key: value for key, value in metadata.items() if key not in ("events_key", "token")}
         return cls(**plain, secrets=FleetSecrets(bytes.fromhex(metadata["events_key"]), metadata["token"]))

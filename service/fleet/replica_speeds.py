@@ -40,9 +40,9 @@ class ReplicaSpeeds:
                                      idle
 
     Measurements on a busy machine vary. Replicas that take less than twice the time of the fastest one count as equally
-    fast, with their mean time: a prompt that is sent to a slightly faster replica would lose more time in its queue
-    than it gains. A slower replica has its own time. If it gets no prompts, this time decays within about a minute, so
-    that it is tried again.
+    fast, with the mean of their times: a prompt that is sent to a slightly faster replica would lose more time in its
+    queue than it gains. A slower replica has its own time. If it gets no prompts, its time approaches that of the
+    fastest replica within about a minute, so that it is tried again.
 
     Args:
         clock: a monotonic clock in seconds.

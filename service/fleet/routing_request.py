@@ -25,9 +25,9 @@ class RoutedRequest:
     """The replica that was chosen for a request.
 
     Attributes:
-        connection: the connection to it.
+        connection: the connection to the replica.
         route: the decision of the router.
-        reason: why it was chosen.
+        reason: why the replica was chosen.
         seconds: expected time until the prompt is computed.
         num_replicas: number of candidates.
         finish: must be called at the end of the request: with the number of computed tokens, or with None if it failed.
@@ -54,8 +54,8 @@ class RoutingRequest:
         tokens: the prompt, little-endian uint32 bytes.
         tenant, adapter, salt: the namespace of the request.
         avoid: addresses of replicas that must not be chosen.
-        source: address of the replica that its K/V are fetched from, which is chosen only if there is no other; empty
-            for none.
+        source: address of the replica from which the K/V of the prompt are fetched. That replica is chosen only if
+            there is no other. Empty for none.
         routed: the result, set by the router.
     """
 

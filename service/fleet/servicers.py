@@ -69,7 +69,7 @@ class FleetPrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
     async def Generate(  # noqa: N802
         self, request: prefill_pb2.GenerateRequest, context: Context
     ) -> AsyncIterator[prefill_pb2.GenerateResponse]:
-        """Generate on a replica; with a `kv_source`, on another replica than the source."""
+        """Generate on a replica; with a `kv_source`, on another replica than the source if there is one."""
         async with replica_errors_as_status(context), contextlib.aclosing(await self._parts(request, context)) as parts:
             async for routed, part in parts:
                 if part.HasField("usage"):
@@ -93,10 +93,10 @@ class FleetPrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
                     lambda connection: call_options(connection, context),
                 )
             source_prompt = routing_request(request.prefill)
-            source_prompt.source = _source(request)
+            source_prompt.source = _source_address(request)
             (await self._forwarder.choose(source_prompt)).finish(0)  # refuses addresses that are not replicas
         elif request.HasField("kv_source"):
-            prompt.source = _source(request)
+            prompt.source = _source_address(request)
         return self._decode_forwarder.stream(
             prompt,
             lambda connection: connection.prefill.Generate(
@@ -134,14 +134,14 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
     """Returns the replica that a client should call for a prompt.
 
     Args:
-        forwarder: chooses it.
+        forwarder: chooses the replica.
     """
 
     def __init__(self, forwarder: Forwarder) -> None:
         self._forwarder = forwarder
 
     async def Route(self, request: fleet_pb2.RouteRequest, context: Context) -> fleet_pb2.RouteResponse:  # noqa: N802
-        """Choose a replica. For the time that computing the prompt should take, it counts as load of this replica."""
+        """Choose a replica. The prompt counts as load of this replica for the expected time of computing it."""
         prompt = routing_request(request)
         prompt.avoid.update(request.avoid)
         async with replica_errors_as_status(context):
@@ -186,7 +186,7 @@ def add_partial_service(
     service: ServiceDescriptor,
     methods: Mapping[str, Callable[[Any, Context], Awaitable[Any]]] = MappingProxyType({}),
 ) -> None:
-    """Add a service of which a fleet implements only some methods; the errors of the others name replicas instead."""
+    """Add a service of which a fleet implements only `methods`. Calls of other methods are refused."""
 
     def refusal(name: str) -> Any:
         async def refuse(request: object, context: Context) -> None:
@@ -222,7 +222,7 @@ def routing_request(request: _Prompt, field: str = "token_ids") -> RoutingReques
     return RoutingRequest(tokens, request.tenant, request.adapter, request.salt)
 
 
-def _source(request: prefill_pb2.GenerateRequest) -> str:
+def _source_address(request: prefill_pb2.GenerateRequest) -> str:
     """Return the address in the `kv_source` of a request."""
     address: str = request.kv_source.address
     if not address:
@@ -233,7 +233,7 @@ def _source(request: prefill_pb2.GenerateRequest) -> str:
 def _without_own_source(
     connection: ReplicaConnection, request: prefill_pb2.GenerateRequest
 ) -> prefill_pb2.GenerateRequest:
-    """Remove the `kv_source` from a request if it is the replica that gets the request."""
+    """Remove the `kv_source` from a request if the source is the replica that gets the request."""
     if request.kv_source.address == connection.facts.address:
         request.ClearField("kv_source")
     return request
@@ -263,7 +263,7 @@ async def call_without_load(
         forwarder: chooses the replica.
         prompt: the prompt.
         make_call: calls a replica.
-        context: the call that is forwarded; the client gets the errors of the replica, and its name.
+        context: the call that is forwarded. Its client gets the errors and the name of the replica.
     """
     async with replica_errors_as_status(context):
         routed, response = await forwarder.call(prompt, make_call)
@@ -273,7 +273,7 @@ async def call_without_load(
 
 
 def name_replica(routed: RoutedRequest, context: Context) -> None:
-    """Return the name of the replica that responded to the client, in the trailing metadata."""
+    """Tell the client in the trailing metadata which replica responded."""
     context.set_trailing_metadata(((REPLICA, routed.name),))
 
 

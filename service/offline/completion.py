@@ -26,10 +26,10 @@ class Completion:
         start ─▶ add, with every token but the last ─▶ end ─▶ output
 
     Args:
-        index: its index among the completions of the prompt.
+        index: index among the completions of the prompt.
         params: the prompt.
-        sampling: how its tokens are sampled.
-        options: the same as the caller wrote it.
+        sampling: `options` in the form of the engine, before `Sampling.of_answer`.
+        options: the parameters as the caller passed them.
         eos_token_ids: the model's own end-of-sequence tokens.
         tokenizer: the model's tokenizer; None if no text is needed.
     """
@@ -65,9 +65,9 @@ class Completion:
         """Queue the request. Raises what `Engine.generate` raises.
 
         Args:
-            engine: generates it.
-            on_tokens: called on the engine's thread with new tokens, which the caller passes to `add` on one thread. It
-                is called only if they are needed before the end: for stop strings, or for their log probabilities.
+            engine: generates the completion.
+            on_tokens: called on the engine's thread with new tokens, which the caller passes to `add` on one thread.
+                Called only if tokens are needed before the end: for stop strings or log probabilities.
         """
         sampling = self._sampling
         has_logprobs = sampling.logprobs is not None or sampling.prompt_logprobs is not None
@@ -114,7 +114,7 @@ class Completion:
         )
 
     def request_output(self, prompt: PreparedPrompt, outputs: list[CompletionOutput]) -> RequestOutput:
-        """Return the completions of the prompt, of which this is the first one, and has ended."""
+        """Return all completions of the prompt. This one is the first of them, and has ended."""
         result, token_ids = self._result, prompt.token_ids
         assert result is not None, "it has ended"
         prompt_logprobs: list[dict[int, Logprob] | None] | None = None
@@ -132,7 +132,7 @@ class Completion:
         )
 
     def _stop_token(self, result: GenerateResult) -> int | None:
-        """Return the stop token that ended the generation; None if another reason did."""
+        """Return the stop token that ended the generation; None if it ended for another reason."""
         last = result.token_ids[-1]
         is_stop_token = last in self._sampling.stop_token_ids | self._eos_token_ids
         return last if is_stop_token and result.finish_reason is FinishReason.STOP else None

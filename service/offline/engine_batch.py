@@ -29,7 +29,7 @@ class EngineBatch(Generic[Result, Output]):
     If other threads have calls too, each call gets an equal share of the requests that may be unfinished.
 
     Args:
-        engine: computes them.
+        engine: computes the requests.
         slots: bound the number of requests that are queued or running at the same time.
         add: called with the index of a request and its new tokens.
         end: called with the index of a request that has ended and its result. Returns what `run` returns for it.
@@ -52,7 +52,7 @@ class EngineBatch(Generic[Result, Output]):
         """Run requests, and wait until all of them have ended. If one fails, the others are cancelled.
 
         Args:
-            starts: each queues a request. Its argument is to be called with new tokens, on any thread.
+            starts: functions that queue one request each. Their argument is called with new tokens, on any thread.
 
         Returns:
             The outputs, in the order of the requests.
@@ -82,12 +82,12 @@ class EngineBatch(Generic[Result, Output]):
     def _start_some(
         self, slots: CallSlots, starts: Sequence[Start[Result]], futures: list[Future[Result]], num_ended: int
     ) -> None:
-        # A refused request leaves a slot, which the next attempt uses.
+        # A request that was refused keeps its slot for the next attempt.
         while len(futures) < len(starts) and (slots.num_taken > len(futures) - num_ended or slots.take()):
             index = len(futures)
             try:
                 future = starts[index](self._token_queue(index))
-            except QueueFull:  # because of cancelled requests, which have slots no more
+            except QueueFull:  # the engine still counts cancelled requests, which have no slots any more
                 if len(futures) > num_ended:
                     return
                 time.sleep(_RETRY_S)

@@ -30,10 +30,10 @@ from radixkv.errors import ConfigError, InvalidRequest, LifecycleError, StoreUna
 from radixkv.model_files.model_location import check_servable
 from radixkv.service.missing_package import MissingPackage
 from radixkv.service.offline.completion import Completion
-from radixkv.service.offline.engine_batch import EngineBatch, Output, Result
+from radixkv.service.offline.engine_batch import EngineBatch
 from radixkv.service.offline.forced_tokens import ForcedTokens
 from radixkv.service.offline.outputs import CompletionOutput, ContinuationScore, PrefillOutput, RequestOutput
-from radixkv.service.offline.prompts import PreparedPrompt, PromptInput, naming, prepared_pair, prompt_list
+from radixkv.service.offline.prompts import PreparedPrompt, PromptInput, error_place, prepare_pair, prompt_list
 from radixkv.service.offline.request_slots import RequestSlots
 from radixkv.service.offline.sampling_params import SamplingParams
 from radixkv.service.offline.settings import config_of
@@ -53,7 +53,7 @@ if TYPE_CHECKING:  # the engine needs torch, which is imported when an `LLM` is 
 Messages = Sequence[Mapping[str, Any]]
 
 _PROGRESS_DELAY_S = 2.0  # after which a progress bar appears that the caller did not request
-_GRAMMAR_KEY = QuotaKey.of_tenant("")  # to which all grammars are charged
+_GRAMMAR_KEY = QuotaKey.of_tenant("")  # all grammars count against its quota
 
 
 class LLM:
@@ -64,8 +64,8 @@ class LLM:
             print(outputs[0].outputs[0].text, outputs[0].num_cached_tokens)
 
     The methods that vLLM's `LLM` has too take its arguments and return its results. Several threads may call methods at
-    the same time; their requests share steps and cached tokens. Prompts are validated before any of them is computed:
-    a message names the wrong one by its index.
+    the same time; their requests share steps and cached tokens. All prompts are validated before one of them is
+    computed; an error message names the index of the invalid prompt.
 
     The number of threads of PyTorch is set, and from then on the process keeps freed memory and requests huge pages
     (`radixkv.startup.malloc`).
@@ -73,10 +73,10 @@ class LLM:
     Args:
         model: `tiny`, a directory with a config.json and safetensors, a GGUF file, or `ORG/NAME` of a model in the
             local cache of Hugging Face.
-        config: a TOML file with a configuration, of which sections for servers have no effect; None without one.
+        config: a TOML file with a configuration, of which sections for servers have no effect; None for no file.
         settings: further values of the configuration, such as `tiers.host_bytes=1000000000`.
         adapters: directories of LoRA adapters by name.
-        seed: determines, with the number of prompts so far, the seed of a prompt that has none; None for random seeds.
+        seed: determines, with the number of prompts so far, the seeds of prompts without a seed; None for random seeds.
         keys: keys of the sections model, cache and engine of the configuration, such as `device`, `dtype`, `weights`,
             `kv_dtype`, `capacity_tokens`, `threads` and `max_step_tokens`. Arguments of vLLM with values that change
             nothing, such as `tensor_parallel_size=1`, have no effect.
@@ -118,7 +118,7 @@ class LLM:
         engine = build_engine(loaded)
         self._stop = weakref.finalize(self, engine.stop)  # also if the following fails, and when the process exits
         self._engine: Engine | None = engine
-        give_back_freed_memory()  # of the checks
+        give_back_freed_memory()  # that the checks of the model used
         self._grammars = Grammars(self._tokenizer, engine.limits.vocab_size, engine.eos_token_ids)
         engine.start()
 
@@ -206,7 +206,7 @@ class LLM:
         """
         prepared = []
         for index, prompt in enumerate(prompt_list(prompts)):
-            with naming(f"prompts[{index}]"):
+            with error_place(f"prompts[{index}]"):
                 prepared.append(PreparedPrompt.of(prompt, self.get_tokenizer))
         return self._complete(prepared, "prompts", sampling_params, use_tqdm, adapter)
 
@@ -239,7 +239,7 @@ class LLM:
         """
         prepared = []
         for index, conversation in enumerate(_conversations(messages)):
-            with naming(f"conversations[{index}]"):
+            with error_place(f"conversations[{index}]"):
                 tokenizer = self.get_tokenizer()
                 text = tokenizer.render_chat(
                     conversation,
@@ -271,7 +271,7 @@ class LLM:
         engine = self._running_engine()
         prepared, requests = [], []
         for index, prompt in enumerate(prompt_list(prompts)):
-            with naming(f"prompts[{index}]"):
+            with error_place(f"prompts[{index}]"):
                 encoded = PreparedPrompt.of(prompt, self.get_tokenizer)
                 params = self._params(encoded, adapter, return_logits=True, top_logprobs=top_logprobs)
                 _require_adapter(engine, params)
@@ -297,7 +297,7 @@ class LLM:
             )
 
         with _progress("Computed prompts", len(requests), use_tqdm) as on_end:
-            return self._batch(engine, _ignore, end).run([partial(start, params) for params in requests])
+            return EngineBatch(engine, self._slots, _ignore, end).run([partial(start, params) for params in requests])
 
     def score(
         self,
@@ -307,7 +307,7 @@ class LLM:
         *,
         adapter: str = "",
     ) -> list[ContinuationScore]:
-        """Compute the log probabilities of continuations of contexts, as evaluations with given choices need them.
+        """Compute the log probabilities of continuations of contexts, for example of the choices of a question.
 
         A context is computed once, and each continuation reuses it from the cache. Continuations are computed token by
         token, all of them in the same steps. For a text of which each token should be scored,
@@ -338,8 +338,8 @@ class LLM:
             )
         requests = []
         for index, (context, continuation) in enumerate(zip(before, after, strict=True)):
-            with naming(f"continuations[{index}]"):
-                prompt, forced = prepared_pair(context, continuation, self.get_tokenizer)
+            with error_place(f"continuations[{index}]"):
+                prompt, forced = prepare_pair(context, continuation, self.get_tokenizer)
                 limits.require_tokens(forced.packed)
                 params = self._params(prompt, adapter)
                 _require_adapter(engine, params)
@@ -368,7 +368,7 @@ class LLM:
             )
 
         with _progress("Scored continuations", len(requests), use_tqdm) as on_end:
-            batch = self._batch(engine, lambda index, tokens: rows[index].extend(tokens.logprobs), end)
+            batch = EngineBatch(engine, self._slots, lambda index, tokens: rows[index].extend(tokens.logprobs), end)
             return batch.run([partial(engine.generate, *each) for each in requests])
 
     def _complete(
@@ -386,7 +386,7 @@ class LLM:
         for index, (prompt, options) in enumerate(
             zip(prompts, _per_prompt(sampling_params, len(prompts)), strict=True)
         ):
-            with naming(f"{place}[{index}]"):
+            with error_place(f"{place}[{index}]"):
                 params = self._params(prompt, adapter, read_cache=not options.skip_reading_prefix_cache)
                 sampling = self._sampling(engine, params, options, constraints)
                 tokenizer = self.get_tokenizer() if options.detokenize else None
@@ -403,7 +403,7 @@ class LLM:
             return completions[index].end(result)
 
         with _progress("Generated completions", len(completions), use_tqdm) as on_end:
-            batch = self._batch(engine, lambda index, tokens: completions[index].add(tokens), end)
+            batch = EngineBatch(engine, self._slots, lambda index, tokens: completions[index].add(tokens), end)
             outputs = iter(batch.run([partial(each.start, engine) for each in completions]))
         return [
             group[0].request_output(prompt, list(itertools.islice(outputs, len(group))))
@@ -423,7 +423,7 @@ class LLM:
             engine: generates the completions.
             params: the prompt.
             options: the parameters.
-            constraints: those that were compiled for this call.
+            constraints: the grammars that were compiled for this call; a new one is added.
         """
         limits = engine.limits
         options.require_valid(limits.vocab_size)
@@ -438,11 +438,11 @@ class LLM:
             return sampling
         text = structured.grammar_text
         if text not in constraints:
-            constraints[text] = self._compiled(text)
+            constraints[text] = self._compile(text)
         return dataclasses.replace(sampling, constraint=constraints[text])
 
-    def _compiled(self, text: GrammarText) -> Constraint | None:
-        """Compile a grammar. It is awaited on a thread, because the caller may run an event loop, as in a notebook."""
+    def _compile(self, text: GrammarText) -> Constraint | None:
+        """Compile a grammar, on another thread, because the caller's thread may run an event loop, as in a notebook."""
         with self._grammar_lock, ThreadPoolExecutor(1, "radixkv-grammar") as pool:
             constrained = self._grammars.constrain(Sampling(), text, _GRAMMAR_KEY)
             return pool.submit(asyncio.run, constrained).result().constraint
@@ -451,14 +451,6 @@ class LLM:
         """Return a prompt with its options in the form of the engine."""
         caller = Caller(adapter=adapter, salt=prompt.salt)
         return PrefillParams(prompt.packed, caller, str(next(self._request_ids)), **options)
-
-    def _batch(
-        self,
-        engine: Engine,
-        add: Callable[[int, GeneratedTokens], object],
-        end: Callable[[int, Result], Output],
-    ) -> EngineBatch[Result, Output]:
-        return EngineBatch(engine, self._slots, add, end)
 
     def _running_engine(self) -> Engine:
         if self._engine is None:
@@ -485,7 +477,7 @@ def _require_adapter(engine: Engine, params: PrefillParams) -> None:
 
 
 def _conversations(messages: Messages | Sequence[Messages]) -> Sequence[Messages]:
-    """Return conversations as a list, also a single one. An empty list has no conversation."""
+    """Return conversations as a list, also a single one. An empty list has no conversations."""
     first = messages[0] if messages else ()
     is_list = isinstance(first, Sequence) and not isinstance(first, str)
     return cast("Sequence[Messages]", messages if is_list else [messages])
@@ -497,7 +489,7 @@ def _per_prompt(
     """Return the parameters of each prompt.
 
     Raises:
-        InvalidRequest: there are more or fewer than prompts.
+        InvalidRequest: there are more or fewer parameters than prompts.
     """
     if sampling_params is None:
         sampling_params = SamplingParams()

@@ -20,7 +20,7 @@ class Logprob:
     Attributes:
         logprob: the log probability.
         rank: 1 for the most likely token; None if the token is not among the most likely ones that were requested.
-        decoded_token: the text that the token adds to a text before it; None without a tokenizer.
+        decoded_token: the text of the token after other text; None without a tokenizer.
     """
 
     logprob: float
@@ -33,14 +33,15 @@ class CompletionOutput:
     """One completion of a prompt.
 
     Attributes:
-        index: its index among the completions of the prompt.
-        text: its text, without the stop string or the stop token that ended it; empty with `detokenize=False`.
-        token_ids: its tokens, including the stop token or those of the stop string.
-        cumulative_logprob: sum of the log probabilities of its tokens; None unless `logprobs` were requested.
+        index: index among the completions of the prompt.
+        text: text of the completion, without the stop string or the stop token that ended it; empty with
+            `detokenize=False`.
+        token_ids: tokens of the completion, including the stop token or the tokens of the stop string.
+        cumulative_logprob: sum of the log probabilities of `token_ids`; None unless `logprobs` were requested.
         logprobs: for each token, its log probability and those of the most likely tokens, by token id; None unless
             requested.
-        finish_reason: `stop`, or `length` if it has the maximum number of tokens.
-        stop_reason: the stop string, or the one of `stop_token_ids` that ended it; None otherwise.
+        finish_reason: `stop`, or `length` if the completion has the maximum number of tokens.
+        stop_reason: the stop string, or the one of `stop_token_ids`, that ended the completion; None otherwise.
     """
 
     index: int
@@ -58,8 +59,8 @@ class RequestOutput:
 
     Attributes:
         request_id: the number of the prompt since the `LLM` was created, as text.
-        prompt: its text; None if it was given as token ids.
-        prompt_token_ids: its tokens.
+        prompt: text of the prompt; None for a prompt of token ids.
+        prompt_token_ids: tokens of the prompt.
         prompt_logprobs: for each token of the prompt, its log probability and those of the most likely tokens, by token
             id; None for the first token. None unless requested.
         outputs: the completions.
@@ -84,12 +85,12 @@ class PrefillOutput:
 
     Attributes:
         request_id: the number of the prompt since the `LLM` was created, as text.
-        prompt: its text; None if it was given as token ids.
-        prompt_token_ids: its tokens.
+        prompt: text of the prompt; None for a prompt of token ids.
+        prompt_token_ids: tokens of the prompt.
         logits: logits of the next token, float32 `[vocab_size]`.
         next_token_id: the most likely next token.
         top_logprobs: `(token_id, logprob)` of the most likely next tokens, most likely first; empty unless requested.
-        usage: how many of its tokens were reused, computed and cached.
+        usage: how many tokens of the prompt were reused, computed and published.
         miss_reason: why no more tokens were reused, such as `COLD`; `NONE` if all were.
     """
 
@@ -113,11 +114,11 @@ class ContinuationScore:
     """How likely a continuation of a context is.
 
     Attributes:
-        logprob: sum of the log probabilities of its tokens.
-        is_greedy: whether each of its tokens is the most likely one, so that greedy decoding generates it.
-        token_ids: its tokens.
+        logprob: sum of `token_logprobs`.
+        is_greedy: whether each token is the most likely one, so that greedy decoding generates the continuation.
+        token_ids: tokens of the continuation.
         token_logprobs: the log probability of each token.
-        num_cached_tokens: tokens of the context that were not computed for it, but reused.
+        num_cached_tokens: tokens of the context that were not computed for this continuation, but reused.
     """
 
     logprob: float
@@ -130,11 +131,11 @@ class ContinuationScore:
 def logprobs_by_id(
     token_ids: Sequence[int], items: Sequence[TokenLogprobs], tokenizer: Tokenizer | None
 ) -> list[dict[int, Logprob]]:
-    """Return the log probabilities of tokens in vLLM's form: that of the token itself, then those of the likely ones.
+    """Return, for each token, the log probabilities of the token and of the most likely tokens, by token id.
 
     Args:
         token_ids: the tokens.
-        items: one for each token.
+        items: the log probabilities at the position of each token.
         tokenizer: the model's tokenizer; None for no texts.
     """
 

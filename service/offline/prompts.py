@@ -43,9 +43,9 @@ class PreparedPrompt:
     """A prompt as the engine reads it.
 
     Attributes:
-        text: its text; None if it was given as token ids.
-        packed: its token ids as little-endian uint32 bytes.
-        salt: keeps its cached tokens apart from those of other salts.
+        text: text of the prompt; None for a prompt of token ids.
+        packed: token ids of the prompt as little-endian uint32 bytes.
+        salt: prompts with different salts never share cached tokens.
     """
 
     text: str | None
@@ -96,7 +96,7 @@ def prompt_list(prompts: PromptInput | Sequence[PromptInput]) -> list[PromptInpu
     """Return prompts as a list, also a single one.
 
     Raises:
-        InvalidRequest: there is something else.
+        InvalidRequest: `prompts` is neither a prompt nor a list.
     """
     if isinstance(prompts, str | Mapping):
         return [cast("PromptInput", prompts)]
@@ -106,13 +106,13 @@ def prompt_list(prompts: PromptInput | Sequence[PromptInput]) -> list[PromptInpu
     return [cast("PromptInput", prompts)] if items and isinstance(items[0], Integral) else items
 
 
-def prepared_pair(
+def prepare_pair(
     context: object, continuation: object, tokenizer: Callable[[], Tokenizer]
 ) -> tuple[PreparedPrompt, PreparedPrompt]:
-    """Encode a context and a continuation of it.
+    """Encode a context and its continuation.
 
-    Texts are encoded together, as lm-evaluation-harness does it: white space at the end of the context belongs to the
-    continuation, whose tokens are those that the context alone does not have.
+    Two texts are encoded together, as in lm-evaluation-harness: white space at the end of the context belongs to the
+    continuation, and the tokens of the continuation are those after the tokens of the context alone.
 
     Args:
         context, continuation: see `PreparedPrompt.of`.
@@ -133,22 +133,22 @@ def prepared_pair(
 
 
 @contextlib.contextmanager
-def naming(place: str) -> Iterator[None]:
-    """Add the place of a prompt, such as `prompts[3]`, to the message of an error, and use the names of this API.
+def error_place(place: str) -> Iterator[None]:
+    """Add the place of a prompt, such as `prompts[3]`, to the messages of errors, and use this API's names of fields.
 
     Raises:
-        RequestError: instead of such an error, of a TypeError and of a ValueError.
+        RequestError: a RequestError, a TypeError or a ValueError was raised in the `with` block.
     """
     at = f"{place}: " if place else ""
     try:
         yield
     except RequestError as error:
-        raise type(error)(at + _renamed(str(error))) from error
+        raise type(error)(at + _rename_fields(str(error))) from error
     except (TypeError, ValueError) as error:
-        raise InvalidRequest(at + _renamed(str(error))) from error
+        raise InvalidRequest(at + _rename_fields(str(error))) from error
 
 
-def _renamed(message: str) -> str:
-    """Return a message that begins with names of fields, with the names of this API."""
+def _rename_fields(message: str) -> str:
+    """Replace the names of fields at the beginning of a message by the names of this API."""
     fields, colon, rest = message.partition(": ")
     return renamed_fields(fields, _NAMES) + colon + rest if colon else message

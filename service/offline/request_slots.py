@@ -14,7 +14,7 @@ class RequestSlots:
         call b begins      [a][a][a][a][a][b]     b waits until a request of a ends, and gets each further slot of a
         both               [a][a][a][b][b][b]     until both have their share
 
-    A call that has a request may continue without another slot, and one that has none waits for the first slot.
+    A call that has a slot may continue without another one, and a call without slots waits for its first slot.
 
     Args:
         num_slots: maximum number of unfinished requests of all calls together.
@@ -60,7 +60,7 @@ class CallSlots:
     """The slots of one call. For use by one thread.
 
     Args:
-        slots: those of all calls.
+        slots: the slots of all calls.
 
     Attributes:
         num_taken: number of slots that the call has.

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, fields
 from numbers import Integral, Real
 from typing import Any
 
-from radixkv.api.constraint import Constraint
 from radixkv.api.sampling import MAX_ANSWERS, NUM_SEEDS, Sampling
 from radixkv.errors import InvalidRequest
 from radixkv.service.server.servicers.stop_strings import require_stops
@@ -58,10 +57,10 @@ class StructuredOutputsParams:
     json_object: bool | None = None
 
     def __post_init__(self) -> None:
-        given = [each.name for each in fields(self) if getattr(self, each.name) not in (None, False)]
-        if len(given) != 1:
-            names = ", ".join(each.name for each in fields(self))
-            raise InvalidRequest(f"structured_outputs: expected one of {names}, got {', '.join(given) or 'none'}")
+        names = [each.name for each in fields(self) if getattr(self, each.name) not in (None, False)]
+        if len(names) != 1:
+            expected = ", ".join(each.name for each in fields(self))
+            raise InvalidRequest(f"structured_outputs: expected one of {expected}, got {', '.join(names) or 'none'}")
         for name in ("regex", "grammar"):
             if not isinstance(getattr(self, name), str | None):
                 raise InvalidRequest(f"structured_outputs.{name}: expected text, got another type")
@@ -105,10 +104,11 @@ class SamplingParams:
         min_tokens: number of tokens before which no completion ends.
         ignore_eos: whether to continue after the model's own end-of-sequence tokens.
         logprobs: number of most likely tokens whose log probabilities are returned with each token, in addition to
-            that of the token itself, 0 to 100; None for no log probabilities.
-        prompt_logprobs: the same for the tokens of the prompt; the whole prompt is then computed, whatever is cached.
-        presence_penalty, frequency_penalty: subtracted from the logits of tokens in the completion, -2 to 2: once, and
-            once for each occurrence.
+            the log probability of the token itself, 0 to 100; None for no log probabilities.
+        prompt_logprobs: like `logprobs`, but for the tokens of the prompt; the whole prompt is then computed, whatever
+            is cached.
+        presence_penalty: subtracted from the logits of tokens in the completion, -2 to 2.
+        frequency_penalty: subtracted once for each occurrence of the token in the completion, -2 to 2.
         repetition_penalty: divides positive logits of tokens in the prompt or the completion, and multiplies negative
             ones; 1 for none.
         logit_bias: biases of -100 to 100 that are added to the logits, by token id.
@@ -174,13 +174,13 @@ class SamplingParams:
         Raises:
             InvalidRequest: a mapping has other fields.
         """
-        given = self.structured_outputs
-        if given is None or isinstance(given, StructuredOutputsParams):
-            return given
-        known = [each.name for each in fields(StructuredOutputsParams)]
-        if not isinstance(given, Mapping) or not given.keys() <= set(known):
-            raise InvalidRequest(f"structured_outputs: expected one of the fields {', '.join(known)}, got others")
-        return StructuredOutputsParams(**given)
+        outputs = self.structured_outputs
+        if outputs is None or isinstance(outputs, StructuredOutputsParams):
+            return outputs
+        names = [each.name for each in fields(StructuredOutputsParams)]
+        if not isinstance(outputs, Mapping) or not outputs.keys() <= set(names):
+            raise InvalidRequest(f"structured_outputs: expected one of the fields {', '.join(names)}, got others")
+        return StructuredOutputsParams(**outputs)
 
     def require_valid(self, vocab_size: int) -> None:
         """Refuse values that are out of range.
@@ -217,13 +217,12 @@ class SamplingParams:
         if not all(isinstance(each, Integral) for each in self.stop_token_ids or ()):
             raise InvalidRequest("stop_token_ids: expected integers, got another type")
 
-    def sampling(self, max_new_tokens: int, seed: int, constraint: Constraint | None = None) -> Sampling:
-        """Return these parameters in the form of the engine.
+    def sampling(self, max_new_tokens: int, seed: int) -> Sampling:
+        """Return these parameters in the form of the engine, without `structured_outputs`.
 
         Args:
             max_new_tokens: maximum number of tokens of the completion.
-            seed: seed of completions without one of their own.
-            constraint: the compiled form of `structured_outputs`.
+            seed: used if `self.seed` is None.
         """
         return Sampling(
             max_new_tokens=max_new_tokens,
@@ -241,5 +240,4 @@ class SamplingParams:
             logit_bias=tuple(sorted((int(token_id), bias) for token_id, bias in (self.logit_bias or {}).items())),
             logprobs=self.logprobs,
             prompt_logprobs=self.prompt_logprobs,
-            constraint=constraint,
         )

@@ -22,9 +22,9 @@ SECTION_OF = {
     if each.name != "path"
 }
 
-# Arguments of vLLM's `LLM` that mean something else here: values that change nothing, and what to do about others.
+# Arguments of vLLM's `LLM` that an `LLM` does not have: the values that would have no effect, and advice for others.
 _ONE_DEVICE = "an engine computes on one device"
-_OF_VLLM: Mapping[str, tuple[tuple[object, ...], str]] = {
+_VLLM_ARGUMENTS: Mapping[str, tuple[tuple[object, ...], str]] = {
     "cpu_offload_gb": ((0,), "weights stay on the device"),
     "data_parallel_size": ((1,), _ONE_DEVICE),
     "disable_log_stats": ((True, False), ""),
@@ -85,13 +85,17 @@ def config_of(
 
 
 def _changes_nothing(name: str, value: object) -> bool:
-    """Whether an argument is one of vLLM that can be left out. Raises ConfigError if it is unknown or means more."""
+    """Whether an argument is one of vLLM with a value that has no effect.
+
+    Raises:
+        ConfigError: the argument is unknown, or its value is not supported.
+    """
     if name in SECTION_OF:
         return False
-    if name not in _OF_VLLM:
+    if name not in _VLLM_ARGUMENTS:
         nearest = difflib.get_close_matches(name, [*SECTION_OF, "model", "adapters", "settings"], n=1, cutoff=0.0)
         raise ConfigError(f"LLM: {name}: unknown argument; the nearest is {nearest[0]}")
-    neutral, instead = _OF_VLLM[name]
+    neutral, instead = _VLLM_ARGUMENTS[name]
     if not any(value is each or (value == each and type(value) is type(each)) for each in neutral):
         expected = " or ".join(map(repr, neutral)) or "no value"
         raise ConfigError(f"LLM: {name}: expected {expected}, got {value!r}; {instead}")

@@ -17,8 +17,8 @@ class AnswerFormat:
 
     Attributes:
         tool_format: the format of tool calls; None if it is not known.
-        reasoning: the format of reasoning; None if the model does not reason.
-        tags: texts of these formats that are special tokens, with the ids of the tokens.
+        reasoning: the format of reasoning; None if the model does not reason, or its format is not known.
+        tags: the special tokens that texts of these formats contain, with their ids.
     """
 
     tool_format: ToolFormat | None = None
@@ -99,10 +99,10 @@ class AnswerParts:
                 parts.append(Reasoning(reasoning))
         if self._calls is None:
             return [*parts, text] if text else parts
-        found = self._calls.put(text)
+        new_parts = self._calls.put(text)
         if is_last:
-            found += self._calls.end()
-        for each in found:
+            new_parts += self._calls.end()
+        for each in new_parts:
             if isinstance(each, ToolCall):
                 self.num_calls += 1
                 if self.num_calls > 1 and not self._is_parallel:

@@ -49,7 +49,7 @@ def calls_or_answer(
     is_parallel: bool,
     is_open: bool | None = None,
 ) -> str:
-    """Return the grammar of answers that consist of calls, or of what an expression describes; after reasoning if any.
+    """Return the grammar of answers that consist of calls or match an expression, after reasoning if there is any.
 
     Args:
         form: the format of answers.
@@ -72,7 +72,7 @@ def calls_or_answer(
 def strict_calls(
     form: AnswerFormat, functions: Sequence[Mapping[str, Any]], *, is_parallel: bool, is_open: bool | None = None
 ) -> str:
-    """Return the grammar of any text, in which what begins like a call must be one that follows the schema.
+    """Return the grammar of any text in which everything that begins like a call is a call that follows its schema.
 
     Args:
         form: the format of answers; `form.tool_format` is not None.
@@ -156,7 +156,7 @@ class _Rules:
         """
         tools = self._tools
         assert tools is not None
-        schemas = [_plain(each.get("parameters") or _NO_ARGUMENTS) for each in functions]
+        schemas = [_without_annotations(each.get("parameters") or _NO_ARGUMENTS) for each in functions]
         names = [str(each["name"]) for each in functions]
         before, placeholder, after = re.split(r"\{(calls?|name|python)\}", variant, maxsplit=1)
         further = f"({self.literal(tools.separator)} call)*" if is_parallel else ""
@@ -189,7 +189,7 @@ class _Rules:
         header = f"{self.literal(before)} {' /[0-9]{1,3}/ '.join(middle_parts)}"
         assert self._tools is not None
         if self._tools.quote:
-            return f"{header} {self._quoted(f'value_{index}', schema)} {self.literal(end)}"
+            return f"{header} {self._quoted_value(f'value_{index}', schema)} {self.literal(end)}"
         if not self._tools.argument:
             return f"{header} {_json(schema)} {self.literal(end)}"
         if _is_free(schema):
@@ -215,7 +215,7 @@ class _Rules:
         self.add(f"{rule}[suffix={json.dumps(after)}]", _ANY)
         return f"({json.dumps(before)} {rule})"
 
-    def _quoted(self, rule: str, schema: Any) -> str:
+    def _quoted_value(self, rule: str, schema: Any) -> str:
         """Return an expression of a value with the quotes of the format.
 
         Args:
@@ -230,16 +230,15 @@ class _Rules:
         if texts is not None:
             return f"{quote} {self._quoted_text(rule)}"
         if kind == "object" and schema.get("properties"):
-            found = enumerate(_properties(schema))
             pairs = [
-                (f"{json.dumps(key + ':')} {self._quoted(f'{rule}_{number}', each)}", is_required)
-                for number, (key, each, is_required) in found
+                (f"{json.dumps(key + ':')} {self._quoted_value(f'{rule}_{number}', each)}", is_required)
+                for number, (key, each, is_required) in enumerate(_properties(schema))
             ]
-            return f'"{{" {_joined(pairs, ",")} "}}"'
+            return f'"{{" {_join(pairs, ",")} "}}"'
         if kind == "object" and schema.get("additionalProperties") is False:
             return '"{}"'
         if kind == "array" and isinstance(schema.get("items"), dict):
-            item = self._quoted(f"{rule}_item", schema["items"])
+            item = self._quoted_value(f"{rule}_item", schema["items"])
             return f'"[" ({item} ("," {item})*)? "]"'
         if kind in ("integer", "number", "boolean", "null"):
             return _json(schema)
@@ -264,10 +263,10 @@ class _Rules:
             self.add("free_argument", f'{_FREE_KEY} "=" {_json({})}')
             return '(free_argument (", " free_argument)*)?'
         pairs = [(f'"{key}=" {_json(each)}', is_required) for key, each, is_required in _properties(schema)]
-        return _joined(pairs, ", ")
+        return _join(pairs, ", ")
 
 
-def _joined(pairs: Sequence[tuple[str, bool]], separator: str) -> str:
+def _join(pairs: Sequence[tuple[str, bool]], separator: str) -> str:
     """Join expressions with a separator: all required ones, then any of the others."""
     comma = json.dumps(separator)
     required = [pair for pair, is_required in pairs if is_required]
@@ -307,8 +306,8 @@ def _properties(schema: Any) -> list[tuple[str, Any, bool]]:
     """Return the name and the schema of each property of an object, and whether it is required."""
     shared = {name: schema[name] for name in _DEFINITIONS if name in schema}
     required = schema.get("required") or ()
-    found = (schema.get("properties") or {}).items()
-    return [(name, {**each, **shared} if isinstance(each, dict) else {}, name in required) for name, each in found]
+    properties = (schema.get("properties") or {}).items()
+    return [(name, {**each, **shared} if isinstance(each, dict) else {}, name in required) for name, each in properties]
 
 
 def _texts(schema: Mapping[str, Any]) -> list[str] | None:
@@ -321,14 +320,14 @@ def _texts(schema: Mapping[str, Any]) -> list[str] | None:
     return list(values)
 
 
-def _plain(schema: Any) -> Any:
+def _without_annotations(schema: Any) -> Any:
     """Return a schema without annotations."""
     if not isinstance(schema, dict):
-        return [_plain(each) for each in schema] if isinstance(schema, list) else schema
+        return [_without_annotations(each) for each in schema] if isinstance(schema, list) else schema
     kept: dict[str, Any] = {}
     for name, value in schema.items():
         if name in _SCHEMAS_BY_NAME and isinstance(value, dict):
-            kept[name] = {each: _plain(inner) for each, inner in value.items()}
+            kept[name] = {each: _without_annotations(inner) for each, inner in value.items()}
         elif name not in _ANNOTATIONS:
-            kept[name] = value if name in _VALUES else _plain(value)
+            kept[name] = value if name in _VALUES else _without_annotations(value)
     return kept

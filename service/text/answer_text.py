@@ -17,7 +17,7 @@ class AnswerText:
         min_tokens: stop strings that are completed by one of the first `min_tokens` tokens do not count.
 
     Attributes:
-        num_tokens: tokens so far, including the one that completed a stop string, and none after it.
+        num_tokens: number of tokens so far, up to the one that completed a stop string.
     """
 
     def __init__(self, stream: TextStream, stops: Sequence[str] = (), min_tokens: int = 0) -> None:
@@ -43,7 +43,7 @@ class AnswerText:
         return "".join(pieces)
 
     def finish(self, token_ids: Sequence[int]) -> str:
-        """Add the last tokens, and return the rest of the text: that of `put` and of `end`.
+        """Add the last tokens, and return the rest of the text, as `put` and `end` would return it.
 
         Without stop strings, each token is decoded once.
         """

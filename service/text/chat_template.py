@@ -21,7 +21,7 @@ from jinja2.utils import Namespace
 from radixkv.service.text.conversation import (
     Conversation,
     WriteCalls,
-    plain,
+    json_copy,
     with_calls_as_text,
     with_longer_content,
     with_tools,
@@ -31,10 +31,10 @@ from radixkv.service.text.conversation import (
 
 # Variables of every template that are separate arguments of `render`.
 _ARGUMENTS = ("messages", "tools", "documents", "add_generation_prompt")
-_Shape = tuple[frozenset[tuple[str, type, frozenset[type]]], bool, bool]  # of a conversation
+_Shape = tuple[frozenset[tuple[str, type, frozenset[type]]], bool, bool]  # see `_shape`
 # A template that reads the tools in a message, as JSON text.
 _TOOLS_OF_MESSAGE = re.compile(r"message(?:\.tools\b|\[(['\"])tools\1\])")
-_MAX_WRITTEN = 256  # results of checks that are remembered
+_MAX_KNOWN_WRITTEN = 256
 
 
 class ChatTemplate:
@@ -67,7 +67,7 @@ class ChatTemplate:
         environment.globals["namespace"] = _TemplateNamespace
         self._special_tokens = special_tokens
         self._write_calls = write_calls
-        self._written: set[tuple[str, _Shape]] = set()
+        self._known_written: set[tuple[str, _Shape]] = set()  # what the template writes, by shape of the conversation
         try:
             self._template = environment.from_string(source)
             self._names = {each.name for each in environment.parse(source).find_all(nodes.Name)}
@@ -88,10 +88,10 @@ class ChatTemplate:
 
         A conversation is refused if the template would drop a part of it. To find out, the conversation is rendered
         again without the tools, without the documents, without the tool calls, and with other contents, and each
-        text must differ from the first. What the template has written is not checked again in conversations of the
-        same shape: those whose messages have the same roles, types of contents, and types of tool calls, in any number.
-        The messages have several forms, see `radixkv.service.text.conversation`; the first form from which nothing is
-        dropped is used.
+        text must differ from the first. A part that the template has written is not checked again in conversations of
+        the same shape: those whose messages have the same roles, types of contents, and types of tool calls, in any
+        number. The messages have several forms, see `radixkv.service.text.conversation`; the first form from which
+        nothing is dropped is used.
 
         Args:
             messages: at least one; see `Conversation`.
@@ -105,21 +105,21 @@ class ChatTemplate:
             ValueError: there is no message, or the template rejects the messages, fails, or would drop an argument.
         """
         conversation = Conversation(messages)
-        tools = plain(tools)
+        tools = json_copy(tools)
         values = {
             **self._special_tokens,
-            **self._checked(plain(dict(variables or {}))),
+            **self._check_variables(json_copy(dict(variables or {}))),
             "tools": None if self._reads_tools_of_message else tools,
-            "documents": plain(documents),
+            "documents": json_copy(documents),
             "add_generation_prompt": add_generation_prompt,
         }
         if documents and "documents" not in self._names:
-            raise _dropped("documents")
+            raise _dropped_error("documents")
         first_error: ValueError | None = None
         for form in self._forms(conversation):
             try:
-                with_them = with_tools(form, tools) if tools and self._reads_tools_of_message else form
-                return self._complete(conversation, {**values, "messages": with_them})
+                form = with_tools(form, tools) if tools and self._reads_tools_of_message else form
+                return self._render_checked(conversation, {**values, "messages": form})
             except ValueError as error:
                 first_error = first_error or error
         assert first_error is not None
@@ -136,7 +136,7 @@ class ChatTemplate:
         """Return whether the template reads a variable."""
         return name in self._names
 
-    def _checked(self, variables: dict[str, Any]) -> dict[str, Any]:
+    def _check_variables(self, variables: dict[str, Any]) -> dict[str, Any]:
         for name, value in variables.items():
             if name in _ARGUMENTS:
                 raise ValueError(f"chat_template_kwargs: {name} must be passed as a separate argument")
@@ -144,36 +144,36 @@ class ChatTemplate:
                 raise ValueError(f"chat_template_kwargs: the model's chat template has no variable {name}")
         return variables
 
-    def _complete(self, conversation: Conversation, values: dict[str, Any]) -> str:
-        """Return the text of a form of the conversation, from which nothing is dropped."""
-        text, messages = self._text(values), values["messages"]
+    def _render_checked(self, conversation: Conversation, values: dict[str, Any]) -> str:
+        """Return the text of a form of the conversation. Raises ValueError if the template drops a part of it."""
+        text, messages = self._render(values), values["messages"]
         shape = _shape(values)
         for name in ("tools", "documents"):
             if values[name]:
-                self._require(text, name, shape, {**values, name: None})
+                self._require_written(text, name, shape, {**values, name: None})
         if any("tools" in each for each in messages):
-            self._require(text, "tools", shape, {**values, "messages": without_tools(messages)})
+            self._require_written(text, "tools", shape, {**values, "messages": without_tools(messages)})
         if any(each.get("tool_calls") for each in messages):
-            self._require(text, "tool_calls", shape, {**values, "messages": without_tool_calls(messages)})
+            self._require_written(text, "tool_calls", shape, {**values, "messages": without_tool_calls(messages)})
         for role in conversation.roles:
             altered = {**values, "messages": with_longer_content(messages, role)}
-            self._require(text, f"messages of the role {role}", shape, altered)
+            self._require_written(text, f"messages of the role {role}", shape, altered)
         return text
 
-    def _require(self, text: str, what: str, shape: _Shape, altered: dict[str, Any]) -> None:
+    def _require_written(self, text: str, what: str, shape: _Shape, altered: dict[str, Any]) -> None:
         """Raise ValueError if the altered values give the same text, unless it is known that they do not."""
-        if (what, shape) in self._written:
+        if (what, shape) in self._known_written:
             return
         try:
-            is_dropped = self._text(altered) == text
+            is_dropped = self._render(altered) == text
         except ValueError:
             return
         if is_dropped:
-            raise _dropped(what)
-        if len(self._written) < _MAX_WRITTEN:
-            self._written.add((what, shape))
+            raise _dropped_error(what)
+        if len(self._known_written) < _MAX_KNOWN_WRITTEN:
+            self._known_written.add((what, shape))
 
-    def _text(self, values: dict[str, Any]) -> str:
+    def _render(self, values: dict[str, Any]) -> str:
         try:
             return self._template.render(values)
         except jinja2.TemplateError as error:
@@ -183,7 +183,7 @@ class ChatTemplate:
 
 
 def _shape(values: Mapping[str, Any]) -> _Shape:
-    """Return what decides which parts of a template are used, except contents and the number of messages."""
+    """Return what decides which branches of a template run, except contents and the number of messages."""
     messages = frozenset(
         (each.get("role"), type(each.get("content")), frozenset(map(_type_of_arguments, each.get("tool_calls") or ())))
         for each in values["messages"]
@@ -196,7 +196,7 @@ def _type_of_arguments(call: Mapping[str, Any]) -> type:
     return type((function if isinstance(function, dict) else call).get("arguments"))
 
 
-def _dropped(what: str) -> ValueError:
+def _dropped_error(what: str) -> ValueError:
     place = f"{what}: " if what in _ARGUMENTS else ""
     return ValueError(
         f"{place}the model's chat template drops {what}: send them as text in another message, or serve a model whose "

@@ -11,10 +11,10 @@ _REPLACED = tuple(
 _UNDECIDED = " 'nvr"
 
 
-def cleaned_up(text: str) -> str:
+def clean_up_tokenization(text: str) -> str:
     """Return a text without spaces before punctuation and contractions.
 
-    >>> cleaned_up("He did n't , did he ?")
+    >>> clean_up_tokenization("He did n't , did he ?")
     "He didn't, did he?"
     """
     for old, new in _REPLACED:
@@ -23,7 +23,7 @@ def cleaned_up(text: str) -> str:
 
 
 class CleanUp:
-    """Incremental `cleaned_up`: the concatenated results equal `cleaned_up` of the whole text."""
+    """Incremental `clean_up_tokenization`: the concatenated results equal `clean_up_tokenization` of the whole text."""
 
     def __init__(self) -> None:
         self._kept = ""
@@ -33,10 +33,10 @@ class CleanUp:
         text = self._kept + piece
         cut = len(text.rstrip(_UNDECIDED))
         self._kept = text[cut:]
-        return cleaned_up(text[:cut])
+        return clean_up_tokenization(text[:cut])
 
     def end(self) -> str:
         """Return the remaining text, after the last piece."""
         text = self._kept
         self._kept = ""
-        return cleaned_up(text)
+        return clean_up_tokenization(text)

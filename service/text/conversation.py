@@ -19,7 +19,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
-# Keys of a message that may hold its reasoning. Templates read the first one; those of gpt-oss read the second one.
+# Keys of a message that may hold its reasoning. Most templates read the first key, those of gpt-oss the second.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 _NUM_ID_CHARS = 9  # of ids of tool calls in templates of Mistral's models
 # Writes calls, each with `name` and `arguments`, as text; None if it cannot.
@@ -62,8 +62,7 @@ class Conversation:
     @property
     def roles(self) -> list[str]:
         """The roles of messages with content and without tool calls. Templates may omit content before a tool call."""
-        found = [each["role"] for each in self._messages if _is_checked(each)]
-        return list(dict.fromkeys(found))
+        return list(dict.fromkeys(each["role"] for each in self._messages if _is_checked(each)))
 
     @property
     def has_tool_calls(self) -> bool:
@@ -77,7 +76,7 @@ class Conversation:
         calls = self.has_tool_calls
         choices = [(False, True) if has_choice else (False,) for has_choice in (has_parts, has_nulls, calls, calls)]
         for joins_parts, keeps_nulls, dumps_arguments, has_short_ids in itertools.product(*choices):
-            form = [_formed(each, joins_parts, keeps_nulls, dumps_arguments) for each in self._messages]
+            form = [_convert(each, joins_parts, keeps_nulls, dumps_arguments) for each in self._messages]
             yield [_with_short_ids(each) for each in form] if has_short_ids else form
 
 
@@ -95,16 +94,16 @@ def without_tools(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def with_calls_as_text(messages: Sequence[dict[str, Any]], write: WriteCalls) -> list[dict[str, Any]]:
-    """Return messages whose tool calls are a part of their contents; unchanged if these calls cannot be written."""
-    found = []
+    """Return messages with their tool calls written into their contents, as far as `write` can write these calls."""
+    converted = []
     for message in messages:
         calls = [each.get("function", each) for each in message.get("tool_calls") or ()]
         text = write(calls) if calls and all("arguments" in each for each in calls) else None
         if text is not None:
             kept = {name: value for name, value in message.items() if name != "tool_calls"}
             message = {**kept, "content": f"{message.get('content') or ''}{text}"}
-        found.append(message)
-    return found
+        converted.append(message)
+    return converted
 
 
 def without_tool_calls(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -114,10 +113,10 @@ def without_tool_calls(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any
 
 def with_longer_content(messages: Sequence[dict[str, Any]], role: str) -> list[dict[str, Any]]:
     """Return messages in which the contents of one role, see `Conversation.roles`, are one character longer."""
-    return [_longer(each) if _is_checked(each) and each["role"] == role else each for each in messages]
+    return [_lengthen(each) if _is_checked(each) and each["role"] == role else each for each in messages]
 
 
-def plain(value: object) -> Any:
+def json_copy(value: object) -> Any:
     """Return a copy with JSON types only, because a template could call methods of other objects.
 
     Raises:
@@ -125,20 +124,20 @@ def plain(value: object) -> Any:
     """
     if value is None or isinstance(value, bool):
         return value
-    for kind, converted in _SCALARS:
+    for kind, convert in _SCALARS:
         if isinstance(value, kind):
-            return converted(value)
+            return convert(value)
     if isinstance(value, Mapping):
-        return {str(name): plain(item) for name, item in value.items()}
+        return {str(name): json_copy(item) for name, item in value.items()}
     if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray | memoryview):
-        return [plain(item) for item in value]
+        return [json_copy(item) for item in value]
     if callable(dump := getattr(value, "model_dump", None)):  # a Pydantic model, such as a message of OpenAI's client
-        return plain(dump())
+        return json_copy(dump())
     raise TypeError(f"chat: expected text, numbers, lists and mappings, got {type(value).__name__}")
 
 
 def _message(message: object, place: str) -> dict[str, Any]:
-    copy = plain(message)
+    copy = json_copy(message)
     if not isinstance(copy, dict):
         raise TypeError(f"messages: expected mappings with a role and content, got {type(message).__name__}")
     # An answer that consists of tool calls may have no content at all.
@@ -155,7 +154,7 @@ def _message(message: object, place: str) -> dict[str, Any]:
     if isinstance(copy.get("content"), list):
         copy["content"] = Parts(_part(each, f"{place}.content[{index}]") for index, each in enumerate(copy["content"]))
         if copy.get("tool_calls"):  # such contents are not checked, see `roles`, so a template may drop the parts
-            copy["content"] = _joined(copy["content"])
+            copy["content"] = _join_parts(copy["content"])
     if copy.get("function_call"):
         raise ValueError(f"{place}.function_call: expected tool_calls, which replaced it in OpenAI's API")
     if "tool_calls" in copy:
@@ -183,7 +182,7 @@ def _tool_calls(calls: object, place: str) -> list[dict[str, Any]]:
 
 
 def _tool_call(call: dict[str, Any], place: str) -> dict[str, Any]:
-    """Return a call whose arguments, there or in its `function`, are an object."""
+    """Return a call whose arguments, which the call or its `function` has, are an object."""
     if isinstance(call.get("function"), dict):
         return {**call, "function": _tool_call(call["function"], f"{place}.function")}
     arguments = call.get("arguments")
@@ -198,20 +197,20 @@ def _tool_call(call: dict[str, Any], place: str) -> dict[str, Any]:
     return {**call, "arguments": parsed}
 
 
-def _formed(message: dict[str, Any], joins_parts: bool, keeps_nulls: bool, dumps_arguments: bool) -> dict[str, Any]:
+def _convert(message: dict[str, Any], joins_parts: bool, keeps_nulls: bool, dumps_arguments: bool) -> dict[str, Any]:
     copy, content = dict(message), message.get("content", "")
     if content is None and not keeps_nulls:
         copy["content"] = ""
     if isinstance(content, Parts) and joins_parts:
-        copy["content"] = _joined(content)
+        copy["content"] = _join_parts(content)
     if dumps_arguments and message.get("tool_calls"):
-        copy["tool_calls"] = [_dumped(each) for each in message["tool_calls"]]
+        copy["tool_calls"] = [_dump_arguments(each) for each in message["tool_calls"]]
     return copy
 
 
-def _dumped(call: dict[str, Any]) -> dict[str, Any]:
+def _dump_arguments(call: dict[str, Any]) -> dict[str, Any]:
     if isinstance(call.get("function"), dict):
-        return {**call, "function": _dumped(call["function"])}
+        return {**call, "function": _dump_arguments(call["function"])}
     return {**call, "arguments": json.dumps(call["arguments"], ensure_ascii=False)} if "arguments" in call else call
 
 
@@ -231,7 +230,7 @@ def _short_id(value: object) -> str:
     return text if is_short else hashlib.sha256(text.encode()).hexdigest()[:_NUM_ID_CHARS]
 
 
-def _joined(parts: Sequence[dict[str, Any]]) -> str:
+def _join_parts(parts: Sequence[dict[str, Any]]) -> str:
     return "\n".join(str(each["text"]) for each in parts)
 
 
@@ -239,7 +238,7 @@ def _is_checked(message: Mapping[str, Any]) -> bool:
     return bool(message.get("content")) and isinstance(message.get("role"), str) and not message.get("tool_calls")
 
 
-def _longer(message: dict[str, Any]) -> dict[str, Any]:
+def _lengthen(message: dict[str, Any]) -> dict[str, Any]:
     content = message["content"]
     if isinstance(content, Parts):
         return {**message, "content": Parts({**each, "text": each["text"] + "."} for each in content)}

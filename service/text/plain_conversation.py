@@ -7,15 +7,15 @@ from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from radixkv.service.text.rendered_segments import TOOLS
+from radixkv.service.text.rendered_segments import TOOLS, message_segment
 
 
 class Part(NamedTuple):
     """A part of a conversation.
 
     Attributes:
-        segment: its name.
-        text: its text.
+        segment: name of the part.
+        text: text of the part.
     """
 
     segment: str
@@ -25,18 +25,17 @@ class Part(NamedTuple):
 def plain_parts(body: Mapping[str, Any]) -> list[Part]:
     """Return the parts of the body of a request to the API of OpenAI or Anthropic, in the order of a prompt.
 
-    Everything that has no text, such as an image or the call of a tool, is written as JSON.
+    Content that is not text, such as an image or a tool call, is written as JSON.
     """
-    parts = [Part("system", _written("system", body["system"]))] if body.get("system") else []
+    parts = [Part("system", _format_message("system", body["system"]))] if body.get("system") else []
     if body.get("tools"):
-        parts.append(Part(TOOLS, _written(TOOLS, body["tools"])))
+        parts.append(Part(TOOLS, _format_message(TOOLS, body["tools"])))
     for index, message in enumerate(body["messages"]):
         fields = dict(message) if isinstance(message, Mapping) else {"content": message}
         role = str(fields.pop("role", ""))
-        name = role if role in ("system", "developer") and not index else f"message {index} ({role})"
         others = {key: value for key, value in fields.items() if key != "content" and value is not None}
-        text = _written(role, fields.get("content")) + (json.dumps(others) + "\n" if others else "")
-        parts.append(Part(name, text))
+        text = _format_message(role, fields.get("content")) + (json.dumps(others) + "\n" if others else "")
+        parts.append(Part(message_segment(index, role), text))
     return parts
 
 
@@ -62,7 +61,7 @@ def segments_of_parts(parts: Sequence[Part], ends: Sequence[int]) -> Callable[[i
     return segment_of
 
 
-def _written(role: str, content: Any) -> str:
+def _format_message(role: str, content: Any) -> str:
     blocks = content if isinstance(content, list) else [content]
     texts = [_text(each) for each in blocks if each is not None]
     return "".join([f"<|{role}|>\n", *(f"{each}\n" for each in texts)])

@@ -10,9 +10,9 @@ class ReasoningFormat:
     """How a model writes its reasoning.
 
     Attributes:
-        name: its name in the configuration.
+        name: name of the format in the configuration.
         begin: the text before the reasoning. A chat template may write it at the end of the prompt.
-        end: the text after it.
+        end: the text after the reasoning.
     """
 
     name: str
@@ -31,7 +31,7 @@ REASONING_FORMATS = {each.name: each for each in _FORMATS}
 
 
 def reasoning_format_of(template: str) -> ReasoningFormat | None:
-    """Return the format in which models with a chat template write reasoning; None if it is none of these."""
+    """Return the format in which models with this chat template write reasoning; None if it is not known."""
     return next((each for each in _FORMATS if each.end in template), None)
 
 
@@ -54,22 +54,22 @@ class ReasoningText:
 
     def __init__(self, form: ReasoningFormat, *, is_open: bool = False) -> None:
         self.is_reasoning = is_open
-        self._may_repeat = is_open  # some models write again what the prompt ends with
+        self._may_repeat = is_open  # some models repeat the beginning of reasoning with which the prompt ends
         self._form = form
         self._held = ""
-        self._is_start = True  # of the completion, or of the reasoning in it
+        self._is_start = True  # whether only white space of the reasoning has arrived
         self._has_ended = False
-        self._is_after = False  # directly after reasoning
+        self._is_after = False  # whether only white space has arrived since the reasoning ended
 
     def put(self, piece: str) -> tuple[str, str]:
         """Add a piece. Returns the reasoning and the part of the answer that are complete."""
         if self._has_ended and not self._is_after:
             return "", piece
         self._held += piece
-        if not self.is_reasoning and not self._has_ended and not self._begin():
-            return "", self._answer()
-        reasoning = self._reasoning() if self.is_reasoning else ""
-        return reasoning, self._answer() if self._has_ended else ""
+        if not self.is_reasoning and not self._has_ended and not self._read_begin():
+            return "", self._take_answer()
+        reasoning = self._take_reasoning() if self.is_reasoning else ""
+        return reasoning, self._take_answer() if self._has_ended else ""
 
     def end(self) -> tuple[str, str]:
         """Return what was held back, after the last piece."""
@@ -78,7 +78,7 @@ class ReasoningText:
             return "" if self._may_repeat and held == self._form.begin else held.rstrip(), ""
         return "", "" if self._is_after else held
 
-    def _begin(self) -> bool:
+    def _read_begin(self) -> bool:
         """Read the beginning of the reasoning, and return whether there is any."""
         text = self._held.lstrip()
         if text.startswith(self._form.begin):
@@ -88,7 +88,7 @@ class ReasoningText:
             self._has_ended = True
         return self.is_reasoning
 
-    def _reasoning(self) -> str:
+    def _take_reasoning(self) -> str:
         if self._is_start:
             self._held = self._held.lstrip()
             if self._may_repeat and self._form.begin.startswith(self._held):
@@ -97,10 +97,10 @@ class ReasoningText:
                 self._held = self._held[len(self._form.begin) :].lstrip()
                 self._may_repeat = False
             self._is_start = not self._held
-        found = self._held.find(self._form.end)
-        if found >= 0:
-            text = self._held[:found].rstrip()
-            self._held = self._held[found + len(self._form.end) :]
+        end_start = self._held.find(self._form.end)
+        if end_start >= 0:
+            text = self._held[:end_start].rstrip()
+            self._held = self._held[end_start + len(self._form.end) :]
             self.is_reasoning, self._has_ended, self._is_after = False, True, True
             return text
         end = self._form.end
@@ -109,7 +109,7 @@ class ReasoningText:
         self._held = self._held[len(text) :]
         return text
 
-    def _answer(self) -> str:
+    def _take_answer(self) -> str:
         if not self._has_ended:
             return ""
         text = self._held.lstrip() if self._is_after else self._held

@@ -21,7 +21,7 @@ def segments_of(
     Args:
         messages: the conversation.
         text: the rendered conversation.
-        without_tools: the same without its tools.
+        without_tools: the conversation rendered without its tools.
         ends: where the text of each token ends.
 
     Returns:
@@ -32,15 +32,15 @@ def segments_of(
     bounds, cursor = array("I"), 0
     for message in messages:
         for part in _texts(message):
-            found = text.find(part, cursor)
-            cursor = cursor if found < 0 else found + len(part)
+            start = text.find(part, cursor)
+            cursor = cursor if start < 0 else start + len(part)
         bounds.append(bisect_right(ends, cursor))  # tokens that end in this message
     tools_start = tools_end = 0
     if without_tools != text:
-        start = _num_equal(text, without_tools)
-        num_after = _num_equal(text[start:][::-1], without_tools[start:][::-1])
+        start = _common_prefix_length(text, without_tools)
+        num_after = _common_prefix_length(text[start:][::-1], without_tools[start:][::-1])
         tools_start, tools_end = bisect_right(ends, start), bisect_right(ends, len(text) - num_after)
-    names = [_name(index, message) for index, message in enumerate(messages)]
+    names = [message_segment(index, str(message.get("role", ""))) for index, message in enumerate(messages)]
 
     def segment_of(position: int) -> str:
         if tools_start <= position < tools_end:
@@ -49,6 +49,11 @@ def segments_of(
         return names[index] if index < len(names) else ""
 
     return segment_of
+
+
+def message_segment(index: int, role: str) -> str:
+    """Return the name of a message's segment: the role for a system prompt, and else the index and the role."""
+    return role if role in ("system", "developer") and not index else f"message {index} ({role})"
 
 
 def _texts(message: Mapping[str, Any]) -> list[str]:
@@ -60,11 +65,6 @@ def _texts(message: Mapping[str, Any]) -> list[str]:
     return [str(part.get("text", "")).strip() for part in parts if isinstance(part, Mapping)]
 
 
-def _name(index: int, message: Mapping[str, Any]) -> str:
-    role = str(message.get("role", ""))
-    return role if role in ("system", "developer") and not index else f"message {index} ({role})"
-
-
-def _num_equal(first: str, second: str) -> int:
+def _common_prefix_length(first: str, second: str) -> int:
     """Return the length of the common prefix."""
     return len(commonprefix((first, second)))  # noqa: RUF071  texts, not paths

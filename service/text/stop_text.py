@@ -24,17 +24,17 @@ class StopText:
     def put(self, piece: str, *, may_end: bool = True) -> str:
         """Add a piece of text, and return the text that cannot be part of a stop string, up to the one that was found.
 
-        A stop string is found when it ends in this piece. Of several, the one that begins first is found; of those
-        that begin at the same position, the longest.
+        A stop string is found when it ends in this piece. Of several stop strings, the one that begins first is found;
+        of those that begin at the same position, the longest.
 
         Args:
-            piece: the next piece; there must be none after a stop string was found.
+            piece: the next piece. Do not add pieces after a stop string was found.
             may_end: whether stop strings that end in this piece count.
         """
         text = self._kept + piece
-        found = self._first(text) if may_end else None
-        if found is not None:
-            start, self.matched = found
+        match = self._find_first(text) if may_end else None
+        if match is not None:
+            start, self.matched = match
             self._kept = ""
             return text[:start]
         cut = max(0, len(text) - self._num_kept)
@@ -47,13 +47,13 @@ class StopText:
         self._kept = ""
         return kept
 
-    def _first(self, text: str) -> tuple[int, str] | None:
-        found = []
+    def _find_first(self, text: str) -> tuple[int, str] | None:
+        matches = []
         for stop in self._stops:
             start = text.find(stop, max(0, len(self._kept) - len(stop) + 1))
             if start >= 0:
-                found.append((start, -len(stop), stop))
-        if not found:
+                matches.append((start, -len(stop), stop))
+        if not matches:
             return None
-        start, _, stop = min(found)
+        start, _, stop = min(matches)
         return start, stop

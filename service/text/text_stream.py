@@ -38,7 +38,7 @@ class TextStream:
         decode: returns the text of token ids.
         prompt_ids: the tokens before the completion.
         clean_up: removes spaces from the text; None to keep them.
-        shown: texts of special tokens that have a text here, by their ids.
+        shown: texts of the special tokens that are not left out of the text, by their ids.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class TextStream:
         return text if self._clean_up is None else self._clean_up.put(text) + self._clean_up.end()
 
     def finish(self, token_ids: Sequence[int]) -> str:
-        """Add the last tokens, and return the rest of the text: that of `put` for each of them and of `end`.
+        """Add the last tokens, and return the rest of the text, as `put` for each of them and `end` would return it.
 
         Complexity: decodes each token once.
         """

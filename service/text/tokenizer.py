@@ -13,7 +13,7 @@ from radixkv.config.needed_package import missing_package
 from radixkv.errors import ConfigError
 from radixkv.service.missing_package import MissingPackage
 from radixkv.service.text.answer_format import AnswerFormat
-from radixkv.service.text.clean_up import CleanUp, cleaned_up
+from radixkv.service.text.clean_up import CleanUp, clean_up_tokenization
 from radixkv.service.text.reasoning import REASONING_FORMATS, reasoning_format_of
 from radixkv.service.text.text_stream import BROKEN, TextStream
 from radixkv.service.text.tool_formats import AUTOMATIC, TOOL_FORMATS, tool_format_of
@@ -83,7 +83,7 @@ class Tokenizer:
             ValueError: there is no tokenizer that can be loaded.
         """
         if os.path.isdir(source):
-            return cls._of_directory(Path(source))
+            return cls._load_directory(Path(source))
         from radixkv.model_files.hub_cache import HubName
         from radixkv.model_files.model_location import files_directory
 
@@ -93,40 +93,41 @@ class Tokenizer:
             directory = files_directory(source)
         except ConfigError as error:
             raise ValueError(str(error).removeprefix("model.path: ")) from error
-        return cls._of_directory(directory)
+        return cls._load_directory(directory)
 
     @classmethod
-    def _of_directory(cls, folder: Path) -> Self:
+    def _load_directory(cls, directory: Path) -> Self:
         try:
-            return cls._of_json(folder) if (folder / "tokenizer.json").is_file() else cls._of_transformers(folder)
+            has_json = (directory / "tokenizer.json").is_file()
+            return cls._load_json(directory) if has_json else cls._load_transformers(directory)
         except ModuleNotFoundError:
             raise
-        except Exception as error:  # the package tokenizers raises no other type
+        except Exception as error:  # the package tokenizers raises no narrower type
             reason = str(error).strip().partition("\n")[0] or type(error).__name__
-            raise ValueError(f"expected a directory with a tokenizer, got {folder}: {reason}") from error
+            raise ValueError(f"expected a directory with a tokenizer, got {directory}: {reason}") from error
 
     @classmethod
-    def _of_json(cls, directory: Path) -> Self:
+    def _load_json(cls, directory: Path) -> Self:
         try:
             from radixkv.service.text.tokenizer_directory import TokenizerDirectory
         except ModuleNotFoundError as error:
             raise MissingPackage(missing_package("tokenizers", _EXTRA), name="tokenizers") from error
-        read = TokenizerDirectory.read(directory)
+        files = TokenizerDirectory.read(directory)
         return cls(
-            read.backend,
-            special_tokens=read.special_tokens,
-            chat_templates=read.chat_templates,
-            response_template=read.response_template,
-            is_cleaned_up=read.is_cleaned_up,
+            files.backend,
+            special_tokens=files.special_tokens,
+            chat_templates=files.chat_templates,
+            response_template=files.response_template,
+            is_cleaned_up=files.is_cleaned_up,
         )
 
     @classmethod
-    def _of_transformers(cls, directory: Path) -> Self:
+    def _load_transformers(cls, directory: Path) -> Self:
         try:
             model = load_with_transformers(directory)
         except ModuleNotFoundError as error:
-            other = missing_package("transformers", "engine")
-            message = f"there is no tokenizer.json in {directory}; for a tokenizer in other files, {other}"
+            install = missing_package("transformers", "engine")
+            message = f"there is no tokenizer.json in {directory}; for a tokenizer in other files, {install}"
             raise MissingPackage(message, name=error.name) from error
         templates = getattr(model, "chat_template", None) or {}
         backend = getattr(model, "backend_tokenizer", None)
@@ -143,7 +144,7 @@ class Tokenizer:
         Raises:
             ValueError: the text contains surrogates, which UTF-8 cannot encode.
         """
-        return self._ids(text, add_special_tokens=True)
+        return self._encode(text, add_special_tokens=True)
 
     def encode_chat(
         self,
@@ -168,8 +169,8 @@ class Tokenizer:
         Raises:
             MissingPackage: jinja2 is not installed.
             TypeError: an argument contains values other than strings, numbers, lists and mappings.
-            ValueError: the model has no chat template, or the template rejects the messages, or would drop something
-                that is given, such as tools.
+            ValueError: the model has no chat template, or the template rejects the messages, or would drop an argument,
+                such as the tools.
         """
         text = self.render_chat(
             messages,
@@ -204,12 +205,12 @@ class Tokenizer:
         Raises:
             ValueError: the text contains surrogates, which UTF-8 cannot encode.
         """
-        return self._ids(text, add_special_tokens=False)
+        return self._encode(text, add_special_tokens=False)
 
     def encode_with_ends(self, text: str) -> tuple[list[int], list[int]]:
         """Return the token ids of a rendered conversation, and where the text of each token ends in it.
 
-        The ends are missing if the tokenizer is one of transformers that does not know them.
+        There are no ends if the tokenizer is one of transformers that is written in Python.
 
         Raises:
             ValueError: the text contains surrogates, which UTF-8 cannot encode.
@@ -234,8 +235,8 @@ class Tokenizer:
             text = self._template(has_tools=False).render(messages, add_generation_prompt=False)
         except (ModuleNotFoundError, ValueError):
             return None
-        _, found, after = text.rpartition(answer)
-        ids = self._ids(after.lstrip(), add_special_tokens=False) if found else []
+        _, separator, after = text.rpartition(answer)
+        ids = self._encode(after.lstrip(), add_special_tokens=False) if separator else []
         if not ids or self._decode(ids[:1]):  # special tokens have no text
             return None
         token = self._backend.id_to_token(ids[0])
@@ -254,9 +255,9 @@ class Tokenizer:
         """Return how the model writes its answers.
 
         Args:
-            tools: name of the format of tool calls; `auto` recognizes it by the chat template and the response
-                template, and `none` is none.
-            reasoning: name of the format of reasoning; likewise.
+            tools: name of the format of tool calls; `auto` recognizes the format by the chat template and the response
+                template, and `none` means that there is no format.
+            reasoning: name of the format of reasoning; `auto` and `none` as for `tools`.
         """
         added = self._backend.get_added_tokens_decoder()
         template = (self._sources.get(_WITH_TOOLS) or self._sources.get(_DEFAULT, "")) + self._response_template
@@ -277,7 +278,7 @@ class Tokenizer:
         return self._special_ids.get(text)
 
     def named_id(self, name: str) -> int | None:
-        """Return the id of a special token by its name in the model's files, such as `bos_token`; None without one."""
+        """Return the id of the special token with this name in the model's files, such as `bos_token`, or None."""
         return self.special_id(self._special_tokens.get(name, ""))
 
     @cached_property
@@ -290,27 +291,27 @@ class Tokenizer:
         """The tokenizer as JSON, in the format of the package tokenizers.
 
         Raises:
-            ValueError: it belongs to another package.
+            ValueError: the tokenizer is one of transformers that is written in Python.
         """
         return str(self._backend.to_str())
 
     def decode(self, token_ids: Iterable[int]) -> str:
         """Return the text of token ids. Ids outside the vocabulary have no text."""
         text = self._decode(list(token_ids))
-        return cleaned_up(text) if self._is_cleaned_up else text
+        return clean_up_tokenization(text) if self._is_cleaned_up else text
 
     def token_text(self, token_id: int) -> str:
-        """Return the text that one token adds to a text before it, so with its leading space. Special tokens have none.
+        """Return the text of a token after other text, including a leading space. Special tokens have no text.
 
         A part of a character is U+FFFD.
         """
-        return self._token(token_id)[0]
+        return self._text_and_bytes(token_id)[0]
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes of one token, which may be a part of a character. Special tokens have none."""
-        return self._token(token_id)[1]
+        """Return the bytes of one token, which may be a part of a character. Special tokens have no bytes."""
+        return self._text_and_bytes(token_id)[1]
 
-    def _token(self, token_id: int) -> tuple[str, bytes]:
+    def _text_and_bytes(self, token_id: int) -> tuple[str, bytes]:
         """Return the text and the bytes of a token."""
         known = self._tokens.get(token_id)
         if known is not None:
@@ -340,16 +341,16 @@ class Tokenizer:
 
         Args:
             prompt_ids: the tokens before the completion. The last ones determine whether it begins with a space.
-            shown: texts of special tokens that have a text in this stream, by their ids.
+            shown: texts of the special tokens that are not left out of the text, by their ids.
         """
         return TextStream(self._decode, prompt_ids, CleanUp() if self._is_cleaned_up else None, shown)
 
     @cached_property
     def _letter_ids(self) -> list[int]:
         """The tokens of a text that ends in a letter."""
-        return self._ids("a", add_special_tokens=False)
+        return self._encode("a", add_special_tokens=False)
 
-    def _ids(self, text: str, *, add_special_tokens: bool) -> list[int]:
+    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         return list(self._encoding(text, add_special_tokens=add_special_tokens).ids)
 
     def _encoding(self, text: str, *, add_special_tokens: bool) -> Any:
@@ -372,10 +373,10 @@ class Tokenizer:
             raise MissingPackage(missing_package("jinja2", _EXTRA), name="jinja2") from error
         name = _WITH_TOOLS if has_tools and _WITH_TOOLS in self._sources else _DEFAULT
         if name not in self._sources:
-            found = f"only {', '.join(sorted(self._sources))}" if self._sources else "none"
-            raise ValueError(f"expected a tokenizer with a default chat template, got {found}")
+            names = f"only {', '.join(sorted(self._sources))}" if self._sources else "none"
+            raise ValueError(f"expected a tokenizer with a default chat template, got {names}")
         if name not in self._templates:
             form = tool_format_of(self._sources[name], self._added_tokens())
-            write_calls = None if form is None else form.written
+            write_calls = None if form is None else form.write
             self._templates[name] = ChatTemplate(self._sources[name], self._special_tokens, write_calls=write_calls)
         return self._templates[name]

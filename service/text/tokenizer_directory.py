@@ -46,7 +46,7 @@ class TokenizerDirectory:
         """
         settings = _json(directory / "tokenizer_config.json")
         backend = Backend.from_file(str(directory / "tokenizer.json"))
-        special_tokens = _complete(backend, directory, settings)
+        special_tokens = _add_missing_tokens(backend, directory, settings)
         backend.no_truncation()  # prompts are never truncated silently
         backend.no_padding()
         backend.encode_special_tokens = bool(settings.get("split_special_tokens", False))
@@ -55,7 +55,7 @@ class TokenizerDirectory:
         return cls(backend, special_tokens, templates, response, _is_cleaned_up(backend, settings))
 
 
-def _complete(backend: Backend, directory: Path, settings: dict[str, Any]) -> dict[str, str]:
+def _add_missing_tokens(backend: Backend, directory: Path, settings: dict[str, Any]) -> dict[str, str]:
     """Add tokens that are only in the files next to `tokenizer.json`, and return the named special tokens.
 
     Older versions of transformers stored tokens that were added after training in separate files.
@@ -69,17 +69,17 @@ def _complete(backend: Backend, directory: Path, settings: dict[str, Any]) -> di
     else:
         for name, value in _json(directory / "special_tokens_map.json").items():
             settings[name] = value
-        special = {_content(value) for value in (*_named(settings).values(), *_unnamed(settings))}
+        special = {_content(value) for value in (*_named_tokens(settings).values(), *_unnamed_tokens(settings))}
         for content, token_id in _json(directory / "added_tokens.json").items():
             is_special = content in special
             added[token_id] = AddedToken(content, normalized=not is_special, special=is_special)
         added |= known
     by_content = {token.content: token for token in added.values()}
-    named = {name: _token(value, by_content) for name, value in _named(settings).items()}
-    others = [_token(value, by_content) for value in _unnamed(settings)]
+    named = {name: _token(value, by_content) for name, value in _named_tokens(settings).items()}
+    others = [_token(value, by_content) for value in _unnamed_tokens(settings)]
 
-    same = {repr(token) for token in known.values()}  # including its flags
-    missing = [token for _, token in sorted(added.items()) if repr(token) not in same]
+    complete = {repr(token) for token in known.values()}  # a repr includes the flags of the token
+    missing = [token for _, token in sorted(added.items()) if repr(token) not in complete]
     contents = {token.content for token in (*known.values(), *missing)}
     for token in (*named.values(), *others):
         if token.content not in contents:
@@ -92,14 +92,14 @@ def _complete(backend: Backend, directory: Path, settings: dict[str, Any]) -> di
     return {name: token.content for name, token in named.items()}
 
 
-def _named(settings: Mapping[str, Any]) -> dict[str, Any]:
+def _named_tokens(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the named special tokens, including those of the model, such as `image_token`."""
-    found = {name: value for name, value in settings.items() if name.endswith("_token") and _is_token(value)}
+    tokens = {name: value for name, value in settings.items() if name.endswith("_token") and _is_token(value)}
     extra = settings.get("extra_special_tokens")
-    return found | (extra if isinstance(extra, dict) else {})
+    return tokens | (extra if isinstance(extra, dict) else {})
 
 
-def _unnamed(settings: Mapping[str, Any]) -> list[Any]:
+def _unnamed_tokens(settings: Mapping[str, Any]) -> list[Any]:
     for name in ("extra_special_tokens", "additional_special_tokens"):
         if isinstance(settings.get(name), list) and settings[name]:
             return list(settings[name])
@@ -137,12 +137,12 @@ def _chat_templates(directory: Path, settings: Mapping[str, Any]) -> dict[str, s
         files[DEFAULT_TEMPLATE] = path
     if files:
         return {name: path.read_text("utf-8") for name, path in files.items()}
-    given = settings.get("chat_template") or _json(directory / "chat_template.json").get("chat_template")
-    if isinstance(given, list):
-        given = {each["name"]: each["template"] for each in given}
-    if isinstance(given, str):
-        given = {DEFAULT_TEMPLATE: given}
-    return given or {}
+    templates = settings.get("chat_template") or _json(directory / "chat_template.json").get("chat_template")
+    if isinstance(templates, list):
+        templates = {each["name"]: each["template"] for each in templates}
+    if isinstance(templates, str):
+        templates = {DEFAULT_TEMPLATE: templates}
+    return templates or {}
 
 
 def _is_cleaned_up(backend: Backend, settings: Mapping[str, Any]) -> bool:

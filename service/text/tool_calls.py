@@ -47,7 +47,7 @@ class ToolCall:
 class ToolCallText:
     """Separates the text of a completion, which arrives in pieces, from its calls.
 
-    What begins like a call and is none is text. White space around calls is left out.
+    Text that begins like a call but is none is returned as text. White space around calls is left out.
 
     >>> from radixkv.service.text.tool_formats import TOOL_FORMATS
     >>> text = ToolCallText(TOOL_FORMATS["hermes"], {})
@@ -56,8 +56,8 @@ class ToolCallText:
 
     Args:
         form: the format of calls.
-        schemas: the JSON schemas of the arguments of each tool, by its name. Where text may be a call without any tag,
-            only the names of these tools make it one.
+        schemas: the JSON schemas of the arguments of each tool, by its name. Text without a tag is a call only if it
+            names one of these tools.
     """
 
     def __init__(self, form: ToolFormat, schemas: Mapping[str, Mapping[str, Any]]) -> None:
@@ -67,11 +67,11 @@ class ToolCallText:
         self._suffix = form.suffix
         self._separator = form.separator.strip()
         self._begins = tuple({each.begin for each in self._variants if each.begin} | ({self._prefix} - {""}))
-        self._bare = "".join(each.brackets for each in self._variants if not each.begin)
+        self._bare_brackets = "".join(each.brackets for each in self._variants if not each.begin)
         self._held = ""
         self._gap = ""  # white space that is text unless a call follows it
-        self._unit: _Unit | None = None  # which begins where the text that is held begins
-        self._is_start = True  # whether there was only white space so far, or only after a call
+        self._reader: _CallReader | None = None  # reads a call at the beginning of the held text
+        self._is_start = True  # whether there was only white space since the beginning, or since the last call
         self._is_after_call = False
 
     def put(self, piece: str) -> list[str | ToolCall]:
@@ -81,34 +81,36 @@ class ToolCallText:
 
     def end(self) -> list[str | ToolCall]:
         """Return what was held back, after the last piece."""
-        found = self._read(is_last=True)
-        return found if self._is_after_call else self._with_text(found, "", "")
+        parts = self._read(is_last=True)
+        if not self._is_after_call:
+            self._add_text(parts, "")
+        return parts
 
     def _read(self, *, is_last: bool) -> list[str | ToolCall]:
-        found: list[str | ToolCall] = []
-        while self._held and (self._unit is not None or self._find_unit(found, is_last=is_last)):
-            assert self._unit is not None
+        parts: list[str | ToolCall] = []
+        while self._held and (self._reader is not None or self._find_call(parts, is_last=is_last)):
+            assert self._reader is not None
             try:
-                read = self._unit.read(self._held, is_last=is_last)
+                read = self._reader.read(self._held, is_last=is_last)
                 is_call = read is not None or not is_last
             except ValueError:
                 is_call = False
             if not is_call:
-                self._unit = None
+                self._reader = None
                 self._is_start = self._is_after_call = False
-                found = self._with_text(found, self._held[0], "")
+                self._add_text(parts, self._held[0])
                 self._held = self._held[1:]
                 continue
             if read is None:
                 break
             end, calls = read
-            found += calls
-            self._unit, self._held, self._gap = None, self._held[end:], ""
+            parts += calls
+            self._reader, self._held, self._gap = None, self._held[end:], ""
             self._is_start = self._is_after_call = True
-        return found
+        return parts
 
-    def _find_unit(self, found: list[str | ToolCall], *, is_last: bool) -> bool:
-        """Add the text before what may be a call to `found`, and return whether there is such a thing."""
+    def _find_call(self, parts: list[str | ToolCall], *, is_last: bool) -> bool:
+        """Add the text before a possible call to `parts`. Returns whether there is a possible call."""
         if self._is_start:
             text = self._held.lstrip()
             if not self._is_after_call:
@@ -117,12 +119,12 @@ class ToolCallText:
             if self._is_after_call and self._suffix:
                 if text.startswith(self._suffix):
                     self._held = text[len(self._suffix) :]
-                    return self._find_unit(found, is_last=is_last)
+                    return self._find_call(parts, is_last=is_last)
                 if self._suffix.startswith(text) and not is_last:
                     return False
             is_next = self._is_after_call and bool(self._separator) and text.startswith(self._separator)
-            if text and (text[0] in self._bare or is_next):
-                self._unit = self._unit_after(self._separator if is_next else "")
+            if text and (text[0] in self._bare_brackets or is_next):
+                self._reader = self._new_reader(self._separator if is_next else "")
                 return True
         begin = min((at for at in map(self._held.find, self._begins) if at >= 0), default=-1)
         cut = begin if begin >= 0 else len(self._held)
@@ -131,25 +133,24 @@ class ToolCallText:
         kept = self._held[:cut].rstrip()
         if kept:
             self._is_start = self._is_after_call = False
-            self._with_text(found, kept, "")
+            self._add_text(parts, kept)
         if not self._is_after_call:
             self._gap += self._held[len(kept) : cut]
         self._held = self._held[cut:]
         if begin >= 0:
-            self._unit = self._unit_after(self._prefix)
+            self._reader = self._new_reader(self._prefix)
         return begin >= 0
 
-    def _unit_after(self, lead: str) -> _Unit:
-        return _Unit(self._variants, self._schemas, lead)
+    def _new_reader(self, lead: str) -> _CallReader:
+        return _CallReader(self._variants, self._schemas, lead)
 
-    def _with_text(self, found: list[str | ToolCall], text: str, gap: str) -> list[str | ToolCall]:
-        """Add the white space before a text, and the text."""
-        text, self._gap = self._gap + text, gap
-        if text and found and isinstance(found[-1], str):
-            found[-1] += text
+    def _add_text(self, parts: list[str | ToolCall], text: str) -> None:
+        """Add the white space before a text, and the text, to `parts`."""
+        text, self._gap = self._gap + text, ""
+        if text and parts and isinstance(parts[-1], str):
+            parts[-1] += text
         elif text:
-            found.append(text)
-        return found
+            parts.append(text)
 
 
 class _Variant:
@@ -161,9 +162,9 @@ class _Variant:
 
     Attributes:
         begin: the text that begins a call; may be empty.
-        brackets: those that the call itself may begin with; empty if its name comes before them.
+        brackets: the brackets that may begin the call after `begin`; empty if the name comes first.
         end: the text that ends a call; may be empty.
-        header: what is between `begin` and the arguments.
+        header: pattern of the text between `begin` and the arguments.
     """
 
     def __init__(self, text: str, form: ToolFormat) -> None:
@@ -181,8 +182,8 @@ class _Variant:
         self.lines_before = self.end.removesuffix(self.last_line).strip()
 
 
-class _Unit:
-    """One call, or list of calls, at the beginning of a text that arrives in pieces.
+class _CallReader:
+    """Reads one call, or a list of calls, at the beginning of a text that arrives in pieces.
 
     Args:
         variants: the ways to write it.
@@ -205,7 +206,7 @@ class _Unit:
         """Return the end of the calls and the calls; None if they are not complete.
 
         Args:
-            text: the text so far; it begins with that of the call before.
+            text: the text so far; it begins with the text that was passed before.
             is_last: whether no more text follows.
 
         Raises:
@@ -229,10 +230,10 @@ class _Unit:
         return end, self._calls(text[self._value_start : value_end])
 
     def _begin(self, text: str) -> bool:
-        """Find the variants that the text may be, and return whether enough of it is known."""
+        """Find the variants that the text may follow, and return whether the text is long enough to tell."""
         at = 0
         if self._lead and text.startswith(self._lead):
-            at = _skipped(text, len(self._lead))
+            at = _skip_space(text, len(self._lead))
         elif self._lead and self._lead.startswith(text):
             return False
         rest = text[at : at + _MAX_HEADER_CHARS]
@@ -246,12 +247,12 @@ class _Unit:
         return True
 
     def _begin_value(self, text: str) -> bool:
-        """Find the beginning of the arguments, or of the object or list that has them; return whether it is known."""
-        at = _skipped(text, self._start)
+        """Find the beginning of the arguments, or of the object or list with them. Return whether it is known."""
+        at = _skip_space(text, self._start)
         if at == len(text):
             return False
-        whole = [each for each in self._matching if text[at] in each.brackets]
-        if not whole:
+        matching = [each for each in self._matching if text[at] in each.brackets]
+        if not matching:
             if all(each.brackets for each in self._matching):
                 raise ValueError("there is no object or list")
             at = text.find("{", self._start, self._start + _MAX_HEADER_CHARS)
@@ -260,21 +261,21 @@ class _Unit:
                     return False
                 raise ValueError("there are no arguments")
             headers = ((each, each.header.fullmatch(text, self._start, at)) for each in self._matching)
-            found = [(each, header) for each, header in headers if header is not None and not each.brackets]
-            if not found:
+            named = [(each, header) for each, header in headers if header is not None and not each.brackets]
+            if not named:
                 raise ValueError("there is no name")
-            whole, self._header = [found[0][0]], found[0][1]
-        self._matching = whole
+            matching, self._header = [named[0][0]], named[0][1]
+        self._matching = matching
         self._value_start = at
-        self._value = ValueEnd(at, "\"'" if whole[0].is_python else '"')
+        self._value = ValueEnd(at, "\"'" if matching[0].is_python else '"')
         return True
 
     def _end(self, text: str, at: int, *, is_last: bool) -> int | None:
         """Return the end of a call whose arguments end at a position; None if it is not known yet.
 
-        What ends a call may be missing at the end of a completion, because it may be what ended it.
+        The text that ends a call may be missing at the end of a completion, because it may have stopped there.
         """
-        after = _skipped(text, at)
+        after = _skip_space(text, at)
         for end in sorted({each.end for each in self._matching}, key=len, reverse=True):
             if not end:
                 return at
@@ -291,8 +292,8 @@ class _Unit:
                 raise ValueError("the arguments are no object")
             return [ToolCall(self._header["name"], arguments)]
         variant = self._matching[0]
-        parsed = _json(_json_of_python(value) if variant.is_python else value)
-        calls = list(_calls_of(parsed if isinstance(parsed, list) else [parsed], is_bare=not variant.begin))
+        parsed = _json(_python_to_json(value) if variant.is_python else value)
+        calls = list(_read_calls(parsed if isinstance(parsed, list) else [parsed], is_bare=not variant.begin))
         if not calls or (not variant.begin and any(each.name not in self._schemas for each in calls)):
             raise ValueError("there is no call of a tool")
         return calls
@@ -307,7 +308,7 @@ class _Unit:
         if end < 0:
             self._num_read = len(text) - len(variant.end)
             return None
-        arguments = _json(_json_of_quoted(text[start:end].rstrip(), variant.quote))
+        arguments = _json(_quoted_to_json(text[start:end].rstrip(), variant.quote))
         if not isinstance(arguments, dict):
             raise ValueError("the arguments are no object")
         return end + len(variant.end), [ToolCall(self._header["name"], arguments)]
@@ -315,7 +316,7 @@ class _Unit:
     def _read_arguments(self, text: str, variant: _Variant) -> tuple[int, list[ToolCall]] | None:
         """Read a call whose arguments have tags of their own."""
         assert variant.argument is not None
-        at = _skipped(text, self._start)
+        at = _skip_space(text, self._start)
         if not text.startswith(variant.within, at) and not variant.within.startswith(
             text[at : at + len(variant.within)]
         ):
@@ -327,7 +328,7 @@ class _Unit:
             if last < 0:
                 self._num_read = len(text) - len(variant.last_line)
                 return None
-            body_end = _stripped(text, last)
+            body_end = _strip_space(text, last)
             if text.endswith(variant.lines_before, 0, body_end):
                 break
             self._num_read = last + 1
@@ -365,22 +366,22 @@ def _pattern(text: str) -> str:
 
 
 def _num_begun(text: str, begins: Sequence[str]) -> int:
-    """Return the number of last characters of a text that may be the beginning of one of several texts."""
+    """Return how many of the last characters of a text may be the beginning of one of `begins`."""
     longest = max(map(len, begins), default=1) - 1
     return next(
         (n for n in range(min(longest, len(text)), 0, -1) if any(each.startswith(text[-n:]) for each in begins)), 0
     )
 
 
-def _skipped(text: str, at: int) -> int:
-    """Return the position of the first character from a position that is no white space."""
+def _skip_space(text: str, at: int) -> int:
+    """Return the position of the first character, from `at` on, that is no white space."""
     space = _SPACE.match(text, at)
     assert space is not None, "it matches the empty text as well"
     return space.end()
 
 
-def _stripped(text: str, end: int) -> int:
-    """Return the position after the last character before a position that is no white space."""
+def _strip_space(text: str, end: int) -> int:
+    """Return the position after the last character before `end` that is no white space."""
     while end and text[end - 1].isspace():
         end -= 1
     return end
@@ -401,7 +402,7 @@ def _require_unicode(value: Any) -> None:
     json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
 
 
-def _calls_of(values: Sequence[Any], *, is_bare: bool) -> Iterator[ToolCall]:
+def _read_calls(values: Sequence[Any], *, is_bare: bool) -> Iterator[ToolCall]:
     for value in values:
         call = value if isinstance(value, dict) else {}
         keys = [each for each in _ARGUMENTS if each in call]
@@ -413,11 +414,11 @@ def _calls_of(values: Sequence[Any], *, is_bare: bool) -> Iterator[ToolCall]:
         yield ToolCall(call["name"], arguments)
 
 
-def _json_of_python(text: str) -> str:
+def _python_to_json(text: str) -> str:
     """Return a list of calls in Python's notation as a list of JSON objects; invalid JSON for anything else."""
 
-    def translated(found: re.Match[str]) -> str:
-        string, function, argument, constant = found.groups()
+    def translate(match: re.Match[str]) -> str:
+        string, function, argument, constant = match.groups()
         if string is not None:
             return json.dumps(_python_string(string))
         if function is not None:
@@ -426,12 +427,12 @@ def _json_of_python(text: str) -> str:
             return f"{json.dumps(argument)}:"
         if constant is not None:
             return json.dumps(_CONSTANTS[constant]) if constant in _CONSTANTS else "invalid"
-        return "}}" if found[0] == ")" else found[0]
+        return "}}" if match[0] == ")" else match[0]
 
-    return _PYTHON.sub(translated, text)
+    return _PYTHON.sub(translate, text)
 
 
-def _json_of_quoted(text: str, quote: str) -> str:
+def _quoted_to_json(text: str, quote: str) -> str:
     """Return JSON for a value whose keys have no quotes, and whose text is enclosed in another quote."""
     parts = text.split(quote)
     parts[1::2] = [json.dumps(each) for each in parts[1::2]]
@@ -442,14 +443,14 @@ def _json_of_quoted(text: str, quote: str) -> str:
 def _python_string(literal: str) -> str:
     """Return the text of a string in Python's notation. A backslash before any other character stands for itself."""
 
-    def unescaped(found: re.Match[str]) -> str:
-        return chr(int(found[1][1:], 16)) if found[2] is None else _ESCAPES.get(found[2], found[0])
+    def unescape(match: re.Match[str]) -> str:
+        return chr(int(match[1][1:], 16)) if match[2] is None else _ESCAPES.get(match[2], match[0])
 
-    return _ESCAPE.sub(unescaped, literal[1:-1])
+    return _ESCAPE.sub(unescape, literal[1:-1])
 
 
 def _value_of(text: str, key: str, schema: Mapping[str, Any]) -> Any:
-    """Return the value of an argument: text if the schema allows nothing else, JSON if it is, or else text."""
+    """Return the value of an argument: parsed JSON if the schema allows more than text, or else the text."""
     properties = schema.get("properties")
     declared = properties.get(key) if isinstance(properties, Mapping) else None
     if isinstance(declared, Mapping) and _is_text(declared):

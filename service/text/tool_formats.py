@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from typing import Any
 
 AUTOMATIC = "auto"
-NO_FORMAT = "none"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +36,10 @@ class ToolFormat:
         separator: between two calls.
         prefix: before the first call.
         suffix: after the last call.
-        argument: the text of an argument with `{key}` and `{value}`, where the arguments are no JSON object. Values are
-            JSON, but text is written without quotes.
+        argument: the text of an argument, with `{key}` and `{value}`, in formats whose arguments are not a JSON object.
+            Values are JSON, but text is written without quotes.
         arguments_key: the key of the arguments in `{call}`.
-        quote: what encloses text in `{arguments}` in place of quotes, in formats whose keys have no quotes.
+        quote: what encloses text in `{arguments}` instead of quotes, in formats whose keys have no quotes.
     """
 
     name: str
@@ -56,15 +55,15 @@ class ToolFormat:
 
     @property
     def begin(self) -> str:
-        """The text with which a call begins, before the first placeholder; empty if a call begins with one.
+        """The text with which a call begins, before the first placeholder; empty if a call begins with a placeholder.
 
         >>> [TOOL_FORMATS[name].begin for name in ("hermes", "mistral", "pythonic")]
         ['<tool_call>', '[TOOL_CALLS]', '']
         """
         return (self.prefix + self.variants[0]).partition("{")[0].strip()
 
-    def written(self, calls: Sequence[Mapping[str, Any]]) -> str | None:
-        """Return the text of calls, each with `name` and `arguments`; None if the format is more than JSON in tags."""
+    def write(self, calls: Sequence[Mapping[str, Any]]) -> str | None:
+        """Return the text of calls, each with `name` and `arguments`; None if the format is not JSON between tags."""
         objects = [
             json.dumps({"name": each["name"], self.arguments_key: each["arguments"]}, ensure_ascii=False)
             for each in calls
@@ -174,7 +173,7 @@ TOOL_FORMATS = {each.name: each for each in _FORMATS}
 
 
 def tool_format_of(template: str, tokens: Collection[str]) -> ToolFormat | None:
-    """Return the format in which models with a chat template write tool calls; None if it is none of these.
+    """Return the format in which models with this chat template write tool calls; None if it is not known.
 
     Args:
         template: the chat template.

@@ -79,7 +79,7 @@ class SlowBackend:
         return tokens
 
     def to_str(self) -> str:
-        """Raise, because there is no JSON format.
+        """Not supported, because there is no JSON format.
 
         Raises:
             ValueError: always.
@@ -88,7 +88,7 @@ class SlowBackend:
 
 
 def _reason(directory: Path, error: Exception) -> str:
-    """Return the first line of an error. For SentencePiece, transformers names a package it does not need."""
+    """Return the first line of an error. For SentencePiece, transformers names a package that is not needed."""
     is_sentencepiece = (directory / "tokenizer.model").is_file() and not (directory / "tokenizer.json").is_file()
     if is_sentencepiece and importlib.util.find_spec("sentencepiece") is None:
         return "to read its tokenizer.model, pip install sentencepiece"

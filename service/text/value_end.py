@@ -6,7 +6,7 @@ import re
 
 _MAX_DEPTH = 128
 _CLOSING = {"{": "}", "[": "]", "(": ")"}
-_PLAIN = {  # what may be outside of brackets and strings
+_PLAIN = {  # characters outside of strings that are no brackets
     '"': re.compile(r"[\w\s.,:+-]*"),
     "\"'": re.compile(r"[\w\s.,:+=-]*"),
 }
@@ -14,7 +14,7 @@ _IN_STRING = {quote: re.compile(rf"[^{quote}\\]*") for quote in "\"'"}
 
 
 class ValueEnd:
-    """Finds where an object or list ends that arrives in pieces. Each character is read once.
+    """Finds the end of an object or list that arrives in pieces. Each character is read once.
 
     >>> end = ValueEnd(0)
     >>> end.find('{"a": "}'), end.find('{"a": "}", "b": []} and more')
@@ -37,16 +37,16 @@ class ValueEnd:
         """Return the end of the value; None if it is not complete.
 
         Args:
-            text: the text so far; it begins with that of the call before.
+            text: the text so far; it begins with the text of the previous call.
 
         Raises:
-            ValueError: this is no value.
+            ValueError: the text is no value.
         """
         while self._end is None:
             run = _IN_STRING[self._quote] if self._quote else self._plain
-            found = run.match(text, self._position)
-            assert found is not None, "an empty run matches"
-            self._position = found.end()
+            match = run.match(text, self._position)
+            assert match is not None, "an empty run matches"
+            self._position = match.end()
             num_needed = 2 if self._quote and text.startswith("\\", self._position) else 1
             if len(text) - self._position < num_needed:
                 return None

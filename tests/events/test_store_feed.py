@@ -101,7 +101,7 @@ class Watched:
 
     def snapshot(self) -> Snapshot:
         answer: Future[Snapshot] = Future()
-        self.feed.ask(answer)
+        self.feed.request_snapshot(answer)
         self.feed.publish()
         return answer.result(0)
 
@@ -229,7 +229,7 @@ def test_a_large_change_is_published_in_pieces_before_a_snapshot() -> None:
         watched.publish()
     watched.index.stored("host", watched.leave(64))
     answer: Future[Snapshot] = Future()
-    watched.feed.ask(answer)
+    watched.feed.request_snapshot(answer)
     num_batches = 0
     while watched.feed.has_backlog:
         known = len(watched.publish().of("host"))

@@ -17,13 +17,13 @@ class Batches:
 
     def __init__(self, num_lost: int) -> None:
         self.last = 10
-        self.oldest = 5
+        self.before_oldest = 5
         self.num_lost = num_lost
 
     def after(self, number: int) -> Any:
         if self.num_lost:
             self.num_lost -= 1
-            self.oldest += 1
+            self.before_oldest += 1
             self.last += 1
             raise EventsLost("lost")
         return (self.topic, number.to_bytes(8, "big"), b"") if number < self.last else None

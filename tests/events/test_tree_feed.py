@@ -46,7 +46,7 @@ def watched(block_size: int, pool_block_size: int, num_blocks: int = 64) -> tupl
 
 def snapshot_of(watch: WatchedCache) -> Snapshot:
     answer: Future[Snapshot] = Future()
-    watch.feed.ask(answer)
+    watch.feed.request_snapshot(answer)
     watch.feed.publish()
     return answer.result(0)
 
@@ -177,7 +177,7 @@ def test_a_snapshot_waits_until_all_before_it_is_published() -> None:
     for first in range(4):
         publish(cache, tokens(first, 1, 2, 3))
     answer: Future[Snapshot] = Future()
-    watch.feed.ask(answer)
+    watch.feed.request_snapshot(answer)
     watch.feed.publish()
     assert not answer.done()
     while watch.feed.has_backlog:
@@ -201,7 +201,7 @@ def test_snapshots_are_shared_while_the_batches_after_them_are_kept() -> None:
 def test_a_bug_ends_the_log_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
     watch, cache = watched(2, 4)
     answer: Future[Snapshot] = Future()
-    watch.feed.ask(answer)
+    watch.feed.request_snapshot(answer)
     publish(cache, tokens(1, 2, 3, 4))
     monkeypatch.setattr(watch.feed._blocks, "process", lambda *_: 1 / 0)
     watch.feed.publish()
@@ -216,7 +216,7 @@ def test_a_reader_after_the_end_gets_the_error() -> None:
     watch.feed.close(Draining("engine: stopped"))
     watch.feed.switch_on(cache.nodes)
     answer: Future[Snapshot] = Future()
-    watch.feed.ask(answer)
+    watch.feed.request_snapshot(answer)
     assert isinstance(answer.exception(0), Draining)
 
 

@@ -691,7 +691,9 @@ EVENT_MUTANTS = (
     Mutant("events/stored_blocks.py", "if is_purged and self.num_blocks == 0:", "if is_purged:"),
     Mutant("events/stored_blocks.py", "            max_blocks -= 1\n", ""),
     Mutant("events/tree_feed.py", "tail = above.tokens[-(size - len(tail)) :] + tail", "tail = above.tokens"),
-    Mutant("events/tree_feed.py", "if self._asking and not self._changes and", "if self._asking and"),
+    Mutant(
+        "events/tree_feed.py", "if self._snapshot_requests and not self._changes and", "if self._snapshot_requests and"
+    ),
     Mutant("events/tree_feed.py", " and not self._stores_have_pending_changes:", ":"),
     Mutant("events/tree_feed.py", "            self._note((node,))\n", "            pass\n"),
     Mutant("events/event_log.py", "if not self.first - 1 <= after <= self.last:", "if False:"),
@@ -1106,11 +1108,11 @@ ROUTING_MUTANTS = (
     Mutant("routing/fleet_view.py", "& (known.tiers[0] | known.current):", ":"),
     Mutant("routing/fleet_view.py", "            hashes = hashes[num_matched:]\n", "            return\n"),
     Mutant("routing/fleet_load.py", "each if each < turn else turn", "each"),
-    Mutant("routing/fleet_load.py", "self._oldest_s = min(self._oldest_s, sent.then_s)", "pass"),
+    Mutant("routing/fleet_load.py", "self._oldest_s = min(self._oldest_s, sent.sent_s)", "pass"),
     Mutant("routing/fleet_load.py", "sum(recent) / len(recent) if recent else 0.0", "0.0"),
     Mutant("routing/fleet_load.py", "            self.sent_tokens -= sent.num_tokens\n", ""),
     Mutant(
-        "routing/fleet_load.py", "aged * (computed_tokens - sent.num_tokens)", "(computed_tokens - sent.num_tokens)"
+        "routing/fleet_load.py", "weight * (computed_tokens - sent.num_tokens)", "(computed_tokens - sent.num_tokens)"
     ),
     Mutant("routing/prompt_blocks.py", "max(0, self.num_tokens - 1)", "self.num_tokens"),
     Mutant("routing/prompt_blocks.py", "identities.of(namespace).root", "bytes(8)"),

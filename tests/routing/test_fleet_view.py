@@ -53,7 +53,7 @@ class WatchedReplica:
         number = view.number_of(self.name)
         if not number:
             answer: Future[Snapshot] = Future()
-            self.feed.ask(answer)
+            self.feed.request_snapshot(answer)
             self.feed.publish()
             for batch in answer.result(0).batches:
                 assert view.read(self.name, batch)

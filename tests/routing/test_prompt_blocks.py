@@ -33,7 +33,7 @@ def test_hashing_in_parts_gives_the_same() -> None:
     blocks = PromptBlocks(BASE, tokens(41), 4, Identities("", KEY))
     parts = [blocks.hash_next(3), blocks.hash_next(1), blocks.hash_next(100), blocks.hash_next()]
     assert [len(part) for part in parts] == [3, 1, 6, 0]
-    assert blocks.is_all
+    assert blocks.are_all_hashed
     assert [each for part in parts for each in part] == blocks.hashes == hashes(BASE, tokens(41))
 
 

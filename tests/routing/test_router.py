@@ -201,7 +201,7 @@ def test_a_request_that_is_refused_leaves_no_trace() -> None:
         fleet.route(b"")
     with pytest.raises(NoReplica):
         Fleet().route(prompt(1, 1))
-    assert fleet.router.load.queue_tokens("a") == 0
+    assert fleet.router.load.waits(["a"], "", [0]) == [(0, 0)]
 
 
 def test_no_more_is_hashed_than_some_replica_has(monkeypatch: pytest.MonkeyPatch) -> None:

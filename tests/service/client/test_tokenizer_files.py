@@ -72,7 +72,7 @@ def test_another_digest_is_refused(folder):
     data = zip_of({"tokenizer.json": "{}"})
     with pytest.raises(ValueError, match="tokenizer: expected a zip archive with the digest 0000"):
         store(data, "0" * 64)
-    with pytest.raises(ValueError, match="expected a zip archive with the digest that follows it"):
+    with pytest.raises(ValueError, match="expected a zip archive with the digest in the last message"):
         ArchiveReader().store()
     assert not folder.exists()
 

@@ -14,7 +14,7 @@ from radixkv.errors import Draining
 from radixkv.namespace import Namespace
 from radixkv.service.client import AsyncClient, HintStatus, InvalidArgument
 from radixkv.service.fleet import cache_service
-from radixkv.service.fleet.cache_service import joined_outcome, summed, summed_statements
+from radixkv.service.fleet.cache_service import join_outcomes, sum_statements, sum_stats
 from radixkv.service.fleet.servicers import REPLICA
 from radixkv.v1 import cache_pb2, cache_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 from radixkv.v1.cache_pb2 import (
@@ -154,7 +154,7 @@ def answer(scale: int, **fields) -> StatsResponse:
 
 
 def test_counts_add_up_and_what_is_alike_stays() -> None:
-    response = summed([answer(1), answer(2)], 100)
+    response = sum_stats([answer(1), answer(2)], 100)
     assert (response.model, response.device, response.block_size, response.block_bytes, response.model_fingerprint) == (
         "m", "cpu", 64, 4096, "f",
     )  # fmt: skip
@@ -166,7 +166,7 @@ def test_counts_add_up_and_what_is_alike_stays() -> None:
 
 def test_one_replica_is_its_own_sum_but_for_the_epoch() -> None:
     expected = answer(3, tenants=[TenantStats(tenant="a", cached_blocks=1)], tiers=[TierStats(tier="host", blocks=1)])
-    response = summed([expected], 100)
+    response = sum_stats([expected], 100)
     expected.ClearField("epoch")
     assert response == expected
 
@@ -188,7 +188,7 @@ def test_tenants_and_stores_add_up_by_their_names() -> None:
         ],
         tiers=[TierStats(tier="host", is_working=True, blocks=6), TierStats(tier="redis", loaded_blocks=2)],
     )
-    response = summed([first, second], 100)
+    response = sum_stats([first, second], 100)
     by_name = {each.tenant: each for each in response.tenants}
     assert [each.tenant for each in response.tenants] == ["b", "a"]
     assert (by_name["a"].cached_blocks, by_name["a"].HasField("ceiling_blocks")) == (5, False)
@@ -196,12 +196,12 @@ def test_tenants_and_stores_add_up_by_their_names() -> None:
     host, redis = response.tiers
     assert (host.tier, host.blocks, host.is_working) == ("host", 10, True)
     assert (redis.is_working, redis.HasField("blocks"), redis.loaded_blocks) == (False, False, 2)
-    assert [each.tenant for each in summed([first, second], 1).tenants] == ["b"]
+    assert [each.tenant for each in sum_stats([first, second], 1).tenants] == ["b"]
 
 
 def test_times_add_up_by_their_buckets() -> None:
     times = TimeStats(bounds_s=[1.0, 2.0], counts=[1, 2, 3], sum_s=4.0)
-    response = summed([answer(1, first_tokens=times), answer(1, first_tokens=times), answer(1)], 100)
+    response = sum_stats([answer(1, first_tokens=times), answer(1, first_tokens=times), answer(1)], 100)
     assert response.first_tokens == TimeStats(bounds_s=[1.0, 2.0], counts=[2, 4, 6], sum_s=8.0)
 
 
@@ -305,9 +305,9 @@ def test_statements_are_added_up_outside_of_the_event_loop(tmp_path, monkeypatch
 
     def noted(responses):
         threads.add(threading.get_ident())
-        return summed_statements(responses)
+        return sum_statements(responses)
 
-    monkeypatch.setattr(cache_service, "summed_statements", noted)
+    monkeypatch.setattr(cache_service, "sum_statements", noted)
 
     async def test() -> None:
         async with fleet(1) as served, AsyncClient(served.address) as client:
@@ -446,7 +446,7 @@ MISSING = HintOutcome(status=HintStatus.HINT_REFUSED, reason="not cached", is_mi
 def test_an_action_is_accepted_if_all_replicas_that_hold_something_accept_it(
     outcomes: list[HintOutcome], joined: HintOutcome
 ) -> None:
-    assert joined_outcome(outcomes) == joined
+    assert join_outcomes(outcomes) == joined
 
 
 def test_the_causes_of_misses_on_all_replicas_are_added_up() -> None:

@@ -9,7 +9,7 @@ FACTS = ReplicaFacts("127.0.0.1:1", 7, "tiny", "fingerprint", 512, 4096, 16, "",
 
 
 def test_facts_travel_as_json() -> None:
-    assert ReplicaFacts.of_metadata(json.loads(json.dumps(FACTS.to_metadata()))) == FACTS
+    assert ReplicaFacts.from_metadata(json.loads(json.dumps(FACTS.to_metadata()))) == FACTS
 
 
 def test_secrets_are_not_shown() -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from radixkv.errors import InvalidRequest, PromptTooLong
-from radixkv.service.offline.prompts import PreparedPrompt, naming, prepared_pair, prompt_list
+from radixkv.service.offline.prompts import PreparedPrompt, error_place, prepare_pair, prompt_list
 from radixkv.service.text.tokenizer import Tokenizer
 from tests.service.text.tokenizers import write_tiny
 
@@ -70,26 +70,26 @@ def test_a_mapping_has_text_ids_and_a_salt(tokenizer: Tokenizer) -> None:
     ],
 )
 def test_a_wrong_prompt_is_refused_by_its_index(prompt: object, message: str) -> None:
-    with pytest.raises(InvalidRequest, match=f"^{message}$"), naming("prompts[2]"):
+    with pytest.raises(InvalidRequest, match=f"^{message}$"), error_place("prompts[2]"):
         PreparedPrompt.of(prompt, no_tokenizer)
 
 
 def test_messages_of_the_engine_get_the_names_of_this_api() -> None:
-    with pytest.raises(PromptTooLong, match=r"^p: prompt_token_ids, max_tokens: expected less$"), naming("p"):
+    with pytest.raises(PromptTooLong, match=r"^p: prompt_token_ids, max_tokens: expected less$"), error_place("p"):
         raise PromptTooLong("prefill.token_ids, max_new_tokens: expected less")
-    with pytest.raises(InvalidRequest, match=r"^p: prompt_token_ids\[3\]: expected less$"), naming("p"):
+    with pytest.raises(InvalidRequest, match=r"^p: prompt_token_ids\[3\]: expected less$"), error_place("p"):
         raise InvalidRequest("token_ids[3]: expected less")
 
 
 def test_texts_of_a_pair_are_encoded_together(tokenizer: Tokenizer) -> None:
     whole = tokenizer.encode("And the Lord said unto Moses")
-    context, continuation = prepared_pair("And the Lord said unto ", "Moses", lambda: tokenizer)
+    context, continuation = prepare_pair("And the Lord said unto ", "Moses", lambda: tokenizer)
     assert context.token_ids + continuation.token_ids == whole
     assert context.token_ids == tokenizer.encode("And the Lord said unto"), "the space belongs to the continuation"
 
 
 def test_a_pair_may_have_token_ids(tokenizer: Tokenizer) -> None:
-    context, continuation = prepared_pair([1, 2], "Moses", lambda: tokenizer)
+    context, continuation = prepare_pair([1, 2], "Moses", lambda: tokenizer)
     assert (context.token_ids, continuation.token_ids) == ([1, 2], tokenizer.encode("Moses"))
-    context, continuation = prepared_pair("Moses", [1, 2], lambda: tokenizer)
+    context, continuation = prepare_pair("Moses", [1, 2], lambda: tokenizer)
     assert (context.token_ids, continuation.token_ids) == (tokenizer.encode("Moses"), [1, 2])

@@ -8,7 +8,7 @@ import pytest
 
 from radixkv.config import CacheConfig, Config, EngineConfig, ModelConfig
 from radixkv.errors import ConfigError
-from radixkv.service.offline.settings import _OF_VLLM, SECTION_OF, config_of
+from radixkv.service.offline.settings import _VLLM_ARGUMENTS, SECTION_OF, config_of
 
 
 def config(model: str | Path = "tiny", **keys: Any) -> Config:
@@ -18,7 +18,7 @@ def config(model: str | Path = "tiny", **keys: Any) -> Config:
 def test_no_key_is_in_two_sections_or_an_argument_of_vllm_with_another_meaning() -> None:
     names = [each.name for kind in (ModelConfig, CacheConfig, EngineConfig) for each in dataclasses.fields(kind)]
     assert len(names) == len(set(names)) == len(SECTION_OF) + 1
-    assert not SECTION_OF.keys() & _OF_VLLM.keys()
+    assert not SECTION_OF.keys() & _VLLM_ARGUMENTS.keys()
 
 
 def test_keys_override_settings_and_these_the_file(tmp_path: Path) -> None:
@@ -42,9 +42,9 @@ def test_adapters_are_added_to_those_of_the_configuration() -> None:
 
 
 def test_arguments_of_vllm_that_change_nothing_have_no_effect() -> None:
-    neutral = {name: values[0] for name, (values, _) in _OF_VLLM.items() if values}
+    neutral = {name: values[0] for name, (values, _) in _VLLM_ARGUMENTS.items() if values}
     assert config(**neutral) == config()
-    assert neutral.keys() == _OF_VLLM.keys() - {"gpu_memory_utilization", "max_loras"}
+    assert neutral.keys() == _VLLM_ARGUMENTS.keys() - {"gpu_memory_utilization", "max_loras"}
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@ import random
 
 import pytest
 
-from radixkv.service.text.clean_up import CleanUp, cleaned_up
+from radixkv.service.text.clean_up import CleanUp, clean_up_tokenization
 
 
 @pytest.mark.parametrize("seed", range(100))
@@ -10,7 +10,7 @@ def test_the_cut_of_the_text_does_not_matter(seed):
     dice = random.Random(seed)
     pieces = ["".join(dice.choice(" .,'?ntvresmabc") for _ in range(dice.randrange(4))) for _ in range(40)]
     clean_up = CleanUp()
-    assert "".join([*map(clean_up.put, pieces), clean_up.end()]) == cleaned_up("".join(pieces))
+    assert "".join([*map(clean_up.put, pieces), clean_up.end()]) == clean_up_tokenization("".join(pieces))
 
 
 def test_text_is_held_only_as_long_as_it_is_undecided():

@@ -161,8 +161,8 @@ def test_a_role_is_checked_in_each_form_until_it_was_written():
 
 def test_a_conversation_of_a_known_shape_is_rendered_once(monkeypatch):
     template, rendered = ChatTemplate(QWEN, {}), []
-    text = template._text
-    monkeypatch.setattr(template, "_text", lambda values: rendered.append(values) or text(values))
+    render = template._render
+    monkeypatch.setattr(template, "_render", lambda values: rendered.append(values) or render(values))
     turns = [USER, CALLING, ANSWER]
     template.render(turns, tools=[TOOL])
     assert len(rendered) == 1 + 4  # without the tools, without the call, and with other contents of two roles

@@ -27,7 +27,7 @@ def test_a_template_writes_calls_as_they_are_read(family: str) -> None:
     question = {"role": "user", "content": "How warm is it?"}
     asked = {"role": "assistant", "content": None, "tool_calls": [{"id": ID, "type": "function", "function": call}]}
     result = {"role": "tool", "tool_call_id": ID, "content": "12 degrees"}
-    template = ChatTemplate(source, {"bos_token": "<s>"}, write_calls=form.written)
+    template = ChatTemplate(source, {"bos_token": "<s>"}, write_calls=form.write)
     before = template.render([question], tools=TOOLS, add_generation_prompt=False)
     assert '"weather"' in before
     after = template.render([question, asked], tools=TOOLS, add_generation_prompt=False)
@@ -43,7 +43,7 @@ def test_a_template_writes_calls_as_they_are_read(family: str) -> None:
 
 def test_calls_that_a_template_refuses_are_written_as_text() -> None:
     form = TOOL_FORMATS["llama3_json"]
-    template = ChatTemplate(TEMPLATES["llama3"][0], {}, write_calls=form.written)
+    template = ChatTemplate(TEMPLATES["llama3"][0], {}, write_calls=form.write)
     call = {"type": "function", "id": ID, "function": {"name": "clock", "arguments": "{}"}}
     messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": None, "tool_calls": [call, call]}]
     text = template.render(messages, tools=TOOLS, add_generation_prompt=False)
