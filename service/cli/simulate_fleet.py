@@ -11,7 +11,7 @@ from typing import Any
 
 from radixkv.errors import ConfigError
 from radixkv.planning.fleet_simulation import Fleet, FleetSimulation, check_fleet, simulate_fleet
-from radixkv.planning.simulate import Simulation, simulate
+from radixkv.planning.simulate import NO_HINTS, Simulation, simulate
 from radixkv.planning.trace import TraceRequest
 from radixkv.routing.policies import PREFIX, ROUTINGS
 from radixkv.service.cli.argument_types import names, positive, whole
@@ -67,9 +67,15 @@ def fleets_of(arguments: argparse.Namespace) -> list[Fleet] | None:
         return None
     if arguments.replicas > _MAX_REPLICAS:
         raise ConfigError(f"--replicas: expected at most {_MAX_REPLICAS}, got {arguments.replicas}")
-    for option in ("tier", "plot"):
-        if getattr(arguments, "tiers" if option == "tier" else option):
-            raise ConfigError(f"--{option}: can't be combined with --replicas")
+    unsupported = {
+        "--tier": bool(arguments.tiers),
+        "--plot": arguments.plot is not None,
+        "--hints": arguments.hints != NO_HINTS,
+        "--time-model": arguments.time_model is not None,
+    }
+    for option, is_set in unsupported.items():
+        if is_set:
+            raise ConfigError(f"{option}: can't be combined with --replicas")
     tokens_per_s = _TOKENS_PER_S if arguments.tokens_per_s is None else arguments.tokens_per_s
     return [Fleet(arguments.replicas, capacity, tokens_per_s) for capacity in arguments.capacity_tokens]
 

@@ -135,7 +135,8 @@ def _add_item(messages: list[dict[str, Any]], item: Fields, place: str) -> None:
         messages.append({"role": "tool", "tool_call_id": item.text("call_id", ""), "content": output})
     elif kind == "reasoning":
         item.ignore("encrypted_content")
-        text = "\n".join(_texts(item, "content") or _texts(item, "summary"))
+        content, summary = _texts(item, "content"), _texts(item, "summary")
+        text = "\n".join(content or summary)
         if text:
             messages.append({"role": "assistant", "content": None, "reasoning_content": text})
     else:
