@@ -16,7 +16,7 @@ from radixkv.planning.trace import TraceRequest
 from radixkv.routing.policies import PREFIX, ROUTINGS
 from radixkv.service.cli.argument_types import names, positive, whole
 from radixkv.service.cli.options import Option
-from radixkv.service.cli.terminal import aligned
+from radixkv.service.cli.terminal import align_columns
 from radixkv.service.cli.trace_options import requests_of
 from radixkv.service.progress_bar import progress_bar
 
@@ -129,7 +129,7 @@ def fleet_table(results: Sequence[FleetComparison]) -> str:
         "share: hit rate divided by that of one cache with the capacity of all replicas",
         "spread: computed tokens of the busiest server divided by the mean; p50, p99: time to first token",
     )
-    return "\n".join([about, *notes, "", *aligned(rows, is_right=True)])
+    return "\n".join([about, *notes, "", *align_columns(rows, is_right=True)])
 
 
 def _compare(
