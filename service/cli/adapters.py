@@ -9,12 +9,11 @@ from radixkv.service.cli.argument_types import name
 from radixkv.service.cli.connection import add_connection, client_of
 from radixkv.service.cli.options import Option, add_action, add_options
 from radixkv.service.cli.output import json_of
-from radixkv.service.cli.terminal import aligned
+from radixkv.service.cli.terminal import align_columns
 from radixkv.v1.cache_pb2 import Adapter
 
 _HEADER = ("adapter", "digest", "rank", "MB", "memory", "requests", "cached tokens", "state")
 _DIGEST_CHARS = 12
-
 
 _NAME = Option("name", None, name, "name of the adapter in requests")
 _PATH = Option("path", None, name, "directory that PEFT wrote, relative to model.adapter_directory of the server")
@@ -29,7 +28,7 @@ def add_arguments(adapters: argparse.ArgumentParser) -> None:
         "load",
         "load an adapter from a directory of the server",
         "Load an adapter, or replace the one that has this name. Requests that have already arrived keep the previous "
-        "weights, and nothing that was cached with them is reused.",
+        "weights; later requests reuse nothing that was cached with the previous weights.",
     )
     add_options(load, (_NAME, _PATH))
     add_connection(load)
@@ -77,7 +76,7 @@ def _list(arguments: argparse.Namespace) -> None:
         print(json_of(response))
     else:
         num_loaded = len({each.digest for each in response.adapters if not each.is_draining})
-        rows = aligned(adapter_rows(response.adapters), is_right=True)
+        rows = align_columns(adapter_rows(response.adapters), is_right=True)
         print("\n".join([*rows, f"{num_loaded} of at most {response.max_adapters} different adapters"]))
 
 

@@ -59,10 +59,10 @@ def grammar(text: str) -> str:
 def _text_or_file(text: str, is_text: Callable[[str], bool], expected: str) -> str:
     """Return the contents of the file with this name; if there is none, the text itself if it looks as expected."""
     try:
-        is_there = bool(text) and Path(text).exists()
+        is_file_name = bool(text) and Path(text).exists()
     except (OSError, ValueError):  # the text is too long for a file name, or has a null byte
-        is_there = False
-    if is_there:
+        is_file_name = False
+    if is_file_name:
         try:
             return Path(text).read_text(encoding="utf-8")
         except OSError as error:
@@ -90,7 +90,7 @@ def names(text: str) -> list[str]:
 
 
 def count(text: str) -> int:
-    """Parse a whole number from 0 that fits into 32 bits."""
+    """Parse a whole number from 0 to 2**32 - 1."""
     return _whole(text, 0, 2**32 - 1)
 
 
@@ -109,12 +109,12 @@ def seed(text: str) -> int:
 
 
 def positive(text: str) -> int:
-    """Parse a whole number from 1 that fits into 31 bits."""
+    """Parse a whole number from 1 to 2**31 - 1."""
     return _whole(text, 1, 2**31 - 1)
 
 
 def whole(text: str) -> int:
-    """Parse a whole number from 1, such as the tokens of a context or of a cache."""
+    """Parse a whole number from 1 to 2**50, such as the tokens of a context or of a cache."""
     return _whole(text, 1, _MAX)
 
 
@@ -132,7 +132,7 @@ def share(text: str) -> float:
 
 
 def number(text: str) -> Decimal:
-    """Parse a number of at least 0."""
+    """Parse a decimal number of at least 0."""
     try:
         value = Decimal(text)
     except InvalidOperation:

@@ -23,24 +23,23 @@ if TYPE_CHECKING:  # importing this loads gRPC, which --help does not need
     from radixkv.service.client import Client
 
 _DESCRIPTION = (
-    "Chat with a model: with that of a running service, or with --model, for which a server is started and stopped "
-    "with the chat. Each line of input is a turn. /reset begins a new conversation; Ctrl-D or /exit ends the chat, "
-    "and Ctrl-C an answer. After each answer, stderr shows the time to its first token and how many tokens of the "
-    "conversation were reused."
+    "Chat with the model of a running service, or with --model, for which a server runs as long as the chat. Each line "
+    "of input is a turn. /reset begins a new conversation; Ctrl-D or /exit ends the chat, and Ctrl-C ends an answer. "
+    "After each answer, stderr shows the time to its first token and how many tokens of the conversation were reused."
 )
 _OPTIONS = (
     Option(
         "--model",
         "SOURCE",
         name,
-        "model to serve for this chat, as in `radixkv serve --model` (default: that of --address)",
+        "model to serve for this chat, as in `radixkv serve --model` (default: the model of the service at --address)",
     ),
     Option("--system", "TEXT", name, "system message (default: none)"),
     Option("--tenant", "NAME", name, "tenant (default: none)", ""),
     Option("--max-new-tokens", "N", positive, "maximum number of tokens of an answer", 512),
     Option("--temperature", "T", float, "sampling temperature; 0 is greedy", 0.0),
     Option("--top-p", "P", float, "sample from the smallest set of tokens with this cumulative probability", 1.0),
-    Option("--frequency-penalty", "X", float, "makes tokens less likely the more often an answer has them", 0.0),
+    Option("--frequency-penalty", "X", float, "makes tokens less likely the more often an answer contains them", 0.0),
     Option("--seed", "N", seed, "seed of the sampling (default: random)"),
 )
 _STOP_TIMEOUT_S = 30.0
@@ -62,7 +61,7 @@ def _chat(arguments: argparse.Namespace) -> None:
         if arguments.model is not None:
             for number in (signal.SIGTERM, signal.SIGHUP):  # the server must not outlive the chat
                 stack.callback(signal.signal, number, signal.signal(number, _exit))
-            arguments.address = stack.enter_context(_serving(arguments.model))
+            arguments.address = stack.enter_context(_run_server(arguments.model))
         session = ChatSession(stack.enter_context(client_of(arguments)), arguments)
         for line in _turns():
             if line == "/exit":
@@ -157,11 +156,11 @@ def _turns() -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def _serving(model: str) -> Iterator[str]:
+def _run_server(model: str) -> Iterator[str]:
     """Serve a model on a free port of this machine. Yields the address.
 
     Raises:
-        ConfigError: the server does not start. The message is its last line.
+        ConfigError: the server does not start. The message is the last line of its log.
     """
     print(f"loading {model}", file=sys.stderr, flush=True)
     command = [sys.executable, "-m", "radixkv", "serve", "--model", model, "--port", "0"]

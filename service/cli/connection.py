@@ -64,8 +64,8 @@ def client_of(arguments: argparse.Namespace) -> Client:
     except ValueError as error:
         raise ConfigError(str(error)) from error
     except OSError as error:
-        named = (option for option in _FILE_OPTIONS if getattr(arguments, option) == error.filename)
-        option = f"--{next(named, 'file').replace('_', '-')}"
+        options = (option for option in _FILE_OPTIONS if getattr(arguments, option) == error.filename)
+        option = f"--{next(options, 'file').replace('_', '-')}"
         raise ConfigError(f"{option}: expected a readable file, got {error.filename}: {error.strerror}") from error
 
 

@@ -12,13 +12,13 @@ _DESCRIPTION = (
     "GGUF file are dequantized. Nothing is downloaded, and nothing is overwritten."
 )
 _OPTIONS = (
-    Option("source", "SOURCE", None, "FILE.gguf, or ORG/NAME of a downloaded model"),
-    Option("directory", "DIRECTORY", None, "to be written; must not exist"),
+    Option("source", "SOURCE", None, "a GGUF file, or ORG/NAME of a downloaded model"),
+    Option("directory", "DIRECTORY", None, "directory to write; it must not exist"),
     Option(
         "--dtype",
         None,
         None,
-        "of the weights of a GGUF file; auto is bfloat16 if they are quantized, or else as in the file",
+        "dtype of the weights of a GGUF file; auto is bfloat16 if they are quantized, or else as in the file",
         "auto",
         {"choices": ("auto", "float32", "bfloat16", "float16")},
     ),

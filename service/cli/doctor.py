@@ -41,19 +41,20 @@ if TYPE_CHECKING:
     from radixkv.service.text.tokenizer import Tokenizer
 
 _DESCRIPTION = (
-    "Say why prompts are not reused, grouped by cause, and what to change. Without LOG, list what a running server has "
-    "found in a sample of its misses of the last one to two hours. With LOG, replay a log of prompts through the "
-    "prefix cache, and measure what fixing each cause would save. The log has one JSON object per line, with the "
-    "prompt as token_ids, text or messages; bodies of requests to the APIs of OpenAI and Anthropic are such objects. "
-    f"Traces of `radixkv simulate` are accepted, too, but have neither tokens nor text. {COUNTS}"
+    "Say why prompts are not reused, grouped by cause, and what to change. Without LOG, list the causes that a running "
+    "server has found in a sample of its misses of the last one to two hours. With LOG, replay a log of prompts "
+    "through the prefix cache, and measure what fixing each cause would save. The log has one JSON object per line, "
+    "with the prompt as token_ids, text or messages; bodies of requests to the APIs of OpenAI and Anthropic are such "
+    "objects. "
+    f"Traces of `radixkv simulate` are accepted as well; they contain neither tokens nor text. {COUNTS}"
 )
 _OPTIONS = (
-    Option("--min-lost-tokens", "N", positive, "smallest loss of a prompt that is reported", MIN_LOST_TOKENS),
+    Option("--min-lost-tokens", "N", positive, "smallest loss per prompt that is reported, in tokens", MIN_LOST_TOKENS),
     Option(
         "--capacity-tokens",
         "N",
         whole,
-        "capacity of the cache in tokens; what is evicted is a cause, too (default: it evicts nothing, so that all "
+        "capacity of the cache in tokens; evictions are then reported as a cause (default: unbounded, so that all "
         "causes are in the prompts)",
     ),
     Option("--policy", None, None, "eviction policy", CacheConfig().policy, more={"choices": EVICTION_POLICIES}),
@@ -97,7 +98,7 @@ def add_arguments(doctor: argparse.ArgumentParser) -> None:
         "--top",
         "N",
         positive,
-        "number of causes that are listed; of a log, each is measured with a replay",
+        "number of causes that are listed; with LOG, one replay measures each cause",
         _NUM_CAUSES,
     )
     price = Option(
@@ -106,7 +107,7 @@ def add_arguments(doctor: argparse.ArgumentParser) -> None:
     add_options(doctor, [log, top, price])
     add_options(doctor.add_argument_group("servers", "Only without LOG."), _SERVER_ONLY)
     add_options(doctor.add_argument_group("logs", "Only with LOG."), _OPTIONS)
-    texts = doctor.add_argument_group("texts", "Needed for logs with text or messages; helps to read token ids.")
+    texts = doctor.add_argument_group("texts", "Only with LOG: encode texts and messages, and decode token ids.")
     add_choice(texts, _TOKENIZERS)
     add_options(doctor.add_argument_group("traces", "Only for traces, except --limit."), _TRACE_ONLY)
     add_connection(doctor)
@@ -133,7 +134,7 @@ def _doctor(arguments: argparse.Namespace) -> None:
     with ExitStack() as stack:
         log, examiner, notes = _read(arguments, stack)
         with progress_bar("replays", len(log) * (1 + arguments.top)) as advance:
-            found = diagnose(
+            diagnosis = diagnose(
                 log,
                 examiner,
                 size=size,
@@ -143,7 +144,10 @@ def _doctor(arguments: argparse.Namespace) -> None:
                 on_prompt=advance,
             )
     price = arguments.price_per_million_tokens
-    print(json.dumps(diagnosis_object(found, price), indent=2) if arguments.json else diagnosis_text(found, price))
+    if arguments.json:
+        print(json.dumps(diagnosis_object(diagnosis, price), indent=2))
+    else:
+        print(diagnosis_text(diagnosis, price))
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
 
@@ -161,7 +165,7 @@ def _require_unset(arguments: argparse.Namespace, problem: str, options: Iterabl
 
 
 def _read(arguments: argparse.Namespace, stack: ExitStack) -> tuple[PromptLog, PromptExaminer, list[str]]:
-    """Read the log, and return what examines its prompts, and remarks about it."""
+    """Read the log. Returns it, the examiner of its prompts, and notes about it for stderr."""
     path = Path(arguments.trace)
     first = next(read_records(path), None)
     if first is None:
@@ -172,42 +176,42 @@ def _read(arguments: argparse.Namespace, stack: ExitStack) -> tuple[PromptLog, P
         if not any(each.session for each in log):
             note += "; without sessions, it does not say which prompts continue each other"
         return log, BlockExaminer(log.tokens_per_unit), [note]
-    tokenizer_of = _tokenizer_of(arguments, stack)
+    get_tokenizer = _tokenizer_getter(arguments, stack)
     notes = []
     try:
-        reader = _read_prompts(arguments, stack, tokenizer_of, is_plain=False)
+        reader = _read_prompts(arguments, stack, get_tokenizer, is_plain=False)
     except RejectedConversation as error:
         notes.append(
-            "conversations are written in a plain form, since the chat template of the tokenizer rejects some, so that "
-            f"numbers of tokens differ slightly from those of the model; the first one is {error}"
+            "conversations are written in a plain form, since the chat template of the tokenizer rejects some of them; "
+            f"their numbers of tokens differ slightly from those of the model; the first rejected one is {error}"
         )
-        reader = _read_prompts(arguments, stack, tokenizer_of, is_plain=True)
+        reader = _read_prompts(arguments, stack, get_tokenizer, is_plain=True)
     decode = None
     if arguments.bytes:
-        decode = _bytes_text
+        decode = _decode_bytes
     elif reader.has_text or arguments.tokenizer is not None:
         decode = reader.tokenizer().decode
     else:
-        notes.append("without --tokenizer, ids, dates and other changes of text are shown as passages that change")
+        notes.append("without --tokenizer, changed ids, dates and numbers are reported only as changed passages")
     return reader.log, Examiner(decode), notes
 
 
 def _read_prompts(
-    arguments: argparse.Namespace, stack: ExitStack, tokenizer_of: GetTokenizer, *, is_plain: bool
+    arguments: argparse.Namespace, stack: ExitStack, get_tokenizer: GetTokenizer, *, is_plain: bool
 ) -> PromptLogReader:
     log = stack.enter_context(PromptLog())
-    reader = PromptLogReader(log, tokenizer_of, has_bytes=arguments.bytes, is_plain=is_plain)
+    reader = PromptLogReader(log, get_tokenizer, has_bytes=arguments.bytes, is_plain=is_plain)
     for record in itertools.islice(read_records(Path(arguments.trace)), arguments.limit):
         reader.add(record)
     return reader
 
 
-def _bytes_text(token_ids: Any) -> str:
+def _decode_bytes(token_ids: Any) -> str:
     return bytes(each for each in token_ids if each < 256).decode("utf-8", "replace")
 
 
-def _tokenizer_of(arguments: argparse.Namespace, stack: ExitStack) -> GetTokenizer:
-    """Return a function that loads the tokenizer at its first call; without a name, that of the served model."""
+def _tokenizer_getter(arguments: argparse.Namespace, stack: ExitStack) -> GetTokenizer:
+    """Return a function that loads the tokenizer at its first call: the one of `--tokenizer`, or else of the server."""
 
     @cache
     def tokenizer() -> Tokenizer:
@@ -227,40 +231,41 @@ def _tokenizer_of(arguments: argparse.Namespace, stack: ExitStack) -> GetTokeniz
     return tokenizer
 
 
-def diagnosis_text(found: LogDiagnosis, price: float | None = None) -> str:
+def diagnosis_text(diagnosis: LogDiagnosis, price: float | None = None) -> str:
     """Return a diagnosis in lines, the most expensive cause first."""
-    computed = found.computed_tokens
-    seconds = "" if found.computed_s is None else f", which takes {duration(found.computed_s)}"
+    computed = diagnosis.computed_tokens
+    seconds = "" if diagnosis.computed_s is None else f", which takes {duration(diagnosis.computed_s)}"
     lines = [
-        f"{found.num_prompts:,} requests with {found.prompt_tokens:,} prompt tokens: {found.cached_tokens:,} are "
-        f"reused{percent(found.cached_tokens, found.prompt_tokens)}, {computed:,} are computed{seconds}.",
-        f"{found.first_prompts:,} {'request' if found.first_prompts == 1 else 'requests'} reused nothing, and no "
-        "earlier prompt with the same content was found.",
+        f"{diagnosis.num_prompts:,} requests with {diagnosis.prompt_tokens:,} prompt tokens: "
+        f"{diagnosis.cached_tokens:,} are reused{percent(diagnosis.cached_tokens, diagnosis.prompt_tokens)}, "
+        f"{computed:,} are computed{seconds}.",
+        f"{diagnosis.first_prompts:,} {'request' if diagnosis.first_prompts == 1 else 'requests'} reused nothing, and "
+        "no earlier prompt with the same content was found.",
     ]
-    if not found.groups:
+    if not diagnosis.groups:
         lines += ["", "No cause was found: the prompts reuse what they have in common with earlier ones."]
-    for number, group in enumerate(found.groups, start=1):
+    for number, group in enumerate(diagnosis.groups, start=1):
         advice = ADVICE[group.key.cause]
-        lines += ["", f"{number}. {headline(group, found.num_prompts, advice.what)}"]
+        lines += ["", f"{number}. {headline(group, diagnosis.num_prompts, advice.what)}"]
         if group.sample is not None:
             lines += sides(group.sample)
         lines += [f"   -> {advice.change}", f"   {savings(group, computed, price)}"]
-    if found.num_other_groups:
-        lines += ["", f"Further causes that cost less: {found.num_other_groups:,}; see --top."]
+    if diagnosis.num_other_groups:
+        lines += ["", f"Further causes that cost less: {diagnosis.num_other_groups:,}; see --top."]
     return "\n".join(lines)
 
 
-def diagnosis_object(found: LogDiagnosis, price: float | None = None) -> dict[str, Any]:
+def diagnosis_object(diagnosis: LogDiagnosis, price: float | None = None) -> dict[str, Any]:
     """Return a diagnosis for JSON."""
     return {
-        "requests": found.num_prompts,
-        "prompt_tokens": found.prompt_tokens,
-        "cached_tokens": found.cached_tokens,
-        "computed_tokens": found.computed_tokens,
-        "computed_s": found.computed_s,
-        "first_requests": found.first_prompts,
-        "causes": [_group_object(each, price) for each in found.groups],
-        "further_causes": found.num_other_groups,
+        "requests": diagnosis.num_prompts,
+        "prompt_tokens": diagnosis.prompt_tokens,
+        "cached_tokens": diagnosis.cached_tokens,
+        "computed_tokens": diagnosis.computed_tokens,
+        "computed_s": diagnosis.computed_s,
+        "first_requests": diagnosis.first_prompts,
+        "causes": [_group_object(each, price) for each in diagnosis.groups],
+        "further_causes": diagnosis.num_other_groups,
     }
 
 

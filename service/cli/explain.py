@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 
 from radixkv.service.cli.connection import add_connection, client_of
 from radixkv.service.cli.options import add_options, flag
 from radixkv.service.cli.output import json_of
 from radixkv.service.cli.prompt import add_chat, add_namespace, add_tokens, prompt_of
 from radixkv.service.cli.segments import duration
-from radixkv.service.cli.terminal import aligned, printable
+from radixkv.service.cli.terminal import align_columns, excerpt, printable
 from radixkv.v1.explain_pb2 import Difference, DifferenceKind, Excerpt, ExplainResponse
 from radixkv.v1.prefill_pb2 import MissReason
 
@@ -94,7 +93,7 @@ def _explain(arguments: argparse.Namespace) -> None:
 
 
 def explanation_text(response: ExplainResponse) -> str:
-    """Return an explanation in a few lines: where, both sides, what it costs, and what to change."""
+    """Return an explanation in a few lines: where the prompt diverges, both sides, the cost, and what to change."""
     first = f"{response.cached_tokens:,} of {_tokens(response.prompt_tokens)} are cached"
     if response.miss_reason:
         first += f" ({MissReason.Name(response.miss_reason)})"
@@ -131,28 +130,21 @@ def _sides(difference: Difference) -> list[str]:
     """Return both sides, with the differing part in brackets: as text, or as token ids if there is no text."""
     sides = [difference.prompt, difference.branch]
     has_text = bool(difference.before_text) or any(each.different_text or each.equal_text for each in sides)
-    before = _shown(difference.before_text if has_text else difference.before_token_ids)[-_MAX_CHARS:]
+    before = excerpt(difference.before_text if has_text else difference.before_token_ids)[-_MAX_CHARS:]
     rows: list[tuple[str, ...]] = [
-        ("  prompt", before + _marked(difference.prompt, difference.prompt_span_tokens, has_text=has_text))
+        ("  prompt", before + _bracket(difference.prompt, difference.prompt_span_tokens, has_text=has_text))
     ]
     if difference.HasField("branch"):
-        branch = before + _marked(difference.branch, difference.branch_span_tokens, has_text=has_text)
+        branch = before + _bracket(difference.branch, difference.branch_span_tokens, has_text=has_text)
         rows.append(("  cached", branch, f"used {duration(difference.idle_s)} ago"))
-    return aligned(rows)
+    return align_columns(rows)
 
 
-def _marked(side: Excerpt, num_span: int, *, has_text: bool) -> str:
-    num = side.different_tokens
-    different = _shown(side.different_text if has_text else side.token_ids[:num])[:_MAX_CHARS]
-    equal = _shown(side.equal_text if has_text else side.token_ids[num:])[:_MAX_CHARS]
-    return f"[{different}{'...' if num_span > num else ''}]{equal}"
-
-
-def _shown(part: str | Sequence[int]) -> str:
-    """Return a text on one line, with escaped line breaks, or token ids between spaces."""
-    if isinstance(part, str):
-        return part.replace("\n", "\\n")
-    return f" {' '.join(map(str, part))} " if part else ""
+def _bracket(side: Excerpt, num_span: int, *, has_text: bool) -> str:
+    number = side.different_tokens
+    different = excerpt(side.different_text if has_text else side.token_ids[:number])[:_MAX_CHARS]
+    equal = excerpt(side.equal_text if has_text else side.token_ids[number:])[:_MAX_CHARS]
+    return f"[{different}{'...' if num_span > number else ''}]{equal}"
 
 
 def _cost(response: ExplainResponse) -> str:

@@ -28,7 +28,6 @@ _SINGLE_SERVER_KEYS = (
     ("events", "replay_endpoint"),
 )
 
-
 _SERVER = ServerConfig()
 _OPTIONS = (
     Option("--replicas", "N|N:M", None, "number of engines; N:M scales between N and M with the load (default: 2)"),
@@ -38,16 +37,27 @@ _OPTIONS = (
         int,
         "number of engines that only prefill, instead of --replicas (default: none)",
     ),
-    Option("--decode-replicas", "N", int, "number of engines that decode from their K/V (default: none)"),
-    Option("--model", "tiny|DIR", None, "the embedded model, or a directory (default: tiny)"),
+    Option(
+        "--decode-replicas",
+        "N",
+        int,
+        "number of engines that decode from the K/V of the engines that only prefill (default: none)",
+    ),
+    Option(
+        "--model",
+        "tiny|DIR|FILE.gguf|ORG/NAME",
+        None,
+        "the embedded model, a directory with a config.json and safetensors, a GGUF file, or a model of the Hugging "
+        "Face Hub that is in the local cache (default: tiny)",
+    ),
     Option("--host", "HOST", None, f"address to listen on (default: {_SERVER.host})"),
     Option("--port", "PORT", int, f"port to listen on; 0 picks a free one (default: {_SERVER.port})"),
     Option(
-        "--replica-host", "H", None, "address that engines listen on; node: the address of their machine", "127.0.0.1"
+        "--replica-host", "H", None, "address that engines listen on; node is the address of their machine", "127.0.0.1"
     ),
     Option("--cpus", "N", processors, "CPUs per engine", 1.0),
     Option("--gpus", "N", processors, "GPUs per engine", 0.0),
-    Option("--ray-address", "A", None, "address of a running Ray cluster (default: starts its own)"),
+    Option("--ray-address", "A", None, "address of a running Ray cluster (default: the command starts a cluster)"),
     flag("--insecure", "listen beyond this machine without TLS or credentials"),
     Option("--config", "FILE", None, "TOML file with the configuration (default: none)"),
     Option(
@@ -113,15 +123,15 @@ def _fleet(arguments: argparse.Namespace) -> None:
 
 
 def _num_replicas(text: str) -> tuple[int, int]:
-    found = re.fullmatch(r"(\d{1,6})(?::(\d{1,6}))?", text)
-    minimum, maximum = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
+    match = re.fullmatch(r"(\d{1,6})(?::(\d{1,6}))?", text)
+    minimum, maximum = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
     if not 1 <= minimum <= maximum:
         raise ConfigError(f"--replicas: expected N, or N:M with N of at least 1 and at most M, got {text!r}")
     return minimum, maximum
 
 
 def _require_fleet_keys(config: Config) -> None:
-    """Refuse keys that a fleet does not support, and a single role for all replicas."""
+    """Refuse keys that a fleet does not support, and a role that all replicas would have."""
     for section, key in _SINGLE_SERVER_KEYS:
         value = getattr(getattr(config, section), key)
         if value is not None:
@@ -164,17 +174,17 @@ def _require_private(host: str, config: Config) -> None:
 
 
 def _free_port(host: str) -> int:
-    """Return a free port. It must not change when Ray restarts the ingress."""
+    """Return a free port, chosen once because the port must not change when Ray restarts the ingress."""
     try:
-        with socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as found:
-            port: int = found.getsockname()[1]
+        with socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as listener:
+            port: int = listener.getsockname()[1]
     except (OSError, UnicodeError) as error:
         raise bind_error("server.port", host, 0) from error
     return port
 
 
 def _settings(arguments: argparse.Namespace) -> list[str]:
-    named = {
+    values = {
         "model.path": arguments.model,
         "server.host": arguments.host,
         "server.port": arguments.port,
@@ -182,4 +192,4 @@ def _settings(arguments: argparse.Namespace) -> list[str]:
         "fleet.prefill_replicas": arguments.prefill_replicas,
         "fleet.decode_replicas": arguments.decode_replicas,
     }
-    return [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in named.items() if value is not None]
+    return [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in values.items() if value is not None]

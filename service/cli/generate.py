@@ -96,8 +96,8 @@ _COMPRESSION = (
 def add_arguments(generate: argparse.ArgumentParser) -> None:
     """Add the arguments of the command to its parser."""
     generate.description = (
-        "Generate from a prompt. Prints the completion on stdout as it arrives, text for a prompt of text and token "
-        f"ids for a prompt of token ids, and then statistics on stderr. {COUNTS}"
+        "Generate from a prompt. Prints the completion on stdout as it arrives: text, or token ids with --tokens, "
+        f"--tokens-file or --bytes. Then prints statistics on stderr. {COUNTS}"
     )
     add_prompt(generate)
     add_chat(generate)
@@ -150,7 +150,7 @@ def _generate(arguments: argparse.Namespace) -> None:
 
 
 def _compression(arguments: argparse.Namespace) -> Compression | None:
-    """Return the requested compression; None for none.
+    """Return the requested compression; None if no compression is requested.
 
     Raises:
         ConfigError: an option is missing or out of range, or requires another one.
@@ -173,7 +173,7 @@ def _compression(arguments: argparse.Namespace) -> Compression | None:
 
 
 class _Printer:
-    """Prints a completion on stdout as it arrives: text if the prompt was text, otherwise token ids.
+    """Prints a completion on stdout as it arrives: text if the prompt has a tokenizer, otherwise token ids.
 
     Leaving the context ends the last line, also after an error or Ctrl-C in the middle of a completion, so that
     whatever is printed next starts on a new line.
@@ -199,7 +199,7 @@ class _Printer:
 
     @property
     def text(self) -> str | None:
-        """The text so far; None if the prompt was not text."""
+        """The text of the completion so far; None if the prompt has no tokenizer."""
         return None if self._detokenizer is None else "".join(self._pieces)
 
     def add(self, response: GenerateResponse) -> None:

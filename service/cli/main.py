@@ -44,7 +44,7 @@ COMMANDS = {
     "public": "share prefixes, such as system prompts, between all tenants",
     "segments": "list what is cached, with size, heat, age, pins and retention",
     "explain": "say where a prompt diverges from what is cached, and what to change",
-    "doctor": "say why the prompts of a log are not reused, what that costs, and what to change",
+    "doctor": "say why prompts of a server or of a log are not reused, what that costs, and what to change",
     "top": "watch blocks, hit rate, time to first token, tenants and the hottest segments",
     "token": "make tokens for the credentials in server.tokens_file",
     "convert": "write a model directory from a GGUF file or a downloaded model",
@@ -66,7 +66,7 @@ _ENGINE_MODULES = frozenset(
 
 
 class _Help(argparse.ArgumentDefaultsHelpFormatter):
-    """Adds an option's default to its help, unless it is a flag or the help already states the default."""
+    """Adds an option's default to its help, unless the default is None or a boolean, or the help already states it."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         if "(default: " in (action.help or "") or any(action.default is each for each in (None, False, True)):
@@ -101,15 +101,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         SystemExit: after --help, --version, or an argument that does not parse.
     """
     argv = sys.argv[1:] if argv is None else argv
-    named = next((argument for argument in argv if not argument.startswith("-")), "")
-    arguments = make_parser({named}).parse_args(argv)
+    command_name = next((argument for argument in argv if not argument.startswith("-")), "")
+    arguments = make_parser({command_name}).parse_args(argv)
     command: Callable[[argparse.Namespace], None] = arguments.command
     try:
         command(arguments)
         sys.stdout.flush()
-    except ConfigError as error:
-        return _report(2, str(error))
-    except MissingPackage as error:
+    except (ConfigError, MissingPackage) as error:
         return _report(2, str(error))
     except ModuleNotFoundError as error:
         package = str(error.name).partition(".")[0]
@@ -156,7 +154,7 @@ def make_parser(names: Collection[str] = COMMANDS) -> argparse.ArgumentParser:
 def _call_failure(error: Exception) -> str | None:
     """Return the message of a failed gRPC call; None for any other error.
 
-    gRPC is not imported here, which takes 0.1 s: without it there are no such errors.
+    This function does not import gRPC, which takes 0.1 s: if nothing else has imported it, the error is not from gRPC.
     """
     grpc = sys.modules.get("grpc")
     if grpc is None or not isinstance(error, grpc.RpcError):

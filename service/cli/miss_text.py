@@ -1,57 +1,61 @@
-"""A group of misses as lines to read; for diagnoses of logs and of servers."""
+"""The text of a group of misses, for diagnoses of logs and of servers."""
 
 from __future__ import annotations
 
 from radixkv.doctor.finding import Sample, Side
 from radixkv.doctor.miss_group import MissGroup
 from radixkv.service.cli.segments import duration
-from radixkv.service.cli.terminal import aligned, printable
+from radixkv.service.cli.terminal import align_columns, excerpt, printable
 
 _MAX_CHARS = 48  # of a text on either side of a difference
 
 
-def headline(group: MissGroup, num_prompts: int, what: str) -> str:
-    """Return how many of some prompts lost how much, where, and because of what."""
-    each, what = group.lost_tokens // group.num_prompts, printable(what, keep="")
+def headline(group: MissGroup, num_prompts: int, cause: str) -> str:
+    """Return a sentence: how many requests lose how many tokens, where, and why.
+
+    Args:
+        group: the requests with the cause.
+        num_prompts: number of all requests that were examined.
+        cause: text about the cause.
+    """
+    mean_tokens, cause = group.lost_tokens // group.num_prompts, printable(cause, keep="")
     low, high = group.min_position, group.max_position
     place = f"at token {low:,}" if low == high else f"at tokens {low:,} to {high:,}"
     segments = ", ".join(printable(name, keep="") for name in group.segments)
     if group.key.pattern:
-        what += f": {printable(group.key.pattern, keep='')}"
+        cause += f": {printable(group.key.pattern, keep='')}"
     bound = "at most " if group.is_bound else ""
     mean = " on average" if group.num_prompts > 1 else ""
     who = f"{group.num_prompts:,} of {num_prompts:,} requests lose" if group.num_prompts > 1 else "1 request loses"
-    return f"{who} {bound}{each:,} tokens{mean} {place}{f' ({segments})' if segments else ''}: {what}."
+    return f"{who} {bound}{mean_tokens:,} tokens{mean} {place}{f' ({segments})' if segments else ''}: {cause}."
 
 
 def sides(sample: Sample) -> list[str]:
     """Return both sides of a difference, a line each."""
     has_text = bool(sample.text_before or sample.prompt.text_after or sample.prompt.text or sample.earlier.text)
-    before = _shown(sample.text_before if has_text else sample.before_ids)[-_MAX_CHARS:]
-    return aligned(
+    before = excerpt(sample.text_before if has_text else sample.before_ids)[-_MAX_CHARS:]
+    return align_columns(
         [
-            ("     prompt ", before + _marked(sample.prompt, has_text=has_text), printable(sample.where, keep="")),
+            (
+                "     prompt ",
+                before + _bracket(sample.prompt, has_text=has_text),
+                printable(sample.where, keep=""),
+            ),
             (
                 "     earlier",
-                before + _marked(sample.earlier, has_text=has_text),
+                before + _bracket(sample.earlier, has_text=has_text),
                 printable(sample.earlier_where, keep=""),
             ),
         ]
     )
 
 
-def _marked(side: Side, *, has_text: bool) -> str:
+def _bracket(side: Side, *, has_text: bool) -> str:
     number = side.num_different
-    different = _shown(side.text if has_text else side.token_ids[:number])[:_MAX_CHARS]
-    equal = _shown(side.text_after if has_text else side.token_ids[number:])[:_MAX_CHARS]
+    different = excerpt(side.text if has_text else side.token_ids[:number])[:_MAX_CHARS]
+    equal = excerpt(side.text_after if has_text else side.token_ids[number:])[:_MAX_CHARS]
     is_cut = side.span is None or side.span > number
     return f"[{different}{'...' if is_cut else ''}]{equal}"
-
-
-def _shown(part: str | tuple[int, ...]) -> str:
-    if isinstance(part, str):
-        return part.replace("\n", "\\n")
-    return f" {' '.join(map(str, part))} " if part else ""
 
 
 def savings(group: MissGroup, computed: int, price: float | None, *, whole: str = "all computed tokens") -> str:
@@ -59,9 +63,9 @@ def savings(group: MissGroup, computed: int, price: float | None, *, whole: str 
 
     Args:
         group: the prompts with the cause.
-        computed: tokens of which the share is shown.
-        price: price of a million computed tokens; None for none.
-        whole: what these tokens are.
+        computed: number of tokens of which the saved or lost tokens are shown as a share.
+        price: price of a million computed tokens; None to print no money.
+        whole: name of these tokens in the text.
     """
     tokens, seconds = group.saved_tokens, group.saved_s
     if tokens is None:

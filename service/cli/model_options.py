@@ -24,7 +24,6 @@ _NAMES = {
     "rope_dim": ("--rope-dim", "qk_rope_head_dim"),
 }
 
-
 MODEL_OPTIONS = (
     Option(
         "--model",
@@ -67,9 +66,9 @@ def model_of(arguments: argparse.Namespace) -> Checkpoint:
     if model.sliding is not None and (arguments.layers or arguments.kv_heads or arguments.head_dim):
         raise ConfigError(
             "--layers, --kv-heads, --head-dim: can't be combined with a --model whose sliding layers store other K/V "
-            "than the others"
+            "than its other layers"
         )
-    given = {
+    overrides = {
         "num_layers": arguments.layers,
         "num_query_heads": arguments.query_heads,
         "num_kv_heads": arguments.kv_heads,
@@ -78,7 +77,7 @@ def model_of(arguments: argparse.Namespace) -> Checkpoint:
         "rope_dim": arguments.rope_dim,
         "dtype": arguments.dtype and FORMAT_OF_DTYPE.get(arguments.dtype, arguments.dtype),
     }
-    model = dataclasses.replace(model, **{name: value for name, value in given.items() if value is not None})
+    model = dataclasses.replace(model, **{name: value for name, value in overrides.items() if value is not None})
     if model.num_kv_heads is None:
         model = dataclasses.replace(model, num_kv_heads=model.num_query_heads)
     return model

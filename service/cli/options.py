@@ -15,7 +15,7 @@ class Option(NamedTuple):
 
     Attributes:
         name: such as `--tenant`; without dashes for a positional argument.
-        metavar: name of the value in the help; None for the values of `choices`, and for positional arguments.
+        metavar: name of the value in the help; None for argparse's default, such as the values of `choices`.
         type: function that parses the value, see `argument_types`; None to keep the text.
         help: one line. The default is appended, unless it is None or the help already states it.
         default: value of an option that is not given.
@@ -30,7 +30,7 @@ class Option(NamedTuple):
     more: Mapping[str, Any] = MappingProxyType({})
 
 
-def flag(name: str, help: str) -> Option:  # as argparse calls it
+def flag(name: str, help: str) -> Option:
     """Return an option without a value."""
     return Option(name, None, None, help, more={"action": "store_true"})
 
@@ -41,9 +41,9 @@ def add_options(parser: Parser, options: Sequence[Option]) -> None:
         if option.more.get("action") == "store_true":
             parser.add_argument(option.name, action="store_true", help=option.help)
             continue
-        named = {"metavar": option.metavar, "type": option.type, "default": option.default}
-        given = {name: value for name, value in named.items() if value is not None}
-        parser.add_argument(option.name, help=option.help, **given, **option.more)
+        settings = {"metavar": option.metavar, "type": option.type, "default": option.default}
+        settings = {name: value for name, value in settings.items() if value is not None}
+        parser.add_argument(option.name, help=option.help, **settings, **option.more)
 
 
 def add_choice(parser: Parser, options: Sequence[Option], *, is_required: bool = False) -> None:
@@ -58,7 +58,7 @@ def add_action(actions: Any, name: str, help: str, description: str = "") -> arg
         actions: what `add_subparsers` of the command returned.
         name: name of the action.
         help: the line in the help of the command.
-        description: description of the action; empty for the same sentence.
+        description: description of the action; empty for `help` as a sentence.
     """
     parser: argparse.ArgumentParser = actions.add_parser(
         name, help=help, description=description or f"{help[0].upper()}{help[1:]}."

@@ -9,7 +9,7 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
 
-from radixkv.service.cli.terminal import aligned, percent, tenant_label
+from radixkv.service.cli.terminal import align_columns, percent, tenant_label
 from radixkv.v1.cache_pb2 import PurgeResponse, StatsResponse
 from radixkv.v1.prefill_pb2 import FinishReason, GenerateResponse, MissReason, PrefillResponse, Timing, Usage
 
@@ -39,7 +39,7 @@ def json_of(message: Message, *, indent: int | None = 2, **texts: str | None) ->
     Args:
         message: the response.
         indent: spaces per level; None for a single line.
-        texts: further fields; one of None is left out.
+        texts: further fields; a field whose value is None is left out.
     """
     tree = MessageToDict(message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
     _make_numbers(tree, message.DESCRIPTOR)
@@ -57,7 +57,7 @@ def prefill_table(response: PrefillResponse, next_token_text: str | None = None)
         ("request", response.request_id),
         ("next token", f"{response.next_token_id}{quoted}"),
         ("prompt", f"{usage.prompt_tokens} tokens"),
-        ("  cached", _cached(usage)),
+        ("  cached", _cached_text(usage)),
         ("  computed", f"{usage.computed_tokens} tokens"),
         ("written", f"{usage.written_tokens} tokens"),
         ("miss reason", MissReason.Name(response.miss_reason)),
@@ -76,7 +76,7 @@ def generate_table(response: GenerateResponse) -> str:
     rows = [
         ("request", response.request_id),
         ("prompt", f"{usage.prompt_tokens} tokens"),
-        ("  cached", _cached(usage)),
+        ("  cached", _cached_text(usage)),
         ("  computed", f"{usage.computed_tokens} tokens"),
         ("generated", f"{usage.generated_tokens} tokens, {FinishReason.Name(response.finish_reason)}"),
         ("written", f"{usage.written_tokens} tokens"),
@@ -122,7 +122,7 @@ def stats_table(stats: StatsResponse) -> str:
     return _table(rows)
 
 
-def _cached(usage: Usage) -> str:
+def _cached_text(usage: Usage) -> str:
     """Return the number of reused tokens, and how many of them were loaded from each tier."""
     tiers = {"host memory": usage.host_tokens, "disk": usage.disk_tokens, "shared stores": usage.remote_tokens}
     loaded = "".join(f", {number} from {tier}" for tier, number in tiers.items() if number)
@@ -163,7 +163,7 @@ def _state_rows(stats: StatsResponse) -> list[tuple[str, str]]:
         return []
     return [
         ("state snapshots", f"{states.snapshots} of at most {states.max_snapshots}"),
-        ("  dropped", str(states.given_up_snapshots)),
+        ("  evicted", str(states.given_up_snapshots)),
         ("  tokens recomputed without one", str(states.recomputed_tokens)),
     ]
 
@@ -174,8 +174,8 @@ def _part_rows(stats: StatsResponse) -> list[tuple[str, str]]:
         return []
     return [
         ("parts for windowed layers", f"{parts.needed} needed, {parts.kept} kept, {parts.free} free"),
-        ("  dropped", str(parts.given_up)),
-        ("  hits shortened", f"{parts.shortened_hits}, by {parts.lost_tokens} tokens"),
+        ("  evicted", str(parts.given_up)),
+        ("  hits shortened", f"{parts.shortened_hits}, by {parts.lost_tokens} tokens in all"),
     ]
 
 
@@ -185,7 +185,7 @@ def _is_global(stats: StatsResponse) -> bool:
 
 
 def _remove_hidden(tree: dict[str, Any], stats: StatsResponse) -> None:
-    """Remove fields from JSON that a tenant may not see, which would otherwise read as 0."""
+    """Remove the fields that a tenant may not see from JSON, in which they would be 0."""
     if not _is_global(stats):
         for name in _GLOBAL_FIELDS:
             del tree[name]
@@ -218,4 +218,4 @@ def _time_rows(timing: Timing) -> list[tuple[str, str]]:
 
 
 def _table(rows: list[tuple[str, str]]) -> str:
-    return "\n".join(aligned(rows))
+    return "\n".join(align_columns(rows))

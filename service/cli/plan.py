@@ -60,7 +60,7 @@ _MEMORY = (
         "memory of the device in GB; prints how many sequences fit (default: not printed)",
         more={"dest": "memory_bytes"},
     ),
-    Option("--memory-gib", "X", _gib, "the same in GiB (default: not printed)", more={"dest": "memory_bytes"}),
+    Option("--memory-gib", "X", _gib, "like --memory-gb, in GiB (default: not printed)", more={"dest": "memory_bytes"}),
 )
 _DEVICE = (
     Option("--weights-gb", "X", _gb, "weights of all ranks in GB (default: the weight files of --model)"),
@@ -73,19 +73,19 @@ _DEVICE = (
         {"choices": ("auto", "q8", "q4", "int8")},
     ),
     Option("--overhead-gb", "X", _gb, "activations, CUDA context and graphs in GB (default: 0)"),
-    Option("--user-gb", "X", _gb, "K/V per sequence in GB (default: blocks for --context)"),
+    Option("--user-gb", "X", _gb, "K/V per sequence in GB (default: that of the blocks for --context)"),
     Option(
         "--params-b",
         "X",
         positive_number,
         "billions of parameters; compares loading K/V with computing it (default: no comparison)",
     ),
-    Option("--tflops", "X", positive_number, "peak dense bf16 TFLOPS; the default is an H100", 989.0),
+    Option("--tflops", "X", positive_number, "peak dense bf16 TFLOPS; the default is that of an H100", 989.0),
     Option("--pcie-gb-s", "X", positive_number, "bandwidth from the host in GB/s", 40.0),
-    Option("--hbm-gb-s", "X", positive_number, "memory bandwidth in GB/s; the default is an H100 SXM", 3350.0),
+    Option("--hbm-gb-s", "X", positive_number, "memory bandwidth in GB/s; the default is that of an H100 SXM", 3350.0),
 )
 _TIERS = (
-    tier_option("tiers; prints their tokens, and whether loading is faster than computing"),
+    tier_option("; prints the capacity of each tier in tokens, and whether loading is faster than computing"),
     Option(
         "--tier-gb-s",
         "NAME=X[,...]",
@@ -120,7 +120,7 @@ def add_arguments(plan: argparse.ArgumentParser) -> None:
     device = plan.add_argument_group("one device")
     add_choice(device, _MEMORY)
     add_options(device, _DEVICE)
-    add_options(plan.add_argument_group("the tiers", "Storage for blocks that are evicted from the device."), _TIERS)
+    add_options(plan.add_argument_group("the tiers"), _TIERS)
     add_options(plan, [flag("--json", "print one flat JSON object, with units in the names")])
     plan.set_defaults(command=_plan)
 

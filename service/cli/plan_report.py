@@ -23,7 +23,7 @@ from radixkv.planning.plan import (
 )
 from radixkv.planning.tiers import TierCapacity
 from radixkv.planning.time_model import LoadTime
-from radixkv.service.cli.terminal import aligned
+from radixkv.service.cli.terminal import align_columns
 from radixkv.storage.kv_layout import HeadKV, KVFormat, KVLayout, LatentKV, MixedKV, layer_shares
 
 _BINARY = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
@@ -50,7 +50,7 @@ class ReportSection:
 def text_of(sections: Sequence[ReportSection]) -> str:
     """Return the sections as tables, one below the other."""
     return "\n\n".join(
-        "\n".join([section.title, *(f"  {line}" for line in aligned(section.rows))]) for section in sections
+        "\n".join([section.title, *(f"  {line}" for line in align_columns(section.rows))]) for section in sections
     )
 
 
@@ -224,26 +224,29 @@ def blocks_section(use: BlockUse, token_bytes: int) -> ReportSection:
 def windowed_section(
     use: WindowedUse, num_windowed_layers: int, layout: KVLayout, kv_format: KVFormat, token_bytes: int
 ) -> ReportSection:
-    """Return what windowed layers need per sequence if they have their own pool.
+    """Return the memory that a sequence needs if the windowed layers have a pool of their own.
 
     Args:
-        use: their blocks.
-        num_windowed_layers: at least 1.
+        use: the blocks of a sequence in the windowed layers.
+        num_windowed_layers: number of windowed layers, at least 1.
         layout, kv_format, token_bytes: the layout, the format and the bytes per token of the whole model.
     """
-    num_layers, whole = layout.num_layers, BlockUse(use.num_tokens, use.block_size).num_blocks
-    windowed, other = num_windowed_layers, num_layers - num_windowed_layers  # bytes, if the layers store different K/V
-    if isinstance(layout, MixedKV):
+    num_layers, num_blocks = layout.num_layers, BlockUse(use.num_tokens, use.block_size).num_blocks
+    windowed, other = num_windowed_layers, num_layers - num_windowed_layers
+    if isinstance(layout, MixedKV):  # the layers store different numbers of bytes
         windowed, other = layout.sliding.token_bytes(kv_format), layout.other.token_bytes(kv_format)
     unit_bytes = use.block_size * token_bytes // (windowed + other)
-    sequence_bytes = unit_bytes * (whole * other + use.num_blocks * windowed)
+    sequence_bytes = unit_bytes * (num_blocks * other + use.num_blocks * windowed)
     shares = layer_shares(windowed, other)
     rows = [
         ("layers", f"{num_windowed_layers} of {num_layers}, a window of {use.window:,} tokens"),
-        ("per sequence", f"{use.num_blocks:,} of {whole:,} blocks there, {_size(sequence_bytes)} in all"),
-        ("cache.windowed_tokens", "follows the traffic if unset, on a CPU, within the memory of one pool:"),
-        ("these layers", f"at most {shares.windowed:.3g} of cache.capacity_tokens"),
-        ("other layers", f"at most {shares.other:.3g} of cache.capacity_tokens"),
+        (
+            "per sequence",
+            f"{use.num_blocks:,} of {num_blocks:,} blocks in these layers, {_size(sequence_bytes)} in all layers",
+        ),
+        ("cache.windowed_tokens", "if unset, on a CPU, both kinds of layers share the memory of one pool:"),
+        ("  windowed layers", f"at most {shares.windowed:.3g} of cache.capacity_tokens"),
+        ("  other layers", f"at most {shares.other:.3g} of cache.capacity_tokens"),
     ]
     fields = {
         "num_windowed_layers": num_windowed_layers,

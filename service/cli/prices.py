@@ -33,7 +33,7 @@ _KEYS = (
     *(f"{_TOKENS}.{name}" for name in ("cached", *_TOKEN_FIELDS)),
     *(f"{_TOKEN_HOURS}.{tier}" for tier in TIERS),
 )
-# Enough for every product of a 64-bit number and a price, so that only the rounding of an amount rounds.
+# Enough digits for every product of a 64-bit number and a price, so that an amount is rounded only once.
 _EXACT = decimal.Context(prec=80, rounding=decimal.ROUND_HALF_EVEN)
 
 
@@ -86,10 +86,10 @@ class PriceList(NamedTuple):
             raise ConfigError(f"--prices: {path}: expected UTF-8, got other bytes") from error
         except (ValueError, RecursionError, decimal.InvalidOperation) as error:
             raise ConfigError(f"--prices: {path}: {error}") from error
-        return cls.of(tree)
+        return cls.parse(tree)
 
     @classmethod
-    def of(cls, tree: Mapping[str, Any]) -> PriceList:
+    def parse(cls, tree: Mapping[str, Any]) -> PriceList:
         """Check the keys and the values of a file; see `load`."""
         for name, value in tree.items():
             if isinstance(value, Mapping) and name in (_TOKENS, _TOKEN_HOURS):

@@ -28,7 +28,7 @@ class EncodedPrompt:
 
     Attributes:
         token_ids: token ids of the prompt.
-        tokenizer: the tokenizer that encoded its text; None if there was none.
+        tokenizer: the tokenizer that encoded its text; None if no tokenizer was used.
     """
 
     token_ids: list[int]
@@ -41,9 +41,9 @@ def add_tokens(command: argparse.ArgumentParser) -> None:
         "the prompt", "Give one of --text, --text-file, --tokens and --tokens-file. The value - reads stdin."
     )
     prompt = (
-        Option("--text", "TEXT|-", _text, "text, for the tokenizer of the served model"),
+        Option("--text", "TEXT|-", _parse_text, "text, for the tokenizer of the served model"),
         Option("--text-file", "FILE", _read_text, "file with the text", more={"dest": "text"}),
-        Option("--tokens", "1,2,3|-", _tokens, "token ids, separated by commas or spaces"),
+        Option("--tokens", "1,2,3|-", _parse_tokens, "token ids, separated by commas or spaces"),
         Option("--tokens-file", "FILE", _read_tokens, "file with token ids", more={"dest": "tokens"}),
     )
     add_choice(group, prompt, is_required=True)
@@ -101,7 +101,7 @@ def add_namespace(command: argparse.ArgumentParser) -> None:
 
 
 def add_chat(command: argparse.ArgumentParser) -> None:
-    """Add the options of a conversation to a command that has those of a prompt."""
+    """Add the options of a conversation to a command that has the options of a prompt."""
     chat = (
         flag("--chat", "send the text as a user message in the chat template of the model"),
         Option("--system", "TEXT", name, "with --chat, the system message (default: none)"),
@@ -110,7 +110,7 @@ def add_chat(command: argparse.ArgumentParser) -> None:
 
 
 def prompt_of(arguments: argparse.Namespace, client: Client) -> EncodedPrompt:
-    """Encode the prompt. The service is asked for its tokenizer if the prompt is text and no option names another.
+    """Encode the prompt. Text is encoded with the tokenizer of the service, unless an option names another encoding.
 
     Raises:
         ConfigError: options exclude each other, the tokenizer can't be used, or the text can't be encoded.
@@ -129,7 +129,7 @@ def prompt_of(arguments: argparse.Namespace, client: Client) -> EncodedPrompt:
             raise ConfigError("--chat: requires a tokenizer, got --bytes")
         return EncodedPrompt(list(arguments.text), None)
     tokenizer = served_tokenizer(client) if arguments.tokenizer is None else load_tokenizer(arguments.tokenizer)
-    text = _decoded(arguments.text)
+    text = _decode(arguments.text)
     if not is_chat:
         return EncodedPrompt(tokenizer.encode(text), tokenizer)
     messages = [] if system is None else [{"role": "system", "content": system}]
@@ -170,10 +170,10 @@ def _retention(arguments: argparse.Namespace, num_tokens: int) -> Retention | No
 
 
 def load_tokenizer(source: str) -> Tokenizer:
-    """Load the tokenizer that an option names.
+    """Load the tokenizer that `--tokenizer` names.
 
     Raises:
-        ConfigError: it can't be used.
+        ConfigError: the tokenizer can't be used.
     """
     try:
         return Tokenizer.load(source)
@@ -185,7 +185,7 @@ def served_tokenizer(client: Client) -> Tokenizer:
     """Return the tokenizer of the served model.
 
     Raises:
-        ConfigError: it has none that can be used.
+        ConfigError: the model has no tokenizer, or the tokenizer can't be used.
     """
     from radixkv.service.client.errors import NotFound, Unimplemented
 
@@ -198,7 +198,7 @@ def served_tokenizer(client: Client) -> Tokenizer:
         raise ConfigError(message) from error
 
 
-def _decoded(text: bytes) -> str:
+def _decode(text: bytes) -> str:
     try:
         return text.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -207,7 +207,7 @@ def _decoded(text: bytes) -> str:
         ) from error
 
 
-def _text(text: str) -> bytes:
+def _parse_text(text: str) -> bytes:
     if text == "-":
         return _read_text("-")
     if not text:
@@ -222,7 +222,7 @@ def _read_text(path: str) -> bytes:
     return text
 
 
-def _tokens(text: str) -> list[int]:
+def _parse_tokens(text: str) -> list[int]:
     return _read_tokens("-") if text == "-" else argument_types.token_ids(text)
 
 

@@ -40,7 +40,7 @@ class RejectedConversation(Exception):
     """The chat template of the tokenizer rejects a conversation. The message has its place and the reason."""
 
 
-class _Encoded(NamedTuple):
+class _EncodedPrompt(NamedTuple):
     token_ids: Sequence[int]
     segment_of: SegmentOf | None
 
@@ -56,7 +56,7 @@ class PromptLogReader:
         is_plain: whether conversations are written in a plain form, without the chat template.
 
     Attributes:
-        has_text: whether a prompt was text, so that the tokenizer fits the tokens.
+        has_text: whether the tokenizer has encoded a prompt, and so fits the tokens of the log.
     """
 
     log: PromptLog
@@ -70,43 +70,44 @@ class PromptLogReader:
         """Add the prompt of a record.
 
         Raises:
-            ConfigError: it is no prompt, or a field is wrong. The message names the line and the field.
-            RejectedConversation: the chat template rejects it.
+            ConfigError: the record is no prompt, or a field is wrong. The message names the line and the field.
+            RejectedConversation: the chat template rejects the conversation.
         """
         where, fields = record
         if not isinstance(fields, dict):
             raise ConfigError(f"{where}: expected a JSON object, got another JSON value")
         body = next((fields[each] for each in _BODIES if isinstance(fields.get(each), dict)), fields)
         body = _with_messages(body)
-        both = {**body, **fields} if body is not fields else fields
-        encoded = self._encoded(where, body)
-        answer = _first(both, _ANSWERS)
+        all_fields = {**body, **fields} if body is not fields else fields
+        encoded = self._encode(where, body)
+        answer = _first(all_fields, _ANSWERS)
         prompt = LoggedPrompt(
             where,
             len(encoded.token_ids),
-            Namespace(*(_text(both, names, where) for names in (("model",), ("tenant",), ("adapter",), _SALTS))),
-            _session(both, where),
-            self._time_s(both, where),
-            _segments(both, where, len(encoded.token_ids)) or encoded.segment_of,
-            _retention(both, where),
-            _reported_reuse(both, where),
+            Namespace(*(_text(all_fields, names, where) for names in (("model",), ("tenant",), ("adapter",), _SALTS))),
+            _session(all_fields, where),
+            self._time_s(all_fields, where),
+            _segments(all_fields, where, len(encoded.token_ids)) or encoded.segment_of,
+            _retention(all_fields, where),
+            _reported_reuse(all_fields, where),
         )
+        # The last generated token is not cached.
         answer_ids = [] if answer is None else _token_ids(answer, where, "output_token_ids")[:-1]
-        self.log.add(prompt, encoded.token_ids, answer_ids)  # the last generated token is not cached
+        self.log.add(prompt, encoded.token_ids, answer_ids)
 
-    def _encoded(self, where: str, body: Mapping[str, Any]) -> _Encoded:
+    def _encode(self, where: str, body: Mapping[str, Any]) -> _EncodedPrompt:
         tokens = next((body[each] for each in _TOKENS if isinstance(body.get(each), list)), None)
         if tokens is not None and not (tokens and isinstance(tokens[0], dict)):
             name = next(each for each in _TOKENS if body.get(each) is tokens)
             if not tokens:
                 raise ConfigError(f"{where}: {name}: expected at least one token id, got none")
-            return _Encoded(_token_ids(tokens, where, name), None)
+            return _EncodedPrompt(_token_ids(tokens, where, name), None)
         text = next((body[each] for each in _TEXTS if isinstance(body.get(each), str) and body[each]), None)
         if text is not None:
             if self.has_bytes:
-                return _Encoded(list(text.encode()), None)
+                return _EncodedPrompt(list(text.encode()), None)
             self.has_text = True
-            return _Encoded(self.tokenizer().encode(text), None)
+            return _EncodedPrompt(self.tokenizer().encode(text), None)
         if not isinstance(body.get("messages"), list):
             got = ", ".join(map(str, list(body)[:8])) or "none"
             raise ConfigError(
@@ -117,9 +118,9 @@ class PromptLogReader:
             raise ConfigError(f"{where}: messages: expected a tokenizer for a conversation, got --bytes")
         self.has_text = True
         if self.is_plain:
-            return _encoded_plainly(self.tokenizer(), body)
+            return _encode_plainly(self.tokenizer(), body)
         try:
-            return _encoded_chat(self.tokenizer(), body)
+            return _encode_chat(self.tokenizer(), body)
         except (InvalidRequest, TypeError, ValueError) as error:
             raise RejectedConversation(f"{where}: {error}") from error
 
@@ -140,7 +141,7 @@ class PromptLogReader:
 
 
 def is_prompt(value: object) -> bool:
-    """Whether a record is a prompt, not a request of a trace or an event."""
+    """Return whether a record is a prompt, and not a request of a trace or an event."""
     if not isinstance(value, dict) or "hash_ids" in value or "block_hashes" in value:
         return False
     body = next((value[each] for each in _BODIES if isinstance(value.get(each), dict)), value)
@@ -149,7 +150,7 @@ def is_prompt(value: object) -> bool:
 
 
 def _with_messages(body: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the body of a request; that of one to /v1/responses with its items as messages."""
+    """Return the body of a request. If it is a request to /v1/responses, its input items become messages."""
     items = body.get("input")
     if not isinstance(items, list) or not items or not isinstance(items[0], dict):
         return body
@@ -159,7 +160,7 @@ def _with_messages(body: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**others, "messages": [*first, *items]}
 
 
-def _encoded_chat(tokenizer: Tokenizer, body: Mapping[str, Any]) -> _Encoded:
+def _encode_chat(tokenizer: Tokenizer, body: Mapping[str, Any]) -> _EncodedPrompt:
     messages, tools, documents = body["messages"], body.get("tools") or None, body.get("documents") or None
     if _is_anthropic(body):
         from radixkv.service.http.anthropic_requests import read_prompt_only
@@ -170,18 +171,18 @@ def _encoded_chat(tokenizer: Tokenizer, body: Mapping[str, Any]) -> _Encoded:
         tools = prompt.tools.definitions or None
     variables = body.get("chat_template_kwargs") or None
 
-    def render(given: Sequence[Mapping[str, Any]] | None) -> str:
-        return tokenizer.render_chat(messages, tools=given, documents=documents, chat_template_kwargs=variables)
+    def render(shown_tools: Sequence[Mapping[str, Any]] | None) -> str:
+        return tokenizer.render_chat(messages, tools=shown_tools, documents=documents, chat_template_kwargs=variables)
 
     text = render(tools)
     ids, ends = tokenizer.encode_with_ends(text)
-    return _Encoded(ids, segments_of(messages, text, text if tools is None else render(None), ends))
+    return _EncodedPrompt(ids, segments_of(messages, text, text if tools is None else render(None), ends))
 
 
-def _encoded_plainly(tokenizer: Tokenizer, body: Mapping[str, Any]) -> _Encoded:
+def _encode_plainly(tokenizer: Tokenizer, body: Mapping[str, Any]) -> _EncodedPrompt:
     parts = plain_parts(body)
     ids, ends = tokenizer.encode_with_ends("".join(part.text for part in parts))
-    return _Encoded(ids, segments_of_parts(parts, ends))
+    return _EncodedPrompt(ids, segments_of_parts(parts, ends))
 
 
 def _is_anthropic(body: Mapping[str, Any]) -> bool:
@@ -213,8 +214,8 @@ def _token_ids(values: Any, where: str, name: str) -> list[int]:
     is_list = isinstance(values, list)
     if not is_list or any(type(each) is not int or not 0 <= each < _MAX_TOKEN for each in values):
         raise ConfigError(f"{where}: {name}: expected a list of integers in [0, 2**32), got other values")
-    found: list[int] = values
-    return found
+    token_ids: list[int] = values
+    return token_ids
 
 
 def _segments(fields: Mapping[str, Any], where: str, num_tokens: int) -> SegmentOf | None:

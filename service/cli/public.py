@@ -9,11 +9,10 @@ from radixkv.service.cli.connection import add_connection, client_of
 from radixkv.service.cli.options import Option, add_action, add_options
 from radixkv.service.cli.output import json_of
 from radixkv.service.cli.prompt import add_tokens, prompt_of
-from radixkv.service.cli.terminal import aligned
+from radixkv.service.cli.terminal import align_columns
 from radixkv.v1.cache_pb2 import PublicPrefix
 
 _HEADER = ("public prefix", "tokens", "blocks", "adapter", "users", "uses", "state")
-
 
 _NAME = Option("name", None, name, "name of the prefix")
 _NEW_NAME = Option("name", None, name, "name of the prefix; no other public prefix may have it")
@@ -70,7 +69,7 @@ def _list(arguments: argparse.Namespace) -> None:
     with client_of(arguments) as client:
         response = client.public.list()
     rows = [_HEADER, *map(_row, response.public_prefixes)]
-    print(json_of(response) if arguments.json else "\n".join(aligned(rows, is_right=True)))
+    print(json_of(response) if arguments.json else "\n".join(align_columns(rows, is_right=True)))
 
 
 def _size(prefix: PublicPrefix) -> str:

@@ -16,7 +16,10 @@ _NAMES = ("tenant", "adapter", "salt")
 def add_arguments(purge: argparse.ArgumentParser) -> None:
     """Add the arguments of the command to its parser."""
     purge.description = "Drop what is cached for a tenant, an adapter or a salt, or drop everything."
-    add_options(purge, [Option(f"--{each}", "NAME", name, f"only of this {each} (default: any)") for each in _NAMES])
+    add_options(
+        purge,
+        [Option(f"--{each}", "NAME", name, f"drop only what belongs to this {each} (default: any)") for each in _NAMES],
+    )
     add_options(purge, [flag("--all", "drop everything; with the token of a tenant, everything of that tenant")])
     add_connection(purge)
     purge.set_defaults(command=_purge)

@@ -11,7 +11,7 @@ from radixkv.service.cli.argument_types import count, name
 from radixkv.service.cli.connection import add_connection, client_of
 from radixkv.service.cli.options import Option, add_options, flag
 from radixkv.service.cli.output import json_of
-from radixkv.service.cli.terminal import aligned, tenant_label
+from radixkv.service.cli.terminal import align_columns, tenant_label
 from radixkv.v1.cache_pb2 import ListSegmentsResponse, Segment, StoredNamespace
 from radixkv.v1.hints_pb2 import Awaits
 
@@ -33,7 +33,7 @@ _OPTIONS = (
         "list what this tier, such as host, holds of each namespace (default: the device)",
         "",
     ),
-    Option("--session", "ID", name, "only what this session of the tenant has used alone (default: all)", ""),
+    Option("--session", "ID", name, "only what this session of --tenant has used alone (default: all)", ""),
     flag("--all", "all pages"),
 )
 _STORED_HEADER = ("tenant", "namespace", "blocks", "tokens", "retained")
@@ -42,7 +42,7 @@ _HEADER = ("segment", "after", "tenant", "from", "tokens", "blocks", "uses", "id
 
 def add_arguments(segments: argparse.ArgumentParser) -> None:
     """Add the arguments of the command to its parser."""
-    segments.description = "List the cached segments, the runs of tokens that prompts share. Token ids are never shown."
+    segments.description = "List the cached segments, the nodes of the radix trees. Token ids are never shown."
     add_options(segments, _OPTIONS)
     add_connection(segments)
     segments.set_defaults(command=_segments)
@@ -54,11 +54,11 @@ def segment_rows(segments: Iterable[Segment]) -> list[tuple[str, ...]]:
 
 
 def awaits_text(awaits: Awaits) -> str:
-    """Return what a session waits for, as the end of a phrase; empty if it is not known."""
+    """Return what a session waits for; empty if it is not known."""
     texts = {
-        Awaits.AWAITS_TOOL: ", awaits a tool",
-        Awaits.AWAITS_USER: ", awaits the user",
-        Awaits.AWAITS_NOTHING: ", ended",
+        Awaits.AWAITS_TOOL: "awaits a tool",
+        Awaits.AWAITS_USER: "awaits the user",
+        Awaits.AWAITS_NOTHING: "ended",
     }
     return texts.get(awaits, "")
 
@@ -88,7 +88,7 @@ def _segments(arguments: argparse.Namespace) -> None:
     else:
         rows = _stored_rows(response.stored) if arguments.store else segment_rows(response.segments)
         summary = _summary(response, "namespaces" if arguments.store else "segments")
-        print("\n".join([*aligned(rows, is_right=True), summary]))
+        print("\n".join([*align_columns(rows, is_right=True), summary]))
 
 
 def _page(client: Client, arguments: argparse.Namespace, page_token: str) -> ListSegmentsResponse:
@@ -116,7 +116,7 @@ def _row(segment: Segment) -> tuple[str, ...]:
         ends = f" for {duration(segment.expires_in_s)}" if segment.HasField("expires_in_s") else ""
         states.append(f"retained at {segment.priority}{ends}")
     if segment.session_id:
-        states.append(f"only session {segment.session_id}{awaits_text(segment.awaits)}")
+        states += [f"only session {segment.session_id}", awaits_text(segment.awaits)]
     return (
         str(segment.segment_id),
         str(segment.parent_id) if segment.parent_id else "-",
@@ -127,7 +127,7 @@ def _row(segment: Segment) -> tuple[str, ...]:
         str(segment.num_uses),
         duration(segment.idle_s),
         f"{segment.heat:.1f}",
-        ", ".join(states),
+        ", ".join(filter(None, states)),
     )
 
 
@@ -141,6 +141,6 @@ def _stored_row(each: StoredNamespace) -> tuple[str, ...]:
 
 
 def _owner(listed: Segment | StoredNamespace) -> str:
-    """Return the tenant and the adapter: its names, or the beginning of its digest if it has none."""
+    """Return the tenant and the adapter; the beginning of the adapter's digest if it has no name."""
     names = ", ".join(listed.adapter_names) or listed.adapter[:12]
     return tenant_label(listed.tenant) + (" +salt" if listed.has_salt else "") + (f" adapter {names}" if names else "")

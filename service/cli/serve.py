@@ -21,7 +21,6 @@ from radixkv.startup.progress import StartProgress
 
 _logger = logging.getLogger(__name__)
 
-
 _MODEL = ModelConfig()
 _SERVER = ServerConfig()
 _OPTIONS = (
@@ -36,7 +35,7 @@ _OPTIONS = (
         "--device",
         None,
         None,
-        f"auto takes a GPU if there is one (default: {_MODEL.device})",
+        f"device that runs the model; auto takes a GPU if there is one (default: {_MODEL.device})",
         more={"choices": ("auto", "cpu", "cuda")},
     ),
     Option(
@@ -47,7 +46,7 @@ _OPTIONS = (
         "affinity and the cgroup quota)",
     ),
     Option("--host", None, None, f"address to listen on (default: {_SERVER.host})"),
-    Option("--port", None, int, f"0 picks a free one (default: {_SERVER.port})"),
+    Option("--port", None, int, f"port to listen on; 0 picks a free one (default: {_SERVER.port})"),
     Option(
         "--http-port",
         None,
@@ -58,7 +57,7 @@ _OPTIONS = (
         "--metrics-port",
         None,
         int,
-        "port of Prometheus metrics over HTTP; 0 picks a free one (default: no metrics)",
+        "port of metrics, health probes and a page about the cache, over HTTP; 0 picks a free one (default: none)",
     ),
     flag("--insecure", "listen beyond this machine without TLS or credentials, or accept tokens without TLS"),
     Option(
@@ -69,7 +68,7 @@ _OPTIONS = (
         f"servers in [kv_sources.*] (default: {TransferConfig().role})",
         more={"choices": ("both", "prefill", "decode")},
     ),
-    Option("--config", "F", None, "TOML file with the configuration (default: none)"),
+    Option("--config", "FILE", None, "TOML file with the configuration (default: none)"),
     Option(
         "--set",
         "a.b=v",
@@ -241,7 +240,7 @@ def _start_log(level: str, log_format: str) -> None:
 
 
 def _settings(arguments: argparse.Namespace) -> list[str]:
-    named = {
+    values = {
         "model.path": arguments.model,
         "model.device": arguments.device,
         "model.threads": arguments.threads,
@@ -253,4 +252,4 @@ def _settings(arguments: argparse.Namespace) -> list[str]:
         "transfer.role": arguments.role,
     }
     # A JSON string is a TOML string.
-    return [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in named.items() if value is not None]
+    return [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in values.items() if value is not None]

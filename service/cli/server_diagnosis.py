@@ -1,4 +1,4 @@
-"""What a running server has found out about its misses, as lines to read."""
+"""The text of a diagnosis of a running server."""
 
 from __future__ import annotations
 
@@ -12,40 +12,40 @@ from radixkv.v1.cache_pb2 import DiagnosedCause, DiagnoseResponse, MissSample
 from radixkv.v1.explain_pb2 import Excerpt
 
 
-def server_diagnosis_text(found: DiagnoseResponse, price: float | None = None) -> str:
+def server_diagnosis_text(response: DiagnoseResponse, price: float | None = None) -> str:
     """Return the causes of misses in lines, the most expensive first.
 
     Args:
-        found: the response of a server.
-        price: price of a million computed tokens; None for none.
+        response: the response of a server.
+        price: price of a million computed tokens; None to print no money.
     """
     lines = [
-        f"In the last {duration(found.covered_s)}, {found.prompts:,} prompts with {found.prompt_tokens:,} tokens: "
-        f"{found.cached_tokens:,} were reused{percent(found.cached_tokens, found.prompt_tokens)}.",
-        f"{found.misses:,} prompts missed and computed {found.missed_tokens:,} tokens. "
-        f"{found.examined_misses:,} of them, with {found.examined_tokens:,} tokens, were examined; "
-        f"{found.first_prompts:,} of these had nothing similar in the cache.",
+        f"In the last {duration(response.covered_s)}, {response.prompts:,} prompts with {response.prompt_tokens:,} "
+        f"tokens: {response.cached_tokens:,} were reused{percent(response.cached_tokens, response.prompt_tokens)}.",
+        f"{response.misses:,} prompts missed and computed {response.missed_tokens:,} tokens. "
+        f"{response.examined_misses:,} of them, with {response.examined_tokens:,} tokens, were examined; "
+        f"{response.first_prompts:,} of these had nothing similar in the cache.",
     ]
-    if not found.causes:
+    if not response.causes:
         lines += ["", "No cause was found: the examined prompts reuse what they have in common with earlier ones."]
-    for number, cause in enumerate(found.causes, start=1):
+    for number, cause in enumerate(response.causes, start=1):
         group = _group(cause)
         tenant = f" Tenant {printable(cause.tenant, keep='')}." if cause.tenant else ""
-        lines += ["", f"{number}. {headline(group, found.examined_misses, cause.what)}{tenant}"]
+        lines += ["", f"{number}. {headline(group, response.examined_misses, cause.what)}{tenant}"]
         if group.sample is not None:
             lines += sides(group.sample)
         lines += [
             f"   -> {printable(cause.change, keep='')}",
-            f"   {savings(group, found.examined_tokens, price, whole='what the examined ones computed')}",
+            f"   {savings(group, response.examined_tokens, price, whole='what the examined ones computed')}",
         ]
-    if found.further_causes:
-        lines += ["", f"Further causes that cost less: {found.further_causes:,}; see --top."]
+    if response.further_causes:
+        lines += ["", f"Further causes that cost less: {response.further_causes:,}; see --top."]
     return "\n".join(lines)
 
 
 def _group(cause: DiagnosedCause) -> MissGroup:
     names = {each.value for each in MissCause}
-    kind = MissCause(cause.cause) if cause.cause in names else MissCause.REPLACED  # of a newer server
+    kind = MissCause(cause.cause) if cause.cause in names else MissCause.REPLACED  # a newer server has more causes
     return MissGroup(
         GroupKey(kind, cause.place, cause.pattern),
         cause.prompts,
@@ -59,18 +59,16 @@ def _group(cause: DiagnosedCause) -> MissGroup:
 
 
 def _sample(sample: MissSample) -> Sample:
-    spans = [getattr(sample, name) if sample.HasField(name) else None for name in _SPANS]
+    prompt_span = sample.prompt_span_tokens if sample.HasField("prompt_span_tokens") else None
+    branch_span = sample.branch_span_tokens if sample.HasField("branch_span_tokens") else None
     return Sample(
         tuple(sample.before_token_ids),
         sample.before_text,
-        _side(sample.prompt, spans[0]),
-        _side(sample.branch, spans[1]),
+        _side(sample.prompt, prompt_span),
+        _side(sample.branch, branch_span),
         "",
         "",
     )
-
-
-_SPANS = ("prompt_span_tokens", "branch_span_tokens")
 
 
 def _side(excerpt: Excerpt, span: int | None) -> Side:

@@ -32,7 +32,7 @@ from radixkv.service.cli.argument_types import COUNTS, capacities, names, positi
 from radixkv.service.cli.model_options import MODEL_OPTIONS, format_of, layout_of, model_of
 from radixkv.service.cli.options import Option, add_options, flag
 from radixkv.service.cli.simulate_fleet import FLEET_OPTIONS, fleets_of, run_fleets
-from radixkv.service.cli.terminal import aligned
+from radixkv.service.cli.terminal import align_columns
 from radixkv.service.cli.tier_options import tier_capacities, tier_option
 from radixkv.service.cli.trace_options import TRACE_OPTIONS, requests_of
 from radixkv.service.progress_bar import progress_bar
@@ -53,10 +53,11 @@ _OPTIONS = (
         "--hints",
         "H",
         None,
-        f"what the cache knows of sessions: {', '.join(HINTS)} (stop: why an answer ended; end: which was the last)",
+        f"what the cache knows about sessions: {', '.join(HINTS)}; stop is why each answer ended, and end "
+        "which answer of a session is the last",
         NO_HINTS,
     ),
-    tier_option("tiers for blocks that are evicted from the cache"),
+    tier_option(),
     Option(
         "--time-model",
         "FILE",
@@ -87,25 +88,22 @@ def add_arguments(simulate: argparse.ArgumentParser) -> None:
 
 def _simulate(arguments: argparse.Namespace) -> None:
     fleets = fleets_of(arguments)
-    print(_run(arguments) if fleets is None else run_fleets(arguments, fleets))
+    print(_run_simulations(arguments) if fleets is None else run_fleets(arguments, fleets))
 
 
-def _run(arguments: argparse.Namespace) -> str:
-    def token_bytes_of(subject: str) -> int:
-        model = model_of(arguments)
-        return layout_of(model, subject).token_bytes(format_of(model, arguments))
-
-    tiers = tier_capacities(arguments.tiers, token_bytes_of, arguments.block_size)
-    return run_simulations(arguments, tiers)
-
-
-def run_simulations(arguments: argparse.Namespace, tiers: Sequence[TierCapacity]) -> str:
+def _run_simulations(arguments: argparse.Namespace) -> str:
     """Replay the trace for each policy and capacity. A plot always includes the optimum. Returns the text to print.
 
     Raises:
         ConfigError: an argument is invalid; raised before anything is replayed.
     """
+
+    def token_bytes_of(subject: str) -> int:
+        model = model_of(arguments)
+        return layout_of(model, subject).token_bytes(format_of(model, arguments))
+
     policies, capacities_tokens, block_size = arguments.policy, arguments.capacity_tokens, arguments.block_size
+    tiers = tier_capacities(arguments.tiers, token_bytes_of, block_size)
     for policy, capacity_tokens in itertools.product(policies, capacities_tokens):
         check_simulation(
             policy=policy,
@@ -163,7 +161,7 @@ def simulation_table(simulations: Sequence[Simulation]) -> str:
     if latencies:
         notes.append("returns: requests after a tool call; ready: what they repeat was on the device")
         notes.append("timely: TTFT at most 1.1 times what it would have been if the return had been ready")
-    return "\n".join([about, *notes, "", *aligned(rows, is_right=True)])
+    return "\n".join([about, *notes, "", *align_columns(rows, is_right=True)])
 
 
 def _count(usage: TierUsage | None, verb: str) -> str:
@@ -180,7 +178,7 @@ def _latency_cells(latency: Latency | None, num_cells: int) -> list[str]:
 
 
 def _object_of(simulation: Simulation) -> dict[str, Any]:
-    """Return the fields of a simulation; those of tiers and latencies only if there are any."""
+    """Return the fields of a simulation for JSON; fields of tiers and of latencies only if it has them."""
     fields = dataclasses.asdict(simulation)
     if simulation.latency is None:
         del fields["latency"]

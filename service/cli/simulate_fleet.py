@@ -11,12 +11,12 @@ from typing import Any
 
 from radixkv.errors import ConfigError
 from radixkv.planning.fleet_simulation import Fleet, FleetSimulation, check_fleet, simulate_fleet
-from radixkv.planning.simulate import Simulation, simulate
+from radixkv.planning.simulate import NO_HINTS, Simulation, simulate
 from radixkv.planning.trace import TraceRequest
 from radixkv.routing.policies import PREFIX, ROUTINGS
 from radixkv.service.cli.argument_types import names, positive, whole
 from radixkv.service.cli.options import Option
-from radixkv.service.cli.terminal import aligned
+from radixkv.service.cli.terminal import align_columns
 from radixkv.service.cli.trace_options import requests_of
 from radixkv.service.progress_bar import progress_bar
 
@@ -67,9 +67,15 @@ def fleets_of(arguments: argparse.Namespace) -> list[Fleet] | None:
         return None
     if arguments.replicas > _MAX_REPLICAS:
         raise ConfigError(f"--replicas: expected at most {_MAX_REPLICAS}, got {arguments.replicas}")
-    for option in ("tier", "plot"):
-        if getattr(arguments, "tiers" if option == "tier" else option):
-            raise ConfigError(f"--{option}: can't be combined with --replicas")
+    unsupported = {
+        "--tier": bool(arguments.tiers),
+        "--plot": arguments.plot is not None,
+        "--hints": arguments.hints != NO_HINTS,
+        "--time-model": arguments.time_model is not None,
+    }
+    for option, is_set in unsupported.items():
+        if is_set:
+            raise ConfigError(f"{option}: can't be combined with --replicas")
     tokens_per_s = _TOKENS_PER_S if arguments.tokens_per_s is None else arguments.tokens_per_s
     return [Fleet(arguments.replicas, capacity, tokens_per_s) for capacity in arguments.capacity_tokens]
 
@@ -123,7 +129,7 @@ def fleet_table(results: Sequence[FleetComparison]) -> str:
         "share: hit rate divided by that of one cache with the capacity of all replicas",
         "spread: computed tokens of the busiest server divided by the mean; p50, p99: time to first token",
     )
-    return "\n".join([about, *notes, "", *aligned(rows, is_right=True)])
+    return "\n".join([about, *notes, "", *align_columns(rows, is_right=True)])
 
 
 def _compare(

@@ -17,7 +17,7 @@ from radixkv.service.cli.options import Option, add_options, flag
 from radixkv.service.cli.output import json_of
 from radixkv.service.cli.prices import HOUR_S, TIERS, InvoiceItem, PriceList, total_of
 from radixkv.service.cli.segments import duration
-from radixkv.service.cli.terminal import aligned, printable, tenant_label
+from radixkv.service.cli.terminal import align_columns, printable, tenant_label
 from radixkv.v1.cache_pb2 import StatementLine, StatementResponse
 
 _FIELDS = tuple(field.name for field in StatementLine.DESCRIPTOR.fields)
@@ -25,15 +25,15 @@ _FIELDS = tuple(field.name for field in StatementLine.DESCRIPTOR.fields)
 
 def _month(text: str) -> str:
     """Parse a month."""
-    return _matching(text, r"[0-9]{4}-[0-9]{2}", "a month such as 2026-11")
+    return _match(text, r"[0-9]{4}-[0-9]{2}", "a month such as 2026-11")
 
 
 def _day(text: str) -> str:
     """Parse a day or a month. The service checks that it exists."""
-    return _matching(text, r"[0-9]{4}-[0-9]{2}(-[0-9]{2})?", "a day such as 2026-11-28, or a month such as 2026-11")
+    return _match(text, r"[0-9]{4}-[0-9]{2}(-[0-9]{2})?", "a day such as 2026-11-28, or a month such as 2026-11")
 
 
-def _matching(text: str, pattern: str, expected: str) -> str:
+def _match(text: str, pattern: str, expected: str) -> str:
     if not re.fullmatch(pattern, text):
         raise argparse.ArgumentTypeError(f"expected {expected}, got {text[:40] or 'an empty string'}")
     return text
@@ -41,9 +41,9 @@ def _matching(text: str, pattern: str, expected: str) -> str:
 
 _OPTIONS = (
     Option("--tenant", "NAME", name, "only this tenant (default: all, or your own with the credential of a tenant)"),
-    Option("--month", "YYYY-MM", _month, "the month, in UTC (default: the present one)"),
+    Option("--month", "YYYY-MM", _month, "the month, in UTC (default: the current month)"),
     Option("--since", "DAY", _day, "first day, instead of --month (default: the first day of the month of --until)"),
-    Option("--until", "DAY", _day, "the last day, in place of --month (default: today)"),
+    Option("--until", "DAY", _day, "last day, instead of --month (default: today)"),
     flag("--by-day", "a line for each day instead of for each month"),
     Option("--prices", "FILE", name, "TOML file with prices, for an invoice; see docs/STATEMENTS.md (default: none)"),
     flag("--csv", "print CSV; with --prices, the lines of the invoice"),
@@ -120,8 +120,8 @@ def statement_text(statement: StatementResponse, prices: PriceList | None = None
     first = f"{statement.since} to {statement.until} (UTC), of which {duration(statement.covered_s)} were accounted"
     if not statement.lines:
         return f"{first}. No use was recorded."
-    lines = [first, "", *aligned(list(_rows(statement)), is_right=True)]
-    more = [_at_twice_ceiling(line) for line in statement.lines if line.more_hit_tokens_at_twice_ceiling]
+    lines = [first, "", *align_columns(list(_rows(statement)), is_right=True)]
+    more = [_ceiling_note(line) for line in statement.lines if line.more_hit_tokens_at_twice_ceiling]
     lines += ["", *more] if more else []
     if prices is not None:
         lines += ["", *_invoice_text(statement, prices)]
@@ -143,7 +143,7 @@ def _rows(statement: StatementResponse) -> Iterator[tuple[str, ...]]:
         yield (tenant_label(line.tenant), line.period, *(f"{number:,}" for number in numbers), *hours)
 
 
-def _at_twice_ceiling(line: StatementLine) -> str:
+def _ceiling_note(line: StatementLine) -> str:
     tenant, number = printable(tenant_label(line.tenant), keep=""), line.more_hit_tokens_at_twice_ceiling
     return f"With twice its ceiling, {tenant} would have saved about {number:,} more tokens in {line.period}."
 
@@ -159,4 +159,4 @@ def _invoice_text(statement: StatementResponse, prices: PriceList) -> Iterator[s
             cells = (tenant_label(line.tenant), line.period, item.item, quantity)
             rows.append((*cells, f"{item.price_per_million:f}", f"{item.amount:f}"))
     rows.append(("total", "", "", "", "", f"{total_of(items, prices.decimals):f}"))
-    yield from aligned(rows, is_right=True)
+    yield from align_columns(rows, is_right=True)

@@ -6,14 +6,14 @@ import itertools
 from collections.abc import Sequence
 
 
-def aligned(rows: Sequence[Sequence[str]], *, is_right: bool = False) -> list[str]:
+def align_columns(rows: Sequence[Sequence[str]], *, is_right: bool = False) -> list[str]:
     """Return one line per row, with aligned columns.
 
     Args:
         rows: cells of text, whose control characters are escaped; a row may be shorter than others.
         is_right: right-align all columns except the first, for numbers.
 
-    >>> aligned([("policy", "hits"), ("lru", "7")], is_right=True)
+    >>> align_columns([("policy", "hits"), ("lru", "7")], is_right=True)
     ['policy  hits', 'lru        7']
     """
     safe = [[printable(cell, keep="") for cell in row] for row in rows]
@@ -47,6 +47,17 @@ def printable(text: str, *, keep: str) -> str:
     return "".join(
         each if each in keep or each.isprintable() else each.encode("unicode_escape").decode("ascii") for each in text
     )
+
+
+def excerpt(part: str | Sequence[int]) -> str:
+    """Return a part of a prompt on one line: text with escaped line breaks, or token ids between spaces.
+
+    >>> excerpt("a" + chr(10)), excerpt([1, 2])
+    ('a\\\\n', ' 1 2 ')
+    """
+    if isinstance(part, str):
+        return part.replace("\n", "\\n")
+    return f" {' '.join(map(str, part))} " if part else ""
 
 
 def tenant_label(tenant: str) -> str:

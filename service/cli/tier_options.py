@@ -34,14 +34,14 @@ class TierSize:
     num_tokens: int | None = None
 
 
-def tier_option(about: str) -> Option:
-    """Return the option `--tier`; its help begins with `about`."""
+def tier_option(effect: str = "") -> Option:
+    """Return the option `--tier`; `effect` is the part of its help that says what the command prints."""
     return Option(
         "--tier",
         "NAME=SIZE[,...]",
         tier_sizes,
-        f"{about}, the fastest first, such as host=16GB,disk=200GB; a size is in bytes (16GB, 16GiB), in tokens "
-        f"(10.24M), or {UNBOUNDED} (default: none)",
+        "tiers for blocks that are evicted from the device, the fastest first, such as host=16GB,disk=200GB; a size is "
+        f"in bytes (16GB, 16GiB), in tokens (10.24M), or {UNBOUNDED}{effect} (default: none)",
         [],
         {"dest": "tiers", "action": "extend"},
     )
@@ -84,8 +84,8 @@ def tier_capacities(
 def _pairs(text: str) -> list[tuple[str, str]]:
     pairs = []
     for item in text.split(","):
-        name, is_there, value = (part.strip() for part in item.partition("="))
-        if not (is_there and _NAME.fullmatch(name) and name != "device"):
+        name, separator, value = (part.strip() for part in item.partition("="))
+        if not (separator and _NAME.fullmatch(name) and name != "device"):
             raise argparse.ArgumentTypeError(
                 f"expected NAME=VALUE with names such as host and disk, other than device; got {item.strip() or 'none'}"
             )

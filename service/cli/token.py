@@ -21,7 +21,6 @@ TOKEN_PREFIX = "rkv_"  # so that secret scanners recognize leaked tokens
 
 _NUM_RANDOM_BYTES = 32
 
-
 _ROLES = (
     Option("--tenant", "NAME", name, "make a token for this tenant (default: none)"),
     Option("--router", "all|NAME[,...]", name, "make a token for a router that acts for these tenants (default: none)"),

@@ -17,7 +17,7 @@ from radixkv.service.cli.connection import add_connection, client_of
 from radixkv.service.cli.options import Option, add_options, flag
 from radixkv.service.cli.output import json_of
 from radixkv.service.cli.segments import awaits_text, duration, segment_rows
-from radixkv.service.cli.terminal import aligned, tenant_label
+from radixkv.service.cli.terminal import align_columns, tenant_label
 from radixkv.v1.cache_pb2 import ListSegmentsResponse, StatsResponse, TierStats
 from radixkv.v1.cache_pb2 import TimeStats as TimeStatsMessage
 
@@ -161,7 +161,7 @@ def _rates(stats: StatsResponse, before: StatsResponse | None) -> list[str]:
         ("requests", f"{finished / seconds:.1f}/s", str(stats.requests.finished)),
         ("first token", _quantiles(first_tokens), _quantiles(_times(stats.first_tokens))),
     ]
-    return aligned(rows)
+    return align_columns(rows)
 
 
 def _blocks(stats: StatsResponse, num_columns: int) -> list[str]:
@@ -194,22 +194,21 @@ def _tenant_lines(stats: StatsResponse) -> list[str]:
         counts = (tenant.cached_blocks, tenant.pinned_blocks, tenant.retained_blocks, tenant.evicted_blocks)
         stored = (tenant.stored_blocks.get(store, 0) for store in stores)
         rows.append((tenant_label(tenant.tenant), *map(str, (*counts, *stored)), rate))
-    return aligned(rows, is_right=True)
+    return align_columns(rows, is_right=True)
 
 
 def _session_lines(stats: StatsResponse) -> list[str]:
     rows = [("session used last", "tenant", "blocks of its own", "running", "idle", "")]
     for session in stats.sessions:
-        state = awaits_text(session.awaits).removeprefix(", ")
         counts = (str(session.blocks), str(session.running_requests), duration(session.idle_s))
-        rows.append((session.session_id, tenant_label(session.tenant), *counts, state))
-    return aligned(rows, is_right=True)
+        rows.append((session.session_id, tenant_label(session.tenant), *counts, awaits_text(session.awaits)))
+    return align_columns(rows, is_right=True)
 
 
 def _segments(hottest: ListSegmentsResponse) -> list[str]:
     total = f" of {hottest.total_segments}" if hottest.HasField("total_segments") else ""
     title = f"hottest segments: {len(hottest.segments)}{total}, {hottest.compared_segments} compared"
-    return [title, *aligned(segment_rows(hottest.segments), is_right=True)]
+    return [title, *align_columns(segment_rows(hottest.segments), is_right=True)]
 
 
 def _times(message: TimeStatsMessage) -> TimeStats:

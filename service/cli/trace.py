@@ -9,7 +9,6 @@ import json
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import IO
 
 import numpy as np
 
@@ -26,7 +25,7 @@ _DESCRIPTION = (
     "for `radixkv simulate`. The trace has no text: the ids of its blocks are numbers in the order of first appearance."
 )
 _OPTIONS = (
-    Option("texts", "TEXTS", None, "JSON or JSON lines, plain or gzip"),
+    Option("texts", "TEXTS", None, "file of JSON or JSON lines, plain or gzip"),
     Option(
         "--tokenizer",
         "DIR|FILE.gguf|ORG/NAME",
@@ -47,7 +46,7 @@ def add_arguments(trace: argparse.ArgumentParser) -> None:
     trace.set_defaults(command=_trace)
 
 
-class _BlockTokens:
+class _BlockNumbers:
     """Numbers token blocks in order of first appearance. Equal blocks with equal preceding blocks share a number."""
 
     def __init__(self, tokens_per_id: int) -> None:
@@ -80,7 +79,7 @@ class _Encoder:
                 return self._tokenizer.encode(request.prompt)
             if self._tokenizer.has_chat_template:
                 return self._tokenizer.encode_chat(request.prompt, tools=request.tools)
-            return self._tokenizer.encode("".join(map(_plain, request.prompt)))
+            return self._tokenizer.encode("".join(map(_plain_text, request.prompt)))
         except (TypeError, ValueError) as error:
             self.num_refused += 1
             self.first_refused = self.first_refused or f"{request.where}: {error}"
@@ -105,12 +104,12 @@ def _trace(arguments: argparse.Namespace) -> None:
     requests = itertools.islice(
         itertools.chain.from_iterable(map(text_requests, read_records(Path(arguments.texts)))), arguments.limit
     )
-    blocks = _BlockTokens(arguments.tokens_per_id)
+    blocks = _BlockNumbers(arguments.tokens_per_id)
     num_lines = 0
     try:
         with gzip.open(output, "wt") if output.suffix == ".gz" else output.open("w") as file:
             for line in _lines(requests, encoder, blocks):
-                _write(file, line)
+                file.write(json.dumps(line, separators=(",", ":")) + "\n")
                 num_lines += 1
     except OSError as error:
         raise ConfigError(f"--output: expected a file that can be written, got {output}: {error.strerror}") from error
@@ -125,7 +124,7 @@ def _refusals(encoder: _Encoder, what: str) -> str:
     return f"{what}; {encoder.num_refused:,} left out, the first one: {encoder.first_refused}"
 
 
-def _lines(requests: Iterable[TextRequest], encoder: _Encoder, blocks: _BlockTokens) -> Iterator[dict[str, object]]:
+def _lines(requests: Iterable[TextRequest], encoder: _Encoder, blocks: _BlockNumbers) -> Iterator[dict[str, object]]:
     start_s: float | None = None
     for request in requests:
         token_ids = encoder.encode(request)
@@ -142,10 +141,6 @@ def _lines(requests: Iterable[TextRequest], encoder: _Encoder, blocks: _BlockTok
         }
 
 
-def _write(file: IO[str], line: dict[str, object]) -> None:
-    file.write(json.dumps(line, separators=(",", ":")) + "\n")
-
-
-def _plain(message: Message) -> str:
+def _plain_text(message: Message) -> str:
     content = message.get("content")
     return f"{message['role']}: {content if isinstance(content, str) else json.dumps(content)}\n"

@@ -15,7 +15,7 @@ from aiohttp import web
 from radixkv.errors import InvalidRequest, PromptTooLong, UnknownAdapter
 from radixkv.service.field_names import prompt_field_names
 from radixkv.service.http.anthropic_requests import read_messages, read_prompt_only
-from radixkv.service.http.api_errors import http_status_of, renamed
+from radixkv.service.http.api_errors import http_status_of, message_and_field
 from radixkv.service.http.api_request import ApiRequest
 from radixkv.service.http.cache_diagnostics import CacheDiagnostics, PromptDifference
 from radixkv.service.http.completer import Completer
@@ -37,7 +37,7 @@ _ERROR_TYPES = {
     503: "overloaded_error",
     504: "timeout_error",
 }
-# Names of fields in messages of this server, and in Anthropic's API.
+# The names of fields in Anthropic's API, by their names in messages of this server.
 _NAMES = {
     **prompt_field_names("messages", "max_tokens"),
     "adapter": "model",
@@ -72,9 +72,9 @@ class AnthropicApi:
 
     def error(self, error: BaseException) -> Mapping[str, Any]:
         """Return the body of the response to a request that failed."""
-        message, field = renamed(error, _NAMES)
+        message, field = message_and_field(error, _NAMES)
         if isinstance(error, UnknownAdapter):
-            message = self._completer.unknown_model
+            message = self._completer.unknown_model_message
         if isinstance(error, PromptTooLong):  # agents search for these words, and then shorten the conversation
             reason = "prompt is too long" if field == "messages" else "input length and max_tokens exceed context limit"
             message = f"{reason}: {message}"
@@ -95,7 +95,7 @@ class AnthropicApi:
         prompt, options = read_messages(fields)
         tenant = request.hold(options.generate)
         completer = self._completer
-        chat = (await completer.encode(request, prompt)).constrained(options.generate)
+        chat = (await completer.encode(request, prompt)).constrain(options.generate)
         generate = completer.with_prompt(options.generate, chat.token_ids, options.model, tenant)
         model = options.model or completer.limits.model
         diagnosis = None
@@ -105,7 +105,7 @@ class AnthropicApi:
                 tenant,
                 f"msg_{request.request_id}",
                 options.previous_message_id,
-                prompt.compared(model, len(chat.token_ids)),
+                prompt.compared_parts(model, len(chat.token_ids)),
             )
             diagnosis = await completer.encoder.on_thread(request.num_bytes, diagnose)
         writer = _ResponseWriter(request, chat, model, diagnosis)
@@ -121,7 +121,8 @@ class _ResponseWriter:
         request: the request.
         chat: its conversation.
         model: the name of the model or adapter that answers.
-        diagnosis: why the prompt of an earlier message could not be reused; None if it was, or nothing was asked.
+        diagnosis: why the prompt of an earlier message could not be reused; None if it was reused, or if the request
+            has no `diagnostics`.
     """
 
     def __init__(self, request: ApiRequest, chat: EncodedChat, model: str, diagnosis: PromptDifference | None) -> None:
@@ -151,7 +152,7 @@ class _ResponseWriter:
                 "content": content,
                 **self._end_of(chunk),
                 "usage": self._usage(response.usage, chunk),
-                "diagnostics": self._diagnosed(response.usage),
+                "diagnostics": self._diagnostics_object(response.usage),
             }
         )
 
@@ -163,7 +164,7 @@ class _ResponseWriter:
             if not events.has_begun:
                 nothing: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None}
                 usage = chunk.response.usage
-                begun = {"usage": self._usage(usage, None), "diagnostics": self._diagnosed(usage)}
+                begun = {"usage": self._usage(usage, None), "diagnostics": self._diagnostics_object(usage)}
                 await blocks.send("message_start", message={**self._head, **nothing, **begun})
             self._num_tokens += len(chunk.response.token_ids)
             for part in self._answer.put(chunk.text, is_last=chunk.is_last):
@@ -178,14 +179,14 @@ class _ResponseWriter:
         await blocks.send("message_stop")
         return await events.end()
 
-    def _diagnosed(self, usage: Usage) -> dict[str, Any] | None:
+    def _diagnostics_object(self, usage: Usage) -> dict[str, Any] | None:
         """Return the field `diagnostics`."""
         if self._diagnosis is None:
             return None
         return {"cache_miss_reason": self._diagnosis.reason(usage.cached_tokens)}
 
     def _end_of(self, chunk: CompletionChunk) -> dict[str, Any]:
-        """Return why the completion ended."""
+        """Return `stop_reason` and `stop_sequence`, which say why the completion ended."""
         matched = chunk.response.matched_stop or None
         reason = "stop_sequence" if matched else "tool_use" if self._answer.num_calls else "end_turn"
         return {"stop_reason": "max_tokens" if chunk.has_reached_length else reason, "stop_sequence": matched}

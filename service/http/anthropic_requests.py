@@ -34,7 +34,7 @@ class MessagesPrompt:
         messages: in the form of OpenAI's API, the system prompt first.
         breakpoints: in the order of their positions.
         has_thinking: whether the model may think; None if the request does not say.
-        thinking_budget: tokens of reasoning; None if the request does not say.
+        thinking_budget: maximum number of tokens of reasoning; None if the request does not say.
         tools: the tools that the model may call.
         documents: plain-text documents, which templates write before the conversation.
     """
@@ -64,7 +64,7 @@ class MessagesPrompt:
             documents=self.documents or None,
             chat_template_kwargs=self._variables(tokenizer, form),
         )
-        chat = EncodedChat.of(render(self.messages), tokenizer, form, self.tools)
+        chat = EncodedChat.encode(render(self.messages), tokenizer, form, self.tools)
         return chat.with_ranges(self.breakpoints, self.messages, tokenizer, render)
 
     def _variables(self, tokenizer: Tokenizer, form: AnswerFormat) -> dict[str, Any]:
@@ -82,8 +82,8 @@ class MessagesPrompt:
             raise InvalidRequest(f"thinking.type: this model {always} reasons, since its chat template has no switch")
         return {}
 
-    def compared(self, model: str, num_tokens: int) -> Prompt:
-        """Return the parts that are compared with those of an earlier prompt.
+    def compared_parts(self, model: str, num_tokens: int) -> Prompt:
+        """Return the parts of the prompt that are compared with the parts of an earlier prompt.
 
         Args:
             model: name of the model or adapter.
@@ -110,7 +110,7 @@ class MessagesOptions:
         stops: stop strings.
         is_streamed: whether text is sent as it is generated.
         is_diagnosed: whether the response says why the prompt of an earlier message could not be reused.
-        previous_message_id: the id of that message; None if there is none.
+        previous_message_id: the id of the earlier message; None if there is none.
     """
 
     model: str
@@ -201,10 +201,9 @@ def _read_prompt(fields: Fields) -> MessagesPrompt:
     automatic = fields.any("cache_control")
     if automatic is not None:
         last = len(messages), len(messages[-1]["content"] or ())
-        if (found := _ttl_s(automatic, "cache_control")) and last not in {
-            (each.num_messages, each.num_parts) for each in breakpoints
-        }:
-            breakpoints.append(Breakpoint(*last, found))
+        ttl_s = _ttl_s(automatic, "cache_control")
+        if last not in {(each.num_messages, each.num_parts) for each in breakpoints}:
+            breakpoints.append(Breakpoint(*last, ttl_s))
     if len(breakpoints) > MAX_BREAKPOINTS:
         raise InvalidRequest(f"cache_control: expected at most {MAX_BREAKPOINTS} breakpoints, got {len(breakpoints)}")
     if [each.ttl_s for each in breakpoints] != sorted((each.ttl_s for each in breakpoints), reverse=True):

@@ -36,34 +36,34 @@ def http_status_of(error: BaseException) -> int:
     return _STATUS.get(status_of(error), 500)
 
 
-def message_of(error: BaseException) -> str:
-    """Return what a client may read about an exception. The message of an unexpected one may have data of others."""
+def _message_of(error: BaseException) -> str:
+    """Return what a client may read about an exception. The text of an unexpected one may contain data of others."""
     return str(error) if _may_be_read(error) else "internal error; the server's log has the cause"
 
 
 def retry_headers_of(error: BaseException) -> dict[str, str]:
-    """Return the headers that say when to try again: `retry-after` in seconds, and `retry-after-ms`."""
+    """Return the headers `retry-after` (in seconds) and `retry-after-ms`; none unless the server is at a limit."""
     if not isinstance(error, CapacityError):
         return {}
     seconds = max(0.0, error.retry_after_s)
     return {"retry-after": str(math.ceil(seconds)), "retry-after-ms": str(math.ceil(seconds * 1000))}
 
 
-def field_of(error: BaseException) -> str | None:
-    """Return the field that an exception is about: the beginning of `message_of`; None without one."""
-    name, found, _ = str(error).partition(": ")
-    is_field = bool(found) and _may_be_read(error) and " " not in name.replace(", ", "")
+def _field_of(error: BaseException) -> str | None:
+    """Return the field that an exception is about: the beginning of its message; None if it is about no field."""
+    name, separator, _ = str(error).partition(": ")
+    is_field = bool(separator) and _may_be_read(error) and " " not in name.replace(", ", "")
     return name if is_field else None
 
 
-def renamed(error: BaseException, names: Mapping[str, str]) -> tuple[str, str | None]:
-    """Return what a client may read about an exception, and the field that it is about, as the API calls it.
+def message_and_field(error: BaseException, names: Mapping[str, str]) -> tuple[str, str | None]:
+    """Return what a client may read about an exception, and the field that it is about, named as in the API.
 
     Args:
         error: the exception.
         names: the names of fields in the API, by their names in messages of this server.
     """
-    message, field = message_of(error), field_of(error)
+    message, field = _message_of(error), _field_of(error)
     if field is None:
         return message, None
     name = renamed_fields(field, names)

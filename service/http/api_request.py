@@ -22,7 +22,7 @@ from radixkv.v1.prefill_pb2 import GenerateRequest
 TENANT_HEADER = "radixkv-tenant"
 REQUEST_ID_HEADER = "x-request-id"
 _ANTHROPIC_REQUEST_ID_HEADER = "request-id"
-_ANTHROPIC_VERSION_HEADER = "anthropic-version"  # its clients send it with each request
+_ANTHROPIC_VERSION_HEADER = "anthropic-version"  # clients of Anthropic's API send it with each request
 _ANTHROPIC_PATH = "/v1/messages"
 
 SendError = Callable[[Mapping[str, Any]], Awaitable[None]]
@@ -30,13 +30,13 @@ SendError = Callable[[Mapping[str, Any]], Awaitable[None]]
 _logger = logging.getLogger(__name__)
 
 
-def is_of_anthropic(request: web.BaseRequest) -> bool:
-    """Return whether a request is one of Anthropic's API, not OpenAI's; some paths are in both."""
+def is_anthropic_request(request: web.BaseRequest) -> bool:
+    """Return whether a request uses Anthropic's API and not OpenAI's, which share some paths."""
     return request.path.startswith(_ANTHROPIC_PATH) or _ANTHROPIC_VERSION_HEADER in request.headers
 
 
 def id_headers(request_id: str) -> dict[str, str]:
-    """Return the headers of a response that contain the id of its request, by the name of each API."""
+    """Return the headers with which each of the APIs returns the id of a request."""
     return {REQUEST_ID_HEADER: request_id, _ANTHROPIC_REQUEST_ID_HEADER: request_id}
 
 
@@ -48,7 +48,7 @@ class ApiRequest:
         call: the same request, for the parts of the server that see gRPC calls.
         in_flight: records the memory that the request is charged for.
         receiver: the receiver of the server.
-        num_bytes: size of its body.
+        num_bytes: size of the body.
         send_timeout_s: seconds that the client may leave a response unread.
         error_body: returns the body of a response to a request that failed.
 
@@ -71,7 +71,7 @@ class ApiRequest:
         self.call = call
         self.num_bytes = num_bytes
         self.request_id = self._header(REQUEST_ID_HEADER) or new_request_id()
-        self.error_body = error_body
+        self._error_body = error_body
         self._request = request
         self._in_flight = in_flight
         self._receiver = receiver
@@ -80,15 +80,15 @@ class ApiRequest:
         self._send_error: SendError | None = None
 
     def hold(self, generate: GenerateRequest) -> str:
-        """Set the names of a generation, and charge the request to its tenant. Returns the tenant.
+        """Set the tenant, the session and the id of a request, and charge it to the tenant. Returns the tenant.
 
         The tenant is the one of the credential. A credential for several tenants names one in the header
         `radixkv-tenant`.
 
         Raises:
             InvalidRequest: the request id contains characters that a header cannot have.
-            NotPermitted: the caller may not act for that tenant.
-            QueueFull: too much is held for it.
+            NotPermitted: the caller may not act for the tenant.
+            QueueFull: the requests of the tenant hold too many bytes.
         """
         generate.prefill.tenant = self._header(TENANT_HEADER)
         generate.prefill.session_id = generate.prefill.session_id or next(
@@ -114,7 +114,7 @@ class ApiRequest:
         """Return a response with server-sent events.
 
         Args:
-            send_error: sends the body of an error as an event; None for an event without a name.
+            send_error: sends the body of an error as an event; None to send an event without a name.
         """
         self._events = EventStream(self._request, id_headers(self.request_id), self._send_timeout_s)
         self._send_error = send_error or self._events.send
@@ -127,12 +127,12 @@ class ApiRequest:
 
     async def end_stream(self, error: Exception) -> web.StreamResponse:
         """Send the error of a failed request as the last event of its stream. Return the response."""
-        assert self._events is not None, "it has begun"
+        assert self._events is not None, "the stream has begun"
         assert self._send_error is not None
         if not isinstance(error, ConnectionError):  # otherwise the client has disconnected
             if http_status_of(error) == 500:
                 _logger.error("%s failed", self._request.path, exc_info=error)
             with contextlib.suppress(ConnectionError, DeadlinePassed):
-                await self._send_error(self.error_body(error))
+                await self._send_error(self._error_body(error))
                 await self._events.end()
         return self._events.response

@@ -20,7 +20,7 @@ class Retain(Protocol):
     """Retains a range for some time; see `CacheServicer.Retain`."""
 
     def __call__(self, request: RetainRequest, context: Context) -> Awaitable[object]:
-        """Retain."""
+        """Retain the range."""
         ...
 
 
@@ -36,7 +36,7 @@ class Breakpoint:
             for a position after the tools.
         num_parts: number of content parts of the last of these messages before the position. Tool calls are at the end
             of their message.
-        ttl_s: seconds of retention. Each later request that finds the prompt cached restarts them.
+        ttl_s: seconds of retention. They begin again with each later request that finds the prompt cached.
     """
 
     num_messages: int
@@ -64,7 +64,7 @@ def cached_ranges(
         breakpoints: the breakpoints, in the order of their positions.
         messages: the conversation.
         token_ids: token ids of the conversation.
-        encode: see above.
+        encode: see `Encode`.
     """
     ranges = (CachedRange(_num_tokens(each, messages, token_ids, encode), each.ttl_s) for each in breakpoints)
     return [each for each in ranges if each.num_tokens]
@@ -75,7 +75,7 @@ def _num_tokens(
 ) -> int:
     """Return how many tokens the prompt has in common with a conversation that ends at a breakpoint.
 
-    A template may require a message of a user. So after a system prompt, the first message stays, with other text.
+    A template may require a user message, so one is added if only instructions precede the breakpoint.
     """
     shortened = list(messages[: place.num_messages])
     if shortened and place.num_parts < len(shortened[-1]["content"] or ()):
@@ -97,8 +97,8 @@ async def retained_chunks(
 ) -> AsyncGenerator[CompletionChunk, None]:
     """Yield the chunks of a completion, and retain ranges of its prompt.
 
-    The request itself has room for one retention, that of the longest range. The others are retained before the first
-    chunk, because the prompt is cached when its first token is known.
+    The request itself has room for one retention, that of the longest range. The other ranges are retained before the
+    first chunk, because the prompt is cached when its first token is known.
 
     Args:
         chunks: chunks of the completion, which starts when the first one is requested.
@@ -117,7 +117,7 @@ async def retained_chunks(
 
 
 def _request_retention(prefill: PrefillRequest, ranges: Sequence[CachedRange]) -> list[CachedRange]:
-    """Request the retention of the longest range. Returns the others that are retained for longer."""
+    """Request the retention of the longest range. Returns the other ranges that are to be retained for longer."""
     whole_s = prefill.retention.ttl.seconds
     whole = [CachedRange(len(prefill.token_ids), whole_s)] if whole_s else []
     lasting: list[CachedRange] = []

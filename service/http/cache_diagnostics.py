@@ -20,8 +20,8 @@ class Prompt:
     Attributes:
         model: name of the model or adapter.
         system: content of the system prompt; None without one.
-        tools: their definitions.
-        messages: the others.
+        tools: the definitions of the tools.
+        messages: the conversation without the system prompt.
         documents: plain-text documents, which belong to the messages.
         num_tokens: tokens of the prompt.
     """
@@ -34,13 +34,13 @@ class Prompt:
     num_tokens: int
 
     def digest_of_messages(self, number: int) -> bytes:
-        """Return a digest of the first messages."""
+        """Return a digest of the documents and the first messages."""
         return _digest([self.documents, self.messages[:number]])
 
 
 @dataclass(frozen=True, slots=True)
-class _Known:
-    """What is remembered of a prompt: digests, and counts of messages and tokens."""
+class _PromptDigests:
+    """What is remembered of a prompt: its model, digests of its parts, and the numbers of its messages and tokens."""
 
     model: str
     system: bytes
@@ -55,7 +55,7 @@ class PromptDifference:
     """The first part of a prompt that differs from the previous one.
 
     Attributes:
-        kind: its name in Anthropic's API.
+        kind: what differs, by its name in Anthropic's API.
         num_tokens: tokens of the previous prompt; None if it is not known.
     """
 
@@ -84,7 +84,7 @@ class CacheDiagnostics:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._known: OrderedDict[tuple[str, str], _Known] = OrderedDict()
+        self._known: OrderedDict[tuple[str, str], _PromptDigests] = OrderedDict()
 
     def diagnose(
         self, tenant: str, message_id: str, previous_id: str | None, prompt: Prompt
@@ -94,13 +94,13 @@ class CacheDiagnostics:
         Args:
             tenant: tenant that sent both prompts.
             message_id: the id of the answer.
-            previous_id: the id of the answer to the previous prompt; None if there is none to compare with.
+            previous_id: the id of the answer to the previous prompt; None if the request names none.
             prompt: the prompt.
 
         Returns:
-            What differs; None if nothing does, or if there is nothing to compare with.
+            What differs; None if nothing differs, or if there is no previous prompt.
         """
-        known = _Known(
+        digests = _PromptDigests(
             prompt.model,
             _digest(prompt.system),
             _digest(prompt.tools),
@@ -110,18 +110,18 @@ class CacheDiagnostics:
         )
         with self._lock:
             previous = None if previous_id is None else self._known.get((tenant, previous_id))
-            self._known[tenant, message_id] = known
+            self._known[tenant, message_id] = digests
             if len(self._known) > _MAX_PROMPTS:
                 self._known.popitem(last=False)
         if previous_id is None:
             return None
         if previous is None:
             return PromptDifference("previous_message_not_found")
-        if known.model != previous.model:
+        if digests.model != previous.model:
             kind = "model_changed"
-        elif known.system != previous.system:
+        elif digests.system != previous.system:
             kind = "system_changed"
-        elif known.tools != previous.tools:
+        elif digests.tools != previous.tools:
             kind = "tools_changed"
         elif prompt.digest_of_messages(previous.num_messages) != previous.messages:
             kind = "messages_changed"

@@ -1,4 +1,4 @@
-"""Completes the prompts of HTTP requests; the same for all APIs."""
+"""Completes the prompts of HTTP requests, in the same way for all APIs."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Completer:
         self._retain = retain
 
     @property
-    def unknown_model(self) -> str:
+    def unknown_model_message(self) -> str:
         """The message for a request whose field `model` names neither the served model nor a loaded adapter."""
         return f"model: expected {self.limits.model} or the name of a loaded adapter, got another name"
 

@@ -25,7 +25,7 @@ from radixkv.v1.prefill_pb2 import (
     ProbeResponse,
 )
 
-# The retention priority of prompts that a request retains for some time, above the default of 50.
+# The priority with which a request retains its prompt for some time, above the default of 50.
 RETENTION_PRIORITY = 75
 
 
@@ -51,8 +51,8 @@ class CompletionChunk:
 
     Attributes:
         index: index of the completion.
-        text: the new text. It may be empty, and the text of several tokens.
-        response: the response that it belongs to, with tokens, log probabilities, usage and finish reason.
+        text: the new text: of no token, of one or of several.
+        response: the response that the text belongs to, with tokens, log probabilities, usage and finish reason.
     """
 
     index: int
@@ -61,7 +61,7 @@ class CompletionChunk:
 
     @property
     def is_last(self) -> bool:
-        """Whether its completion ends with it."""
+        """Whether the completion ends with this chunk."""
         return bool(self.response.finished)
 
     @property
@@ -74,7 +74,8 @@ class CompletionChunk:
     def additions(self) -> dict[str, Any]:
         """In the last chunk of the first completion, what this server adds to the usage of the API if requested.
 
-        `kv_hints` says what was done with them, and `explanation` where the prompt diverges from what was cached.
+        `kv_hints` contains the outcomes of the hints, and `explanation` says where the prompt diverges from what was
+        cached.
         """
         outcomes = hint_objects(self.response)
         added: dict[str, Any] = {"kv_hints": outcomes} if outcomes else {}
@@ -84,7 +85,7 @@ class CompletionChunk:
 
     @property
     def has_reached_length(self) -> bool:
-        """Whether its completion ends with it, because it has the maximum number of tokens."""
+        """Whether the completion ends with this chunk because it has reached the maximum number of tokens."""
         return bool(self.response.finish_reason == FinishReason.LENGTH)
 
 
@@ -122,7 +123,7 @@ async def text_chunks(
     prompt_ids = request.prefill.token_ids
     answers: dict[int, AnswerText] = {}
     explanation: ExplainResponse | None = None
-    # Stop strings are searched for in text without special tokens.
+    # The servicer searches for stop strings in text without special tokens, and so finds none that contains one.
     stops = tuple(stop for stop in stops if not any(tag in stop for tag in shown.values()))
     generator = servicer.Generate(request, call)
     assert isinstance(generator, AsyncGenerator)
@@ -143,7 +144,7 @@ async def text_chunks(
             yield CompletionChunk(index, text, response)
 
 
-async def merged(
+async def merge_chunks(
     streams: Sequence[AsyncGenerator[CompletionChunk, None]],
 ) -> AsyncGenerator[tuple[int, CompletionChunk], None]:
     """Yield the chunks of several prompts as they are generated, each with the position of its prompt."""
@@ -157,16 +158,16 @@ async def merged(
     num_running = len(tasks)
     try:
         while num_running:
-            position, found = await queue.get()
-            if found is None:
+            position, item = await queue.get()
+            if item is None:
                 num_running -= 1
-            elif isinstance(found, BaseException):
+            elif isinstance(item, BaseException):
                 try:
-                    raise found
+                    raise item
                 finally:
-                    del found  # the exception refers to this frame
+                    del item  # the exception refers to this frame
             else:
-                yield position, found
+                yield position, item
     finally:
         for task in tasks:
             task.cancel()

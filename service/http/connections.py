@@ -15,21 +15,21 @@ class Connections:
     """Counts connections and closes idle ones: those without a request, or with one whose headers are incomplete.
 
         accepted ─▶ idle ─▶ answering a request ─▶ idle ─▶ ...
-                     └▶ closed: after its time, or as the one that was idle for longest when there are too many
+                     └▶ closed: after its time, or if there are too many and it was idle for longest
 
     For use on one event loop.
 
     Args:
         max_connections: maximum number of open connections.
         first_s: seconds within which the first request of a connection must arrive.
-        idle_s: seconds within which the next one must arrive.
+        idle_s: seconds after a response within which the next request must arrive.
     """
 
     def __init__(self, max_connections: int, first_s: float, idle_s: float) -> None:
         self._max_connections = max_connections
         self._first_s = first_s
         self._idle_s = idle_s
-        # With the time at which each is closed; the longest idle first.
+        # The time at which each idle connection is closed; the connection that was idle for longest is first.
         self._idle: dict[web.RequestHandler, float] = {}
         self._busy: set[web.RequestHandler] = set()
         self._watch = asyncio.create_task(self._close_idle())

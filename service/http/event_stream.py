@@ -14,12 +14,12 @@ from radixkv.errors import DeadlinePassed
 
 
 class EventStream:
-    """Sends server-sent events, each of which must be read within a time.
+    """Sends server-sent events, each of which the client must read within a time.
 
-    `send` returns when the system has taken the event. So a stream that is not read pauses, and the tokens that are
-    generated meanwhile are sent as one event.
+    `send` returns when the system has taken the event. If the client does not read, the stream pauses, and the tokens
+    that are generated meanwhile are sent as one event.
 
-    The headers are sent with the first event, so that a request that is refused before can still have an HTTP status.
+    The headers are sent with the first event, so that a request that fails before gets an HTTP status of its own.
 
     Args:
         request: the HTTP request.
@@ -47,7 +47,7 @@ class EventStream:
         """
         text = data.encode() if isinstance(data, str) else orjson.dumps(data)
         line = b"data: %b\n\n" % text if name is None else b"event: %b\ndata: %b\n\n" % (name.encode(), text)
-        async with self._in_time():
+        async with self._client_timeout():
             writer = await self.response.prepare(self._request)  # sends the headers the first time
             await self.response.write(line)
             if writer is not None:
@@ -55,12 +55,12 @@ class EventStream:
 
     async def end(self) -> web.StreamResponse:
         """End the response after the last event, and return it. Raises as `send`."""
-        async with self._in_time():
+        async with self._client_timeout():
             await self.response.write_eof()
         return self.response
 
     @contextlib.asynccontextmanager
-    async def _in_time(self) -> AsyncGenerator[None, None]:
+    async def _client_timeout(self) -> AsyncGenerator[None, None]:
         try:
             async with asyncio.timeout(self._timeout_s):
                 yield

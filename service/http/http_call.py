@@ -14,9 +14,9 @@ from radixkv.service.server.calls import Context
 
 
 def context_of(request: web.BaseRequest, max_body_bytes: int) -> Context:
-    """Return a request as the context of a gRPC call; the arguments are those of `HttpCall`.
+    """Return an `HttpCall` with the type of the context of a gRPC call.
 
-    So an HTTP request passes through the same authorizer, receiver and servicer as a gRPC call.
+    An HTTP request passes through the same authorizer, receiver and servicer as a gRPC call.
     """
     return cast("Context", HttpCall(request, max_body_bytes))
 
@@ -26,7 +26,7 @@ class HttpCall:
 
     Args:
         request: the request.
-        max_body_bytes: maximum size of its body.
+        max_body_bytes: maximum size of the body.
     """
 
     def __init__(self, request: web.BaseRequest, max_body_bytes: int) -> None:
@@ -65,7 +65,7 @@ class HttpCall:
         return None
 
     async def abort(self, code: grpc.StatusCode, details: str = "", *_: Any) -> NoReturn:
-        """Raise an error for a status that a servicer ends a call with."""
+        """Raise the error for the status with which a servicer ends a call."""
         if code is grpc.StatusCode.DEADLINE_EXCEEDED:
             raise DeadlinePassed(details)
         raise InvalidRequest(details)
@@ -74,8 +74,8 @@ class HttpCall:
         """Receive the body.
 
         Raises:
-            InvalidRequest: it is compressed, or the client disconnected.
-            BodyTooLarge: it is larger than `max_body_bytes`.
+            InvalidRequest: the body is compressed.
+            BodyTooLarge: the body is larger than `max_body_bytes`.
         """
         if self._request.headers.get("content-encoding", "identity").lower() != "identity":
             raise InvalidRequest("content-encoding: expected none, got another one; send the body uncompressed")

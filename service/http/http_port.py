@@ -16,7 +16,7 @@ from radixkv.errors import RadixKVError
 from radixkv.service.http.anthropic_api import AnthropicApi
 from radixkv.service.http.anthropic_api import error_object as anthropic_error
 from radixkv.service.http.api_errors import http_status_of, retry_headers_of
-from radixkv.service.http.api_request import ApiRequest, id_headers, is_of_anthropic
+from radixkv.service.http.api_request import ApiRequest, id_headers, is_anthropic_request
 from radixkv.service.http.breakpoints import Retain
 from radixkv.service.http.completer import Completer
 from radixkv.service.http.completions import Servicer
@@ -45,21 +45,22 @@ from radixkv.service.server.servicers.messages import new_request_id
 
 Answer = Callable[[ApiRequest, Fields], Awaitable[web.StreamResponse]]
 
-_GENERATE = "/radixkv.v1.PrefillService/Generate"  # its rule applies to requests for completions,
-_DESCRIBE = "/radixkv.v1.ModelService/GetTokenizer"  # and this one to descriptions of the model
-_OVERSEE = "/radixkv.v1.CacheService/ListAdapters"  # and this one to the state that the page draws
+# The gRPC methods whose authorization rules apply to requests for completions, for descriptions of the model, and for
+# the state that the page draws.
+_GENERATE = "/radixkv.v1.PrefillService/Generate"
+_DESCRIBE = "/radixkv.v1.ModelService/GetTokenizer"
+_OVERSEE = "/radixkv.v1.CacheService/ListAdapters"
 _BACKLOG = 4096  # the maximum that Linux allows by default
 _ACCEPTED_AT_ONCE = 64
-_SEND_BUFFER_BYTES = (
-    65_536  # of the system, per connection; Linux would let it grow to megabytes for an unread response
-)
+# The buffer of the system, per connection; Linux would let it grow to megabytes for an unread response.
+_SEND_BUFFER_BYTES = 65_536
 _TLS_HANDSHAKE_S = 10.0
 _MAX_HEADER_BYTES = 16_384
 _SHUTDOWN_S = 1.0  # for responses that were written to reach their clients, after a drain
 _ACCEPT_PAUSE_S = 0.1  # after the system refuses to accept a connection
 
 _logger = logging.getLogger(__name__)
-# aiohttp would log a traceback for every malformed request. Exceptions of handlers are logged here.
+# aiohttp would log a traceback for every malformed request. `HttpPort` logs exceptions of handlers itself.
 _silent = logging.Logger("aiohttp", logging.CRITICAL + 1)
 
 
@@ -79,8 +80,8 @@ class HttpPort:
         receiver: receives requests, together with those of the gRPC port.
         tls: TLS of the port; None without a certificate.
         is_healthy: returns whether the engine accepts requests.
-        page: draws the state of the engine, and has a playground.
-        count_refusal: is called with the exception of each request that is refused before it reaches the engine.
+        page: the page that draws the state of the engine.
+        count_refusal: is called with the exception of each request that is refused before its fields are read.
 
     Attributes:
         address: `HOST:PORT` after `start`.
@@ -123,11 +124,11 @@ class HttpPort:
         application = web.Application(middlewares=[self._middleware])
         application.add_routes(
             [
-                web.post("/v1/chat/completions", self._posted(self._openai.chat_completions)),
-                web.post("/v1/completions", self._posted(self._openai.completions)),
-                web.post("/v1/responses", self._posted(self._responses.responses)),
-                web.post("/v1/messages", self._posted(self._anthropic.messages)),
-                web.post("/v1/messages/count_tokens", self._posted(self._anthropic.count_tokens)),
+                web.post("/v1/chat/completions", self._post_handler(self._openai.chat_completions)),
+                web.post("/v1/completions", self._post_handler(self._openai.completions)),
+                web.post("/v1/responses", self._post_handler(self._responses.responses)),
+                web.post("/v1/messages", self._post_handler(self._anthropic.messages)),
+                web.post("/v1/messages/count_tokens", self._post_handler(self._anthropic.count_tokens)),
                 web.get("/v1/models", self._list_models),
                 web.get("/v1/models/{model:.+}", self._describe_model),
                 web.get("/health", self._health),
@@ -155,8 +156,8 @@ class HttpPort:
         assert port is not None, "the HTTP port is configured"
         await self._runner.setup()
         try:
-            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-            for family, _, _, _, address in dict.fromkeys(found):
+            addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            for family, _, _, _, address in dict.fromkeys(addresses):
                 listener = socket.create_server((str(address[0]), port), family=family, backlog=_BACKLOG)
                 listener.setblocking(False)
                 port = listener.getsockname()[1]
@@ -196,7 +197,7 @@ class HttpPort:
                 await asyncio.sleep(_ACCEPT_PAUSE_S)
 
     def _admit(self, accepted: socket.socket) -> None:
-        """Connect a connection that was accepted, or close it if there are too many."""
+        """Begin to serve an accepted connection, or close it if there are too many."""
         if len(self._connecting) >= _BACKLOG or not self._connections.make_room():
             accepted.close()
             return
@@ -260,7 +261,7 @@ class HttpPort:
     ) -> web.StreamResponse:
         """Answer a request, and turn exceptions into responses.
 
-        No exception leaves the task: it would refer to the task that waits, and through it to itself.
+        No exception leaves the task, because it would be part of a reference cycle with the task that waits.
         """
         try:
             if not self._host_check.allows(request.headers.get("host")):
@@ -286,7 +287,7 @@ class HttpPort:
             if request.transport is not None:
                 request.transport.abort()
 
-    def _posted(self, answer: Answer) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+    def _post_handler(self, answer: Answer) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
         """Return a handler that authorizes a request and receives its body."""
 
         async def handle(request: web.Request) -> web.StreamResponse:
@@ -319,7 +320,7 @@ class HttpPort:
         return handle
 
     def _revocation(self, authorization: Any, call: Context) -> Revocation:
-        """Return the context in which a request runs as long as its caller may make it."""
+        """Return the context that ends a request when its caller is no longer authorized."""
         identity = authorization.identity
         if identity is None or identity.is_anyone:
             return Revocation(None)
@@ -329,7 +330,7 @@ class HttpPort:
         self._authorizer.authorize(_DESCRIBE, context_of(request, 0))
         models = self._models
         return web.json_response(
-            models.anthropic_list(request.query) if is_of_anthropic(request) else models.openai_list()
+            models.anthropic_list(request.query) if is_anthropic_request(request) else models.openai_list()
         )
 
     async def _describe_model(self, request: web.Request) -> web.Response:
@@ -337,17 +338,17 @@ class HttpPort:
         models = self._models
         if request.match_info["model"] != models.name:
             raise web.HTTPNotFound(reason=f"this server serves the model {models.name}")
-        return web.json_response(models.anthropic_model() if is_of_anthropic(request) else models.openai_model())
+        return web.json_response(models.anthropic_model() if is_anthropic_request(request) else models.openai_model())
 
     async def _show_page(self, request: web.Request) -> web.Response:
         """Answer with the page, which has no data and needs no credential."""
-        return self._of_page(request)
+        return self._page_response(request)
 
     async def _describe_state(self, request: web.Request) -> web.Response:
         self._authorizer.authorize(_OVERSEE, context_of(request, 0))
-        return await asyncio.to_thread(self._of_page, request)
+        return await asyncio.to_thread(self._page_response, request)
 
-    def _of_page(self, request: web.Request) -> web.Response:
+    def _page_response(self, request: web.Request) -> web.Response:
         status, headers, body = self._page.answer(request.method, request.path)
         return web.Response(status=status.value, headers=headers, body=body)
 
@@ -362,7 +363,7 @@ class HttpPort:
         if isinstance(error, web.HTTPException):
             status = error.status
             message = f"{request.method} {request.path}: {error.reason}"
-            body = anthropic_error(message, status) if is_of_anthropic(request) else openai_error(message, status)
+            body = anthropic_error(message, status) if is_anthropic_request(request) else openai_error(message, status)
             headers |= {"allow": error.headers["allow"]} if "allow" in error.headers else {}
         else:
             status = http_status_of(error)
@@ -371,16 +372,16 @@ class HttpPort:
             if status == 401:
                 headers["www-authenticate"] = "Bearer"
             body = dict(self._error(request, error))
-        if is_of_anthropic(request):
+        if is_anthropic_request(request):
             body["request_id"] = request_id
         return web.json_response(body, status=status, headers=headers)
 
     def _error(self, request: web.BaseRequest, error: BaseException) -> Mapping[str, Any]:
-        """Return the body of the response to a failed request, in the form of the API that it belongs to."""
-        if is_of_anthropic(request):
+        """Return the body of the response to a failed request, in the form of the API of the request."""
+        if is_anthropic_request(request):
             return self._anthropic.error(error)
         body = self._openai.error(request.path, error)
-        return {"type": "error", **body} if isinstance(error, NotHttp) else body  # of either API
+        return {"type": "error", **body} if isinstance(error, NotHttp) else body  # has the fields of both APIs
 
     def _count(self, refusal: RadixKVError) -> None:
         if self._count_refusal is not None:

@@ -61,10 +61,10 @@ class Fields:
         Raises:
             InvalidRequest: it is something else.
         """
-        found: int | None = self._checked(
+        value: int | None = self._check(
             name, default, lambda value: _is_integer(value) and low <= value <= high, f"an integer from {low} to {high}"
         )
-        return found
+        return value
 
     def number(self, name: str, low: float, high: float, default: float | None = None) -> float | None:
         """Return a number from `low` to `high`.
@@ -72,13 +72,13 @@ class Fields:
         Raises:
             InvalidRequest: it is something else.
         """
-        found: float | None = self._checked(
+        value: float | None = self._check(
             name,
             default,
             lambda value: _is_number(value) and low <= value <= high,
             f"a number from {low:g} to {high:g}",
         )
-        return found
+        return value
 
     def flag(self, name: str, default: bool = False) -> bool:
         """Return true or false.
@@ -86,7 +86,7 @@ class Fields:
         Raises:
             InvalidRequest: it is something else.
         """
-        return bool(self._checked(name, default, lambda value: isinstance(value, bool), "true or false"))
+        return bool(self._check(name, default, lambda value: isinstance(value, bool), "true or false"))
 
     def text(self, name: str, default: str | None = None) -> str | None:
         """Return a string.
@@ -94,8 +94,8 @@ class Fields:
         Raises:
             InvalidRequest: it is something else.
         """
-        found: str | None = self._checked(name, default, lambda value: isinstance(value, str), "a string")
-        return found
+        text: str | None = self._check(name, default, lambda value: isinstance(value, str), "a string")
+        return text
 
     def one_of(self, name: str, choices: Collection[str], default: str) -> str:
         """Return one of several strings.
@@ -104,7 +104,7 @@ class Fields:
             InvalidRequest: it is something else.
         """
         expected = f"one of {', '.join(choices)}"
-        return str(self._checked(name, default, lambda value: isinstance(value, str) and value in choices, expected))
+        return str(self._check(name, default, lambda value: isinstance(value, str) and value in choices, expected))
 
     def items(self, name: str) -> list[Any]:
         """Return a list; an empty one if the field is absent.
@@ -112,8 +112,8 @@ class Fields:
         Raises:
             InvalidRequest: it is something else.
         """
-        found: list[Any] = self._checked(name, [], lambda value: isinstance(value, list), "a list") or []
-        return found
+        items: list[Any] = self._check(name, [], lambda value: isinstance(value, list), "a list") or []
+        return items
 
     def integers(self, name: str) -> list[int]:
         """Return a list of integers that are not negative and fit into 32 bits; an empty one if the field is absent.
@@ -121,11 +121,11 @@ class Fields:
         Raises:
             InvalidRequest: it is something else.
         """
-        found = self.items(name)
-        for index, value in enumerate(found):
+        values = self.items(name)
+        for index, value in enumerate(values):
             if not _is_integer(value) or not 0 <= value < 2**32:
                 raise InvalidRequest(f"{self.path_of(name)}[{index}]: expected a token id, got {_shown(value)}")
-        return found
+        return values
 
     def inner(self, name: str) -> Fields | None:
         """Return the fields of an object within this one; None if it is absent.
@@ -167,7 +167,7 @@ class Fields:
         for name in self._unread:
             raise InvalidRequest(f"{self.path_of(str(name))[:_MAX_SHOWN]}: this server does not know the field")
 
-    def _checked(self, name: str, default: Any, is_valid: Callable[[Any], bool], expected: str) -> Any:
+    def _check(self, name: str, default: Any, is_valid: Callable[[Any], bool], expected: str) -> Any:
         value = self.any(name)
         if value is None:
             return default

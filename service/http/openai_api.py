@@ -21,7 +21,7 @@ from radixkv.service.field_names import prompt_field_names
 from radixkv.service.http.api_request import ApiRequest
 from radixkv.service.http.breakpoints import CachedRange
 from radixkv.service.http.completer import Completer
-from radixkv.service.http.completions import CompletionChunk, merged
+from radixkv.service.http.completions import CompletionChunk, merge_chunks
 from radixkv.service.http.json_fields import Fields
 from radixkv.service.http.openai_requests import CompletionOptions, read_chat, read_completion
 from radixkv.service.http.openai_responses import (
@@ -40,7 +40,7 @@ from radixkv.service.text.tokenizer import Tokenizer
 from radixkv.service.text.tool_calls import ToolCall
 from radixkv.v1.prefill_pb2 import GenerateRequest, TokenLogprobs, Usage
 
-# Names of fields in messages of this server, and in OpenAI's API.
+# The names of fields in OpenAI's API, by their names in messages of this server.
 _NAMES = {"adapter": "model", "salt": "cache_salt", "json_schema": "response_format"}
 _CHAT_NAMES = {**_NAMES, **prompt_field_names("messages", "max_completion_tokens")}
 _COMPLETION_NAMES = {**_NAMES, **prompt_field_names("prompt", "max_tokens")}
@@ -59,7 +59,7 @@ class OpenAIApi:
     def error(self, path: str, error: BaseException) -> Mapping[str, Any]:
         """Return the body of the response to a request that failed."""
         if isinstance(error, UnknownAdapter):
-            message = self._completer.unknown_model
+            message = self._completer.unknown_model_message
             return error_object(message, 404, "model", "model_not_found")
         names = {"/v1/chat/completions": _CHAT_NAMES, "/v1/responses": RESPONSE_NAMES}
         return error_body(error, names.get(path, _COMPLETION_NAMES))
@@ -68,7 +68,7 @@ class OpenAIApi:
         """Answer `POST /v1/chat/completions`."""
         prompt, options = read_chat(fields)
         tenant = request.hold(options.generate)
-        chat = (await self._completer.encode(request, prompt)).constrained(options.generate)
+        chat = (await self._completer.encode(request, prompt)).constrain(options.generate)
         body_format = _PartsChatFormat(chat, prompt.has_reasoning) if chat.has_parts else _ChatFormat()
         generate = self._completer.with_prompt(options.generate, chat.token_ids, options.model, tenant)
         return await self._answer(request, options, body_format, [generate], chat.ranges)
@@ -79,7 +79,7 @@ class OpenAIApi:
         tenant = request.hold(options.generate)
         generates = []
         for prompt in prompts:
-            encode = partial(_encoded, prompt, self._completer.limits)
+            encode = partial(_encode_prompt, prompt, self._completer.limits)
             token_ids = await self._completer.encoder.encode(request.num_bytes, "prompt", encode)
             generate = GenerateRequest()
             generate.CopyFrom(options.generate)
@@ -100,11 +100,11 @@ class OpenAIApi:
         streams = [
             await completer.chunks(request, each, options.stops, body_format.shown, ranges) for each in generates
         ]
-        async with contextlib.aclosing(merged(streams)) as chunks:
+        async with contextlib.aclosing(merge_chunks(streams)) as chunks:
             return await (writer.stream(chunks) if options.is_streamed else writer.whole(chunks, len(streams)))
 
 
-def _encoded(prompt: str | list[Any], limits: Limits, tokenizer: Tokenizer) -> list[int]:
+def _encode_prompt(prompt: str | list[Any], limits: Limits, tokenizer: Tokenizer) -> list[int]:
     """Return the token ids of a prompt that is text, or a list that should contain token ids."""
     if isinstance(prompt, str):
         return tokenizer.encode(prompt)
@@ -130,8 +130,8 @@ class _ChatFormat:
     """The format of a chat completion.
 
     Attributes:
-        object: the type of the whole response; that of a chunk is different in a chat.
-        id_prefix: the beginning of its id.
+        object, chunk_object: the type of a whole response, and the type of a chunk of a streamed one.
+        id_prefix: the beginning of the id of a response.
         shown: texts of special tokens that are a part of the text, by their ids.
         num_reasoning_tokens: tokens of reasoning so far, in all completions; None if the model does not reason.
     """
@@ -156,7 +156,7 @@ class _ChatFormat:
         }
 
     def delta(self, parts: Sequence[AnswerPart], *, is_first: bool) -> dict[str, Any]:
-        """Return the new parts of a completion in a chunk: reasoning, or text and calls."""
+        """Return the new text of a completion in a chunk."""
         text = _text_of(parts)
         return {"role": "assistant", "content": text} if is_first else {"content": text} if text else {}
 
@@ -214,7 +214,7 @@ class _PartsChatFormat(_ChatFormat):
         }
 
     def delta(self, parts: Sequence[AnswerPart], *, is_first: bool) -> dict[str, Any]:
-        """Return the new parts of a completion in a chunk, without calls."""
+        """Return the new text or reasoning of a completion in a chunk."""
         delta: dict[str, Any] = {"role": "assistant", "content": None} if is_first else {}
         text = _text_of(parts)
         if text:
@@ -293,7 +293,7 @@ class _ResponseWriter:
 
     Args:
         request: the request.
-        options: its options.
+        options: the options of the request.
         tokenizer: tokenizer of the model.
         body_format: format of the response.
         model: the name of the model or adapter that answers.
@@ -316,7 +316,7 @@ class _ResponseWriter:
         self._has_logprobs = options.generate.HasField("logprobs")
         self._choices: dict[int, _Choice] = {}
         self._usages: dict[int, tuple[Usage, str | None]] = {}  # by prompt
-        self._additions: dict[str, Any] = {}  # to the usage, for the last prompt
+        self._additions: dict[str, Any] = {}  # to the usage, for the prompt whose first completion ended last
 
     async def whole(
         self, chunks: AsyncGenerator[tuple[int, CompletionChunk], None], num_prompts: int
@@ -380,7 +380,7 @@ class _ResponseWriter:
         return {**chunk, "usage": None} if self.options.has_usage_chunk else chunk
 
     def _add(self, position: int, chunk: CompletionChunk) -> tuple[int, _Choice]:
-        """Add the counts of a chunk of a prompt, and return the index of its choice, and the choice."""
+        """Add the counts of a chunk to its choice. Returns the index of the choice, and the choice."""
         index = position * self._num_completions + chunk.index
         choice = self._choices.setdefault(index, _Choice())
         choice.num_tokens += len(chunk.response.token_ids)

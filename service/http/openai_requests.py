@@ -59,9 +59,9 @@ class ChatPrompt:
         messages: see `Tokenizer.encode_chat`.
         tools: the tools that the model may call.
         documents: see `Tokenizer.encode_chat`.
-        add_generation_prompt: likewise.
+        add_generation_prompt: see `Tokenizer.encode_chat`.
         variables: variables of the chat template.
-        breakpoints: the positions up to which it should be retained.
+        breakpoints: the positions up to which the prompt should be retained.
         effort: how much the model should reason; None if the request does not say.
         has_reasoning: whether the response contains the reasoning.
     """
@@ -95,7 +95,7 @@ class ChatPrompt:
             chat_template_kwargs={**effort, **self.variables},
         )
         text = render(self.messages, add_generation_prompt=self.add_generation_prompt)
-        chat = EncodedChat.of(text, tokenizer, form, self.tools)
+        chat = EncodedChat.encode(text, tokenizer, form, self.tools)
         return chat.with_ranges(self.breakpoints, self.messages, tokenizer, render)
 
 
@@ -130,7 +130,7 @@ def read_chat(fields: Fields) -> tuple[ChatPrompt, CompletionOptions]:
     if max_tokens is None:
         max_tokens = fields.integer("max_tokens", 0, _MAX_INT32)
     else:
-        fields.ignore("max_tokens")  # deprecated in favor of the other one
+        fields.ignore("max_tokens")  # deprecated in favor of `max_completion_tokens`
     options = _read_options(fields, max_tokens)
     prompt.tools.require_possible(options.generate)
     if fields.flag("logprobs"):
@@ -186,7 +186,7 @@ def _read_conversation(fields: Fields) -> ChatPrompt:
         if not message.get("role") or not isinstance(message["role"], str):
             raise InvalidRequest(f"messages[{index}].role: expected a role, got nothing or another value")
     _, ttl_s, is_explicit = _read_cache_options(fields)
-    parts = _Parts(messages, ttl_s or _DEFAULT_CACHE_TTL_S)
+    parts = _MessageParts(messages, ttl_s or _DEFAULT_CACHE_TTL_S)
     breakpoints = parts.breakpoints[-_MAX_BREAKPOINTS if is_explicit else 1 - _MAX_BREAKPOINTS :]
     tools = _read_tools(fields)
     documents = [*fields.items("documents"), *parts.documents]
@@ -205,13 +205,13 @@ def _read_conversation(fields: Fields) -> ChatPrompt:
     )
 
 
-class _Parts:
-    """Takes from messages what templates do not read there: the breakpoints, and files, which become documents.
+class _MessageParts:
+    """Separates breakpoints and files, which templates do not read in messages, from the messages.
 
     Attributes:
-        messages: without them.
-        documents: from files.
-        breakpoints: all of them, in the order of their positions.
+        messages: the messages without breakpoints and files.
+        documents: the files, as documents.
+        breakpoints: all breakpoints, in the order of their positions.
     """
 
     def __init__(self, messages: Sequence[dict[str, Any]], ttl_s: int) -> None:
@@ -222,11 +222,11 @@ class _Parts:
             content = message.get("content")
             parts = content if isinstance(content, list) else []
             if any(isinstance(part, dict) and (part.get("type") == "file" or _BREAKPOINT in part) for part in parts):
-                message = {**message, "content": self._taken(parts, f"messages[{index}].content", ttl_s)}
+                message = {**message, "content": self._separate(parts, f"messages[{index}].content", ttl_s)}
             self.messages.append(message)
 
-    def _taken(self, parts: Sequence[Any], place: str, ttl_s: int) -> list[Any]:
-        """Return the parts that stay in the last message."""
+    def _separate(self, parts: Sequence[Any], place: str, ttl_s: int) -> list[Any]:
+        """Return the parts of the next message without breakpoints and files."""
         kept: list[Any] = []
         for number, part in enumerate(parts):
             if not isinstance(part, dict):
@@ -240,16 +240,16 @@ class _Parts:
             else:
                 kept.append({name: value for name, value in part.items() if name != _BREAKPOINT})
             if control is not None:
-                found_s = read_breakpoint(control, f"{place}[{number}].{_BREAKPOINT}") or ttl_s
-                self.breakpoints.append(Breakpoint(len(self.messages) + 1, len(kept), found_s))
+                own_s = read_breakpoint(control, f"{place}[{number}].{_BREAKPOINT}")
+                self.breakpoints.append(Breakpoint(len(self.messages) + 1, len(kept), own_s or ttl_s))
         return kept
 
 
 def read_breakpoint(value: object, place: str) -> int | None:
-    """Return the seconds of a `prompt_cache_breakpoint`; None if it has none of its own.
+    """Return the time to live of a `prompt_cache_breakpoint` in seconds; None if it has no `ttl`.
 
     Raises:
-        InvalidRequest: it is something else.
+        InvalidRequest: the value is not a breakpoint.
     """
     control = Fields.of(value, place)
     control.one_of("mode", ("explicit",), "explicit")
@@ -281,8 +281,10 @@ def _read_tools(fields: Fields) -> Tools:
             subset = Fields.of(chosen.any("allowed_tools"), "tool_choice.allowed_tools")
             choice = subset.one_of("mode", ("auto", "required"), "auto")
             place = "tool_choice.allowed_tools.tools"
-            named = enumerate(subset.items("tools"))
-            allowed = [_name_of_function(Fields.of(each, f"{place}[{index}]")) for index, each in named]
+            allowed = [
+                _name_of_function(Fields.of(each, f"{place}[{index}]"))
+                for index, each in enumerate(subset.items("tools"))
+            ]
     elif choice not in (None, "none", "auto", "required"):
         raise InvalidRequest("tool_choice: expected none, auto, required or a function, got another value")
     is_parallel = fields.flag("parallel_tool_calls", default=True)
@@ -400,7 +402,7 @@ def _read_retention(fields: Fields, generate: GenerateRequest) -> None:
     prewarms, ttl_s, is_explicit = _read_cache_options(fields)
     if prewarms:
         generate.max_new_tokens = 0
-    if not is_explicit:  # else only breakpoints in the messages have the time to live
+    if not is_explicit:  # otherwise the `ttl` applies only to breakpoints in the messages
         seconds = max(seconds, ttl_s or 0)
     if seconds:
         generate.prefill.retention.priority = RETENTION_PRIORITY
@@ -434,7 +436,7 @@ def _read_format(fields: Fields, generate: GenerateRequest) -> None:
     if form is not None:
         _read_response_format(form, generate)
     if structured is not None:
-        _read_structured(structured, generate)
+        _read_structured_outputs(structured, generate)
 
 
 def _read_response_format(form: Fields, generate: GenerateRequest) -> None:
@@ -451,7 +453,7 @@ def _read_response_format(form: Fields, generate: GenerateRequest) -> None:
     form.require_no_others()
 
 
-def _read_structured(form: Fields, generate: GenerateRequest) -> None:
+def _read_structured_outputs(form: Fields, generate: GenerateRequest) -> None:
     kinds = [name for name in ("json", "regex", "choice", "grammar", "json_object") if name in form]
     if len(kinds) != 1:
         raise InvalidRequest("structured_outputs: expected one of json, regex, choice, grammar, json_object")

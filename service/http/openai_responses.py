@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from radixkv.errors import CapacityError, InvalidCredential, PromptTooLong
-from radixkv.service.http.api_errors import http_status_of, renamed
+from radixkv.service.http.api_errors import http_status_of, message_and_field
 from radixkv.service.http.completions import CompletionChunk
 from radixkv.service.text.text_stream import BROKEN
 from radixkv.service.text.tokenizer import Tokenizer
@@ -19,7 +19,6 @@ _ERROR_TYPES = {
     404: "not_found_error",
     429: "rate_limit_error",
 }
-
 
 # OpenAI's names of errors that programs distinguish.
 _CODES = {
@@ -36,7 +35,7 @@ def error_body(error: BaseException, names: Mapping[str, str]) -> dict[str, Any]
         error: the exception.
         names: the names of fields in OpenAI's API, by their names in messages of this server.
     """
-    message, param = renamed(error, names)
+    message, param = message_and_field(error, names)
     if isinstance(error, PromptTooLong):  # agents search for these words, and then shorten the conversation
         message = f"This model's maximum context length is exceeded: {message}"
     code = next((code for kind, code in _CODES.items() if isinstance(error, kind)), None)
@@ -64,7 +63,7 @@ def usage_object(
     Args:
         prompts: the usage of each prompt, and why no more of it was cached; None if all of it was.
         num_generated: tokens of all completions.
-        num_reasoning: those of them that are reasoning; None if the model does not reason.
+        num_reasoning: how many of these tokens are reasoning; None if the model does not reason.
     """
     prompts = list(prompts)
     usages = [usage for usage, _ in prompts]
@@ -87,7 +86,7 @@ def usage_object(
 
 
 def cached_by_tier(usages: Sequence[Usage]) -> dict[str, int]:
-    """Return the cached tokens by where they were stored."""
+    """Return the number of cached tokens by the place where they were stored."""
     return {
         "device": sum(each.device_tokens for each in usages),
         "host": sum(each.host_tokens for each in usages),

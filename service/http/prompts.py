@@ -18,11 +18,13 @@ from radixkv.service.text.tool_formats import AUTOMATIC
 
 Result = TypeVar("Result")
 
-# Requests whose body or prompt is parsed or encoded at the same time, in each class; each occupies a thread.
+# The number of small requests, and of large ones, whose body or prompt is parsed or encoded at the same time. Each
+# occupies a thread.
 _MAX_ENCODING = 2
-# Requests with no larger body are parsed on the event loop, in less than 1 ms, and never wait behind larger ones.
+# Requests with a body of at most this size are parsed on the event loop, in less than 1 ms, and never wait for larger
+# ones.
 _SMALL_BYTES = 65_536
-# Fields that messages about a prompt may begin with, apart from the one that contains it.
+# Fields that messages about a prompt may begin with, besides the field that contains the prompt.
 _OTHER_FIELDS = ("tools: ", "documents: ", "chat_template_kwargs: ")
 
 
@@ -32,7 +34,7 @@ class PromptEncoder:
     Args:
         tokenizer: the model's tokenizer.
         tool_format: name of the format of tool calls, see `Tokenizer.answer_format`.
-        reasoning_format: name of the format of reasoning; likewise.
+        reasoning_format: name of the format of reasoning, see `Tokenizer.answer_format`.
     """
 
     def __init__(
@@ -48,10 +50,10 @@ class PromptEncoder:
         """Return the JSON object in a body.
 
         Raises:
-            InvalidRequest: there is something else.
+            InvalidRequest: the body is not a JSON object.
         """
         is_small = len(body) <= _SMALL_BYTES
-        parsed = _parsed(body) if is_small else await self.on_thread(len(body), lambda: _parsed(body))
+        parsed = _parse_json(body) if is_small else await self.on_thread(len(body), lambda: _parse_json(body))
         if not isinstance(parsed, dict):
             raise InvalidRequest("body: expected a JSON object, got other JSON")
         return parsed
@@ -80,7 +82,7 @@ class PromptEncoder:
         Args:
             num_bytes: size of the body that contains the prompt.
             field: the field that contains the prompt, for messages.
-            encode: encodes it; called on a thread.
+            encode: encodes the prompt; called on a thread.
 
         Raises:
             InvalidRequest: the model has no tokenizer, or it cannot encode the prompt.
@@ -93,9 +95,9 @@ class PromptEncoder:
             raise InvalidRequest(text if text.startswith((field, *_OTHER_FIELDS)) else f"{field}: {text}") from error
 
     async def on_thread(self, num_bytes: int, function: Callable[[], Result]) -> Result:
-        """Return what a function returns that processes the content of a body of this size, called on a thread.
+        """Call a function that processes the content of a body of `num_bytes` on a thread, and return its result.
 
-        If the caller is cancelled, the function still counts as long as it runs, so that cancelled calls cannot occupy
+        If the caller is cancelled, the function still counts until it returns, so that cancelled calls cannot occupy
         more threads.
         """
         threads = self._small if num_bytes <= _SMALL_BYTES else self._large
@@ -103,8 +105,8 @@ class PromptEncoder:
         return await call_on_thread(function, threads.release)
 
 
-def _parsed(body: bytes) -> Any:
-    """Return the JSON in a body. orjson keeps the GIL seven times shorter than `json` for a list of token ids."""
+def _parse_json(body: bytes) -> Any:
+    """Parse the JSON in a body. orjson keeps the GIL seven times shorter than `json` for a list of token ids."""
     try:
         return orjson.loads(body.removeprefix(codecs.BOM_UTF8))
     except orjson.JSONDecodeError as error:  # its text contains no part of the body

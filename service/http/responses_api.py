@@ -26,7 +26,8 @@ from radixkv.service.http.tools import EncodedChat, Tools
 from radixkv.service.text.answer_format import AnswerPart, Reasoning
 from radixkv.service.text.tool_calls import ToolCall
 
-# Names of fields of a chat, in which a request is expressed, and their names here.
+# The names of fields in this API, by their names in messages of this server and in the request for a chat completion as
+# which a request is read.
 NAMES = {
     "messages": "input",
     "max_completion_tokens": "max_output_tokens",
@@ -39,6 +40,7 @@ NAMES = {
     "salt": "cache_salt",
 }
 _TEXT_PARTS = ("input_text", "output_text", "text")
+# Fields that this API and chat completions have in common.
 _SAME = (
     "model",
     "temperature",
@@ -102,18 +104,18 @@ def _messages(fields: Fields) -> list[dict[str, Any]]:
     instructions = fields.text("instructions")
     if instructions:
         messages.append({"role": "system", "content": instructions})
-    given = fields.any("input")
-    if isinstance(given, str):
-        given = [{"role": "user", "content": given}]
-    if not isinstance(given, list) or not given:
+    items = fields.any("input")
+    if isinstance(items, str):
+        items = [{"role": "user", "content": items}]
+    if not isinstance(items, list) or not items:
         raise InvalidRequest("input: expected text or a list of items, got another value")
-    for index, value in enumerate(given):
+    for index, value in enumerate(items):
         _add_item(messages, Fields.of(value, f"input[{index}]"), f"input[{index}]")
     return messages
 
 
 def _add_item(messages: list[dict[str, Any]], item: Fields, place: str) -> None:
-    """Add an item of the input: a message, a call of a tool, its result, or earlier reasoning, which is left out."""
+    """Add an item of the input: a message, a call of a tool, the result of a call, or earlier reasoning."""
     kind = item.text("type", "message")
     item.ignore("id", "status", "phase")
     if kind == "message":
@@ -135,7 +137,8 @@ def _add_item(messages: list[dict[str, Any]], item: Fields, place: str) -> None:
         messages.append({"role": "tool", "tool_call_id": item.text("call_id", ""), "content": output})
     elif kind == "reasoning":
         item.ignore("encrypted_content")
-        text = "\n".join(_texts(item, "content") or _texts(item, "summary"))
+        content, summary = _texts(item, "content"), _texts(item, "summary")
+        text = "\n".join(content or summary)
         if text:
             messages.append({"role": "assistant", "content": None, "reasoning_content": text})
     else:
@@ -211,12 +214,12 @@ def _format(form: Fields | None) -> dict[str, Any] | None:
     if form is None:
         return None
     kind = form.one_of("type", ("text", "json_object", "json_schema"), "text")
-    found: dict[str, Any] = {"type": kind}
+    chat_format: dict[str, Any] = {"type": kind}
     if kind == "json_schema":
-        found["json_schema"] = {"schema": form.any("schema")}
+        chat_format["json_schema"] = {"schema": form.any("schema")}
         form.ignore("name", "description", "strict")
     form.require_no_others()
-    return found
+    return chat_format
 
 
 class ResponsesApi:
@@ -234,21 +237,21 @@ class ResponsesApi:
         prompt, options = read_response(fields)
         tenant = request.hold(options.generate)
         completer = self._completer
-        chat = (await completer.encode(request, prompt)).constrained(options.generate)
-        answer = _Answer(request, chat, options, options.model or completer.limits.model)
+        chat = (await completer.encode(request, prompt)).constrain(options.generate)
+        writer = _ResponseWriter(request, chat, options, options.model or completer.limits.model)
         generate = completer.with_prompt(options.generate, chat.token_ids, options.model, tenant)
         chunks = await completer.chunks(request, generate, options.stops, chat.shown, chat.ranges)
         async with contextlib.aclosing(chunks):
-            return await (answer.stream(chunks) if options.is_streamed else answer.whole(chunks))
+            return await (writer.stream(chunks) if options.is_streamed else writer.whole(chunks))
 
 
-class _Answer:
+class _ResponseWriter:
     """Writes the response to one request.
 
     Args:
         request: the request.
-        chat: its conversation and tools.
-        options: its options.
+        chat: the conversation and the tools of the request.
+        options: the options of the request.
         model: the name of the model or adapter that answers.
     """
 
@@ -358,7 +361,7 @@ class _Items:
 
     Args:
         events: the response.
-        output: gets the items that are complete.
+        output: complete items are appended to it.
     """
 
     def __init__(self, events: EventStream, output: list[dict[str, Any]]) -> None:

@@ -15,12 +15,12 @@ from radixkv.v1.prefill_pb2 import GenerateResponse, PrefillRequest
 
 # Headers in which clients name a session: any client, Claude Code, and Codex.
 SESSION_HEADERS = ("x-session-id", "x-claude-code-session-id", "session_id")
-# What Claude Code appends to `metadata.user_id`.
+# Precedes the name of the session in the `metadata.user_id` of Claude Code.
 _SESSION_MARK = "_session_"
 
 
 def read_session(fields: Fields, prefill: PrefillRequest) -> None:
-    """Read `session_id` and `kv_hints`, which this server adds to the APIs, as SGLang does, and `explain`.
+    """Read `session_id`, `kv_hints` and `explain`, which this server adds to the APIs.
 
     Raises:
         InvalidRequest: the message names the field.
@@ -52,15 +52,15 @@ def session_of_user(metadata: object) -> str:
     if _SESSION_MARK in user:
         return user.rpartition(_SESSION_MARK)[2]
     try:
-        named = json.loads(user)
+        fields = json.loads(user)
     except (ValueError, RecursionError):
         return ""
-    session = named.get("session_id") if isinstance(named, dict) else None
+    session = fields.get("session_id") if isinstance(fields, dict) else None
     return session if isinstance(session, str) else ""
 
 
 def hint_objects(response: GenerateResponse) -> list[dict[str, Any]]:
-    """Return what was done with the hints of a request, from its last response."""
+    """Return the outcomes of the hints of a request, which its last response contains."""
     return [_hint_object(each) for each in response.hints]
 
 

@@ -29,8 +29,8 @@ class Tools:
     Attributes:
         definitions: in the form of OpenAI's API, which chat templates expect.
         choice: `none`, `auto`, or `required`.
-        forced: the name of the tool that must be called; None if `choice` says all.
-        allowed: the names of the tools that may be called; None for all. The model sees the others, too.
+        forced: the name of the tool that must be called; None if no specific tool must be called.
+        allowed: the names of the tools that may be called; None for all. The prompt contains the other tools as well.
         is_parallel: whether an answer may call several tools.
     """
 
@@ -48,15 +48,15 @@ class Tools:
     @property
     def functions(self) -> list[Mapping[str, Any]]:
         """The functions that may be called, each with `name` and `parameters`."""
-        found = [each["function"] for each in self.definitions]
+        functions = [each["function"] for each in self.definitions]
         names = self.allowed if self.forced is None else (self.forced,)
-        return found if names is None else [each for each in found if each["name"] in names]
+        return functions if names is None else [each for each in functions if each["name"] in names]
 
     def require_possible(self, generate: GenerateRequest) -> None:
-        """Refuse an answer that must be a call, and cannot be one.
+        """Refuse a request whose answer must be a call, but cannot be one.
 
         Raises:
-            InvalidRequest: the answer is constrained already, or the tool that must be called is not defined.
+            InvalidRequest: the request constrains the answer in another way, or no tool that may be called is defined.
         """
         if self.may_be_called and not self.functions:
             raise InvalidRequest("tool_choice: expected a tool of this request, got another one")
@@ -86,7 +86,7 @@ class EncodedChat:
     Attributes:
         token_ids: the prompt.
         form: how the model writes its answers.
-        tools: the tools that it may call.
+        tools: the tools that the model may call.
         is_open: whether the prompt ends with the beginning of reasoning; None if no reasoning may follow.
         is_text: whether the answer is only text, because the request constrains it.
         ranges: the ranges of the prompt that should be retained.
@@ -100,7 +100,7 @@ class EncodedChat:
     ranges: Sequence[CachedRange] = ()
 
     @classmethod
-    def of(cls, text: str, tokenizer: Tokenizer, form: AnswerFormat, tools: Tools) -> EncodedChat:
+    def encode(cls, text: str, tokenizer: Tokenizer, form: AnswerFormat, tools: Tools) -> EncodedChat:
         """Encode a rendered conversation."""
         is_open: bool | None = None
         end = text[-64:].rstrip()
@@ -115,7 +115,7 @@ class EncodedChat:
         tokenizer: Tokenizer,
         render: Callable[..., str],
     ) -> EncodedChat:
-        """Return this conversation with the ranges before breakpoints.
+        """Return this conversation with the ranges of tokens before breakpoints.
 
         Args:
             breakpoints: in the order of their positions.
@@ -139,12 +139,14 @@ class EncodedChat:
         """The special tokens whose text is needed to read the answer, by their ids."""
         return {token_id: tag for tag, token_id in self.form.tags.items()} if self.has_parts else {}
 
-    def constrained(self, generate: GenerateRequest) -> EncodedChat:
-        """Constrain an answer that must be a call, or whose calls must follow their schemas.
+    def constrain(self, generate: GenerateRequest) -> EncodedChat:
+        """Add to the options of a request the grammar that its tools require. Returns the conversation.
+
+        An answer that must be JSON may consist of calls instead, and may follow reasoning that the prompt begins. An
+        answer with another constraint is only text: the returned conversation has `is_text`.
 
         Args:
-            generate: the options of the request. An answer that must be JSON may then consist of calls instead, and
-                come after reasoning that the prompt begins; one with another constraint is only text.
+            generate: the options of the request; changed.
 
         Raises:
             InvalidRequest: the schemas of the tools are too long for a grammar.
@@ -183,7 +185,7 @@ class EncodedChat:
         return self
 
     def parts(self) -> AnswerParts:
-        """Return what reads one answer."""
+        """Return a reader that splits one answer into text, reasoning and calls."""
         tools = self.tools
         if self.is_text:
             return AnswerParts()
@@ -205,7 +207,7 @@ def reasoning_variables(tokenizer: Tokenizer, form: AnswerFormat, effort: str) -
         effort: `none` for an answer without reasoning, or how much of it there should be.
 
     Raises:
-        InvalidRequest: the model cannot do that.
+        InvalidRequest: the effort is unknown, or the model does not support it.
     """
     if tokenizer.has_template_variable(_EFFORT):
         return {_EFFORT: effort}

@@ -102,7 +102,7 @@ def test_a_served_model_ends_with_the_chat(capfd, monkeypatch):
         return started[-1]
 
     monkeypatch.setattr(subprocess, "Popen", watched)
-    with chat._serving("tiny") as address:
+    with chat._run_server("tiny") as address:
         host, port = address.split(":")
         assert host == "127.0.0.1"
         assert int(port) > 0
@@ -111,5 +111,5 @@ def test_a_served_model_ends_with_the_chat(capfd, monkeypatch):
 
 
 def test_a_server_that_does_not_start_says_why(capfd):
-    with pytest.raises(ConfigError, match=r"^model\.path: expected .*/nowhere"), chat._serving("/nowhere"):
+    with pytest.raises(ConfigError, match=r"^model\.path: expected .*/nowhere"), chat._run_server("/nowhere"):
         pytest.fail("it serves")

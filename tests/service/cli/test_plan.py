@@ -325,7 +325,7 @@ def test_windowed_layers_need_the_blocks_of_their_window(capsys, model):
     arguments = ("--model", str(model), "--context", "16Ki")
     out = plan(capsys, *arguments)
     assert "60 of 80, a window of 512 tokens" in out
-    assert "9 of 256 blocks there, 1.38 GiB (1.48 GB) in all" in out
+    assert "9 of 256 blocks in these layers, 1.38 GiB (1.48 GB) in all layers" in out
     numbers = plan_json(capsys, *arguments)
     block_bytes = 64 * numbers["token_bytes"]
     assert numbers["windowed_sequence_bytes"] == block_bytes * 256 // 4 + block_bytes * 9 * 3 // 4

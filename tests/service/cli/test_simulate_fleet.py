@@ -58,6 +58,8 @@ def test_a_fleet_that_finds_nothing_finds_all_that_one_cache_finds(capsys, trace
         (["--tokens-per-s", "9"], "--tokens-per-s: requires --replicas"),
         (["--replicas", "2", "--tier", "host=1k"], "--tier: can't be combined with --replicas"),
         (["--replicas", "2", "--plot", "x.png"], "--plot: can't be combined with --replicas"),
+        (["--replicas", "2", "--hints", "stop"], "--hints: can't be combined with --replicas"),
+        (["--replicas", "2", "--time-model", "x.json"], "--time-model: can't be combined with --replicas"),
         (["--replicas", "2000"], "--replicas: expected at most 1024, got 2000"),
         (["--replicas", "2", "--routing", "sideways"], "routing: expected one of prefix, "),
         (["--replicas", "2", "--policy", "optimal"], "policy: expected one that replicas can have, got optimal"),

@@ -117,7 +117,7 @@ def test_the_table_with_prices_ends_with_the_total(capsys, tmp_path: Path, price
 
 
 def test_amounts_are_rounded_half_to_even_and_then_added() -> None:
-    prices = PriceList.of({"currency": "EUR", "per_million_tokens": {"computed": Decimal("0.1")}})
+    prices = PriceList.parse({"currency": "EUR", "per_million_tokens": {"computed": Decimal("0.1")}})
     amounts = [prices.invoice(StatementLine(computed_tokens=number))[0].amount for number in (50_000, 150_000, 150_001)]
     assert amounts == [Decimal("0.00"), Decimal("0.02"), Decimal("0.02")]  # of 0.005, 0.015 and 0.0150001
     items = [InvoiceItem("computed", 1, "tokens", Decimal(1), Decimal("0.10"))] * 3
@@ -126,7 +126,7 @@ def test_amounts_are_rounded_half_to_even_and_then_added() -> None:
 
 
 def test_large_amounts_lose_no_digit() -> None:
-    prices = PriceList.of(
+    prices = PriceList.parse(
         {"currency": "EUR", "decimals": 12, "per_million_tokens": {"computed": Decimal("123456789.123456789")}}
     )
     (item,) = prices.invoice(StatementLine(computed_tokens=2**64 - 1))

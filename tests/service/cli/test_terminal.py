@@ -1,16 +1,16 @@
-from radixkv.service.cli.terminal import aligned, percent
+from radixkv.service.cli.terminal import align_columns, percent
 
 
 def test_columns_are_as_wide_as_their_widest_cell():
-    assert aligned([("a", "bcd", "e"), ("fgh", "i"), ("j",)]) == ["a    bcd  e", "fgh  i", "j"]
+    assert align_columns([("a", "bcd", "e"), ("fgh", "i"), ("j",)]) == ["a    bcd  e", "fgh  i", "j"]
 
 
 def test_numbers_stand_at_the_right():
-    assert aligned([("name", "n"), ("a", "100")], is_right=True) == ["name    n", "a     100"]
+    assert align_columns([("name", "n"), ("a", "100")], is_right=True) == ["name    n", "a     100"]
 
 
 def test_a_terminal_obeys_nothing_that_a_caller_chose():
-    assert aligned([("tenant \x1b[2J", "1"), ("é\n", "2")]) == ["tenant \\x1b[2J  1", "é\\n             2"]
+    assert align_columns([("tenant \x1b[2J", "1"), ("é\n", "2")]) == ["tenant \\x1b[2J  1", "é\\n             2"]
 
 
 def test_a_share_of_nothing_is_not_shown():

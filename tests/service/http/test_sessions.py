@@ -30,11 +30,11 @@ def test_a_chat_sets_what_the_cache_records_of_its_answer(
 ) -> None:
     generate = GenerateRequest()
     answer_format = AnswerFormat(TOOL_FORMATS[form], THINKING, {"<|tool_call>": 7})
-    EncodedChat([1], answer_format, tools, is_open).constrained(generate)
+    EncodedChat([1], answer_format, tools, is_open).constrain(generate)
     assert generate == GenerateRequest(**expected)
 
 
 def test_an_answer_that_must_be_a_call_awaits_a_tool() -> None:
     generate = GenerateRequest()
-    EncodedChat([1], AnswerFormat(TOOL_FORMATS["hermes"]), Tools((CLOCK,), "required"), None).constrained(generate)
+    EncodedChat([1], AnswerFormat(TOOL_FORMATS["hermes"]), Tools((CLOCK,), "required"), None).constrain(generate)
     assert generate.prefill.awaits == Awaits.AWAITS_TOOL

@@ -30,7 +30,7 @@ class Template:
 
 def chat(text: str, tools: Tools) -> EncodedChat:
     tokenizer: Any = Template()
-    return EncodedChat.of(text, tokenizer, FORM, tools)
+    return EncodedChat.encode(text, tokenizer, FORM, tools)
 
 
 @pytest.mark.parametrize(("text", "is_open"), [("a<think>\n", True), ("a", False), ("a<think>\n\n</think>\n\n", None)])
@@ -42,7 +42,7 @@ def test_tools_may_have_the_names_of_choices() -> None:
     generate = GenerateRequest()
     tools = Tools(DEFINITIONS, "required", forced="none")
     tools.require_possible(generate)
-    answer = chat("", tools).constrained(generate)
+    answer = chat("", tools).constrain(generate)
     assert '"none"' in generate.grammar
     assert '"auto"' not in generate.grammar
     assert answer.parts().put(CALL, is_last=True) == [ToolCall("none", {})]
@@ -51,7 +51,7 @@ def test_tools_may_have_the_names_of_choices() -> None:
 @pytest.mark.parametrize("choice", ["auto", "required"])
 def test_only_allowed_tools_are_called(choice: str) -> None:
     generate = GenerateRequest()
-    chat("", Tools(DEFINITIONS, choice, allowed=["none"])).constrained(generate)
+    chat("", Tools(DEFINITIONS, choice, allowed=["none"])).constrain(generate)
     assert '"none"' in generate.grammar
     assert '"auto"' not in generate.grammar
     with pytest.raises(InvalidRequest, match="tool_choice: expected a tool of this request, got another one"):
@@ -70,12 +70,12 @@ def test_only_forced_and_strict_calls_are_constrained() -> None:
         (Tools(strict, "none"), False),
     ):
         generate = GenerateRequest()
-        chat("", tools).constrained(generate)
+        chat("", tools).constrain(generate)
         assert bool(generate.grammar) is is_constrained
 
 
 def test_an_answer_that_the_request_constrains_is_text() -> None:
-    answer = chat("", Tools(DEFINITIONS, "auto")).constrained(GenerateRequest(regex=".*"))
+    answer = chat("", Tools(DEFINITIONS, "auto")).constrain(GenerateRequest(regex=".*"))
     assert not answer.has_parts
     assert answer.parts().put(f"<think>{CALL}", is_last=True) == [f"<think>{CALL}"]
 
@@ -89,7 +89,7 @@ def test_an_answer_in_json_may_be_calls_or_come_after_reasoning(options: Any) ->
         ("", Tools(DEFINITIONS, "auto"), True),
     ):
         generate = GenerateRequest(**options)
-        answer = chat(text, tools).constrained(generate)
+        answer = chat(text, tools).constrain(generate)
         assert bool(generate.grammar) is is_grammar
         assert answer.has_parts is is_grammar
 
@@ -104,7 +104,7 @@ def test_schemas_that_are_too_long_for_a_grammar_are_refused() -> None:
     with pytest.raises(
         InvalidRequest, match="tools, response_format: expected schemas whose grammar has at most 16384 characters"
     ):
-        chat("", Tools(long, "required")).constrained(GenerateRequest())
+        chat("", Tools(long, "required")).constrain(GenerateRequest())
 
 
 def test_tools_are_refused_where_calls_have_no_known_format() -> None:
