@@ -95,7 +95,7 @@ def test_a_public_prefix_makes_room_for_its_parts() -> None:
 def test_the_bound_follows_what_is_missed() -> None:
     share = PartShare(num_blocks=100, block_size=4, memory=PartMemory(5, 1, 10))
     first = share.max_parts
-    share.missed_parts(10, num_passed_parts=5)
+    share.record_missed_parts(10, num_passed_parts=5)
     assert share.max_parts > first
-    share.missed_parts(10_000, num_passed_parts=5)
+    share.record_missed_parts(10_000, num_passed_parts=5)
     assert share.max_parts == 25, "what passed parts would take in one pool: five sixths of 150 bytes, at five each"
