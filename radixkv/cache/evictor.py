@@ -74,6 +74,14 @@ class Evictor:
         """Published blocks that no lease keeps from eviction."""
         return self._pool.num_published - self._pins.num_pinned_blocks
 
+    @property
+    def _num_available_blocks(self) -> int:
+        """Blocks that are free, or would be if all leaves and parts that no lease uses were evicted."""
+        num_blocks = self._pool.num_free + self.num_evictable_blocks
+        if self._windows.shares_memory:
+            num_blocks += self._windows.num_returnable_blocks
+        return num_blocks
+
     def num_takeable_blocks(self, tenant: str, usage: TenantUsage, num_headroom_blocks: int = 0) -> int:
         """Count the blocks that a tenant could take if everything that may be evicted for it were evicted.
 
@@ -84,9 +92,7 @@ class Evictor:
 
         Complexity: O(tenants with a quota).
         """
-        num_available = self._pool.num_free + self.num_evictable_blocks
-        if self._windows.shares_memory:
-            num_available += self._windows.num_returnable_blocks
+        num_available = self._num_available_blocks
         takeable = num_available - num_headroom_blocks
         if self._tenants.with_quota:
             takeable = min(takeable, num_available - self._tenants.num_blocks_kept_from(tenant))
@@ -105,7 +111,7 @@ class Evictor:
         to_ceiling = usage.num_blocks_to_ceiling
         num_kept_blocks = self._tenants.num_blocks_kept_from(tenant)
         to_others = max(num_kept_blocks, num_headroom_blocks)
-        if to_ceiling is not None and to_ceiling < self._pool.num_free + self.num_evictable_blocks - to_others:
+        if to_ceiling is not None and to_ceiling < self._num_available_blocks - to_others:
             return QuotaExceeded(
                 f"blocks: expected {num_missing_blocks} more, got a ceiling of {usage.quota.ceiling_blocks} for this "
                 f"tenant, of which leases hold {usage.num_leased_blocks + usage.num_pinned_blocks}"

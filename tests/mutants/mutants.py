@@ -240,7 +240,7 @@ CACHE_MUTANTS = (
     Mutant("cache/lease.py", "[by_names.get((adapter, salt), set())]", "[*by_names.values()]"),
     Mutant("cache/lease.py", "if each != PUBLIC_TENANT:", "if True:"),
     Mutant("cache/lease.py", "                del self._by_tenant[tenant]\n", "                pass\n"),
-    Mutant("cache/purge.py", "num_removed += on_remaining(tree)", "end(tree)"),
+    Mutant("cache/purge.py", "num_removed += on_remaining(tree)", "on_remaining(tree)"),
     Mutant("cache/tenants.py", "for _ in range(_FORGOTTEN_AT_ONCE):", "for _ in range(1):"),
     Mutant("cache/tenants.py", "            if not self._is_idle(value):\n", "            if False:\n"),
     Mutant("cache/tenants.py", "            self._others.move_to_end(tenant)\n", ""),
@@ -1249,9 +1249,7 @@ PART_MUTANTS = (
         "max(self._num_blocks(self.num_parts - self.num_free), self.num_reserved_blocks())\n            self._blocks",
         "self._num_blocks(self.num_parts - self.num_free)\n            self._blocks",
     ),
-    Mutant(
-        "cache/evictor.py", "            num_available += self._windows.num_returnable_blocks\n", "            pass\n"
-    ),
+    Mutant("cache/evictor.py", "            num_blocks += self._windows.num_returnable_blocks\n", "            pass\n"),
     Mutant("cache/evictor.py", "num_blocks + windows.num_unreserved_blocks(window_leases)", "num_blocks"),
     Mutant(
         "storage/pages.py",
