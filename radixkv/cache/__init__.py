@@ -1,6 +1,6 @@
 """The prefix cache: radix trees over a pool of blocks, leases, retention and eviction.
 
-It has no torch and no threads, and the clock is passed in.
+It does not import torch, has no threads, and reads the time from a clock that is passed in.
 
 Public API: `PrefixCache`, `Lease`, `Quota`.
 """

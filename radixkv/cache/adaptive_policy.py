@@ -36,7 +36,7 @@ _WIDTHS_S = np.diff(_AGES_S, prepend=0.0)  # [num_ages]
 _SHORTEST_AGE_S = float(_AGES_S[0])
 _MIN_UNUSED_SHARE = 1e-3  # assumed share of blocks that are never reused
 
-_PRIOR_WAITS = 30  # after this many, a kind gets the geometric mean of its own density and that of its group
+_PRIOR_WAITS = 30  # of nodes; after so many, a kind has the geometric mean of its own and its group's density
 _TINY_DENSITY = 1e-12
 
 _REFILLS_TO_LEARN = 4  # one refill is the insertion of as many blocks as the cache has
@@ -55,7 +55,7 @@ class HitDensities:
     Attributes:
         hits: `[num_kinds][num_ages]`, blocks used again, by age.
         block_waits: `[num_kinds]`, number of blocks that began to wait for their next use.
-        node_waits: `[num_kinds]`, number of nodes that did.
+        node_waits: `[num_kinds]`, number of nodes that began to wait for their next use.
     """
 
     def __init__(self) -> None:
@@ -75,7 +75,7 @@ class HitDensities:
         self.node_waits[kind] += num_nodes
 
     def move(self, kind: int, new_kind: int, num_blocks: int) -> None:
-        """Record that a node that waits is of another kind than recorded."""
+        """Record that the kind of a waiting node has changed."""
         self.wait(kind, -num_blocks, -1)
         self.wait(new_kind, num_blocks)
 
@@ -130,12 +130,12 @@ def _densities(hits: Counts, block_waits: Counts) -> Counts:
     used = hits.cumsum(axis=1)  # [num_rows, num_ages]
     block_waits = np.maximum(block_waits[rows], (1 + _MIN_UNUSED_SHARE) * used[:, -1])[:, None]
     widths_s = _WIDTHS_S[first:end].copy()
-    room = ((block_waits - used + hits / 2) * widths_s).cumsum(axis=1)  # block seconds
+    block_seconds = ((block_waits - used + hits / 2) * widths_s).cumsum(axis=1)
     best = np.zeros_like(hits)
     for age in range(end - first):
-        num_used, num_seconds = used[:, age:], room[:, age:]
+        num_used, num_seconds = used[:, age:], block_seconds[:, age:]
         if age:
-            num_used, num_seconds = num_used - used[:, age - 1, None], num_seconds - room[:, age - 1, None]
+            num_used, num_seconds = num_used - used[:, age - 1, None], num_seconds - block_seconds[:, age - 1, None]
         best[:, age] = (num_used / num_seconds).max(axis=1)
     densities[rows, first:end] = best
     densities[rows, :first] = best[:, :1]

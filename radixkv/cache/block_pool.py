@@ -32,8 +32,8 @@ class BlockPool:
               release             unpublish
 
     A leased block belongs to one lease, whose owner writes it. A published block belongs to a tree. References to it
-    are counted per node (`Node.ref_count`), not per block, so a hit does no work per block. Blocks without an owner can
-    be withheld from allocation, while windowed layers use their memory (`PartMemory`). At all times
+    are counted per node (`Node.ref_count`), not per block, so a hit does no work per block. Blocks without an owner are
+    withheld from allocation while windowed layers use their memory (`PartMemory`). At all times
     `num_free + num_withheld + num_leased + num_published == num_blocks`.
 
     Ids that are allocated together are ascending and form few runs of adjacent blocks, because kernels can read a run

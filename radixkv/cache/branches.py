@@ -35,9 +35,9 @@ MAX_EXAMINED_NODES = _MAX_SIBLINGS + 2 + MAX_BRANCHES * _MAX_NODES_PER_BRANCH
 def find_divergence(tree: RadixTree, tokens: bytes, now_s: float, marks: InvocationMarks) -> Divergence:
     """Find the place at which a prompt diverges from the cached branches of its namespace, and these branches.
 
-    Where several branches share the same tokens with the prompt, the `MAX_BRANCHES` most recently used are returned, of
-    the 256 that were added last and of the neighbors of the prompt in the order of their tokens. Each is followed to
-    the most recently used of the 16 children that were added last.
+    If several branches share the same tokens with the prompt, the `MAX_BRANCHES` most recently used ones are returned.
+    Only the 256 branches that were added last, and the neighbors of the prompt in the order of tokens, are compared. A
+    branch continues, at each node, with the most recently used of the 16 children that were added last.
 
     Args:
         tree: the tree of the prompt's namespace.
@@ -67,15 +67,15 @@ def find_divergence(tree: RadixTree, tokens: bytes, now_s: float, marks: Invocat
         assert node.parent is not None
         parent, start = node.parent, node.start_bytes
         if position - start >= block_bytes:  # no other child of the parent shares the first block
-            branches, num_examined = _followed([node], position - start, now_s)
+            branches, num_examined = _follow([node], position - start, now_s)
             return Divergence(position // TOKEN_BYTES, branches, num_examined + 1)
     first_block = tokens[start : start + block_bytes]
     shared, siblings, num_siblings = _siblings(parent, first_block, own)
     if start + shared >= len(tokens):
         return Divergence(len(tokens) // TOKEN_BYTES, (), num_siblings)
     token = first_block[shared : shared + TOKEN_BYTES]
-    siblings = [each for each in siblings if not _is_same_token(each.tokens[shared:], token, marks)]
-    branches, num_examined = _followed(siblings, shared, now_s)
+    siblings = [each for each in siblings if not _differs_only_in_adapter(each.tokens[shared:], token, marks)]
+    branches, num_examined = _follow(siblings, shared, now_s)
     return Divergence((start + shared) // TOKEN_BYTES, branches, num_siblings + num_examined)
 
 
@@ -86,15 +86,15 @@ def branches_through(nodes: Iterable[Node], max_branches: int, now_s: float) -> 
 
     Args:
         nodes: nodes of one cache.
-        max_branches: branches that are returned at most.
+        max_branches: maximum number of branches to return.
         now_s: time on the cache's clock.
 
     Complexity: O(depth), and at most 192 nodes below each node.
     """
-    found: list[NamedBranch] = []
+    branches: list[NamedBranch] = []
     known: set[Node] = set()
     for node in nodes:
-        if len(found) == max_branches:
+        if len(branches) == max_branches:
             break
         if node in known or node.parent is None:
             continue
@@ -108,12 +108,12 @@ def branches_through(nodes: Iterable[Node], max_branches: int, now_s: float) -> 
         runs = tuple(each.tokens for each in (*reversed(above), *below))
         session = (below or [node])[-1].session
         branch = CachedBranch(runs, 0, max(0.0, now_s - node.last_used_s))
-        found.append(NamedBranch(node.owner.namespace, "" if session is None else session.session_id, branch))
-    return found
+        branches.append(NamedBranch(node.owner.namespace, "" if session is None else session.session_id, branch))
+    return branches
 
 
-def _is_same_token(run: bytes, token: bytes, marks: InvocationMarks) -> bool:
-    """Return whether a run begins with the same token, computed by another invoked adapter."""
+def _differs_only_in_adapter(run: bytes, token: bytes, marks: InvocationMarks) -> bool:
+    """Return whether a run begins with the same token as the prompt, but computed by another adapter."""
     other = run[:TOKEN_BYTES]
     return plain(other) == plain(token) and marks.digest_of(other) != marks.digest_of(token)
 
@@ -141,19 +141,19 @@ def _siblings(parent: Node, first_block: bytes, own: Node | None) -> tuple[int, 
     for key in children.neighbors(first_block):
         compared[id(children[key])] = children[key]
     longest = 0
-    found: list[Node] = []
+    nearest: list[Node] = []
     for child in compared.values():
         if child is own:
             continue
         shared = shared_bytes(child.tokens[: len(first_block)], first_block, 0)
         if shared > longest:
-            longest, found = shared, []
+            longest, nearest = shared, []
         if shared == longest:
-            found.append(child)
-    return longest, found, len(compared)
+            nearest.append(child)
+    return longest, nearest, len(compared)
 
 
-def _followed(nodes: list[Node], start_byte: int, now_s: float) -> tuple[tuple[CachedBranch, ...], int]:
+def _follow(nodes: list[Node], start_byte: int, now_s: float) -> tuple[tuple[CachedBranch, ...], int]:
     """Follow the most recently used nodes down to leaves, and return the branches and the number of examined nodes."""
     latest = sorted(nodes, key=lambda each: each.last_used_s, reverse=True)[:MAX_BRANCHES]
     branches, num_examined = [], 0
@@ -166,10 +166,14 @@ def _followed(nodes: list[Node], start_byte: int, now_s: float) -> tuple[tuple[C
 
 
 def _nodes_below(node: Node, num_bytes: int) -> tuple[list[Node], int]:
-    """Return the most recently used child, its child, and so on, and how many children were compared.
+    """Return the most recently used child, its most recently used child, and so on, and how many were compared.
 
-    Of equally recent children, the one that was added last is chosen. The nodes together have at most about
-    `MAX_BRANCH_TOKENS`, of which `num_bytes` are before them.
+    Of equally recent children, the one that was added last is chosen. The list ends at a leaf, when the
+    branch has `MAX_BRANCH_TOKENS`, or when about 192 children were compared.
+
+    Args:
+        node: the node above the children.
+        num_bytes: bytes of the branch up to the end of `node`.
     """
     below: list[Node] = []
     num_compared = 0

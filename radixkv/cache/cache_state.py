@@ -1,4 +1,4 @@
-"""The state of one cache: the parts that its leases and its audit work on."""
+"""The state of one cache: the objects that its leases and its audit work on."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from radixkv.cache.windowed_layers import WindowedLayers
 
 @dataclass(frozen=True, slots=True)
 class CacheState:
-    """The parts of one cache, as one value.
+    """The objects that make up one cache.
 
     Attributes:
         block_size: tokens per block.

@@ -19,7 +19,7 @@ _T = TypeVar("_T")
 class EvictedPrefixes(Listener):
     """Remembers why, and for whom, the last `capacity` prefixes were evicted, by fingerprint.
 
-    Prefixes of an adapter that is being drained are remembered as well; other purged prefixes are not.
+    Prefixes of an adapter that was unloaded are remembered when they are purged; other purged prefixes are not.
 
     A fingerprint only explains a miss and never decides which tokens are reused. The only effect of a collision is a
     wrong `miss_reason` in one response.
@@ -52,7 +52,7 @@ class EvictedPrefixes(Listener):
             self._note(node.fingerprint, MissReason.ADAPTER_CHANGED)
 
     def remembering(self, adapter: str, slices: Generator[None, None, _T]) -> Generator[None, None, _T]:
-        """Run the slices of a purge of an adapter, given by its digest, and remember the nodes that they purge."""
+        """Run the slices of a purge, and remember the nodes of an adapter, given by its digest, that they purge."""
         self._purged_adapters.add(adapter)
         try:
             return (yield from slices)
@@ -64,7 +64,7 @@ class EvictedPrefixes(Listener):
         return self._reasons.get(fingerprint)
 
     def note_others(self, fingerprint: int) -> None:
-        """Note that a prefix, which was evicted just now, made room for another tenant. Complexity: O(1)."""
+        """Record that a prefix, which was evicted just now, was evicted for another tenant. Complexity: O(1)."""
         if fingerprint in self._reasons:
             self._by_others.add(fingerprint)
 
@@ -85,18 +85,18 @@ class EvictedPrefixes(Listener):
         """Return why the tokens after the cached ones have to be computed; see `PrefixCache.explain`.
 
         Args:
-            namespace, tokens, cached_tokens, former: as there.
-            root_tokens: number of tokens of the public prefix that the tree continues.
-            next_end: tokens up to the end of the next block.
+            namespace, tokens, cached_tokens, former: as in `PrefixCache.explain`.
+            root_tokens: number of tokens of the public prefix above the tree.
+            next_end: number of tokens up to the end of the block that holds the first token to compute.
             count_cached: counts the tokens of a prompt that are cached.
         """
         end = next_end * TOKEN_BYTES
-        lost = self.reason(prefix_fingerprint(namespace.seed, tokens, end))
-        if lost is not None:  # an adapter that was unloaded and loaded again with the same weights has not changed
-            return MissReason.EVICTED if lost is MissReason.ADAPTER_CHANGED else lost
+        reason = self.reason(prefix_fingerprint(namespace.seed, tokens, end))
+        if reason is not None:  # an adapter that was unloaded and loaded again with the same weights has not changed
+            return MissReason.EVICTED if reason is MissReason.ADAPTER_CHANGED else reason
         for key in former:
-            lost = self.reason(prefix_fingerprint(key.namespace.seed, key.tokens, end))
-            if lost is MissReason.ADAPTER_CHANGED or count_cached(key) > cached_tokens:
+            reason = self.reason(prefix_fingerprint(key.namespace.seed, key.tokens, end))
+            if reason is MissReason.ADAPTER_CHANGED or count_cached(key) > cached_tokens:
                 return MissReason.ADAPTER_CHANGED
         return MissReason.DIVERGED if cached_tokens > root_tokens else MissReason.COLD
 

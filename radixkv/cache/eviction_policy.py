@@ -26,7 +26,7 @@ class EvictionPolicy(Listener):
         """Return the sort key of a node. Called when the node becomes evictable.
 
         The keys of one policy must be comparable. Leaves with equal keys are evicted in the order in which they became
-        evictable. By default the key is the time of the last use.
+        evictable. By default the key is the time of the last use, in seconds.
         """
         return node.last_used_s
 

@@ -122,13 +122,14 @@ class EvictionQueue(Listener):
             self.discard(leaf)
             self.add(leaf)
 
-    def first(self, spared: Collection[str], now_s: float) -> Node | None:
-        """Return the leaf to evict next, ignoring the spared tenants; None if there is none."""
-        reused = self._reused.first(spared, now_s)
+    def first(self, protected: Collection[str], now_s: float) -> Node | None:
+        """Return the leaf to evict next, except those of protected tenants; None if there is none."""
+        reused = self._reused.first(protected, now_s)
         if not self.has_probation:
             return None if reused is None else reused[-1]
-        num_blocks = self.num_probation_blocks - sum(self._tenants[each].num_probation_blocks for each in spared)
-        return _first(self._on_probation.first(spared, now_s), reused, is_over=num_blocks > self._max_probation_blocks)
+        num_blocks = self.num_probation_blocks - sum(self._tenants[each].num_probation_blocks for each in protected)
+        on_probation = self._on_probation.first(protected, now_s)
+        return _first(on_probation, reused, is_over=num_blocks > self._max_probation_blocks)
 
     def first_of(self, tenant: str, now_s: float) -> Node | None:
         """Return the next leaf to evict of a tenant with a ceiling; None if the tenant has no unused leaf."""
@@ -142,7 +143,7 @@ class EvictionQueue(Listener):
         """Return whether no other request has found a block of a node yet."""
         return self.has_probation and node.num_reused_blocks == 0
 
-    def found(self, node: Node, num_bytes: int, is_resumed: bool) -> None:
+    def record_hit(self, node: Node, num_bytes: int, is_resumed: bool) -> None:
         """End the probation of the nodes on a path of which a lease found at least one whole block.
 
         Args:
@@ -160,7 +161,7 @@ class EvictionQueue(Listener):
             node.num_reused_blocks = max(node.num_reused_blocks, num_found_blocks)
             node = node.parent
 
-    def returned(self, leaf: Node, is_resumed: bool) -> None:
+    def record_return(self, leaf: Node, is_resumed: bool) -> None:
         """End the probation of a new leaf that was evicted recently, unless a resumed request published it."""
         if not is_resumed and self._evicted.pop(leaf.fingerprint, None) is not None:
             leaf.num_reused_blocks = 1
@@ -254,7 +255,7 @@ class TenantEvictionQueues:
         return len(self._shared) + sum(map(len, self._with_quota.values()))
 
     def add(self, leaf: Node) -> None:
-        """Add a leaf that is in no queue. Leaves of an ended session come first, unless they are retained."""
+        """Add a leaf that is in no queue. Leaves of an ended session are first, unless they are retained."""
         policy, priority = self._policy, leaf.priority
         if leaf.awaits is _NOTHING and priority <= DEFAULT_PRIORITY:
             priority = 0
@@ -281,15 +282,15 @@ class TenantEvictionQueues:
         leaf.eviction_entry = None
 
     def first_of(self, tenant: str, now_s: float) -> Entry | None:
-        """Return the first leaf of a tenant that has its own queue; None if it has none."""
+        """Return the first leaf of a tenant that has its own queue; None if that queue is empty."""
         queue = self._with_quota.get(tenant) or self._by_tenant.get(tenant)
         return None if queue is None else queue.first(now_s)
 
-    def first(self, spared: Collection[str], now_s: float) -> Entry | None:
-        """Return the first leaf of all tenants except the spared ones; None if there is none."""
+    def first(self, protected: Collection[str], now_s: float) -> Entry | None:
+        """Return the first leaf of all tenants except the protected ones; None if there is none."""
         first = self._shared.first(now_s)
         for tenant, queue in self._with_quota.items():
-            if tenant not in spared:
+            if tenant not in protected:
                 entry = queue.first(now_s)
                 if first is None or (entry is not None and entry < first):
                     first = entry

@@ -74,6 +74,14 @@ class Evictor:
         """Published blocks that no lease keeps from eviction."""
         return self._pool.num_published - self._pins.num_pinned_blocks
 
+    @property
+    def _num_available_blocks(self) -> int:
+        """Blocks that are free, or would be if all leaves and parts that no lease uses were evicted."""
+        num_blocks = self._pool.num_free + self.num_evictable_blocks
+        if self._windows.shares_memory:
+            num_blocks += self._windows.num_returnable_blocks
+        return num_blocks
+
     def num_takeable_blocks(self, tenant: str, usage: TenantUsage, num_headroom_blocks: int = 0) -> int:
         """Count the blocks that a tenant could take if everything that may be evicted for it were evicted.
 
@@ -84,9 +92,7 @@ class Evictor:
 
         Complexity: O(tenants with a quota).
         """
-        num_available = self._pool.num_free + self.num_evictable_blocks
-        if self._windows.shares_memory:
-            num_available += self._windows.num_returnable_blocks
+        num_available = self._num_available_blocks
         takeable = num_available - num_headroom_blocks
         if self._tenants.with_quota:
             takeable = min(takeable, num_available - self._tenants.num_blocks_kept_from(tenant))
@@ -105,7 +111,7 @@ class Evictor:
         to_ceiling = usage.num_blocks_to_ceiling
         num_kept_blocks = self._tenants.num_blocks_kept_from(tenant)
         to_others = max(num_kept_blocks, num_headroom_blocks)
-        if to_ceiling is not None and to_ceiling < self._pool.num_free + self.num_evictable_blocks - to_others:
+        if to_ceiling is not None and to_ceiling < self._num_available_blocks - to_others:
             return QuotaExceeded(
                 f"blocks: expected {num_missing_blocks} more, got a ceiling of {usage.quota.ceiling_blocks} for this "
                 f"tenant, of which leases hold {usage.num_leased_blocks + usage.num_pinned_blocks}"
@@ -121,7 +127,7 @@ class Evictor:
         Args:
             num_blocks: blocks that a lease takes.
             tenant, usage: the tenant of the lease, and its counters.
-            windows: the parts of windowed layers that the lease will reserve; room is made for them as well.
+            windows: the window leases of the lease; room is made for the parts that they will reserve, too.
         """
         ceiling = usage.quota.ceiling_blocks
         if ceiling is not None:
@@ -164,7 +170,7 @@ class Evictor:
         now_s = self._clock()
         return self._evict(
             num_blocks,
-            lambda: self._queue.first(self._spared(tenant), now_s),
+            lambda: self._queue.first(self._protected_tenants(tenant), now_s),
             tenant,
             with_dead_ends=with_dead_ends,
         )
@@ -195,8 +201,8 @@ class Evictor:
         for node in self._retained.expire(self._clock()):
             self._queue.requeue(node)
 
-    def _spared(self, tenant: str | None) -> set[str]:
-        """Return the other tenants whose floors protect all their blocks."""
+    def _protected_tenants(self, tenant: str | None) -> set[str]:
+        """Return the other tenants of which no block may be evicted now."""
         quotas = self._tenants.with_quota.items()
         return {other for other, usage in quotas if other != tenant and usage.num_blocks_for_others == 0}
 
@@ -208,37 +214,38 @@ class Evictor:
         *,
         with_dead_ends: bool = False,
     ) -> int:
-        freed = 0
+        num_freed = 0
         runs: list[bytes] = []
-        while freed < num_blocks and (leaf := next_leaf()) is not None:
+        while num_freed < num_blocks and (leaf := next_leaf()) is not None:
             usage = leaf.owner.usage
-            wanted = num_blocks - freed
+            wanted = num_blocks - num_freed
             if leaf.owner.namespace.tenant != tenant:
                 wanted = min(wanted, usage.num_blocks_for_others)
             num_offered_blocks = self._policy.num_offered_blocks(leaf)
             num_taken = min(wanted, num_offered_blocks)
             if with_dead_ends:
-                num_taken = self._with_dead_end(leaf, num_taken)
+                num_taken = self._num_blocks_with_dead_end(leaf, num_taken)
                 if leaf.owner.namespace.tenant != tenant:
                     num_taken = min(num_taken, usage.num_blocks_for_others)
             runs.append(self._take(leaf, num_taken, by_self=leaf.owner.namespace.tenant == tenant))
             if wanted >= num_offered_blocks:
                 self._queue.requeue(leaf)
-            freed += len(runs[-1]) // BLOCK_ID_BYTES
+            num_freed += len(runs[-1]) // BLOCK_ID_BYTES
         self._free(runs)
-        return freed
+        return num_freed
 
     def _free(self, runs: list[bytes]) -> None:
-        """Free blocks that were taken from leaves, in one call, which costs as much as removing two leaves."""
+        """Free blocks that were taken from leaves. Call it once for many leaves: a call costs as much as two leaves."""
         if runs:
             block_ids = np.frombuffer(b"".join(runs), dtype=np.int32)
             self._pool.unpublish(block_ids)
             self._pool.release(block_ids)
 
-    def _with_dead_end(self, leaf: Node, num_blocks: int) -> int:
-        """Return how many blocks, `num_blocks` or more, to take off a leaf so that prompts can continue after the rest.
+    def _num_blocks_with_dead_end(self, leaf: Node, num_blocks: int) -> int:
+        """Return how many blocks to take off a leaf's end, so that prompts can continue after the remaining ones.
 
-        A block is useless if windowed layers lack the K/V that a prompt needs to continue after it.
+        These are `num_blocks`, and the blocks before them after which no prompt can continue, because windowed layers
+        lack the K/V that it would need.
         """
         size = leaf.owner.block_size
         num_kept_tokens = self._windows.num_reusable_tokens(leaf.block_ids, (leaf.num_blocks - num_blocks) * size)
@@ -248,7 +255,8 @@ class Evictor:
         """Take blocks off a leaf's end. Returns their packed ids, which are still published.
 
         Args:
-            leaf, num_blocks: how many blocks to take, and where.
+            leaf: the leaf.
+            num_blocks: blocks to take.
             by_self: whether they are evicted for their own tenant.
         """
         tree, usage = self._trees[leaf.owner.namespace], leaf.owner.usage

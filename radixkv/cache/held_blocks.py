@@ -42,7 +42,7 @@ class HeldPath(NamedTuple):
 
 
 class HeldBlocks(Listener):
-    """Counts the blocks that held leases keep from eviction, each once, and bounds them in total and per tenant.
+    """Counts the blocks that held leases keep, and bounds them in total and per tenant. Shared blocks count once.
 
         root ── [held] ─┬─ [held] ◀─ held lease            a node is held if a held lease ends at or below it,
                         └─ [    ] ◀─ lease of a request     whether or not other leases pin it
@@ -53,7 +53,7 @@ class HeldBlocks(Listener):
         cut: splits a node after its first blocks, notifies the listeners, and returns the upper half.
 
     Attributes:
-        max_blocks: the same.
+        max_blocks: the argument.
         num_blocks: blocks that are held, including those that are in no tree.
     """
 
@@ -73,17 +73,17 @@ class HeldBlocks(Listener):
         Complexity: O(nodes of all paths together that are not held yet).
         """
         num_more_blocks = 0
-        used: dict[Node, int] = {}  # blocks of each node
+        num_blocks_of: dict[Node, int] = {}
         for node, num_shared_blocks, num_blocks in paths:
             num_more_blocks += num_blocks - num_shared_blocks
             while node is not None and node.parent is not None and node.held_ref_count == 0:
                 first = node.start_bytes // (node.owner.block_size * TOKEN_BYTES)
-                part = max(0, min(node.num_blocks, num_shared_blocks - first))
-                if used.get(node, -1) >= part:
+                num_blocks_here = max(0, min(node.num_blocks, num_shared_blocks - first))
+                if num_blocks_of.get(node, -1) >= num_blocks_here:
                     break  # its ancestors were counted together with it
-                used[node] = part
+                num_blocks_of[node] = num_blocks_here
                 node = node.parent
-        return num_more_blocks + sum(used.values())
+        return num_more_blocks + sum(num_blocks_of.values())
 
     def require_room(self, tenant: str | None, num_more_blocks: int) -> None:
         """Raise if `num_more_blocks` may not be held in addition.

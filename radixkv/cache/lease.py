@@ -24,7 +24,7 @@ _UNKNOWN = Awaits.UNKNOWN  # a member of an enumeration is looked up slowly
 
 
 class Lease:
-    """Holds the blocks of a prompt. Reused blocks are read-only; the owner of the lease writes the new ones.
+    """Holds the blocks of a prompt. Reused blocks are read-only; the owner of the lease writes the new blocks.
 
         tokens      [0 .. public_tokens ........ cached_tokens ............ num_tokens)
         K/V          reused                         | the owner computes it
@@ -62,7 +62,7 @@ class Lease:
         num_expected_tokens: length that the lease will probably reach; adjacent blocks are left free for that.
         num_nodes: nodes that were visited to find what is reused.
         is_resumed: whether the request had a lease of the same prompt before.
-        is_prefetch: whether it only loads blocks for a later request; it then does not count as a use by its session.
+        is_prefetch: whether the lease only loads blocks for a later request and does not count as a use by its session.
         session: the session that the request belongs to; None for none.
         windows: the lease of parts in each group of windowed layers.
         on_close: called when the lease no longer uses the public prefix.
@@ -77,7 +77,7 @@ class Lease:
         written_from_tokens: position of the first token that this lease published; None until it publishes one.
         awaits: what the session of the request waits for when the lease closes; the owner sets it before it closes the
             lease.
-        is_closed, is_held, is_private: the states above.
+        is_closed, is_held, is_private: whether the lease is in this state.
         is_revoked: whether the namespace was purged; if so, nothing more is published.
     """
 
@@ -244,7 +244,7 @@ class Lease:
             if insertion.split is before:
                 before.last_used_s = self.node_used_s  # this lease used only the upper half
                 state.queue.requeue(before)
-        state.sessions.found(insertion.node, self.session)
+        state.sessions.record_use(insertion.node, self.session)
         known_tokens = max(self.committed_tokens, insertion.known_bytes // TOKEN_BYTES)
         self.committed_tokens = end
         return max(0, end - known_tokens)
@@ -287,8 +287,8 @@ class Lease:
             usage.take(-1)
         if num_old_blocks == 0:
             state.changes.inserted(node, state.clock())
-            state.queue.returned(node, self.is_resumed)
-            state.sessions.published(node, self.session)
+            state.queue.record_return(node, self.is_resumed)
+            state.sessions.add_leaf(node, self.session)
             return
         state.changes.grown(node, num_more_blocks, state.clock())
         if node.held_ref_count and num_more_blocks:
@@ -303,11 +303,11 @@ class Lease:
         """Allocate blocks for tokens that `extend` will add, or to replace blocks that `release_last` returned.
 
         A call that raises has changed nothing. If a commit then ends inside a block, the next token is written into a
-        copy of that block, and this copy uses one of the reserved blocks. A private lease needs no more blocks, so this
-        does nothing for it.
+        copy of that block, and this copy uses one of the reserved blocks. For a private lease the call does nothing,
+        since the lease has all its blocks.
 
         Args:
-            num_tokens: length for which to have blocks, including the present tokens.
+            num_tokens: number of tokens for which to have blocks, including the present tokens.
 
         Raises:
             LeaseClosed: the lease is closed.
@@ -444,7 +444,7 @@ class Lease:
     def _end_path(self) -> None:
         """Pin no more than the shared blocks that this lease uses: split the node in which they end.
 
-        Blocks that were replaced in that node, which this lease may use as well, move to the upper half.
+        Blocks that were replaced in that node move to the upper half, since this lease may use them.
         """
         node = self.node
         if node is None or self.is_revoked:

@@ -123,7 +123,7 @@ class Owner:
     block_size: int
 
 
-_USUAL_TOOL_WAIT_S = 10.0  # of a session whose waits are not known; the median of recorded coding agents is 16 s
+_USUAL_TOOL_WAIT_S = 10.0  # assumed before a session's first wait; the median of recorded coding agents is 16 s
 
 
 class Session:
@@ -134,7 +134,7 @@ class Session:
         nodes: the nodes that only this session has used.
         num_leases: its open leases.
         last_used_s: when a lease of it last began or ended.
-        awaits: what it waits for since its last lease was closed.
+        awaits: what it has been waiting for since its last lease was closed.
         has_ended: whether the tenant has ended it.
         prompt: what was cached of the prompt of its last lease and of its generated tokens, to load it from the tiers
             before the next turn; None if it is not remembered.

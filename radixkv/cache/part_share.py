@@ -11,8 +11,8 @@ from radixkv.cache.part_memory import PartMemory
 from radixkv.namespace import Namespace
 from radixkv.tokens import TOKEN_BYTES, prefix_fingerprint
 
-# `python -m bench.windows.traffic` compares initial shares. With this one, passed parts take almost as much as in one
-# pool of all layers.
+# With this initial share, passed parts take almost as much as in one pool of all layers. `bench/windows/border.py`
+# measures what prompts reuse then.
 _FIRST_SHARE = 0.85
 # An eviction is remembered until blocks that take this share of the memory have been evicted after it.
 _SHADOW = 1 / 4
@@ -68,7 +68,7 @@ class PartShare(Listener):
         while self._evicted and next(iter(self._evicted.values()))[1] < oldest:
             self._evicted.popitem(last=False)
 
-    def missed_parts(self, num_tokens: int, num_passed_parts: int) -> None:
+    def record_missed_parts(self, num_tokens: int, num_passed_parts: int) -> None:
         """Record a prompt whose blocks are cached without the window that it needs.
 
         Args:
@@ -79,14 +79,14 @@ class PartShare(Listener):
         weight = _PART_WEIGHT * _SHADOW * self._num_bytes / passed_bytes
         self._move(min(weight, _MAX_WEIGHT) * num_tokens)
 
-    def missed_blocks(self, namespace: Namespace, tokens: bytes, found_tokens: int) -> None:
+    def record_missed_blocks(self, namespace: Namespace, tokens: bytes, found_tokens: int) -> None:
         """Record how many tokens of a prompt were evicted recently.
 
         Args:
             namespace, tokens: the prompt.
             found_tokens: tokens that are cached.
 
-        Complexity: a hash of the prompt up to there, and one for each eviction of it.
+        Complexity: a hash of the cached tokens and the next block, and one more for each eviction that is found.
         """
         size, num_tokens = self._block_size, len(tokens) // TOKEN_BYTES
         block = found_tokens // size

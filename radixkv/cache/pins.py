@@ -138,8 +138,8 @@ class Pins:
     ) -> None:
         """Undo one `pin`, and join nodes that are no longer pinned, where they have the same properties.
 
-        This undoes splits for priorities that have expired and for branches that were evicted, so that they do not slow
-        down later requests.
+        This undoes splits that were made for priorities that have expired, and for branches that were evicted, so that
+        these splits do not slow down later requests.
 
         Args:
             node: the end of the path.
@@ -197,13 +197,14 @@ class Pins:
             node = node.parent
         return num_blocks
 
-    def narrowed(
+    def narrow(
         self, node: Node | None, cached_tokens: int, num_surplus_blocks: int, root_tokens: int
     ) -> tuple[Node | None, int, int]:
         """Shorten a path before it is pinned, since the lease needs blocks at its end; reuse fewer tokens if needed.
 
-        First the path is split after the reused blocks, so that the rest can be evicted. If that is not enough, the
-        partly reused block is not reused. Whole blocks are always reused, because computing one takes a block as well.
+        First the path is split after the reused blocks, so that the blocks after them can be evicted. If that is not
+        enough, the partly reused block is not reused. Whole blocks are always reused, because computing one takes a
+        block as well.
 
         Args:
             node: the deepest node that shares tokens.
@@ -217,14 +218,14 @@ class Pins:
         """
         num_pinned_blocks = root_tokens // self._block_size
         num_pinned_blocks += sum(above.num_blocks for above in path_to(node) if above.ref_count)
-        num_held_blocks = -(-cached_tokens // self._block_size)
-        if num_surplus_blocks < num_held_blocks - num_pinned_blocks:
-            num_held_blocks = cached_tokens // self._block_size
-            cached_tokens = num_held_blocks * self._block_size
-        num_available_blocks = num_surplus_blocks - max(0, num_held_blocks - num_pinned_blocks)
+        num_cached_blocks = -(-cached_tokens // self._block_size)
+        if num_surplus_blocks < num_cached_blocks - num_pinned_blocks:
+            num_cached_blocks = cached_tokens // self._block_size
+            cached_tokens = num_cached_blocks * self._block_size
+        num_available_blocks = num_surplus_blocks - max(0, num_cached_blocks - num_pinned_blocks)
         if num_available_blocks < 0 or node is None or cached_tokens <= root_tokens:
             return None, root_tokens, max(0, -num_available_blocks)
-        return self._retained.cut_range(node, 0, num_held_blocks)[-1], cached_tokens, 0
+        return self._retained.cut_range(node, 0, num_cached_blocks)[-1], cached_tokens, 0
 
     def count(self, node: Node, num_blocks: int) -> None:
         """Add to the number of pinned blocks of a node's tenant and of all tenants; `num_blocks` may be negative."""
@@ -245,11 +246,9 @@ def _has_other_continuations(node: Node) -> bool:
     """
     if node.children is None or len(node.children) < 2:
         return False
-    return len(node.children) > 2 or min(map(_num_blocks_below, node.children.values())) > 1
-
-
-def _num_blocks_below(node: Node) -> int:
-    return node.num_blocks if node.is_leaf else 2
+    if len(node.children) > 2:
+        return True
+    return not any(child.is_leaf and child.num_blocks == 1 for child in node.children.values())
 
 
 def _touch(node: Node, now_s: float) -> None:

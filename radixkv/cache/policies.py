@@ -12,10 +12,6 @@ from radixkv.cache.node import Node
 class LeastRecentlyUsed(EvictionPolicy):
     """Evict the leaf whose last lease began or ended the longest time ago."""
 
-    def key(self, node: Node) -> float:
-        """Return the time of the last use, in seconds."""
-        return node.last_used_s
-
     def are_alike(self, upper: Node, lower: Node) -> bool:
         """Return True: only the time of the last use matters."""
         return True

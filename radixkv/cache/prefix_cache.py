@@ -30,7 +30,7 @@ from radixkv.cache.namespace_trees import NamespaceTrees
 from radixkv.cache.node import NO_PLACE, Node, Session
 from radixkv.cache.pins import Pins
 from radixkv.cache.public_prefixes import PublicPrefix, PublicPrefixes, PublicRoot
-from radixkv.cache.purge import Purged, all_slices, drop_unused, purge, sweep
+from radixkv.cache.purge import Purged, all_slices, drop_unused, purge, purge_invoked
 from radixkv.cache.radix_tree import NO_ROOT_PREFIX, RootPrefix
 from radixkv.cache.recurrent_states import StateSlots
 from radixkv.cache.retained_nodes import RetainedNodes
@@ -45,7 +45,7 @@ from radixkv.namespace import PUBLIC_TENANT, Namespace, PromptKey
 from radixkv.tokens import TOKEN_BYTES, prefix_fingerprint, require_tokens
 
 _MAX_DROPPED_NODES = 1024
-_LATER = 3  # by this factor, a session must be expected to return later to lose its blocks to another session
+_MIN_WAIT_RATIO = 3  # a session loses blocks to another one only if its expected wait is longer by this factor
 _MAX_SESSION_ENDS = 2  # branches of a session with which its prompts are compared
 _MAX_CHANGED_NODES = 128  # in one slice of a retention, which takes about 2 ms
 
@@ -110,7 +110,7 @@ class PrefixCache:
         max_evicted_prefixes: number of evicted prefixes to remember, to explain misses.
         max_session_prompt_bytes: memory of the last prompts of sessions to remember, to load them from tiers; see
             `Sessions`.
-        listeners: notified of every change to the trees, before the cache's own parts, so that they still see the
+        listeners: notified of every change to the trees, before the cache's own listeners, so that they still see the
             priority of an evicted node.
         clock: seconds, monotonic.
         marks: mark the tokens that an invoked adapter computes (an adapter that applies only from some position of the
@@ -126,7 +126,7 @@ class PrefixCache:
         leases: the open leases.
         held: the bounds and the counts of blocks that held leases keep.
         max_retained_blocks: blocks that may be retained.
-        segments: the nodes of all trees.
+        segments: an index of the nodes of all trees.
         sessions: the sessions of all tenants.
         public: the prefixes that all tenants share.
 
@@ -165,7 +165,8 @@ class PrefixCache:
         self.marks = marks or InvocationMarks()
         self.windows = windows or WindowedLayers()
         self.state_slots = state_slots
-        self.pool = BlockPool(num_blocks, self._freed if self.windows.pools or state_slots is not None else None)
+        has_extensions = bool(self.windows.pools) or state_slots is not None
+        self.pool = BlockPool(num_blocks, self._free_parts_and_snapshots if has_extensions else None)
         self.windows.connect(self.pool)
         self.ledger = ledger
         self.tenants = Tenants(quotas or {}, default_quota, ledger)
@@ -285,14 +286,14 @@ class PrefixCache:
 
         Complexity: about one memory comparison of the prompt.
         """
-        found = self._find(namespace, tokens)
-        num_blocks = -(-found.cached_tokens // self.block_size)
-        block_ids = np.frombuffer(found.packed_block_ids, np.int32, num_blocks)
-        return Match(found.cached_tokens, block_ids, found.num_nodes)
+        match = self._find(namespace, tokens)
+        num_blocks = -(-match.cached_tokens // self.block_size)
+        block_ids = np.frombuffer(match.packed_block_ids, np.int32, num_blocks)
+        return Match(match.cached_tokens, block_ids, match.num_nodes)
 
-    def _find(self, namespace: Namespace, tokens: bytes, read: bool = True) -> _TreeMatch:
-        """Look a prompt up in all its trees, and return the longest match; see `_find_all`."""
-        return self._find_all(namespace, tokens, read)[0]
+    def _find(self, namespace: Namespace, tokens: bytes) -> _TreeMatch:
+        """Return the longest match of `_find_all`."""
+        return self._find_all(namespace, tokens)[0]
 
     def _find_all(self, namespace: Namespace, tokens: bytes, read: bool = True) -> Sequence[_TreeMatch]:
         """Look a prompt up in the tree of its namespace, and below the public prefixes that it begins with.
@@ -372,7 +373,7 @@ class PrefixCache:
 
     def num_root_tokens(self, namespace: Namespace, tokens: bytes, *, read: bool = True) -> int:
         """Return the maximum number of tokens, in whole blocks, that a prompt can reuse from a public prefix."""
-        return max(found.root_tokens for found in self._find_all(namespace, tokens, read))
+        return max(match.root_tokens for match in self._find_all(namespace, tokens, read))
 
     def explain(
         self, namespace: Namespace, tokens: bytes, cached_tokens: int, former: Sequence[PromptKey] = ()
@@ -382,7 +383,7 @@ class PrefixCache:
         Args:
             namespace, tokens: the prompt.
             cached_tokens: tokens of the prompt that are reused.
-            former: the keys of the same prompt with adapters that had the requested name before, the latest first.
+            former: the keys of the same prompt with the former adapters of the requested name, the latest first.
                 The reason is ADAPTER_CHANGED if more of the prompt is cached under one of these keys, or was cached
                 there until that adapter was purged.
         """
@@ -393,15 +394,15 @@ class PrefixCache:
             cached_tokens = found_tokens
         if cached_tokens >= len(tokens) // TOKEN_BYTES - 1:
             return MissReason.NONE
-        found = self._find(namespace, tokens)
-        if found.public_prefix is not None:
-            former = [PromptKey(found.namespace, each.tokens) for each in former if each.namespace == namespace]
-            cached_tokens = max(found.root_tokens, cached_tokens)
-        if self.windows.pools and found.found_bytes > cached_tokens * TOKEN_BYTES:
+        match = self._find(namespace, tokens)
+        if match.public_prefix is not None:
+            former = [PromptKey(match.namespace, each.tokens) for each in former if each.namespace == namespace]
+            cached_tokens = max(match.root_tokens, cached_tokens)
+        if self.windows.pools and match.found_bytes > cached_tokens * TOKEN_BYTES:
             return MissReason.NO_WINDOW
         next_end = (cached_tokens // self.block_size + 1) * self.block_size
         return self._evicted.explain(
-            found.namespace, tokens, cached_tokens, found.root_tokens, next_end, former, self._num_cached_tokens
+            match.namespace, tokens, cached_tokens, match.root_tokens, next_end, former, self._num_cached_tokens
         )
 
     def is_evicted_by_self(self, namespace: Namespace, tokens: bytes, cached_tokens: int) -> bool | None:
@@ -413,9 +414,9 @@ class PrefixCache:
 
         Complexity: that of `match`.
         """
-        found = self._find(namespace, tokens)
+        match = self._find(namespace, tokens)
         end = (cached_tokens // self.block_size + 1) * self.block_size * TOKEN_BYTES
-        return self._evicted.is_by_self(prefix_fingerprint(found.namespace.seed, tokens, end))
+        return self._evicted.is_by_self(prefix_fingerprint(match.namespace.seed, tokens, end))
 
     def divergence(self, namespace: Namespace, tokens: bytes) -> Divergence:
         """Find where a prompt diverges from the cached branches of its namespace, and these branches. Changes nothing.
@@ -427,23 +428,25 @@ class PrefixCache:
 
         Complexity: see `find_divergence`.
         """
-        found = self._find(namespace, tokens)
-        tree = self._trees.get(found.namespace)
-        shared_tokens = max(found.cached_tokens, found.found_bytes // TOKEN_BYTES)
-        if tree is None or found.found_bytes < found.cached_tokens * TOKEN_BYTES:  # it diverges from a public prefix
+        match = self._find(namespace, tokens)
+        tree = self._trees.get(match.namespace)
+        shared_tokens = max(match.cached_tokens, match.found_bytes // TOKEN_BYTES)
+        if tree is None or match.found_bytes < match.cached_tokens * TOKEN_BYTES:  # it diverges from a public prefix
             return Divergence(shared_tokens)
         return find_divergence(tree, tokens, self._clock(), self.marks)
 
     def branches_at(
         self, places: Iterable[int], tenant: str, session_id: str = "", max_branches: int = MAX_BRANCHES
     ) -> list[NamedBranch]:
-        """Return branches of a tenant, with the tokens of public prefixes before them. Changes nothing.
+        """Return branches of a tenant through given places, with the tokens of public prefixes before them.
+
+        Changes nothing.
 
         Args:
             places: places in `segments`, the most important one first; those of other tenants are left out.
             tenant: the tenant.
             session_id: a session of the tenant; the two branches that it used last come first. Empty for none.
-            max_branches: branches that are returned at most.
+            max_branches: maximum number of branches to return.
 
         Complexity: see `branches_through`; in addition, all nodes that only the session has used are visited.
         """
@@ -476,10 +479,10 @@ class PrefixCache:
         """Open a lease of a prompt: cached blocks are pinned, missing blocks are allocated.
 
         Unused leaves are evicted if there are too few free blocks. If that would not suffice, nothing is evicted and
-        nothing changes. Reuse never makes a lease fail that would succeed without it. Therefore `cached_tokens` may be
-        less than `match` finds: in a full cache, a partly matched block may not be reused, and a prompt that begins
-        with a public prefix may be leased below the prefix although the tenant's own tree has more of it. That tree may
-        hold the blocks of the prefix a second time, and so leave too little room.
+        nothing changes. A lease that would succeed without reuse also succeeds with it. Therefore `cached_tokens` may
+        be less than `match` finds: in a full cache, a partly matched block may not be reused, and a prompt that begins
+        with a public prefix may be leased below the prefix although the tenant's own tree has more of it, because
+        pinning the copy of the prefix in that tree would leave too little room.
 
         Args:
             namespace: where to look and to publish.
@@ -491,19 +494,20 @@ class PrefixCache:
             num_expected_tokens: length that the lease will probably reach; adjacent blocks are left free for that.
             is_resumed: the request had a lease of this prompt before, so the tokens it finds do not count as reuse.
             is_prefetch: the lease only loads blocks for a later request. It does not count as a use by its session:
-                what is known of the session's waits and prompt stays, and a session that does not exist is not created.
-                Without a session, the reused nodes keep theirs, and the loaded ones belong to the same session.
+                what is known of the session's waits and prompt stays, and an unknown session is not created. If the
+                session is unknown, the lease belongs to the session of the last cached node of the prompt, if any.
             session_id: the conversation that the request belongs to, a name chosen by the tenant; empty for none.
-            require_path: called before the lease is opened, if the caller will hold the lease after its request: with
-                the path of blocks that the held lease would keep, and the number of nodes visited to find them. It
-                raises OutOfBlocks or QuotaExceeded if they may not be held.
+            require_path: for a lease that will be held after its request; called before the lease is opened, with the
+                blocks that the held lease would keep, and the number of nodes that were visited to find them. Raises
+                OutOfBlocks or QuotaExceeded if these blocks may not be held.
 
         Returns:
             A lease that the caller must close.
 
         Raises:
             InvalidRequest: `tokens` is empty or not whole tokens.
-            OutOfBlocks, QuotaExceeded: free and evictable blocks together are too few, or `require_path` raised it.
+            OutOfBlocks, QuotaExceeded: free and evictable blocks together are too few, too many parts of windowed
+                layers are reserved, or `require_path` raised the error.
         """
         num_tokens = len(tokens) // TOKEN_BYTES
         max_tokens = max(num_expected_tokens, num_tokens)
@@ -522,11 +526,11 @@ class PrefixCache:
         shortages: list[int] = []
         refusals: list[CapacityError] = []
         # Use the longest match with which the lease fits.
-        for found in matches:
-            node, cached_tokens, num_missing_blocks = self._fit(found, num_blocks, num_takeable_blocks)
+        for match in matches:
+            node, cached_tokens, num_missing_blocks = self._fit(match, num_blocks, num_takeable_blocks)
             try:
                 if require_path is not None:
-                    require_path(HeldPath(node, cached_tokens // self.block_size, num_blocks), found.num_nodes)
+                    require_path(HeldPath(node, cached_tokens // self.block_size, num_blocks), match.num_nodes)
             except CapacityError as error:
                 refusals.append(error)
                 continue
@@ -537,15 +541,15 @@ class PrefixCache:
             if shortages:
                 raise self._evictor.shortage(min(shortages), tenant, usage, num_headroom_blocks)
             raise refusals[0]
-        packed = found.packed_block_ids
-        found_tokens = min(found.found_bytes, len(tokens) - TOKEN_BYTES) // TOKEN_BYTES
+        packed = match.packed_block_ids
+        found_tokens = min(match.found_bytes, len(tokens) - TOKEN_BYTES) // TOKEN_BYTES
         num_new_blocks = num_blocks - cached_tokens // self.block_size
         if self.windows.pools and read and not is_resumed:
-            self.windows.record_lookup(found.namespace, tokens, packed, found_tokens, found.cached_tokens)
+            self.windows.record_lookup(match.namespace, tokens, packed, found_tokens, match.cached_tokens)
         now_s = self._clock()
         session = None
         if is_prefetch:
-            tree = self._trees.get(found.namespace)
+            tree = self._trees.get(match.namespace)
             end = None if tree is None else tree.match(tokens)[0]  # `node` is None if nothing can be reused
             session = self.sessions.enter_prefetch(tenant, session_id, end)
         elif session_id:
@@ -554,11 +558,11 @@ class PrefixCache:
         if node is not None:
             node_used_s = node.last_used_s
             if self.sessions.num_nodes:
-                is_whole = node.start_bytes + len(node.tokens) <= found.found_bytes
-                self.sessions.found(node if is_whole else node.parent, session)
-            self._changes.used(node, found.found_bytes, now_s)
-            self._queue.found(node, found.found_bytes, is_resumed)
-            self._retained.found(node, found.found_bytes, now_s)
+                is_whole = node.start_bytes + len(node.tokens) <= match.found_bytes
+                self.sessions.record_use(node if is_whole else node.parent, session)
+            self._changes.used(node, match.found_bytes, now_s)
+            self._queue.record_hit(node, match.found_bytes, is_resumed)
+            self._retained.renew(node, match.found_bytes, now_s)
             self._pins.pin(node)
         num_shared_blocks, num_copied_tokens = divmod(cached_tokens, self.block_size)
         reused = np.frombuffer(packed, np.int32, num_shared_blocks + (num_copied_tokens > 0))
@@ -576,14 +580,14 @@ class PrefixCache:
         usage.num_hit_tokens += cached_tokens
         usage.num_miss_tokens += num_tokens - cached_tokens
         on_close = None
-        public_prefix = found.public_prefix
+        public_prefix = match.public_prefix
         if public_prefix is not None:
             self.public.enter(public_prefix)
             on_close = partial(self.public.leave, public_prefix)
         has_copied_public = public_prefix is not None and node is None
         return Lease(
             self.leases,
-            found.namespace,
+            match.namespace,
             usage,
             tokens,
             cached_tokens,
@@ -592,11 +596,11 @@ class PrefixCache:
             copy=BlockCopy(int(reused[num_shared_blocks]), int(new[0])) if num_copied_tokens else None,
             node=node,
             node_used_s=node_used_s,
-            root_prefix=found.root_prefix,
-            public_tokens=cached_tokens if has_copied_public else found.root_tokens,
+            root_prefix=match.root_prefix,
+            public_tokens=cached_tokens if has_copied_public else match.root_tokens,
             found_tokens=max(found_tokens, matches[0].cached_tokens),
             num_expected_tokens=num_expected_tokens,
-            num_nodes=found.num_nodes,
+            num_nodes=match.num_nodes,
             is_resumed=is_resumed,
             is_prefetch=is_prefetch,
             session=session,
@@ -604,7 +608,7 @@ class PrefixCache:
             on_close=on_close,
         )
 
-    def _fit(self, found: _TreeMatch, num_blocks: int, num_takeable_blocks: int) -> tuple[Node | None, int, int]:
+    def _fit(self, match: _TreeMatch, num_blocks: int, num_takeable_blocks: int) -> tuple[Node | None, int, int]:
         """Decide how much of a match a lease reuses, given the blocks that it could take.
 
         A lease takes a block for each block of the prompt that it does not reuse. The surplus is what it could take
@@ -612,7 +616,7 @@ class PrefixCache:
         If it does not, a shorter path is pinned.
 
         Args:
-            found: a part of the prompt that is cached.
+            match: a part of the prompt that is cached.
             num_blocks: blocks of the whole prompt.
             num_takeable_blocks: blocks that are free or can be evicted for the lease, the reused ones included.
 
@@ -620,16 +624,16 @@ class PrefixCache:
             The end of the path to pin, the tokens to reuse, and the number of missing blocks. If any are missing, the
             lease does not fit, and the first two are those of the match.
         """
-        node, cached_tokens = found.node, found.cached_tokens
+        node, cached_tokens = match.node, match.cached_tokens
         num_surplus_blocks = num_takeable_blocks - num_blocks + cached_tokens // self.block_size
         while num_surplus_blocks < self._pins.num_unpinned_blocks(node, num_surplus_blocks):
-            node, cached_tokens, num_missing_blocks = self._pins.narrowed(
-                node, cached_tokens, num_surplus_blocks, found.root_tokens
+            node, cached_tokens, num_missing_blocks = self._pins.narrow(
+                node, cached_tokens, num_surplus_blocks, match.root_tokens
             )
             if num_missing_blocks:
-                return found.node, found.cached_tokens, num_missing_blocks
+                return match.node, match.cached_tokens, num_missing_blocks
             # It may not be possible to continue after the shorter prefix, if its window was evicted.
-            fewer_tokens = self._num_reusable_tokens(found.packed_block_ids, cached_tokens)
+            fewer_tokens = self._num_reusable_tokens(match.packed_block_ids, cached_tokens)
             if fewer_tokens == cached_tokens:
                 break
             num_surplus_blocks -= cached_tokens // self.block_size - fewer_tokens // self.block_size
@@ -664,7 +668,7 @@ class PrefixCache:
                 the same priority for at least as long.
 
         Raises:
-            InvalidRequest: `tokens` is not whole tokens, or a field of `retention` is out of range.
+            InvalidRequest: `tokens` is empty or not whole tokens, or a field of `retention` is out of range.
 
         Complexity: O(depth + log leaves) for each node of the range, and up to three splits of nodes, each O(tokens of
         the path).
@@ -672,25 +676,26 @@ class PrefixCache:
         self._evictor.expire()
         require_tokens(tokens)
         start, end = retention.range_in(len(tokens) // TOKEN_BYTES)
-        found = self._find(namespace, tokens)
-        first = found.root_tokens
+        match = self._find(namespace, tokens)
+        first = match.root_tokens
         public = Grant(max(0, min(end, first) - start), 0, 0)  # public blocks are never evicted
         start = max(start, first)
         end = max(end, first)
         expires_s = None if retention.ttl_s is None else self._clock() + retention.ttl_s
         renew_s = retention.ttl_s if retention.renew else None
         own, nodes = self._retained.grant_tokens(
-            self._trees.get(found.namespace), tokens, start, end, retention.priority, expires_s, only_raise, renew_s
+            self._trees.get(match.namespace), tokens, start, end, retention.priority, expires_s, only_raise, renew_s
         )
         for node in nodes:
             self._queue.requeue(node)
         return public.joined(own)
 
     def has_idle_blocks(self, num_blocks: int, session: Session) -> bool:
-        """Return whether a session can be loaded into free blocks, or over blocks that are needed later than its own.
+        """Return whether blocks of a session can be loaded without evicting blocks that will probably be used earlier.
 
-        The latter are those of nodes that no session waiting for a tool has used last, and those of a session that is
-        expected to return much later. Only the next leaf to be evicted is examined.
+        That is true if enough blocks are free; or if enough are evictable, and the next leaf to be evicted was not used
+        last by a session that waits for a tool, except by `session` itself, or by one that is expected to return much
+        later. Further leaves are not examined.
         """
         if self.pool.num_free >= num_blocks:
             return True
@@ -700,7 +705,7 @@ class PrefixCache:
         other, now_s = first.session, self._clock()
         if first.awaits is not Awaits.TOOL or other is session:
             return True
-        return other is not None and other.remaining_s(now_s) > _LATER * session.remaining_s(now_s)
+        return other is not None and other.remaining_s(now_s) > _MIN_WAIT_RATIO * session.remaining_s(now_s)
 
     def drop(self, namespace: Namespace, tokens: bytes, start: int = 0, *, evicts: bool) -> tuple[int, int]:
         """Drop what is cached of a prompt after `start`, and everything that continues it.
@@ -713,7 +718,7 @@ class PrefixCache:
             evicts: whether tiers save the blocks, as they do when blocks are evicted.
 
         Returns:
-            The number of tokens that were dropped, in whole blocks, and the number of tokens of the prompt after
+            The number of tokens that were dropped, in whole blocks, and the number of cached tokens of the prompt after
             `start` that stay.
 
         Raises:
@@ -722,17 +727,17 @@ class PrefixCache:
         Complexity: O(log leaves) for each of at most 1,024 nodes; further nodes stay.
         """
         num_dropped = num_left = 0
-        for found in self._find_all(namespace, tokens):
-            dropped, left = self._drop(found, tokens, start, evicts=evicts)
+        for match in self._find_all(namespace, tokens):
+            dropped, left = self._drop(match, tokens, start, evicts=evicts)
             num_dropped += dropped
             num_left = max(num_left, left)
         return num_dropped, num_left
 
-    def _drop(self, found: _TreeMatch, tokens: bytes, start: int, *, evicts: bool) -> tuple[int, int]:
+    def _drop(self, match: _TreeMatch, tokens: bytes, start: int, *, evicts: bool) -> tuple[int, int]:
         """Drop what is cached of a prompt in one tree; see `drop`."""
-        tree, node, size = self._trees.get(found.namespace), found.node, self.block_size
-        first_block = -(-max(start, found.root_tokens) // size)
-        if tree is None or node is None or found.found_bytes // TOKEN_BYTES <= first_block * size:
+        tree, node, size = self._trees.get(match.namespace), match.node, self.block_size
+        first_block = -(-max(start, match.root_tokens) // size)
+        if tree is None or node is None or match.found_bytes // TOKEN_BYTES <= first_block * size:
             return 0, 0
         num_path_blocks = node.start_bytes // (size * TOKEN_BYTES) + node.num_blocks
         top = self._retained.cut_range(node, first_block, num_path_blocks)[0]
@@ -776,7 +781,7 @@ class PrefixCache:
         """Give all cached tokens of some namespaces of a tenant a priority, as `retain` does, in slices.
 
         Each slice examines at most 2,048 nodes, changes at most 128, and ends with a `yield`. Nodes that change between
-        slices may be counted twice or not at all. If not everything may be retained, it is not defined what is.
+        slices may be counted twice or not at all. If not everything may be retained, it is undefined which part is.
 
         Args:
             tenant: the tenant.
@@ -814,10 +819,10 @@ class PrefixCache:
         return Grant(granted_tokens, refused_tokens, 0, expires_s)
 
     def share(self, namespace: Namespace, tokens: bytes) -> int:
-        """Note that several sessions will use a prompt: what is cached of it belongs to none, and counts as reused.
+        """Record that several sessions will use a prompt: its cached blocks belong to no session, and count as reused.
 
-        So it is not evicted first when a session ends, and is not on probation. The end is rounded up to a whole block.
-        On a path of more than 256 nodes, a node of which only a part is addressed does not change.
+        So they are not evicted first when a session ends, and are not on probation. The end is rounded up to a whole
+        block. On a path of more than 256 nodes, a node of which only a part is in the prompt does not change.
 
         Returns:
             The number of tokens that are shared now, those of public prefixes included.
@@ -827,16 +832,16 @@ class PrefixCache:
 
         Complexity: O(nodes of the path), and a split of a node.
         """
-        found = self._find(namespace, tokens)
-        tree = self._trees.get(found.namespace)
+        match = self._find(namespace, tokens)
+        tree = self._trees.get(match.namespace)
         node, num_bytes, *_ = (None, 0) if tree is None else tree.match(tokens)
         if node is None:
-            return found.root_tokens
+            return match.root_tokens
         block_bytes = self.block_size * TOKEN_BYTES
-        nodes = self._retained.nodes_in_range(node, found.root_tokens // self.block_size, -(-num_bytes // block_bytes))
+        nodes = self._retained.nodes_in_range(node, match.root_tokens // self.block_size, -(-num_bytes // block_bytes))
         for each in nodes:
             self._share(each)
-        end_bytes = nodes[-1].start_bytes + len(nodes[-1].tokens) if nodes else found.root_tokens * TOKEN_BYTES
+        end_bytes = nodes[-1].start_bytes + len(nodes[-1].tokens) if nodes else match.root_tokens * TOKEN_BYTES
         return min(num_bytes, end_bytes) // TOKEN_BYTES
 
     def share_session(self, session: Session) -> int:
@@ -847,14 +852,14 @@ class PrefixCache:
         return sum(len(node.tokens) for node in nodes) // TOKEN_BYTES
 
     def _share(self, node: Node) -> None:
-        self.sessions.found(node, None)
-        self._queue.found(node, node.start_bytes + len(node.tokens), is_resumed=False)
+        self.sessions.record_use(node, None)
+        self._queue.record_hit(node, node.start_bytes + len(node.tokens), is_resumed=False)
         if node.awaits is Awaits.NOTHING:
             self._pins.set_awaits(node, Awaits.UNKNOWN)
         self._queue.requeue(node)
 
     def set_awaits(self, namespace: Namespace, tokens: bytes, awaits: Awaits, start: int = 0) -> int:
-        """Set what the session of a prompt waits for, as if its lease had closed with it.
+        """Set what the session of a prompt waits for, as if the prompt's last lease had been closed with this value.
 
         Args:
             namespace, tokens: the prompt.
@@ -866,10 +871,10 @@ class PrefixCache:
 
         Complexity: O(nodes of the path that no lease uses).
         """
-        found = self._find(namespace, tokens)
-        if found.node is not None:
-            self._pins.set_awaits_of_path(found.node, awaits, start * TOKEN_BYTES)
-        return max(0, min(found.found_bytes, len(tokens)) // TOKEN_BYTES - start)
+        match = self._find(namespace, tokens)
+        if match.node is not None:
+            self._pins.set_awaits_of_path(match.node, awaits, start * TOKEN_BYTES)
+        return max(0, min(match.found_bytes, len(tokens)) // TOKEN_BYTES - start)
 
     def end_session(self, tenant: str, session_id: str) -> int | None:
         """End a session: the blocks that only it has used are evicted before all others, until they are used again.
@@ -877,8 +882,8 @@ class PrefixCache:
         Open leases of the session continue, and count as ended when they close.
 
         Returns:
-            The number of blocks that only this session has used; None if it is unknown, because it never had a lease or
-            nothing that it alone has used is cached.
+            The number of blocks that only this session has used; None if the session is unknown: it has no such block,
+            no open lease and no remembered prompt.
 
         Complexity: O(log leaves) for each node of the session.
         """
@@ -927,14 +932,14 @@ class PrefixCache:
         return purged
 
     def purging_adapter(self, adapter: str) -> Generator[None, None, Purged]:
-        """Remove, in slices, the namespaces of an adapter that no request uses, and remember them to explain misses.
+        """Purge, in slices, what an adapter has computed, and remember it to explain misses. No request may use it.
 
         Args:
             adapter: digest of the adapter.
         """
         self.public.unregister_all(adapter)
         if self.marks.has(adapter):
-            return self._evicted.remembering(adapter, sweep(self.segments, self._evictor, self.marks, adapter))
+            return self._evicted.remembering(adapter, purge_invoked(self.segments, self._evictor, self.marks, adapter))
         return self._evicted.remembering(adapter, self.purging(adapter=adapter))
 
     def check(self) -> None:
@@ -954,8 +959,8 @@ class PrefixCache:
         self._changes.cut(node)
         return upper
 
-    def _freed(self, block_ids: BlockIds) -> None:
+    def _free_parts_and_snapshots(self, block_ids: BlockIds) -> None:
         """Free the memory of windowed layers and of state snapshots that belongs to blocks that are free now."""
-        self.windows.freed(block_ids)
+        self.windows.free_parts(block_ids)
         if self.state_slots is not None:
-            self.state_slots.freed(block_ids)
+            self.state_slots.free_snapshots(block_ids)

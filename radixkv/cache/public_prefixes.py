@@ -151,7 +151,7 @@ class PublicPrefixes:
 
     @property
     def num_kept_blocks(self) -> int:
-        """Blocks of computed public prefixes, which are pinned until these are unregistered."""
+        """Blocks of the computed prefixes that are registered; they cannot be evicted."""
         return sum(self._num_blocks(each.tokens) for each in self if each.lease is not None)
 
     def is_registered(self, prefix: PublicPrefix) -> bool:
@@ -163,7 +163,7 @@ class PublicPrefixes:
         return self._num_blocks(prefix.tokens)
 
     def register(self, name: str, model: str, adapter: str, tokens: bytes, *, invoked: str = "") -> PublicPrefix:
-        """Register a prefix. The caller computes it in its namespace, and then calls `activate`.
+        """Register a prefix. The caller computes it in `PublicPrefix.namespace`, and then calls `activate`.
 
         Args:
             name: must be unique.
@@ -178,7 +178,7 @@ class PublicPrefixes:
         """
         if self._state.state_slots is not None:
             raise SwitchedOff(
-                "public prefixes: expected a model without recurrent states, got one whose requests each need one"
+                "public prefixes: expected a model without recurrent states, got one with recurrent states"
             )
         if not name:
             raise InvalidRequest("name: expected at least 1 character, got 0")
@@ -284,11 +284,10 @@ class PublicPrefixes:
     def roots(self, namespace: Namespace, tokens: bytes) -> Iterator[PublicRoot]:
         """Yield the positions at which a prompt could diverge from public prefixes that share a block with it.
 
-        The first position is after the last whole block that the prompt shares with a prefix. The others are shorter:
-        they are the roots of existing trees that may have more of the prompt, because these were cached when only a
-        shorter part was shared. That was before the prefix was registered, or for a prompt that ended at the end of a
-        block: it is rooted one block earlier, since its last token was computed, and its next turn must find its
-        completion there.
+        The first position is after the last whole block that the prompt shares with a prefix. The others are positions
+        of existing trees that may have more of the prompt. Such a tree is older than a longer prefix, or belongs to an
+        earlier prompt that ended at the end of a block of the prefix: its last token was computed, so its tree begins
+        one block earlier, and the next turn must find its completion there.
 
         A public prefix is computed as a whole: the prompt of the prefix itself has no roots.
 
@@ -325,12 +324,12 @@ class PublicPrefixes:
         num_more_tokens: int = 0,
         next_block: bytes = b"",
     ) -> PublicRoot:
-        rooted = namespace._replace(public_prefix=f"{prefix.namespace.salt}:{num_blocks * self._block_size}")
+        tree_namespace = namespace._replace(public_prefix=f"{prefix.namespace.salt}:{num_blocks * self._block_size}")
         root_prefix = prefix.root_prefix(num_blocks, self._block_bytes)
-        return PublicRoot(prefix, rooted, root_prefix, num_more_tokens, next_block)
+        return PublicRoot(prefix, tree_namespace, root_prefix, num_more_tokens, next_block)
 
     def enter(self, prefix: PublicPrefix) -> None:
-        """Count a lease that uses a prefix; `leave` undoes it."""
+        """Count a lease that uses a prefix from now on, until `leave`."""
         prefix.num_users += 1
         prefix.num_uses += 1
 

@@ -46,7 +46,7 @@ def purge(
     adapter: str | None,
     salt: str | None,
 ) -> Generator[None, None, Purged]:
-    """Purge the namespaces with these names, None for any, in slices of bounded work. Each slice ends with a `yield`.
+    """Purge the namespaces with these names (None matches any name), in slices of bounded work that end with a `yield`.
 
     If the adapter was invoked in the middle of prompts, the namespaces of the base model that contain tokens computed
     with it are purged as well.
@@ -116,7 +116,7 @@ def _removing_unused(
     evictor: Evictor,
     tenant: str | None,
     is_addressed: Callable[[Namespace], bool],
-    end: Callable[[RadixTree], int],
+    on_remaining: Callable[[RadixTree], int],
     *,
     evicts: bool = False,
 ) -> Generator[None, None, int]:
@@ -125,12 +125,12 @@ def _removing_unused(
     Args:
         trees, evictor: of the cache.
         tenant: the tenant; None for all tenants.
-        is_addressed: whether a namespace is one of them.
-        end: called with each tree that still has nodes, because leases use them; returns how many it has removed.
+        is_addressed: returns whether a namespace is one of them.
+        on_remaining: called with each tree of which leases use nodes; returns the number of nodes that it has removed.
         evicts: as in `drop_unused`.
 
     Returns:
-        The number of freed blocks, without those that `end` has freed.
+        The number of freed blocks, without those that `on_remaining` has freed.
     """
     num_blocks = num_examined = num_removed = 0
     for tree in trees.of_tenant(tenant):
@@ -142,19 +142,19 @@ def _removing_unused(
         if not is_addressed(namespace):
             continue
         while trees.get(namespace) is tree:
-            num_nodes, freed = evictor.purge_leaves(tree, _MAX_REMOVED - num_removed, evicts=evicts)
+            num_nodes, num_freed_blocks = evictor.purge_leaves(tree, _MAX_REMOVED - num_removed, evicts=evicts)
             num_removed += num_nodes
-            num_blocks += freed
+            num_blocks += num_freed_blocks
             if num_removed < _MAX_REMOVED:
                 break
             num_examined = num_removed = 0
             yield
         if trees.get(namespace) is tree:
-            num_removed += end(tree)
+            num_removed += on_remaining(tree)
     return num_blocks
 
 
-def sweep(
+def purge_invoked(
     segments: SegmentIndex, evictor: Evictor, marks: InvocationMarks, digest: str
 ) -> Generator[None, None, Purged]:
     """Purge unused blocks that were computed with an invoked adapter, in slices that end with a `yield`.

@@ -129,8 +129,8 @@ class RadixTree:
                 position += shared
                 runs.append(child.block_ids[: -(-shared // block_bytes) * BLOCK_ID_BYTES])
             break
-        found = node if position > start_bytes else None
-        return found, position, self.root.block_ids + b"".join(runs), len(runs)
+        deepest = node if position > start_bytes else None
+        return deepest, position, self.root.block_ids + b"".join(runs), len(runs)
 
     def insert(self, tokens: bytes, block_ids: bytes, known_node: Node | None = None) -> Insertion:
         """Make a run of tokens matchable. The tree takes ownership of the blocks that it did not hold before.
@@ -296,7 +296,7 @@ class RadixTree:
         return removed
 
     def fingerprint_after(self, node: Node, num_blocks: int) -> int:
-        """Hash the namespace and all tokens up to the end of block `num_blocks` of a node, counted from 0.
+        """Hash the namespace and all tokens up to the end of the block that follows the first `num_blocks` of a node.
 
         Complexity: O(depth + tokens of the path).
         """

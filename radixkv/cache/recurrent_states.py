@@ -23,7 +23,7 @@ class _Entry:
 
 
 class SnapshotOrder:
-    """The order in which snapshots are evicted: by the tokens that they save, and by how recently they did.
+    """The order in which snapshots are evicted: by the tokens that they save, and by how recently they were used.
 
     The score of a snapshot is (tokens since the previous snapshot) x (1 + number of uses) + (score of the snapshot that
     was evicted last). So old scores lose their weight over time (GreedyDual-Size with Frequency; Cherkasova,
@@ -36,9 +36,9 @@ class SnapshotOrder:
         >>> order = SnapshotOrder()
         >>> order.add(7, saved_tokens=512)
         >>> order.add(8, saved_tokens=64)
-        >>> order.lowest(), order.score_of(100) > order.score(8)
+        >>> order.lowest(), order.new_score(100) > order.score(8)
         (8, True)
-        >>> order.used(8)
+        >>> order.record_use(8)
         >>> order.score(8)
         128.0
     """
@@ -51,7 +51,7 @@ class SnapshotOrder:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def score_of(self, saved_tokens: int) -> float:
+    def new_score(self, saved_tokens: int) -> float:
         """Return the score of a new snapshot."""
         return self.level + saved_tokens
 
@@ -65,10 +65,10 @@ class SnapshotOrder:
 
     def add(self, slot: int, saved_tokens: int) -> None:
         """Add a snapshot. Complexity: O(log snapshots), amortized."""
-        self._entries[slot] = entry = _Entry(saved_tokens, 0, self.score_of(saved_tokens))
+        self._entries[slot] = entry = _Entry(saved_tokens, 0, self.new_score(saved_tokens))
         self._push(slot, entry)
 
-    def used(self, slot: int) -> None:
+    def record_use(self, slot: int) -> None:
         """Record a use of a snapshot. Complexity: O(log snapshots), amortized."""
         entry = self._entries[slot]
         entry.num_uses += 1
@@ -164,7 +164,7 @@ class StateLease:
         """Request a snapshot at the end of a block, because another request waits to continue there.
 
         Returns:
-            False if the pool keeps no snapshots at all.
+            Whether the pool keeps snapshots.
         """
         self._wanted.add(position)
         return self._slots.num_snapshots > 0
@@ -242,7 +242,7 @@ class StateLease:
             self.source = None
 
 
-_NO_SLOT = -1  # in the table, which is searched as a whole
+_NO_SLOT = -1  # table entry of a block without a snapshot
 
 
 class StateSlots:
@@ -333,7 +333,7 @@ class StateSlots:
         if cached_tokens:
             source = int(self.table[block_ids[cached_tokens // self.block_size - 1]])
             require_invariant("states", source != _NO_SLOT, "a request continues where there is no snapshot")
-            self._order.used(source)
+            self._order.record_use(source)
             self._readers[source] += 1
         self.num_recomputed_tokens += max(0, found_tokens // self.block_size * self.block_size - cached_tokens)
         slot = self._free.pop()
@@ -362,14 +362,15 @@ class StateSlots:
             saved_tokens: tokens since the previous snapshot.
 
         Returns:
-            The slot, pending; None if all snapshots have a higher score, or the lowest one is being read.
+            The pending slot; None if all snapshots have a higher score, a request still has to read the one with the
+            lowest score, or there is none.
         """
         if len(self._blocks) + self._num_pending + len(self._doomed) >= self.num_snapshots:
             lowest = self._order.lowest()
             if (
                 lowest is None
                 or lowest in self._readers
-                or self._order.score(lowest) > self._order.score_of(saved_tokens)
+                or self._order.score(lowest) > self._order.new_score(saved_tokens)
             ):
                 return None
             self._order.evict(lowest)
@@ -400,7 +401,7 @@ class StateSlots:
             self._order.discard(slot)
             self._detach(slot)
 
-    def freed(self, block_ids: BlockIds) -> None:
+    def free_snapshots(self, block_ids: BlockIds) -> None:
         """Free the snapshots of blocks that are free now. Complexity: O(len), and a loop over those with snapshots."""
         for slot in self.table[block_ids[self.table[block_ids] != _NO_SLOT]].tolist():
             self._order.discard(slot)

@@ -36,7 +36,7 @@ class RetainedNodes(Listener):
         cut: splits a node after its first blocks, notifies the listeners, and returns the upper half.
 
     Attributes:
-        max_blocks: the same.
+        max_blocks: the argument.
         num_blocks: blocks that are retained.
     """
 
@@ -104,7 +104,7 @@ class RetainedNodes(Listener):
     ) -> list[Node]:
         """Give the blocks `[start, end)` of a node's path a priority, as many from `start` on as may be retained.
 
-        Very long paths are not split; only whole nodes of them get the priority.
+        A path of more than 256 nodes is not split; only whole nodes of it get the priority.
 
         Returns:
             The nodes that have the priority now, in order.
@@ -134,30 +134,31 @@ class RetainedNodes(Listener):
         """Give the cached tokens in `[start, end)` of a prompt a priority, as many as may be retained.
 
         Args:
-            tree: where to look; None for a tree without tokens.
+            tree: where to look; None if the namespace has no tree.
             tokens: the prompt, little-endian uint32 bytes.
+            start, end: the range, in tokens.
             priority, expires_s, only_raise, renew_s: as in `grant`.
 
         Returns:
             What was granted, and the nodes that have the priority now.
         """
         node, num_bytes, *_ = (None, 0) if tree is None else tree.match(tokens[: end * TOKEN_BYTES])
-        reached = num_bytes // TOKEN_BYTES
-        if node is None or tree is None or reached <= start:
+        cached_upto = num_bytes // TOKEN_BYTES
+        if node is None or tree is None or cached_upto <= start:
             return Grant(0, 0, end - start), []
         block_size = tree.owner.block_size
-        first, last = start // block_size, -(-reached // block_size)
+        first, last = start // block_size, -(-cached_upto // block_size)
         granted = self.grant_range(node, first, last, priority, expires_s, renew_s=renew_s, only_raise=only_raise)
         num_blocks = first + sum(each.num_blocks for each in granted)
-        granted_tokens = max(0, min(reached, num_blocks * block_size) - start)
+        granted_tokens = max(0, min(cached_upto, num_blocks * block_size) - start)
         ends_s = [each.expiry_entry[0] for each in granted if each.expiry_entry is not None]
-        grant = Grant(granted_tokens, reached - start - granted_tokens, end - reached, min(ends_s, default=None))
-        return grant, granted
+        refused_tokens = cached_upto - start - granted_tokens
+        return Grant(granted_tokens, refused_tokens, end - cached_upto, min(ends_s, default=None)), granted
 
     def nodes_in_range(self, node: Node, start: int, end: int) -> list[Node]:
         """List the nodes that hold the blocks `[start, end)` of a node's path, as `cut_range` does.
 
-        Very long paths are not split: of them, only the nodes all of whose blocks are in the range are listed.
+        A path of more than 256 nodes is not split: only its nodes all of whose blocks are in the range are listed.
         """
         path = path_to(node)
         return _whole_nodes(path, start, end) if len(path) > _MAX_CUT_NODES else self._cut_path(path, start, end)
@@ -198,14 +199,15 @@ class RetainedNodes(Listener):
         self._set_expiry(node, expires_s)
         self._recount(node, was_retained)
 
-    def found(self, node: Node, num_bytes: int, now_s: float) -> None:
-        """Extend the expiry of the nodes that a lease has found completely, if they were granted so.
+    def renew(self, node: Node, num_bytes: int, now_s: float) -> None:
+        """Restart the time to live of the nodes that a lease has found completely, if they have a `renew_s`.
 
         Args:
             node: the end of the path.
             num_bytes: bytes of the path that the lease found.
+            now_s: time on the cache's clock.
 
-        Complexity: O(depth + log expiring nodes for each extended node); O(1) if no priority expires.
+        Complexity: O(depth + log expiring nodes for each renewed node); O(1) if no priority expires.
         """
         if not self._expiries:
             return

@@ -61,15 +61,15 @@ class SegmentIndex(Listener):
 
         Complexity: O(`MAX_PASSED`).
         """
-        found: list[Node] = []
+        nodes: list[Node] = []
         place, end = start, min(start + MAX_PASSED, len(self._nodes))
         max_segments = min(max_segments, MAX_SEGMENTS)
-        while place < end and len(found) < max_segments:
+        while place < end and len(nodes) < max_segments:
             node = self._nodes[place]
             place += 1
             if node is not None and (tenant is None or node.owner.namespace.tenant == tenant):
-                found.append(node)
-        return self._page(found, place, len(found))
+                nodes.append(node)
+        return self._page(nodes, place, len(nodes))
 
     def hottest(
         self, start: int, stride: int, tenant: str | None = None, max_segments: int = MAX_SEGMENTS
@@ -96,20 +96,20 @@ class SegmentIndex(Listener):
         ]
         nodes.sort(key=_log_heat, reverse=True)
         max_segments = min(max_segments, MAX_SEGMENTS)
-        found: dict[int, Node] = {}
+        listed: dict[int, Node] = {}  # by place
         for hot in nodes:
             node: Node | None = hot
-            while len(found) < max_segments and node is not None and node.place not in found and node.parent:
-                found[node.place] = node
+            while len(listed) < max_segments and node is not None and node.place not in listed and node.parent:
+                listed[node.place] = node
                 node = node.parent
-        return self._page(found.values(), end, len(nodes))
+        return self._page(listed.values(), end, len(nodes))
 
     def node_at(self, place: int) -> Node | None:
         """Return the node that has a place; None if the place is free."""
         return self._nodes[place] if 0 <= place < len(self._nodes) else None
 
-    def of_nodes(self, nodes: Iterable[Node]) -> SegmentPage:
-        """List the segments of some nodes."""
+    def page_of(self, nodes: Iterable[Node]) -> SegmentPage:
+        """Return a page with the segments of these nodes."""
         listed = list(nodes)
         return self._page(listed, len(self._nodes), len(listed))
 
@@ -131,12 +131,12 @@ class SegmentIndex(Listener):
 
     def namespaces_invoking(self, digest: str) -> Generator[None, None, set[Namespace]]:
         """Find the namespaces in which anything is cached with an invoked adapter, in slices."""
-        found: set[Namespace] = set()
+        namespaces: set[Namespace] = set()
         if self._marks.has(digest):
             for nodes in self.slices():
-                found |= {node.owner.namespace for node in nodes if self._marks.digest_of(node.tokens) == digest}
+                namespaces |= {node.owner.namespace for node in nodes if self._marks.digest_of(node.tokens) == digest}
                 yield
-        return found
+        return namespaces
 
     def slices(self) -> Iterator[list[Node]]:
         """Iterate over all nodes, `MAX_PASSED` places at a time. Each slice reads the places when it is requested."""

@@ -14,7 +14,8 @@ from radixkv.errors import InvalidRequest
 class SegmentSource:
     """The segments and the blocks of an engine's cache, for any thread. Each method is one call of less than 1 ms.
 
-    Every method raises Draining or StepHangs if the engine takes no calls; its future may be cancelled.
+    Every method raises Draining, StepHangs or QueueFull if the engine takes no further calls. The future may raise
+    QueueFull as well, or be cancelled.
 
     Args:
         cache: belongs to the engine's thread.
@@ -41,16 +42,19 @@ class SegmentSource:
         return self._call(lambda: self._cache.segments.hottest(start, stride, tenant, max_segments), tenant)
 
     def of_session(self, tenant: str, session_id: str, max_segments: int) -> Future[SegmentPage]:
-        """List the segments that no session but this one has used, those nearest to the beginning of a prompt first."""
+        """List the segments that only this session has used, those nearest to the beginning of a prompt first."""
         return self._call(lambda: self._of_session(tenant, session_id, max_segments), tenant)
 
     def _of_session(self, tenant: str, session_id: str, max_segments: int) -> SegmentPage:
         session = self._cache.sessions.get(tenant, session_id)
         nodes = () if session is None else session.nodes
-        return self._cache.segments.of_nodes(sorted(nodes, key=lambda node: node.start_bytes)[:max_segments])
+        return self._cache.segments.page_of(sorted(nodes, key=lambda node: node.start_bytes)[:max_segments])
 
     def stored(self, store: str, start: int, tenant: str | None, max_listed: int) -> Future[StoredPage]:
-        """List the namespaces whose blocks a store holds; see `NamespaceKeys.page`. May raise InvalidRequest."""
+        """List the namespaces whose blocks a store holds; see `NamespaceKeys.page`.
+
+        The future raises InvalidRequest if there is no such store.
+        """
         return self._call(lambda: self._list_stored(store, start, tenant, max_listed), tenant)
 
     def block_states(self) -> Future[bytes]:

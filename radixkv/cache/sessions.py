@@ -22,14 +22,14 @@ MAX_SESSION_PROMPT_BYTES = 64 * 2**20
 
 _SESSION_BYTES = 1024  # of a remembered session besides the tokens of its prompt; measured: 940
 
-_SHARE_OF_WAIT = 0.5  # after which the next turn is prepared for
+_SHARE_OF_WAIT = 0.5  # the next turn is prepared for after this share of the usual wait
 _MAX_EXAMINED = 1024  # sessions in one slice, which takes 0.2 ms
 
 _require = functools.partial(require_invariant, "sessions")
 
 
 class Sessions(Listener):
-    """The sessions that have a cached node of their own or an open lease.
+    """The sessions that have a cached node of their own, an open lease, or a remembered prompt.
 
         lease of session a    [ system prompt ][ turn 1 ][ turn 2 ]
         lease of session b    [ system prompt ][ other turn ]
@@ -49,7 +49,7 @@ class Sessions(Listener):
         max_prompt_bytes: memory of the prompts to remember, of which each takes 1 KiB in addition to its tokens.
 
     Attributes:
-        remembers_prompts: whether it is more than 0.
+        remembers_prompts: whether `max_prompt_bytes` is more than 0.
         num_nodes: nodes that belong to a session.
     """
 
@@ -75,7 +75,7 @@ class Sessions(Listener):
         return self._num_of[tenant]
 
     def latest(self, max_sessions: int, tenant: str | None = None) -> list[Session]:
-        """List the sessions that were used most recently, of one tenant or of all (None), the last one first.
+        """List up to `max_sessions` sessions of a tenant, or of all tenants (None), the most recently used first.
 
         Complexity: O(sessions) at most; for all tenants O(max_sessions).
         """
@@ -83,7 +83,7 @@ class Sessions(Listener):
         return list(islice((each for each in latest if tenant in (None, each.tenant)), max_sessions))
 
     def get(self, tenant: str, session_id: str) -> Session | None:
-        """Return a session; None if nothing of it is cached and it has no open lease."""
+        """Return a session; None if it is unknown."""
         return self._sessions.get((tenant, session_id))
 
     def enter(self, tenant: str, session_id: str, now_s: float) -> Session:
@@ -107,10 +107,10 @@ class Sessions(Listener):
         Args:
             tenant: the tenant of the lease.
             session_id: the session whose next turn is prepared for; empty for none.
-            node: the end of the path that the prompt has in the tree; None for none.
+            node: the deepest node that shares a token with the prompt; None if none does.
 
         Returns:
-            The session with this name, or else the one to which `node` belongs; None if there is neither.
+            The session with this id, or else the one to which `node` belongs; None if there is neither.
         """
         session = self._sessions.get((tenant, session_id))
         if session is None and node is not None:
@@ -165,7 +165,7 @@ class Sessions(Listener):
             del self._remembered[session]
 
     def expect(self, session: Session, when_s: float | None) -> None:
-        """Set when the next turn of a session should be prepared for; None for not at all."""
+        """Set the time at which to prepare for the next turn of a session; None if it is not prepared for."""
         if session.return_entry is not None:
             self._returns.remove(session.return_entry)
         session.return_entry = None if when_s is None else (when_s, next(self._serials), session)
@@ -174,11 +174,11 @@ class Sessions(Listener):
 
     @property
     def next_return_s(self) -> float | None:
-        """When the next turn of the first of all sessions should be prepared for; None for none."""
+        """The earliest time at which to prepare for the next turn of any session; None if no turn is expected."""
         return self._returns[0][0] if self._returns else None
 
     def returning(self, now_s: float, max_sessions: int) -> list[Session]:
-        """List the sessions whose next turn should be prepared for by now, and do not expect them any more."""
+        """Return the sessions whose next turn should be prepared for by now, and stop expecting these turns."""
         due: list[Session] = []
         while self._returns and self._returns[0][0] <= now_s and len(due) < max_sessions:
             due.append(self._returns[0][2])
@@ -211,7 +211,7 @@ class Sessions(Listener):
             if index % _MAX_EXAMINED == _MAX_EXAMINED - 1:
                 yield
 
-    def found(self, node: Node | None, session: Session | None) -> None:
+    def record_use(self, node: Node | None, session: Session | None) -> None:
         """Note that a lease of a session, or of none, has used all tokens of the path to `node`.
 
         Complexity: O(nodes that belonged to another session).
@@ -220,11 +220,11 @@ class Sessions(Listener):
             self._disown(node)
             node = node.parent
 
-    def published(self, leaf: Node, session: Session | None) -> None:
+    def add_leaf(self, leaf: Node, session: Session | None) -> None:
         """Give a new leaf to the session that published it; None for no session."""
         if session is not None and not session.has_ended:
             self._own(leaf, session)
-        self.found(leaf.parent, session)
+        self.record_use(leaf.parent, session)
 
     def end(self, session: Session) -> list[Node]:
         """Forget a session, and return the nodes that only it has used. Leases of it that are still open continue."""
@@ -237,7 +237,7 @@ class Sessions(Listener):
         return nodes
 
     def split(self, lower: Node, last_used_s: float, now_s: float) -> None:
-        """Give the upper half to the session of the lower half; `found` is called with it afterwards."""
+        """Give the upper half to the session of the lower half. `record_use` is called for that half afterwards."""
         self.cut(lower)
 
     def cut(self, lower: Node) -> None:

@@ -36,7 +36,7 @@ class _Meter:
         base: its use on this day that an earlier process has recorded.
         counts: its counters by name of the field of `Use`.
         num_blocks: blocks by tier.
-        block_s: blocks times seconds by tier, up to `updated_s` of the tier.
+        block_s: blocks times seconds by tier, up to the last `resize` or `use`.
     """
 
     __slots__ = ("_updated_s", "base", "block_s", "counts", "num_blocks")
@@ -144,9 +144,10 @@ class TenantLedger:
         Evictions of `REMOTE` are not counted: what shared stores evict is not known.
 
         Args:
-            tenant, tier: whose blocks, and where.
-            num_blocks: how many.
-            by_self: whether the room was made for the tenant itself, or the eviction requested by it.
+            tenant: the owner of the blocks.
+            tier: the tier that evicted them.
+            num_blocks: number of blocks.
+            by_self: whether they were evicted to make room for the tenant itself, or at its request.
         """
         if tier == REMOTE:
             return

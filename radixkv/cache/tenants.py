@@ -92,7 +92,7 @@ class TenantUsage:
         num_held_blocks: blocks that held leases keep.
         num_evicted_blocks: blocks evicted so far.
         num_hit_tokens: tokens of leased prompts that were reused so far.
-        num_miss_tokens: tokens of leased prompts that were not.
+        num_miss_tokens: tokens of leased prompts that were not reused so far.
     """
 
     __slots__ = (

@@ -88,16 +88,17 @@ NO_PART = -1  # table entry of a block without a part
 
 
 class WindowPool:
-    """Allocates parts of blocks for one group of windowed layers, and evicts parts that no request needs.
+    """Allocates parts of blocks for one group of windowed layers, and evicts parts that no lease pins.
 
         blocks      0     1     2     3     4     5          ids of the block pool, as trees and leases use them
         table       3     -     0     -     -     1          the part of each, if it has one
         parts    [ of 2 | of 5 | free | of 0 ]               memory of these layers, for fewer tokens
 
-    A part is pinned while it is in the window of a running request. Unpinned parts stay, because another prompt may
-    continue there, and are evicted in the order of a `PartQueue` when parts run out.
+    A part is pinned while it is in the window of a running request, and while a held lease or a public prefix keeps it.
+    Unpinned parts stay, because another prompt may continue there, and are evicted in the order of a `PartQueue` when
+    parts run out.
 
-              need                pass_over, end_at            evicted, for another block
+              pin            unpin_passed, unpin_ends          evicted, for another block
         free ──────▶ pinned ◀─────────────────▶ unpinned, in a queue ──────────────▶ pinned
              ◀──────────────────────────────────
                    freed, with its block
@@ -107,8 +108,9 @@ class WindowPool:
     respects the bound of `PartShare`. Without a `PartMemory` the number of parts is fixed.
 
     Reservations prevent deadlocks: all requests together never reserve more parts than the pool has, and the memory of
-    reserved parts is always withheld. Parts that outlive their request, those of held leases and public prefixes, take
-    at most half of the parts that a single request leaves, and at most the memory of an eighth of the blocks.
+    reserved parts is always withheld. The parts that outlive their request, those of held leases and public prefixes,
+    are at most half of the parts that one request of any length leaves; if the memory is shared, they take at most the
+    memory of an eighth of the blocks.
 
     Args:
         num_blocks: blocks of the block pool.
@@ -127,7 +129,7 @@ class WindowPool:
         num_reserved: parts that are reserved for requests, and for leases that outlive them.
         num_lasting: reserved parts that outlive their request.
         max_lasting: maximum of `num_lasting`.
-        num_given_up: parts of cached blocks that were evicted so far.
+        num_given_up: parts evicted so far.
 
     Raises:
         InvariantViolation: there are too few parts for a single request.
@@ -162,7 +164,7 @@ class WindowPool:
         self._memory = memory
         self._blocks: BlockPool | None = None
         self._free = list(range(num_parts - 1, -1, -1))
-        self._needs: Counter[int] = Counter()  # requests that need the part of a block
+        self._needs: Counter[int] = Counter()  # by block: leases that pin its part
         self._unpinned = PartQueue(num_blocks, -(-reach.num_tokens // block_size))
 
     def connect(self, blocks: BlockPool) -> None:
@@ -177,12 +179,12 @@ class WindowPool:
 
     @property
     def num_needed(self) -> int:
-        """Parts that running requests need."""
+        """Parts that open leases pin."""
         return len(self._needs)
 
     @property
     def num_waiting(self) -> int:
-        """Parts of cached blocks that no running request needs."""
+        """Parts that no lease pins."""
         return len(self._unpinned)
 
     @property
@@ -272,10 +274,10 @@ class WindowPool:
         return self.reach.num_reusable_tokens(self.table[own] != NO_PART, num_tokens, self.block_size)
 
     def part_of(self, block_id: int) -> int:
-        """Return the part of a block; `NO_PART` if it has none."""
+        """Return the part of a block; `NO_PART` if the block has none."""
         return int(self.table[block_id])
 
-    def need(self, block_ids: Iterable[int]) -> None:
+    def pin(self, block_ids: Iterable[int]) -> None:
         """Pin the parts of blocks for one more request; allocate parts for blocks that have none.
 
         Raises:
@@ -289,13 +291,13 @@ class WindowPool:
                     self._unpinned.remove(block_id)
             self._needs[block_id] += 1
 
-    def end_at(self, block_ids: Iterable[int]) -> None:
+    def unpin_ends(self, block_ids: Iterable[int]) -> None:
         """Unpin the parts of blocks at which a request, or its hit, ended."""
         for block_id in block_ids:
             if self._unpin(block_id):
                 self._unpinned.add_end(block_id)
 
-    def pass_over(self, positions: Mapping[int, int], num_blocks: int) -> None:
+    def unpin_passed(self, positions: Mapping[int, int], num_blocks: int) -> None:
         """Unpin the parts of blocks that a request has passed.
 
         Args:
@@ -328,7 +330,7 @@ class WindowPool:
             new: the block of the tree.
 
         Returns:
-            Whether the request had pinned the part of the old block. If so, it has now pinned that of the new block.
+            Whether the part of the old block was pinned. If so, the part of the new block is pinned now.
         """
         was_needed = old in self._needs
         if self.table[old] != NO_PART and self.table[new] == NO_PART:
@@ -338,11 +340,11 @@ class WindowPool:
             else:
                 self._unpinned.move(old, new)
         elif was_needed:
-            self.need([new])
-            self.pass_over({old: 0}, 0)
+            self.pin([new])
+            self.unpin_passed({old: 0}, 0)
         return was_needed
 
-    def freed(self, block_ids: BlockIds) -> None:
+    def free_parts(self, block_ids: BlockIds) -> None:
         """Free the parts of blocks that are free now. Complexity: O(len), with a loop over blocks that have parts.
 
         Raises:

@@ -79,8 +79,8 @@ class WindowLease:
         """Return the part of a block that is needed."""
         return self._pool.part_of(block_id)
 
-    def find(self, block_ids: BlockIds, cached_tokens: int) -> None:
-        """Pin what is needed to continue after the cached tokens.
+    def pin_hit(self, block_ids: BlockIds, cached_tokens: int) -> None:
+        """Pin the parts that are needed to continue after the cached tokens.
 
         Args:
             block_ids: int32, the blocks that hold the cached tokens.
@@ -136,7 +136,7 @@ class WindowLease:
         wanted = dict(zip(block_ids[first:num_blocks].tolist(), range(first, num_blocks), strict=True))
         lacking = {block_id: at for block_id, at in wanted.items() if self._pool.table[block_id] == NO_PART}
         self._move({block_id: at for block_id, at in wanted.items() if block_id not in lacking}, num_blocks)
-        self._pool.need(lacking)  # last, so that this evicts none of the parts that are needed
+        self._pool.pin(lacking)  # last, so that this evicts none of the parts that are needed
         self._needed.update(lacking)
         self._num_found_blocks = num_blocks
         return list(lacking.values())
@@ -178,7 +178,7 @@ class WindowLease:
 
     def close(self) -> None:
         """Unpin everything, and return the reservation. Closing again does nothing."""
-        self._pool.end_at(self._needed)
+        self._pool.unpin_ends(self._needed)
         self._pool.reserve(-self.num_reserved)
         self._pool.num_lasting -= self.num_lasting
         self._needed = {}
@@ -195,30 +195,30 @@ class WindowLease:
         if any(at < num_written_blocks and table[block_id] == NO_PART for block_id, at in more.items()):
             raise InvariantViolation("windowed layers: expected each block in the window to have its part, got none")
         self._unpin([block_id for block_id in needed if block_id not in wanted])  # first, so that there are enough
-        self._pool.need(more)
+        self._pool.pin(more)
         needed.update(wanted)
 
     def _unpin(self, block_ids: list[int]) -> None:
-        found: list[int] = []
+        ends: list[int] = []
         passed: dict[int, int] = {}
         for block_id in block_ids:
             at = self._needed.pop(block_id)
             if at < self._num_found_blocks or at in self._diverging:
-                found.append(block_id)
+                ends.append(block_id)
             else:
                 passed[block_id] = at
-        self._pool.end_at(found)
-        self._pool.pass_over(passed, self._num_blocks)
+        self._pool.unpin_ends(ends)
+        self._pool.unpin_passed(passed, self._num_blocks)
 
 
 class WindowedLayers:
-    """The pools of all groups of windowed layers. Without pools, all methods do nothing.
+    """The pools of all groups of windowed layers. A model without windowed layers has no pools.
 
     Args:
         pools: the pool of each group.
 
     Attributes:
-        pools: the argument `pools`.
+        pools: the argument.
         shares_memory: whether parts and blocks share one memory.
     """
 
@@ -327,9 +327,9 @@ class WindowedLayers:
             if pool.share is None:
                 continue
             if lost_tokens:
-                pool.share.missed_parts(lost_tokens, pool.num_passed)
+                pool.share.record_missed_parts(lost_tokens, pool.num_passed)
             else:
-                pool.share.missed_blocks(namespace, tokens, found_tokens)
+                pool.share.record_missed_blocks(namespace, tokens, found_tokens)
 
     def stats(self) -> PartStats | None:
         """Count the parts of all groups; None if there are none."""
@@ -394,7 +394,7 @@ class WindowedLayers:
         for pool in self.pools:
             number = self._max_parts(pool, num_tokens, keeps_all=keeps_all)
             window_leases.append(WindowLease(pool, number, num_tokens, keeps_all=keeps_all))
-            window_leases[-1].find(block_ids, cached_tokens)
+            window_leases[-1].pin_hit(block_ids, cached_tokens)
             if found_tokens > cached_tokens:
                 window_leases[-1].note_divergence(found_tokens)
         return tuple(window_leases)
@@ -414,10 +414,10 @@ class WindowedLayers:
             pool.require_lasting_room(self._max_parts(pool, num_tokens, keeps_all=True))
 
     def require_room(self, num_tokens: int, *, keeps_all: bool = False) -> None:
-        """Raise if a request of `num_tokens` tokens cannot run now.
+        """Raise if `pin` would raise for a request of `num_tokens` tokens.
 
         Raises:
-            OutOfBlocks: as in `pin`.
+            OutOfBlocks: other requests have reserved too many parts, or too many would outlive their requests.
         """
         for pool in self.pools:
             pool.require_room(self._max_parts(pool, num_tokens, keeps_all=keeps_all), lasts=keeps_all)
@@ -428,10 +428,10 @@ class WindowedLayers:
             for one, other in zip(old.tolist(), new.tolist(), strict=True):
                 window_lease.exchange(one, other)
 
-    def freed(self, block_ids: BlockIds) -> None:
+    def free_parts(self, block_ids: BlockIds) -> None:
         """Free the parts of blocks that are free now."""
         for pool in self.pools:
-            pool.freed(block_ids)
+            pool.free_parts(block_ids)
 
     def check(self, open_window_leases: Iterable[Sequence[WindowLease]], free_blocks: BlockIds) -> None:
         """Recount the parts of each group; see `WindowPool.check`.

@@ -5,9 +5,10 @@ from radixkv.cache.lease import Lease
 from radixkv.cache.part_memory import PartMemory
 from radixkv.cache.part_share import PartShare
 from radixkv.cache.prefix_cache import PrefixCache
+from radixkv.cache.tenants import Quota
 from radixkv.cache.window_pool import Reach, WindowPool, min_parts
 from radixkv.cache.windowed_layers import WindowedLayers
-from radixkv.errors import OutOfBlocks
+from radixkv.errors import OutOfBlocks, QuotaExceeded
 from radixkv.namespace import Namespace
 
 MODEL = Namespace("model")
@@ -16,10 +17,10 @@ OWN = min_parts(REACH, SIZE, STEP_TOKENS)
 
 
 def cache_of(num_blocks: int, part_bytes: int = 5, block_bytes: int = 1) -> tuple[PrefixCache, WindowPool]:
-    """A cache with the memory of `num_blocks` blocks of all layers."""
+    """A cache with the memory of `num_blocks` blocks of all layers. The tenant `acme` has a quota."""
     num_more = (num_blocks * (part_bytes + block_bytes) - OWN * part_bytes) // block_bytes
     pool = WindowPool(num_more, num_blocks, SIZE, REACH, STEP_TOKENS, PartMemory(part_bytes, block_bytes, OWN))
-    return PrefixCache(num_more, SIZE, windows=WindowedLayers([pool])), pool
+    return PrefixCache(num_more, SIZE, quotas={"acme": Quota()}, windows=WindowedLayers([pool])), pool
 
 
 def text(seed: int, num_tokens: int) -> bytes:
@@ -92,10 +93,21 @@ def test_a_public_prefix_makes_room_for_its_parts() -> None:
     assert ask(cache, prefix.tokens + text(7, 8)) == 24
 
 
+def test_a_tenant_at_its_ceiling_exceeds_its_quota_whatever_memory_parts_have() -> None:
+    cache, _ = cache_of(60)
+    for seed in range(6):
+        ask(cache, text(seed, 100))
+    ceiling = cache.pool.num_free + cache.num_evictable_blocks  # without the memory of parts, which could be evicted
+    assert cache.windows.num_returnable_blocks > 1
+    cache.tenants["acme"].quota = Quota(ceiling_blocks=ceiling)
+    with pytest.raises(QuotaExceeded):
+        cache.lease(Namespace("model", "acme"), text(9, (ceiling + 1) * SIZE))
+
+
 def test_the_bound_follows_what_is_missed() -> None:
     share = PartShare(num_blocks=100, block_size=4, memory=PartMemory(5, 1, 10))
     first = share.max_parts
-    share.missed_parts(10, num_passed_parts=5)
+    share.record_missed_parts(10, num_passed_parts=5)
     assert share.max_parts > first
-    share.missed_parts(10_000, num_passed_parts=5)
+    share.record_missed_parts(10_000, num_passed_parts=5)
     assert share.max_parts == 25, "what passed parts would take in one pool: five sixths of 150 bytes, at five each"

@@ -20,9 +20,9 @@ def test_a_use_counts_as_much_as_the_making() -> None:
     order = SnapshotOrder()
     order.add(1, 100)
     order.add(2, 250)
-    order.used(1)
+    order.record_use(1)
     assert order.lowest() == 1
-    order.used(1)
+    order.record_use(1)
     assert (order.lowest(), order.num_uses(1)) == (2, 2)
 
 
@@ -50,7 +50,7 @@ def test_the_order_is_that_of_a_plain_list_whatever_happens() -> None:
             used = rng.choice(list(kept))
             saved_tokens, uses, _ = kept[used]
             kept[used] = (saved_tokens, uses + 1, order.level + saved_tokens * (uses + 2))
-            order.used(used)
+            order.record_use(used)
         elif event < 0.9:
             gone = rng.choice(list(kept))
             del kept[gone]
@@ -74,7 +74,7 @@ def test_outdated_entries_take_no_more_room_than_current_ones(is_used: bool) -> 
     for slot in range(1000):
         order.add(slot % 7, slot)
         if is_used:
-            order.used(slot % 7)
+            order.record_use(slot % 7)
         assert len(order._heap) <= 2 * len(order) + 64
         if not is_used:
             order.discard(slot % 7)
@@ -248,7 +248,7 @@ def test_a_block_keeps_its_first_snapshot() -> None:
 def test_a_freed_block_gives_its_snapshot_back() -> None:
     slots = slots_of()
     publish(slots, 8, 20)
-    slots.freed(SLOT_BLOCKS[3:])
+    slots.free_snapshots(SLOT_BLOCKS[3:])
     assert (slots.num_reusable_tokens(SLOT_BLOCKS, 31), slots.num_kept, slots.num_given_up) == (8, 1, 0)
     slots.check(SLOT_BLOCKS[3:])
 
@@ -282,7 +282,7 @@ def test_a_slot_whose_block_is_freed_is_kept_for_those_that_read_it() -> None:
     publish(slots, 8)
     first, second = (slots.open(SLOT_BLOCKS, 8, 31, 31) for _ in range(2))
     source = first.source
-    slots.freed(SLOT_BLOCKS)
+    slots.free_snapshots(SLOT_BLOCKS)
     slots.check(SLOT_BLOCKS)
     first.advance(12)
     assert slots.take(1000) is None

@@ -60,52 +60,52 @@ def with_part(pool: WindowPool) -> list[int]:
 
 def test_passed_parts_are_evicted_before_those_where_a_prompt_ended() -> None:
     pool = pool_of(5)
-    pool.need([1, 2, 3, 4, 5])
-    pool.end_at([1])
-    pool.pass_over({3: 0, 2: 0}, 1)
-    pool.need([6])
+    pool.pin([1, 2, 3, 4, 5])
+    pool.unpin_ends([1])
+    pool.unpin_passed({3: 0, 2: 0}, 1)
+    pool.pin([6])
     assert with_part(pool) == [1, 2, 4, 5, 6], "the one that was passed first is gone"
-    pool.need([7, 8])
+    pool.pin([7, 8])
     assert with_part(pool) == [4, 5, 6, 7, 8], "the end goes last"
     assert (pool.num_given_up, pool.num_needed, pool.num_free) == (3, 5, 0)
 
 
 def test_a_part_that_is_needed_again_stays_the_same() -> None:
     pool = pool_of(5)
-    pool.need([1, 2])
+    pool.pin([1, 2])
     part = pool.table[1]
-    pool.pass_over({1: 0}, 1)
+    pool.unpin_passed({1: 0}, 1)
     assert (pool.num_waiting, pool.num_needed) == (1, 1)
-    pool.need([1])
+    pool.pin([1])
     assert (pool.table[1], pool.num_waiting) == (part, 0)
 
 
 def test_a_part_stays_needed_until_the_last_request_releases_it() -> None:
     pool = pool_of(5)
-    pool.need([1])
-    pool.need([1])
-    pool.end_at([1])
+    pool.pin([1])
+    pool.pin([1])
+    pool.unpin_ends([1])
     assert pool.num_needed == 1
     pool.check(Counter({1: 1}), 0, ids(*range(2, 20)))
 
 
 def test_the_part_of_a_block_is_freed_with_it() -> None:
     pool = pool_of(5)
-    pool.need([1, 2, 3])
-    pool.pass_over({1: 0, 2: 1}, 2)
-    pool.freed(ids(0, 1, 7))
+    pool.pin([1, 2, 3])
+    pool.unpin_passed({1: 0, 2: 1}, 2)
+    pool.free_parts(ids(0, 1, 7))
     assert (with_part(pool), pool.num_free, pool.num_waiting) == ([2, 3], 3, 1)
     with pytest.raises(InvariantViolation, match="whose part is pinned"):
-        pool.freed(ids(3))
+        pool.free_parts(ids(3))
 
 
 @pytest.mark.parametrize("is_needed", [True, False])
 def test_a_block_of_a_tree_takes_over_the_part_of_an_equal_block(is_needed: bool) -> None:
     pool = pool_of(5)
-    pool.need([1])
+    pool.pin([1])
     part = pool.table[1]
     if not is_needed:
-        pool.pass_over({1: 0}, 1)
+        pool.unpin_passed({1: 0}, 1)
     assert pool.exchange(1, 9) is is_needed
     assert (pool.table[9], with_part(pool)) == (part, [9])
     pool.check(Counter({9: 1} if is_needed else {}), 0, ids(1))
@@ -113,12 +113,12 @@ def test_a_block_of_a_tree_takes_over_the_part_of_an_equal_block(is_needed: bool
 
 def test_a_block_of_a_tree_keeps_its_own_part() -> None:
     pool = pool_of(5)
-    pool.need([1, 9])
+    pool.pin([1, 9])
     part = pool.table[9]
     assert pool.exchange(1, 9)
     assert pool.table[9] == part
     pool.check(Counter({9: 2}), 0, ids())
-    pool.freed(ids(1))
+    pool.free_parts(ids(1))
     assert with_part(pool) == [9]
 
 
@@ -150,7 +150,7 @@ def test_a_pool_that_is_too_small_for_one_request_is_refused() -> None:
 def test_more_needs_than_parts_are_a_bug_of_the_caller() -> None:
     pool = pool_of(5)
     with pytest.raises(InvariantViolation, match="expected one that no request needs, got 5 needed ones"):
-        pool.need(range(6))
+        pool.pin(range(6))
 
 
 @pytest.mark.parametrize(
@@ -163,6 +163,6 @@ def test_more_needs_than_parts_are_a_bug_of_the_caller() -> None:
 )
 def test_a_wrong_count_is_detected(needs: dict[int, int], reserved: int, free: tuple[int, ...], message: str) -> None:
     pool = pool_of(5)
-    pool.need([1])
+    pool.pin([1])
     with pytest.raises(InvariantViolation, match=message):
         pool.check(Counter(needs), reserved, ids(*free))

@@ -86,7 +86,7 @@ def test_a_copied_block_is_kept_until_the_copy_is_made() -> None:
     first.close()
     found = BLOCKS[:3]
     second = WindowLease(pool, 0)
-    second.find(found, 5)
+    second.pin_hit(found, 5)
     blocks, copy = np.array([10, 11, 27, 28], dtype=np.int32), BlockCopy(12, 27)
     cover = second.cover(blocks, 5, 7, copy)
     assert cover.copy == BlockCopy(int(pool.table[12]), int(pool.table[27]))
@@ -103,7 +103,7 @@ def test_parts_that_a_hit_needed_are_evicted_with_those_of_ends() -> None:
     first.cover(BLOCKS, 0, 6)
     first.close()
     second = WindowLease(pool, 0)
-    second.find(BLOCKS, 4)
+    second.pin_hit(BLOCKS, 4)
     for start in range(4, 32, 4):
         second.cover(BLOCKS, start, start + 4)
         second.settle(start + 4)
@@ -117,7 +117,7 @@ def test_a_part_that_should_be_there_is_missed() -> None:
     with pytest.raises(InvariantViolation, match="each block in the window to have its part"):
         holder.cover(BLOCKS, 4, 6)
     with pytest.raises(InvariantViolation, match="each block in the window to have its part"):
-        holder.find(BLOCKS, 3)
+        holder.pin_hit(BLOCKS, 3)
 
 
 def test_one_that_keeps_all_passes_nothing() -> None:
@@ -154,7 +154,7 @@ def received(pool: WindowPool) -> tuple[WindowLease, list[int]]:
     other = WindowLease(pool, 0)
     other.cover(BLOCKS, 0, 6)
     other.close()
-    pool.freed(BLOCKS[:1])
+    pool.free_parts(BLOCKS[:1])
     holder = WindowLease(pool, 0)
     return holder, holder.receive(BLOCKS, 6)
 
@@ -171,8 +171,8 @@ def test_loaded_blocks_get_parts_where_the_next_token_reaches() -> None:
 
 def test_cached_parts_are_not_evicted_for_loaded_ones() -> None:
     pool = pool_of(num_parts=7)
-    pool.need([14, 15, 25, 26, 27, 28, 29])
-    pool.end_at([14, 15, 25, 26, 27, 28, 29])
+    pool.pin([14, 15, 25, 26, 27, 28, 29])
+    pool.unpin_ends([14, 15, 25, 26, 27, 28, 29])
     before = pool.table[[14, 15]].tolist()
     holder = WindowLease(pool, 0, keeps_all=True)
     assert holder.receive(BLOCKS, 6) == [0, 1, 2, 3]
@@ -230,13 +230,13 @@ def test_without_groups_everything_is_found_and_nothing_is_kept() -> None:
 def test_a_prompt_is_found_as_far_as_every_group_has_what_it_needs() -> None:
     groups = groups_of(Reach(4), Reach(9), num_parts=12)
     first, second = groups.pools
-    first.need(range(5))
-    second.need([0, 2, 3, 4])
+    first.pin(range(5))
+    second.pin([0, 2, 3, 4])
     ids = np.arange(5, dtype=np.int32).tobytes()
     assert groups.num_reusable_tokens(ids, 19) == 19
     assert groups.num_reusable_tokens(ids, 16) == 4, "of the second group seven to sixteen is needed"
-    first.pass_over({0: 0}, 1)
-    first.freed(np.array([0], dtype=np.int32))
+    first.unpin_passed({0: 0}, 1)
+    first.free_parts(np.array([0], dtype=np.int32))
     assert groups.num_reusable_tokens(ids, 16) == 0, "the second group reaches to 4, where the first has nothing"
 
 
@@ -384,7 +384,7 @@ class PartWalk:
             self.release([self.cached.pop(prefix)])
 
     def release(self, blocks: list[int]) -> None:
-        self.groups.freed(np.array(blocks, dtype=np.int32))
+        self.groups.free_parts(np.array(blocks, dtype=np.int32))
         self.free += blocks
 
 
@@ -427,7 +427,7 @@ def test_every_token_within_reach_is_what_was_computed(groups: WindowedLayers) -
 )
 def test_loaded_blocks_are_usable_up_to_one_that_has_all_within_reach(loaded: list[bool], num_usable: int) -> None:
     groups = groups_of(Reach(8), num_parts=12)  # two blocks
-    groups.pools[0].need([1])
+    groups.pools[0].pin([1])
     assert groups.num_usable(np.arange(2, dtype=np.int32), loaded) == num_usable
 
 
@@ -436,7 +436,7 @@ def test_loaded_blocks_are_usable_as_far_as_every_group_has_what_it_needs() -> N
     blocks = np.arange(1, dtype=np.int32)
     assert groups.num_usable(blocks, [True, True, True]) == 3
     assert groups.num_usable(blocks, [True, True]) == 0, "the second group has no part of the first block"
-    groups.pools[1].need([0])
+    groups.pools[1].pin([0])
     assert groups.num_usable(blocks, [True, True]) == 2
     assert groups.num_reached_blocks == 4
 
@@ -444,10 +444,10 @@ def test_loaded_blocks_are_usable_as_far_as_every_group_has_what_it_needs() -> N
 def test_a_prefix_that_one_group_could_reuse_is_cut_if_another_group_can_reuse_less() -> None:
     groups = groups_of(Reach(8), Reach(12), num_parts=12)  # two blocks, three
     blocks = np.arange(1, dtype=np.int32)
-    groups.pools[1].need([0])
+    groups.pools[1].pin([0])
     loaded = [True, False, True, True]
     assert groups.num_usable(blocks, loaded) == 0, "after one loaded block the first group needs that before it"
-    groups.pools[0].need([0])
+    groups.pools[0].pin([0])
     assert groups.num_usable(blocks, loaded) == 1
 
 
@@ -455,7 +455,7 @@ def test_a_request_that_keeps_all_parts_can_use_no_block_after_one_without_its_p
     groups = groups_of(Reach(1), num_parts=12)
     blocks = np.arange(1, dtype=np.int32)
     assert groups.num_usable(blocks, [True], keeps_all=True) == 0
-    groups.pools[0].need([0])
+    groups.pools[0].pin([0])
     assert groups.num_usable(blocks, [True, False, True], keeps_all=True) == 1
     assert groups.num_usable(blocks, [True, True], keeps_all=True) == 2
 
@@ -494,7 +494,7 @@ def publish(cache: PrefixCache, text: str) -> list[int]:
 
 
 def give_up(cache: PrefixCache, *block_ids: int) -> None:
-    cache.windows.freed(np.array(block_ids, dtype=np.int32))
+    cache.windows.free_parts(np.array(block_ids, dtype=np.int32))
 
 
 def found(cache: PrefixCache, text: str) -> int:

@@ -28,7 +28,7 @@ CACHE_MUTANTS = (
     Mutant("cache/eviction_queue.py", "            queue.add(leaf.eviction_entry)\n", "            pass\n"),
     Mutant("cache/eviction_queue.py", "newest_priority != priority or len(entries) == 1", "True"),
     Mutant("cache/eviction_queue.py", "            ranked.clear()\n", "            pass\n"),
-    Mutant("cache/sessions.py", "        self.found(leaf.parent, session)\n", "        pass\n"),
+    Mutant("cache/sessions.py", "        self.record_use(leaf.parent, session)\n", "        pass\n"),
     Mutant("cache/sessions.py", "node.session is not session:", "False:"),
     Mutant("cache/sessions.py", "            session = node.session\n", "            pass\n"),
     Mutant("cache/sessions.py", "return len(prompt.tokens) + _SESSION_BYTES", "return len(prompt.tokens)"),
@@ -40,7 +40,7 @@ CACHE_MUTANTS = (
     Mutant("cache/pins.py", "or (session is not None and node.session is not session)", ""),
     Mutant("cache/pins.py", "if awaits is _NOTHING and _has_other_continuations(node):", "if False:"),
     Mutant("cache/pins.py", " and node.start_bytes >= start_bytes:", ":"),
-    Mutant("cache/prefix_cache.py", "        self.sessions.found(node, None)\n", ""),
+    Mutant("cache/prefix_cache.py", "        self.sessions.record_use(node, None)\n", ""),
     Mutant("cache/prefix_cache.py", "        if node.awaits is Awaits.NOTHING:\n", "        if False:\n"),
     Mutant("cache/prefix_cache.py", "node.place == NO_PLACE or not", "not"),
     Mutant("cache/prefix_cache.py", "                if not refused_tokens:\n", "                if True:\n"),
@@ -70,7 +70,7 @@ CACHE_MUTANTS = (
     ),
     Mutant(
         "cache/eviction_queue.py",
-        "self.num_probation_blocks - sum(self._tenants[each].num_probation_blocks for each in spared)",
+        "self.num_probation_blocks - sum(self._tenants[each].num_probation_blocks for each in protected)",
         "self.num_probation_blocks",
     ),
     Mutant("cache/eviction_queue.py", "if is_over and on_probation[0] <= reused[0]:", "if is_over:"),
@@ -83,8 +83,8 @@ CACHE_MUTANTS = (
         "            self._count(leaf, leaf.num_blocks - ",
         "            self._count(leaf, 0 * ",
     ),
-    Mutant("cache/lease.py", "            state.queue.returned(node, self.is_resumed)\n", ""),
-    Mutant("cache/prefix_cache.py", "found.found_bytes, is_resumed)", "found.found_bytes, False)"),
+    Mutant("cache/lease.py", "            state.queue.record_return(node, self.is_resumed)\n", ""),
+    Mutant("cache/prefix_cache.py", "match.found_bytes, is_resumed)", "match.found_bytes, False)"),
     Mutant("cache/evictor.py", "            takeable = min(takeable, to_ceiling)\n", "            pass\n"),
     Mutant("cache/pins.py", "if node.ref_count > 1:", "if node.ref_count > 2:"),
     Mutant("cache/pins.py", "                and len(above.children or ()) == 1\n", ""),
@@ -142,7 +142,7 @@ CACHE_MUTANTS = (
     Mutant(
         "cache/prefix_cache.py", "min(num_bytes, len(tokens) - TOKEN_BYTES) // TOKEN_BYTES", "num_bytes // TOKEN_BYTES"
     ),
-    Mutant("cache/prefix_cache.py", "cached_tokens if has_copied_public else found.root_tokens", "cached_tokens"),
+    Mutant("cache/prefix_cache.py", "cached_tokens if has_copied_public else match.root_tokens", "cached_tokens"),
     Mutant(
         "cache/public_prefixes.py",
         'namespace._replace(public_prefix=f"{prefix.namespace.salt}:{num_blocks * self._block_size}")',
@@ -157,7 +157,7 @@ CACHE_MUTANTS = (
     Mutant("cache/public_prefixes.py", "state.tenants.quota_of(namespace.tenant).uses_public_prefixes:", ":"),
     Mutant("cache/prefix_cache.py", "            self.public.enter(public_prefix)\n", ""),
     Mutant("cache/prefix_cache.py", "each.root_tokens), reverse=True)", "each.root_tokens))"),
-    Mutant("cache/prefix_cache.py", "        for found in matches:\n", "        for found in matches[:1]:\n"),
+    Mutant("cache/prefix_cache.py", "        for match in matches:\n", "        for match in matches[:1]:\n"),
     Mutant("cache/prefix_cache.py", "num_private_blocks + num_reserved_blocks", "num_reserved_blocks"),
     Mutant("cache/public_prefixes.py", "if start <= num_shared and may_have_more", "if False"),
     Mutant("cache/public_prefixes.py", "if start <= num_shared and ", "if "),
@@ -240,7 +240,7 @@ CACHE_MUTANTS = (
     Mutant("cache/lease.py", "[by_names.get((adapter, salt), set())]", "[*by_names.values()]"),
     Mutant("cache/lease.py", "if each != PUBLIC_TENANT:", "if True:"),
     Mutant("cache/lease.py", "                del self._by_tenant[tenant]\n", "                pass\n"),
-    Mutant("cache/purge.py", "num_removed += end(tree)", "end(tree)"),
+    Mutant("cache/purge.py", "num_removed += on_remaining(tree)", "on_remaining(tree)"),
     Mutant("cache/tenants.py", "for _ in range(_FORGOTTEN_AT_ONCE):", "for _ in range(1):"),
     Mutant("cache/tenants.py", "            if not self._is_idle(value):\n", "            if False:\n"),
     Mutant("cache/tenants.py", "            self._others.move_to_end(tenant)\n", ""),
@@ -1177,7 +1177,7 @@ STATE_MUTANTS = (
     Mutant("cache/recurrent_states.py", "[: num_tokens // self.block_size]", "[: -(-num_tokens // self.block_size)]"),
     Mutant("cache/recurrent_states.py", "            self._readers[source] += 1\n", ""),
     Mutant("cache/recurrent_states.py", "                or lowest in self._readers\n", ""),
-    Mutant("cache/recurrent_states.py", "self._order.score(lowest) > self._order.score_of(saved_tokens)", "False"),
+    Mutant("cache/recurrent_states.py", "self._order.score(lowest) > self._order.new_score(saved_tokens)", "False"),
     Mutant("cache/recurrent_states.py", " + len(self._doomed) >= self.num_snapshots", " >= self.num_snapshots"),
     Mutant("cache/recurrent_states.py", "        if slot in self._readers:\n", "        if False:\n"),
     Mutant("cache/recurrent_states.py", " and not self._order.num_uses(slot):", ":"),
@@ -1203,8 +1203,8 @@ STATE_MUTANTS = (
     Mutant("cache/recurrent_states.py", "entry.saved_tokens * (1 + entry.num_uses)", "entry.saved_tokens"),
     Mutant(
         "cache/recurrent_states.py",
-        "saved_tokens, 0, self.score_of(saved_tokens))\n        self._push(slot, entry)",
-        "saved_tokens, 0, self.score_of(saved_tokens))\n        heapq.heappush(self._heap, (entry.score, slot))",
+        "saved_tokens, 0, self.new_score(saved_tokens))\n        self._push(slot, entry)",
+        "saved_tokens, 0, self.new_score(saved_tokens))\n        heapq.heappush(self._heap, (entry.score, slot))",
     ),
     Mutant("cache/recurrent_states.py", "        self.level = max(self.level, self._entries[slot].score)\n", ""),
     Mutant(
@@ -1251,9 +1251,7 @@ PART_MUTANTS = (
         "max(self._num_blocks(self.num_parts - self.num_free), self.num_reserved_blocks())\n            self._blocks",
         "self._num_blocks(self.num_parts - self.num_free)\n            self._blocks",
     ),
-    Mutant(
-        "cache/evictor.py", "            num_available += self._windows.num_returnable_blocks\n", "            pass\n"
-    ),
+    Mutant("cache/evictor.py", "            num_blocks += self._windows.num_returnable_blocks\n", "            pass\n"),
     Mutant("cache/evictor.py", "num_blocks + windows.num_unreserved_blocks(window_leases)", "num_blocks"),
     Mutant(
         "storage/pages.py",

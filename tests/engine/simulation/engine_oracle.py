@@ -253,7 +253,7 @@ class EngineOracle(Observer):
         fits_later = num_blocks <= self._world.num_blocks - num_kept_blocks
         if running and (isinstance(error, QuotaExceeded) or fits_later):
             return "a request was refused although others would have given blocks back"
-        found = self._cache._find(request.namespace, request.tokens, request.params.read_cache)
+        found = self._cache._find_all(request.namespace, request.tokens, request.params.read_cache)[0]
         node, cached_tokens = found.node, found.cached_tokens - found.root_tokens
         num_pinned = sum(part.num_blocks for part in path_to(node) if part.ref_count)
         usage = self._cache.tenants[tenant]

@@ -110,10 +110,10 @@ def test_no_bit_depends_on_a_hit_whose_earlier_parts_are_gone(model: Model, cach
     divided.compute(tokens, blocks, first)
     first.close()
     window = divided.pool.reach.num_tokens + 1
-    divided.pool.freed(blocks[: (cached - window + 1) // SIZE])
+    divided.pool.free_parts(blocks[: (cached - window + 1) // SIZE])
     assert divided.pool.num_reusable_tokens(blocks, cached) == cached
     holder = WindowLease(divided.pool, 0)
-    holder.find(blocks[: -(-cached // SIZE)], cached)
+    holder.pin_hit(blocks[: -(-cached // SIZE)], cached)
     tokens = tokens[: cached * 4] + tokens_of(3, 100)
     whole = cached // SIZE
     own = np.arange(40, 40 + -(-len(tokens) // 4 // SIZE) - whole, dtype=np.int32)
