@@ -1,4 +1,4 @@
-"""Finds the cached segments that have passages of a prompt, in a fixed amount of memory."""
+"""Finds the cached segments that contain passages of a prompt, in a fixed amount of memory."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from radixkv.explain.realignment import Tokens, window_hashes
 WINDOW_TOKENS = 32
 NUM_SLOTS = 2**19
 _SAMPLED_BITS = 6
-_SHORT_TOKENS = 4096  # of shorter segments, more windows are in the sample
+_SHORT_TOKENS = 4096  # segments of at most this length have more windows in the sample
 _SHORT_SAMPLED_BITS = 4
-_HEAD_TOKENS = 8  # of a window, which decide whether it is in the sample
-_CHUNK_TOKENS = 65_536  # that are examined at a time, to bound the memory
+_HEAD_TOKENS = 8  # the first tokens of a window, which decide whether it is in the sample
+_CHUNK_TOKENS = 65_536  # tokens that are examined at a time, to bound the memory
 _MAX_SAMPLED = _CHUNK_TOKENS // 8  # in a chunk; a passage that repeats itself may have more
 _FACTORS = np.random.default_rng(0).integers(2**63, size=WINDOW_TOKENS, dtype=np.uint64) | np.uint64(1)
 
@@ -23,12 +23,12 @@ _FACTORS = np.random.default_rng(0).integers(2**63, size=WINDOW_TOKENS, dtype=np
 class WindowTable:
     """Maps a sample of all windows of 32 tokens to the last segment that had them.
 
-    About 1 in 64 windows is sampled; in segments of at most 4,096 tokens, 1 in 16. The first tokens of a
-    window decide that, so that equal passages have the same windows in it. The hash of a window decides its slot, in
-    which it replaces another one. Hashes may collide, which returns a wrong segment, so callers compare tokens.
+    About 1 in 64 windows is sampled; in segments of at most 4,096 tokens, 1 in 16. The first tokens of a window decide
+    whether it is in the sample, so that equal passages have the same windows in it. The hash of a window selects its
+    slot, in which it replaces another window. If hashes collide, a wrong segment is returned: callers compare tokens.
 
-    Memory: 12 bytes per slot; 524,288 slots take 6 MiB. After a further 20 million tokens of segments of 50,000, or 5
-    million of segments of 2,000, about half of the windows of a segment are left.
+    Memory: 12 bytes per slot; 524,288 slots take 6 MiB. About half of the windows of a segment are left after 20
+    million further tokens in segments of 50,000 tokens, or 5 million in segments of 2,000 tokens.
 
     Args:
         num_slots: a power of two.
@@ -46,7 +46,7 @@ class WindowTable:
         self._places = np.zeros(num_slots, np.uint32)
 
     def add(self, tokens: Tokens, seed: int, place: int) -> None:
-        """Note that a segment has these tokens.
+        """Add the tokens of a segment.
 
         Args:
             tokens: uint32 `[num_tokens]`.
@@ -61,7 +61,7 @@ class WindowTable:
         self._places[slots] = place
 
     def places(self, tokens: Tokens, seed: int) -> Counter[int]:
-        """Count the windows of these tokens by the segment that has them. Complexity: O(tokens)."""
+        """Count the windows of these tokens by the segment that contains them. Complexity: O(tokens)."""
         hashes = _sampled(tokens, seed, _SHORT_SAMPLED_BITS)
         slots = hashes & self._mask
         return Counter(self._places[slots][self._hashes[slots] == hashes].tolist())

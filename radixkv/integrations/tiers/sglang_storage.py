@@ -38,7 +38,7 @@ class RadixKVStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not ins
         backend_options: ignored.
 
     Raises:
-        ConfigError: an option is invalid, or ranks that share their K/V have no store that they share.
+        ConfigError: an option is invalid, or all ranks have the same K/V, and a store is not shared by all ranks.
     """
 
     def __init__(self, storage_config: Any, backend_options: object = None) -> None:
@@ -81,7 +81,7 @@ class RadixKVStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not ins
         return self.batch_exists([key]) == 1
 
     def batch_exists(self, keys: Sequence[str], extra_info: Any = None) -> int:
-        """Return the number of pages from the first one on that can be loaded."""
+        """Return how many pages at the beginning of `keys` can be loaded."""
         return _num_leading(self._found(_KV, keys))
 
     def batch_get_v1(self, keys: Sequence[str], host_indices: torch.Tensor, extra_info: Any = None) -> list[bool]:
@@ -137,7 +137,7 @@ class RadixKVStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not ins
         self._stores.close()
 
     def _layout_of(self, pool: str) -> str:
-        """Return the order of the numbers in a page, as far as the pool is known."""
+        """Describe the order of the numbers in a page, as far as the pool is known."""
         host_pool = getattr(self, "mem_pool_host", None)
         if pool != _KV or host_pool is None:
             host_pool = getattr(self, "registered_pools", {}).get(pool)
@@ -193,7 +193,7 @@ class RadixKVStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not ins
 
 
 def _shard_of(config: Any) -> str:
-    """Return which part of the K/V a rank has. Ranks whose K/V are equal have the same."""
+    """Describe which part of the K/V a rank has. Ranks with equal K/V have the same description."""
     ranks = "all ranks" if config.is_mla_model else f"rank {config.tp_rank} of {config.tp_size}, dp {config.dp_rank}"
     stages = f"stage {config.pp_rank} of {config.pp_size}"
     contexts = f"context {config.attn_cp_rank} of {config.attn_cp_size}, {config.dcp_rank} of {config.dcp_size}"
