@@ -68,8 +68,8 @@ class ModelConfig:
         exactness: `exact`: a cache hit never changes a bit of the output. `fast`: the last bits of the output may
             depend on the batch and on what is cached.
         weights: format of the weights of linear layers: `auto` (as `dtype` says), or on a CPU only: `q8` or `q4`,
-            weights of 8 or 4 bits with a scale for each 32 input features (q4: and a minimum, and the output layer in
-            q8); or `int8`, 8-bit weights with one scale per output feature, and 8-bit activations with one scale per
+            weights of 8 or 4 bits with a scale for each 32 input features (`q4` also stores a minimum, and uses `q8`
+            for the output layer); or `int8`, 8-bit weights with one scale per output feature, and 8-bit activations with one scale per
             token. Embeddings, norms and experts keep their data type.
         longrope: RoPE factors of models with longrope, such as Phi-3. `short`: the factors for short sequences;
             sequences longer than `original_max_position_embeddings` are refused. `long`: the factors for long sequences
@@ -137,8 +137,8 @@ class CacheConfig:
             more than twice the memory of the weights, or more than half of the available memory.
         windowed_tokens: capacity, in tokens, of the separate pool for layers with sliding-window attention; rounded
             down to whole blocks. 0: these layers store every token, like the others. Default: these layers share the
-            memory of the others as the traffic needs; every token if another feature requires it, or if a request
-            could need the whole pool.
+            memory of the others as the traffic needs, but store every token if another feature requires it or if a
+            request could need the whole pool.
         memory_share: fraction of a GPU's memory that weights, activations, the pool and other processes may use
             together, 0 to 1.
         kv_dtype: storage format of K and V: `auto` (the model's data type), `bf16`, `fp8`, `int8` or `k8v4` (keys in
@@ -262,10 +262,11 @@ class ServerConfig:
         connection_idle_s: seconds after which a connection without calls is closed.
         max_connection_calls: maximum number of concurrent calls per connection; clients queue further ones.
         max_calls: maximum number of concurrent calls. Beyond it, callers that already have an equal share of them are
-            refused; at twice the number, every caller is. Health watches and event streams each have a limit of their
-            own, an eighth of it.
-        max_receiving_bytes: memory for messages that are being received, in bytes; each counts with its maximum size,
-            and at least four are received. Further messages wait, and connections take turns.
+            refused; at twice the number, all callers are refused. Health watches and event streams each have a limit
+            of their own, an eighth of this number.
+        max_receiving_bytes: memory for messages that are being received, in bytes. Each message counts as
+            `max_message_bytes`, and at least four are received at a time. Further messages wait, and connections take
+            turns.
         receive_timeout_s: seconds within which a message must arrive, and a reflection call must end.
         max_held_bytes: memory for the requests of concurrent calls and for unsent responses, in bytes. Beyond it,
             tenants that hold more than an equal share are refused.

@@ -46,7 +46,7 @@ class ContentIndex:
 
         Complexity: O(tokens).
         """
-        keys = self._sampled(tokens, seed)
+        keys = self._sampled_keys(tokens, seed)
         self._last.update(zip(keys, repeat(number)))
         for key in keys:
             self._first.setdefault(key, number)
@@ -57,14 +57,14 @@ class ContentIndex:
         First come prompts that were the last ones to have most windows of these tokens, then those that were the first
         ones to have them. Of prompts with equally many windows, later ones come first.
         """
-        keys = self._sampled(tokens[start:], seed)
+        keys = self._sampled_keys(tokens[start:], seed)
         candidates: dict[int, None] = {}
         for holders, number in ((self._last, MAX_CANDIDATES - _MAX_FIRST), (self._first, _MAX_FIRST)):
             counts = Counter(holders[each] for each in keys if each in holders)
             candidates |= dict.fromkeys(heapq.nlargest(number, counts, key=lambda each: (counts[each], each)))
         return list(candidates)
 
-    def _sampled(self, tokens: Tokens, seed: int) -> list[int]:
+    def _sampled_keys(self, tokens: Tokens, seed: int) -> list[int]:
         if tokens.size < MIN_EQUAL_TOKENS:
             return []
         hashes = window_hashes(tokens)

@@ -55,31 +55,31 @@ class WindowTable:
 
         Complexity: O(tokens).
         """
-        hashes = _sampled(tokens, seed, _SHORT_SAMPLED_BITS if tokens.size <= _SHORT_TOKENS else _SAMPLED_BITS)
+        hashes = _sampled_hashes(tokens, seed, _SHORT_SAMPLED_BITS if tokens.size <= _SHORT_TOKENS else _SAMPLED_BITS)
         slots = hashes & self._mask
         self._hashes[slots] = hashes
         self._places[slots] = place
 
     def places(self, tokens: Tokens, seed: int) -> Counter[int]:
         """Count the windows of these tokens by the segment that contains them. Complexity: O(tokens)."""
-        hashes = _sampled(tokens, seed, _SHORT_SAMPLED_BITS)
+        hashes = _sampled_hashes(tokens, seed, _SHORT_SAMPLED_BITS)
         slots = hashes & self._mask
         return Counter(self._places[slots][self._hashes[slots] == hashes].tolist())
 
 
-def _sampled(tokens: Tokens, seed: int, num_bits: int) -> npt.NDArray[np.uint64]:
+def _sampled_hashes(tokens: Tokens, seed: int, num_bits: int) -> npt.NDArray[np.uint64]:
     """Return the hashes of 1 in `2**num_bits` windows; their low bits select a slot."""
     parts = [np.empty(0, np.uint64)]
     for start in range(0, tokens.size - WINDOW_TOKENS + 1, _CHUNK_TOKENS):
         chunk = tokens[start : start + _CHUNK_TOKENS + WINDOW_TOKENS - 1]
         heads = window_hashes(chunk[: chunk.size - WINDOW_TOKENS + _HEAD_TOKENS], _HEAD_TOKENS)
-        starts = np.flatnonzero(_mixed(heads) >> np.uint64(64 - num_bits) == 0)[:_MAX_SAMPLED]
+        starts = np.flatnonzero(_mix(heads) >> np.uint64(64 - num_bits) == 0)[:_MAX_SAMPLED]
         windows = chunk[starts[:, None] + np.arange(WINDOW_TOKENS)] + np.uint64(1)
-        parts.append(_mixed((windows * _FACTORS).sum(axis=1, dtype=np.uint64) ^ np.uint64(seed)))
+        parts.append(_mix((windows * _FACTORS).sum(axis=1, dtype=np.uint64) ^ np.uint64(seed)))
     return np.concatenate(parts)
 
 
-def _mixed(hashes: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+def _mix(hashes: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     """Let all bits of a hash depend on each other."""
     hashes = hashes ^ (hashes >> np.uint64(32))
     hashes *= np.uint64(0xBF58476D1CE4E5B9)

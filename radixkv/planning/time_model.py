@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -77,7 +77,7 @@ class TimeModel:
         """
         try:
             fields = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise ConfigError(f"time model {path}: expected a JSON file: {error}") from error
         numbers = _numbers(path, "", fields, cls, others=["tiers"])
         tiers = fields.get("tiers", {})
@@ -97,8 +97,8 @@ def _numbers(path: Path, prefix: str, fields: Any, kind: type[Any], others: Sequ
         raise ConfigError(f"time model {path}: {prefix}{unknown[0]}: expected one of {', '.join(names)}")
     for name in names:
         value: Any = fields.get(name, minima[name])
-        is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-        if not is_number or value < 0 or (value == 0 and minima[name] is None):
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not abs(value) <= sys.float_info.max or value < 0 or (value == 0 and minima[name] is None):
             bound = "above 0" if minima[name] is None else "of at least 0"
             raise ConfigError(f"time model {path}: {prefix}{name}: expected a number {bound}, got {value!r}")
     return {name: fields[name] for name in names if name in fields}

@@ -116,11 +116,11 @@ class RadixKVStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not ins
 
     def batch_get_v2(self, transfers: Sequence[Any], extra_info: Any = None) -> dict[str, list[bool]]:
         """Load pages of several pools. Returns whether each was loaded, by pool."""
-        return self._of_pools(transfers, self._load_pages)
+        return self._call_for_pools(transfers, self._load_pages)
 
     def batch_set_v2(self, transfers: Sequence[Any], extra_info: Any = None) -> dict[str, list[bool]]:
         """Save pages of several pools. Returns whether each is in a tier, by pool."""
-        return self._of_pools(transfers, self._save_pages)
+        return self._call_for_pools(transfers, self._save_pages)
 
     def clear(self) -> None:
         """Do nothing: tiers outlive what SGLang flushes. To delete their contents, delete the directory."""
@@ -178,7 +178,7 @@ class RadixKVStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not ins
         pages = [host_pool.get_data_page(index, flat=True) for index in _first_indices(host_pool, host_indices)]
         return self._save(pool, self._layout_of(pool), keys, pages)
 
-    def _of_pools(
+    def _call_for_pools(
         self, transfers: Sequence[Any], call: Callable[[str, Any, Sequence[str], torch.Tensor], list[bool]]
     ) -> dict[str, list[bool]]:
         results: dict[str, list[bool]] = {}

@@ -83,11 +83,11 @@ class TierHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]  # vLLM
 class TierChanges(KVConnectorWorkerMetadata):  # type: ignore[misc]
     """The blocks that workers stored and removed since their last report, by rank."""
 
-    of_rank: dict[int, tuple[list[bytes], list[bytes]]]
+    by_rank: dict[int, tuple[list[bytes], list[bytes]]]
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> TierChanges:
         """Join the reports of two workers."""
-        return TierChanges({**self.of_rank, **other.of_rank})
+        return TierChanges({**self.by_rank, **other.by_rank})
 
 
 @dataclass
@@ -223,7 +223,7 @@ class RadixKVConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Record which blocks to load in the next step."""
-        self._scheduler_side.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
+        self._scheduler_side.note_allocation(request, blocks.get_block_ids()[0], num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> TierMetadata:
         """Return the loads and saves of a step."""
@@ -345,7 +345,7 @@ class _SchedulerSide:
         prompt.first_match = first
         return (end - first) * size
 
-    def allocated(self, request: Any, block_ids: Sequence[int], num_external_tokens: int) -> None:
+    def note_allocation(self, request: Any, block_ids: Sequence[int], num_external_tokens: int) -> None:
         """Record which blocks of a request are to be loaded: those of the external tokens that `match` found."""
         if self._keys is None or not _is_cacheable(request):
             return
@@ -387,7 +387,7 @@ class _SchedulerSide:
 
     def update(self, changes: TierChanges) -> None:
         """Record what the workers have stored and evicted."""
-        for rank, (added, removed) in changes.of_rank.items():
+        for rank, (added, removed) in changes.by_rank.items():
             self._index.update(rank, added, removed)
 
     def reset(self) -> None:

@@ -116,7 +116,7 @@ class PrefixStore:
             tiers.close()
 
     @contextmanager
-    def matched(self, namespace: Namespace, prompts: Sequence[bytes]) -> Iterator[list[MatchedPrefix]]:
+    def match(self, namespace: Namespace, prompts: Sequence[bytes]) -> Iterator[list[MatchedPrefix]]:
         """Find the cached prefixes of prompts. The context holds the lock, so that the prefixes can be read in it."""
         tiers = self._tiers
         if tiers is not None:

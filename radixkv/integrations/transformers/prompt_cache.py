@@ -144,12 +144,12 @@ class PromptCache(DynamicCache):  # type: ignore[misc]  # transformers has no ty
         self._unread_tokens: list[torch.Tensor] = []
         self._is_publishing = True
         self._is_closed = False
-        with store.matched(namespace, [each.tokens for each in prompts]) as matched:
+        with store.match(namespace, [each.tokens for each in prompts]) as prefixes:
             # A reused prefix ends at the same position in all rows, since they are computed together.
-            ends = [each.num_pads + found.num_tokens for each, found in zip(prompts, matched, strict=True)]
+            ends = [each.num_pads + prefix.num_tokens for each, prefix in zip(prompts, prefixes, strict=True)]
             self._length = min(ends) if any(min(ends) > each.num_pads for each in prompts) else 0
             if self._length:
-                self._fill(prompts, matched)
+                self._fill(prompts, prefixes)
         self._rows = [
             _Row(each, bytearray(each.tokens[: max(0, self._length - each.num_pads) * TOKEN_BYTES])) for each in prompts
         ]
@@ -287,15 +287,15 @@ class PromptCache(DynamicCache):  # type: ignore[misc]  # transformers has no ty
         self._stop_publishing()
         super().reset()
 
-    def _fill(self, prompts: Sequence[PaddedPrompt], matched: Sequence[MatchedPrefix]) -> None:
+    def _fill(self, prompts: Sequence[PaddedPrompt], prefixes: Sequence[MatchedPrefix]) -> None:
         """Copy the reused K/V of all rows into contiguous tensors, `[batch, num_kv_heads, length, head_dim]`."""
         length = self._length
-        for layer_id in matched[0].layer_ids:
+        for layer_id in prefixes[0].layer_ids:
             layer = self.layers[layer_id]
             start = max(0, length - layer.sliding_window + 1) if layer.is_sliding else 0
             rows = [
-                found.read(layer_id, max(0, start - each.num_pads), max(0, length - each.num_pads))
-                for each, found in zip(prompts, matched, strict=True)
+                prefix.read(layer_id, max(0, start - each.num_pads), max(0, length - each.num_pads))
+                for each, prefix in zip(prompts, prefixes, strict=True)
             ]
             keys, values = (_padded([pair[each] for pair in rows], length - start) for each in (0, 1))
             layer.lazy_initialization(keys, values)
