@@ -69,8 +69,8 @@ class ModelConfig:
             depend on the batch and on what is cached.
         weights: format of the weights of linear layers: `auto` (as `dtype` says), or on a CPU only: `q8` or `q4`,
             weights of 8 or 4 bits with a scale for each 32 input features (`q4` also stores a minimum, and uses `q8`
-            for the output layer); or `int8`, 8-bit weights with one scale per output feature, and 8-bit activations with one scale per
-            token. Embeddings, norms and experts keep their data type.
+            for the output layer); or `int8`, 8-bit weights with one scale per output feature, and 8-bit activations
+            with one scale per token. Embeddings, norms and experts keep their data type.
         longrope: RoPE factors of models with longrope, such as Phi-3. `short`: the factors for short sequences;
             sequences longer than `original_max_position_embeddings` are refused. `long`: the factors for long sequences
             at all positions, for sequences of up to `max_position_embeddings`; answers to short prompts may be worse.

@@ -161,7 +161,7 @@ def _is_template(comparison: Comparison, sides: Sides) -> bool:
     if max(comparison.place[:2]) > _MAX_TEMPLATE_TOKENS:
         return False
     spans = [_whole_words(*each) for each in comparison.texts.sides()]
-    return any(_TAG.search(each) for each in spans) and _without_markup(spans[0]) == _without_markup(spans[1])
+    return any(_TAG.search(each) for each in spans) and _strip_markup(spans[0]) == _strip_markup(spans[1])
 
 
 def _whole_words(text: str, start: int, end: int) -> str:
@@ -173,7 +173,7 @@ def _whole_words(text: str, start: int, end: int) -> str:
     return text[start:end]
 
 
-def _without_markup(text: str) -> str:
+def _strip_markup(text: str) -> str:
     """Return a text without tags, roles and white space."""
     return "".join(_ROLE.sub(" ", _TAG.sub("\n", text)).split())
 

@@ -176,7 +176,7 @@ class Examiner:
                 places.append(_Place(ours, theirs, None))
                 break
             decoder = self._decoder(tokens, ours)
-            end = settled(tokens[ours:], other[theirs:], end, None if decoder is None else decoder.with_context)
+            end = settled(tokens[ours:], other[theirs:], end, None if decoder is None else decoder.decode_with_context)
             spans = tokens[ours : ours + end.prompt_span], other[theirs : theirs + end.branch_span]
             places.append(_Place(ours, theirs, end, has_same_tokens(*spans)))
             ours += end.prompt_span + end.equal_tokens
@@ -228,7 +228,7 @@ def _spans(comparison: Comparison) -> tuple[int, int]:
 
 
 def _text(decoder: Decoder | None, tokens: Tokens, span: int) -> str:
-    return "" if decoder is None else decoder.without_context(tokens[: min(span, _MAX_TEXT_TOKENS)].tolist())
+    return "" if decoder is None else decoder.decode_without_context(tokens[: min(span, _MAX_TEXT_TOKENS)].tolist())
 
 
 def _side(tokens: Tokens, span: int | None, decoder: Decoder | None) -> Side:
@@ -236,7 +236,7 @@ def _side(tokens: Tokens, span: int | None, decoder: Decoder | None) -> Side:
     num_different = len(ids) if span is None else min(span, len(ids))
     if decoder is None:
         return Side(tuple(ids), num_different, "", "", span)
-    text, whole = decoder.without_context(ids[:num_different]), decoder.without_context(ids)
+    text, whole = decoder.decode_without_context(ids[:num_different]), decoder.decode_without_context(ids)
     return Side(tuple(ids), num_different, text, whole.removeprefix(text), span)
 
 

@@ -99,14 +99,14 @@ class MissProfile:
             return
         profile = self._tenants.setdefault(tenant, _TenantProfile())
         group = group_of(_shorten(finding), lost_s)
-        known = profile.groups.get(group.key)
-        if known is None:
+        existing = profile.groups.get(group.key)
+        if existing is None:
             if len(profile.groups) == MAX_TENANT_GROUPS:
                 self._drop_least(profile)
             elif self._num_groups == MAX_GROUPS:
                 self._drop_least(max(self._tenants.values(), key=lambda each: len(each.groups)))
             self._num_groups += 1
-        profile.groups[group.key] = merge_groups(known, group)
+        profile.groups[group.key] = merge_groups(existing, group)
 
     def forget(self, tenant: str | None) -> None:
         """Forget everything about a tenant, or about all tenants if `tenant` is None."""

@@ -346,7 +346,7 @@ class MissProfiler:
             others = _array(marked)
             num_equal = num_equal_tokens(tokens, others)
             cause = None
-            if _without_prefix(each.namespace) != _without_prefix(prompt.namespace):
+            if _drop_public_prefix(each.namespace) != _drop_public_prefix(prompt.namespace):
                 cause = cause_of_namespace(prompt.namespace, each.namespace)
             else:
                 logged = LoggedPrompt("", others.size, each.namespace, each.session_id)
@@ -369,7 +369,7 @@ class MissProfiler:
         return Namespace("", tenant).seed ^ self._seed
 
 
-def _without_prefix(namespace: Namespace) -> Namespace:
+def _drop_public_prefix(namespace: Namespace) -> Namespace:
     """Return a namespace without its public prefix, which has no effect on who shares tokens."""
     return namespace._replace(public_prefix="")
 

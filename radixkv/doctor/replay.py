@@ -188,9 +188,9 @@ class Replay:
         if lost is not None and (finding is None or lost.lost_tokens > finding.lost_tokens):
             finding = lost
         self._remember(index, prompt, namespace, changed, tokens, answer)
-        return ReplayedPrompt(num_tokens, min(self._scaled(reused), num_tokens - 1), finding, is_first)
+        return ReplayedPrompt(num_tokens, min(self._units_to_tokens(reused), num_tokens - 1), finding, is_first)
 
-    def _scaled(self, units: int) -> int:
+    def _units_to_tokens(self, units: int) -> int:
         return units * self._log.tokens_per_unit
 
     def _changed_prompt(self, prompt: LoggedPrompt, tokens: bytes) -> tuple[Namespace, bytes, Finding | None, int]:
@@ -224,7 +224,7 @@ class Replay:
     ) -> Finding | None:
         """Return why a prompt could not reuse more of all earlier prompts."""
         num_missed = len(tokens) // TOKEN_BYTES - 1 - num_cached
-        if self._scaled(num_missed) < self._min_found_tokens:
+        if self._units_to_tokens(num_missed) < self._min_found_tokens:
             return None
         array = uint32(tokens)
         numbers = self._index.candidates(namespace.seed, array, num_cached)
@@ -255,11 +255,11 @@ class Replay:
                 num_found = self._unbounded.match(other, tokens).cached_tokens
                 if num_found > most:
                     best, most = other, num_found
-        num_lost = self._scaled(most - num_cached)
+        num_lost = self._units_to_tokens(most - num_cached)
         if best is None or num_lost < self._min_found_tokens:
             return None
         cause = cause_of_namespace(namespace, best)
-        return Finding(GroupKey(cause), self._scaled(num_cached), num_lost, namespace=best)
+        return Finding(GroupKey(cause), self._units_to_tokens(num_cached), num_lost, namespace=best)
 
     def _replay_bounded(
         self, prompt: LoggedPrompt, namespace: Namespace, tokens: bytes, answer: bytes, num_unbounded: int
@@ -279,19 +279,19 @@ class Replay:
         else:
             if prompt.retention is not None:
                 cache.retain(namespace, tokens, prompt.retention)
-        num_lost = self._scaled(num_unbounded - num_cached)
+        num_lost = self._units_to_tokens(num_unbounded - num_cached)
         if num_lost < self._min_lost_tokens or reason not in CAUSE_OF_REASON:
             return num_cached, None
         cause = CAUSE_OF_REASON[reason]
         if cause is MissCause.EVICTED and evicted_for is not None:
             cause = MissCause.EVICTED_BY_OWN if evicted_for == namespace.tenant else MissCause.EVICTED_BY_OTHERS
-        return num_cached, Finding(GroupKey(cause), self._scaled(num_cached), num_lost)
+        return num_cached, Finding(GroupKey(cause), self._units_to_tokens(num_cached), num_lost)
 
     def _reported_loss(self, prompt: LoggedPrompt, num_cached: int) -> Finding | None:
         """Return the loss that a server has reported, if it reused less than a cache that never evicts."""
         reported = prompt.reported
         assert reported is not None
-        num_lost = self._scaled(num_cached) - reported.cached_tokens
+        num_lost = self._units_to_tokens(num_cached) - reported.cached_tokens
         cause = CAUSE_OF_REASON.get(reported.miss_reason)
         if cause is None or num_lost < self._min_lost_tokens:
             return None

@@ -49,13 +49,13 @@ class Decoder:
         self._context = list(context)
         self._context_text = decode(self._context) if self._context else ""
 
-    def with_context(self, token_ids: Sequence[int]) -> str:
+    def decode_with_context(self, token_ids: Sequence[int]) -> str:
         """Return the text of the context and of the tokens after it."""
         return self._decode([*self._context, *token_ids])
 
-    def without_context(self, token_ids: Sequence[int]) -> str:
+    def decode_without_context(self, token_ids: Sequence[int]) -> str:
         """Return the text of the tokens after the context."""
-        return self.with_context(token_ids).removeprefix(self._context_text)
+        return self.decode_with_context(token_ids).removeprefix(self._context_text)
 
 
 def compare(
@@ -88,7 +88,7 @@ def _text_pair(
     if max(prompt_span, branch_span) > _MAX_DECODED_TOKENS:
         return None
     sides = [
-        decoder.with_context(plain_ids(tokens[: span + NUM_CONTEXT_TOKENS], vocab_size))
+        decoder.decode_with_context(plain_ids(tokens[: span + NUM_CONTEXT_TOKENS], vocab_size))
         for tokens, span in ((prompt, prompt_span), (branch, branch_span))
     ]
     if max(map(len, sides)) > _MAX_TEXT_CHARS:

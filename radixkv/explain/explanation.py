@@ -69,7 +69,7 @@ def _difference(look_up: LookUp, decode: Decode | None, vocab_size: int) -> Diff
     before = plain_ids(tokens[max(0, left_at - NUM_CONTEXT_TOKENS) : left_at], vocab_size)
     decoder = None if decode is None else Decoder(decode, before)
     if place is not None:
-        place = settled(prompt, branch, place, None if decoder is None else decoder.with_context)
+        place = settled(prompt, branch, place, None if decoder is None else decoder.decode_with_context)
     kind, _, _ = compare(prompt, branch, place, is_first=left_at == 0, decoder=decoder, vocab_size=vocab_size)
     lost_tokens = 0 if place is None else place.equal_tokens
     prompt_span, branch_span = (None, None) if place is None else (place.prompt_span, place.branch_span)
@@ -106,5 +106,5 @@ def _excerpt(tokens: Tokens, span: int | None, decoder: Decoder | None, vocab_si
     num_different = len(ids) if span is None else min(span, len(ids))
     if decoder is None:
         return Excerpt(tuple(ids), num_different)
-    different, text = decoder.without_context(ids[:num_different]), decoder.without_context(ids)
+    different, text = decoder.decode_without_context(ids[:num_different]), decoder.decode_without_context(ids)
     return Excerpt(tuple(ids), num_different, different, text.removeprefix(different))

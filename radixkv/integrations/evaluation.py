@@ -92,7 +92,7 @@ class Evaluator:
         for index, (context, continuation) in enumerate(pairs):
             with _name_request(index):
                 scored.append(self._encode_pair(context, continuation, encode_context))
-        return self._in_token_order(scored, lambda each: (*each.context, *each.continuation), self._score)
+        return self._answer_in_token_order(scored, lambda each: (*each.context, *each.continuation), self._score)
 
     def loglikelihood_rolling(self, texts: Sequence[str]) -> list[float]:
         """Return the log probability of each text after the prefix token.
@@ -137,7 +137,7 @@ class Evaluator:
                 self._count(len(output.prompt_token_ids), output.num_cached_tokens)
             return [_cut(output.outputs[0].text, until) for output, (_, _, until) in zip(outputs, ordered, strict=True)]
 
-        return self._in_token_order(prepared, lambda each: tuple(each[0]), generate)
+        return self._answer_in_token_order(prepared, lambda each: tuple(each[0]), generate)
 
     def _encode_pair(self, context: str, continuation: str, encode_context: Callable[[str], list[int]]) -> _Scored:
         """Encode a context and its continuation, and drop what is too long."""
@@ -207,7 +207,7 @@ class Evaluator:
 
         return SamplingParams(**options)
 
-    def _in_token_order(
+    def _answer_in_token_order(
         self,
         requests: Sequence[Any],
         tokens: Callable[[Any], tuple[int, ...]],

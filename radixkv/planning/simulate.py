@@ -349,10 +349,10 @@ class _CacheReplay:
         request = self._requests[index]
         ids = np.minimum(last_tokens // request.tokens_per_id, len(request.hash_ids) - 1)
         # The tree may keep its own copy of a partly filled last block.
-        known = self.cache.match(self._namespace, bytes(lease.tokens)).block_ids
+        published_ids = self.cache.match(self._namespace, bytes(lease.tokens)).block_ids
         next_uses = self._next_uses[index][ids]
         policy.set_next_uses(lease.block_ids, next_uses)
-        policy.set_next_uses(known, next_uses[: known.size])
+        policy.set_next_uses(published_ids, next_uses[: published_ids.size])
 
 
 def _publish(lease: Lease, answer: bytes) -> None:

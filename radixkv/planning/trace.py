@@ -132,7 +132,7 @@ def load_trace(
         _trace_request(index, request, tokens_per_id or request.tokens_per_id or usual, trace_format, numbers)
         for index, request in enumerate(recorded)
     ]
-    return _in_order(requests, recorded, trace_format, path)
+    return _sort_by_time(requests, recorded, trace_format, path)
 
 
 def block_tokens(
@@ -310,7 +310,7 @@ def _lengths(num_ids: int, tokens_per_id: int, may_end_after_ids: bool) -> range
     return range(tokens_per_id * max(num_ids - 1, 0) + 1, longest + 1)
 
 
-def _in_order(
+def _sort_by_time(
     requests: list[TraceRequest], recorded: Sequence[RecordedRequest], trace_format: TraceFormat, path: str | Path
 ) -> list[TraceRequest]:
     """Return the requests in the order of their timestamps; those without one follow the request before them."""

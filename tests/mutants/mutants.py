@@ -1761,7 +1761,7 @@ TIERS_MUTANTS = (
         "block_id for (_, block_id), is_loaded in zip(load.staged, loaded, strict=True) if not is_loaded",
         "block_id for _, block_id in ()",
     ),
-    Mutant("integrations/tiers/vllm_connector.py", "is_whole = [all(found[at", "is_whole = [any(found[at"),
+    Mutant("integrations/tiers/vllm_connector.py", "is_whole = [all(is_stored", "is_whole = [any(is_stored"),
     Mutant(
         "integrations/tiers/lmcache_adapter.py",
         "copies = [bytes(value.byte_array) for value in objects]",

@@ -189,20 +189,20 @@ class ByteStore:
 
     def exists(self, keys: Sequence[bytes]) -> Future[list[bool]]:
         """Return which values can be loaded. A shared store is queried for values that no tier is known to hold."""
-        found = [self.holds(key) for key in keys]
+        exists = [self.holds(key) for key in keys]
         result: Future[list[bool]] = Future()
         shared = next((each for each in self._tiers if each.index.is_shared), None)
-        unknown = [index for index, is_found in enumerate(found) if not is_found]
+        unknown = [index for index, is_held in enumerate(exists) if not is_held]
         if shared is None or not unknown:
-            result.set_result(found)
+            result.set_result(exists)
             return result
 
-        def answered(future: Future[list[bool] | None]) -> None:
-            for index, is_found in zip(unknown, future.result() or [], strict=False):
-                found[index] = is_found
-            result.set_result(found)
+        def add_answer(future: Future[list[bool] | None]) -> None:
+            for index, is_stored in zip(unknown, future.result() or [], strict=False):
+                exists[index] = is_stored
+            result.set_result(exists)
 
-        shared.tier.exists([keys[index] for index in unknown]).add_done_callback(answered)
+        shared.tier.exists([keys[index] for index in unknown]).add_done_callback(add_answer)
         return result
 
     def delete(self, keys: Sequence[bytes]) -> None:

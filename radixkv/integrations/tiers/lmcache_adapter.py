@@ -152,13 +152,13 @@ class RadixKVL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is 
     ) -> int:
         task_id = next(self._task_ids)
 
-        def ended(future: Future[list[bool]]) -> None:
+        def store_result(future: Future[list[bool]]) -> None:
             value = result(future.result())
             with self._results_lock:
                 results[task_id] = value
             event.notify()
 
-        future.add_done_callback(ended)
+        future.add_done_callback(store_result)
         return task_id
 
 

@@ -52,10 +52,10 @@ class TierOptions:
             ConfigError: a key is unknown, a value is invalid, no store is named, or Redis is neither authenticated nor
                 declared trusted.
         """
-        own = [each.name for each in dataclasses.fields(cls) if each.name != "tiers"]
+        own_keys = [each.name for each in dataclasses.fields(cls) if each.name != "tiers"]
         options = dict(values)
         for key in options:
-            require_known(key, (*_TIER_KEYS, *own))
+            require_known(key, (*_TIER_KEYS, *own_keys))
         tiers = TiersConfig(**{key: options.pop(key) for key in _TIER_KEYS if key in options})
         if not (tiers.host_bytes or tiers.disk_path or tiers.redis_url):
             raise ConfigError("tiers: expected host_bytes, disk_path or redis_url, got none of them")

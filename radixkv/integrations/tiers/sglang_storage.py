@@ -82,7 +82,7 @@ class RadixKVStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not ins
 
     def batch_exists(self, keys: Sequence[str], extra_info: Any = None) -> int:
         """Return how many pages at the beginning of `keys` can be loaded."""
-        return _num_leading(self._found(_KV, keys))
+        return _num_leading(self._exist(_KV, keys))
 
     def batch_get_v1(self, keys: Sequence[str], host_indices: torch.Tensor, extra_info: Any = None) -> list[bool]:
         """Load pages into the host memory of SGLang. Returns whether each was loaded."""
@@ -97,11 +97,11 @@ class RadixKVStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not ins
 
         A pool with the policy `block_groups` is not supported: its pages are not loaded.
         """
-        num_kv = _num_leading(self._found(_KV, keys))
+        num_kv = _num_leading(self._exist(_KV, keys))
         hits = {_KV: num_kv} if num_kv else {}
         lengths = set(range(1, num_kv + 1))
         for transfer in pool_transfers or ():
-            found = self._found(str(transfer.name), keys[:num_kv])
+            found = self._exist(str(transfer.name), keys[:num_kv])
             if transfer.hit_policy == PoolHitPolicy.ALL_PAGES:
                 usable = set(range(1, _num_leading(found) + 1))
             elif transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES:
@@ -146,7 +146,7 @@ class RadixKVStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not ins
     def _name(self, pool: str, key: str, layout: str = "") -> ValueName:
         return ValueName(self._namespace, f"{pool}:{key}".encode(), layout)
 
-    def _found(self, pool: str, keys: Sequence[str]) -> list[bool]:
+    def _exist(self, pool: str, keys: Sequence[str]) -> list[bool]:
         return self._stores.exists([self._name(pool, key) for key in keys]).result()
 
     def _load(

@@ -423,8 +423,9 @@ class _SchedulerSide:
             prompt.answer, prompt.first_unknown = shared.exists(keys), first
         if not prompt.answer.done():
             return None
-        found = prompt.answer.result()
-        is_whole = [all(found[at : at + self._num_ranks]) for at in range(0, len(found), self._num_ranks)]
+        is_stored = prompt.answer.result()
+        starts = range(0, len(is_stored), self._num_ranks)
+        is_whole = [all(is_stored[start : start + self._num_ranks]) for start in starts]
         return next((number for number, each in enumerate(is_whole) if not each), len(is_whole))
 
 

@@ -297,7 +297,7 @@ class PromptCache(DynamicCache):  # type: ignore[misc]  # transformers has no ty
                 prefix.read(layer_id, max(0, start - each.num_pads), max(0, length - each.num_pads))
                 for each, prefix in zip(prompts, prefixes, strict=True)
             ]
-            keys, values = (_padded([pair[each] for pair in rows], length - start) for each in (0, 1))
+            keys, values = (_pad_rows([pair[each] for pair in rows], length - start) for each in (0, 1))
             layer.lazy_initialization(keys, values)
             layer.keys, layer.values = keys, values
             if layer.is_sliding:
@@ -436,7 +436,7 @@ def _numpy(input_ids: torch.Tensor) -> np.ndarray[Any, np.dtype[np.uint32]]:
     return tokens
 
 
-def _padded(rows: Sequence[torch.Tensor], length: int) -> torch.Tensor:
+def _pad_rows(rows: Sequence[torch.Tensor], length: int) -> torch.Tensor:
     """Stack the states of all rows, with zeros on the left of shorter rows.
 
     Args:
