@@ -2,7 +2,7 @@
 
 Public API: `Config`, `ModelConfig`, `CacheConfig`, `EngineConfig`, `ServerConfig`, `EventsConfig`, `GatewayConfig`,
 `FleetConfig`, `AdapterConfig`, `KVSourceConfig`, `StoreConfig`, `TelemetryConfig`, `TenantConfig`, `TiersConfig`,
-`TransferConfig`.
+`TransferConfig`, and constants of these sections.
 """
 
 from radixkv.config.config import Config
@@ -10,7 +10,6 @@ from radixkv.config.sections import (
     EVICTION_POLICIES,
     KV_DTYPES,
     MAX_BLOCKS,
-    STATE_SHARE,
     AdapterConfig,
     CacheConfig,
     EngineConfig,
@@ -31,7 +30,6 @@ __all__ = [
     "EVICTION_POLICIES",
     "KV_DTYPES",
     "MAX_BLOCKS",
-    "STATE_SHARE",
     "AdapterConfig",
     "CacheConfig",
     "Config",

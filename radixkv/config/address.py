@@ -14,7 +14,7 @@ def host_and_port(key: str, address: str) -> tuple[str, int]:
     ('10.0.0.5', 50051)
 
     Raises:
-        ConfigError: it is not such an address. The message names the key.
+        ConfigError: `address` has another form. The message names the key.
     """
     if not address:
         raise ConfigError(f"{key}: an address HOST:PORT is required")

@@ -50,7 +50,8 @@ def require_fields(path: str, section: Any) -> None:
 
     Args:
         path: name of the section.
-        section: fields are str, int, float or bool, `Annotated` with bounds, and optional with `| None`.
+        section: a dataclass whose fields are str, int, float or bool, perhaps `Annotated` with bounds or optional
+            (`| None`).
 
     Raises:
         ConfigError: the message names the key, the expected and the actual value.

@@ -11,9 +11,10 @@ from pathlib import Path
 
 
 def cache_directory() -> Path:
-    """Return `$XDG_CACHE_HOME/radixkv`, or `~/.cache/radixkv` if the variable is not set. It may not exist yet.
+    """Return `$XDG_CACHE_HOME/radixkv`, or `~/.cache/radixkv` if the variable is not an absolute path.
 
-    For a user without a home directory, such as a bare user id in a container, this is `temporary_cache_directory()`.
+    For a user without a home directory, such as a bare user id in a container, return `temporary_cache_directory()`.
+    The directory may not exist yet.
     """
     base = os.environ.get("XDG_CACHE_HOME", "")
     if Path(base).is_absolute():

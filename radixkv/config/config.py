@@ -32,8 +32,13 @@ from radixkv.errors import ConfigError
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-# Sections with a name of their own, such as `tenants.acme`.
-_NAMED = {"adapters": AdapterConfig, "kv_sources": KVSourceConfig, "stores": StoreConfig, "tenants": TenantConfig}
+# Classes of the sections that have a name, such as `tenants.acme`.
+_NAMED_SECTIONS = {
+    "adapters": AdapterConfig,
+    "kv_sources": KVSourceConfig,
+    "stores": StoreConfig,
+    "tenants": TenantConfig,
+}
 
 _KEY = re.compile(r'"[^"]+"|[^".]+')
 _Section = TypeVar("_Section", bound="DataclassInstance")
@@ -123,20 +128,19 @@ class Config:
         keys: dict[str, Any] = {}
         for tree in trees:
             _require_sections(tree)
-            keys = _merged(keys, tree)
-        return cls._of(keys)
+            keys = _merge(keys, tree)
+        return cls._from_tables(keys)
 
     @classmethod
-    def _of(cls, tree: Mapping[str, Any]) -> Config:
+    def _from_tables(cls, tree: Mapping[str, Any]) -> Config:
         defaults = cls()
         sections: dict[str, Any] = {}
         for name, values in tree.items():
-            if name in _NAMED:
-                sections[name] = {
-                    each: _with_keys(f"{name}.{each}", _NAMED[name](), keys) for each, keys in values.items()
-                }
+            if name in _NAMED_SECTIONS:
+                section = _NAMED_SECTIONS[name]()
+                sections[name] = {each: _replace_keys(f"{name}.{each}", section, keys) for each, keys in values.items()}
             else:
-                sections[name] = _with_keys(name, getattr(defaults, name), values)
+                sections[name] = _replace_keys(name, getattr(defaults, name), values)
         return cls(**sections)
 
 
@@ -173,17 +177,19 @@ def read_setting(setting: str) -> dict[str, Any]:
     return cast("dict[str, Any]", tree)
 
 
-def _table(path: str, values: object) -> Mapping[str, Any]:
+def _require_table(path: str, values: object) -> Mapping[str, Any]:
     """Return `values`; raise `ConfigError` unless they are a table."""
     if not isinstance(values, Mapping):
         raise ConfigError(f"{path}: expected a table of keys, got {values!r}")
     return values
 
 
-def _merged(lower: Mapping[str, Any], upper: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge two trees of tables. Where both have a value that is not a table, `upper` wins."""
+def _merge(lower: Mapping[str, Any], upper: Mapping[str, Any]) -> dict[str, Any]:
+    """Merge two trees of tables. Where both have a key, `upper` wins; if both values are tables, they are
+    merged.
+    """
     joined = {
-        key: _merged(lower[key], value)
+        key: _merge(lower[key], value)
         for key, value in upper.items()
         if isinstance(value, Mapping) and isinstance(lower.get(key), Mapping)
     }
@@ -191,16 +197,16 @@ def _merged(lower: Mapping[str, Any], upper: Mapping[str, Any]) -> dict[str, Any
 
 
 def require_known(path: str, known: Iterable[str]) -> None:
-    """Raise `ConfigError`, which names the nearest known path, unless a path is known."""
+    """Raise `ConfigError` unless `path` is one of the known paths. The message names the nearest known path."""
     paths = list(known)
     if path not in paths:
         nearest = difflib.get_close_matches(path, paths, n=1, cutoff=0.0)
         raise ConfigError(f"{path}: unknown key; the nearest is {nearest[0]}")
 
 
-def _with_keys(path: str, section: _Section, values: object) -> _Section:
+def _replace_keys(path: str, section: _Section, values: object) -> _Section:
     """Return a copy of a section with some keys replaced. The copy validates types and bounds itself."""
-    replaced = _table(path, values)
+    replaced = _require_table(path, values)
     known = [f"{path}.{each.name}" for each in dataclasses.fields(section)]
     for key in replaced:
         require_known(f"{path}.{key}", known)
@@ -211,6 +217,6 @@ def _require_sections(tree: Mapping[str, Any]) -> None:
     """Refuse sections that are unknown or not tables, even if a later setting replaces them."""
     for name, values in tree.items():
         require_known(name, [each.name for each in dataclasses.fields(Config)])
-        for each, keys in _table(name, values).items():
-            if name in _NAMED:
-                _table(f"{name}.{each}", keys)
+        for each, keys in _require_table(name, values).items():
+            if name in _NAMED_SECTIONS:
+                _require_table(f"{name}.{each}", keys)

@@ -16,20 +16,21 @@ def read_regular(path: str | Path, max_bytes: int | None = None) -> bytes:
 
     Args:
         path: the file.
-        max_bytes: the size of the largest file that is read; None for any.
+        max_bytes: maximum size of the file; None for no maximum.
 
     Raises:
-        OSError: the file cannot be read, is not a regular file, or is larger. `strerror` says so.
+        OSError: the file cannot be read, is not a regular file, or is too large. `strerror` gives the reason.
         ValueError: the path has a zero byte.
     """
-    file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)  # a FIFO would wait for a writer
-    with open(file, "rb") as opened:
-        status = os.fstat(file)
+    # With O_NONBLOCK, opening a FIFO does not wait for a writer.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    with open(descriptor, "rb") as file:
+        status = os.fstat(descriptor)
         if stat.S_ISDIR(status.st_mode):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
         if not stat.S_ISREG(status.st_mode):
             raise OSError(errno.EINVAL, f"not a regular file but {_kind(status.st_mode)}", str(path))
-        data = opened.read() if max_bytes is None else opened.read(max_bytes + 1)
+        data = file.read() if max_bytes is None else file.read(max_bytes + 1)
     if max_bytes is not None and len(data) > max_bytes:
         raise OSError(errno.EFBIG, f"larger than {max_bytes} bytes", str(path))
     return data

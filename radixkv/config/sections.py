@@ -68,13 +68,13 @@ class ModelConfig:
         exactness: `exact`: a cache hit never changes a bit of the output. `fast`: the last bits of the output may
             depend on the batch and on what is cached.
         weights: format of the weights of linear layers: `auto` (as `dtype` says), or on a CPU only: `q8` or `q4`,
-            weights of 8 or 4 bits with a scale for each 32 input features (q4: and a minimum, and the output layer in
-            q8); or `int8`, 8-bit weights with one scale per output feature, and 8-bit activations with one scale per
-            token. Embeddings, norms and experts keep their data type.
-        longrope: RoPE factors of models with longrope, such as Phi-3. `short`: the factors for short sequences; longer
-            ones than `original_max_position_embeddings` are refused. `long`: the factors for long sequences at all
-            positions, for sequences of up to `max_position_embeddings`; answers to short prompts may be worse. Blocks
-            that are stored with one are not used with the other.
+            weights of 8 or 4 bits with a scale for each 32 input features (`q4` also stores a minimum, and uses `q8`
+            for the output layer); or `int8`, 8-bit weights with one scale per output feature, and 8-bit activations
+            with one scale per token. Embeddings, norms and experts keep their data type.
+        longrope: RoPE factors of models with longrope, such as Phi-3. `short`: the factors for short sequences;
+            sequences longer than `original_max_position_embeddings` are refused. `long`: the factors for long sequences
+            at all positions, for sequences of up to `max_position_embeddings`; answers to short prompts may be worse.
+            Blocks that were stored with one setting are not used with the other.
         threads: number of CPU threads that compute. Default: `OMP_NUM_THREADS` if it is set, otherwise one per physical
             core within the CPU affinity and the cgroup quota.
         max_adapters: maximum number of different LoRA adapters that are loaded; as many again may be draining. 0
@@ -137,8 +137,8 @@ class CacheConfig:
             more than twice the memory of the weights, or more than half of the available memory.
         windowed_tokens: capacity, in tokens, of the separate pool for layers with sliding-window attention; rounded
             down to whole blocks. 0: these layers store every token, like the others. Default: these layers share the
-            memory of the others as the traffic needs; every token if another feature requires it, or if a request
-            could need the whole pool.
+            memory of the others as the traffic needs, but store every token if another feature requires it or if a
+            request could need the whole pool.
         memory_share: fraction of a GPU's memory that weights, activations, the pool and other processes may use
             together, 0 to 1.
         kv_dtype: storage format of K and V: `auto` (the model's data type), `bf16`, `fp8`, `int8` or `k8v4` (keys in
@@ -198,9 +198,10 @@ class EngineConfig:
         max_waiting_requests: maximum number of unfinished requests in addition to the running ones; further requests
             are refused with RESOURCE_EXHAUSTED.
         max_tenant_requests: maximum number of unfinished requests per tenant.
-        max_waiting_calls: maximum number of Probe, Retain and Release calls that wait for a step to end. Calls of
-            administrators have the same limit of their own. Further calls are refused with RESOURCE_EXHAUSTED.
-        max_tenant_calls: maximum number of such calls per tenant.
+        max_waiting_calls: maximum number of calls other than Prefill and Generate, such as Probe, Retain and Release,
+            that wait for a step to end. A limit of the same size applies to the calls of administrators. Further calls
+            are refused with RESOURCE_EXHAUSTED.
+        max_tenant_calls: maximum number of these calls per tenant.
         held_lease_ttl_s: seconds after which a held lease expires if it is not renewed.
         max_held_leases: maximum number of held leases; further ones are refused with RESOURCE_EXHAUSTED.
         max_tenant_held_leases: maximum number of held leases per tenant.
@@ -248,10 +249,12 @@ class ServerConfig:
             no HTTP API.
         tool_format: format in which the model writes tool calls, for the HTTP APIs. `auto` recognizes it by the
             chat template, and `none` refuses tools.
-        reasoning_format: format in which the model writes its reasoning; likewise. `none` leaves it in the text.
-        metrics_hosts: further host names under which clients reach the metrics port, separated by commas, such as those
-            that a proxy passes on. On a loopback address, requests that name any other host than this machine are
-            refused; on other addresses only if this key is set, and never those that name an IP address.
+        reasoning_format: format in which the model writes its reasoning, for the HTTP APIs. `auto` recognizes it by the
+            chat template, and `none` leaves the reasoning in the text.
+        metrics_hosts: further host names under which clients reach the metrics port and the HTTP port, separated by
+            commas, such as those that a proxy passes on. If `host` is a loopback address, requests to these ports that
+            name any other host than this machine or one of these names are refused. Otherwise they are refused only if
+            this key is set, and requests that name an IP address are accepted.
         drain_timeout_s: seconds that running requests may take after SIGTERM.
         max_message_bytes: maximum size of a request message. Default: enough for the longest prompt that the engine
             accepts: 5 bytes per token, since each may be encoded with a tag of its own, and 512 KiB for the rest.
@@ -259,10 +262,11 @@ class ServerConfig:
         connection_idle_s: seconds after which a connection without calls is closed.
         max_connection_calls: maximum number of concurrent calls per connection; clients queue further ones.
         max_calls: maximum number of concurrent calls. Beyond it, callers that already have an equal share of them are
-            refused; at twice the number, every caller is. Health watches and event streams each have a limit of their
-            own, an eighth of it.
-        max_receiving_bytes: memory for messages that are being received, in bytes; each counts with its maximum size,
-            and at least four are received. Further messages wait, and connections take turns.
+            refused; at twice the number, all callers are refused. Health watches and event streams each have a limit
+            of their own, an eighth of this number.
+        max_receiving_bytes: memory for messages that are being received, in bytes. Each message counts as
+            `max_message_bytes`, and at least four are received at a time. Further messages wait, and connections take
+            turns.
         receive_timeout_s: seconds within which a message must arrive, and a reflection call must end.
         max_held_bytes: memory for the requests of concurrent calls and for unsent responses, in bytes. Beyond it,
             tenants that hold more than an equal share are refused.
@@ -283,9 +287,10 @@ class ServerConfig:
         record_bytes: maximum size of the recorded files together; the oldest are deleted.
         statement_path: directory in which the server saves what each tenant uses, for `radixkv statement`. Each server
             needs its own; replicas of a fleet use subdirectories. Default: no statements.
-        statement_interval_s: seconds between two saves, and so the use that is lost at most if the process is killed.
-        diagnosed_share: share of the time of prefills that the server may use to find the causes of misses, for
-            `radixkv doctor`. 0 switches it off.
+        statement_interval_s: seconds between two saves. If the process is killed, what was used since the last save is
+            lost.
+        diagnosed_share: CPU time that the server may use to find the causes of misses for `radixkv doctor`, as a share
+            of the time of prefills. 0 disables this.
     """
 
     host: str = "127.0.0.1"
@@ -407,7 +412,7 @@ class FleetConfig:
         decode_replicas: number of decode replicas; required with `prefill_replicas`.
         tls_ca: PEM file with the certificate authorities of the replicas. Replicas then use the TLS files of section
             `server`, at the same paths on each machine. Default: no TLS.
-        tls_name: name in the replicas' certificates. Empty: the replica's address.
+        tls_name: name in the replicas' certificates. Empty: the address of each replica.
     """
 
     routing: Annotated[str, OneOf("prefix", "longest-prefix", "least-loaded", "round-robin")] = "prefix"
@@ -435,8 +440,8 @@ class FleetConfig:
         numbers = {"prefill_replicas": self.prefill_replicas, "decode_replicas": self.decode_replicas}
         missing = [name for name, number in numbers.items() if number is None]
         if len(missing) == 1:
-            (there,) = numbers.keys() - set(missing)
-            raise ConfigError(f"fleet.{there} requires fleet.{missing[0]}")
+            (present,) = numbers.keys() - set(missing)
+            raise ConfigError(f"fleet.{present} requires fleet.{missing[0]}")
         return not missing
 
 
@@ -453,8 +458,8 @@ class TiersConfig:
             `rediss://` for TLS, or `unix://PATH`.
         mooncake_master: `HOST:PORT` of the master of a Mooncake Store that all servers of one model share.
         mooncake_bytes: memory that this server contributes to the Mooncake Store, in bytes.
-        known_blocks: number of blocks of each shared store that this server remembers, the most recently used ones, and
-            at least as many as the pool has. For other blocks it asks the store.
+        known_blocks: number of most recently used blocks of each shared store that this server remembers, at least the
+            number of blocks in the pool. For other blocks it asks the store.
         secret_file: file with a secret of 32 random bytes or more, the same on all servers that share a store or
             transfer K/V. It authenticates blocks on disk, in shared stores and from other servers, so that modified
             ones are never used. Without it, anyone who can read a store can test whether a prompt is in it.

@@ -1,6 +1,7 @@
-"""Finds out why the prompts of a log are not reused, groups the causes, and measures what fixing them saves.
+"""Finds out why the prompts of a log or of a running server are not reused, and groups the causes.
 
-It has no engine and no torch. `radixkv doctor` prints what it finds.
+For a log, it also measures what fixing each cause saves. It needs neither an engine nor torch. `radixkv doctor` prints
+the results.
 
-Public API: `diagnose`, `PromptLog`, `MissCause`, `LogDiagnosis`.
+Public API: `diagnose`, `PromptLog`, `LogDiagnosis`, `MissCause`, `MissProfiler`.
 """

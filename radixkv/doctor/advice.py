@@ -8,7 +8,7 @@ from radixkv.doctor.causes import MissCause
 
 
 class Advice(NamedTuple):
-    """What to say about a cause.
+    """The texts that `radixkv doctor` prints for a cause.
 
     Attributes:
         what: what differs or happens; a part of a sentence.

@@ -1,4 +1,4 @@
-"""Finds out by the ids of their blocks why the prompts of a trace are not reused: it has no tokens and no text."""
+"""Finds out why the prompts of a trace are not reused. A trace has no tokens and no text, only ids of blocks."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ _HEAD_SHARE = 0.1
 class BlockExaminer:
     """Compares the block ids of a prompt with those of the prompt before it in its session.
 
-    In most traces, the id of a block is a hash of it and of everything before it, so ids after a difference are never
-    equal again. Then the lost tokens are an upper bound: all that the previous prompt had.
+    In most traces, the id of a block is a hash of the block and of everything before it, so ids after a difference are
+    never equal again. Then the lost tokens are an upper bound: what the shorter prompt has after the difference and was
+    not reused.
 
     Attributes:
         tokens_per_id: tokens of a block.
@@ -37,13 +38,13 @@ class BlockExaminer:
         min_lost_tokens: int,
         segment_of: SegmentOf | None = None,
     ) -> Finding | None:
-        """Return why a prompt could not reuse more of the previous one of its session; None if it reuses all of it.
+        """Return why a prompt could not reuse more of the previous prompt of its session; None if it lost too little.
 
         Args:
             prompt: the prompt.
             ids: its blocks as numbers, uint32 `[num_ids]`.
-            num_cached: how many of them are reused.
-            earlier: earlier prompts; only those of the same session are compared.
+            num_cached: number of reused blocks.
+            earlier: earlier prompts; only the first one of the same session is compared.
             min_lost_tokens: losses of fewer tokens are not reported.
             segment_of: not used.
         """

@@ -1,4 +1,4 @@
-"""The causes of misses, and how a difference between two prompts shows which one it is."""
+"""The causes of misses, and how to recognize them by a difference between two prompts."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ TEMPLATE_SEGMENT = "template"
 
 _MIN_COMPACTED_TOKENS = 256
 _MAX_TEMPLATE_TOKENS = 1024
-_MAX_LEFT_TOKENS = 16  # tokens that a template leaves where it strips reasoning
+_MAX_LEFT_TOKENS = 16  # maximum number of tokens that a template leaves in place of reasoning
 _COMPACTED_FACTOR = 4
 _SHORTER = 0.7
-_MAX_CHARS_BEFORE = 400  # before the difference, in which tags of reasoning and summaries are searched
+_MAX_CHARS_BEFORE = 400  # characters before the difference that are searched for tags of reasoning and summaries
 
 _TOOLS = re.compile(r"[\"'](?:parameters|input_schema|inputSchema)[\"']\s*:|[\"']type[\"']\s*:\s*[\"']function[\"']")
 _NAMES = re.compile(r"[\"']name[\"']\s*:\s*[\"']([^\"']+)[\"']")
@@ -36,7 +36,7 @@ _SUMMARY = re.compile(
 
 
 class MissCause(enum.Enum):
-    """Why tokens were computed that a cache could have had. The values are part of --json and do not change."""
+    """Why tokens were computed that could have been reused. The values are part of the --json output and are stable."""
 
     RANDOM_ID = "RANDOM_ID"
     DATE_OR_TIME = "DATE_OR_TIME"
@@ -74,7 +74,7 @@ CAUSE_OF_REASON = {
     MissReason.READ_DISABLED: MissCause.READ_DISABLED,
     MissReason.ADAPTER_CHANGED: MissCause.ADAPTER_CHANGED,
 }
-"""Causes that the cache knows itself, so that no prompts are compared."""
+"""Causes that the cache reports itself, without a comparison of prompts."""
 
 
 def cause_of_namespace(namespace: Namespace, other: Namespace) -> MissCause:
@@ -87,13 +87,13 @@ def cause_of_namespace(namespace: Namespace, other: Namespace) -> MissCause:
 
 
 class Sides(NamedTuple):
-    """Two prompts, as far as they decide the cause of a difference between them.
+    """The properties of two prompts by which the cause of a difference between them is recognized.
 
     Attributes:
         prompt_text, branch_text: the beginnings of the differing spans; empty without a tokenizer.
-        segment: name of the segment of the prompt that has the difference; empty if it is not known.
+        segment: name of the segment that contains the difference in the prompt; empty if it is not known.
         is_same_session: whether both prompts are of one conversation.
-        num_prompt_tokens, num_branch_tokens: their lengths.
+        num_prompt_tokens, num_branch_tokens: lengths of both prompts.
     """
 
     prompt_text: str = ""
@@ -109,7 +109,7 @@ class Sides(NamedTuple):
         return max(self.prompt_text, self.branch_text, key=len)
 
 
-_OF_KIND = {
+_CAUSE_OF_KIND = {
     DifferenceKind.RANDOM_ID: MissCause.RANDOM_ID,
     DifferenceKind.DATE_OR_TIME: MissCause.DATE_OR_TIME,
     DifferenceKind.NUMBER: MissCause.NUMBER,
@@ -117,51 +117,51 @@ _OF_KIND = {
 }
 
 
-def cause_of(found: Comparison, sides: Sides) -> tuple[MissCause, str] | None:
-    """Return the cause of a difference and its pattern; None if they are probably different prompts.
+def cause_of(comparison: Comparison, sides: Sides) -> tuple[MissCause, str] | None:
+    """Return the cause of a difference and its pattern; None if the prompts are probably unrelated.
 
-    A passage that one prompt has and the other has not is one cause, whichever of them was sent first.
+    A passage that only one of the prompts has is the same cause, whichever prompt was sent first.
 
     Args:
-        found: what differs.
+        comparison: what differs.
         sides: the two prompts.
     """
-    kind, place, texts = found
-    if kind in _OF_KIND:
-        return _OF_KIND[kind], pattern_of(kind, texts)
-    if _is_template(found, sides):
+    kind, place, texts = comparison
+    if kind in _CAUSE_OF_KIND:
+        return _CAUSE_OF_KIND[kind], pattern_of(kind, texts)
+    if _is_template(comparison, sides):
         return MissCause.TEMPLATE_CHANGED, ""
     if kind is DifferenceKind.RETOKENIZED:
         return MissCause.RETOKENIZED, ""
     if kind is DifferenceKind.REORDERED:
-        return MissCause.REORDERED, _order_pattern(found, sides) or pattern_of(kind, texts)
-    if _is_compacted(found, sides):
+        return MissCause.REORDERED, _order_pattern(comparison, sides) or pattern_of(kind, texts)
+    if _is_compacted(comparison, sides):
         return MissCause.COMPACTED, ""
     if place is None:
         return None
     if sides.segment == "tools" or _TOOLS.search(sides.text):
         return MissCause.TOOLS_CHANGED, ""
     if kind in (DifferenceKind.INSERTED, DifferenceKind.REMOVED):
-        return (MissCause.THINKING_STRIPPED if _is_thinking(found, sides) else MissCause.MESSAGE_INSERTED), ""
+        return (MissCause.THINKING_STRIPPED if _is_thinking(comparison, sides) else MissCause.MESSAGE_INSERTED), ""
     if min(place.prompt_span, place.branch_span) <= _MAX_LEFT_TOKENS and _THINKING.search(sides.text):
         return MissCause.THINKING_STRIPPED, ""
-    is_meant_to_be_equal = max(place.prompt_span, place.branch_span) <= place.equal_tokens
-    return (MissCause.REPLACED, "") if is_meant_to_be_equal else None
+    is_mostly_equal = max(place.prompt_span, place.branch_span) <= place.equal_tokens
+    return (MissCause.REPLACED, "") if is_mostly_equal else None
 
 
-def _is_template(found: Comparison, sides: Sides) -> bool:
+def _is_template(comparison: Comparison, sides: Sides) -> bool:
     """Whether the differing spans are written by a chat template, not by the sender: special tokens, tags and roles."""
-    if found.place is None or found.texts is None:
+    if comparison.place is None or comparison.texts is None:
         return False
     if sides.segment == TEMPLATE_SEGMENT:
         return True
-    spans = [text[start:end] for text, start, end in found.texts.sides()]
-    if not spans[0] and not spans[1]:  # both are special tokens, unless there is no text at all
+    spans = [text[start:end] for text, start, end in comparison.texts.sides()]
+    if not spans[0] and not spans[1]:  # both spans are special tokens, unless there is no text at all
         return not sides.prompt_text and not sides.branch_text
-    if max(found.place[:2]) > _MAX_TEMPLATE_TOKENS:
+    if max(comparison.place[:2]) > _MAX_TEMPLATE_TOKENS:
         return False
-    spans = [_whole_words(*each) for each in found.texts.sides()]
-    return any(_TAG.search(each) for each in spans) and _without_markup(spans[0]) == _without_markup(spans[1])
+    spans = [_whole_words(*each) for each in comparison.texts.sides()]
+    return any(_TAG.search(each) for each in spans) and _strip_markup(spans[0]) == _strip_markup(spans[1])
 
 
 def _whole_words(text: str, start: int, end: int) -> str:
@@ -173,46 +173,46 @@ def _whole_words(text: str, start: int, end: int) -> str:
     return text[start:end]
 
 
-def _without_markup(text: str) -> str:
+def _strip_markup(text: str) -> str:
     """Return a text without tags, roles and white space."""
     return "".join(_ROLE.sub(" ", _TAG.sub("\n", text)).split())
 
 
-def _order_pattern(found: Comparison, sides: Sides) -> str:
-    """Return whether tools or the keys in them have another order; empty if the differing spans are no tools."""
+def _order_pattern(comparison: Comparison, sides: Sides) -> str:
+    """Return what has another order, tools or the keys in them; empty if the differing spans are no tools."""
     if not (_TOOLS.search(sides.text) or sides.segment == "tools"):
         return ""
-    texts = sides[:2] if found.texts is None else found.texts[:2]  # the latter with the beginning of the first tool
+    texts = sides[:2] if comparison.texts is None else comparison.texts[:2]  # the latter begin before the difference
     names = [_NAMES.findall(each) for each in texts]
     return "keys of JSON objects" if names[0] == names[1] else "tools"
 
 
-def _is_compacted(found: Comparison, sides: Sides) -> bool:
+def _is_compacted(comparison: Comparison, sides: Sides) -> bool:
     """Whether one prompt has a summary instead of messages of the other, or has dropped them."""
-    if found.kind not in (DifferenceKind.REPLACED, DifferenceKind.REMOVED, DifferenceKind.UNCLASSIFIED):
+    if comparison.kind not in (DifferenceKind.REPLACED, DifferenceKind.REMOVED, DifferenceKind.UNCLASSIFIED):
         return False
-    if found.kind is DifferenceKind.REMOVED and _is_thinking(found, sides):
+    if comparison.kind is DifferenceKind.REMOVED and _is_thinking(comparison, sides):
         return False
     has_summary = [bool(_SUMMARY.search(each)) for each in (sides.prompt_text, sides.branch_text)]
-    is_known = sides.is_same_session or has_summary[0]
-    place = found.place
-    if place is not None and (has_summary[0] != has_summary[1] or _is_after(_SUMMARY, found)):
+    continues_branch = sides.is_same_session or has_summary[0]
+    place = comparison.place
+    if place is not None and (has_summary[0] != has_summary[1] or _is_after(_SUMMARY, comparison)):
         return True
     if place is None:
-        return is_known and sides.num_prompt_tokens < _SHORTER * sides.num_branch_tokens
+        return continues_branch and sides.num_prompt_tokens < _SHORTER * sides.num_branch_tokens
     min_span = max(_MIN_COMPACTED_TOKENS, _COMPACTED_FACTOR * place.prompt_span)
     if place.branch_span < min_span:
         return False
-    return is_known and not _TOOLS.search(sides.branch_text)
+    return continues_branch and not _TOOLS.search(sides.branch_text)
 
 
-def _is_thinking(found: Comparison, sides: Sides) -> bool:
-    return bool(_THINKING.search(sides.text)) or _is_after(_THINKING_BEGIN, found)
+def _is_thinking(comparison: Comparison, sides: Sides) -> bool:
+    return bool(_THINKING.search(sides.text)) or _is_after(_THINKING_BEGIN, comparison)
 
 
-def _is_after(pattern: re.Pattern[str], found: Comparison) -> bool:
-    """Whether the text directly before the difference has a pattern."""
-    texts = found.texts
+def _is_after(pattern: re.Pattern[str], comparison: Comparison) -> bool:
+    """Whether the difference follows a match of the pattern."""
+    texts = comparison.texts
     return texts is not None and bool(
         pattern.search(texts.prompt[max(0, texts.start - _MAX_CHARS_BEFORE) : texts.start])
     )

@@ -1,4 +1,4 @@
-"""Finds the earlier prompts of a namespace that contain what a prompt has to compute, wherever they have it."""
+"""Finds the earlier prompts of a namespace that contain, at any position, what a prompt has to compute."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ MAX_CANDIDATES = 5
 _MAX_FIRST = 2
 _MIN_SAMPLED_BITS = 4
 _MAX_SAMPLED_BITS = 10
-_MAX_WINDOWS = 2**21  # that are indexed, about; each takes 200 bytes
+_MAX_WINDOWS = 2**21  # approximate maximum of the indexed windows, which take 200 bytes each
 
 
 class ContentIndex:
     """Maps the contents of prompts to the last prompt that has them, and to the first one.
 
-    The last one is usually the previous prompt of the conversation. If that one has a fault, too, the first one, which
+    The last prompt is usually the previous one of the conversation. If it has the same fault, the first prompt, which
     may have none, shows better what the fault is.
 
     A sample of all windows of 32 tokens is indexed. The sample is chosen by the hashes, so that equal passages have the
     same windows in it. A collision of hashes only adds a candidate.
 
     Args:
-        num_tokens: tokens of all prompts. One window of 16 is indexed, or of up to 1,024 if there are many tokens.
+        num_tokens: tokens of all prompts. One of 16 windows is indexed, or one of up to 1,024 if there are many tokens.
     """
 
     def __init__(self, num_tokens: int = 0) -> None:
@@ -37,34 +37,34 @@ class ContentIndex:
         self._first: dict[int, int] = {}
 
     def add(self, number: int, seed: int, tokens: Tokens) -> None:
-        """Note that a prompt has these tokens.
+        """Add the tokens of a prompt.
 
         Args:
             number: number of the prompt.
-            seed: that of its namespace.
+            seed: seed of the namespace of the prompt.
             tokens: uint32 `[num_tokens]`.
 
         Complexity: O(tokens).
         """
-        keys = self._sampled(tokens, seed)
+        keys = self._sampled_keys(tokens, seed)
         self._last.update(zip(keys, repeat(number)))
         for key in keys:
             self._first.setdefault(key, number)
 
     def candidates(self, seed: int, tokens: Tokens, start: int) -> list[int]:
-        """Return the prompts that have the most of the tokens after `start`, at most `MAX_CANDIDATES`.
+        """Return the prompts that have most of the tokens after `start`, at most `MAX_CANDIDATES`.
 
-        A prompt counts for the windows that it was the last one to have, and then for those that it was the first one
-        to have. Of equal ones, later prompts come first.
+        First come prompts that were the last ones to have most windows of these tokens, then those that were the first
+        ones to have them. Of prompts with equally many windows, later ones come first.
         """
-        keys = self._sampled(tokens[start:], seed)
-        found: dict[int, None] = {}
+        keys = self._sampled_keys(tokens[start:], seed)
+        candidates: dict[int, None] = {}
         for holders, number in ((self._last, MAX_CANDIDATES - _MAX_FIRST), (self._first, _MAX_FIRST)):
             counts = Counter(holders[each] for each in keys if each in holders)
-            found |= dict.fromkeys(heapq.nlargest(number, counts, key=lambda each: (counts[each], each)))
-        return list(found)
+            candidates |= dict.fromkeys(heapq.nlargest(number, counts, key=lambda each: (counts[each], each)))
+        return list(candidates)
 
-    def _sampled(self, tokens: Tokens, seed: int) -> list[int]:
+    def _sampled_keys(self, tokens: Tokens, seed: int) -> list[int]:
         if tokens.size < MIN_EQUAL_TOKENS:
             return []
         hashes = window_hashes(tokens)

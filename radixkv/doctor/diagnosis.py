@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from radixkv.doctor.finding import Finding, GroupKey
-from radixkv.doctor.miss_group import MissGroup, group_of, summed
+from radixkv.doctor.miss_group import MissGroup, group_of, merge_groups
 from radixkv.doctor.prompt_log import PromptLog
 from radixkv.doctor.replay import MIN_LOST_TOKENS, CacheSize, PromptExaminer, Replay
 from radixkv.planning.time_model import TimeModel
@@ -14,16 +14,16 @@ from radixkv.planning.time_model import TimeModel
 
 @dataclass(frozen=True, slots=True)
 class LogDiagnosis:
-    """What was found in a log.
+    """The result for a log.
 
     Attributes:
         num_prompts: prompts of the log.
-        prompt_tokens: their tokens.
+        prompt_tokens: tokens of these prompts.
         cached_tokens: tokens that were reused in the replay.
         first_prompts: prompts that reused nothing because nothing like them was sent before.
         groups: what prompts lost, the most expensive cause first.
-        num_other_groups: groups with less loss that are not in `groups`.
-        findings: what each prompt of the log lost, without the replacements; None if nothing.
+        num_other_groups: number of groups whose savings were not measured, and which are not in `groups`.
+        findings: what each prompt of the log lost, without `replacements`; None if nothing.
         computed_s: seconds to compute what was not reused; None without a time model.
     """
 
@@ -69,9 +69,8 @@ def diagnose(
     """Find out why the prompts of a log are not reused, and what fixing each cause would save.
 
     The log is replayed once to find the causes. Then the most expensive cause is removed from all prompts that have it,
-    the log is replayed again, and so on. So what a group saves is measured, in addition to what the groups before it
-    save. A cause may hide another one, such as a date after a random id; then the second one is found in the second
-    replay.
+    the log is replayed again, and so on. Each replay measures what a group saves in addition to the groups before it. A
+    cause may hide another one, such as a date after a random id; the hidden cause is found in the next replay.
 
     Args:
         log: the prompts.
@@ -79,20 +78,20 @@ def diagnose(
         size: the cache; by default one that evicts nothing.
         min_lost_tokens: losses of fewer tokens are not reported.
         max_groups: groups whose savings are measured, each with one replay of the log.
-        times: how long prefills take; None for no seconds.
+        times: how long prefills take; None to report no seconds.
         on_prompt: called after each replayed prompt.
     """
     size = size or CacheSize()
     fixed: list[GroupKey] = []
     groups: list[MissGroup] = []
-    first = latest = _replayed(log, examiner, size, fixed, min_lost_tokens, times, on_prompt)
+    first = latest = _replay(log, examiner, size, fixed, min_lost_tokens, times, on_prompt)
     while len(groups) < max_groups:
         group = next((each for each in latest.groups if each.is_fixable and each.key not in fixed), None)
         if group is None:
             break
         fixed.append(group.key)
         before = latest
-        latest = _replayed(log, examiner, size, fixed, min_lost_tokens, times, on_prompt)
+        latest = _replay(log, examiner, size, fixed, min_lost_tokens, times, on_prompt)
         saved_s = None
         if before.computed_s is not None and latest.computed_s is not None:
             saved_s = before.computed_s - latest.computed_s
@@ -100,20 +99,20 @@ def diagnose(
         groups.append(replace(group, saved_tokens=saved_tokens, saved_s=saved_s))
     groups += [each for each in first.groups if not each.is_fixable]
     groups.sort(key=lambda each: each.lost_tokens if each.saved_tokens is None else each.saved_tokens, reverse=True)
-    num_left = sum(each.is_fixable and each.key not in fixed for each in latest.groups)
+    num_other_groups = sum(each.is_fixable and each.key not in fixed for each in latest.groups)
     return LogDiagnosis(
         len(log),
         first.prompt_tokens,
         first.cached_tokens,
         first.first_prompts,
         tuple(groups),
-        num_left,
+        num_other_groups,
         first.findings,
         first.computed_s,
     )
 
 
-def _replayed(
+def _replay(
     log: PromptLog,
     examiner: PromptExaminer,
     size: CacheSize,
@@ -131,7 +130,7 @@ def _replayed(
         cached_tokens += each.cached_tokens
         first_prompts += each.is_first
         finding = each.finding
-        findings.append(None if finding is None else replace(finding, replacements=()))  # they may have many tokens
+        findings.append(None if finding is None else replace(finding, replacements=()))  # which may have many tokens
         if times is not None:
             computed_s += times.prefill_s(each.cached_tokens, each.num_tokens)
         if finding is not None:
@@ -139,7 +138,7 @@ def _replayed(
             if times is not None:
                 end = min(each.num_tokens, each.cached_tokens + finding.lost_tokens)
                 lost_s = times.prefill_s(each.cached_tokens, end) - times.start_s
-            groups[finding.key] = summed(groups.get(finding.key), group_of(finding, lost_s))
+            groups[finding.key] = merge_groups(groups.get(finding.key), group_of(finding, lost_s))
     ranked = sorted(groups.values(), key=lambda each: each.lost_tokens, reverse=True)
     seconds = None if times is None else computed_s
     return _Totals(prompt_tokens, cached_tokens, seconds, first_prompts, ranked, tuple(findings))

@@ -1,4 +1,4 @@
-"""What one prompt of a log lost, and why."""
+"""What one prompt lost, and why."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class GroupKey(NamedTuple):
     Attributes:
         cause: why the tokens were not reused.
         place: the segment that has the difference, or a range of positions.
-        pattern: pattern of what differs, such as "16 hexadecimal digits"; empty if it has none.
+        pattern: pattern of the difference, such as "16 hexadecimal digits"; empty if it has none.
     """
 
     cause: MissCause
@@ -41,11 +41,11 @@ class Side:
     """One side of a difference.
 
     Attributes:
-        token_ids: at most 16 tokens from the position on at which the sides differ.
-        num_different: how many of them differ.
-        text: text of those that differ; empty without a tokenizer.
-        text_after: text of the others.
-        span: tokens that differ; None if both sides are not equal again.
+        token_ids: at most 16 tokens, from the first one that differs.
+        num_different: number of differing tokens at the beginning of `token_ids`.
+        text: text of these tokens; empty without a tokenizer.
+        text_after: text of the other tokens in `token_ids`.
+        span: length of the whole difference in tokens; None if both sides are not equal again.
     """
 
     token_ids: tuple[int, ...]
@@ -60,12 +60,11 @@ class Sample:
     """Both sides of a difference.
 
     Attributes:
-        before_ids: the tokens before it, at most 8.
-        text_before: their text.
+        before_ids: the tokens before the difference, at most 8.
+        text_before: text of these tokens.
         prompt: the prompt that lost tokens.
         earlier: the earlier prompt that it was compared with.
-        where: place of the prompt in the log.
-        earlier_where: that of the earlier one.
+        where, earlier_where: places of both prompts in the log; empty for the prompts of a server.
     """
 
     before_ids: tuple[int, ...]
@@ -84,9 +83,9 @@ class Finding:
         key: the group of the finding.
         position: position in the prompt at which it diverges from the earlier one.
         lost_tokens: tokens that were computed and would have been reused without the cause.
-        segment: name of the segment that has the position; empty if it is not known.
+        segment: name of the segment that contains the position; empty if it is not known.
         replacements: replacements that remove the cause; empty if there are none.
-        namespace: the namespace in which the tokens are cached, if the cause is that the prompt has another one.
+        namespace: if the cause is that the tokens are cached in another namespace, that namespace.
         sample: both sides; None if the cause has no sides.
         is_bound: whether `lost_tokens` is only an upper bound.
     """
@@ -106,10 +105,10 @@ class Finding:
         return bool(self.replacements) or self.namespace is not None
 
 
-def replaced(tokens: bytes, replacements: tuple[Replacement, ...]) -> bytes:
-    """Return tokens with the replacements, whose ranges are in order.
+def apply_replacements(tokens: bytes, replacements: tuple[Replacement, ...]) -> bytes:
+    """Return tokens with their replacements. The ranges of the replacements must be in order.
 
-    >>> replaced(bytes(8), (Replacement(1, 2, b"abcdefgh"),))
+    >>> apply_replacements(bytes(8), (Replacement(1, 2, b"abcdefgh"),))
     b'\\x00\\x00\\x00\\x00abcdefgh'
     """
     parts, end = [], 0

@@ -14,18 +14,18 @@ class MissGroup:
     """Prompts that lost tokens for one cause.
 
     Attributes:
-        key: what they have in common.
-        num_prompts: how many prompts there are.
+        key: what these prompts have in common.
+        num_prompts: number of prompts.
         lost_tokens: tokens that all of them together lost.
-        lost_s: seconds to compute these; None without a time model.
-        min_position, max_position: where they diverge from earlier prompts.
-        segments: names of the segments that have these positions, at most 4.
+        lost_s: seconds to compute these tokens; None if they are not known.
+        min_position, max_position: the range of positions at which the prompts diverge from earlier ones.
+        segments: names of the segments that contain these positions, at most 4.
         sample: both sides of the first difference; None if the cause has no sides.
-        is_bound: whether `lost_tokens` is only an upper bound for some of them.
+        is_bound: whether `lost_tokens` is only an upper bound for some of the prompts.
         is_fixable: whether the cause can be removed from the log, to measure what that saves.
         saved_tokens: tokens that are not computed in a replay of the log without this cause and without the causes
             of the groups before this one; None if the cause cannot be removed from the log.
-        saved_s: seconds to compute these; None without a time model.
+        saved_s: seconds to compute these tokens; None without a time model.
     """
 
     key: GroupKey
@@ -43,7 +43,7 @@ class MissGroup:
 
 
 def group_of(finding: Finding, lost_s: float | None) -> MissGroup:
-    """Return a group with one finding, and the seconds to compute what it lost."""
+    """Return a group with one finding. `lost_s` are the seconds to compute the lost tokens."""
     return MissGroup(
         finding.key,
         1,
@@ -58,8 +58,8 @@ def group_of(finding: Finding, lost_s: float | None) -> MissGroup:
     )
 
 
-def summed(first: MissGroup | None, second: MissGroup) -> MissGroup:
-    """Return the prompts of two groups with one key as one group; None is a group without any."""
+def merge_groups(first: MissGroup | None, second: MissGroup) -> MissGroup:
+    """Return a group with the prompts of two groups that have the same key; None is an empty group."""
     if first is None:
         return second
     return replace(

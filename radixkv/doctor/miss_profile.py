@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from radixkv.doctor.finding import Finding, GroupKey, Side
-from radixkv.doctor.miss_group import MissGroup, group_of, summed
+from radixkv.doctor.miss_group import MissGroup, group_of, merge_groups
 from radixkv.namespace import OTHER_TENANTS
 
 MAX_TENANTS = 512
@@ -20,10 +20,10 @@ class MissCounts(NamedTuple):
     """Prompts of one tenant, or of all.
 
     Attributes:
-        prompts: prompts that were admitted; each of several completions counts.
-        prompt_tokens, cached_tokens: their tokens, and those of them that were reused.
+        prompts: prompts that were admitted; each of several completions of a prompt counts.
+        prompt_tokens, cached_tokens: tokens of these prompts, and how many of them were reused.
         misses, missed_tokens: the prompts that had to compute at least 256 tokens, and what they computed.
-        examined_misses, examined_tokens: those of the misses whose cause was looked for.
+        examined_misses, examined_tokens: the misses that were examined, and what they computed.
         first_prompts: examined misses without a cause: nothing similar was cached, or it would save too little.
     """
 
@@ -37,7 +37,7 @@ class MissCounts(NamedTuple):
     first_prompts: int = 0
 
     def plus(self, other: MissCounts) -> MissCounts:
-        """Return the numbers of both."""
+        """Return the sums of the numbers."""
         return MissCounts(*map(sum, zip(self, other, strict=True)))
 
 
@@ -54,8 +54,8 @@ class MissReport:
 
     Attributes:
         covered_s: seconds that the report covers.
-        counts: its prompts.
-        groups: what the examined ones lost, the most expensive cause first.
+        counts: numbers of prompts and tokens.
+        groups: what the examined prompts lost, the most expensive cause first.
         num_other_groups: causes that are not in `groups`.
     """
 
@@ -74,8 +74,8 @@ class _TenantProfile:
 class MissProfile:
     """Groups the misses of a period by tenant and cause. Not thread-safe.
 
-    Memory: about 1.5 MB, for at most 512 tenants and 256 groups. If a new group makes them too many, the group of the
-    tenant with the most groups that has lost the fewest tokens is dropped; if a tenant has 64 groups, one of its own.
+    Memory: about 1.5 MB, for at most 512 tenants and 256 groups. If there is no room for a new group, the tenant with
+    the most groups loses the group with the fewest lost tokens; a tenant that has 64 groups loses one of its own.
     Tenants after the first 512 are counted together as `(others)`, without groups.
     """
 
@@ -94,28 +94,28 @@ class MissProfile:
         profile.counts = profile.counts.plus(more)
 
     def add(self, tenant: str, finding: Finding, lost_s: float | None) -> None:
-        """Add what a prompt of a tenant lost, and the seconds to compute that; None if they are not known."""
+        """Add what a prompt of a tenant lost. `lost_s` are the seconds to compute it; None if they are not known."""
         if not self.knows(tenant):
             return
         profile = self._tenants.setdefault(tenant, _TenantProfile())
-        group = group_of(_shortened(finding), lost_s)
-        known = profile.groups.get(group.key)
-        if known is None:
+        group = group_of(_shorten(finding), lost_s)
+        existing = profile.groups.get(group.key)
+        if existing is None:
             if len(profile.groups) == MAX_TENANT_GROUPS:
                 self._drop_least(profile)
             elif self._num_groups == MAX_GROUPS:
                 self._drop_least(max(self._tenants.values(), key=lambda each: len(each.groups)))
             self._num_groups += 1
-        profile.groups[group.key] = summed(known, group)
+        profile.groups[group.key] = merge_groups(existing, group)
 
     def forget(self, tenant: str | None) -> None:
-        """Forget everything about a tenant; about all tenants with None."""
+        """Forget everything about a tenant, or about all tenants if `tenant` is None."""
         for name in [tenant] if tenant is not None else list(self._tenants):
             profile = self._tenants.pop(name, None)
             self._num_groups -= 0 if profile is None else len(profile.groups)
 
     def parts(self, tenant: str | None) -> list[tuple[str, MissCounts, list[MissGroup]]]:
-        """Return the numbers and the groups of a tenant; of each tenant with None. Complexity: O(tenants + groups)."""
+        """Return the numbers and groups of a tenant, or of each one if it is None. Complexity: O(tenants + groups)."""
         names = [tenant] if tenant is not None else list(self._tenants)
         known = [(name, self._tenants[name]) for name in names if name in self._tenants]
         return [(name, profile.counts, list(profile.groups.values())) for name, profile in known]
@@ -131,33 +131,33 @@ def report_of(
     """Add up parts of the profiles of several periods, the latest first.
 
     Args:
-        parts: what `MissProfile.parts` returned.
-        covered_s: seconds that they cover.
-        max_groups: causes that are listed at most.
+        parts: values of `MissProfile.parts`.
+        covered_s: seconds that the parts cover.
+        max_groups: maximum number of listed causes.
     """
     counts = MissCounts()
     groups: dict[tuple[str, GroupKey], MissGroup] = {}
-    for name, more, of_tenant in parts:
-        counts = counts.plus(more)
-        for group in of_tenant:
-            groups[name, group.key] = summed(groups.get((name, group.key)), group)
+    for name, tenant_counts, tenant_groups in parts:
+        counts = counts.plus(tenant_counts)
+        for group in tenant_groups:
+            groups[name, group.key] = merge_groups(groups.get((name, group.key)), group)
     ranked = sorted(groups.items(), key=lambda each: each[1].lost_tokens, reverse=True)
     listed = tuple(TenantGroup(name, group) for (name, _), group in ranked[:max_groups])
     return MissReport(covered_s, counts, listed, len(ranked) - len(listed))
 
 
-def _shortened(finding: Finding) -> Finding:
-    """Return a finding without what may take much memory."""
+def _shorten(finding: Finding) -> Finding:
+    """Return a finding without the parts that may take much memory."""
     sample = finding.sample
     if sample is not None:
         sample = replace(
             sample,
             text_before=sample.text_before[-_MAX_TEXT_CHARS:],
-            prompt=_shortened_side(sample.prompt),
-            earlier=_shortened_side(sample.earlier),
+            prompt=_shorten_side(sample.prompt),
+            earlier=_shorten_side(sample.earlier),
         )
     return replace(finding, replacements=(), namespace=None, sample=sample)
 
 
-def _shortened_side(side: Side) -> Side:
+def _shorten_side(side: Side) -> Side:
     return replace(side, text=side.text[:_MAX_TEXT_CHARS], text_after=side.text_after[:_MAX_TEXT_CHARS])

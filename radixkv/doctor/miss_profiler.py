@@ -34,25 +34,25 @@ MIN_MISSED_TOKENS = 256
 """A prompt that computes fewer tokens counts as a hit."""
 
 PERIOD_S = 3600.0
-"""The report covers the present period and the one before it."""
+"""The report covers the current period and the previous one."""
 
 MAX_COMPARED_TOKENS = 131_072
-"""Tokens at the beginning of a prompt that are compared."""
+"""Maximum number of compared tokens, from the beginning of a prompt."""
 
 MAX_BRANCHES = 4
 MAX_PLACES = 8
 _MAX_DIFFERENCES = 32  # to each branch
 _MAX_WAITING_BYTES = 2 * 2**20
 _FIRST_CREDIT_S = 0.1
-_MAX_CREDIT_S = 1.0  # and the largest debt, which a prompt with many differences may cause
-_TIMEOUT_S = 60.0  # for the engine to look branches up
+_MAX_CREDIT_S = 1.0  # also the maximum debt, which a prompt with many differences may cause
+_TIMEOUT_S = 60.0  # for the engine to look up branches
 _CLOSE_LIMIT_S = 5.0
 
 _log = logging.getLogger(__name__)
 
 
 def is_miss(num_tokens: int, cached_tokens: int) -> bool:
-    """Whether a prompt with these many tokens, and these many reused ones, counts as a miss."""
+    """Whether a prompt of `num_tokens`, of which `cached_tokens` are reused, counts as a miss."""
     return num_tokens - cached_tokens >= MIN_MISSED_TOKENS
 
 
@@ -61,11 +61,11 @@ class AdmittedPrompt(NamedTuple):
 
     Attributes:
         namespace: the namespace that it reads.
-        session_id: its session; empty for none.
+        session_id: session of the prompt; empty for none.
         tokens: little-endian uint32 bytes.
-        cached_tokens: how many of its tokens are reused.
-        miss_reason: why the others are not.
-        is_evicted_by_self: if they were evicted, whether that was for the same tenant; None if it is not known.
+        cached_tokens: number of reused tokens.
+        miss_reason: why the other tokens are not reused.
+        is_evicted_by_self: if these were evicted, whether that was for the same tenant; None if it is not known.
     """
 
     namespace: Namespace
@@ -90,12 +90,12 @@ class AdmittedPrompt(NamedTuple):
 
 
 class Branches(NamedTuple):
-    """What the engine knows about the cached prompts that resemble one.
+    """What the engine knows about the cached prompts that resemble a prompt.
 
     Attributes:
-        branches: cached branches of its tenant, from their beginning on.
+        branches: cached branches of the tenant of the prompt, from their beginning on.
         token_s: seconds that recent requests of the tenant took per computed token; None without measurements.
-        took_s: CPU seconds of the engine's thread to find them.
+        took_s: CPU seconds that the engine's thread took to find the branches.
     """
 
     branches: Sequence[NamedBranch]
@@ -104,13 +104,13 @@ class Branches(NamedTuple):
 
 
 FindBranches = Callable[[Sequence[int], str, str], "Future[Branches]"]
-"""Looks up the branches through segments, given by their places, of a tenant and one of its sessions."""
+"""Finds the branches that contain segments. Arguments: places of the segments, tenant, and session or ''."""
 
 
 class _Miss(NamedTuple):
     prompt: AdmittedPrompt  # with at most `MAX_COMPARED_TOKENS`
     num_missed_tokens: int
-    num_forgotten: int  # see `MissProfiler._num_forgotten`
+    num_forgotten: int  # `MissProfiler._num_forgotten` when the miss was queued
 
 
 class _Segment(NamedTuple):
@@ -126,8 +126,8 @@ class MissProfiler:
                             new segments ──────┴─▶ queue           │
         profiler's thread               WindowTable ── candidates ─┴─▶ Examiner ─▶ MissProfile
 
-    A prompt is compared with the cached branches of its own tenant that have the same passages, in any namespace. They
-    are found by a table with a sample of the windows of the segments that were published last.
+    A prompt is compared with the cached branches of its own tenant that contain the same passages, in any namespace.
+    These are found by a table with a sample of the windows of the segments that were published last.
 
     The thread is given a share of the time of the steps that compute prompts. While it has used that up, misses are
     counted but not examined. Its work for new segments, about 10 ns per token, is not counted. All memory is bounded:
@@ -135,8 +135,8 @@ class MissProfiler:
 
     Args:
         share: share of the time of steps that the thread may use.
-        clock: seconds, monotonic.
-        work_clock: CPU seconds of the calling thread.
+        clock: returns seconds, monotonic.
+        work_clock: returns the CPU seconds of the calling thread.
 
     Attributes:
         load_decode: loads the tokenizer of the model and returns its `decode`, or raises ValueError; called at most
@@ -157,13 +157,13 @@ class MissProfiler:
         self._table = WindowTable()
         self._seed = secrets.randbits(63)
         self._queue: queue.SimpleQueue[_Miss | _Segment | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()  # guards all below
+        self._lock = threading.Lock()  # guards all attributes below
         self._credit_s = _FIRST_CREDIT_S
         self._num_waiting_bytes = 0
         self._num_forgotten = 0  # calls of `forget`, after which misses that waited before are not examined
         self._period_start_s = self._start_s = clock()
-        self._profiles = [MissProfile(), MissProfile()]  # of the present period and of the one before it
-        self._found: Future[Branches] | None = None  # what the thread waits for
+        self._profiles = [MissProfile(), MissProfile()]  # of the current period and of the previous one
+        self._awaited: Future[Branches] | None = None  # what the thread waits for
         self._is_closing = False
         self._find_branches: FindBranches | None = None
         self._thread = threading.Thread(target=self._run, name="radixkv-misses", daemon=True)
@@ -179,11 +179,11 @@ class MissProfiler:
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread after what it examines now. Waits for at most 5 s."""
+        """End the thread after the miss that it examines now. Waits for at most 5 s."""
         with self._lock:
             self._is_closing = True
-            if self._found is not None:
-                self._found.cancel()
+            if self._awaited is not None:
+                self._awaited.cancel()
         self._queue.put(None)
         if self._thread.ident is not None:
             self._thread.join(_CLOSE_LIMIT_S)
@@ -200,7 +200,7 @@ class MissProfiler:
         counts = MissCounts(prompts=1, prompt_tokens=num_tokens, cached_tokens=prompt.cached_tokens)
         if not is_miss(num_tokens, prompt.cached_tokens):
             with self._lock:
-                self._present().count(tenant, counts)
+                self._current_profile().count(tenant, counts)
             return
         num_missed = prompt.num_missed_tokens
         counts = counts._replace(misses=1, missed_tokens=num_missed)
@@ -209,18 +209,18 @@ class MissProfiler:
             counts = counts._replace(examined_misses=1, examined_tokens=num_missed)
         compared = prompt._replace(tokens=prompt.tokens[: MAX_COMPARED_TOKENS * TOKEN_BYTES])
         with self._lock:
-            profile = self._present()
+            profile = self._current_profile()
             profile.count(tenant, counts)
             if cause is not None:
                 profile.add(tenant, Finding(GroupKey(cause), prompt.cached_tokens, num_missed - 1, is_bound=True), None)
                 return
             if self._credit_s <= 0 or not profile.knows(tenant) or compared.num_missed_tokens < MIN_MISSED_TOKENS:
                 return
-            if self._may_wait(len(compared.tokens)):
+            if self._reserve_room(len(compared.tokens)):
                 self._queue.put(_Miss(compared, num_missed, self._num_forgotten))
 
     def add_segment(self, tenant: str, tokens: bytes, place: int) -> None:
-        """Queue new tokens of a cached segment, to find prompts that have the same ones. For the engine's thread.
+        """Queue new tokens of a cached segment, so that later misses can be compared with it. For the engine's thread.
 
         Args:
             tenant: the tenant that published them.
@@ -228,27 +228,27 @@ class MissProfiler:
             place: place of the segment.
         """
         with self._lock:
-            if self._may_wait(len(tokens)):
+            if self._reserve_room(len(tokens)):
                 self._queue.put(_Segment(tenant, tokens, place))
 
     def forget(self, tenant: str | None) -> None:
-        """Forget the misses of a tenant, of all tenants with None. Waiting misses, of any tenant, are not examined."""
+        """Forget the misses of a tenant, or of all if it is None. Waiting misses of any tenant are not examined."""
         with self._lock:
             self._num_forgotten += 1
             for each in self._profiles:
                 each.forget(tenant)
 
     def report(self, tenant: str | None, max_groups: int) -> MissReport:
-        """Return what is known about the misses of a tenant; of all tenants with None. For any thread."""
+        """Return what is known about the misses of a tenant, or of all tenants if it is None. For any thread."""
         with self._lock:
-            self._present()
+            self._current_profile()  # begins a new period if it is due
             start_s = max(self._start_s, self._period_start_s - PERIOD_S)
             covered_s = self._clock() - start_s
             parts = [part for each in self._profiles for part in each.parts(tenant)]
         return report_of(parts, covered_s, max_groups)
 
-    def _present(self) -> MissProfile:
-        """Return the profile of the present period. The lock must be held."""
+    def _current_profile(self) -> MissProfile:
+        """Return the profile of the current period. The lock must be held."""
         num_passed = int((self._clock() - self._period_start_s) // PERIOD_S)
         if num_passed > 0:
             former = self._profiles[0] if num_passed == 1 else MissProfile()
@@ -256,8 +256,8 @@ class MissProfiler:
             self._profiles = [MissProfile(), former]
         return self._profiles[0]
 
-    def _may_wait(self, num_bytes: int) -> bool:
-        """Reserve room in the queue. The lock must be held."""
+    def _reserve_room(self, num_bytes: int) -> bool:
+        """Reserve room in the queue. Returns whether there was any. The lock must be held."""
         if self._num_waiting_bytes and self._num_waiting_bytes + num_bytes > _MAX_WAITING_BYTES:
             return False
         self._num_waiting_bytes += num_bytes
@@ -295,7 +295,10 @@ class MissProfiler:
                 _log.debug("causes of misses have no text, because the model has no tokenizer: %s", error)
 
     def _examine(self, miss: _Miss) -> float:
-        """Find out why a prompt was not reused, and add it to the profile. Returns CPU seconds of the engine's thread.
+        """Find out why a prompt was not reused, and add the finding to the profile.
+
+        Returns:
+            CPU seconds that the engine's thread took for this.
 
         Raises:
             RadixKVError, CancelledError, TimeoutError: the engine does not answer.
@@ -309,23 +312,23 @@ class MissProfiler:
         tokens = _array(prompt.tokens)
         counts = self._table.places(tokens[prompt.cached_tokens :], self._seed_of(tenant))
         places = [place for place, _ in counts.most_common(MAX_PLACES)]
-        found = self._branches(places, tenant, prompt.session_id)
-        finding = self._finding(prompt, tokens, found.branches)
+        branches = self._branches(places, tenant, prompt.session_id)
+        finding = self._finding(prompt, tokens, branches.branches)
         more = MissCounts(examined_misses=1, examined_tokens=miss.num_missed_tokens, first_prompts=int(finding is None))
         with self._lock:
             if miss.num_forgotten == self._num_forgotten:
-                profile = self._present()
+                profile = self._current_profile()
                 profile.count(tenant, more)
                 if finding is not None:
-                    lost_s = None if found.token_s is None else finding.lost_tokens * found.token_s
+                    lost_s = None if branches.token_s is None else finding.lost_tokens * branches.token_s
                     profile.add(tenant, finding, lost_s)
-        return found.took_s
+        return branches.took_s
 
     def _branches(self, places: Sequence[int], tenant: str, session_id: str) -> Branches:
         assert self._find_branches is not None
         future = self._find_branches(places, tenant, session_id)
         with self._lock:
-            self._found = future
+            self._awaited = future
             if self._is_closing:
                 future.cancel()
         try:
@@ -334,7 +337,7 @@ class MissProfiler:
             future.cancel()
 
     def _finding(self, prompt: AdmittedPrompt, tokens: Tokens, branches: Sequence[NamedBranch]) -> Finding | None:
-        """Return what a prompt lost: by a difference to a branch, or because the branch is in another namespace."""
+        """Return what a prompt lost because it differs from a branch, or because a branch is in another namespace."""
         cached, max_tokens = prompt.cached_tokens, tokens.size + MAX_SPAN_TOKENS
         earlier: list[Earlier] = []
         elsewhere: Finding | None = None
@@ -343,7 +346,7 @@ class MissProfiler:
             others = _array(marked)
             num_equal = num_equal_tokens(tokens, others)
             cause = None
-            if _names(each.namespace) != _names(prompt.namespace):
+            if _drop_public_prefix(each.namespace) != _drop_public_prefix(prompt.namespace):
                 cause = cause_of_namespace(prompt.namespace, each.namespace)
             else:
                 logged = LoggedPrompt("", others.size, each.namespace, each.session_id)
@@ -351,14 +354,14 @@ class MissProfiler:
                 if marked[: num_equal * TOKEN_BYTES] != prompt.tokens[: num_equal * TOKEN_BYTES]:
                     cause = MissCause.ADAPTER_CHANGED  # equal tokens were computed by another invoked adapter
             num_lost = min(num_equal, tokens.size - 1) - cached
-            is_most = elsewhere is None or num_lost > elsewhere.lost_tokens
-            if cause is not None and num_lost >= MIN_MISSED_TOKENS and is_most:
+            is_largest = elsewhere is None or num_lost > elsewhere.lost_tokens
+            if cause is not None and num_lost >= MIN_MISSED_TOKENS and is_largest:
                 elsewhere = Finding(GroupKey(cause), cached, num_lost)
         logged = LoggedPrompt("", tokens.size, prompt.namespace, prompt.session_id)
         finding = Examiner(self._decode, _MAX_DIFFERENCES).examine(logged, tokens, cached, earlier, MIN_MISSED_TOKENS)
         if elsewhere is not None and (finding is None or elsewhere.lost_tokens >= finding.lost_tokens):
             return elsewhere
-        if finding is not None and prompt.namespace.salt:  # who does not know the salt must not read the prompt
+        if finding is not None and prompt.namespace.salt:  # a reader who does not know the salt must not see the prompt
             finding = replace(finding, sample=None)
         return finding
 
@@ -366,8 +369,8 @@ class MissProfiler:
         return Namespace("", tenant).seed ^ self._seed
 
 
-def _names(namespace: Namespace) -> Namespace:
-    """Return the names that decide who shares tokens; a public prefix does not change them."""
+def _drop_public_prefix(namespace: Namespace) -> Namespace:
+    """Return a namespace without its public prefix, which has no effect on who shares tokens."""
     return namespace._replace(public_prefix="")
 
 

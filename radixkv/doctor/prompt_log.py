@@ -8,15 +8,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from radixkv.api.explanation import PromptSegment, segment_at
 from radixkv.api.miss_reason import MissReason
 from radixkv.api.retention import Retention
+from radixkv.explain.realignment import Tokens
 from radixkv.namespace import Namespace
 from radixkv.tokens import TOKEN_BYTES
 
-Tokens = npt.NDArray[np.uint32]
 SegmentOf = Callable[[int], str]
 
 
@@ -38,14 +37,14 @@ class LoggedPrompt:
     """One prompt of a log, without its tokens.
 
     Attributes:
-        where: its place in the log, such as `log.jsonl:3`.
+        where: place of the prompt in the log, such as `log.jsonl:3`; empty for a prompt of a server.
         num_tokens: tokens of the prompt.
         namespace: the model, tenant, adapter and salt that it was sent with.
-        session: name of its conversation; empty if the log has none.
+        session: name of the conversation; empty if it is not known.
         time_s: seconds since the start of the log; None if the log has no times.
-        segment_of: returns the name of the segment that has a position; None without segments.
-        retention: how long the prompt was to be kept; None without a request.
-        reported: what a server reported; None if the log does not have it.
+        segment_of: returns the name of the segment that contains a position; None without segments.
+        retention: the retention that the request asked for; None if it asked for none.
+        reported: what a server reported; None if the log does not contain it.
     """
 
     where: str
@@ -59,7 +58,7 @@ class LoggedPrompt:
 
 
 class TokenStore:
-    """Runs of tokens by number, in a temporary file that has no name. It is deleted with the process at the latest."""
+    """Runs of tokens by number, in an unnamed temporary file, which does not outlive the process."""
 
     def __init__(self) -> None:
         self._file = tempfile.TemporaryFile()  # noqa: SIM115  closed by `close`
@@ -93,9 +92,9 @@ class PromptLog:
         tokens_per_unit: how many tokens each token of the log stands for. A trace of block ids has one token per id.
 
     Attributes:
-        tokens_per_unit: see above.
+        tokens_per_unit: see `Args`.
         prompts: the prompts.
-        num_units: tokens of all prompts and answers in the log; for a trace, ids.
+        num_units: number of tokens of all prompts and answers in the log; for a trace, number of ids.
     """
 
     def __init__(self, tokens_per_unit: int = 1) -> None:
@@ -115,9 +114,9 @@ class PromptLog:
         """Add a prompt.
 
         Args:
-            prompt: everything but its tokens.
+            prompt: the prompt without its tokens.
             token_ids: at least one token id in `[0, 2**32)`; for a trace, one number per block id.
-            answer_ids: the tokens that were generated and cached after it.
+            answer_ids: the tokens that were generated after the prompt and cached.
         """
         packed = np.asarray(token_ids, "<u4").tobytes()
         self.prompts.append(prompt)

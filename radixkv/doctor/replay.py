@@ -1,4 +1,4 @@
-"""Replays a log through the prefix cache, and finds out what each prompt lost; or what is left if causes are fixed."""
+"""Replays a log through the prefix cache, optionally with fixed causes, and finds out what each prompt lost."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from radixkv.config import CacheConfig
 from radixkv.doctor.causes import CAUSE_OF_REASON, MissCause, cause_of_namespace
 from radixkv.doctor.content_index import ContentIndex
 from radixkv.doctor.examination import Earlier, uint32
-from radixkv.doctor.finding import Finding, GroupKey, Replacement, replaced
-from radixkv.doctor.prompt_log import LoggedPrompt, PromptLog, SegmentOf, Tokens, TokenStore
+from radixkv.doctor.finding import Finding, GroupKey, Replacement, apply_replacements
+from radixkv.doctor.prompt_log import LoggedPrompt, PromptLog, SegmentOf, TokenStore
 from radixkv.errors import CapacityError
-from radixkv.explain.realignment import MIN_EQUAL_TOKENS
+from radixkv.explain.realignment import MIN_EQUAL_TOKENS, Tokens
 from radixkv.namespace import Namespace
 from radixkv.tokens import TOKEN_BYTES, prefix_fingerprint
 
 MIN_LOST_TOKENS = 64
 """Smaller losses of a prompt are not reported by default."""
 
-_MAX_ROUNDS = 8  # times that one prompt is examined and changed
+_MAX_ROUNDS = 8  # how often one prompt is examined and changed
 _MIN_FIXED_TOKENS = 8  # a fixed cause is not removed where it loses fewer tokens
-_MAX_GROWTH = 4  # a log whose causes are fixed has at most this many times the tokens
-_MAX_NAMESPACES = 32  # that are compared for one beginning of prompts
-_MAX_FORMER = 3  # last prompts of a session with which the next one is compared
+_MAX_GROWTH = 4  # the replacements may multiply the tokens of the log by this factor at most
+_MAX_NAMESPACES = 32  # namespaces that are compared, of prompts with the same beginning
+_MAX_FORMER = 3  # a prompt is compared with this many former prompts of its session
 _MIN_STEP_S = 1e-5
 
 
@@ -50,14 +50,14 @@ class PromptExaminer(Protocol):
         """Return why a prompt could not reuse more of earlier ones."""
 
 
-class Replayed(NamedTuple):
-    """What became of one prompt.
+class ReplayedPrompt(NamedTuple):
+    """The result of one prompt.
 
     Attributes:
-        num_tokens: its tokens; other than in the log if a cause was fixed.
-        cached_tokens: how many of them were reused.
-        finding: what it lost, and why; None if nothing.
-        is_first: whether it reused nothing, and no earlier prompt was found that it could have reused.
+        num_tokens: tokens of the prompt, which differ from the log if a cause was fixed.
+        cached_tokens: number of reused tokens.
+        finding: what the prompt lost, and why; None if nothing.
+        is_first: whether the prompt reused nothing, and could not have reused an earlier one.
     """
 
     num_tokens: int
@@ -92,7 +92,7 @@ class _Evictions(Listener):
         self.tenant = ""  # the tenant whose prompt is being replayed
 
     def evicted(self, leaf: Node, num_blocks: int, fingerprint: int, reason: MissReason, now_s: float) -> None:
-        """Remember the tenant."""
+        """Remember the tenant for which a leaf is evicted."""
         del leaf, num_blocks, reason, now_s
         self._tenants[fingerprint] = self.tenant
         self._tenants.move_to_end(fingerprint)
@@ -107,15 +107,15 @@ class _Evictions(Listener):
 class Replay:
     """Replays the prompts of a log in order; each is leased, published and closed before the next one.
 
-    A cache that never evicts shows what the senders' prompts allow. With a capacity, a second cache shows what is
-    reused in it; what only the first one reuses was evicted, or has expired.
+    A cache that never evicts shows how much the prompts allow to reuse. With a capacity, a second cache shows how much
+    is reused with evictions; what only the first cache reuses was evicted, or has expired.
 
     Args:
         log: the prompts.
         examiner: finds the causes of misses.
         size: the cache.
-        fixed: groups whose cause is removed from each prompt as it is replayed: the prompt gets the tokens of the
-            earlier one where it differs, or its namespace.
+        fixed: groups whose cause is removed from each prompt before it is replayed: the prompt gets the tokens of the
+            earlier prompt where the two differ, or the namespace of the earlier prompt.
         min_lost_tokens: losses of fewer tokens are not reported.
     """
 
@@ -138,7 +138,7 @@ class Replay:
         self._max_units = _MAX_GROWTH * log.num_units
         num_blocks = (_MAX_GROWTH + 1) * (log.num_units // self._block_size + 2 * len(log))
         self._num_units = 0
-        self._whole = PrefixCache(num_blocks, self._block_size, max_evicted_prefixes=0, clock=lambda: self._now_s)
+        self._unbounded = PrefixCache(num_blocks, self._block_size, max_evicted_prefixes=0, clock=lambda: self._now_s)
         self._bounded: PrefixCache | None = None
         self._evictions = _Evictions(CacheConfig().evicted_prefixes)
         if size.capacity_tokens is not None:
@@ -157,8 +157,8 @@ class Replay:
         self._changed = TokenStore()
         self._changed_numbers: dict[int, int] = {}
 
-    def run(self, on_prompt: Callable[[], object] | None = None) -> Iterator[Replayed]:
-        """Yield what became of each prompt, in order.
+    def run(self, on_prompt: Callable[[], object] | None = None) -> Iterator[ReplayedPrompt]:
+        """Yield the result of each prompt, in order.
 
         Args:
             on_prompt: called after each prompt.
@@ -169,7 +169,7 @@ class Replay:
                 if on_prompt is not None:
                     on_prompt()
 
-    def _step(self, index: int) -> Replayed:
+    def _step(self, index: int) -> ReplayedPrompt:
         prompt = self._log.prompts[index]
         tokens, answer = self._log.tokens(index)
         self._now_s = max(self._now_s + _MIN_STEP_S, prompt.time_s or 0.0)
@@ -178,39 +178,39 @@ class Replay:
         if finding is not None and finding.lost_tokens < self._min_lost_tokens:
             finding = None
         is_first = not num_cached and finding is None
-        _publish(self._whole, namespace, changed, answer)
+        _publish(self._unbounded, namespace, changed, answer)
         num_tokens = prompt.num_tokens + (len(changed) - len(tokens)) // TOKEN_BYTES
         reused, lost = num_cached, None
         if self._bounded is not None:
-            reused, lost = self._in_bounded(prompt, namespace, changed, answer, num_cached)
+            reused, lost = self._replay_bounded(prompt, namespace, changed, answer, num_cached)
         elif prompt.reported is not None and not self._fixed:
-            lost = self._reported(prompt, num_cached)
+            lost = self._reported_loss(prompt, num_cached)
         if lost is not None and (finding is None or lost.lost_tokens > finding.lost_tokens):
             finding = lost
         self._remember(index, prompt, namespace, changed, tokens, answer)
-        return Replayed(num_tokens, min(self._scaled(reused), num_tokens - 1), finding, is_first)
+        return ReplayedPrompt(num_tokens, min(self._units_to_tokens(reused), num_tokens - 1), finding, is_first)
 
-    def _scaled(self, units: int) -> int:
+    def _units_to_tokens(self, units: int) -> int:
         return units * self._log.tokens_per_unit
 
     def _changed_prompt(self, prompt: LoggedPrompt, tokens: bytes) -> tuple[Namespace, bytes, Finding | None, int]:
         """Return the namespace and the tokens with which a prompt is replayed, what it loses, and what it reuses."""
         namespace, rounds = prompt.namespace, list[tuple[Replacement, ...]]()
         for _ in range(_MAX_ROUNDS):
-            num_cached = self._whole.match(namespace, tokens).cached_tokens
+            num_cached = self._unbounded.match(namespace, tokens).cached_tokens
             finding = self._finding(prompt, namespace, tokens, num_cached, rounds)
             if finding is None or finding.key not in self._fixed:
                 break
             if finding.namespace is not None:
                 namespace = finding.namespace
                 continue
-            changed = replaced(tokens, finding.replacements)
+            changed = apply_replacements(tokens, finding.replacements)
             if changed == tokens or self._num_units + len(changed) // TOKEN_BYTES > self._max_units:
                 break
             rounds.append(finding.replacements)
             tokens = changed
         else:
-            num_cached = self._whole.match(namespace, tokens).cached_tokens
+            num_cached = self._unbounded.match(namespace, tokens).cached_tokens
             finding = None
         return namespace, tokens, finding, num_cached
 
@@ -222,9 +222,9 @@ class Replay:
         num_cached: int,
         rounds: list[tuple[Replacement, ...]],
     ) -> Finding | None:
-        """Return why a prompt could not reuse more of what all prompts before it have."""
+        """Return why a prompt could not reuse more of all earlier prompts."""
         num_missed = len(tokens) // TOKEN_BYTES - 1 - num_cached
-        if self._scaled(num_missed) < self._min_found_tokens:
+        if self._units_to_tokens(num_missed) < self._min_found_tokens:
             return None
         array = uint32(tokens)
         numbers = self._index.candidates(namespace.seed, array, num_cached)
@@ -232,10 +232,10 @@ class Replay:
         numbers = list(dict.fromkeys((*former, *numbers)))
         segment_of = prompt.segment_of
         if segment_of is not None and rounds:
-            segment_of = _before(segment_of, rounds)
+            segment_of = _segment_before(segment_of, rounds)
         earlier = [self._earlier(each) for each in numbers]
         finding = self._examiner.examine(prompt, array, num_cached, earlier, self._min_found_tokens, segment_of)
-        elsewhere = self._elsewhere(namespace, tokens, num_cached)
+        elsewhere = self._finding_elsewhere(namespace, tokens, num_cached)
         if elsewhere is not None and (finding is None or elsewhere.lost_tokens >= finding.lost_tokens):
             return elsewhere
         return finding
@@ -246,25 +246,25 @@ class Replay:
         tokens = b"".join(self._log.tokens(number)) if changed is None else self._changed[changed]
         return Earlier(self._log.prompts[number], uint32(tokens))
 
-    def _elsewhere(self, namespace: Namespace, tokens: bytes, num_cached: int) -> Finding | None:
-        """Return that more of the prompt is cached in another namespace; None if it is not."""
+    def _finding_elsewhere(self, namespace: Namespace, tokens: bytes, num_cached: int) -> Finding | None:
+        """Return a finding if more of the prompt is cached in another namespace."""
         head = tokens[: MIN_EQUAL_TOKENS * TOKEN_BYTES]
         best, most = None, num_cached
         for other in reversed(self._namespaces.get(head, ())):
             if other != namespace:
-                found = self._whole.match(other, tokens).cached_tokens
-                if found > most:
-                    best, most = other, found
-        num_lost = self._scaled(most - num_cached)
+                num_found = self._unbounded.match(other, tokens).cached_tokens
+                if num_found > most:
+                    best, most = other, num_found
+        num_lost = self._units_to_tokens(most - num_cached)
         if best is None or num_lost < self._min_found_tokens:
             return None
         cause = cause_of_namespace(namespace, best)
-        return Finding(GroupKey(cause), self._scaled(num_cached), num_lost, namespace=best)
+        return Finding(GroupKey(cause), self._units_to_tokens(num_cached), num_lost, namespace=best)
 
-    def _in_bounded(
-        self, prompt: LoggedPrompt, namespace: Namespace, tokens: bytes, answer: bytes, num_whole: int
+    def _replay_bounded(
+        self, prompt: LoggedPrompt, namespace: Namespace, tokens: bytes, answer: bytes, num_unbounded: int
     ) -> tuple[int, Finding | None]:
-        """Replay a prompt in the cache that evicts. Returns what it reused, and what had been evicted."""
+        """Replay a prompt in the cache that evicts. Returns the number of reused tokens, and what had been evicted."""
         cache = self._bounded
         assert cache is not None
         self._evictions.tenant = namespace.tenant
@@ -274,24 +274,24 @@ class Replay:
         evicted_for = self._evictions.tenant_of(prefix_fingerprint(namespace.seed, tokens, next_end))
         try:
             _publish(cache, namespace, tokens, answer)
-        except CapacityError:  # it is longer than the cache
+        except CapacityError:  # the prompt is longer than the cache
             pass
         else:
             if prompt.retention is not None:
                 cache.retain(namespace, tokens, prompt.retention)
-        num_lost = self._scaled(num_whole - num_cached)
+        num_lost = self._units_to_tokens(num_unbounded - num_cached)
         if num_lost < self._min_lost_tokens or reason not in CAUSE_OF_REASON:
             return num_cached, None
         cause = CAUSE_OF_REASON[reason]
         if cause is MissCause.EVICTED and evicted_for is not None:
             cause = MissCause.EVICTED_BY_OWN if evicted_for == namespace.tenant else MissCause.EVICTED_BY_OTHERS
-        return num_cached, Finding(GroupKey(cause), self._scaled(num_cached), num_lost)
+        return num_cached, Finding(GroupKey(cause), self._units_to_tokens(num_cached), num_lost)
 
-    def _reported(self, prompt: LoggedPrompt, num_cached: int) -> Finding | None:
-        """Return what a server has reported, if it reused less than a cache that never evicts."""
+    def _reported_loss(self, prompt: LoggedPrompt, num_cached: int) -> Finding | None:
+        """Return the loss that a server has reported, if it reused less than a cache that never evicts."""
         reported = prompt.reported
         assert reported is not None
-        num_lost = self._scaled(num_cached) - reported.cached_tokens
+        num_lost = self._units_to_tokens(num_cached) - reported.cached_tokens
         cause = CAUSE_OF_REASON.get(reported.miss_reason)
         if cause is None or num_lost < self._min_lost_tokens:
             return None
@@ -323,8 +323,8 @@ def _publish(cache: PrefixCache, namespace: Namespace, tokens: bytes, answer: by
             lease.commit(lease.num_tokens)
 
 
-def _before(segment_of: SegmentOf, rounds: list[tuple[Replacement, ...]]) -> SegmentOf:
-    """Return a function that names the segment of a position in a prompt with several rounds of replacements."""
+def _segment_before(segment_of: SegmentOf, rounds: list[tuple[Replacement, ...]]) -> SegmentOf:
+    """Return a function that names the segment of a position after several rounds of replacements."""
 
     def segment(position: int) -> str:
         for replacements in reversed(rounds):
@@ -335,7 +335,7 @@ def _before(segment_of: SegmentOf, rounds: list[tuple[Replacement, ...]]) -> Seg
 
 
 def _position_before(position: int, replacements: tuple[Replacement, ...]) -> int:
-    """Return the position of a token before replacements; of a new token, a position in the range that it replaced."""
+    """Return the position that a token had before replacements; for a new token, one in the replaced range."""
     growth = 0
     for each in replacements:
         start, num_new = each.start + growth, len(each.tokens) // TOKEN_BYTES

@@ -28,9 +28,9 @@ def trace_log(requests: Sequence[TraceRequest]) -> PromptLog:
         prompt = LoggedPrompt(
             f"request {index + 1}", each.input_length, Namespace("trace"), each.session, each.timestamp_ms / 1000
         )
-        log.add(prompt, _numbered(ids, numbers), _numbered(each.output_ids[1:], numbers))
+        log.add(prompt, _numbers_of(ids, numbers), _numbers_of(each.output_ids[1:], numbers))
     return log
 
 
-def _numbered(ids: Sequence[int], numbers: dict[int, int]) -> list[int]:
+def _numbers_of(ids: Sequence[int], numbers: dict[int, int]) -> list[int]:
     return [numbers.setdefault(each, len(numbers)) for each in ids]

@@ -1,4 +1,4 @@
-"""Finds the cached segments that have passages of a prompt, in a fixed amount of memory."""
+"""Finds the cached segments that contain passages of a prompt, in a fixed amount of memory."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from radixkv.explain.realignment import Tokens, window_hashes
 WINDOW_TOKENS = 32
 NUM_SLOTS = 2**19
 _SAMPLED_BITS = 6
-_SHORT_TOKENS = 4096  # of shorter segments, more windows are in the sample
+_SHORT_TOKENS = 4096  # segments of at most this length have more windows in the sample
 _SHORT_SAMPLED_BITS = 4
-_HEAD_TOKENS = 8  # of a window, which decide whether it is in the sample
-_CHUNK_TOKENS = 65_536  # that are examined at a time, to bound the memory
+_HEAD_TOKENS = 8  # the first tokens of a window, which decide whether it is in the sample
+_CHUNK_TOKENS = 65_536  # tokens that are examined at a time, to bound the memory
 _MAX_SAMPLED = _CHUNK_TOKENS // 8  # in a chunk; a passage that repeats itself may have more
 _FACTORS = np.random.default_rng(0).integers(2**63, size=WINDOW_TOKENS, dtype=np.uint64) | np.uint64(1)
 
@@ -23,12 +23,12 @@ _FACTORS = np.random.default_rng(0).integers(2**63, size=WINDOW_TOKENS, dtype=np
 class WindowTable:
     """Maps a sample of all windows of 32 tokens to the last segment that had them.
 
-    About 1 in 64 windows is sampled; in segments of at most 4,096 tokens, 1 in 16. The first tokens of a
-    window decide that, so that equal passages have the same windows in it. The hash of a window decides its slot, in
-    which it replaces another one. Hashes may collide, which returns a wrong segment, so callers compare tokens.
+    About 1 in 64 windows is sampled; in segments of at most 4,096 tokens, 1 in 16. The first tokens of a window decide
+    whether it is in the sample, so that equal passages have the same windows in it. The hash of a window selects its
+    slot, in which it replaces another window. If hashes collide, a wrong segment is returned: callers compare tokens.
 
-    Memory: 12 bytes per slot; 524,288 slots take 6 MiB. After a further 20 million tokens of segments of 50,000, or 5
-    million of segments of 2,000, about half of the windows of a segment are left.
+    Memory: 12 bytes per slot; 524,288 slots take 6 MiB. About half of the windows of a segment are left after 20
+    million further tokens in segments of 50,000 tokens, or 5 million in segments of 2,000 tokens.
 
     Args:
         num_slots: a power of two.
@@ -46,7 +46,7 @@ class WindowTable:
         self._places = np.zeros(num_slots, np.uint32)
 
     def add(self, tokens: Tokens, seed: int, place: int) -> None:
-        """Note that a segment has these tokens.
+        """Add the tokens of a segment.
 
         Args:
             tokens: uint32 `[num_tokens]`.
@@ -55,31 +55,31 @@ class WindowTable:
 
         Complexity: O(tokens).
         """
-        hashes = _sampled(tokens, seed, _SHORT_SAMPLED_BITS if tokens.size <= _SHORT_TOKENS else _SAMPLED_BITS)
+        hashes = _sampled_hashes(tokens, seed, _SHORT_SAMPLED_BITS if tokens.size <= _SHORT_TOKENS else _SAMPLED_BITS)
         slots = hashes & self._mask
         self._hashes[slots] = hashes
         self._places[slots] = place
 
     def places(self, tokens: Tokens, seed: int) -> Counter[int]:
-        """Count the windows of these tokens by the segment that has them. Complexity: O(tokens)."""
-        hashes = _sampled(tokens, seed, _SHORT_SAMPLED_BITS)
+        """Count the windows of these tokens by the segment that contains them. Complexity: O(tokens)."""
+        hashes = _sampled_hashes(tokens, seed, _SHORT_SAMPLED_BITS)
         slots = hashes & self._mask
         return Counter(self._places[slots][self._hashes[slots] == hashes].tolist())
 
 
-def _sampled(tokens: Tokens, seed: int, num_bits: int) -> npt.NDArray[np.uint64]:
+def _sampled_hashes(tokens: Tokens, seed: int, num_bits: int) -> npt.NDArray[np.uint64]:
     """Return the hashes of 1 in `2**num_bits` windows; their low bits select a slot."""
     parts = [np.empty(0, np.uint64)]
     for start in range(0, tokens.size - WINDOW_TOKENS + 1, _CHUNK_TOKENS):
         chunk = tokens[start : start + _CHUNK_TOKENS + WINDOW_TOKENS - 1]
         heads = window_hashes(chunk[: chunk.size - WINDOW_TOKENS + _HEAD_TOKENS], _HEAD_TOKENS)
-        starts = np.flatnonzero(_mixed(heads) >> np.uint64(64 - num_bits) == 0)[:_MAX_SAMPLED]
+        starts = np.flatnonzero(_mix(heads) >> np.uint64(64 - num_bits) == 0)[:_MAX_SAMPLED]
         windows = chunk[starts[:, None] + np.arange(WINDOW_TOKENS)] + np.uint64(1)
-        parts.append(_mixed((windows * _FACTORS).sum(axis=1, dtype=np.uint64) ^ np.uint64(seed)))
+        parts.append(_mix((windows * _FACTORS).sum(axis=1, dtype=np.uint64) ^ np.uint64(seed)))
     return np.concatenate(parts)
 
 
-def _mixed(hashes: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+def _mix(hashes: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     """Let all bits of a hash depend on each other."""
     hashes = hashes ^ (hashes >> np.uint64(32))
     hashes *= np.uint64(0xBF58476D1CE4E5B9)

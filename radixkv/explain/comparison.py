@@ -15,8 +15,9 @@ from radixkv.invocation import MAX_INVOKED_VOCAB
 NUM_CONTEXT_TOKENS = 32
 """Tokens that are decoded on both sides of the differing spans, to recognize what they are a part of."""
 
-MAX_DECODED_TOKENS = 4096  # of each differing span; longer spans are judged by their tokens alone
-_MAX_TEXT_CHARS = 32_768  # around each differing span; longer texts likewise
+# Longer spans, and longer texts around a differing span, are not examined as text; only their tokens are compared.
+_MAX_DECODED_TOKENS = 4096
+_MAX_TEXT_CHARS = 32_768
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -36,30 +37,25 @@ class Comparison(NamedTuple):
 
 
 class Decoder:
-    """Decodes tokens after the tokens before them, since some tokenizers change the beginning of a text.
+    """Decodes tokens together with the tokens before them, since some tokenizers change the beginning of a text.
 
     Args:
         decode: returns the text of token ids.
-        before: the tokens before the difference.
+        context: the tokens before the difference.
     """
 
-    def __init__(self, decode: Decode, before: Sequence[int]) -> None:
+    def __init__(self, decode: Decode, context: Sequence[int]) -> None:
         self._decode = decode
-        self._before = list(before)
-        self._text_before = decode(self._before) if self._before else ""
+        self._context = list(context)
+        self._context_text = decode(self._context) if self._context else ""
 
-    def of(self, tokens: Tokens) -> str:
-        """Return the text of the tokens before, and of these, given as an array."""
-        return self.whole(tokens.tolist())
+    def decode_with_context(self, token_ids: Sequence[int]) -> str:
+        """Return the text of the context and of the tokens after it."""
+        return self._decode([*self._context, *token_ids])
 
-    def after(self, token_ids: Sequence[int]) -> str:
-        """Return the text of tokens, without that of the tokens before them."""
-        text = self.whole(token_ids)
-        return text.removeprefix(self._text_before)
-
-    def whole(self, token_ids: Sequence[int]) -> str:
-        """Return the text of the tokens before, and of these."""
-        return self._decode([*self._before, *token_ids])
+    def decode_without_context(self, token_ids: Sequence[int]) -> str:
+        """Return the text of the tokens after the context."""
+        return self.decode_with_context(token_ids).removeprefix(self._context_text)
 
 
 def compare(
@@ -68,31 +64,31 @@ def compare(
     place: Realignment | None,
     *,
     is_first: bool,
-    text_of: Decoder | None,
+    decoder: Decoder | None,
     vocab_size: int = 2**32,
 ) -> Comparison:
     """Return what differs between two runs of tokens that begin differently.
 
     Args:
         prompt, branch: tokens from the difference on, uint32.
-        place: where they are equal again, as `realign` and `settled` found it.
+        place: where they are equal again, as `realign` or `settled` returns it.
         is_first: whether the difference is at the beginning of the prompt.
-        text_of: decodes tokens at the difference; None without a tokenizer.
+        decoder: decodes tokens at the difference; None without a tokenizer.
         vocab_size: number of token ids of the model; greater ids carry the mark of an invoked adapter.
     """
-    texts = None if text_of is None else _text_pair(text_of, prompt, branch, place, vocab_size)
+    texts = None if decoder is None else _text_pair(decoder, prompt, branch, place, vocab_size)
     return Comparison(kind_of(prompt, branch, place, is_first=is_first, texts=texts), place, texts)
 
 
 def _text_pair(
-    text_of: Decoder, prompt: Tokens, branch: Tokens, place: Realignment | None, vocab_size: int
+    decoder: Decoder, prompt: Tokens, branch: Tokens, place: Realignment | None, vocab_size: int
 ) -> TextPair | None:
     """Return the text around the difference on both sides; None if a differing span is too long to examine its text."""
     prompt_span, branch_span = (0, 0) if place is None else (place.prompt_span, place.branch_span)
-    if max(prompt_span, branch_span) > MAX_DECODED_TOKENS:
+    if max(prompt_span, branch_span) > _MAX_DECODED_TOKENS:
         return None
     sides = [
-        text_of.whole(plain_ids(tokens[: span + NUM_CONTEXT_TOKENS], vocab_size))
+        decoder.decode_with_context(plain_ids(tokens[: span + NUM_CONTEXT_TOKENS], vocab_size))
         for tokens, span in ((prompt, prompt_span), (branch, branch_span))
     ]
     if max(map(len, sides)) > _MAX_TEXT_CHARS:

@@ -34,16 +34,16 @@ def explain(
 ) -> Explanation:
     """Explain why a prompt is not reused further than it is.
 
-    Of several branches, the one with the most tokens that are equal again after a difference is shown, and of equal
-    ones, or if none is, the one that was used last.
+    Of several branches, the explanation shows the one with the most equal tokens after the difference. Among branches
+    with the same number, or if none has equal tokens again, it shows the one that was used last.
 
     Args:
-        look_up: what the engine knows of the prompt.
+        look_up: the cached prefix of the prompt, and the branches from which it diverges.
         segments: parts of the prompt that the caller has named; see `require_segments`.
-        decode: returns the text of token ids; None without a tokenizer, when only token ids are compared.
+        decode: returns the text of token ids; None without a tokenizer: then only token ids are compared.
         vocab_size: number of token ids of the model; greater ids carry the mark of an invoked adapter.
 
-    Complexity: that of `realign` for each branch, of which there are at most four.
+    Complexity: that of `realign` for each of at most four branches.
     """
     divergence = look_up.divergence
     num_tokens = len(look_up.tokens) // TOKEN_BYTES
@@ -63,14 +63,14 @@ def explain(
 
 def _difference(look_up: LookUp, decode: Decode | None, vocab_size: int) -> Difference:
     left_at = look_up.divergence.left_at
-    whole = np.frombuffer(look_up.tokens, "<u4")
-    prompt = whole[left_at:]
+    tokens = np.frombuffer(look_up.tokens, "<u4")
+    prompt = tokens[left_at:]
     branch, place, idle_s = _closest(prompt, look_up.divergence.branches)
-    before = plain_ids(whole[max(0, left_at - NUM_CONTEXT_TOKENS) : left_at], vocab_size)
-    text_of = None if decode is None else Decoder(decode, before)
+    before = plain_ids(tokens[max(0, left_at - NUM_CONTEXT_TOKENS) : left_at], vocab_size)
+    decoder = None if decode is None else Decoder(decode, before)
     if place is not None:
-        place = settled(prompt, branch, place, None if text_of is None else text_of.of)
-    kind, _, _ = compare(prompt, branch, place, is_first=left_at == 0, text_of=text_of, vocab_size=vocab_size)
+        place = settled(prompt, branch, place, None if decoder is None else decoder.decode_with_context)
+    kind, _, _ = compare(prompt, branch, place, is_first=left_at == 0, decoder=decoder, vocab_size=vocab_size)
     lost_tokens = 0 if place is None else place.equal_tokens
     prompt_span, branch_span = (None, None) if place is None else (place.prompt_span, place.branch_span)
     shown_before = before[-NUM_SHOWN_BEFORE:]
@@ -78,8 +78,8 @@ def _difference(look_up: LookUp, decode: Decode | None, vocab_size: int) -> Diff
         kind=kind,
         before_ids=tuple(shown_before),
         before_text="" if decode is None else decode(shown_before),
-        prompt=_excerpt(prompt, prompt_span, text_of, vocab_size),
-        branch=_excerpt(branch, branch_span, text_of, vocab_size),
+        prompt=_excerpt(prompt, prompt_span, decoder, vocab_size),
+        branch=_excerpt(branch, branch_span, decoder, vocab_size),
         prompt_span_tokens=prompt_span,
         branch_span_tokens=branch_span,
         lost_tokens=lost_tokens,
@@ -89,7 +89,7 @@ def _difference(look_up: LookUp, decode: Decode | None, vocab_size: int) -> Diff
 
 
 def _closest(prompt: Tokens, branches: Sequence[CachedBranch]) -> tuple[Tokens, Realignment | None, float]:
-    """Return the tokens of the branch that resembles the prompt most, where they are equal again, and its idle time."""
+    """Return the tokens of the branch that resembles the prompt most, where both are equal again, and its idle time."""
     best: tuple[Tokens, Realignment | None, float] | None = None
     for each in branches:
         tokens = np.frombuffer(each.tokens(min(_MAX_COMPARED_TOKENS, prompt.size + MAX_SPAN_TOKENS)), "<u4")
@@ -101,10 +101,10 @@ def _closest(prompt: Tokens, branches: Sequence[CachedBranch]) -> tuple[Tokens, 
     return best
 
 
-def _excerpt(tokens: Tokens, span: int | None, text_of: Decoder | None, vocab_size: int) -> Excerpt:
+def _excerpt(tokens: Tokens, span: int | None, decoder: Decoder | None, vocab_size: int) -> Excerpt:
     ids = plain_ids(tokens[:NUM_SHOWN_TOKENS], vocab_size)
     num_different = len(ids) if span is None else min(span, len(ids))
-    if text_of is None:
+    if decoder is None:
         return Excerpt(tuple(ids), num_different)
-    different, text = text_of.after(ids[:num_different]), text_of.after(ids)
+    different, text = decoder.decode_without_context(ids[:num_different]), decoder.decode_without_context(ids)
     return Excerpt(tuple(ids), num_different, different, text.removeprefix(different))

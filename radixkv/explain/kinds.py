@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise, zip_longest
 from typing import NamedTuple
 
@@ -26,8 +26,8 @@ _MAX_RESPLIT_SHARE = 0.06
 _MIN_INSERTED_TOKENS = 16
 _NUM_EDGE_TOKENS = 2
 _MIN_RETOKENIZED_CHARS = 8
-# Dates, times and ids are searched so far around a difference. A regular expression that searches a whole text would
-# hold the GIL until it finds something.
+# Dates, times and ids are searched up to this distance from a difference. A regular expression that searched a whole
+# text would hold the GIL for too long.
 _MAX_MATCH_CHARS = 128
 
 _MONTH = (
@@ -70,8 +70,8 @@ class TextPair(NamedTuple):
 
     Attributes:
         prompt, branch: text of the differing spans with some equal text before and after.
-        start: characters that both have in common at the beginning.
-        prompt_end, branch_end: where their common end begins.
+        start: number of characters at the beginning that both texts have in common.
+        prompt_end, branch_end: where the common end of both texts begins.
     """
 
     prompt: str
@@ -86,7 +86,7 @@ class TextPair(NamedTuple):
 
         Args:
             prompt, branch: the texts.
-            has_same_end: whether they were cut where the tokens are equal again; if not, everything after the first
+            has_same_end: whether the texts end where the tokens are equal again; if not, everything after the first
                 different character counts as different.
         """
         start = _num_equal(prompt, branch)
@@ -136,7 +136,7 @@ def kind_of(
     if texts is not None and not _is_without_text(texts):
         prompt_size, branch_size = texts.prompt_end - texts.start, texts.branch_end - texts.start
     elif max(prompt_size, branch_size) >= _MIN_INSERTED_TOKENS:
-        # Next to an inserted span, a tokenizer may split the text that both sides have in another way.
+        # Next to an inserted span, a tokenizer may split the text that both sides share into other tokens.
         prompt_size, branch_size = max(0, prompt_size - _NUM_EDGE_TOKENS), max(0, branch_size - _NUM_EDGE_TOKENS)
     if not branch_size:
         return DifferenceKind.INSERTED
@@ -149,7 +149,7 @@ def _is_without_text(texts: TextPair | None) -> bool:
 
 
 def _kind_of_text(texts: TextPair, place: Realignment | None) -> DifferenceKind | None:
-    """Return the kind that the text shows; None if it shows none."""
+    """Return the kind that can be recognized by the text; None if there is none."""
     if _is_retokenized(texts, place):
         return DifferenceKind.RETOKENIZED
     if place is None:
@@ -176,7 +176,7 @@ def _is_retokenized(texts: TextPair, place: Realignment | None) -> bool:
     if place is not None:
         is_same = texts.prompt_end <= texts.start and texts.branch_end <= texts.start
         return is_same and place.prompt_span > 0 and place.branch_span > 0
-    num_chars = min(len(texts.prompt), len(texts.branch))  # one may be shorter, since both have as many tokens
+    num_chars = min(len(texts.prompt), len(texts.branch))  # the same number of tokens was decoded
     return num_chars >= _MIN_RETOKENIZED_CHARS and texts.start >= num_chars - 1
 
 
@@ -219,7 +219,7 @@ def _are_numbers(first: str, second: str) -> bool:
     """Whether two words are numbers, perhaps with the same letters before or after them."""
     one, other = _NUMBERED.fullmatch(first), _NUMBERED.fullmatch(second)
     if _SHORT_HEX.fullmatch(first) and len(first) == len(second) and sum(map(str.__ne__, first, second)) > 1:
-        return False  # such as d87 and d68
+        return False  # such as the hexadecimal ids d87 and d68
     return one is not None and other is not None and (one[1], one[3]) == (other[1], other[3])
 
 
@@ -234,7 +234,7 @@ def _are_ids(first: str, second: str) -> bool:
 
 
 def _is_mixed(word: str) -> bool:
-    """Whether letters and digits change at least twice in a word of several different characters."""
+    """Whether a word of several different characters changes at least twice between letters and digits."""
     num_changes = sum(one.isdigit() != other.isdigit() for one, other in pairwise(word))
     return num_changes >= 2 and len(set(word)) >= _MIN_ID_CHARS
 
@@ -247,9 +247,9 @@ def _is_permutation(texts: TextPair) -> bool:
 
 
 def is_reordered(prompt: Tokens, branch: Tokens, place: Realignment) -> bool:
-    """Whether the differing spans are in another order on the other side.
+    """Whether the differing spans have the same content in another order.
 
-    Either both spans have the same tokens, or the skipped span of one side is found later on the other side, and is not
+    This is so if both spans have the same tokens, or if the span of one side occurs later on the other side and is not
     repeated on its own side.
     """
     if has_same_tokens(prompt[: place.prompt_span], branch[: place.branch_span]):
@@ -259,11 +259,11 @@ def is_reordered(prompt: Tokens, branch: Tokens, place: Realignment) -> bool:
     )
 
 
-def permuted(prompt: Tokens, branch: Tokens, place: Realignment) -> Realignment:
+def end_of_permutation(prompt: Tokens, branch: Tokens, place: Realignment) -> Realignment:
     """Return the end of spans that have the same tokens in another order; `place` if there is no such end.
 
-    The shortest pair of spans ends before the first part that both sides have, so a part that was moved would differ
-    once more later. Both sides are as long again after all moved parts.
+    `realign` returns the shortest pair of spans, which ends before the first part that both sides have, so a part that
+    was moved would count as another difference later. After all moved parts, both sides have the same length again.
     """
     length = min(prompt.size, branch.size)
     is_equal = prompt[:length] == branch[:length]
@@ -281,60 +281,61 @@ def permuted(prompt: Tokens, branch: Tokens, place: Realignment) -> Realignment:
 
 
 def settled(
-    prompt: Tokens, branch: Tokens, place: Realignment, text_of: Callable[[Tokens], str] | None = None
+    prompt: Tokens, branch: Tokens, place: Realignment, text_of: Callable[[Sequence[int]], str] | None = None
 ) -> Realignment:
-    """Return the end of spans that have the same parts in another order; `place` if they have not.
+    """Return the end of spans that have the same parts in another order; `place` if there are no such spans.
 
-    Parts may have equal tokens at equal positions by chance, such as two JSON objects with the same keys. So the spans
-    end at the place before which both sides have the same tokens, but for a few: they may be split into tokens in
-    another way, which also makes one side some tokens longer. Without such a place, `permuted` decides.
+    Parts may have equal tokens at equal positions by chance, such as two JSON objects with the same keys. Therefore the
+    spans end where both sides have had the same tokens, except for a few: the same text may be split into other tokens,
+    which also makes one side a few tokens longer. Without such an end, `end_of_permutation` decides.
 
-    If one side has skipped a passage, both sides are as long again only after the other side has it, too. A passage
-    that the other side has not, but another one instead, is not moved.
+    If one side has skipped a passage, both sides have the same length again only after the other side has the passage,
+    too. A passage that was replaced by another one is not moved.
 
     Args:
         prompt, branch: tokens from the difference on.
-        place: where `realign` found that they are equal again.
-        text_of: returns the text of tokens from the difference on. The same words in another order are moved, however
-            they are split into tokens.
+        place: where both sides are equal again, as `realign` returns it.
+        text_of: returns the text of token ids from the difference on. The same words in another order count as moved,
+            even if they are split into other tokens. None without a tokenizer.
     """
-    found = permuted(prompt, branch, place)
+    permutation = end_of_permutation(prompt, branch, place)
     is_skipped = place.prompt_span != place.branch_span
-    if (not is_skipped and found == place) or _is_replaced(prompt, branch, place):
+    if (not is_skipped and permutation == place) or _is_replaced(prompt, branch, place):
         return place
-    ends = _ends_of_order(prompt, branch)
-    if found != place:
-        ends.append((_num_other(prompt[: found[0]], branch[: found[1]]), found.prompt_span, found.branch_span))
+    ends = _ends_of_reordering(prompt, branch)
+    if permutation != place:
+        prompt_span, branch_span, _ = permutation
+        ends.append((_num_unshared(prompt[:prompt_span], branch[:branch_span]), prompt_span, branch_span))
     if not ends:
         return place
-    num_other, one, other = min(ends)
+    num_unshared, one, other = min(ends)
     while (num_equal := num_equal_tokens(prompt[one:], branch[other:])) <= one:  # perhaps equal by chance
-        later = [each for each in ends if each[1] > one and each[0] * one < num_other * each[1]]
+        later = [each for each in ends if each[1] > one and each[0] * one < num_unshared * each[1]]
         if not later:
             break
-        num_other, one, other = min(later, key=lambda each: each[0] / each[1])
+        num_unshared, one, other = min(later, key=lambda each: each[0] / each[1])
     best = Realignment(one, other, num_equal)
     num_different = _num_different(prompt, branch, place, best)
-    if not is_skipped or num_other <= num_different // 8 + min(num_different // 4, _GRAM_TOKENS):
+    if not is_skipped or num_unshared <= num_different // 8 + min(num_different // 4, _GRAM_TOKENS):
         return best
-    if text_of is None or num_other > num_different or max(one, other) > _MAX_READ_TOKENS:
+    if text_of is None or num_unshared > num_different or max(one, other) > _MAX_READ_TOKENS:
         return place
     sides = prompt[: one + _GRAM_TOKENS], branch[: other + _GRAM_TOKENS]
-    words, other_words = (_ANY_WORD.findall(text_of(each)) for each in sides)
+    words, other_words = (_ANY_WORD.findall(text_of(each.tolist())) for each in sides)
     return best if words != other_words and sorted(words) == sorted(other_words) else place
 
 
 def _is_replaced(prompt: Tokens, branch: Tokens, place: Realignment) -> bool:
-    """Whether the spans are short ones with other tokens, such as two ids, whatever is in another order after them."""
+    """Whether short spans have other tokens, such as two ids, even if parts after them are in another order."""
     prompt_span, branch_span, num_equal = place
     if not min(prompt_span, branch_span) or num_equal < _REPLACED_FACTOR * max(prompt_span, branch_span):
         return False
     sides = ((prompt, prompt_span, branch), (branch, branch_span, prompt))
-    return not any(_is_found(own[1 : span - 1], other[:_MAX_MOVED_TOKENS]) for own, span, other in sides if span > 4)
+    return not any(_occurs_in(own[1 : span - 1], other[:_MAX_MOVED_TOKENS]) for own, span, other in sides if span > 4)
 
 
-def _is_found(passage: Tokens, tokens: Tokens) -> bool:
-    """Whether a run of tokens has a passage."""
+def _occurs_in(passage: Tokens, tokens: Tokens) -> bool:
+    """Whether a passage occurs in a run of tokens."""
     data, needle, position = tokens.tobytes(), passage.tobytes(), -1
     while (position := data.find(needle, position + 1)) >= 0:
         if position % tokens.itemsize == 0:
@@ -342,9 +343,9 @@ def _is_found(passage: Tokens, tokens: Tokens) -> bool:
     return False
 
 
-def _ends_of_order(prompt: Tokens, branch: Tokens) -> list[tuple[int, int, int]]:
+def _ends_of_reordering(prompt: Tokens, branch: Tokens) -> list[tuple[int, int, int]]:
     """Return the ends of spans that have almost the same tokens: how many only one side has, and both positions."""
-    found = []
+    ends = []
     num_left = _MAX_ENDS
     for shift in sorted(range(-_MAX_SHIFT_TOKENS, _MAX_SHIFT_TOKENS + 1), key=abs):
         ours, theirs = max(0, -shift), max(0, shift)
@@ -353,14 +354,14 @@ def _ends_of_order(prompt: Tokens, branch: Tokens) -> list[tuple[int, int, int]]
         for start in [each for each in starts if each >= _MIN_REORDERED_TOKENS][:num_left]:
             one, other = ours + start, theirs + start
             num_left -= 1
-            num_other = _num_other(prompt[:one], branch[:other])
-            if num_other <= _MAX_RESPLIT_SHARE * (one + other):
-                found.append((num_other, one, other))
-    return found
+            num_unshared = _num_unshared(prompt[:one], branch[:other])
+            if num_unshared <= _MAX_RESPLIT_SHARE * (one + other):
+                ends.append((num_unshared, one, other))
+    return ends
 
 
 def _num_different(prompt: Tokens, branch: Tokens, place: Realignment, end: Realignment) -> int:
-    """Return how many tokens are in differing spans up to an end, on the side that has more of them each time."""
+    """Return how many tokens are in differing spans up to an end; the longer side of each span counts."""
     num_different, one, other = max(place[:2]), sum(place[::2]), place.branch_span + place.equal_tokens
     for _ in range(_MAX_ENDS):
         following = realign(prompt[one : end.prompt_span], branch[other : end.branch_span])
@@ -372,7 +373,7 @@ def _num_different(prompt: Tokens, branch: Tokens, place: Realignment, end: Real
     return num_different
 
 
-def _num_other(first: Tokens, second: Tokens) -> int:
+def _num_unshared(first: Tokens, second: Tokens) -> int:
     """Return how many tokens only one of both sides has."""
     return first.size + second.size - 2 * _num_common(first, second)
 
@@ -381,12 +382,12 @@ def _runs(is_equal: npt.NDArray[np.bool_]) -> list[int]:
     """Return where runs of at least `MIN_EQUAL_TOKENS` equal tokens begin."""
     edges = np.flatnonzero(np.diff(np.concatenate(([False], is_equal, [False]))))
     starts, ends = edges[::2], edges[1::2]
-    found: list[int] = starts[ends - starts >= MIN_EQUAL_TOKENS].tolist()
-    return found
+    long_starts: list[int] = starts[ends - starts >= MIN_EQUAL_TOKENS].tolist()
+    return long_starts
 
 
 def has_same_tokens(first: Tokens, second: Tokens) -> bool:
-    """Whether almost the same tokens occur on both sides, as often, and neither is too short to tell."""
+    """Whether almost the same tokens occur equally often on both sides, and neither side is too short to tell."""
     shorter, longer = sorted((first.size, second.size))
     if shorter < max(_MIN_REORDERED_TOKENS, _REORDERED_SHARE * longer):
         return False
@@ -394,7 +395,7 @@ def has_same_tokens(first: Tokens, second: Tokens) -> bool:
 
 
 def _num_common(first: Tokens, second: Tokens) -> int:
-    """Return how many tokens occur on both sides, as often. They are sorted by numpy, without the GIL."""
+    """Return the size of the multiset intersection of both sides. numpy sorts the tokens without the GIL."""
     ids, counts = np.unique(first, return_counts=True)
     other_ids, other_counts = np.unique(second, return_counts=True)
     _, at, other_at = np.intersect1d(ids, other_ids, assume_unique=True, return_indices=True)
@@ -406,14 +407,14 @@ def _is_moved(span: Tokens, own: Tokens, other: Tokens) -> bool:
     if span.size < 2 * _GRAM_TOKENS:
         return False
     grams = np.unique(window_hashes(span[:_MAX_MOVED_TOKENS], _GRAM_TOKENS))
-    own_counts, other_counts = (_counts(grams, side[:_MAX_MOVED_TOKENS]) for side in (own, other))
+    own_counts, other_counts = (_gram_counts(grams, side[:_MAX_MOVED_TOKENS]) for side in (own, other))
     return int((other_counts >= own_counts).sum()) >= _MOVED_SHARE * grams.size
 
 
-def _counts(grams: npt.NDArray[np.uint64], tokens: Tokens) -> npt.NDArray[np.intp]:
-    """Return how often each of some grams, given by their hashes, is in a run of tokens."""
-    found = np.sort(window_hashes(tokens, _GRAM_TOKENS))
-    return np.searchsorted(found, grams, "right") - np.searchsorted(found, grams, "left")
+def _gram_counts(grams: npt.NDArray[np.uint64], tokens: Tokens) -> npt.NDArray[np.intp]:
+    """Return how often each gram occurs in a run of tokens. Grams are given by their hashes."""
+    hashes = np.sort(window_hashes(tokens, _GRAM_TOKENS))
+    return np.searchsorted(hashes, grams, "right") - np.searchsorted(hashes, grams, "left")
 
 
 def _is_in_word(text: str, start: int, end: int) -> bool:
@@ -428,7 +429,7 @@ def _is_in_word(text: str, start: int, end: int) -> bool:
 def _words(text: str, start: int, end: int) -> list[str]:
     """Return the words that overlap a range, or touch an empty one."""
     is_empty = start == end
-    first, last = start, end  # of the searched text, which ends where words end
+    first, last = start, end  # the searched range, extended to whole words
     while first > 0 and _WORD.match(text[first - 1]):
         first -= 1
     while last < len(text) and _WORD.match(text[last]):
@@ -438,7 +439,7 @@ def _words(text: str, start: int, end: int) -> list[str]:
 
 
 def _num_equal(first: Iterable[str], second: Iterable[str]) -> int:
-    """Return the length of the common prefix."""
+    """Return the length of the common prefix of two sequences of characters."""
     num_equal = 0
     for one, other in zip(first, second, strict=False):
         if one != other:

@@ -16,8 +16,8 @@ _KEY = re.compile(r"[\"'][\w$-]+[\"']\s*:")
 def pattern_of(kind: DifferenceKind, texts: TextPair | None) -> str:
     """Return the pattern of a difference, for a sentence; empty if it has none, or without text.
 
-    Differences in the same place of a program have the same pattern, so it does not depend on which part of an id or of
-    a date differs by chance.
+    Differences that the same line of a program causes have the same pattern: it does not depend on which part of an id
+    or of a date differs by chance.
 
     Args:
         kind: what differs.
@@ -47,8 +47,8 @@ def _id_pattern(texts: TextPair) -> str:
 
 
 def _date_pattern(texts: TextPair) -> str:
-    found = date_around(*texts.sides()[0])
-    has_date, has_time = bool(_DATE.search(found)), bool(_TIME.search(found))
+    text = date_around(*texts.sides()[0])
+    has_date, has_time = bool(_DATE.search(text)), bool(_TIME.search(text))
     if has_date and has_time:
         return "a date and a time"
-    return "a time" if has_time else "a date" if has_date else "a Unix time" if found[:1].isdigit() else "a weekday"
+    return "a time" if has_time else "a date" if has_date else "a Unix time" if text[:1].isdigit() else "a weekday"

@@ -11,7 +11,7 @@ Tokens = npt.NDArray[np.uint32]
 
 MIN_EQUAL_TOKENS = 32
 MAX_SPAN_TOKENS = 65_536
-_NEAR_TOKENS = 2048  # are searched first, since most spans are short
+_NEAR_TOKENS = 2048  # the first tokens are searched first, since most spans are short
 _MAX_RUNS = 64
 _FACTOR = 0x9E3779B97F4A7C15
 
@@ -21,7 +21,7 @@ class Realignment(NamedTuple):
 
     Attributes:
         prompt_span, branch_span: tokens to skip in the prompt and in the branch.
-        equal_tokens: equal tokens from there on, at least `MIN_EQUAL_TOKENS`.
+        equal_tokens: equal tokens after these spans, at least `MIN_EQUAL_TOKENS`.
     """
 
     prompt_span: int
@@ -44,8 +44,8 @@ def realign(prompt: Tokens, branch: Tokens) -> Realignment | None:
         branch: tokens of the branch from there, uint32 `[num_branch_tokens]`.
 
     Returns:
-        The place; None if there is none. Tokens are compared, so a place that is returned is right. A collision of
-        64-bit hashes can hide one.
+        The place; None if there is none. Tokens are compared, so the place is always right. A collision of 64-bit
+        hashes can hide a place.
 
     Complexity: O(n log n) in at most `MAX_SPAN_TOKENS` tokens of either side, and the comparison of at most 64 runs.
 
@@ -61,7 +61,7 @@ def realign(prompt: Tokens, branch: Tokens) -> Realignment | None:
 
 
 def _search(prompt: Tokens, branch: Tokens, max_span: int) -> tuple[Realignment | None, int]:
-    """Return what `realign` finds in the windows that begin within `max_span` tokens, and how far it looked."""
+    """Return what `realign` finds in the windows that begin within `max_span` tokens, and how far it searched."""
     num_tokens = max_span + MIN_EQUAL_TOKENS - 1
     _, prompt_starts, branch_starts = np.intersect1d(
         window_hashes(prompt[:num_tokens]), window_hashes(branch[:num_tokens]), return_indices=True

@@ -1,6 +1,6 @@
 """Prefix reuse inside other projects: transformers, lm-evaluation-harness, and tiers for vLLM, LMCache and SGLang.
 
-Its modules need the projects that they are for. Nothing else in radixkv imports this package.
+Modules that are named after a project need that project. Nothing else in radixkv imports this package.
 
 Public API: `Evaluator`; see also the modules `radixkv.integrations.transformers` and `radixkv.integrations.lm_eval`.
 """

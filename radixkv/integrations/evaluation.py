@@ -35,21 +35,21 @@ class _Scored:
 
 
 class Evaluator:
-    """Answers the three kinds of requests of lm-evaluation-harness. Contexts with a common prefix compute it once.
+    """Answers the three kinds of requests of lm-evaluation-harness. A prefix that contexts share is computed once.
 
     Requests with contexts are sorted by their tokens, so that those with a common prefix follow each other. Results are
     in the order of the requests.
 
     Args:
         llm: the model.
-        max_gen_toks: generated tokens of requests that state no maximum.
-        prefix_token_id: the token before texts that have no context; None for the model's BOS token, or else its EOS
-            token.
+        max_gen_toks: maximum number of generated tokens of requests that do not set one.
+        prefix_token_id: the token before texts that have no context; None for the model's BOS token, or its EOS token
+            if it has no BOS token.
         use_tqdm: see `LLM.generate`.
 
     Attributes:
         num_prompt_tokens: tokens of all contexts of `loglikelihood` and `generate_until` so far.
-        num_cached_tokens: those that were not computed, but reused.
+        num_cached_tokens: how many of them were reused.
     """
 
     def __init__(
@@ -62,11 +62,11 @@ class Evaluator:
         self._max_gen_toks = max_gen_toks
         self._use_tqdm = use_tqdm
         names = (self._tokenizer.named_id(name) for name in ("bos_token", "eos_token"))
-        known = next((each for each in names if each is not None), None)
-        prefix = known if prefix_token_id is None else prefix_token_id
-        if prefix is None:
+        if prefix_token_id is None:
+            prefix_token_id = next((each for each in names if each is not None), None)
+        if prefix_token_id is None:
             raise InvalidRequest("prefix_token_id: the tokenizer names neither a BOS nor an EOS token; pass an id")
-        self.prefix_token_id = prefix
+        self.prefix_token_id = prefix_token_id
 
     def encode(self, text: str) -> list[int]:
         """Encode a text as a prompt. A BOS token is added if the model requires one and the text does not have it."""
@@ -78,27 +78,27 @@ class Evaluator:
     def loglikelihood(self, pairs: Sequence[tuple[str, str]]) -> list[tuple[float, bool]]:
         """Return the log probability of each continuation, and whether greedy decoding would generate it.
 
-        Texts are encoded together. White space at the end of a context belongs to the continuation. Contexts that are
-        too long lose their first tokens.
+        A context and its continuation are encoded together. White space at the end of a context belongs to the
+        continuation. Contexts that are too long lose their first tokens.
 
         Args:
             pairs: context and continuation. An empty context is replaced by the prefix token.
 
         Raises:
-            InvalidRequest: a continuation has no tokens, or a text is no Unicode. The message names the request.
+            InvalidRequest: a continuation has no tokens, or a text is not valid Unicode. The message names the request.
         """
         scored = []
         encode_context = functools.cache(self.encode)  # several continuations have the same context
         for index, (context, continuation) in enumerate(pairs):
-            with _naming(index):
-                scored.append(self._scored(context, continuation, encode_context))
-        return self._in_token_order(scored, lambda each: (*each.context, *each.continuation), self._score)
+            with _name_request(index):
+                scored.append(self._encode_pair(context, continuation, encode_context))
+        return self._answer_in_token_order(scored, lambda each: (*each.context, *each.continuation), self._score)
 
     def loglikelihood_rolling(self, texts: Sequence[str]) -> list[float]:
         """Return the log probability of each text after the prefix token.
 
-        A text that is longer than the model allows is divided into windows, as lm-evaluation-harness does it: each
-        token is predicted once, and all but the first window are full.
+        A text that is longer than the model allows is divided into windows, as in lm-evaluation-harness: each token is
+        predicted once, and all windows but the first one are full.
         """
         windows: list[tuple[int, _Scored]] = []
         for index, text in enumerate(texts):
@@ -115,7 +115,7 @@ class Evaluator:
         return totals
 
     def generate_until(self, requests: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
-        """Generate texts, each up to one of its stop texts, which it does not contain.
+        """Generate texts, each of which ends before its first stop text.
 
         Args:
             requests: contexts and options: `until`, `max_gen_toks`, `do_sample`, and fields of `SamplingParams`. The
@@ -126,20 +126,20 @@ class Evaluator:
         """
         prepared = []
         for index, (context, options) in enumerate(requests):
-            with _naming(index):
+            with _name_request(index):
                 prepared.append(self._generation(context, dict(options)))
 
-        def generate(some: Sequence[tuple[list[int], Any, list[str]]]) -> list[str]:
+        def generate(ordered: Sequence[tuple[list[int], Any, list[str]]]) -> list[str]:
             outputs = self._llm.generate(
-                [tokens for tokens, _, _ in some], [params for _, params, _ in some], self._use_tqdm
+                [tokens for tokens, _, _ in ordered], [params for _, params, _ in ordered], self._use_tqdm
             )
             for output in outputs:
                 self._count(len(output.prompt_token_ids), output.num_cached_tokens)
-            return [_cut(output.outputs[0].text, until) for output, (_, _, until) in zip(outputs, some, strict=True)]
+            return [_cut(output.outputs[0].text, until) for output, (_, _, until) in zip(outputs, ordered, strict=True)]
 
-        return self._in_token_order(prepared, lambda each: tuple(each[0]), generate)
+        return self._answer_in_token_order(prepared, lambda each: tuple(each[0]), generate)
 
-    def _scored(self, context: str, continuation: str, encode_context: Callable[[str], list[int]]) -> _Scored:
+    def _encode_pair(self, context: str, continuation: str, encode_context: Callable[[str], list[int]]) -> _Scored:
         """Encode a context and its continuation, and drop what is too long."""
         if context:
             before = encode_context(context.rstrip())
@@ -166,7 +166,8 @@ class Evaluator:
 
     def _windows(self, tokens: list[int]) -> Iterator[_Scored]:
         """Divide a text into windows of context and tokens to predict."""
-        size = self._llm.max_model_len - 2  # of predicted tokens; one is before them, and one is generated after them
+        # Predicted tokens per window; at least one token precedes them, and one token is generated after them.
+        size = self._llm.max_model_len - 2
         for start in range(0, len(tokens), size):
             end = min(start + size, len(tokens))
             yield _Scored([self.prefix_token_id] if start == 0 else tokens[end - size - 1 : start], tokens[start:end])
@@ -175,8 +176,8 @@ class Evaluator:
         """Return the tokens of a context, its sampling parameters, and the texts at which the answer ends."""
         until = options.pop("until", None) or []
         until = [until] if isinstance(until, str) else [each for each in until if each]
-        given = [value for name in _MAX_TOKENS if (value := options.pop(name, None)) is not None]
-        max_tokens = given[0] if given else self._max_gen_toks
+        maxima = [value for name in _MAX_TOKENS if (value := options.pop(name, None)) is not None]
+        max_tokens = maxima[0] if maxima else self._max_gen_toks
         temperature = options.pop("temperature", None)
         is_sampled = options.pop("do_sample", None)
         if is_sampled is None:
@@ -206,7 +207,7 @@ class Evaluator:
 
         return SamplingParams(**options)
 
-    def _in_token_order(
+    def _answer_in_token_order(
         self,
         requests: Sequence[Any],
         tokens: Callable[[Any], tuple[int, ...]],
@@ -223,7 +224,7 @@ class Evaluator:
 
 
 @contextlib.contextmanager
-def _naming(index: int) -> Iterator[None]:
+def _name_request(index: int) -> Iterator[None]:
     """Add the index of a request to the message of an error."""
     try:
         yield

@@ -2,8 +2,8 @@
 
     python -m radixkv.integrations.lm_eval run --model radixkv --model_args pretrained=DIR --tasks TASK --num_fewshot 5
 
-runs lm-evaluation-harness, which finds no models of other packages by itself. In Python, import this module before
-`lm_eval.simple_evaluate(model="radixkv", ...)`.
+This command runs lm-evaluation-harness with the model registered, since the harness does not find models of other
+packages itself. In Python, import this module before `lm_eval.simple_evaluate(model="radixkv", ...)`.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from radixkv import LLM
 from radixkv.errors import InvalidRequest
 from radixkv.integrations.evaluation import Evaluator
 
-# Arguments that the harness passes to every model, and that change nothing here: the engine chooses its own batches.
+# Arguments that the harness passes to every model, and that have no effect: the engine chooses its own batches.
 _UNUSED = ("batch_size", "max_batch_size")
-# What the harness passes if the caller names no device, also where there is no GPU.
+# The device that the harness passes if the caller names none, even on machines without a GPU.
 _DEFAULT_DEVICES = (None, "cuda:0")
 
 
@@ -55,18 +55,18 @@ class RadixKVLM(LM):  # type: ignore[misc]  # lm_eval is not installed where typ
 
     @property
     def tokenizer_name(self) -> str:
-        """Name by which the harness distinguishes its cached requests."""
+        """Name that the harness uses in the keys of cached requests."""
         return f"radixkv-{self._name.replace('/', '__')}"
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
-        """Return a name of the chat template, by which the harness distinguishes its cached requests."""
+        """Return a name of the chat template, which the harness uses in the keys of cached requests."""
         return f"{self.tokenizer_name}-chat" if chat_template else None
 
     def apply_chat_template(self, chat_history: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> str:
         """Render a conversation with the chat template of the model.
 
-        Without `add_generation_prompt`, the last message is the beginning of the answer, which the model continues: the
-        text ends with it.
+        Without `add_generation_prompt`, the last message is the beginning of the answer, which the model continues:
+        the text ends with that message.
 
         Raises:
             InvalidRequest: the template changes the last message, so it cannot be continued.
@@ -87,19 +87,19 @@ class RadixKVLM(LM):  # type: ignore[misc]  # lm_eval is not installed where typ
     def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """See `Evaluator.loglikelihood`."""
         results = self.evaluator.loglikelihood([each.args for each in requests])
-        return self._remembered("loglikelihood", requests, results)
+        return self._store_results("loglikelihood", requests, results)
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
         """See `Evaluator.loglikelihood_rolling`."""
         results = self.evaluator.loglikelihood_rolling([each.args[0] for each in requests])
-        return self._remembered("loglikelihood_rolling", requests, results)
+        return self._store_results("loglikelihood_rolling", requests, results)
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         """See `Evaluator.generate_until`."""
         results = self.evaluator.generate_until([each.args for each in requests])
-        return self._remembered("generate_until", requests, results)
+        return self._store_results("generate_until", requests, results)
 
-    def _remembered(self, kind: str, requests: Sequence[Any], results: list[Any]) -> list[Any]:
+    def _store_results(self, kind: str, requests: Sequence[Any], results: list[Any]) -> list[Any]:
         """Store results in the cache of the harness, if it has one."""
         for request, result in zip(requests, results, strict=True):
             self.cache_hook.add_partial(kind, request.args, result)

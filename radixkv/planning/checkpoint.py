@@ -14,7 +14,7 @@ from radixkv.model_files.gguf_config import model_config
 from radixkv.model_files.gguf_file import GgufFile, has_magic
 from radixkv.model_files.hub_cache import HubName
 from radixkv.model_files.model_location import locate
-from radixkv.planning.quantized_weights import gguf_weights_bytes
+from radixkv.planning.quantized_weights import gguf_weights_bytes, weight_files
 from radixkv.storage.kv_layout import FORMAT_OF_DTYPE, HeadKV, KVFormat
 
 # Kinds of attention layers that store the same K/V.
@@ -51,8 +51,8 @@ class Checkpoint:
     Attributes:
         num_layers: `num_hidden_layers`, without layers of short convolutions; of LongCat-Flash twice its `num_layers`.
         num_query_heads: `num_attention_heads`.
-        num_kv_heads: `num_key_value_heads`; the number of query heads if only that is there. If layers of sliding
-            attention differ, this and `head_dim` describe the layers of full attention.
+        num_kv_heads: `num_key_value_heads`, or `num_query_heads` without this field. If layers of sliding attention
+            differ, this and `head_dim` describe the layers of full attention.
         head_dim: `head_dim`, or `hidden_size` divided by the query heads; `v_head_dim` of latent attention.
         mla_rank: `kv_lora_rank`.
         rope_dim: `qk_rope_head_dim` of latent attention.
@@ -88,7 +88,7 @@ def read_checkpoint(path: str | Path, longrope: str = "short") -> Checkpoint:
     The text part of a multimodal model is read. GPT-2's names (`n_layer`, `n_head`, `n_embd`) are accepted.
 
     Args:
-        path: a directory with a config.json, or the file itself; or another place that `locate` knows.
+        path: a directory with a config.json, the config.json itself, or any other location that `locate` accepts.
         longrope: a value of `model.longrope`.
 
     Raises:
@@ -131,18 +131,18 @@ def read_checkpoint(path: str | Path, longrope: str = "short") -> Checkpoint:
 
 
 def _read(path: str | Path) -> tuple[Path, dict[str, Any], int | None]:
-    """Return the file that describes a model, what is in it, and the size of the weights in memory."""
+    """Return the file that describes a model, its configuration, and the size of the weights in memory."""
     # `os.path` returns False for a name that is too long; `Path` would raise an OSError.
     is_directory, is_file = os.path.isdir(path), os.path.isfile(path)
     is_gguf = has_magic(Path(path)) if is_file else str(path).lower().endswith(".gguf")
     if is_gguf or (not is_directory and not is_file and HubName.parse(str(path))):
         location = locate(path)
         if location.is_gguf:
-            described = GgufFile.read(location.path)
-            return location.path, model_config(described), gguf_weights_bytes(described)
+            file = GgufFile.read(location.path)
+            return location.path, model_config(file), gguf_weights_bytes(file)
         path, is_directory = location.path, True
-    file = Path(path) / "config.json" if is_directory else Path(path)
-    return file, read_object(file), _weights_bytes(file.parent)
+    config_file = Path(path) / "config.json" if is_directory else Path(path)
+    return config_file, read_object(config_file), _weights_bytes(config_file.parent)
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +162,7 @@ class _Fields:
         return None
 
     def layer_kinds(self) -> set[str]:
-        """Return the kinds of layers that a model may have: attention with equal K/V, and convolutions without K/V."""
+        """Return the supported kinds of layers: attention with equal K/V, and convolutions without K/V."""
         return _SAME_KV | {_SHORT_CONV} if self.size(_CONV_WIDTH) else _SAME_KV
 
     def num_short_convs(self) -> int:
@@ -265,13 +265,12 @@ def _heads_of(fields: _Fields, layer: int, is_sliding: bool, num_kv_heads: int, 
         return sliding_heads if is_sliding else num_kv_heads, head_dim
     by_layer = fields.values.get("per_layer_config")
     if isinstance(by_layer, dict):
-        own = by_layer.get(str(layer)) or {}
-        known = _Fields(fields.file, own)
-        return known.size("num_key_value_heads") or num_kv_heads, known.size("head_dim") or head_dim
+        own = _Fields(fields.file, by_layer.get(str(layer)) or {})
+        return own.size("num_key_value_heads") or num_kv_heads, own.size("head_dim") or head_dim
     if is_sliding:
         return num_kv_heads, head_dim
-    few = fields.size("num_global_key_value_heads") if fields.values.get("attention_k_eq_v") else None
-    return few or num_kv_heads, fields.size("global_head_dim") or _GEMMA4_GLOBAL_HEAD_DIM
+    num_global = fields.size("num_global_key_value_heads") if fields.values.get("attention_k_eq_v") else None
+    return num_global or num_kv_heads, fields.size("global_head_dim") or _GEMMA4_GLOBAL_HEAD_DIM
 
 
 def _num_kv_heads(fields: _Fields) -> int | None:
@@ -300,6 +299,4 @@ def _weights_bytes(directory: Path) -> int | None:
         total = metadata.get("total_size") if isinstance(metadata, dict) else None
         if isinstance(total, int | float) and not isinstance(total, bool) and 1 <= total < 2**63:
             return int(total)
-    # A directory may contain the same weights twice, in another format.
-    files = sorted(directory.glob("model*.safetensors")) or sorted(directory.glob("*.safetensors"))
-    return sum(file.stat().st_size for file in files) or None
+    return sum(file.stat().st_size for file in weight_files(directory)) or None

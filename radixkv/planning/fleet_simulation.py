@@ -65,9 +65,9 @@ class FleetSimulation:
         token_hit_rate: `cached_tokens / prompt_tokens`.
         evicted_tokens: evicted blocks times `block_size`, of all replicas.
         load_spread: computed tokens of the busiest replica divided by the mean.
-        busy: mean fraction of the time in which a replica computed.
+        busy: fraction of the time that a replica spent computing, on average.
         ttft_p50_s, ttft_p99_s: seconds from arrival to the end of the prefill.
-        new_homes: number of times that a prefix was computed on one more replica because of its demand.
+        new_homes: number of times that a prefix was computed on a further replica because of its demand.
         seconds: wall time of the replay.
     """
 
@@ -171,7 +171,7 @@ class SimulatedReplica:
 
     Args:
         name: name of the replica.
-        num_blocks, block_size, policy, probation_share: arguments of its cache. Its events have the same block size.
+        num_blocks, block_size, policy, probation_share: arguments of the cache. Events have the same block size.
         namespace: the namespace of all requests.
         identities: published names of namespaces, shared with the router.
         compute_s: seconds per computed token.
@@ -220,12 +220,12 @@ class SimulatedReplica:
 
     @property
     def num_evicted_blocks(self) -> int:
-        """Blocks that its cache evicted."""
+        """Number of blocks that the cache of the replica evicted."""
         return self._cache.num_evicted_blocks
 
     @property
-    def number(self) -> int:
-        """Number of the last batch that was read."""
+    def last_sequence_number(self) -> int:
+        """Sequence number of the last batch of events that was read."""
         return self._read
 
     def send(self, job: SimulatedRequest) -> float | None:
@@ -279,7 +279,8 @@ class _FleetReplay:
         self.num_new_homes = 0
         self._event_delay_s = fleet.event_delay_s
         self._namespace = Namespace("trace")
-        self._due: list[tuple[float, int, int, EventBatch | None]] = []  # time, order, replica, events or an end
+        # Time, order, replica, and events that arrive; None if a request ends.
+        self._due: list[tuple[float, int, int, EventBatch | None]] = []
         self._num_due = 0
         identities, times = Identities(), TokenTimes(compute_s=1 / fleet.tokens_per_s)
         self.router = Router(
@@ -306,10 +307,11 @@ class _FleetReplay:
         ]
         for replica in self.replicas:
             self.router.join(replica.name)
-            self.router.read(replica.name, EventBatch(replica.number, 0.0, (AllCleared(),), SnapshotPart(0, 1, 0)))
+            snapshot = EventBatch(replica.last_sequence_number, 0.0, (AllCleared(),), SnapshotPart(0, 1, 0))
+            self.router.read(replica.name, snapshot)
 
     def send(self, index: int, request: TraceRequest) -> None:
-        """Route a request at its time."""
+        """Route a request at its arrival time."""
         self.run_until(max(self.now_s + _MIN_STEP_S, request.timestamp_ms / 1000))
         tokens = prompt_tokens(request, vocab_size=_VOCAB_SIZE).tobytes()
         route = self.router.route(self._namespace, tokens)

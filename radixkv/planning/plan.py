@@ -1,6 +1,6 @@
 """Arithmetic of K/V memory: sequences that fit next to the weights, waste of blocks, savings of sharing and caching.
 
-Counts are exact integers. A GiB is 2**30 bytes and a GB is 10**9.
+Counts are exact integers. A GiB is 2**30 bytes, and a GB is 10**9 bytes.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class WindowedUse:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks that the next token needs: those that its window reaches, which may begin inside one."""
+        """Blocks that the next token needs: those that its window overlaps. The window may begin inside a block."""
         whole = BlockUse(self.num_tokens, self.block_size).num_blocks
         return min(whole, -(-(self.window - 1) // self.block_size) + 1)
 

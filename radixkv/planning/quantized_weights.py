@@ -16,7 +16,7 @@ from radixkv.storage.kv_layout import FORMAT_OF_DTYPE, KVFormat
 _LONGEST_HEADER = 100_000_000  # bytes; safetensors allows no more
 _INT8_FEATURE_BYTES = 8  # an output feature has a scale and, for oneDNN, a zero point: 32 bits each
 _GROUP_FEATURES = 32  # input features that share a scale, in q8 and q4
-_GROUP_BYTES = {"q8": 2 + 32, "q4": 2 + 2 + 16}  # a scale, in q4 a minimum, and codes
+_GROUP_BYTES = {"q8": 2 + 32, "q4": 2 + 2 + 16}  # a scale, in q4 also a minimum, and the codes
 
 # Names of embeddings, and of matrices of experts and their routers, which keep their dtype.
 _EMBEDDING = re.compile(r"(^|\.)(embed_(tokens|in)|word_embeddings|tok_embeddings|wte)\.weight$")
@@ -43,14 +43,14 @@ def quantized_weights_bytes(path: str | Path, weights: str) -> int:
         ConfigError: there are no safetensors, or a file cannot be read. The message names the directory or the file.
     """
     directory = Path(path) if Path(path).is_dir() else Path(path).parent
-    files = sorted(directory.glob("model*.safetensors")) or sorted(directory.glob("*.safetensors"))
+    files = weight_files(directory)
     if not files:
         raise ConfigError(
             f"plan: expected a --model directory with safetensors for --weights {weights}, got {directory}"
         )
     head_weights = "q8" if weights == "q4" else weights
     total = 0
-    embedding: tuple[list[int], int] | None = None  # its shape and bytes
+    embedding: tuple[list[int], int] | None = None  # shape, bytes
     has_head = False
     for file in files:
         for name, tensor in _header(file).items():
@@ -68,10 +68,15 @@ def quantized_weights_bytes(path: str | Path, weights: str) -> int:
     return total
 
 
+def weight_files(directory: Path) -> list[Path]:
+    """Return the safetensors files of a model. A directory may contain the same weights again, in another format."""
+    return sorted(directory.glob("model*.safetensors")) or sorted(directory.glob("*.safetensors"))
+
+
 def gguf_weights_bytes(file: GgufFile) -> int:
     """Return the bytes of the weights of a GGUF file on a CPU, where quantized matrices stay quantized.
 
-    Projections that are merged have 8 bits if one of them has. A matrix that is both head and embedding is stored once.
+    Merged projections have 8 bits if one of them has. A matrix that is both head and embedding is stored once.
     Padding is not counted.
     """
     served = KVFormat(FORMAT_OF_DTYPE[file.dtype])
@@ -94,8 +99,8 @@ def _gguf_format(tensor: GgufTensor) -> str | None:
 
 
 def _merged_name(name: str) -> str:
-    """Return the same name for the projections of a layer that are merged."""
-    return _MERGED.sub(lambda found: f"{found[1] or found[2]}_merged", name)
+    """Return a name that is the same for all projections of a layer that are merged."""
+    return _MERGED.sub(lambda match: f"{match[1] or match[2]}_merged", name)
 
 
 def _is_quantized(name: str, shape: list[int]) -> bool:

@@ -1,4 +1,4 @@
-"""Replays a request trace through the prefix cache, without a model, to find the hit rate of a capacity."""
+"""Replays a request trace through the prefix cache, without a model, to find the hit rate for a capacity."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ NO_HINTS, STOP, STOP_AND_END = HINTS = ("none", "stop", "stop+end")
 _VOCAB_SIZE = 2**32
 _MIN_STEP_S = 1e-5  # so that time advances in a trace without timestamps
 _NEVER = np.iinfo(np.int32).max
-_TIMELY = 1.1  # times the time to the first token that a hit on the device takes
+_TIMELY_FACTOR = 1.1  # maximum ratio of the TTFT of a timely return to that of a ready one
 
 
 @dataclass(frozen=True, slots=True)
 class Latency:
-    """Times to the first token (TTFT) by a `TimeModel`: for loading and computing, on a server that is otherwise idle.
+    """Times to the first token (TTFT) on a server that is otherwise idle: loading and computing, by a `TimeModel`.
 
-    A return is a request after an answer of its session that ended in a tool call. What it repeats of the prompt before
-    it can be reused, in whole blocks and except for its last token.
+    A return is a request whose session last got an answer that ended in a tool call. A return can reuse the tokens that
+    it repeats of the previous prompt, in whole blocks and except for its own last token.
 
     Attributes:
         ttft_p50_s, ttft_p95_s: median and 95th percentile of the TTFT of all requests, in seconds.
@@ -152,9 +152,9 @@ def simulate(
         block_size: tokens per block, at least 1.
         probation_share: probation share of the cache, see `PrefixCache`; `optimal` has none.
         tiers: tiers below the cache, the fastest first.
-        hints: what the cache knows of sessions, one of `HINTS`: nothing; why each answer ended; that, and which answer
-            was the last one of its session.
-        times: how long prefills and loads take; None for no time. The policy `optimal` ignores it.
+        hints: what the cache knows of sessions, one of `HINTS`: `none`: nothing; `stop`: why each answer ended;
+            `stop+end`: also which answer was the last one of its session.
+        times: how long prefills and loads take; None for no time. The policy `optimal` ignores `times`.
         on_request: called after each request.
 
     Raises:
@@ -182,7 +182,7 @@ def simulate(
         replay.num_cached_tokens / replay.num_prompt_tokens,
         replay.cache.num_evicted_blocks * block_size,
         time.perf_counter() - start_s,
-        replay.tiers.uses(replay.num_prompt_tokens) if replay.tiers else (),
+        replay.tiers.usage(replay.num_prompt_tokens) if replay.tiers else (),
         replay.latency(),
     )
 
@@ -214,16 +214,16 @@ class _CacheReplay:
         self._num_kept_blocks = num_blocks
         self._namespace = Namespace("trace")
         self._caller = Caller()
-        self._future: FarthestFuture | None = None
+        self._optimal: FarthestFuture | None = None
         if policy == OPTIMAL:
             num_blocks += -(-max(request.input_length for request in requests) // block_size)
-            self._future = FarthestFuture(num_blocks)
+            self._optimal = FarthestFuture(num_blocks)
             self._next_uses = _next_uses(requests)
         self.cache = PrefixCache(
             num_blocks,
             block_size,
-            policy=self._future or make_policy(policy, num_blocks),
-            probation_share=1.0 if self._future else probation_share,
+            policy=self._optimal or make_policy(policy, num_blocks),
+            probation_share=1.0 if self._optimal else probation_share,
             max_evicted_prefixes=0,
             max_session_prompt_bytes=MAX_SESSION_PROMPT_BYTES if self.tiers and times else 0,
             listeners=[self.tiers.index] if self.tiers else (),
@@ -256,9 +256,9 @@ class _CacheReplay:
                 self.num_cached_tokens += num_cached_tokens
                 self._note_time(request, now_s, num_cached_tokens, repeated_tokens, is_ready=is_ready)
                 _publish(lease, answer)
-                if self._future is not None:
-                    self._set_next_uses(self._future, lease, index)
-            if self._future is not None:
+                if self._optimal is not None:
+                    self._set_next_uses(self._optimal, lease, index)
+            if self._optimal is not None:
                 self.cache.evict(self.cache.pool.num_published - self._num_kept_blocks)
             elif request.is_last and self._hints == STOP_AND_END:
                 self.cache.end_session(self._namespace.tenant, request.session)
@@ -291,7 +291,7 @@ class _CacheReplay:
         return self.cache.match(self._namespace, prompt).cached_tokens
 
     def _repeated_tokens(self, request: TraceRequest) -> int | None:
-        """Return how many tokens of the prompt before it a return can reuse; None for other requests."""
+        """Return how many tokens of the previous prompt a return can reuse; None if the request is not a return."""
         if self._times is None or not request.session:
             return None
         former = self._former.get(request.session)
@@ -312,7 +312,7 @@ class _CacheReplay:
         *,
         is_ready: bool,
     ) -> None:
-        """Record the time to the first token of a request, whose blocks have been loaded by now."""
+        """Record the time to the first token of a request whose blocks have just been loaded."""
         if self._times is None:
             return
         computing_s = self._times.prefill_s(num_cached_tokens, request.input_length)
@@ -324,10 +324,10 @@ class _CacheReplay:
             hit_s = self._times.prefill_s(max(repeated_tokens, num_cached_tokens), request.input_length)
             self._num_returns += 1
             self._num_ready += is_ready
-            self._num_timely += ttft_s <= _TIMELY * hit_s
+            self._num_timely += ttft_s <= _TIMELY_FACTOR * hit_s
 
     def _lease(self, request: TraceRequest, tokens: bytes) -> Lease:
-        """Open a lease of a prompt that knows what the hints tell."""
+        """Open a lease of a prompt, with what `hints` allow the cache to know."""
         lease = self.cache.lease(self._namespace, tokens, session_id="" if self._hints == NO_HINTS else request.session)
         if self._hints != NO_HINTS:
             lease.awaits = request.awaits
@@ -336,23 +336,23 @@ class _CacheReplay:
     def _tokens_of(self, request: TraceRequest) -> tuple[bytes, bytes]:
         """Return a prompt and its answer, which is empty unless the trace contains its ids and there is room for it.
 
-        The first id of an answer stands for the block in which the prompt ends. So with an answer, the end of the
-        prompt has the tokens that the next turn has there.
+        The first id of an answer stands for the block in which the prompt ends. Therefore the end of a prompt with an
+        answer has the same tokens as the next turn.
         """
-        sequence = None if self._future is not None else sequence_tokens(request, vocab_size=_VOCAB_SIZE)
+        sequence = None if self._optimal is not None else sequence_tokens(request, vocab_size=_VOCAB_SIZE)
         if sequence is None or sequence.size > self.cache.pool.num_blocks * self.cache.block_size:
             return prompt_tokens(request, vocab_size=_VOCAB_SIZE).tobytes(), b""
         return sequence[: request.input_length].tobytes(), sequence[request.input_length :].tobytes()
 
-    def _set_next_uses(self, future: FarthestFuture, lease: Lease, index: int) -> None:
+    def _set_next_uses(self, policy: FarthestFuture, lease: Lease, index: int) -> None:
         last_tokens = np.arange(1, lease.block_ids.size + 1) * self.cache.block_size - 1  # [num_blocks]
         request = self._requests[index]
         ids = np.minimum(last_tokens // request.tokens_per_id, len(request.hash_ids) - 1)
         # The tree may keep its own copy of a partly filled last block.
-        known = self.cache.match(self._namespace, bytes(lease.tokens)).block_ids
+        published_ids = self.cache.match(self._namespace, bytes(lease.tokens)).block_ids
         next_uses = self._next_uses[index][ids]
-        future.set_next_uses(lease.block_ids, next_uses)
-        future.set_next_uses(known, next_uses[: known.size])
+        policy.set_next_uses(lease.block_ids, next_uses)
+        policy.set_next_uses(published_ids, next_uses[: published_ids.size])
 
 
 def _publish(lease: Lease, answer: bytes) -> None:
@@ -390,7 +390,7 @@ def check_simulation(
 def _total_blocks(
     requests: Sequence[TraceRequest], num_blocks: int, block_size: int, tiers: Sequence[TierCapacity]
 ) -> int:
-    """Return the number of blocks of the device and all tiers together, but at most those of all prompts."""
+    """Return the number of blocks of the device and all tiers together, or of all prompts if that is less."""
     max_blocks = sum(-(-request.input_length // block_size) for request in requests)
     if any(tier.capacity_tokens is None for tier in tiers):
         return max_blocks

@@ -3,13 +3,13 @@
 | record | what it holds |
 |---|---|
 | `{"conversations": [{"from": "human", "value": TEXT}, ...]}` | ShareGPT: a chat; see below |
-| `{"conversation": [{"role": "user", "content": TEXT}, ...]}` | LMSYS: the same |
+| `{"conversation": [{"role": "user", "content": TEXT}, ...]}` | LMSYS: a chat |
 | `{"messages": [...]}` | a chat if it ends with an answer of the model, otherwise a single request |
 | `{"body": {...}}`, also `payload` or `request` | OpenAI's batch file: the inner object is one of the other records |
 | `{"prompt": TEXT}`, also `text_input`, `text` or `input` | a single request |
 
 In a chat, each answer that is not the first message is one request, whose prompt is the messages before it. Messages
-after the last answer are one more.
+after the last answer form one more request.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class TextRequest:
     """One request with its text.
 
     Attributes:
-        where: its place in the file, for error messages.
+        where: place of the request in the file, for error messages.
         time_s: seconds since 1970; None if the file does not contain it.
         prompt: a text, or the messages of a chat.
         answer: text of the answer; None if there is none.
@@ -52,7 +52,7 @@ class TextRequest:
 
 
 def text_requests(record: Record) -> Iterator[TextRequest]:
-    """Yield the requests of a record; the docstring of this module says which.
+    """Yield the requests of a record, as the docstring of this module describes.
 
     Raises:
         ConfigError: the record has no text. The message names the line, the expected and the actual fields.

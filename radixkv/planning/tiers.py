@@ -36,7 +36,7 @@ from radixkv.tokens import TOKEN_BYTES
 
 _UNBOUNDED_BLOCKS = 2**62
 _HOST_ALIGNMENT = 64  # as in radixkv/offload/tiers/host.py
-_STEP_TOKENS = 2048  # in which a prefill is reported to `LoadOrCompute`
+_STEP_TOKENS = 2048  # prefills are reported to `LoadOrCompute` in steps of this size
 _PAYLOAD = memoryview(b"\0")
 
 
@@ -60,11 +60,11 @@ class TierUsage:
     Attributes:
         tier: name of the tier.
         capacity_tokens: capacity in tokens; None if unbounded.
-        cached_tokens: prompt tokens that were loaded from it when their request arrived.
+        cached_tokens: prompt tokens that were loaded from the tier when their request arrived.
         token_hit_rate: `cached_tokens` divided by all prompt tokens.
-        written_blocks: blocks that were written to it.
-        loaded_blocks: blocks that were loaded from it, for requests or ahead of them.
-        held_blocks: blocks that it holds at the end.
+        written_blocks: blocks that were written to the tier.
+        loaded_blocks: blocks that were loaded from the tier, for requests or ahead of them.
+        held_blocks: blocks that the tier holds at the end.
     """
 
     tier: str
@@ -107,10 +107,11 @@ class VirtualClock:
 class SimulatedTiers:
     """The tiers of the engine, whose stores hold keys instead of objects, and whose loads end on a virtual clock.
 
-        request ── begin ──▶ Offload: a load starts ── clock ──▶ ready ── lease, fill, computed ──▶ done
-        session waits for a tool ──▶ Prefetcher: the same, without a request
+        request ──────────────────▶ Offload: a load starts ── clock ──▶ ready ── lease, fill
+        session waits for a tool ─▶ Prefetcher: a load starts, without a request
 
-    Writing takes no time, and without a `TimeModel` loading takes none, and everything that the tiers hold is loaded.
+    Writing takes no time. Without a `TimeModel`, loading takes no time either, and everything that the tiers hold is
+    loaded.
 
     Args:
         tiers: the tiers, the fastest first. Capacities are rounded down to whole blocks.
@@ -140,14 +141,14 @@ class SimulatedTiers:
     def connect(self, cache: PrefixCache) -> None:
         """Connect the tiers to the cache, which was built with `index` as a listener."""
         block_format = BlockFormat("trace", "", "", "", self._block_size, _PAYLOAD.nbytes, "")
-        mover = _SimulatedCopier()
-        keys = BlockKeys(block_format)  # of purges, which do not occur
+        copier = _SimulatedCopier()
+        keys = BlockKeys(block_format)  # only used by purges, which do not occur
         clock = self._clock
         self._offload = Offload(
             cache,
             self.index,
             self._tiers,
-            mover,
+            copier,
             _UNBOUNDED_BLOCKS,
             keys,
             self._choice,
@@ -161,10 +162,10 @@ class SimulatedTiers:
         return self._prefetcher.num_loaded_tokens
 
     def advance(self, now_s: float) -> None:
-        """Let the time pass: loads end, and sessions are prepared for, in the order of the clock."""
+        """Advance the clock to `now_s`. Meanwhile, loads end and blocks of sessions are prefetched."""
         while True:
-            looking_s = self._prefetcher.seconds_until_due(self._clock.now_s)
-            times = (self._clock.next_s, None if looking_s is None else self._clock.now_s + looking_s)
+            wait_s = self._prefetcher.seconds_until_due(self._clock.now_s)
+            times = (self._clock.next_s, None if wait_s is None else self._clock.now_s + wait_s)
             next_s = min((each for each in times if each is not None), default=now_s)
             self._clock.advance(min(next_s, now_s))
             self._process()
@@ -172,7 +173,7 @@ class SimulatedTiers:
                 return
 
     def finish(self) -> None:
-        """Let the time pass until no request waits."""
+        """Advance the clock until no request waits."""
         while self._waiting:
             next_s = self._clock.next_s
             assert next_s is not None, "a load ends at some time"
@@ -184,7 +185,7 @@ class SimulatedTiers:
         Args:
             params: the prompt.
             namespace: the namespace of its tokens.
-            on_ready: called when its blocks are loaded; opens the lease and calls `fill`.
+            on_ready: called when the blocks of the request are loaded; opens the lease and calls `fill`.
         """
         request = Request(params, namespace, Future[PrefillResult](), self._clock.now_s)
         if self._offload.begin(request):
@@ -195,10 +196,10 @@ class SimulatedTiers:
             self._process()
 
     def fill(self, request: Request, lease: Lease) -> int:
-        """Give the loaded blocks of a request to its lease.
+        """Pass the loaded blocks of a request to its lease.
 
         Returns:
-            Number of tokens at the start of the prompt that are cached now.
+            Number of tokens at the beginning of the prompt that are cached now.
         """
         num_tokens = self._offload.fill(request, lease)
         self._loaded_tokens.update(request.reuse.loaded_tokens)
@@ -206,12 +207,12 @@ class SimulatedTiers:
         return num_tokens
 
     def note_prefill(self, seconds: float, start: int, end: int) -> None:
-        """Tell the choice between loading and computing how long a prefill took."""
+        """Report how long a prefill took to the choice between loading and computing."""
         for position in range(start, end, _STEP_TOKENS):
             to = min(end, position + _STEP_TOKENS)
             self._choice.note_step(seconds * (to - position) / (end - start), [(position, to)])
 
-    def uses(self, num_prompt_tokens: int) -> tuple[TierUsage, ...]:
+    def usage(self, num_prompt_tokens: int) -> tuple[TierUsage, ...]:
         """Return the use of each tier."""
         return tuple(
             TierUsage(
@@ -275,7 +276,7 @@ class _SimulatedTier(Tier):
         return _done(PutResult(tuple(outcomes), evicted))
 
     def load(self, wanted: Sequence[Wanted]) -> Future[list[LoadedBlock | Miss]]:
-        """Load blocks, which ends when the time of the load has passed on the clock."""
+        """Load blocks. The future is done when the time of the load has passed on the clock."""
         loaded: Future[list[LoadedBlock | Miss]] = Future()
         seconds = 0.0
         if self._times is not None:
@@ -327,10 +328,10 @@ def _done(result: Any) -> Future[Any]:
 
 
 def tier_capacity_tokens(name: str, num_bytes: int, token_bytes: int, block_size: int) -> int:
-    """Return the capacity of a tier in tokens of whole blocks, in slots as used by `host` and `disk`.
+    """Return the capacity of a tier in tokens of whole blocks, if it has slots as `host` and `disk` have.
 
-    A slot contains the key, the tokens and the checksum of the block in addition to its K/V. On `disk` it takes whole
-    pages.
+    A slot contains the key, the tokens and the checksum of the block in addition to its K/V. On `disk`, a slot takes
+    whole pages.
 
     >>> tier_capacity_tokens("host", 16 * 10**9, token_bytes=131_072, block_size=64)
     122048
@@ -339,10 +340,10 @@ def tier_capacity_tokens(name: str, num_bytes: int, token_bytes: int, block_size
         ConfigError: no block fits.
     """
     payload_bytes = block_size * token_bytes
-    num_bytes_each = object_bytes(block_size, payload_bytes)
-    slot_bytes = -(-num_bytes_each // _HOST_ALIGNMENT) * _HOST_ALIGNMENT
+    block_bytes = object_bytes(block_size, payload_bytes)
+    slot_bytes = -(-block_bytes // _HOST_ALIGNMENT) * _HOST_ALIGNMENT
     if name == "disk":
-        slot_bytes = SlotSizes.of(num_bytes_each, payload_bytes).slot_bytes
+        slot_bytes = SlotSizes.of(block_bytes, payload_bytes).slot_bytes
     if num_bytes < slot_bytes:
         raise ConfigError(f"tier {name}: expected room for a block, {slot_bytes} bytes, got {num_bytes}")
     return num_bytes // slot_bytes * block_size

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,9 +37,9 @@ class TimeModel:
     Attributes:
         token_bytes: bytes of K and V per token, all layers.
         token_s: seconds per token, without attention to the tokens before it.
-        position_s: seconds per token and token before it.
+        position_s: seconds per pair of a token and a token before it.
         start_s: seconds of a prefill that do not depend on its length.
-        tiers: the tiers by name. Loads from a tier that is missing here take no time.
+        tiers: load times by name of the tier. Loads from other tiers take no time.
     """
 
     token_bytes: float
@@ -76,29 +76,29 @@ class TimeModel:
                 default may be 0). The message names the file and the field.
         """
         try:
-            found = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+            fields = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError) as error:
             raise ConfigError(f"time model {path}: expected a JSON file: {error}") from error
-        numbers = _numbers(path, "", found, cls, others=["tiers"])
-        tiers = found.get("tiers", {})
+        numbers = _numbers(path, "", fields, cls, others=["tiers"])
+        tiers = fields.get("tiers", {})
         if not isinstance(tiers, dict):
             raise ConfigError(f"time model {path}: tiers: expected an object, got {tiers!r}")
         times = {name: LoadTime(**_numbers(path, f"tiers.{name}.", each, LoadTime)) for name, each in tiers.items()}
         return cls(**numbers, tiers=times)
 
 
-def _numbers(path: Path, prefix: str, found: Any, kind: type[Any], others: Sequence[str] = ()) -> dict[str, Any]:
-    """Return the numbers of an object of the file, checked."""
-    if not isinstance(found, dict):
+def _numbers(path: Path, prefix: str, fields: Any, kind: type[Any], others: Sequence[str] = ()) -> dict[str, Any]:
+    """Validate an object of the file, and return its fields except `others`."""
+    if not isinstance(fields, dict):
         raise ConfigError(f"time model {path}: {prefix.removesuffix('.') or 'the file'}: expected an object")
     minima = {each.name: None if each.default is dataclasses.MISSING else 0.0 for each in dataclasses.fields(kind)}
     names = [name for name in minima if name not in others]
-    if unknown := [name for name in found if name not in minima]:
+    if unknown := [name for name in fields if name not in minima]:
         raise ConfigError(f"time model {path}: {prefix}{unknown[0]}: expected one of {', '.join(names)}")
     for name in names:
-        value: Any = found.get(name, minima[name])
-        is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-        if not is_number or value < 0 or (value == 0 and minima[name] is None):
+        value: Any = fields.get(name, minima[name])
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not abs(value) <= sys.float_info.max or value < 0 or (value == 0 and minima[name] is None):
             bound = "above 0" if minima[name] is None else "of at least 0"
             raise ConfigError(f"time model {path}: {prefix}{name}: expected a number {bound}, got {value!r}")
-    return {name: found[name] for name in names if name in found}
+    return {name: fields[name] for name in names if name in fields}

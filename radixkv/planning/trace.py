@@ -41,7 +41,7 @@ _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
 _MAX_VOCAB_SIZE = 2**32
 _NUM_IDS = 2**64
-_CLOCK_MS = 1e11  # 1973: if all timestamps are later, they are Unix times, and are counted from the first one
+_CLOCK_MS = 1e11  # 1973: if all timestamps are later, they are Unix times, and are made relative to the first one
 
 _logger = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ class TraceRequest:
         timestamp_ms: arrival time, counted from the start of the trace.
         input_length: prompt tokens, `tokens_per_id * (len(hash_ids) - 1) < input_length <= tokens_per_id *
             len(hash_ids)`.
-        output_length: generated tokens; 0 if the trace does not contain it.
+        output_length: number of generated tokens; 0 if the trace does not contain it.
         hash_ids: ids of the prompt's blocks, in prompt order, each in `[0, 2**64)`.
         tokens_per_id: number of tokens per id; the last id covers the rest of the prompt.
         output_ids: ids of the block in which the prompt ends and of all later blocks, which have the generated tokens;
@@ -84,7 +84,7 @@ def load_trace(
     """Read a trace in the order of its timestamps, with a line in the log if that is not the order of the file.
 
     Blank lines are skipped. A request without a timestamp gets that of the request before it. Reading stops after
-    `limit` requests, so damaged lines after them are not noticed; events of vLLM are always read completely. Integer
+    `limit` requests, so damaged lines after that are not noticed; events of vLLM are always read completely. Integer
     ids below 2**64 are kept, unless they are local to a session; other ids are replaced by hashes.
 
     Args:
@@ -129,10 +129,10 @@ def load_trace(
     usual = tokens_per_id or trace_format.tokens_per_id or _fitting_tokens_per_id(recorded, trace_format)
     numbers = _IdNumbers()
     requests = [
-        _numbered(index, request, tokens_per_id or request.tokens_per_id or usual, trace_format, numbers)
+        _trace_request(index, request, tokens_per_id or request.tokens_per_id or usual, trace_format, numbers)
         for index, request in enumerate(recorded)
     ]
-    return _in_order(requests, recorded, trace_format, path)
+    return _sort_by_time(requests, recorded, trace_format, path)
 
 
 def block_tokens(
@@ -157,7 +157,7 @@ def block_tokens(
 def prompt_tokens(request: TraceRequest, *, vocab_size: int, scale: float = 1.0) -> npt.NDArray[np.uint32]:
     """Generate the tokens of a prompt, scaled in length by `scale`.
 
-    Two requests whose first `k` ids are equal share the tokens of these ids, or the whole of the shorter prompt.
+    Two requests whose first `k` ids are equal share the tokens of these ids, or the whole shorter prompt.
     Different ids begin with the same token only by chance, once in `vocab_size`.
 
     Args:
@@ -236,7 +236,7 @@ class _IdNumbers:
     def __init__(self) -> None:
         self._hashes: dict[tuple[str, int | str | bytes], int] = {}
 
-    def of(self, scope: str, ids: Sequence[int | str | bytes]) -> tuple[int, ...]:
+    def numbers_of(self, scope: str, ids: Sequence[int | str | bytes]) -> tuple[int, ...]:
         """Return the numbers of ids, the same ones on every machine."""
         hashes = self._hashes
         numbers = []
@@ -257,10 +257,10 @@ class _IdNumbers:
         return int.from_bytes(hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=8).digest(), "little")
 
 
-def _numbered(
+def _trace_request(
     index: int, request: RecordedRequest, tokens_per_id: int, trace_format: TraceFormat, numbers: _IdNumbers
 ) -> TraceRequest:
-    """Return a request whose ids cover its prompt. Tokens after its ids get an id that no other request has."""
+    """Replace ids by numbers. Tokens of the prompt after its ids get an id that no other request has."""
     num_ids, length = len(request.ids), request.input_length
     lengths = _lengths(num_ids, tokens_per_id, trace_format.may_end_after_ids)
     if length not in lengths:
@@ -268,7 +268,7 @@ def _numbered(
             f"{request.where}: input_length: expected {lengths.start} to {lengths.stop - 1} tokens for {num_ids} "
             f"hash_ids of {tokens_per_id} tokens, got {length}{_hint(trace_format)}"
         )
-    ids = numbers.of(request.scope, request.ids)
+    ids = numbers.numbers_of(request.scope, request.ids)
     if length > tokens_per_id * num_ids:
         ids = (*ids, numbers.hash_of("rest", index))
     return TraceRequest(
@@ -277,7 +277,7 @@ def _numbered(
         request.output_length,
         ids,
         tokens_per_id,
-        numbers.of(request.scope, request.output_ids),
+        numbers.numbers_of(request.scope, request.output_ids),
         request.session,
         request.awaits,
         request.is_last,
@@ -291,9 +291,9 @@ def _hint(trace_format: TraceFormat) -> str:
 
 
 def _fitting_tokens_per_id(recorded: Sequence[RecordedRequest], trace_format: TraceFormat) -> int:
-    """Return the power of two that fits the lengths of all requests; 512 if it does, or if none does.
+    """Return the power of two that fits the lengths of all requests.
 
-    If several powers of two fit, it is 512 or else the smallest.
+    If several powers of two fit, this is 512 or else the smallest one. If none fits, it is 512.
     """
     without_size = [(len(each.ids), each.input_length) for each in recorded if each.tokens_per_id is None]
     powers = [TOKENS_PER_ID, *(1 << power for power in range(MAX_TOKENS_PER_ID.bit_length()))]
@@ -305,12 +305,12 @@ def _fitting_tokens_per_id(recorded: Sequence[RecordedRequest], trace_format: Tr
 
 
 def _lengths(num_ids: int, tokens_per_id: int, may_end_after_ids: bool) -> range:
-    """Return the lengths that a prompt of `num_ids` ids can have."""
+    """Return the possible lengths of a prompt with `num_ids` ids."""
     longest = tokens_per_id * (num_ids + 1) - 1 if may_end_after_ids else tokens_per_id * num_ids
     return range(tokens_per_id * max(num_ids - 1, 0) + 1, longest + 1)
 
 
-def _in_order(
+def _sort_by_time(
     requests: list[TraceRequest], recorded: Sequence[RecordedRequest], trace_format: TraceFormat, path: str | Path
 ) -> list[TraceRequest]:
     """Return the requests in the order of their timestamps; those without one follow the request before them."""

@@ -3,8 +3,8 @@
 | format | timestamps | ids | tokens of an id |
 |---|---|---|---|
 | `mooncake` | ms | `hash_ids` of the whole prompt, the last id covers the rest | 512, or the power of two that fits |
-| `bailian` | s | the same | 16 |
-| `dynamo` | ms | the same, or of complete blocks only; with sessions | in the file, or the power of two that fits |
+| `bailian` | s | as for `mooncake` | 16 |
+| `dynamo` | ms | as for `mooncake`, or of complete blocks only | in the file, or the power of two that fits |
 | `weka` | s | of complete blocks only, local to a session | in the file, 64 |
 | `vllm` | s | hashes of blocks in BlockStored events | in the events |
 
@@ -53,17 +53,17 @@ class RecordedRequest:
     """One request, with the values of its format.
 
     Attributes:
-        where: its place in the file, for error messages.
-        time_ms: arrival time; None for that of the request before it.
-        input_length: prompt tokens.
-        output_length: generated tokens; 0 if that is not known.
+        where: place of the request in the file, for error messages.
+        time_ms: arrival time; None for the arrival time of the previous request.
+        input_length: number of prompt tokens.
+        output_length: number of generated tokens; 0 if it is not known.
         ids: ids of the prompt's blocks: int, str or bytes.
         scope: requests share equal ids only if they have the same scope.
         tokens_per_id: tokens per id; None if the file does not contain it.
         output_ids: ids of the block in which the prompt ends and of all later blocks, which have the generated tokens;
             empty if the file does not contain them.
         session: the session that the request belongs to; empty for none.
-        awaits: what the session waits for after the answer, by the reason why the answer ended.
+        awaits: what the session waits for after the answer, according to the reason why the answer ended.
         is_last: whether the session sends nothing more.
     """
 
@@ -88,11 +88,12 @@ class TraceFormat:
         name: value of `--format`.
         about: description in one line.
         is_format_of: whether a file whose first record is this one has this format.
-        read: yields requests from the records of a file, whose timestamps have this unit.
+        read: yields requests from the records of a file, given the unit of its timestamps.
         time_unit: the usual unit of its timestamps.
         tokens_per_id: tokens per id if the file does not contain it; None for the power of two that fits all requests,
-            512 if that fits.
-        may_end_after_ids: whether a prompt may end up to one block after its ids, with tokens that no other one shares.
+            preferably 512.
+        may_end_after_ids: whether a prompt may have up to one block of tokens after its ids, which no other prompt
+            shares.
         is_in_order: whether files of this format are expected to be sorted by timestamp.
     """
 
@@ -114,9 +115,9 @@ def detect_format(record: Record) -> TraceFormat:
     """
     fields = record.value
     if isinstance(fields, dict) and "hash_ids" not in fields and "requests" not in fields:
-        found = next((each for each in _TEXT_FIELDS if each in fields), None)
-        if found is not None and not any(each.is_format_of(fields) for each in FORMATS.values()):
-            raise ConfigError(f"{record.where}: expected a trace with hash_ids, got text in `{found}`; {_CONVERT}")
+        field = next((each for each in _TEXT_FIELDS if each in fields), None)
+        if field is not None and not any(each.is_format_of(fields) for each in FORMATS.values()):
+            raise ConfigError(f"{record.where}: expected a trace with hash_ids, got text in `{field}`; {_CONVERT}")
     return next((each for each in FORMATS.values() if each.is_format_of(fields)), FORMATS["mooncake"])
 
 
@@ -144,7 +145,7 @@ def _is_bailian(value: Any) -> bool:
     return isinstance(value, dict) and "hash_ids" in value and "chat_id" in value
 
 
-# Dynamo: a log of its frontend, Mooncake's fields with sessions, and the same after a header
+# Dynamo: a log of its frontend; Mooncake's fields with sessions, also after a header
 
 
 _DYNAMO_FIELDS = frozenset({"session_id", "delay", "delay_ms", "created_time", "input_tokens", "output_tokens"})
@@ -211,7 +212,7 @@ def _dynamo_row(
 def _session_time_ms(
     fields: dict[str, Any], session_times_ms: dict[str, float], where: str, unit: TimeUnit
 ) -> float | None:
-    """Return the time of a request: its own, or that of the one before it in its session plus a delay."""
+    """Return the time of a request: its own, or the time of the previous request of its session plus a delay."""
     names = ("timestamp", "created_time", "not_before_ms")
     name = next((each for each in names if fields.get(each) is not None), "timestamp")
     time_ms = _time_ms(fields.get(name), name, where, unit)
@@ -242,9 +243,9 @@ def _read_weka(records: Iterable[Record], unit: TimeUnit) -> Iterator[RecordedRe
         requests = _field(session, "requests", where, "weka")
         if not isinstance(requests, list):
             raise ConfigError(f"{where}: requests: expected a list of requests, got {shown(requests)}")
-        found = list(_weka_requests(requests, where, unit))
-        last = max(((time_ms or 0.0, index) for index, (_, _, time_ms) in enumerate(found)), default=None)
-        for index, (place, fields, time_ms) in enumerate(found):
+        timed = list(_weka_requests(requests, where, unit))
+        last = max(((time_ms or 0.0, index) for index, (_, _, time_ms) in enumerate(timed)), default=None)
+        for index, (place, fields, time_ms) in enumerate(timed):
             length = "input_length" if "input_length" in fields else "in"
             output = "output_length" if "output_length" in fields else "out"
             yield RecordedRequest(
@@ -266,7 +267,7 @@ def _weka_requests(
 ) -> Iterator[tuple[str, dict[str, Any], float | None]]:
     """Yield the requests of a session and of its sub-agents, with their times since the session's start.
 
-    The requests of a sub-agent count from its start, or, if none of them is earlier than that, from the session's.
+    Times of requests of a sub-agent are relative to its start, or, if none is before its start, to that of the session.
     """
     waiting = [(f"{where}: requests", requests, 0.0)]
     while waiting:
@@ -328,11 +329,11 @@ def _read_vllm(records: Iterable[Record], unit: TimeUnit) -> Iterator[RecordedRe
     last_blocks: dict[int | str | bytes, _Chain] = {}
     group: object = None
     for where, time_ms, event in _vllm_events(records, unit):
-        hashes, parent, tokens_per_id, event_group = _stored(event, where)
+        hashes, parent, tokens_per_id, event_group = _read_stored_event(event, where)
         if not hashes:
             continue
         group = event_group if group is None else group
-        if event_group != group:  # of a model with several kinds of layers: the first kind counts
+        if event_group != group:  # a model with several kinds of layers has several groups: the first one counts
             continue
         chain = None if parent is None else last_blocks.get(parent)
         if parent is None or chain is None or not _continues(chain, where, time_ms):
@@ -414,7 +415,7 @@ _STORED_FIELDS = (
 )
 
 
-def _stored(
+def _read_stored_event(
     event: dict[str, Any] | list[Any], where: str
 ) -> tuple[Sequence[int | str | bytes], int | str | bytes | None, int, object]:
     """Return hashes, parent, tokens per block and group of a BlockStored event; no hashes for an event of a tier."""

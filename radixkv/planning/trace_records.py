@@ -18,7 +18,7 @@ from typing import Any, BinaryIO, NamedTuple, cast
 from radixkv.config.needed_package import require_package
 from radixkv.errors import ConfigError
 
-MAX_VALUE_BYTES = 2**30  # of a line, and of a file that is one JSON document
+MAX_VALUE_BYTES = 2**30  # maximum size of a line, and of a JSON document with several lines
 
 _GZIP_MAGIC = b"\x1f\x8b"  # RFC 1952, section 2.3.1; no JSON begins with it
 _BOM = b"\xef\xbb\xbf"
@@ -37,8 +37,8 @@ class Record(NamedTuple):
     """One value of a file.
 
     Attributes:
-        where: its place, such as `trace.jsonl:3`.
-        value: what JSON or msgpack decoded: dict, list, str, bytes, int, float, bool or None.
+        where: place of the value, such as `trace.jsonl:3`.
+        value: the decoded JSON or msgpack value: dict, list, str, bytes, int, float, bool or None.
     """
 
     where: str
@@ -58,7 +58,7 @@ def read_records(path: Path) -> Iterator[Record]:
     try:
         for file in _files(path):
             with file.open("rb") as stream:
-                for record in _stream_records(_unpacked(stream), str(file)):
+                for record in _stream_records(_unpack(stream), str(file)):
                     yield record
                     num_records += 1
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
@@ -76,7 +76,7 @@ def _files(path: Path) -> list[Path]:
     return files or [path]  # which open() refuses as a directory
 
 
-def _unpacked(stream: BinaryIO) -> io.BufferedReader:
+def _unpack(stream: BinaryIO) -> io.BufferedReader:
     reader = cast(io.BufferedReader, stream)  # a pipe can be peeked at, but not read again
     if reader.peek(2)[:2] != _GZIP_MAGIC:
         return reader
@@ -94,7 +94,7 @@ def _stream_records(stream: io.BufferedReader, name: str) -> Iterator[Record]:
 
 
 def _begins_msgpack(first_byte: int) -> bool:
-    """Whether a byte begins an array or a map of msgpack: none of them begins a JSON value in UTF-8."""
+    """Whether a byte begins an array or a map of msgpack. No JSON value in UTF-8 begins with such a byte."""
     return 0x80 <= first_byte <= 0x9F or 0xDC <= first_byte <= 0xDF
 
 
@@ -125,11 +125,11 @@ def _json_values(stream: io.BufferedReader, name: str) -> Iterator[Record]:
             continue
         where = f"{name}:{line_number}"
         if not is_first:
-            yield Record(where, _parsed(line, where, json.loads))
+            yield Record(where, _parse(line, where, json.loads))
             continue
         is_first = False
         try:
-            value = _parsed(line, where, json.loads)
+            value = _parse(line, where, json.loads)
         except ConfigError as error:
             _refuse_table(line, where)
             if not line.lstrip().startswith((b"{", b"[")):
@@ -156,9 +156,13 @@ def _rest(stream: io.BufferedReader, name: str) -> bytes:
 
 
 def _documents(data: bytes, where: str, refused_line: ConfigError) -> Iterator[Record]:
-    """Yield JSON values that span lines. If not even the first one is whole, the file has JSON lines after all."""
+    """Yield JSON values that span several lines.
+
+    Raises:
+        ConfigError: `refused_line` if not even the first value is complete, since the file then consists of JSON lines.
+    """
     decode, name = json.JSONDecoder().raw_decode, where.rpartition(":")[0]
-    text = _parsed(data, where, str)
+    text = _parse(data, where, str)
     position, first_line = 0, int(where.rpartition(":")[2])
     while position < len(text):
         if text[position].isspace():
@@ -182,7 +186,7 @@ def _items(where: str, value: Any) -> Iterable[Record]:
     return [Record(where, value)]
 
 
-def _parsed(data: bytes, where: str, parse: Callable[[str], Any]) -> Any:
+def _parse(data: bytes, where: str, parse: Callable[[str], Any]) -> Any:
     try:
         return parse(data.decode())
     except UnicodeDecodeError as error:
@@ -192,7 +196,7 @@ def _parsed(data: bytes, where: str, parse: Callable[[str], Any]) -> Any:
 
 
 def _refuse_table(line: bytes, where: str) -> None:
-    """Refuse a CSV file by its first line: the public ones contain only lengths."""
+    """Refuse a CSV file by its first line. Public traces in this format contain only lengths."""
     text = line.decode(errors="replace").strip()
     columns = next((text.split(each) for each in ",;\t" if each in text), [])
     if len(columns) < 2 or text[0] in '{["' or not text.replace("\t", " ").isprintable() or "\ufffd" in text:

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from radixkv.doctor.window_table import WindowTable, _sampled
+from radixkv.doctor.window_table import WindowTable, _sampled_hashes
 
 Tokens = npt.NDArray[np.uint32]
 
@@ -27,7 +27,7 @@ def test_a_passage_is_found_at_any_position(offset: int) -> None:
 
 def test_the_sample_does_not_depend_on_what_surrounds_a_passage() -> None:
     tokens = random_tokens(200_000)
-    whole, part = (set(_sampled(each, seed=0, num_bits=6).tolist()) for each in (tokens, tokens[60_000:80_000]))
+    whole, part = (set(_sampled_hashes(each, seed=0, num_bits=6).tolist()) for each in (tokens, tokens[60_000:80_000]))
     assert 250 < len(part) < 400
     assert part <= whole
     assert 2500 < len(whole) < 3800

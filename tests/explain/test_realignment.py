@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from radixkv.explain import realignment
-from radixkv.explain.kinds import permuted, settled
+from radixkv.explain.kinds import end_of_permutation, settled
 from radixkv.explain.realignment import MAX_SPAN_TOKENS, MIN_EQUAL_TOKENS, Realignment, realign
 
 
@@ -142,7 +142,7 @@ def test_permuted_spans_end_where_both_sides_are_as_long_again() -> None:
     prompt, branch = tokens_of([*first, *second, *rest]), tokens_of([*second, *first, *rest])
     nearest = realign(prompt, branch)
     assert nearest == Realignment(50, 0, 60)
-    assert permuted(prompt, branch, nearest) == Realignment(110, 110, 100)
+    assert end_of_permutation(prompt, branch, nearest) == Realignment(110, 110, 100)
 
 
 def test_another_id_before_moved_parts_is_not_a_part_of_them() -> None:
@@ -180,7 +180,7 @@ def test_spans_are_permuted_if_nine_tenths_of_their_tokens_are_the_same() -> Non
             continue
         num_common = (Counter(first) & Counter(second)).total()
         nearest = Realignment(0, 0, 0)
-        found = permuted(tokens_of([*first, 98, *rest]), tokens_of([*second, 99, *rest]), nearest)
+        found = end_of_permutation(tokens_of([*first, 98, *rest]), tokens_of([*second, 99, *rest]), nearest)
         is_permuted = num_common >= 0.9 * (len(first) + 1) and len(first) + 1 >= 8
         assert found == (Realignment(len(first) + 1, len(first) + 1, 100) if is_permuted else nearest)
         num_permuted += is_permuted
@@ -192,4 +192,4 @@ def test_spans_of_other_tokens_are_not_permuted() -> None:
     prompt, branch = tokens_of([*first, *rest]), tokens_of([*reversed(range(600, 650)), *rest])
     nearest = realign(prompt, branch)
     assert nearest is not None
-    assert permuted(prompt, branch, nearest) is nearest
+    assert end_of_permutation(prompt, branch, nearest) is nearest

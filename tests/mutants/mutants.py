@@ -746,7 +746,7 @@ OFFLOAD_MUTANTS = (
     Mutant("service/server/servicers/kv_fetcher.py", "min(block_end_s, self._end_s)", "block_end_s"),
     Mutant("service/server/servicers/kv_fetcher.py", "min(block_end_s, self._end_s)", "self._end_s"),
     Mutant("offload/purge.py", "deleted.cancelled() or not deleted.done()", "deleted.cancelled()"),
-    Mutant("config/regular_file.py", "opened.read(max_bytes + 1)", "opened.read(max_bytes)"),
+    Mutant("config/regular_file.py", "file.read(max_bytes + 1)", "file.read(max_bytes)"),
     Mutant("service/server/auth/reloaded_files.py", "            self._check_started_s = None\n", "            pass\n"),
     Mutant("service/server/auth/authorizer.py", "if request is not None:", "if False:"),
     Mutant(
@@ -1556,7 +1556,7 @@ DOCTOR_MUTANTS = (
     Mutant("doctor/replay.py", "            tokens = changed\n        else", "            break\n        else"),
     Mutant("doctor/replay.py", "evicted_for == namespace.tenant", "True"),
     Mutant("doctor/diagnosis.py", "before.computed_tokens - latest.computed_tokens", "group.lost_tokens"),
-    Mutant("doctor/causes.py", "has_summary[0] != has_summary[1] or _is_after(_SUMMARY, found)", "False"),
+    Mutant("doctor/causes.py", "has_summary[0] != has_summary[1] or _is_after(_SUMMARY, comparison)", "False"),
     Mutant("doctor/content_index.py", "(chosen ^ np.uint64(seed)).tolist()", "chosen.tolist()"),
     Mutant("doctor/block_examination.py", "if start >= num_others - 1:", "if start >= num_others:"),
 )
@@ -1738,14 +1738,14 @@ TIERS_MUTANTS = (
     ),
     Mutant("integrations/tiers/byte_store.py", "elif not each.index.has_room_for(tenant):", "elif False:"),
     Mutant("integrations/tiers/byte_store.py", "                        each.record.note(block.namespace)\n", ""),
-    Mutant("integrations/tiers/byte_store.py", "if outcome in _THERE:", "if True:"),
+    Mutant("integrations/tiers/byte_store.py", "if outcome in _HELD:", "if True:"),
     Mutant(
         "integrations/tiers/byte_store.py",
         "                if is_gone and each.index.holds(block.key):",
         "                if False:",
     ),
     Mutant("integrations/tiers/byte_store.py", "shares_of=options.shares_of", ""),
-    Mutant("integrations/tiers/byte_store.py", "index.add_found(reversed(found.blocks))", "index.add_found([])"),
+    Mutant("integrations/tiers/byte_store.py", "index.add_found(reversed(recorded.blocks))", "index.add_found([])"),
     Mutant("integrations/tiers/rank_index.py", "bool(self._keys) and all(", "any("),
     Mutant("integrations/tiers/rank_index.py", "self._keys[rank].difference_update(removed)", "pass"),
     Mutant(
@@ -1761,7 +1761,7 @@ TIERS_MUTANTS = (
         "block_id for (_, block_id), is_loaded in zip(load.staged, loaded, strict=True) if not is_loaded",
         "block_id for _, block_id in ()",
     ),
-    Mutant("integrations/tiers/vllm_connector.py", "is_whole = [all(found[at", "is_whole = [any(found[at"),
+    Mutant("integrations/tiers/vllm_connector.py", "is_whole = [all(is_stored", "is_whole = [any(is_stored"),
     Mutant(
         "integrations/tiers/lmcache_adapter.py",
         "copies = [bytes(value.byte_array) for value in objects]",

@@ -171,7 +171,7 @@ def test_requests_are_computed_one_after_the_other() -> None:
 
 def test_news_are_the_events_of_the_cache() -> None:
     world = World()
-    number = world.replica.number
+    number = world.replica.last_sequence_number
     assert number > 0
     for index in range(2):
         world.send(index, *range(100 * index, 100 * index + 8))

@@ -39,6 +39,7 @@ def test_a_load_takes_the_time_of_its_tier() -> None:
         ({"position_s": -1}, "position_s: expected a number of at least 0, got -1"),
         ({"start_s": "1"}, "start_s: expected a number of at least 0, got '1'"),
         ({"token_bytes": float("inf")}, "token_bytes: expected a number above 0, got inf"),
+        ({"token_bytes": 10**400}, "token_bytes: expected a number above 0, got 10000"),
         ({"speed": 1}, "speed: expected one of token_bytes, token_s, position_s, start_s"),
         ({"tiers": [1]}, r"tiers: expected an object, got \[1\]"),
         ({"tiers": {"host": 1}}, "tiers.host: expected an object"),
@@ -54,7 +55,7 @@ def test_a_model_that_is_wrong_is_refused(tmp_path: Path, changes: dict[str, Any
         TimeModel.read(path)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", None])
+@pytest.mark.parametrize("text", ["", "{", "[]", "[" * 100_000, None])
 def test_a_file_without_a_model_is_refused(tmp_path: Path, text: str | None) -> None:
     path = tmp_path / "times.json"
     if text is not None:

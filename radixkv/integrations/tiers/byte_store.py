@@ -35,10 +35,10 @@ from radixkv.tokens import TOKEN_BYTES
 
 _log = logging.getLogger(__name__)
 
-_THERE = (PutOutcome.STORED, PutOutcome.ALREADY_THERE)
+_HELD = (PutOutcome.STORED, PutOutcome.ALREADY_THERE)
 # Known keys of a shared store, about 30 MB.
 _KNOWN_KEYS = 1 << 18
-# A read of this size takes well below `load_limit_s`, and a large load does not fill a store's queue.
+# Loads are split into parts of this size: each is read well within `load_limit_s`, and does not fill a store's queue.
 _LOAD_BYTES = 64 << 20
 _CLOSE_LIMIT_S = 30.0
 _LAYOUT_BYTES = 16
@@ -53,8 +53,8 @@ def keyed_value(keys: BlockKeys, namespace: Namespace, name: bytes, layout: str 
     Args:
         keys: computes the key.
         namespace: the owner of the value. After a restart, the disk distinguishes owners by tenant, adapter and salt.
-        name: what distinguishes the value from others of the namespace.
-        layout: shapes and dtypes of the value, which need not be known to look up its key.
+        name: distinguishes the value from other values of the namespace.
+        layout: shapes and dtypes of the value. The key does not depend on them.
     """
     root = keys.root(namespace)
     digest = blake2b(layout.encode(), digest_size=_LAYOUT_BYTES).digest()
@@ -76,17 +76,18 @@ class ByteStore:
     """Values of one size in the configured tiers. Thread-safe.
 
         save ──▶ every tier that does not hold the value and has room for its tenant
-        load ◀── the first tier that holds it: host memory, disk, then Redis
+        load ◀── the first tier that holds the value: host memory, disk, then Redis
 
-    No call raises because of a store, and no call waits for one: futures complete on the threads of the stores. A store
-    that cannot be opened is logged and left out, and one that fails counts as a miss.
+    Only `purge` raises errors of stores, and only `purge`, `wait_for_writes` and `close` wait for stores: futures
+    complete on the threads of the stores. A store that cannot be opened is logged and left out, and a load that fails
+    counts as a miss.
 
     Args:
         options: the tiers, their secrets, and the shares of tenants.
         block_format: everything besides namespace and identity that determines the bytes of a value. A disk has one
             directory per format.
         keys: derives the keys of values, with the same secret as `options`; see `store_keys`.
-        is_shared_only: open only the stores that several processes share, to look up keys.
+        is_shared_only: whether to open only the stores that several processes share, to look up keys.
 
     Raises:
         ConfigError: an option is invalid, or a store has no room for one value.
@@ -111,7 +112,7 @@ class ByteStore:
         self._tiers = self._opened_tiers  # none after `close`
         try:
             for name, backend in _open_backends(options, block_format, is_shared_only=is_shared_only):
-                self._opened_tiers.append(self._opened(name, backend, options))
+                self._opened_tiers.append(self._open_tier(name, backend, options))
         except BaseException:
             self.close()
             raise
@@ -120,7 +121,7 @@ class ByteStore:
         """Save values in each tier that does not hold them.
 
         Args:
-            values: contiguous bytes of `block_format.payload_bytes`, which must never change after this call.
+            values: keys, and contiguous buffers of `block_format.payload_bytes`, which must not change after this call.
 
         Returns:
             Whether each value is in at least one tier.
@@ -142,7 +143,8 @@ class ByteStore:
         """Load values into buffers. A value that is not found, or fails verification, leaves its buffer unchanged.
 
         Args:
-            values: writable contiguous buffers of `block_format.payload_bytes`, valid until the future is done.
+            values: keys, and writable contiguous buffers of `block_format.payload_bytes`, which must be valid until
+                the future is done.
 
         Returns:
             Whether each value was loaded.
@@ -186,21 +188,21 @@ class ByteStore:
             return any(each.index.holds(key) for each in self._tiers if not (is_local and each.index.is_shared))
 
     def exists(self, keys: Sequence[bytes]) -> Future[list[bool]]:
-        """Return which values can be loaded. Shared stores are asked for those that no other tier holds."""
-        found = [self.holds(key) for key in keys]
+        """Return which values can be loaded. A shared store is queried for values that no tier is known to hold."""
+        exists = [self.holds(key) for key in keys]
         result: Future[list[bool]] = Future()
         shared = next((each for each in self._tiers if each.index.is_shared), None)
-        unknown = [index for index, is_found in enumerate(found) if not is_found]
+        unknown = [index for index, is_held in enumerate(exists) if not is_held]
         if shared is None or not unknown:
-            result.set_result(found)
+            result.set_result(exists)
             return result
 
-        def answered(future: Future[list[bool] | None]) -> None:
-            for index, is_found in zip(unknown, future.result() or [], strict=False):
-                found[index] = is_found
-            result.set_result(found)
+        def add_answer(future: Future[list[bool] | None]) -> None:
+            for index, is_stored in zip(unknown, future.result() or [], strict=False):
+                exists[index] = is_stored
+            result.set_result(exists)
 
-        shared.tier.exists([keys[index] for index in unknown]).add_done_callback(answered)
+        shared.tier.exists([keys[index] for index in unknown]).add_done_callback(add_answer)
         return result
 
     def delete(self, keys: Sequence[bytes]) -> None:
@@ -212,16 +214,16 @@ class ByteStore:
             self._delete(each.tier, keys)
 
     def purge(self, scope: KeyScope, limit_s: float) -> None:
-        """Delete the values of host memory and disk whose keys are in a scope, also those that are being saved.
+        """Delete the values in host memory and on disk whose keys are in a scope, including those that are being saved.
 
         Meanwhile, no other thread may save values in the scope.
 
         Args:
             scope: which keys.
-            limit_s: time limit for the saves that run, and for each tier.
+            limit_s: time limit for the saves that run, and for the deletion in each tier.
 
         Raises:
-            StoreError: a tier did not delete them. Its values are no longer loaded, but may be after a restart.
+            StoreError: a tier did not delete its values. They are no longer loaded, but may be loaded after a restart.
         """
         self.wait_for_writes(limit_s)
         failed: list[str] = []
@@ -242,7 +244,7 @@ class ByteStore:
             raise StoreError(f"tier {', '.join(failed)}: values were not deleted, and may be found after a restart")
 
     def local_keys(self) -> set[bytes]:
-        """Return the keys of the values in host memory and on disk. Complexity: O(these values)."""
+        """Return the keys of the values in host memory and on disk. Complexity: O(keys)."""
         with self._lock:
             indexes = [each.index for each in self._tiers if not each.index.is_shared]
             return {key for index in indexes for key in index if index.holds(key)}
@@ -257,9 +259,10 @@ class ByteStore:
     def counts(self) -> dict[str, int]:
         """Return counts since the start.
 
-        `loaded` and `missed` count values. The others count values per tier: `saved`, `evicted`; `refused`, for which a
-        quota or the capacity left no room; `dropped`, which were not saved because too many waited; `wrong_size`;
-        `failed`, whose saves failed; and the misses by reason, such as `disk_damaged`.
+        `loaded` and `missed` count values. The other counts are sums over the tiers: `saved` and `evicted` values;
+        values that were not saved, because a quota or the capacity left no room (`refused`), too many bytes waited
+        (`dropped`), their size was wrong (`wrong_size`) or the save failed (`failed`); and the misses of each tier by
+        reason, such as `disk_damaged`.
         """
         with self._lock:
             counts = Counter(self._counts)
@@ -290,7 +293,7 @@ class ByteStore:
             return self._idle.wait_for(lambda: not (self._waiting_bytes or self._num_deletions), limit_s)
 
     def close(self) -> None:
-        """Write and delete what is waiting, and close the stores. Idempotent."""
+        """Write and delete what is waiting, and close the stores. Closing again does nothing."""
         if not self.wait_for_writes(_CLOSE_LIMIT_S):
             _log.warning(
                 "tiers: %d bytes were not written, and %d deletions not made, within %g s",
@@ -307,7 +310,7 @@ class ByteStore:
                 _log.error("tier %s: closing failed: %s", each.tier.name, error)
         self._timers.close()
 
-    def _opened(self, name: str, backend: StoreBackend, options: TierOptions) -> _OpenTier:
+    def _open_tier(self, name: str, backend: StoreBackend, options: TierOptions) -> _OpenTier:
         is_shared = backend.size().max_objects is None
         circuit = CircuitBreaker(self._timers.now_s, is_known=not is_shared)
         store = GuardedStore(
@@ -327,8 +330,8 @@ class ByteStore:
         if not isinstance(backend, DiskStore):
             return _OpenTier(tier, index, None)
         record = DiskRecord(backend, self.keys, rejected=tier.rejected)
-        found = record.read()
-        left_out = index.add_found(reversed(found.blocks))
+        recorded = record.read()
+        left_out = index.add_found(reversed(recorded.blocks))
         if left_out:
             tier.delete(left_out)
         _log.info("tier disk: %d values of an earlier process in %s", len(index), backend.path)
@@ -377,17 +380,17 @@ class ByteStore:
         with self._lock:
             outcomes = (None,) * len(objects) if result is None else result.outcomes
             for saved, outcome in zip(objects, outcomes, strict=True):
-                if outcome in _THERE:
+                if outcome in _HELD:
                     each.index.note_stored(saved.key)
                 else:
                     each.index.remove(saved.key)
             for key in () if result is None else result.evicted:
                 if each.index.holds(key):  # otherwise it is being saved again
                     each.index.remove(key)
-            useless = [saved.key for saved in objects if saved.key not in each.index]
-            useless += [key for key in victims if key not in each.index]
-        if useless and not each.index.is_shared:
-            self._delete(each.tier, useless)  # the store may hold some, if the call failed or evicted others
+            unindexed = [saved.key for saved in objects if saved.key not in each.index]
+            unindexed += [key for key in victims if key not in each.index]
+        if unindexed and not each.index.is_shared:
+            self._delete(each.tier, unindexed)  # the store may hold some of them, if the call failed or evicted others
         with self._idle:
             self._waiting_bytes -= sum(saved.payload.nbytes for saved in objects)
             self._idle.notify_all()
@@ -425,7 +428,7 @@ class ByteStore:
                     self._counts["missed"] += 1
                 else:
                     parts[number].append(index)
-            return [(self._tiers[number], found) for number, found in parts.items()]
+            return [(self._tiers[number], part) for number, part in parts.items()]
 
     def _note_loaded(
         self,
@@ -435,21 +438,21 @@ class ByteStore:
         loaded: list[bool],
         future: Future[list[LoadedBlock | Miss]],
     ) -> None:
-        for index, (block, target), found in zip(indexes, values, future.result(), strict=True):
-            if isinstance(found, LoadedBlock):
-                with found.loan:
-                    np.frombuffer(target, np.uint8)[:] = np.frombuffer(found.payload, np.uint8)
+        for index, (block, target), result in zip(indexes, values, future.result(), strict=True):
+            if isinstance(result, LoadedBlock):
+                with result.loan:
+                    np.frombuffer(target, np.uint8)[:] = np.frombuffer(result.payload, np.uint8)
                 loaded[index] = True
                 with self._lock:
-                    self._note_held(each, block)
+                    self._note_read(each, block)
                 continue
             with self._lock:
                 self._counts["missed"] += 1
-                is_gone = found is Absence.ABSENT or isinstance(found, ObjectFault)
+                is_gone = result is Absence.ABSENT or isinstance(result, ObjectFault)
                 if is_gone and each.index.holds(block.key):
                     each.index.remove(block.key)
 
-    def _note_held(self, each: _OpenTier, block: KeyedBlock) -> None:
+    def _note_read(self, each: _OpenTier, block: KeyedBlock) -> None:
         if block.key in each.index:
             each.index.note_evicted(block.key)  # now the most recently used value
         elif each.index.is_shared:
@@ -458,9 +461,9 @@ class ByteStore:
 
 
 def call_when_done(futures: Sequence[Future[Any]], function: Callable[[], None]) -> None:
-    """Call a function once when all futures are done, after the callbacks that they have now, even if these raise.
+    """Call a function once when all futures are done, after their present callbacks, even if these raise.
 
-    It is called at once if all are done, otherwise on the thread of the last one.
+    The function is called at once if all futures are done, otherwise on the thread that completes the last one.
     """
     lock = threading.Lock()
     left = len(futures)
@@ -480,7 +483,7 @@ def call_when_done(futures: Sequence[Future[Any]], function: Callable[[], None])
 
 
 def store_keys(options: TierOptions, block_format: BlockFormat) -> BlockKeys:
-    """Return what computes the keys of values of a format.
+    """Return the object that computes the keys of values of a format.
 
     Raises:
         ConfigError: the file of the secret can't be read, or is too short.
@@ -516,7 +519,7 @@ def _open_backends(
 
 
 def _native_copies() -> NativeCopies | None:
-    """Return copies in C++; None where the kernels are neither installed nor can be compiled, or torch is missing."""
+    """Return copies in C++; None if the kernels are not installed and cannot be compiled, or torch is missing."""
     try:
         from radixkv.kernels.native.compiler import NotCompiled
         from radixkv.kernels.native.library import load_library

@@ -20,7 +20,7 @@ def digest_of_checkpoint(path: Path) -> str:
     Complexity: it reads all files, at up to 5 GB/s if they are in the page cache.
 
     Args:
-        path: the directory of the model, or a single file such as a GGUF file.
+        path: the directory of the model, or a single file, such as a GGUF file.
 
     Raises:
         ConfigError: there are no such files, or one can't be read.

@@ -14,7 +14,7 @@ from radixkv.errors import UnsupportedModel
 class KVLayers:
     """Copies whole blocks between an engine's K/V tensors and bytes.
 
-    The bytes of a block are those of its layers, in the order of their names. Layers that share a tensor count once.
+    The bytes of a block are those of all layers, in the order of their names. Layers that share a tensor count once.
 
     Args:
         layers: by name, tensors of shape `[num_blocks * n, ...]`, where n is the number of rows per block, on any
@@ -52,13 +52,13 @@ class KVLayers:
 
     def read(self, block_ids: Sequence[int]) -> npt.NDArray[np.uint8]:
         """Copy blocks. Returns uint8 `[len(block_ids), payload_bytes]`, owned by the caller."""
-        found = np.empty((len(block_ids), self.payload_bytes), np.uint8)
+        blocks = np.empty((len(block_ids), self.payload_bytes), np.uint8)
         start = 0
         for layer, rows, num_bytes in self._layers:
-            read = layer[_rows(block_ids, rows, layer.device)].cpu().contiguous()
-            found[:, start : start + num_bytes] = read.reshape(len(block_ids), -1).view(torch.uint8).numpy()
+            copies = layer[_rows(block_ids, rows, layer.device)].cpu().contiguous()
+            blocks[:, start : start + num_bytes] = copies.reshape(len(block_ids), -1).view(torch.uint8).numpy()
             start += num_bytes
-        return found
+        return blocks
 
     def write(self, block_ids: Sequence[int], values: npt.NDArray[np.uint8]) -> None:
         """Overwrite blocks.

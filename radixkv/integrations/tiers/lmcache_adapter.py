@@ -35,7 +35,7 @@ _GROUP_BYTES = 4
 class RadixKVL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is not installed where types are checked
     """Stores LMCache's objects in the tiers, which evict by themselves. Thread-safe.
 
-    An object that was found may be evicted before it is loaded, and is then a miss.
+    An object may be evicted between lookup and load; the load is then a miss.
 
     Args:
         options: `adapter_params` of the plugin; see `TierOptions.of`.
@@ -51,9 +51,9 @@ class RadixKVL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is 
         self._store_event, self._lookup_event, self._load_event = (create_event_notifier() for _ in range(3))
         self._task_ids = itertools.count()
         self._results_lock = threading.Lock()
-        self._stored: dict[int, Any] = {}
-        self._found: dict[int, Any] = {}
-        self._loaded: dict[int, Any] = {}
+        self._store_results: dict[int, Any] = {}
+        self._lookup_results: dict[int, Any] = {}
+        self._load_results: dict[int, Any] = {}
 
     def get_store_event_fd(self) -> int:
         """Return the descriptor that is signalled when a store task has ended."""
@@ -74,37 +74,37 @@ class RadixKVL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is 
 
         def result(is_saved: Sequence[bool]) -> Any:
             sizes = [len(copy) for copy in copies]
-            there = [index for index, each in enumerate(is_saved) if each]
-            self._notify_keys_stored([keys[index] for index in there], [sizes[index] for index in there])
-            return L2StoreResult(True, sum(sizes[index] for index in there))
+            saved = [index for index, each in enumerate(is_saved) if each]
+            self._notify_keys_stored([keys[index] for index in saved], [sizes[index] for index in saved])
+            return L2StoreResult(True, sum(sizes[index] for index in saved))
 
-        saved = self._stores.save(list(zip(names, copies, strict=True)))
-        return self._task(saved, result, self._stored, self._store_event)
+        future = self._stores.save(list(zip(names, copies, strict=True)))
+        return self._add_task(future, result, self._store_results, self._store_event)
 
     def pop_completed_store_tasks(self) -> dict[int, Any]:
         """Return the results of the tasks that have ended since the last call."""
         with self._results_lock:
-            ended = dict(self._stored)
-            self._stored.clear()
-        return ended
+            results = dict(self._store_results)
+            self._store_results.clear()
+        return results
 
     def submit_lookup_and_lock_task(self, keys: list[Any], group_layout_descs: Mapping[int, Any]) -> int:
         """Look up keys. Nothing is locked."""
         for layout in group_layout_descs.values():  # a shared store is asked only for sizes that are open
             self._stores.of_size(_size_of(layout))
-        found = self._stores.exists([_name_of(key) for key in keys])
-        return self._task(found, _bitmap_of, self._found, self._lookup_event)
+        future = self._stores.exists([_name_of(key) for key in keys])
+        return self._add_task(future, _bitmap_of, self._lookup_results, self._lookup_event)
 
     def query_lookup_and_lock_result(self, task_id: int) -> Any:
-        """Return the bitmap of the keys that were found, once; None before."""
+        """Return the bitmap of the keys that were found, and forget it; None while the lookup runs."""
         with self._results_lock:
-            return self._found.pop(task_id, None)
+            return self._lookup_results.pop(task_id, None)
 
     def submit_unlock(self, keys: list[Any]) -> None:
         """Do nothing, since nothing is locked."""
 
     def submit_load_task(self, keys: list[Any], objects: list[Any]) -> int:
-        """Load objects into the buffers of others."""
+        """Load objects into the buffers of `objects`."""
         names = [_name_of(key, value) for key, value in zip(keys, objects, strict=True)]
 
         def result(is_loaded: Sequence[bool]) -> Any:
@@ -112,13 +112,13 @@ class RadixKVL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is 
             return _bitmap_of(is_loaded)
 
         buffers = [memoryview(value.byte_array).cast("B") for value in objects]
-        loaded = self._stores.load_into(list(zip(names, buffers, strict=True)))
-        return self._task(loaded, result, self._loaded, self._load_event)
+        future = self._stores.load_into(list(zip(names, buffers, strict=True)))
+        return self._add_task(future, result, self._load_results, self._load_event)
 
     def query_load_result(self, task_id: int) -> Any:
-        """Return the bitmap of the objects that were loaded, once; None before."""
+        """Return the bitmap of the objects that were loaded, and forget it; None while the load runs."""
         with self._results_lock:
-            return self._loaded.pop(task_id, None)
+            return self._load_results.pop(task_id, None)
 
     def delete(self, keys: list[Any]) -> None:
         """Delete objects, without waiting."""
@@ -126,7 +126,7 @@ class RadixKVL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is 
         self._notify_keys_deleted(keys, [0] * len(keys))
 
     def get_usage(self) -> Any:
-        """Return the bytes of the objects in host memory or on disk, by cache salt; also those of earlier processes."""
+        """Return the bytes of objects in host memory or on disk by cache salt, including those of earlier processes."""
         by_salt: dict[str, int] = {}
         for store in self._stores.stores():
             for tenant, num_values in store.num_values_of_tenants().items():
@@ -143,7 +143,7 @@ class RadixKVL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is 
         for each in (self._store_event, self._lookup_event, self._load_event):
             each.close()
 
-    def _task(
+    def _add_task(
         self,
         future: Future[list[bool]],
         result: Callable[[Sequence[bool]], Any],
@@ -152,13 +152,13 @@ class RadixKVL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is 
     ) -> int:
         task_id = next(self._task_ids)
 
-        def ended(future: Future[list[bool]]) -> None:
+        def store_result(future: Future[list[bool]]) -> None:
             value = result(future.result())
             with self._results_lock:
                 results[task_id] = value
             event.notify()
 
-        future.add_done_callback(ended)
+        future.add_done_callback(store_result)
         return task_id
 
 

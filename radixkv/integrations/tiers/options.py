@@ -24,12 +24,13 @@ class TierOptions:
 
     Attributes:
         tiers: the stores, and the secrets that protect them.
-        tenants: shares of each tier by tenant: `floor`, the fraction that other tenants cannot evict, and `ceiling`,
-            the fraction that the tenant cannot exceed.
-        other_tenants: shares of each tenant that has none of its own.
-        model_id: identifies the weights of the model; empty to compute a digest of its files, if the engine names them.
-        load_limit_s: time limit of a read; a later answer is a miss.
-        max_waiting_bytes: maximum size of the values that wait to be written; what exceeds it is not saved.
+        tenants: shares of host memory and of the disk by tenant: `floor`, the fraction that other tenants cannot evict,
+            and `ceiling`, the fraction that the tenant cannot exceed.
+        other_tenants: shares of each tenant that is not in `tenants`.
+        model_id: identifies the weights of the model; empty for a digest of the files of the model, if the engine names
+            these files.
+        load_limit_s: time limit of a read in seconds; a read that takes longer is a miss.
+        max_waiting_bytes: maximum size of the values that wait to be written, in bytes; further values are not saved.
     """
 
     tiers: TiersConfig
@@ -40,23 +41,22 @@ class TierOptions:
     max_waiting_bytes: int = 256 << 20
 
     @classmethod
-    def of(cls, values: Mapping[str, Any], ignored: tuple[str, ...] = ()) -> TierOptions:
+    def of(cls, values: Mapping[str, Any]) -> TierOptions:
         """Parse and validate options.
 
         Args:
             values: `host_bytes`, `disk_path`, `disk_bytes`, `redis_url`, `secret_file`, `encryption_key_file` and
                 `trusted` of section `tiers`; `tenants`, a table of shares by tenant; and the other attributes.
-            ignored: keys of the engine itself.
 
         Raises:
             ConfigError: a key is unknown, a value is invalid, no store is named, or Redis is neither authenticated nor
                 declared trusted.
         """
-        own = [each.name for each in dataclasses.fields(cls) if each.name != "tiers"]
-        given = {key: value for key, value in values.items() if key not in ignored}
-        for key in given:
-            require_known(key, (*_TIER_KEYS, *own))
-        tiers = TiersConfig(**{key: given.pop(key) for key in _TIER_KEYS if key in given})
+        own_keys = [each.name for each in dataclasses.fields(cls) if each.name != "tiers"]
+        options = dict(values)
+        for key in options:
+            require_known(key, (*_TIER_KEYS, *own_keys))
+        tiers = TiersConfig(**{key: options.pop(key) for key in _TIER_KEYS if key in options})
         if not (tiers.host_bytes or tiers.disk_path or tiers.redis_url):
             raise ConfigError("tiers: expected host_bytes, disk_path or redis_url, got none of them")
         if tiers.redis_url and not (tiers.trusted or has_protection(tiers)):
@@ -64,18 +64,18 @@ class TierOptions:
                 "redis_url: expected secret_file or encryption_key_file, so that modified blocks are not used; set "
                 "one, or set trusted if no one else can modify the store"
             )
-        if "tenants" in given:
-            given["tenants"] = {
-                name: _shares_of(f"tenants.{name}", shares) for name, shares in _table("tenants", given["tenants"])
+        if "tenants" in options:
+            options["tenants"] = {
+                name: _shares_of(f"tenants.{name}", shares) for name, shares in _table("tenants", options["tenants"])
             }
-        if "other_tenants" in given:
-            given["other_tenants"] = _shares_of("other_tenants", given["other_tenants"])
-        _require_types(given)
-        return cls(tiers, **given)
+        if "other_tenants" in options:
+            options["other_tenants"] = _shares_of("other_tenants", options["other_tenants"])
+        _require_types(options)
+        return cls(tiers, **options)
 
     @property
     def shares_of(self) -> Callable[[str], TierShares]:
-        """Return the shares of a tenant."""
+        """A function that returns the shares of a tenant."""
         return lambda tenant: self.tenants.get(tenant, self.other_tenants)
 
 

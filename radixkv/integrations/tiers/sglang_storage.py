@@ -38,7 +38,7 @@ class RadixKVStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not ins
         backend_options: ignored.
 
     Raises:
-        ConfigError: an option is invalid, or ranks that share their K/V have no store that they share.
+        ConfigError: an option is invalid, or all ranks have the same K/V, and a store is not shared by all ranks.
     """
 
     def __init__(self, storage_config: Any, backend_options: object = None) -> None:
@@ -81,8 +81,8 @@ class RadixKVStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not ins
         return self.batch_exists([key]) == 1
 
     def batch_exists(self, keys: Sequence[str], extra_info: Any = None) -> int:
-        """Return the number of pages from the first one on that can be loaded."""
-        return _num_leading(self._found(_KV, keys))
+        """Return how many pages at the beginning of `keys` can be loaded."""
+        return _num_leading(self._exist(_KV, keys))
 
     def batch_get_v1(self, keys: Sequence[str], host_indices: torch.Tensor, extra_info: Any = None) -> list[bool]:
         """Load pages into the host memory of SGLang. Returns whether each was loaded."""
@@ -97,11 +97,11 @@ class RadixKVStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not ins
 
         A pool with the policy `block_groups` is not supported: its pages are not loaded.
         """
-        num_kv = _num_leading(self._found(_KV, keys))
+        num_kv = _num_leading(self._exist(_KV, keys))
         hits = {_KV: num_kv} if num_kv else {}
         lengths = set(range(1, num_kv + 1))
         for transfer in pool_transfers or ():
-            found = self._found(str(transfer.name), keys[:num_kv])
+            found = self._exist(str(transfer.name), keys[:num_kv])
             if transfer.hit_policy == PoolHitPolicy.ALL_PAGES:
                 usable = set(range(1, _num_leading(found) + 1))
             elif transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES:
@@ -116,11 +116,11 @@ class RadixKVStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not ins
 
     def batch_get_v2(self, transfers: Sequence[Any], extra_info: Any = None) -> dict[str, list[bool]]:
         """Load pages of several pools. Returns whether each was loaded, by pool."""
-        return self._of_pools(transfers, self._load_pages)
+        return self._call_for_pools(transfers, self._load_pages)
 
     def batch_set_v2(self, transfers: Sequence[Any], extra_info: Any = None) -> dict[str, list[bool]]:
         """Save pages of several pools. Returns whether each is in a tier, by pool."""
-        return self._of_pools(transfers, self._save_pages)
+        return self._call_for_pools(transfers, self._save_pages)
 
     def clear(self) -> None:
         """Do nothing: tiers outlive what SGLang flushes. To delete their contents, delete the directory."""
@@ -137,7 +137,7 @@ class RadixKVStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not ins
         self._stores.close()
 
     def _layout_of(self, pool: str) -> str:
-        """Return the order of the numbers in a page, as far as the pool is known."""
+        """Describe the order of the numbers in a page, as far as the pool is known."""
         host_pool = getattr(self, "mem_pool_host", None)
         if pool != _KV or host_pool is None:
             host_pool = getattr(self, "registered_pools", {}).get(pool)
@@ -146,7 +146,7 @@ class RadixKVStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not ins
     def _name(self, pool: str, key: str, layout: str = "") -> ValueName:
         return ValueName(self._namespace, f"{pool}:{key}".encode(), layout)
 
-    def _found(self, pool: str, keys: Sequence[str]) -> list[bool]:
+    def _exist(self, pool: str, keys: Sequence[str]) -> list[bool]:
         return self._stores.exists([self._name(pool, key) for key in keys]).result()
 
     def _load(
@@ -178,7 +178,7 @@ class RadixKVStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not ins
         pages = [host_pool.get_data_page(index, flat=True) for index in _first_indices(host_pool, host_indices)]
         return self._save(pool, self._layout_of(pool), keys, pages)
 
-    def _of_pools(
+    def _call_for_pools(
         self, transfers: Sequence[Any], call: Callable[[str, Any, Sequence[str], torch.Tensor], list[bool]]
     ) -> dict[str, list[bool]]:
         results: dict[str, list[bool]] = {}
@@ -193,7 +193,7 @@ class RadixKVStorage(HiCacheStorage):  # type: ignore[misc]  # SGLang is not ins
 
 
 def _shard_of(config: Any) -> str:
-    """Return which part of the K/V a rank has. Ranks whose K/V are equal have the same."""
+    """Describe which part of the K/V a rank has. Ranks with equal K/V have the same description."""
     ranks = "all ranks" if config.is_mla_model else f"rank {config.tp_rank} of {config.tp_size}, dp {config.dp_rank}"
     stages = f"stage {config.pp_rank} of {config.pp_size}"
     contexts = f"context {config.attn_cp_rank} of {config.attn_cp_size}, {config.dcp_rank} of {config.dcp_size}"

@@ -21,18 +21,18 @@ from radixkv.offload.index.prompt_blocks import KeyedBlock
 
 _log = logging.getLogger(__name__)
 
-# The disk and the host memory that an operator grants apply to each size, so their number is bounded.
+# `host_bytes` and `disk_bytes` apply to each size, so the number of sizes is bounded.
 MAX_SIZES = 4
-# Four-byte words of a name with its layout, for which a slot has room.
+# Room in a slot for the name and the layout of a value, in words of four bytes.
 _NAME_WORDS = 64
 
 
 class ValueName(NamedTuple):
-    """What an engine calls a value.
+    """The name that an engine gives to a value.
 
     Attributes:
         namespace: the owner; see `keyed_value`.
-        name: what distinguishes it from others of the namespace.
+        name: distinguishes the value from other values of the namespace.
         layout: shapes and dtypes; see `keyed_value`.
     """
 
@@ -48,7 +48,7 @@ class SizedStores:
 
     Args:
         options: the tiers, which apply to each size.
-        engine: name and version of the engine, and everything else besides names that determines the bytes of a value.
+        engine: name and version of the engine, and everything else that determines the bytes of a value besides names.
 
     Raises:
         ConfigError: an option is invalid.
@@ -72,10 +72,10 @@ class SizedStores:
             self.of_size(num_bytes)
 
     def of_size(self, num_bytes: int) -> ByteStore | None:
-        """Return the store for values of a size; None if there are other sizes already, or it cannot be opened."""
+        """Return the store for values of a size; None if there are too many sizes, or the store cannot be opened."""
         with self._lock:
             if num_bytes not in self._stores:
-                self._stores[num_bytes] = self._opened(num_bytes)
+                self._stores[num_bytes] = self._open_store(num_bytes)
             return self._stores[num_bytes]
 
     def key(self, name: ValueName) -> KeyedBlock:
@@ -86,13 +86,13 @@ class SizedStores:
         """Save values. Returns which of them are in a tier; see `ByteStore.save`."""
         sizes = [len(data) for _, data in values]
         pairs = [(self.key(name), memoryview(data)) for name, data in values]
-        return self._joined(sizes, lambda store, indexes: store.save([pairs[index] for index in indexes]))
+        return self._call_stores(sizes, lambda store, indexes: store.save([pairs[index] for index in indexes]))
 
     def load_into(self, values: Sequence[tuple[ValueName, memoryview]]) -> Future[list[bool]]:
         """Load values into buffers of their sizes; see `ByteStore.load_into`."""
         sizes = [buffer.nbytes for _, buffer in values]
         pairs = [(self.key(name), buffer) for name, buffer in values]
-        return self._joined(sizes, lambda store, indexes: store.load_into([pairs[index] for index in indexes]))
+        return self._call_stores(sizes, lambda store, indexes: store.load_into([pairs[index] for index in indexes]))
 
     def exists(self, names: Sequence[ValueName]) -> Future[list[bool]]:
         """Return which values can be loaded, whatever their sizes."""
@@ -125,7 +125,7 @@ class SizedStores:
         for store in self.stores():
             store.close()
 
-    def _opened(self, num_bytes: int) -> ByteStore | None:
+    def _open_store(self, num_bytes: int) -> ByteStore | None:
         if sum(store is not None for store in self._stores.values()) >= MAX_SIZES:
             _log.error("tiers: values of %d bytes are not stored, since there are %d other sizes", num_bytes, MAX_SIZES)
             return None
@@ -137,7 +137,7 @@ class SizedStores:
             _log.error("tiers: values of %d bytes are not stored: %s", num_bytes, error)
             return None
 
-    def _joined(
+    def _call_stores(
         self, sizes: Sequence[int], call: Callable[[ByteStore, Sequence[int]], Future[list[bool]]]
     ) -> Future[list[bool]]:
         """Call the store of each size with the indexes of its values, and join the answers."""
@@ -166,9 +166,9 @@ class SizedStores:
         sizes = []
         for label in sorted(Path(self._options.tiers.disk_path).expanduser().glob("*/format.json")):
             try:
-                found = json.loads(label.read_bytes())
-                size = int(found["payload_bytes"])
-                found_format = {name: found[name] for name in asdict(self._format)}
+                fields = json.loads(label.read_bytes())
+                size = int(fields["payload_bytes"])
+                found_format = {name: fields[name] for name in asdict(self._format)}
             except (OSError, ValueError, TypeError, KeyError):
                 continue  # opening the directory reports what is wrong
             if found_format == asdict(replace(self._format, payload_bytes=size)):

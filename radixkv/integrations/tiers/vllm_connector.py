@@ -58,9 +58,9 @@ _log = logging.getLogger(__name__)
 
 # The key of `kv_transfer_params` that names the tenant of a request.
 TENANT = "tenant"
-# K/V that a worker stages for one load, so that a long prompt does not double its memory.
+# Bytes of K/V that a worker stages at a time for one load, so that a long prompt does not take twice its memory.
 _STAGED_BYTES = 64 << 20
-# A step without work waits this long for a load to end. It delays a request that arrives in this time.
+# Maximum time that a step without work waits for a load to end, and by which it may delay a request that arrives.
 _IDLE_WAIT_S = 0.005
 
 
@@ -83,11 +83,11 @@ class TierHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]  # vLLM
 class TierChanges(KVConnectorWorkerMetadata):  # type: ignore[misc]
     """The blocks that workers stored and removed since their last report, by rank."""
 
-    of_rank: dict[int, tuple[list[bytes], list[bytes]]]
+    by_rank: dict[int, tuple[list[bytes], list[bytes]]]
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> TierChanges:
         """Join the reports of two workers."""
-        return TierChanges({**self.of_rank, **other.of_rank})
+        return TierChanges({**self.by_rank, **other.by_rank})
 
 
 @dataclass
@@ -95,8 +95,8 @@ class TierMetadata(KVConnectorMetadata):  # type: ignore[misc]
     """What the workers do in one step.
 
     Attributes:
-        loads: blocks to load by request, each with the id of the block of vLLM that it is loaded into.
-        saves: blocks that are complete after the step, in the same form.
+        loads: by request, the blocks to load, each with the id of vLLM's block to load it into.
+        saves: the blocks that are complete after the step, each with the id of vLLM's block.
         is_idle: whether the step computes nothing.
     """
 
@@ -128,8 +128,8 @@ class ConnectorStats(KVConnectorStats):  # type: ignore[misc]
 class RadixKVConnector(KVConnectorBase_V1):  # type: ignore[misc]
     """Saves every full block of a request, and loads the blocks of prompts that vLLM does not have.
 
-    Requests with images, prompt embeddings or LoRA adapters, and streaming sessions, use neither. A block that cannot
-    be loaded is computed.
+    Nothing is saved or loaded for requests with images, prompt embeddings or LoRA adapters, and for streaming sessions.
+    A block that cannot be loaded is computed.
 
     Args:
         vllm_config: configuration of vLLM.
@@ -159,16 +159,16 @@ class RadixKVConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Open the stores for the shape of these layers."""
-        self._of_worker.open(kv_caches)
+        self._worker_side.open(kv_caches)
 
     def get_handshake_metadata(self) -> TierHandshake:
         """Return the blocks that the worker holds when it starts."""
-        return self._of_worker.handshake()
+        return self._worker_side.handshake()
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Start the loads of this step."""
         for request_id, blocks in self._get_connector_metadata().loads.items():
-            self._of_worker.load(request_id, blocks)
+            self._worker_side.load(request_id, blocks)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Do nothing: vLLM computes a request only after its load is complete."""
@@ -178,21 +178,21 @@ class RadixKVConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def wait_for_save(self) -> None:
         """Copy the blocks that this step has completed. The stores write the copies later."""
-        self._of_worker.save(self._get_connector_metadata().saves)
+        self._worker_side.save(self._get_connector_metadata().saves)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Return the requests whose loads have ended."""
         if self._get_connector_metadata().is_idle:
-            self._of_worker.wait_for_load()
-        return None, self._of_worker.ended_loads()
+            self._worker_side.wait_for_load()
+        return None, self._worker_side.ended_loads()
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Return the blocks that were not loaded, which vLLM computes."""
-        return self._of_worker.failed_blocks()
+        return self._worker_side.failed_blocks()
 
     def build_connector_worker_meta(self) -> TierChanges | None:
         """Return what the stores have stored and evicted since the last call."""
-        return self._of_worker.changes()
+        return self._worker_side.changes()
 
     def get_kv_connector_stats(self) -> ConnectorStats | None:
         """Return what the tiers of a worker have counted since the last call."""
@@ -214,33 +214,35 @@ class RadixKVConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: Mapping[tuple[int, int], TierHandshake]) -> None:
         """Receive what the workers hold."""
-        self._of_scheduler.begin(list(metadata.values()))
+        self._scheduler_side.begin(list(metadata.values()))
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Return how many further tokens of a prompt can be loaded; None while a shared store has not answered."""
-        num_tokens = self._of_scheduler.match(request, num_computed_tokens)
+        num_tokens = self._scheduler_side.match(request, num_computed_tokens)
         return num_tokens, bool(num_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Record which blocks to load in the next step."""
-        self._of_scheduler.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
+        self._scheduler_side.note_allocation(request, blocks.get_block_ids()[0], num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> TierMetadata:
         """Return the loads and saves of a step."""
-        return self._of_scheduler.metadata(
+        return self._scheduler_side.metadata(
             scheduler_output.num_scheduled_tokens,
             lambda request_id: scheduler_output.kv_connector_block_state.resolve_block_ids(request_id)[0],
         )
 
     def update_connector_output(self, connector_output: Any) -> None:
         """Receive what the workers have stored and evicted."""
-        self._of_scheduler.note_loads(connector_output.invalid_block_ids or (), connector_output.finished_recving or ())
+        self._scheduler_side.note_loads(
+            connector_output.invalid_block_ids or (), connector_output.finished_recving or ()
+        )
         if connector_output.kv_connector_worker_meta is not None:
-            self._of_scheduler.update(connector_output.kv_connector_worker_meta)
+            self._scheduler_side.update(connector_output.kv_connector_worker_meta)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Forget a request. Its blocks may be freed at once, since saves copy them within a step."""
-        self._of_scheduler.forget(request.request_id)
+        self._scheduler_side.forget(request.request_id)
         return False, None
 
     def reset_cache(self) -> bool:
@@ -248,7 +250,7 @@ class RadixKVConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
         Loads that have begun continue, so no request may be running or wait for a load.
         """
-        self._of_scheduler.reset()
+        self._scheduler_side.reset()
         return True
 
     def get_finished_count(self) -> int | None:
@@ -261,12 +263,12 @@ class RadixKVConnector(KVConnectorBase_V1):  # type: ignore[misc]
         return False
 
     @property
-    def _of_worker(self) -> _WorkerSide:
+    def _worker_side(self) -> _WorkerSide:
         assert self._worker is not None, "called in the scheduler"
         return self._worker
 
     @property
-    def _of_scheduler(self) -> _SchedulerSide:
+    def _scheduler_side(self) -> _SchedulerSide:
         assert self._scheduler is not None, "called in a worker"
         return self._scheduler
 
@@ -276,12 +278,12 @@ class _Prompt:
 
     Attributes:
         request: the request of vLLM, whose tokens are only appended to.
-        blocks: keys of its full blocks, as far as they were needed.
-        num_saved: number of its blocks that were passed to the workers.
+        blocks: keys of the full blocks of the request, as far as they were needed.
+        num_saved: number of these blocks that were passed to the workers.
         first_match: index of the first block after those that vLLM has.
         loading: blocks of vLLM that are being loaded.
         has_failed: whether a load has failed. vLLM then asks again, and loading again could fail forever.
-        answer: answer of the shared store about the blocks from `first_unknown` on; None if it was not asked.
+        answer: answer of the shared store about the blocks from `first_unknown` on; None without a query.
     """
 
     def __init__(self, request: Any) -> None:
@@ -329,7 +331,7 @@ class _SchedulerSide:
         if prompt.has_failed:
             return 0
         size = self._keys.format.block_size
-        # At least one token is computed, since vLLM needs its logits.
+        # At least one token is computed, since vLLM needs the logits of the last token.
         blocks = self._blocks(prompt, (request.num_tokens - 1) // size)
         first = num_computed_tokens // size
         end = first
@@ -343,8 +345,8 @@ class _SchedulerSide:
         prompt.first_match = first
         return (end - first) * size
 
-    def allocated(self, request: Any, block_ids: Sequence[int], num_external_tokens: int) -> None:
-        """Record the blocks of a request, of which the first external ones are to be loaded."""
+    def note_allocation(self, request: Any, block_ids: Sequence[int], num_external_tokens: int) -> None:
+        """Record which blocks of a request are to be loaded: those of the external tokens that `match` found."""
         if self._keys is None or not _is_cacheable(request):
             return
         prompt = self._prompts.setdefault(request.request_id, _Prompt(request))
@@ -385,11 +387,11 @@ class _SchedulerSide:
 
     def update(self, changes: TierChanges) -> None:
         """Record what the workers have stored and evicted."""
-        for rank, (added, removed) in changes.of_rank.items():
+        for rank, (added, removed) in changes.by_rank.items():
             self._index.update(rank, added, removed)
 
     def reset(self) -> None:
-        """Give all later blocks other keys than any process has used. Running requests save nothing more."""
+        """From now on, give blocks keys that no process has used. Running requests save nothing more."""
         self._epoch = secrets.token_hex(16)
         self._prompts.clear()
 
@@ -421,8 +423,9 @@ class _SchedulerSide:
             prompt.answer, prompt.first_unknown = shared.exists(keys), first
         if not prompt.answer.done():
             return None
-        found = prompt.answer.result()
-        is_whole = [all(found[at : at + self._num_ranks]) for at in range(0, len(found), self._num_ranks)]
+        is_stored = prompt.answer.result()
+        starts = range(0, len(is_stored), self._num_ranks)
+        is_whole = [all(is_stored[start : start + self._num_ranks]) for start in starts]
         return next((number for number, each in enumerate(is_whole) if not each), len(is_whole))
 
 
@@ -436,7 +439,7 @@ class _Load:
         self.future: Future[list[bool]] | None = None
 
 
-class _Changed(StoreListener):
+class _ChangedKeys(StoreListener):
     """Collects the keys that a store has stored or removed."""
 
     is_on = True
@@ -446,12 +449,12 @@ class _Changed(StoreListener):
         self._keys: set[bytes] = set()
 
     def stored(self, store: str, key: bytes) -> None:
-        """Note a key."""
+        """Add a key."""
         with self._lock:
             self._keys.add(key)
 
     def removed(self, store: str, key: bytes) -> None:
-        """Note a key."""
+        """Add a key."""
         with self._lock:
             self._keys.add(key)
 
@@ -471,7 +474,7 @@ class _WorkerSide:
         self._num_blocks = int(kv_cache_config.num_blocks)
         self._block_size = int(kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size)
         self._rank = int(config.parallel_config.rank)
-        self._changed = _Changed()
+        self._changed = _ChangedKeys()
         self._loads: dict[str, _Load] = {}
         self._failed: set[int] = set()
         self._reported: Counter[str] = Counter()
@@ -505,7 +508,7 @@ class _WorkerSide:
         self._stage(self._loads[request_id])
 
     def wait_for_load(self) -> None:
-        """Wait a moment for a load. Without this, vLLM repeats empty steps and holds the GIL, which delays the load."""
+        """Wait up to 5 ms for a load. Otherwise vLLM repeats empty steps and holds the GIL, which delays the load."""
         futures = [load.future for load in self._loads.values() if load.future is not None]
         if futures:
             wait(futures, _IDLE_WAIT_S, FIRST_COMPLETED)
@@ -532,7 +535,7 @@ class _WorkerSide:
         """Copy the blocks that are missing in at least one tier, and save the copies there."""
         if not blocks:
             return
-        own = [(self._of_rank(block), block_id) for block, block_id in blocks]
+        own = [(self._own_part(block), block_id) for block, block_id in blocks]
         is_everywhere = self._store.touch([block.key for block, _ in own])
         new = [pair for pair, is_held in zip(own, is_everywhere, strict=True) if not is_held]
         if not new:
@@ -568,7 +571,7 @@ class _WorkerSide:
             self._store.close()
             _log.info("tiers of rank %d: %s", self._rank, self._store.counts())
 
-    def _of_rank(self, block: KeyedBlock) -> KeyedBlock:
+    def _own_part(self, block: KeyedBlock) -> KeyedBlock:
         return block._replace(key=key_of_rank(block.key, self._rank))
 
     def _stage(self, load: _Load) -> None:
@@ -587,7 +590,7 @@ class _WorkerSide:
             return
         load.staged = [load.left.popleft() for _ in range(num)]
         wanted = [
-            (self._of_rank(block), memoryview(row)) for (block, _), row in zip(load.staged, load.values, strict=True)
+            (self._own_part(block), memoryview(row)) for (block, _), row in zip(load.staged, load.values, strict=True)
         ]
         load.future = self._store.load_into(wanted)
 

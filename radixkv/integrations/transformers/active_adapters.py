@@ -9,7 +9,7 @@ class ActiveAdapters:
     """The layers of a model that have adapters.
 
     Args:
-        model: the model. If PEFT inserts further layers, its parameters change, and this object is outdated.
+        model: the model. This object becomes outdated if PEFT inserts further layers, which also adds parameters.
     """
 
     def __init__(self, model: Any) -> None:

@@ -18,13 +18,13 @@ from radixkv.offload.block_keys import BlockFormat, PromptKeys
 
 _log = logging.getLogger(__name__)
 
-# K/V that are copied at once, so that a long prompt does not double its memory.
+# Bytes of K/V that are copied at a time, so that a long prompt does not take twice its memory.
 _STAGED_BYTES = 64 << 20
 _PURGE_LIMIT_S = 60.0
 
 
 def require_local(options: TierOptions) -> None:
-    """Refuse stores that other processes share, since `clear` could not delete the blocks that these have saved.
+    """Refuse stores that several processes share, since `clear` could not delete what other processes have saved.
 
     Raises:
         ConfigError: there is such a store, or `model_id` is set.
@@ -36,7 +36,7 @@ def require_local(options: TierOptions) -> None:
 
 
 class BlockTiers:
-    """Saves whole blocks of prompts, and loads those that the cache does not have. Thread-safe.
+    """Saves whole blocks of prompts, and loads blocks that the cache does not have. Thread-safe.
 
     Args:
         options: the tiers.
@@ -56,7 +56,8 @@ class BlockTiers:
         """Load the blocks of a prompt from block `first` on, up to the first one that no tier has.
 
         Yields:
-            The index of a block in the prompt, and the payloads from this block on, uint8 `[n, payload_bytes]`.
+            The index of a block in the prompt, and the payloads of `n` blocks from this one on, uint8
+            `[n, payload_bytes]`.
 
         Complexity: about 2 us for each block up to the last one that is loaded, and the time of the loads.
         """
@@ -82,7 +83,7 @@ class BlockTiers:
     ) -> None:
         """Save the whole blocks of a prompt, from block `first` on, in each tier that does not hold them.
 
-        Does not wait until they are written. Blocks before `first` are only marked as used.
+        Does not wait until the blocks are written. Blocks before `first` are only marked as used.
 
         Args:
             namespace, tokens: the prompt.
@@ -105,7 +106,7 @@ class BlockTiers:
         self._store.touch([block.key for block in reversed(blocks)])  # the end of the prompt is evicted first
 
     def purge(self, tenant: str | None, salt: str | None) -> None:
-        """Delete the blocks that were computed under these names, and wait for it; None matches any name.
+        """Delete the blocks that were computed under these names, and wait for the deletion; None matches any name.
 
         Raises:
             StoreError: see `ByteStore.purge`.

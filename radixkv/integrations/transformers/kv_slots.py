@@ -16,7 +16,7 @@ from radixkv.kernels.reference import hadamard_transform
 
 KV = tuple[torch.Tensor, torch.Tensor]  # keys and values of one layer
 
-# The dtypes that values are quantized to, and with `key_dtype` keys; None stores both as the model computes them.
+# The dtypes that values are quantized to; `key_dtype` gives those of keys. None stores both as the model computes them.
 KV_DTYPES: dict[str, torch.dtype | None] = {
     "auto": None,
     "fp8": torch.float8_e4m3fn,
@@ -35,7 +35,7 @@ class _States:
         quantized: dtype that they are quantized to, with a float32 scale per vector; None to store them unchanged.
 
     Raises:
-        InvalidRequest: int4 needs vectors of an even size.
+        InvalidRequest: the size of a vector is odd, and the dtype is int4.
 
     Attributes:
         dtype: the dtype that the model computes.
@@ -48,7 +48,7 @@ class _States:
             raise InvalidRequest(f"kv_dtype: expected an even head size for k8v4, got {like.shape[2]}")
         self.dtype = like.dtype
         self._quantized = quantized
-        encoded = self._encoded(torch.zeros_like(like[:, :1], device=device))
+        encoded = self._encode(torch.zeros_like(like[:, :1], device=device))
         with torch.inference_mode(False):  # a tensor of inference mode could not be written outside of it
             self.tensors = tuple(
                 torch.empty(each.shape[0], num_slots, each.shape[2], dtype=each.dtype, device=device)
@@ -61,10 +61,10 @@ class _States:
 
     def read(self, slots: torch.Tensor, device: torch.device) -> torch.Tensor:
         """Copy the states of some slots to a device, in the dtype of the model."""
-        found = [each.index_select(1, slots.to(each.device)).to(device) for each in self.tensors]
+        copies = [each.index_select(1, slots.to(each.device)).to(device) for each in self.tensors]
         if self._quantized is None:
-            return found[0]
-        values, scales = found
+            return copies[0]
+        values, scales = copies
         if self._quantized == torch.float8_e4m3fn:
             values = values.view(self._quantized)
         if self._quantized == INT4:  # rotated before they were quantized, which makes 4 bits more accurate
@@ -72,11 +72,11 @@ class _States:
         return dequantize(values, scales[..., 0], self._quantized, self.dtype)
 
     def write(self, slots: torch.Tensor, states: torch.Tensor) -> None:
-        """Copy states to some slots, `[num_kv_heads, len(slots), head_dim]`."""
-        for stored, new in zip(self.tensors, self._encoded(states), strict=True):
+        """Copy states, `[num_kv_heads, len(slots), head_dim]`, to some slots."""
+        for stored, new in zip(self.tensors, self._encode(states), strict=True):
             stored.index_copy_(1, slots.to(stored.device), new.to(stored.device))
 
-    def _encoded(self, states: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def _encode(self, states: torch.Tensor) -> tuple[torch.Tensor, ...]:
         if self._quantized is None:
             return (states,)
         if self._quantized == INT4:

@@ -10,7 +10,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from radixkv.errors import InvalidRequest, UnsupportedModel
 
-# Layers of a `DynamicCache` whose state after some tokens is K/V of these tokens. A DummyLayer keeps nothing.
+# Layers of a `DynamicCache` whose only state is the K/V of tokens. A DummyLayer keeps nothing.
 _ATTENTION_LAYERS = frozenset({"DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer"})
 
 # Types whose classes in transformers 5.24 compute other logits after a cache was continued with several tokens.
@@ -39,7 +39,7 @@ _HARMLESS = frozenset(
 
 
 def require_reusable(model: object) -> None:
-    """Refuse a model whose state after a prefix is not the K/V of its tokens.
+    """Refuse a model whose state after a prefix is more than the K/V of the tokens in it.
 
     Raises:
         UnsupportedModel: the message names the model and the reason.

@@ -1,4 +1,4 @@
-"""The weights of a model: whether they changed, and a digest of what K/V depend on."""
+"""The weights of a model: detects changes, and computes digests of everything that K/V depend on."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _PIECE_BYTES = 64 << 20
 
 
 class WeightVersions:
-    """The weights of a model and the versions that PyTorch counts, to notice that they changed.
+    """The weights of a model and the versions that PyTorch counts, to detect changes.
 
-    Weights are the parameters and the persistent buffers, in which quantized layers keep theirs. Other buffers are left
-    out, since some models replace them in each forward pass, such as the frequencies of RoPE. PyTorch does not count
-    changes of `.data`, nor of tensors that were created in `torch.inference_mode`.
+    Weights are the parameters and the persistent buffers, in which quantized layers keep their weights. Other buffers
+    are left out, since some models replace them in each forward pass, such as the frequencies of RoPE. PyTorch does not
+    count changes of `.data`, nor of tensors that were created in `torch.inference_mode`.
 
     Args:
         model: the model.
@@ -62,12 +62,12 @@ def digest_of_model(model: Any) -> str:
     return digest.hexdigest()
 
 
-def computed_by(model: Any, kv: Mapping[int, KV]) -> str:
-    """Describe what else the bits of K/V depend on: libraries, devices, hooks, frequencies of RoPE.
+def describe_computation(model: Any, kv: Mapping[int, KV]) -> str:
+    """Describe what else the bits of K/V depend on: libraries, kernels, devices, hooks, frequencies of RoPE.
 
     Args:
         model: the model.
-        kv: K/V of a test prompt by layer, whose bits show what cannot be described.
+        kv: K/V of a test prompt by layer. A digest of them stands for hooks and for frequencies of RoPE.
     """
     test = xxh3_128()
     for _, states in sorted(kv.items()):

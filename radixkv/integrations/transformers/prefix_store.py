@@ -23,7 +23,7 @@ ReadNewKV = Callable[[int, int], Mapping[int, KV]]
 
 
 class PrefixStore:
-    """Finds cached prefixes, and publishes new ones. Several threads may call it; calls exclude each other.
+    """Finds cached prefixes, and publishes new ones. Thread-safe: one lock guards everything but loads from tiers.
 
     A lease lasts only as long as the call that opens it, so a forward pass that fails leaves nothing to release.
 
@@ -32,8 +32,9 @@ class PrefixStore:
     Args:
         num_blocks: number of blocks.
         block_size: tokens per block.
-        max_sequence_tokens: tokens of a sequence that can be cached; see `radixkv.config.sequence_limit`.
-        policy: decides which unused leaf is evicted first; None for the least recently used.
+        max_sequence_tokens: maximum number of tokens of a sequence that are cached; see
+            `radixkv.config.sequence_limit`.
+        policy: decides which unused leaf is evicted first; None for the least recently used one.
         device: where to store K/V; None for the device that computes them.
         kv_dtype: how to store K/V, a key of `KV_DTYPES`.
     """
@@ -87,7 +88,7 @@ class PrefixStore:
         Args:
             options: the tiers.
             model: digest of the model.
-            computed_by: what else the bits of its K/V depend on.
+            computed_by: what else the bits of K/V depend on; see `describe_computation`.
             kv: K/V of any tokens, with the shapes, dtypes and devices of those of the model.
 
         Raises:
@@ -115,8 +116,8 @@ class PrefixStore:
             tiers.close()
 
     @contextmanager
-    def matched(self, namespace: Namespace, prompts: Sequence[bytes]) -> Iterator[list[MatchedPrefix]]:
-        """Find the cached prefixes of prompts. They can be read until the context ends; nothing changes meanwhile."""
+    def match(self, namespace: Namespace, prompts: Sequence[bytes]) -> Iterator[list[MatchedPrefix]]:
+        """Find the cached prefixes of prompts. The context holds the lock, so that the prefixes can be read in it."""
         tiers = self._tiers
         if tiers is not None:
             for tokens in prompts:
@@ -170,7 +171,7 @@ class PrefixStore:
     def clear(self, tenant: str | None = None, salt: str | None = None) -> None:
         """Evict what is cached in namespaces with these names; None matches any. Without names, K/V memory is freed.
 
-        Sequences that were matched before, under whatever names, are not published after this. Blocks in the tiers are
+        Sequences that were matched before, in any namespace, are not published after this. Blocks in the tiers are
         deleted as well. K/V memory is not freed while there are tiers.
 
         Raises:
@@ -185,13 +186,13 @@ class PrefixStore:
                 self._slots.free()
 
     def _load(self, tiers: BlockTiers, namespace: Namespace, tokens: bytes) -> None:
-        """Load the blocks of a prompt that only the tiers have. Other calls go on while they are read."""
+        """Load the blocks of a prompt that only the tiers have. The lock is not held while the tiers are read."""
         size = self.block_size
         with self._lock:
             epoch = self._epoch
             num_found = self._cache.num_found_tokens(namespace, tokens)
         if num_found == len(tokens) // TOKEN_BYTES - 1:
-            return  # everything but the last token, which is always computed
+            return  # all tokens are cached but the last one, which is always computed
         for first, payloads in tiers.load(namespace, tokens, num_found // size):
             end = (first + len(payloads)) * size
             with self._lock, torch.no_grad():
@@ -199,7 +200,7 @@ class PrefixStore:
                     return
                 with self._cache.lease(namespace, tokens[: end * TOKEN_BYTES], is_resumed=True) as lease:
                     start = lease.cached_tokens // size
-                    if start < first:  # blocks before them were evicted meanwhile
+                    if start < first:  # blocks before the loaded ones were evicted meanwhile
                         return
                     lease.copy = None  # the whole block is overwritten
                     self._slots.write_blocks(lease.block_ids[start:], payloads[start - first :])
@@ -218,7 +219,7 @@ class MatchedPrefix:
     Args:
         slots: K/V of all blocks.
         block_ids: the blocks of the prefix, int32.
-        num_tokens: its length.
+        num_tokens: length of the prefix.
     """
 
     def __init__(self, slots: KVSlots, block_ids: BlockIds, num_tokens: int) -> None:

@@ -25,8 +25,8 @@ class PaddedPrompt:
     """One row of `input_ids`: a prompt and its padding on the left.
 
     Attributes:
-        tokens: its tokens without padding, little-endian uint32 bytes.
-        num_pads: padding tokens before them.
+        tokens: tokens without padding, little-endian uint32 bytes.
+        num_pads: number of padding tokens before these.
     """
 
     tokens: bytes
@@ -34,7 +34,7 @@ class PaddedPrompt:
 
     @property
     def num_tokens(self) -> int:
-        """Its length without padding."""
+        """Length of the prompt without padding."""
         return len(self.tokens) // TOKEN_BYTES
 
 
@@ -43,9 +43,9 @@ class _Row:
     """A sequence of the batch.
 
     Attributes:
-        prompt: its prompt.
-        tokens: the tokens whose K/V are computed or reused, without those that were not read yet.
-        published_tokens: tokens that were published by this row; 0 until the prompt is published.
+        prompt: prompt of the sequence.
+        tokens: the tokens whose K/V are computed or reused, without `PromptCache._unread_tokens`.
+        published_tokens: number of tokens that this row has published; 0 until the prompt is published.
     """
 
     prompt: PaddedPrompt
@@ -96,24 +96,25 @@ class PromptCache(DynamicCache):  # type: ignore[misc]  # transformers has no ty
     `RadixCache.cache_for` creates it. It begins with contiguous copies of the reused K/V, which it then owns like any
     `DynamicCache`: nothing that is evicted later changes it, and if it is dropped, there is nothing to release.
 
-    It sees the tokens of each forward pass of the model, so what it publishes is what was computed. Publishing ends,
-    while everything else works, as soon as rows no longer continue the same sequences: after `reorder_cache` (beam
-    search) and `batch_select_indices`. Without `write_generated` it ends with the prompt.
+    It sees the tokens of each forward pass of the model, so K/V are published under the tokens from which they were
+    computed. Publishing ends, while everything else works, as soon as rows no longer continue the same sequences: after
+    `reorder_cache` (beam search), `batch_select_indices` and `reset`. Without `write_generated`, publishing ends with
+    the prompt.
 
     One thread may use it at a time.
 
     Args:
         model: the model whose forward passes use this cache.
-        weights: its weights. If they have changed, nothing more is published.
-        adapters: its adapters, of which the same must be active in each forward pass.
+        weights: the weights of the model. If they have changed, nothing more is published.
+        adapters: the adapters of the model. The same ones must be active in each forward pass.
         store: where prefixes are found and published.
-        namespace: which prefixes.
+        namespace: the namespace of these prefixes.
         prompts: the rows of the batch, all of the same length with padding.
         epoch: epoch of the store in which the weights of the model were verified.
         write_generated: whether to publish generated tokens.
 
     Attributes:
-        num_cached_tokens: tokens of each prompt that are reused.
+        num_cached_tokens: number of reused tokens of each prompt.
     """
 
     def __init__(
@@ -139,16 +140,16 @@ class PromptCache(DynamicCache):  # type: ignore[misc]  # transformers has no ty
         self._prompt_length = prompts[0].num_pads + prompts[0].num_tokens
         self._records: dict[int, _WindowRecord] = {}
         self._next_tokens: torch.Tensor | None = None
-        # Tokens after those of `_Row.tokens`, `[batch, num_new]` each, on the device of the model.
+        # Tokens that follow `_Row.tokens`, `[batch, num_new]` each, on the device of the model.
         self._unread_tokens: list[torch.Tensor] = []
         self._is_publishing = True
         self._is_closed = False
-        with store.matched(namespace, [each.tokens for each in prompts]) as matched:
+        with store.match(namespace, [each.tokens for each in prompts]) as prefixes:
             # A reused prefix ends at the same position in all rows, since they are computed together.
-            ends = [each.num_pads + found.num_tokens for each, found in zip(prompts, matched, strict=True)]
+            ends = [each.num_pads + prefix.num_tokens for each, prefix in zip(prompts, prefixes, strict=True)]
             self._length = min(ends) if any(min(ends) > each.num_pads for each in prompts) else 0
             if self._length:
-                self._fill(prompts, matched)
+                self._fill(prompts, prefixes)
         self._rows = [
             _Row(each, bytearray(each.tokens[: max(0, self._length - each.num_pads) * TOKEN_BYTES])) for each in prompts
         ]
@@ -170,10 +171,10 @@ class PromptCache(DynamicCache):  # type: ignore[misc]  # transformers has no ty
             self._publish(is_last=True)
 
     def begin_forward(self, model: object, arguments: Mapping[str, Any]) -> None:
-        """Verify that a forward pass continues the rows of this cache. `RadixCache` has the model call it.
+        """Verify that a forward pass continues the rows of this cache. Called by a hook of the model.
 
         Raises:
-            InvalidRequest: it does not, or its K/V depend on more than the tokens.
+            InvalidRequest: the pass does not continue them, or its K/V depend on more than the tokens.
         """
         input_ids = arguments.get("input_ids")
         if torch.is_autocast_enabled(self._model.device.type):
@@ -220,7 +221,7 @@ class PromptCache(DynamicCache):  # type: ignore[misc]  # transformers has no ty
         return updated
 
     def end_forward(self) -> None:
-        """Note that a forward pass is complete, and publish its K/V. `RadixCache` has the model call it.
+        """Record that a forward pass is complete, and publish its K/V. Called by a hook of the model.
 
         Raises:
             UnsupportedModel: a layer has K/V of more or fewer tokens than the model was given.
@@ -242,7 +243,7 @@ class PromptCache(DynamicCache):  # type: ignore[misc]  # transformers has no ty
         """Remove the last tokens of all rows, as assisted decoding does with rejected ones.
 
         Raises:
-            InvalidRequest: a layer with a sliding window has no K/V of tokens that are in the window again.
+            InvalidRequest: a layer with a sliding window no longer has the K/V of the whole window before the new end.
         """
         self._require_windows(self._length + tokens_to_remove)
         self._read_tokens()
@@ -286,17 +287,17 @@ class PromptCache(DynamicCache):  # type: ignore[misc]  # transformers has no ty
         self._stop_publishing()
         super().reset()
 
-    def _fill(self, prompts: Sequence[PaddedPrompt], matched: Sequence[MatchedPrefix]) -> None:
+    def _fill(self, prompts: Sequence[PaddedPrompt], prefixes: Sequence[MatchedPrefix]) -> None:
         """Copy the reused K/V of all rows into contiguous tensors, `[batch, num_kv_heads, length, head_dim]`."""
         length = self._length
-        for layer_id in matched[0].layer_ids:
+        for layer_id in prefixes[0].layer_ids:
             layer = self.layers[layer_id]
             start = max(0, length - layer.sliding_window + 1) if layer.is_sliding else 0
             rows = [
-                found.read(layer_id, max(0, start - each.num_pads), max(0, length - each.num_pads))
-                for each, found in zip(prompts, matched, strict=True)
+                prefix.read(layer_id, max(0, start - each.num_pads), max(0, length - each.num_pads))
+                for each, prefix in zip(prompts, prefixes, strict=True)
             ]
-            keys, values = (_padded([pair[each] for pair in rows], length - start) for each in (0, 1))
+            keys, values = (_pad_rows([pair[each] for pair in rows], length - start) for each in (0, 1))
             layer.lazy_initialization(keys, values)
             layer.keys, layer.values = keys, values
             if layer.is_sliding:
@@ -319,27 +320,27 @@ class PromptCache(DynamicCache):  # type: ignore[misc]  # transformers has no ty
                 )
 
     def _require_causal(self, arguments: Mapping[str, Any], num_new: int) -> None:
-        """Refuse masks other than that of the padding, and positions other than those after it."""
+        """Refuse attention masks other than that of the padding, and positions that do not count from its end."""
         end = self._length + num_new
         pads = torch.tensor([row.prompt.num_pads for row in self._rows])[:, None]
         positions = torch.arange(end)[None] - pads  # [batch, end]
         mask = arguments.get("attention_mask")
         expected_mask = positions >= 0
-        is_masked = mask is None and bool(expected_mask.all())
+        is_mask_right = mask is None and bool(expected_mask.all())
         if isinstance(mask, torch.Tensor):
-            is_masked = mask.shape == expected_mask.shape and bool((mask.cpu().bool() == expected_mask).all())
-        if not is_masked:
+            is_mask_right = mask.shape == expected_mask.shape and bool((mask.cpu().bool() == expected_mask).all())
+        if not is_mask_right:
             raise InvalidRequest(
                 "RadixCache: attention_mask differs from the one that cache_for got: expected zeros for the padding on "
                 "the left, and ones after it"
             )
-        given = arguments.get("position_ids")
-        if given is None:
-            is_placed = bool(expected_mask.all())
+        position_ids = arguments.get("position_ids")
+        if position_ids is None:
+            are_positions_right = bool(expected_mask.all())
         else:
             new, here = positions[:, self._length :].clamp(min=0), expected_mask[:, self._length :]
-            is_placed = given.ndim == 2 and bool(((given.cpu() == new) | ~here).all())
-        if not is_placed:
+            are_positions_right = position_ids.ndim == 2 and bool(((position_ids.cpu() == new) | ~here).all())
+        if not are_positions_right:
             raise InvalidRequest("RadixCache: position_ids: expected those of each token after the padding, got others")
 
     def _require_windows(self, length: int) -> None:
@@ -374,7 +375,7 @@ class PromptCache(DynamicCache):  # type: ignore[misc]  # transformers has no ty
             row.tokens += new[max(0, row.prompt.num_pads - first) :].tobytes()
 
     def _publish(self, *, is_last: bool) -> None:
-        """Publish whole prompts, then whole blocks of generated tokens, and at the end the rest."""
+        """Publish whole prompts, then whole blocks of generated tokens, and the remaining tokens if `is_last`."""
         if not self._is_publishing or self._length < self._prompt_length:
             return
         block_size = self._store.block_size
@@ -423,7 +424,7 @@ class PromptCache(DynamicCache):  # type: ignore[misc]  # transformers has no ty
 
 
 def stored_layers(cache: DynamicCache) -> Iterator[tuple[int, Any]]:
-    """Iterate over the layers of a cache that keep K/V. Some models have layers that use those of others."""
+    """Iterate over the layers of a cache that keep K/V. Some models have layers that use the K/V of other layers."""
     for layer_id, layer in enumerate(cache.layers):
         if layer.is_initialized and hasattr(layer, "get_seq_length"):
             yield layer_id, layer
@@ -435,8 +436,8 @@ def _numpy(input_ids: torch.Tensor) -> np.ndarray[Any, np.dtype[np.uint32]]:
     return tokens
 
 
-def _padded(rows: Sequence[torch.Tensor], length: int) -> torch.Tensor:
-    """Stack the states of all rows, with zeros on the left of those that are shorter.
+def _pad_rows(rows: Sequence[torch.Tensor], length: int) -> torch.Tensor:
+    """Stack the states of all rows, with zeros on the left of shorter rows.
 
     Args:
         rows: states of each row, `[num_kv_heads, num_positions, head_dim]`.

@@ -25,7 +25,7 @@ from radixkv.integrations.transformers.model_requirements import (
     require_only_tokens,
     require_reusable,
 )
-from radixkv.integrations.transformers.model_weights import WeightVersions, computed_by, digest_of_model
+from radixkv.integrations.transformers.model_weights import WeightVersions, describe_computation, digest_of_model
 from radixkv.integrations.transformers.prefix_store import PrefixStore
 from radixkv.integrations.transformers.prompt_cache import PaddedPrompt, PromptCache, stored_layers
 from radixkv.namespace import Namespace
@@ -42,8 +42,8 @@ class ReuseCounts:
 
     Attributes:
         num_prompts: rows of `input_ids` for which caches were created.
-        num_prompt_tokens: their tokens, without padding.
-        num_cached_tokens: those that were not computed, but reused.
+        num_prompt_tokens: tokens of these rows, without padding.
+        num_cached_tokens: how many of these tokens were reused.
         num_evicted_blocks: blocks that were evicted to make room.
         num_used_blocks: blocks that hold K/V now.
     """
@@ -61,7 +61,7 @@ class RadixCache:
         radix = RadixCache(model, capacity_tokens=65_536)
         out = radix.generate(**inputs, max_new_tokens=20)
 
-    The second line does the same as
+    The second line is equivalent to
 
         with radix.cache_for(**inputs) as cache:
             out = model.generate(**inputs, cache=cache, max_new_tokens=20)  # past_key_values=cache in older releases
@@ -71,31 +71,31 @@ class RadixCache:
     differently for another number of tokens, so logits may differ in their last bits from those without a cache.
 
     The cache is bound to the model object. Before each call it verifies that no parameter and no persistent buffer was
-    replaced or changed in place, and otherwise drops everything. It does not see changes of `.data`, nor of weights
-    that were created in `torch.inference_mode`, which PyTorch's version counter does not count: call `clear` after
-    them. Active LoRA adapters are a part of the namespace; a cache that was created with some adapters refuses forward
+    replaced or changed in place, and otherwise drops everything. PyTorch's version counter does not count changes of
+    `.data`, nor of weights that were created in `torch.inference_mode`: call `clear` after such changes. Active LoRA
+    adapters are a part of the namespace; a cache that was created with some adapters refuses forward
     passes with others.
 
-    Several threads may use it at the same time, on a GPU with the same CUDA stream, as far as the model allows that.
+    Several threads may use the cache at the same time, on a GPU with the same CUDA stream, if the model allows this.
 
     Args:
         model: a decoder-only model with full or sliding attention, in eval mode.
-        capacity_tokens: tokens whose K/V are kept. Memory for all layers is allocated when the first prompt is
-            computed, with tiers already here; layers with sliding windows keep all tokens as well, so that any prefix
-            can be reused.
+        capacity_tokens: maximum number of tokens whose K/V are kept. Memory for all layers is allocated when the first
+            prompt is computed, or with `tiers` when they are opened. Layers with sliding windows keep all tokens as
+            well, so that any prefix can be reused.
         block_size: tokens per block. A prefix may also end inside a block.
-        policy: decides what is evicted first; serves this cache only. None for the least recently used.
+        policy: decides what is evicted first; must not be shared with another cache. None for the least recently used.
         device: where to keep K/V, such as `cpu` for a model on a GPU; None for the device of the model.
         kv_dtype: how to keep K/V: `auto` (as the model computes them), `fp8`, `int8` or `k8v4` (keys in int8, values in
-            int4). Quantized K/V have 4 more bytes per vector. A hit then changes the answer a little, since the call
-            that computed a prompt used the K/V before they were quantized.
-        tiers: where blocks are also kept, so that they can be loaded after the cache has evicted them, and with a disk
-            after a restart: `host_bytes`, `disk_path`, `disk_bytes` and other options of `TierOptions.of`. Whole blocks
-            are saved. The weights are read once, for a digest that identifies the model, and each version of the
-            weights has a disk directory of its own.
+            int4). The scale of a quantized vector takes 4 additional bytes. A hit then changes the answer a little,
+            since the call that computed a prompt used the K/V before they were quantized.
+        tiers: where whole blocks are also kept, so that they can be loaded after the cache has evicted them and, with a
+            disk, after a restart: `host_bytes`, `disk_path`, `disk_bytes` and other options of `TierOptions.of`. The
+            weights are read once, for a digest that identifies the model, and each version of the weights has a disk
+            directory of its own.
 
     Raises:
-        UnsupportedModel: the model keeps other states than K/V. The message names it and the reason.
+        UnsupportedModel: the model keeps other states than K/V. The message names the model and the reason.
         InvalidRequest: `capacity_tokens` or `block_size` is too small, or `kv_dtype` is unknown.
         ConfigError: an option of the tiers is invalid, or they have no room for one block.
     """
@@ -158,7 +158,8 @@ class RadixCache:
     def close(self) -> None:
         """Free all K/V, and remove the hooks from the model. Closing again does nothing.
 
-        Caches that still publish then refuse their next forward pass, so wait for calls of other threads before.
+        Caches that have not ended publishing then refuse their next forward pass, so wait for calls of other threads
+        first.
         """
         with self._lock:
             self._is_closed = True
@@ -208,11 +209,11 @@ class RadixCache:
         Raises:
             RequestError: see `cache_for`; or `kwargs` has a cache.
         """
-        if given := [name for name in CACHE_NAMES if kwargs.get(name) is not None]:
-            raise InvalidRequest(f"{given[0]}: RadixCache.generate creates the cache itself; expected none")
-        if given := [name for name in _ASSISTANTS if self._option(name, kwargs)]:
+        if names := [name for name in CACHE_NAMES if kwargs.get(name) is not None]:
+            raise InvalidRequest(f"{names[0]}: RadixCache.generate creates the cache itself; expected none")
+        if names := [name for name in _ASSISTANTS if self._option(name, kwargs)]:
             raise InvalidRequest(
-                f"{given[0]}: assisted decoding of transformers computes the whole prompt, whatever its cache holds; "
+                f"{names[0]}: assisted decoding of transformers computes the whole prompt, whatever its cache holds; "
                 "call model.generate without a RadixCache"
             )
         sizes = [self._option(name, kwargs) or 1 for name in ("num_beams", "num_return_sequences")]
@@ -240,8 +241,9 @@ class RadixCache:
     ) -> PromptCache:
         """Create the cache of one call of `model.generate` or `model`, with the K/V that can be reused.
 
-        Rows of a batch are padded on the left. A batch reuses cached prefixes up to one column of `input_ids`, the same
-        in all rows. If nothing of a row is cached, that is the end of its padding.
+        Rows of a batch are padded on the left. A batch reuses cached prefixes up to the same column of `input_ids` in
+        all rows: the first column at which the cached prefix of a row ends. If nothing of a row is cached, its cached
+        prefix ends with its padding.
 
         Args:
             input_ids: the prompts that `generate` gets, int64 `[batch, length]`.
@@ -295,12 +297,11 @@ class RadixCache:
     def clear(self, *, tenant: str | None = None, salt: str | None = None) -> None:
         """Evict what was computed under these names, and delete it from the tiers; None matches any name.
 
-        What other weights have computed stays on the disk, in directories of their own.
-
-        Caches that `cache_for` or `generate` created before, under whatever names, publish nothing after this.
+        What other weights have computed stays on the disk, in directories of its own. Caches that `cache_for` or
+        `generate` created before, under any names, publish nothing after this.
 
         Raises:
-            StoreError: a tier did not delete it, so it may be found after a restart.
+            StoreError: a tier did not delete its blocks, so they may be found after a restart.
         """
         with self._lock:
             if tenant is not None or salt is not None or self._is_closed:
@@ -313,12 +314,12 @@ class RadixCache:
             self._expect_other_weights()
 
     def _expect_other_weights(self) -> None:
-        """Have the next call, which finds the model in eval mode, open the tiers for the weights that it has then."""
+        """Let the next call with a model in eval mode open the tiers, for the weights that the model then has."""
         self._weights = WeightVersions(self.model)
         self._are_tiers_due = self._tier_options is not None
 
     def _open_tiers(self) -> None:
-        """Open the tiers, if they are due. A test prompt shows the shapes and the bits of K/V."""
+        """Open the tiers if they are due. This computes a test prompt, for the shapes and the bits of K/V."""
         if not self._are_tiers_due or self._tier_options is None:
             return
         require_local(self._tier_options)
@@ -331,11 +332,12 @@ class RadixCache:
                 use_cache=True,
             )
         kv = {layer_id: (layer.keys[0], layer.values[0]) for layer_id, layer in stored_layers(cache)}
-        self._store.open_tiers(self._tier_options, digest_of_model(self.model), computed_by(self.model, kv), kv)
+        computed_by = describe_computation(self.model, kv)
+        self._store.open_tiers(self._tier_options, digest_of_model(self.model), computed_by, kv)
         self._are_tiers_due = False
 
     def _option(self, name: str, kwargs: Mapping[str, Any]) -> Any:
-        """Return an option of `generate`: of the call, of its configuration, or else of that of the model."""
+        """Return an option of `generate`: from the call, its generation configuration, or that of the model."""
         configs = (kwargs.get("generation_config"), self.model.generation_config)
         values = (kwargs.get(name), *(getattr(each, name, None) for each in configs))
         return next((each for each in values if each is not None), None)
@@ -375,10 +377,10 @@ class RadixCache:
 
 
 def _begin_forward(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Show the cache of a forward pass its arguments; does nothing for caches of other classes."""
+    """Pass the arguments of a forward pass to its `PromptCache`, if it has one."""
     cache = _cache_of(model, args, kwargs)
     if cache is not None:
-        arguments = _named(model, args, kwargs)
+        arguments = _arguments_by_name(model, args, kwargs)
         require_only_tokens(arguments)
         cache.begin_forward(model, arguments)
 
@@ -390,9 +392,9 @@ def _end_forward(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], o
 
 
 def _cache_of(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> PromptCache | None:
-    values = _named(model, args, kwargs) if len(args) > 1 else kwargs
+    values = _arguments_by_name(model, args, kwargs) if len(args) > 1 else kwargs
     return next((each for name in CACHE_NAMES if isinstance(each := values.get(name), PromptCache)), None)
 
 
-def _named(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def _arguments_by_name(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     return {**dict(zip(inspect.signature(model.forward).parameters, args, strict=False)), **kwargs}

@@ -15,12 +15,10 @@ def test_options_are_those_of_section_tiers_and_quotas() -> None:
     options = TierOptions.of(
         {
             "host_bytes": 1000,
-            "backend_name": "an engine's own key",
             "tenants": {"alice": {"floor": 0.1, "ceiling": 0.5}},
             "other_tenants": {"ceiling": 0.2},
             "load_limit_s": 1,
-        },
-        ignored=("backend_name",),
+        }
     )
     assert options.tiers.host_bytes == 1000
     assert options.shares_of("alice") == TierShares(0.1, 0.5)
