@@ -3,8 +3,8 @@
     pieces of a row   [ unit 0 )[ unit 1 )[ part )[ tail )      attended one by one, merged in this order
 
 `attention_plan` splits the keys at fixed positions and joins rows of requests that share blocks. The bits of an output
-row depend only on the prefix of its token: the fused attention computes each row separately, in an order that depends
-on its keys. It computes blocks of 32 rows or more, however, and one to three remaining rows in another order, so the
+row depend only on the prefix of its token: the fused attention sums each row in an order that depends only on its keys,
+with one exception. It computes blocks of 32 rows or more, and sums one to three remaining rows in another order, so the
 number of rows is padded to a multiple of 16. In half precision, the summation order depends on the number of rows
 unless the number of terms is a multiple of 32, so sums are padded to that.
 """
@@ -177,14 +177,14 @@ def _strip_kv(pool: KVPool, layer: int, strip: Strip, dtype: torch.dtype) -> tup
         blocks = pool.values[strip.first_block : strip.first_block + num_blocks, layer]
         kv = blocks.permute(1, 2, 0, 3, 4).flatten(2, 3)  # [2, num_kv_heads, num_tokens, head_dim], a view
     else:
-        kv = _copied(pool, layer, strip.block_ids, dtype)
+        kv = _copy_blocks(pool, layer, strip.block_ids, dtype)
     kv = torch.unflatten(kv, 2, (strip.num_units, strip.unit_tokens)).transpose(1, 2)
     return kv[0], kv[-1]  # in a latent pool both are the same tensor
 
 
 def _tail_kv(pool: KVPool, layer: int, tails: Tails, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """Copy keys and values of tiles, `[num_tiles, num_kv_heads, num_keys, head_dim]` each. Unwritten slots are 0."""
-    kv = _copied(pool, layer, tails.block_ids, dtype)
+    kv = _copy_blocks(pool, layer, tails.block_ids, dtype)
     if tails.unwritten is not None:
         kv.index_fill_(2, tails.unwritten, 0)
     kv = torch.unflatten(kv, 2, (tails.num_tiles, -1))[:, :, :, tails.first_key : tails.first_key + tails.num_keys]
@@ -192,7 +192,7 @@ def _tail_kv(pool: KVPool, layer: int, tails: Tails, dtype: torch.dtype) -> tupl
     return kv[0], kv[-1]
 
 
-def _copied(pool: KVPool, layer: int, block_ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _copy_blocks(pool: KVPool, layer: int, block_ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Copy blocks of one layer into a contiguous `[2, num_kv_heads, num_tokens, head_dim]` of `dtype`.
 
     The first dimension is that of the pool's values: 1 in a latent pool.
@@ -222,7 +222,7 @@ def _attend(
         Rows like `query`, and the logarithms of their sums of weights, float32 `[n, num_kv_heads, num_rows]`.
     """
     if query.shape[0] * query.shape[1] == 1 and query.shape[2] <= _ROWS_PER_BLOCK and torch.get_num_threads() > 1:
-        # The library would split the sums of a single matmul over its threads, so it gets two.
+        # The library would split the sums of a single matmul over its threads, so it gets two equal ones.
         query, key, value = (tensor.expand(2, -1, -1, -1) for tensor in (query, key, value))
         rows, lse = _fused_attention(query, key, value, attn_mask=mask, scale=scoring.scale)
         return rows[:1], lse[:1]

@@ -279,7 +279,7 @@ def _strips(block_size: int, demand: Demand, members: _Members) -> Iterator[Stri
     for first_unit, end_unit, first, end in runs_in_order(num_units.tolist(), (same_parts // _PARTS_PER_UNIT).tolist()):
         blocks = tables[first, first_unit * UNIT_TOKENS // block_size : end_unit * UNIT_TOKENS // block_size]
         rows = int(first_rows[first]), int(first_rows[end])
-        yield from _in_place_or_copied(blocks, first_unit, UNIT_TOKENS, rows, block_size, demand)
+        yield from _strips_of_run(blocks, first_unit, UNIT_TOKENS, rows, block_size, demand)
     # Tiles with a different number of units do not share parts, even if they share the blocks.
     same_parts = np.where(num_units[1:] == num_units[:-1], same_parts, 0)
     for first_part, end_part, first, end in runs_in_order(num_parts.tolist(), same_parts.tolist()):
@@ -289,10 +289,10 @@ def _strips(block_size: int, demand: Demand, members: _Members) -> Iterator[Stri
             blocks = tables[first, first_own * PART_TOKENS // block_size : end_part * PART_TOKENS // block_size]
             first_piece = int(num_units[first]) + first_own - parts_in_units
             rows = int(first_rows[first]), int(first_rows[end])
-            yield from _in_place_or_copied(blocks, first_piece, PART_TOKENS, rows, block_size, demand)
+            yield from _strips_of_run(blocks, first_piece, PART_TOKENS, rows, block_size, demand)
 
 
-def _in_place_or_copied(
+def _strips_of_run(
     blocks: npt.NDArray[np.int32],
     first_piece: int,
     unit_tokens: int,

@@ -7,7 +7,8 @@
     plain          the weight as it is: MKL in float32, oneDNN in half precision
     float32        float16 only: converted once, so that machines without float16 arithmetic multiply in float32
     int8           weights and rows quantized to 8 bits: results differ, so only if configured
-    q8, q4         weights quantized to 8 or 4 bits, for our own C++ kernels: likewise
+    q8, q4         weights quantized to 8 or 4 bits, for our own C++ kernels: only if configured, or if the file of the
+                   model contains quantized weights
 
 MKL's packed GEMM adds up a row in the same order for every row count that was tried; its plain GEMM does not. A
 convolution adds up the channels of a pixel in the same order for any number of pixels, so it is batch-invariant in
@@ -47,12 +48,12 @@ class GemmBackend(NamedTuple):
 
     Attributes:
         pack: packs weights `[features, in_features]`, concatenated by features, in an opaque format for `multiply`.
-            Those of `QUANTIZED_BITS` also take a `QuantizedWeight` of as many bits.
+            The backends in `QUANTIZED_BITS` also take a `QuantizedWeight` with this number of bits.
         multiply: takes contiguous rows `[num_rows, in_features]`, the packed weight, and a bias `[out_features]` or
             None. Returns `[num_rows, out_features]` in the rows' dtype.
         dtypes: dtypes of weights that it supports.
         gate: fused SwiGLU. Takes rows, the packed weight and bias of the gate, and those of up. Returns
-            `silu(gate) * up`, where each of the two matmuls rounds its result once. None if the library has none.
+            `silu(gate) * up`, rounded once, or after each of the two matmuls. None if the library has no such function.
         is_batch_invariant: whether its code is batch-invariant by construction, so that no row count has to be checked.
     """
 
@@ -64,7 +65,7 @@ class GemmBackend(NamedTuple):
 
 
 def gemm_backends(weight: torch.Tensor) -> tuple[str, ...]:
-    """Return the backends for a weight like this one on this machine, except those with other results, such as int8."""
+    """Return the backends for a weight like this one on this machine, except int8, q8 and q4."""
     dtype = weight.dtype
     has_mkl = torch.backends.mkl.is_available()  # type: ignore[no-untyped-call]
     excluded = {"int8", *QUANTIZED_BITS}
@@ -101,12 +102,12 @@ def _plain_matmul(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor |
 
 
 def _concat(pack: Callable[[torch.Tensor], Any]) -> Callable[..., Any]:
-    """Concatenate weights before packing."""
+    """Return a function that concatenates weights and then packs them."""
     return lambda *weights: pack(weights[0] if len(weights) == 1 else torch.cat(weights))
 
 
-def _quantize(bits: int) -> Callable[..., gemm.QuantizedPanels]:
-    """Quantize each weight before packing, unless it is quantized."""
+def _quantized_packer(bits: int) -> Callable[..., gemm.QuantizedPanels]:
+    """Return a function that quantizes each weight, unless it is quantized, and then packs the weights."""
 
     def quantized(weight: torch.Tensor | QuantizedWeight) -> QuantizedWeight:
         return weight if isinstance(weight, QuantizedWeight) else QuantizedWeight.quantize(weight, bits)
@@ -114,16 +115,16 @@ def _quantize(bits: int) -> Callable[..., gemm.QuantizedPanels]:
     return lambda *weights: gemm.QuantizedPanels(map(quantized, weights), weights[0].dtype)
 
 
-def _as_it_is(weight: torch.Tensor) -> torch.Tensor:
+def _align(weight: torch.Tensor) -> torch.Tensor:
     return weight if weight.data_ptr() % ALIGNMENT_BYTES == 0 else weight.clone()
 
 
-def _packed(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _pack_for_mkl(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     packed: torch.Tensor = _MKL._mkl_reorder_linear_weight(weight.contiguous(), _HINTED_ROWS_OF_MKL)
     return packed, weight.new_empty(1).expand(weight.shape)  # the matmul only reads the shape of the weight
 
 
-def _packed_matmul(
+def _mkl_matmul(
     rows: torch.Tensor, packed: tuple[torch.Tensor, torch.Tensor], bias: torch.Tensor | None
 ) -> torch.Tensor:
     # Given another row count, MKL would use the original weight, which we do not keep.
@@ -131,17 +132,17 @@ def _packed_matmul(
     return output
 
 
-def _blocked(weight: torch.Tensor) -> torch.Tensor:
+def _pack_for_onednn(weight: torch.Tensor) -> torch.Tensor:
     packed: torch.Tensor = _MKLDNN._reorder_linear_weight(weight.contiguous())
     return packed
 
 
-def _blocked_matmul(rows: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def _onednn_matmul(rows: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     output: torch.Tensor = _MKLDNN._linear_pointwise(rows, packed, bias, "none", [], "")
     return output
 
 
-def _blocked_gate(
+def _onednn_gate(
     rows: torch.Tensor,
     gate: torch.Tensor,
     gate_bias: torch.Tensor | None,
@@ -153,10 +154,10 @@ def _blocked_gate(
     return gated
 
 
-def _for_convolution(weight: torch.Tensor) -> torch.Tensor:
+def _pack_convolution(weight: torch.Tensor) -> torch.Tensor:
     kernel = weight.contiguous()[:, :, None, None]
     size = [1, weight.shape[1], 1, _HINTED_ROWS]
-    packed: torch.Tensor = _MKLDNN._reorder_convolution_weight(kernel, [0, 0], [1, 1], [1, 1], 1, size)
+    packed: torch.Tensor = _MKLDNN._reorder_convolution_weight(kernel, *_ONE_PIXEL, size)
     return packed
 
 
@@ -188,12 +189,12 @@ def _rows(pixels: torch.Tensor) -> torch.Tensor:
     return pixels.permute(0, 2, 3, 1).reshape(pixels.shape[3], -1)
 
 
-def _blocked_float32(weight: torch.Tensor) -> torch.Tensor:
-    return _blocked(weight.float())
+def _pack_float32(weight: torch.Tensor) -> torch.Tensor:
+    return _pack_for_onednn(weight.float())
 
 
 def _float32_matmul(rows: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    return _blocked_matmul(rows.float(), packed, None if bias is None else bias.float()).to(rows.dtype)
+    return _onednn_matmul(rows.float(), packed, None if bias is None else bias.float()).to(rows.dtype)
 
 
 # Backends of oneDNN, with the dtype that each computes in; None for the dtype of the weight.
@@ -207,14 +208,14 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 # Likely fast backends come first, so that slower ones are dropped early.
 GEMM_BACKENDS = {
     "native": GemmBackend(gemm.Panels, gemm.multiply, gemm.DTYPES, gemm.gate, is_batch_invariant=True),
-    "blocked": GemmBackend(_concat(_blocked), _blocked_matmul, _FLOATS, _blocked_gate),
-    "packed": GemmBackend(_concat(_packed), _packed_matmul, (torch.float32,)),
-    "convolution": GemmBackend(_concat(_for_convolution), _convolution_matmul, (torch.bfloat16,), _convolution_gate),
-    "plain": GemmBackend(_concat(_as_it_is), _plain_matmul, _FLOATS),
-    "float32": GemmBackend(_concat(_blocked_float32), _float32_matmul, (torch.float16,)),
+    "blocked": GemmBackend(_concat(_pack_for_onednn), _onednn_matmul, _FLOATS, _onednn_gate),
+    "packed": GemmBackend(_concat(_pack_for_mkl), _mkl_matmul, (torch.float32,)),
+    "convolution": GemmBackend(_concat(_pack_convolution), _convolution_matmul, (torch.bfloat16,), _convolution_gate),
+    "plain": GemmBackend(_concat(_align), _plain_matmul, _FLOATS),
+    "float32": GemmBackend(_concat(_pack_float32), _float32_matmul, (torch.float16,)),
     "int8": GemmBackend(_concat(pack_int8), int8_linear, _FLOATS),
     **{
-        name: GemmBackend(_quantize(bits), gemm.multiply, gemm.DTYPES, gemm.gate, is_batch_invariant=True)
+        name: GemmBackend(_quantized_packer(bits), gemm.multiply, gemm.DTYPES, gemm.gate, is_batch_invariant=True)
         for name, bits in QUANTIZED_BITS.items()
     },
 }

@@ -91,9 +91,10 @@ def choose_gemm(
     On a busy machine, timings are unreliable: a batch-invariant backend is then chosen, if there is a candidate.
 
     Batch-invariant backends are timed first, then the others in the order of `backends`. At the time limit, the fastest
-    of those that were timed is chosen; without any time, the first one. A backend that is not batch-invariant is only
-    called with row counts that gave bitwise identical results. Half of the time is reserved for these checks; with less
-    time fewer row counts are checked, at least 1 and 8.
+    of those that were timed is chosen; without any time, the first one. In exact mode, a backend that is not
+    batch-invariant is only called with row counts that gave bitwise identical results. If no candidate is
+    batch-invariant, half of the time is reserved for these checks; with less time fewer row counts are checked, at
+    least 1 and 8.
 
     Args:
         weight: `[out_features, in_features]`.
@@ -121,8 +122,8 @@ def choose_gemm(
     batch_invariant = next((each for each in backends if GEMM_BACKENDS[each].is_batch_invariant), None)
     candidates = [_RankedBackend(names[0])]
     if len(names) > 1:
-        kept_s = limit_s / 2 if is_exact and batch_invariant is None and limit_s < math.inf else 0.0
-        candidates = _time_in_turn(names, rows, part, part_bias, scored_rows, watch, lambda: left_s() - kept_s)
+        reserved_s = limit_s / 2 if is_exact and batch_invariant is None and limit_s < math.inf else 0.0
+        candidates = _time_in_turn(names, rows, part, part_bias, scored_rows, watch, lambda: left_s() - reserved_s)
     if watch.is_busy and batch_invariant is not None:
         return GemmChoice(batch_invariant)
     if not is_exact:
@@ -147,7 +148,7 @@ class _RankedBackend:
         name: name of the backend.
         calls: matmuls with the copies of the weight, in turn; None while there are none.
         known: measured seconds per call, by row count.
-        costs: the same, with estimates for row counts that were not timed.
+        costs: seconds per call, by row count; estimates for row counts that were not timed.
         score: score of the costs; lower is better. If the backend was dropped early, its best possible score; infinite
             if it was not timed.
     """
@@ -180,9 +181,7 @@ def _without_slow(
         None if bias is None else bias[:_NUM_PART_FEATURES],
     )
     rows = rows[:, :_NUM_PART_FEATURES]
-    times = {
-        name: watch.shortest(itertools.repeat(_packed(name, part, part_bias)), aligned_rows(rows)) for name in names
-    }
+    times = {name: watch.shortest(itertools.repeat(_pack(name, part, part_bias)), aligned_rows(rows)) for name in names}
     return [name for name in names if times[name] <= _MAX_SLOWDOWN * min(times.values())]
 
 
@@ -247,9 +246,10 @@ def _confirm(
 ) -> None:
     """If the leader is not batch-invariant, time it again, alternating with the fastest batch-invariant backend.
 
-    It keeps the lead only if the slower of its own times beat the faster ones of the other, since a disturbance of the
-    machine rarely affects both measurements. A wrong leader costs a model more than a right one gains, because the
-    layer no longer runs in one call: decoding a token with `tiny` took 6.3 ms instead of 3.6 ms.
+    The leader keeps the lead only if the slower one of its two times, for each row count, beats the faster one of the
+    other backend, since a disturbance of the machine rarely affects both measurements. A wrong leader costs a model
+    more than a right one gains, because the layer no longer runs in one call: decoding a token with `tiny` took 6.3 ms
+    instead of 3.6 ms.
     """
     leader = ranked[0]
     batch_invariant = next(
@@ -310,10 +310,10 @@ def _fastest_exact(
 
 
 def cold_calls(name: str, weight: torch.Tensor, bias: torch.Tensor | None) -> Iterator[Call]:
-    """Cycle through matmuls with the copies of `cold_copies`, without end. A copy is made when it is first needed."""
+    """Cycle through matmuls with the copies of `cold_copies`, without end. Each copy is packed when first needed."""
     copies: list[Call] = []
     for index in range(_num_copies(weight)):
-        copies.append(_packed(name, weight if not index else weight.clone(), bias))
+        copies.append(_pack(name, weight if not index else weight.clone(), bias))
         yield copies[-1]
     yield from itertools.cycle(copies)
 
@@ -346,7 +346,7 @@ def _cache_bytes() -> int:
         return _CACHE_BYTES
 
 
-def _packed(name: str, weight: torch.Tensor, bias: torch.Tensor | None) -> Call:
+def _pack(name: str, weight: torch.Tensor, bias: torch.Tensor | None) -> Call:
     """Pack a weight. Returns the matmul with it."""
     backend = GEMM_BACKENDS[name]
     packed = backend.pack(weight)

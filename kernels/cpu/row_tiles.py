@@ -38,12 +38,12 @@ class RowTiles:
 
     def cover(self, num_rows: int) -> tuple[int, ...]:
         """Return the row count of each call, in descending order. The last call may be padded."""
-        found = self._covers.get(num_rows)
-        if found is None:
+        cover = self._covers.get(num_rows)
+        if cover is None:
             largest = max(self.costs)
             num_whole = max(0, num_rows // largest - 1)  # the cheapest cover of the rest may have smaller calls only
-            found = self._covers[num_rows] = (largest,) * num_whole + self._cheapest[num_rows - num_whole * largest]
-        return found
+            cover = self._covers[num_rows] = (largest,) * num_whole + self._cheapest[num_rows - num_whole * largest]
+        return cover
 
     def cost(self, num_rows: int) -> float:
         """Return the cost of a number of rows."""

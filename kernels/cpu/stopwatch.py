@@ -24,12 +24,12 @@ _SECOND_NS = 1_000_000_000
 Call = Callable[[torch.Tensor], torch.Tensor]
 
 
-class Took(NamedTuple):
+class CallTime(NamedTuple):
     """The time of a call.
 
     Attributes:
-        seconds: how long it took.
-        has_waited: whether its threads waited for a processor that other programs used.
+        seconds: how long the call took.
+        has_waited: whether threads of the call waited for a processor that other programs used.
     """
 
     seconds: float
@@ -62,16 +62,16 @@ class Stopwatch:
         """Return a stopwatch for torch's threads. With one thread it measures CPU time, to exclude other processes."""
         return cls(time.thread_time) if torch.get_num_threads() == 1 else cls(time.perf_counter, waited_s)
 
-    def time(self, call: Call, rows: torch.Tensor) -> tuple[torch.Tensor, Took]:
+    def time(self, call: Call, rows: torch.Tensor) -> tuple[torch.Tensor, CallTime]:
         """Time one call. Returns its result and its time."""
         waited_s, start_s = self._waited(), self.now()
         result = call(rows)
         took_s = self.now() - start_s
         has_waited = self._waited() - waited_s > max(_WAITED_S, _WAITED_SHARE * took_s)
         self._lost_s += took_s * has_waited
-        return result, Took(took_s, has_waited)
+        return result, CallTime(took_s, has_waited)
 
-    def shortest(self, calls: Iterator[Call], rows: torch.Tensor, known: Sequence[Took] = ()) -> float:
+    def shortest(self, calls: Iterator[Call], rows: torch.Tensor, known: Sequence[CallTime] = ()) -> float:
         """Return the seconds of the shortest call. Disturbances, and initialization in the first call, only add time.
 
         Calls that waited are ignored if there are others. On a busy machine two calls are enough.
@@ -81,14 +81,14 @@ class Stopwatch:
             rows: the argument of each call.
             known: times of calls that were made before.
         """
-        took = list(known)
-        while len(took) < _MIN_CALLS or not (self.is_busy or _is_enough(took)):
-            took.append(self.time(next(calls), rows)[1])
-        return min((each.seconds for each in took if not each.has_waited), default=min(took).seconds)
+        times = list(known)
+        while len(times) < _MIN_CALLS or not (self.is_busy or _is_enough(times)):
+            times.append(self.time(next(calls), rows)[1])
+        return min((each.seconds for each in times if not each.has_waited), default=min(times).seconds)
 
 
-def _is_enough(took: Sequence[Took]) -> bool:
-    undisturbed = [each.seconds for each in took if not each.has_waited]
+def _is_enough(times: Sequence[CallTime]) -> bool:
+    undisturbed = [each.seconds for each in times if not each.has_waited]
     is_long = sum(undisturbed[1:]) >= _MIN_TOTAL_S or len(undisturbed) >= _MAX_CALLS
     return len(undisturbed) >= _MIN_CALLS and is_long
 

@@ -4,8 +4,8 @@
 //
 // Each row keeps its largest score, its sum of weights and its sum of weighted values, and processes one block of keys
 // after the other. Blocks begin at multiples of 64 positions in any batch. A block of keys is packed once for all rows
-// that attend to it, in tiles of up to kRows rows. No operation on a row depends on the other rows of its tile, so
-// neither do its bits. Keys that are not visible to a row have a weight of 0, which changes nothing.
+// of an item, which attend to the block in tiles of up to kRows rows. No operation on a row depends on the other rows of
+// its tile, so the bits of a row do not either. Keys that are not visible to a row have a weight of 0, which changes nothing.
 
 #include "attention.h"
 #include "threads.h"
@@ -198,8 +198,8 @@ __attribute__((noinline)) void add_values(const typename Arithmetic::Word* weigh
 // Attends from `R` rows to the keys [first_key, end_key), at most kKeys, which are packed. Prefetches part of the next
 // block before each matmul: a single large prefetch would stall.
 template <class Arithmetic, int R, bool kPrefetches>
-void attend_block(const Problem& problem, Scratch<Arithmetic>& scratch, int64_t row, const int32_t* positions, int first_key,
-          int end_key) {
+void attend_block(const Problem& problem, Scratch<Arithmetic>& scratch, int64_t row, const int32_t* positions,
+                  int first_key, int end_key) {
   const int window = static_cast<int>(problem.window);
   const int lowest = *std::min_element(positions, positions + R), highest = *std::max_element(positions, positions + R);
   const int last_key = std::min(end_key - 1, highest);
@@ -263,7 +263,7 @@ void attend_block(const Problem& problem, Scratch<Arithmetic>& scratch, int64_t 
 
 template <class Arithmetic, int R, bool kPrefetches>
 void attend_tile(int num_rows, const Problem& problem, Scratch<Arithmetic>& scratch, int64_t row, const int32_t* positions,
-               int first_key, int end_key) {
+                 int first_key, int end_key) {
   if constexpr (R > 1)
     if (num_rows < R)
       return attend_tile<Arithmetic, R - 1, kPrefetches>(num_rows, problem, scratch, row, positions, first_key, end_key);

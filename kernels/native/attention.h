@@ -75,7 +75,7 @@ struct Interleaved {
 
 // Sets pointers to the keys [first_key, end_key) of a round and to their values. Unwritten keys point to zeros.
 inline void locate(const Problem& problem, const Round& round, int64_t kv_head, const char* key, const char* value,
-                 int first_key, int end_key, const float* zeros, KeyPointers& pointers) {
+                   int first_key, int end_key, const float* zeros, KeyPointers& pointers) {
   pointers.num_keys = (end_key - first_key + kPair - 1) / kPair * kPair;
   for (int i = 0; i < pointers.num_keys; i++) {
     const int at = first_key + i;

@@ -1,4 +1,4 @@
-"""Python interface of the attention kernel in `attention.cpp`."""
+"""Python interface of the attention kernels in `attention.cpp` and `tile_attention.cpp`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class _ProblemStruct(ctypes.Structure):
 
 
 def supports(pool: KVPool, query_dtype: torch.dtype) -> bool:
-    """Return whether the kernel supports a pool and queries of a dtype: the pool must not be quantized."""
+    """Return whether the kernels support a pool and queries of a dtype: the pool must not be quantized."""
     return pool.dtype in DTYPE_CODES and query_dtype in DTYPE_CODES
 
 
@@ -64,7 +64,7 @@ class Attention:
         library: returned by `load_library`.
         queries: the layout of the queries of each layer.
         pool: the K/V, for which `supports` is true.
-        work: the plan for these heads, and for the window of `scoring`.
+        work: the plan for the heads of `queries` and `pool`, and for the window of `scoring`.
         scoring: scale, window and softcap of the layers.
         num_threads: number of threads.
     """
@@ -101,7 +101,7 @@ class Attention:
         """The address of the `Problem`, for other C++ functions; valid as long as this object."""
         return ctypes.addressof(self._problem)
 
-    def pool_of(self, layer: int) -> tuple[int, int]:
+    def kv_addresses(self, layer: int) -> tuple[int, int]:
         """Return the addresses of a layer's keys and of its values."""
         key = self._first_key + layer * self._layer_stride_bytes
         return key, key + self._value_offset_bytes
@@ -120,7 +120,7 @@ class Attention:
         """
         output = query.new_empty(self._shape)
         self._attend(
-            *(self.problem, query.data_ptr(), *self.pool_of(layer), output.data_ptr()),
+            *(self.problem, query.data_ptr(), *self.kv_addresses(layer), output.data_ptr()),
             None if sinks is None else sinks.data_ptr(),
         )
         return output

@@ -1,7 +1,7 @@
 """Compiles the C++ files of this folder with GCC into one shared library for each variant.
 
-Installation (`setup.py`) and the first start (`library.py`) both call it, so that results have the same bits wherever
-the sources were compiled. It imports only Python's standard library.
+Installation (`setup.py`) and the first start (`library.py`) both call this module, so that results have the same bits
+wherever the sources were compiled. It imports only Python's standard library.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def compile_kernels(
         check: called with a small trial library in the same folder, before the kernels are compiled.
 
     Raises:
-        NotCompiled: there is no GCC, or it fails.
+        NotCompiled: there is no C++ compiler, or it fails.
         OSError: the folder can't be written to, or `check` raised it.
     """
     compiler = _find_compiler(environment)
@@ -79,22 +79,22 @@ def compile_kernels(
     with tempfile.TemporaryDirectory(dir=file.parent) as directory:
         folder = Path(directory)
 
-        def compiled(source: Path) -> str:
+        def compile_file(source: Path) -> str:
             target = str(folder / f"{source.stem}.o")
             _run(*compiler, *options, "-c", str(source), "-o", target)
             return target
 
-        def linked(objects: list[str], name: str) -> Path:
+        def link(objects: list[str], name: str) -> Path:
             _run(*compiler, "-shared", "-pthread", *objects, "-o", str(folder / name))
             return folder / name
 
-        stamp = compiled(_FOLDER / _STAMP)
+        stamp = compile_file(_FOLDER / _STAMP)
         if check is not None:
-            check(linked([stamp], "trial.so"))
+            check(link([stamp], "trial.so"))
         others = [source for source in sorted(_FOLDER.glob("*.cpp")) if source.name != _STAMP]
         with ThreadPoolExecutor(num_jobs) as pool:
-            made = linked([stamp, *pool.map(compiled, others)], "kernels.so")
-        made.replace(file)
+            library = link([stamp, *pool.map(compile_file, others)], "kernels.so")
+        library.replace(file)
 
 
 def _stamp(variant: Variant) -> str:
@@ -103,12 +103,12 @@ def _stamp(variant: Variant) -> str:
 
 def _find_compiler(environment: Mapping[str, str]) -> list[str]:
     """Return the compiler's command. `CXX` may have arguments, such as `ccache g++`."""
-    asked = shlex.split(environment.get("CXX", ""))
-    for command in [asked] if asked else [["g++"], ["c++"]]:
-        if found := shutil.which(command[0], path=environment.get("PATH")):
-            return [found, *command[1:]]
-    if asked:
-        raise NotCompiled(f"CXX names {asked[0]}, which does not exist; set it to GCC's C++ compiler, or unset it")
+    requested = shlex.split(environment.get("CXX", ""))
+    for command in [requested] if requested else [["g++"], ["c++"]]:
+        if program := shutil.which(command[0], path=environment.get("PATH")):
+            return [program, *command[1:]]
+    if requested:
+        raise NotCompiled(f"CXX names {requested[0]}, which does not exist; set it to GCC's C++ compiler, or unset it")
     raise NotCompiled("there is no g++ or c++; install GCC (Debian, Ubuntu: apt install g++), or set CXX to it")
 
 

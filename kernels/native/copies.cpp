@@ -23,7 +23,7 @@ using xxh3::load;
 
 // Distance in bytes at which the source is prefetched.
 constexpr int64_t kPrefetchDistance = 1024;
-// The same for loops that only read memory.
+// The prefetch distance of loops that only read memory.
 constexpr int64_t kFarPrefetchDistance = 4096;
 // Files are read and written in pieces that fit into the L2 cache; each takes a system call.
 constexpr int64_t kReadPiece = 128 << 10, kWrittenPiece = 512 << 10;

@@ -70,7 +70,7 @@ class NativeCopies:
         source, address = np.frombuffer(body, np.uint8), target.ctypes.data
         num_bytes = len(head) + source.nbytes + _CHECKSUM_BYTES
         if target.nbytes != num_bytes or not target.flags.c_contiguous or not target.flags.writeable:
-            raise ValueError(f"target: expected {num_bytes} writable contiguous bytes, got {_described(target)}")
+            raise ValueError(f"target: expected {num_bytes} writable contiguous bytes, got {_describe(target)}")
         is_long = len(head) + source.nbytes > _MAX_SHORT_BYTES
         if not is_long or len(head) % _STRIPE_BYTES or address % _ALIGNMENT:
             return False
@@ -98,7 +98,7 @@ class NativeCopies:
             ValueError: a target is too small, or the size of heads is not a multiple of 64 bytes.
         """
         _require_stripes(files)
-        wanted = np.array(places, np.int64).reshape(-1, 3).T.copy()  # positions, then sizes
+        wanted = np.array(places, np.int64).reshape(-1, 3).T.copy()  # offsets of heads, offsets of bodies, sizes
         sizes = wanted[2]
         addresses = np.array([ctypes.addressof(ctypes.c_char.from_buffer(each)) for each in targets], np.int64)
         if any(each.nbytes < size for each, size in zip(targets, sizes, strict=True)):
@@ -107,12 +107,12 @@ class NativeCopies:
         if (sizes < min_bytes).any() or (addresses % _ALIGNMENT).any():
             return None
         counts, digests = np.zeros(len(places), np.int64), np.zeros((len(places), _CHECKSUM_BYTES), np.uint8)
-        given = (each.ctypes.data for each in (*wanted, addresses, counts, digests))
-        if failure := self._read_checked(*files, len(places), *given):
+        pointers = (each.ctypes.data for each in (*wanted, addresses, counts, digests))
+        if failure := self._read_checked(*files, len(places), *pointers):
             raise OSError(-failure, os.strerror(-failure))
         is_whole = counts == sizes
-        digest_of = (digest.tobytes() if whole else None for digest, whole in zip(digests, is_whole, strict=True))
-        return list(zip(counts.tolist(), digest_of, strict=True))
+        checksums = (digest.tobytes() if whole else None for digest, whole in zip(digests, is_whole, strict=True))
+        return list(zip(counts.tolist(), checksums, strict=True))
 
     def write_checked(
         self, files: ObjectFiles, positions: Sequence[tuple[int, int]], objects: Sequence[tuple[bytes, memoryview]]
@@ -181,7 +181,7 @@ def _require_stripes(files: ObjectFiles) -> None:
         raise ValueError(f"head_bytes: expected a multiple of {_STRIPE_BYTES}, got {files.head_bytes}")
 
 
-def _described(array: npt.NDArray[np.uint8]) -> str:
+def _describe(array: npt.NDArray[np.uint8]) -> str:
     access, order = ("writable" if array.flags.writeable else "read-only"), array.flags.c_contiguous
     return f"{array.nbytes} {access} {'contiguous' if order else 'strided'} bytes"
 

@@ -20,7 +20,8 @@ constexpr int kRows = kRegisters == 32 ? 12 : 6;  // rows per tile: their sums n
 // Maximum rows and words that are packed at once, so that they fit into a cache.
 constexpr int64_t kMaxRows = kRegisters == 32 ? 516 : 258;
 constexpr int64_t kMaxWords = 448;
-constexpr int kFewRows = kRegisters == 32 ? 4 : 2;  // rows for which a quantized weight is not stored: half of kRows is slower
+// Up to this many rows, dequantized words stay in registers. With kRows / 2 rows, storing them is faster.
+constexpr int kFewRows = kRegisters == 32 ? 4 : 2;
 constexpr int64_t kMaxDequantized = kRegisters == 32 ? 128 : 192;  // words of panels that are dequantized at once
 constexpr int64_t kAheadBytes = 4096;  // distance at which a weight is prefetched
 constexpr int64_t kLineBytes = 64;
@@ -163,7 +164,7 @@ void add_tile(int64_t num_panels, int64_t num_rows, Rest... rest) {
 // Packs words of up to kLanes rows, interleaved by row.
 template <class Arithmetic>
 void pack_rows(const Matmul& matmul, int64_t first_row, int64_t num_rows, int64_t first_word, int64_t num_words,
-             uint32_t* to) {
+               uint32_t* to) {
   const int64_t row_bytes = matmul.in_features * bytes_of(matmul.dtype);
   const char* rows = static_cast<const char*>(matmul.rows) + first_row * row_bytes;
   for (int64_t w = 0; w < num_words; w += kLanes) {
@@ -219,7 +220,7 @@ void multiply(const Matmul& matmul, int64_t first_row, int64_t num_rows) {
     const int64_t words_at_once = is_quantized ? std::min(words_here, kMaxDequantized / tile.panels) : words_here;
     parallel_for(num_tiles, matmul.num_threads, [&](int64_t t) {
       pack_rows<Arithmetic>(matmul, first_row + row_of(t), row_of(t + 1) - row_of(t), first_word, words_here,
-                          reinterpret_cast<uint32_t*>(packed + row_of(t) * words_here));
+                            reinterpret_cast<uint32_t*>(packed + row_of(t) * words_here));
     });
     parallel_items(num_groups, matmul.num_threads, [&](Items& items) {
       const Buffer<float> own(is_in_place ? 0 : num_weights * num_rows * stride);
@@ -280,7 +281,7 @@ void multiply_all(const Matmul& matmul) {
 // Packs a weight with words of 16 or 32 bits into the panels of the features from `first_feature` on.
 template <class Word>
 void pack_weight(const Word* weight, int64_t num_features, int64_t num_words, int64_t first_feature, Word* panels,
-                    int64_t num_threads) {
+                 int64_t num_threads) {
   const int64_t first_vector = first_feature / kLanes, end_feature = first_feature + num_features;
   parallel_for((end_feature + kLanes - 1) / kLanes - first_vector, num_threads, [&](int64_t index) {
     const int64_t vector = first_vector + index;
@@ -313,13 +314,13 @@ extern "C" int64_t radixkv_word_numbers(int64_t dtype) { return dtype == kBfloat
 
 // Packs a weight `[num_features, num_words]` into the panels of the features from `first_feature` on.
 extern "C" void radixkv_pack_weight(const void* weight, int64_t num_features, int64_t num_words, int64_t word_bytes,
-                                int64_t first_feature, void* panels, int64_t num_threads) {
+                                    int64_t first_feature, void* panels, int64_t num_threads) {
   if (word_bytes == 2) {
     pack_weight(static_cast<const uint16_t*>(weight), num_features, num_words, first_feature,
-                   static_cast<uint16_t*>(panels), num_threads);
+                static_cast<uint16_t*>(panels), num_threads);
   } else {
     pack_weight(static_cast<const uint32_t*>(weight), num_features, num_words, first_feature,
-                   static_cast<uint32_t*>(panels), num_threads);
+                static_cast<uint32_t*>(panels), num_threads);
   }
 }
 

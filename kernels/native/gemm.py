@@ -1,7 +1,7 @@
 """Calls the GEMM of `gemm.cpp`: linear layers with a weight that was packed once.
 
-This module is a `GemmBackend` as soon as `use` has set a library. The bits of an output row depend only on its input
-row and the weight, not on the number of rows.
+`GEMM_BACKENDS` offers these functions as native, q8 and q4 once `use` has set a library. The bits of an output row
+depend only on its input row, the weight and the bias, not on the number of rows.
 """
 
 from __future__ import annotations
@@ -60,14 +60,14 @@ class Panels:
     Attributes:
         numbers: the packed weights.
         out_features: features of all weights.
-        dtype: dtype of the rows that they are multiplied with.
-        format: how they are stored.
+        dtype: dtype of the rows that the weights are multiplied with.
+        format: how the weights are stored.
     """
 
     format = Format.PLAIN
 
     def __init__(self, *weights: torch.Tensor) -> None:
-        library = _in_use()
+        library = _current_library()
         in_features = weights[0].shape[1]
         self.dtype = weights[0].dtype
         self.out_features = sum(map(len, weights))
@@ -92,7 +92,7 @@ class QuantizedPanels(Panels):
 
     Args:
         weights: weights with the same bits and in_features. Their features are concatenated in order.
-        dtype: dtype of the rows that they are multiplied with.
+        dtype: dtype of the rows that the weights are multiplied with.
     """
 
     def __init__(self, weights: Iterable[QuantizedWeight], dtype: torch.dtype) -> None:
@@ -100,7 +100,7 @@ class QuantizedPanels(Panels):
         self.dtype = dtype
         self.format = Format.Q8 if whole.bits == 8 else Format.Q4
         self.out_features = len(whole)
-        num_features = _in_use().panel_features
+        num_features = _current_library().panel_features
         codes, scales, minima = whole.padded(num_features)
         num_panels, num_groups = len(scales) // num_features, scales.shape[1]
         # [num_panels, num_groups, bytes of a group]
@@ -160,24 +160,24 @@ def multiplies_quantized(weight: torch.Tensor) -> bool:
     return _library is not None and weight.dtype in DTYPES and weight.shape[1] % GROUP_FEATURES == 0
 
 
-def _in_use() -> _Library:
+def _current_library() -> _Library:
     assert _library is not None, "a library is in use"
     return _library
 
 
 def multiply(rows: torch.Tensor, weight: Panels, bias: torch.Tensor | None) -> torch.Tensor:
     """Return the output, see `GemmBackend.multiply`. Sums are float32; they are rounded once, after adding the bias."""
-    return _computed(rows, weight, bias, None, None)
+    return _compute(rows, weight, bias, None, None)
 
 
 def gate(
     rows: torch.Tensor, weight: Panels, bias: torch.Tensor | None, up: Panels, up_bias: torch.Tensor | None
 ) -> torch.Tensor:
     """Return the SiLU of the output of `weight`, times the output of `up`, rounded once."""
-    return _computed(rows, weight, bias, up, up_bias)
+    return _compute(rows, weight, bias, up, up_bias)
 
 
-def _computed(
+def _compute(
     rows: torch.Tensor, weight: Panels, bias: torch.Tensor | None, up: Panels | None, up_bias: torch.Tensor | None
 ) -> torch.Tensor:
     num_rows, in_features = rows.shape
@@ -187,5 +187,5 @@ def _computed(
         *(None if tensor is None else tensor.data_ptr() for tensor in tensors),
         *(num_rows, in_features, weight.out_features, DTYPE_CODES[rows.dtype], weight.format, torch.get_num_threads()),
     )
-    _in_use().multiply(ctypes.byref(matmul))
+    _current_library().multiply(ctypes.byref(matmul))
     return out

@@ -71,9 +71,9 @@ class KVView:
         largest: torch.Tensor,
     ) -> None:
         shared = (None if sinks is None else sinks.data_ptr(), slots.data_ptr(), largest.data_ptr())
-        problem, pool_of = attention.problem, attention.pool_of
+        problem, kv_addresses = attention.problem, attention.kv_addresses
         self._views = (_KVViewStruct * len(layers))(
-            *[_KVViewStruct(problem, *pool_of(layer), *shared) for layer in layers]
+            *[_KVViewStruct(problem, *kv_addresses(layer), *shared) for layer in layers]
         )
         self._kept = (attention, sinks, slots, largest)  # keeps the memory of the pointers alive
 
@@ -133,7 +133,7 @@ class LayerParts:
 class NativeLayers:
     """Decoder layers in one call. For each: `h = rows + attention(first(rows))`, then `rows = h + mlp(second(h))`.
 
-    The bits are those of their parts called one after the other. The bits of a row depend only on its prefix.
+    The bits are those of separate calls of the parts. The bits of a row depend only on its prefix.
 
     Args:
         library: returned by `load_library`; the library that packed the weights.

@@ -1,7 +1,7 @@
 """Loads the C++ kernels for the processor: the installed ones, or else those in the cache directory.
 
-If neither exist, they are compiled into the cache directory, once. The name of the library contains digests of what it
-was compiled from and of the file itself:
+If neither exist, the kernels are compiled into the cache directory, once. The name of a library there contains digests
+of what it was compiled from and of the file itself:
 
     kernels/<variant>-<digest of options and sources>-<digest of the file>.so
 
@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 
 _INSTALLED = Path(__file__).parent
 _MAX_KEPT = 8  # libraries in the cache directory: two versions of radixkv with four variants each
-_RANKS = ("AVX2", "AVX512", "AMX")
+_CAPABILITIES = ("AVX2", "AVX512", "AMX")
 
 # The values of `Dtype` in `vectors.h`.
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -41,7 +41,7 @@ DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 def runnable_variants() -> list[Variant]:
     """Return the variants that this processor can run and torch allows, the fastest first."""
     capability, flags = processor_capability(), processor_flags()
-    allowed = _RANKS[: 1 + _RANKS.index(capability)] if capability in _RANKS else ()
+    allowed = _CAPABILITIES[: 1 + _CAPABILITIES.index(capability)] if capability in _CAPABILITIES else ()
     return [each for each in VARIANTS if each.capability in allowed and flags.issuperset(each.features)]
 
 
@@ -63,7 +63,7 @@ def load_library(
     reasons = []
     for variant in runnable_variants() if variants is None else variants:
         try:
-            library = _installed(variant) or _compiled(variant, directory / "kernels", environment)
+            library = _load_installed(variant) or _load_or_compile(variant, directory / "kernels", environment)
         except NotCompiled as reason:
             reasons.append(reason)
             continue
@@ -74,8 +74,8 @@ def load_library(
     raise reasons[0] if reasons else NotCompiled("they exist for Linux on x86-64 processors with AVX2 only")
 
 
-def _installed(variant: Variant) -> ctypes.CDLL | None:
-    """Load the library of the installation; None if it is missing, outdated or can't be loaded."""
+def _load_installed(variant: Variant) -> ctypes.CDLL | None:
+    """Load the library of the installation; None if the library is missing, outdated or can't be loaded."""
     file = _INSTALLED / library_name(variant)
     if not is_current(file, variant):
         return None
@@ -86,15 +86,15 @@ def _installed(variant: Variant) -> ctypes.CDLL | None:
         return None
 
 
-def _compiled(variant: Variant, folder: Path, environment: Mapping[str, str]) -> ctypes.CDLL:
+def _load_or_compile(variant: Variant, folder: Path, environment: Mapping[str, str]) -> ctypes.CDLL:
     """Load the library from the cache directory; compile it first if it is missing."""
-    if (library := _kept(variant, folder)) is not None:
+    if (library := _load_cached(variant, folder)) is not None:
         return library
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with _locked(folder):
+        with _lock(folder):
             # Another process may have been faster.
-            return _kept(variant, folder) or _compile(variant, folder, environment)
+            return _load_cached(variant, folder) or _compile(variant, folder, environment)
     except OSError as error:
         raise NotCompiled(
             f"{folder} can't hold compiled kernels ({error}); set XDG_CACHE_HOME to a directory that is writable and "
@@ -102,7 +102,8 @@ def _compiled(variant: Variant, folder: Path, environment: Mapping[str, str]) ->
         ) from error
 
 
-def _kept(variant: Variant, folder: Path) -> ctypes.CDLL | None:
+def _load_cached(variant: Variant, folder: Path) -> ctypes.CDLL | None:
+    """Load the library from the cache directory; None if it is missing, damaged or can't be loaded."""
     for file in sorted(folder.glob(f"{variant.name}-{digest_of(variant)}-*.so")):
         with suppress(OSError):  # it can't be read or loaded
             if file.stem.endswith(f"-{_content_digest(file)}"):
@@ -125,9 +126,10 @@ def _compile(variant: Variant, folder: Path, environment: Mapping[str, str]) -> 
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir()
     try:
-        made = scratch / library_name(variant)
-        compile_kernels(variant, made, environment, num_jobs=num_cores, check=check)
-        file = made.replace(folder / f"{variant.name}-{digest_of(variant)}-{_content_digest(made)}.so")
+        unfinished = scratch / library_name(variant)
+        compile_kernels(variant, unfinished, environment, num_jobs=num_cores, check=check)
+        name = f"{variant.name}-{digest_of(variant)}-{_content_digest(unfinished)}.so"
+        file = unfinished.replace(folder / name)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     _log.info("compiled kernels for %s in %.1f s", variant.name, time.perf_counter() - start_s)
@@ -147,7 +149,7 @@ def _content_digest(file: Path) -> str:
 
 
 @contextmanager
-def _locked(folder: Path) -> Iterator[None]:
+def _lock(folder: Path) -> Iterator[None]:
     """Let one process at a time compile into a folder."""
     with (folder / "lock").open("w") as file:
         try:

@@ -7,8 +7,8 @@
 // GNU's OpenMP spins meanwhile. Here the caller waits only for ranges that a thread has begun: a worker that is not
 // running delays nothing, since the caller computes its share. A worker that is preempted in the middle of a range delays
 // the caller until it is scheduled again. Spinning is bounded in time, and nearly off for a while after a thread that was
-// spinning has noticed that it was preempted, because then the machine has other work. bench/results/threads.json
-// compares both.
+// spinning has noticed that it was preempted, because then the machine has other work. docs/LOG.md compares the latencies
+// with OpenMP and with this pool.
 
 #include "threads.h"
 
@@ -194,14 +194,14 @@ std::atomic<Pool*> the_pool{nullptr};
 Pool& Pool::get() {
   Pool* pool = the_pool.load(std::memory_order_acquire);
   if (pool != nullptr) return *pool;
-  Pool* made = new Pool;
-  if (the_pool.compare_exchange_strong(pool, made)) {
+  Pool* created = new Pool;
+  if (the_pool.compare_exchange_strong(pool, created)) {
     static std::atomic_flag is_registered = ATOMIC_FLAG_INIT;
     // A forked process has none of the threads, so it begins with a pool of its own.
     if (!is_registered.test_and_set()) pthread_atfork(nullptr, nullptr, [] { the_pool.store(nullptr); });
-    return *made;
+    return *created;
   }
-  delete made;
+  delete created;
   return *pool;
 }
 

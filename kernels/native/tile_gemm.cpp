@@ -1,6 +1,8 @@
 // GEMM of bfloat16 in AMX tiles, with weights packed by `gemm.cpp`: 16 words of a panel are two tiles.
 //
-//   rows     [step of 16 words][up to 32 rows][16 words]    one or two tiles, times two of a panel: up to four of sums
+//   rows     [step of 16 words][up to 32 rows][16 words]
+//
+// One or two tiles of rows, times two tiles of a panel, give up to four tiles of sums.
 //
 // A row adds up its words in steps of 16, from the first to the last, independently of the other lines of its tile.
 
@@ -22,7 +24,7 @@ int64_t whole_tiles(int64_t num_rows) { return (num_rows + kLines - 1) / kLines 
 
 // Packs words of some rows, padded with zeros to whole tiles.
 void pack_rows(const Matmul& matmul, int64_t first_row, int64_t num_rows, int64_t first_word, int64_t num_words,
-             uint32_t* to) {
+               uint32_t* to) {
   const int64_t num_lines = whole_tiles(num_rows), row_words = matmul.in_features / 2;
   const uint32_t* rows = static_cast<const uint32_t*>(matmul.rows) + first_row * row_words + first_word;
   for (int64_t r = 0; r < num_lines; r++)
@@ -146,7 +148,7 @@ void multiply(const Matmul& matmul, int64_t first_row, int64_t num_rows) {
     parallel_for(num_pairs, matmul.num_threads, [&](int64_t t) {
       const int64_t row = t * kPairRows;
       pack_rows(matmul, first_row + row, std::min(kPairRows, num_rows - row), first_word, words_here,
-              packed + row * words_here);
+                packed + row * words_here);
     });
     // A quantized weight is dequantized for all pairs at once, or for a single one, a group at a time.
     const bool is_quantized = matmul.format != kPlain, is_fused = is_quantized && num_pairs == 1;

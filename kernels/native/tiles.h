@@ -17,8 +17,8 @@ constexpr int64_t kTileNumbers = kLines * kTileWords;
 // Returns whether tiles may be used. A process must request them from Linux first.
 inline bool has_tiles() {
   constexpr int kRequest = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
-  static const bool is_given = syscall(SYS_arch_prctl, kRequest, kTileData) == 0;
-  return is_given;
+  static const bool is_permitted = syscall(SYS_arch_prctl, kRequest, kTileData) == 0;
+  return is_permitted;
 }
 
 // Configures the tiles of a thread, and releases them in its destructor.

@@ -69,16 +69,17 @@ def check_windows(name: str, config: Any, windows: Iterable[int | None], max_tok
         name: name of the model, for the message.
         config: the configuration of its part for text.
         windows: windows that its layers pass to their attention; None for a layer without one.
-        max_tokens: tokens of the longest sequence, at which a window has no effect any more; None for no bound.
+        max_tokens: tokens of the longest sequence; None for no limit. A window of at least this size has no effect.
 
     Raises:
-        UnsupportedModel: no layer passes the window of config.json.
+        UnsupportedModel: config.json states a window that has an effect, and no layer passes one.
     """
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None)
     is_used = kinds is None or "sliding_attention" in kinds
     if window and is_used and not any(windows) and (max_tokens is None or window < max_tokens):
+        lengths = "any length" if max_tokens is None else f"up to {max_tokens} tokens"
         raise UnsupportedModel(
             f"{name}: expected layers that pass their sliding window on, got none: its config.json sets sliding_window "
-            f"to {window} for sequences of up to {max_tokens} tokens"
+            f"to {window} for sequences of {lengths}"
         )

@@ -27,7 +27,7 @@ def convert(source: str, directory: str, dtype: str = "auto") -> int:
         source: a GGUF file, or another model that `locate` finds.
         directory: the directory to create; it must not exist.
         dtype: data type of the weights; `auto` keeps that of a checkpoint, and is bfloat16 for quantized weights.
-            Another value requires a GGUF file.
+            Any other value requires a GGUF file.
 
     Returns:
         The size of the weights in bytes.
@@ -42,19 +42,19 @@ def convert(source: str, directory: str, dtype: str = "auto") -> int:
     if dtype != "auto" and not location.is_gguf:
         raise ConfigError(f"--dtype: requires a GGUF file, got {source}")
     try:
-        with atomic_directory(Path(directory)) as written:
+        with atomic_directory(Path(directory)) as target:
             if location.is_gguf:
-                _write(location, dtype, written)
+                _convert_gguf(location, dtype, target)
             else:
-                _copy(location.path, written)
-            return sum(each.stat().st_size for each in written.glob("*.safetensors"))
+                _copy_files(location.path, target)
+            return sum(each.stat().st_size for each in target.glob("*.safetensors"))
     except FileExistsError as error:
         raise ConfigError(f"convert: expected a directory that does not exist, got {directory}") from error
     except OSError as error:
         raise ConfigError(f"convert: expected a directory that can be written, got {directory}: {error}") from error
 
 
-def _write(location: ModelLocation, dtype: str, directory: Path) -> None:
+def _convert_gguf(location: ModelLocation, dtype: str, directory: Path) -> None:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -66,12 +66,12 @@ def _write(location: ModelLocation, dtype: str, directory: Path) -> None:
     model_class = AutoModelForCausalLM._model_mapping[type(config)]
     module = load_gguf_weights(file, model_class, config, getattr(torch, name), "eager")
     module.save_pretrained(directory)
-    _copy(metadata, directory)  # replaces config.json
-    described = {**read_object(directory / "config.json"), "dtype": name}
-    (directory / "config.json").write_text(json.dumps(described, ensure_ascii=False, indent=1), encoding="utf-8")
+    _copy_files(metadata, directory)  # replaces config.json
+    model_config = {**read_object(directory / "config.json"), "dtype": name}
+    (directory / "config.json").write_text(json.dumps(model_config, ensure_ascii=False, indent=1), encoding="utf-8")
 
 
-def _copy(source: Path, directory: Path) -> None:
+def _copy_files(source: Path, directory: Path) -> None:
     """Copy the files of a model. The symbolic links of a snapshot are followed."""
     for path in [*sorted(source.iterdir()), *sorted((source / _TEMPLATES).glob("*.jinja"))]:
         if path.is_file() and path.suffix in _COPIED:

@@ -20,30 +20,30 @@ def end_token_ids(directory: Path, vocab_size: int) -> frozenset[int]:
     """Return all end-of-sequence tokens that the files in a directory name. Logs a warning if the files disagree.
 
     Files of fine-tuned models often disagree: their tokenizer ends turns with another token than generation_config.json
-    states. The model emits the one that it was trained on, so all of them end a generation. Ids outside of the
-    vocabulary are ignored: some models with a reduced vocabulary keep the id of the original one, or use -1 for none.
+    states. The model may emit any of these tokens, so all of them end a generation. Ids outside of the vocabulary are
+    ignored: some models with a reduced vocabulary keep the id of the original vocabulary, or use -1 for none.
 
     Raises:
         ConfigError: a file is not a JSON object.
     """
-    named = {
+    ids_by_file = {
         source: frozenset(token_id for token_id in ids if 0 <= token_id < vocab_size)
-        for source, ids in _named(directory).items()
+        for source, ids in _ids_by_file(directory).items()
     }
-    named = {source: ids for source, ids in named.items() if ids}
-    every = frozenset[int]().union(*named.values())
-    first = next(iter(named.values()), every)  # the ids that transformers uses
-    if every != first:
-        sources = ", ".join(f"{source} names {_shown(ids)}" for source, ids in named.items())
+    ids_by_file = {source: ids for source, ids in ids_by_file.items() if ids}
+    all_ids = frozenset[int]().union(*ids_by_file.values())
+    first = next(iter(ids_by_file.values()), all_ids)  # the ids that transformers uses
+    if all_ids != first:
+        sources = ", ".join(f"{source} names {_format_ids(ids)}" for source, ids in ids_by_file.items())
         _log.warning(
             "the files of the model name different end-of-sequence tokens: %s. Each of them ends a generation. If one "
             "should not, correct the file; `ignore_eos` and `stop_token_ids` override them per request",
             sources,
         )
-    return every
+    return all_ids
 
 
-def _named(directory: Path) -> dict[str, list[int]]:
+def _ids_by_file(directory: Path) -> dict[str, list[int]]:
     """Return the ids by the file that names them, in the order in which transformers prefers them."""
     generation, config = _read(directory / GENERATION_CONFIG), _read(directory / CONFIG)
     text = config.get("text_config")
@@ -51,12 +51,12 @@ def _named(directory: Path) -> dict[str, list[int]]:
     return {
         GENERATION_CONFIG: _ids(generation.get("eos_token_id")),
         CONFIG: [token_id for each in texts for token_id in _ids(each.get("eos_token_id"))],
-        "the tokenizer": _of_tokenizer(directory),
+        "the tokenizer": _tokenizer_ids(directory),
     }
 
 
-def _of_tokenizer(directory: Path) -> list[int]:
-    """Return the id of the tokenizer's `eos_token`; none if no file has it."""
+def _tokenizer_ids(directory: Path) -> list[int]:
+    """Return the id of the tokenizer's `eos_token`; an empty list if no file contains it."""
     settings = _read(directory / TOKENIZER_CONFIG)
     token = settings.get("eos_token") or _read(directory / _SPECIAL_TOKENS).get("eos_token")
     content = token.get("content") if isinstance(token, dict) else token
@@ -71,10 +71,10 @@ def _of_tokenizer(directory: Path) -> list[int]:
         token_id = _read(directory / name).get(content)
         if isinstance(token_id, int):
             return [token_id]
-    return _in_tokenizer_json(_read(directory / _TOKENIZER), content)
+    return _ids_in_tokenizer_json(_read(directory / _TOKENIZER), content)
 
 
-def _in_tokenizer_json(tokenizer: Mapping[str, Any], content: str) -> list[int]:
+def _ids_in_tokenizer_json(tokenizer: Mapping[str, Any], content: str) -> list[int]:
     for each in tokenizer.get("added_tokens") or ():
         if isinstance(each, dict) and each.get("content") == content:
             return _ids(each.get("id"))
@@ -87,13 +87,13 @@ def _in_tokenizer_json(tokenizer: Mapping[str, Any], content: str) -> list[int]:
 
 
 def _ids(value: object) -> list[int]:
-    given: Iterable[object] = value if isinstance(value, list) else [value]
-    return [each for each in given if isinstance(each, int) and not isinstance(each, bool)]
+    values: Iterable[object] = value if isinstance(value, list) else [value]
+    return [each for each in values if isinstance(each, int) and not isinstance(each, bool)]
 
 
 def _read(file: Path) -> dict[str, Any]:
     return read_object(file) if file.is_file() else {}
 
 
-def _shown(ids: Iterable[int]) -> str:
+def _format_ids(ids: Iterable[int]) -> str:
     return json.dumps(sorted(ids))

@@ -1,4 +1,4 @@
-"""Exact mode: makes the results of a model batch-invariant, so that they depend only on the token's prefix."""
+"""Exact mode: makes the results of a model batch-invariant, so that those of a token depend only on its prefix."""
 
 from __future__ import annotations
 
@@ -28,12 +28,11 @@ _POINTWISE = (
     *("sigmoid", "logsigmoid", "silu", "gelu", "mish", "softplus", "elu", "selu", "hardswish"),
 )
 
-
 # On a GPU a forward pass is padded to a multiple of this many tokens, since libraries treat a single row as a vector.
 _GPU_TOKENS_MULTIPLE = 16
 
-# On a CPU, PyTorch's norms and sums of a row are bitwise identical for two or more rows. Small batches are padded once
-# to a row count that is allowed for matmuls, so that not every matmul has to pad them.
+# On a CPU, PyTorch's norms and sums of a row are bitwise identical for any number of rows from two on. Small batches
+# are padded once, to a row count that matmuls can be called with, so that not every matmul has to pad them.
 _FEW_TOKENS = tuple(size for size in SIZES if 2 <= size <= 64)
 
 
@@ -149,8 +148,8 @@ def _choose_plain(
     budget: TrialBudget | None,
 ) -> Callable[[torch.Tensor, torch.Tensor | None], GemmChoice | None]:
     """Return the trial for matmuls of layers that are not packed: experts, and code that calls PyTorch directly."""
-    choices = GemmTuner(is_exact=True, budget=budget)
-    return lambda weight, bias: choices.choose(weight, bias, ("plain",))
+    tuner = GemmTuner(is_exact=True, budget=budget)
+    return lambda weight, bias: tuner.choose(weight, bias, ("plain",))
 
 
 def _multiply(

@@ -32,7 +32,7 @@ def require_exact_gpu(device: torch.device) -> None:
     if override not in ("", "0"):
         raise ConfigError(
             f"model.exactness: expected {_TF32_OVERRIDE} to be 0 or not set for exact, got {override}, which rounds "
-            'float32 matmuls; model.exactness = "fast" serves the model so'
+            'float32 matmuls; model.exactness = "fast" allows it'
         )
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.allow_tf32 = False

@@ -1,4 +1,4 @@
-"""Fingerprints of everything that K/V depend on, for namespaces, and for K/V that other processes read.
+"""Fingerprints of everything that K/V depend on. Namespaces, and K/V that other processes read, are identified by them.
 
 model       configuration with its RoPE settings, all weights and buffers, dtype, the format of weights, exact mode
 K/V         the model, the dtype of K and V in the pool, tokens per block
@@ -30,7 +30,7 @@ def fingerprint_model(module: PreTrainedModel, weights: str, *, is_exact: bool) 
     Equal models have equal digests, whatever directory they were read from. XXH3 is not cryptographic: models that were
     constructed to collide may also have equal digests.
 
-    Complexity: it hashes 5 to 20 GB/s, so a model of 16 GB takes 1 to 3 s.
+    Complexity: 5 to 20 GB are hashed per second, so a model of 16 GB takes 1 to 3 s.
 
     Args:
         module: the model, before its weights are repacked and before it is moved to a GPU.

@@ -51,11 +51,11 @@ def load_gguf_weights(
     Args:
         file: the file.
         model_class: class of the model.
-        config: configuration that `model_config` made of this file.
-        dtype: data type of all weights.
+        config: the configuration that `model_config` returned for this file.
+        dtype: data type of the model: that of its rows, and of all weights that do not stay quantized.
         attention: name of the attention function.
-        keeps_quantized: whether quantized weights of linear layers and embeddings stay quantized. `pack_linears` must
-            then be called before the model is, see `keep_stored_weight`.
+        keeps_quantized: whether quantized weights of linear layers and embeddings stay quantized. If so, the model must
+            not be called before `pack_linears`; see `keep_stored_weight`.
 
     Raises:
         ConfigError: a weight is missing, is unknown, or has the wrong shape.
@@ -64,16 +64,16 @@ def load_gguf_weights(
         module = model_class._from_config(config, attn_implementation=attention, dtype=dtype).eval()
     shapes = {name: tuple(weight.shape) for name, weight in module.state_dict().items()}
     names = _gguf_names(file, shapes, config)
-    _require_same(file, names)
+    _require_same_names(file, names)
     for name, gguf_name in names.items():
-        found = file.tensors[gguf_name].shape
-        if found != shapes[name]:
-            raise ConfigError(f"{file.path}: expected {gguf_name} of the shape {shapes[name]}, got {found}")
+        shape = file.tensors[gguf_name].shape
+        if shape != shapes[name]:
+            raise ConfigError(f"{file.path}: expected {gguf_name} of the shape {shapes[name]}, got {shape}")
     data = np.memmap(file.path, np.uint8, "r")
-    kept = _kept_names(module, file, names) if keeps_quantized else ()
+    quantized_names = _quantized_names(module, file, names) if keeps_quantized else ()
     weights = {
         name: weight_without_data(shapes[name], dtype)
-        if name in kept
+        if name in quantized_names
         else _weight(file, gguf_name, data, config, dtype)
         for name, gguf_name in names.items()
     }
@@ -81,7 +81,7 @@ def load_gguf_weights(
     module.tie_weights()
     if missing := [name for name, weight in module.named_parameters() if weight.is_meta]:
         raise ConfigError(f"{file.path}: the weights do not fit the metadata: there is no {missing[0]}")
-    for name in kept:
+    for name in quantized_names:
         stored = _quantized_weight(file, names[name], data, config, dtype)
         part = module.get_submodule(name.removesuffix(".weight"))
         keep_stored_weight(part, stored)
@@ -91,16 +91,17 @@ def load_gguf_weights(
     _log.info(
         "read a GGUF file with %s; %d weights stay quantized, and others are dequantized to %s",
         sizes,
-        len(kept),
+        len(quantized_names),
         str(dtype).removeprefix("torch."),
     )
     return module
 
 
 class _EmptyWithoutData(TorchFunctionMode):
-    """Lets `torch.empty` create tensors without data, which parameters are made of, unless a device is given.
+    """Lets `torch.empty`, with which modules create parameters, return tensors without data unless a device is given.
 
-    In contrast to `torch.device("meta")`, buffers are computed. Without data, PyTorch imports SymPy (40 MB) for them.
+    In contrast to `torch.device("meta")`, buffers have data. To compute them without data, PyTorch would import SymPy
+    (40 MB).
     """
 
     def __torch_function__(
@@ -112,7 +113,7 @@ class _EmptyWithoutData(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _kept_names(module: nn.Module, file: GgufFile, names: dict[str, str]) -> list[str]:
+def _quantized_names(module: nn.Module, file: GgufFile, names: dict[str, str]) -> list[str]:
     """Return the names of the weights that stay quantized."""
     candidates = [f"{name}.weight" for name, part in module.named_modules() if can_keep_stored_weight(part)]
     return [
@@ -193,11 +194,14 @@ def _gguf_names(file: GgufFile, names_of_model: Iterable[str], config: Any) -> d
     return names
 
 
-def _require_same(file: GgufFile, names: dict[str, str]) -> None:
+def _require_same_names(file: GgufFile, names: dict[str, str]) -> None:
     """Refuse a file whose tensors are not exactly those of the model."""
     expected = set(names.values())
-    found = set(file.tensors) - set(ROPE_TENSORS)
-    for what, tensors in (("without {} of them", expected - found), ("with {} others", found - expected)):
+    names_in_file = set(file.tensors) - set(ROPE_TENSORS)
+    for what, tensors in (
+        ("without {} of them", expected - names_in_file),
+        ("with {} others", names_in_file - expected),
+    ):
         if tensors:
             few = ", ".join(sorted(tensors)[:3])
             raise ConfigError(
@@ -210,7 +214,7 @@ def _weight(file: GgufFile, name: str, data: _Bytes, config: Any, dtype: torch.d
     """Return a weight in the form that transformers uses."""
     tensor = file.tensors[name]
     if file.architecture.startswith("gemma") and name.endswith("norm.weight"):
-        # llama.cpp stores 1 + weight. The 1 must be subtracted before rounding.
+        # The file contains 1 + weight. The 1 must be subtracted before rounding.
         return (_values(tensor, data, torch.float32) - 1).to(dtype)
     weight = _values(tensor, data, dtype)
     order = _row_order(file, name, len(weight), config)
@@ -245,7 +249,7 @@ def _values(tensor: GgufTensor, data: _Bytes, dtype: torch.dtype) -> torch.Tenso
 
 def _pieces(tensor: GgufTensor, data: _Bytes) -> Iterator[torch.Tensor]:
     """Iterate over the elements of a tensor, in whole blocks."""
-    per_block, block_bytes = next((each[1:] for each in TENSOR_TYPES.values() if each[0] == tensor.type), (1, 1))
+    per_block, block_bytes = next(each[1:] for each in TENSOR_TYPES.values() if each[0] == tensor.type)
     blocks = data[tensor.offset : tensor.offset + tensor.num_bytes].reshape(-1, block_bytes)
     step = max(1, _CHUNK // per_block)
     for start in range(0, len(blocks), step):
@@ -253,10 +257,10 @@ def _pieces(tensor: GgufTensor, data: _Bytes) -> Iterator[torch.Tensor]:
         if tensor.type in FLOAT_TYPES:
             yield torch.from_numpy(np.array(piece)).view(-1).view(_FLOATS[tensor.type])
         else:
-            yield torch.from_numpy(_dequantized(piece, tensor.type)).view(-1)
+            yield torch.from_numpy(_dequantize(piece, tensor.type)).view(-1)
 
 
-def _dequantized(blocks: _Bytes, kind: str) -> np.ndarray[Any, Any]:
+def _dequantize(blocks: _Bytes, kind: str) -> np.ndarray[Any, Any]:
     import gguf
 
     # As one row, because the package calls numpy for every 16 rows.

@@ -88,14 +88,14 @@ class LastLayer:
         """Write K and V of all tokens, and return the layer's arguments for the rows of `last_rows`. A PyTorch hook."""
         assert self._inputs is not None, "inside `shortened`"
         last_rows, rows, num_tokens = self._inputs
-        with contextlib.suppress(_Written):
-            layer.forward(*args, **self._stepped(kwargs, PaddedStep(_Writing(last_rows), num_tokens)))
+        with contextlib.suppress(_KVWritten):
+            layer.forward(*args, **self._with_step(kwargs, PaddedStep(_WritingStep(last_rows), num_tokens)))
             raise UnsupportedModel(f"{type(layer).__name__}: expected the last layer to attend, got none that does")
         all_rows = next(each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)).shape[1]
-        kwargs = self._stepped(kwargs, PaddedStep(_Reading(last_rows), len(last_rows.rows)))
-        return _chosen(args, rows, all_rows), _chosen(kwargs, rows, all_rows)
+        kwargs = self._with_step(kwargs, PaddedStep(_ReadingStep(last_rows), len(last_rows.rows)))
+        return _select_rows(args, rows, all_rows), _select_rows(kwargs, rows, all_rows)
 
-    def _stepped(self, kwargs: dict[str, Any], step: PaddedStep) -> dict[str, Any]:
+    def _with_step(self, kwargs: dict[str, Any], step: PaddedStep) -> dict[str, Any]:
         """Return the arguments with another step, and set it for layers that do not get it as an argument."""
         self._running.step = step
         return {**kwargs, "radix_step": step} if "radix_step" in kwargs else kwargs
@@ -115,7 +115,7 @@ def can_shorten_last_layer(
     """
     ids = torch.arange(_TRIAL_TOKENS) % vocab_size
     rows = torch.tensor([_TRIAL_TOKENS // 3, _TRIAL_TOKENS - 1])
-    step = _Echo()
+    step = _EchoStep()
     try:
         expected, _ = forward(ids, ids, step, rows)
         got, _ = forward(ids, ids, step, rows, last_rows=LastLayerRows(rows, step.write, step.read))
@@ -127,21 +127,21 @@ def can_shorten_last_layer(
     return bool((expected - got).abs().max() <= _TOLERANCE[dtype] * expected.abs().max())
 
 
-class _Written(Exception):
+class _KVWritten(Exception):
     """Leaves the layer after K and V are written."""
 
 
-class _Writing(NamedTuple):
+class _WritingStep(NamedTuple):
     """A step that writes K and V, and then leaves the layer."""
 
     last_rows: LastLayerRows
 
     def attend(self, call: AttentionCall) -> torch.Tensor:
         self.last_rows.write(call.layer, call.key, call.value)
-        raise _Written
+        raise _KVWritten
 
 
-class _Reading(NamedTuple):
+class _ReadingStep(NamedTuple):
     """A step over K and V that have been written."""
 
     last_rows: LastLayerRows
@@ -151,11 +151,11 @@ class _Reading(NamedTuple):
 
 
 def _last_layer(module: nn.Module) -> nn.Module | None:
-    """Return the last layer, if it contains the attention with the highest index."""
+    """Return the layer with the attention of the highest index; None unless it ends exactly one list of layers."""
     last = max(map(_index_of, module.modules()))
     lists = [part for part in module.modules() if isinstance(part, nn.ModuleList) and len(part) == last + 1]
-    found = [layers[-1] for layers in lists if last in map(_index_of, layers[-1].modules())]
-    return found[0] if len(found) == 1 else None
+    candidates = [layers[-1] for layers in lists if last in map(_index_of, layers[-1].modules())]
+    return candidates[0] if len(candidates) == 1 else None
 
 
 def _index_of(part: Any) -> int:
@@ -164,18 +164,18 @@ def _index_of(part: Any) -> int:
     return index if isinstance(index, int) else -1
 
 
-def _chosen(value: Any, rows: torch.Tensor, num_rows: int) -> Any:
+def _select_rows(value: Any, rows: torch.Tensor, num_rows: int) -> Any:
     """Select rows of all tensors `[1, num_rows, ...]` in a layer's arguments."""
     if isinstance(value, torch.Tensor):
         return value[:, rows] if value.shape[:2] == (1, num_rows) else value
     if isinstance(value, dict):
-        return {name: _chosen(each, rows, num_rows) for name, each in value.items()}
+        return {name: _select_rows(each, rows, num_rows) for name, each in value.items()}
     if type(value) in (tuple, list):
-        return type(value)(_chosen(each, rows, num_rows) for each in value)
+        return type(value)(_select_rows(each, rows, num_rows) for each in value)
     return value
 
 
-class _Echo:
+class _EchoStep:
     """A step without a pool, for trials: its attention output is the query, cut or padded to the size of a value."""
 
     def __init__(self) -> None:

@@ -40,7 +40,8 @@ def load_model(config: ModelConfig, report: Report = report_nothing) -> Model:
         report: called with a description of each phase.
 
     Raises:
-        ConfigError: the directory or a file in it cannot be used, or the device does not exist.
+        ConfigError: the directory or a file in it cannot be used, the device does not exist, or the device or the
+            processor does not support the configuration.
         UnsupportedModel: the model would ignore the cache, or needs something that the kernels do not support.
     """
     start_s = time.perf_counter()
@@ -143,7 +144,7 @@ def _load_module(
 
 
 def _warn_of_files(directory: Path, model: Model) -> None:
-    """Log warnings where the files of a model disagree with how it is served."""
+    """Log warnings if the files of a model disagree with each other, or with how the model is served."""
     limit = model.limit
     if limit.reason:
         _log.warning(

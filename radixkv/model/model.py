@@ -42,21 +42,23 @@ class Model:
     """A causal language model, ready for prefill.
 
     Args:
-        name: `tiny` or the directory's name.
+        name: `tiny`, or see `ModelLocation`.
         module: a loaded model.
-        device: device to which it is moved.
-        is_exact: whether it runs in exact mode.
-        is_fused: whether linear layers are merged and known parts run as fused Triton kernels. None is True on a GPU;
-            on a CPU it selects the fused layers in C++.
+        device: device to which the model is moved.
+        is_exact: whether the model runs in exact mode.
+        is_fused: whether linear layers are merged, unless there may be adapters, and known parts run as fused Triton
+            kernels. None is True on a GPU; on a CPU, None packs linear layers and fuses known parts with
+            `FusedCpuLayers`.
         weights: `auto`, or on a CPU a quantized format; see `ModelConfig`.
         max_adapters: adapters that may be loaded. 0 disables adapters, which allows a GEMM library to fuse SwiGLU.
         adapter_bytes: bytes that adapters may take on the device.
         fingerprint: a fixed value for models of benchmarks, whose K/V is never stored; None to digest all weights.
-        directory: directory whose files name the end-of-sequence tokens; None to use those of `module`.
+        directory: directory whose files name the end-of-sequence tokens; None to use the configurations of `module`.
         report: called with a description of each phase of the construction.
 
     Attributes:
-        name: `tiny` or the directory's name.
+        name: the argument `name`.
+        device: the argument `device`.
         module: the transformers model, in evaluation mode on `device`.
         num_parameters: numbers in its weights.
         kv_shape: K and V of one token.
@@ -66,7 +68,7 @@ class Model:
         vocab_size: token ids are below this.
         is_exact: whether a token's K, V and logits depend only on its prefix, bit for bit.
         limit: the longest sequence, and why it is shorter than the model's files state.
-        max_tokens: tokens of the longest sequence; None if its configuration does not state a limit.
+        max_tokens: tokens of the longest sequence; None if the model's configuration does not state a limit.
         eos_token_ids: tokens of the vocabulary that end a generation.
         weights: the argument `weights`.
         can_shorten_last_layer: whether the last layer can compute only the rows of `LastLayerRows` with the same
@@ -106,13 +108,13 @@ class Model:
         self.latent = LatentParts(module, is_exact=is_exact, budget=budget)
         short_convs = ShortConvs(module)
         self.state_shape: StateShape | None = short_convs.shape
-        choices = GemmTuner(is_exact=is_exact, weights=weights, budget=budget)
+        tuner = GemmTuner(is_exact=is_exact, weights=weights, budget=budget)
         is_packed = device.type == "cpu" and is_fused is None
         if is_packed:
             report("loading or compiling the C++ kernels")
         library = native_library() if is_packed else None  # before GEMM backends are chosen
         if is_packed:
-            pack_linears(module, choices, may_gate=not max_adapters)
+            pack_linears(module, tuner, may_gate=not max_adapters)
         if max_adapters:
             backend = _low_rank_backend(device, is_exact=is_exact)
             self.adapted = AdaptedLayers(module, backend, max_adapters, adapter_bytes)
@@ -178,7 +180,7 @@ class Model:
             logit_rows: int64 `[n]`, the rows whose logits are returned.
             adapters: disjoint ranges of rows that use an adapter; all other rows use the base model.
             last_rows: the rows that the last layer computes: those of `logit_rows`, or an arbitrary row if there are
-                none. None computes all rows; it is required with adapters, and if `can_shorten_last_layer` is False.
+                none. None computes all rows, and is required with adapters or if `can_shorten_last_layer` is False.
 
         Returns:
             Logits, float32 `[n, vocab_size]`, and for each token whether its last hidden state is finite or not
@@ -260,7 +262,7 @@ class Model:
         return self.adapted.applied(ranges)
 
     def _keep_hidden_states(self, module: torch.nn.Module, arguments: object, output: Any) -> None:
-        """Keep the last hidden states. A hook: that of the outermost submodule that returns them runs last."""
+        """Keep the last hidden states. A PyTorch hook, which the outermost submodule that returns them calls last."""
         self._hidden_states = getattr(output, "last_hidden_state", self._hidden_states)
 
 

@@ -23,7 +23,7 @@ _log = logging.getLogger(__name__)
 def native_library() -> ctypes.CDLL | None:
     """Return the C++ kernels for this machine, compiled if necessary; None if there are none.
 
-    Without them, one warning gives the reason, the cost and the remedy. They are also used as a GEMM backend.
+    The kernels become a GEMM backend. If there are none, one warning gives the reason, the cost and the remedy.
     """
     try:
         library = load_library(cache_directory())
@@ -41,9 +41,7 @@ def native_copies() -> NativeCopies | None:
 
 
 def cpu_candidates(use: AttentionUse) -> dict[str, AttentionKernels]:
-    """Return the kernels that may serve, by name, the preferred ones first.
-
-    PyTorch's attention serves quantized pools.
+    """Return the kernels that may serve, by name, the preferred ones first. Quantized pools need PyTorch's attention.
 
     Args:
         use: what a model requires, on a CPU.

@@ -1,4 +1,4 @@
-"""Common texts of refusals. Imports nothing, so that a trial in a separate process starts fast."""
+"""Common texts of refusals. Imports only the standard library, so that a trial in a separate process starts fast."""
 
 from __future__ import annotations
 

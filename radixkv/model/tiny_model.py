@@ -62,7 +62,7 @@ def _digest_file(file: Traversable) -> Traversable:
 
 
 def tiny_config() -> LlamaConfig:
-    """Return four layers with 4 million parameters. Token ids 0 to 255 are bytes, others pieces of text."""
+    """Return the configuration of the embedded model: four layers with 4 million parameters, and 512 token ids."""
     return LlamaConfig(**CONFIG)
 
 
@@ -80,7 +80,7 @@ def build_tiny_model(attention: str) -> LlamaForCausalLM:
     config._attn_implementation = attention
     with torch.random.fork_rng(devices=[]):  # initialization must not change the caller's random state
         module = LlamaForCausalLM(config)
-    left_out = module.load_state_dict(weights, strict=False)
-    assert not left_out.unexpected_keys
-    assert set(left_out.missing_keys) == set(module._tied_weights_keys), "expected all weights but tied ones"
+    keys = module.load_state_dict(weights, strict=False)
+    assert not keys.unexpected_keys
+    assert set(keys.missing_keys) == set(module._tied_weights_keys), "expected all weights but tied ones"
     return module

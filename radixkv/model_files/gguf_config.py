@@ -80,7 +80,7 @@ def model_config(file: GgufFile) -> dict[str, Any]:
 
 
 def generation_config(file: GgufFile) -> dict[str, Any]:
-    """Return the entries of generation_config.json: all tokens that end a document or a turn, and BOS and padding."""
+    """Return the entries of generation_config.json: BOS, padding, and all tokens that end a generation."""
     ids = {name: file.metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "padding")}
     return {"bos_token_id": ids["bos"], "pad_token_id": ids["padding"], "eos_token_id": list(_end_token_ids(file))}
 
@@ -134,8 +134,8 @@ class _Metadata:
             "dtype": self._file.dtype,
             **generation_config(self._file),
         }
-        own: Callable[[dict[str, Any]], dict[str, Any]] = getattr(self, f"_{self._architecture}", _nothing)
-        config |= own(config)
+        entries: Callable[[dict[str, Any]], dict[str, Any]] = getattr(self, f"_{self._architecture}", _no_entries)
+        config |= entries(config)
         rotated = self._value("rope.dimension_count", int, head_dim)
         if self._architecture == "phi3":
             config["partial_rotary_factor"] = rotated / head_dim
@@ -275,10 +275,10 @@ class _Metadata:
         if isinstance(value, tuple):
             raise self._unsupported(key, "one for each layer", "the same for all layers")
         if kind is float:
-            is_right = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+            is_valid = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
         else:
-            is_right = isinstance(value, kind) and not isinstance(value, bool)
-        if not is_right:
+            is_valid = isinstance(value, kind) and not isinstance(value, bool)
+        if not is_valid:
             raise ConfigError(f"{self._file.path}: {self._prefix}{key}: expected {kind.__name__}, got {value!r}")
         return value
 
@@ -294,7 +294,7 @@ class _Metadata:
         return UnsupportedModel(f"{self._file.path}: {self._prefix}{key}: expected {expected}, got {value}")
 
 
-def _nothing(config: dict[str, Any]) -> dict[str, Any]:
+def _no_entries(config: dict[str, Any]) -> dict[str, Any]:
     return {}
 
 
@@ -305,7 +305,7 @@ def _layer_types(config: Mapping[str, Any], period: int) -> list[str]:
 
 
 def _llama3_factors(rope: Mapping[str, Any], theta: float, head_dim: int) -> list[float]:
-    """Return the factors of this RoPE scaling that llama.cpp stores: the divisor of each frequency."""
+    """Return the factors that files contain for this RoPE scaling: the divisor of each frequency."""
     low, high, original = rope["low_freq_factor"], rope["high_freq_factor"], rope["original_max_position_embeddings"]
     factors = []
     for index in range(0, head_dim, 2):

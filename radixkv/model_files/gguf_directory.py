@@ -20,8 +20,8 @@ _FORMAT = 1  # incremented when this module writes other files
 def gguf_directory(path: Path) -> Path:
     """Return a directory with config.json, generation_config.json, the tokenizer and the chat template of a GGUF file.
 
-    It is created at the first call, and kept in `$XDG_CACHE_HOME/radixkv/gguf`, or in a temporary directory if that is
-    not writable. If the file is replaced, a new directory is created.
+    The directory is created at the first call, in `$XDG_CACHE_HOME/radixkv/gguf`, or in a temporary directory if that
+    is not writable. If the file is replaced, a new directory is created.
 
     Args:
         path: an existing file.
@@ -29,12 +29,12 @@ def gguf_directory(path: Path) -> Path:
     Raises:
         ConfigError: the file is damaged or not supported, or the package tokenizers is missing.
     """
-    status, place = path.stat(), str(path.resolve())
-    digest = hashlib.sha256(json.dumps([_FORMAT, place, status.st_size, status.st_mtime_ns]).encode())
+    status, absolute_path = path.stat(), str(path.resolve())
+    digest = hashlib.sha256(json.dumps([_FORMAT, absolute_path, status.st_size, status.st_mtime_ns]).encode())
     name = digest.hexdigest()[:32]
-    kept = cache_directory() / "gguf" / name
-    if kept.is_dir():
-        return kept
+    cached = cache_directory() / "gguf" / name
+    if cached.is_dir():
+        return cached
     file = GgufFile.read(path)
     files = {
         "config.json": _json(model_config(file)),
@@ -42,7 +42,7 @@ def gguf_directory(path: Path) -> Path:
         **tokenizer_files(file),
     }
     try:
-        return _install(files, kept)
+        return _install(files, cached)
     except OSError:  # the home directory is read-only or full
         return _install(files, temporary_cache_directory() / "gguf" / name)
 

@@ -106,7 +106,7 @@ class GgufFile:
 
         Raises:
             ConfigError: the file cannot be read, is not a GGUF file, is truncated, is one part of several, or has
-                tensors of an unknown type. The message contains the remedy.
+                tensors of an unknown type. The message contains the reason, and a remedy if there is one.
         """
         try:
             with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:

@@ -39,19 +39,19 @@ class _PreTokenizer:
         splits_digits: whether each digit is a word.
         ignores_merges: whether a word that is a token is used without merges.
         adds_bos: whether a BOS token is added if the file does not specify it.
-        composes: whether text is normalized first (NFC).
+        normalizes: whether text is normalized (NFC) before it is split.
     """
 
     pattern: str = ""
     splits_digits: bool = False
     ignores_merges: bool = False
     adds_bos: bool = False
-    composes: bool = False
+    normalizes: bool = False
 
 
 _CL100K = _PreTokenizer(rf"{_ENGLISH}|{_WORDS}|\p{{N}}{{1,3}}|{_OTHERS}")
 _LLAMA3 = _PreTokenizer(_CL100K.pattern, ignores_merges=True, adds_bos=True)
-_QWEN2 = _PreTokenizer(rf"{_ENGLISH}|{_WORDS}|\p{{N}}|{_OTHERS}", composes=True)
+_QWEN2 = _PreTokenizer(rf"{_ENGLISH}|{_WORDS}|\p{{N}}|{_OTHERS}", normalizes=True)
 _TEKKEN = _PreTokenizer(rf"{_CASED[0]}|{_CASED[1]}|\p{{N}}|{_OTHERS_WITH_SLASH}", ignores_merges=True, adds_bos=True)
 _O200K = _PreTokenizer(rf"{_CASED[0]}{_ENGLISH}?|{_CASED[1]}{_ENGLISH}?|\p{{N}}{{1,3}}|{_OTHERS_WITH_SLASH}")
 _PRE_TOKENIZERS = {
@@ -134,7 +134,7 @@ class _GgufVocabulary:
         merges = [tuple(each.split(" ", 1)) for each in self._values.get("merges", ())]
         vocab = {token: index for index, token in enumerate(self._tokens)}
         tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=rules.ignores_merges))
-        if rules.composes:
+        if rules.normalizes:
             tokenizer.normalizer = normalizers.NFC()
         parts: list[pre_tokenizers.PreTokenizer] = []
         if rules.splits_digits:
@@ -174,8 +174,8 @@ class _GgufVocabulary:
 
         added = []
         for token, kind in zip(self._tokens, self._types, strict=True):
-            is_spaces = self._is_gemma and token and not token.strip(_SPACE)
-            if kind in (_CONTROL, _USER_DEFINED) and not is_spaces:
+            is_only_spaces = self._is_gemma and token and not token.strip(_SPACE)
+            if kind in (_CONTROL, _USER_DEFINED) and not is_only_spaces:
                 added.append(AddedToken(token, normalized=False, special=kind == _CONTROL))
         size = tokenizer.get_vocab_size()
         tokenizer.add_tokens(added)
@@ -221,7 +221,7 @@ class _GgufVocabulary:
     def _merges(self, vocab: Mapping[str, int]) -> list[tuple[str, str]]:
         """Return the pairs of tokens that form another one, in the order in which SentencePiece would merge them.
 
-        Complexity: one look-up for each character of the vocabulary.
+        Complexity: up to two look-ups for each character of the vocabulary.
         """
         if "merges" in self._values:
             return [tuple(each.split(" ", 1)) for each in self._values["merges"]]

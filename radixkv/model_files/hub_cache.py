@@ -32,10 +32,10 @@ class HubName:
     @classmethod
     def parse(cls, text: str) -> HubName | None:
         """Return the name in `ORG/NAME` or `ORG/NAME@REVISION`; None for other texts."""
-        found = _NAME.fullmatch(text)
-        if found is None or ".." in text or len(text) > 200:
+        match = _NAME.fullmatch(text)
+        if match is None or ".." in text or len(text) > 200:
             return None
-        return cls(found[1], found[2] or _DEFAULT_REVISION)
+        return cls(match[1], match[2] or _DEFAULT_REVISION)
 
     @property
     def download(self) -> str:
@@ -44,7 +44,7 @@ class HubName:
         return f"hf download {self.repository}{revision}"
 
     def snapshot(self) -> Path | None:
-        """Return the directory with the files of the revision; None if it is not in the cache."""
+        """Return the directory with the files of the revision; None if the revision is not in the cache."""
         folder = hub_cache() / f"models--{self.repository.replace('/', '--')}"
         try:
             commit = (folder / "refs" / self.revision).read_text(encoding="ascii").strip()

@@ -15,6 +15,7 @@ from radixkv.model_files.gguf_file import GgufFile, has_magic
 from radixkv.model_files.hub_cache import HubName, hub_cache
 
 _SUFFIX = ".gguf"
+_EXPECTED = "`tiny`, a directory with a config.json, a GGUF file, or ORG/NAME of a downloaded model"
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,9 +23,9 @@ class ModelLocation:
     """The location of a model whose files exist.
 
     Attributes:
-        name: name of the model: that of the directory, of the file without `.gguf`, or the one on the Hub.
+        name: name of the directory, name of the GGUF file without its suffix, or `ORG/NAME` on the Hub.
         path: a directory, or a GGUF file.
-        hub_name: the name on the Hub by which it was found; None for a path.
+        hub_name: the name on the Hub; None for a path.
     """
 
     name: str
@@ -33,11 +34,11 @@ class ModelLocation:
 
     @property
     def is_gguf(self) -> bool:
-        """Whether it is a GGUF file."""
+        """Whether the model is a GGUF file."""
         return self.path.is_file()
 
     def directory(self) -> Path:
-        """Return a directory with config.json, the tokenizer, and, unless it is a GGUF file, the weights.
+        """Return a directory with config.json, the tokenizer, and, unless the model is a GGUF file, the weights.
 
         Raises:
             ConfigError: see `gguf_directory`.
@@ -55,14 +56,14 @@ def locate(path: str | Path) -> ModelLocation:
         ConfigError: no model was found. The message names the searched places, and how to get the model.
     """
     text = str(path)
-    if os.path.isfile(text):  # unlike Path, it accepts names that are too long
-        return _file(Path(text))
+    if os.path.isfile(text):  # unlike `Path.is_file`, it accepts names that are too long
+        return _locate_file(Path(text))
     if os.path.isdir(text):
-        return _in_directory(Path(text))
+        return _locate_in_directory(Path(text))
     name = HubName.parse(text)
     snapshot = None if name is None else name.snapshot()
     if name is not None and snapshot is not None:
-        return _in_snapshot(name, snapshot)
+        return _locate_in_snapshot(name, snapshot)
     if text.lower().endswith(_SUFFIX):
         raise ConfigError(
             f"model.path: expected a GGUF file, got {text}, which does not exist: download one, for example by "
@@ -89,12 +90,9 @@ def files_directory(path: str | Path) -> Path:
         return Path(path)
     name = None if os.path.isfile(path) else HubName.parse(str(path))
     snapshot = None if name is None else name.snapshot()
-    if snapshot is not None and (snapshot / "tokenizer.json").is_file():  # it may be all that was downloaded
+    if snapshot is not None and (snapshot / "tokenizer.json").is_file():  # only the tokenizer may have been downloaded
         return snapshot
     return locate(path).directory()
-
-
-_EXPECTED = "`tiny`, a directory with a config.json, a GGUF file, or ORG/NAME of a downloaded model"
 
 
 def check_servable(path: str | Path) -> int:
@@ -123,18 +121,18 @@ def check_servable(path: str | Path) -> int:
         names = {str(name) for name in weight_map.values()}
     for name in sorted(names):
         if not (directory / name).is_file():
-            again = "" if location.hub_name is None else f": to download it, {location.hub_name.download}"
-            raise ConfigError(f"model.path: {path} has no {name}{again}")
+            remedy = "" if location.hub_name is None else f": to download it, {location.hub_name.download}"
+            raise ConfigError(f"model.path: {path} has no {name}{remedy}")
     return sum((directory / name).stat().st_size for name in names)
 
 
-def _file(path: Path) -> ModelLocation:
-    if path.suffix.lower() != _SUFFIX and not has_magic(path):  # other tools name files by their digests
+def _locate_file(path: Path) -> ModelLocation:
+    if path.suffix.lower() != _SUFFIX and not has_magic(path):  # some tools name GGUF files by their digests
         raise ConfigError(f"model.path: expected {_EXPECTED}, got the file {path}")
     return ModelLocation(path.stem, path)
 
 
-def _in_directory(directory: Path) -> ModelLocation:
+def _locate_in_directory(directory: Path) -> ModelLocation:
     if not (directory / "config.json").is_file():
         files = _gguf_files(directory)
         hint = f", which has GGUF files: name one of them, such as {files[0]}" if files else ""
@@ -142,7 +140,7 @@ def _in_directory(directory: Path) -> ModelLocation:
     return ModelLocation(directory.resolve().name, directory)
 
 
-def _in_snapshot(name: HubName, snapshot: Path) -> ModelLocation:
+def _locate_in_snapshot(name: HubName, snapshot: Path) -> ModelLocation:
     if (snapshot / "config.json").is_file():
         return ModelLocation(name.repository, snapshot, name)
     files = _gguf_files(snapshot)

@@ -86,6 +86,11 @@ def test_a_window_counts_as_lost_if_no_layer_passes_it_on(
         check()
 
 
+def test_a_lost_window_is_refused_for_a_model_without_a_maximum_length() -> None:
+    with pytest.raises(UnsupportedModel, match="sets sliding_window to 24 for sequences of any length"):
+        check_windows("Model", SimpleNamespace(sliding_window=24), [None], max_tokens=None)
+
+
 def test_latent_attention_is_refused_on_a_gpu_by_name() -> None:
     config = small_config("deepseek_v3")
     with pytest.raises(UnsupportedModel) as refused:

@@ -612,7 +612,7 @@ KERNEL_MUTANTS = (
         "for each in names if GEMM_BACKENDS[each].is_batch",
     ),
     Mutant("kernels/cpu/stopwatch.py", "if not each.has_waited), default", "), default"),
-    Mutant("kernels/cpu/stopwatch.py", "not (self.is_busy or _is_enough(took))", "not _is_enough(took)"),
+    Mutant("kernels/cpu/stopwatch.py", "not (self.is_busy or _is_enough(times))", "not _is_enough(times)"),
     Mutant(
         "kernels/cpu/gemm_trial.py", "HEAD_START if GEMM_BACKENDS[candidate.name].is_batch_invariant else 1.0", "1.0"
     ),

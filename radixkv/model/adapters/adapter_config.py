@@ -113,10 +113,10 @@ def require_files(directory: Path) -> None:
     """
     for name in (CONFIG_FILE, TENSOR_FILE):
         if not (directory / name).is_file():
-            raise absent(name)
+            raise missing_file(name)
 
 
-def absent(name: str) -> InvalidAdapter:
+def missing_file(name: str) -> InvalidAdapter:
     """Return the error for a missing file."""
     return InvalidAdapter(f"{name}: expected a file in the adapter's directory, got none")
 
@@ -128,7 +128,7 @@ def _read_tree(file: Path) -> dict[str, Any]:
             raise InvalidAdapter(f"{CONFIG_FILE}: expected at most {_LARGEST_FILE} bytes, got {size}")
         tree = json.loads(read_regular(file, _LARGEST_FILE).decode())
     except FileNotFoundError:
-        raise absent(CONFIG_FILE) from None
+        raise missing_file(CONFIG_FILE) from None
     except OSError as error:
         raise InvalidAdapter(f"{CONFIG_FILE}: expected a readable file, got: {error.strerror}") from error
     except (ValueError, RecursionError) as error:

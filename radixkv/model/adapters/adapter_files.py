@@ -20,7 +20,7 @@ from transformers.pytorch_utils import Conv1D
 
 from radixkv.config.regular_file import read_regular
 from radixkv.errors import InvalidAdapter
-from radixkv.model.adapters.adapter_config import TENSOR_FILE, LoraFields, absent, read_config
+from radixkv.model.adapters.adapter_config import TENSOR_FILE, LoraFields, missing_file, read_config
 from radixkv.model.attention.latent import absorbed_layers
 from radixkv.model.layers.packed_linear import PackedLinear, PackedSlice
 from radixkv.tokens import TOKEN_BYTES
@@ -36,8 +36,9 @@ class LayerShape(NamedTuple):
 def adaptable_layers(module: PreTrainedModel) -> dict[str, LayerShape]:
     """Return the linear layers of a model that adapters may change, packed or not, by their names in transformers.
 
-    The LM head is excluded, since it runs only on the rows that need logits; so are experts, which see a part of the
-    rows, and the layers of `absorbed_layers`.
+    The LM head is excluded, since it runs only on the rows that need logits. Also excluded are experts, which see a
+    part of the rows, the layers of `absorbed_layers`, and layers of classes derived from `nn.Linear`, such as PhiMoE's
+    router, which returns several tensors.
     """
     left_out = {id(module.get_output_embeddings()), *map(id, absorbed_layers(module))}
     return {
@@ -48,7 +49,7 @@ def adaptable_layers(module: PreTrainedModel) -> dict[str, LayerShape]:
 
 
 def _shape_of(part: nn.Module) -> LayerShape | None:
-    if isinstance(part, (nn.Linear, PackedLinear, PackedSlice)):
+    if isinstance(part, (PackedLinear, PackedSlice)) or type(part) is nn.Linear:
         return LayerShape(part.in_features, part.out_features)
     if type(part) is Conv1D:
         in_features, out_features = map(int, part.get_parameter("weight").shape)
@@ -81,7 +82,7 @@ class LowRank:
 
     Attributes:
         down: `[rank, in_features]` on the host, in the model's dtype.
-        up: `[out_features, rank]`, likewise, multiplied by the adapter's scale.
+        up: `[out_features, rank]` on the host, in the model's dtype, multiplied by the adapter's scale.
     """
 
     down: torch.Tensor
@@ -122,8 +123,8 @@ class AdapterFiles:
             tokens: the whole prompt, little-endian uint32 bytes. Generated tokens are not searched.
 
         Returns:
-            0 for an adapter without invocation tokens. Otherwise the start of their last occurrence; None if they do
-            not occur: prompt and generated tokens then use the base model only, as with peft.
+            0 for an adapter without invocation tokens, otherwise the start of their last occurrence. None if they do
+            not occur: prompt and generated tokens then use only the base model, as with peft.
         """
         if self.invocation_token_ids is None:
             return 0
@@ -183,7 +184,7 @@ def _read_tensors(directory: Path, max_bytes: int | None) -> dict[str, torch.Ten
             raise InvalidAdapter(f"{TENSOR_FILE}: expected at most {max_bytes} bytes, got {size}")
         return safetensors.torch.load(read_regular(file, max_bytes))
     except FileNotFoundError:
-        raise absent(TENSOR_FILE) from None
+        raise missing_file(TENSOR_FILE) from None
     except OSError as error:
         raise InvalidAdapter(f"{TENSOR_FILE}: expected a readable file, got: {error.strerror or 'an error'}") from error
     except (ValueError, KeyError, SafetensorError) as error:

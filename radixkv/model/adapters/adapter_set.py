@@ -28,8 +28,8 @@ class AdapterSet(Generic[T]):
     """Keeps adapters by digest, and copies them to the device when a step needs them. Only the engine's thread uses it.
 
     The least recently used adapters are evicted from the device when others need the memory. All adapters of a step
-    are on the device, even if they exceed `max_bytes` together: all others are then evicted, and these are evicted
-    when later steps need other adapters.
+    are on the device, even if they exceed `max_bytes` together: all other adapters are then evicted, and those of the
+    step when a later step needs other adapters.
 
     Args:
         pack: packs an adapter in device memory. Dropping the result frees the memory.

@@ -1,4 +1,4 @@
-"""Applies adapters on a GPU: one kernel launch per layer, for all adapters of a step.
+"""Applies adapters on a GPU: one kernel launch per layer for all adapters of a step that are padded to the same rank.
 
 A site is a matmul of the model that adapters can change, identified by its index.
 """
@@ -24,7 +24,7 @@ class PackedWeights(NamedTuple):
     Attributes:
         rank: the rank that its weights are padded to.
         weights: `down` and `up` by site; `addresses` point into them.
-        addresses: int64 `[last site + 1, 2]`, 0 for a site that it does not change.
+        addresses: int64 `[last site + 1, 2]`, 0 for a site that the adapter does not change.
     """
 
     rank: int
@@ -67,7 +67,7 @@ class LowRankKernels:
         weights = {}
         addresses = np.zeros((max(sites) + 1, 2), dtype=np.int64)
         for site, (update,) in sites.items():
-            down, up = weights[site] = self._padded(update, rank)
+            down, up = weights[site] = self._pad(update, rank)
             addresses[site] = down.data_ptr(), up.data_ptr()
             self._try(down, up)
         return PackedWeights(rank, weights, addresses)
@@ -101,7 +101,7 @@ class LowRankKernels:
                 with torch._C.DisableTorchFunction():  # the kernel is exact by itself
                     add_low_rank(rows, out, step, site, rank)
 
-    def _padded(self, update: ColumnUpdate, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _pad(self, update: ColumnUpdate, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
         down, up = update.low_rank.down, update.low_rank.up
         wide_down, wide_up = down.new_zeros(rank, down.shape[1]), up.new_zeros(up.shape[0], rank)
         wide_down[: down.shape[0]], wide_up[:, : down.shape[0]] = down, up

@@ -20,8 +20,8 @@ from radixkv.model.layers.gemm_tuner import GemmTuner
 from radixkv.model.layers.packed_linear import Matmul
 from radixkv.model.refusals import SERVE_FAST
 
-# Ranks are padded with zeros to a multiple of this, so that few shapes have to be checked.
-_RANKS = 8
+# Ranks are padded with zeros to multiples of this number, so that few shapes have to be checked.
+_RANK_MULTIPLE = 8
 
 
 Ranges = Sequence[tuple[int, int]]  # rows of a step, half-open
@@ -60,11 +60,11 @@ class LowRankMatmuls:
     """Packs adapters, and applies them to rows.
 
     Args:
-        choices: chooses the GEMM backend of each shape; in exact mode, one that is batch-invariant.
+        tuner: chooses the GEMM backend of each shape; in exact mode, one that is batch-invariant.
     """
 
-    def __init__(self, choices: GemmTuner) -> None:
-        self._choices = choices
+    def __init__(self, tuner: GemmTuner) -> None:
+        self._tuner = tuner
         self._groups: list[tuple[slice | torch.Tensor, PackedMatmuls]] = []
 
     def pack(self, sites: Mapping[int, Sequence[ColumnUpdate]]) -> PackedMatmuls:
@@ -76,7 +76,7 @@ class LowRankMatmuls:
         Raises:
             InvalidAdapter: its matmuls are not batch-invariant on this machine.
         """
-        return {site: self._merged(updates) for site, updates in sites.items()}
+        return {site: self._pack_site(updates) for site, updates in sites.items()}
 
     def num_bytes(self, sites: Mapping[int, Sequence[ColumnUpdate]]) -> int:
         """Bytes of an adapter after `pack`."""
@@ -88,7 +88,7 @@ class LowRankMatmuls:
 
     def begin(self, groups: Sequence[tuple[Ranges, PackedMatmuls]]) -> None:
         """Set the adapters of the next forward pass, with the rows of each."""
-        self._groups = [(_chosen(ranges), packed) for ranges, packed in groups]
+        self._groups = [(_row_selection(ranges), packed) for ranges, packed in groups]
 
     def add(self, site: int, rows: torch.Tensor, out: torch.Tensor) -> None:
         """Add the updates of the forward pass's adapters at a site.
@@ -102,19 +102,19 @@ class LowRankMatmuls:
             return
         flat, whole = aligned_rows(rows), out.view(-1, out.shape[-1])
         with torch._C.DisableTorchFunction():  # these matmuls are exact by themselves
-            for chosen, packed in self._groups:
+            for selection, packed in self._groups:
                 addition = packed.get(site)
                 if addition is None:
                     continue
                 columns = whole[:, addition.start : addition.end]
-                if isinstance(chosen, slice):
-                    _add(addition, flat, columns, chosen.start, chosen.stop)
+                if isinstance(selection, slice):
+                    _add(addition, flat, columns, selection.start, selection.stop)
                 else:
-                    added = flat.new_zeros(len(chosen), columns.shape[1])
-                    _add(addition, flat[chosen], added, 0, len(chosen))
-                    columns.index_add_(0, chosen, added)
+                    added = flat.new_zeros(len(selection), columns.shape[1])
+                    _add(addition, flat[selection], added, 0, len(selection))
+                    columns.index_add_(0, selection, added)
 
-    def _merged(self, updates: Sequence[ColumnUpdate]) -> _Addition:
+    def _pack_site(self, updates: Sequence[ColumnUpdate]) -> _Addition:
         start, end = updates[0].start, updates[-1].end
         ranks = _ranks(updates)
         like = updates[0].low_rank.down
@@ -125,14 +125,14 @@ class LowRankMatmuls:
             down[first:last] = update.low_rank.down
             up[update.start - start : update.end - start, first:last] = update.low_rank.up
             first += rank
-        matmuls = self._matmul(down), self._matmul(up)
+        matmuls = self._pack_matmul(down), self._pack_matmul(up)
         return _Addition(start, end, *matmuls, _tiles(*matmuls))
 
-    def _matmul(self, weight: torch.Tensor) -> Matmul:
+    def _pack_matmul(self, weight: torch.Tensor) -> Matmul:
         # The first suitable backend, unpacked weights first: with 8 to 48 output features they were the fastest, and
         # packed ones took up to 4 times as long. Timing all backends takes twice as long.
         backends = sorted(gemm_backends(weight), key=lambda name: name != "plain")
-        tried = (self._choices.choose(weight, None, (backend,)) for backend in backends)
+        tried = (self._tuner.choose(weight, None, (backend,)) for backend in backends)
         choice = next((each for each in tried if each is not None), None)
         if choice is None:
             raise InvalidAdapter(
@@ -143,11 +143,11 @@ class LowRankMatmuls:
 
 
 def _ranks(updates: Sequence[ColumnUpdate]) -> list[int]:
-    """Padded ranks of some updates."""
-    return [-(-each.low_rank.down.shape[0] // _RANKS) * _RANKS for each in updates]
+    """Return the rank of each update, padded to a multiple of `_RANK_MULTIPLE`."""
+    return [-(-each.low_rank.down.shape[0] // _RANK_MULTIPLE) * _RANK_MULTIPLE for each in updates]
 
 
-def _chosen(ranges: Ranges) -> slice | torch.Tensor:
+def _row_selection(ranges: Ranges) -> slice | torch.Tensor:
     """Select rows by a slice if they are contiguous, otherwise by indices."""
     if len(ranges) == 1:
         return slice(*ranges[0])

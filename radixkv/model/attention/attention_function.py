@@ -61,8 +61,8 @@ def _attention_forward(
         raise UnsupportedModel(f"{layer}: expected causal attention, got attention that looks ahead")
     if attention_mask is not None or dropout:
         raise UnsupportedModel(f"{layer}: expected no attention mask and no dropout, got a mask or dropout {dropout}")
-    for name, given in others.items():
-        if given is not None and name not in _WITHOUT_EFFECT:
+    for name, argument in others.items():
+        if argument is not None and name not in _WITHOUT_EFFECT:
             raise UnsupportedModel(f"{layer}: passes `{name}` to its attention, which is not supported")
     if s_aux is not None and (s_aux.shape != query.shape[1:2] or softcap is not None):
         raise UnsupportedModel(

@@ -36,10 +36,10 @@ class _Kind(NamedTuple):
 
 
 class FlashInferKernels:
-    """Implements `PlanningKernels`. A step is planned once for all layers with the same scoring.
+    """Implements `PlanningKernels`. A step is planned once for all layers with the same query heads and scoring.
 
     Args:
-        triton: computes attention in CUDA graphs, and everything except attention elsewhere.
+        triton: plans and computes the attention in CUDA graphs.
         backend: FlashInfer's implementation: "fa3" on a Hopper GPU, otherwise "fa2".
     """
 

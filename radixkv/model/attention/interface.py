@@ -21,7 +21,7 @@ class AttentionCall(NamedTuple):
     """The arguments of one layer's attention in a step.
 
     Attributes:
-        layer: index of the layer.
+        layer: index of the layer among those with K and V.
         query: `[num_tokens, num_query_heads, head_dim]`, after the rotary embedding.
         key, value: `[num_tokens, num_kv_heads, head_dim]` of the same tokens. The value is None if the key is also the
             value.
@@ -55,9 +55,9 @@ class ViewedStep(AttentionStep, Protocol):
 
         Args:
             layers: indices of the layers, at least one.
-            queries: the memory layout of the queries of each, for all tokens of the step.
-            num_kv_heads: KV heads of each.
-            scoring: how scores are computed, and which keys a query sees, in all of them.
+            queries: the memory layout of the queries of each layer, for all tokens of the step.
+            num_kv_heads: KV heads of each layer.
+            scoring: how scores are computed, and which keys a query sees, in all of these layers.
 
         Returns:
             The view; None if the layers must call `attend`, or are not all in one pool.
@@ -117,7 +117,7 @@ class AttentionKernels(Protocol):
         layer: int,
         largest: torch.Tensor | None = None,
     ) -> None:
-        """Write K and V of new tokens into their slots, and update `largest`, the maximum magnitudes, with theirs."""
+        """Write K and V of new tokens into their slots, and update the maximum magnitudes in `largest`."""
         ...
 
     def hadamard_transform(self, vectors: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

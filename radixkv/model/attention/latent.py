@@ -92,15 +92,15 @@ class LatentParts:
         budget: time for trials of matmuls, in exact mode; None for no bound.
 
     Raises:
-        UnsupportedModel: the model has latents, but its layers use them in another way.
+        UnsupportedModel: the model has latents, but its layers do not use them as `LatentHeads` does.
     """
 
     def __init__(self, module: PreTrainedModel, *, is_exact: bool, budget: TrialBudget | None = None) -> None:
         self._parts: list[Any] = []
-        choices = GemmTuner(is_exact=is_exact, budget=budget)
+        tuner = GemmTuner(is_exact=is_exact, budget=budget)
         for part in module.modules():
             if hasattr(part, _METHOD) and hasattr(part, CHILD):
-                heads = _heads(part, choices if is_exact else None)
+                heads = _heads(part, tuner if is_exact else None)
                 _require_agreement(part, heads)
                 setattr(part, ATTRIBUTE, heads)
                 self._parts.append(part)
@@ -124,16 +124,16 @@ class LatentParts:
 
     def _replace(self) -> None:
         for part in self._parts:
-            vars(part)[_METHOD] = _stored
+            vars(part)[_METHOD] = _join_latents
 
 
-def _stored(latent: torch.Tensor, rotated: torch.Tensor) -> tuple[torch.Tensor, None]:
+def _join_latents(latent: torch.Tensor, rotated: torch.Tensor) -> tuple[torch.Tensor, None]:
     """Concatenate latents `[1, 1, num_tokens, rank]` and rotated keys. The result is stored as both key and value."""
     return torch.cat((latent, rotated), -1), None
 
 
-def _heads(part: Any, choices: GemmTuner | None) -> LatentHeads:
-    """Create the matmuls of one layer; batch-invariant ones if `choices` is given."""
+def _heads(part: Any, tuner: GemmTuner | None) -> LatentHeads:
+    """Create the matmuls of one layer; batch-invariant ones if `tuner` is given."""
     name, layer = type(part).__name__, getattr(part, CHILD)
     if getattr(part, "indexer", None) is not None:
         raise UnsupportedModel(f"{name}: expected attention to all latents, got an indexer that chooses some")
@@ -143,20 +143,20 @@ def _heads(part: Any, choices: GemmTuner | None) -> LatentHeads:
     if not is_known or layer.in_features != rank or layer.out_features % (key_dim + value_dim):
         raise UnsupportedModel(f"{name}: expected {CHILD} to make keys and values of latents, got {layer}")
     by_head = layer.weight.detach().view(-1, key_dim + value_dim, rank)
-    make = _batched if choices is None else partial(_one_by_one, name=f"{name}.{CHILD}", choices=choices)
+    make = _batched_matmul if tuner is None else partial(_matmul_per_head, name=f"{name}.{CHILD}", tuner=tuner)
     return LatentHeads(rank, make(by_head[:, :key_dim].mT), make(by_head[:, key_dim:]), rope_dim)
 
 
-def _batched(weights: torch.Tensor) -> RowFunction:
+def _batched_matmul(weights: torch.Tensor) -> RowFunction:
     """Return a batched matmul of all heads with weights `[num_heads, out_features, in_features]`."""
     laid_out = weights.mT.contiguous()
     return lambda rows: torch.bmm(rows.transpose(0, 1), laid_out).transpose(0, 1)
 
 
-def _one_by_one(weights: torch.Tensor, *, name: str, choices: GemmTuner) -> RowFunction:
+def _matmul_per_head(weights: torch.Tensor, *, name: str, tuner: GemmTuner) -> RowFunction:
     """Return a function with one matmul per head, whose results are batch-invariant."""
     weights = weights.contiguous()
-    choice = choices.choose(weights[0], None)
+    choice = tuner.choose(weights[0], None)
     if choice is None:
         raise UnsupportedModel(
             f"{name}: no batch-invariant matmul for a weight of shape {tuple(weights.shape[1:])} in {weights.dtype} on "
@@ -182,7 +182,7 @@ def _require_agreement(part: Any, heads: LatentHeads) -> None:
     latent, rotated = random(1, 1, _TRIAL_TOKENS, heads.rank), random(1, 1, _TRIAL_TOKENS, heads.rope_dim)
     key, value = getattr(part, _METHOD)(latent, rotated)  # [1, num_heads, num_tokens, dim]
     query = random(_TRIAL_TOKENS, key.shape[1], key.shape[3])
-    stored, _ = _stored(latent, rotated)
+    stored, _ = _join_latents(latent, rotated)
     pairs = (
         (torch.einsum("qhd,hkd->hqk", query, key[0]), torch.einsum("qhd,kd->hqk", heads.queries(query), stored[0, 0])),
         (value[0].transpose(0, 1), heads.values(stored[0].transpose(0, 1).expand(-1, key.shape[1], -1))),

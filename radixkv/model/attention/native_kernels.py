@@ -21,10 +21,10 @@ from radixkv.model.attention.torch_kernels import MAX_BATCHES, TorchKernels
 
 
 class NativeKernels:
-    """Implements `AttentionKernels`. Quantized pools, and queries not aligned to vectors, fall back to PyTorch.
+    """Implements `AttentionKernels`. Quantized pools and unsupported strides fall back to PyTorch.
 
-    The attention of a step is planned once for all layers with the same heads and window. It is the same in exact mode
-    and in fast mode: the result of a row depends only on its prefix.
+    The attention of a step is planned once for all layers with the same heads and window. Its results are the same in
+    exact mode and in fast mode: those of a row depend only on its prefix.
 
     Args:
         library: from `load_library`.
@@ -39,7 +39,7 @@ class NativeKernels:
         self._library = library
         self._rows = NativeRows(library)
         self._torch = TorchKernels()
-        self._steps: deque[_PlannedBatch] = deque(maxlen=MAX_BATCHES)
+        self._planned_batches: deque[_PlannedBatch] = deque(maxlen=MAX_BATCHES)
 
     def write_kv(
         self,
@@ -61,7 +61,7 @@ class NativeKernels:
         """Compute `reference.paged_attention`; see `radixkv.kernels.native.attention`."""
         if query.stride(2) != 1 or not supports(pool, query.dtype):
             return self._torch.paged_attention(query, pool, layer, batch, scoring)
-        attention = self._step_of(batch).attention_of(Queries.of(query), pool, scoring)
+        attention = self._planned_batch_of(batch).attention_of(Queries.of(query), pool, scoring)
         return attention(query, layer, _sinks_of(scoring))
 
     def view(
@@ -74,27 +74,27 @@ class NativeKernels:
         scoring: Scoring,
         largest: torch.Tensor,
     ) -> KVView | None:
-        """Return the K/V of layers that are computed in one call; None if their heads do not match the pool.
+        """Return the K/V of layers that are computed in one call; None if the kernels or the pool do not support them.
 
         Args:
             queries: the memory layout of the queries of each layer.
-            num_kv_heads: KV heads of each.
-            layers: their indices in the pool.
+            num_kv_heads: KV heads of each layer.
+            layers: indices of the layers in the pool.
             pool, batch, scoring: as for `paged_attention`.
             largest: as for `write_kv`.
         """
         has_heads = (pool.num_kv_heads, pool.head_dim) == (num_kv_heads, queries.head_dim) and not pool.is_latent
         if not has_heads or not supports(pool, queries.dtype):
             return None
-        attention = self._step_of(batch).attention_of(queries, pool, scoring)
+        attention = self._planned_batch_of(batch).attention_of(queries, pool, scoring)
         return KVView(attention, layers, _sinks_of(scoring), batch.slots, largest)
 
-    def _step_of(self, batch: PagedBatch) -> _PlannedBatch:
-        step = next((step for step in self._steps if step.batch is batch), None)
-        if step is None:
-            step = _PlannedBatch(self._library, batch)
-            self._steps.append(step)
-        return step
+    def _planned_batch_of(self, batch: PagedBatch) -> _PlannedBatch:
+        planned = next((each for each in self._planned_batches if each.batch is batch), None)
+        if planned is None:
+            planned = _PlannedBatch(self._library, batch)
+            self._planned_batches.append(planned)
+        return planned
 
 
 def _sinks_of(scoring: Scoring) -> torch.Tensor | None:
@@ -102,7 +102,11 @@ def _sinks_of(scoring: Scoring) -> torch.Tensor | None:
 
 
 class _PlannedBatch:
-    """The planned work of one batch by heads and window, and its attention by everything else that layers differ in."""
+    """The plans of one batch.
+
+    Layers with the same heads and window share an `AttentionWork`. Layers that also have the same pool, the same
+    scoring and the same memory layout of queries share an `Attention`.
+    """
 
     def __init__(self, library: ctypes.CDLL, batch: PagedBatch) -> None:
         self.batch = batch
@@ -112,13 +116,13 @@ class _PlannedBatch:
 
     def attention_of(self, queries: Queries, pool: KVPool, scoring: Scoring) -> Attention:
         key = (queries, pool.values.data_ptr(), scoring.scale, scoring.window, scoring.softcap)
-        found = self._attention.get(key)
-        if found is None:
+        attention = self._attention.get(key)
+        if attention is None:
             group_size = queries.num_heads // pool.num_kv_heads
             work = self._work_of(group_size, pool.num_kv_heads, pool.head_dim, scoring.window)
-            found = Attention(self._library, queries, pool, work, scoring, torch.get_num_threads())
-            self._attention[key] = found
-        return found
+            attention = Attention(self._library, queries, pool, work, scoring, torch.get_num_threads())
+            self._attention[key] = attention
+        return attention
 
     def _work_of(self, group_size: int, num_kv_heads: int, head_dim: int, window: int | None) -> AttentionWork:
         key = (group_size, num_kv_heads, head_dim, window)

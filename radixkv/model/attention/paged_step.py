@@ -76,8 +76,8 @@ class PagedStep:
         if view is None or self._watched or self._is_reading or self._pool.rotates_values:
             return None
         largest = self._largest_of(self._batch.slots, queries.num_tokens, num_kv_heads)
-        found: KVView | None = view(queries, num_kv_heads, self._pool, layers, self._batch, scoring, largest)
-        return found
+        kv_view: KVView | None = view(queries, num_kv_heads, self._pool, layers, self._batch, scoring, largest)
+        return kv_view
 
     def write(self, layer: int, key: torch.Tensor, value: torch.Tensor | None) -> None:
         """Write K and V of a layer, V after the Hadamard transform if the pool needs it; shapes as in `attend`."""
@@ -170,8 +170,8 @@ class PaddedStep:
         view = getattr(self._step, "view", None)
         if view is None or queries.num_tokens != self._num_tokens:
             return None
-        found: KVView | None = view(layers, queries, num_kv_heads, scoring)
-        return found
+        kv_view: KVView | None = view(layers, queries, num_kv_heads, scoring)
+        return kv_view
 
     def convolve(self, layer: int, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """See `ConvolutionStep.convolve`. The result for the padding is 0."""

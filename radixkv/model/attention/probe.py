@@ -58,7 +58,8 @@ def probe_attention(
         The K/V shape of one token, and the kinds of attention of its layers.
 
     Raises:
-        UnsupportedModel: the model keeps state outside of the cache, or the pools do not support its K and V.
+        UnsupportedModel: the model keeps state outside of the cache, a layer attends more than once, or the pools do
+            not support K and V of the model.
     """
     probe = _Probe()
     ids = torch.zeros(2, dtype=torch.int64, device=device)

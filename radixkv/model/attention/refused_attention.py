@@ -2,8 +2,8 @@
 
     RADIXKV_REFUSED_ATTENTION="FlashInfer attention, warp-specialized attention in exact mode"
 
-It is for kernels that stall or crash. The trial at start, in a separate process, would detect that at each start again,
-and benchmarks call kernels without such a trial. `python -m bench.gpu` sets the variable for its stages.
+The variable is for kernels that stall or crash. The trial at start, in a separate process, would detect that at each
+start again, and benchmarks call kernels without such a trial. `python -m bench.gpu` sets the variable for its stages.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ POINTERS = "attention through pointers"
 NATIVE = "native attention"
 TORCH = "torch's attention"
 
-# The kernels that can be refused. Attention through pointers and PyTorch's attention are the fallbacks, so they cannot.
+# The kernels that can be refused. The fallbacks, attention through pointers and PyTorch's attention, cannot.
 NAMES = (FLASHINFER, SPECIALIZED, SPECIALIZED_DEQUANTIZED, DEQUANTIZED, NATIVE)
 MODES = ("exact", "fast")
 
@@ -41,15 +41,15 @@ def refused_names(mode: str, environment: Mapping[str, str] = os.environ) -> fro
     Raises:
         ConfigError: the variable names something else.
     """
-    given = [each.strip() for each in environment.get(VARIABLE, "").split(",") if each.strip()]
-    meanings = {f"{name} in {each} mode": (name, each) for name in NAMES for each in MODES}
-    for each in given:
-        if each not in meanings and each not in NAMES:
+    entries = [entry.strip() for entry in environment.get(VARIABLE, "").split(",") if entry.strip()]
+    valid = {*NAMES, *(f"{name} in {each} mode" for name in NAMES for each in MODES)}
+    for entry in entries:
+        if entry not in valid:
             raise ConfigError(
                 f"{VARIABLE}: expected some of {', '.join(NAMES)}, each perhaps with 'in exact mode' or 'in fast mode' "
-                f"after it, got {each!r}"
+                f"after it, got {entry!r}"
             )
-    return frozenset(name for name in NAMES if name in given or f"{name} in {mode} mode" in given)
+    return frozenset(name for name in NAMES if name in entries or f"{name} in {mode} mode" in entries)
 
 
 def format_refused(refused: Iterable[tuple[str, str]]) -> str:

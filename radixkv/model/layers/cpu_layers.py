@@ -4,7 +4,7 @@
     RMS norm     none; weight and eps                                     C++, or row_norm
     gated MLP    gate_proj, up_proj (merged; or SiLU and the product      two or three matmuls
                  are part of the matmuls), act_fn, down_proj
-    attention    q_proj, k_proj, v_proj (merged), o_proj, perhaps norms   two matmuls, one rotary embedding
+    attention    q_proj, k_proj, v_proj (merged), o_proj, perhaps norms   two matmuls, norms, rotary embedding
     layer        input_layernorm, self_attn,                              all of the above without calling modules, or
                  post_attention_layernorm, mlp                            one C++ call, if the step allows it
     decoder      embed_tokens, rotary_emb, layers, norm                   its layers in one C++ call, if the step
@@ -35,12 +35,14 @@ from radixkv.kernels.norm_style import GEMMA, LLAMA, TORCH
 from radixkv.kernels.scoring import Scoring
 from radixkv.model.attention.attention_function import kv_layer_of
 from radixkv.model.attention.interface import AttentionCall
-from radixkv.model.layers.fused_attention import FusedAttention, has_only_step, rotated
-from radixkv.model.layers.gated_mlp import MLP_PARTS, GatedMLP, is_gated, is_joined, try_mlp
+from radixkv.model.layers.fused_attention import FusedAttention, has_only_step, rotate_heads
+from radixkv.model.layers.gated_mlp import GatedMLP, is_gated, is_joined, try_mlp
 from radixkv.model.layers.native_layers import NativeLayerCall, layer_in_one_call, try_decoder
 from radixkv.model.layers.packed_linear import PackedLinear, PackedSlice
 from radixkv.model.layers.quantized_embedding import QuantizedEmbedding
 from radixkv.model.layers.replaced_parts import (
+    LAYER_PARTS,
+    MLP_PARTS,
     Forward,
     Refused,
     ReplacedParts,
@@ -55,7 +57,6 @@ from radixkv.model.refusals import reason_of
 
 _ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "o_proj"}
 _HEAD_NORMS = {"q_norm", "k_norm"}
-_LAYER_PARTS = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
 _DECODER_PARTS = {"embed_tokens", "layers", "norm", "rotary_emb"}
 
 
@@ -69,7 +70,8 @@ class FusedCpuLayers(ReplacedParts):
 
     Attributes:
         is_invariant_for_one_row: whether a row has the same result alone and among other rows, so that a single row
-            need not be padded. This holds if all layers are known and their norms and matmuls are in C++.
+            need not be padded. This holds if all layers and norms are known, all norms are in C++, and no matmul is
+            limited to certain row counts.
     """
 
     def __init__(self, module: nn.Module, *, is_exact: bool, library: ctypes.CDLL | None = None) -> None:
@@ -100,12 +102,12 @@ class FusedCpuLayers(ReplacedParts):
             with torch.inference_mode():
                 if is_norm(part, self._dtype):
                     self._norms[part] = self._try_norm(part)
-                    return partial(_unless_hooked, hooks=(), replacement=self._norms[part])
+                    return partial(_rows_forward, hooks=(), replacement=self._norms[part])
                 if children.keys() == MLP_PARTS and (
                     is_joined(part.gate_proj, part.up_proj, last=part.down_proj) or is_gated(part)
                 ):
                     self._mlps[part] = self._try_mlp(part)
-                    return partial(_unless_hooked, hooks=hooks_of(children.values()), replacement=self._mlps[part])
+                    return partial(_rows_forward, hooks=hooks_of(children.values()), replacement=self._mlps[part])
                 if children.keys() - _HEAD_NORMS == _ATTENTION_PARTS and is_joined(
                     part.q_proj, part.k_proj, part.v_proj, last=part.o_proj
                 ):
@@ -113,7 +115,7 @@ class FusedCpuLayers(ReplacedParts):
                     return partial(
                         _attention_forward, hooks=hooks_of(children.values()), attention=self._attentions[part]
                     )
-                if children.keys() == _LAYER_PARTS and self._knows(children):
+                if children.keys() == LAYER_PARTS and self._knows(children):
                     forward = self._try_layer(part)
                     self._layers.add(part)
                     return forward
@@ -153,11 +155,11 @@ class FusedCpuLayers(ReplacedParts):
         if len(norms) == 1:
             raise Refused("it normalizes only one of queries and keys")
         layer_idx = kv_layer_of(module)
-        known: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by number of tokens
+        embeddings_by_length: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # cosines and sines
 
         def arguments_for(rows: torch.Tensor) -> dict[str, Any]:
             angles = torch.randn(1, rows.shape[1], size, generator=torch.Generator().manual_seed(rows.shape[1]))
-            embeddings = known.setdefault(rows.shape[1], (angles.cos().to(rows), angles.sin().to(rows)))
+            embeddings = embeddings_by_length.setdefault(rows.shape[1], (angles.cos().to(rows), angles.sin().to(rows)))
             return {"position_embeddings": embeddings, "attention_mask": None}
 
         def original(rows: torch.Tensor) -> torch.Tensor:
@@ -179,7 +181,7 @@ class FusedCpuLayers(ReplacedParts):
                 num_kv_heads=module.k_proj.out_features // size,
                 head_dim=size,
                 norms=norms,
-                rotate=rotated if self._native is None else self._native.rotate,
+                rotate=rotate_heads if self._native is None else self._native.rotate,
                 down=down,
                 scoring=steps[0].scoring,
             )
@@ -254,9 +256,7 @@ def _outside(part: nn.Module, layers: Set[nn.Module]) -> Iterator[nn.Module]:
 
 
 def _passes_rows_on(part: nn.Module) -> bool:
-    """Whether a part is of a class that only selects rows, applies matmuls or other functions of single rows, or calls
-    its children.
-    """
+    """Whether the class of a part does nothing but select rows, apply functions to single rows, and call children."""
     is_known = isinstance(part, PreTrainedModel | nn.ModuleList | nn.Embedding | QuantizedEmbedding | PackedLinear)
     return is_known or type(part).__name__.endswith("RotaryEmbedding")
 
@@ -268,7 +268,7 @@ def _row_counts(part: nn.Module) -> tuple[int, ...]:
     return part.matmul.row_counts if isinstance(part, PackedLinear) else ()
 
 
-def _unless_hooked(
+def _rows_forward(
     part: nn.Module, rows: torch.Tensor, *, hooks: Sequence[Mapping[int, object]], replacement: RowFunction
 ) -> Any:
     if any(hooks):
@@ -286,7 +286,7 @@ def _attention_forward(
     **kwargs: Any,
 ) -> Any:
     with torch._C.DisableTorchFunction():
-        if not (args or any(hooks)) and _can_join(hidden_states, kwargs, attention):
+        if not (args or any(hooks)) and _is_called_as_in_trial(hidden_states, kwargs, attention):
             return attention(hidden_states, kwargs["position_embeddings"], kwargs["radix_step"]), None
     return type(part).forward(part, hidden_states, *args, **kwargs)
 
@@ -304,7 +304,7 @@ def _layer_forward(
     **kwargs: Any,
 ) -> Any:
     with torch._C.DisableTorchFunction():
-        if not (args or any(hooks)) and _can_join(hidden_states, kwargs, attention):
+        if not (args or any(hooks)) and _is_called_as_in_trial(hidden_states, kwargs, attention):
             embeddings, step = kwargs["position_embeddings"], kwargs["radix_step"]
             layered = None if in_one_call is None else in_one_call(hidden_states, embeddings, step)
             if layered is not None:
@@ -320,7 +320,7 @@ def _residual_layer(
     return rows + mlp(second(rows))
 
 
-def _can_join(rows: torch.Tensor, kwargs: dict[str, Any], attention: FusedAttention) -> bool:
+def _is_called_as_in_trial(rows: torch.Tensor, kwargs: dict[str, Any], attention: FusedAttention) -> bool:
     """Whether a layer is called as in its trial: with a step, a rotary embedding that it accepts, and no mask."""
     rotations = kwargs.get("position_embeddings")
     return rotations is not None and attention.accepts(rows, rotations) and has_only_step(kwargs)

@@ -21,14 +21,14 @@ class FusedAttention:
     """The attention of one layer, with its projections.
 
     Attributes:
-        layer: its index.
+        layer: index of the layer among those with K and V.
         qkv: computes queries, keys and values.
         num_query_heads, num_kv_heads, head_dim: the shape.
         norms: the norms of queries and of keys; empty if there are none.
         rotate: rotates heads `[num_tokens, num_heads, head_dim]`, given cosines and sines `[num_tokens, head_dim]`,
             contiguous and in the same dtype.
         down: the output projection.
-        scoring: see `AttentionStep`.
+        scoring: see `AttentionCall`.
     """
 
     layer: int
@@ -44,8 +44,8 @@ class FusedAttention:
     def accepts(self, rows: torch.Tensor, position_embeddings: Iterable[torch.Tensor]) -> bool:
         """Whether cosines and sines cover whole heads, are contiguous, and have the dtype of the rows.
 
-        In OLMo they are always in float32, so that both products of the rotation are added before they are rounded. In
-        other dtypes, the attention of OLMo is therefore computed by transformers.
+        OLMo's cosines and sines are always in float32, so that the products of the rotation are added before they are
+        rounded. In other dtypes, transformers therefore computes the attention of OLMo.
         """
         shape = (1, rows.shape[1], self.head_dim)
         return all(
@@ -72,7 +72,7 @@ class FusedAttention:
         return self.down(attended.reshape(1, num_tokens, -1))
 
 
-def rotated(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def rotate_heads(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Rotate heads by their positions, as transformers does; shapes as for `FusedAttention.rotate`."""
     cos, sin = cos[:, None], sin[:, None]
     half = heads.shape[-1] // 2

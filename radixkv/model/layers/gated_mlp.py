@@ -1,7 +1,7 @@
 """Computes a gated MLP on a CPU in two matmuls, or in three if the library fuses the activation into the matmul.
 
 merged     gate and up in one matmul; activation and multiplication; down       any library and activation
-fused      gate with SiLU; up, multiplied by it within the matmul; down         oneDNN in bfloat16
+fused      gate with SiLU; up, multiplied by it within the matmul; down         oneDNN and C++ in bfloat16
 """
 
 from __future__ import annotations
@@ -19,17 +19,15 @@ from radixkv.kernels.cpu.row_tiles import RowFunction
 from radixkv.model.layers.packed_linear import SILU, Matmul, PackedLinear, PackedSlice
 from radixkv.model.layers.replaced_parts import Refused, agree, require, with_replaced_children
 
-MLP_PARTS = {"gate_proj", "up_proj", "act_fn", "down_proj"}
-
-# Elementwise activations, which exact mode may compute row by row.
+# Elementwise activations, which exact mode may compute in pieces of rows.
 _ACTIVATIONS = (
     *(*SILU, nn.GELU, nn.ReLU, nn.Tanh, nn.Sigmoid, activations.GELUActivation, activations.GELUTanh),
     *(activations.NewGELUActivation, activations.QuickGELUActivation, activations.ReLUSquaredActivation),
 )
 
-# Checks of a fused gate: the row count if any is allowed, and a tolerance relative to the largest element
-# of a row. The library rounds once, while the module rounds after the matmul, after SiLU and after the multiplication.
-_GATED_ROWS = 64
+_GATED_ROWS = 64  # row count of the check of a fused gate that allows any row count
+# Tolerance of the check, relative to the largest element of a row. The library rounds once or twice, the module four
+# times: after both matmuls, after SiLU and after the multiplication.
 _ROUNDINGS = 4
 
 

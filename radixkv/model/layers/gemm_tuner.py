@@ -97,7 +97,8 @@ class GemmTuner:
         directory: Path | None = None,
         budget: TrialBudget | None = None,
     ) -> None:
-        # Integers are exact for any number of rows. Some numbers are slow: a lone row takes 170 times as long as two.
+        # Results in int8 are the same for any row count, but some row counts are slow: one row takes 170 times as long
+        # as two. So row counts are timed as in exact mode.
         self._is_exact = is_exact or weights == "int8"
         self._weights = weights
         self._budget = budget
@@ -119,8 +120,8 @@ class GemmTuner:
     ) -> GemmChoice | None:
         """Return the GEMM backend for weights of this shape, dtype and strides.
 
-        The trial of a shape that is not remembered may take its part of the budget; `choose_gemm` says what is
-        chosen then. It is remembered in any case, so that later starts compute the same bits.
+        The trial of a shape that is not remembered may take its share of the budget; `choose_gemm` documents what is
+        chosen at this limit. Every choice is remembered, so that later starts compute the same bits.
 
         Args:
             weight: `[out_features, in_features]` on a CPU.
@@ -141,7 +142,7 @@ class GemmTuner:
         key = self._key(weight, bias, backends, max_rows)
         if key not in self._known:
             limit_s = math.inf if self._budget is None else self._budget.grant(share)
-            choice = _parsed(self._remembered.get(key), backends, is_exact=self._is_exact)
+            choice = _parse_entry(self._remembered.get(key), backends, is_exact=self._is_exact)
             if choice is None:
                 choice = self._try(weight, bias, backends, max_rows, limit_s)
                 if choice is not None:
@@ -216,7 +217,7 @@ class GemmTuner:
             with (self._file.parent / _LOCK).open("w") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)  # until it is closed
                 tree = self._read()
-                first = _parsed(tree.get(key), backends, is_exact=self._is_exact)
+                first = _parse_entry(tree.get(key), backends, is_exact=self._is_exact)
                 if first is not None:
                     return first
                 self._write({**tree, key: {"backend": choice.backend, "costs": [list(pair) for pair in choice.costs]}})
@@ -232,7 +233,7 @@ class GemmTuner:
             written.replace(self._file)
 
 
-def _parsed(entry: Any, backends: tuple[str, ...], *, is_exact: bool) -> GemmChoice | None:
+def _parse_entry(entry: Any, backends: tuple[str, ...], *, is_exact: bool) -> GemmChoice | None:
     """Parse the file's entry of a shape; None if there is none, or if it is invalid."""
     try:
         backend = entry["backend"]

@@ -24,6 +24,8 @@ from radixkv.kernels.gpu.norm import add_rms_norm, rms_norm
 from radixkv.kernels.gpu.swiglu import swiglu
 from radixkv.kernels.norm_style import GEMMA, LLAMA, TORCH, NormStyle
 from radixkv.model.layers.replaced_parts import (
+    LAYER_PARTS,
+    MLP_PARTS,
     Forward,
     Refused,
     ReplacedParts,
@@ -36,9 +38,6 @@ from radixkv.model.layers.replaced_parts import (
     with_replaced_children,
 )
 from radixkv.model.refusals import reason_of
-
-_MLP_PARTS = {"gate_proj", "up_proj", "act_fn", "down_proj"}
-_LAYER_PARTS = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
 
 # Keywords that models pass to a layer for its attention.
 _PASSED_ON = ("position_embeddings", "attention_mask", "position_ids", "radix_step")
@@ -72,10 +71,10 @@ class FusedGpuLayers(ReplacedParts):
                 if is_norm(part, self._dtype):
                     self._styles[part] = self._try_style(part)
                     return partial(_norm_forward, style=self._styles[part])
-                if children == _MLP_PARTS:
+                if children == MLP_PARTS:
                     self._try_mlp(part)
                     return _mlp_forward
-                if children == _LAYER_PARTS and part.post_attention_layernorm in self._styles:
+                if children == LAYER_PARTS and part.post_attention_layernorm in self._styles:
                     forward = partial(_layer_forward, style=self._styles[part.post_attention_layernorm])
                     self._try_layer(part, forward)
                     return forward

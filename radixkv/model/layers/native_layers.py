@@ -46,7 +46,7 @@ class NativeLayerCall:
 
     @classmethod
     def joined(cls, calls: Sequence[NativeLayerCall]) -> NativeLayerCall | None:
-        """Return one call of the layers of all these calls; None if their attention differs or has sinks."""
+        """Return one call that computes the layers of several calls; None if their attention differs or has sinks."""
         attentions = [attention for call in calls for attention in call._attentions]
         shapes = {(each.num_query_heads, each.num_kv_heads, each.head_dim) for each in attentions}
         scoring = attentions[0].scoring
@@ -71,8 +71,8 @@ class NativeLayerCall:
         if view is None or not rows.is_contiguous():
             return None
         first = self._attentions[0]
-        found = view(self._indices, self._layers.queries(rows.shape[1]), first.num_kv_heads, first.scoring)
-        return None if found is None else self._layers(rows, *position_embeddings, found)
+        kv_view = view(self._indices, self._layers.queries(rows.shape[1]), first.num_kv_heads, first.scoring)
+        return None if kv_view is None else self._layers(rows, *position_embeddings, kv_view)
 
 
 class _NotInOneCall(Exception):
@@ -145,7 +145,7 @@ def try_decoder(decoder: Any, calls: Sequence[NativeLayerCall]) -> Forward | Non
     The trial replaces the layers, and checks what the decoder passes to them and what it does with their rows.
 
     Raises:
-        Refused: it does something else than `_decoder_forward`.
+        Refused: the decoder does something else than `_decoder_forward`.
     """
     layers = NativeLayerCall.joined(calls) if len(calls) > 1 else None
     before_last = None if layers is None else NativeLayerCall.joined(calls[:-1])
@@ -170,15 +170,15 @@ def try_decoder(decoder: Any, calls: Sequence[NativeLayerCall]) -> Forward | Non
         return rows
 
     ids = torch.arange(_DECODER_TRIAL_TOKENS)[None]
-    given: dict[str, Any] = {"input_ids": ids, "position_ids": ids, "use_cache": False, "radix_step": step}
+    arguments: dict[str, Any] = {"input_ids": ids, "position_ids": ids, "use_cache": False, "radix_step": step}
     simplified = copy.copy(decoder)
     stand_ins = nn.ModuleList(nn.Module() for _ in decoder.layers)
     for each in stand_ins:
         each.forward = stand_in
     simplified._modules = {**decoder._modules, "layers": stand_ins}
-    expected = simplified.forward(**given)
+    expected = simplified.forward(**arguments)
     forward = partial(_decoder_forward, accepts=layers.accepts, before_last=before_last)
-    got = forward(decoder, hooks=(), last_hooks=(), layers=stand_in_for_all, **given)
+    got = forward(decoder, hooks=(), last_hooks=(), layers=stand_in_for_all, **arguments)
     require(type(expected) is type(got) and torch.equal(expected.last_hidden_state, got.last_hidden_state))
     last = decoder.layers[-1]
     hooks = hooks_of(part for part in decoder.modules() if part is not decoder and part is not last)

@@ -136,7 +136,7 @@ class Matmul:
 
 
 class _Parameters(NamedTuple):
-    """Parameters of a linear layer. `stored` is its weight as it was quantized in a file, if it was."""
+    """Parameters of a linear layer. `stored` is the weight as quantized in a file; None if it was not quantized."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None
@@ -238,16 +238,16 @@ class PackedSlice(nn.Module):
         return self.joined.features(rows, self.start, self.end)
 
 
-def pack_linears(module: PreTrainedModel, choices: GemmTuner, *, may_gate: bool = True) -> None:
+def pack_linears(module: PreTrainedModel, tuner: GemmTuner, *, may_gate: bool = True) -> None:
     """Replace the linear layers of a model on a CPU, and embeddings with a stored weight. Logs how they are computed.
 
     Layers that read the same rows are merged: query, key and value projections, and gate and up projections, unless the
     library fuses the gate into the matmul. A weight is freed after it was packed, unless it is also an embedding. A
-    layer for which no backend is batch-invariant is not replaced; its stored weight is dequantized.
+    layer for which no backend is batch-invariant is not replaced; a stored weight of such a layer is dequantized.
 
     Args:
         module: the model, in evaluation mode. Its linear layers must not have been replaced yet.
-        choices: chooses the GEMM backends.
+        tuner: chooses the GEMM backends.
         may_gate: whether a library may fuse the gate into the matmul. If so, adapters cannot add to either output.
     """
     head = module.get_output_embeddings()
@@ -257,23 +257,23 @@ def pack_linears(module: PreTrainedModel, choices: GemmTuner, *, may_gate: bool 
     shares = _Shares(module)
     for part in list(module.modules()):
         children = _replaceable_children(part)
-        for names, layers in _mergeable(children, uses):
+        for names, layers in _mergeable_layers(children, uses):
             if (
                 may_gate
                 and names == GATED
                 and type(children.get("act_fn")) in SILU
-                and _can_gate(layers, choices, shares.of(part, layers))
+                and _can_gate(layers, tuner, shares.of(part, layers))
             ):
                 continue
-            make = partial(_choose_matmul, choices=choices, counts=counts, share=shares.of(part, layers))
-            packed.update(zip(layers, _merged(layers, make), strict=False))
+            make = partial(_choose_matmul, tuner=tuner, counts=counts, share=shares.of(part, layers))
+            packed.update(zip(layers, _merge(layers, make), strict=False))
         for name, child in children.items():
             if child not in packed:
                 parameters = _parameters(child)
                 matmul = (
                     None
                     if parameters is None
-                    else _choose_matmul([parameters], choices, counts, shares.of(part, [child]), is_head=child is head)
+                    else _choose_matmul([parameters], tuner, counts, shares.of(part, [child]), is_head=child is head)
                 )
                 if matmul is None:
                     continue
@@ -323,8 +323,8 @@ def merge_linears(module: PreTrainedModel) -> None:
 
     uses = Counter(id(child) for part in module.modules() for child in part.children())
     for part in list(module.modules()):
-        for names, layers in _mergeable(_replaceable_children(part), uses):
-            for name, replacement in zip(names, _merged(layers, make), strict=False):
+        for names, layers in _mergeable_layers(_replaceable_children(part), uses):
+            for name, replacement in zip(names, _merge(layers, make), strict=False):
                 setattr(part, name, replacement)
 
 
@@ -333,7 +333,7 @@ def _replaceable_children(part: nn.Module) -> dict[str, nn.Module]:
     return {name: child for name, child in part.named_children() if name not in read}
 
 
-def _mergeable(
+def _mergeable_layers(
     children: Mapping[str, nn.Module], uses: Mapping[int, int]
 ) -> Iterator[tuple[tuple[str, ...], list[nn.Module]]]:
     """Yield names and layers of the children that read the same rows, unless another part also uses one of them."""
@@ -368,14 +368,14 @@ def _num_weights(layer: nn.Module) -> int:
 
 @cache
 def _weights_read_by(forward: Callable[..., object]) -> frozenset[str]:
-    """Return the names of children whose weight the code of a module reads directly, for example for its dtype."""
+    """Return the names of children whose weight a module's forward pass reads directly, for example for its dtype."""
     try:
         return frozenset(re.findall(r"self\.(\w+)\.weight\b", inspect.getsource(forward)))
     except (OSError, TypeError):  # the source is not available
         return frozenset()
 
 
-def _can_gate(layers: list[nn.Module], choices: GemmTuner, share: float) -> bool:
+def _can_gate(layers: list[nn.Module], tuner: GemmTuner, share: float) -> bool:
     """Whether gate and up projections should not be merged, because the library fuses the gate into the matmul.
 
     In bfloat16, the operations between the matmuls take a fifth of the time of the MLP for 512 rows of a 0.2B model. In
@@ -385,14 +385,14 @@ def _can_gate(layers: list[nn.Module], choices: GemmTuner, share: float) -> bool
     if any(each is None or each.weight.dtype != torch.bfloat16 for each in parameters):
         return False
     chosen = [
-        choices.choose(each.weight, each.bias, share=share, stored=each.stored_format)
+        tuner.choose(each.weight, each.bias, share=share, stored=each.stored_format)
         for each in parameters
         if each is not None
     ]
     return chosen[0] is not None and chosen[0] == chosen[1] and GEMM_BACKENDS[chosen[0].backend].gate is not None
 
 
-def _merged(
+def _merge(
     layers: list[nn.Module],
     make: Callable[[Sequence[_Parameters]], Matmul | PlainMatmul | None],
 ) -> list[PackedSlice]:
@@ -434,7 +434,7 @@ def _parameters(layer: nn.Module) -> _Parameters | None:
 
 def _choose_matmul(
     parameters: Sequence[_Parameters],
-    choices: GemmTuner,
+    tuner: GemmTuner,
     counts: Counter[str],
     share: float,
     *,
@@ -447,7 +447,7 @@ def _choose_matmul(
     whole = weights[0] if len(weights) == 1 else weights[0].new_empty(sum(map(len, weights)), weights[0].shape[1])
     bias = torch.cat(biases) if len(biases) > 1 else next(iter(biases), None)
     max_rows = _LOGIT_ROWS if is_head else SIZES[-1]
-    choice = choices.choose(
+    choice = tuner.choose(
         whole, bias, max_rows=max_rows, share=share, is_head=is_head, stored=parameters[0].stored_format
     )
     if choice is None:

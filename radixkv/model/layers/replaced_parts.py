@@ -14,7 +14,13 @@ from torch import nn
 
 from radixkv.kernels.gpu.flat_rows import DTYPES
 
+_log = logging.getLogger(__name__)
+
 Forward = Callable[..., Any]
+
+# Names of the children of a gated MLP and of a decoder layer.
+MLP_PARTS = {"gate_proj", "up_proj", "act_fn", "down_proj"}
+LAYER_PARTS = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
 
 # Numbers of rows of a trial; 17 is not a multiple of a vector. The magnitudes of the rows range from 0.001, where eps
 # matters, to 10.
@@ -60,7 +66,7 @@ def has_hooks(module: nn.Module) -> bool:
 
 
 def hooks_of(parts: Iterable[nn.Module]) -> list[Mapping[int, object]]:
-    """List the forward hooks of modules. The mappings are those of the modules, which may change them."""
+    """List the forward hooks of modules, as the mappings to which the modules will also add later hooks."""
     return [hooks for part in parts for hooks in (part._forward_hooks, part._forward_pre_hooks)]
 
 
@@ -127,9 +133,6 @@ def require(agrees: bool) -> None:
     """
     if not agrees:
         raise Refused("it computes something else")
-
-
-_log = logging.getLogger(__name__)
 
 
 class ReplacedParts:

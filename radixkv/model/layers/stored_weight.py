@@ -18,7 +18,7 @@ def can_keep_stored_weight(layer: nn.Module) -> bool:
 
 
 def keep_stored_weight(layer: nn.Module, weight: QuantizedWeight) -> None:
-    """Give a layer a weight that was quantized in a file. The layer can be called after `pack_linears`.
+    """Give a layer a weight that was quantized in a file. The layer must not be called before `pack_linears`.
 
     Args:
         layer: `can_keep_stored_weight` must be true. Its `weight` may come from `weight_without_data`.
@@ -29,8 +29,8 @@ def keep_stored_weight(layer: nn.Module, weight: QuantizedWeight) -> None:
 
 def stored_weight(layer: nn.Module) -> QuantizedWeight | None:
     """Return the weight of `keep_stored_weight`; None if there is none."""
-    found: QuantizedWeight | None = getattr(layer, _STORED, None)
-    return found
+    weight: QuantizedWeight | None = getattr(layer, _STORED, None)
+    return weight
 
 
 def dequantize_stored_weight(layer: nn.Module) -> None:
@@ -42,7 +42,7 @@ def dequantize_stored_weight(layer: nn.Module) -> None:
 
 
 def forget_stored_weight(layer: nn.Module) -> None:
-    """Free the stored weight of a layer that has one and that is kept after its weight was packed."""
+    """Remove the stored weight from a layer that has one."""
     delattr(layer, _STORED)
 
 

@@ -1,4 +1,4 @@
-"""Layers that keep a state per sequence: the states that they read and write in a step.
+"""Layers that keep a state per sequence, and the states that these layers read and write in a step.
 
 Public API: `ShortConvs`.
 """

@@ -16,11 +16,10 @@ from radixkv.storage.state_pool import StatePool
 
 @dataclass(frozen=True, slots=True)
 class StateRows:
-    """The indices at which rows of a step find their previous inputs, and those of the states that it writes.
+    """Where the rows of a step, and the states that it writes, find their inputs. Built once per step.
 
-    They are built once per step.
-
-    A layer concatenates the inputs kept in states with those of the step's rows. All indices refer to this array:
+    A layer concatenates the inputs kept in states with the inputs of the step's rows. Indices of inputs refer to the
+    result:
 
         joined   [ kept by request 0 )[ kept by request 1 )[ rows of request 0 ...... )[ rows of request 1 ...... )
                    num_inputs each
@@ -88,8 +87,8 @@ class StateRows:
 class StateStep:
     """Computes the short convolutions of one forward pass.
 
-    The sum of a row has a fixed order, the oldest input first, in float32. So the result depends only on the row's own
-    inputs, bit for bit.
+    Each row is summed in float32 in a fixed order, the oldest input first. So the bits of the result depend only on the
+    row's own inputs.
 
     `keep` writes all states after the pass. A pass that raises changes no state, so it can be computed again.
 

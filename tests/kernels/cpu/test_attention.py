@@ -291,8 +291,8 @@ def test_adjacent_blocks_are_read_in_place(broken_at: int | None, monkeypatch: p
         step.pool.blocks[broken_at] = 0xFF
     step = Step(step.query, step.pool, PagedBatch.build([1], [1801], [table], 16))
     copied = []
-    copy = attention._copied
-    monkeypatch.setattr(attention, "_copied", lambda *inputs: copied.append(len(inputs[2])) or copy(*inputs))
+    copy = attention._copy_blocks
+    monkeypatch.setattr(attention, "_copy_blocks", lambda *inputs: copied.append(len(inputs[2])) or copy(*inputs))
     assert error_against_reference(step) < TOLERANCE[torch.float32]
     units_in_place = {None: 3, 5: 2, 40: 2, 64: 3, 96: 3}[broken_at]
     own_tile = 16  # blocks of the part [1536, 1792) in place, and of the tile [1792, 1920)

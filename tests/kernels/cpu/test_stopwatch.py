@@ -10,7 +10,7 @@ import torch
 from radixkv.kernels.cpu import stopwatch
 from radixkv.kernels.cpu.gemm_backends import GEMM_BACKENDS, GemmBackend
 from radixkv.kernels.cpu.gemm_trial import GemmChoice, choose_gemm
-from radixkv.kernels.cpu.stopwatch import Stopwatch, Took, waited_s
+from radixkv.kernels.cpu.stopwatch import CallTime, Stopwatch, waited_s
 
 ROWS = torch.zeros(1, 1)
 
@@ -48,7 +48,7 @@ def test_a_call_that_was_descheduled_does_not_count_if_others_were_not() -> None
     watch = machine.watch()
     assert watch.shortest(machine.calls((4e-3, 1.1e-3), (6e-3, 1e-3)), ROWS) == pytest.approx(6e-3)
     assert not watch.is_busy
-    assert watch.shortest(machine.calls((5e-4, 1e-4)), ROWS, (Took(1e-6, True),)) == pytest.approx(5e-4)
+    assert watch.shortest(machine.calls((5e-4, 1e-4)), ROWS, (CallTime(1e-6, True),)) == pytest.approx(5e-4)
 
 
 def test_a_machine_is_busy_after_many_descheduled_calls_and_timing_ends() -> None:

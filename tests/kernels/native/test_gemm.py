@@ -80,7 +80,7 @@ def test_quantized_weights_give_the_bits_of_dequantized_ones(
     panels, bias = gemm.QuantizedPanels([quantized], dtype), numbers(shape[0], dtype=dtype)
     rows, weight = numbers(ROWS[-1], shape[1], dtype=dtype), quantized.dequantize()
     whole = gemm.multiply(rows, panels, bias)
-    multiplies_pairs = gemm._in_use().word_numbers[dtype] == 2
+    multiplies_pairs = gemm._current_library().word_numbers[dtype] == 2
     if multiplies_pairs:
         weight = ((weight.view(torch.int32) + 0x8000) >> 16 << 16).view(torch.float32)
     if multiplies_pairs or dtype == torch.float32:

@@ -8,13 +8,15 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers.models.phimoe.modeling_phimoe import PhimoeForCausalLM, PhimoeTopKRouter
 
 from radixkv.config import ModelConfig
 from radixkv.errors import InvalidAdapter
-from radixkv.model.adapters.adapter_files import AdapterFiles, read_adapter
+from radixkv.model.adapters.adapter_files import AdapterFiles, adaptable_layers, read_adapter
 from radixkv.model.loading import load_model
 from radixkv.model.model import Model
 from tests.model.adapters.made_by_peft import write_adapter
+from tests.model.coverage.small_configs import small_config
 from tests.model.exact.checkpoints import CONFIGS, write_checkpoint
 from tests.model.exact.exact_cases import MODELS
 
@@ -167,6 +169,13 @@ def test_an_activated_adapter_applies_from_the_last_invocation_on() -> None:
 def test_an_invocation_must_start_at_a_token_boundary() -> None:
     assert AdapterFiles("", 8, 0, (0x00020001,), {}).own_from(ids(0x00010000, 0x00000002)) is None
     assert AdapterFiles("", 8, 0, (0,), {}).own_from(ids(5, 0, 0x01000000, 0x100)) == 1
+
+
+def test_a_router_of_a_class_derived_from_linear_layers_can_not_be_adapted() -> None:
+    module = PhimoeForCausalLM(small_config("phimoe"))
+    routers = {name for name, part in module.named_modules() if isinstance(part, PhimoeTopKRouter)}
+    assert routers
+    assert not routers & adaptable_layers(module).keys()
 
 
 def test_an_absorbed_layer_of_latent_attention_is_rejected_by_name(tmp_path: Path) -> None:

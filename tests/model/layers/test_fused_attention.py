@@ -12,13 +12,13 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from radixkv.kernels.scoring import Scoring
 from radixkv.model.attention.attention_function import ATTENTION_NAME
-from radixkv.model.layers.fused_attention import FusedAttention, rotated
+from radixkv.model.layers.fused_attention import FusedAttention, rotate_heads
 from radixkv.model.model import Model
 from radixkv.model.on_cpu import native_library
 from tests.model.coverage.small_configs import small_config
 from tests.model.layers.test_cpu_layers import CPU, answer, make, replaced, swap_class
 
-ATTENTION = FusedAttention(0, nn.Identity(), 2, 1, 8, (), rotated, nn.Identity(), Scoring(1.0))
+ATTENTION = FusedAttention(0, nn.Identity(), 2, 1, 8, (), rotate_heads, nn.Identity(), Scoring(1.0))
 
 
 @pytest.fixture(params=["C++", "torch"], autouse=True)

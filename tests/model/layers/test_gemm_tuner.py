@@ -32,9 +32,9 @@ def trials(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 
 @pytest.mark.parametrize("is_exact", [True, False])
 def test_a_shape_is_tried_once_on_a_machine(tmp_path: Path, trials: list[tuple[int, ...]], *, is_exact: bool) -> None:
-    choices = GemmTuner(is_exact=is_exact, directory=tmp_path / "cache")
-    first = choices.choose(WEIGHT, None)
-    assert choices.choose(WEIGHT.clone(), None) == first
+    tuner = GemmTuner(is_exact=is_exact, directory=tmp_path / "cache")
+    first = tuner.choose(WEIGHT, None)
+    assert tuner.choose(WEIGHT.clone(), None) == first
     assert GemmTuner(is_exact=is_exact, directory=tmp_path / "cache").choose(WEIGHT, None) == first
     assert trials == [(8, 16)]
 
@@ -44,9 +44,9 @@ def test_the_log_announces_trials_before_the_first_one(
 ) -> None:
     with caplog.at_level(logging.INFO, logger="radixkv"):
         for _ in range(2):
-            choices = GemmTuner(is_exact=True, directory=tmp_path)
-            choices.choose(WEIGHT, None)
-            choices.choose(torch.empty(16, 8), None)
+            tuner = GemmTuner(is_exact=True, directory=tmp_path)
+            tuner.choose(WEIGHT, None)
+            tuner.choose(torch.empty(16, 8), None)
     first, *tried = [record.getMessage() for record in caplog.records]
     assert (
         first == f"choosing a matmul for each shape of weight, which {tmp_path / 'gemms.json'} keeps for later starts"
