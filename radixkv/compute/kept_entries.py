@@ -71,7 +71,7 @@ def first_and_last(num_tokens: int, num_sinks: int, num_entries: int) -> torch.T
 
 
 def heaviest_and_last(mass: torch.Tensor, window: int, num_entries: int, *, is_pooled: bool) -> torch.Tensor:
-    """Choose the last tokens, and of the others those with the largest mass; of equal ones the first.
+    """Choose the last tokens, and those with the largest mass among the others. Of equal masses, the first ones win.
 
     Args:
         mass: attention mass, float32 `[num_layers, num_kv_heads, num_tokens]`.
@@ -98,7 +98,7 @@ _QUERIES_AT_ONCE = 16  # scores of 16 queries, 32 heads and 32,768 entries take 
 def attention_mass(
     query: torch.Tensor, pool: KVPool, layer: int, block_ids: torch.Tensor, num_entries: int, scoring: Scoring
 ) -> torch.Tensor:
-    """Sum the attention weights that each entry gets from the last queries of a request.
+    """Sum the attention weights that each entry receives from the last queries of a request.
 
     The computation is in float32 and reads nothing of other requests, so the result is batch-invariant.
 
@@ -166,7 +166,7 @@ class KeepRule:
 
 
 class KeptEntries:
-    """The K/V entries of one generation in its private blocks. All heads have the same number, and each its own.
+    """The K/V entries of one generation in its private blocks. Each head has its own entries, and all equally many.
 
     Entries are not ordered: the last entry takes the slot of a dropped one. Keys keep the rotation of their original
     positions, and attention does not depend on the order.
@@ -183,7 +183,7 @@ class KeptEntries:
         rule: decides which entries are kept.
         block_ids: the private blocks.
         positions: int64 `[num_layers, num_kv_heads, num_entries]`, the token position of each entry.
-        mass: float32, the same shape: the attention that each entry has got so far; None if it is not observed.
+        mass: float32, the same shape: the attention that each entry has received so far; None if it is not observed.
     """
 
     def __init__(
@@ -270,8 +270,8 @@ class KeptEntries:
         places = order.masked_fill(~is_free, float("inf")).argmin(dim=-1)  # [num_layers, num_kv_heads]
         end = self.num_entries - 1
         move_entries(self._pool, self._block_ids, end, places)
-        self._positions = _without(self._positions, places)
-        self._mass = None if self._mass is None else _without(self._mass, places)
+        self._positions = _remove_one(self._positions, places)
+        self._mass = None if self._mass is None else _remove_one(self._mass, places)
 
 
 class _Observation:
@@ -295,7 +295,7 @@ def _observe(runner: Runner, prompt: Chunk, num_observed: int) -> torch.Tensor:
     return torch.stack([observation.masses[layer] for layer in range(runner.storage.pool.num_layers)])
 
 
-def _without(values: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """Remove one value of each row: the last value takes its place."""
+def _remove_one(values: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """Remove the value at one place of each row. The last value of the row takes this place."""
     values = values.scatter(-1, places[..., None], values[..., -1:])
     return values[..., :-1].contiguous()
