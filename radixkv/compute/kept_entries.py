@@ -27,12 +27,11 @@ def copy_entries(pool: KVPool, chosen: torch.Tensor, sources: torch.Tensor, targ
     size = pool.block_size
     heads = torch.arange(pool.num_kv_heads, device=chosen.device)[:, None]
     places = torch.arange(chosen.shape[-1], device=chosen.device)
-    to = (targets[places // size], places % size)
-    for layer, each in enumerate(chosen):  # [num_kv_heads, num_entries]
-        here = (sources[each // size], layer, slice(None), heads, each % size)
-        there = (to[0], layer, slice(None), heads, to[1])
+    for layer, positions in enumerate(chosen):  # [num_kv_heads, num_entries]
+        source_slots = (sources[positions // size], layer, slice(None), heads, positions % size)
+        target_slots = (targets[places // size], layer, slice(None), heads, places % size)
         for stored in _stored(pool):
-            stored[there] = stored[here]
+            stored[target_slots] = stored[source_slots]
 
 
 def move_entries(pool: KVPool, block_ids: torch.Tensor, source: int, targets: torch.Tensor) -> None:
@@ -47,17 +46,17 @@ def move_entries(pool: KVPool, block_ids: torch.Tensor, source: int, targets: to
     size = pool.block_size
     layers = torch.arange(pool.num_layers, device=targets.device)[:, None]
     heads = torch.arange(pool.num_kv_heads, device=targets.device)
-    here = (block_ids[source // size], layers, slice(None), heads, source % size)
-    there = (block_ids[targets // size], layers, slice(None), heads, targets % size)
+    source_slots = (block_ids[source // size], layers, slice(None), heads, source % size)
+    target_slots = (block_ids[targets // size], layers, slice(None), heads, targets % size)
     for stored in _stored(pool):
-        stored[there] = stored[here]
+        stored[target_slots] = stored[source_slots]
 
 
 def _stored(pool: KVPool) -> list[torch.Tensor]:
     return [pool.values] if pool.scales is None else [pool.values, pool.scales]
 
 
-_POOLED = 5  # kernel size of the average pooling, as in the published code of SnapKV
+_POOLING_SIZE = 5  # kernel size of the average pooling, as in the published code of SnapKV
 
 
 def first_and_last(num_tokens: int, num_sinks: int, num_entries: int) -> torch.Tensor:
@@ -85,7 +84,7 @@ def heaviest_and_last(mass: torch.Tensor, window: int, num_entries: int, *, is_p
     num_tokens = mass.shape[-1]
     before = mass[..., : num_tokens - window]
     if is_pooled:
-        before = avg_pool1d(before, _POOLED, stride=1, padding=_POOLED // 2)
+        before = avg_pool1d(before, _POOLING_SIZE, stride=1, padding=_POOLING_SIZE // 2)
     order = before.sort(dim=-1, descending=True, stable=True).indices
     heaviest = order[..., : num_entries - window].sort(dim=-1).values
     last = torch.arange(num_tokens - window, num_tokens, device=mass.device)
@@ -265,9 +264,9 @@ class KeptEntries:
         after the next one.
         """
         last = int(self._positions.max())
-        is_free = (self._positions >= self._rule.num_sinks) & (self._positions <= last + 1 - self._rule.num_recent)
+        can_drop = (self._positions >= self._rule.num_sinks) & (self._positions <= last + 1 - self._rule.num_recent)
         order = self._positions.float() if self._mass is None else self._mass
-        places = order.masked_fill(~is_free, float("inf")).argmin(dim=-1)  # [num_layers, num_kv_heads]
+        places = order.masked_fill(~can_drop, float("inf")).argmin(dim=-1)  # [num_layers, num_kv_heads]
         end = self.num_entries - 1
         move_entries(self._pool, self._block_ids, end, places)
         self._positions = _remove_one(self._positions, places)

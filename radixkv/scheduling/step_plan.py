@@ -104,7 +104,8 @@ class StepPlan:
         self._cached_tokens: dict[Request, int] = {}  # of the waiting requests that were looked up
         self._num_lookups = 0  # a deep path counts as several
         self._lookup_s = 0.0  # CPU time of the lookups
-        self._compressed_places = max(1, max_running_requests - max_running_requests // _PREEMPTIBLE_SHARE)  # left
+        # Places that are left for compressed generations.
+        self._compressed_places = max(1, max_running_requests - max_running_requests // _PREEMPTIBLE_SHARE)
         for request in running:
             if request.compression is not None:
                 self._compressed_places -= 1
