@@ -8,7 +8,8 @@ import torch
 def argmax(rows: torch.Tensor) -> torch.Tensor:
     """Return the index of the largest number of each row, the first one of several. NaN is larger than all numbers.
 
-    On a CPU, NumPy finds it. PyTorch compares one number after another there: 62 instead of 3 us for 49,152 numbers.
+    On a CPU, NumPy computes it. PyTorch compares one number after another there, and takes 62 us instead of 3 us for
+    49,152 numbers.
 
     >>> argmax(torch.tensor([[0.0, 2.0, 2.0], [float("nan"), 3.0, 1.0]]))
     tensor([1, 0])

@@ -62,9 +62,8 @@ class Chunk:
         watcher: observes the chunk's queries; None for no observer.
         part_ids: int32, the part of each block in the pool of windowed layers; arbitrary for blocks outside of the
             window. None if all layers are in one pool.
-        part_copy: a copy of a part to make first.
-        state: the recurrent states that it reads and writes; None if it reads and writes none, and for a model without
-            states.
+        part_copy: a copy of a part to make before the chunk is computed.
+        state: the recurrent states that it reads and writes; None if there are none.
     """
 
     tokens: bytes | bytearray
@@ -89,7 +88,7 @@ class Chunk:
 
     @property
     def num_logit_rows(self) -> int:
-        """Number of logit rows that are returned, those of the last tokens."""
+        """Number of rows of logits that are returned: those after the last tokens of the chunk."""
         return self.num_tokens if self.wants_all_logits else int(self.wants_logits)
 
 
@@ -105,8 +104,8 @@ class StepLayout:
         watched: the rows whose queries are observed.
         states: the recurrent states that rows read and write; None for a model without states.
         parts: like `batch`, but for the pool of windowed layers; None if all layers are in one pool.
-        last_layer: like `batch`, but only of the rows that the last layer computes: those of logits, or the last row if
-            there are none; None if it computes all rows.
+        last_layer: like `batch`, but only for the rows that the last layer computes: those whose logits are returned,
+            or the last row if no logits are returned. None if the last layer computes all rows.
     """
 
     positions: torch.Tensor
@@ -187,7 +186,7 @@ def _part_batch(chunks: Sequence[Chunk], block_size: int) -> PagedBatch | None:
 
 
 def _last_layer_batch(chunks: Sequence[Chunk], block_size: int) -> PagedBatch | None:
-    """Lay out the rows of logits, or the last row if there are none; None if these are almost all rows."""
+    """Lay out the rows whose logits are returned, or else the last row; None if these are almost all rows."""
     needed = [(chunk, chunk.num_logit_rows) for chunk in chunks if chunk.num_logit_rows] or [(chunks[-1], 1)]
     lens = [num_rows for _, num_rows in needed]
     if sum(chunk.num_tokens for chunk in chunks) - sum(lens) < _MIN_SKIPPED_ROWS:

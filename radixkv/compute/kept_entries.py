@@ -27,12 +27,11 @@ def copy_entries(pool: KVPool, chosen: torch.Tensor, sources: torch.Tensor, targ
     size = pool.block_size
     heads = torch.arange(pool.num_kv_heads, device=chosen.device)[:, None]
     places = torch.arange(chosen.shape[-1], device=chosen.device)
-    to = (targets[places // size], places % size)
-    for layer, each in enumerate(chosen):  # [num_kv_heads, num_entries]
-        here = (sources[each // size], layer, slice(None), heads, each % size)
-        there = (to[0], layer, slice(None), heads, to[1])
+    for layer, positions in enumerate(chosen):  # [num_kv_heads, num_entries]
+        source_slots = (sources[positions // size], layer, slice(None), heads, positions % size)
+        target_slots = (targets[places // size], layer, slice(None), heads, places % size)
         for stored in _stored(pool):
-            stored[there] = stored[here]
+            stored[target_slots] = stored[source_slots]
 
 
 def move_entries(pool: KVPool, block_ids: torch.Tensor, source: int, targets: torch.Tensor) -> None:
@@ -47,17 +46,17 @@ def move_entries(pool: KVPool, block_ids: torch.Tensor, source: int, targets: to
     size = pool.block_size
     layers = torch.arange(pool.num_layers, device=targets.device)[:, None]
     heads = torch.arange(pool.num_kv_heads, device=targets.device)
-    here = (block_ids[source // size], layers, slice(None), heads, source % size)
-    there = (block_ids[targets // size], layers, slice(None), heads, targets % size)
+    source_slots = (block_ids[source // size], layers, slice(None), heads, source % size)
+    target_slots = (block_ids[targets // size], layers, slice(None), heads, targets % size)
     for stored in _stored(pool):
-        stored[there] = stored[here]
+        stored[target_slots] = stored[source_slots]
 
 
 def _stored(pool: KVPool) -> list[torch.Tensor]:
     return [pool.values] if pool.scales is None else [pool.values, pool.scales]
 
 
-_POOLED = 5  # kernel size of the average pooling, as in the published code of SnapKV
+_POOLING_SIZE = 5  # kernel size of the average pooling, as in the published code of SnapKV
 
 
 def first_and_last(num_tokens: int, num_sinks: int, num_entries: int) -> torch.Tensor:
@@ -71,7 +70,7 @@ def first_and_last(num_tokens: int, num_sinks: int, num_entries: int) -> torch.T
 
 
 def heaviest_and_last(mass: torch.Tensor, window: int, num_entries: int, *, is_pooled: bool) -> torch.Tensor:
-    """Choose the last tokens, and of the others those with the largest mass; of equal ones the first.
+    """Choose the last tokens, and those with the largest mass among the others. Of equal masses, the first ones win.
 
     Args:
         mass: attention mass, float32 `[num_layers, num_kv_heads, num_tokens]`.
@@ -85,7 +84,7 @@ def heaviest_and_last(mass: torch.Tensor, window: int, num_entries: int, *, is_p
     num_tokens = mass.shape[-1]
     before = mass[..., : num_tokens - window]
     if is_pooled:
-        before = avg_pool1d(before, _POOLED, stride=1, padding=_POOLED // 2)
+        before = avg_pool1d(before, _POOLING_SIZE, stride=1, padding=_POOLING_SIZE // 2)
     order = before.sort(dim=-1, descending=True, stable=True).indices
     heaviest = order[..., : num_entries - window].sort(dim=-1).values
     last = torch.arange(num_tokens - window, num_tokens, device=mass.device)
@@ -98,7 +97,7 @@ _QUERIES_AT_ONCE = 16  # scores of 16 queries, 32 heads and 32,768 entries take 
 def attention_mass(
     query: torch.Tensor, pool: KVPool, layer: int, block_ids: torch.Tensor, num_entries: int, scoring: Scoring
 ) -> torch.Tensor:
-    """Sum the attention weights that each entry gets from the last queries of a request.
+    """Sum the attention weights that each entry receives from the last queries of a request.
 
     The computation is in float32 and reads nothing of other requests, so the result is batch-invariant.
 
@@ -166,7 +165,7 @@ class KeepRule:
 
 
 class KeptEntries:
-    """The K/V entries of one generation in its private blocks. All heads have the same number, and each its own.
+    """The K/V entries of one generation in its private blocks. Each head has its own entries, and all equally many.
 
     Entries are not ordered: the last entry takes the slot of a dropped one. Keys keep the rotation of their original
     positions, and attention does not depend on the order.
@@ -183,7 +182,7 @@ class KeptEntries:
         rule: decides which entries are kept.
         block_ids: the private blocks.
         positions: int64 `[num_layers, num_kv_heads, num_entries]`, the token position of each entry.
-        mass: float32, the same shape: the attention that each entry has got so far; None if it is not observed.
+        mass: float32, the same shape: the attention that each entry has received so far; None if it is not observed.
     """
 
     def __init__(
@@ -265,13 +264,13 @@ class KeptEntries:
         after the next one.
         """
         last = int(self._positions.max())
-        is_free = (self._positions >= self._rule.num_sinks) & (self._positions <= last + 1 - self._rule.num_recent)
+        can_drop = (self._positions >= self._rule.num_sinks) & (self._positions <= last + 1 - self._rule.num_recent)
         order = self._positions.float() if self._mass is None else self._mass
-        places = order.masked_fill(~is_free, float("inf")).argmin(dim=-1)  # [num_layers, num_kv_heads]
+        places = order.masked_fill(~can_drop, float("inf")).argmin(dim=-1)  # [num_layers, num_kv_heads]
         end = self.num_entries - 1
         move_entries(self._pool, self._block_ids, end, places)
-        self._positions = _without(self._positions, places)
-        self._mass = None if self._mass is None else _without(self._mass, places)
+        self._positions = _remove_one(self._positions, places)
+        self._mass = None if self._mass is None else _remove_one(self._mass, places)
 
 
 class _Observation:
@@ -295,7 +294,7 @@ def _observe(runner: Runner, prompt: Chunk, num_observed: int) -> torch.Tensor:
     return torch.stack([observation.masses[layer] for layer in range(runner.storage.pool.num_layers)])
 
 
-def _without(values: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """Remove one value of each row: the last value takes its place."""
+def _remove_one(values: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """Remove the value at one place of each row. The last value of the row takes this place."""
     values = values.scatter(-1, places[..., None], values[..., -1:])
     return values[..., :-1].contiguous()

@@ -91,11 +91,11 @@ class Runner:
 
     @property
     def has_graphs(self) -> bool:
-        """Whether any steps are captured."""
+        """Whether any step is captured as a CUDA graph."""
         return self._graphs is not None and bool(self._graphs.shapes)
 
     def device_stats(self) -> DeviceStats:
-        """Return how steps are computed, and the memory of the device. May be called on any thread."""
+        """Return how steps are computed, and the memory of the device. May be called from any thread."""
         used_bytes = total_bytes = None
         if self.model.device.type == "cuda":
             free_bytes, total_bytes = torch.cuda.mem_get_info(self.model.device)
@@ -134,8 +134,8 @@ class Runner:
         """Do the work of a step that does not need its tokens. The previous step may still be running.
 
         A step with a CUDA graph is planned and written to pinned memory. For other steps, only the tables are created.
-        Steps with adapters have no graph, since adapters add matmuls of other shapes; neither are steps with recurrent
-        states, nor steps whose queries are observed.
+        Steps with adapters have no graph, since adapters add matmuls of other shapes. Steps with recurrent states and
+        steps whose queries are observed have no graph either.
 
         Returns:
             A function that starts the step; see `start`. It must not be called after another step was prepared.
@@ -152,13 +152,13 @@ class Runner:
         return functools.partial(self._start, layout, by_pool, captured or functools.partial(self._compute, layout))
 
     def start(self, chunks: Sequence[Chunk]) -> Wait:
-        """Copy shared blocks, then compute all chunks in one forward pass. The previous step must be finished.
+        """Make the block copies, then compute all chunks in one forward pass. The previous step must be finished.
 
         If the runner is not asynchronous, the step is computed when the returned function is called.
 
         Returns:
-            A function that waits, and returns the rows of logits that the chunks request, in order, and for each chunk
-            whether its values are finite.
+            A function that waits for the device and returns the result. Its rows of logits are those that the chunks
+            request, in order.
         """
         return self.prepare(chunks)(pack_tokens(chunks))
 

@@ -71,7 +71,7 @@ class AdmissionControl:
             submit(request)
 
     def charge_call(self, tenant: str) -> None:
-        """Charge a tenant for a call that is no request.
+        """Charge a tenant for a call that is not a request.
 
         Raises:
             RateExceeded: this tenant exceeds its rates.
@@ -80,7 +80,7 @@ class AdmissionControl:
             self._rates.enter(tenant)
 
     def charge_prompt(self, request: Request) -> None:
-        """Charge the tenant of a request for the prompt tokens that are not cached, when the request is scheduled."""
+        """Charge the tenant of an admitted request for the tokens that the request has to compute."""
         if self._rates is not None:
             self._rates.charge(request.tenant, request.num_left)
 

@@ -7,7 +7,7 @@ from typing import Generic, TypeVar
 
 from radixkv.errors import QueueFull
 
-# The duration of a few steps; some calls run between two steps.
+# The duration of a few steps, between which calls run.
 RETRY_AFTER_S = 0.1
 
 _C = TypeVar("_C")

@@ -29,10 +29,10 @@ class Cancellations:
         """Watch a request's deadline and its future. Complexity: O(log watched)."""
         if request.params.deadline_s is not None:
             self._deadlines.add((request.params.deadline_s, request.arrival, request))
-        itself = weakref.ref(request)  # a strong reference would form a cycle that only the garbage collector frees
-        request.future.add_done_callback(lambda future: self._cancelled.append(itself) if future.cancelled() else None)
+        weak = weakref.ref(request)  # a strong reference would form a cycle that only the garbage collector frees
+        request.future.add_done_callback(lambda future: self._cancelled.append(weak) if future.cancelled() else None)
         if isinstance(request.future, GenerationFuture):
-            request.future.watch_finish(lambda: self._finished.append(itself))
+            request.future.watch_finish(lambda: self._finished.append(weak))
 
     def forget(self, request: Request) -> None:
         """Stop watching a request that has ended. Complexity: O(log watched)."""
@@ -55,7 +55,7 @@ class Cancellations:
             return True
         return bool(self._deadlines) and self._deadlines[0][0] <= now_s
 
-    def finished(self) -> Iterator[Request]:
+    def take_finished(self) -> Iterator[Request]:
         """Yield the generations that their callers finished, if they have a token and are not marked to fail.
 
         The engine must end each request before it takes the next one.
@@ -67,7 +67,7 @@ class Cancellations:
             if request.generation is not None and request.generation.token_ids:
                 yield request
 
-    def due(self, now_s: float) -> Iterator[tuple[Request, RadixKVError | None]]:
+    def take_due(self, now_s: float) -> Iterator[tuple[Request, RadixKVError | None]]:
         """Yield the requests that must end now, each with its error, or None if it was cancelled before its deadline.
 
         The engine must end each request before it takes the next one.
@@ -75,15 +75,15 @@ class Cancellations:
         while self._cancelled:
             request = self._cancelled.popleft()()
             if request is not None and not request.is_over:
-                yield request, deadline_exceeded() if request.is_late(now_s) else None
+                yield request, deadline_error() if request.is_late(now_s) else None
         failed, self._failed = self._failed, {}
         for request, error in failed.items():
             if not request.is_over:
                 yield request, error
         while self._deadlines and self._deadlines[0][0] <= now_s:
-            yield self._deadlines[0][2], deadline_exceeded()
+            yield self._deadlines[0][2], deadline_error()
 
 
-def deadline_exceeded() -> DeadlinePassed:
+def deadline_error() -> DeadlinePassed:
     """Return the error of a request whose deadline has passed."""
     return DeadlinePassed("deadline: passed before the answer was known")

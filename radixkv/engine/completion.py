@@ -23,7 +23,7 @@ from radixkv.api.result import (
 from radixkv.api.retention import DEFAULT_PRIORITY, Grant, Retention
 from radixkv.cache.lease import Lease
 from radixkv.cache.prefix_cache import PrefixCache
-from radixkv.engine.cancellation import Cancellations, deadline_exceeded
+from radixkv.engine.cancellation import Cancellations, deadline_error
 from radixkv.engine.observer import Observer
 from radixkv.engine.sampler import Prediction
 from radixkv.engine.stats_collector import StatsCollector
@@ -195,7 +195,8 @@ class RequestCompleter:
     def _commit(self, request: Request, upto: int) -> None:
         """Publish computed tokens: after each chunk, or all at the end if the request must not read from the cache.
 
-        A commit may adopt blocks that other requests published, and later chunks would read them.
+        A commit may replace blocks of the request by equal blocks that other requests published, and later chunks of
+        the request would read these.
         """
         params = request.params
         lease = request.lease
@@ -211,7 +212,7 @@ class RequestCompleter:
         request.written_tokens += lease.commit(upto)
         if request.state is not None:
             request.state.publish(lease.block_ids, lease.num_published_blocks)
-        followers = self._flights.published(request, lease.committed_tokens)
+        followers = self._flights.record_published(request, lease.committed_tokens)
         if followers:
             self._scheduler.resume(followers)
 
@@ -227,7 +228,7 @@ class RequestCompleter:
         """
         now_s = self._clock()
         if request.params.deadline_s is not None and request.is_late(now_s):
-            self.fail(request, deadline_exceeded())
+            self.fail(request, deadline_error())
             return
         if not request.future.set_running_or_notify_cancel():
             self.end(request, Outcome.CANCELLED)
@@ -273,7 +274,7 @@ class RequestCompleter:
     def _generate_result(
         self, request: Request, finish_reason: FinishReason, logprobs: Sequence[TokenLogprobs], now_s: float
     ) -> GenerateResult:
-        """Create the result of a generation, which may be preempted. `logprobs` are those of its last token."""
+        """Create the result of a generation, which may be preempted. `logprobs` belong to its last token."""
         assert request.generation is not None, "only a generation has a finish reason"
         return GenerateResult(
             request_id=request.params.request_id,
@@ -291,7 +292,7 @@ class RequestCompleter:
         """Apply the retention that a request asks for.
 
         A priority below the default applies only to tokens that this request published; tokens that other requests
-        published keep their priority. Without a lease the two are not distinguishable, so no priority is lowered.
+        published keep their priority. Without a lease it is unknown who published them, so no priority is lowered.
         """
         retention = request.params.retention
         if retention is None:

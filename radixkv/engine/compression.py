@@ -24,7 +24,7 @@ _log = logging.getLogger(__name__)
 
 
 class Compressor:
-    """Moves a generation into private blocks once its prompt is published, and drops entries there for its next tokens.
+    """Moves a generation into private blocks once its prompt is published, and drops K/V entries of these blocks.
 
         prompt computed, published ─▶ chosen entries copied ─▶ lease of the prompt closed ─▶ decode, drop, decode ...
 
@@ -41,7 +41,7 @@ class Compressor:
         self._kept: weakref.WeakKeyDictionary[Request, KeptEntries] = weakref.WeakKeyDictionary()
 
     def prepare_step(self) -> None:
-        """Compress each generation that has its first token, and make room for the next token of the others."""
+        """Compress each generation that has its first token, and make room for the next token of compressed ones."""
         for request in list(self._scheduler.running):
             if request.compression is None or request.times.prefilled_s is None:
                 continue
@@ -70,8 +70,8 @@ class Compressor:
     def _compress(self, request: Request, compression: Compression, lease: Lease) -> KeptEntries:
         """Copy the kept entries of a prompt to private blocks, and release its shared blocks.
 
-        A request that must not read the cache has not published its prompt yet. It publishes after the copy, since a
-        commit may replace its blocks by equal blocks of other requests.
+        The prompt of a request that must not read the cache is not published yet. It is published after the copy, since
+        a commit may replace the blocks of the request by equal blocks of other requests.
         """
         params = request.params
         prompt = chunk_of(Slice(request, 0, params.num_tokens))

@@ -63,7 +63,7 @@ class EngineCore:
         stats: counts requests, tokens and blocks.
         observer: notifies all observers.
         hints: applies the hints of callers.
-        num_failed_steps: failed steps since the last one that worked.
+        num_failed_steps: failed steps since the last successful one.
     """
 
     def __init__(
@@ -155,15 +155,15 @@ class EngineCore:
         cancellations = Cancellations()
         stats = StatsCollector(cache, scheduler, held_leases, storage.block_bytes, storage.kv_dtype, clock, offload)
 
-        def is_awaited() -> bool:
+        def has_pending_work() -> bool:
             return has_pending_calls() or (offload is not None and offload.has_results)
 
-        def leave_tiers_and_end(request: Request) -> None:
+        def end_with_tiers(request: Request) -> None:
             assert offload is not None, "there are tiers"
             offload.leave(request)
             on_end(request)
 
-        def started(request: Request) -> None:
+        def report_admission(request: Request) -> None:
             on_start(request)
             observer.request_admitted(request)
 
@@ -173,9 +173,17 @@ class EngineCore:
 
         prefetcher = None if offload is None else Prefetcher(cache, offload, lambda: len(scheduler.running))
         hints = HintApplier(cache, retain, None if prefetcher is None else prefetcher.begin)
-        ended = on_end if offload is None else leave_tiers_and_end
         completer = RequestCompleter(
-            cache, scheduler, flights, cancellations, held_leases, stats, observer, ended, hints.apply, clock
+            cache,
+            scheduler,
+            flights,
+            cancellations,
+            held_leases,
+            stats,
+            observer,
+            on_end if offload is None else end_with_tiers,
+            hints.apply,
+            clock,
         )
         lending = Lending(cache, config.step_tokens)
         return cls(
@@ -183,11 +191,13 @@ class EngineCore:
             cache=cache,
             scheduler=scheduler,
             flights=flights,
-            admitter=Admitter(cache, flights, held_leases, lending, clock, completer.fail, started, loads=offload),
+            admitter=Admitter(
+                cache, flights, held_leases, lending, clock, completer.fail, report_admission, loads=offload
+            ),
             preemptor=Preemptor(scheduler, flights, lending, stats, observer),
             cancellations=cancellations,
             compressor=Compressor(runner, scheduler, completer.fail),
-            overlap=OverlapScheduler(runner, scheduler, cancellations, held_leases, is_awaited, clock),
+            overlap=OverlapScheduler(runner, scheduler, cancellations, held_leases, has_pending_work, clock),
             completer=completer,
             held_leases=held_leases,
             stats=stats,
@@ -238,7 +248,7 @@ class EngineCore:
             self._offload.save()  # after the results were returned, so that no caller waits for it
 
     def try_step(self) -> None:
-        """Compute one token that no request needs, to find out whether steps work again.
+        """Compute one token that no request needs, to find out whether steps succeed again.
 
         This needs a block. While tenants' floors and held leases leave no block for it, steps count as failing.
         """
@@ -248,7 +258,7 @@ class EngineCore:
                     self._offload.copy()
                     self._offload.save()
                 step = self._runner.run([trial_chunk(lease)])
-        except Exception:  # noqa: BLE001 - whatever a forward pass raises, steps do not work yet
+        except Exception:  # noqa: BLE001 - whatever a forward pass raises, steps still fail
             _log.exception("steps still fail")
         else:
             if all(step.is_finite):
@@ -293,7 +303,7 @@ class EngineCore:
         return unix_time_of(self.held_leases.renew(lease_id, tenant, self._clock()), self._clock)
 
     def probe(self, namespace: Namespace, tokens: bytes, former: Sequence[PromptKey] = ()) -> ProbeResult:
-        """Return what a prefill of this prompt would reuse now; see `Request.former`. Changes nothing."""
+        """Return what a prefill of this prompt would reuse now. Changes nothing. `former` is as in `Request`."""
         cached_tokens = self.cache.match(namespace, tokens).cached_tokens
         miss_reason = self.cache.explain(namespace, tokens, cached_tokens, former)
         offload = self._offload
@@ -301,7 +311,7 @@ class EngineCore:
         return ProbeResult(cached_tokens, len(tokens) // TOKEN_BYTES, miss_reason, stored_tokens)
 
     def look_up(self, namespace: Namespace, tokens: bytes, former: Sequence[PromptKey] = ()) -> LookUp:
-        """Return what `explain` of `radixkv.explain` needs of a prompt; see `Request.former`. Changes nothing.
+        """Return what `explain` of `radixkv.explain` needs of a prompt. Changes nothing. `former` is as in `Request`.
 
         Complexity: at most four look-ups of the prompt, and at most `MAX_EXAMINED_NODES` other nodes.
         """
@@ -311,7 +321,7 @@ class EngineCore:
         return LookUp(tokens, cached_tokens, miss_reason, divergence, self.stats.token_s(namespace.tenant))
 
     def branches_at(self, places: Sequence[int], tenant: str, session_id: str) -> Branches:
-        """Return what the profiler of misses needs of the prompts that have segments at some places."""
+        """Return the branches of a tenant that have segments at some places, for the profiler of misses."""
         start_s = time.thread_time()
         branches = self.cache.branches_at(places, tenant, session_id, MAX_BRANCHES)
         return Branches(branches, self.stats.token_s(tenant), time.thread_time() - start_s)
@@ -331,19 +341,20 @@ class EngineCore:
             yield from self._offload.reading()
         for request in self._scheduler.requests():
             request.is_revoked = request.is_revoked or request.is_among(tenant, adapter, salt)
-        self._leave_revoked()
+        self._resume_followers_of_revoked()
         if self._prefetcher is not None:
             self._prefetcher.forget(tenant, adapter, salt)
         deletions = [] if self._offload is None else self._offload.purge(tenant, adapter, salt)
         purged = yield from self.cache.purging(tenant=tenant, adapter=adapter, salt=salt)
         for request in self._scheduler.running:  # includes requests that were admitted between the slices
             request.is_revoked = request.is_revoked or request.open_lease.is_revoked
-        self._leave_revoked()
+        self._resume_followers_of_revoked()
         if self._offload is not None:
             deletions += self._offload.purge(tenant, adapter, salt)  # blocks that were saved in the meantime
         return PendingPurge(purged, deletions)
 
-    def _leave_revoked(self) -> None:
+    def _resume_followers_of_revoked(self) -> None:
+        """Resume the requests that follow revoked requests, which publish nothing more."""
         for request in list(self._scheduler.running):
             if request.is_revoked:
                 self._scheduler.resume(self._flights.leave(request))
@@ -370,7 +381,7 @@ class EngineCore:
         return step
 
     def _start_ahead(self, prepared: PreparedStep, results: Sequence[SliceResult]) -> None:
-        """Start a prepared step. This does the same as `_schedule` for the start of a step."""
+        """Start a prepared step, in place of `_schedule`."""
         if self._offload is not None:
             self._offload.copy()
         self._started_step = prepared.start(results, self._clock())
@@ -387,16 +398,16 @@ class EngineCore:
         self.cache.expire()
         if not self._cancellations.is_any_due(now_s):
             return
-        for request in self._cancellations.finished():
+        for request in self._cancellations.take_finished():
             self._completer.finish(request)
-        for request, error in self._cancellations.due(now_s):
+        for request, error in self._cancellations.take_due(now_s):
             if error is None:
                 self._completer.end(request, Outcome.CANCELLED)
             else:
                 self._completer.fail(request, error)
 
     def _wait_for(self, step: Step) -> list[SliceResult]:
-        """Wait for a step. Returns nothing if it failed, or if it did not fit and is retried with fewer tokens."""
+        """Wait for a step. Returns no results if it failed, or if it did not fit and is retried with fewer tokens."""
         try:
             results = step.wait()
         except torch.OutOfMemoryError:

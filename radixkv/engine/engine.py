@@ -1,4 +1,4 @@
-"""The engine on a thread of its own. No other thread touches cache, scheduler and model."""
+"""The engine on a thread of its own. Only this thread changes the cache, the scheduler and the model."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ _STOP_TIMEOUT_S = 5.0
 _log = logging.getLogger(__name__)
 
 
-# Opens the tiers of an engine. The argument wakes the engine's thread. Returns the tiers, and the parts for transfers
-# of K/V between servers.
+# Opens the tiers of an engine. The argument wakes the engine's thread. Returns the tiers, and the parts that transfers
+# of K/V between servers need (None without transfers).
 OpenOffload = Callable[[Callable[[], None]], tuple[Offload, TransferParts | None]]
 
 
@@ -74,10 +74,10 @@ class Engine:
         events: listens to the cache.
         rates: limits the rates of tenants; None for no limits.
         adapters: the device side of adapters; None without adapters.
-        open_offload: connects the tiers below the device with the engine; None without any.
+        open_offload: connects the tiers below the device with the engine; None without tiers.
         statements: saves what the cache's ledger accounts; None without statements.
-        misses: groups misses by cause; None without a profile of misses. A `MissFeed` of it is among `observers`, and
-            listens to the cache.
+        misses: groups misses by cause; None without a profile of misses. The `MissFeed` that feeds it must be among
+            `observers` and listen to the cache.
 
     Attributes:
         adapters, public: load and unload adapters, and register prefixes that all tenants share.
@@ -85,8 +85,9 @@ class Engine:
         eos_token_ids: the model's own tokens that end a generation.
         events: the log of what is cached; None without a listener.
         segments: lists what is cached, one page at a time.
-        offload, transfer: the tiers below the device, and the transfer of K/V between servers; None without any.
-        statements, misses: see above.
+        offload: the tiers below the device; None without tiers.
+        transfer: the transfer of K/V between servers; None without one.
+        statements, misses: as in the arguments.
     """
 
     def __init__(
@@ -122,7 +123,7 @@ class Engine:
         self._runner = runner
         self._admission = AdmissionControl(config, rates)
         self._inbox = Inbox(config.max_waiting_calls, config.max_tenant_calls)
-        offload, transfer = (None, None) if open_offload is None else open_offload(self._wake)
+        offload, parts = (None, None) if open_offload is None else open_offload(self._wake)
         self._core = EngineCore.build(
             runner,
             cache,
@@ -143,7 +144,9 @@ class Engine:
         self.misses = misses
         thread = EngineThread(self._call, self._inbox.put, lambda: self.cancellation)
         self.adapters = Adapters(runner.fingerprint, adapters, cache, thread)
-        self.transfer = Transfer.of(transfer, self._core.held_leases, self.adapters, self._call_for)
+        self.transfer = (
+            None if parts is None else Transfer(parts, self._core.held_leases, self.adapters, self._call_for)
+        )
         self.public = PublicPrefixRegistry(cache.public, self.limits, self.adapters, thread, self._submit)
         self._watchdog = Watchdog(config.step_timeout_s, self._on_hang)
         self._thread = threading.Thread(target=self._loop, name="radixkv-engine", daemon=True)
@@ -171,8 +174,8 @@ class Engine:
     def can_recover(self) -> bool:
         """Whether the engine serves or may serve again; if not, only a restart of the process helps.
 
-        False after its thread ended other than by `stop`, while a step or a call on that thread takes longer than
-        `step_timeout_s`, and after steps have failed for that long, although the engine tries one each second.
+        False after its thread has ended other than by `stop`, while a step or a call on that thread takes longer than
+        `step_timeout_s`, and after all steps have failed for that long, although the engine tries one each second.
         """
         has_died = self._thread.ident is not None and not self._thread.is_alive() and not self._is_stopping.is_set()
         return not (has_died or self._watchdog.is_hanging or self._watchdog.keeps_failing)
@@ -185,8 +188,10 @@ class Engine:
 
     @property
     def cancellation(self) -> LifecycleError:
-        """Why the engine cancels futures: because it stops, or because a step hangs."""
-        return Draining("engine: stopped before the answer was known") if self._admission.is_closed else self._hanging()
+        """The error of futures that the engine cancelled: it has stopped, or a step hangs."""
+        if self._admission.is_closed:
+            return Draining("engine: stopped before the answer was known")
+        return self._hang_error()
 
     def start(self) -> None:
         """Start the engine's thread."""
@@ -206,7 +211,7 @@ class Engine:
             RateExceeded: the tenant exceeds its rate of requests or tokens.
             BeyondCeiling: the request needs more blocks than its tenant may ever hold.
             Draining, StepHangs: the engine accepts no requests.
-            Later, through the future: OutOfBlocks, QuotaExceeded, DeadlinePassed, StepFailed.
+            Later, through the future: OutOfBlocks, OutOfMemory, QuotaExceeded, DeadlinePassed, StepFailed.
         """
         future: Future[PrefillResult] = Future()
         prompt = None
@@ -222,13 +227,14 @@ class Engine:
     def generate(
         self, params: PrefillParams, sampling: Sampling, on_tokens: OnTokens, fetched: FetchedBlocks | None = None
     ) -> GenerationFuture:
-        """Queue a prompt, `params`, and the generation after it.
+        """Queue a prompt and the generation after it.
 
         Args:
-            fetched: blocks of the prompt from another server, if the engine has a `transfer`.
+            params: the prompt and its options.
             sampling: how tokens are sampled, and when to stop.
             on_tokens: called on the engine's thread with every new token except the last, which comes with the result.
                 It must return quickly; if it raises, the request fails.
+            fetched: blocks of the prompt from another server, if the engine has a `transfer`.
 
         Raises the same errors as `prefill`, at the same times.
         """
@@ -314,9 +320,9 @@ class Engine:
     def purge(
         self, *, tenant: str | None = None, adapter: str | None = None, salt: str | None = None
     ) -> Future[Purged]:
-        """Purge the namespaces with these names (None: any) in all tiers, and all causes of misses of the tenant.
+        """Purge the namespaces with these names (None: any) on the device and in all tiers.
 
-        Raises UnknownAdapter.
+        Also forgets the causes of all misses of the tenant. Raises UnknownAdapter.
         """
         digest = None if adapter is None else self.adapters.digest_of(adapter)
 
@@ -333,7 +339,7 @@ class Engine:
         return self._call_for(tenant, lambda: self._core.stats.stats(max_tenants, tenant))
 
     def statement_days(self, tenant: str | None = None) -> Future[dict[int, DayUse]]:
-        """Return the use of one tenant or of all on the days that are in memory; for `StatementBook.statement`."""
+        """Return the use of one tenant, or of all (None), on the days in memory; for `StatementBook.statement`."""
         statements = self.statements
         assert statements is not None, "there are statements"
         return self._call_for(tenant, lambda: statements.days_in_memory(tenant))
@@ -387,12 +393,12 @@ class Engine:
         self._admission.cancel_all()
         self._inbox.cancel_calls()
 
-    def _hanging(self) -> StepHangs:
+    def _hang_error(self) -> StepHangs:
         return StepHangs(f"engine: a step takes more than {self._watchdog.timeout_s} s")
 
     def _request_ended(self, request: Request) -> None:
         self.adapters.release(request.adapter)
-        self._admission.leave(request)  # last, since it fails the requests that a bug leaves behind
+        self._admission.leave(request)  # last: if a bug raises before, `abandon` still fails the request
 
     def _report_refusal(self, prompt: KeyedPrompt | None, error: BaseException) -> None:
         """Release the adapter of a request that was not queued, and notify observers."""
@@ -403,7 +409,7 @@ class Engine:
 
     def _submit(self, request: Request) -> None:
         if self._watchdog.is_hanging:
-            raise self._hanging()
+            raise self._hang_error()
         self._admission.enter(request, self._queue)
         if self._watchdog.is_hanging:  # detected since the check above, after which earlier requests were cancelled
             request.future.cancel()
@@ -414,7 +420,7 @@ class Engine:
     def _call(self, function: Callable[[], Any], origin: CallOrigin = SERVICE_ORIGIN) -> Future[Any]:
         """Call a short function on the engine's thread, between two steps; see `Inbox.call`."""
         if self._watchdog.is_hanging:
-            raise self._hanging()
+            raise self._hang_error()
         future = self._inbox.call(function, origin)
         if self._watchdog.is_hanging:  # detected since the check above, after which earlier calls were cancelled
             future.cancel()

@@ -1,4 +1,4 @@
-"""Applies hints of callers to the cache and the tiers, and says what was done with each."""
+"""Applies the hints of callers to the cache and the tiers, and reports the outcome of each action."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ class _Names(NamedTuple):
     """The names of the namespaces that an action addresses.
 
     Attributes:
-        digest: of their adapter; None for any, empty for the base model.
-        salt: None for any.
+        digest: digest of the adapter; None for any adapter, empty for the base model.
+        salt: the salt; None for any.
     """
 
     digest: str | None
@@ -94,7 +94,7 @@ class HintApplier:
         self._actions: Mapping[str, Callable[[_Payload, str, PromptKey | None], tuple[int, str]]] = {
             "kv.retain": self._retain_ranges,
             "kv.pin": self._pin,
-            "kv.prefetch": self._load,
+            "kv.prefetch": self._prefetch_prompt,
             "kv.demote": self._demote,
             "kv.release": self._release,
             "kv.evict": self._release,
@@ -155,7 +155,7 @@ class HintApplier:
             if action.action_version.split(".")[0] not in ("0", "1"):
                 raise Refusal(f"action_version: expected 1.x or 0.x, got {action.action_version!r}")
             payload = _Payload(action.payload)
-            names = self._names(payload, action.action_type, digest_of)
+            names = self._addressed_names(payload, action.action_type, digest_of)
             if names is None:
                 num_tokens, reason = perform(payload, tenant, prompt)
             else:
@@ -172,7 +172,7 @@ class HintApplier:
         status = HintStatus.CLIPPED if reason else HintStatus.ACCEPTED
         return HintOutcome(action.action_id, status, reason, num_tokens)
 
-    def _names(self, payload: _Payload, action_type: str, digest_of: DigestOf | None) -> _Names | None:
+    def _addressed_names(self, payload: _Payload, action_type: str, digest_of: DigestOf | None) -> _Names | None:
         """Return the names of the namespaces that an action addresses; None if it addresses a prompt or a session."""
         adapter, salt = payload.get("adapter", str), payload.get("salt", str)
         if adapter is None and salt is None:
@@ -247,7 +247,7 @@ class HintApplier:
                 reasons.append(str(error))  # the ranges before it had their effect
                 break
         if total.refused_tokens:
-            reasons.append(_over_share(total.refused_tokens))
+            reasons.append(_over_share_reason(total.refused_tokens))
         if total.uncached_tokens and (total.granted_tokens or total.refused_tokens):
             reasons.append(f"{total.uncached_tokens} tokens are not cached")
         return total.granted_tokens, "; ".join(reasons)
@@ -265,9 +265,9 @@ class HintApplier:
 
     def _retaining(self, tenant: str, names: _Names, retention: Retention) -> Generator[None, None, tuple[int, str]]:
         grant = yield from self._cache.retaining(tenant, retention, adapter=names.digest, salt=names.salt)
-        return grant.granted_tokens, _over_share(grant.refused_tokens) if grant.refused_tokens else ""
+        return grant.granted_tokens, _over_share_reason(grant.refused_tokens) if grant.refused_tokens else ""
 
-    def _load(self, payload: _Payload, tenant: str, prompt: PromptKey | None) -> tuple[int, str]:
+    def _prefetch_prompt(self, payload: _Payload, tenant: str, prompt: PromptKey | None) -> tuple[int, str]:
         payload.allow("session_id")
         if self._prefetch is None:
             raise Refusal("there are no tiers to load from")
@@ -276,7 +276,7 @@ class HintApplier:
             if session.prompt is None:
                 raise Refusal("the last prompt of the session is not known any more")
             prompt = session.prompt
-        num_tokens = self._prefetch(*_required(prompt), "" if session is None else session.session_id)
+        num_tokens = self._prefetch(*_require_prompt(prompt), "" if session is None else session.session_id)
         return (
             num_tokens,
             "" if num_tokens else "no tier has more of the prompt than the device, or too much is loading",
@@ -320,11 +320,11 @@ class HintApplier:
         if session is not None:
             if start:
                 raise Refusal("payload.start: expected none with a session, of which everything is dropped")
-            self._cache.sessions.expect(session, None)  # it is not loaded back by itself
+            self._cache.sessions.expect(session, None)  # so that its prompt is not prefetched again for its next turn
             size = self._cache.block_size
             num_dropped, num_left = self._cache.drop_session(session, evicts=evicts) * size, session.num_blocks * size
         else:
-            num_dropped, num_left = self._cache.drop(*_required(prompt), start, evicts=evicts)
+            num_dropped, num_left = self._cache.drop(*_require_prompt(prompt), start, evicts=evicts)
         return num_dropped, f"{num_left} tokens stay, because requests use them" if num_left else ""
 
     def _share(self, payload: _Payload, tenant: str, prompt: PromptKey | None) -> tuple[int, str]:
@@ -336,7 +336,7 @@ class HintApplier:
                 raise Refusal("payload.end: expected none with a session, of which everything is shared")
             num_tokens = self._cache.share_session(session)
             return num_tokens, "the session has too many prompts; repeat the hint" if session.nodes else ""
-        namespace, tokens = _required(prompt)
+        namespace, tokens = _require_prompt(prompt)
         num_prompt_tokens = len(tokens) // TOKEN_BYTES
         if end is not None and not 0 < end <= num_prompt_tokens:
             raise Refusal(f"payload.end: expected 1 to {num_prompt_tokens}, got {end}")
@@ -370,11 +370,11 @@ class HintApplier:
     def _ranges(self, payload: _Payload, tenant: str, prompt: PromptKey | None) -> list[_AddressedTokens]:
         session = self._session(payload, tenant)
         if session is None:
-            return [_AddressedTokens(*_required(prompt))]
+            return [_AddressedTokens(*_require_prompt(prompt))]
         return [self._own_range(session, end) for end in session.ends[:_MAX_ENDS]]
 
     def _own_range(self, session: Session, end: Any) -> _AddressedTokens:
-        """Return the end of a path that only a session has used, as a range of the whole prompt."""
+        """Return the prompt up to a node, addressed from the first token that only this session has used."""
         path = path_to(end)
         root = path[0].parent
         tokens = (b"" if root is None else root.tokens) + b"".join(node.tokens for node in path)
@@ -396,7 +396,7 @@ class _Payload:
             raise Refusal(f"{self.name}.{unknown[:64]}: expected one of {', '.join(names)}")
 
     def get(self, name: str, kind: type) -> Any:
-        """Return a field; None if it is absent or null. JSON has no whole numbers of its own, so 3.0 is one."""
+        """Return a field; None if it is absent or null. JSON does not distinguish 3.0 from 3."""
         value = self._fields.get(name)
         if value is None:
             return None
@@ -410,7 +410,7 @@ class _Payload:
 
     @property
     def ttl_s(self) -> float | None:
-        """The time to live, under either of its two names."""
+        """The time to live: `ttl_seconds`, or else `duration`."""
         ttl_s: float | None = self.get("ttl_seconds", float)
         if ttl_s is None:
             ttl_s = self.get("duration", float)
@@ -431,11 +431,11 @@ class _Payload:
         return priority
 
 
-def _over_share(num_tokens: int) -> str:
+def _over_share_reason(num_tokens: int) -> str:
     return f"{num_tokens} tokens exceed the share of the cache that may be retained"
 
 
-def _required(prompt: PromptKey | None) -> PromptKey:
+def _require_prompt(prompt: PromptKey | None) -> PromptKey:
     if prompt is None:
         raise Refusal("payload: expected session_id, or a prompt in the request")
     return prompt

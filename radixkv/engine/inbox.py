@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 from radixkv.engine.call_queue import RETRY_AFTER_S, FairCallQueue
 from radixkv.errors import Draining, LifecycleError, QueueFull, RadixKVError
 
-# Time for calls between two steps: 2 ms, or this share of the last step if that is more. The call that is running when
-# the time is over is still finished.
+# Time for calls between two steps: 2 ms, or this share of the duration of the last step if that is longer. The slice
+# of a call that is running at the end of this time is still finished.
 _MAX_CALLS_S = 0.002
 _STEP_SHARE = 0.05
 
@@ -50,8 +50,8 @@ class EngineThread(NamedTuple):
 
     Attributes:
         call: calls a function between two steps; the future has its result or its exception.
-        put: runs a function that must not raise between two steps.
-        cancellation: returns why the engine cancelled the future of a `call`.
+        put: runs a function between two steps. The function must not raise.
+        cancellation: returns the error of a `call` whose future the engine cancelled.
     """
 
     call: Callable[[Callable[[], Any]], Future[Any]]
@@ -120,7 +120,7 @@ class Inbox:
         self._num_calls = 0  # in all queues
         self._turns = deque(CallerKind)
         self._unfinished: set[Future[Any]] = set()
-        self._left_s = clock()  # when the last calls ended and the next step began
+        self._step_start_s = clock()  # when the last calls ended and the next step began
 
     @property
     def is_empty(self) -> bool:
@@ -163,17 +163,17 @@ class Inbox:
         if not self._num_calls:
             with contextlib.suppress(queue.Empty):
                 self._functions.get(timeout=timeout_s)()
-        self._left_s = self._clock()  # time spent waiting is not part of a step
+        self._step_start_s = self._clock()  # time spent waiting is not part of a step
 
     def run_some(self) -> None:
         """Run the functions that are in the inbox now, and calls for 2 ms, or longer after a long step."""
         start_s = self._clock()
         self._run_functions()
         if self._num_calls:
-            end_s = self._clock() + max(_MAX_CALLS_S, _STEP_SHARE * (start_s - self._left_s))
+            end_s = self._clock() + max(_MAX_CALLS_S, _STEP_SHARE * (start_s - self._step_start_s))
             while self._run_call() and self._clock() < end_s:
                 pass
-        self._left_s = self._clock()
+        self._step_start_s = self._clock()
 
     def run_all(self) -> None:
         """Run everything."""
@@ -191,11 +191,11 @@ class Inbox:
         Functions come first so that a purge reaches every request that was submitted before it.
         """
         with self._lock:
-            taken = self._take()
-        if taken is None:
+            next_call = self._take()
+        if next_call is None:
             return False
         self._run_functions()
-        calls, tenant, call = taken
+        calls, tenant, call = next_call
         if call.run():
             with self._lock:
                 calls.put_back(tenant, call)
@@ -206,10 +206,10 @@ class Inbox:
         for _ in range(len(self._turns)):
             self._turns.rotate(-1)
             calls = self._queues[self._turns[-1]]
-            taken = calls.take()
-            if taken is not None:
+            next_call = calls.take()
+            if next_call is not None:
                 self._num_calls -= 1
-                return calls, *taken
+                return calls, *next_call
         return None
 
     def cancel_calls(self) -> None:

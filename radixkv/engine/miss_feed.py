@@ -16,13 +16,13 @@ from radixkv.tokens import TOKEN_BYTES
 class MissFeed(Observer, Listener):
     """Passes each prompt when it is first admitted, and the tokens of new segments when a request ends.
 
-    In this order, a prompt is not compared with its own segments. All methods are called on the engine's thread.
+    Because of this order, a prompt is not compared with its own segments. The engine's thread calls all methods.
 
     Args:
-        profiler: gets them.
+        profiler: gets the prompts and the tokens.
 
     Attributes:
-        cache: the cache that it listens to; set when that has been created.
+        cache: the cache that it listens to; set when the cache has been created.
     """
 
     def __init__(self, profiler: MissProfiler) -> None:
@@ -32,7 +32,7 @@ class MissFeed(Observer, Listener):
         self._new_from: dict[Node, int] = {}  # where the new tokens of a node begin, in bytes from the root
 
     def request_admitted(self, request: Request) -> None:
-        """Pass a prompt, unless the request was admitted before and preempted, or is not one of a tenant."""
+        """Pass the prompt of a tenant's request when the request is admitted for the first time."""
         if request.is_prefetch or request.tenant == PUBLIC_TENANT or request in self._admitted:
             return
         self._admitted.add(request)
@@ -53,7 +53,7 @@ class MissFeed(Observer, Listener):
         )
 
     def step_done(self, seconds: float, num_requests: int, num_prefill_tokens: int, num_decode_tokens: int) -> None:
-        """Report the time of a step, as far as it computed prompts."""
+        """Report the share of a step's time that was spent on prompts."""
         if num_prefill_tokens:
             self._profiler.add_step(seconds * num_prefill_tokens / (num_prefill_tokens + num_decode_tokens))
 

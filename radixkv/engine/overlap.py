@@ -24,7 +24,7 @@ class OverlapScheduler:
 
     Args:
         runner: computes steps.
-        scheduler, cancellations, held_leases: other work that may be due between two steps.
+        scheduler, cancellations, held_leases: tell which other work is due between two steps.
         has_pending_calls: whether any request or call waits to run between two steps.
         clock: seconds, monotonic.
     """
@@ -49,8 +49,9 @@ class OverlapScheduler:
         """Prepare the next token of all requests while `step` is computed. Their leases reserve the blocks for it.
 
         Returns:
-            The prepared step. None if other work is due after the current step, if a request would have to be preempted
-            to allocate a block for another one, or if preparing fails; the next step is then scheduled as usual.
+            The prepared step. None if a request ends with the current step, if other work is due after it, if a request
+            would have to be preempted to allocate blocks, or if preparing fails. The next step is then scheduled as
+            usual.
         """
         if self._is_anything_else_due(step.slices):
             return None

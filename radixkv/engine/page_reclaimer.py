@@ -39,7 +39,7 @@ class PageReclaimer(Observer):
         parts: which parts are used.
 
     Attributes:
-        num_bytes: bytes that have pages, as of the end of the last step.
+        num_bytes: bytes of blocks and parts whose pages are assigned, at the end of the last step.
     """
 
     def __init__(self, storage: KVStorage, blocks: BlockPool, parts: WindowPool) -> None:

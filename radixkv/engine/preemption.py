@@ -46,8 +46,8 @@ class Preemptor:
         then admitted again with a block, or refused because held leases and other tenants' floors leave too few blocks.
         Therefore it computes at least one token each time.
 
-        If a tenant has waiting requests and no running one while `max_running_requests` requests run, a request of the
-        tenant with the most running requests is preempted for it.
+        If a tenant has waiting requests and no running one while `max_running_requests` requests run, the youngest
+        request of the tenant with the most running requests is preempted for it.
         """
         self._lending.begin_step()
         if not self._scheduler.running:

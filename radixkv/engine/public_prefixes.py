@@ -60,7 +60,7 @@ class PublicPrefixRegistry:
 
         Raises:
             InvalidRequest, PromptTooLong: the tokens are not a valid prompt.
-            Draining, StepHangs: the engine takes no calls.
+            Draining, StepHangs, QueueFull: the engine accepts no more calls.
             Later, through the future: InvalidRequest, UnknownAdapter, OutOfBlocks, the errors of a prefill, and
                 UnknownPublicPrefix if it was unregistered in the meantime.
         """

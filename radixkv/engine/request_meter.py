@@ -10,8 +10,8 @@ from radixkv.scheduling.request import Outcome, Request
 class RequestMeter(Observer):
     """Adds the tokens of each request to the account of its tenant when the request ends.
 
-    A request counts in full once it has its first token, also if it is aborted or fails afterwards. One that ends
-    before counts only with the prompt tokens that were computed for it.
+    A request counts in full once it has its first token, even if it is aborted or fails afterwards. For a request that
+    ends before its first token, only its computed and its published prompt tokens count.
 
     Args:
         ledger: the accounts.
@@ -35,7 +35,7 @@ class RequestMeter(Observer):
                 "remote_hit_tokens": usage.remote_tokens,
             }
         elif request.has_computed:
-            # After a preemption its position may be before what it had computed.
+            # After a preemption, `computed_upto` may be less than the tokens that were computed.
             computed_tokens = max(0, request.computed_upto - usage.cached_tokens)
             numbers = {"computed_tokens": computed_tokens, "written_tokens": usage.written_tokens}
         else:

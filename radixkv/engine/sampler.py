@@ -35,7 +35,7 @@ class Prediction(NamedTuple):
         next_token_id: the most likely token, or the one that was sampled.
         logprobs: log probabilities of the token; empty unless requested.
         logits: float32 `[vocab_size]`; None unless requested.
-        refusal: why no token may be chosen; None if one was.
+        refusal: why no token may be chosen; None if one was chosen.
     """
 
     next_token_id: int
@@ -93,8 +93,8 @@ def predict(
 ) -> list[Prediction]:
     """Choose the next token of each request, and read the log probabilities and logits that it asks for.
 
-    All rows are processed together, but the result of a row does not depend on the others. There is one copy from the
-    device for all results, and another one for requested rows of logits.
+    All rows are processed together, but the result of a row does not depend on the others. One copy from the device
+    returns all sampled tokens and log probabilities, and another one all requested rows of logits.
 
     Args:
         logits: float32 `[len(requests), vocab_size]`.
@@ -228,7 +228,7 @@ def _changes(request: Request, allowed: Allowed | None) -> LogitChanges | None:
         return None
     prompt_ids = np.empty(0, dtype=np.int64)
     if generation.sampling.repetition_penalty != 1:
-        if generation.prompt_ids is None:  # found once
+        if generation.prompt_ids is None:  # computed once
             generation.prompt_ids = np.unique(np.frombuffer(request.params.tokens, dtype="<u4")).astype(np.int64)
         prompt_ids = generation.prompt_ids
     return LogitChanges(generation.sampling, prompt_ids, generation.token_ids, generation.stop_token_ids, allowed)
@@ -373,7 +373,7 @@ def read_logprob_rows(logits: torch.Tensor, token_ids: Sequence[int], count: int
     Args:
         logits: float32 `[num_rows, vocab_size]`.
         token_ids: one for each row. A token without a logit has -inf: a model may have more input tokens than logits.
-        count: number of most likely tokens, at most the number of tokens that have logits.
+        count: number of most likely tokens; all tokens that have logits if there are fewer.
 
     Returns:
         One row of log probabilities for each row of logits.
@@ -383,7 +383,11 @@ def read_logprob_rows(logits: torch.Tensor, token_ids: Sequence[int], count: int
 
 
 def _logprobs(logits: torch.Tensor, token_ids: torch.Tensor, count: int) -> torch.Tensor:
-    """Return log probabilities of tokens and of the most likely ones, and ids: float64 `[num_rows, 1 + 2 count]`."""
+    """Return log probabilities of tokens and of the `count` most likely ones, and the ids of the latter.
+
+    Returns:
+        float64 `[num_rows, 1 + 2 * count]`.
+    """
     num_logits = logits.shape[1]
     logprobs = logits.log_softmax(dim=-1).double()
     values, ids = logprobs.topk(count)

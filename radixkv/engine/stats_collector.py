@@ -25,14 +25,14 @@ from radixkv.scheduling.held_leases import HeldLeases
 from radixkv.scheduling.request import Outcome, Request
 from radixkv.scheduling.scheduler import Scheduler
 
-# Upper bounds of the histogram's buckets, from 0.5 ms to two minutes, each 1.25 times the previous one. A quantile read
-# from them is off by one eighth at most.
+# Upper bounds of the histogram's buckets, from 0.5 ms to two minutes, each 1.25 times the previous one. An estimated
+# quantile is therefore at most 25 % too high, or 20 % too low.
 _BOUNDS_S = tuple(0.0005 * 1.25**index for index in range(56))
 
 # The time per computed token is measured by requests that compute at least this many, since a step also takes time that
-# does not depend on its tokens. Each request lets the earlier ones count by this factor less.
+# does not depend on its tokens. Each request reduces the weight of all earlier ones by this fraction.
 _MIN_TIMED_TOKENS = 128
-_FORGET = 0.05
+_DECAY = 0.05
 
 
 class _TokenTime(NamedTuple):
@@ -43,7 +43,7 @@ class _TokenTime(NamedTuple):
 
 
 class StatsCollector:
-    """Counts requests as they end, and reads all other numbers from their owners on demand.
+    """Counts requests as they end, and reads all other numbers on demand from the objects that own them.
 
     Args:
         cache, scheduler, held_leases: the sources of the current numbers.
@@ -81,7 +81,7 @@ class StatsCollector:
     def token_s(self, tenant: str) -> float | None:
         """Return the seconds per computed prompt token, from admission to the first token, of recent requests.
 
-        Only requests of this tenant count, so that the times do not reveal the load of others. None before any.
+        Only requests of this tenant count, so that the times do not reveal the load of others. None without any.
         """
         time = self._token_times.get(tenant)
         return None if time is None else time.seconds / time.tokens
@@ -91,7 +91,7 @@ class StatsCollector:
         self._tokens = self._tokens.plus(usage)
         if usage.computed_tokens >= _MIN_TIMED_TOKENS:
             before = self._token_times.pop(tenant, _TokenTime(0.0, 0.0))
-            weight = 1 - _FORGET
+            weight = 1 - _DECAY
             time = _TokenTime(weight * before.tokens + usage.computed_tokens, weight * before.seconds + prefill_s)
             self._token_times.add(tenant, time)  # as the most recent tenant
 
@@ -146,7 +146,7 @@ class StatsCollector:
 
         Args:
             max_tenants: number of tenants to report, the largest ones; see `Tenants.largest`.
-            tenant: report this tenant instead, if it is known or has blocks in tiers.
+            tenant: report only this tenant, if it is known or has blocks in tiers.
 
         Complexity: O(waiting requests + tenants with a quota), regardless of the number of known tenants.
         """

@@ -61,7 +61,7 @@ class Step:
     def __init__(self, slices: Sequence[Slice], started_s: float, start: Callable[[], Wait]) -> None:
         self.slices = slices
         self.started_s = started_s
-        self._wait = _started(start)
+        self._wait = _start_or_keep_error(start)
 
     @property
     def num_tokens(self) -> int:
@@ -121,11 +121,11 @@ class Step:
 
 
 class PreparedStep:
-    """The step after a step that is being computed. It computes one more token, still unknown, for each request.
+    """The step after the one that is being computed. It computes one more token, still unknown, for each request.
 
     Args:
         runner: computes both steps.
-        step: the step before; all its requests decode, and hold the blocks for one more token.
+        step: the step that is being computed. All its requests decode, and hold the blocks for one more token.
 
     Attributes:
         slices: one token for each request.
@@ -136,17 +136,17 @@ class PreparedStep:
         self._launch = runner.prepare([_next_chunk(each) for each in self.slices])
 
     def start(self, results: Sequence[SliceResult], now_s: float) -> Step:
-        """Start this step with the tokens of the step before it, none of whose requests ended."""
+        """Start this step, given the results of the step before it, none of whose requests has ended."""
         predictions = [result.prediction for result in results]
         token_ids = torch.tensor([prediction.next_token_id for prediction in predictions if prediction is not None])
-        assert len(token_ids) == len(self.slices), "every request of the step before decodes"
+        assert len(token_ids) == len(self.slices), "every request of the previous step decodes"
         return Step(self.slices, now_s, lambda: self._launch(token_ids))
 
 
 def start_step(
     runner: Runner, slices: Sequence[Slice], now_s: float, watcher_of: Callable[[Request], KeptEntries | None]
 ) -> Step:
-    """Start a forward pass over at least one slice. `watcher_of` returns the observer of its queries, if any."""
+    """Start a forward pass over at least one slice. `watcher_of` returns what observes a request's queries, if any."""
 
     def start() -> Wait:
         chunks = []
@@ -186,7 +186,10 @@ def chunk_of(token_slice: Slice) -> Chunk:
 
 
 def _next_chunk(token_slice: Slice) -> Chunk:
-    """Return the chunk of a slice whose predecessor is being computed, and makes the block copy and saves the state."""
+    """Return the chunk of a slice that follows a slice that is being computed.
+
+    The earlier step makes the block copy, and saves the state that this chunk continues from.
+    """
     chunk = chunk_of(token_slice)
     state = chunk.state
     if state is not None and token_slice.request.state is not None:
@@ -210,7 +213,7 @@ def release_parts(request: Request) -> None:
 
 
 def _cover(lease: Lease, start: int, end: int) -> Cover | None:
-    """Pin the parts of blocks that a chunk needs; None unless windowed layers have a pool of their own."""
+    """Pin the parts of blocks that a chunk needs. Returns None if windowed layers have no pool of their own."""
     if not lease.windows:
         return None
     (window_lease,) = lease.windows  # all windowed layers are in one group
@@ -230,18 +233,19 @@ def _num_logit_rows(token_slice: Slice) -> int:
 
 
 def _prompt_logprobs(token_slice: Slice, logits: torch.Tensor) -> LogprobRows | None:
-    """Read the log probabilities of the prompt tokens after those of a slice, whose rows come first in `logits`."""
+    """Read the log probability of the prompt token after each token of a slice, whose rows come first in `logits`."""
     request, start, end = token_slice
     generation = request.generation
     if generation is None or not request.wants_all_logits:
         return None
     upto = min(end, request.num_prompt_tokens - 1)
-    following = np.frombuffer(request.params.tokens, dtype="<u4")[start + 1 : upto + 1]
+    next_tokens = np.frombuffer(request.params.tokens, dtype="<u4")[start + 1 : upto + 1]
     assert generation.sampling.prompt_logprobs is not None, "the request asked for them"
-    return read_logprob_rows(logits[: len(following)], following.tolist(), generation.sampling.prompt_logprobs)
+    return read_logprob_rows(logits[: len(next_tokens)], next_tokens.tolist(), generation.sampling.prompt_logprobs)
 
 
-def _started(start: Callable[[], Wait]) -> Wait:
+def _start_or_keep_error(start: Callable[[], Wait]) -> Wait:
+    """Start a pass. If that raises, the returned function raises the same exception."""
     try:
         return start()
     except Exception as error:  # noqa: BLE001 - raised again by `wait`

@@ -20,11 +20,11 @@ from radixkv.scheduling.single_flight import SingleFlight
 class Admission(enum.Enum):
     """The outcome of an attempt to admit a request."""
 
-    ADMITTED = "it has its blocks and runs"
-    FOLLOWS = "it waits for tokens that a running request computes or that a tier loads; other requests may overtake it"
-    ENDED = "it was refused"
-    NO_ROOM = "it waits for blocks, and no request behind it may take them"
-    OVER_QUOTA = "it waits for blocks of its own tenant; other tenants continue"
+    ADMITTED = "the request has its blocks and runs"
+    FOLLOWS = "the request waits for tokens that a running request computes or a tier loads; others may overtake it"
+    ENDED = "the request was refused"
+    NO_ROOM = "the request waits for blocks, and no request behind it may take them"
+    OVER_QUOTA = "the request waits for blocks of its own tenant; other tenants continue"
 
 
 class BlockLoads(Protocol):
@@ -43,7 +43,7 @@ class Admitter:
     Args:
         cache: grants leases.
         flights: knows which running request computes which tokens.
-        held_leases: when no request runs, only these leases can keep blocks from a request.
+        held_leases: leases that outlive their request, and occupy blocks.
         lending: frees blocks of long prompts for short requests.
         clock: seconds, monotonic.
         refuse: ends a request for which there is no room.
@@ -84,18 +84,18 @@ class Admitter:
         return request.num_left if release is None else min(request.num_left, release - request.computed_upto)
 
     def admit(
-        self, request: Request, cached_tokens: int | None, running: Collection[Request], *, is_passing: bool
+        self, request: Request, cached_tokens: int | None, running: Collection[Request], *, ends_with_step: bool
     ) -> Admission:
         """Allocate the blocks of a waiting request if there are enough and no other request computes the same tokens.
 
-        One free block is left for each running generation, so that the next step need not preempt the request. If there
-        are too few blocks, a request that ends early enough borrows blocks that long prompts need later.
+        One free block is left for each running generation, so that the next step does not have to preempt the request.
+        If there are too few blocks, a request that ends early enough borrows blocks that long prompts need later.
 
         Args:
             request: the waiting request.
             cached_tokens: the result of `look_up` in this step; None if it was not called.
             running: requests that have blocks.
-            is_passing: whether the request ends with this step, so that no blocks must be left free.
+            ends_with_step: whether the request ends with this step, so that no blocks must be left free.
         """
         params = request.params
         tokens = request.tokens
@@ -109,7 +109,7 @@ class Admitter:
             if self._flights.follow(request, request.found_tokens, cached_tokens):
                 return Admission.FOLLOWS
         num_headroom_blocks = 0
-        if running and not is_passing:
+        if running and not ends_with_step:
             num_headroom_blocks = sum(map(_may_grow, running)) + self._lending.num_lent_blocks
         try:
             lease = self._lease(request, tokens, num_headroom_blocks, running)
@@ -118,7 +118,7 @@ class Admitter:
                 return self._end(request, error)
             borrowing = None if isinstance(error, QuotaExceeded) else self._borrow(request, running)
             if borrowing is None:
-                return self._without_room(request, running, error)
+                return self._wait_or_refuse(request, running, error)
             lease = borrowing
         if self._loads is not None and request.is_preempted and self._loads.begin_again(request):
             lease.close(is_used=False)  # other requests may have the blocks in the meantime
@@ -154,7 +154,11 @@ class Admitter:
         return lease
 
     def _borrow(self, request: Request, running: Collection[Request]) -> Lease | None:
-        """Borrow all blocks that a request needs until its end from prompts that need them later; None if none lend."""
+        """Borrow all blocks that a request needs until its end, from prompts that need these blocks later.
+
+        Returns:
+            The lease; None if no prompt can lend enough blocks.
+        """
         if not self._lending.may_borrow(request, running):
             return None
         num_growing = sum(map(_may_grow, running))
@@ -171,7 +175,7 @@ class Admitter:
         self._lending.reclaim_all()
         return lease
 
-    def _without_room(self, request: Request, running: Collection[Request], error: CapacityError) -> Admission:
+    def _wait_or_refuse(self, request: Request, running: Collection[Request], error: CapacityError) -> Admission:
         """Let a request wait, or refuse it if it would not fit even after all running requests have ended."""
         if isinstance(error, QuotaExceeded):
             may_wait = any(other.tenant == request.tenant for other in running)
@@ -207,12 +211,12 @@ class Admitter:
         if cached_tokens < request.reuse.stored_upto:
             return MissReason.NOT_LOADED
         if self._cache.state_slots is None and cached_tokens < lease.found_tokens:
-            # Otherwise there was no room to reuse all cached tokens.
+            # Without windowed layers, the match was shortened for lack of blocks.
             return MissReason.NO_WINDOW if self._cache.windows.pools else MissReason.EVICTED
         return self._cache.explain(request.namespace, tokens, cached_tokens, request.former)
 
     def _end(self, request: Request, error: CapacityError) -> Admission:
-        """Refuse a request for which only held leases or other tenants' floors leave no room.
+        """Refuse a request for which there will be no room, or that may not hold its lease.
 
         The error contains the time until the next lease expires. If the tenant's own quota is exceeded, only its own
         leases count, so that the expiry of other tenants' leases is not revealed.

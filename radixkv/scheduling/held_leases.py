@@ -72,7 +72,7 @@ class HeldLeases:
             self._blocks.require_room(tenant, self._blocks.num_more(paths))
 
     def hold(self, lease: Lease, tenant: str, now_s: float) -> tuple[str, float]:
-        """Keep a lease open. Returns its id, and when it expires on the clock of `now_s`."""
+        """Keep a lease open. Returns its new id, and when it expires on the clock of `now_s`."""
         lease_id = secrets.token_hex(16)
         num_tokens = lease.num_tokens
         lease.hold()

@@ -1,4 +1,4 @@
-"""Lending of blocks that long prompts need later to requests that end before."""
+"""Lending: lets requests that end early use the blocks that long prompts do not need yet."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MAX_INSPECTIONS = 8
 
 
 class Lending:
-    """Takes blocks of running prompts for a waiting request that will end before they are needed.
+    """Takes blocks of running prompts for a waiting request that will end before the prompts need them.
 
         a long prompt   [ computed | what steps can compute until the borrower ends | lent ..... )
 
@@ -39,9 +39,8 @@ class Lending:
     def __init__(self, cache: PrefixCache, step_tokens: int) -> None:
         self._cache = cache
         self._step_tokens = step_tokens
-        self._lenders: WeakSet[Request] = (
-            WeakSet()
-        )  # running requests that have lent blocks, and some that have reclaimed all of them
+        # Running requests that have lent blocks, and some that have reclaimed all of them.
+        self._lenders: WeakSet[Request] = WeakSet()
         self._num_inspections_left = _MAX_INSPECTIONS
 
     @property
@@ -50,7 +49,7 @@ class Lending:
         return sum(map(self._num_lent_blocks, self._lenders)) if self._lenders else 0
 
     def begin_step(self) -> None:
-        """Allow inspections again, whose number per step is bounded."""
+        """Allow the inspections of a new step; see `may_borrow`."""
         self._num_inspections_left = _MAX_INSPECTIONS
 
     def lend(
@@ -61,7 +60,7 @@ class Lending:
         Args:
             request: the waiting request.
             cached_tokens: tokens that it reuses.
-            num_headroom_blocks: blocks that must be free in addition to those.
+            num_headroom_blocks: blocks that must be free in addition to those of the request.
             running: requests that have blocks. Those that can spare the most lend first.
 
         Returns:
@@ -100,8 +99,8 @@ class Lending:
 
     def max_tokens(self, request: Request) -> int:
         """Tokens for which a borrower needs blocks, including a block for the copy of its prompt's last block."""
-        more = 0 if request.generation is None else self._cache.block_size
-        return request.num_expected_tokens + more
+        num_copied_tokens = 0 if request.generation is None else self._cache.block_size
+        return request.num_expected_tokens + num_copied_tokens
 
     def reclaim(self, request: Request) -> None:
         """Reclaim as many lent blocks of a running request as are free, at least those that its next step needs.
@@ -128,7 +127,7 @@ class Lending:
                 self.reclaim(lender)
 
     def _num_spare_blocks(self, request: Request, num_steps: int) -> int:
-        """Return how many blocks a running request can lend: those it cannot need in the next `num_steps` steps."""
+        """Return how many blocks a running request can lend: those that it cannot need in `num_steps` more steps."""
         lease = request.open_lease
         end = request.computed_upto + num_steps * self._step_tokens
         if end >= lease.num_tokens or request.compression is not None or request.tenant == PUBLIC_TENANT:

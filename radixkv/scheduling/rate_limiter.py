@@ -18,7 +18,7 @@ class TokenBucket:
     Args:
         per_s: units that it gains per second.
         burst_s: its capacity in seconds of that rate; at least one unit.
-        now_s: the current time; the bucket is full.
+        now_s: the current time, at which the bucket is full.
     """
 
     def __init__(self, per_s: float, burst_s: float, now_s: float) -> None:
@@ -38,7 +38,7 @@ class TokenBucket:
         return max(0.0, (amount - self._level) / self._per_s)
 
     def is_full(self, now_s: float) -> bool:
-        """Whether it equals a new bucket."""
+        """Whether it is as full as a new bucket."""
         self._fill(now_s)
         return self._level >= self._capacity
 
@@ -82,7 +82,7 @@ class RateLimiter:
 
     @property
     def num_known(self) -> int:
-        """Tenants with buckets: those that recently used any of their rates."""
+        """Number of tenants whose buckets are remembered."""
         return len(self._buckets)
 
     def enter(self, tenant: str) -> None:
@@ -126,7 +126,7 @@ class RateLimiter:
         return calls, tokens
 
     def _forget_full(self, now_s: float) -> None:
-        """Forget up to two tenants whose buckets are full, like new ones."""
+        """Of the two tenants that were checked least recently, forget those whose buckets are full."""
         for tenant in list(itertools.islice(self._buckets, 2)):
             if all(bucket is None or bucket.is_full(now_s) for bucket in self._buckets[tenant]):
                 del self._buckets[tenant]

@@ -39,7 +39,7 @@ class Generation:
 
     Attributes:
         sampling: how tokens are sampled, and when to stop.
-        stop_token_ids: tokens that end it, including the model's end-of-sequence tokens.
+        stop_token_ids: tokens that end it. They include the model's end-of-sequence tokens unless `ignore_eos` is set.
         on_tokens: called on the engine's thread with each new token except the last, which comes with the result.
         token_ids: tokens generated so far.
         prompt_logprobs: log probabilities of the prompt's tokens after the first, as far as they are computed; None
@@ -151,7 +151,8 @@ class Request:
         times: when it arrived, was admitted and had its first token.
         reuse: the part of its prompt that it reused.
         arrival: number of requests that arrived before it.
-        rank: its position among its tenant's requests, lowest first: a point of urgency counts as a second of waiting.
+        rank: its position among its tenant's requests, lowest first. One point of urgency counts as one second of
+            waiting.
         lease: the lease of its blocks; None while it has none.
         state: the lease of its recurrent states; None while it does not run, and for a model without states.
         num_nodes: nodes of the tree that were visited to find reusable tokens, at the last admission.
@@ -211,7 +212,7 @@ class Request:
             self.prompt_tokens = invocation.marked(params.tokens)
             self.adapter = invocation.digest
 
-    def enqueue(self, arrival: int) -> None:
+    def set_arrival(self, arrival: int) -> None:
         """Set its arrival number and its rank."""
         self.arrival = arrival
         self.rank = self.times.received_s - self.params.urgency, arrival

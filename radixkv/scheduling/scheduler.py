@@ -20,14 +20,14 @@ class Scheduler:
          resume │  ▼ └───────┘ preempt
                following
 
-    Between tenants: the tenant that was served the fewest tokens by its weight has the next turn (Sheng et al.,
-    Fairness in Serving Large Language Models, OSDI 2024). Cached tokens do not count, apart from the cost of finding
-    them (see `StepPlan`), so what a tenant was served depends only on the work that was done for it.
+    Between tenants: the tenant for which the fewest tokens were computed, relative to its weight, has the next turn
+    (Sheng et al., Fairness in Serving Large Language Models, OSDI 2024). Cached tokens do not count, apart from the
+    cost of finding them (see `StepPlan`), so a tenant's charge depends only on the work that was done for it.
 
     Within a tenant: of the first 16 waiting requests with the urgency of the first one, the request with the longest
     cached prefix is admitted next. The first one is passed over at most 16 times. While the running requests need more
     than the turn, half of the turn is given to the requests with the fewest tokens left, including waiting ones. So a
-    short prompt does not wait for a long document, which takes at most twice as long because of it.
+    short prompt does not wait for a long document, and the document takes at most twice as long.
 
     A request is admitted when the step has tokens for it, not earlier, so that it matches everything that was published
     before. If there are no blocks for it, only short prefills that end with the step are admitted before it. So no
@@ -81,7 +81,7 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Add a new request. Complexity: O(log waiting)."""
-        request.enqueue(self._num_arrived)
+        request.set_arrival(self._num_arrived)
         self._num_arrived += 1
         self._queues.open(request.tenant).waiting.add(request)
 
@@ -128,10 +128,10 @@ class Scheduler:
         if len(self.running) < self._max_running_requests or not any(queue.is_left_out for queue in self._queues):
             return None
         preemptible = {queue: [each for each in queue.running if each.compression is None] for queue in self._queues}
-        greediest = max(self._queues, key=lambda queue: (bool(preemptible[queue]), len(queue.running)))
-        if len(greediest.running) < 2 or not preemptible[greediest]:
+        largest = max(self._queues, key=lambda queue: (bool(preemptible[queue]), len(queue.running)))
+        if len(largest.running) < 2 or not preemptible[largest]:
             return None
-        youngest: Request = max(preemptible[greediest], key=lambda request: request.arrival)
+        youngest: Request = max(preemptible[largest], key=lambda request: request.arrival)
         return youngest
 
     def next_step(self, admitter: Admitter) -> list[Slice]:

@@ -60,16 +60,16 @@ class SingleFlight:
         """Let other requests follow this one while it computes its tokens. Complexity: a hash of the prefix."""
         tokens = request.tokens
         self._first_blocks[request.namespace, tokens[: self._block_bytes]] += 1
-        self._lead_on(request, tokens, max(request.computed_upto, request.found_tokens))
+        self._set_lead(request, tokens, max(request.computed_upto, request.found_tokens))
 
     def follow(self, request: Request, cached_tokens: int, reusable_tokens: int | None = None) -> bool:
-        """Make a request wait if a leader computes at least its next block, or all tokens that it has left.
+        """Make a request wait if a leader computes at least the request's next block, or all tokens that it has left.
 
         Args:
             request: neither running nor following.
             cached_tokens: tokens whose K/V are cached now.
-            reusable_tokens: tokens that it could reuse now, fewer than `cached_tokens` if a state snapshot is missing;
-                None for all cached ones.
+            reusable_tokens: tokens that it could reuse now: fewer than `cached_tokens` if a state snapshot is missing.
+                None means all cached tokens.
 
         Returns:
             Whether it waits now.
@@ -83,12 +83,12 @@ class SingleFlight:
         leader = self._leaders.get(prefix_fingerprint(request.namespace.seed, tokens, next_end))
         if leader is None or leader.namespace != request.namespace:
             return False
-        led = self._leads[leader].tokens
-        shared = shared_bytes(tokens, led, 0)
+        leader_tokens = self._leads[leader].tokens
+        shared = shared_bytes(tokens, leader_tokens, 0)
         if shared < next_end:
             return False
         # A leader publishes whole blocks, and its last partial block at its end.
-        upto = min(-(-shared // self._block_bytes) * self._block_bytes, len(led))
+        upto = min(-(-shared // self._block_bytes) * self._block_bytes, len(leader_tokens))
         usable = min(shared, len(tokens) - TOKEN_BYTES)  # each request computes its own last token
         if leader.state is not None:
             position = usable // self._block_bytes * self._block_bytes // TOKEN_BYTES
@@ -102,14 +102,18 @@ class SingleFlight:
         self._followers.setdefault(leader, []).append(request)
         return True
 
-    def published(self, leader: Request, upto_tokens: int) -> list[Request]:
-        """Record what a leader has published. Returns the followers that can resume, in the order of following."""
+    def record_published(self, leader: Request, upto_tokens: int) -> list[Request]:
+        """Record that a leader has published its first `upto_tokens` tokens.
+
+        Returns:
+            The followers that can resume, in the order in which they began to follow.
+        """
         lead = self._leads.get(leader)
         if lead is None:
             return []
         self._stop_leading(leader, lead)
         if upto_tokens * TOKEN_BYTES < len(lead.tokens):
-            self._lead_on(leader, lead.tokens, max(upto_tokens, leader.found_tokens))
+            self._set_lead(leader, lead.tokens, max(upto_tokens, leader.found_tokens))
         return self._release(leader, upto_tokens)
 
     def next_release(self, leader: Request) -> int | None:
@@ -128,15 +132,16 @@ class SingleFlight:
         lead = self._leads.pop(request, None)
         if lead is None:
             return []
-        freed = self._release(request, len(lead.tokens) // TOKEN_BYTES)
+        released = self._release(request, len(lead.tokens) // TOKEN_BYTES)
         self._stop_leading(request, lead)
         first_block = request.namespace, lead.tokens[: self._block_bytes]  # the request may have generated more since
         self._first_blocks[first_block] -= 1
         if not self._first_blocks[first_block]:
             del self._first_blocks[first_block]
-        return freed
+        return released
 
-    def _lead_on(self, request: Request, tokens: bytes, from_tokens: int) -> None:
+    def _set_lead(self, request: Request, tokens: bytes, from_tokens: int) -> None:
+        """Register a leader by the prefix that ends with its next block."""
         next_end = self._next_end(tokens, from_tokens)
         fingerprint = prefix_fingerprint(request.namespace.seed, tokens, next_end)
         self._leads[request] = _Lead(tokens, fingerprint)
@@ -150,12 +155,12 @@ class SingleFlight:
         followers = self._followers.get(leader)
         if not followers:
             return []
-        freed = [follower for follower in followers if self._waits[follower].upto_tokens <= upto_tokens]
-        if freed:
-            self._remove_followers(leader, set(freed))
-            for follower in freed:
+        released = [follower for follower in followers if self._waits[follower].upto_tokens <= upto_tokens]
+        if released:
+            self._remove_followers(leader, set(released))
+            for follower in released:
                 del self._waits[follower]
-        return freed
+        return released
 
     def _remove_followers(self, leader: Request, removed: Container[Request]) -> None:
         followers = [follower for follower in self._followers[leader] if follower not in removed]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-# Number of steps that must fit before a larger one is tried again.
+# Number of steps that must fit before the budget is doubled.
 _STEPS_TO_DOUBLE = 64
 
 

@@ -27,13 +27,16 @@ _NODES_PER_LOOKUP = 64
 # After this much CPU time of lookups in a step, no more requests are looked up. A lookup of a path of 464 nodes takes
 # 0.26 ms.
 _MAX_LOOKUP_S = 0.0005
+# One token is charged for each of this many nodes that are searched for cached tokens.
 _NODES_PER_TOKEN = 32
 # After this much CPU time in a step, a turn ends with the request that it admits. Admitting a hit of 131,072 tokens
-# takes 0.3 ms: next to 48 of them a short prompt takes 5 to 6 ms of the engine's time, 15 to 18 ms without this bound.
+# takes 0.3 ms. Next to 48 such requests, a short prompt takes 5 to 6 ms of the engine's time; without this bound, it
+# would take 15 to 18 ms.
 _MAX_ADMISSION_S = 0.002
-# Rows of logits that a step computes in addition to those of next tokens. A row of 150,000 tokens takes 0.6 MB.
+# Rows of logits that a step computes for the log probabilities of prompts, in addition to those of next tokens. A row
+# for a vocabulary of 150,000 tokens takes 0.6 MB.
 _MAX_PROMPT_LOGIT_ROWS = 64
-# One running request in this many must be preemptible; compressed generations are not.
+# One in this many of the places for running requests is closed to compressed generations, which cannot be preempted.
 _PREEMPTIBLE_SHARE = 2
 # The first waiting request is passed over at most this many times.
 _MAX_PASSED_OVER = 16
@@ -58,9 +61,9 @@ class StepPlan:
         step   [ one token for each decoding request | turns for prompts, the tenant with the lowest charge first ]
         turn   [ prompts with the fewest tokens left, up to half | running prompts in order, then waiting ones    ]
 
-    If there are more decoding requests than tokens, those of the least served tenants come first. While there are
-    prompts, up to 64 tokens, at most half of the step, are reserved for them. The first part of a turn is empty if its
-    running prompts do not need all of it.
+    If there are more decoding requests than tokens, those of the tenants with the lowest charge come first. While there
+    are prompts, up to 64 tokens, at most half of the step, are reserved for them. The first part of a turn is empty if
+    the tenant's running prompts do not need the whole turn.
 
     Args:
         queues: the requests of all tenants. Tokens are charged to them, and admitted requests are moved.
@@ -71,7 +74,7 @@ class StepPlan:
         admitter: allocates the blocks of requests.
         max_tokens: tokens of the step.
         max_running_requests: requests that may have blocks at the same time.
-        work_clock: CPU seconds of this thread. After 2 ms a turn ends with the request that it admits.
+        work_clock: CPU seconds of this thread. After 2 ms of them, a turn ends with the request that it admits.
 
     Attributes:
         blocked: the request that waits for blocks now.
@@ -101,7 +104,8 @@ class StepPlan:
         self._cached_tokens: dict[Request, int] = {}  # of the waiting requests that were looked up
         self._num_lookups = 0  # a deep path counts as several
         self._lookup_s = 0.0  # CPU time of the lookups
-        self._compressed_places = max(1, max_running_requests - max_running_requests // _PREEMPTIBLE_SHARE)  # left
+        # Places that are left for compressed generations.
+        self._compressed_places = max(1, max_running_requests - max_running_requests // _PREEMPTIBLE_SHARE)
         for request in running:
             if request.compression is not None:
                 self._compressed_places -= 1
@@ -186,7 +190,7 @@ class StepPlan:
         return share - left
 
     def _serve_passing(self, queue: TenantQueue, share: int) -> int:
-        """Serve requests that return all their blocks with the step, while another request waits for blocks.
+        """Serve requests that release all their blocks at the end of the step, while another request waits for blocks.
 
         Returns:
             The tokens used, at most `share`.
@@ -198,7 +202,11 @@ class StepPlan:
         return share - left
 
     def _serve_new(self, queue: TenantQueue, request: Request, left: int) -> tuple[Admission, int]:
-        """Try to admit and serve a waiting request; charge its tenant if it is refused. Returns the tokens used."""
+        """Try to admit and serve a waiting request. If it is refused, charge its tenant for the search of the tree.
+
+        Returns:
+            The outcome, and the tokens used.
+        """
         admission = self._admit(queue, request, left)
         used = 0
         if admission is Admission.ADMITTED:
@@ -225,7 +233,7 @@ class StepPlan:
         first = self._first_candidate(queue)
         if first is None or len(queue.waiting) == 1:
             return first
-        if queue.num_passed_over >= _MAX_PASSED_OVER or self._takes_all(queue, left):
+        if queue.num_passed_over >= _MAX_PASSED_OVER or self._has_tokens_for_all(queue, left):
             return first
         equally_urgent = [
             (request, cached_tokens)
@@ -234,7 +242,7 @@ class StepPlan:
         ]
         return max(equally_urgent, key=lambda candidate: candidate[1])[0]  # the first of equally long prefixes
 
-    def _takes_all(self, queue: TenantQueue, left: int) -> bool:
+    def _has_tokens_for_all(self, queue: TenantQueue, left: int) -> bool:
         """Whether `left` tokens are enough for all waiting requests, so that their order does not matter."""
         if len(queue.waiting) > min(_WINDOW, self._max_running_requests - len(self._running)):
             return False
@@ -242,14 +250,14 @@ class StepPlan:
         return num_tokens <= left
 
     def _admit(self, queue: TenantQueue, request: Request, left: int) -> Admission:
-        """Try to admit a waiting request, given `left` tokens for it, and move it to the queue of its new state."""
+        """Try to admit a waiting request, given `left` tokens for it, and move it to the requests in its new state."""
         if request.compression is not None and not self._compressed_places:
             self.blocked = None if self.blocked is request else self.blocked
             return Admission.OVER_QUOTA
         is_first = request is self._first_candidate(queue)
-        is_passing = self._ends_with(request, left)
+        ends_with_step = self._ends_with(request, left)
         cached_tokens = self._cached_tokens.get(request)
-        admission = self._admitter.admit(request, cached_tokens, self._running, is_passing=is_passing)
+        admission = self._admitter.admit(request, cached_tokens, self._running, ends_with_step=ends_with_step)
         if admission is Admission.ADMITTED:
             queue.waiting.remove(request)
             queue.running.add(request)

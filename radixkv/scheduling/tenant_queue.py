@@ -1,4 +1,4 @@
-"""The unfinished requests of each tenant, and how much each tenant was served."""
+"""The unfinished requests of each tenant, and the tokens that were charged to it."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ class TenantQueue:
         tenant: its name.
         weight: its share in proportion to the other tenants' weights.
         serial: number of queues that were opened before.
-        served: tokens computed for it, divided by its weight, on a scale that all tenants share.
-        waiting, running: requests without and with blocks, by rank.
+        served: its charge: the tokens that were charged to it, divided by its weight. A tenant that returns starts at
+            the fair share; see `TenantQueues`.
+        waiting, running: requests without and with blocks, ordered by rank.
         following: requests that wait for tokens that a running request computes, or for blocks that are being loaded.
         num_passed_over: number of requests that were admitted before the first waiting one.
     """
@@ -38,7 +39,7 @@ class TenantQueue:
 
     @property
     def has_prefills(self) -> bool:
-        """Whether it has requests other than decoding ones, which could use more tokens."""
+        """Whether any request waits to be admitted, or runs and is not decoding."""
         return bool(self.waiting) or any(not request.is_decoding for request in self.running)
 
     @property

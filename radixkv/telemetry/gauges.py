@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable
 from concurrent.futures import CancelledError
 from typing import TYPE_CHECKING
@@ -26,8 +25,8 @@ _EMPTY = EngineLoad(BlockStats(*8 * [0]), RequestStats(*8 * [0]), 0, 0, 0, 0, St
 class EngineGauges(Collector):
     """Collects the state of the engine at each scrape.
 
-    While a step stalls, `radixkv_up` is 0, and of its other metrics only `radixkv_info`, `radixkv_healthy` and those of
-    events are reported.
+    While a step stalls, `radixkv_up` is 0, and of the other metrics of this collector only `radixkv_info`,
+    `radixkv_healthy` and those of events are reported.
 
     Args:
         engine: reports its load between two steps.
@@ -40,9 +39,17 @@ class EngineGauges(Collector):
 
     def describe(self) -> Iterable[Metric]:
         """List all metrics without asking the engine, so that a scrape can select some of them by name."""
-        now = (self._adapters(), _tiers([]), [self._rejected()], _families(_EMPTY), self._aliases(_EMPTY))
-        always = (self._states(is_up=False), self._device(), self._events(), self._agents())
-        return [*itertools.chain(*always, *now)]
+        return [
+            *self._states(is_up=False),
+            *self._events(),
+            *self._device(),
+            *self._adapters(),
+            *self._agents(),
+            *_tiers([]),
+            self._rejected(),
+            *_families(_EMPTY),
+            *self._aliases(_EMPTY),
+        ]
 
     def collect(self) -> Iterable[Metric]:
         """Collect all metrics, without those of the engine's load if it does not answer. Never raises."""
@@ -159,7 +166,7 @@ class EngineGauges(Collector):
             return None
         try:
             future = self._engine.load()
-        except (LifecycleError, QueueFull):  # it has just stopped, or too many calls are waiting
+        except (LifecycleError, QueueFull):  # the engine has just stopped, or too many calls are waiting
             return None
         try:
             return future.result(self._timeout_s)

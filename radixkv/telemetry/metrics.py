@@ -14,7 +14,8 @@ from radixkv.engine.observer import Observer
 from radixkv.errors import DeadlinePassed, InvalidCredential, InvalidRequest, NotPermitted, QueueFull, RadixKVError
 from radixkv.scheduling.request import Outcome, Request
 
-# Clients choose tenant names, and each name becomes a time series. Further tenants share the series `other`.
+# Maximum number of tenants without a section in the configuration that get time series of their own, since clients
+# choose tenant names. Further tenants share the series `other`.
 MAX_UNKNOWN_TENANTS = 64
 OTHER_TENANTS = "other"
 
@@ -22,7 +23,8 @@ KINDS = ("prefill", "generate")
 PHASES = ("prefill", "decode")
 _TIERS = ("host", "disk", "remote")
 
-# The label `reason` of refused calls: that of the first matching class, so that clients cannot create time series.
+# The label `reason` of refused calls, by class of error: the first matching class decides. The set of reasons is fixed,
+# so that clients cannot create time series.
 _REFUSAL_REASONS: tuple[tuple[type[RadixKVError], str], ...] = (
     (InvalidCredential, "unauthenticated"),
     (NotPermitted, "forbidden"),
@@ -52,7 +54,7 @@ class Metrics(Observer):
         tenants: tenants that get their own token counters, in addition to the first `MAX_UNKNOWN_TENANTS` others.
 
     Attributes:
-        registry: what a scrape collects. Other collectors may be registered with it.
+        registry: the metrics that a scrape returns. Other collectors may be registered with it.
     """
 
     def __init__(self, tenants: Iterable[str] = ()) -> None:
@@ -223,7 +225,7 @@ class _PhaseHistograms:
 
 
 class _TokenCounters(NamedTuple):
-    """The counters of one tenant, or their parents without the label."""
+    """The counters of one tenant; or the metrics from which the counters of all tenants are created."""
 
     prompt: Counter
     cached: Counter

@@ -47,7 +47,7 @@ class Collector:
 
     Attributes:
         protocol: `GRPC` or `HTTP`.
-        url: URL with the scheme http or https. Over HTTP it includes the path.
+        url: URL with the scheme http or https. It includes the path if the protocol is `HTTP`.
     """
 
     protocol: str
@@ -214,7 +214,7 @@ def _provider(exporter: SpanExporter) -> TracerProvider:
 
 
 def _shut_down(provider: TracerProvider, exporter: SpanExporter) -> None:
-    """Send queued spans, and drop those that are not sent within `_FLUSH_S`."""
+    """Send queued spans, and drop those that are not sent within `_FLUSH_S` seconds."""
     flushing = threading.Thread(target=provider.shutdown, name="radixkv-spans-flush", daemon=True)
     flushing.start()
     flushing.join(_FLUSH_S)

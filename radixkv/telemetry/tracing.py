@@ -1,4 +1,4 @@
-"""OpenTelemetry spans of requests. The only module that imports opentelemetry-api (the extra `tracing`)."""
+"""OpenTelemetry spans of requests. Importing this module requires opentelemetry-api (the extra `tracing`)."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class Tracing(Observer):
            ├─ prefill                       scheduled ─ first token
            └─ decode                                    first token ─────── ended    (Generate only)
 
-    `PrefillParams.traceparent` is the parent span; the usual samplers follow its sampling decision. A request that ends
-    early has the spans of the phases that it entered.
+    `PrefillParams.traceparent` names the parent span. OpenTelemetry's default sampler follows the parent's sampling
+    decision. A request that ends early has the spans of the phases that it entered.
 
     Attributes follow OpenTelemetry's semantic conventions for generative AI where they exist. They never contain tokens
-    or names of tenants, adapters or salts, since traces are read by more people than logs.
+    or names of tenants, adapters or salts, since traces are read by more people than metrics.
 
     Args:
         tracer: creates the spans. Its exceptions are logged.

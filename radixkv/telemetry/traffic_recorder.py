@@ -24,8 +24,8 @@ from radixkv.tokens import TOKEN_BYTES
 _KEY_FILE = "key"
 _KEY_BYTES = 32
 _ID_BYTES = 8
-_NUM_FILES = 8  # that share the space
-_NUM_DIGITS = 8  # in their names
+_NUM_FILES = 8  # maximum number of files, which share `max_bytes`
+_NUM_DIGITS = 8  # in the names of files
 _MAX_WAITING_BYTES = 64 * 2**20  # tokens of requests that wait to be written
 _WARNING_PERIOD_S = 60.0
 _STOPS = {Awaits.TOOL: "tool_use", Awaits.USER: "end_turn"}
@@ -33,7 +33,7 @@ _STOPS = {Awaits.TOOL: "tool_use", Awaits.USER: "end_turn"}
 _logger = logging.getLogger(__name__)
 
 
-class _Ended(NamedTuple):
+class _EndedRequest(NamedTuple):
     """A request that has ended.
 
     Attributes:
@@ -63,16 +63,16 @@ class TrafficRecorder(Observer):
     {"timestamp": 1764288000123, "input_length": 700, "output_length": 52, "hash_ids": [17, 4], "output_hash_ids": [9],
      "cached_length": 64, "tenant": "3f..", "session": "a1..", "stop": "tool_use"}
 
-    Ids are hashes with a secret key, of the namespace and all tokens up to the end of a block. The key stays in
-    the directory with mode 0600. Without it, the ids neither reveal tokens nor allow a test of whether a guessed prompt
+    Ids are hashes with a secret key, of the namespace and all tokens up to the end of a block. The key is in a file
+    of the directory with mode 0600. Without the key, nobody can find out tokens from ids, or whether a guessed prompt
     occurred. `output_hash_ids` are the ids of the block in which the prompt ends and of all later blocks.
 
-    The engine's thread only puts a request into a queue; a thread of the recorder hashes and writes. If it is more than
-    64 MiB of tokens behind, requests are left out, and a warning is logged.
+    The engine's thread only puts a request into a queue; a thread of the recorder hashes and writes. If requests with
+    more than 64 MiB of tokens wait, further ones are left out, and a warning is logged.
 
     Args:
-        directory: created if it does not exist. Files of earlier processes in it are kept, and count.
-        max_bytes: size of all files; the oldest are deleted.
+        directory: created if it does not exist. Files of earlier processes in it count towards `max_bytes`.
+        max_bytes: maximum size of all files; the oldest ones are deleted.
         block_size: tokens per id.
         clock: the Unix time in seconds.
 
@@ -91,7 +91,7 @@ class TrafficRecorder(Observer):
         self._max_file_bytes = max(1, max_bytes // _NUM_FILES)
         self._block_bytes = block_size * TOKEN_BYTES
         self._clock = clock
-        self._queue: queue.SimpleQueue[_Ended | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[_EndedRequest | None] = queue.SimpleQueue()
         self._num_waiting_bytes = 0
         self._lock = threading.Lock()
         self._warned_s: float | None = None
@@ -125,7 +125,7 @@ class TrafficRecorder(Observer):
         awaits = request.awaits
         received_s = self._clock() - max(0.0, now_s - request.times.received_s)
         self._queue.put(
-            _Ended(
+            _EndedRequest(
                 received_s,
                 owner,
                 request.tokens,
@@ -161,7 +161,7 @@ class TrafficRecorder(Observer):
         if self._file is not None:
             self._file.close()
 
-    def _line(self, ended: _Ended) -> str:
+    def _line(self, ended: _EndedRequest) -> str:
         parent = self._digest(b"namespace", "\0".join(f"{len(name)}:{name}" for name in ended.owner).encode())
         ids = []
         num_prompt_bytes = ended.num_prompt_tokens * TOKEN_BYTES
@@ -190,7 +190,7 @@ class TrafficRecorder(Observer):
             fields["last"] = True
         return json.dumps(fields, separators=(",", ":")) + "\n"
 
-    def _session(self, ended: _Ended) -> str:
+    def _session(self, ended: _EndedRequest) -> str:
         tenant = ended.owner[1].encode()
         name = len(tenant).to_bytes(4, "little") + tenant + ended.session_id.encode()
         return self._digest(b"session", name).hex() if ended.session_id else ""
@@ -210,7 +210,7 @@ class TrafficRecorder(Observer):
             self._file.flush()
 
     def _open_next(self) -> None:
-        """Begin a new file, and delete the oldest ones beyond the bound."""
+        """Begin a new file, and delete the oldest files if there are more than `_NUM_FILES`."""
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -226,7 +226,7 @@ class TrafficRecorder(Observer):
 
 @contextlib.contextmanager
 def recorded_traffic(config: Config) -> Iterator[TrafficRecorder | None]:
-    """Record the traffic of a server while the context lasts, if its configuration says so."""
+    """Record the traffic of a server while the context lasts, if `server.record_path` is set."""
     path = config.server.record_path
     if path is None:
         yield None
@@ -240,7 +240,7 @@ def recorded_traffic(config: Config) -> Iterator[TrafficRecorder | None]:
 
 
 def _key_in(directory: Path) -> bytes:
-    """Return the key of a directory, which is created at the first start."""
+    """Return the key of a directory. The key is created at the first start."""
     path = directory / _KEY_FILE
     with contextlib.suppress(FileExistsError):
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)

@@ -176,11 +176,11 @@ def test_followers_resume_as_far_as_their_leader_has_published() -> None:
     leader, near, far = request(range(40)), request([*range(8), 99]), request([*range(30), 99])
     flights.lead(leader)
     assert flights.follow(near, 0)
-    assert flights.published(leader, 4) == []
+    assert flights.record_published(leader, 4) == []
     assert flights.follow(far, 4)
-    assert flights.published(leader, 8) == [near]
-    assert flights.published(leader, 28) == []
-    assert flights.published(leader, 32) == [far], "tokens 28 and 29 are published with their block"
+    assert flights.record_published(leader, 8) == [near]
+    assert flights.record_published(leader, 28) == []
+    assert flights.record_published(leader, 32) == [far], "tokens 28 and 29 are published with their block"
     assert flights.leave(leader) == []
     assert not flights.follow(near, 0)
 
@@ -211,7 +211,7 @@ def test_requests_follow_by_tokens_and_not_by_fingerprints(monkeypatch: pytest.M
     flights = SingleFlight(BLOCK_SIZE)
     leader = request(range(12))
     flights.lead(leader)
-    flights.published(leader, 4)
+    flights.record_published(leader, 4)
     (fingerprint,) = flights._leaders
     monkeypatch.setattr(single_flight, "prefix_fingerprint", lambda *_: fingerprint)
     flights.lead(request(range(12), tenant="another"))

@@ -50,7 +50,7 @@ class FakeAdmitter:
         return request.num_left
 
     def admit(
-        self, request: Request, cached_tokens: int | None, running: Collection[Request], *, is_passing: bool
+        self, request: Request, cached_tokens: int | None, running: Collection[Request], *, ends_with_step: bool
     ) -> Admission:
         self.tried.append(request)
         self.worked_s += self.admit_s
@@ -77,7 +77,7 @@ class Desk:
         if compression is not None:
             generation = Generation(Sampling(9, compression=compression), frozenset(), lambda _: None)
         request = Request(params, Namespace("", tenant), Future(), 0.0, generation)
-        request.enqueue(sum(len(queue.requests()) for queue in self.queues))
+        request.set_arrival(sum(len(queue.requests()) for queue in self.queues))
         self.queues.open(tenant).waiting.add(request)
         return request
 

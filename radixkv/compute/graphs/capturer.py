@@ -35,7 +35,7 @@ class GraphCapturer:
         self._kernels = kernels
         self._engine = engine
         self._is_on = model.device.type == "cuda" and engine.cuda_graphs
-        self._aside: torch.cuda.Stream | None = None  # shared by all graphs, since libraries keep memory per stream
+        self._side_stream: torch.cuda.Stream | None = None  # for all graphs: libraries keep memory per stream
 
     def capture(self, storage: KVStorage, max_sequence_tokens: int, *, only_largest: bool = False) -> StepGraphs | None:
         """Capture steps over a pool.
@@ -71,13 +71,13 @@ class GraphCapturer:
     def _capture(self, compute: Callable[[], StepOutputs], memory: Any) -> Callable[[], StepOutputs]:
         """Capture one step; see `graphs.Capturer`. Graphs share their memory, since only one is in use at a time."""
         current = torch.cuda.current_stream()
-        if self._aside is None:
-            self._aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        self._aside.wait_stream(current)
-        with torch.cuda.stream(self._aside):
+        if self._side_stream is None:
+            self._side_stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self._side_stream.wait_stream(current)
+        with torch.cuda.stream(self._side_stream):
             compute()  # compiles and chooses kernels, which cannot be captured
-            _without_waiting(compute)  # raises before the capture, since a failed capture may break PyTorch's allocator
-        current.wait_stream(self._aside)
+            _require_no_wait(compute)  # raises before the capture, since a failed capture may break PyTorch's allocator
+        current.wait_stream(self._side_stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(current), torch.cuda.graph(graph, pool=memory):  # restores the stream even on failure
             outputs = compute()
@@ -89,7 +89,7 @@ class GraphCapturer:
         return replay
 
 
-def _without_waiting(compute: Callable[[], StepOutputs]) -> None:
+def _require_no_wait(compute: Callable[[], StepOutputs]) -> None:
     """Run a computation, and raise if the host would wait for the device."""
     mode = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")

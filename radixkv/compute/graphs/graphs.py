@@ -73,7 +73,7 @@ class StepGraphs:
         # The largest steps are captured first, so that smaller ones fit into their memory. `prepare` tries the smallest
         # step first.
         chosen = shapes[-1:] if only_largest else shapes
-        captured = [(shape, capturer(self._computing(shape))) for shape in reversed(chosen)]
+        captured = [(shape, capturer(self._computation_of(shape))) for shape in reversed(chosen)]
         self._replays = dict(reversed(captured))
         self.num_dropped = 0
         self._num_prepared = 0
@@ -109,18 +109,18 @@ class StepGraphs:
             return None  # captured steps compute one row of logits per request
         least_rows = self._kernels.tile_rows(self._group_size * batch.max_query_len, dtype)
         num_kv_heads = self._model.kv_shape.num_kv_heads
-        suiting_rows = max(
+        preferred_rows = max(
             self._kernels.tile_rows_for(batch, num_query_heads // num_kv_heads, dtype, window)
             for num_query_heads, window in self._keys
         )
         plans: dict[int, Plans] = {}  # by the rows of a tile: the plans depend on nothing else
-        for shape in sorted(self._replays, key=lambda shape: shape.tile_rows < suiting_rows):
+        for shape in sorted(self._replays, key=lambda shape: shape.tile_rows < preferred_rows):
             if shape.tile_rows < least_rows or not shape.has_room(batch):
                 continue
             if shape.tile_rows not in plans:
                 plans[shape.tile_rows] = self._plan(batch, shape.tile_rows)
             if all(map(shape.has_room_for, plans[shape.tile_rows].values())):
-                return self._ready(shape, layout, plans[shape.tile_rows])
+                return self._fill_buffers(shape, layout, plans[shape.tile_rows])
         return None
 
     def prepare_as(self, shape: StepShape, layout: StepLayout) -> Replay | None:
@@ -128,9 +128,10 @@ class StepGraphs:
         plans = self._plan(layout.batch, shape.tile_rows)
         if not (shape.has_room(layout.batch) and all(map(shape.has_room_for, plans.values()))):
             return None
-        return self._ready(shape, layout, plans)
+        return self._fill_buffers(shape, layout, plans)
 
-    def _ready(self, shape: StepShape, layout: StepLayout, plans: Plans) -> Replay:
+    def _fill_buffers(self, shape: StepShape, layout: StepLayout, plans: Plans) -> Replay:
+        """Write a step into the buffers. Returns the function that computes it."""
         self._buffers.fill(shape, layout, plans)
         self._num_prepared += 1
         number = self._num_prepared
@@ -142,7 +143,7 @@ class StepGraphs:
 
         return replay
 
-    def _computing(self, shape: StepShape) -> Callable[[], StepOutputs]:
+    def _computation_of(self, shape: StepShape) -> Callable[[], StepOutputs]:
         """Return the computation that is captured for a shape. It reads its inputs from the buffers."""
         input_ids, layout = self._buffers.input_ids(shape), self._buffers.layout(shape)
         plans = self._buffers.plans(shape)

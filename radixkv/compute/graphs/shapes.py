@@ -24,9 +24,9 @@ _OPERATIONS_PER_S = 4e14
 # Requests in captured steps that are only for short prompts. Each request has a row of logits, which costs time.
 _FEW_REQUESTS = 4
 
-# Partial results for longer contexts in exact mode, where a split has a fixed length: 80 are enough for 16
-# requests with 10,000 tokens of context or one with 131,072, and 320 for four times as many requests. Unused room costs
-# time, since programs without work are launched as well.
+# Partial results for longer contexts in exact mode, where a split has a fixed length: 80 are enough for 16 requests
+# with 10,000 tokens of context or for one request with 131,072, and 320 for four times as many requests. Unused room
+# costs time, since programs without work are launched as well.
 _EXACT_PARTIALS = (80, 320)
 
 
@@ -85,7 +85,7 @@ def max_captured_tokens(num_parameters: int, num_layers: int) -> int:
     """
     lowest, highest = _CAPTURED_TOKENS
     num_tokens = num_layers * _LAUNCHES_S * _OPERATIONS_PER_S / (2 * num_parameters)
-    return next((n for n in reversed(_doubling(lowest, highest)) if n <= num_tokens), lowest)
+    return next((n for n in reversed(_sizes(lowest, highest)) if n <= num_tokens), lowest)
 
 
 def step_shapes(
@@ -113,8 +113,8 @@ def step_shapes(
     """
     group_size = num_query_heads // num_kv_heads
     max_requests = min(max_requests, _MOST_REQUESTS)
-    sizes = [(number, number, 1) for number in _doubling(1, max_requests)]  # tokens, requests, max tokens per request
-    for number in _doubling(_MIN_PROMPT_TOKENS, max_tokens):
+    sizes = [(number, number, 1) for number in _sizes(1, max_requests)]  # tokens, requests, max tokens per request
+    for number in _sizes(_MIN_PROMPT_TOKENS, max_tokens):
         sizes += [(number, min(number, most, max_requests), number) for most in (_FEW_REQUESTS, max_requests)]
     shapes = set()
     for (num_tokens, num_requests, most), least_partials in itertools.product(sizes, (0, *_EXACT_PARTIALS)):
@@ -127,9 +127,10 @@ def step_shapes(
     return sorted(shapes)
 
 
-def _doubling(least: int, most: int) -> list[int]:
-    numbers = []
+def _sizes(least: int, most: int) -> list[int]:
+    """List `least` and its doubles up to `most`."""
+    sizes = []
     while least <= most:
-        numbers.append(least)
+        sizes.append(least)
         least *= 2
-    return numbers
+    return sizes

@@ -1,4 +1,4 @@
 """LoRA adapters by name: loading, replacing and unloading them while requests run.
 
-Public API: `Adapters`, `AdapterNames`, `AdapterDevice`.
+Public API: `Adapters`, `AdapterSource`, `AdapterDirectory`.
 """

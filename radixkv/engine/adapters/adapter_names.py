@@ -99,9 +99,9 @@ class AdapterNames:
         if not name:
             return _BASE
         with self._lock:
-            found = self._find(name)
-            self._contents[found.digest].num_unfinished += 1
-            return found
+            resolved = self._find(name)
+            self._contents[resolved.digest].num_unfinished += 1
+            return resolved
 
     def release(self, digest: str) -> bool:
         """Release an acquired adapter. Returns whether it has drained."""
@@ -119,7 +119,9 @@ class AdapterNames:
             return () if content is None else tuple(content.names)
 
     def require_room(self, name: str, digest: str) -> None:
-        """Refuse to map a name to new content if the maximum number of contents have names, or are draining.
+        """Refuse to map a name to new content if too many contents would have names or drain.
+
+        At most `max_adapters` contents may have names, and at most twice as many may have names or drain.
 
         Raises:
             TooManyAdapters: the message names the key of the configuration.
@@ -136,7 +138,7 @@ class AdapterNames:
                 )
 
     def assign(self, name: str, files: AdapterWeights) -> str | None:
-        """Map a name to an adapter. Returns the previous digest of the name; None for none."""
+        """Map a name to an adapter. Returns the previous digest of the name; None if it had none."""
         with self._lock:
             digest, replaced = files.digest, self._digests.get(name)
             if replaced == digest:
@@ -168,7 +170,11 @@ class AdapterNames:
             return drained
 
     def listing(self) -> list[tuple[str, AdapterRecord, bool, int]]:
-        """List names, and adapters that drain: the name, the adapter, whether it drains, and its requests."""
+        """List each name, and the last name of each adapter that drains.
+
+        Returns:
+            Tuples of the name, the adapter, whether it drains, and the number of its unfinished requests.
+        """
         with self._lock:
             return [
                 (name, content.record, not content.names, content.num_unfinished)

@@ -78,7 +78,7 @@ class Adapters:
         return self._keyed(caller, tokens, self._names.find(caller.adapter))
 
     def acquire(self, caller: Caller, tokens: bytes) -> KeyedPrompt:
-        """Like `keyed`, and keep the adapter that computes the prompt until its digest is passed to `release`."""
+        """Return the same as `keyed`, and keep the adapter until `release` is called with `KeyedPrompt.adapter`."""
         resolved = self._names.acquire(caller.adapter)
         try:
             prompt = self._keyed(caller, tokens, resolved)
@@ -143,7 +143,7 @@ class Adapters:
         return self._thread.call(self._count_and_list)
 
     def loaded(self) -> list[Adapter]:
-        """List the same immediately, without cached tokens."""
+        """List all names, and adapters that drain, without waiting for the engine's thread; cached tokens are 0."""
         return [self._adapter(*each) for each in self._names.listing()]
 
     @property
@@ -236,10 +236,10 @@ class Adapters:
         return [self._adapter(*each, cached_tokens[each[1].files.digest]) for each in self._names.listing()]
 
     def _adapter(
-        self, name: str, known: AdapterRecord, is_draining: bool, num_unfinished: int, cached_tokens: int = 0
+        self, name: str, record: AdapterRecord, is_draining: bool, num_unfinished: int, cached_tokens: int = 0
     ) -> Adapter:
         assert self._source is not None, "adapters are on"
-        files, is_on_device = known.files, self._source.device.is_on_device(known.files.digest)
+        files, is_on_device = record.files, self._source.device.is_on_device(record.files.digest)
         return Adapter(
             name, files.digest, files.rank, files.num_bytes, is_on_device, is_draining, num_unfinished, cached_tokens
         )

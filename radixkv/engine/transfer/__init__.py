@@ -1,4 +1,4 @@
 """Transfer of K/V between servers.
 
-Public API: `Transfer`.
+Public API: `Transfer`, `TransferParts`, `FleetAccess`, `SharedStores`, `LeaseBlocks`.
 """

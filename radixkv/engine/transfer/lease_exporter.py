@@ -80,7 +80,7 @@ class LeaseExporter:
         self,
         lease_id: str,
         tenant: str,
-        found: LeaseBlocks,
+        lease_blocks: LeaseBlocks,
         indices: Sequence[int],
         layers: Layers | None = None,
         mac: BlockMac | None = None,
@@ -89,8 +89,8 @@ class LeaseExporter:
 
         Args:
             lease_id, tenant: id and tenant of the lease.
-            found: its blocks.
-            indices: indices of the blocks to copy, in `found`; if empty, only the lease is checked.
+            lease_blocks: its blocks.
+            indices: indices in `lease_blocks` of the blocks to copy; if empty, only the lease is checked.
             layers: the layers to copy; None for all.
             mac: authenticates whole blocks; None to send them without a MAC. Objects with only some layers never have a
                 MAC, since nothing in them states which layers these are.
@@ -99,14 +99,14 @@ class LeaseExporter:
             UnknownLease: as in `blocks_of`; the lease may have ended in the meantime.
         """
         self._lease(lease_id, tenant)
-        read = self._mover.read([found.block_ids[index] for index in indices]) if indices else None
+        read = self._mover.read([lease_blocks.block_ids[index] for index in indices]) if indices else None
         payloads = [] if read is None else read.payloads
         if layers is not None and layers.num < self._layer_bytes.num_layers:
             mac = None
         if read is not None and layers is not None:
             read.copy.wait()  # `cut` may copy
             payloads = [self._layer_bytes.cut(payload, layers) for payload in payloads]
-        blocks = [found.blocks[index] for index in indices]
+        blocks = [lease_blocks.blocks[index] for index in indices]
         return [
             BlockObject(
                 block.key, block.parent, 0, block.tokens, payload, mac, None if read is None else read.copy.wait
@@ -117,9 +117,5 @@ class LeaseExporter:
     def _lease(self, lease_id: str, tenant: str) -> tuple[Lease, int]:
         lease, num_tokens = self._held_leases.lease_of(lease_id, tenant)
         if lease.is_revoked:
-            raise _purged()
+            raise UnknownLease("lease_id: expected a lease whose prompt is cached, got one whose prompt was purged")
         return lease, num_tokens
-
-
-def _purged() -> UnknownLease:
-    return UnknownLease("lease_id: expected a lease whose prompt is cached, got one whose prompt was purged")

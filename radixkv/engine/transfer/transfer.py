@@ -112,17 +112,6 @@ class Transfer:
         self._adapters = adapters
         self._call = call
 
-    @classmethod
-    def of(
-        cls,
-        parts: TransferParts | None,
-        held_leases: HeldLeases,
-        adapters: Adapters,
-        call: Callable[[str, Callable[[], Any]], Future[Any]],
-    ) -> Transfer | None:
-        """Return a transfer if the engine has the parts for it, otherwise None."""
-        return None if parts is None else cls(parts, held_leases, adapters, call)
-
     def join(self, fleet: FleetAccess) -> None:
         """Accept sources that a fleet names. Without `tiers.secret_file`, its key authenticates their blocks.
 
@@ -147,11 +136,16 @@ class Transfer:
         return self._call(tenant, lambda: self._exports.blocks_of(lease_id, tenant))
 
     def objects(
-        self, lease_id: str, tenant: str, found: LeaseBlocks, indices: Sequence[int], layers: Layers | None = None
+        self,
+        lease_id: str,
+        tenant: str,
+        lease_blocks: LeaseBlocks,
+        indices: Sequence[int],
+        layers: Layers | None = None,
     ) -> Future[list[BlockObject]]:
-        """Copy some of these blocks; see `LeaseExporter.objects`. The future may raise UnknownLease."""
+        """Copy some blocks of a held lease; see `LeaseExporter.objects`. The future may raise UnknownLease."""
         mac = self._mac_of_members
-        return self._call(tenant, lambda: self._exports.objects(lease_id, tenant, found, indices, layers, mac))
+        return self._call(tenant, lambda: self._exports.objects(lease_id, tenant, lease_blocks, indices, layers, mac))
 
     def wanted(self, tokens: bytes, caller: Caller) -> list[KeyedBlock]:
         """List the whole blocks of a prompt that can be loaded instead of computed. The last token is always computed.

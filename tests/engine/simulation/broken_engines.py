@@ -242,17 +242,17 @@ def continues_without_an_allowed_token(patch: pytest.MonkeyPatch) -> None:
 
 
 def resumes_no_followers_when_it_publishes(patch: pytest.MonkeyPatch) -> None:
-    published = SingleFlight.published
+    record_published = SingleFlight.record_published
 
     def publish_and_forget(flights: SingleFlight, leader: Request, upto_tokens: int) -> list[Request]:
-        published(flights, leader, upto_tokens)
+        record_published(flights, leader, upto_tokens)
         return []
 
-    patch.setattr(SingleFlight, "published", publish_and_forget)
+    patch.setattr(SingleFlight, "record_published", publish_and_forget)
 
 
 def resumes_followers_only_when_their_leader_ends(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(SingleFlight, "published", lambda *_: [])
+    patch.setattr(SingleFlight, "record_published", lambda *_: [])
 
 
 def never_lets_requests_follow(patch: pytest.MonkeyPatch) -> None:

@@ -42,9 +42,7 @@ def made(bench: TieredBench, mac: BlockMac | None = None) -> tuple[Transfer, lis
     stores = SharedStores(shared, bench.offload.purger.is_purging_any)
     parts = TransferParts(bench.cache, mover, key_blocks, FORMAT, TransferConfig(), {}, layers, stores, mac)
     adapters: Any = Plain()
-    transfer = Transfer.of(parts, bench.core.held_leases, adapters, call)
-    assert transfer is not None
-    return transfer, tenants
+    return Transfer(parts, bench.core.held_leases, adapters, call), tenants
 
 
 def test_the_exported_blocks_are_those_that_the_receiver_wants() -> None:
@@ -90,12 +88,6 @@ def test_an_invalid_block_is_reported_with_the_reason(change: Any, fault: Object
         assert transfer.payload_of(data, wanted[1], None) is fault
     else:
         assert transfer.payload_of(change(data), wanted[0], None) is fault
-
-
-def test_an_engine_without_the_parts_has_no_transfer() -> None:
-    bench = TieredBench(16)
-    adapters: Any = Plain()
-    assert Transfer.of(None, bench.core.held_leases, adapters, lambda *_: Future()) is None
 
 
 def test_no_block_is_loaded_from_a_store_that_has_not_answered_a_purge() -> None:
