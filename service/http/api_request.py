@@ -10,7 +10,7 @@ from typing import Any
 import orjson
 from aiohttp import web
 
-from radixkv.errors import DeadlinePassed, InvalidRequest
+from radixkv.errors import DeadlinePassed, InvalidRequest, RadixKVError
 from radixkv.service.http.api_errors import http_status_of
 from radixkv.service.http.event_stream import EventStream
 from radixkv.service.http.sessions import SESSION_HEADERS
@@ -48,6 +48,7 @@ class ApiRequest:
         call: the same request, for the parts of the server that see gRPC calls.
         in_flight: records the memory that the request is charged for.
         receiver: the receiver of the server.
+        count_refusal: is called with the exception of a request that the receiver refuses.
         num_bytes: size of the body.
         send_timeout_s: seconds that the client may leave a response unread.
         error_body: returns the body of a response to a request that failed.
@@ -64,6 +65,7 @@ class ApiRequest:
         call: Context,
         in_flight: InFlightCall,
         receiver: Receiver,
+        count_refusal: Callable[[RadixKVError], None],
         num_bytes: int,
         send_timeout_s: float,
         error_body: Callable[[BaseException], Mapping[str, Any]],
@@ -75,6 +77,7 @@ class ApiRequest:
         self._request = request
         self._in_flight = in_flight
         self._receiver = receiver
+        self._count_refusal = count_refusal
         self._send_timeout_s = send_timeout_s
         self._events: EventStream | None = None
         self._send_error: SendError | None = None
@@ -99,7 +102,11 @@ class ApiRequest:
         if not generate.prefill.request_id.isprintable():  # it becomes a header of the response
             raise InvalidRequest("request_id: expected printable characters, got others among them")
         self.request_id = generate.prefill.request_id
-        self._receiver.hold(self._in_flight, generate, self.num_bytes)
+        try:
+            self._receiver.hold(self._in_flight, generate, self.num_bytes)
+        except RadixKVError as error:
+            self._count_refusal(error)
+            raise
         return str(generate.prefill.tenant)
 
     def _header(self, name: str) -> str:

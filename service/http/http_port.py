@@ -81,7 +81,7 @@ class HttpPort:
         tls: TLS of the port; None without a certificate.
         is_healthy: returns whether the engine accepts requests.
         page: the page that draws the state of the engine.
-        count_refusal: is called with the exception of each request that is refused before its fields are read.
+        count_refusal: is called with the exception of each request that `authorizer` or `receiver` refuses.
 
     Attributes:
         address: `HOST:PORT` after `start`.
@@ -305,6 +305,7 @@ class HttpPort:
                 call,
                 in_flight,
                 self._receiver,
+                self._count,
                 len(body),
                 self._config.send_timeout_s,
                 lambda error: self._error(request, error),

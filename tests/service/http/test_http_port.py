@@ -14,7 +14,7 @@ import pytest
 
 import radixkv.service.http.connections as connections_module
 import radixkv.service.server.auth.revocation as revocation_module
-from radixkv.errors import ConfigError, DeadlinePassed, InvalidRequest, QueueFull
+from radixkv.errors import ConfigError, DeadlinePassed, InvalidCredential, InvalidRequest, NotPermitted, QueueFull
 from radixkv.service.text.tokenizer import Tokenizer
 from tests.free_port import free_port
 from tests.patience import PATIENCE_S
@@ -509,6 +509,32 @@ def test_tokens_are_not_counted_if_there_are_none(monkeypatch: pytest.MonkeyPatc
     status, found = run(main())
     assert (status, found["error"]["type"]) == (400, "invalid_request_error")
     assert found["error"]["message"] == "messages: expected at least 1 token, got 0"
+
+
+def test_requests_that_the_server_refuses_are_counted_and_invalid_ones_not(tmp_path: Path) -> None:
+    tokens = tmp_path / "tokens.toml"
+    tokens.write_text(TOKENS.format(**hashed("one", "router", "reader")))
+    kinds: list[type] = []
+
+    async def main() -> list[int]:
+        settings = {
+            "tokens_file": str(tokens),
+            "insecure": True,
+            "count_refusal": lambda error: kinds.append(type(error)),
+        }
+        async with port_of(FakeEngine(), **settings) as (_, port):
+            one = {"authorization": "Bearer one-token"}
+            calls: list[tuple[object, dict[str, str]]] = [
+                (BODY, {}),
+                (BODY, {**one, "radixkv_tenant": "b"}),
+                ([], one),
+                ({**BODY, "temperature": -1}, one),
+                (BODY, one),
+            ]
+            return [(await call(port, body, **headers))[0] for body, headers in calls]
+
+    assert run(main()) == [401, 403, 400, 400, 200]
+    assert kinds == [InvalidCredential, NotPermitted, InvalidRequest]
 
 
 def test_headers_that_are_no_text_are_not_a_failure(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
