@@ -19,7 +19,7 @@ from radixkv.routing.event_cursor import EventCursor, Verdict
 _NUM_TIERS = 4
 _DEVICE, _HOST, _DISK, _SHARED = range(_NUM_TIERS)
 _TIERS = {DEVICE: _DEVICE, "host": _HOST, "disk": _DISK, "redis": _SHARED, "mooncake": _SHARED}
-_MAX_BLOCKS = 4_000_000  # 0.6 GB
+_MAX_BLOCKS = 4_000_000  # 0.35 GB
 _MAX_STORE_SHARE = 0.5  # above this share, new blocks in stores are not recorded, so that devices have room
 _EXPECT_S = 30.0
 
