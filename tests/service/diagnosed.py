@@ -38,7 +38,7 @@ def diagnosed_engine(*tenants: str) -> FakeEngine:
     engine, clock = FakeEngine(), FakeClock()
     engine.misses = profiler = MissProfiler(0.02, clock)
     for tenant in tenants:
-        profile = profiler._present()
+        profile = profiler._current_profile()
         profile.count(tenant, COUNTS)
         for _ in range(3):
             profile.add(tenant, RANDOM_ID, 6.0)

@@ -10,6 +10,7 @@ from typing import Any
 import anthropic
 import openai
 import pytest
+import torch
 
 from radixkv.model.tiny_files import write_tiny_files
 from radixkv.model.tiny_model import build_tiny_model
@@ -34,6 +35,7 @@ QUESTION: Any = [{"role": "user", "content": "How warm is it?"}]
 
 def write_model(directory: Path, template: str, tags: list[str]) -> None:
     """Write the embedded model with a template, and with further special tokens."""
+    torch.manual_seed(0)  # of the embeddings that are added
     model = build_tiny_model("eager")
     model.resize_token_embeddings(512 + len(tags))
     model.save_pretrained(directory)
@@ -150,7 +152,7 @@ def test_reasoning_is_separated_in_each_api(gpt: Any, claude: Any) -> None:
 def test_without_a_request_for_reasoning_the_template_decides_or_anthropics_default_holds(
     gpt: Any, claude: Any
 ) -> None:
-    message = claude.messages.create(model="", max_tokens=5, messages=QUESTION)
+    message = claude.messages.create(model="", max_tokens=5, temperature=0, messages=QUESTION)
     assert [block.type for block in message.content] == ["text"]
-    (choice,) = gpt.chat.completions.create(model="", messages=QUESTION, max_tokens=5).choices
+    (choice,) = gpt.chat.completions.create(model="", messages=QUESTION, max_tokens=5, seed=1).choices
     assert choice.message.content
