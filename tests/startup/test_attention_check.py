@@ -78,8 +78,8 @@ def test_rounding_stays_far_below_the_bound(kv_dtype: str, head_dim: int, monkey
 
 @pytest.mark.parametrize("is_exact", [True, False])
 def test_a_wrong_read_of_the_pool_is_detected(is_exact: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    copied = cpu_attention._copied
-    monkeypatch.setattr(cpu_attention, "_copied", lambda *inputs: copied(*inputs) * 1.05)
+    copy_blocks = cpu_attention._copy_blocks
+    monkeypatch.setattr(cpu_attention, "_copy_blocks", lambda *inputs: copy_blocks(*inputs) * 1.05)
     with pytest.raises(UnsupportedModel, match=r"^attention over k8v4 on cpu: expected a relative distance of at most"):
         check_attention(TorchKernels(), use(torch.bfloat16, "k8v4", is_exact=is_exact))
 
