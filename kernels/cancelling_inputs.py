@@ -35,15 +35,15 @@ def sensitive_linear(
     """
     out_features, in_features = weight.shape
     generator = torch.Generator().manual_seed(0)
-    ones, others = torch.randperm(in_features, generator=generator)[: in_features // 2 * 2].chunk(2)
+    first, second = torch.randperm(in_features, generator=generator)[: in_features // 2 * 2].chunk(2)  # of each pair
     rows = torch.zeros(num_rows, in_features)
-    rows[:, ones] = rows[:, others] = _magnitudes(generator, num_rows, len(ones))
-    line = torch.zeros(in_features)
-    line[ones] = _magnitudes(generator, len(ones))
-    line[others] = -line[ones]
+    rows[:, first] = rows[:, second] = _magnitudes(generator, num_rows, len(first))
+    weight_row = torch.zeros(in_features)
+    weight_row[first] = _magnitudes(generator, len(first))
+    weight_row[second] = -weight_row[first]
     scales = torch.randn(out_features, 1, generator=generator)
     cancelling = torch.empty_strided(weight.shape, weight.stride(), dtype=weight.dtype, device=weight.device)
-    torch.mul(scales.to(weight), line.to(weight), out=cancelling)
+    torch.mul(scales.to(weight), weight_row.to(weight), out=cancelling)
     small = None if bias is None else (_BIAS * torch.randn(out_features, generator=generator)).to(bias)
     return rows.to(weight), cancelling, small
 
@@ -72,11 +72,11 @@ def sensitive_attention(
         pairs = order[: num_tokens // 2 * 2]
         value[pairs[1::2]] = -value[pairs[::2]]
     else:
-        ones, others = torch.randperm(head_dim, generator=generator)[: head_dim // 2 * 2].chunk(2)
-        query[:, :, ones] = _magnitudes(generator, num_tokens, num_query_heads, len(ones))
-        query[:, :, others] = query[:, :, ones]
-        key[:, :, ones] = _magnitudes(generator, num_tokens, num_kv_heads, len(ones))
-        key[:, :, others] = -key[:, :, ones]
+        first, second = torch.randperm(head_dim, generator=generator)[: head_dim // 2 * 2].chunk(2)  # of each pair
+        query[:, :, first] = _magnitudes(generator, num_tokens, num_query_heads, len(first))
+        query[:, :, second] = query[:, :, first]
+        key[:, :, first] = _magnitudes(generator, num_tokens, num_kv_heads, len(first))
+        key[:, :, second] = -key[:, :, first]
     return query.bfloat16().float(), key.bfloat16().float(), value.bfloat16().float()
 
 

@@ -1,10 +1,10 @@
-"""A weight in 8 or 4 bits, in groups of 32 input features that share a scale, and in 4 bits a minimum.
+"""A weight in 8 or 4 bits. Groups of 32 input features share a scale, and with 4 bits also a minimum.
 
     bits   codes       weight                     like
     8      -127..127   scale * code               GGUF's Q8_0
     4      0..15       scale * code + minimum     GGUF's Q4_1; Q4_0 is the same with minimum = -8 * scale
 
-Scales and minima are float16. Rows are not quantized: what is multiplied is the dequantized weight.
+Scales and minima are float16. Rows are not quantized: they are multiplied by the dequantized weight.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ GROUP_FEATURES = 32
 _LARGEST = {8: 127, 4: 15}  # codes
 _NUM_FITS = 3  # of scale and minimum to the codes
 _LARGEST_HALF = torch.finfo(torch.float16).max
-_CHUNK_NUMBERS = 2**24  # are quantized at once, in float32
+_CHUNK_NUMBERS = 2**24  # numbers that are quantized at once, in float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +28,8 @@ class QuantizedWeight:
     Attributes:
         codes: int8 or uint8 `[out_features, in_features]`.
         scales: float16 `[out_features, in_features / 32]`.
-        minima: the same for 4 bits; None for 8 bits.
-        dtype: dtype of the rows that it is multiplied with.
+        minima: float16 `[out_features, in_features / 32]` for 4 bits; None for 8 bits.
+        dtype: dtype of the rows that are multiplied by the weight.
     """
 
     codes: torch.Tensor
@@ -44,7 +44,7 @@ class QuantizedWeight:
         Args:
             weight: `[out_features, in_features]`, finite, of any floating-point dtype.
             bits: 8 or 4.
-            dtype: dtype of the rows that it is multiplied with; None for that of the weight.
+            dtype: dtype of the rows that are multiplied by the weight; None for the dtype of the weight.
 
         Raises:
             ValueError: `in_features` is not a multiple of 32, or a group is beyond what float16 scales can express.
@@ -65,16 +65,16 @@ class QuantizedWeight:
 
     @classmethod
     def concatenated(cls, weights: Iterable[QuantizedWeight]) -> QuantizedWeight:
-        """Concatenate the features of weights of the same bits."""
-        known = list(weights)
-        if len(known) == 1:
-            return known[0]
-        minima = [each.minima for each in known if each.minima is not None]
+        """Concatenate the output features of weights with the same number of bits."""
+        parts = list(weights)
+        if len(parts) == 1:
+            return parts[0]
+        minima = [part.minima for part in parts if part.minima is not None]
         return cls(
-            torch.cat([each.codes for each in known]),
-            torch.cat([each.scales for each in known]),
+            torch.cat([part.codes for part in parts]),
+            torch.cat([part.scales for part in parts]),
             torch.cat(minima) if minima else None,
-            known[0].dtype,
+            parts[0].dtype,
         )
 
     @property
@@ -96,7 +96,7 @@ class QuantizedWeight:
         return bool(self.scales.isfinite().all()) and (self.minima is None or bool(self.minima.isfinite().all()))
 
     def rows(self, order: torch.Tensor) -> QuantizedWeight:
-        """Return features in another order."""
+        """Return the output features with the indices `order`, in that order."""
         minima = None if self.minima is None else self.minima[order]
         return QuantizedWeight(self.codes[order], self.scales[order], minima, self.dtype)
 
@@ -109,7 +109,7 @@ class QuantizedWeight:
         return numbers.float().view(self.codes.shape)
 
     def padded(self, multiple: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Return codes, scales and minima, with features of zeros appended up to a multiple."""
+        """Return codes, scales and minima, with output features of zeros appended up to a multiple of `multiple`."""
         num_more = -len(self) % multiple
 
         def pad(numbers: torch.Tensor) -> torch.Tensor:

@@ -27,7 +27,10 @@ def paged_attention(
     *,
     is_specialized: bool = False,
 ) -> torch.Tensor:
-    """Compute `reference.paged_attention` in one launch, or in two if the plan splits.
+    """Compute `reference.paged_attention` in one launch.
+
+    If the plan splits, a second launch merges the partial results. The warp-specialized kernel needs another launch,
+    which copies the queries.
 
     Scores, softmax and sums are float32; the weights are rounded to the query's dtype before they are multiplied by V.
     The scales of a quantized pool are applied to the scores and the weights, not to K and V. For float16 queries over a

@@ -145,16 +145,16 @@ def plan_attention(
     if split_tokens is not None and (split_tokens < 1 or split_tokens % KEY_ALIGNMENT_TOKENS):
         raise ValueError(f"split_tokens: expected a positive multiple of {KEY_ALIGNMENT_TOKENS}, got {split_tokens}")
     tiles = _tiles(batch, group_size, tile_rows, window)
-    found = None
+    batch_joins = None
     if joins and may_join(batch, window):
-        found = _joins(batch, tiles, group_size, tile_rows, split_tokens or unit_tokens(batch.block_size))
-    if found is not None:
-        tiles.kv_start[tiles.last] = found.end_keys
+        batch_joins = _joins(batch, tiles, group_size, tile_rows, split_tokens or unit_tokens(batch.block_size))
+    if batch_joins is not None:
+        tiles.kv_start[tiles.last] = batch_joins.end_keys
     if split_tokens is None:
-        splits = _even_splits(tiles, found, num_kv_heads, tile_rows, room)
+        splits = _even_splits(tiles, batch_joins, num_kv_heads, tile_rows, room)
     else:
         splits = Splits(split_tokens, is_even=False)
-    work, merges, joined_rows, num_partial_rows = _cut(tiles, found, group_size, tile_rows, splits)
+    work, merges, joined_rows, num_partial_rows = _cut(tiles, batch_joins, group_size, tile_rows, splits)
     device = batch.block_tables.device
     return AttentionPlan(
         tile_rows=tile_rows,
@@ -265,9 +265,9 @@ def _as_rows(columns: Iterable[Ints]) -> _Rows:
 
 _TILE_ROWS = (16, 64, 128)
 
-# A larger tile must save a fifth of the keys that all tiles read, because requests that are not joined have more empty
-# rows in it. This is an estimate.
-_WORTH_OF_FEWER_ROWS = 1.25
+# The smallest tiles are chosen that read at most this many times the keys that the largest tiles read, because requests
+# that are not joined have more empty rows in a larger tile. This is an estimate.
+_MAX_KEYS_RATIO = 1.25
 
 
 def fitting_tile_rows(max_rows: int, dtype: torch.dtype) -> int:
@@ -311,5 +311,5 @@ def tile_rows_for(batch: PagedBatch, group_size: int, dtype: torch.dtype, window
         return min_tile_rows
     own_keys = int((kv_lens - joins.end_keys).sum())
     num_keys = {tile_rows: own_keys + joins.num_tile_keys(tile_rows) for tile_rows in _TILE_ROWS}
-    max_keys = _WORTH_OF_FEWER_ROWS * num_keys[_TILE_ROWS[-1]]
+    max_keys = _MAX_KEYS_RATIO * num_keys[_TILE_ROWS[-1]]
     return next(rows for rows in _TILE_ROWS if rows >= min_tile_rows and num_keys[rows] <= max_keys)

@@ -90,7 +90,7 @@ def launch(
     num_tokens, _, head_dim = query.shape
     num_kv_heads = pool.num_kv_heads
     packed = pack_queries(query, plan.joined_rows, num_kv_heads)
-    triton.set_allocator(_allocate)  # of this thread
+    triton.set_allocator(_allocate)  # Triton has one allocator per thread
     _attend_tile_specialized[(plan.work.shape[0], num_kv_heads)](
         packed,
         pool.values,

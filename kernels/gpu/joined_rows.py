@@ -157,7 +157,7 @@ def join_rows(batch: PagedBatch, num_rows: Ints, positions: Ints, tile_rows: int
         return None
     order, same_units = prefix_order(batch.host_tables, num_units, blocks_per_unit)
     all_runs = runs_in_order(num_units[order].tolist(), same_units.tolist())
-    runs, end_units = _worthwhile(all_runs, num_rows[order], tile_rows, unit_tokens)
+    runs, end_units = _choose_runs(all_runs, num_rows[order], tile_rows, unit_tokens)
     if not runs:
         return None
     end_rows = np.cumsum(num_rows[order] * (end_units > 0)).tolist()
@@ -171,7 +171,7 @@ def join_rows(batch: PagedBatch, num_rows: Ints, positions: Ints, tile_rows: int
     return Joins(tuple(joins), order[end_units > 0], end_keys)
 
 
-def _worthwhile(
+def _choose_runs(
     runs: Sequence[OrderedRun], num_rows: Ints, tile_rows: int, unit_tokens: int
 ) -> tuple[list[OrderedRun], Ints]:
     """Choose the runs to join: units of keys that the same requests share. The keys before a join are joined as well.
@@ -182,10 +182,10 @@ def _worthwhile(
         tile_rows, unit_tokens: as for `join_rows`.
 
     Returns:
-        The chosen runs in their order, and the number of units that each request has in them, in that order of
-        requests.
+        The chosen runs in the order of `runs`, and the number of units that each request has in them, in the order of
+        `num_rows`.
     """
-    worthwhile: list[OrderedRun] = []
+    chosen: list[OrderedRun] = []
     end_units = np.zeros_like(num_rows)
     for run in reversed(runs):
         first_unit, end_unit, first, end = run
@@ -194,5 +194,5 @@ def _worthwhile(
         saved_keys = saved_tiles * (end_unit - first_unit) * unit_tokens
         if saved_keys >= _SAVED_KEYS_PER_ROW * rows or end_units[first:end].any():
             end_units[first:end] = np.maximum(end_units[first:end], end_unit)
-            worthwhile.append(run)
-    return worthwhile[::-1], end_units
+            chosen.append(run)
+    return chosen[::-1], end_units

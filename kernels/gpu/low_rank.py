@@ -145,25 +145,25 @@ def add_low_rank(rows: torch.Tensor, out: torch.Tensor, step: LowRankStep, site:
 
 
 def low_rank_rows_agree(down: torch.Tensor, up: torch.Tensor) -> bool:
-    """Check, for some row counts and positions, that `add_low_rank` is batch-invariant on this GPU.
+    """Return whether `add_low_rank` is batch-invariant on this GPU, for some row counts and positions.
 
     Args:
-        down: `[rank, in_features]` with one of `RANKS`.
-        up: `[out_features, rank]` like it.
+        down: `[rank, in_features]`; the rank is one of `RANKS`.
+        up: `[out_features, rank]` in the dtype of `down`.
     """
     rank, device = down.shape[0], down.device
     rows, down, _ = sensitive_linear(down, None, _TRIED_ROWS)
     _, up, _ = sensitive_linear(up, None, 1)
     addresses = np.array([[[down.data_ptr(), up.data_ptr()]]], dtype=np.int64)
 
-    def added(count: int, ranges: list[tuple[int, int]]) -> torch.Tensor:
+    def compute(count: int, ranges: list[tuple[int, int]]) -> torch.Tensor:
         out = rows.new_zeros(count, up.shape[0])
         add_low_rank(rows[:count], out, LowRankStep.build([ranges], addresses, device), 0, rank)
         return out
 
-    whole = added(_TRIED_ROWS, [(0, _TRIED_ROWS)])
-    apart = added(_TRIED_ROWS, [(20, _TRIED_ROWS), (0, 20)])
-    return torch.equal(apart, whole) and all(torch.equal(added(n, [(0, n)]), whole[:n]) for n in (1, 5, 17))
+    whole = compute(_TRIED_ROWS, [(0, _TRIED_ROWS)])
+    in_parts = compute(_TRIED_ROWS, [(20, _TRIED_ROWS), (0, 20)])
+    return torch.equal(in_parts, whole) and all(torch.equal(compute(n, [(0, n)]), whole[:n]) for n in (1, 5, 17))
 
 
 # Triton would compile other kernels for a single adapter and for the first layer.
@@ -213,7 +213,7 @@ def _add_tile(  # type: ignore[no-untyped-def]
         is_column = columns < OUT_FEATURES
         u = tl.load(up + columns[:, None] * RANK + ranks[None, :], mask=is_column[:, None], other=0.0)
         pointers = out + row[:, None] * OUT_FEATURES + columns[None, :]
-        is_there = is_row[:, None] & is_column[None, :]
-        product = tl.load(pointers, mask=is_there, other=0.0).to(tl.float32)
-        added = tl.dot(inner, u.T, input_precision="ieee")
-        tl.store(pointers, (product + added).to(dtype), mask=is_there)
+        is_output = is_row[:, None] & is_column[None, :]
+        product = tl.load(pointers, mask=is_output, other=0.0).to(tl.float32)
+        update = tl.dot(inner, u.T, input_precision="ieee")
+        tl.store(pointers, (product + update).to(dtype), mask=is_output)

@@ -52,10 +52,9 @@ def row_mean(rows: torch.Tensor) -> torch.Tensor:
 
 
 def rms_norm(rows: torch.Tensor, weight: torch.Tensor | None, eps: float, style: NormStyle = TORCH) -> torch.Tensor:
-    """Compute `torch.nn.functional.rms_norm(rows, rows.shape[-1:], weight, eps)`.
+    """Compute `reference.rms_norm` in one launch.
 
-    Everything is float32 until the result is rounded. The bits of an output row depend only on the row, the weight,
-    `eps` and `style`.
+    The bits of an output row depend only on the row, the weight, `eps` and `style`.
 
     Args:
         rows: `[..., num_columns]` in float32, bfloat16 or float16, with at least one column; any strides.
@@ -78,7 +77,7 @@ def rms_norm(rows: torch.Tensor, weight: torch.Tensor | None, eps: float, style:
 def add_rms_norm(
     rows: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None, eps: float, style: NormStyle = TORCH
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute `rows + residual`, rounded to their dtype, and its `rms_norm`.
+    """Compute `reference.add_rms_norm` in one launch: `rows + residual`, rounded to their dtype, and its `rms_norm`.
 
     Args:
         rows, weight, eps, style: see `rms_norm`.

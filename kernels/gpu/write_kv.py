@@ -26,10 +26,10 @@ def write_kv(
     Args:
         key: `[num_tokens, num_kv_heads, head_dim]` with a contiguous last dimension; rounded or quantized to the
             pool's dtype.
-        value: like `key`.
+        value: like `key`; not None, since the pool is not latent.
         slots: int64 `[num_tokens]`, contiguous, `block_id * block_size + offset`, all different. A token with a
             negative slot is padding and is not written.
-        pool: the K/V, in blocks; not latent.
+        pool: the K/V, ordered by block; not latent.
         layer: index into the pool's layers.
         largest: float32 `[num_tokens, num_kv_heads]`, contiguous, or None; see `reference.write_kv`. Padding does not
             change it.

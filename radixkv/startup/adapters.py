@@ -18,8 +18,9 @@ from radixkv.model.model import Model
 from radixkv.model.report import Report, report_nothing
 from radixkv.startup.openmp_threads import end_openmp_threads
 
-# Numbers in adapter files may take four bytes, even if those of the model take one.
-_FILE_BYTES_EACH = 4
+# The size limit of an adapter file, as a multiple of `model.adapter_bytes`: a number may take four bytes in the file,
+# and one byte on the device.
+_FILE_SIZE_FACTOR = 4
 
 _log = logging.getLogger(__name__)
 
@@ -31,7 +32,7 @@ def adapter_source(config: Config, model: Model) -> AdapterSource | None:
     return AdapterSource(
         config.max_adapters,
         model.adapted.adapters,
-        partial(_read, model=model, max_bytes=_FILE_BYTES_EACH * config.model.adapter_bytes),
+        partial(_read, model=model, max_bytes=_FILE_SIZE_FACTOR * config.model.adapter_bytes),
         AdapterDirectory(config.model.adapter_directory, (CONFIG_FILE, TENSOR_FILE)),
     )
 

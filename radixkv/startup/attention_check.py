@@ -62,12 +62,12 @@ def _check_kind(trial: _Trial, kind: AttentionKind, use: AttentionUse) -> None:
     except Exception as error:  # compilers and drivers raise their own errors for dtypes that they do not support
         raise UnsupportedModel(f"{name}: does not run there: {reason_of(error)}") from error
     expected = trial.attend_reference(query, key, value, scale=scale)
-    for got in results:
-        apart = float(((got - expected).norm(dim=-1) / expected.norm(dim=-1)).max())
-        if not apart <= _TOLERANCE[dtype]:
+    for result in results:
+        distance = float(((result - expected).norm(dim=-1) / expected.norm(dim=-1)).max())
+        if not distance <= _TOLERANCE[dtype]:
             raise UnsupportedModel(
                 f"{name}: expected a relative distance of at most {_TOLERANCE[dtype]} from the reference, "
-                f"got {apart:.2g}"
+                f"got {distance:.2g}"
             )
     if use.is_exact and not all(_parts_agree(trial, kind, shape, what) for what in ("values", "scores")):
         raise UnsupportedModel(
@@ -133,7 +133,7 @@ class _Trial:
         Returns:
             Float32 `[num_queries, num_query_heads, head_dim]`.
         """
-        query, key, written = self._placed(query, key, value)
+        query, key, written = self._to_device(query, key, value)
         self._write(self._kernels, key, written)
         ends = [*cuts, _NUM_QUERIES]
         rows = []
@@ -142,7 +142,7 @@ class _Trial:
             if not cuts:
                 rows.append(self._run(self._kernels, query[first:last], self._batch([end - start], [last]), scale))
                 continue
-            shared = self.num_tokens - _NUM_QUERIES  # length of the longer neighbour, all of which is a shared prefix
+            shared = self.num_tokens - _NUM_QUERIES  # K/V tokens of the third request, which every part also reads
             packed = torch.cat((query[:7], query[first:last], query[shared - 3 : shared]))
             batch = self._batch([7, end - start, 3], [7, last, shared])
             rows.append(self._run(self._kernels, packed, batch, scale)[7:-3])
@@ -152,13 +152,13 @@ class _Trial:
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, scale: float
     ) -> torch.Tensor:
         """Compute the attention of the last queries with the reference implementation."""
-        query, key, written = self._placed(query, key, value)
+        query, key, written = self._to_device(query, key, value)
         kernels = _Reference()
         self._write(kernels, key, written)
         batch = self._batch([_NUM_QUERIES], [self.num_tokens])
         return self._run(kernels, query[-_NUM_QUERIES:], batch, scale).float()
 
-    def _placed(
+    def _to_device(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Copy the inputs to the device. The value is None for a latent pool, whose keys are its values."""

@@ -45,10 +45,11 @@ def attention_kernels(
         ConfigError: RADIXKV_REFUSED_ATTENTION names unknown kernels.
     """
     progress = progress or StartProgress()
-    use, *others = model.attention_uses(kv_shape, block_size)  # others have different heads; only on a CPU
+    # One use for each shape of K/V among the layers. On a GPU there is only one shape.
+    use, *others = model.attention_uses(kv_shape, block_size)
     refused = refused_names("exact" if use.is_exact else "fast")
 
-    def reported(name: str) -> None:
+    def try_on_gpu(name: str) -> None:
         progress.report(f"trying {name}")
         attempt(name, use)
 
@@ -58,7 +59,7 @@ def attention_kernels(
         progress.note(_name_of(on_cpu_kernels, on_cpu))
         return on_cpu_kernels
     on_gpu = _without(refused, attention_candidates(use))
-    on_gpu_kernels = choose_attention(on_gpu, reported)
+    on_gpu_kernels = choose_attention(on_gpu, try_on_gpu)
     progress.note(_name_of(on_gpu_kernels, on_gpu))
     triton = on_gpu_kernels.for_service()
     flashinfer = flashinfer_candidate(use)
@@ -66,7 +67,7 @@ def attention_kernels(
         return triton
     with_flashinfer = flashinfer.with_triton_kernels(triton)
     candidates: dict[str, AttentionKernels] = {FLASHINFER: with_flashinfer, POINTERS: triton}
-    kernels = choose_attention(_without(refused, candidates), reported)
+    kernels = choose_attention(_without(refused, candidates), try_on_gpu)
     if kernels is with_flashinfer:
         progress.note(FLASHINFER)
     return kernels

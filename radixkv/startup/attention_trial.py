@@ -62,12 +62,12 @@ def try_attention(
     except OSError as error:
         raise UnsupportedModel(f"its trial can't be started: {error.filename}: {error.strerror}") from error
     try:
-        printed, errors = process.communicate(_written(name, use), timeout=timeout_s)
-    except subprocess.TimeoutExpired as late:
+        printed, errors = process.communicate(_to_json(name, use), timeout=timeout_s)
+    except subprocess.TimeoutExpired as error:
         process.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):  # a process that is blocked in a driver can't be killed
             process.communicate(timeout=_DEATH_S)
-        raise UnsupportedModel(f"its trial did not end within {timeout_s:g} s") from late
+        raise UnsupportedModel(f"its trial did not end within {timeout_s:g} s") from error
     if process.returncode == _REFUSED:
         raise UnsupportedModel(printed.strip())
     if process.returncode:
@@ -83,13 +83,13 @@ def try_attention_here(name: str, use: AttentionUse) -> None:
 def _kernels(name: str, use: AttentionUse) -> AttentionKernels:
     if name != FLASHINFER:
         return attention_candidates(use)[name]
-    found = flashinfer_candidate(use)
-    if found is None:
+    flashinfer = flashinfer_candidate(use)
+    if flashinfer is None:
         raise UnsupportedModel("it is not installed, or does not support this model, pool or GPU")
-    return found
+    return flashinfer
 
 
-def _written(name: str, use: AttentionUse) -> str:
+def _to_json(name: str, use: AttentionUse) -> str:
     """Write a trial as JSON."""
     shape = use.shape
     return json.dumps(
@@ -105,14 +105,14 @@ def _written(name: str, use: AttentionUse) -> str:
     )
 
 
-def _read(trial: str) -> tuple[str, AttentionUse]:
-    """Parse the result of `_written`."""
+def _from_json(trial: str) -> tuple[str, AttentionUse]:
+    """Parse the result of `_to_json`."""
     values = json.loads(trial)
-    num_layers, num_kv_heads, head_dim, stored, is_latent = values["shape"]
+    num_layers, num_kv_heads, head_dim, kv_dtype, is_latent = values["shape"]
     return values["name"], AttentionUse(
         kinds=tuple(AttentionKind(*kind) for kind in values["kinds"]),
         dtype=getattr(torch, values["dtype"]),
-        shape=KVShape(num_layers, num_kv_heads, head_dim, getattr(torch, stored), is_latent),
+        shape=KVShape(num_layers, num_kv_heads, head_dim, getattr(torch, kv_dtype), is_latent),
         block_size=values["block_size"],
         device=torch.device(values["device"]),
         is_exact=values["is_exact"],
@@ -126,7 +126,7 @@ def _name_of(dtype: torch.dtype) -> str:
 def _refusal_of(trial: str) -> str:
     """Run a trial. Returns the reason why the kernels cannot serve; empty if they can."""
     try:
-        try_attention_here(*_read(trial))
+        try_attention_here(*_from_json(trial))
     except UnsupportedModel as refusal:
         return str(refusal)
     return ""

@@ -15,17 +15,14 @@ import torch
 
 from radixkv.api.limits import longest_sequence
 from radixkv.cache.changes import Listener
-from radixkv.cache.eviction_policy import EvictionPolicy
 from radixkv.cache.policies import make_policy
 from radixkv.cache.prefix_cache import PrefixCache
-from radixkv.cache.recurrent_states import StateSlots
 from radixkv.cache.sessions import MAX_SESSION_PROMPT_BYTES
 from radixkv.cache.tenant_ledger import TenantLedger
 from radixkv.cache.tenants import Quota
-from radixkv.cache.windowed_layers import WindowedLayers
 from radixkv.compute.graphs.capturer import GraphCapturer
 from radixkv.compute.runner import Runner
-from radixkv.config import CacheConfig, Config, TenantConfig
+from radixkv.config import Config, TenantConfig
 from radixkv.doctor.miss_profiler import MissProfiler
 from radixkv.engine.engine import Engine
 from radixkv.engine.miss_feed import MissFeed
@@ -99,12 +96,12 @@ def build_engine(
     _set_threads(config.model.threads)
     quotas = {name: _quota(f"tenants.{name}", bounds, config) for name, bounds in config.tenants.items()}
     default_quota = _quota("default_tenant", config.default_tenant, config)
-    with contextlib.ExitStack() as opened:  # closed if this fails, so that the process can try again
-        ledger, statements, shadows = _statements(config, quotas, open_day_files, opened)
+    with contextlib.ExitStack() as opened:  # closes the files if the start fails, so that the process can try again
+        ledger, statements, shadows = _open_statements(config, quotas, open_day_files, opened)
         if shadows is not None:
             observers = (*observers, QuotaShadowFeed(shadows))
         misses = None
-        if config.server.diagnosed_share and config.transfer.role != "decode":  # prefill replicas count its prompts
+        if config.server.diagnosed_share and config.transfer.role != "decode":  # prefill replicas profile its prompts
             misses = MissProfiler(config.server.diagnosed_share)
         use_huge_pages()
         keep_freed_memory()  # before loading, which copies each weight of a model on a CPU
@@ -114,7 +111,7 @@ def build_engine(
         _note_model(model, progress)
         kv_shape = model.kv_shape.stored_as(config.cache.kv_dtype)
         progress.begin("checking attention and the model")
-        kernels = _checked_kernels(model, kv_shape, config.cache.block_size, progress)
+        kernels = _choose_kernels(model, kv_shape, config.cache.block_size, progress)
         limits = config.engine.on(model.device.type)
         progress.begin("allocating the pool of K/V blocks")
         capturer = GraphCapturer(model, kernels, limits)
@@ -170,20 +167,24 @@ def build_engine(
         if stores is not None:
             listeners.append(stores.index)
             events.follow(stores.index)
-        policy = make_policy(config.cache.policy, num_blocks_in_one_pool)
-        prompt_bytes = 0 if stores is None else MAX_SESSION_PROMPT_BYTES  # only tiers have something to load ahead
-        cache = _make_cache(
-            config.cache,
-            policy,
-            quotas,
-            default_quota,
+        cache = PrefixCache(
             num_blocks,
-            listeners,
-            marks,
-            windows,
-            states,
-            prompt_bytes,
-            ledger,
+            config.cache.block_size,
+            policy=make_policy(config.cache.policy, num_blocks_in_one_pool),
+            quotas=quotas,
+            default_quota=default_quota,
+            max_retained_blocks=max_retained_blocks,
+            max_held_blocks=int(config.cache.max_held_share * num_blocks),
+            max_public_blocks=int(config.cache.max_public_share * num_blocks),
+            probation_share=config.cache.probation_share,
+            max_evicted_prefixes=config.cache.evicted_prefixes,
+            # Prompts of sessions are kept for loading ahead, which needs tiers.
+            max_session_prompt_bytes=0 if stores is None else MAX_SESSION_PROMPT_BYTES,
+            listeners=listeners,
+            marks=marks,
+            windows=windows,
+            state_slots=states,
+            ledger=ledger,
         )
         if feed is not None:
             feed.cache = cache
@@ -204,7 +205,7 @@ def build_engine(
             statements=statements,
             misses=misses,
         )
-        opened.pop_all()
+        opened.pop_all()  # `Engine.stop` closes the statements
         opened.callback(engine.stop)
         load_adapters(config.adapters, engine.adapters, progress.report)
         end_openmp_threads()
@@ -230,7 +231,7 @@ def _log_pool(storage: KVStorage, device: torch.device) -> None:
         device,
     )
     if groups is not None:
-        # With shared memory, the numbers depend on the traffic.
+        # If both pools share memory, the numbers depend on the traffic.
         at_most = "" if storage.num_dedicated_parts is None else "at most "
         _log.info(
             "%d of %d layers have windows of at most %d tokens: the pool holds %s%d tokens for them in %.1f MB, and "
@@ -298,7 +299,7 @@ def _note_model(model: Model, progress: StartProgress) -> None:
         progress.note("1 thread" if num_threads == 1 else f"{num_threads} threads")
 
 
-def _checked_kernels(model: Model, kv_shape: KVShape, block_size: int, progress: StartProgress) -> AttentionKernels:
+def _choose_kernels(model: Model, kv_shape: KVShape, block_size: int, progress: StartProgress) -> AttentionKernels:
     """Choose attention kernels, and refuse a model for which their results are wrong."""
     start_s = time.perf_counter()
     kernels = attention_kernels(model, kv_shape, block_size, progress=progress)
@@ -313,15 +314,16 @@ def _checked_kernels(model: Model, kv_shape: KVShape, block_size: int, progress:
     return kernels
 
 
-def _statements(
+def _open_statements(
     config: Config,
     quotas: Mapping[str, Quota],
     open_day_files: Callable[[str], DayFiles],
     opened: contextlib.ExitStack,
 ) -> tuple[TenantLedger | None, StatementBook | None, QuotaShadows | None]:
-    """Return what accounts the use of tenants, what saves it, and the shadows of ceilings, if configured.
+    """Return the ledger, the statement book and the quota shadows; all None without `server.statement_path`.
 
-    `opened` closes the files and the shadows, unless `StatementBook.close` will.
+    The shadows are None if no tenant has a ceiling. The files and the shadows are added to
+    `opened`, which closes them if the start fails.
     """
     path = config.server.statement_path
     if path is None:
@@ -348,44 +350,11 @@ def _make_feed(config: Config, step_tokens: int, marks: InvocationMarks, events_
     )
 
 
-def _make_cache(
-    cache: CacheConfig,
-    policy: EvictionPolicy,
-    quotas: Mapping[str, Quota],
-    default_quota: Quota,
-    num_blocks: int,
-    listeners: Iterable[Listener],
-    marks: InvocationMarks,
-    windows: WindowedLayers,
-    state_slots: StateSlots | None,
-    max_session_prompt_bytes: int,
-    ledger: TenantLedger | None,
-) -> PrefixCache:
-    return PrefixCache(
-        num_blocks,
-        cache.block_size,
-        policy=policy,
-        quotas=quotas,
-        default_quota=default_quota,
-        max_retained_blocks=int(cache.max_retained_share * num_blocks),
-        max_held_blocks=int(cache.max_held_share * num_blocks),
-        max_public_blocks=int(cache.max_public_share * num_blocks),
-        probation_share=cache.probation_share,
-        max_evicted_prefixes=cache.evicted_prefixes,
-        max_session_prompt_bytes=max_session_prompt_bytes,
-        listeners=listeners,
-        marks=marks,
-        windows=windows,
-        state_slots=state_slots,
-        ledger=ledger,
-    )
-
-
 def _quota(path: str, bounds: TenantConfig, config: Config) -> Quota:
-    """A tenant's bounds in whole blocks.
+    """Convert the quota of a configuration section to whole blocks.
 
     Raises:
-        ConfigError: its ceiling has no room for a block, or for its floor.
+        ConfigError: the ceiling has no room for a block, or for the floor.
     """
     block_size = config.cache.block_size
     ceiling, retained, held = bounds.ceiling_tokens, bounds.max_retained_tokens, bounds.max_held_tokens
@@ -406,7 +375,7 @@ def _quota(path: str, bounds: TenantConfig, config: Config) -> Quota:
 
 
 def _require_floors(quotas: Mapping[str, Quota], num_blocks: int) -> None:
-    """Refuse floors that exceed the pool, whose size may be known only now."""
+    """Refuse floors that together exceed the pool."""
     floors = sum(quota.floor_blocks for quota in quotas.values())
     if floors > num_blocks:
         raise ConfigError(

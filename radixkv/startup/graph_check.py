@@ -17,8 +17,8 @@ from radixkv.model.report import Report, report_nothing
 from radixkv.startup.model_check import LOGITS_TOLERANCE
 from radixkv.storage.device_pool import KVStorage
 
-# Cached tokens before the computed ones: more than a split has, even in exact mode. The next number is used if the
-# previous one does not fit.
+# Cached tokens before the computed ones. The first number exceeds the keys of a split, even in exact mode. A smaller
+# number is used only if the larger ones do not fit.
 _PREFIX_TOKENS = (4608, 2304, 128)
 
 _FIRST_BLOCK = np.zeros(1, dtype=np.int32)
@@ -36,8 +36,8 @@ def drop_wrong_graphs(
 ) -> None:
     """Compute a step with each graph and without it, and drop graphs whose results differ, with a warning.
 
-    In exact mode logits and K/V are compared bit for bit, on the device. The steps have one token less than there is
-    room for. Graphs that cannot be checked because the pool has too few blocks are also dropped.
+    In exact mode logits and K/V are compared bit for bit, on the device. Each step has one token less than its graph
+    has room for. Graphs that cannot be checked because the pool has too few blocks are also dropped.
 
     Args:
         graphs: steps captured over `storage`.
@@ -80,30 +80,30 @@ def _why_wrong(shape: StepShape, tokens: bytes, graphs: StepGraphs, runner: Runn
     return "there is no room for a step to check it"
 
 
-def _difference(got: torch.Tensor, num_blocks: int, chunks: list[Chunk], runner: Runner) -> str:
+def _difference(logits: torch.Tensor, num_blocks: int, chunks: list[Chunk], runner: Runner) -> str:
     """Compute a replayed step again, kernel by kernel. Returns the difference; empty if there is none.
 
     Args:
-        got: logits of the replayed step.
+        logits: logits of the replayed step.
         num_blocks: number of blocks at the start of the pool that the step may have written.
         chunks: the step.
-        runner: computes it kernel by kernel.
+        runner: computes the step kernel by kernel.
     """
     model, pool = runner.model, runner.storage.pool.blocks
     blocks = pool[:num_blocks]
-    got_blocks = None
+    replayed_blocks = None
     if model.is_exact:
         # A copy is kept in the next blocks of the pool, if there are enough: the device may have no other free memory.
         spare = pool[num_blocks : 2 * num_blocks]
-        got_blocks = spare if len(spare) == num_blocks else torch.empty_like(blocks, device="cpu")
-        got_blocks.copy_(blocks)
+        replayed_blocks = spare if len(spare) == num_blocks else torch.empty_like(blocks, device="cpu")
+        replayed_blocks.copy_(blocks)
     blocks[1:] = 0xFF
     expected = runner.run(chunks).logits
-    if got_blocks is None:
-        is_right = bool((got - expected).norm() <= LOGITS_TOLERANCE[model.kv_shape.dtype] * expected.norm())
+    if replayed_blocks is None:
+        is_right = bool((logits - expected).norm() <= LOGITS_TOLERANCE[model.kv_shape.dtype] * expected.norm())
     else:
-        is_right = torch.equal(got, expected) and all(
-            torch.equal(block.to(blocks.device), other) for block, other in zip(got_blocks, blocks, strict=True)
+        is_right = torch.equal(logits, expected) and all(
+            torch.equal(block.to(blocks.device), other) for block, other in zip(replayed_blocks, blocks, strict=True)
         )
     return "" if is_right else "its results differ"
 

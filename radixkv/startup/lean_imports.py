@@ -29,9 +29,9 @@ def import_transformers() -> None:
     transformers also imports `torch.distributed.tensor`, with 45 MB, unless PyTorch was built without
     `torch.distributed`. A server compiles no model, and computes in one process.
 
-    Afterwards `torch._dynamo` is a module that records marks. As soon as anything else of it is used, as by
-    `torch.compile`, it becomes the real one, with these marks. After this call, transformers cannot distribute a model
-    over processes.
+    Afterwards `torch._dynamo` is a stand-in that records which functions are marked. At the first use of anything else
+    in it, such as by `torch.compile`, the stand-in becomes the real module, and the recorded marks are applied. After
+    this call, transformers cannot distribute a model over processes.
 
     If an import fails, as it may with another version of transformers, the usual imports are used.
     """

@@ -52,8 +52,9 @@ def keep_freed_memory() -> bool:
 def give_back_freed_memory() -> None:
     """Return freed memory to the operating system, once. The next step then allocates a part of it again.
 
-    It is called where memory was freed that no step needs: after loading a model, which leaves as much as its weights
-    took before they were packed, and after a flood of calls (15,000 calls that were reset left 30 to 130 MB).
+    It is called when memory was freed that no step needs: after loading a model, which leaves as much as its weights
+    took before they were packed; after the checks of the start; and after a flood of calls (15,000 calls that were
+    reset left 30 to 130 MB).
     """
     try:
         trim = ctypes.CDLL(None).malloc_trim

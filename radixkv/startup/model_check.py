@@ -43,11 +43,12 @@ def check_model(
     kv_shape: KVShape | None = None,
     report: Report = report_nothing,
 ) -> None:
-    """Compare a short prompt computed in parts with transformers' eager attention, and in exact mode also in one step.
+    """Compute a short prompt in parts, and compare its logits with those of transformers' eager attention.
 
     The first part has no prefix and ends inside a block. The second part is a single token, which depends most on its
-    prefix. In exact mode logits, K and V must be bitwise identical in one step and in parts, also for a pool with
-    another dtype; in fast mode only `check_attention` tries such a pool. The kernels are checked first.
+    prefix. In exact mode the prompt is also computed in one step: its logits, K and V must be bitwise identical. If the
+    pool stores K and V in another dtype than the model's, exact mode compares one step and parts with that dtype too,
+    and fast mode only runs `check_attention`. For each dtype, `check_attention` runs first.
 
     Args:
         model: the model.
@@ -93,14 +94,15 @@ def check_model(
 
 
 def _compute(
-    runner: Runner, tokens: bytes, start: int, end: int, first_block: int, kept: int | None = None
+    runner: Runner, tokens: bytes, start: int, end: int, first_block: int, saved_at: int | None = None
 ) -> torch.Tensor:
     """Compute the part `[start, end)` of a prompt in the blocks from `first_block` on. Returns its last logits.
 
-    A part after the first continues from the state of the previous part at position `kept`, by default at its end.
+    If the model has recurrent states, the state after position `saved_at`, by default `end`, is saved, and a part that
+    does not start at 0 continues from the saved state.
     """
     block_ids = first_block + np.arange(-(-end // runner.storage.block_size), dtype=np.int32)
-    state = None if runner.states is None else ChunkState(0 if start else None, [(kept or end, 0)])
+    state = None if runner.states is None else ChunkState(0 if start else None, [(saved_at or end, 0)])
     return runner.run([Chunk(tokens, start, end, block_ids, None, wants_logits=True, state=state)]).logits[0]
 
 
@@ -123,7 +125,7 @@ def _first_inexact_module(runner: Runner, tokens: bytes) -> str:
     try:
         for start in (0, num_tokens - 1):
             num_new = num_tokens - start
-            _compute(runner, tokens, start, num_tokens, first_block=0, kept=None if start else num_tokens - 1)
+            _compute(runner, tokens, start, num_tokens, first_block=0, saved_at=None if start else num_tokens - 1)
             outputs.append(dict(seen))
             seen.clear()
     finally:
@@ -139,7 +141,7 @@ def _own_logits(model: Model, tokens: bytes, ends: list[int], attention: str = "
     """Compute a prompt with transformers' own attention.
 
     Returns:
-        The logits before each of `ends`, float32 `[len(ends), vocab_size]`.
+        The logits of the last token before each of `ends`, float32 `[len(ends), vocab_size]`.
     """
     input_ids = torch.from_numpy(np.frombuffer(tokens, dtype="<u4").astype(np.int64)).to(model.device)
     rows = torch.tensor(ends, device=model.device) - 1
@@ -161,7 +163,7 @@ def _own_logits(model: Model, tokens: bytes, ends: list[int], attention: str = "
 def _require_close(
     model: Model, tokens: bytes, start: int, end: int, got: torch.Tensor, expected: torch.Tensor
 ) -> None:
-    """Refuse a model whose logits before `end`, with `start` cached tokens, differ from transformers' own logits."""
+    """Refuse a model whose logits of token `end - 1`, over `start` cached tokens, differ from transformers' logits."""
     distance = _distance(got, expected)
     tolerance = _INT8_TOLERANCE if model.weights == "int8" else LOGITS_TOLERANCE[model.kv_shape.dtype]
     if tolerance < distance <= 2 * tolerance and model.kv_shape.dtype == torch.bfloat16:

@@ -47,15 +47,15 @@ def choose_num_blocks(
     Without `cache.capacity_tokens`, the pool on a CPU has 131,072 tokens, or fewer to respect two bounds: its size is
     at most 1 GiB or twice the size of the weights, whichever is larger, and at most half of the available memory.
 
-    Without `cache.capacity_tokens` a GPU's pool takes the rest of `cache.memory_share` of its memory, after the
-    weights, other programs, adapters, and the memory of CUDA graphs and of the largest step. To find out what these
-    need, the largest CUDA graph is captured, and the largest step is computed.
+    Without `cache.capacity_tokens`, the pool on a GPU takes the rest of `cache.memory_share` of the GPU's memory, after
+    the weights, other programs, adapters, CUDA graphs and the largest step. To measure the memory for CUDA graphs and
+    for the largest step, the largest CUDA graph is captured, and the largest step is computed.
 
         total    [ other programs | weights | CUDA graphs | largest step | adapters | pool .... | 1 - memory_share )
 
     Args:
         model: the weights.
-        kernels: the kernels that will serve it.
+        kernels: the kernels that will serve the model.
         kv_shape: the shape and format of K and V in the pool.
         cache, engine: the configuration.
         capturer: captures CUDA graphs.

@@ -57,14 +57,14 @@ def make_state_slots(
         shape.slot_bytes / 1e3,
         (num_snapshots + num_requests) * shape.slot_bytes / 1e6,
     )
-    wanted = min(_MIN_SNAPSHOTS, num_blocks)
-    if num_snapshots < wanted:
+    advised = min(_MIN_SNAPSHOTS, num_blocks)
+    if num_snapshots < advised:
         _log.warning(
             "cache.state_bytes has room for %d snapshots of states, and each cached prompt needs one to be reused: "
             "%d snapshots need %d bytes",
             num_snapshots,
-            wanted,
-            wanted * shape.slot_bytes,
+            advised,
+            advised * shape.slot_bytes,
         )
     return StateSlots(num_blocks, block_size, num_requests, num_snapshots, config.cache.state_every_tokens)
 

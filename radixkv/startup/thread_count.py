@@ -45,9 +45,9 @@ def choose_thread_count(
     """
     if configured is not None:
         return ThreadCount(configured, "set by model.threads")
-    wanted = environment.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
-    if wanted.isdecimal() and int(wanted) > 0:
-        return ThreadCount(int(wanted), "set by OMP_NUM_THREADS")
+    omp_threads = environment.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    if omp_threads.isdecimal() and int(omp_threads) > 0:
+        return ThreadCount(int(omp_threads), "set by OMP_NUM_THREADS")
     if cpus is None:
         cpus = available_cpus()
     num_cores = _num_cores(cpus, system)

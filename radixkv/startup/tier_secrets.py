@@ -58,13 +58,19 @@ def ciphers_of(config: TiersConfig) -> TenantCiphers | None:
 
 
 def mac_of(config: TiersConfig, block_format: BlockFormat) -> BlockMac | None:
-    """Return what authenticates blocks with the secret in `secret_file`; None without a file. See `secret_of`."""
+    """Return the MAC that authenticates blocks with the secret in `secret_file`; None without a file.
+
+    Raises:
+        ConfigError: see `secret_of`.
+    """
     secret = secret_of(config)
     return BlockMac(secret, block_format.fingerprint) if secret else None
 
 
 def protection_of(config: TiersConfig, mac: BlockMac | None) -> Callable[[str], Protection | None]:
-    """Return a function that returns what protects the blocks of a tenant outside the process: ciphers, or the MAC.
+    """Return a function that returns the protection of a tenant's blocks outside the process.
+
+    This is the tenant's cipher with `encryption_key_file`, and otherwise `mac`.
 
     Raises:
         ConfigError: see `ciphers_of`.
@@ -74,4 +80,4 @@ def protection_of(config: TiersConfig, mac: BlockMac | None) -> Callable[[str], 
 
 
 def unprotected(tenant: str) -> None:
-    """Neither encrypt nor authenticate the blocks of a tenant: only this process can write them."""
+    """Return None: a tenant's blocks are neither encrypted nor authenticated, since only this process writes them."""

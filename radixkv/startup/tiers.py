@@ -48,10 +48,12 @@ from radixkv.storage.layer_bytes import LayerBytes, payload_layout
 
 _log = logging.getLogger(__name__)
 
-# Divisor of the pool size that bounds copies waiting to be stored, and loaded blocks waiting for their requests.
-_WAITING_SHARE = 8
+# Copies that wait to be stored, and loaded blocks that wait for their requests, may take the size of the pool divided
+# by `_WAITING_DIVISOR`, but at least `_MIN_WAITING_BYTES`.
+_WAITING_DIVISOR = 8
 _MIN_WAITING_BYTES = 64 << 20
-_SMALL_TIER = 16  # a tier with fewer blocks than the pool divided by this causes a warning
+# A tier with fewer blocks than the pool's divided by this causes a warning.
+_SMALL_TIER_DIVISOR = 16
 # The prompt whose K and V identify how this process computes; see `_computed_by`.
 _PROBE_BLOCKS = 2
 _PROBE_STRIDE = 7919
@@ -75,8 +77,8 @@ class Stores:
 
     Attributes:
         backends: the opened backends by name.
-        closed: names of those that could not be opened.
-        keys: computes the keys of their blocks.
+        closed: names of the stores that could not be opened.
+        keys: computes the keys of blocks.
         index: which tier holds which block; it listens to the cache.
         mover: copies blocks.
         max_waiting_bytes: see `Offload`.
@@ -207,7 +209,7 @@ def open_stores(
         )
     needs_copies = config.host_bytes is not None or config.disk_path is not None or model.device.type == "cpu"
     native = native_copies() if needs_copies else None
-    waiting_bytes = max(_MIN_WAITING_BYTES, storage.num_bytes // _WAITING_SHARE)
+    waiting_bytes = max(_MIN_WAITING_BYTES, storage.num_bytes // _WAITING_DIVISOR)
     is_on_gpu = model.device.type == "cuda"
     gpu = _gpu_copies(storage, waiting_bytes) if is_on_gpu else None
     mover = BlockMover(storage.pools, storage.part_pools, native, gpu)
@@ -254,8 +256,8 @@ def _stores_to_open(
     map_host_memory: Callable[[int], memoryview],
 ) -> dict[str, StoreOptions]:
     """Return the options of the configured stores, the fastest first."""
-    of_block = partial(object_bytes, block_format.block_size, block_format.payload_bytes)
-    num_bytes = max(of_block(is_sealed=False), of_block(is_sealed=True))
+    block, payload = block_format.block_size, block_format.payload_bytes
+    num_bytes = max(object_bytes(block, payload, is_sealed=False), object_bytes(block, payload, is_sealed=True))
     options: dict[str, StoreOptions] = {}
     if config.host_bytes is not None:
         options["host"] = StoreOptions(
@@ -341,7 +343,7 @@ def _tier_index(
         _log.info("tier %s is shared with servers whose blocks have the format %s", name, block_format.fingerprint)
         num_keys = max(num_known_blocks, num_pool_blocks)  # so that the blocks of any prompt fit
         return SharedTierIndex(name, num_keys, ledger=ledger)
-    if num_blocks < num_pool_blocks // _SMALL_TIER:
+    if num_blocks < num_pool_blocks // _SMALL_TIER_DIVISOR:
         _log.warning(
             "tier %s has room for only %d blocks, and the pool for %d, so it keeps few of the evicted blocks: all "
             "blocks of the pool take %d bytes",
@@ -367,7 +369,7 @@ def _computed_by(runner: Runner, mover: BlockMover) -> str:
     num_tokens = num_blocks * storage.block_size
     tokens = (np.arange(num_tokens) * _PROBE_STRIDE % runner.model.vocab_size).astype("<u4").tobytes()
     block_ids = np.arange(num_blocks, dtype=np.int32)
-    part_ids = block_ids if storage.part_pools else None  # there are at least as many parts
+    part_ids = block_ids if storage.part_pools else None  # every pool of parts has at least `_PROBE_BLOCKS`
     runner.run([Chunk(tokens, 0, num_tokens, block_ids, None, wants_logits=True, part_ids=part_ids)])
     digest = blake2b(digest_size=16)
     ids = block_ids.tolist()

@@ -23,7 +23,7 @@ class Division(NamedTuple):
 
     Attributes:
         groups: the layers of both pools; None for one pool.
-        num_blocks: blocks that trees and leases share.
+        num_blocks: blocks of the pool for all other layers, or of the only pool; trees and leases refer to these.
         num_parts: blocks of the windowed layers' pool; 0 for one pool.
         num_dedicated_parts: parts that have memory of their own, if the other parts share memory with blocks; None if
             all parts have memory of their own.
@@ -64,7 +64,7 @@ def divide_layers(config: Config, limits: EngineConfig, model: Model, num_blocks
     num_more_blocks = _num_blocks(token_bytes, num_blocks, num_dedicated_parts)
     if num_dedicated_parts > num_blocks or num_dedicated_parts >= num_more_blocks:
         _log.info(
-            "windowed layers keep K/V of every token: a pool of their own would need %d blocks, no fewer",
+            "windowed layers keep K/V of every token: a pool of their own would need %d blocks, which saves no memory",
             num_dedicated_parts,
         )
         return Division(None, num_blocks)
@@ -86,7 +86,10 @@ def _token_bytes(shape: KVShape, groups: LayerGroups) -> _TokenBytes:
 
 
 def _num_dedicated_parts(config: Config, limits: EngineConfig, groups: LayerGroups, at_least: int | None) -> int:
-    """Return the parts with memory of their own: as many as one request needs, or `at_least` if that is more."""
+    """Return the number of parts with memory of their own: `cache.windowed_tokens`, or what one request needs.
+
+    In the second case, the number is at least `at_least`.
+    """
     size, wanted = config.cache.block_size, config.cache.windowed_tokens
     least = min_parts(Reach.of_window(groups.window), size, limits.step_tokens)
     if wanted is None:
@@ -100,7 +103,7 @@ def _num_dedicated_parts(config: Config, limits: EngineConfig, groups: LayerGrou
 
 
 def _num_blocks(token_bytes: _TokenBytes, num_blocks: int, num_parts: int) -> int:
-    """Return how many blocks fit, next to the parts, into the memory of `num_blocks` blocks of all layers."""
+    """Return how many blocks of the other layers fit, next to the parts, into the memory of `num_blocks` blocks."""
     if not token_bytes.other:
         return min(int(layer_shares(*token_bytes).other * num_blocks), MAX_BLOCKS)
     num_free = num_blocks * sum(token_bytes) - num_parts * token_bytes.windowed  # bytes, for each token of a block

@@ -15,7 +15,7 @@ from radixkv.errors import UnsupportedModel
 from radixkv.model.attention.interface import AttentionKind, AttentionUse
 from radixkv.model.attention.triton_kernels import TritonKernels
 from radixkv.startup.attention_choice import choose_attention
-from radixkv.startup.attention_trial import _read, _written, try_attention
+from radixkv.startup.attention_trial import _from_json, _to_json, try_attention
 from radixkv.storage.device_pool import KVShape
 from tests.patience import PATIENCE_S
 
@@ -66,7 +66,7 @@ def test_a_trial_survives_serialization() -> None:
     kinds = (AttentionKind(8, None, None), AttentionKind(8, 100, 30.0))
     shape = KVShape(2, 4, 80, torch.bfloat16).stored_as("fp8")
     use = AttentionUse(kinds, torch.bfloat16, shape, 64, torch.device("cuda:1"), is_exact=True)
-    assert _read(_written("some kernels", use)) == ("some kernels", use)
+    assert _from_json(_to_json("some kernels", use)) == ("some kernels", use)
 
 
 def test_a_crashed_process_is_reported(caplog: pytest.LogCaptureFixture) -> None:

@@ -86,7 +86,7 @@ def test_a_long_window_shares_memory_unless_one_request_needs_all_of_it(tmp_path
     ("settings", "reason"),
     [
         (["transfer.serve=true"], "because of transfers of K/V, which send whole blocks"),
-        (["cache.capacity_tokens=128"], "a pool of their own would need 9 blocks, no fewer"),
+        (["cache.capacity_tokens=128"], "a pool of their own would need 9 blocks, which saves no memory"),
     ],
 )
 def test_windowed_layers_keep_everything_if_a_feature_needs_it(
