@@ -78,16 +78,16 @@ class PeerComparison:
 
     def _build(self, setting: PeerSetting) -> dict[str, WorkerProcess]:
         """Build the workers of all engines that can be installed."""
-        made: dict[str, WorkerProcess] = {}
+        workers: dict[str, WorkerProcess] = {}
         for name in self._names:
             if name in self.skipped:
                 continue
             try:
-                made[name] = build_worker(name, setting, self._environments, self._checkpoints, self._cache)
+                workers[name] = build_worker(name, setting, self._environments, self._checkpoints, self._cache)
             except NotInstalled as error:
                 self.skipped[name] = str(error)
                 _say(f"skipped {name}: {error}")
-        return made
+        return workers
 
     def _start(self, setting: PeerSetting, stack: ExitStack) -> dict[str, WorkerProcess]:
         workers: dict[str, WorkerProcess] = {}

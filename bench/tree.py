@@ -102,9 +102,9 @@ def measure_replay(prompts: Sequence[bytes], block_size: int) -> dict[str, float
             start = time.perf_counter()
             lease.commit(lease.num_tokens)
             insert.append(time.perf_counter() - start)
-    found = cache.match(_NAMESPACE, prompts[-1])
-    assert found.cached_tokens == len(prompts[-1]) // 4 - 1
-    assert found.block_ids.size == -(-found.cached_tokens // block_size)
+    match = cache.match(_NAMESPACE, prompts[-1])
+    assert match.cached_tokens == len(prompts[-1]) // 4 - 1
+    assert match.block_ids.size == -(-match.cached_tokens // block_size)
     stored = iter([_copy(prompt) for prompt in prompts])
     return {
         "insert": _median_us(insert),

@@ -18,13 +18,13 @@ def descendants(pid: int) -> set[int]:
             with contextlib.suppress(OSError, IndexError):
                 parent = (each / "stat").read_text("utf-8", "replace").rpartition(")")[2].split()[1]
                 children.setdefault(int(parent), []).append(int(each.name))
-    found: set[int] = set()
+    result: set[int] = set()
     left = [pid]
     while left:
         new = children.get(left.pop(), [])
-        found.update(new)
+        result.update(new)
         left += new
-    return found
+    return result
 
 
 def listeners(pids: Iterable[int]) -> dict[str, int]:
@@ -35,14 +35,14 @@ def listeners(pids: Iterable[int]) -> dict[str, int]:
             for each in Path(f"/proc/{pid}/fd").iterdir():
                 with contextlib.suppress(OSError):
                     owners[os.readlink(each)] = pid
-    found: dict[str, int] = {}
+    result: dict[str, int] = {}
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/net/{table}").read_text("utf-8").splitlines()[1:]:
             fields = line.split()
             owner = owners.get(f"socket:[{fields[9]}]")
             if fields[3] == _LISTENS and owner is not None:
-                found[fields[1]] = owner
-    return found
+                result[fields[1]] = owner
+    return result
 
 
 def listener_of(address: str, pids: Iterable[int]) -> int:

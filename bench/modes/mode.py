@@ -120,14 +120,14 @@ def _recompute(engine: Engine, prompt: bytes, new_tokens: int) -> ModeAnswer:
 
 
 def _generate_alone(engine: Engine, prompt: bytes, new_tokens: int) -> ModeAnswer:
-    return _generated(engine, PrefillParams(prompt, read_cache=False, write_cache=False), new_tokens)
+    return _run_generation(engine, PrefillParams(prompt, read_cache=False, write_cache=False), new_tokens)
 
 
 def _generate(engine: Engine, prompt: bytes, new_tokens: int) -> ModeAnswer:
-    return _generated(engine, PrefillParams(prompt), new_tokens)
+    return _run_generation(engine, PrefillParams(prompt), new_tokens)
 
 
-def _generated(engine: Engine, params: PrefillParams, new_tokens: int) -> ModeAnswer:
+def _run_generation(engine: Engine, params: PrefillParams, new_tokens: int) -> ModeAnswer:
     start_s = time.perf_counter()
     times_s: list[float] = []
 

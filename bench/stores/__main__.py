@@ -28,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(arguments)
     blocks = Blocks(args.payload_bytes, args.blocks, args.seed, args.calls)
     rows: list[StoreRow] = []
-    for opening in _opened_stores(args, blocks):
+    for opening in _stores(args, blocks):
         with opening as store:
             rows += measure(store, blocks, args.rounds)
     print("| store | direction | ratio to the bare copy | ratio with checksum | GB/s | bare GB/s |")
@@ -46,9 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _opened_stores(
-    args: argparse.Namespace, blocks: Blocks
-) -> Iterator[contextlib.AbstractContextManager[BenchedStore]]:
+def _stores(args: argparse.Namespace, blocks: Blocks) -> Iterator[contextlib.AbstractContextManager[BenchedStore]]:
     yield benched_store.host(blocks.format, blocks.object_bytes, args.blocks)
     with tempfile.TemporaryDirectory(dir=args.disk) as folder:
         yield benched_store.disk(blocks.format, blocks.object_bytes, args.blocks, Path(folder))

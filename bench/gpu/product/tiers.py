@@ -90,8 +90,8 @@ class TierTraffic:
             async with slots:
                 self._asked.append((prompt, await self.ask(prompt)))
 
-        given = self._prompts.draw_many(count - len(self._asked), self._sizes.prompt_tokens)
-        await asyncio.gather(*(one(prompt) for prompt in given))
+        new_prompts = self._prompts.draw_many(count - len(self._asked), self._sizes.prompt_tokens)
+        await asyncio.gather(*(one(prompt) for prompt in new_prompts))
         took_s = time.monotonic() - start_s
         after = await self._client.stats()
         saved = sum(tier.saved_blocks for tier in after.tiers) - sum(tier.saved_blocks for tier in before.tiers)

@@ -119,8 +119,8 @@ class RawConnection:
             async with asyncio.timeout(timeout_s):
                 while read := await self._reader.read(_READ_BYTES):
                     data = data[-64:] + read
-                    if found := _STATUS.search(data):
-                        return "unreadable" if _UNREADABLE in data else found[1].decode()
+                    if status_match := _STATUS.search(data):
+                        return "unreadable" if _UNREADABLE in data else status_match[1].decode()
         except TimeoutError:
             return "silent"
         except ConnectionError:

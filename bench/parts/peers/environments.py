@@ -146,9 +146,9 @@ class Environments:
 
 def _rename(folder: Path, package: str, name: str, version: str) -> None:
     """Make an installed package available under another name too, for callers that look up its version."""
-    written = package.replace("-", "_")
-    [installed] = folder.glob(f"lib/python3*/site-packages/{written}-*.dist-info")
-    made = installed.parent / f"{name}-{version}.dist-info"
-    made.mkdir(exist_ok=True)
-    (made / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n", encoding="utf-8")
-    (made / "RECORD").touch()
+    file_name = package.replace("-", "_")
+    [installed] = folder.glob(f"lib/python3*/site-packages/{file_name}-*.dist-info")
+    alias = installed.parent / f"{name}-{version}.dist-info"
+    alias.mkdir(exist_ok=True)
+    (alias / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n", encoding="utf-8")
+    (alias / "RECORD").touch()
