@@ -312,7 +312,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--turns", type=positive, default=8)
     parser.add_argument("--prompt-tokens", type=positive, default=1600)
     parser.add_argument("--wait-s", type=positive_number, default=8.0, help="mean wait for a tool")
-    parser.add_argument("--pool-share", type=positive_number, default=0.5, help="of all tokens of all sessions")
+    parser.add_argument(
+        "--pool-share",
+        type=positive_number,
+        default=0.5,
+        help="size of the pool, as a share of the tokens of all sessions",
+    )
     parser.add_argument("--host-bytes", type=positive, default=1_000_000_000)
     parser.add_argument("--time-model", type=Path, help="write the time model to this file")
     parser.add_argument("--json", type=Path)

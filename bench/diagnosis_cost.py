@@ -114,9 +114,8 @@ def _row(kind: str, name: str, times: dict[str, list[_Times]]) -> dict[str, floa
     ratios = np.sort(own / (first if name in (_OFF, _AGAIN) else np.sqrt(first * again)), axis=0)
     num_cut = len(ratios) // 4  # other processes make some of them much longer
     ttft_ratio, processor_ratio = ratios[num_cut : len(ratios) - num_cut].mean(axis=0).tolist()
-    ratio_of_sums = own.sum(axis=0) / np.sqrt(
-        first.sum(axis=0) * again.sum(axis=0)
-    )  # of all prompts, also the examined ones
+    # of all prompts, including those that were examined
+    ratio_of_sums = own.sum(axis=0) / np.sqrt(first.sum(axis=0) * again.sum(axis=0))
     return {
         "kind": kind,
         "engine": name,

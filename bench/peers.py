@@ -177,7 +177,9 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     names = list(build_rows())
     parser = argparse.ArgumentParser(description="Compare radixkv with other engines on a CPU.", allow_abbrev=False)
     parser.add_argument("--engines", nargs="+", choices=list(ENGINES), default=list(ENGINES), metavar="E")
-    parser.add_argument("--rows", nargs="+", choices=names, default=names, metavar="R", help=f"of {', '.join(names)}")
+    parser.add_argument(
+        "--rows", nargs="+", choices=names, default=names, metavar="R", help=f"rows to measure, of {', '.join(names)}"
+    )
     parser.add_argument("--dtypes", nargs="+", choices=("float32", "bfloat16"), default=["float32", "bfloat16"])
     parser.add_argument("--threads", nargs="+", type=int, default=[1, 2], help="for the rows of the large model")
     parser.add_argument("--repetitions", type=int, default=5)

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import random
 import shlex
 import statistics
@@ -25,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.parts.environment import describe_run
+from bench.parts.result_file import write_json
 from bench.parts.server_process import ServerProcess, serve_command
 from radixkv.errors import ConfigError
 from radixkv.service.cli.argument_types import positive
@@ -165,7 +165,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.json:
         argv = sys.argv[1:] if arguments is None else arguments
         command = shlex.join(["python", "-m", "bench.short_behind_long", *argv])
-        options.json.write_text(json.dumps({**result, "command": command, **describe_run()}, indent=2) + "\n")
+        write_json(options.json, {**result, "command": command, **describe_run()})
     return 0 if max(sample.ratio for sample in samples) <= 1 else 1
 
 

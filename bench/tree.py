@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import shlex
 import statistics
 import sys
@@ -23,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from bench.parts.environment import describe_run
+from bench.parts.result_file import write_json
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.events.block_identity import Identities
 from radixkv.events.event_log import EventLog
@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             **describe_run(),
         }
         options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+        write_json(options.json, report)
     return 0
 
 

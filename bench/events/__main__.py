@@ -10,7 +10,6 @@ refuses and which retry.
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import shlex
 import subprocess
@@ -23,6 +22,7 @@ from pathlib import Path
 
 from bench.parts.environment import describe_run
 from bench.parts.report import distribution
+from bench.parts.result_file import write_json
 from bench.parts.server_process import ServerProcess, serve_command
 from radixkv.service.client import Client
 
@@ -126,7 +126,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.json:
         command = shlex.join(["python", "-m", "bench.events", *(sys.argv[1:] if arguments is None else arguments)])
         result = {"requests": options.requests, "tokens": options.tokens, "passes": [asdict(each) for each in passes]}
-        options.json.write_text(json.dumps({**result, "command": command, **describe_run()}, indent=2) + "\n")
+        write_json(options.json, {**result, "command": command, **describe_run()})
     return 0
 
 

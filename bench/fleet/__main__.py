@@ -45,9 +45,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--trace", type=Path, help="requests in a format of `radixkv simulate` (default: only the generated trace)"
     )
     parser.add_argument("--limit", type=positive, help="the first N requests of each trace (default: all)")
-    parser.add_argument("--capacity-tokens", type=whole, default=3_000_000, help="of each replica's cache")
+    parser.add_argument("--capacity-tokens", type=whole, default=3_000_000, help="capacity of each replica's cache")
     parser.add_argument("--replicas", type=positive, help="only fleets of this size (default: 8 and 64)")
-    parser.add_argument("--routing", type=names, default=list(ROUTINGS), help="which ones to compare")
+    parser.add_argument("--routing", type=names, default=list(ROUTINGS), help="policies to compare")
     parser.add_argument("--decisions", type=positive, default=10_000, help="decisions to time, for each length")
     parser.add_argument("--known-blocks", type=positive, default=1_000_000, help="blocks that the router knows")
     parser.add_argument("--only-decisions", action="store_true", help="simulate nothing")

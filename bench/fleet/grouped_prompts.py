@@ -40,7 +40,7 @@ class Geometry:
     new_tokens: int
 
     def make_prompts(self, seed: int = 0) -> list[list[int]]:
-        """Return all prompts in the order in which they are sent: shuffled, the same for the same seed."""
+        """Return all prompts in the order in which they are sent: shuffled. The same seed gives the same prompts."""
         all_prompts = []
         for group in range(self.groups):
             prefix = _tokens(f"{seed} {group}", self.prefix_tokens)
@@ -56,9 +56,9 @@ class PromptOutcome:
     """Answer to one prompt, or its failure.
 
     Attributes:
-        sent_s: when the prompt was sent, or should have been sent, since the start of the pass.
-        ttft_s: time from then to the first token; None if none arrived.
-        total_s: time from then to the end.
+        sent_s: when the prompt was sent, since the start of the pass; in an open loop, its arrival time.
+        ttft_s: seconds from `sent_s` to the first token; None if none arrived.
+        total_s: seconds from `sent_s` to the end.
         token_ids: the generated tokens that arrived.
         cached_tokens: cached tokens of the prompt.
         error: the error of the call; empty if it succeeded.

@@ -1,4 +1,4 @@
-"""Finds the operating system processes of a fleet."""
+"""Finds the process that listens on an address."""
 
 from __future__ import annotations
 
@@ -10,25 +10,8 @@ from pathlib import Path
 _LISTENS = "0A"
 
 
-def descendants(pid: int) -> set[int]:
-    """Return all descendants of a process."""
-    children: dict[int, list[int]] = {}
-    for each in Path("/proc").iterdir():
-        if each.name.isdigit():
-            with contextlib.suppress(OSError, IndexError):
-                parent = (each / "stat").read_text("utf-8", "replace").rpartition(")")[2].split()[1]
-                children.setdefault(int(parent), []).append(int(each.name))
-    result: set[int] = set()
-    left = [pid]
-    while left:
-        new = children.get(left.pop(), [])
-        result.update(new)
-        left += new
-    return result
-
-
 def listeners(pids: Iterable[int]) -> dict[str, int]:
-    """Return the addresses on which processes listen, in hexadecimal as Linux writes them, and the processes."""
+    """Return the process that listens on each address. Addresses are in hexadecimal, as Linux writes them."""
     owners: dict[str, int] = {}
     for pid in pids:
         with contextlib.suppress(OSError):

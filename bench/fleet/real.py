@@ -46,7 +46,7 @@ _TENANT = "acme"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print and write the result. Returns the exit status; see above."""
+    """Measure, print and write the result. Returns the exit status."""
     options = _parser().parse_args(arguments)
     sizes = (options.prefix_tokens, options.question_tokens, options.new_tokens)
     geometries = [Geometry(groups, prompts, *sizes) for groups, prompts in options.geometry]
@@ -237,7 +237,7 @@ def _parser() -> argparse.ArgumentParser:
         default=0.6,
         help="share of all prefixes that the cache of a replica has room for",
     )
-    parser.add_argument("--calls", type=positive, default=200, help="to time the ingress by")
+    parser.add_argument("--calls", type=positive, default=200, help="calls that time the ingress")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
     return parser

@@ -44,8 +44,8 @@ def run_stage(
         environment: variables of the stage, in addition to those of this process.
 
     Returns:
-        `outcome` in words (`ran` on success), `seconds`, `command`, `result` as the stage wrote it last, None if it did
-        not, and the end of its `output`.
+        `outcome` in words (`ran` on success), `seconds`, `command`, `result` as the stage wrote it last, None if it
+        wrote none, and the end of its `output`.
     """
     files = _StageFiles(folder / f"{name}.json", folder / f"{name}.log", shlex.join(["python", *command]))
     with files.log.open("w", encoding="utf-8") as log:

@@ -96,7 +96,7 @@ def measure_trials(
     """Run trials concurrently, each in its own process, then repeat those that timed out, one at a time.
 
     Args:
-        given: the trials.
+        kernel_trials: the trials.
         module: module of the process; see `trial_module`.
         limit_s: seconds that a process may take.
         deadline_s: end of all trials, on the clock of `time.monotonic`. A repeated trial gets the time that is left

@@ -166,8 +166,8 @@ async def measure(
 
     Args:
         name: name of the attack.
-        target: the server.
-        pid: its process.
+        target: the server of the well-behaved client.
+        pid: id of its process.
         attacked: the server that is attacked; None for `target`.
         has_low_priority: whether the attacker uses only CPU time that other processes leave.
     """

@@ -54,7 +54,7 @@ class Mode:
     ask: Callable[[Engine, bytes, int], ModeAnswer]
 
     def open(self, traffic: ModeTraffic, device: str) -> Engine:
-        """Start an engine with a pool of the size for this traffic."""
+        """Start an engine whose pool has the capacity that the traffic sets."""
         settings = [f"model.device={device}", f"cache.capacity_tokens={traffic.pool_tokens}", *self.settings]
         engine = build_engine(Config.load(None, settings))
         engine.start()

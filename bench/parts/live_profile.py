@@ -23,7 +23,7 @@ def live_profile(requests: Sequence[AgentRequest], decode: Decode, *, has_sessio
     """Return what the profiler of a server finds in requests that arrive one after another.
 
     Args:
-        sent: the requests.
+        requests: the requests, in the order in which they arrive.
         decode: returns the text of token ids.
         has_sessions: whether the requests name their sessions.
     """

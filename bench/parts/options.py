@@ -184,7 +184,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--workload", required=True, choices=("shared-prefix", "document", "mooncake"))
     document = parser.add_argument_group("document")
-    document.add_argument("--tokenizer", metavar="SOURCE", help="of the model: a directory, a GGUF file or ORG/NAME")
+    document.add_argument("--tokenizer", metavar="SOURCE", help="the model's: a directory, a GGUF file or ORG/NAME")
     shared = parser.add_argument_group("shared-prefix")
     shared.add_argument(
         "--requests", type=_integer(1), metavar="N", help=f"also of document; default {DEFAULT_REQUESTS}"

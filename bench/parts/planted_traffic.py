@@ -99,15 +99,15 @@ class Payload:
 
 @dataclass(frozen=True, slots=True)
 class AgentRequest:
-    """A request.
+    """One request of a conversation.
 
     Attributes:
-        token_ids: its prompt.
-        answer_ids: the tokens that were generated and cached after it.
+        token_ids: tokens of the prompt.
+        answer_ids: tokens that were generated and cached after the prompt.
         namespace: model, tenant, adapter and salt.
         session: name of the conversation.
-        time_s: when it was sent.
-        is_planted: whether it has the fault.
+        time_s: time at which the request is sent.
+        is_planted: whether the request has the fault.
     """
 
     token_ids: Sequence[int]
@@ -257,17 +257,17 @@ class Traffic:
     def requests(self, fault: Fault | None, share: float) -> list[AgentRequest]:
         """Return the requests, with the fault in a share of those that have something to lose.
 
-        The texts, the order and the requests that are planted depend only on the seed.
+        The texts and their order depend only on the seed; which requests have the fault depends also on the share.
         """
         rng, faults, chance = (random.Random(f"{self.seed} {each}") for each in ("texts", "faults", "chance"))
         conversations = [self._messages(rng) for _ in range(self.num_sessions)]
-        nexts = [0] * self.num_sessions
+        num_sent = [0] * self.num_sessions
         order = [index for index in range(self.num_sessions) for _ in range(self.num_turns)]
         rng.shuffle(order)
         requests = []
         for time_s, index in enumerate(order):
-            num_messages = 1 + 2 * nexts[index]
-            nexts[index] += 1
+            num_messages = 1 + 2 * num_sent[index]
+            num_sent[index] += 1
             payload = Payload(
                 "8d9f3a11c27be845",
                 "3a3",

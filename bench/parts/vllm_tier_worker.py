@@ -94,7 +94,7 @@ def run(task: dict[str, Any], answers: int) -> None:
             prompts; `changed`, the position of a token to change in each prompt, or None; `times`, how often each
             prompt is repeated; `num_blocks`, blocks of vLLM, or None; `lost`, the fraction of the disk's reads that
             find nothing, or 1 for a disk that fails; `is_endless`, whether to continue with further prompts until the
-            process is killed; `first_endless`, the first of these prompts, whose numbers are -1, -2 and so on.
+            process is killed; `first_endless`, n if the first of these prompts has the number -n.
         answers: file descriptor for the JSON lines.
     """
     from vllm import LLM, SamplingParams

