@@ -6,9 +6,9 @@
    `--time-model`.
 2. It plays sessions against three servers with a tier in host memory. Each session sends a prompt, waits
    as for a tool, and sends the prompt with more tokens.
-   - The control: the pool holds the tokens of all sessions, so each turn is a hit on the device. The median time to the
-     first token (TTFT) by length is what the TTFT of turns is compared with. It varies as well, so not all turns of the
-     control are timely.
+   - The control: the pool holds the tokens of all sessions, so each turn is a hit on the device. The TTFT (time to
+     first token) of turns is compared with the median TTFT of these hits, by length. The TTFT of hits varies too, so
+     not all turns of the control are timely.
    - Without sessions: the pool holds half of the tokens, and the requests do not name their session.
    - With sessions: the same, with names, so that the server loads blocks before a turn arrives.
 3. The last server records the traffic. The benchmark replays it with the time model, and compares the hit rate and the
@@ -62,10 +62,10 @@ class Turn:
     """A turn after the wait for a tool.
 
     Attributes:
-        context_tokens: tokens of the prompt before it, which it repeats.
-        ttft_s: its time to the first token.
-        loaded_tokens: tokens that were loaded from the tier after it arrived.
-        missed_tokens: tokens of the prompt before it that were computed again.
+        context_tokens: tokens of the session's previous prompt, with which the prompt of this turn begins.
+        ttft_s: time to the first token.
+        loaded_tokens: tokens that were loaded from the tier after the turn arrived.
+        missed_tokens: tokens of the previous prompt that were computed again, without its last partial block.
     """
 
     context_tokens: int
@@ -75,7 +75,7 @@ class Turn:
 
     @property
     def is_ready(self) -> bool:
-        """Whether everything that it repeats was on the device."""
+        """Whether the device had all blocks of the previous prompt."""
         return not self.loaded_tokens and not self.missed_tokens
 
 
@@ -96,8 +96,8 @@ class Prompts:
         return self._rng.choices(range(_VOCAB_SIZE), k=num_tokens)
 
 
-async def seconds_of(client: AsyncClient, tokens: list[int], **options: Any) -> tuple[float, Any]:
-    """Send a prefill after a pause. Returns the time until its answer, and its usage."""
+async def time_prefill(client: AsyncClient, tokens: list[int], **options: Any) -> tuple[float, Any]:
+    """Send a prefill after a pause. Returns the seconds until the answer arrived, and its usage."""
     await asyncio.sleep(_PAUSE_S)
     start_s = time.perf_counter()
     answer = await client.prefill(tokens, **options)
@@ -114,7 +114,7 @@ async def measure_times(client: AsyncClient, prompts: Prompts) -> TimeModel:
         await client.prefill(before)
         for _ in range(_REPETITIONS):
             tokens = (before if context else []) + prompts.new(length)
-            took_s, usage = await seconds_of(client, tokens)  # and publishes it, as the traffic does
+            took_s, usage = await time_prefill(client, tokens)  # its blocks are published, as those of the traffic are
             assert usage.computed_tokens >= length, "only the context is cached"
             samples.append(took_s)
         rows.append((1.0, length, length * (2 * context + length - 1) / 2))
@@ -134,9 +134,9 @@ async def measure_times(client: AsyncClient, prompts: Prompts) -> TimeModel:
                 if time.monotonic() > deadline_s:
                     raise ConfigError("agents: the demoted prompt did not arrive in the tier")
                 await asyncio.sleep(0.002)
-            took_s, usage = await seconds_of(client, tokens)
+            took_s, usage = await time_prefill(client, tokens)
             if usage.host_tokens == num_blocks * BLOCK_SIZE:  # otherwise computing is faster
-                hit_s, _ = await seconds_of(client, tokens)  # the same prompt, which is now on the device
+                hit_s, _ = await time_prefill(client, tokens)  # the same prompt, which is now on the device
                 samples.append(max(took_s - hit_s, _MIN_LOAD_S))
         if samples:
             counts.append((1.0, num_blocks * BLOCK_SIZE * times.token_bytes))
@@ -156,9 +156,9 @@ def non_negative_fit(rows: Any, seconds: Any) -> list[float]:
         solution = np.linalg.lstsq(rows[:, columns] / seconds[:, None], np.ones(len(seconds)), rcond=None)[0]
         error = float(np.square(rows[:, columns] @ solution / seconds - 1).sum())
         if (solution >= 0).all() and (best is None or error < best[0]):
-            whole = np.zeros(rows.shape[1])
-            whole[columns] = solution
-            best = (error, whole.tolist())
+            coefficients = np.zeros(rows.shape[1])
+            coefficients[columns] = solution
+            best = (error, coefficients.tolist())
     assert best is not None, "a single column has a non-negative solution"
     return best[1]
 
@@ -200,20 +200,20 @@ class Play:
         await asyncio.sleep(start_s)
         options: dict[str, Any] = {"session_id": name, "awaits": Awaits.TOOL} if self._names_sessions else {}
         tokens = self._prompts.new(num_tokens)
-        await self._timed(tokens, options)
+        await self._prefill(tokens, options)
         rng = random.Random(name)
         for _ in range(num_turns):
             await asyncio.sleep(rng.uniform(0.5, 1.5) * self._wait_s)
-            longer = tokens + self._prompts.more(_NEW_TOKENS)
-            ttft_s, usage = await self._timed(longer, options)
+            next_prompt = tokens + self._prompts.more(_NEW_TOKENS)
+            ttft_s, usage = await self._prefill(next_prompt, options)
             repeated = len(tokens) - len(tokens) % BLOCK_SIZE
             missed_tokens = max(0, repeated - usage.cached_tokens)
             self.turns.append(Turn(len(tokens), ttft_s, usage.host_tokens, missed_tokens))
-            tokens = longer
+            tokens = next_prompt
 
-    async def _timed(self, tokens: list[int], options: dict[str, Any]) -> tuple[float, Any]:
+    async def _prefill(self, tokens: list[int], options: dict[str, Any]) -> tuple[float, Any]:
         async with self._turn:
-            seconds, usage = await seconds_of(self._client, tokens, **options)
+            seconds, usage = await time_prefill(self._client, tokens, **options)
         self.ttfts_s.append(seconds)
         self.cached_tokens += usage.cached_tokens
         self.prompt_tokens += len(tokens)
@@ -234,7 +234,7 @@ def ttft_of_hits(control: Play) -> dict[int, float]:
     return {length: statistics.median(samples) for length, samples in ttfts_s.items()}
 
 
-def summary(play: Play, hits_s: Mapping[int, float]) -> dict[str, Any]:
+def summarize(play: Play, hits_s: Mapping[int, float]) -> dict[str, Any]:
     """Return the numbers of a play.
 
     Args:
@@ -254,8 +254,8 @@ def summary(play: Play, hits_s: Mapping[int, float]) -> dict[str, Any]:
     }
 
 
-def settings_of(options: argparse.Namespace, pool_share: float, record: Path | None) -> Iterator[str]:
-    """Return the settings of a server whose pool holds a share of the tokens of all sessions."""
+def server_settings(options: argparse.Namespace, pool_share: float, record: Path | None) -> Iterator[str]:
+    """Yield the settings of a server whose pool holds a share of the tokens of all sessions."""
     yield f"cache.capacity_tokens={pool_tokens(options, pool_share)}"
     yield f"cache.block_size={BLOCK_SIZE}"
     yield "cache.probation_share=1"
@@ -288,10 +288,10 @@ async def measure(address: str) -> TimeModel:
         return await measure_times(client, Prompts(1))
 
 
-def predicted(record: Path, options: argparse.Namespace, times: TimeModel) -> dict[str, Any]:
-    """Replay what a server recorded."""
+def predict(record: Path, options: argparse.Namespace, times: TimeModel) -> dict[str, Any]:
+    """Simulate the traffic that a server recorded. Returns the predicted hit rate and latencies."""
     host_tokens = int(options.host_bytes / times.token_bytes) // BLOCK_SIZE * BLOCK_SIZE
-    done = simulate(
+    simulation = simulate(
         load_trace(record),
         policy="adaptive",
         capacity_tokens=pool_tokens(options, options.pool_share),
@@ -300,8 +300,8 @@ def predicted(record: Path, options: argparse.Namespace, times: TimeModel) -> di
         hints=STOP,
         times=times,
     )
-    assert done.latency is not None
-    return {"hit_rate": done.token_hit_rate, **asdict(done.latency)}
+    assert simulation.latency is not None
+    return {"hit_rate": simulation.token_hit_rate, **asdict(simulation.latency)}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -312,7 +312,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--turns", type=positive, default=8)
     parser.add_argument("--prompt-tokens", type=positive, default=1600)
     parser.add_argument("--wait-s", type=positive_number, default=8.0, help="mean wait for a tool")
-    parser.add_argument("--pool-share", type=positive_number, default=0.5, help="of all tokens of all sessions")
+    parser.add_argument(
+        "--pool-share",
+        type=positive_number,
+        default=0.5,
+        help="size of the pool, as a share of the tokens of all sessions",
+    )
     parser.add_argument("--host-bytes", type=positive, default=1_000_000_000)
     parser.add_argument("--time-model", type=Path, help="write the time model to this file")
     parser.add_argument("--json", type=Path)
@@ -320,7 +325,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as directory:
         record = Path(directory) / "traffic"
         with ServerProcess(
-            serve_command(options.model, None, tuple(settings_of(options, options.pool_share, None)))
+            serve_command(options.model, None, tuple(server_settings(options, options.pool_share, None)))
         ) as address:
             times = asyncio.run(measure(address))
         print(f"time model: {times}")
@@ -335,19 +340,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
             ("without sessions", options.pool_share, False),
             ("with sessions", options.pool_share, True),
         ):
-            settings = tuple(settings_of(options, pool_share, record if name == "with sessions" else None))
+            settings = tuple(server_settings(options, pool_share, record if name == "with sessions" else None))
             with ServerProcess(serve_command(options.model, None, settings)) as address:
                 play = asyncio.run(play_sessions(address, options, names_sessions=names_sessions))
             if name == "control":
                 hits_s = result["hits_s"] = ttft_of_hits(play)
-            result[name] = summary(play, hits_s)
+            result[name] = summarize(play, hits_s)
             print(f"{name}: {result[name]}")
-        result["predicted"] = predicted(record, options, times)
+        result["predicted"] = predict(record, options, times)
         print(f"predicted: {result['predicted']}")
     if options.json:
-        given = sys.argv[1:] if arguments is None else arguments
+        argv = sys.argv[1:] if arguments is None else arguments
         write_json(
-            options.json, {**result, "command": shlex.join(["python", "-m", "bench.agents", *given]), **describe_run()}
+            options.json, {**result, "command": shlex.join(["python", "-m", "bench.agents", *argv]), **describe_run()}
         )
     return 0
 

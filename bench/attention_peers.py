@@ -31,7 +31,7 @@ class PeerUnavailable(Exception):
 
 
 def peer(name: str, sglang: Path | None) -> Prepare:
-    """Prepare the input sets for a peer.
+    """Return the function that prepares the calls of a peer.
 
         sdpa_flash      torch's SDPA with the FlashAttention back end, on contiguous K/V
         sdpa_cudnn      torch's SDPA with the cuDNN back end, on contiguous K/V; a mask where there is a prefix
@@ -136,7 +136,7 @@ def _fa3_fwd(inputs: AttentionInputs) -> Calls:
     from fa3_fwd_interface import flash_attn_func  # rarely installed
 
     def call(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        # Its mask ends at the bottom right. With 0 splits it chooses their number by the shape.
+        # The causal mask is aligned with the last key. With `num_splits=0` the kernel chooses the number of splits.
         output: torch.Tensor = flash_attn_func(
             query[None], key[None], value[None], softmax_scale=inputs.scale, causal=True, num_splits=0
         )

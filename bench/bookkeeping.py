@@ -118,7 +118,7 @@ class BookkeepingBench:
         self._numbers = itertools.count()
 
     @contextlib.contextmanager
-    def watched(self) -> Iterator[None]:
+    def measure_phases(self) -> Iterator[None]:
         """Measure inside a `with` statement."""
         with contextlib.ExitStack() as watches:
             for owner, name, label in (
@@ -183,7 +183,7 @@ class BookkeepingBench:
         while case.num_new_tokens and not all(each.is_decoding for each in self.core._scheduler.requests()):
             self.core.step()
         self.stopwatch.reset()
-        with self.watched():
+        with self.measure_phases():
             self.finish(futures)
         num_steps = self.stopwatch.num_calls[REST]
         ms = {label: seconds * 1e3 / num_steps for label, seconds in self.stopwatch.seconds.items()}
@@ -272,14 +272,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     rows: list[Row] = []
     for rows in measure(bench, cases, options.rounds):
         if options.json:
-            known = {"evicted_blocks": bench.cache.num_evicted_blocks, "is_finished": False}
-            write_json(options.json, {"rows": rows, **result, **known})
+            progress = {"evicted_blocks": bench.cache.num_evicted_blocks, "is_finished": False}
+            write_json(options.json, {"rows": rows, **result, **progress})
     print("   kind  requests   steps  step, ms bookkeeping    share  us/step")
     for row in rows:
         print(_line(row))
     if options.json:
-        known = {"evicted_blocks": bench.cache.num_evicted_blocks, "is_finished": True}
-        write_json(options.json, {"rows": rows, **result, **known})
+        progress = {"evicted_blocks": bench.cache.num_evicted_blocks, "is_finished": True}
+        write_json(options.json, {"rows": rows, **result, **progress})
 
 
 if __name__ == "__main__":

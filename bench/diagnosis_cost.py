@@ -1,14 +1,15 @@
-"""Measures what finding the causes of misses costs a server: of prompts that miss, and of prompts that hit.
+"""Measures how much finding the causes of misses slows a server down, for prompts that miss and prompts that hit.
 
     python -m bench.diagnosis_cost [--json FILE]
 
-Three engines get the same prompts in random order: two that examine nothing, and one with the default
-`server.diagnosed_share`. Each prompt begins with another id and goes on with one of a few long texts, so it misses,
-and the cause is found if there is time for it. Then the same prompt follows with a few more tokens, which is a hit. The
-next engine gets the prompt when the profiler of the previous one is idle; CPU time is counted until then. Each time is
-divided by the geometric mean of the two engines that examine nothing for the same prompt, and the middle half of these
-ratios is averaged. For the second of these engines, the ratio to the first is shown: its distance from 1 is the
-measurement error. The share of the profiler's own thread in the CPU time is measured without such an error.
+Three engines get the same prompts in random order: two that examine no miss, and one with the default
+`server.diagnosed_share`. Each prompt begins with random tokens and continues with one of a few long texts, so it
+misses, and the engine finds the cause if it has time. Then the same prompt with a few more tokens is sent, which is a
+hit. The next engine gets the prompt when the profiler of the previous engine is idle; CPU time is counted until then.
+Each time is divided by the geometric mean of the times of the two engines that examine no miss for the same prompt, and
+the middle half of these ratios is averaged. For the second of these two engines, the ratio to the first is shown: its
+distance from 1 is the measurement error. The share of the profiler's own thread in the CPU time is measured without
+such an error.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     draw = np.random.default_rng(args.seed)
     times: dict[str, dict[str, list[_Times]]] = {kind: {_OFF: [], _AGAIN: [], _ON: []} for kind in ("miss", "hit")}
     with ExitStack() as stack:
-        engines = {name: _started(stack, args, 0.02 if name == _ON else 0.0) for name in times["miss"]}
+        engines = {name: _start_engine(stack, args, 0.02 if name == _ON else 0.0) for name in times["miss"]}
         vocab_size = engines[_ON].limits.vocab_size
         texts = [draw.integers(0, vocab_size, args.prompt_tokens) for _ in range(_NUM_TEXTS)]
         for number in range(args.prompts):
@@ -73,8 +74,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         thread = next(each for each in threading.enumerate() if each.name == "radixkv-misses")
         assert thread.ident is not None
         thread_s = time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
-    share = thread_s / sum(each.processor_s for of_kind in times.values() for each in of_kind[_ON])
-    rows = [_row(kind, name, of_kind) for kind, of_kind in times.items() for name in of_kind]
+    share = thread_s / sum(each.processor_s for by_engine in times.values() for each in by_engine[_ON])
+    rows = [_row(kind, name, by_engine) for kind, by_engine in times.items() for name in by_engine]
     print(
         f"{counts.examined_misses} of {counts.misses} misses were examined, on a thread that took {100 * share:.2f} % "
         "of the CPU time of all prompts"
@@ -90,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         write_json(args.json, {"command": command, "seed": args.seed, **describe_run(), **examined, "rows": rows})
 
 
-def _started(stack: ExitStack, args: argparse.Namespace, share: float) -> Engine:
+def _start_engine(stack: ExitStack, args: argparse.Namespace, share: float) -> Engine:
     capacity_tokens = 2 * args.prompts * args.prompt_tokens
     settings = [f"model.path={args.model}", "model.device=cpu", f"server.diagnosed_share={share}"]
     engine = build_engine(Config.load(None, [*settings, f"cache.capacity_tokens={capacity_tokens}"]))
@@ -113,15 +114,16 @@ def _row(kind: str, name: str, times: dict[str, list[_Times]]) -> dict[str, floa
     ratios = np.sort(own / (first if name in (_OFF, _AGAIN) else np.sqrt(first * again)), axis=0)
     num_cut = len(ratios) // 4  # other processes make some of them much longer
     ttft_ratio, processor_ratio = ratios[num_cut : len(ratios) - num_cut].mean(axis=0).tolist()
-    whole = own.sum(axis=0) / np.sqrt(first.sum(axis=0) * again.sum(axis=0))  # of all prompts, also the examined ones
+    # of all prompts, including those that were examined
+    ratio_of_sums = own.sum(axis=0) / np.sqrt(first.sum(axis=0) * again.sum(axis=0))
     return {
         "kind": kind,
         "engine": name,
         "ttft_ms": 1e3 * float(np.median(own[:, 0])),
         "ttft_ratio": ttft_ratio,
         "processor_ratio": processor_ratio,
-        "ttft_ratio_of_sums": float(whole[0]),
-        "processor_ratio_of_sums": float(whole[1]),
+        "ttft_ratio_of_sums": float(ratio_of_sums[0]),
+        "processor_ratio_of_sums": float(ratio_of_sums[1]),
     }
 
 

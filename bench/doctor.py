@@ -25,7 +25,7 @@ import numpy as np
 
 from bench.parts.environment import describe_run
 from bench.parts.live_profile import live_profile
-from bench.parts.planted_traffic import FAULTS, Fault, Sent, Traffic
+from bench.parts.planted_traffic import FAULTS, AgentRequest, Fault, Traffic
 from bench.parts.result_file import write_json
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.doctor.diagnosis import diagnose
@@ -43,7 +43,7 @@ _BLOCK_SIZE = 64
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """How well one fault was found.
+    """How many requests with one fault were found.
 
     Attributes:
         fault: its name.
@@ -51,12 +51,12 @@ class Result:
         share: share of the requests in which it was planted.
         has_sessions: whether the log names the sessions.
         requests: number of requests.
-        planted: requests with the fault that lost at least `MIN_LOST_TOKENS`; from `live`, all requests that lost at
-            least `MIN_MISSED_TOKENS`.
+        planted: requests with the fault that lost at least `MIN_LOST_TOKENS`; from `run_profiler`, all requests that
+            lost at least `MIN_MISSED_TOKENS`.
         found: how many of these have the right cause.
         other_requests: requests without the fault.
         false: findings for requests that lost fewer than half of `MIN_LOST_TOKENS`, or that have no fault while the
-            cause is another one; from `live`, see there.
+            cause is another one; for the live profiler, see `run_profiler`.
         lost_tokens: tokens that were computed only because of the fault.
         saved_tokens: tokens that fixing the right cause saves, as reported.
     """
@@ -89,12 +89,12 @@ class Result:
         return abs(self.saved_tokens - self.lost_tokens) / max(1, self.lost_tokens)
 
 
-def computed_tokens(sent: Sequence[Sent]) -> list[int]:
+def computed_tokens(requests: Sequence[AgentRequest]) -> list[int]:
     """Return how many tokens of each prompt a cache that never evicts computes."""
-    num_blocks = sum((len(each.token_ids) + len(each.answer_ids)) // _BLOCK_SIZE + 2 for each in sent)
+    num_blocks = sum((len(each.token_ids) + len(each.answer_ids)) // _BLOCK_SIZE + 2 for each in requests)
     cache = PrefixCache(num_blocks, _BLOCK_SIZE, max_evicted_prefixes=0)
     computed = []
-    for each in sent:
+    for each in requests:
         with cache.lease(each.namespace, np.array(each.token_ids, "<u4").tobytes()) as lease:
             computed.append(lease.num_tokens - lease.cached_tokens)
             lease.commit(lease.num_tokens)
@@ -103,18 +103,18 @@ def computed_tokens(sent: Sequence[Sent]) -> list[int]:
     return computed
 
 
-def diagnosed(traffic: Traffic, fault: Fault, share: float, *, has_sessions: bool = True) -> Result:
-    """Plant a fault in a share of the requests, and compare what is found with the truth."""
-    sent = traffic.sent(fault, share)
-    excess = _excess(traffic, sent)
+def run_doctor(traffic: Traffic, fault: Fault, share: float, *, has_sessions: bool = True) -> Result:
+    """Plant a fault in a share of the requests, and compare what `radixkv doctor` finds with the truth."""
+    requests = traffic.requests(fault, share)
+    excess = _excess(traffic, requests)
     with PromptLog() as log:
-        for index, each in enumerate(sent):
+        for index, each in enumerate(requests):
             session = each.session if has_sessions else ""
             prompt = LoggedPrompt(str(index), len(each.token_ids), each.namespace, session, each.time_s)
             log.add(prompt, each.token_ids, each.answer_ids)
-        found = diagnose(log, Examiner(traffic.tokenizer.decode), min_lost_tokens=MIN_LOST_TOKENS)
+        report = diagnose(log, Examiner(traffic.tokenizer.decode), min_lost_tokens=MIN_LOST_TOKENS)
     num_planted = num_found = num_false = 0
-    for each, finding, lost in zip(sent, found.findings, excess, strict=True):
+    for each, finding, lost in zip(requests, report.findings, excess, strict=True):
         is_right = finding is not None and finding.key.cause is fault.cause
         if each.is_planted and lost >= MIN_LOST_TOKENS:
             num_planted += 1
@@ -126,26 +126,26 @@ def diagnosed(traffic: Traffic, fault: Fault, share: float, *, has_sessions: boo
         fault.cause.value,
         share,
         has_sessions,
-        len(sent),
+        len(requests),
         num_planted,
         num_found,
-        sum(not each.is_planted for each in sent),
+        sum(not each.is_planted for each in requests),
         num_false,
         sum(excess),
-        sum(each.saved_tokens or 0 for each in found.groups if each.key.cause is fault.cause),
+        sum(each.saved_tokens or 0 for each in report.groups if each.key.cause is fault.cause),
     )
 
 
-def live(traffic: Traffic, fault: Fault, share: float, *, has_sessions: bool = True) -> Result:
+def run_profiler(traffic: Traffic, fault: Fault, share: float, *, has_sessions: bool = True) -> Result:
     """Plant a fault in a share of the requests, and compare what the profiler of a server finds with the truth.
 
-    A profiler reports groups of requests with one cause, and no single requests. So `found` is the size of the groups
+    A profiler reports groups of requests with one cause, not single requests. So `found` is the size of the groups
     with the right cause, at most `planted`: the requests with the fault, and those after them that lose tokens as well.
     `false` is the size of all other groups, and what exceeds `planted`.
     """
-    sent = traffic.sent(fault, share)
-    excess = _excess(traffic, sent)
-    report = live_profile(sent, traffic.tokenizer.decode, has_sessions=has_sessions)
+    requests = traffic.requests(fault, share)
+    excess = _excess(traffic, requests)
+    report = live_profile(requests, traffic.tokenizer.decode, has_sessions=has_sessions)
     groups = [group for _, group in report.groups]
     right = [each for each in groups if each.key.cause is fault.cause]
     num_lost = sum(lost >= MIN_MISSED_TOKENS for lost in excess)
@@ -155,19 +155,19 @@ def live(traffic: Traffic, fault: Fault, share: float, *, has_sessions: bool = T
         fault.cause.value,
         share,
         has_sessions,
-        len(sent),
+        len(requests),
         num_lost,
         min(num_right, num_lost),
-        sum(not each.is_planted for each in sent),
+        sum(not each.is_planted for each in requests),
         sum(each.num_prompts for each in groups) - num_right + max(0, num_right - num_lost),
         sum(excess),
         sum(each.lost_tokens for each in right),
     )
 
 
-def _excess(traffic: Traffic, sent: Sequence[Sent]) -> list[int]:
+def _excess(traffic: Traffic, requests: Sequence[AgentRequest]) -> list[int]:
     """Return how many tokens each request computes only because of the faults."""
-    pairs = zip(computed_tokens(sent), computed_tokens(traffic.sent(None, 0)), strict=True)
+    pairs = zip(computed_tokens(requests), computed_tokens(traffic.requests(None, 0)), strict=True)
     return [with_fault - without for with_fault, without in pairs]
 
 
@@ -193,7 +193,8 @@ def main() -> None:
             continue
         for share in SHARES:
             for has_sessions in (True, False):
-                result = (live if arguments.live else diagnosed)(traffic, fault, share, has_sessions=has_sessions)
+                run = run_profiler if arguments.live else run_doctor
+                result = run(traffic, fault, share, has_sessions=has_sessions)
                 results.append(result)
                 print(
                     f"{result.fault:42} {share:5.0%} {'sessions' if has_sessions else 'none':8} "

@@ -70,8 +70,8 @@ def make_questions(number: int, seed: int = 0) -> list[Question]:
     rng = random.Random(seed)
     sentences: list[str] = []
     for document in held_out_documents():
-        found = (" ".join(each.split()) for each in re.split(r"(?<=[.!?])\s+", document.text))
-        sentences += [each for each in found if _SENTENCE_CHARACTERS[0] <= len(each) <= _SENTENCE_CHARACTERS[1]]
+        split = (" ".join(each.split()) for each in re.split(r"(?<=[.!?])\s+", document.text))
+        sentences += [each for each in split if _SENTENCE_CHARACTERS[0] <= len(each) <= _SENTENCE_CHARACTERS[1]]
     questions = []
     for start in rng.sample(range(len(sentences) - _PASSAGE_SENTENCES), number):
         end = start + _PASSAGE_SENTENCES
@@ -103,16 +103,16 @@ class TransformersScores:
 
     def plain(self, questions: Sequence[Question]) -> list[float]:
         """Compute all tokens of each choice."""
-        return [each for question in questions for each in self._scored(question, None)]
+        return [each for question in questions for each in self._score(question, None)]
 
     def with_copied_examples(self, questions: Sequence[Question]) -> list[float]:
         """Compute the examples once, and copy their K/V for each question."""
         cache = DynamicCache(config=self._model.config)
         with torch.inference_mode():
             self._model(torch.tensor([self._shot_ids]), **{cache_name(self._model): cache})
-        return [each for question in questions for each in self._scored(question, cache)]
+        return [each for question in questions for each in self._score(question, cache)]
 
-    def _scored(self, question: Question, cache: DynamicCache | None) -> list[float]:
+    def _score(self, question: Question, cache: DynamicCache | None) -> list[float]:
         context = self._shots + context_of(question)
         num_context = len(self._tokenizer.encode(context))
         rows = [self._tokenizer.encode(context + choice) for choice in question.choices]
@@ -159,13 +159,13 @@ class EvaluatorScores:
         return [logprob for logprob, _ in self.evaluator.loglikelihood(pairs)]
 
 
-def require_agreement(expected: Sequence[float], got: Sequence[float], name: str) -> float:
-    """Return the largest `|expected - got| / max(1, |expected|)` of log probabilities.
+def require_agreement(expected: Sequence[float], actual: Sequence[float], name: str) -> float:
+    """Return the largest `|expected - actual| / max(1, |expected|)` of log probabilities.
 
     Raises:
         RuntimeError: they do not agree.
     """
-    differences = [abs(a - b) / max(1.0, abs(a)) for a, b in zip(expected, got, strict=True)]
+    differences = [abs(a - b) / max(1.0, abs(a)) for a, b in zip(expected, actual, strict=True)]
     if max(differences) > _TOLERANCE:
         raise RuntimeError(f"{name}: expected the log probabilities of transformers, got others: {max(differences)}")
     return max(differences)

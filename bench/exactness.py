@@ -56,7 +56,7 @@ SHAPES = {
 def build_runner(
     shape: str, num_layers: int, dtype: torch.dtype, device: torch.device, max_tokens: int, *, is_exact: bool
 ) -> Runner:
-    """Build a runner with room for one prompt, over the embedded model or random layers of this shape."""
+    """Build a runner with a pool of `max_tokens` tokens, over the embedded model or random layers of this shape."""
     if shape == "tiny":
         module = build_tiny_model(ATTENTION_NAME).to(dtype)
     else:

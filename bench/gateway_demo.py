@@ -75,16 +75,16 @@ def _show(client: OpenAI, url: str, servers: Sequence[ServerProcess], addresses:
     say("stream", " | ".join(map(repr, texts)))
     first_tokens = time_first_tokens(url, addresses[0], _MODEL, _NUM_TIMED)
     say("ttft", f"{first_tokens.gateway_ms:.1f} ms, {first_tokens.direct_ms:.1f} ms without the gateway: medians")
-    calm = _converse(client, range(_NUM_TURNS))
-    say("talk", f"{_NUM_CONVERSATIONS} conversations of {_NUM_TURNS} turns, {calm}")
+    before_kill = _converse(client, range(_NUM_TURNS))
+    say("talk", f"{_NUM_CONVERSATIONS} conversations of {_NUM_TURNS} turns, {before_kill}")
     shares = [num_finished(address) for address in addresses]
     say("shared by", ", ".join(f"{address}: {share}" for address, share in zip(addresses, shares, strict=True)))
     victim = shares.index(max(shares))
     os.kill(servers[victim].pid or 0, signal.SIGKILL)
     say("kill -9", f"{addresses[victim]}, which answered most, is gone; questions go on")
-    hurt = _converse(client, range(_NUM_TURNS, 2 * _NUM_TURNS))
-    say("talk on", f"{_NUM_CONVERSATIONS} conversations of {_NUM_TURNS} more turns, {hurt}")
-    failures = (*calm.failures, *hurt.failures)
+    after_kill = _converse(client, range(_NUM_TURNS, 2 * _NUM_TURNS))
+    say("talk on", f"{_NUM_CONVERSATIONS} conversations of {_NUM_TURNS} more turns, {after_kill}")
+    failures = (*before_kill.failures, *after_kill.failures)
     same = first.choices[0].message.content == again.choices[0].message.content
     say("end", "every question was answered" if not failures else f"{len(failures)} failed, first: {failures[0]}")
     return 0 if same and not failures else 1
@@ -108,12 +108,12 @@ def _converse(client: OpenAI, turns: range) -> Talk:
 
 def _messages(conversation: int, num_turns: int) -> Any:
     """Return the messages of a conversation up to the question of a turn. Only this question is new."""
-    said = [{"role": "system", "content": _SYSTEM.format(conversation)}]
+    messages = [{"role": "system", "content": _SYSTEM.format(conversation)}]
     for turn in range(num_turns + 1):
-        said.append({"role": "user", "content": f"Question {turn} of conversation {conversation}: and then?"})
+        messages.append({"role": "user", "content": f"Question {turn} of conversation {conversation}: and then?"})
         if turn < num_turns:
-            said.append({"role": "assistant", "content": f"Answer {turn}."})
-    return said
+            messages.append({"role": "assistant", "content": f"Answer {turn}."})
+    return messages
 
 
 def _ask(client: OpenAI, messages: Any) -> Any:

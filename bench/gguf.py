@@ -2,10 +2,10 @@
 
 python -m bench.gguf --json bench/results/gguf.json
 
-The files are SmolLM2 135M Instruct in Q4_1 and, made from it, in Q8_0. Both engines run as servers with room for
-`--context-tokens` tokens of K/V, are loaded at the same time, and answer the same prompts in turn, in an order that
-alternates. Times are medians that a client measures, and `cpu_ms` is the CPU time of all processes of an engine and its
-client. Memory is the resident memory of the server after the prompts, with the mapped pages of the file.
+The files are SmolLM2 135M Instruct in Q4_1, and a copy of it that is requantized to Q8_0. Both engines run as servers
+with room for `--context-tokens` tokens of K/V, are loaded at the same time, and answer the same prompts in turn, in an
+order that alternates. Times are medians that a client measures, and `cpu_ms` is the CPU time of all processes of an
+engine and its client. Memory is the resident memory of the server after the prompts, with the mapped pages of the file.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Result = dict[str, Any]
 
 
 def build_rows(prompt_tokens: int, new_tokens: int) -> dict[str, PeerRow]:
-    """Return what is asked of the engines: a prompt that shares nothing, and tokens after a short prompt."""
+    """Return the rows to measure: the prefill of a prompt that is not cached, and decoding after a short prompt."""
     few = min(prompt_tokens, 128)
     return {
         "prefill": PeerRow("prefill", "request", "llama", 0, prompt_tokens, 1, 1, 1),
@@ -45,9 +45,9 @@ def measure(workers: dict[str, WorkerProcess], rows: dict[str, PeerRow], repetit
     """Measure all rows, and then the memory.
 
     Returns:
-        For each row milliseconds per token by engine, and the ratio of ours; for the memory megabytes.
+        For each row, milliseconds per token by engine and the ratio of radixkv to llama.cpp; then the memory in MB.
     """
-    found: list[Result] = []
+    results: list[Result] = []
     for name, row in rows.items():
         samples: dict[str, list[PeerSample]] = {engine: [] for engine in workers}
         for number in range(-1, repetitions):  # the first one warms up
@@ -67,10 +67,10 @@ def measure(workers: dict[str, WorkerProcess], rows: dict[str, PeerRow], repetit
             ours.first_tokens == theirs.first_tokens
             for ours, theirs in zip(samples[_OURS], samples.get(_PEER, ()), strict=False)
         ]
-        found.append({"row": name, "ms": wall, "cpu_ms": cpu, "ratio": _ratio(wall), "same_first_tokens": sum(same)})
+        results.append({"row": name, "ms": wall, "cpu_ms": cpu, "ratio": _ratio(wall), "same_first_tokens": sum(same)})
     memory = {engine: worker.resident_bytes / 1e6 for engine, worker in workers.items()}
-    found.append({"row": "memory", "mb": memory, "ratio": _ratio(memory)})
-    return found
+    results.append({"row": "memory", "mb": memory, "ratio": _ratio(memory)})
+    return results
 
 
 def _ratio(by_engine: dict[str, float]) -> float | None:
@@ -127,11 +127,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             with ExitStack() as stack:
                 for engine in _WORKERS:
                     try:
-                        made = _worker(engine, file, threads, options.context_tokens, environments, options.cache)
+                        process = _worker(engine, file, threads, options.context_tokens, environments, options.cache)
                     except NotInstalled as error:
                         skipped[engine] = str(error)
                         continue
-                    worker = workers[engine] = stack.enter_context(made)
+                    worker = workers[engine] = stack.enter_context(process)
                     versions[engine] = worker.wait_until_ready().versions
                 planned = build_rows(options.prompt_tokens, options.new_tokens)
                 for row in measure(workers, planned, options.repetitions):

@@ -67,7 +67,7 @@ class Questions:
 
 
 async def call_for(seconds: float, server: Server, questions: Questions, callers: int) -> tuple[list[float], float]:
-    """Keep `callers` calls in flight for this many seconds. Returns the latency of each, and the seconds of all."""
+    """Keep `callers` calls in flight for this many seconds. Returns the latency of each, and the total seconds."""
     latencies_s: list[float] = []
     start_s = time.perf_counter()
     connector = aiohttp.TCPConnector(limit=callers)
@@ -113,7 +113,7 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
         servers = []
         for name, (command, port, variables) in commands(options).items():
             stack.enter_context(closing(HttpEngine(command, port, variables)))
-            model = _NAME if name == "vllm" else ""  # the served model
+            model = _NAME if name == "vllm" else ""  # an empty name means the model that radixkv serves
             servers.append(Server(name, f"http://127.0.0.1:{port}/v1/chat/completions", model))
         for new_tokens in options.new_tokens:
             latencies_s: dict[str, list[float]] = {each.name: [] for each in servers}
@@ -122,10 +122,10 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
             for number in range(options.rounds + 1):  # the first round warms up
                 for server in servers:
                     seconds = options.seconds if number else min(options.seconds, 3.0)
-                    found, took_s = asyncio.run(call_for(seconds, server, questions, options.callers))
+                    new_latencies_s, took_s = asyncio.run(call_for(seconds, server, questions, options.callers))
                     if number:
-                        latencies_s[server.name] += found
-                        rates[server.name].append(len(found) / took_s)
+                        latencies_s[server.name] += new_latencies_s
+                        rates[server.name].append(len(new_latencies_s) / took_s)
             row: dict[str, Any] = {"new_tokens": new_tokens, "callers": options.callers}
             for server in servers:
                 row[server.name] = {
@@ -156,8 +156,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     if options.json:
-        given = sys.argv[1:] if arguments is None else arguments
-        command = shlex.join(["python", "-m", "bench.http_calls", *given])
+        argv = sys.argv[1:] if arguments is None else arguments
+        command = shlex.join(["python", "-m", "bench.http_calls", *argv])
         write_json(
             options.json, {"rows": rows, "peer": RECIPES["vllm"].requirements, "command": command, **describe_run()}
         )

@@ -234,8 +234,8 @@ class KernelBench:
         for variant in variants(case, self._choice, self._allowed, self._sizes.dequantized_suffix):
             for row in guarded_row("paged_attention", _describe(variant), partial(self._attention, variant, ())):
                 if first["is_right"] and row["is_right"]:
-                    known = {key: first[key] for key in ("is_right", "error", "ms", "host_ms")}
-                    row["peers"]["ours in bf16"] = {**known, "ratio": first["ms"] / row["ms"]}
+                    our_result = {key: first[key] for key in ("is_right", "error", "ms", "host_ms")}
+                    row["peers"]["ours in bf16"] = {**our_result, "ratio": first["ms"] / row["ms"]}
                 yield row
 
     def _attention(self, case: AttentionCase, peers: Sequence[str]) -> Iterator[Row]:

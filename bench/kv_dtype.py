@@ -27,7 +27,7 @@ def logits_of(model: Model, kv_dtype: str, ids: torch.Tensor, *, is_checked: boo
         model: the model.
         kv_dtype: format of the pool.
         ids: the text, int64 `[num_tokens]`.
-        is_checked: whether the text is computed a second time, in two parts.
+        is_checked: whether, in exact mode, the text is computed a second time, in two parts.
 
     Raises:
         AssertionError: the bits of the second time differ.

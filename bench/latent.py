@@ -48,12 +48,12 @@ class KVVariant(NamedTuple):
     Attributes:
         storage: its pool.
         wrap: wraps the step that is passed to the model's layers.
-        entered: returns a context in which the model computes with this variant.
+        context: returns a context in which the model computes with this variant.
     """
 
     storage: KVStorage
     wrap: Callable[[AttentionStep], AttentionStep]
-    entered: Callable[[], AbstractContextManager[None]]
+    context: Callable[[], AbstractContextManager[None]]
 
 
 class ExpandedStep:
@@ -150,7 +150,7 @@ class Steps:
         """Compute the tokens `[start, end)` after those before. Returns the last one's logits."""
         batch = PagedBatch.build([end - start], [end], [self._blocks], _BLOCK_SIZE)
         step = self._variant.wrap(PagedStep(self._variant.storage.pool, batch, self._kernels))
-        with self._variant.entered():
+        with self._variant.context():
             logits, _ = self._model.forward(
                 self._tokens[start:end], torch.arange(start, end), step, torch.tensor([end - start - 1])
             )
@@ -173,7 +173,7 @@ def measure(model: Model, dtype: str, cached: int, new_counts: Sequence[int], ro
     steps = {name: Steps(model, variant, tokens) for name, variant in variants_of(model, num_tokens).items()}
     cold: dict[str, Any] = {"dtype": dtype, "cached_tokens": cached}
     for name, each in steps.items():
-        cold |= _named(f"{name}_cold", _timed(partial(each.compute, 0, cached)))
+        cold |= _named(f"{name}_cold", _time_call(partial(each.compute, 0, cached)))
     rows = []
     for new in new_counts:
         latent, expanded = (each.compute(cached, cached + new) for each in steps.values())
@@ -181,12 +181,12 @@ def measure(model: Model, dtype: str, cached: int, new_counts: Sequence[int], ro
         assert distance <= _TOLERANCE[dtype], (
             f"logits: expected the same in both variants, got a distance of {distance:.2g}"
         )
-        taken: dict[str, list[Times]] = {name: [] for name in steps}
+        samples: dict[str, list[Times]] = {name: [] for name in steps}
         for _ in range(rounds):
             for name, each in steps.items():
-                taken[name].append(_timed(partial(each.compute, cached, cached + new)))
+                samples[name].append(_time_call(partial(each.compute, cached, cached + new)))
         row = {**cold, "new_tokens": new}
-        for name, times in taken.items():
+        for name, times in samples.items():
             row |= _named(name, Times(*map(statistics.median, zip(*times, strict=True))))
         rows.append(row)
     return rows
@@ -203,7 +203,7 @@ def _named(name: str, times: Times) -> dict[str, float]:
     return {f"{name}_ms": times.wall, f"{name}_processor_ms": times.processor}
 
 
-def _timed(function: Callable[[], object]) -> Times:
+def _time_call(function: Callable[[], object]) -> Times:
     start = time.perf_counter(), time.process_time()
     function()
     return Times((time.perf_counter() - start[0]) * 1e3, (time.process_time() - start[1]) * 1e3)

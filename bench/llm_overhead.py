@@ -62,10 +62,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
             sampling = Sampling(args.new_tokens, ignore_eos=True)
             futures = []
             for each in ids:
-                found: list[int] = []
+                token_ids: list[int] = []
 
-                def add(new: GeneratedTokens, found: list[int] = found) -> None:
-                    found.extend(new.token_ids)
+                def add(new: GeneratedTokens, token_ids: list[int] = token_ids) -> None:
+                    token_ids.extend(new.token_ids)
 
                 futures.append(engine.generate(PrefillParams(np.array(each, "<u4").tobytes()), sampling, add))
             for future in futures:
@@ -85,11 +85,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 for name, each in took.items():
                     seconds[name].append(each)
     low, middle, high = statistics.quantiles(ratios, n=4)
-    whole = sum(seconds["llm"]) / sum(seconds["engine"])
-    print(f"LLM / engine: median {middle:.4f}, quartiles {low:.4f} to {high:.4f}, of all rounds {whole:.4f}")
+    ratio_of_sums = sum(seconds["llm"]) / sum(seconds["engine"])
+    print(f"LLM / engine: median {middle:.4f}, quartiles {low:.4f} to {high:.4f}, of all rounds {ratio_of_sums:.4f}")
     if args.json is not None:
         command = shlex.join(["python", "-m", "bench.llm_overhead", *(arguments or sys.argv[1:])])
-        figures = {"median": middle, "quartiles": [low, high], "of_all_rounds": whole, "ratios": ratios}
+        figures = {"median": middle, "quartiles": [low, high], "of_all_rounds": ratio_of_sums, "ratios": ratios}
         write_json(args.json, {"command": command, "seed": args.seed, **describe_run(), **figures})
 
 

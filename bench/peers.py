@@ -78,16 +78,16 @@ class PeerComparison:
 
     def _build(self, setting: PeerSetting) -> dict[str, WorkerProcess]:
         """Build the workers of all engines that can be installed."""
-        made: dict[str, WorkerProcess] = {}
+        workers: dict[str, WorkerProcess] = {}
         for name in self._names:
             if name in self.skipped:
                 continue
             try:
-                made[name] = build_worker(name, setting, self._environments, self._checkpoints, self._cache)
+                workers[name] = build_worker(name, setting, self._environments, self._checkpoints, self._cache)
             except NotInstalled as error:
                 self.skipped[name] = str(error)
                 _say(f"skipped {name}: {error}")
-        return made
+        return workers
 
     def _start(self, setting: PeerSetting, stack: ExitStack) -> dict[str, WorkerProcess]:
         workers: dict[str, WorkerProcess] = {}
@@ -177,7 +177,9 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     names = list(build_rows())
     parser = argparse.ArgumentParser(description="Compare radixkv with other engines on a CPU.", allow_abbrev=False)
     parser.add_argument("--engines", nargs="+", choices=list(ENGINES), default=list(ENGINES), metavar="E")
-    parser.add_argument("--rows", nargs="+", choices=names, default=names, metavar="R", help=f"of {', '.join(names)}")
+    parser.add_argument(
+        "--rows", nargs="+", choices=names, default=names, metavar="R", help=f"rows to measure, of {', '.join(names)}"
+    )
     parser.add_argument("--dtypes", nargs="+", choices=("float32", "bfloat16"), default=["float32", "bfloat16"])
     parser.add_argument("--threads", nargs="+", type=int, default=[1, 2], help="for the rows of the large model")
     parser.add_argument("--repetitions", type=int, default=5)

@@ -4,7 +4,7 @@ python -m bench.perplexity --model MODEL --json bench/results/perplexity.json
 
 The model reads held-out texts with each format (`model.weights`, `model.dtype`). The reference has the weights as the
 model stores them, and computes in float32, as the other formats do except bfloat16. Measure directories: the linear
-layers of a GGUF file may be quantized already. `radixkv convert` makes a directory of it.
+layers of a GGUF file may be quantized already. `radixkv convert` converts a GGUF file to a directory.
 
 `int8`, with inputs of 8 bits, is refused on processors whose int8 sums may saturate. There, a directory is measured
 with the same numbers, multiplied in another way.

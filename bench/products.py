@@ -75,7 +75,7 @@ def measure(weight: torch.Tensor, nums_rows: Sequence[int], rounds: int) -> list
     libraries, formats = gemm_backends(weight), _formats(weight)
     copies = {name: cold_copies(name, weight, None) for name in (*libraries, *formats)}
     dtype = str(weight.dtype).removeprefix("torch.")
-    found = []
+    results = []
     for num_rows in nums_rows:
         rows = torch.randn(num_rows, weight.shape[1], generator=torch.Generator().manual_seed(1)).to(weight.dtype)
         for name, calls in copies.items():
@@ -86,11 +86,11 @@ def measure(weight: torch.Tensor, nums_rows: Sequence[int], rounds: int) -> list
         fastest_us = min(times_us[name] for name in libraries)
         ratios = {name: times_us[name] / fastest_us for name in formats}
         row = {"dtype": dtype, "in_features": weight.shape[1], "out_features": weight.shape[0], "rows": num_rows}
-        found.append({**row, "us": times_us, "ratio": ratio, "format_ratios": ratios})
+        results.append({**row, "us": times_us, "ratio": ratio, "format_ratios": ratios})
         times = "  ".join(f"{name} {each:.0f}" for name, each in times_us.items())
         shown = "-" if ratio is None else f"{ratio:.2f}"
         print(f"{dtype:8} {weight.shape[1]:6} x {weight.shape[0]:<6} {num_rows:4} rows, us: {times}  ratio {shown}")
-    return found
+    return results
 
 
 def _formats(weight: torch.Tensor) -> list[str]:

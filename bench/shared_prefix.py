@@ -70,7 +70,7 @@ class SharedPrefixCase:
         for table in tables[1:]:
             self._pool.values[table[:prefix_blocks]] = self._pool.values[:prefix_blocks]
         lens = [new_tokens] * num_requests, [prefix_tokens + own_tokens] * num_requests
-        self._apart = PagedBatch.build(*lens, list(tables), _BLOCK_SIZE)
+        self._separate = PagedBatch.build(*lens, list(tables), _BLOCK_SIZE)
         shared = tables.copy()
         shared[:, :prefix_blocks] = tables[0, :prefix_blocks]
         self._shared = PagedBatch.build(*lens, list(shared), _BLOCK_SIZE)
@@ -85,7 +85,7 @@ class SharedPrefixCase:
 
     def attend(self, *, is_shared: bool) -> torch.Tensor:
         """Attend over shared blocks, or over separate blocks for each request."""
-        batch = self._shared if is_shared else self._apart
+        batch = self._shared if is_shared else self._separate
         return self._kernels[is_shared].paged_attention(self.query, self._pool, 0, batch, self._scoring)
 
     def attend_contiguous(self) -> torch.Tensor:
@@ -123,7 +123,7 @@ def measure(case: SharedPrefixCase, rounds: int) -> Row:
             start_s = time.thread_time()
             attend()
             times[name].append((time.thread_time() - start_s) * 1e3)
-    return {name: statistics.median(taken) for name, taken in times.items()}
+    return {name: statistics.median(samples_ms) for name, samples_ms in times.items()}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -131,8 +131,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Measure attention on a CPU over a shared prefix.")
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--prefixes", type=int, nargs="+", default=[2048, 8192], help="shared tokens")
-    parser.add_argument("--own", type=int, default=100, help="tokens of each after the prefix; default 100")
-    parser.add_argument("--new", type=int, nargs="+", default=[1, 64], help="tokens of each in the step")
+    parser.add_argument("--own", type=int, default=100, help="tokens of each request after the prefix; default 100")
+    parser.add_argument("--new", type=int, nargs="+", default=[1, 64], help="new tokens of each request")
     parser.add_argument("--heads", type=int, nargs=3, default=[14, 2, 64], help="query heads, KV heads, head dim")
     parser.add_argument("--dtypes", nargs="+", choices=("float32", "bfloat16"), default=["float32", "bfloat16"])
     parser.add_argument("--rounds", type=int, default=7)

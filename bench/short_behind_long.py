@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import random
 import shlex
 import statistics
@@ -25,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.parts.environment import describe_run
+from bench.parts.result_file import write_json
 from bench.parts.server_process import ServerProcess, serve_command
 from radixkv.errors import ConfigError
 from radixkv.service.cli.argument_types import positive
@@ -40,10 +40,10 @@ class DelaySample:
     """Times of one short prompt.
 
     Attributes:
-        seconds: time to its answer.
-        alone_s: time to its answer on an idle server.
-        two_steps_s: the two longest successive steps during that time, including the one that was running when it
-            arrived.
+        seconds: time to the answer.
+        alone_s: median time to the answer of such a prompt on an idle server.
+        two_steps_s: the longest time of two successive steps while the prompt waited, including the step that was
+            running when the prompt arrived.
     """
 
     seconds: float
@@ -52,7 +52,7 @@ class DelaySample:
 
     @property
     def ratio(self) -> float:
-        """Time to its answer divided by the bound; should be at most 1."""
+        """Time to the answer divided by the bound; should be at most 1."""
         return self.seconds / (self.two_steps_s + self.alone_s)
 
 
@@ -75,8 +75,10 @@ class StepWatch:
 
     def two_steps_s(self, start_s: float, end_s: float) -> float:
         """Return the longest time of two successive steps among those that overlap `[start_s, end_s)`."""
-        seen = [i for i in range(1, len(self._ends_s)) if self._ends_s[i] > start_s and self._ends_s[i - 1] < end_s]
-        return max(self._ends_s[min(i + 1, len(self._ends_s) - 1)] - self._ends_s[i - 1] for i in seen)
+        overlapping = [
+            i for i in range(1, len(self._ends_s)) if self._ends_s[i] > start_s and self._ends_s[i - 1] < end_s
+        ]
+        return max(self._ends_s[min(i + 1, len(self._ends_s) - 1)] - self._ends_s[i - 1] for i in overlapping)
 
 
 async def measure(address: str, long_tokens: int, short_tokens: int, count: int, seed: int) -> list[DelaySample]:
@@ -87,18 +89,18 @@ async def measure(address: str, long_tokens: int, short_tokens: int, count: int,
     """
     rng = random.Random(seed)
 
-    def fresh(num_tokens: int) -> list[int]:
+    def random_prompt(num_tokens: int) -> list[int]:
         return [rng.randrange(VOCAB_SIZE) for _ in range(num_tokens)]
 
     async with AsyncClient(address, timeout_s=600) as client:
-        alone_s = statistics.median([(await ask(client, fresh(short_tokens)))[1] for _ in range(9)])
-        long = asyncio.create_task(client.prefill(fresh(long_tokens), read_cache=False, write_cache=False))
+        alone_s = statistics.median([(await ask(client, random_prompt(short_tokens)))[1] for _ in range(9)])
+        long = asyncio.create_task(client.prefill(random_prompt(long_tokens), read_cache=False, write_cache=False))
         await asyncio.sleep(SETTLE_S)
         watch = StepWatch(client)
         timed = []
         for _ in range(count):
             await asyncio.sleep(rng.random())
-            start_s, seconds = await ask(client, fresh(short_tokens))
+            start_s, seconds = await ask(client, random_prompt(short_tokens))
             if long.done():
                 break
             timed.append((start_s, seconds))
@@ -161,9 +163,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         f"{samples[0].alone_s:.2f} s alone: {result['over_two_steps_and_alone']}"
     )
     if options.json:
-        given = sys.argv[1:] if arguments is None else arguments
-        command = shlex.join(["python", "-m", "bench.short_behind_long", *given])
-        options.json.write_text(json.dumps({**result, "command": command, **describe_run()}, indent=2) + "\n")
+        argv = sys.argv[1:] if arguments is None else arguments
+        command = shlex.join(["python", "-m", "bench.short_behind_long", *argv])
+        write_json(options.json, {**result, "command": command, **describe_run()})
     return 0 if max(sample.ratio for sample in samples) <= 1 else 1
 
 

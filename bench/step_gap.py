@@ -5,7 +5,7 @@ python -m bench.step_gap --json bench/results/step_gap.json
 The real engine core runs with a device that takes no time. The batch of each step is laid out and its attention is
 planned, as for a CUDA graph in exact mode with 32 query heads and 8 KV heads. Upload and launch are not included.
 Rounds alternate between overlap scheduling, in which a step starts before the remaining work of the previous one, as on
-a GPU, and steps that start after it.
+a GPU, and steps that start after that work.
 """
 
 from __future__ import annotations

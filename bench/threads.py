@@ -101,15 +101,15 @@ def measure(client: Client, max_id: int, seed: str, new_tokens: int) -> dict[str
     def ids(count: int) -> list[int]:
         return [numbers.randrange(max_id) for _ in range(count)]
 
-    def timed(prompt: list[int]) -> float:
+    def prefill_ms(prompt: list[int]) -> float:
         time.sleep(_PAUSE_S)
         start_s = time.perf_counter()
         client.prefill(prompt)
         return (time.perf_counter() - start_s) * 1e3
 
     prefix = ids(PREFIX_TOKENS)
-    cold_ms = timed(prefix + ids(SUFFIX_TOKENS))
-    warm_ms = statistics.median(timed(prefix + ids(SUFFIX_TOKENS)) for _ in range(3))
+    cold_ms = prefill_ms(prefix + ids(SUFFIX_TOKENS))
+    warm_ms = statistics.median(prefill_ms(prefix + ids(SUFFIX_TOKENS)) for _ in range(3))
     time.sleep(_PAUSE_S)
     arrivals_s: list[float] = []
     for update in client.generate(prefix + ids(4), max_new_tokens=new_tokens, ignore_eos=True):
@@ -175,7 +175,7 @@ def run(settings: Sequence[ThreadSetting], rounds: int, num_busy: int, new_token
 def table(rows: Sequence[dict[str, Any]], settings: Sequence[ThreadSetting]) -> str:
     """Format rows as a table: a column per number of threads and checkout, and the ratio of busy to quiet."""
     columns = list(dict.fromkeys(setting.label for setting in settings))
-    found = {
+    ms_by_cell = {
         (row["model"], row["row"], row["condition"], ThreadSetting("", row["threads"], row["checkout"]).label): row[
             "ms"
         ]
@@ -184,9 +184,9 @@ def table(rows: Sequence[dict[str, Any]], settings: Sequence[ThreadSetting]) -> 
     lines = ["model  row     condition" + "".join(f"{column:>18}" for column in columns)]
     for model, row in itertools.product(dict.fromkeys(setting.model for setting in settings), ROWS):
         for condition in CONDITIONS:
-            times = [found[model, row, condition, column] for column in columns]
+            times = [ms_by_cell[model, row, condition, column] for column in columns]
             lines.append(f"{model:6} {row:7} {condition:9}" + "".join(f"{each:15.1f} ms" for each in times))
-        ratios = [found[model, row, "busy", each] / found[model, row, "quiet", each] for each in columns]
+        ratios = [ms_by_cell[model, row, "busy", each] / ms_by_cell[model, row, "quiet", each] for each in columns]
         lines.append(f"{'':15}busy/quiet" + "".join(f"{each:17.2f}x" for each in ratios))
     return "\n".join(lines)
 

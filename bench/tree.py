@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import shlex
 import statistics
 import sys
@@ -23,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from bench.parts.environment import describe_run
+from bench.parts.result_file import write_json
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.events.block_identity import Identities
 from radixkv.events.event_log import EventLog
@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             **describe_run(),
         }
         options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+        write_json(options.json, report)
     return 0
 
 
@@ -102,9 +102,9 @@ def measure_replay(prompts: Sequence[bytes], block_size: int) -> dict[str, float
             start = time.perf_counter()
             lease.commit(lease.num_tokens)
             insert.append(time.perf_counter() - start)
-    found = cache.match(_NAMESPACE, prompts[-1])
-    assert found.cached_tokens == len(prompts[-1]) // 4 - 1
-    assert found.block_ids.size == -(-found.cached_tokens // block_size)
+    match = cache.match(_NAMESPACE, prompts[-1])
+    assert match.cached_tokens == len(prompts[-1]) // 4 - 1
+    assert match.block_ids.size == -(-match.cached_tokens // block_size)
     stored = iter([_copy(prompt) for prompt in prompts])
     return {
         "insert": _median_us(insert),

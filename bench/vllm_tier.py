@@ -5,9 +5,10 @@
 1. Each prompt is answered twice. The second answer reuses what vLLM's own prefix cache has.
 2. vLLM restarts with an empty cache. Each prompt is answered again, and reuses what the disk tier has. It must reuse as
    many tokens as in step 1, and return the same tokens with the same bits of their log probabilities. Then all prompts
-   are answered at once, with few blocks, with a disk that loses values, and with one that fails.
+   are answered at once with few blocks, in three runs: with a working disk, one that loses values, and one that fails.
 3. vLLM is killed with SIGKILL at random times while it saves blocks, again and again. After each restart, prompts whose
-   blocks were saved before are answered again, and must have the answers of a vLLM that never used a tier.
+   blocks were saved before are answered again, and must have the same answers. At the end, a vLLM without a tier
+   computes up to 200 of these answers again, as a reference.
 4. As a control, one token of each prompt is changed. If this did not change the answers, wrong K/V would not either.
 
 vLLM's CPU build is installed from PyPI into a virtual environment of its own, once; `--python` uses another one.
@@ -104,11 +105,11 @@ class Worker:
         line = self._answers.readline()
         if not line:
             raise SystemExit("the worker ended unexpectedly; its log has the reason")
-        found: Answer = json.loads(line)
-        return found
+        answer: Answer = json.loads(line)
+        return answer
 
 
-def restarts(worker: Worker, model: Path, folder: Path, num_prompts: int) -> dict[str, object]:
+def measure_restart(worker: Worker, model: Path, folder: Path, num_prompts: int) -> dict[str, object]:
     """Compare hits in vLLM's own cache with hits in the disk tier after a restart."""
     tier = {"disk_path": str(folder), "disk_bytes": _DISK_BYTES}
     task = {"model": str(model), "tier": tier, "prompts": list(range(num_prompts))}
@@ -149,18 +150,19 @@ def restarts(worker: Worker, model: Path, folder: Path, num_prompts: int) -> dic
     }
 
 
-def kills(worker: Worker, model: Path, folder: Path, num_kills: int, seed: int) -> dict[str, object]:
+def measure_kills(worker: Worker, model: Path, folder: Path, num_kills: int, seed: int) -> dict[str, object]:
     """Kill vLLM while it saves, and verify the answers after each restart."""
     rng = random.Random(seed)
-    right: dict[int, Answer] = {}
+    first_answers: dict[int, Answer] = {}
     first_endless = 1
     num_wrong = num_verified = num_hits = num_cut = 0
     for _ in range(num_kills):
-        recent = sorted(right)[:6] + rng.sample(sorted(right), min(len(right), _VERIFIED_PROMPTS - 6))
+        known = sorted(first_answers)
+        verified = known[:6] + rng.sample(known, min(len(known), _VERIFIED_PROMPTS - 6))
         task = {
             "model": str(model),
             "tier": {"disk_path": str(folder), "disk_bytes": _KILL_DISK_BYTES},
-            "prompts": recent,
+            "prompts": verified,
             "is_endless": True,
             "first_endless": first_endless,
         }
@@ -171,13 +173,13 @@ def kills(worker: Worker, model: Path, folder: Path, num_kills: int, seed: int) 
             if "verified" in answer:
                 is_verified = True
             elif "prompt" in answer and not is_verified:
-                expected = right[answer["prompt"]]
+                expected = first_answers[answer["prompt"]]
                 num_verified += 1
                 num_hits += answer["cached"] > 0
                 num_cut += answer["cached"] < expected["reusable"]
                 num_wrong += answer["tokens"] != expected["tokens"]
             elif "prompt" in answer:
-                right[answer["prompt"]] = {**answer, "reusable": 1472}
+                first_answers[answer["prompt"]] = {**answer, "reusable": 1472}
                 first_endless = 1 - answer["prompt"]
                 if kill_s == float("inf"):
                     kill_s = time.monotonic() + rng.random() * _MAX_DELAY_S
@@ -185,7 +187,7 @@ def kills(worker: Worker, model: Path, folder: Path, num_kills: int, seed: int) 
                 os.kill(process_id, signal.SIGKILL)
                 kill_s = float("inf")
         print(f"{num_verified} answers after kills, {num_wrong} wrong, {num_hits} hits", file=sys.stderr)
-    prompts = sorted(right)[:_MAX_RECOMPUTED]
+    prompts = sorted(first_answers)[:_MAX_RECOMPUTED]
     alone = worker.run({"model": str(model), "tier": None, "prompts": prompts})[:-1] if prompts else []
     return {
         "kills": num_kills,
@@ -193,7 +195,7 @@ def kills(worker: Worker, model: Path, folder: Path, num_kills: int, seed: int) 
         "answers_with_hits": num_hits,
         "answers_whose_blocks_were_not_all_saved": num_cut,
         "wrong_answers": num_wrong,
-        "wrong_answers_without_tier": sum(each["tokens"] != right[each["prompt"]]["tokens"] for each in alone),
+        "wrong_answers_without_tier": sum(each["tokens"] != first_answers[each["prompt"]]["tokens"] for each in alone),
     }
 
 
@@ -241,8 +243,8 @@ def main() -> None:
             "command": shlex.join(["python", "-m", "bench.vllm_tier", *sys.argv[1:]]),
             **describe_run(),
             "vllm": _VLLM.requirements[0],
-            "restart": restarts(worker, model, folder / "tiers", arguments.prompts),
-            "kill": kills(worker, model, folder / "killed tiers", arguments.kills, arguments.seed),
+            "restart": measure_restart(worker, model, folder / "tiers", arguments.prompts),
+            "kill": measure_kills(worker, model, folder / "killed tiers", arguments.kills, arguments.seed),
         }
         worker.close()
     print(json.dumps({name: result[name] for name in ("restart", "kill")}, indent=2))

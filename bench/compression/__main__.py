@@ -40,11 +40,11 @@ def measure(
         raise ConfigError(f"{model.name}: compression is refused for models with sliding windows")
     texts = held_out_texts(path, num_texts, num_prompt_tokens + num_new_tokens)
     readings = Readings(model, texts, num_prompt_tokens)
-    whole = readings.read(None)
+    uncompressed = readings.read(None)
 
     def row(policy: str, positions: str, max_tokens: int | None, read: Read) -> Row:
         comparison = Comparison()
-        for logits, reference, ids in zip(read.logits, whole.logits, texts, strict=True):
+        for logits, reference, ids in zip(read.logits, uncompressed.logits, texts, strict=True):
             comparison.add(logits, reference, ids[-num_new_tokens:])
         return row_of(
             model,
@@ -57,7 +57,7 @@ def measure(
             tokens_per_s=num_texts * num_new_tokens / read.seconds,
         )
 
-    yield row("none", "true", None, whole)
+    yield row("none", "true", None, uncompressed)
     for budget in budgets:
         for policy in CompressionPolicy:
             yield row(policy, "true", budget, readings.read(Compression(policy, budget)))

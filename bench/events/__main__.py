@@ -10,7 +10,6 @@ refuses and which retry.
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import shlex
 import subprocess
@@ -23,6 +22,7 @@ from pathlib import Path
 
 from bench.parts.environment import describe_run
 from bench.parts.report import distribution
+from bench.parts.result_file import write_json
 from bench.parts.server_process import ServerProcess, serve_command
 from radixkv.service.client import Client
 
@@ -107,9 +107,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description="Measure prefills while clients subscribe to events.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--requests", type=int, default=400, help="prefills a pass")
+    parser.add_argument("--requests", type=int, default=400, help="prefills per pass")
     parser.add_argument("--warm-up", type=int, default=50, help="prefills before the first pass")
-    parser.add_argument("--tokens", type=int, default=256, help="tokens a prompt")
+    parser.add_argument("--tokens", type=int, default=256, help="tokens per prompt")
     parser.add_argument("--readers", type=int, default=64, help="callers of the second pass")
     parser.add_argument("--callers", type=int, default=1000, help="callers of the third pass")
     parser.add_argument("--seed", type=int, default=0)
@@ -126,5 +126,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.json:
         command = shlex.join(["python", "-m", "bench.events", *(sys.argv[1:] if arguments is None else arguments)])
         result = {"requests": options.requests, "tokens": options.tokens, "passes": [asdict(each) for each in passes]}
-        options.json.write_text(json.dumps({**result, "command": command, **describe_run()}, indent=2) + "\n")
+        write_json(options.json, {**result, "command": command, **describe_run()})
     return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

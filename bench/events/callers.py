@@ -63,12 +63,12 @@ class ClosedLoopCallers:
                 is_accepted = False
             if is_first:
                 is_first = False
-                self._answered(is_accepted)
+                self._count_answer(is_accepted)
             if is_accepted:
                 await _follow(call, reads)
             await asyncio.sleep(RETRY_S)
 
-    def _answered(self, is_accepted: bool) -> None:
+    def _count_answer(self, is_accepted: bool) -> None:
         self.num_accepted += is_accepted
         self.num_refused += not is_accepted
         if self.num_accepted + self.num_refused == self._count:

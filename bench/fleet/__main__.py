@@ -45,9 +45,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--trace", type=Path, help="requests in a format of `radixkv simulate` (default: only the generated trace)"
     )
     parser.add_argument("--limit", type=positive, help="the first N requests of each trace (default: all)")
-    parser.add_argument("--capacity-tokens", type=whole, default=3_000_000, help="of each replica's cache")
+    parser.add_argument("--capacity-tokens", type=whole, default=3_000_000, help="capacity of each replica's cache")
     parser.add_argument("--replicas", type=positive, help="only fleets of this size (default: 8 and 64)")
-    parser.add_argument("--routing", type=names, default=list(ROUTINGS), help="which ones to compare")
+    parser.add_argument("--routing", type=names, default=list(ROUTINGS), help="policies to compare")
     parser.add_argument("--decisions", type=positive, default=10_000, help="decisions to time, for each length")
     parser.add_argument("--known-blocks", type=positive, default=1_000_000, help="blocks that the router knows")
     parser.add_argument("--only-decisions", action="store_true", help="simulate nothing")
@@ -78,21 +78,21 @@ def _simulate(name: str, requests: Sequence[TraceRequest], options: argparse.Nam
         for routing in options.routing:
             if is_compared or routing == PREFIX:
                 fleet = Fleet(replicas, options.capacity_tokens, tokens_per_s)
-                done = simulate_fleet(requests, fleet, routing=routing)
-                rows.append(_row(name, done, singles[replicas]))
-                print(_shown(rows[-1]), flush=True)
+                simulation = simulate_fleet(requests, fleet, routing=routing)
+                rows.append(_row(name, simulation, singles[replicas]))
+                print(_format_row(rows[-1]), flush=True)
     return rows
 
 
-def _row(name: str, done: FleetSimulation, single: float) -> dict[str, Any]:
-    share = done.token_hit_rate / single
-    is_uneven = done.replicas == min(_MIN_SHARES) and done.load_spread > _MAX_SPREAD
-    is_missed = done.routing == PREFIX and (share < _MIN_SHARES[done.replicas] or is_uneven)
-    compared = {"single_cache_hit_rate": single, "share_of_single_cache": share, "is_missed": is_missed}
-    return {"trace": name} | dataclasses.asdict(done) | compared
+def _row(name: str, simulation: FleetSimulation, single: float) -> dict[str, Any]:
+    share = simulation.token_hit_rate / single
+    is_uneven = simulation.replicas == min(_MIN_SHARES) and simulation.load_spread > _MAX_SPREAD
+    is_missed = simulation.routing == PREFIX and (share < _MIN_SHARES[simulation.replicas] or is_uneven)
+    comparison = {"single_cache_hit_rate": single, "share_of_single_cache": share, "is_missed": is_missed}
+    return {"trace": name} | dataclasses.asdict(simulation) | comparison
 
 
-def _shown(row: dict[str, Any]) -> str:
+def _format_row(row: dict[str, Any]) -> str:
     return (
         f"  {row['replicas']:3} x {row['tokens_per_s']:6,} tokens/s  {row['routing']:15} "
         f"hit rate {row['token_hit_rate']:.4f} of {row['single_cache_hit_rate']:.4f} = "

@@ -88,8 +88,8 @@ def time_decisions(
 ) -> DecisionTimes:
     """Fill a router's view by events, then time decisions while events continue.
 
-    Seven of ten requests continue a conversation of which a replica has all turns except perhaps the last one, or what
-    is left of it after evictions; the others share only the system prompt. After each decision, the events of one
+    Seven of ten requests continue a conversation of which a replica has cached the earlier turns, apart from evicted
+    blocks; the other requests share only the system prompt. After each decision, the events of one
     request are read: the blocks that its replica stored, and as many that it removed.
 
     Args:

@@ -90,10 +90,10 @@ def _compare(
             "seed": draw.getrandbits(32),
         }
         expected = _generate(first_client, prompt, options)[0]
-        held = first_client.prefill(prompt, tenant=_TENANT, hold_lease=True)
-        source = KVSource(address=first, lease_id=held.lease_id, epoch=held.epoch)
+        prefilled = first_client.prefill(prompt, tenant=_TENANT, hold_lease=True)
+        source = KVSource(address=first, lease_id=prefilled.lease_id, epoch=prefilled.epoch)
         answer, fetched_tokens = _generate(second_client, prompt, {**options, "kv_source": source})
-        first_client.release(held.lease_id, tenant=_TENANT)
+        first_client.release(prefilled.lease_id, tenant=_TENANT)
         num_different += answer != expected
         num_fetched += fetched_tokens
         num_tokens += len(prompt)
@@ -114,19 +114,19 @@ def _generate(client: Client, prompt: list[int], options: dict[str, Any]) -> tup
 def _measure_speeds(client: Client, bare: str, num_tokens: int, num_rounds: int) -> dict[str, float]:
     """Fetch the K/V of one prompt and read a bare stream, in turn. Return the bytes, and the median MB/s of each."""
     prompt = random.Random(1).choices(range(500), k=num_tokens)
-    held = client.prefill(prompt, tenant=_TENANT, hold_lease=True)
-    sizes = [len(each.data) for each in client.fetch_kv(held.lease_id, tenant=_TENANT) if each.data]
+    prefilled = client.prefill(prompt, tenant=_TENANT, hold_lease=True)
+    sizes = [len(each.data) for each in client.fetch_kv(prefilled.lease_id, tenant=_TENANT) if each.data]
     times_s: dict[str, list[float]] = {"fetch_kv": [], "bare": []}
     with grpc.insecure_channel(bare, options=_ANY_SIZE) as channel:
         stream = channel.unary_stream(METHOD, bytes, bytes)
         for _ in range(num_rounds):
             start_s = time.perf_counter()
-            num_bytes = sum(len(each.data) for each in client.fetch_kv(held.lease_id, tenant=_TENANT))
+            num_bytes = sum(len(each.data) for each in client.fetch_kv(prefilled.lease_id, tenant=_TENANT))
             times_s["fetch_kv"].append(time.perf_counter() - start_s)
             start_s = time.perf_counter()
             num_bare_bytes = sum(len(each) for each in stream(f"{len(sizes)} {sizes[0]}".encode()))
             times_s["bare"].append(time.perf_counter() - start_s)
-            client.renew(held.lease_id, tenant=_TENANT)
+            client.renew(prefilled.lease_id, tenant=_TENANT)
     assert num_bytes == num_bare_bytes, "the blocks of a prompt have one size"
     return {
         "bytes": num_bytes,

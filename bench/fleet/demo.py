@@ -66,8 +66,8 @@ def _show(fleet: FleetProcess, client: Client) -> int:
     say("prefill", f"{_prompt_tokens(cold)}, then {_prompt_tokens(warm)}")
     route = client.route(prompt, tenant=_TENANT)
     say("route", f"{route.address}, {RouteReason.Name(route.reason)}, {route.cached_tokens} tokens cached")
-    calm = _converse(client, range(_NUM_TURNS))
-    say("talk", f"{_NUM_CONVERSATIONS} conversations of {_NUM_TURNS} turns, {calm}")
+    before_kill = _converse(client, range(_NUM_TURNS))
+    say("talk", f"{_NUM_CONVERSATIONS} conversations of {_NUM_TURNS} turns, {before_kill}")
     counts = [num_finished(address) for address in replicas]
     say("shared by", ", ".join(f"{name}: {count}" for name, count in zip(replicas, counts, strict=True)))
     is_same = _decode_elsewhere(client, route.address)
@@ -75,25 +75,25 @@ def _show(fleet: FleetProcess, client: Client) -> int:
     fleet.kill(victim)
     killed_s = time.monotonic()
     say("kill -9", f"{victim}, which answered most prompts, is gone; sending more")
-    hurt = _converse(client, range(_NUM_TURNS, 2 * _NUM_TURNS))
-    say("talk on", f"{_NUM_CONVERSATIONS} conversations of {_NUM_TURNS} more turns, {hurt}")
-    while len(now := fleet.replicas()) < 2 and time.monotonic() - killed_s < _MAX_RESTART_S:
+    after_kill = _converse(client, range(_NUM_TURNS, 2 * _NUM_TURNS))
+    say("talk on", f"{_NUM_CONVERSATIONS} conversations of {_NUM_TURNS} more turns, {after_kill}")
+    while len(running := fleet.replicas()) < 2 and time.monotonic() - killed_s < _MAX_RESTART_S:
         time.sleep(0.2)
-    say("restart", f"{' and '.join(now)}, {time.monotonic() - killed_s:.0f} s after the kill")
-    failures = (*calm.failures, *hurt.failures)
+    say("restart", f"{' and '.join(running)}, {time.monotonic() - killed_s:.0f} s after the kill")
+    failures = (*before_kill.failures, *after_kill.failures)
     say("end", "every prompt was answered" if not failures else f"{len(failures)} failed, first: {failures[0]}")
-    return 0 if is_same and not failures and len(now) == 2 else 1
+    return 0 if is_same and not failures and len(running) == 2 else 1
 
 
 def _decode_elsewhere(client: Client, address: str) -> bool:
     """Compute a prompt on one replica, and generate on the other from its K/V. Returns whether the tokens are equal."""
     prompt = _prompt(-2, 0)
     with Client(address, timeout_s=_TIMEOUT_S) as replica:
-        held = replica.prefill(prompt, tenant=_TENANT, hold_lease=True)
-        source = KVSource(address=address, lease_id=held.lease_id, epoch=held.epoch)
+        prefilled = replica.prefill(prompt, tenant=_TENANT, hold_lease=True)
+        source = KVSource(address=address, lease_id=prefilled.lease_id, epoch=prefilled.epoch)
         chunks = list(client.generate(prompt, tenant=_TENANT, kv_source=source, max_new_tokens=_NEW_TOKENS))
         here = list(replica.generate(prompt, tenant=_TENANT, max_new_tokens=_NEW_TOKENS))
-        replica.release(held.lease_id, tenant=_TENANT)
+        replica.release(prefilled.lease_id, tenant=_TENANT)
     is_same = _tokens(chunks) == _tokens(here)
     answer = "the same answer" if is_same else "another answer"
     say("elsewhere", f"K/V of {address} fetched, {_prompt_tokens(chunks[0])}: {answer}")

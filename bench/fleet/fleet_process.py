@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import sys
@@ -11,7 +10,8 @@ from types import TracebackType
 
 import grpc
 
-from bench.fleet.processes import descendants, listener_of
+from bench.fleet.processes import listener_of
+from bench.parts.peers.process_tree import kill, read_processes, tree_of
 from bench.parts.server_process import ServerProcess
 from radixkv.service.client import Client
 
@@ -51,9 +51,7 @@ class FleetProcess:
     ) -> None:
         left = self._pids()
         self._process.__exit__(kind, error, traceback)
-        for pid in left:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        kill(left)
 
     def replicas(self) -> list[str]:
         """Return the addresses of the replicas that answer."""
@@ -77,4 +75,5 @@ class FleetProcess:
                     return
 
     def _pids(self) -> set[int]:
-        return set() if self._process.pid is None else descendants(self._process.pid)
+        pid = self._process.pid
+        return set() if pid is None else tree_of(pid, read_processes()) - {pid}

@@ -40,13 +40,15 @@ class Geometry:
     new_tokens: int
 
     def make_prompts(self, seed: int = 0) -> list[list[int]]:
-        """Return all prompts in the order in which they are sent: shuffled, the same for the same seed."""
-        made = []
+        """Return all prompts in the order in which they are sent: shuffled. The same seed gives the same prompts."""
+        all_prompts = []
         for group in range(self.groups):
             prefix = _tokens(f"{seed} {group}", self.prefix_tokens)
-            made += [prefix + _tokens(f"{seed} {group} {own}", self.question_tokens) for own in range(self.prompts)]
-        random.Random(seed).shuffle(made)
-        return made
+            all_prompts += [
+                prefix + _tokens(f"{seed} {group} {own}", self.question_tokens) for own in range(self.prompts)
+            ]
+        random.Random(seed).shuffle(all_prompts)
+        return all_prompts
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +56,9 @@ class PromptOutcome:
     """Answer to one prompt, or its failure.
 
     Attributes:
-        sent_s: when the prompt was sent, or should have been sent, since the start of the pass.
-        ttft_s: time from then to the first token; None if none arrived.
-        total_s: time from then to the end.
+        sent_s: when the prompt was sent, since the start of the pass; in an open loop, its arrival time.
+        ttft_s: seconds from `sent_s` to the first token; None if none arrived.
+        total_s: seconds from `sent_s` to the end.
         token_ids: the generated tokens that arrived.
         cached_tokens: cached tokens of the prompt.
         error: the error of the call; empty if it succeeded.
@@ -88,15 +90,15 @@ def run_pass(
         on_outcome: is called after each prompt with the number of prompts that have ended.
         arrivals_s: when each prompt is sent, since the start of the pass; None for a closed loop.
     """
-    start_s, num_over, lock = time.monotonic(), 0, threading.Lock()
+    start_s, num_ended, lock = time.monotonic(), 0, threading.Lock()
     with Client(address, timeout_s=_TIMEOUT_S) as client, ThreadPoolExecutor(concurrency) as threads:
 
         def ask(prompt: Sequence[int], arrival_s: float | None) -> PromptOutcome:
-            nonlocal num_over
+            nonlocal num_ended
             outcome = ask_one(client, prompt, new_tokens, start_s, arrival_s)
             with lock:
-                num_over += 1
-                num = num_over
+                num_ended += 1
+                num = num_ended
             on_outcome(num)
             return outcome
 

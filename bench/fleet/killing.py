@@ -56,8 +56,8 @@ def kill_one(
 
     after = run_pass(fleet.address, prompts, geometry.new_tokens, concurrency, on_outcome)
     watcher.join()
-    judged = judge_kill(before, after, killed_s[0] - start_s)
-    return {**judged, "all_back_s": back_s[0] if back_s else None, "pass": summarize(after, prompts)}
+    comparison = judge_kill(before, after, killed_s[0] - start_s)
+    return {**comparison, "all_back_s": back_s[0] if back_s else None, "pass": summarize(after, prompts)}
 
 
 def judge_kill(before: Sequence[PromptOutcome], after: Sequence[PromptOutcome], kill_s: float) -> dict[str, Any]:
@@ -85,11 +85,11 @@ def judge_kill(before: Sequence[PromptOutcome], after: Sequence[PromptOutcome], 
     }
 
 
-def shown_kill(killed: dict[str, Any]) -> str:
+def format_kill(result: dict[str, Any]) -> str:
     """Format the result of `kill_one` as a line."""
-    back = "never" if killed["all_back_s"] is None else f"after {killed['all_back_s']:.1f} s"
+    back = "never" if result["all_back_s"] is None else f"after {result['all_back_s']:.1f} s"
     return (
-        f"one killed: {killed['under_way']} calls in flight, {killed['failed_before_first_token']} failed before their "
-        f"first token, {killed['ended_after_first_token']} after it, {killed['wrong_answers']} wrong answers; longest "
-        f"gap {killed['longest_gap_s'] or 0:.2f} s; all replicas back {back}"
+        f"one killed: {result['under_way']} calls in flight, {result['failed_before_first_token']} failed before their "
+        f"first token, {result['ended_after_first_token']} after it, {result['wrong_answers']} wrong answers; longest "
+        f"gap {result['longest_gap_s'] or 0:.2f} s; all replicas back {back}"
     )

@@ -1,4 +1,4 @@
-"""Finds the operating system processes of a fleet."""
+"""Finds the process that listens on an address."""
 
 from __future__ import annotations
 
@@ -10,39 +10,22 @@ from pathlib import Path
 _LISTENS = "0A"
 
 
-def descendants(pid: int) -> set[int]:
-    """Return all descendants of a process."""
-    children: dict[int, list[int]] = {}
-    for each in Path("/proc").iterdir():
-        if each.name.isdigit():
-            with contextlib.suppress(OSError, IndexError):
-                parent = (each / "stat").read_text("utf-8", "replace").rpartition(")")[2].split()[1]
-                children.setdefault(int(parent), []).append(int(each.name))
-    found: set[int] = set()
-    left = [pid]
-    while left:
-        new = children.get(left.pop(), [])
-        found.update(new)
-        left += new
-    return found
-
-
 def listeners(pids: Iterable[int]) -> dict[str, int]:
-    """Return the addresses on which processes listen, in hexadecimal as Linux writes them, and the processes."""
+    """Return the process that listens on each address. Addresses are in hexadecimal, as Linux writes them."""
     owners: dict[str, int] = {}
     for pid in pids:
         with contextlib.suppress(OSError):
             for each in Path(f"/proc/{pid}/fd").iterdir():
                 with contextlib.suppress(OSError):
                     owners[os.readlink(each)] = pid
-    found: dict[str, int] = {}
+    result: dict[str, int] = {}
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/net/{table}").read_text("utf-8").splitlines()[1:]:
             fields = line.split()
             owner = owners.get(f"socket:[{fields[9]}]")
             if fields[3] == _LISTENS and owner is not None:
-                found[fields[1]] = owner
-    return found
+                result[fields[1]] = owner
+    return result
 
 
 def listener_of(address: str, pids: Iterable[int]) -> int:

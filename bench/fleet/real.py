@@ -12,8 +12,8 @@ policy, are measured in turn, and both caches are purged before each pass:
    As in llm-d's benchmark, times to first token diverge at rates at which the queue grows with only one of the
    policies.
 
-Then a replica of the fleet that routes by prefixes is killed. The exit status is 0 if no answer was wrong, and no call
-failed before its first token.
+Then a replica of the fleet that routes by prefixes is killed under load. The exit status is 0 if no call of the
+comparison failed, and after the kill no answer was wrong and no call failed before its first token.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from typing import Any
 
 from bench.fleet.fleet_process import FleetProcess
 from bench.fleet.grouped_prompts import Geometry, PromptOutcome, random_arrivals, run_pass, summarize
-from bench.fleet.killing import MAX_RESTART_S, kill_one, shown_kill
+from bench.fleet.killing import MAX_RESTART_S, format_kill, kill_one
 from bench.parts.environment import describe_run
 from bench.parts.result_file import write_json
 from radixkv.errors import ConfigError
@@ -46,12 +46,12 @@ _TENANT = "acme"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print and write the result. Returns 1 if an answer was wrong or a call failed before its first token."""
+    """Measure, print and write the result. Returns the exit status."""
     options = _parser().parse_args(arguments)
     sizes = (options.prefix_tokens, options.question_tokens, options.new_tokens)
     geometries = [Geometry(groups, prompts, *sizes) for groups, prompts in options.geometry]
     rows: list[dict[str, Any]] = []
-    killed, costs = None, None
+    kill_result, costs = None, None
     for geometry in geometries:
         prompts = geometry.make_prompts(options.seed)
         with _fleet(geometry, _PREFIX, options) as fleet:
@@ -59,10 +59,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 outcomes = _compare({_PREFIX: fleet, _ROUND_ROBIN: other}, geometry, prompts, options, rows)
             if geometry is geometries[-1]:
                 costs = call_costs(fleet, prompts[0], options.calls)
-                print(_shown_costs(costs), flush=True)
-                killed = kill_one(fleet, geometry, prompts, outcomes, options.concurrency)
-                print(shown_kill(killed), flush=True)
-    is_right = killed is not None and not killed["wrong_answers"] and not killed["failed_before_first_token"]
+                print(_format_costs(costs), flush=True)
+                kill_result = kill_one(fleet, geometry, prompts, outcomes, options.concurrency)
+                print(format_kill(kill_result), flush=True)
+    is_right = kill_result is not None and not (
+        kill_result["wrong_answers"] or kill_result["failed_before_first_token"]
+    )
     if options.json is not None:
         command = shlex.join(["python", "-m", "bench.fleet.real", *(sys.argv[1:] if arguments is None else arguments)])
         write_json(
@@ -72,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 "command": command,
                 "rows": rows,
                 "ratios": ratios(rows),
-                "kill": killed,
+                "kill": kill_result,
                 "costs": costs,
             },
         )
@@ -81,14 +83,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def ratios(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the ratio of times to first token, round-robin divided by prefix routing, for each geometry and rate."""
-    found = []
+    result = []
     for row in rows:
         for other in rows:
             same = all(row[key] == other[key] for key in ("groups", "prompts", "rate"))
             if same and (row["routing"], other["routing"]) == (_PREFIX, _ROUND_ROBIN):
                 times = {name: other["ttft_ms"][name] / row["ttft_ms"][name] for name in ("p50", "p99")}
-                found.append({key: row[key] for key in ("groups", "prompts", "rate", "of_capacity")} | times)
-    return found
+                result.append({key: row[key] for key in ("groups", "prompts", "rate", "of_capacity")} | times)
+    return result
 
 
 @contextlib.contextmanager
@@ -117,7 +119,7 @@ def _compare(
             outcomes = _pass(fleet, prompts, geometry, rate, options)
             rows.append(_row(geometry, routing, rate, part, outcomes, prompts))
             capacity.setdefault(routing, len(prompts) / rows[-1]["seconds"])
-            print(_shown(rows[-1]), flush=True)
+            print(_format_row(rows[-1]), flush=True)
         if part is not None:
             print("  ".join(f"{name} {ratios(rows)[-1][name]:.2f} times lower" for name in ("p50", "p99")), flush=True)
     return outcomes
@@ -191,7 +193,7 @@ def _row(
     return {**of_pass, "rate": rate, "of_capacity": part, **summarize(outcomes, prompts)}
 
 
-def _shown(row: dict[str, Any]) -> str:
+def _format_row(row: dict[str, Any]) -> str:
     first = row["ttft_ms"] or {"p50": 0.0, "p99": 0.0}
     rate = "at capacity" if row["rate"] is None else f"{row['rate']:4.1f}/s ({row['of_capacity']:.2f})"
     return (
@@ -200,7 +202,7 @@ def _shown(row: dict[str, Any]) -> str:
     )
 
 
-def _shown_costs(costs: dict[str, float]) -> str:
+def _format_costs(costs: dict[str, float]) -> str:
     return (
         f"a cached prompt: {costs['ingress_ms']:.2f} ms through the ingress, {costs['direct_ms']:.2f} ms without; "
         f"Route {costs['route_ms']:.2f} ms: medians"
@@ -208,10 +210,10 @@ def _shown_costs(costs: dict[str, float]) -> str:
 
 
 def _geometries(text: str) -> list[tuple[int, int]]:
-    found = [re.fullmatch(r"(\d+)x(\d+)", each) for each in text.split(",")]
-    if not all(found):
+    matches = [re.fullmatch(r"(\d+)x(\d+)", each) for each in text.split(",")]
+    if not all(matches):
         raise argparse.ArgumentTypeError(f"expected GROUPSxPROMPTS,..., got {text!r}")
-    return [(int(each[1]), int(each[2])) for each in found if each is not None]
+    return [(int(each[1]), int(each[2])) for each in matches if each is not None]
 
 
 def _rates(text: str) -> list[float]:
@@ -235,7 +237,7 @@ def _parser() -> argparse.ArgumentParser:
         default=0.6,
         help="share of all prefixes that the cache of a replica has room for",
     )
-    parser.add_argument("--calls", type=positive, default=200, help="to time the ingress by")
+    parser.add_argument("--calls", type=positive, default=200, help="calls that time the ingress")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
     return parser

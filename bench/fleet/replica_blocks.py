@@ -35,12 +35,12 @@ class ReplicaBlocks:
 
     def evict(self, num_blocks: int) -> list[int]:
         """Evict this many blocks, but none of the most recently used conversation. Returns their hashes."""
-        gone: list[int] = []
-        while len(gone) < num_blocks and len(self._held) > 1:
+        evicted: list[int] = []
+        while len(evicted) < num_blocks and len(self._held) > 1:
             conversation, hashes = next(iter(self._held.items()))
-            first = max(0, len(hashes) - (num_blocks - len(gone)))
-            gone += reversed(hashes[first:])
+            first = max(0, len(hashes) - (num_blocks - len(evicted)))
+            evicted += reversed(hashes[first:])
             del hashes[first:]
             if not hashes:
                 del self._held[conversation]
-        return gone
+        return evicted

@@ -68,10 +68,10 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m bench.fleet.stores", description=(__doc__ or "").partition("\n")[0]
     )
     parser.add_argument("--groups", type=positive, default=40, help="number of groups of prompts with the same prefix")
-    parser.add_argument("--prompts", type=positive, default=10, help="of each group")
+    parser.add_argument("--prompts", type=positive, default=10, help="prompts of each group")
     parser.add_argument("--prefix-tokens", type=positive, default=1216)
     parser.add_argument("--question-tokens", type=positive, default=64)
-    parser.add_argument("--pool-tokens", type=positive, default=8192, help="of each server's device")
+    parser.add_argument("--pool-tokens", type=positive, default=8192, help="capacity of each server's pool")
     parser.add_argument("--host-bytes", type=positive, default=2 * 10**9, help="host memory of each server")
     parser.add_argument("--concurrency", type=positive, default=4, help="prompts at a time")
     parser.add_argument("--rounds", type=positive, default=3)

@@ -66,23 +66,23 @@ def variants(case: AttentionCase, choice: str, allowed: Permissions, dequantized
         allowed: kernels that may be measured.
         dequantized_suffix: suffix tokens from which blocks are also dequantized first.
     """
-    found: list[AttentionCase] = []
+    cases: list[AttentionCase] = []
     quantized = [replace(case, kv_dtype=kv_dtype) for kv_dtype in QUANTIZED]
     if choice == "plain":
-        found += [replace(case, is_specialized=False)] * case.is_specialized
-        return [*found, replace(case, is_specialized=allowed.specialized_exact, is_exact=True)]
+        cases += [replace(case, is_specialized=False)] * case.is_specialized
+        return [*cases, replace(case, is_specialized=allowed.specialized_exact, is_exact=True)]
     if choice in ("pointers", "all"):
-        found += [replace(case, is_shuffled=False), replace(case, is_exact=True)]
+        cases += [replace(case, is_shuffled=False), replace(case, is_exact=True)]
     if choice in ("specialized", "all"):
-        found += [replace(case, is_specialized=True)] * allowed.specialized
-        found += [replace(case, is_specialized=True, is_exact=True)] * allowed.specialized_exact
+        cases += [replace(case, is_specialized=True)] * allowed.specialized
+        cases += [replace(case, is_specialized=True, is_exact=True)] * allowed.specialized_exact
     if choice in ("pointers", "all"):
-        found += quantized
+        cases += quantized
     if case.suffix_tokens < dequantized_suffix:
-        return found
+        return cases
     first = [replace(variant, is_dequantized_first=True) for variant in quantized]
     if choice in ("specialized", "all") and allowed.specialized_dequantized:
-        found += [replace(variant, is_specialized=True) for variant in first]
+        cases += [replace(variant, is_specialized=True) for variant in first]
     elif choice in ("pointers", "all") and allowed.dequantized:
-        found += first
-    return found
+        cases += first
+    return cases

@@ -69,11 +69,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     parser = argparse.ArgumentParser(description="Run tests and count them, file by file.")
     parser.add_argument("--json", type=Path)
-    options, given = parser.parse_known_args(arguments)
+    options, pytest_arguments = parser.parse_known_args(arguments)
     parallel = [] if missing_imports(["xdist"]) else ["-n", str(min(_MAX_WORKERS, os.cpu_count() or 1))]
     counter, start_s = OutcomeCounter(options.json), time.monotonic()
     fixed = ["-q", "-p", "no:cacheprovider", "-W", "default", "--maxfail", str(_MAX_FAILURES), *parallel]
-    status = int(pytest.main([*fixed, *given], plugins=[counter]))
+    status = int(pytest.main([*fixed, *pytest_arguments], plugins=[counter]))
     counter.write(is_finished=True, status=status, seconds=time.monotonic() - start_s)
     return status
 

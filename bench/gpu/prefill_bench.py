@@ -109,14 +109,14 @@ class PrefillBench:
         seconds: dict[str, list[float]] = {"ttft": []}
         make = functools.partial(self.prompt, suffix_tokens, prefix_tokens)
         for _ in range(rounds):
-            seconds["ttft"].append(_timed(functools.partial(self.ask, make())))
+            seconds["ttft"].append(_seconds_until(functools.partial(self.ask, make())))
         yield self._with_medians(row, seconds)
         variants: dict[str, Callable[[Tokens], float]] = {}
         if (core := self._core_without_graphs) is not None:
-            variants["launched"] = lambda new: _timed(lambda: self.ask(new, core=core))
+            variants["launched"] = lambda new: _seconds_until(lambda: self.ask(new, core=core))
         if suffix_tokens > _SHORT_STEP_TOKENS:
-            variants["short_steps"] = lambda new: _timed(lambda: self.ask(new, core=self._core_of_short_steps))
-        variants["recompute"] = lambda new: _timed(lambda: self.ask(new, reads=False))
+            variants["short_steps"] = lambda new: _seconds_until(lambda: self.ask(new, core=self._core_of_short_steps))
+        variants["recompute"] = lambda new: _seconds_until(lambda: self.ask(new, reads=False))
         for variant, timed in variants.items():
             is_slow = variant == "recompute" and prefix_tokens >= _RECOMPUTED_ONCE
             try:
@@ -130,7 +130,7 @@ class PrefillBench:
                 for _ in range(rounds):
                     self._transformers.restore(prefix_tokens)
                     answer = functools.partial(self._transformers.next_token, make()[prefix_tokens:], prefix_tokens)
-                    took_s = _timed(answer)
+                    took_s = _seconds_until(answer)
                     seconds.setdefault("transformers", []).append(took_s)
         yield self._with_medians(row, seconds)
 
@@ -144,7 +144,7 @@ class PrefillBench:
     ) -> None:
         """Time a variant in turn with the cache. Each gets its own prompt, since computed prompts are cached."""
         for _ in range(rounds):
-            seconds["ttft"].append(_timed(functools.partial(self.ask, make())))
+            seconds["ttft"].append(_seconds_until(functools.partial(self.ask, make())))
             took_s = timed(make())
             seconds.setdefault(variant, []).append(took_s)
 
@@ -193,7 +193,7 @@ class PrefillBench:
         return num_bytes / self._rates.bytes_per_s * 1e3
 
 
-def _timed(answer: Callable[[], object]) -> float:
+def _seconds_until(answer: Callable[[], object]) -> float:
     """Return the seconds until the answer is available."""
     start_s = time.perf_counter()
     answer()

@@ -79,18 +79,18 @@ def lay_out(folder: Path, sglang: Path | None) -> None:
 def main(arguments: Sequence[str] | None = None, parts: Mapping[str, Sequence[Stage]] = PARTS) -> int:
     """Run the parts, print their output and a table of each. Returns 0 if all stages but optional ones succeeded."""
     options = _parse(arguments, parts)
-    given = sys.argv[1:] if arguments is None else arguments
+    argv = sys.argv[1:] if arguments is None else arguments
     options.out.mkdir(parents=True, exist_ok=True)
     is_good = True
     for part in options.part or parts:
-        stages = _chosen(parts[part], options.only)
+        stages = _choose_stages(parts[part], options.only)
         if stages:
-            run = _PartRun(part, shlex.join(["python", "-m", "bench.gpu", *given]), options)
+            run = _PartRun(part, shlex.join(["python", "-m", "bench.gpu", *argv]), options)
             is_good &= run.run(stages)
     return 0 if is_good else 1
 
 
-def _chosen(stages: Sequence[Stage], only: Sequence[str] | None) -> list[Stage]:
+def _choose_stages(stages: Sequence[Stage], only: Sequence[str] | None) -> list[Stage]:
     """Return the requested stages, and the earlier ones that they depend on: servers and kernel trials."""
     if not only:
         return list(stages)

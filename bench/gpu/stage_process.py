@@ -44,13 +44,13 @@ def run_stage(
         environment: variables of the stage, in addition to those of this process.
 
     Returns:
-        `outcome` in words (`ran` on success), `seconds`, `command`, `result` as the stage wrote it last, None if it did
-        not, and the end of its `output`.
+        `outcome` in words (`ran` on success), `seconds`, `command`, `result` as the stage wrote it last, None if it
+        wrote none, and the end of its `output`.
     """
-    watched = _Watched(folder / f"{name}.json", folder / f"{name}.log", shlex.join(["python", *command]))
-    with watched.log.open("w", encoding="utf-8") as log:
+    files = _StageFiles(folder / f"{name}.json", folder / f"{name}.log", shlex.join(["python", *command]))
+    with files.log.open("w", encoding="utf-8") as log:
         process = subprocess.Popen(
-            [sys.executable, *command, "--json", str(watched.file)],
+            [sys.executable, *command, "--json", str(files.file)],
             cwd=folder,
             stdout=log,
             stderr=subprocess.STDOUT,
@@ -59,13 +59,13 @@ def run_stage(
             start_new_session=True,
         )
         try:
-            outcome = _watch(process, watched, budget_s, report)
+            outcome = _watch(process, files, budget_s, report)
         finally:  # also the processes that the stage started
             _kill_group(process)
-    return watched.outcome(outcome)
+    return files.outcome(outcome)
 
 
-class _Watched:
+class _StageFiles:
     """The files of a stage, and what was last read from them."""
 
     def __init__(self, file: Path, log: Path, command: str) -> None:
@@ -117,7 +117,7 @@ class _Watched:
 
 
 def _watch(
-    process: subprocess.Popen[bytes], watched: _Watched, budget_s: float, report: Callable[[Outcome], None]
+    process: subprocess.Popen[bytes], files: _StageFiles, budget_s: float, report: Callable[[Outcome], None]
 ) -> str:
     """Wait for the process, and report its rows and output. Returns how it ended, or that it timed out."""
     end_s = time.monotonic() + budget_s
@@ -125,8 +125,8 @@ def _watch(
         try:
             status = process.wait(timeout=min(_CHECK_PERIOD_S, left_s))
         except subprocess.TimeoutExpired:
-            if watched.has_update():
-                report(watched.outcome("runs"))
+            if files.has_update():
+                report(files.outcome("runs"))
         else:
             return "ran" if status == 0 else f"failed with status {status}"
     return f"out of time after {budget_s:.0f} s"

@@ -69,14 +69,14 @@ def trials(names: Sequence[str], modes: Sequence[str], *, is_dry_run: bool) -> l
     candidates = hopper_candidates if is_dry_run else attention_candidates
     device = torch.device("cpu" if is_dry_run else "cuda")
     shape, kind = (_DRY_SHAPE, _DRY_KIND) if is_dry_run else (_SHAPE, _KIND)
-    found: dict[tuple[str, bool], KernelTrial] = {}
+    by_kernel: dict[tuple[str, bool], KernelTrial] = {}
     for use in uses(device, shape, kind, modes):
         refused = refused_names(_mode(use))
         others = [FLASHINFER] if flashinfer_candidate(use) is not None else []
         for name in (*candidates(use), *others):
             if name in names and name not in refused:
-                found.setdefault((name, use.is_exact), KernelTrial(name, use))
-    return list(found.values())
+                by_kernel.setdefault((name, use.is_exact), KernelTrial(name, use))
+    return list(by_kernel.values())
 
 
 def trial_module(*, is_dry_run: bool) -> str:
@@ -91,12 +91,12 @@ def warm_up(limit_s: float) -> None:
 
 
 def measure_trials(
-    given: Sequence[KernelTrial], module: str, limit_s: float, deadline_s: float, workers: int
+    kernel_trials: Sequence[KernelTrial], module: str, limit_s: float, deadline_s: float, workers: int
 ) -> Iterator[Row]:
     """Run trials concurrently, each in its own process, then repeat those that timed out, one at a time.
 
     Args:
-        given: the trials.
+        kernel_trials: the trials.
         module: module of the process; see `trial_module`.
         limit_s: seconds that a process may take.
         deadline_s: end of all trials, on the clock of `time.monotonic`. A repeated trial gets the time that is left
@@ -108,7 +108,7 @@ def measure_trials(
     """
     late: list[tuple[KernelTrial, Row]] = []
     with ThreadPoolExecutor(workers) as pool:
-        started = {pool.submit(_row, trial, module, limit_s): trial for trial in given}
+        started = {pool.submit(_row, trial, module, limit_s): trial for trial in kernel_trials}
         for done in as_completed(started):
             row = done.result()
             if row["is_late"]:
@@ -149,10 +149,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     deadline_s = time.monotonic() + options.seconds
     module = options.module or trial_module(is_dry_run=options.dry_run)
     rows: list[Row] = []
-    given = trials(options.kernels, options.modes, is_dry_run=options.dry_run)
+    kernel_trials = trials(options.kernels, options.modes, is_dry_run=options.dry_run)
     if not options.dry_run:
         warm_up(options.limit_s)
-    for row in measure_trials(given, module, options.limit_s, deadline_s, options.workers):
+    for row in measure_trials(kernel_trials, module, options.limit_s, deadline_s, options.workers):
         rows.append(row)
         outcome = "passed" if row["is_right"] else f"REFUSED  {row['reason']}"
         repeated = ", repeated alone" if row["is_repeated"] else ""
@@ -161,8 +161,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             flush=True,
         )
         if options.json:
-            write_json(options.json, {"rows": rows, "is_finished": len(rows) == len(given)})
-    if not given:
+            write_json(options.json, {"rows": rows, "is_finished": len(rows) == len(kernel_trials)})
+    if not kernel_trials:
         print("nothing to try")
     return 0
 

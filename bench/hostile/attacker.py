@@ -54,7 +54,7 @@ class AttackerProcess:
             self._process.kill()
         await self._process.wait()
 
-    async def prepared(self) -> Figures:
+    async def wait_until_prepared(self) -> Figures:
         """Wait until the attack is prepared. Returns what the attacker observed."""
         return await self._line(_PREPARE_TIMEOUT_S)
 

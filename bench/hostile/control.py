@@ -69,7 +69,7 @@ async def measure(name: str, target: Target, *, has_low_priority: bool) -> dict[
     """Measure the well-behaved client alone, then during an attack that needs no preparation."""
     alone = await calls_alone(target)
     async with AttackerProcess(name, target, has_low_priority=has_low_priority) as attacker:
-        await attacker.prepared()
+        await attacker.wait_until_prepared()
         under_attack, observed = await asyncio.gather(well_behaved_calls(target, target.seconds, 2), attacker.attack())
     return {"attack": name, "alone": asdict(alone), "under_attack": asdict(under_attack), "observed": observed}
 

@@ -6,8 +6,8 @@ Four servers of the same program, with a model that costs nothing, are called in
 
     open          loopback, no TLS, no credentials
     tls           TLS alone; the difference to `open` is the cost of encryption
-    token         TLS and a bearer token; the difference to `tls` is the cost of authentication
-    certificate   mutual TLS; likewise
+    token         TLS and a bearer token; the difference to `tls` is the cost of checking the token
+    certificate   mutual TLS; the difference to `tls` is the cost of checking the client's certificate
 
 Times of rounds are compared with those of `tls` in the same round. The exit status is 1 if authentication adds 100 us
 or more.
@@ -132,7 +132,7 @@ async def measure(num_rounds: int, num_calls: int) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder, ExitStack() as processes:
         arm_credentials = ArmCredentials.create(Path(folder))
         async with AsyncExitStack() as channels:
-            arms = {name: await _started(name, arm_credentials, processes, channels) for name in ARMS}
+            arms = {name: await _start_arm(name, arm_credentials, processes, channels) for name in ARMS}
             for number in range(-1, num_rounds):  # the first one warms up
                 for name in (*ARMS[number % len(ARMS) :], *ARMS[: number % len(ARMS)]):
                     measured = await arms[name].round(num_calls)
@@ -141,7 +141,7 @@ async def measure(num_rounds: int, num_calls: int) -> list[dict[str, Any]]:
     return list(_rows(rounds, num_calls))
 
 
-async def _started(name: str, arm_credentials: ArmCredentials, processes: ExitStack, channels: AsyncExitStack) -> Arm:
+async def _start_arm(name: str, arm_credentials: ArmCredentials, processes: ExitStack, channels: AsyncExitStack) -> Arm:
     settings = [word for setting in arm_credentials.settings[name] for word in ("--set", setting)]
     process = ServerProcess([sys.executable, "-m", "bench.parts.null_service", "engine", *settings])
     address = processes.enter_context(process)
@@ -158,9 +158,9 @@ async def _started(name: str, arm_credentials: ArmCredentials, processes: ExitSt
 
 async def _check(name: str, address: str, arm_credentials: ArmCredentials) -> None:
     """Check that a server refuses callers without credentials, and for no other reason."""
-    nothing = arm_credentials.credentials["tls"]
-    assert nothing is not None, "that arm has TLS"
-    async with grpc.aio.secure_channel(address, nothing) as channel:
+    without_credentials = arm_credentials.credentials["tls"]
+    assert without_credentials is not None, "the arm `tls` has credentials"
+    async with grpc.aio.secure_channel(address, without_credentials) as channel:
         call = channel.unary_unary(_METHOD, None, None)(b"", timeout=_TIMEOUT_S)
         code = await call.code()
     assert code is _REFUSALS[name], f"{name}: expected to refuse a caller without credentials, got {code.name}"

@@ -54,8 +54,8 @@ class Trial:
     """The outcome of one attack.
 
     Attributes:
-        prepared, observed: what the attacker reported of its preparation and of the attack: statuses by number of
-            calls.
+        prepared, observed: what the attacker reported of its preparation and of the attack: numbers of calls by
+            status, and other numbers.
         alone, under_attack: calls of the well-behaved client before the attack, and during it.
         idle_mb, peak_mb, after_mb: resident memory of the server before, during and after the attack.
         idle_after_s: seconds from the end of the attack until no request was unfinished and no lease was held; None if
@@ -114,7 +114,7 @@ class _Prompts(Protocol):
     """Sends prompts to a server."""
 
     async def send(self, token_ids: npt.NDArray[np.int64]) -> float:
-        """Send a prompt, and wait for its answer. Returns the milliseconds that the server computed, if it says so."""
+        """Send a prompt, and wait for its answer. Returns the milliseconds of computation, 0 if unknown."""
         ...
 
 
@@ -166,8 +166,8 @@ async def measure(
 
     Args:
         name: name of the attack.
-        target: the server.
-        pid: its process.
+        target: the server of the well-behaved client.
+        pid: id of its process.
         attacked: the server that is attacked; None for `target`.
         has_low_priority: whether the attacker uses only CPU time that other processes leave.
     """
@@ -177,7 +177,7 @@ async def measure(
         Peak(pid) as peak,
         AttackerProcess(name, attacked or target, has_low_priority=has_low_priority) as attacker,
     ):
-        prepared = await attacker.prepared()
+        prepared = await attacker.wait_until_prepared()
         under_attack, observed = await asyncio.gather(well_behaved_calls(target, target.seconds, 2), attacker.attack())
         idle_after_s = await _seconds_to_idle(target.address)
     return Trial(name, prepared, observed, alone, under_attack, idle_mb, peak.max_mb, resident_mb(pid), idle_after_s)

@@ -27,7 +27,7 @@ def broken_bounds(trial: Trial, budget_mb: float) -> list[str]:
 
     Args:
         trial: what was measured.
-        budget_mb: see above.
+        budget_mb: the budget; see `memory_budget_mb`.
     """
     broken = []
     alone, under_attack = trial.alone, trial.under_attack

@@ -101,7 +101,7 @@ def _measure(
         for index, (mode, engine) in enumerate(engines):
             mine = [each[index] for each in answers]
             rows.append(_row(traffic, mode, mine, [each[0] for each in answers], memory_bytes(engine)))
-            print(_shown(rows[-1]), flush=True)
+            print(_format_row(rows[-1]), flush=True)
     return rows
 
 
@@ -144,7 +144,7 @@ def _quartiles_ms(answers: Sequence[ModeAnswer]) -> list[float]:
     return quartiles
 
 
-def _shown(row: dict[str, Any]) -> str:
+def _format_row(row: dict[str, Any]) -> str:
     spreads = (row["ttft_quartiles_ms"], row["later_ttft_quartiles_ms"])
     of_all, of_last = (f"{low:.1f} to {high:.1f}" for low, high in spreads)
     wrong = f"   {row['different_answers']} answers differ" if row["different_answers"] else ""

@@ -68,10 +68,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(arguments)
     draw = np.random.default_rng(args.seed)
     names = [_WITHOUT, _AGAIN, *(args.stores or _STORES)]
-    sets = [_measured(names, args.prompt_tokens, args.requests, args.disk, draw) for _ in range(args.sets)]
+    sets = [_measure_set(names, args.prompt_tokens, args.requests, args.disk, draw) for _ in range(args.sets)]
     num_different = sum(each.num_different for each in sets)
     rows = [_row(name, sets) for name in names]
-    print("\n".join([_HEADER, *map(_shown, rows), f"{num_different} answers differ"]))
+    print("\n".join([_HEADER, *map(_format_row, rows), f"{num_different} answers differ"]))
     if args.json is not None:
         command = shlex.join(["python", "-m", "bench.modes.misses", *(arguments or sys.argv[1:])])
         sizes = {name: getattr(args, name) for name in ("sets", "requests", "prompt_tokens", "seed")}
@@ -80,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return int(num_different > 0)
 
 
-def _measured(
+def _measure_set(
     names: Sequence[str], prompt_tokens: int, num_requests: int, disk: Path | None, draw: np.random.Generator
 ) -> _Set:
     """Start engines in random order, fill their pools and stores, and send them prompts."""
@@ -91,10 +91,10 @@ def _measured(
         num_different = 0
         for number in range(-_POOL_PROMPTS - _STORED_PROMPTS, num_requests):
             prompt = draw.integers(0, vocab_size, prompt_tokens).astype("<u4").tobytes()
-            asked = {name: _ask(engines[name], prompt) for name in draw.permutation(names).tolist()}
-            num_different += len({token_id for token_id, _ in asked.values()}) > 1
+            answers = {name: _ask(engines[name], prompt) for name in draw.permutation(names).tolist()}
+            num_different += len({token_id for token_id, _ in answers.values()}) > 1
             if number >= 0:
-                for name, (_, seconds) in asked.items():
+                for name, (_, seconds) in answers.items():
                     times[name].append(seconds)
         return _Set(times, {name: _num_saved(engine) for name, engine in engines.items()}, num_different)
 
@@ -124,18 +124,18 @@ def _engines(stack: contextlib.ExitStack, folder: Path, prompt_tokens: int, name
     for name in names:
         host = [f"tiers.host_bytes={num_bytes}"] if "host" in name else []
         disk = [f"tiers.disk_path={folder / name}", f"tiers.disk_bytes={num_bytes}"] if "disk" in name else []
-        engines[name] = stack.enter_context(_started([*pool, *host, *disk]))
+        engines[name] = stack.enter_context(_running_engine([*pool, *host, *disk]))
     return engines
 
 
 @functools.cache
 def _block_bytes(*settings: str) -> int:
-    with _started(settings) as engine:
+    with _running_engine(settings) as engine:
         return engine.stats().result(_TIMEOUT_S).block_bytes
 
 
 @contextlib.contextmanager
-def _started(settings: Sequence[str]) -> Iterator[Engine]:
+def _running_engine(settings: Sequence[str]) -> Iterator[Engine]:
     engine = build_engine(Config.load(None, list(settings)))
     engine.start()
     try:
@@ -194,7 +194,7 @@ def _summary(of_sets: npt.NDArray[np.float64]) -> dict[str, Any]:
     return {"mean": mean, "standard_error": error, "is_surely_within": is_surely_within, "sets": of_sets.tolist()}
 
 
-def _shown(row: dict[str, Any]) -> str:
+def _format_row(row: dict[str, Any]) -> str:
     shown = f"{row['stores']:16} {row['ttft_ms']:8.1f} ms"
     for key, width in (("ttft_ratio", 12), ("processor_ratio", 15)):
         ratio = row[key]

@@ -54,7 +54,7 @@ class Mode:
     ask: Callable[[Engine, bytes, int], ModeAnswer]
 
     def open(self, traffic: ModeTraffic, device: str) -> Engine:
-        """Start an engine with a pool of the size for this traffic."""
+        """Start an engine whose pool has the capacity that the traffic sets."""
         settings = [f"model.device={device}", f"cache.capacity_tokens={traffic.pool_tokens}", *self.settings]
         engine = build_engine(Config.load(None, settings))
         engine.start()
@@ -120,14 +120,14 @@ def _recompute(engine: Engine, prompt: bytes, new_tokens: int) -> ModeAnswer:
 
 
 def _generate_alone(engine: Engine, prompt: bytes, new_tokens: int) -> ModeAnswer:
-    return _generated(engine, PrefillParams(prompt, read_cache=False, write_cache=False), new_tokens)
+    return _run_generation(engine, PrefillParams(prompt, read_cache=False, write_cache=False), new_tokens)
 
 
 def _generate(engine: Engine, prompt: bytes, new_tokens: int) -> ModeAnswer:
-    return _generated(engine, PrefillParams(prompt), new_tokens)
+    return _run_generation(engine, PrefillParams(prompt), new_tokens)
 
 
-def _generated(engine: Engine, params: PrefillParams, new_tokens: int) -> ModeAnswer:
+def _run_generation(engine: Engine, params: PrefillParams, new_tokens: int) -> ModeAnswer:
     start_s = time.perf_counter()
     times_s: list[float] = []
 

@@ -3,9 +3,8 @@
     python -m bench.modes.slow_store [--json FILE]
 
 Each group of new prompts is computed by three engines in turn: without a store, with a Redis server that responds after
-2 s, and with one that never responds. The exit status is 0 if all answers are equal and the 99th percentiles are within
-the
-bound: 1.1 times the one without a store, plus the store's time limit.
+2 s, and with one that never responds. The exit status is 0 if all answers are equal and each 99th percentile is within
+its bound: 1.1 times the 99th percentile without a store, plus the store's time limit.
 """
 
 from __future__ import annotations
@@ -50,13 +49,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prompts = [
             draw.integers(0, vocab_size, args.prompt_tokens).astype("<u4").tobytes() for _ in range(args.requests)
         ]
-        times_s, num_different = _times(engines, prompts, args.at_once)
+        times_s, num_different = _measure_times(engines, prompts, args.at_once)
         tiers = {name: engine.offload.stats()[0] for name, engine in engines.items() if engine.offload is not None}
     rows = [_row(name, each, times_s[_WITHOUT]) for name, each in times_s.items()]
     for row in rows:
         if row["store"] in tiers:
             row["is_left_alone"] = not tiers[row["store"]].is_working
-    print("\n".join([_HEADER, *map(_shown, rows), f"{num_different} answers differ"]))
+    print("\n".join([_HEADER, *map(_format_row, rows), f"{num_different} answers differ"]))
     if args.json is not None:
         command = shlex.join(["python", "-m", "bench.modes.slow_store", *(arguments or sys.argv[1:])])
         sizes = {name: getattr(args, name) for name in ("requests", "prompt_tokens", "at_once", "delay_s", "seed")}
@@ -97,7 +96,7 @@ def _engines(stack: contextlib.ExitStack, delay_s: float, prompt_tokens: int) ->
     return engines
 
 
-def _times(
+def _measure_times(
     engines: dict[str, Engine], prompts: Sequence[bytes], at_once: int
 ) -> tuple[dict[str, npt.NDArray[np.float64]], int]:
     """Return seconds to the first token of each engine and prompt, and the number of answers that differ."""
@@ -154,7 +153,7 @@ def _summary(times_s: npt.NDArray[np.float64]) -> dict[str, float]:
     }
 
 
-def _shown(row: dict[str, Any]) -> str:
+def _format_row(row: dict[str, Any]) -> str:
     mine = "".join(f"{row['ttft_ms'][key]:8.1f} ms" for key in ("p50", "p99", "max"))
     beyond = "" if row["is_within_bound"] else "   beyond it"
     return f"{row['store']:24}{mine} {row['ratio_to_without']['p99']:17.2f} {row['p99_bound_ms']:10.1f} ms{beyond}"

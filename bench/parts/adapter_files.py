@@ -21,7 +21,7 @@ def write_adapters(model: str, folder: Path, num_adapters: int) -> list[str]:
 
     Args:
         model: `tiny` or a directory.
-        folder: to write directories to.
+        folder: the folder in which a directory is created for each adapter.
         num_adapters: number of adapters, with different weights.
 
     Returns:

@@ -85,10 +85,10 @@ def measure(calls: Sequence[Call], device: torch.device) -> CallTiming:
         return CallTiming(statistics.median(samples_s) * 1e3, statistics.median(samples_s) * 1e3)
     torch.cuda.synchronize(device)
     turns = itertools.cycle(calls)  # not restarted, because the inputs that were used last are in the cache
-    first_ms, _ = _sampled(turns, len(calls), wait_s=0.0)
+    first_ms, _ = _take_samples(turns, len(calls), wait_s=0.0)
     num_samples = min(_MAX_SAMPLES, max(_MIN_SAMPLES, int(_SAMPLING_S * 1e3 / statistics.median(first_ms))))
-    _, enqueued_s = _sampled(turns, num_samples, wait_s=0.0)
-    device_ms, host_s = _sampled(turns, num_samples, wait_s=min(_MAX_WAIT_S, 1.5 * enqueued_s))
+    _, enqueued_s = _take_samples(turns, num_samples, wait_s=0.0)
+    device_ms, host_s = _take_samples(turns, num_samples, wait_s=min(_MAX_WAIT_S, 1.5 * enqueued_s))
     return CallTiming(statistics.median(device_ms), host_s * 1e3 / num_samples)
 
 
@@ -98,7 +98,7 @@ def _host_s(call: Call) -> float:
     return time.perf_counter() - start_s
 
 
-def _sampled(turns: Iterator[Call], num_samples: int, wait_s: float) -> tuple[list[float], float]:
+def _take_samples(turns: Iterator[Call], num_samples: int, wait_s: float) -> tuple[list[float], float]:
     """Take samples. Returns the device time of each in milliseconds, and the host time of all in seconds.
 
     Args:

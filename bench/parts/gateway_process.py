@@ -134,8 +134,8 @@ def _answer(url: str, path: str) -> dict[str, Any]:
 
 def _free_ports(count: int) -> list[int]:
     """Find distinct ports on which nothing listens now."""
-    taken = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [each.getsockname()[1] for each in taken]
-    for each in taken:
+    listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [each.getsockname()[1] for each in listeners]
+    for each in listeners:
         each.close()
     return ports

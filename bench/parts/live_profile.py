@@ -1,4 +1,4 @@
-"""Passes requests through the prefix cache and the profiler of misses, as a server with unlimited time for it does."""
+"""Passes requests through the prefix cache and the profiler of misses, which has unlimited time."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from concurrent.futures import Future
 
 import numpy as np
 
-from bench.parts.planted_traffic import Sent
+from bench.parts.planted_traffic import AgentRequest
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.doctor.miss_profile import MissReport
 from radixkv.doctor.miss_profiler import MAX_BRANCHES, AdmittedPrompt, Branches, MissProfiler
@@ -19,28 +19,28 @@ _BLOCK_SIZE = 64
 _MAX_CAUSES = 100
 
 
-def live_profile(sent: Sequence[Sent], decode: Decode, *, has_sessions: bool = True) -> MissReport:
-    """Return what the profiler of a server finds in requests that come one after the other.
+def live_profile(requests: Sequence[AgentRequest], decode: Decode, *, has_sessions: bool = True) -> MissReport:
+    """Return what the profiler of a server finds in requests that arrive one after another.
 
     Args:
-        sent: the requests.
+        requests: the requests, in the order in which they arrive.
         decode: returns the text of token ids.
         has_sessions: whether the requests name their sessions.
     """
     profiler = MissProfiler(share=1.0)
     profiler.load_decode = lambda: decode
     feed = MissFeed(profiler)
-    num_blocks = sum((len(each.token_ids) + len(each.answer_ids)) // _BLOCK_SIZE + 2 for each in sent)
+    num_blocks = sum((len(each.token_ids) + len(each.answer_ids)) // _BLOCK_SIZE + 2 for each in requests)
     cache = PrefixCache(num_blocks, _BLOCK_SIZE, listeners=[feed])
 
     def find_branches(places: Sequence[int], tenant: str, session_id: str) -> Future[Branches]:
-        found: Future[Branches] = Future()
-        found.set_result(Branches(cache.branches_at(places, tenant, session_id, MAX_BRANCHES), None, 0.0))
-        return found
+        branches: Future[Branches] = Future()
+        branches.set_result(Branches(cache.branches_at(places, tenant, session_id, MAX_BRANCHES), None, 0.0))
+        return branches
 
     profiler.start(find_branches)
     try:
-        for each in sent:
+        for each in requests:
             profiler.add_step(1.0)
             tokens = np.array(each.token_ids, "<u4").tobytes()
             session_id = each.session if has_sessions else ""
@@ -48,7 +48,7 @@ def live_profile(sent: Sequence[Sent], decode: Decode, *, has_sessions: bool = T
                 reason = cache.explain(each.namespace, tokens, lease.cached_tokens)
                 prompt = AdmittedPrompt(each.namespace, session_id, tokens, lease.cached_tokens, reason)
                 profiler.add_prompt(prompt)
-                _wait(profiler)  # the cache is changed by this thread, and read by that of the profiler
+                _wait(profiler)  # its thread reads the cache, which this thread changes below
                 lease.commit(lease.num_tokens)
                 lease.extend(np.array(each.answer_ids, "<u4").tobytes())
                 lease.commit(lease.num_tokens)

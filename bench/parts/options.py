@@ -107,10 +107,10 @@ class ReplayOptions:
             kind = f"{self.prefix_tokens:,} shared + {self.suffix_tokens:,} own tokens each, {groups}"
         else:
             kind = f"{self.trace.name}, scale {self.scale:g}"
-        whose = f", {self.adapters} adapters in turn" if self.adapters else ""
-        whose += f", {self.tenants} tenants" if self.tenants > 1 else ""
-        whose += ", public prefixes" if self.public_prefix else ""
-        return f"{len(items):,} requests, {kind}, {num_tokens:,} tokens in all{whose}"
+        assignment = f", {self.adapters} adapters in turn" if self.adapters else ""
+        assignment += f", {self.tenants} tenants" if self.tenants > 1 else ""
+        assignment += ", public prefixes" if self.public_prefix else ""
+        return f"{len(items):,} requests, {kind}, {num_tokens:,} tokens in all{assignment}"
 
     def describe_traffic(self) -> str:
         """Describe how the requests are sent, in words."""
@@ -134,12 +134,12 @@ def parse_options(arguments: Sequence[str] | None = None) -> ReplayOptions:
     for file in (args.json, args.plot):
         if file is not None and not file.absolute().parent.is_dir():
             parser.error(f"expected a directory, got none at {file.absolute().parent}")
-    given = vars(args)
-    given["baseline_requests"] = 0 if given.pop("no_baseline") else args.baseline_requests
-    given["requests"] = args.requests or DEFAULT_REQUESTS
-    given["concurrency"] = None if _is_open_loop(args) else args.concurrency or DEFAULT_CONCURRENCY
-    given["settings"] = tuple(args.settings)
-    return ReplayOptions(**given)
+    fields = vars(args)
+    fields["baseline_requests"] = 0 if fields.pop("no_baseline") else args.baseline_requests
+    fields["requests"] = args.requests or DEFAULT_REQUESTS
+    fields["concurrency"] = None if _is_open_loop(args) else args.concurrency or DEFAULT_CONCURRENCY
+    fields["settings"] = tuple(args.settings)
+    return ReplayOptions(**fields)
 
 
 def _is_open_loop(args: argparse.Namespace) -> bool:
@@ -184,7 +184,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--workload", required=True, choices=("shared-prefix", "document", "mooncake"))
     document = parser.add_argument_group("document")
-    document.add_argument("--tokenizer", metavar="SOURCE", help="of the model: a directory, a GGUF file or ORG/NAME")
+    document.add_argument("--tokenizer", metavar="SOURCE", help="the model's: a directory, a GGUF file or ORG/NAME")
     shared = parser.add_argument_group("shared-prefix")
     shared.add_argument(
         "--requests", type=_integer(1), metavar="N", help=f"also of document; default {DEFAULT_REQUESTS}"
@@ -204,9 +204,11 @@ def _parser() -> argparse.ArgumentParser:
         "--concurrency", type=_integer(1), metavar="N", help=f"requests in flight; default {DEFAULT_CONCURRENCY}"
     )
     traffic.add_argument(
-        "--adapters", type=_integer(0), default=0, metavar="N", help="requests take turns with N random ones; default 0"
+        "--adapters", type=_integer(0), default=0, metavar="N", help="random adapters, used in turn; default 0"
     )
-    traffic.add_argument("--tenants", type=_integer(1), default=1, metavar="M", help="requests take turns; default 1")
+    traffic.add_argument(
+        "--tenants", type=_integer(1), default=1, metavar="M", help="tenants, assigned in turn; default 1"
+    )
     traffic.add_argument("--rate", type=_positive, metavar="R", help="Poisson arrivals, R requests/s")
     traffic.add_argument("--timeout-s", type=_positive, default=600.0, metavar="S", help="per request; default 600")
     traffic.add_argument(

@@ -37,7 +37,7 @@ class Message:
         role: who has written it.
         text: its text.
         thinking: reasoning before the text; empty if there is none.
-        is_resplit: whether its tokens are others than those of its text.
+        is_resplit: whether its tokens differ from those that the tokenizer returns for its text.
     """
 
     role: str
@@ -53,7 +53,7 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Payload:
-    """What a program sends: a prompt, as far as faults change it.
+    """The parts of a prompt that faults change.
 
     Attributes:
         build, suffix: a long and a short id in the first line.
@@ -81,7 +81,7 @@ class Payload:
     namespace: Namespace = _NAMESPACE
 
     def pieces(self) -> list[tuple[str, bool]]:
-        """Return the texts of the prompt, which are encoded one by one, and whether each is split in another way."""
+        """Return the texts of the prompt, which are encoded one by one, and for each whether its tokens are resplit."""
         head = (
             f"x-billing-header: version=2.1.37.{self.suffix}; trace={self.build};\n{_RULES}\n# Environment\n"
             f"Session: {self.session_id}\nNow: {self.now}\nTurns so far: {self.turn}\n{_manual()}\n# Tools\n"
@@ -98,16 +98,16 @@ class Payload:
 
 
 @dataclass(frozen=True, slots=True)
-class Sent:
-    """A request.
+class AgentRequest:
+    """One request of a conversation.
 
     Attributes:
-        token_ids: its prompt.
-        answer_ids: the tokens that were generated and cached after it.
+        token_ids: tokens of the prompt.
+        answer_ids: tokens that were generated and cached after the prompt.
         namespace: model, tenant, adapter and salt.
         session: name of the conversation.
-        time_s: when it was sent.
-        is_planted: whether it has the fault.
+        time_s: time at which the request is sent.
+        is_planted: whether the request has the fault.
     """
 
     token_ids: Sequence[int]
@@ -141,15 +141,15 @@ def _uuid(rng: random.Random) -> str:
     return "-".join(_hex(rng, each) for each in (8, 4, 4, 4, 12))
 
 
-def _shuffled(values: tuple[str, ...], rng: random.Random) -> tuple[str, ...]:
+def _shuffle(values: tuple[str, ...], rng: random.Random) -> tuple[str, ...]:
     """Return the values in another order."""
     while True:
-        found = tuple(rng.sample(values, len(values)))
-        if found != values:
-            return found
+        shuffled = tuple(rng.sample(values, len(values)))
+        if shuffled != values:
+            return shuffled
 
 
-def _reminder(payload: Payload, rng: random.Random) -> Payload:
+def _insert_reminder(payload: Payload, rng: random.Random) -> Payload:
     place = rng.randrange(1, len(payload.messages) - 2)
     text = (
         f"The user opened the file {_words(rng, 1)}.py in the editor. This may or may not be related: {_words(rng, 8)}"
@@ -158,34 +158,34 @@ def _reminder(payload: Payload, rng: random.Random) -> Payload:
     return replace(payload, messages=(*payload.messages[:place], inserted, *payload.messages[place:]))
 
 
-def _compacted(payload: Payload, rng: random.Random) -> Payload:
+def _compact(payload: Payload, rng: random.Random) -> Payload:
     summary = Message("user", f"Summary of the conversation so far: {_words(rng, 20)}")
     return replace(payload, messages=(summary, *payload.messages[-3:]))
 
 
-def _without_thinking(payload: Payload, rng: random.Random) -> Payload:
+def _strip_thinking(payload: Payload, rng: random.Random) -> Payload:
     del rng
     return replace(payload, messages=tuple(replace(each, thinking="") for each in payload.messages))
 
 
-def _resplit(payload: Payload, rng: random.Random) -> Payload:
+def _resplit_answer(payload: Payload, rng: random.Random) -> Payload:
     places = [index for index, each in enumerate(payload.messages[:-2]) if each.role == "assistant"]
     place = rng.choice(places)
     changed = replace(payload.messages[place], is_resplit=True)
     return replace(payload, messages=(*payload.messages[:place], changed, *payload.messages[place + 1 :]))
 
 
-def _fewer_tools(payload: Payload, rng: random.Random) -> Payload:
+def _remove_tool(payload: Payload, rng: random.Random) -> Payload:
     left_out = rng.randrange(len(payload.tools) - 1)
     return replace(payload, tools=(*payload.tools[:left_out], *payload.tools[left_out + 1 :]))
 
 
-def _more_tools(payload: Payload, rng: random.Random) -> Payload:
+def _add_tool(payload: Payload, rng: random.Random) -> Payload:
     place = len(payload.tools) // 2
     return replace(payload, tools=(*payload.tools[:place], rng.choice(_LATE_TOOLS), *payload.tools[place:]))
 
 
-def _later(rng: random.Random) -> str:
+def _later_time(rng: random.Random) -> str:
     return f"2026-11-{rng.randrange(6, 29):02}T{rng.randrange(24):02}:{rng.randrange(60):02}:{rng.randrange(60):02}Z"
 
 
@@ -195,17 +195,17 @@ FAULTS = (
         "short build suffix", MissCause.RANDOM_ID, lambda p, rng: replace(p, suffix=rng.choice("abcdef") + _hex(rng, 2))
     ),
     Fault("UUID", MissCause.RANDOM_ID, lambda p, rng: replace(p, session_id=_uuid(rng))),
-    Fault("timestamp", MissCause.DATE_OR_TIME, lambda p, rng: replace(p, now=_later(rng))),
+    Fault("timestamp", MissCause.DATE_OR_TIME, lambda p, rng: replace(p, now=_later_time(rng))),
     Fault("date of another day", MissCause.DATE_OR_TIME, lambda p, rng: replace(p, now="2026-11-06T08:00:00Z")),
     Fault("counter", MissCause.NUMBER, lambda p, rng: replace(p, turn=rng.randrange(2, 10_000))),
-    Fault("tools in another order", MissCause.REORDERED, lambda p, rng: replace(p, tools=_shuffled(p.tools, rng))),
-    Fault("keys in another order", MissCause.REORDERED, lambda p, rng: replace(p, keys=_shuffled(p.keys, rng))),
-    Fault("a tool less", MissCause.TOOLS_CHANGED, _fewer_tools),
-    Fault("a tool more", MissCause.TOOLS_CHANGED, _more_tools),
-    Fault("injected system message", MissCause.MESSAGE_INSERTED, _reminder),
-    Fault("compaction that keeps the last messages", MissCause.COMPACTED, _compacted),
-    Fault("stripped thinking", MissCause.THINKING_STRIPPED, _without_thinking),
-    Fault("re-tokenized answer", MissCause.RETOKENIZED, _resplit),
+    Fault("tools in another order", MissCause.REORDERED, lambda p, rng: replace(p, tools=_shuffle(p.tools, rng))),
+    Fault("keys in another order", MissCause.REORDERED, lambda p, rng: replace(p, keys=_shuffle(p.keys, rng))),
+    Fault("a tool less", MissCause.TOOLS_CHANGED, _remove_tool),
+    Fault("a tool more", MissCause.TOOLS_CHANGED, _add_tool),
+    Fault("injected system message", MissCause.MESSAGE_INSERTED, _insert_reminder),
+    Fault("compaction that keeps the last messages", MissCause.COMPACTED, _compact),
+    Fault("stripped thinking", MissCause.THINKING_STRIPPED, _strip_thinking),
+    Fault("re-tokenized answer", MissCause.RETOKENIZED, _resplit_answer),
     Fault(
         "token that begins a sequence",
         MissCause.TEMPLATE_CHANGED,
@@ -252,22 +252,22 @@ class Traffic:
     _encode: Callable[[str, bool], tuple[int, ...]] = field(init=False)
 
     def __post_init__(self) -> None:
-        self._encode = lru_cache(maxsize=100_000)(self._encoded)
+        self._encode = lru_cache(maxsize=100_000)(self._encode_uncached)
 
-    def sent(self, fault: Fault | None, share: float) -> list[Sent]:
+    def requests(self, fault: Fault | None, share: float) -> list[AgentRequest]:
         """Return the requests, with the fault in a share of those that have something to lose.
 
-        The texts, the order and the requests that are planted depend only on the seed.
+        The texts and their order depend only on the seed; which requests have the fault depends also on the share.
         """
         rng, faults, chance = (random.Random(f"{self.seed} {each}") for each in ("texts", "faults", "chance"))
         conversations = [self._messages(rng) for _ in range(self.num_sessions)]
-        nexts = [0] * self.num_sessions
+        num_sent = [0] * self.num_sessions
         order = [index for index in range(self.num_sessions) for _ in range(self.num_turns)]
         rng.shuffle(order)
         requests = []
         for time_s, index in enumerate(order):
-            num_messages = 1 + 2 * nexts[index]
-            nexts[index] += 1
+            num_messages = 1 + 2 * num_sent[index]
+            num_sent[index] += 1
             payload = Payload(
                 "8d9f3a11c27be845",
                 "3a3",
@@ -283,7 +283,7 @@ class Traffic:
                 payload = fault.plant(payload, faults)
             ids = [each for piece in payload.pieces() for each in self._encode(*piece)]
             answer = self._encode(conversations[index][num_messages].content(), False)[:-_END_TOKENS]
-            requests.append(Sent(ids, answer, payload.namespace, f"session {index}", float(time_s), is_planted))
+            requests.append(AgentRequest(ids, answer, payload.namespace, f"session {index}", float(time_s), is_planted))
         return requests
 
     def _messages(self, rng: random.Random) -> tuple[Message, ...]:
@@ -294,7 +294,7 @@ class Traffic:
             messages.append(Message("tool", _words(rng, rng.randrange(30, 120))))
         return tuple(messages)
 
-    def _encoded(self, text: str, is_resplit: bool) -> tuple[int, ...]:
+    def _encode_uncached(self, text: str, is_resplit: bool) -> tuple[int, ...]:
         if not is_resplit:
             return tuple(self.tokenizer.encode_rendered(text))
         ids: list[int] = []

@@ -38,7 +38,7 @@ _BLOCK_SIZE = 64
 
 
 def load(path: str, *, weights: str = "auto", dtype: str = "float32") -> Model:
-    """Load a model onto the CPU, as the server finds it: `tiny`, a directory, a GGUF file or a name on the Hub.
+    """Load a model onto the CPU: `tiny`, a directory, a GGUF file, or a name in the local cache of Hugging Face.
 
     Args:
         path, weights, dtype: see `ModelConfig`. In float32, activations are not rounded.
@@ -54,8 +54,8 @@ def held_out_texts(path: str, num_texts: int, num_tokens: int) -> list[torch.Ten
 
     Args:
         path: as for `load`: the model whose tokenizer divides the texts.
-        num_texts, num_tokens: pieces, and tokens of each. If the tokenizer puts a token before each text, so has each
-            piece.
+        num_texts, num_tokens: pieces, and tokens of each. If the tokenizer puts a token before each text, each
+            piece begins with this token.
 
     Returns:
         int64 `[num_tokens]` each.
@@ -123,7 +123,7 @@ class Quality:
 
 
 class Comparison:
-    """Compares predictions with those of the reference, text by text, so that the logits of one text are in memory."""
+    """Compares predictions with those of a reference, text by text, so that only one text's logits are in memory."""
 
     def __init__(self) -> None:
         self._num_rows = self._num_predicted = 0
@@ -169,7 +169,7 @@ class Command:
         header, columns: what was varied, in the header and in each row of the table; `columns` is a format string of
             the fields of a row.
         num_texts: default number of texts.
-        sizes: further options, by name: the default of a number, or those of several numbers.
+        sizes: defaults of further options, by name; a tuple for an option that takes several numbers.
     """
 
     name: str

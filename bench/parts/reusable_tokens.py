@@ -24,10 +24,10 @@ def count_reusable_tokens(items: Sequence[WorkItem], public: PublicTokens | None
     total = 0
     for item in items:
         key = item.token_ids.astype(">u4").tobytes()
-        known = earlier.setdefault((item.tenant, item.adapter), public_keys[item.adapter].copy())
-        place = bisect_left(known, key)
-        neighbors = known[max(0, place - 1) : place + 1]
+        earlier_keys = earlier.setdefault((item.tenant, item.adapter), public_keys[item.adapter].copy())
+        place = bisect_left(earlier_keys, key)
+        neighbors = earlier_keys[max(0, place - 1) : place + 1]
         shared = max((shared_bytes(other, key, 0) // TOKEN_BYTES for other in neighbors), default=0)
         total += min(shared, len(item.token_ids) - 1)
-        insort(known, key)
+        insort(earlier_keys, key)
     return total

@@ -92,8 +92,9 @@ def run(task: dict[str, Any], answers: int) -> None:
     Args:
         task: `model`, a directory; `tier`, options of the connector, or None for vLLM alone; `prompts`, numbers of
             prompts; `changed`, the position of a token to change in each prompt, or None; `times`, how often each
-            prompt is repeated; `num_blocks`, blocks of vLLM, or None; `lost`, the fraction of reads of the disk that
-            fail; `is_endless`, whether to continue with further prompts until the process is killed.
+            prompt is repeated; `num_blocks`, blocks of vLLM, or None; `lost`, the fraction of the disk's reads that
+            find nothing, or 1 for a disk that fails; `is_endless`, whether to continue with further prompts until the
+            process is killed; `first_endless`, n if the first of these prompts has the number -n.
         answers: file descriptor for the JSON lines.
     """
     from vllm import LLM, SamplingParams

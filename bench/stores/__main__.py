@@ -28,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(arguments)
     blocks = Blocks(args.payload_bytes, args.blocks, args.seed, args.calls)
     rows: list[StoreRow] = []
-    for opening in _opened_stores(args, blocks):
+    for opening in _stores(args, blocks):
         with opening as store:
             rows += measure(store, blocks, args.rounds)
     print("| store | direction | ratio to the bare copy | ratio with checksum | GB/s | bare GB/s |")
@@ -46,9 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _opened_stores(
-    args: argparse.Namespace, blocks: Blocks
-) -> Iterator[contextlib.AbstractContextManager[BenchedStore]]:
+def _stores(args: argparse.Namespace, blocks: Blocks) -> Iterator[contextlib.AbstractContextManager[BenchedStore]]:
     yield benched_store.host(blocks.format, blocks.object_bytes, args.blocks)
     with tempfile.TemporaryDirectory(dir=args.disk) as folder:
         yield benched_store.disk(blocks.format, blocks.object_bytes, args.blocks, Path(folder))
@@ -60,11 +58,11 @@ def _opened_stores(
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m bench.stores", description=(__doc__ or "").partition("\n")[0])
-    payload = "of a block, a multiple of 4; default 1 MiB"
+    payload = "bytes of a block, a multiple of 4; default 1 MiB"
     parser.add_argument("--payload-bytes", type=_payload_bytes, default=1 << 20, metavar="N", help=payload)
-    parser.add_argument("--blocks", type=int, default=128, metavar="N", help="moved in a round; default 128")
-    parser.add_argument("--rounds", type=int, default=7, metavar="N", help="counted; default 7")
-    calls = "loads of eight blocks in flight: 1 as for one request after the other; default all of a round"
+    parser.add_argument("--blocks", type=int, default=128, metavar="N", help="blocks per round; default 128")
+    parser.add_argument("--rounds", type=int, default=7, metavar="N", help="measured rounds; default 7")
+    calls = "maximum number of loads of eight blocks in flight; default: all loads of a round"
     parser.add_argument("--calls", type=int, metavar="N", help=calls)
     parser.add_argument("--seed", type=int, default=0, metavar="N")
     parser.add_argument("--disk", type=Path, metavar="DIRECTORY", help="on the disk to measure; default the system's")

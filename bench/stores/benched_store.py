@@ -32,7 +32,7 @@ class BenchedStore:
         write: writes payloads with the peer.
         read: reads them back into buffers with the peer.
         forget: makes the next read cold; None if the store has no cache.
-        copies: whether a load includes a copy into the caller's memory, as that of the peer does.
+        copies: whether a load includes a copy into the caller's memory, as a read of the peer does.
         verify: does what `read` does, and computes a checksum of each payload; None if not measured.
     """
 

@@ -173,7 +173,7 @@ def _row(name: str, direction: str, pairs: list[tuple[float, float]], num_bytes:
 def _pair(
     ours: Callable[[], None], theirs: Callable[[], None], between: Callable[[], None], *, is_ours_first: bool
 ) -> tuple[float, float]:
-    """Return the seconds of the store and of its peer, in an order that alternates."""
+    """Run the store and its peer in the chosen order, and return the seconds of each."""
     first_s = _seconds(ours if is_ours_first else theirs)
     between()
     second_s = _seconds(theirs if is_ours_first else ours)

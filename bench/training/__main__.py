@@ -44,7 +44,7 @@ def main() -> None:
     budget.add_argument(
         "--minutes", type=float, help="minutes of training; restarts and the time between them do not count"
     )
-    budget.add_argument("--steps", type=int, help="of 2,048 tokens")
+    budget.add_argument("--steps", type=int, help="number of steps of 2,048 tokens")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--checkpoint", type=Path, default=Path("build/training/checkpoint.pt"))
     parser.add_argument("--fresh", action="store_true", help="start from scratch even if there is a checkpoint")

@@ -47,11 +47,11 @@ class Bigram:
 
     def probability(self, previous: int, token: int) -> float:
         """Return the probability of a token after another one, never zero."""
-        single = self._mixed(self._singles[token], self._num_singles, len(self._singles), 1 / self._vocab_size)
-        return self._mixed(self._pairs[previous, token], self._followed[previous], self._kinds[previous], single)
+        single = self._interpolate(self._singles[token], self._num_singles, len(self._singles), 1 / self._vocab_size)
+        return self._interpolate(self._pairs[previous, token], self._followed[previous], self._kinds[previous], single)
 
     @staticmethod
-    def _mixed(count: int, total: int, num_kinds: int, otherwise: float) -> float:
+    def _interpolate(count: int, total: int, num_kinds: int, otherwise: float) -> float:
         return (count + num_kinds * otherwise) / (total + num_kinds) if total else otherwise
 
     def _count(self, previous: int, token: int) -> None:

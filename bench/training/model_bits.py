@@ -28,6 +28,6 @@ def model_bits(module: PreTrainedModel, ids: torch.Tensor, window_tokens: int = 
     for start in range(0, max(1, ids.numel() - 1 - half), half):
         window = ids[start : start + window_tokens + 1]
         logits = module(window[None, :-1], use_cache=False).logits[0].float()
-        known = half if start else 0
-        total += cross_entropy(logits[known:], window[known + 1 :], reduction="sum").item()
+        num_context = half if start else 0
+        total += cross_entropy(logits[num_context:], window[num_context + 1 :], reduction="sum").item()
     return total / math.log(2)

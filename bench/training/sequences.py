@@ -69,7 +69,10 @@ def build_sequences(documents: list[Document], tokenizer: PreTrainedTokenizerBas
     text = [token for document in documents for token in [*tokenizer.encode(document.text), *end]]
     generator = random.Random(seed)
     chats = [
-        token for document in documents for chat in _chats(document, generator) for token in _encoded(tokenizer, chat)
+        token
+        for document in documents
+        for chat in _chats(document, generator)
+        for token in _encode_chat(tokenizer, chat)
     ]
     return Sequences(torch.tensor(text), torch.tensor(chats), seed)
 
@@ -92,7 +95,7 @@ def _chats(document: Document, generator: random.Random) -> list[list[str]]:
     return chats
 
 
-def _encoded(tokenizer: PreTrainedTokenizerBase, turns: list[str]) -> list[int]:
+def _encode_chat(tokenizer: PreTrainedTokenizerBase, turns: list[str]) -> list[int]:
     """Encode a chat with the chat template. It has a system prompt if the length of its first turn is odd."""
     messages = [{"role": "system", "content": _SYSTEM}] if len(turns[0]) % 2 else []
     messages += [{"role": ("user", "assistant")[index % 2], "content": turn} for index, turn in enumerate(turns)]

@@ -100,21 +100,21 @@ class Trainer:
         """Write the checkpoint atomically."""
         if self._checkpoint is None:
             return
-        whole = {
+        contents = {
             "module": self._module.state_dict(),
             "optimizers": [optimizer.state_dict() for optimizer in self._optimizers],
             "progress": (self.progress.steps, self.progress.seconds, self.progress.loss),
             "seed": self._sequences.seed,
         }
         unfinished = self._checkpoint.with_suffix(".unfinished")
-        torch.save(whole, unfinished)
+        torch.save(contents, unfinished)
         os.replace(unfinished, self._checkpoint)
 
     def _restore(self, checkpoint: Path) -> None:
-        whole = torch.load(checkpoint, weights_only=True)
-        if whole["seed"] != self._sequences.seed:
-            raise ValueError(f"checkpoint: expected seed {self._sequences.seed}, got {whole['seed']}")
-        self._module.load_state_dict(whole["module"])
-        for optimizer, state in zip(self._optimizers, whole["optimizers"], strict=True):
+        contents = torch.load(checkpoint, weights_only=True)
+        if contents["seed"] != self._sequences.seed:
+            raise ValueError(f"checkpoint: expected seed {self._sequences.seed}, got {contents['seed']}")
+        self._module.load_state_dict(contents["module"])
+        for optimizer, state in zip(self._optimizers, contents["optimizers"], strict=True):
             optimizer.load_state_dict(state)
-        self.progress = Progress(*whole["progress"])
+        self.progress = Progress(*contents["progress"])

@@ -131,8 +131,8 @@ def measure(model: Model, num_tokens: int, block_size: int, step_tokens: int) ->
     reach = Reach.of_window(groups.window)
     num_blocks = 2 * -(-num_tokens // block_size)
     least = min_parts(reach, block_size, step_tokens)
-    whole = WindowedServer(model, num_blocks, block_size, step_tokens, None)
-    divided = WindowedServer(model, num_blocks, block_size, step_tokens, least)
+    one_pool = WindowedServer(model, num_blocks, block_size, step_tokens, None)
+    two_pools = WindowedServer(model, num_blocks, block_size, step_tokens, least)
     random = np.random.default_rng(0)
     prompt = random.integers(0, _VOCAB_SIZE, num_tokens).tolist()
     fresh = random.integers(0, _VOCAB_SIZE, 64).tolist()
@@ -144,7 +144,7 @@ def measure(model: Model, num_tokens: int, block_size: int, step_tokens: int) ->
     }
     rows = []
     for name, tokens in prompts.items():
-        first, second = whole.prefill(tokens), divided.prefill(tokens)
+        first, second = one_pool.prefill(tokens), two_pools.prefill(tokens)
         assert first.logits is not None
         assert second.logits is not None
         assert np.array_equal(first.logits, second.logits), f"{name}: expected the same bits"
@@ -155,12 +155,14 @@ def measure(model: Model, num_tokens: int, block_size: int, step_tokens: int) ->
                 "one_pool_cached_tokens": first.usage.cached_tokens,
                 "cached_tokens": second.usage.cached_tokens,
                 "miss_reason": second.miss_reason.value,
-                "most_needed_blocks": max(divided.counter.needed),
-                "most_blocks_in_use": max(map(sum, zip(divided.counter.needed, divided.counter.cached, strict=True))),
+                "most_needed_blocks": max(two_pools.counter.needed),
+                "most_blocks_in_use": max(
+                    map(sum, zip(two_pools.counter.needed, two_pools.counter.cached, strict=True))
+                ),
             }
         )
-        divided.counter.needed.clear()
-        divided.counter.cached.clear()
+        two_pools.counter.needed.clear()
+        two_pools.counter.cached.clear()
     return {
         "num_tokens": num_tokens,
         "window": groups.window,
@@ -172,8 +174,8 @@ def measure(model: Model, num_tokens: int, block_size: int, step_tokens: int) ->
         "windowed_pool_blocks": least,
         "bound_blocks": -(-(groups.window - 1 + step_tokens) // block_size) + 1,
         "hit_blocks": -(-(groups.window - 1) // block_size),
-        "one_pool_bytes": whole.storage.num_bytes,
-        "bytes": divided.storage.num_bytes,
+        "one_pool_bytes": one_pool.storage.num_bytes,
+        "bytes": two_pools.storage.num_bytes,
         "prompts": rows,
     }
 
@@ -181,7 +183,7 @@ def measure(model: Model, num_tokens: int, block_size: int, step_tokens: int) ->
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print a table, and write JSON."""
     parser = argparse.ArgumentParser(description="Count the blocks that windowed layers need.")
-    parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 16384], help="of each long prompt")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 16384], help="lengths of the long prompts")
     parser.add_argument("--window", type=int, default=512)
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--block-size", type=int, default=64)

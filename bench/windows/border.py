@@ -64,19 +64,19 @@ def cache_of(traffic: Traffic, rule: str) -> PrefixCache:
 def reused_share(traffic: Traffic, rule: str, seed: int) -> float:
     """Return the share of prompt tokens that is reused."""
     cache = cache_of(traffic, rule)
-    found = total = 0
+    reused = total = 0
     for prompt in traffic.prompts(seed):
-        tokens, num_found = prompt.tokens.astype("<u4").tobytes(), 0
+        tokens, cached_tokens = prompt.tokens.astype("<u4").tobytes(), 0
         if prompt.is_only_matched:
-            num_found = cache.match(_NAMESPACE, tokens).cached_tokens
+            cached_tokens = cache.match(_NAMESPACE, tokens).cached_tokens
         else:
             with cache.lease(_NAMESPACE, tokens) as lease:
-                num_found = lease.cached_tokens
+                cached_tokens = lease.cached_tokens
                 compute(lease)
         if prompt.is_measured:
-            found, total = found + num_found, total + prompt.tokens.size
+            reused, total = reused + cached_tokens, total + prompt.tokens.size
     cache.check()
-    return found / total
+    return reused / total
 
 
 def compute(lease: Lease) -> None:
@@ -115,8 +115,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         rows.append({"traffic": key, "window": traffic.shape.window, "reused": reused})
         print(f"{key:58}", ", ".join(f"{rule} {share:.3f}" for rule, share in reused.items()), flush=True)
     if options.json:
-        called = sys.argv[1:] if arguments is None else arguments
-        command = shlex.join(["python", "-m", "bench.windows.border", *called])
+        argv = sys.argv[1:] if arguments is None else arguments
+        command = shlex.join(["python", "-m", "bench.windows.border", *argv])
         write_json(options.json, {"rows": rows, "seeds": options.seeds, "command": command, **describe_run()})
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from bench import agents
-from bench.agents import Play, Prompts, Turn, non_negative_fit, summary, ttft_of_hits
+from bench.agents import Play, Prompts, Turn, non_negative_fit, summarize, ttft_of_hits
 from radixkv.errors import ConfigError
 from radixkv.service.client import Awaits
 
@@ -37,7 +37,7 @@ def test_turns_are_compared_with_the_median_of_hits_of_the_same_length() -> None
     assert hits_s == {100: 2.0, 200: 5.0}
     turns = [Turn(100, 2.1, 0, 0), Turn(100, 2.4, 64, 0), Turn(100, 6.0, 0, 100), Turn(200, 4.5, 0, 0)]
     play: Any = SimpleNamespace(turns=turns, ttfts_s=[1.0, 2.0, 3.0], cached_tokens=80, prompt_tokens=100)
-    result = summary(play, hits_s)
+    result = summarize(play, hits_s)
     assert (result["returns"], result["ready_share"], result["timely_share"]) == (4, 0.5, 0.5)
     assert (result["loaded_tokens"], result["computed_again_tokens"], result["hit_rate"]) == (64, 100, 0.8)
     assert result["ttft_over_hit"] == {"p50": pytest.approx(1.125), "p95": 3.0}

@@ -13,7 +13,7 @@ import pytest
 
 from bench import vllm_tier
 from bench.parts.vllm_tier_worker import prompt_of
-from bench.vllm_tier import Worker, kills, restarts
+from bench.vllm_tier import Worker, measure_kills, measure_restart
 
 
 class StandIn:
@@ -59,14 +59,14 @@ class StandIn:
 
 
 def test_restarts_without_differences(tmp_path: Path) -> None:
-    result = restarts(cast("Worker", StandIn()), tmp_path, tmp_path, 20)
+    result = measure_restart(cast("Worker", StandIn()), tmp_path, tmp_path, 20)
     assert result["prompt_tokens_cached_by_vllm"] == 20 * 32
     assert {result[name] for name in result if name.startswith("different")} == {0}
     assert result["control_changed_answers"] == "20 of 20"
 
 
 def test_different_answers_after_a_restart_are_counted(tmp_path: Path) -> None:
-    result = restarts(cast("Worker", StandIn(wrong={3, 7})), tmp_path, tmp_path, 20)
+    result = measure_restart(cast("Worker", StandIn(wrong={3, 7})), tmp_path, tmp_path, 20)
     assert result["different_tokens_after_restart"] == 2
     assert result["different_tokens_without_tier"] == 0
     assert cast("dict[str, int]", result["all_at_once"])["different_tokens"] == 2
@@ -79,7 +79,7 @@ def test_wrong_answers_after_kills_are_counted(
     worker = StandIn(wrong)
     monkeypatch.setattr(os, "kill", worker.kill)
     monkeypatch.setattr(vllm_tier, "_MAX_DELAY_S", 0.0)
-    result = kills(cast("Worker", worker), tmp_path, tmp_path, 5, seed=0)
+    result = measure_kills(cast("Worker", worker), tmp_path, tmp_path, 5, seed=0)
     assert result["answers_verified"]
     assert bool(result["wrong_answers"]) is bool(wrong)
     assert result["answers_with_hits"] == result["answers_verified"]

@@ -102,12 +102,14 @@ async def _run(report: StageReport, sizes: BitsSizes) -> str:
             repeated = cases[: sizes.num_at_once - len(chunk)]
             with report.row(f"prompts {start + 1} to {start + len(chunk)}") as row:
                 differences = await _compare_prompts(client, chunk, repeated)
-                found = [difference for difference in differences if difference]
-                row |= {"compared": len(differences), "different": len(found), "is_right": not found}
-                row["text"] = f"{len(differences)} compared, {len(found)} different{': ' if found else ''}"
-                row["text"] += found[0] if found else ""
+                descriptions = [difference for difference in differences if difference]
+                row |= {"compared": len(differences), "different": len(descriptions), "is_right": not descriptions}
+                row["text"] = (
+                    f"{len(differences)} compared, {len(descriptions)} different{': ' if descriptions else ''}"
+                )
+                row["text"] += descriptions[0] if descriptions else ""
                 num_compared += len(differences)
-                num_different += len(found)
+                num_different += len(descriptions)
         with report.row(f"{sizes.generations} greedy generations, alone and together") as row:
             different = await _compare_generations(client, prompts, sizes)
             row |= {"compared": sizes.generations, "different": different, "is_right": not different}
@@ -151,9 +153,9 @@ async def _compare_generations(client: AsyncClient, prompts: RandomPrompts, size
         answer = client.generate(prompt, max_new_tokens=sizes.new_tokens, ignore_eos=True, tenant="bits-generate")
         return [token for part in [part async for part in answer] for token in part.token_ids]
 
-    given = list(prompts.draw_many(sizes.generations, _GENERATED_AFTER_TOKENS))
-    alone = [await generate(prompt) for prompt in given]
-    together = await asyncio.gather(*(generate(prompt) for prompt in given))
+    batch = list(prompts.draw_many(sizes.generations, _GENERATED_AFTER_TOKENS))
+    alone = [await generate(prompt) for prompt in batch]
+    together = await asyncio.gather(*(generate(prompt) for prompt in batch))
     return sum(len(first) != sizes.new_tokens or first != second for first, second in zip(alone, together, strict=True))
 
 

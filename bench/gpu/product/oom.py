@@ -90,16 +90,16 @@ async def _ask_without_memory(report: StageReport, server: ProductServer, vocab_
     The order matters: the first large step allocates memory that PyTorch keeps, and later steps of its size need none.
     """
     prompts = RandomPrompts(vocab_size, seed=4)
-    given = list(prompts.draw_many(_NUM_PROMPTS, _DRY_PROMPT_TOKENS if report.is_dry_run else _PROMPT_TOKENS))
+    batch = list(prompts.draw_many(_NUM_PROMPTS, _DRY_PROMPT_TOKENS if report.is_dry_run else _PROMPT_TOKENS))
     without_memory: list[PrefillResponse] = []
     async with AsyncClient(server.address, timeout_s=_TIMEOUT_S) as client:
-        with report.row(f"{len(given)} prompts with {_LEFT_MIB} MiB left") as row, _ballast(report) as held:
+        with report.row(f"{len(batch)} prompts with {_LEFT_MIB} MiB left") as row, _ballast(report) as held:
             row["ballast"] = held
-            without_memory += await asyncio.gather(*(_ask(client, prompt) for prompt in given))
+            without_memory += await asyncio.gather(*(_ask(client, prompt) for prompt in batch))
             row["smaller_steps"] = sum(SMALLER_STEP in line for _, line in server.log_lines())
             row["text"] = f"answered, {held}, {row['smaller_steps']} steps were made smaller"
-        with report.row(f"{len(given)} prompts with memory") as row:
-            with_memory = [await _ask(client, prompt) for prompt in given]
+        with report.row(f"{len(batch)} prompts with memory") as row:
+            with_memory = [await _ask(client, prompt) for prompt in batch]
             errors = [relative_error(*pair) for pair in zip(with_memory, without_memory, strict=True)]
             row |= {"largest_error": max(errors), "is_right": max(errors) <= _TOLERANCE and server.is_running}
             row["text"] = f"largest error without memory {max(errors):.3g}"

@@ -7,7 +7,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.gpu.product.run_state import read_state
+from bench.parts.peers.workers.http_engine import free_port
 
 _LISTENING = re.compile(r"^listening on (\S+:\d+)$", re.MULTILINE)
 _METRIC = re.compile(r"^([a-z_:]+(?:\{[^}]*\})?) (\S+)$", re.MULTILINE)
@@ -57,7 +57,7 @@ class ProductServer:
         environment: Mapping[str, str] | None = None,
     ) -> ProductServer:
         """Start `radixkv serve` without waiting until it listens. Its output goes to files of the run's folder."""
-        metrics_port = _free_port()
+        metrics_port = free_port()
         command = [sys.executable, "-m", "radixkv.service", "serve", "--port", "0", "--model", model]
         command += ["--device", device, "--log-format", "json", "--metrics-port", str(metrics_port)]
         for setting in settings:
@@ -165,10 +165,3 @@ def _is_running(pid: int) -> bool:
     except OSError:
         return False
     return state not in ("Z", "X")
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port

@@ -38,7 +38,7 @@ class TierSizes:
         to_host: prompts that fill the pool twice over.
         to_disk: prompts after which the host tier has evicted some blocks to disk.
         wanted: number of prompts to load from each tier.
-        asked: maximum number of prompts to send for this.
+        asked: maximum number of prompts to send again until `wanted` of them were loaded.
     """
 
     prompt_tokens: int
@@ -90,8 +90,8 @@ class TierTraffic:
             async with slots:
                 self._asked.append((prompt, await self.ask(prompt)))
 
-        given = self._prompts.draw_many(count - len(self._asked), self._sizes.prompt_tokens)
-        await asyncio.gather(*(one(prompt) for prompt in given))
+        new_prompts = self._prompts.draw_many(count - len(self._asked), self._sizes.prompt_tokens)
+        await asyncio.gather(*(one(prompt) for prompt in new_prompts))
         took_s = time.monotonic() - start_s
         after = await self._client.stats()
         saved = sum(tier.saved_blocks for tier in after.tiers) - sum(tier.saved_blocks for tier in before.tiers)

@@ -85,9 +85,9 @@ def _kernel_trials(deadline_s: float, *, is_dry_run: bool) -> list[dict[str, Any
     from radixkv.model.attention.refused_attention import MODES, SPECIALIZED
 
     modes = ["fast"] if is_dry_run else MODES  # Triton's interpreter takes eight seconds for each mode
-    given = trials([SPECIALIZED], modes, is_dry_run=is_dry_run)
+    planned = trials([SPECIALIZED], modes, is_dry_run=is_dry_run)
     limit_s = (deadline_s - time.monotonic()) / 2  # a trial that times out is repeated in the other half
-    return list(measure_trials(given, trial_module(is_dry_run=is_dry_run), limit_s, deadline_s, workers=len(given)))
+    return list(measure_trials(planned, trial_module(is_dry_run=is_dry_run), limit_s, deadline_s, workers=len(planned)))
 
 
 def _measure_rates(report: StageReport) -> None:

@@ -33,7 +33,7 @@ class Target:
     http_address: str = ""
 
     def part_of(self, number: int) -> int:
-        """Return this share of a number; at least 1."""
+        """Return a number multiplied by `scale`; at least 1."""
         return max(1, round(number * self.scale))
 
 

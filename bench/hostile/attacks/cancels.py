@@ -7,7 +7,7 @@ import random
 from collections import Counter
 
 from bench.hostile.attacks.attack import Figures, Target
-from bench.hostile.attacks.flood import PREFILL, opened
+from bench.hostile.attacks.flood import PREFILL, open_channel
 from radixkv.v1 import prefill_pb2
 
 _NUM_AT_ONCE = 48
@@ -21,14 +21,14 @@ async def cancels(target: Target) -> Figures:
     observed: Counter[str] = Counter()
 
     async def repeat() -> None:
-        async with opened(target.address) as channel:
+        async with open_channel(target.address) as channel:
             call = channel.unary_unary(PREFILL, None, None)
             while clock() < end_s:
                 tokens = [rng.randrange(1, 200) for _ in range(64)]
-                begun = call(prefill_pb2.PrefillRequest(token_ids=tokens, tenant="cancels").SerializeToString())
+                running_call = call(prefill_pb2.PrefillRequest(token_ids=tokens, tenant="cancels").SerializeToString())
                 await asyncio.sleep(rng.random() * _MAX_DELAY_S)
-                begun.cancel()
-                observed[(await begun.code()).name] += 1
+                running_call.cancel()
+                observed[(await running_call.code()).name] += 1
 
     await asyncio.gather(*(repeat() for _ in range(_NUM_AT_ONCE)))
     return dict(observed)

@@ -47,7 +47,7 @@ async def unread(target: Target) -> Figures:
 
 
 async def unread_streams(target: Target) -> Figures:
-    """Ask for streams with log probabilities on 50 connections, and read nothing: `http_unread` over gRPC."""
+    """Ask for streams with log probabilities on 50 connections, and read nothing, as `http_unread` does over HTTP."""
     message = prefill_pb2.GenerateRequest(max_new_tokens=400, ignore_eos=True, logprobs=20)
     message.prefill.CopyFrom(prefill_pb2.PrefillRequest(token_ids=[65], tenant="hostile"))
     num_connections = target.part_of(50)

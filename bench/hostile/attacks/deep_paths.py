@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bench.hostile.attacks.attack import LONG_TOKENS, Figures, Target
-from bench.hostile.attacks.flood import PREFILL, RETAIN, STATS, TIMEOUT_S, flood, opened, send_all
+from bench.hostile.attacks.flood import PREFILL, RETAIN, STATS, TIMEOUT_S, flood, open_channel, send_all
 from radixkv.service.token_ids import write_token_ids
 from radixkv.v1 import cache_pb2, prefill_pb2
 
@@ -58,7 +58,7 @@ async def _cut(target: Target, path: str, messages: Iterator[bytes]) -> Figures:
     whole_ms = await _hit_ms(target.address)
     statuses = await send_all(target.address, path, messages)
     cut_ms = await _hit_ms(target.address)
-    async with opened(target.address) as channel:
+    async with open_channel(target.address) as channel:
         stats = cache_pb2.StatsResponse.FromString(await channel.unary_unary(STATS, None, None)(b"", timeout=TIMEOUT_S))
     return {
         "nodes": stats.segments,
@@ -70,7 +70,7 @@ async def _cut(target: Target, path: str, messages: Iterator[bytes]) -> Figures:
 
 async def _hit_ms(address: str) -> float:
     took_ms = []
-    async with opened(address) as channel:
+    async with open_channel(address) as channel:
         call, message = channel.unary_unary(PREFILL, None, None), _long_prompt()
         await call(message, timeout=TIMEOUT_S)
         for _ in range(_NUM_TIMED):

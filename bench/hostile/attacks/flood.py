@@ -36,7 +36,7 @@ class FloodCall(Protocol):
 
 
 @contextlib.asynccontextmanager
-async def opened(address: str) -> AsyncIterator[grpc.aio.Channel]:
+async def open_channel(address: str) -> AsyncIterator[grpc.aio.Channel]:
     """Open a connection that no other channel of this process shares."""
     async with grpc.aio.insecure_channel(address, options=_OPTIONS) as channel:
         yield channel
@@ -53,7 +53,7 @@ async def flood(target: Target, path: str, make: Callable[[], bytes], num_at_onc
     observed: Counter[str] = Counter()
 
     async def repeat() -> None:
-        async with opened(target.address) as channel:
+        async with open_channel(target.address) as channel:
             call = channel.unary_unary(path, None, None)
             while clock() < end_s:
                 observed[await status_of(call, make())] += 1
@@ -69,7 +69,7 @@ async def send_all(address: str, path: str, messages: Iterator[bytes], num_at_on
         How often each status came.
     """
     observed: Counter[str] = Counter()
-    async with opened(address) as channel:
+    async with open_channel(address) as channel:
         call = channel.unary_unary(path, None, None)
 
         async def send() -> None:

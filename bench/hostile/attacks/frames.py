@@ -51,14 +51,14 @@ class RawConnection:
         return connection
 
     async def _acknowledge(self) -> None:
-        """Read the server's settings, which come first, and acknowledge them; nothing if it ends the connection."""
+        """Read the server's settings, which come first, and acknowledge them, unless the server ends the connection."""
         with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
             head = await self._reader.readexactly(_HEAD_BYTES)
             await self._reader.readexactly(int.from_bytes(head[:3], "big"))
             self.write(frame(SETTINGS, ACK, 0, b""))
 
     def write(self, data: bytes) -> None:
-        """Send bytes unchanged; nothing after the server has closed the connection."""
+        """Send bytes unchanged. Does nothing after the server has closed the connection."""
         if not self._writer.transport.is_closing():
             self._writer.write(data)
 
@@ -119,8 +119,8 @@ class RawConnection:
             async with asyncio.timeout(timeout_s):
                 while read := await self._reader.read(_READ_BYTES):
                     data = data[-64:] + read
-                    if found := _STATUS.search(data):
-                        return "unreadable" if _UNREADABLE in data else found[1].decode()
+                    if status_match := _STATUS.search(data):
+                        return "unreadable" if _UNREADABLE in data else status_match[1].decode()
         except TimeoutError:
             return "silent"
         except ConnectionError:

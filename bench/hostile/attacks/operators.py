@@ -12,7 +12,7 @@ from radixkv.v1 import cache_pb2, prefill_pb2
 
 _NUM_TENANTS = 40_000
 _NUM_PRIORITIES = 40_000
-_PACE_SHARE = 50  # the first fiftieth of the prompts is timed, to estimate how long all of them take
+_PACE_SHARE = 50  # a fiftieth as many prompts are timed first, to estimate how long all prompts take
 _SLACK = 1.5
 _NUM_AT_ONCE = 48
 
@@ -20,8 +20,8 @@ _PREPARED_AT_ONCE = 64
 
 
 async def fill_tenants(target: Target) -> Figures:
-    """Cache a token of each of 40,000 tenants."""
-    return await send_all(target.address, PREFILL, _of_tenants(target.part_of(_NUM_TENANTS)), _PREPARED_AT_ONCE)
+    """Cache a prompt of two tokens for each of 40,000 tenants."""
+    return await send_all(target.address, PREFILL, _tenant_prompts(target.part_of(_NUM_TENANTS)), _PREPARED_AT_ONCE)
 
 
 async def ask_statistics(target: Target) -> Figures:
@@ -48,8 +48,9 @@ async def probe(target: Target) -> Figures:
 
 
 async def retain(target: Target) -> Figures:
-    """Retain the blocks of a cached prompt of 131,072 tokens one by one, with 48 concurrent calls."""
-    messages = itertools.cycle([_retained(start).SerializeToString() for start in range(0, 131_072, 131_072 // 64)])
+    """Retain 64 blocks of a cached prompt of 131,072 tokens, one per call, with 48 concurrent calls."""
+    starts = range(0, LONG_TOKENS, LONG_TOKENS // 64)
+    messages = itertools.cycle([_retain_request(start).SerializeToString() for start in starts])
     return await flood(target, RETAIN, lambda: next(messages), _NUM_AT_ONCE)
 
 
@@ -58,7 +59,7 @@ async def fill_priorities(target: Target) -> Figures:
     loop = asyncio.get_running_loop()
     number = target.part_of(_NUM_PRIORITIES)
     start_s, num_timed = loop.time(), -(-number // _PACE_SHARE)
-    await send_all(target.address, PREFILL, _of_tenants(num_timed), _PREPARED_AT_ONCE)
+    await send_all(target.address, PREFILL, _tenant_prompts(num_timed), _PREPARED_AT_ONCE)
     end_s = loop.time() + target.seconds + _SLACK * number / num_timed * (loop.time() - start_s)
 
     def prompts() -> Iterator[bytes]:
@@ -85,12 +86,12 @@ async def await_end(target: Target) -> Figures:
     return observed
 
 
-def _of_tenants(number: int) -> Iterator[bytes]:
+def _tenant_prompts(number: int) -> Iterator[bytes]:
     for index in range(number):
         yield prefill_pb2.PrefillRequest(token_ids=[1, 2], tenant=f"tenant {index}").SerializeToString()
 
 
-def _retained(start: int) -> cache_pb2.RetainRequest:
+def _retain_request(start: int) -> cache_pb2.RetainRequest:
     message = cache_pb2.RetainRequest(token_ids=[5] * LONG_TOKENS, tenant="operator")
     message.retention.priority = 49
     message.retention.start_token, message.retention.end_token = start, start + 16

@@ -36,14 +36,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     process = ServerProcess([sys.executable, "-m", "bench.parts.null_service", "engine"])
     with process as address:
         assert process.pid is not None, "a server that listens has a process"
-        fuzzed = asyncio.run(fuzz(address, process.pid, options.calls, options.connections, options.seed))
-    print(f"mutated messages: {fuzzed.statuses}\nraw connections: {fuzzed.raw}")
-    print(f"valid calls in between, all answered: {fuzzed.served}")
-    print(f"undocumented statuses: {fuzzed.undocumented or 'none'}")
-    print(f"memory: {fuzzed.warm_mb:.0f} MB after the warm-up, {fuzzed.end_mb:.0f} MB at the end")
+        result = asyncio.run(fuzz(address, process.pid, options.calls, options.connections, options.seed))
+    print(f"mutated messages: {result.statuses}\nraw connections: {result.raw}")
+    print(f"valid calls in between, all answered: {result.served}")
+    print(f"undocumented statuses: {result.undocumented or 'none'}")
+    print(f"memory: {result.warm_mb:.0f} MB after the warm-up, {result.end_mb:.0f} MB at the end")
     if options.json:
-        write_json(options.json, {**dataclasses.asdict(fuzzed), "command": command, **describe_run()})
-    return int(bool(fuzzed.undocumented) or fuzzed.end_mb > fuzzed.warm_mb + MAX_GROWTH_MB)
+        write_json(options.json, {**dataclasses.asdict(result), "command": command, **describe_run()})
+    return int(bool(result.undocumented) or result.end_mb > result.warm_mb + MAX_GROWTH_MB)
 
 
 if __name__ == "__main__":

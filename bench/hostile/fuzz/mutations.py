@@ -25,7 +25,7 @@ SEEDS: dict[str, Message] = {
     "/radixkv.v1.EventService/Subscribe": events_pb2.SubscribeRequest(),
     "/radixkv.v1.ModelService/GetTokenizer": model_pb2.GetTokenizerRequest(),
 }
-"""A valid message of each method, except `Drain`, which would end the server."""
+"""A valid message of each fuzzed method. `Drain` is not among them, because it would end the server."""
 
 
 class Mutations:

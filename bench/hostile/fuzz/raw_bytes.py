@@ -22,7 +22,7 @@ _HELLO = PREFACE + frame(SETTINGS, 0, 0, b"")
 _MESSAGE = b"\0\0\0\0\4\x0a\2\1\0"
 
 
-def _call(rng: random.Random, body: bytes = _MESSAGE, **headers: str) -> bytes:
+def _call(body: bytes = _MESSAGE, **headers: str) -> bytes:
     fields = {name.replace("_", "-"): value for name, value in headers.items()}
     path = fields.pop("path", PREFILL)
     if "method" in fields:
@@ -39,13 +39,13 @@ def _random_frames(rng: random.Random) -> bytes:
     return _HELLO + b"".join(frames)
 
 
-def _cut(rng: random.Random) -> bytes:
-    whole = _call(rng)
+def _cut_call(rng: random.Random) -> bytes:
+    whole = _call()
     return whole[: rng.randrange(len(whole))]
 
 
-def _flipped(rng: random.Random) -> bytes:
-    whole = bytearray(_call(rng))
+def _flip_bits(rng: random.Random) -> bytes:
+    whole = bytearray(_call())
     for _ in range(rng.randint(1, 5)):
         whole[rng.randrange(len(whole))] ^= 1 << rng.randrange(8)
     return bytes(whole)
@@ -55,17 +55,17 @@ KINDS: dict[str, Callable[[random.Random], bytes]] = {
     "noise": lambda rng: rng.randbytes(rng.randint(1, 2000)),
     "noise after the preface": lambda rng: _HELLO + rng.randbytes(rng.randint(1, 500)),
     "random frames": _random_frames,
-    "cut": _cut,
-    "flipped": _flipped,
+    "cut": _cut_call,
+    "flipped": _flip_bits,
     "HTTP/1.1": lambda _: b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\n\r\nhello",
     "TLS": lambda rng: b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + rng.randbytes(500),
-    "unknown method": lambda rng: _call(rng, path="/no.Service/Method"),
-    "verb": lambda rng: _call(rng, method=rng.choice(["GET", "PUT", "DELETE", "X"])),
-    "large headers": lambda rng: _call(rng, x="y" * rng.choice([100, 9000, 16_000])),
-    "bad gzip": lambda rng: _call(rng, b"\1\0\0\0\4" + rng.randbytes(4), grpc_encoding="gzip"),
-    "bad timeout": lambda rng: _call(rng, grpc_timeout=rng.choice(["x", "-1S", "99999999999H", "0n"])),
-    "content type": lambda rng: _call(rng, content_type="text/html"),
-    "length beyond": lambda rng: _call(rng, b"\0\xff\xff\xff\xff" + bytes(10)),
+    "unknown method": lambda rng: _call(path="/no.Service/Method"),
+    "verb": lambda rng: _call(method=rng.choice(["GET", "PUT", "DELETE", "X"])),
+    "large headers": lambda rng: _call(x="y" * rng.choice([100, 9000, 16_000])),
+    "bad gzip": lambda rng: _call(b"\1\0\0\0\4" + rng.randbytes(4), grpc_encoding="gzip"),
+    "bad timeout": lambda rng: _call(grpc_timeout=rng.choice(["x", "-1S", "99999999999H", "0n"])),
+    "content type": lambda rng: _call(content_type="text/html"),
+    "length beyond": lambda rng: _call(b"\0\xff\xff\xff\xff" + bytes(10)),
     "continued for ever": lambda _: (
         _HELLO + frame(HEADERS, 0, 1, b"") + b"".join(frame(CONTINUATION, 0, 1, b"\0\1x\1y") for _ in range(200))
     ),

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import grpc
 import grpc.aio
 
-from bench.hostile.attacks.flood import opened
+from bench.hostile.attacks.flood import open_channel
 from bench.hostile.attacks.frames import RawConnection
 from bench.hostile.fuzz.mutations import Mutations
 from bench.hostile.fuzz.raw_bytes import KINDS
@@ -32,7 +32,7 @@ _VALID_CALL_PERIOD = 500
 
 
 @dataclass(frozen=True, slots=True)
-class Fuzzed:
+class FuzzResult:
     """The outcome of a run.
 
     Attributes:
@@ -54,7 +54,7 @@ class Fuzzed:
         return sorted(self.statuses.keys() - DOCUMENTED_STATUSES | self.raw.keys() - DOCUMENTED_RAW)
 
 
-async def fuzz(address: str, pid: int, num_calls: int, num_connections: int, seed: int) -> Fuzzed:
+async def fuzz(address: str, pid: int, num_calls: int, num_connections: int, seed: int) -> FuzzResult:
     """Send mutated messages, then raw bytes.
 
     Raises:
@@ -63,7 +63,7 @@ async def fuzz(address: str, pid: int, num_calls: int, num_connections: int, see
     mutations, rng = Mutations(seed), random.Random(seed)
     statuses: Counter[str] = Counter()
     raw: Counter[str] = Counter()
-    async with opened(address) as channel, AsyncClient(address, timeout_s=_TIMEOUT_S) as client:
+    async with open_channel(address) as channel, AsyncClient(address, timeout_s=_TIMEOUT_S) as client:
         served = await _send(channel, client, mutations, num_calls // 5, statuses)
         warm_mb = resident_mb(pid)
         served += await _send(channel, client, mutations, num_calls - num_calls // 5, statuses)
@@ -72,7 +72,7 @@ async def fuzz(address: str, pid: int, num_calls: int, num_connections: int, see
             await _connect(address, rng, number, raw)
             await client.prefill([1, 2, 3], tenant="valid")
             served += 1
-    return Fuzzed(dict(statuses), dict(raw), served, warm_mb, resident_mb(pid))
+    return FuzzResult(dict(statuses), dict(raw), served, warm_mb, resident_mb(pid))
 
 
 async def _send(

@@ -33,18 +33,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
-    given = sys.argv[1:] if arguments is None else arguments
-    command = shlex.join(["python", "-m", "bench.hostile.isolation", *given])
-    found = search(options.trials, options.seed)
-    print(found, flush=True)
+    argv = sys.argv[1:] if arguments is None else arguments
+    command = shlex.join(["python", "-m", "bench.hostile.isolation", *argv])
+    cache_result = search(options.trials, options.seed)
+    print(cache_result, flush=True)
     with ServerProcess(serve_command("tiny", "cpu", [])) as address:
-        timed = asyncio.run(audit(address, options.samples, options.seed))
-    print(timed)
+        timing_result = asyncio.run(audit(address, options.samples, options.seed))
+    print(timing_result)
     if options.json:
-        outcome = {"cache": dataclasses.asdict(found), "timing": dataclasses.asdict(timed)}
+        outcome = {"cache": dataclasses.asdict(cache_result), "timing": dataclasses.asdict(timing_result)}
         write_json(options.json, {**outcome, "command": command, **describe_run()})
-    leaks_nothing = not found.cross_hits and not timed.cross_hits and timed.p_other > _MIN_P
-    detects_hits = found.control_hits == found.controls and timed.p_own < _MIN_P
+    leaks_nothing = not cache_result.cross_hits and not timing_result.cross_hits and timing_result.p_other > _MIN_P
+    detects_hits = cache_result.control_hits == cache_result.controls and timing_result.p_own < _MIN_P
     return 0 if leaks_nothing and detects_hits else 1
 
 

@@ -34,8 +34,8 @@ def compare(
     Returns:
         The row with, for each engine, medians and all samples of wall and CPU time in seconds, and the number of its
         first tokens that differ from those of most engines. `ratio` is our time divided by that of the best peer, below
-        1 if ours is shorter; None if one of them is missing. `cpu_ratio` is the same for CPU time, whose best peer may
-        be another one.
+        1 if ours is shorter; None if one of them is missing. `cpu_ratio` is the ratio of CPU times, for which another
+        peer may be the best.
     """
     engines = {engine: _summary(each) for engine, each in samples.items() if each}
     different = count_different([{engine: each.first_tokens for engine, each in by.items()} for by in _rounds(samples)])

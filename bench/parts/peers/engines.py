@@ -44,27 +44,27 @@ class Checkpoints:
         """Return a directory in the format of transformers. Raises NotInstalled if it cannot be created."""
         name = f"{setting.model}-{setting.dtype}"
         arguments: list[str | Path] = ["-m", "bench.parts.peers.checkpoint", setting.model, setting.dtype]
-        return self._made(name, None, lambda path: [*arguments, path])
+        return self._create_once(name, None, lambda path: [*arguments, path])
 
     def openvino(self, setting: PeerSetting) -> Path:
         """Return a directory in OpenVINO's format, in float32; OpenVINO rounds it to the dtype in which it computes."""
         source = self.transformers(PeerSetting(setting.model, "float32", setting.threads))
         export: list[str | Path] = ["-c", "from optimum.commands.optimum_cli import main; main()", "export", "openvino"]
         export += ["--task", "text-generation-with-past", "--weight-format", "fp32", "--model", str(source)]
-        return self._made(f"{setting.model}-openvino", "openvino", lambda path: [*export, path])
+        return self._create_once(f"{setting.model}-openvino", "openvino", lambda path: [*export, path])
 
     def gguf(self, setting: PeerSetting) -> Path:
         """Return a GGUF file."""
         source = self.transformers(PeerSetting(setting.model, "float32", setting.threads))
         arguments: list[str | Path] = ["-m", "bench.parts.peers.gguf_file", source, setting.dtype]
-        return self._made(f"{setting.model}-{setting.dtype}.gguf", "llama.cpp", lambda path: [*arguments, path])
+        return self._create_once(f"{setting.model}-{setting.dtype}.gguf", "llama.cpp", lambda path: [*arguments, path])
 
-    def _made(self, name: str, environment: str | None, arguments: Callable[[Path], list[str | Path]]) -> Path:
-        made, partial = self._folder / name, self._folder / f"partial-{name}"
-        if not made.exists():
+    def _create_once(self, name: str, environment: str | None, arguments: Callable[[Path], list[str | Path]]) -> Path:
+        checkpoint, partial = self._folder / name, self._folder / f"partial-{name}"
+        if not checkpoint.exists():
             self._environments.run(environment, arguments(partial), f"checkpoint {name}")
-            partial.replace(made)
-        return made
+            partial.replace(checkpoint)
+        return checkpoint
 
 
 @dataclass(frozen=True, slots=True)

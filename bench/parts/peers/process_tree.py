@@ -13,19 +13,19 @@ _TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 
 def read_processes() -> dict[int, tuple[int, float]]:
     """Return the parent and the CPU seconds of each process, including those of its children that were waited for."""
-    found = {}
+    processes = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):  # the process has ended meanwhile
             fields = path.read_text(errors="replace").rpartition(")")[2].split()
-            found[int(path.parent.name)] = (int(fields[1]), sum(map(int, fields[11:15])) / _TICKS_PER_SECOND)
-    return found
+            processes[int(path.parent.name)] = (int(fields[1]), sum(map(int, fields[11:15])) / _TICKS_PER_SECOND)
+    return processes
 
 
 def tree_of(pid: int, processes: dict[int, tuple[int, float]]) -> set[int]:
     """Return a running process and all its descendants; empty if it has ended."""
     tree = {pid} & processes.keys()
-    while found := {each for each, (parent, _) in processes.items() if parent in tree} - tree:
-        tree |= found
+    while children := {each for each, (parent, _) in processes.items() if parent in tree} - tree:
+        tree |= children
     return tree
 
 

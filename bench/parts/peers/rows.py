@@ -35,7 +35,7 @@ class PeerSample:
 
 @dataclass(frozen=True, slots=True)
 class PeerRow:
-    """A row.
+    """A row of the comparison.
 
     Attributes:
         title: shown in the table.

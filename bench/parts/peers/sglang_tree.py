@@ -58,7 +58,7 @@ class SglangRustTree:
 
     Args:
         wheel: folder of the unpacked wheel.
-        block_size: tokens a page.
+        block_size: tokens per page.
     """
 
     def __init__(self, wheel: Path, block_size: int) -> None:
@@ -88,9 +88,9 @@ class SglangRustTree:
 
     def match_with_indices(self, key: array[int]) -> torch.Tensor:
         """See `SglangTree`."""
-        found = self.match(key)
+        match_result = self.match(key)
         indices: torch.Tensor = self._tree.collect_full_device_indices(
-            found.last_device_node_id, self._tree.root_node_handle()
+            match_result.last_device_node_id, self._tree.root_node_handle()
         )
         return indices
 
@@ -113,7 +113,7 @@ class SglangPythonTree:
 
     Args:
         wheel: folder of the unpacked wheel.
-        block_size: tokens a page.
+        block_size: tokens per page.
     """
 
     def __init__(self, wheel: Path, block_size: int) -> None:

@@ -18,12 +18,12 @@ def format_table(rows: Sequence[Result], skipped: dict[str, str], failures: Sequ
         chosen = [row for row in rows if (row["model"], row["dtype"], row["threads"]) == (model, dtype, threads)]
         title = f"{model}, {dtype}, {threads} thread{'s' if threads > 1 else ''}: wall (CPU) time, medians"
         blocks.append("\n".join([title, *_lines(chosen), *_first_tokens(chosen)]))
-    notes = [f"skipped {engine}: {_shortened(reason)}" for engine, reason in skipped.items()]
-    notes += [f"FAILED {_shortened(failure)}" for failure in failures]
+    notes = [f"skipped {engine}: {_shorten(reason)}" for engine, reason in skipped.items()]
+    notes += [f"FAILED {_shorten(failure)}" for failure in failures]
     return "\n\n".join([*blocks, "\n".join(notes)]).rstrip()
 
 
-def _shortened(message: str) -> str:
+def _shorten(message: str) -> str:
     """Keep the first line and the last, which has the exception; the result file has the whole message."""
     first, *others = message.splitlines()
     return f"{first} {others[-1]}" if others else first
@@ -86,5 +86,5 @@ def _first_tokens(rows: Sequence[Result]) -> list[str]:
             tokens, different = counted.get(engine, (0, 0))
             counted[engine] = (tokens + each["first_tokens"], different + each["different_first_tokens"])
     others = [f"{engine} {different} of {tokens}" for engine, (tokens, different) in counted.items() if different]
-    said = ", ".join(others) if others else f"none of {sum(tokens for tokens, _ in counted.values())}"
-    return [f"first tokens that differ from those of most engines: {said}"] if counted else []
+    summary = ", ".join(others) if others else f"none of {sum(tokens for tokens, _ in counted.values())}"
+    return [f"first tokens that differ from those of most engines: {summary}"] if counted else []

@@ -28,7 +28,7 @@ class WorkerOptions:
         threads: number of compute threads.
         mode: a mode of the engine, such as exact or fast.
         cache: folder for files that the engine keeps between runs.
-        context_tokens: tokens that the K/V cache has room for, with one request at a time; 0 for its usual size.
+        context_tokens: capacity of the K/V cache in tokens, for one request at a time; 0 for the engine's usual size.
     """
 
     model: Path

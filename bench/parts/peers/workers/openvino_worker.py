@@ -28,8 +28,8 @@ class OpenVino:
 
     def __init__(self, options: WorkerOptions) -> None:
         # 2026.4.1 divides by zero while it compiles bfloat16 for AMX with one thread.
-        given = f"{str(options.model)!r}, {options.dtype!r}, {options.threads}"
-        trial = f"from {_MODULE} import build_pipeline; build_pipeline({given})"
+        trial_arguments = f"{str(options.model)!r}, {options.dtype!r}, {options.threads}"
+        trial = f"from {_MODULE} import build_pipeline; build_pipeline({trial_arguments})"
         status = subprocess.run([sys.executable, "-c", trial], check=False, capture_output=True).returncode
         refuses = status > 0 and options.dtype == "bfloat16"
         dtype = "float32" if refuses else options.dtype

@@ -3,7 +3,7 @@ import sys
 
 import pytest
 
-from bench.hostile.fuzz.run import Fuzzed, fuzz
+from bench.hostile.fuzz.run import FuzzResult, fuzz
 from bench.parts.server_process import ServerProcess
 
 pytestmark = pytest.mark.usefixtures("forked_servers")
@@ -21,4 +21,4 @@ def test_mutated_messages_and_raw_bytes_get_right_statuses_only():
 
 
 def test_a_wrong_status_is_reported():
-    assert Fuzzed({"OK": 1, "INTERNAL": 1}, {"2": 1}, 1, 1.0, 1.0).undocumented == ["2", "INTERNAL"]
+    assert FuzzResult({"OK": 1, "INTERNAL": 1}, {"2": 1}, 1, 1.0, 1.0).undocumented == ["2", "INTERNAL"]

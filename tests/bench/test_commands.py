@@ -1,0 +1,18 @@
+"""Every benchmark that bench/README.md lists is a command."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+_BENCH = Path(__file__).parents[2] / "bench"
+_COMMANDS = sorted(set(re.findall(r"`(bench\.[a-z_.]+)`", (_BENCH / "README.md").read_text(encoding="utf-8"))))
+
+
+@pytest.mark.parametrize("name", _COMMANDS)
+def test_a_benchmark_runs_as_a_command(name: str) -> None:
+    module = _BENCH.joinpath(*name.split(".")[1:])
+    file = module / "__main__.py" if module.is_dir() else module.with_suffix(".py")
+    assert '\nif __name__ == "__main__":\n' in file.read_text(encoding="utf-8")
