@@ -152,7 +152,7 @@ def test_reasoning_is_separated_in_each_api(gpt: Any, claude: Any) -> None:
 def test_without_a_request_for_reasoning_the_template_decides_or_anthropics_default_holds(
     gpt: Any, claude: Any
 ) -> None:
-    message = claude.messages.create(model="", max_tokens=5, temperature=0, messages=QUESTION)
+    message = claude.messages.create(model="", max_tokens=5, messages=QUESTION, extra_body={"temperature": 0})
     assert [block.type for block in message.content] == ["text"]
     (choice,) = gpt.chat.completions.create(model="", messages=QUESTION, max_tokens=5, seed=1).choices
     assert choice.message.content
