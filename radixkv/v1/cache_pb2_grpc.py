@@ -27,8 +27,8 @@ if _version_not_supported:
 
 
 class CacheServiceStub(object):
-    """Requests have at most 4,096 bytes, except those of Retain, Hint, Explain, Purge and RegisterPublicPrefix. In this file, a
-    tier is a store for blocks that are evicted from the device, such as host memory, disk or Redis.
+    """Requests have at most 4,096 bytes, except those of Retain, Hint, EndSession, Explain, Purge and RegisterPublicPrefix. In
+    this file, a tier is a store for blocks that are evicted from the device, such as host memory, disk or Redis.
     """
 
     def __init__(self, channel):
@@ -120,8 +120,8 @@ class CacheServiceStub(object):
 
 
 class CacheServiceServicer(object):
-    """Requests have at most 4,096 bytes, except those of Retain, Hint, Explain, Purge and RegisterPublicPrefix. In this file, a
-    tier is a store for blocks that are evicted from the device, such as host memory, disk or Redis.
+    """Requests have at most 4,096 bytes, except those of Retain, Hint, EndSession, Explain, Purge and RegisterPublicPrefix. In
+    this file, a tier is a store for blocks that are evicted from the device, such as host memory, disk or Redis.
     """
 
     def Stats(self, request, context):
@@ -338,8 +338,8 @@ def add_CacheServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class CacheService(object):
-    """Requests have at most 4,096 bytes, except those of Retain, Hint, Explain, Purge and RegisterPublicPrefix. In this file, a
-    tier is a store for blocks that are evicted from the device, such as host memory, disk or Redis.
+    """Requests have at most 4,096 bytes, except those of Retain, Hint, EndSession, Explain, Purge and RegisterPublicPrefix. In
+    this file, a tier is a store for blocks that are evicted from the device, such as host memory, disk or Redis.
     """
 
     @staticmethod
