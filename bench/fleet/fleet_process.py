@@ -11,7 +11,7 @@ from types import TracebackType
 import grpc
 
 from bench.fleet.processes import listener_of
-from bench.parts.peers.process_tree import kill, read_processes, tree_of
+from bench.parts.peers.process_tree import descendants, kill
 from bench.parts.server_process import ServerProcess
 from radixkv.service.client import Client
 
@@ -76,4 +76,4 @@ class FleetProcess:
 
     def _pids(self) -> set[int]:
         pid = self._process.pid
-        return set() if pid is None else tree_of(pid, read_processes()) - {pid}
+        return set() if pid is None else descendants(pid)

@@ -1,10 +1,10 @@
-"""The parts of a run on a GPU. Each is useful alone, and measures the most important rows first.
+"""The parts of a run on a GPU. Each is useful alone, and takes the most important measurements first.
 
 product   9 minutes  real servers over gRPC: exactness, tiers, TTFT, decoding; prefill without a server; kernels and
                      their peers; a server out of memory; tests
 look      2 minutes  the machine, and whether the warp-specialized kernel runs
-prefill   9 minutes  time to first token in fast mode, 64 new tokens after 8,192 cached ones before the other sizes; in
-                     exact mode; checks that exact mode is exact
+prefill   9 minutes  time to first token in fast mode (first for 64 new tokens that follow 8,192 cached ones, then for
+                     the other sizes), then in exact mode; checks that exact mode is exact
 kernels   9 minutes  each kernel and its reference: attention first; the kernels' own tests; CUDA graphs
 peers     9 minutes  attention of torch, cuDNN, FlashAttention 3 and SGLang; the cost of exact mode; bookkeeping; flex
                      and FlashInfer last
@@ -19,7 +19,7 @@ _KERNEL_IMPORTS = ("numpy", "torch", "triton")
 _TEST_IMPORTS = (*_KERNEL_IMPORTS, "pytest")
 ENGINE_IMPORTS = (*_KERNEL_IMPORTS, "safetensors", "sortedcontainers", "transformers", "xxhash")
 _SERVER_IMPORTS = (*ENGINE_IMPORTS, "google.protobuf", "grpc")
-# Further modules that reports list if they are missing. Not every part needs them.
+# Further modules. A report names those that are missing; not every part needs them.
 REPORTED_IMPORTS = ("flashinfer", "google.protobuf", "grpc", "grpc_health", "grpc_reflection", "pytest", "xdist")
 
 # Peers of `bench.attention_peers` that need no compiler. If a package is missing, such as the wheel of fa3_fwd, the
@@ -50,7 +50,7 @@ _LOOK = (
     ),
 )
 
-# The stages from `start` to `decode` share two servers. Checks of correctness come before measurements.
+# The stages from `start` to `decode` share two servers. Among them, checks of correctness come before measurements.
 _PRODUCT = (
     Stage("warm", 60, _SERVER_IMPORTS, "-m bench.gpu.product.warm", tries_kernels=True),
     Stage("start", 110, _SERVER_IMPORTS, "-m bench.gpu.product.start", uses_passed_kernels=True, servers="start"),

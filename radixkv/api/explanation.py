@@ -170,9 +170,9 @@ class Explanation:
         prompt_tokens: tokens of the prompt.
         cached_tokens: tokens that a prefill would reuse now.
         miss_reason: why a prefill would not reuse the other tokens.
-        left_at: position at which the prompt diverges from the other cached branches.
+        left_at: position at which the prompt diverges from the cached branches; see `Divergence.left_at`.
         segment: name of the segment that has this position; empty without one.
-        computed_tokens: tokens after the shared and cached ones, which are computed.
+        computed_tokens: tokens that are computed: those after the first `min(cached_tokens, left_at)`, at least one.
         computed_s: seconds to compute them; None without measurements.
         difference: what differs at that position; None if nothing else is cached there.
     """

@@ -27,7 +27,7 @@ _NUM_PACES = 32
 _NUM_KINDS = _NUM_NEW_KINDS + _NUM_PACES  # of one value of `Awaits`
 _PACE_STEP = 0.25  # weight of the last gap in the pace; docs/LOG.md compares other values
 
-# Ages are counted in half octaves from 2**-20 s to 2**22 s (seven weeks).
+# Ages are counted in half octaves from 2**-20 s to 2**21.5 s (five weeks); the last one counts all greater ages, too.
 _AGES_PER_OCTAVE = 2
 _SHORTEST_LOG_AGE = -20
 _NUM_AGES = 42 * _AGES_PER_OCTAVE
@@ -158,7 +158,8 @@ class _ReuseHistory:
         log_pace: moving average of log2 of the seconds between its uses.
         marks: index and hash of a few of its whole blocks, the last block first; recorded when blocks are evicted.
         ghost: the record of the eviction of the node, or of its last blocks, while these are published again.
-        num_returned_blocks: blocks before those that `ghost` still waits for: published again, or not evicted.
+        num_returned_blocks: number of leading blocks that were published again or never evicted; `ghost` waits for the
+            blocks after them.
     """
 
     __slots__ = (

@@ -1,8 +1,9 @@
 """The queue of leaves that may be evicted, in the order of their eviction.
 
-Leaves of lower priority are evicted first; among leaves of equal priority the policy decides. Leaves that only an
-ended session has used count as leaves of priority 0. Leaves that were never reused are on probation: while they take
-more than their share of the pool, they are evicted before all others.
+Leaves of lower priority are evicted first; among leaves of equal priority the policy decides. Leaves that only an ended
+session has used count as leaves of priority 0, unless they are retained with a priority above the default. Leaves that
+were never reused are on probation: while they take more than their share of the pool, they are evicted before all
+others.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ from radixkv.tokens import TOKEN_BYTES
 Entry = tuple[int, Any, int, int, Node]
 """Rank (mostly the priority), the policy's key, arrival, kind and node of a leaf; arrivals are distinct."""
 
-# The newest leaf of a kind is evicted instead of the oldest one of a kind only if it is worth so much less. This keeps
-# a part of a loop that is larger than the cache, and chance from evicting what was just used.
+# The newest leaf of a kind is evicted instead of the oldest leaf of a kind only if the oldest is worth more than this
+# factor times as much. Evicting the newest leaf keeps a part of a cyclic access pattern that is larger than the cache.
+# The factor prevents random differences from evicting what was just used.
 _NEWEST_FACTOR = 1.3
 # Seconds for which the order of kinds is kept: their leaves hardly age in that time.
 _RANKED_FOR_S = 0.1
@@ -39,7 +41,8 @@ class EvictionQueue(Listener):
     """The unused leaves of a cache. The first one is evicted next.
 
     Tenants whose floor protects them are skipped, and a tenant at its ceiling evicts its own leaves first. So each
-    tenant with a quota has a queue of its own; all others share one, or have one each if there is a default ceiling.
+    tenant with a quota has a queue of its own. All other tenants share one, and if there is a default ceiling, each of
+    them also has its own.
 
     **Probation.** A leaf is on probation until another request finds one of its blocks. Later chunks of the same
     request do not count as reuse, and neither do the blocks that a request finds when it resumes after a preemption. If

@@ -97,8 +97,8 @@ class Evaluator:
     def loglikelihood_rolling(self, texts: Sequence[str]) -> list[float]:
         """Return the log probability of each text after the prefix token.
 
-        A text that is longer than the model allows is divided into windows, as in lm-evaluation-harness: each token is
-        predicted once, and all windows but the first one are full.
+        A text that is longer than the model allows is divided into windows of the maximum length, as in
+        lm-evaluation-harness. Each token is predicted once; the last window begins with tokens of the previous one.
         """
         windows: list[tuple[int, _Scored]] = []
         for index, text in enumerate(texts):
@@ -119,7 +119,8 @@ class Evaluator:
 
         Args:
             requests: contexts and options: `until`, `max_gen_toks`, `do_sample`, and fields of `SamplingParams`. The
-                answer is greedy unless `do_sample` is true or a temperature above 0 is given.
+                answer is sampled if `do_sample` is true (with a temperature of 1 unless one is given), or if it is
+                absent and a temperature above 0 is given. Otherwise it is greedy.
 
         Raises:
             InvalidRequest: an option is unknown, or has a wrong value. The message names the request.

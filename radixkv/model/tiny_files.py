@@ -25,7 +25,7 @@ _CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-# Pairs that become one token, the first ones first; `_` is a space. Learned by `python -m bench.training.merges`.
+# BPE merges, in the order in which they are applied; `_` is a space. Learned by `python -m bench.training.merges`.
 _MERGES = """
     _+t h+e _+a _t+he i+n _+s n+d _+w _+o r+e h+a o+u _+b _a+nd _o+f e+r _+m i+t i+s _+f o+n _+c e+n l+l o+r e+d
     _t+o _+he _+h in+g e+s _+d _+n _+in _+p _b+e a+r _+ha a+s a+n a+t _t+h _+l o+m ha+t o+t _+u _+I _+y _+g _+e l+e
@@ -43,7 +43,7 @@ _MERGES = """
 
 
 def merges() -> list[tuple[str, str]]:
-    """Return the pairs that become one token, the first ones first; `_` is a space."""
+    """Return the BPE merges in the order in which they are applied."""
     return [(left, right) for left, right in (pair.split("+") for pair in _MERGES.split())]
 
 

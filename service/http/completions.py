@@ -123,7 +123,8 @@ async def text_chunks(
     prompt_ids = request.prefill.token_ids
     answers: dict[int, AnswerText] = {}
     explanation: ExplainResponse | None = None
-    # The servicer searches for stop strings in text without special tokens, and so finds none that contains one.
+    # The servicer searches text without special tokens, so it never finds a stop string that contains a special token.
+    # These are not searched here either, so that the text does not end before the generation.
     stops = tuple(stop for stop in stops if not any(tag in stop for tag in shown.values()))
     generator = servicer.Generate(request, call)
     assert isinstance(generator, AsyncGenerator)

@@ -185,7 +185,7 @@ def _is_number(value: object) -> bool:
 
 
 def _shown(value: object) -> str:
-    """Return a value as JSON; only the type of text and of large values, which may be a part of a prompt."""
+    """Return a value as JSON. Of strings, lists and objects, which may contain prompts, return only the type."""
     if isinstance(value, str):
         return "a string"
     if isinstance(value, list):

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-# A connection is closed when it has reset this many more calls than the server has answered on it. For comparison,
-# Envoy closes a connection that has reset half of 500 calls.
+# A connection is closed when its count reaches this number. Each early reset adds one, and each answered call subtracts
+# one, but not below zero. For comparison, Envoy closes a connection that has reset half of 500 calls.
 MAX_RESETS = 100
 # A call that is reset later than this after it was accepted does not count; its deadline may have passed.
 EARLY_S = 0.1

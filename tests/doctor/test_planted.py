@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.doctor import diagnosed, live
+from bench.doctor import run_doctor, run_profiler
 from bench.parts.planted_traffic import FAULTS, Fault, Traffic
 from radixkv.doctor.causes import MissCause
 from radixkv.model.tiny_files import write_tiny_files
@@ -24,7 +24,7 @@ def traffic(tmp_path_factory: pytest.TempPathFactory) -> Traffic:
 @pytest.mark.parametrize("has_sessions", [True, False])
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 def test_a_planted_fault_is_found_and_what_it_costs(traffic: Traffic, fault: Fault, has_sessions: bool) -> None:
-    result = diagnosed(traffic, fault, 0.3, has_sessions=has_sessions)
+    result = run_doctor(traffic, fault, 0.3, has_sessions=has_sessions)
     assert result.planted >= 5
     assert result.found == result.planted
     assert result.false == 0
@@ -35,7 +35,7 @@ def test_a_planted_fault_is_found_and_what_it_costs(traffic: Traffic, fault: Fau
 @pytest.mark.parametrize("has_sessions", [True, False])
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 def test_a_running_server_finds_a_planted_fault(traffic: Traffic, fault: Fault, has_sessions: bool) -> None:
-    result = live(traffic, fault, 0.3, has_sessions=has_sessions)
+    result = run_profiler(traffic, fault, 0.3, has_sessions=has_sessions)
     assert result.planted >= 5
     if fault.cause is MissCause.TENANT_CHANGED:  # what other tenants have cached is not reported
         assert (result.found, result.false, result.saved_tokens) == (0, 0, 0)
@@ -47,5 +47,5 @@ def test_a_running_server_finds_a_planted_fault(traffic: Traffic, fault: Fault, 
 
 
 def test_traffic_without_faults_has_no_causes(traffic: Traffic) -> None:
-    result = diagnosed(traffic, FAULTS[0], 0.0)
+    result = run_doctor(traffic, FAULTS[0], 0.0)
     assert (result.planted, result.false, result.lost_tokens, result.saved_tokens) == (0, 0, 0, 0)

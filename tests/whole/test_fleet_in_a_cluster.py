@@ -17,7 +17,8 @@ from tests.free_port import free_port
 
 pytest.importorskip("ray", reason="the extra ray is not installed")
 
-from bench.fleet.processes import descendants, listener_of
+from bench.fleet.processes import listener_of
+from bench.parts.peers.process_tree import descendants
 from radixkv.service.client import Client, KVSource
 from tests.patience import PATIENCE_S, wait_until
 from tests.service.fleet.fleet_process import command_of, running_fleet

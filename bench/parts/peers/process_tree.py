@@ -29,6 +29,11 @@ def tree_of(pid: int, processes: dict[int, tuple[int, float]]) -> set[int]:
     return tree
 
 
+def descendants(pid: int) -> set[int]:
+    """Return all descendants of a running process; empty if it has ended."""
+    return tree_of(pid, read_processes()) - {pid}
+
+
 def cpu_s(pid: int) -> float:
     """Return the CPU seconds of a process and its descendants so far, in multiples of the kernel's clock tick."""
     processes = read_processes()

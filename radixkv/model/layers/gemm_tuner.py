@@ -250,7 +250,7 @@ def _parse_entry(entry: Any, backends: tuple[str, ...], *, is_exact: bool) -> Ge
 
 @cache
 def _machine() -> str:
-    """Digest of everything that affects trials: processor, libraries, settings, and the sources of the trials."""
+    """Digest of what affects trials besides shapes and threads: processor, libraries, settings and C++ sources."""
     settings = sorted(f"{name}={value}" for name, value in os.environ.items() if name.startswith(_ENVIRONMENT))
     parts = (
         *(platform.machine(), platform.processor(), *processor_facts(), *settings),

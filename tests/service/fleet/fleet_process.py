@@ -11,7 +11,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from bench.fleet.processes import descendants, listeners
+from bench.fleet.processes import listeners
+from bench.parts.peers.process_tree import descendants
 from tests.patience import PATIENCE_S, wait_until
 
 SMALL = ("--model", "tiny", "--port", "0", "--set", "cache.capacity_tokens=32768", "--set", "server.drain_timeout_s=2")

@@ -11,7 +11,7 @@ import numpy as np
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from bench.hostile.attacks.flood import PREFILL, opened
+from bench.hostile.attacks.flood import PREFILL, open_channel
 from radixkv.errors import QueueFull
 from radixkv.service.client import AsyncClient
 from radixkv.service.server.receive import grpc_options
@@ -240,7 +240,7 @@ def test_a_connection_with_all_calls_is_refused_and_another_one_has_its_share():
         async with (
             serving(engine, max_calls=4, **refused(kinds)) as (_, address),
             AsyncClient(address) as greedy,
-            opened(address) as connection,
+            open_channel(address) as connection,
         ):
 
             def other():
