@@ -64,7 +64,7 @@ class TrafficRecorder(Observer):
      "cached_length": 64, "tenant": "3f..", "session": "a1..", "stop": "tool_use"}
 
     Ids are hashes with a secret key, of the namespace and all tokens up to the end of a block. The key is in a file
-    of the directory with mode 0600. Without the key, nobody can find out tokens from ids, or whether a guessed prompt
+    of the directory with mode 0600. Without the key, ids reveal neither tokens nor whether a guessed prompt
     occurred. `output_hash_ids` are the ids of the block in which the prompt ends and of all later blocks.
 
     The engine's thread only puts a request into a queue; a thread of the recorder hashes and writes. If requests with

@@ -40,10 +40,8 @@ class ReceiveSlots:
         queue = self._small if connection in self._small_senders else self._large
         try:
             data = await queue.receive(connection, read)
-        except BaseException:  # also if the client cancels the call before the message has arrived
+        finally:  # also if the client cancels the call before the message has arrived
             self._small_senders.pop(connection, None)
-            raise
-        self._small_senders.pop(connection, None)
         is_small = not isinstance(data, bytes) or len(data) <= WINDOW_BYTES  # gRPC's EOF is not bytes
         if is_small:
             self._small_senders[connection] = None

@@ -156,7 +156,7 @@ def test_both_clients_load_the_tokenizer_of_the_served_model(folder):
     assert len(os.listdir(folder)) == 1
 
 
-def test_files_are_asked_for_once(monkeypatch):
+def test_files_are_fetched_once(monkeypatch):
     asking("tiny")
     monkeypatch.setattr(ArchiveReader, "store", lambda _: pytest.fail("the files are stored already"))
     asking("tiny")
