@@ -2,17 +2,20 @@
 
     python -m bench.agents --json bench/results/agents.json
 
-1. On an idle server, it measures how long prefills and loads from host memory take, and writes a time model with
-   `--time-model`.
-2. It plays sessions against three servers with a tier in host memory. Each session sends a prompt, waits
-   as for a tool, and sends the prompt with more tokens.
+The steps of each round:
+
+1. It plays sessions against three servers with a tier in host memory, one after the other. Each session sends a
+   prompt, waits as for a tool, and sends the prompt with more tokens.
    - The control: the pool holds the tokens of all sessions, so each turn is a hit on the device. The TTFT (time to
      first token) of turns is compared with the median TTFT of these hits, by length. The TTFT of hits varies too, so
      not all turns of the control are timely.
    - Without sessions: the pool holds half of the tokens, and the requests do not name their session.
    - With sessions: the same, with names, so that the server loads blocks before a turn arrives.
-3. The last server records the traffic. The benchmark replays it with the time model, and compares the hit rate and the
-   median TTFT with those that the server had.
+2. The servers record their traffic. The benchmark replays that of the last server, and compares the hit rate and the
+   median TTFT with those that the server had. The times of prefills and loads are once those of the same recording, as
+   with `radixkv simulate --time-model recorded`, and once those of the server without sessions.
+
+The results are medians over the rounds.
 """
 
 from __future__ import annotations
@@ -31,29 +34,23 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from bench.parts.environment import describe_run
 from bench.parts.result_file import write_json
 from bench.parts.server_process import ServerProcess, serve_command
 from radixkv.errors import ConfigError
 from radixkv.planning.simulate import STOP, simulate
 from radixkv.planning.tiers import TierCapacity
-from radixkv.planning.time_model import LoadTime, TimeModel
-from radixkv.planning.trace import load_trace
+from radixkv.planning.time_model import TimeModel
+from radixkv.planning.trace import TraceRequest, load_trace
 from radixkv.service.cli.argument_types import positive, positive_number
 from radixkv.service.client import AsyncClient, Awaits
 
 BLOCK_SIZE = 64
 _VOCAB_SIZE = 250
 _NEW_TOKENS = 160  # of each turn
-_LENGTHS = (64, 256, 1024)  # of measured prefills
-_CONTEXTS = (0, 1024, 3072)  # tokens before them
-_LOADS = (4, 16, 48)  # blocks of measured loads
-_REPETITIONS = 5
 _TIMELY = 1.1  # maximum ratio of a turn's TTFT to that of a hit, to count as timely
-_MIN_LOAD_S = 1e-6  # in place of differences that are lost in the noise
 _CONTROL_POOL_SHARE = 1.5  # so that nothing is evicted
+_CONTROL, _WITHOUT, _WITH = "control", "without sessions", "with sessions"
 _PAUSE_S = 0.3  # before each measured request: a server that was idle is slower than one that has just answered
 
 
@@ -102,65 +99,6 @@ async def time_prefill(client: AsyncClient, tokens: list[int], **options: Any) -
     start_s = time.perf_counter()
     answer = await client.prefill(tokens, **options)
     return time.perf_counter() - start_s, answer.usage
-
-
-async def measure_times(client: AsyncClient, prompts: Prompts) -> TimeModel:
-    """Measure prefills and loads on an idle server, and fit a time model to the medians by least squares."""
-    rows: list[tuple[float, float, float]] = []
-    seconds: list[float] = []
-    for context, length in itertools.product(_CONTEXTS, _LENGTHS):
-        samples = []
-        before = prompts.new(max(2, context))
-        await client.prefill(before)
-        for _ in range(_REPETITIONS):
-            tokens = (before if context else []) + prompts.new(length)
-            took_s, usage = await time_prefill(client, tokens)  # its blocks are published, as those of the traffic are
-            assert usage.computed_tokens >= length, "only the context is cached"
-            samples.append(took_s)
-        rows.append((1.0, length, length * (2 * context + length - 1) / 2))
-        seconds.append(statistics.median(samples))
-    start_s, token_s, position_s = non_negative_fit(np.array(rows), np.array(seconds))
-    block_bytes = (await client.stats()).block_bytes
-    times = TimeModel(block_bytes / BLOCK_SIZE, token_s, position_s, start_s)
-    counts, loads_s = [], []
-    for num_blocks in _LOADS:
-        samples = []
-        for _ in range(_REPETITIONS):
-            tokens = prompts.new(num_blocks * BLOCK_SIZE + 1)
-            await client.prefill(tokens)
-            await client.hint([{"action_type": "kv.demote"}], tokens)
-            deadline_s = time.monotonic() + 10
-            while (await client.probe(tokens)).stored_tokens < num_blocks * BLOCK_SIZE:
-                if time.monotonic() > deadline_s:
-                    raise ConfigError("agents: the demoted prompt did not arrive in the tier")
-                await asyncio.sleep(0.002)
-            took_s, usage = await time_prefill(client, tokens)
-            if usage.host_tokens == num_blocks * BLOCK_SIZE:  # otherwise computing is faster
-                hit_s, _ = await time_prefill(client, tokens)  # the same prompt, which is now on the device
-                samples.append(max(took_s - hit_s, _MIN_LOAD_S))
-        if samples:
-            counts.append((1.0, num_blocks * BLOCK_SIZE * times.token_bytes))
-            loads_s.append(statistics.median(samples))
-    latency_s, byte_s = non_negative_fit(np.array(counts), np.array(loads_s))
-    load = LoadTime(1 / max(byte_s, 1e-15), latency_s)
-    return TimeModel(times.token_bytes, token_s, position_s, start_s, {"host": load})
-
-
-def non_negative_fit(rows: Any, seconds: Any) -> list[float]:
-    """Return the non-negative coefficients with the smallest sum of squares of the relative errors."""
-    best: tuple[float, list[float]] | None = None
-    for used in itertools.product((False, True), repeat=rows.shape[1]):
-        if not any(used):
-            continue
-        columns = np.flatnonzero(used)
-        solution = np.linalg.lstsq(rows[:, columns] / seconds[:, None], np.ones(len(seconds)), rcond=None)[0]
-        error = float(np.square(rows[:, columns] @ solution / seconds - 1).sum())
-        if (solution >= 0).all() and (best is None or error < best[0]):
-            coefficients = np.zeros(rows.shape[1])
-            coefficients[columns] = solution
-            best = (error, coefficients.tolist())
-    assert best is not None, "a single column has a non-negative solution"
-    return best[1]
 
 
 class Play:
@@ -254,14 +192,13 @@ def summarize(play: Play, hits_s: Mapping[int, float]) -> dict[str, Any]:
     }
 
 
-def server_settings(options: argparse.Namespace, pool_share: float, record: Path | None) -> Iterator[str]:
+def server_settings(options: argparse.Namespace, pool_share: float, record: Path) -> Iterator[str]:
     """Yield the settings of a server whose pool holds a share of the tokens of all sessions."""
     yield f"cache.capacity_tokens={pool_tokens(options, pool_share)}"
     yield f"cache.block_size={BLOCK_SIZE}"
     yield "cache.probation_share=1"
     yield f"tiers.host_bytes={options.host_bytes}"
-    if record is not None:
-        yield f"server.record_path={record}"
+    yield f"server.record_path={record}"
 
 
 def pool_tokens(options: argparse.Namespace, pool_share: float) -> int:
@@ -282,21 +219,56 @@ async def play_sessions(address: str, options: argparse.Namespace, *, names_sess
         return play
 
 
-async def measure(address: str) -> TimeModel:
-    """Measure the time model of a server."""
-    async with AsyncClient(address, timeout_s=600) as client:
-        return await measure_times(client, Prompts(1))
+def play_round(options: argparse.Namespace, directory: Path) -> dict[str, Any]:
+    """Play the sessions against the three servers, and predict what the last one did. Records into `directory`."""
+    result: dict[str, Any] = {}
+    recorded: dict[str, list[TraceRequest]] = {}
+    for name, pool_share, names_sessions in (
+        (_CONTROL, _CONTROL_POOL_SHARE, True),
+        (_WITHOUT, options.pool_share, False),
+        (_WITH, options.pool_share, True),
+    ):
+        settings = tuple(server_settings(options, pool_share, directory / name))
+        with ServerProcess(serve_command(options.model, None, settings)) as address:
+            play = asyncio.run(play_sessions(address, options, names_sessions=names_sessions))
+        recorded[name] = load_trace(directory / name)
+        if name == _CONTROL:
+            hits_s = ttft_of_hits(play)
+        measured_s = [each.measured.ttft_s for each in recorded[name] if each.measured is not None]
+        result[name] = {**summarize(play, hits_s), "server_ttft_p50_s": statistics.median(measured_s)}
+    for source in (_WITH, _WITHOUT):
+        times = times_of(recorded[source])
+        predicted = predict(recorded[_WITH], options, times)
+        predicted["ttft_p50_over_measured"] = predicted["ttft_p50_s"] / result[_WITH]["server_ttft_p50_s"]
+        result[f"predicted with the times of the server {source}"] = {"time_model": asdict(times), **predicted}
+    return result
 
 
-def predict(record: Path, options: argparse.Namespace, times: TimeModel) -> dict[str, Any]:
-    """Simulate the traffic that a server recorded. Returns the predicted hit rate and latencies."""
-    host_tokens = int(options.host_bytes / times.token_bytes) // BLOCK_SIZE * BLOCK_SIZE
+def medians_of(rounds: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
+    """Return the medians over the rounds of the numbers of each server and each prediction."""
+    return {
+        name: {
+            key: statistics.median(each[name][key] for each in rounds)
+            for key, value in values.items()
+            if isinstance(value, int | float)
+        }
+        for name, values in rounds[0].items()
+    }
+
+
+def times_of(requests: Sequence[TraceRequest]) -> TimeModel:
+    """Return the times of prefills and loads that a server recorded."""
+    return TimeModel.fit([each.measured for each in requests if each.measured is not None])
+
+
+def predict(requests: Sequence[TraceRequest], options: argparse.Namespace, times: TimeModel) -> dict[str, Any]:
+    """Simulate recorded traffic. Returns the predicted hit rate and latencies."""
     simulation = simulate(
-        load_trace(record),
+        requests,
         policy="adaptive",
         capacity_tokens=pool_tokens(options, options.pool_share),
         block_size=BLOCK_SIZE,
-        tiers=[TierCapacity("host", host_tokens)],
+        tiers=[TierCapacity("host", None)],
         hints=STOP,
         times=times,
     )
@@ -309,7 +281,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Measure the turns of sessions after they have waited for a tool.")
     parser.add_argument("--model", metavar="tiny|DIR")
     parser.add_argument("--sessions", type=positive, default=16)
-    parser.add_argument("--turns", type=positive, default=8)
+    parser.add_argument("--turns", type=positive, default=4)
+    parser.add_argument("--rounds", type=positive, default=4)
     parser.add_argument("--prompt-tokens", type=positive, default=1600)
     parser.add_argument("--wait-s", type=positive_number, default=8.0, help="mean wait for a tool")
     parser.add_argument(
@@ -318,39 +291,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         default=0.5,
         help="size of the pool, as a share of the tokens of all sessions",
     )
-    parser.add_argument("--host-bytes", type=positive, default=1_000_000_000)
-    parser.add_argument("--time-model", type=Path, help="write the time model to this file")
+    parser.add_argument(
+        "--host-bytes", type=positive, default=1_000_000_000, help="size of the tier; all sessions should fit into it"
+    )
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
-    with tempfile.TemporaryDirectory() as directory:
-        record = Path(directory) / "traffic"
-        with ServerProcess(
-            serve_command(options.model, None, tuple(server_settings(options, options.pool_share, None)))
-        ) as address:
-            times = asyncio.run(measure(address))
-        print(f"time model: {times}")
-        if options.time_model is not None:
-            times.write(options.time_model)
-        result: dict[str, Any] = {
-            "time_model": asdict(times),
-            "pool_tokens": pool_tokens(options, options.pool_share),
-        }
-        for name, pool_share, names_sessions in (
-            ("control", _CONTROL_POOL_SHARE, True),
-            ("without sessions", options.pool_share, False),
-            ("with sessions", options.pool_share, True),
-        ):
-            settings = tuple(server_settings(options, pool_share, record if name == "with sessions" else None))
-            with ServerProcess(serve_command(options.model, None, settings)) as address:
-                play = asyncio.run(play_sessions(address, options, names_sessions=names_sessions))
-            if name == "control":
-                hits_s = result["hits_s"] = ttft_of_hits(play)
-            result[name] = summarize(play, hits_s)
-            print(f"{name}: {result[name]}")
-        result["predicted"] = predict(record, options, times)
-        print(f"predicted: {result['predicted']}")
+    rounds = []
+    for number in range(options.rounds):
+        with tempfile.TemporaryDirectory() as directory:
+            rounds.append(play_round(options, Path(directory)))
+        print(f"round {number + 1}: {rounds[-1]}")
+    medians = medians_of(rounds)
+    print(f"medians: {medians}")
     if options.json:
         argv = sys.argv[1:] if arguments is None else arguments
+        result = {"pool_tokens": pool_tokens(options, options.pool_share), "medians": medians, "rounds": rounds}
         write_json(
             options.json, {**result, "command": shlex.join(["python", "-m", "bench.agents", *argv]), **describe_run()}
         )

@@ -10,7 +10,31 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from radixkv.errors import ConfigError
+
+_MAX_FITTED = 10_000  # prefills
+_NUM_ITERATIONS = 30
+_MIN_LOADED_TOKEN_S = 1e-12  # in place of 0, which would be an infinite rate
+_MIN_RESIDUAL = 1e-3  # of the fitted time; a smaller one gets no larger weight
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredPrefill:
+    """A prefill whose duration a server has measured.
+
+    Attributes:
+        start, end: the tokens of the prompt from `start` to `end` were computed, the others were cached.
+        loaded_tokens: tokens that were loaded for it, by name of the tier.
+        ttft_s: seconds from the arrival of the request to its first token.
+    """
+
+    start: int
+    end: int
+    loaded_tokens: Mapping[str, int]
+    ttft_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +78,7 @@ class TimeModel:
         >>> TimeModel(token_bytes=1024, token_s=0.001, position_s=1e-6).prefill_s(0, 1000)
         1.4995
         """
-        num_tokens = end - start
-        positions = num_tokens * (start + end - 1) / 2
-        return self.start_s + num_tokens * self.token_s + positions * self.position_s
+        return self.start_s + (end - start) * self.token_s + _position_sum(start, end) * self.position_s
 
     def load_s(self, tier: str, num_tokens: int) -> float:
         """Return the seconds of a load from a tier."""
@@ -66,6 +88,30 @@ class TimeModel:
     def write(self, path: Path) -> None:
         """Write a JSON file for `read`."""
         path.write_text(json.dumps(dataclasses.asdict(self), indent=2) + "\n", encoding="utf-8")
+
+    @classmethod
+    def fit(cls, measured: Sequence[MeasuredPrefill], token_bytes: float = 1.0) -> TimeModel:
+        """Return the model whose times are closest to measured ones: about half of them are longer, and half shorter.
+
+        The fit minimizes the sum of the absolute errors divided by the fitted times, with coefficients of at least 0,
+        so that a few requests that waited long for others have little effect. What all requests waited is included in
+        the fitted times. Of more than 10,000 prefills, as many are used, at equal distances.
+
+        Args:
+            measured: at least one prefill.
+            token_bytes: bytes of K and V per token, the unit of the rates of tiers. 1 gives rates in tokens.
+        """
+        measured = measured[:: -(-len(measured) // _MAX_FITTED)]
+        tiers = sorted({name for each in measured for name, num_tokens in each.loaded_tokens.items() if num_tokens})
+        rows = np.array(
+            [_terms(each, tiers) for each in measured], dtype=np.float64
+        )  # [num_prefills, 3 + 2 * num_tiers]
+        start_s, token_s, position_s, *loads = _fit_median(rows, np.array([each.ttft_s for each in measured]))
+        times = {}
+        for index, name in enumerate(tiers):
+            latency_s, loaded_token_s = loads[2 * index : 2 * index + 2]
+            times[name] = LoadTime(token_bytes / max(loaded_token_s, _MIN_LOADED_TOKEN_S), latency_s)
+        return cls(token_bytes, token_s, position_s, start_s, times)
 
     @classmethod
     def read(cls, path: Path) -> TimeModel:
@@ -85,6 +131,50 @@ class TimeModel:
             raise ConfigError(f"time model {path}: tiers: expected an object, got {tiers!r}")
         times = {name: LoadTime(**_numbers(path, f"tiers.{name}.", each, LoadTime)) for name, each in tiers.items()}
         return cls(**numbers, tiers=times)
+
+
+def _position_sum(start: int, end: int) -> float:
+    return (end - start) * (start + end - 1) / 2
+
+
+def _terms(measured: MeasuredPrefill, tiers: Sequence[str]) -> list[float]:
+    """Return what the coefficients of a model are multiplied with: start, tokens and positions, then two per tier."""
+    num_loaded = [measured.loaded_tokens.get(name, 0) for name in tiers]
+    loads = [term for num_tokens in num_loaded for term in (float(num_tokens > 0), float(num_tokens))]
+    return [1.0, measured.end - measured.start, _position_sum(measured.start, measured.end), *loads]
+
+
+def _fit_median(rows: npt.NDArray[np.float64], seconds: npt.NDArray[np.float64]) -> list[float]:
+    """Minimize the sum of the absolute relative errors by iteratively reweighted least squares.
+
+    Args:
+        rows: float64 `[num_rows, num_columns]`, non-negative.
+        seconds: float64 `[num_rows]`, positive.
+
+    Returns:
+        `num_columns` non-negative coefficients.
+    """
+    seconds = np.maximum(seconds, 1e-9)
+    weights = 1 / seconds
+    for _ in range(_NUM_ITERATIONS):
+        coefficients = _non_negative_fit(rows * weights[:, None], seconds * weights)
+        fitted = np.maximum(rows @ coefficients, 1e-9)
+        weights = 1 / np.sqrt(fitted * np.maximum(np.abs(seconds - fitted), _MIN_RESIDUAL * fitted))
+    return coefficients.tolist()
+
+
+def _non_negative_fit(rows: npt.NDArray[np.float64], values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """Return the least-squares coefficients. Columns whose coefficient would be negative are left out, one by one."""
+    scales = np.linalg.norm(rows, axis=0)  # the columns have very different sizes
+    used = np.flatnonzero(scales)
+    while used.size:
+        solution = np.linalg.lstsq(rows[:, used] / scales[used], values, rcond=None)[0]
+        if (solution >= 0).all():
+            break
+        used = np.delete(used, np.argmin(solution))
+    coefficients = np.zeros(rows.shape[1])
+    coefficients[used] = solution / scales[used]
+    return coefficients
 
 
 def _numbers(path: Path, prefix: str, fields: Any, kind: type[Any], others: Sequence[str] = ()) -> dict[str, Any]:

@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from radixkv.api.awaits import Awaits
 from radixkv.errors import ConfigError
+from radixkv.planning.time_model import MeasuredPrefill
 from radixkv.planning.trace_formats import (
     FORMATS,
     MAX_TOKENS_PER_ID,
@@ -59,7 +60,7 @@ class TraceRequest:
         tokens_per_id: number of tokens per id; the last id covers the rest of the prompt.
         output_ids: ids of the block in which the prompt ends and of all later blocks, which have the generated tokens;
             empty if the trace does not contain them.
-        session, awaits, is_last: see `RecordedRequest`.
+        session, awaits, is_last, measured: see `RecordedRequest`.
     """
 
     timestamp_ms: float
@@ -71,6 +72,7 @@ class TraceRequest:
     session: str = ""
     awaits: Awaits = Awaits.UNKNOWN
     is_last: bool = False
+    measured: MeasuredPrefill | None = None
 
 
 def load_trace(
@@ -281,6 +283,7 @@ def _trace_request(
         request.session,
         request.awaits,
         request.is_last,
+        request.measured,
     )
 
 

@@ -24,6 +24,7 @@ from typing import Any, Literal
 from radixkv.api.awaits import Awaits
 from radixkv.config.model_directory import shown
 from radixkv.errors import ConfigError
+from radixkv.planning.time_model import MeasuredPrefill
 from radixkv.planning.trace_records import Record
 
 TimeUnit = Literal["ms", "s"]
@@ -65,6 +66,7 @@ class RecordedRequest:
         session: the session that the request belongs to; empty for none.
         awaits: what the session waits for after the answer, according to the reason why the answer ended.
         is_last: whether the session sends nothing more.
+        measured: what the server that recorded the request has measured; None if the file does not contain it.
     """
 
     where: str
@@ -78,6 +80,7 @@ class RecordedRequest:
     session: str = ""
     awaits: Awaits = Awaits.UNKNOWN
     is_last: bool = False
+    measured: MeasuredPrefill | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,17 +131,32 @@ def _read_mooncake(records: Iterable[Record], unit: TimeUnit, *, trace: str) -> 
     for where, value in records:
         fields = _object(value, where)
         ids = _ids(_field(fields, "hash_ids", where, trace), "hash_ids", 1, where)
+        input_length = _integer(_field(fields, "input_length", where, trace), "input_length", 1, where)
         yield RecordedRequest(
             where,
             _time_ms(fields.get("timestamp"), "timestamp", where, unit),
-            _integer(_field(fields, "input_length", where, trace), "input_length", 1, where),
+            input_length,
             _output_length(fields.get("output_length"), "output_length", where),
             ids,
             output_ids=_ids(fields.get("output_hash_ids", []), "output_hash_ids", 0, where),
             session=str(fields.get("session", "")),
             awaits=_STOPS.get(str(fields.get("stop")), Awaits.UNKNOWN),
             is_last=fields.get("last") is True,
+            measured=_measured(fields, input_length, where),
         )
+
+
+def _measured(fields: dict[str, Any], input_length: int, where: str) -> MeasuredPrefill | None:
+    """Return what a server has measured; None if it was not this server that wrote the line."""
+    if "ttft_ms" not in fields:
+        return None
+    cached_tokens = _integer(fields.get("cached_length", 0), "cached_length", 0, where, input_length)
+    loaded = {
+        str(tier): _integer(value, f"loaded_lengths.{tier}", 0, where)
+        for tier, value in _object(fields.get("loaded_lengths", {}), f"{where}: loaded_lengths").items()
+    }
+    ttft_ms = _time_ms(fields["ttft_ms"], "ttft_ms", where, "ms") or 0.0
+    return MeasuredPrefill(cached_tokens, input_length, loaded, ttft_ms / 1000)
 
 
 def _is_bailian(value: Any) -> bool:

@@ -10,7 +10,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, NamedTuple
 
@@ -42,6 +42,8 @@ class _EndedRequest(NamedTuple):
         tokens: prompt and generated tokens, little-endian uint32 bytes.
         num_prompt_tokens: length of its prompt.
         cached_tokens: prompt tokens that it reused.
+        loaded_tokens: those of them that were loaded after it arrived, by tier.
+        ttft_s: seconds from its arrival to its first token.
         session_id: its session; empty for none.
         stop: why its answer ended.
         is_last: whether its session has ended with it.
@@ -52,6 +54,8 @@ class _EndedRequest(NamedTuple):
     tokens: bytes
     num_prompt_tokens: int
     cached_tokens: int
+    loaded_tokens: Mapping[str, int]
+    ttft_s: float
     session_id: str
     stop: str
     is_last: bool
@@ -61,7 +65,8 @@ class TrafficRecorder(Observer):
     """Writes a line of JSON for each request that finished, in the format of Mooncake's traces with further fields.
 
     {"timestamp": 1764288000123, "input_length": 700, "output_length": 52, "hash_ids": [17, 4], "output_hash_ids": [9],
-     "cached_length": 64, "tenant": "3f..", "session": "a1..", "stop": "tool_use"}
+     "cached_length": 64, "loaded_lengths": {"host": 64}, "ttft_ms": 41.7, "tenant": "3f..", "session": "a1..",
+     "stop": "tool_use"}
 
     Ids are hashes with a secret key, of the namespace and all tokens up to the end of a block. The key is in a file
     of the directory with mode 0600. Without the key, ids reveal neither tokens nor whether a guessed prompt
@@ -124,6 +129,8 @@ class TrafficRecorder(Observer):
         owner = (namespace.model, namespace.tenant, request.adapter, namespace.salt)
         awaits = request.awaits
         received_s = self._clock() - max(0.0, now_s - request.times.received_s)
+        prefilled_s = request.times.prefilled_s
+        assert prefilled_s is not None, "a request finishes after its first token"
         self._queue.put(
             _EndedRequest(
                 received_s,
@@ -131,6 +138,8 @@ class TrafficRecorder(Observer):
                 request.tokens,
                 request.num_prompt_tokens,
                 request.reuse.cached_tokens,
+                request.reuse.loaded_tokens,
+                prefilled_s - request.times.received_s,
                 request.params.session_id,
                 _STOPS.get(awaits, "other"),
                 awaits is Awaits.NOTHING,
@@ -182,6 +191,8 @@ class TrafficRecorder(Observer):
             "hash_ids": numbers[:first_output],
             "output_hash_ids": numbers[first_output:],
             "cached_length": ended.cached_tokens,
+            "loaded_lengths": {tier: num_tokens for tier, num_tokens in ended.loaded_tokens.items() if num_tokens},
+            "ttft_ms": round(ended.ttft_s * 1000, 3),
             "tenant": self._digest(b"tenant", ended.owner[1].encode()).hex(),
             "session": self._session(ended),
             "stop": ended.stop,

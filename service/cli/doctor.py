@@ -62,8 +62,7 @@ _OPTIONS = (
         "--time-model",
         "FILE",
         Path,
-        "JSON file of `radixkv plan` or `python -m bench.agents` that says how long prefills take; adds seconds "
-        "(default: no seconds)",
+        "JSON file of `radixkv plan` that says how long prefills take; adds seconds (default: no seconds)",
     ),
 )
 _SERVER_ONLY = (

@@ -37,6 +37,7 @@ from radixkv.service.cli.tier_options import tier_capacities, tier_option
 from radixkv.service.cli.trace_options import TRACE_OPTIONS, requests_of
 from radixkv.service.progress_bar import progress_bar
 
+_RECORDED = "recorded"
 _OPTIONS = (
     Option("--capacity-tokens", "N[,N...]", capacities, "capacity of the cache in tokens", more={"required": True}),
     Option("--policy", "P[,P...]", names, f"eviction policies: {', '.join(SIMULATED_POLICIES)}", "adaptive"),
@@ -60,10 +61,11 @@ _OPTIONS = (
     tier_option(),
     Option(
         "--time-model",
-        "FILE",
-        Path,
-        "JSON file of `radixkv plan` or `python -m bench.agents` that says how long prefills and loads take; prints "
-        "times to the first token, and loads sessions before their next turn (default: they take no time)",
+        f"FILE|{_RECORDED}",
+        None,
+        "how long prefills and loads take: a JSON file of `radixkv plan`, or what the server measured while it "
+        "recorded the trace; prints times to the first token, and loads sessions before their next turn (default: they "
+        "take no time)",
     ),
     flag("--json", "print a JSON list with one object per policy and capacity"),
     Option(
@@ -115,8 +117,10 @@ def _run_simulations(arguments: argparse.Namespace) -> str:
     plot = None if arguments.plot is None else Path(arguments.plot)
     if plot is not None:
         _require_plottable(plot)
-    times = None if arguments.time_model is None else TimeModel.read(arguments.time_model)
+    times = None if arguments.time_model in (None, _RECORDED) else TimeModel.read(Path(arguments.time_model))
     requests, probation_share = requests_of(arguments), arguments.probation_share
+    if arguments.time_model == _RECORDED:
+        times = _recorded_times(requests, tiers)
     simulations = _simulate_all(
         requests, policies, capacities_tokens, block_size, probation_share, tiers, arguments.hints, times
     )
@@ -129,6 +133,24 @@ def _run_simulations(arguments: argparse.Namespace) -> str:
     if arguments.json:
         return json.dumps([_object_of(simulation) for simulation in simulations], indent=2)
     return simulation_table(simulations)
+
+
+def _recorded_times(requests: Sequence[TraceRequest], tiers: Sequence[TierCapacity]) -> TimeModel:
+    """Fit a time model to what the server measured."""
+    measured = [each.measured for each in requests if each.measured is not None]
+    if not measured:
+        raise ConfigError(
+            f"--time-model {_RECORDED}: expected requests with `ttft_ms`, which a server records with "
+            "server.record_path, got none"
+        )
+    times = TimeModel.fit(measured)
+    for tier in tiers:
+        if tier.name not in times.tiers:
+            raise ConfigError(
+                f"--time-model {_RECORDED}: expected requests that loaded from the tier {tier.name}, got none; "
+                "write a time model with the rate of the tier with `radixkv plan --time-model`"
+            )
+    return times
 
 
 def simulation_table(simulations: Sequence[Simulation]) -> str:

@@ -6,23 +6,12 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 
 from bench import agents
-from bench.agents import Play, Prompts, Turn, non_negative_fit, summarize, ttft_of_hits
+from bench.agents import Play, Prompts, Turn, medians_of, summarize, ttft_of_hits
 from radixkv.errors import ConfigError
 from radixkv.service.client import Awaits
-
-
-def test_the_fit_finds_the_parameters_of_exact_times() -> None:
-    rows = np.array([[1.0, 64, 9e3], [1, 256, 1e5], [1, 1024, 5e5], [1, 1024, 3e6]])
-    assert non_negative_fit(rows, rows @ [0.01, 1e-4, 2e-8]) == pytest.approx([0.01, 1e-4, 2e-8])
-
-
-def test_no_parameter_is_negative() -> None:
-    rows = np.array([[1.0, 1], [1, 2], [1, 3]])
-    assert non_negative_fit(rows, np.array([1.0, 3.0, 5.0]))[0] == 0
 
 
 def test_a_turn_is_ready_if_nothing_is_loaded_or_computed_again() -> None:
@@ -42,6 +31,11 @@ def test_turns_are_compared_with_the_median_of_hits_of_the_same_length() -> None
     assert (result["loaded_tokens"], result["computed_again_tokens"], result["hit_rate"]) == (64, 100, 0.8)
     assert result["ttft_over_hit"] == {"p50": pytest.approx(1.125), "p95": 3.0}
     assert result["ttft_p50_s"] == 2.0
+
+
+def test_medians_are_those_of_the_numbers_of_all_rounds() -> None:
+    rounds = [{"a": {"hit_rate": each, "time_model": {}}} for each in (0.1, 0.5, 0.2)]
+    assert medians_of(rounds) == {"a": {"hit_rate": 0.2}}
 
 
 def test_a_control_that_evicts_is_refused() -> None:

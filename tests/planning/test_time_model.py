@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+from collections.abc import Iterator
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
 
 from radixkv.errors import ConfigError
-from radixkv.planning.time_model import LoadTime, TimeModel
+from radixkv.planning.time_model import LoadTime, MeasuredPrefill, TimeModel
 
 MODEL = TimeModel(1536, 1e-4, 1e-9, 0.002, {"host": LoadTime(5e9, 1e-4), "disk": LoadTime(1e9)})
 
@@ -62,3 +65,51 @@ def test_a_file_without_a_model_is_refused(tmp_path: Path, text: str | None) -> 
         path.write_text(text)
     with pytest.raises(ConfigError, match=f"^time model {path}: "):
         TimeModel.read(path)
+
+
+def measured_with(model: TimeModel, num_prefills: int) -> Iterator[MeasuredPrefill]:
+    """Yield prefills of different lengths, some after loads, with the times of a model."""
+    random = Random(1)
+    for _ in range(num_prefills):
+        start, length = random.randrange(0, 4096, 64), random.randint(1, 1000)
+        loaded = {"host": random.randrange(0, start + 1, 64), "disk": 0}
+        ttft_s = model.prefill_s(start, start + length)
+        ttft_s += model.load_s("host", loaded["host"]) if loaded["host"] else 0.0
+        yield MeasuredPrefill(start, start + length, loaded, ttft_s)
+
+
+def test_a_fit_finds_the_model_of_exact_times() -> None:
+    model = TimeModel(1000, 1e-4, 2e-8, 0.01, {"host": LoadTime(1e8, 0.002)})
+    fitted = TimeModel.fit(list(measured_with(model, 300)), token_bytes=1000)
+    numbers = (fitted.token_s, fitted.position_s, fitted.start_s)
+    assert numbers == pytest.approx((1e-4, 2e-8, 0.01), rel=1e-6)
+    assert list(fitted.tiers) == ["host"]
+    assert (fitted.tiers["host"].bytes_per_s, fitted.tiers["host"].latency_s) == pytest.approx((1e8, 0.002), rel=1e-6)
+
+
+def test_requests_that_waited_for_others_hardly_change_a_fit() -> None:
+    model = TimeModel(1, 1e-4, 0.0, 0.01, {"host": LoadTime(1e6)})
+    measured = list(measured_with(model, 300))
+    for index in range(0, 300, 5):
+        measured[index] = dataclasses.replace(measured[index], ttft_s=measured[index].ttft_s + 10)
+    fitted = TimeModel.fit(measured)
+    assert fitted.prefill_s(1000, 1500) == pytest.approx(model.prefill_s(1000, 1500), rel=0.01)
+
+
+@pytest.mark.parametrize("count", [1, 2, 25_000])
+def test_equal_times_are_fitted_whatever_their_number(count: int) -> None:
+    fitted = TimeModel.fit([MeasuredPrefill(64, 164, {}, 0.25)] * count)
+    assert fitted.prefill_s(64, 164) == pytest.approx(0.25)
+    assert fitted.tiers == {}
+
+
+def test_no_fitted_number_is_negative() -> None:
+    # Longer prefills that take less time would make `token_s` negative.
+    measured = [MeasuredPrefill(0, length, {"host": 64 * length}, 1 / length) for length in range(1, 50)]
+    fitted = TimeModel.fit(measured)
+    assert min(fitted.token_s, fitted.position_s, fitted.start_s, fitted.tiers["host"].latency_s) >= 0
+    assert fitted.tiers["host"].bytes_per_s > 0
+
+
+def test_prefills_that_took_no_time_are_fitted() -> None:
+    assert TimeModel.fit([MeasuredPrefill(0, 10, {}, 0.0)] * 3).prefill_s(0, 10) == pytest.approx(0, abs=1e-6)

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import Future
 from pathlib import Path
 from random import Random
 from typing import Any
 
+import numpy as np
 import pytest
 
 from radixkv.api.awaits import Awaits
+from radixkv.api.caller import Caller
+from radixkv.api.params import PrefillParams
 from radixkv.config import Config
 from radixkv.errors import ConfigError
+from radixkv.namespace import Namespace
 from radixkv.planning.simulate import simulate
+from radixkv.planning.time_model import MeasuredPrefill
 from radixkv.planning.trace import load_trace
+from radixkv.scheduling.request import Outcome, Request
 from radixkv.telemetry import traffic_recorder
 from radixkv.telemetry.traffic_recorder import TrafficRecorder, recorded_traffic
 from tests.core_bench import BLOCK_SIZE, Bench
@@ -52,6 +59,7 @@ def test_a_line_has_lengths_and_no_names(tmp_path: Path) -> None:
     first, last, other = recording.lines()
     assert (first["timestamp"], first["input_length"], first["output_length"]) == (1_000_000, 9, 0)
     assert (first["cached_length"], last["cached_length"], other["cached_length"]) == (0, 8, 0)
+    assert (first["loaded_lengths"], first["ttft_ms"] >= 0) == ({}, True)
     assert (first["stop"], last["stop"], "last" in first, last["last"]) == ("tool_use", "other", False, True)
     assert first["hash_ids"] == last["hash_ids"] != other["hash_ids"]
     assert first["session"] == last["session"] != other["session"]
@@ -80,6 +88,19 @@ def test_a_recording_is_a_trace(tmp_path: Path) -> None:
     recording.lines()
     requests = load_trace(tmp_path)
     assert [(each.input_length, each.tokens_per_id) for each in requests] == [(10, BLOCK_SIZE), (11, BLOCK_SIZE)]
+
+
+def test_a_recording_has_what_the_server_measured(tmp_path: Path) -> None:
+    recording = Recording(tmp_path)
+    tokens = np.arange(10, dtype=np.uint32).tobytes()
+    request = Request(PrefillParams(tokens, Caller()), Namespace("fake"), Future(), received_s=100.0)
+    request.reuse.cached_tokens, request.reuse.loaded_tokens = 8, {"host": 4, "disk": 0}
+    request.times.prefilled_s = 100.25
+    recording.recorder.request_ended(request, Outcome.FINISHED, None, 100.5)
+    (line,) = recording.lines()
+    assert (line["cached_length"], line["loaded_lengths"], line["ttft_ms"]) == (8, {"host": 4}, 250.0)
+    (recorded,) = load_trace(tmp_path)
+    assert recorded.measured == MeasuredPrefill(8, 10, {"host": 4}, 0.25)
 
 
 def test_the_ids_of_two_directories_differ_and_those_of_two_processes_do_not(tmp_path: Path) -> None:

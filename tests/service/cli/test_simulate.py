@@ -186,6 +186,24 @@ def test_simulate_with_a_time_model_shows_times_to_the_first_token(capsys, loop_
     assert re.search(r"^lru .* 0 +- +- +\d+\.\d s$", out, re.MULTILINE)
 
 
+def test_simulate_with_the_times_that_the_server_recorded(capsys, tmp_path):
+    path = tmp_path / "trace.jsonl"
+    line = {"input_length": 100, "hash_ids": [1, 2], "output_length": 0, "ttft_ms": 30.0, "cached_length": 0}
+    loaded = line | {"cached_length": 64, "loaded_lengths": {"host": 64}, "ttft_ms": 20.0}
+    path.write_text("".join(json.dumps(each) + "\n" for each in (line, loaded)))
+    arguments = ["simulate", str(path), "--capacity-tokens", "640", "--policy", "lru", "--block-size", "64"]
+    assert main([*arguments, "--tier", "host=640", "--time-model", "recorded", "--json"]) == 0
+    (simulation,) = json.loads(capsys.readouterr().out)
+    assert simulation["latency"]["ttft_p95_s"] == pytest.approx(0.03, rel=0.05)
+    assert main([*arguments, "--tier", "disk=640", "--time-model", "recorded"]) == 2
+    assert "expected requests that loaded from the tier disk, got none" in capsys.readouterr().err
+
+
+def test_a_trace_without_times_is_refused_as_a_time_model(capsys, loop_trace):
+    assert main(["simulate", loop_trace, "--capacity-tokens", "1024", "--time-model", "recorded"]) == 2
+    assert "expected requests with `ttft_ms`, which a server records with server.record_path" in capsys.readouterr().err
+
+
 def test_a_time_model_that_plan_cannot_write_is_refused(capsys, tmp_path):
     plan = ["plan", *SHAPE, "--time-model", str(tmp_path / "times.json")]
     assert main(plan) == 2
