@@ -49,7 +49,7 @@ Answer = Callable[[ApiRequest, Fields], Awaitable[web.StreamResponse]]
 # the state that the page draws.
 _GENERATE = "/radixkv.v1.PrefillService/Generate"
 _DESCRIBE = "/radixkv.v1.ModelService/GetTokenizer"
-_OVERSEE = "/radixkv.v1.CacheService/ListAdapters"
+_READ_STATE = "/radixkv.v1.CacheService/ListAdapters"
 _BACKLOG = 4096  # the maximum that Linux allows by default
 _ACCEPTED_AT_ONCE = 64
 # The buffer of the system, per connection; Linux would let it grow to megabytes for an unread response.
@@ -347,7 +347,7 @@ class HttpPort:
         return self._page_response(request)
 
     async def _describe_state(self, request: web.Request) -> web.Response:
-        self._authorizer.authorize(_OVERSEE, context_of(request, 0))
+        self._authorizer.authorize(_READ_STATE, context_of(request, 0))
         return await asyncio.to_thread(self._page_response, request)
 
     def _page_response(self, request: web.Request) -> web.Response:
