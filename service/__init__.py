@@ -1,1 +1,1 @@
-"""The gRPC face of radixkv: server, client and command line."""
+"""The gRPC and HTTP server of radixkv, its clients, its command line, and an engine without a server (`offline`)."""

@@ -10,28 +10,28 @@ from collections.abc import Callable, Iterator
 
 @contextlib.contextmanager
 def progress_bar(
-    description: str, total: int, *, wanted: bool | None = None, delay_s: float = 0.0, stays: bool = False
+    description: str, total: int, *, is_shown: bool | None = None, delay_s: float = 0.0, is_kept: bool = False
 ) -> Iterator[Callable[[], object]]:
-    """Show a progress bar for the time of a block.
+    """Show a progress bar inside a `with` block.
 
     Args:
-        description: what is done with the requests.
+        description: text before the bar.
         total: number of requests.
-        wanted: whether to show it; None to show it if stderr is a terminal and tqdm is installed.
+        is_shown: whether to show it; None to show it if stderr is a terminal and tqdm is installed.
         delay_s: seconds after which it appears.
-        stays: whether it stays at the end, instead of being erased.
+        is_kept: whether it remains on the screen at the end, instead of being erased.
 
     Yields:
         A function that advances the bar by one request.
     """
-    if wanted is None:
-        wanted = sys.stderr.isatty() and importlib.util.find_spec("tqdm") is not None
-    if not wanted:
+    if is_shown is None:
+        is_shown = sys.stderr.isatty() and importlib.util.find_spec("tqdm") is not None
+    if not is_shown:
         yield _do_nothing
         return
     from tqdm import tqdm
 
-    options = {"unit": " requests", "file": sys.stderr, "disable": False, "delay": delay_s, "leave": stays}
+    options = {"unit": " requests", "file": sys.stderr, "disable": False, "delay": delay_s, "leave": is_kept}
     with tqdm(total=total, desc=description, **options) as bar:
         yield bar.update
 

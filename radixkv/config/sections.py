@@ -460,7 +460,7 @@ class TiersConfig:
         mooncake_bytes: memory that this server contributes to the Mooncake Store, in bytes.
         known_blocks: number of most recently used blocks of each shared store that this server remembers, at least the
             number of blocks in the pool. For other blocks it asks the store.
-        secret_file: file with a secret of 32 random bytes or more, the same on all servers that share a store or
+        secret_file: file with a random secret of at least 16 bytes, the same on all servers that share a store or
             transfer K/V. It authenticates blocks on disk, in shared stores and from other servers, so that modified
             ones are never used. Without it, anyone who can read a store can test whether a prompt is in it.
         encryption_key_file: file with 64 hexadecimal digits, from which a key is derived per tenant. Blocks are

@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # importing this loads gRPC, which --help does not need
     from radixkv.service.client import Client
 
 _DESCRIPTION = (
-    "Chat with the model of a running service, or with --model, for which a server runs as long as the chat. Each line "
+    "Chat with the model of a running service, or with --model, which is served as long as the chat lasts. Each line "
     "of input is a turn. /reset begins a new conversation; Ctrl-D or /exit ends the chat, and Ctrl-C ends an answer. "
     "After each answer, stderr shows the time to its first token and how many tokens of the conversation were reused."
 )
@@ -116,17 +116,24 @@ class ChatSession:
             self._messages.append({"role": "assistant", "content": answer})
 
     def _print_answer(self) -> str:
+        from radixkv.service.client import ServiceError
+
         start_s = time.monotonic()
         answer = self._client.chat(self._messages, **self._options)
         first_s: float | None = None
         cached = computed = 0
         is_terminal = sys.stdout.isatty()
-        with contextlib.suppress(KeyboardInterrupt), contextlib.closing(answer):
-            for chunk in answer:
-                if first_s is None:
-                    first_s = time.monotonic() - start_s
-                    cached, computed = chunk.usage.cached_tokens, chunk.usage.computed_tokens
-                print(printable(chunk.text, keep="\n\t") if is_terminal else chunk.text, end="", flush=True)
+        try:
+            with contextlib.suppress(KeyboardInterrupt), contextlib.closing(answer):
+                for chunk in answer:
+                    if first_s is None:
+                        first_s = time.monotonic() - start_s
+                        cached, computed = chunk.usage.cached_tokens, chunk.usage.computed_tokens
+                    print(printable(chunk.text, keep="\n\t") if is_terminal else chunk.text, end="", flush=True)
+        except ServiceError:
+            if answer.text:  # the error starts on a new line
+                print(flush=True)
+            raise
         print(flush=True)
         if first_s is not None:
             print(

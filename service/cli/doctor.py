@@ -221,7 +221,8 @@ def _tokenizer_getter(arguments: argparse.Namespace, stack: ExitStack) -> GetTok
         from radixkv.service.client.errors import ConnectError
 
         try:
-            return served_tokenizer(stack.enter_context(client_of(arguments)))
+            client = stack.enter_context(client_of(arguments))
+            return served_tokenizer(client, "--tokenizer", "pass the tokenizer of the model, or --bytes for texts")
         except ConnectError as error:
             raise ConfigError(
                 f"--tokenizer: expected a tokenizer for the texts of the log, got none; {error}"

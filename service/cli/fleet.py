@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import re
 import signal
@@ -11,11 +10,12 @@ import socket
 import sys
 import threading
 
-from radixkv.config import Config, ServerConfig
+from radixkv.config import Config
 from radixkv.errors import ConfigError
 from radixkv.model_files.model_location import check_servable
 from radixkv.service.cli.argument_types import processors
 from radixkv.service.cli.options import Option, add_options, flag
+from radixkv.service.cli.server_options import CONFIG, LISTEN, MODEL, settings_of
 from radixkv.service.server.listen_address import bind_error, host_port, require_free
 
 _DEFAULT_REPLICAS = "2"
@@ -28,7 +28,6 @@ _SINGLE_SERVER_KEYS = (
     ("events", "replay_endpoint"),
 )
 
-_SERVER = ServerConfig()
 _OPTIONS = (
     Option("--replicas", "N|N:M", None, "number of engines; N:M scales between N and M with the load (default: 2)"),
     Option(
@@ -43,15 +42,8 @@ _OPTIONS = (
         int,
         "number of engines that decode from the K/V of the engines that only prefill (default: none)",
     ),
-    Option(
-        "--model",
-        "tiny|DIR|FILE.gguf|ORG/NAME",
-        None,
-        "the embedded model, a directory with a config.json and safetensors, a GGUF file, or a model of the Hugging "
-        "Face Hub that is in the local cache (default: tiny)",
-    ),
-    Option("--host", "HOST", None, f"address to listen on (default: {_SERVER.host})"),
-    Option("--port", "PORT", int, f"port to listen on; 0 picks a free one (default: {_SERVER.port})"),
+    MODEL,
+    *LISTEN,
     Option(
         "--replica-host", "H", None, "address that engines listen on; node is the address of their machine", "127.0.0.1"
     ),
@@ -59,15 +51,7 @@ _OPTIONS = (
     Option("--gpus", "N", processors, "GPUs per engine", 0.0),
     Option("--ray-address", "A", None, "address of a running Ray cluster (default: the command starts a cluster)"),
     flag("--insecure", "listen beyond this machine without TLS or credentials"),
-    Option("--config", "FILE", None, "TOML file with the configuration (default: none)"),
-    Option(
-        "--set",
-        "a.b=v",
-        None,
-        "set one key of the configuration; may be repeated (default: none)",
-        [],
-        {"action": "append"},
-    ),
+    *CONFIG,
 )
 
 
@@ -184,12 +168,13 @@ def _free_port(host: str) -> int:
 
 
 def _settings(arguments: argparse.Namespace) -> list[str]:
-    values = {
-        "model.path": arguments.model,
-        "server.host": arguments.host,
-        "server.port": arguments.port,
-        "server.insecure": arguments.insecure or None,
-        "fleet.prefill_replicas": arguments.prefill_replicas,
-        "fleet.decode_replicas": arguments.decode_replicas,
-    }
-    return [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in values.items() if value is not None]
+    return settings_of(
+        {
+            "model.path": arguments.model,
+            "server.host": arguments.host,
+            "server.port": arguments.port,
+            "server.insecure": arguments.insecure or None,
+            "fleet.prefill_replicas": arguments.prefill_replicas,
+            "fleet.decode_replicas": arguments.decode_replicas,
+        }
+    )

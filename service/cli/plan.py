@@ -1,4 +1,4 @@
-"""`radixkv plan`: computes memory and concurrency, and prints the sections of the report that the options request."""
+"""`radixkv plan`: computes memory and concurrency, and prints a report with the sections that the options request."""
 
 from __future__ import annotations
 

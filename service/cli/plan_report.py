@@ -28,7 +28,7 @@ from radixkv.storage.kv_layout import HeadKV, KVFormat, KVLayout, LatentKV, Mixe
 
 _BINARY = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 _DECIMAL = ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "kB"))
-_MAX_RUN_BLOCKS = 2**13  # if loading does not pay for a run of this length, it never does
+_MAX_RUN_BLOCKS = 2**13  # if loading a run of this length is not faster than computing it, loading never is
 _FAR_BLOCKS = 1024
 
 
@@ -149,7 +149,7 @@ def state_section(state_bytes: int, batch: int, cache_bytes: int) -> ReportSecti
 def fit_section(
     device: DeviceMemory, user_bytes: int, block_size: int, rank_token_bytes: int, state_bytes: int = 0
 ) -> ReportSection:
-    """Return the sequences and the pool capacity that fit on one device next to the weights.
+    """Return the number of sequences (users) and the pool capacity that fit on one device next to the weights.
 
     Each user has a recurrent state of `state_bytes`, and snapshots of states take a share of the K/V memory.
     """
@@ -339,7 +339,7 @@ def tier_section(
     """
     block_bytes = block_size * token_bytes
     compute_us = None if tokens_per_s is None else block_size / tokens_per_s * 1e6
-    rows: list[tuple[str, ...]] = [("", "tokens", "load a block", "compute it", "same time at", "loading pays")]
+    rows: list[tuple[str, ...]] = [("", "tokens", "load a block", "compute it", "same time at", "faster to load")]
     fields: dict[str, int | float | None] = {}
     for tier, link in zip(tiers, links, strict=True):
         transfer_us = load_us(block_bytes, link.bytes_per_s)
@@ -369,7 +369,7 @@ def tier_section(
 
 
 def min_loaded_blocks(link: LoadTime, block_bytes: int, block_size: int, tokens_per_s: float) -> int | None:
-    """Return the shortest run of blocks that the engine would load; None if it would always compute.
+    """Return the length of the shortest run of blocks that the engine would load; None if it would always compute.
 
     The engine's own `LoadOrCompute` decides, after it has measured these rates.
     """

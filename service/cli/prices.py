@@ -143,7 +143,7 @@ class PriceList(NamedTuple):
 
 
 def total_of(items: list[InvoiceItem], decimals: int) -> Decimal:
-    """Return the sum of the amounts, which is exact."""
+    """Return the exact sum of the amounts."""
     with decimal.localcontext(_EXACT):
         return sum((each.amount for each in items), Decimal(0).scaleb(-decimals))
 

@@ -181,8 +181,13 @@ def load_tokenizer(source: str) -> Tokenizer:
         raise ConfigError(f"--tokenizer: {error}") from error
 
 
-def served_tokenizer(client: Client) -> Tokenizer:
+def served_tokenizer(client: Client, option: str = "--text", alternatives: str = _ALTERNATIVES) -> Tokenizer:
     """Return the tokenizer of the served model.
+
+    Args:
+        client: client that is connected to the service.
+        option: the option that requires the tokenizer, for errors.
+        alternatives: what to do without this tokenizer, for errors.
 
     Raises:
         ConfigError: the model has no tokenizer, or the tokenizer can't be used.
@@ -192,9 +197,9 @@ def served_tokenizer(client: Client) -> Tokenizer:
     try:
         return client.tokenizer()
     except (NotFound, Unimplemented) as error:
-        raise ConfigError(f"--text: the served model has no tokenizer; {_ALTERNATIVES}") from error
+        raise ConfigError(f"{option}: the served model has no tokenizer; {alternatives}") from error
     except (ValueError, OSError) as error:
-        message = f"--text: the tokenizer of the service can't be used: {error}; {_ALTERNATIVES}"
+        message = f"{option}: the tokenizer of the service can't be used: {error}; {alternatives}"
         raise ConfigError(message) from error
 
 

@@ -50,8 +50,8 @@ class PromptLogReader:
     """Reads the records of a log into a `PromptLog`.
 
     Args:
-        log: gets the prompts.
-        tokenizer: returns the tokenizer, which only texts and conversations need.
+        log: the log that the prompts are added to.
+        tokenizer: returns the tokenizer; called only for texts and conversations.
         has_bytes: whether the bytes of texts are their token ids.
         is_plain: whether conversations are written in a plain form, without the chat template.
 
@@ -70,7 +70,7 @@ class PromptLogReader:
         """Add the prompt of a record.
 
         Raises:
-            ConfigError: the record is no prompt, or a field is wrong. The message names the line and the field.
+            ConfigError: the record has no prompt, or a field is wrong. The message names the line and the field.
             RejectedConversation: the chat template rejects the conversation.
         """
         where, fields = record

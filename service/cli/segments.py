@@ -20,21 +20,19 @@ if TYPE_CHECKING:
 
 _PAGE_SIZE = 20
 _OPTIONS = (
-    Option("--tenant", "NAME", name, "only of this tenant (default: all, or your own with the credential of a tenant)"),
+    Option("--tenant", "NAME", name, "only this tenant (default: all, or your own with the credential of a tenant)"),
     Option("--page-size", "N", count, "segments per page", _PAGE_SIZE),
-    Option(
-        "--page-token", "TOKEN", name, "the page to show, as printed below the previous one (default: the first)", ""
-    ),
+    Option("--page-token", "TOKEN", name, "page to show, as printed below the previous page (default: the first)", ""),
     flag("--hottest", "only the hottest segments, on one page"),
     Option(
         "--store",
         "NAME",
         name,
-        "list what this tier, such as host, holds of each namespace (default: the device)",
+        "list the blocks of each namespace in this tier, such as host (default: the device)",
         "",
     ),
-    Option("--session", "ID", name, "only what this session of --tenant has used alone (default: all)", ""),
-    flag("--all", "all pages"),
+    Option("--session", "ID", name, "only what no session but this one of --tenant has used (default: all)", ""),
+    flag("--all", "show all pages"),
 )
 _STORED_HEADER = ("tenant", "namespace", "blocks", "tokens", "retained")
 _HEADER = ("segment", "after", "tenant", "from", "tokens", "blocks", "uses", "idle", "heat", "state")

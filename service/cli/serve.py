@@ -13,29 +13,22 @@ from collections.abc import Iterator, Set
 from datetime import UTC, datetime
 
 from radixkv import __version__
-from radixkv.config import Config, ModelConfig, ServerConfig, TransferConfig
+from radixkv.config import Config, ModelConfig, TransferConfig
 from radixkv.model_files.model_location import check_servable, files_directory
 from radixkv.service.cli.options import Option, add_options, flag
+from radixkv.service.cli.server_options import CONFIG, LISTEN, MODEL, settings_of
 from radixkv.startup.openmp_threads import bound_spinning
 from radixkv.startup.progress import StartProgress
 
 _logger = logging.getLogger(__name__)
 
-_MODEL = ModelConfig()
-_SERVER = ServerConfig()
 _OPTIONS = (
-    Option(
-        "--model",
-        "tiny|DIR|FILE.gguf|ORG/NAME",
-        None,
-        "the embedded model, a directory with a config.json and safetensors, a GGUF file, or a model of the Hugging "
-        f"Face Hub that is in the local cache (default: {_MODEL.path})",
-    ),
+    MODEL,
     Option(
         "--device",
         None,
         None,
-        f"device that runs the model; auto takes a GPU if there is one (default: {_MODEL.device})",
+        f"device that runs the model; auto uses a GPU if there is one (default: {ModelConfig().device})",
         more={"choices": ("auto", "cpu", "cuda")},
     ),
     Option(
@@ -45,8 +38,7 @@ _OPTIONS = (
         "threads that compute on the CPU (default: OMP_NUM_THREADS, or else one per physical core within the CPU "
         "affinity and the cgroup quota)",
     ),
-    Option("--host", None, None, f"address to listen on (default: {_SERVER.host})"),
-    Option("--port", None, int, f"port to listen on; 0 picks a free one (default: {_SERVER.port})"),
+    *LISTEN,
     Option(
         "--http-port",
         None,
@@ -68,16 +60,7 @@ _OPTIONS = (
         f"servers in [kv_sources.*] (default: {TransferConfig().role})",
         more={"choices": ("both", "prefill", "decode")},
     ),
-    Option("--config", "FILE", None, "TOML file with the configuration (default: none)"),
-    Option(
-        "--set",
-        "a.b=v",
-        None,
-        "set one key of the configuration; may be repeated; overrides --config, and the options above override it "
-        "(default: none)",
-        [],
-        {"action": "append"},
-    ),
+    *CONFIG,
     Option(
         "--log-level",
         None,
@@ -240,16 +223,16 @@ def _start_log(level: str, log_format: str) -> None:
 
 
 def _settings(arguments: argparse.Namespace) -> list[str]:
-    values = {
-        "model.path": arguments.model,
-        "model.device": arguments.device,
-        "model.threads": arguments.threads,
-        "server.host": arguments.host,
-        "server.port": arguments.port,
-        "server.http_port": arguments.http_port,
-        "server.metrics_port": arguments.metrics_port,
-        "server.insecure": arguments.insecure or None,
-        "transfer.role": arguments.role,
-    }
-    # A JSON string is a TOML string.
-    return [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in values.items() if value is not None]
+    return settings_of(
+        {
+            "model.path": arguments.model,
+            "model.device": arguments.device,
+            "model.threads": arguments.threads,
+            "server.host": arguments.host,
+            "server.port": arguments.port,
+            "server.http_port": arguments.http_port,
+            "server.metrics_port": arguments.metrics_port,
+            "server.insecure": arguments.insecure or None,
+            "transfer.role": arguments.role,
+        }
+    )

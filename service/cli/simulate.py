@@ -54,8 +54,8 @@ _OPTIONS = (
         "--hints",
         "H",
         None,
-        f"what the cache knows about sessions: {', '.join(HINTS)}; stop is why each answer ended, and end "
-        "which answer of a session is the last",
+        f"what the cache knows about sessions: {', '.join(HINTS)}; with stop, it knows why each answer ended, and with "
+        "end which answer of a session is the last",
         NO_HINTS,
     ),
     tier_option(),
@@ -94,7 +94,9 @@ def _simulate(arguments: argparse.Namespace) -> None:
 
 
 def _run_simulations(arguments: argparse.Namespace) -> str:
-    """Replay the trace for each policy and capacity. A plot always includes the optimum. Returns the text to print.
+    """Replay the trace for each policy and capacity, and draw the plot if requested. Returns the text to print.
+
+    A plot always includes the optimum.
 
     Raises:
         ConfigError: an argument is invalid; raised before anything is replayed.

@@ -103,7 +103,7 @@ def _item_fields(item: InvoiceItem) -> dict[str, Any]:
 
 
 def _csv_rows(statement: StatementResponse, prices: PriceList | None) -> Iterator[Sequence[object]]:
-    """Yield the header, and a row for each line, or with prices for each item of an invoice."""
+    """Yield the header, and a row for each line; with prices, a row for each item of the invoices."""
     if prices is None:
         yield _FIELDS
         for line in statement.lines:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from radixkv.errors import ConfigError
-from radixkv.service.cli.argument_types import days, name
+from radixkv.service.cli.argument_types import days, name, names
 from radixkv.service.cli.options import Option, add_action, add_choice, add_options, flag
 from radixkv.service.server.auth.credentials import parse_credentials
 
@@ -69,7 +69,7 @@ def _entry(arguments: argparse.Namespace, token: str) -> str:
     elif arguments.tenant is not None:
         lines += ['role = "tenant"', f"tenant = {_toml(arguments.tenant)}"]
     else:
-        tenants = "all" if arguments.router == "all" else arguments.router.split(",")
+        tenants = "all" if arguments.router == "all" else names(arguments.router)
         lines += ['role = "router"', f"tenants = {_toml(tenants)}"]
     lines.append(f'token_sha256 = "{hashlib.sha256(token.encode()).hexdigest()}"')
     if arguments.days is not None:

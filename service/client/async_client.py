@@ -79,7 +79,7 @@ from radixkv.v1.prefill_pb2 import (
 
 
 class AsyncClient:
-    """The asyncio version of `Client`: its calls are coroutines with the same arguments and errors.
+    """The asyncio version of `Client`: its calls are coroutines or async iterators with the same arguments and errors.
 
     Create it inside the event loop that uses it.
 
@@ -248,7 +248,7 @@ class AsyncClient:
         salt: str = "",
         omit_cached_text: bool = False,
     ) -> ExplainResponse:
-        """Say where a prompt diverges from what is cached in its namespace, and why; see `Client.explain`."""
+        """Explain where and why a prompt diverges from what is cached in its namespace; see `Client.explain`."""
         request = explain_request(
             await self._served.token_ids(prompt),
             segments,
@@ -415,7 +415,7 @@ class AsyncClient:
 
 
 class AsyncPublicPrefixClient:
-    """The asyncio version of `PublicPrefixClient`, which `AsyncClient.public` returns."""
+    """The asyncio version of `PublicPrefixClient`; see `AsyncClient.public`."""
 
     def __init__(self, call: Callable[[Method[Any, Any], Any], Awaitable[Any]], served: AsyncServedTokenizer) -> None:
         self._call = call

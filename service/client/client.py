@@ -189,7 +189,7 @@ class Client:
 
         Args:
             prompt: text or token ids, as in `prefill`.
-            timeout_s: deadline of the whole call in seconds.
+            timeout_s: deadline of the whole call in seconds, and of the calls that fetch the tokenizer.
             options: see `GenerateOptions`.
 
         Returns:
@@ -198,7 +198,7 @@ class Client:
             and the last one is `finished` and has the finish reason. Closing either cancels the request.
 
         Raises:
-            TypeError, ValueError: as `prefill`; nothing was sent.
+            MissingPackage, TypeError, ValueError: as `prefill`; no prompt was sent.
             ServiceError: as `prefill`, also while tokens are read.
         """
         if not isinstance(prompt, str):
@@ -230,7 +230,7 @@ class Client:
         Raises:
             MissingPackage: the extra `text` is not installed.
             TypeError, ValueError: the model has no chat template, the template rejects the messages, or an option is
-                wrong; no prompt was sent.
+                unknown or has a wrong type or range; no prompt was sent.
             ServiceError: as `generate`.
         """
         tokenizer = self._served.get(timeout_s)
@@ -348,7 +348,7 @@ class Client:
         salt: str = "",
         omit_cached_text: bool = False,
     ) -> ExplainResponse:
-        """Say where a prompt diverges from what is cached in its namespace, and why. Computes and changes nothing.
+        """Explain where and why a prompt diverges from what is cached in its namespace. Computes and changes nothing.
 
         A prompt can be explained before it is sent, and afterwards until another request reuses the tokens that it
         cached.
@@ -367,7 +367,7 @@ class Client:
             cached at that position.
 
         Raises:
-            TypeError, ValueError: as `prefill`, also for segments; nothing was sent.
+            MissingPackage, TypeError, ValueError: as `prefill`, also for segments; no prompt was sent.
             InvalidArgument: the segments are not in order.
             ResourceExhausted: the tenant exceeds its rate of calls, or too many explanations wait.
             ServiceError: the call failed; the subclass says how.
@@ -440,7 +440,8 @@ class Client:
         """Return the contents of the cache and the counters of the server.
 
         Args:
-            max_tenants: number of tenants to list, at most 128; None for 100. Those with the most blocks are listed.
+            max_tenants: maximum number of tenants to list, those with the most blocks; None for 100. At most 128 are
+                listed, even if it is larger.
             tenant: return only the statistics that this tenant may see; None for all. With a tenant's credential, only
                 the statistics that this tenant may see are returned in any case.
             max_sessions: number of sessions to list, at most 100. Those used most recently are listed.
@@ -599,7 +600,7 @@ class Client:
             avoid: addresses of replicas that must not be chosen, such as one that just failed.
 
         Raises:
-            TypeError, ValueError: an argument has a wrong type or range; nothing was sent.
+            MissingPackage, TypeError, ValueError: as `prefill`; no prompt was sent.
             Unavailable: no replica is left.
             Unimplemented: the server is a single server, not a fleet.
         """
@@ -670,7 +671,7 @@ class PublicPrefixClient:
             adapter: name of a loaded adapter; empty for the base model.
 
         Raises:
-            TypeError, ValueError: an argument has a wrong type or range; nothing was sent.
+            MissingPackage, TypeError, ValueError: as `Client.prefill`; no prefix was sent.
             ServiceError: the call failed; the subclass says how.
         """
         token_ids = self._served.token_ids(prefix)

@@ -30,16 +30,17 @@ _Message = TypeVar("_Message", bound=Message)
 _EXPECTED = {
     FieldDescriptor.TYPE_STRING: "text in UTF-8",
     FieldDescriptor.TYPE_BOOL: "true or false",
-    FieldDescriptor.TYPE_UINT32: "whole numbers from 0 to 2**32 - 1",
-    FieldDescriptor.TYPE_FIXED32: "whole numbers from 0 to 2**32 - 1",
+    FieldDescriptor.TYPE_UINT32: "a whole number from 0 to 2**32 - 1",
+    FieldDescriptor.TYPE_FIXED32: "a whole number from 0 to 2**32 - 1",
     FieldDescriptor.TYPE_UINT64: "a whole number from 0 to 2**64 - 1",
     FieldDescriptor.TYPE_FLOAT: "a number",
+    FieldDescriptor.TYPE_ENUM: "a member of its enum",
     FieldDescriptor.TYPE_MESSAGE: "a message of its type",
 }
 
 
 class PromptOptions(TypedDict, total=False):
-    """Keyword arguments of `Client.prefill` and `Client.generate`. All are optional.
+    """Keyword arguments of `Client.prefill`, `Client.generate` and `Client.chat`. All are optional.
 
     Attributes:
         tenant, adapter, salt: the namespace, empty by default; only requests with equal ones share cached tokens.
@@ -94,7 +95,7 @@ class PrefillOptions(PromptOptions, total=False):
 
 
 class GenerateOptions(PromptOptions, total=False):
-    """Options of `Client.generate`.
+    """Options of `Client.generate` and `Client.chat`.
 
     Attributes:
         max_new_tokens: maximum number of tokens to generate, at least 1; default 16.
@@ -178,10 +179,18 @@ def make_request(kind: type[_Message], **fields: Any) -> _Message:
             try:
                 kind(**{field: value})
             except (TypeError, ValueError):
-                expected = _EXPECTED.get(kind.DESCRIPTOR.fields_by_name[field].type, "another value")
+                expected = _expected_of(kind.DESCRIPTOR.fields_by_name[field])
                 error_type = TypeError if isinstance(error, TypeError) else ValueError
                 raise error_type(f"{name}: expected {expected}, got {reprlib.repr(value)}") from error
         raise
+
+
+def _expected_of(field: Any) -> str:  # a FieldDescriptor of either protobuf implementation
+    """Return what a field may hold, for error messages."""
+    if field.message_type is not None and field.message_type.GetOptions().map_entry:
+        return "a mapping with keys and values of its types"
+    expected = _EXPECTED.get(field.type, "another value")
+    return f"a sequence of which each item is {expected}" if field.is_repeated else expected
 
 
 def prompt_request(kind: type[Tokens], token_ids: TokenIds, **fields: Any) -> Tokens:

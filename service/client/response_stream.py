@@ -12,10 +12,9 @@ Explain = Callable[[grpc.RpcError], grpc.RpcError]
 
 
 class ResponseStream(Generator[Response, None, None]):
-    """The responses of a streaming call. Closing it cancels the call, even before the first response was read.
+    """The responses of a streaming call. Closing the stream cancels the call, even before the first response was read.
 
-    A plain generator would not cancel the call in that case: closing a generator that has not started does not run its
-    body.
+    Closing a plain generator that has not started would not run its body, and so would not cancel the call.
 
     Args:
         call: the call, made by a stub of `grpc`.

@@ -17,7 +17,7 @@ class ServedTokenizer:
     """Loads the tokenizer for a blocking client, and encodes text. Safe to share between threads.
 
     Args:
-        fetch: calls `GetTokenizer` with a request and a timeout in seconds.
+        fetch: calls `GetTokenizer` with a request and a timeout in seconds; None for the client's default.
     """
 
     def __init__(self, fetch: Callable[[GetTokenizerRequest, float | None], Iterator[TokenizerChunk]]) -> None:
@@ -26,16 +26,16 @@ class ServedTokenizer:
         self._tokenizer: Tokenizer | None = None
         self._digest = ""
 
-    def load(self, timeout_s: float | None = None) -> Tokenizer:
-        """Ask the server for the digest of its tokenizer, and load the tokenizer unless it is already loaded.
+    def load(self) -> Tokenizer:
+        """Request the digest of the server's tokenizer, and load the tokenizer unless it is already loaded.
 
         Raises what `Client.tokenizer` does.
         """
         with self._lock:
-            return self._load(timeout_s)
+            return self._load(None)
 
     def get(self, timeout_s: float | None = None) -> Tokenizer:
-        """Return the tokenizer. Only the first call asks the server; concurrent calls wait for it."""
+        """Return the tokenizer. The first call loads it, as `load` does; concurrent calls wait for it."""
         with self._lock:
             return self._load(timeout_s) if self._tokenizer is None else self._tokenizer
 
@@ -67,10 +67,10 @@ class AsyncServedTokenizer:
         self._tokenizer: Tokenizer | None = None
         self._digest = ""
 
-    async def load(self, timeout_s: float | None = None) -> Tokenizer:
+    async def load(self) -> Tokenizer:
         """Load the tokenizer; see `ServedTokenizer.load`."""
         async with self._lock:
-            return await self._load(timeout_s)
+            return await self._load(None)
 
     async def get(self, timeout_s: float | None = None) -> Tokenizer:
         """Return the tokenizer; see `ServedTokenizer.get`."""

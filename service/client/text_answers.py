@@ -174,8 +174,8 @@ def detokenizer_factory(
         prompt_ids: token ids of the prompt.
         options: options of the request.
     """
-    stops = tuple(options.get("stop", ()))
-    min_tokens = options.get("min_tokens", 0)
+    stops = tuple(options.get("stop") or ())  # an option of None counts as absent, see `make_request`
+    min_tokens = options.get("min_tokens") or 0
     return lambda: AnswerText(tokenizer.stream(prompt_ids), stops, min_tokens)
 
 

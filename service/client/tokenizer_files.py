@@ -51,7 +51,7 @@ class ArchiveReader:
         self.digest = chunk.sha256 or self.digest
 
     def store(self) -> Path:
-        """Verify and unpack the archive. Where the cache directory is not writable, use a temporary one.
+        """Verify the archive and unpack it into the cache directory, or into a temporary one if that is not writable.
 
         Returns:
             The directory with the files.

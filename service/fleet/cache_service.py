@@ -233,11 +233,10 @@ def is_prompt_load(action: HintAction) -> bool:
 
 
 def join_outcomes(outcomes: Sequence[hints_pb2.HintOutcome]) -> hints_pb2.HintOutcome:
-    """Join the outcomes of one action on several replicas, at least one.
+    """Join the outcomes of one action on at least one replica.
 
-    Replicas on which nothing that the action addresses is cached do not count, unless there are no others. The outcome
-    is accepted if all replicas that count accepted the action, refused if all of them refused it, and else clipped.
-    The tokens are added up.
+    Replicas on which nothing that the action addresses is cached are ignored, unless this applies to all of them. If
+    the other replicas have the same status, the joint status is that one, and else clipped. The tokens are added up.
     """
     counting = [each for each in outcomes if not each.is_missing] or outcomes
     statuses = {each.status for each in counting}
@@ -266,13 +265,13 @@ def sum_stats(
 ) -> cache_pb2.StatsResponse:
     """Add up the statistics of replicas.
 
-    A namespace or a segment that several replicas have counts several times. A fleet has no epoch. An optional number
+    Namespaces and segments are counted once for each replica that has them. A fleet has no epoch. An optional number
     that one of the replicas omits, such as the bytes of a store, is omitted.
 
     Args:
         responses: the responses of the replicas, at least one.
-        max_tenants: number of tenants to list. Those with the most blocks are listed.
-        max_sessions: number of sessions to list. Those used most recently are listed. A session of several replicas is
+        max_tenants: maximum number of tenants to list, those with the most blocks.
+        max_sessions: maximum number of sessions to list, those used most recently. A session of several replicas is
             listed once for each.
     """
     parts = list(responses)
@@ -288,7 +287,7 @@ def sum_stats(
 
 
 def sum_statements(responses: Iterable[cache_pb2.StatementResponse]) -> cache_pb2.StatementResponse:
-    """Add up the statements of replicas, at least one. The seconds that were accounted are added up as well."""
+    """Add up the statements of at least one replica. The seconds that were accounted are added up as well."""
     parts = list(responses)
     total = cache_pb2.StatementResponse(since=parts[0].since, until=parts[0].until)
     total.covered_s = sum(each.covered_s for each in parts)
@@ -336,13 +335,15 @@ def sum_diagnoses(responses: Iterable[cache_pb2.DiagnoseResponse], max_causes: i
 def _incomplete_error(failures: Mapping[str, grpc.aio.AioRpcError | ReplicaLost], num_done: int) -> ReplicaRefusal:
     """Return the error of a call that failed on some replicas.
 
-    Its status is that of the replicas if the call failed on all of them with the same status, and else UNAVAILABLE.
+    Its status is that of the replicas if the call failed on all of them with the same status. Otherwise, it is
+    UNAVAILABLE, because a retry may succeed.
     """
     codes = {each.code() if isinstance(each, grpc.aio.AioRpcError) else None for each in failures.values()}
-    code = codes.pop() if len(codes) == 1 and not num_done else None
+    code = (codes.pop() if len(codes) == 1 and not num_done else None) or grpc.StatusCode.UNAVAILABLE
     failed = "; ".join(f"{address} ({_reason(failure)})" for address, failure in sorted(failures.items()))
-    details = f"replicas: {len(failures)} of {len(failures) + num_done} failed, retry the call: {failed}"
-    return ReplicaRefusal(code or grpc.StatusCode.UNAVAILABLE, details)
+    advice = ", retry the call" if code is grpc.StatusCode.UNAVAILABLE else ""
+    details = f"replicas: {len(failures)} of {len(failures) + num_done} failed{advice}: {failed}"
+    return ReplicaRefusal(code, details)
 
 
 def _is_unimplemented(failure: grpc.aio.AioRpcError | ReplicaLost) -> bool:

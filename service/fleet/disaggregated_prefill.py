@@ -34,7 +34,7 @@ _PROMPT_FIELDS = (
 
 
 class SourceLost(Exception):
-    """The replica that holds the K/V no longer answers health checks."""
+    """The replica that holds the K/V of the prompt no longer answers health checks."""
 
 
 class DisaggregatedPrefill:

@@ -52,10 +52,6 @@ class EventSubscription:
         view: view of the fleet, which is used on the same event loop.
         sleep: sleeps for a number of seconds.
         clock: a monotonic clock in seconds.
-
-    Attributes:
-        num_gaps: how many times batches were missing, or the server did not know the number.
-        num_breaks: how many times the connection ended.
     """
 
     def __init__(
@@ -67,8 +63,6 @@ class EventSubscription:
         sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.num_gaps = 0
-        self.num_breaks = 0
         self._name = name
         self._client = client
         self._view = view
@@ -101,7 +95,6 @@ class EventSubscription:
                 if self._name not in self._view.names:
                     return
                 if not self._view.read(self._name, batch_of(message)):
-                    self.num_gaps += 1
                     return
                 self._last_batch_s = self._clock()
                 self._pause_s = _MIN_PAUSE_S
@@ -110,10 +103,8 @@ class EventSubscription:
         if self._name not in self._view.names:
             return
         if code in _NUMBER_UNKNOWN:
-            self.num_gaps += 1
             self._view.request_snapshot(self._name)
             return
-        self.num_breaks += 1
         _log.info("events of %s: the stream ended with %s", self._name, code.name)
         if self._last_batch_s is not None and self._clock() - self._last_batch_s >= _FORGET_S:
             self._view.join(self._name)

@@ -70,10 +70,6 @@ class FleetState:
         """Connections to the replicas."""
         return tuple(self._connections.values())
 
-    def is_up_to_date(self, name: str) -> bool:
-        """Whether the events of a replica were read without a gap."""
-        return self._router is not None and name in self._connections and self._router.view.is_up_to_date(name)
-
     def update(self, replicas: Iterable[ReplicaFacts]) -> None:
         """Add and remove replicas, so that the fleet consists of exactly `replicas`."""
         current = {facts.address: facts for facts in replicas}
@@ -87,8 +83,8 @@ class FleetState:
     def route(self, prompt: RoutingRequest) -> RoutedRequest:
         """Choose the replica of a request. From then on, the router expects the prompt in the cache of this replica.
 
-        A replica that does not answer health checks is chosen only if there is no other. The same applies to
-        `prompt.source`, the replica from which the K/V are fetched.
+        A replica that accepted no requests at its last health check is chosen only if there is no other. The same
+        applies to `prompt.source`, the replica from which the K/V are fetched.
 
         Raises:
             InvalidRequest: the prompt is empty.

@@ -54,9 +54,6 @@ class Forwarder:
         wait_s: seconds for which a call waits for a replica while there is none.
         sleep: sleeps for a number of seconds.
         clock: a monotonic clock in seconds.
-
-    Attributes:
-        num_retries: number of failures after which another replica was tried or waited for.
     """
 
     def __init__(
@@ -66,7 +63,6 @@ class Forwarder:
         sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.num_retries = 0
         self._choose = choose
         self._wait_s = wait_s
         self._sleep = sleep
@@ -170,5 +166,4 @@ class Forwarder:
         # Update `is_up` before the next choice, so that other calls avoid the replica, too.
         await routed.connection.check()
         prompt.avoid.add(routed.name)
-        self.num_retries += 1
         return refusal

@@ -37,8 +37,8 @@ class Replica:
     the process, checks its health, restarts it if it ends, and drains it before it stops it.
 
     Args:
-        config: configuration of the engine and the server. The server picks a free port, and has no admin or metrics
-            port.
+        config: configuration of the engine and the server. The server picks a free port, and has no admin, HTTP or
+            metrics port.
         secrets: secrets of the fleet.
         host: address to listen on; `node` for the address of this machine in the Ray cluster.
     """

@@ -69,7 +69,7 @@ class FleetPrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
     async def Generate(  # noqa: N802
         self, request: prefill_pb2.GenerateRequest, context: Context
     ) -> AsyncIterator[prefill_pb2.GenerateResponse]:
-        """Generate on a replica; with a `kv_source`, on another replica than the source if there is one."""
+        """Generate on a replica; with a `kv_source`, on another replica than the source, unless there is no other."""
         async with replica_errors_as_status(context), contextlib.aclosing(await self._parts(request, context)) as parts:
             async for routed, part in parts:
                 if part.HasField("usage"):
@@ -115,17 +115,17 @@ class FleetPrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         return response
 
     async def Release(self, request: prefill_pb2.ReleaseRequest, context: Context) -> prefill_pb2.ReleaseResponse:  # noqa: N802
-        """Refuse the call: only the replica that holds a lease can answer it."""
+        """Refuse the call, because only the replica that holds a lease can answer it."""
         raise _only_on_replicas("Release")
 
     async def Renew(self, request: prefill_pb2.RenewRequest, context: Context) -> prefill_pb2.RenewResponse:  # noqa: N802
-        """Refuse the call: only the replica that holds a lease can answer it."""
+        """Refuse the call, because only the replica that holds a lease can answer it."""
         raise _only_on_replicas("Renew")
 
     async def FetchKV(  # noqa: N802
         self, request: prefill_pb2.FetchKVRequest, context: Context
     ) -> AsyncIterator[prefill_pb2.FetchKVResponse]:
-        """Refuse the call: only the replica that holds a lease can answer it."""
+        """Refuse the call, because only the replica that holds a lease can answer it."""
         raise _only_on_replicas("FetchKV")
         yield  # makes this method a stream
 
@@ -263,7 +263,7 @@ async def call_without_load(
         forwarder: chooses the replica.
         prompt: the prompt.
         make_call: calls a replica.
-        context: the call that is forwarded. Its client gets the errors and the name of the replica.
+        context: the call that is forwarded. Its client gets the errors, and the address of the replica.
     """
     async with replica_errors_as_status(context):
         routed, response = await forwarder.call(prompt, make_call)
@@ -273,13 +273,13 @@ async def call_without_load(
 
 
 def name_replica(routed: RoutedRequest, context: Context) -> None:
-    """Tell the client in the trailing metadata which replica responded."""
+    """Send the address of the replica that responded in the trailing metadata."""
     context.set_trailing_metadata(((REPLICA, routed.name),))
 
 
 @contextlib.asynccontextmanager
 async def replica_errors_as_status(context: Context) -> AsyncIterator[None]:
-    """Pass errors of replicas on to the client, with their status."""
+    """Forward errors of replicas to the client, with their status."""
     try:
         yield
     except ReplicaRefusal as refusal:

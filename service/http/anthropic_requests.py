@@ -197,7 +197,9 @@ def _read_prompt(fields: Fields) -> MessagesPrompt:
     for added in messages:
         added["content"] = added["content"] or (None if added["role"] == "assistant" else "")
     if not messages or messages[-1]["role"] == "assistant":
-        raise InvalidRequest("messages: expected the last message from the user, since answers are not continued")
+        raise InvalidRequest(
+            "messages: expected the last message to be from the user, since answers are not continued, got another one"
+        )
     automatic = fields.any("cache_control")
     if automatic is not None:
         last = len(messages), len(messages[-1]["content"] or ())
@@ -332,7 +334,10 @@ def _tool_result(block: Fields, place: str) -> dict[str, Any]:
         for index, value in enumerate(content):
             part = Fields.of(value, f"{place}.content[{index}]")
             if part.text("type") != "text":
-                raise InvalidRequest(f"{place}.content[{index}].type: expected text, since models are served for text")
+                raise InvalidRequest(
+                    f"{place}.content[{index}].type: expected text, since models are served for text only, got "
+                    "another type"
+                )
             parts.append(_text_part(part, f"{place}.content[{index}]"))
             part.ignore("citations", "cache_control")
     elif content is not None:

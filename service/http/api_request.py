@@ -85,8 +85,7 @@ class ApiRequest:
     def hold(self, generate: GenerateRequest) -> str:
         """Set the tenant, the session and the id of a request, and charge it to the tenant. Returns the tenant.
 
-        The tenant is the one of the credential. A credential for several tenants names one in the header
-        `radixkv-tenant`.
+        The credential determines the tenant; a credential for several tenants requires the header `radixkv-tenant`.
 
         Raises:
             InvalidRequest: the request id contains characters that a header cannot have.
@@ -121,7 +120,7 @@ class ApiRequest:
         """Return a response with server-sent events.
 
         Args:
-            send_error: sends the body of an error as an event; None to send an event without a name.
+            send_error: sends the body of an error as an event; None to send it as an event without a name.
         """
         self._events = EventStream(self._request, id_headers(self.request_id), self._send_timeout_s)
         self._send_error = send_error or self._events.send

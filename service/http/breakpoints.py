@@ -97,13 +97,13 @@ async def retained_chunks(
 ) -> AsyncGenerator[CompletionChunk, None]:
     """Yield the chunks of a completion, and retain ranges of its prompt.
 
-    The request itself has room for one retention, that of the longest range. The other ranges are retained before the
-    first chunk, because the prompt is cached when its first token is known.
+    The request itself carries one retention, that of the longest range. The other ranges are retained before the first
+    chunk, because the prompt is cached when its first token is known.
 
     Args:
         chunks: chunks of the completion, which starts when the first one is requested.
         ranges: the ranges to retain, shortest first.
-        prefill: the request. It may request the retention of the whole prompt already.
+        prefill: the request, which may already request the retention of the whole prompt; changed in place.
         retain: retains a range.
         call: the HTTP request.
     """

@@ -51,7 +51,7 @@ class CompletionChunk:
 
     Attributes:
         index: index of the completion.
-        text: the new text: of no token, of one or of several.
+        text: the new text, of zero, one or several tokens.
         response: the response that the text belongs to, with tokens, log probabilities, usage and finish reason.
     """
 

@@ -38,10 +38,10 @@ class Connections:
         return len(self._idle) + len(self._busy)
 
     def make_room(self) -> bool:
-        """Make room for one more connection, if necessary by closing the one that was idle for longest.
+        """Prepare for one more connection, if necessary by closing the one that was idle for longest.
 
         Returns:
-            False if there is no room: the maximum number of connections are answering requests.
+            False if another connection would exceed the maximum, and none is idle.
         """
         if len(self) < self._max_connections:
             return True

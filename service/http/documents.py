@@ -26,7 +26,8 @@ def read_file(file: Fields) -> dict[str, Any]:
     kind, comma, encoded = (file.text("file_data") or "").partition(",")
     if not (comma and kind.startswith("data:text/") and kind.endswith(";base64")):
         raise InvalidRequest(
-            f"{place}: expected text as data:text/plain;base64,..., since models are served for text only"
+            f"{place}: expected text as data:text/plain;base64,..., since models are served for text only, got "
+            "another value"
         )
     try:
         return {"title": title, "text": base64.b64decode(encoded, validate=True).decode()}
@@ -46,8 +47,8 @@ def read_document(block: Fields) -> dict[str, Any]:
     source = block.inner("source")
     if source is None or source.text("type") != "text":
         raise InvalidRequest(
-            f"{block.path_of('source')}.type: expected text, since models are served for text only; extract the text "
-            "of the document"
+            f"{block.path_of('source')}.type: expected text, since models are served for text only, got another type; "
+            "extract the text of the document"
         )
     source.require_neutral("extract the text of the document", media_type="text/plain")
     text = source.text("data")

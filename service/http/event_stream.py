@@ -14,12 +14,12 @@ from radixkv.errors import DeadlinePassed
 
 
 class EventStream:
-    """Sends server-sent events, each of which the client must read within a time.
+    """Sends server-sent events, each of which the client must read within a timeout.
 
-    `send` returns when the system has taken the event. If the client does not read, the stream pauses, and the tokens
-    that are generated meanwhile are sent as one event.
+    `send` returns when the operating system has buffered the event. If the client does not read, the stream pauses, and
+    the tokens that are generated meanwhile are sent as one event.
 
-    The headers are sent with the first event, so that a request that fails before gets an HTTP status of its own.
+    The headers are sent with the first event, so that a request that fails earlier gets an HTTP status of its own.
 
     Args:
         request: the HTTP request.

@@ -53,7 +53,7 @@ class HttpCall:
         return self._metadata
 
     def auth_context(self) -> Mapping[str, list[bytes]]:
-        """Return what TLS knows about the client: nothing, because HTTPS does not ask clients for certificates."""
+        """Return the client's TLS identity, which is empty, because HTTPS does not request client certificates."""
         return {}
 
     def time_remaining(self) -> float | None:
@@ -65,7 +65,7 @@ class HttpCall:
         return None
 
     async def abort(self, code: grpc.StatusCode, details: str = "", *_: Any) -> NoReturn:
-        """Raise the error for the status with which a servicer ends a call."""
+        """Raise `DeadlinePassed` if a servicer ends a call with DEADLINE_EXCEEDED, or else `InvalidRequest`."""
         if code is grpc.StatusCode.DEADLINE_EXCEEDED:
             raise DeadlinePassed(details)
         raise InvalidRequest(details)

@@ -59,7 +59,7 @@ class HttpConnection(web.RequestHandler):
         self._content = content
 
     def data_received(self, data: bytes) -> None:
-        """Take what arrived. Answers 431 and closes the connection if the headers of a request are too large."""
+        """Process received data. Answers 431 and closes the connection if the headers of a request are too large."""
         if self._content is not None and self._content.is_eof():
             self._content, self._has_head, self._num_head_bytes, self._end_of_data = None, False, 0, b""
         if not self._has_head:

@@ -49,7 +49,7 @@ Answer = Callable[[ApiRequest, Fields], Awaitable[web.StreamResponse]]
 # the state that the page draws.
 _GENERATE = "/radixkv.v1.PrefillService/Generate"
 _DESCRIBE = "/radixkv.v1.ModelService/GetTokenizer"
-_OVERSEE = "/radixkv.v1.CacheService/ListAdapters"
+_READ_STATE = "/radixkv.v1.CacheService/ListAdapters"
 _BACKLOG = 4096  # the maximum that Linux allows by default
 _ACCEPTED_AT_ONCE = 64
 # The buffer of the system, per connection; Linux would let it grow to megabytes for an unread response.
@@ -65,7 +65,7 @@ _silent = logging.Logger("aiohttp", logging.CRITICAL + 1)
 
 
 class HttpPort:
-    """Serves OpenAI's and Anthropic's API over HTTP. Create it inside the event loop that runs it.
+    """Serves the APIs of OpenAI and Anthropic over HTTP. Create it inside the event loop that runs it.
 
         connection ─▶ Connections ─▶ Host, authorize ─▶ receive ─▶ read the fields ─▶ servicer ─▶ response
                                      (Authorizer)       (Receiver)  (OpenAIApi)       (PrefillServicer)
@@ -81,7 +81,8 @@ class HttpPort:
         tls: TLS of the port; None without a certificate.
         is_healthy: returns whether the engine accepts requests.
         page: the page that draws the state of the engine.
-        count_refusal: is called with the exception of each request that `authorizer` or `receiver` refuses.
+        count_refusal: is called with the exception of each request that `authorizer` or `receiver` refuses; None to
+            count nothing.
 
     Attributes:
         address: `HOST:PORT` after `start`.
@@ -217,10 +218,10 @@ class HttpPort:
                 transport, connection = await loop.connect_accepted_socket(
                     self._new_connection, accepted, ssl=self._tls.https(), ssl_handshake_timeout=_TLS_HANDSHAKE_S
                 )
-        except (OSError, ConnectionError):
+        except OSError:
             accepted.close()  # the client disconnected, or does not use TLS
             return
-        # A write waits until the system has taken all of it, so that a response counts as unsent until then.
+        # A write waits until the system has buffered all of it, so that a response counts as unsent until then.
         transport.set_write_buffer_limits(0)
         self._connections.add(connection)
 
@@ -346,7 +347,7 @@ class HttpPort:
         return self._page_response(request)
 
     async def _describe_state(self, request: web.Request) -> web.Response:
-        self._authorizer.authorize(_OVERSEE, context_of(request, 0))
+        self._authorizer.authorize(_READ_STATE, context_of(request, 0))
         return await asyncio.to_thread(self._page_response, request)
 
     def _page_response(self, request: web.Request) -> web.Response:

@@ -141,7 +141,7 @@ class Fields:
 
         Args:
             reason: why, as the end of the message.
-            neutral: the value of each field that has no effect, or a tuple of them.
+            neutral: for each field, the value that has no effect, or a tuple of such values.
 
         Raises:
             InvalidRequest: a field has another value.
@@ -164,7 +164,7 @@ class Fields:
         Raises:
             InvalidRequest: there are some.
         """
-        for name in self._unread:
+        for name in self._unread:  # the message names the first one
             raise InvalidRequest(f"{self.path_of(str(name))[:_MAX_SHOWN]}: this server does not know the field")
 
     def _check(self, name: str, default: Any, is_valid: Callable[[Any], bool], expected: str) -> Any:

@@ -117,11 +117,11 @@ def _encode_prompt(prompt: str | list[Any], limits: Limits, tokenizer: Tokenizer
 
 @dataclass(slots=True)
 class _Choice:
-    """One completion of a response, so far."""
+    """One completion of a response so far."""
 
     parts: list[AnswerPart] = field(default_factory=list)
     num_tokens: int = 0
-    num_chars: int = 0  # of tokens whose log probabilities were streamed
+    num_chars: int = 0  # characters of the tokens whose log probabilities were streamed
     rows: list[tuple[int, TokenLogprobs]] = field(default_factory=list)
     finish_reason: str | None = None
 
@@ -186,7 +186,7 @@ class _PartsChatFormat(_ChatFormat):
         self._chat = chat
         self._has_reasoning = has_reasoning
         self._answers: dict[int, AnswerParts] = {}
-        self._num_calls: Counter[int] = Counter()  # that were written
+        self._num_calls: Counter[int] = Counter()  # calls that were written, by completion
 
     def parts(self, index: int, chunk: CompletionChunk) -> list[AnswerPart]:
         """Return the new parts of a completion."""
@@ -307,16 +307,17 @@ class _ResponseWriter:
         body_format: _ChatFormat,
         model: str,
     ) -> None:
-        self.request = request
-        self.options = options
-        self.tokenizer = tokenizer
+        self._request = request
+        self._options = options
+        self._tokenizer = tokenizer
         self._format = body_format
         self._head = {"id": body_format.id_prefix + request.request_id, "created": int(time.time()), "model": model}
         self._num_completions = max(1, options.generate.n)
         self._has_logprobs = options.generate.HasField("logprobs")
         self._choices: dict[int, _Choice] = {}
         self._usages: dict[int, tuple[Usage, str | None]] = {}  # by prompt
-        self._additions: dict[str, Any] = {}  # to the usage, for the prompt whose first completion ended last
+        # Added to the usage. Of several prompts, the one whose first completion ended last has them.
+        self._additions: dict[str, Any] = {}
 
     async def whole(
         self, chunks: AsyncGenerator[tuple[int, CompletionChunk], None], num_prompts: int
@@ -330,22 +331,22 @@ class _ResponseWriter:
         choices = []
         for index in range(num_prompts * self._num_completions):
             choice = self._choices[index]
-            logprobs = self._format.logprobs(choice.rows, self.tokenizer, 0) if self._has_logprobs else None
+            logprobs = self._format.logprobs(choice.rows, self._tokenizer, 0) if self._has_logprobs else None
             choices.append(self._format.choice(index, choice, logprobs))
-        return self.request.json(
+        return self._request.json(
             {**self._head, "object": self._format.object, "choices": choices, "usage": self._usage()}
         )
 
     async def stream(self, chunks: AsyncGenerator[tuple[int, CompletionChunk], None]) -> web.StreamResponse:
         """Send chunks as they are generated, and return the response."""
-        events = self.request.events()
+        events = self._request.events()
         async for position, chunk in chunks:
             index, choice = self._add(position, chunk)
             rows = list(zip(chunk.response.token_ids, chunk.response.logprobs, strict=False))
             is_first = choice.num_tokens == len(chunk.response.token_ids)
             parts = self._format.parts(index, chunk)
             if not (parts or chunk.is_last or is_first or rows):
-                continue  # a part of a character, or of what may be a stop string or a call
+                continue  # the text is held back: a part of a character, or of a possible stop string or call
             *earlier, rows = [rows[run] for run in runs(chunk.response.logprobs)] or [[]]
             for each in earlier:  # the client reads slowly, so many tokens are sent at once
                 logprobs = self._logprobs(choice, each)
@@ -355,14 +356,14 @@ class _ResponseWriter:
                 is_first = False
             reasoning: list[AnswerPart] = [each for each in parts if isinstance(each, Reasoning)]
             others: list[AnswerPart] = [each for each in parts if not isinstance(each, Reasoning)]
-            if reasoning and others:  # clients read one of them in a chunk
+            if reasoning and others:  # clients read only one of them in a chunk
                 first = self._format.chunk_choice(index, reasoning, None, None, is_first=is_first)
                 await events.send(self._chunk([first]))
                 parts, is_first = others, False
             logprobs = self._logprobs(choice, rows)
             last = self._format.chunk_choice(index, parts, logprobs, choice.finish_reason, is_first=is_first)
             await events.send(self._chunk([last]))
-        if self.options.has_usage_chunk:
+        if self._options.has_usage_chunk:
             await events.send({**self._chunk([]), "usage": self._usage()})
         await events.send("[DONE]")
         return await events.end()
@@ -371,13 +372,13 @@ class _ResponseWriter:
         """Return the log probabilities of the next tokens of a streamed completion; None if they are not requested."""
         if not self._has_logprobs:
             return None
-        logprobs = self._format.logprobs(rows, self.tokenizer, choice.num_chars)
-        choice.num_chars += sum(len(self.tokenizer.token_text(token_id)) for token_id, _ in rows)
+        logprobs = self._format.logprobs(rows, self._tokenizer, choice.num_chars)
+        choice.num_chars += sum(len(self._tokenizer.token_text(token_id)) for token_id, _ in rows)
         return logprobs
 
     def _chunk(self, choices: Sequence[dict[str, Any]]) -> dict[str, Any]:
         chunk = {**self._head, "object": self._format.chunk_object, "choices": choices}
-        return {**chunk, "usage": None} if self.options.has_usage_chunk else chunk
+        return {**chunk, "usage": None} if self._options.has_usage_chunk else chunk
 
     def _add(self, position: int, chunk: CompletionChunk) -> tuple[int, _Choice]:
         """Add the counts of a chunk to its choice. Returns the index of the choice, and the choice."""

@@ -42,6 +42,8 @@ _DEFAULT_CACHE_TTL_S = 1800
 _BREAKPOINT = "prompt_cache_breakpoint"
 _MAX_BREAKPOINTS = 4  # of a request; the implicit one, at the end of the prompt, is one of them
 
+_CONSTRAINTS = ("json", "regex", "choice", "grammar", "json_object")  # of `structured_outputs`
+
 # Fields that do not affect the answer of this server.
 _WITHOUT_EFFECT = (
     "user",
@@ -109,7 +111,7 @@ class CompletionOptions:
             completion may use the whole context, and 0 if only the prompt is to be cached.
         stops: stop strings.
         is_streamed: whether text is sent as it is generated.
-        has_usage_chunk: whether a stream ends with the usage.
+        has_usage_chunk: whether a stream ends with a chunk that has the usage.
     """
 
     model: str
@@ -381,7 +383,8 @@ def _read_stops(fields: Fields) -> tuple[str, ...]:
 def _read_logit_bias(fields: Fields) -> dict[int, float]:
     values = fields.any("logit_bias") or {}
     if not isinstance(values, dict) or len(values) > MAX_BIASED_TOKENS:
-        raise InvalidRequest(f"logit_bias: expected an object with at most {MAX_BIASED_TOKENS} token ids as names")
+        got = f"{len(values)} of them" if isinstance(values, dict) else "another value"
+        raise InvalidRequest(f"logit_bias: expected an object with at most {MAX_BIASED_TOKENS} token ids, got {got}")
     entries = Fields(values, "logit_bias")
     biases = {}
     for name in values:
@@ -454,9 +457,10 @@ def _read_response_format(form: Fields, generate: GenerateRequest) -> None:
 
 
 def _read_structured_outputs(form: Fields, generate: GenerateRequest) -> None:
-    kinds = [name for name in ("json", "regex", "choice", "grammar", "json_object") if name in form]
+    kinds = [name for name in _CONSTRAINTS if name in form]
     if len(kinds) != 1:
-        raise InvalidRequest("structured_outputs: expected one of json, regex, choice, grammar, json_object")
+        got = ", ".join(kinds) or "none"
+        raise InvalidRequest(f"structured_outputs: expected one of {', '.join(_CONSTRAINTS)}, got {got}")
     kind = kinds[0]
     if kind == "json":
         schema = form.any(kind)
@@ -464,7 +468,7 @@ def _read_structured_outputs(form: Fields, generate: GenerateRequest) -> None:
     elif kind == "choice":
         choices = form.items(kind)
         if not choices or not all(isinstance(each, str) for each in choices):
-            raise InvalidRequest("structured_outputs.choice: expected a list of strings")
+            raise InvalidRequest("structured_outputs.choice: expected at least one string in a list, got another value")
         generate.grammar = GrammarText.of_choices(kind, choices).text
     elif kind == "json_object":
         generate.json_object = form.flag(kind)

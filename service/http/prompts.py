@@ -18,11 +18,10 @@ from radixkv.service.text.tool_formats import AUTOMATIC
 
 Result = TypeVar("Result")
 
-# The number of small requests, and of large ones, whose body or prompt is parsed or encoded at the same time. Each
-# occupies a thread.
+# Maximum number of small requests, and likewise of large ones, that are processed on threads at the same time.
 _MAX_ENCODING = 2
-# Requests with a body of at most this size are parsed on the event loop, in less than 1 ms, and never wait for larger
-# ones.
+# Requests with a body of at most this size count as small. Their bodies are parsed on the event loop, which takes less
+# than 1 ms.
 _SMALL_BYTES = 65_536
 # Fields that messages about a prompt may begin with, besides the field that contains the prompt.
 _OTHER_FIELDS = ("tools: ", "documents: ", "chat_template_kwargs: ")

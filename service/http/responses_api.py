@@ -142,7 +142,9 @@ def _add_item(messages: list[dict[str, Any]], item: Fields, place: str) -> None:
         if text:
             messages.append({"role": "assistant", "content": None, "reasoning_content": text})
     else:
-        raise InvalidRequest(f"{place}.type: expected message, function_call, function_call_output or reasoning")
+        raise InvalidRequest(
+            f"{place}.type: expected message, function_call, function_call_output or reasoning, got another type"
+        )
     item.require_no_others()
 
 
@@ -180,7 +182,8 @@ def _content(content: Any, place: str) -> Any:
             parts.append({"type": "text", "text": part.text("text", "")})
         else:
             raise InvalidRequest(
-                f"{place}[{index}].type: expected input_text or input_file, since models are served for text only"
+                f"{place}[{index}].type: expected input_text or input_file, since models are served for text only, got "
+                "another type"
             )
         control = part.any("prompt_cache_breakpoint")
         if control is not None:

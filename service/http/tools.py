@@ -28,7 +28,7 @@ class Tools:
 
     Attributes:
         definitions: in the form of OpenAI's API, which chat templates expect.
-        choice: `none`, `auto`, or `required`.
+        choice: `none`, `auto` (the model decides whether to call a tool), or `required`.
         forced: the name of the tool that must be called; None if no specific tool must be called.
         allowed: the names of the tools that may be called; None for all. The prompt contains the other tools as well.
         is_parallel: whether an answer may call several tools.
@@ -131,7 +131,7 @@ class EncodedChat:
 
     @property
     def has_parts(self) -> bool:
-        """Whether the answer may contain anything but text."""
+        """Whether the answer may contain reasoning or calls."""
         return not self.is_text and (self.form.reasoning is not None or self.tools.may_be_called)
 
     @property

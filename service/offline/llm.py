@@ -63,9 +63,9 @@ class LLM:
             outputs = llm.generate(["Once upon a time", "In the beginning"], SamplingParams(max_tokens=20))
             print(outputs[0].outputs[0].text, outputs[0].num_cached_tokens)
 
-    The methods that vLLM's `LLM` has too take its arguments and return its results. Several threads may call methods at
-    the same time; their requests share steps and cached tokens. All prompts are validated before one of them is
-    computed; an error message names the index of the invalid prompt.
+    Methods that vLLM's `LLM` also has take the same arguments and return the same results. Several threads may call
+    methods at the same time; their requests share steps and cached tokens. All prompts are validated before one of them
+    is computed; an error message names the index of the invalid prompt.
 
     The number of threads of PyTorch is set, and from then on the process keeps freed memory and requests huge pages
     (`radixkv.startup.malloc`).
@@ -193,7 +193,8 @@ class LLM:
         Args:
             prompts: a prompt or a list of prompts: texts, lists of token ids, or mappings with `prompt` or
                 `prompt_token_ids`, and perhaps `cache_salt`.
-            sampling_params: parameters of all prompts, or a list with those of each; None for the defaults.
+            sampling_params: the parameters of all prompts, or a list with the parameters of each prompt; None for the
+                defaults.
             use_tqdm: whether to show a progress bar; None to show it on a terminal if it takes more than two seconds.
             adapter: name of the adapter to use; empty for the base model.
 
@@ -465,9 +466,9 @@ def _ignore(index: int, tokens: GeneratedTokens) -> None:
 def _progress(
     description: str, num_requests: int, use_tqdm: bool | None
 ) -> contextlib.AbstractContextManager[Callable[[], object]]:
-    """Show a progress bar for the time of a block, on a terminal only if it takes long; see `progress_bar`."""
+    """Show a progress bar inside a `with` block, on a terminal only if the block takes long; see `progress_bar`."""
     delay_s = _PROGRESS_DELAY_S if use_tqdm is None else 0.0
-    return progress_bar(description, num_requests, wanted=use_tqdm, delay_s=delay_s, stays=True)
+    return progress_bar(description, num_requests, is_shown=use_tqdm, delay_s=delay_s, is_kept=True)
 
 
 def _require_adapter(engine: Engine, params: PrefillParams) -> None:
@@ -477,7 +478,7 @@ def _require_adapter(engine: Engine, params: PrefillParams) -> None:
 
 
 def _conversations(messages: Messages | Sequence[Messages]) -> Sequence[Messages]:
-    """Return conversations as a list, also a single one. An empty list has no conversations."""
+    """Return a list of conversations; a single conversation becomes a list of one, and an empty list stays empty."""
     first = messages[0] if messages else ()
     is_list = isinstance(first, Sequence) and not isinstance(first, str)
     return cast("Sequence[Messages]", messages if is_list else [messages])

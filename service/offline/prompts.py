@@ -93,7 +93,7 @@ class PreparedPrompt:
 
 
 def prompt_list(prompts: PromptInput | Sequence[PromptInput]) -> list[PromptInput]:
-    """Return prompts as a list, also a single one.
+    """Return a list of prompts; a single prompt becomes a list of one.
 
     Raises:
         InvalidRequest: `prompts` is neither a prompt nor a list.
@@ -134,18 +134,17 @@ def prepare_pair(
 
 @contextlib.contextmanager
 def error_place(place: str) -> Iterator[None]:
-    """Add the place of a prompt, such as `prompts[3]`, to the messages of errors, and use this API's names of fields.
+    """Add the place of a prompt, such as `prompts[3]`, to the messages of errors, and rename fields as in this API.
 
     Raises:
         RequestError: a RequestError, a TypeError or a ValueError was raised in the `with` block.
     """
-    at = f"{place}: " if place else ""
     try:
         yield
     except RequestError as error:
-        raise type(error)(at + _rename_fields(str(error))) from error
+        raise type(error)(f"{place}: {_rename_fields(str(error))}") from error
     except (TypeError, ValueError) as error:
-        raise InvalidRequest(at + _rename_fields(str(error))) from error
+        raise InvalidRequest(f"{place}: {_rename_fields(str(error))}") from error
 
 
 def _rename_fields(message: str) -> str:

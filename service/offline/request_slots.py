@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 
 class RequestSlots:
-    """Slots for unfinished requests. Each call may take an equal share of them. Thread-safe.
+    """Slots for unfinished requests, of which each call may acquire an equal share. Thread-safe.
 
         call a, alone      [a][a][a][a][a][a]
         call b begins      [a][a][a][a][a][b]     b waits until a request of a ends, and gets each further slot of a
@@ -28,7 +28,7 @@ class RequestSlots:
 
     @contextlib.contextmanager
     def call(self) -> Iterator[CallSlots]:
-        """Count a call for the time of a block. At the end of the block, the slots of the call are returned."""
+        """Count a call inside a `with` block. At the end of the block, the slots of the call are released."""
         with self._changed:
             self._num_calls += 1
         slots = CallSlots(self)
@@ -40,7 +40,7 @@ class RequestSlots:
                 self._num_calls -= 1
 
     def take(self, num_own: int) -> bool:
-        """Take a slot for a call that has `num_own` slots; see `CallSlots.take`."""
+        """Acquire a slot for a call that has `num_own` slots; see `CallSlots.take`."""
         with self._changed:
             while self._num_taken >= self._num_slots or num_own >= max(1, self._num_slots // self._num_calls):
                 if num_own:
@@ -50,7 +50,7 @@ class RequestSlots:
             return True
 
     def release(self, num_slots: int) -> None:
-        """Return slots."""
+        """Release slots."""
         with self._changed:
             self._num_taken -= num_slots
             self._changed.notify(num_slots)
@@ -71,16 +71,16 @@ class CallSlots:
         self.num_taken = 0
 
     def take(self) -> bool:
-        """Take a slot, and wait for one if the call has none.
+        """Acquire a slot. If the call has none, wait until one is released.
 
         Returns:
-            Whether a slot was taken; if not, the call has its share, or all slots are taken.
+            Whether a slot was acquired; if not, the call has its share, or all slots are in use.
         """
         is_taken = self._slots.take(self.num_taken)
         self.num_taken += is_taken
         return is_taken
 
     def release(self) -> None:
-        """Return a slot."""
+        """Release a slot."""
         self.num_taken -= 1
         self._slots.release(1)

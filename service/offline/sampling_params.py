@@ -99,8 +99,8 @@ class SamplingParams:
         seed: makes the completions reproducible; None for the next seed of the `LLM`.
         stop: texts that end a completion; at most 16 of at most 256 characters.
         stop_token_ids: tokens that end a completion.
-        max_tokens: maximum number of tokens of a completion; None for as many as fit. A completion also ends where the
-            model or the pool has no room for another token.
+        max_tokens: maximum number of tokens of a completion; None for as many as fit. A completion never exceeds what
+            the model and the pool allow, see `LLM.max_model_len`.
         min_tokens: number of tokens before which no completion ends.
         ignore_eos: whether to continue after the model's own end-of-sequence tokens.
         logprobs: number of most likely tokens whose log probabilities are returned with each token, in addition to
@@ -114,7 +114,7 @@ class SamplingParams:
         logit_bias: biases of -100 to 100 that are added to the logits, by token id.
         structured_outputs: what the completion must follow; an object, or a mapping with one of its fields.
         detokenize: whether to return text.
-        skip_special_tokens: whether special tokens have no text. If they have one, no spaces are added around it.
+        skip_special_tokens: whether special tokens are left out of the text. If not, no spaces are added around them.
         spaces_between_special_tokens: has no effect.
         include_stop_str_in_output: whether the text includes the stop string or the stop token that ended it.
         skip_reading_prefix_cache: whether to compute the whole prompt, whatever is cached.

@@ -52,7 +52,7 @@ class Grammars:
         self._num_waiting = FairShares(MAX_WAITING, "grammars that wait to be compiled")
         self._is_compiling = False
         self._vocabulary: Vocabulary | None = None
-        self._load_ended: Future[None] = Future()  # when the vocabulary is loaded, or cannot be loaded
+        self._load_ended: Future[None] = Future()  # set when the vocabulary is loaded, or cannot be loaded
         self._cache = GrammarCache(MAX_CACHED)
 
     async def constrain(self, sampling: Sampling, text: GrammarText | None, key: QuotaKey) -> Sampling:

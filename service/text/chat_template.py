@@ -89,9 +89,9 @@ class ChatTemplate:
         A conversation is refused if the template would drop a part of it. To find out, the conversation is rendered
         again without the tools, without the documents, without the tool calls, and with other contents, and each
         text must differ from the first. A part that the template has written is not checked again in conversations of
-        the same shape: those whose messages have the same roles, types of contents, and types of tool calls, in any
-        number. The messages have several forms, see `radixkv.service.text.conversation`; the first form from which
-        nothing is dropped is used.
+        the same shape: those that have tools and documents or not, and whose messages, in any number, have the same
+        roles, types of contents, and types of tool calls. The messages have several forms, see
+        `radixkv.service.text.conversation`; the first form from which nothing is dropped is used.
 
         Args:
             messages: at least one; see `Conversation`.
@@ -126,7 +126,7 @@ class ChatTemplate:
         raise first_error
 
     def _forms(self, conversation: Conversation) -> Iterator[list[dict[str, Any]]]:
-        """Iterate over the forms of a conversation, with its tool calls as text in the last ones."""
+        """Iterate over the forms of a conversation; in the last ones, its tool calls are text."""
         yield from conversation.forms()
         if conversation.has_tool_calls and self._write_calls is not None:
             for form in conversation.forms():

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 from radixkv.config.needed_package import missing_package
 from radixkv.errors import ConfigError
 from radixkv.service.missing_package import MissingPackage
+from radixkv.service.text import DEFAULT_TEMPLATE
 from radixkv.service.text.answer_format import AnswerFormat
 from radixkv.service.text.clean_up import CleanUp, clean_up_tokenization
 from radixkv.service.text.reasoning import REASONING_FORMATS, reasoning_format_of
@@ -26,12 +27,11 @@ if TYPE_CHECKING:
 
 _EXTRA = "text"
 _BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")  # a byte in tokenizers of SentencePiece
-# In byte-level tokenizers, a character stands for each byte: itself if it is printable, or else one from U+0100 on.
+# Byte-level tokenizers map each byte to a character: itself if it is printable, or else one from U+0100 on.
 _PRINTABLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
 _OTHERS = tuple(each for each in range(256) if each not in _PRINTABLE)
 _BYTES = {chr(each): each for each in _PRINTABLE} | {chr(256 + index): each for index, each in enumerate(_OTHERS)}
 _MAX_KNOWN_TOKENS = 65_536
-_DEFAULT = "default"  # name of the chat template for conversations without tools
 _WITH_TOOLS = "tool_use"  # name of the chat template for conversations with tools, in models that have several
 
 
@@ -45,7 +45,7 @@ class Tokenizer:
     Args:
         backend: the tokenizer itself.
         special_tokens: text of special tokens by name, such as `bos_token`; chat templates use them.
-        chat_templates: sources of Jinja templates by name; `default` is the usual one.
+        chat_templates: sources of Jinja templates by name; see `DEFAULT_TEMPLATE`.
         response_template: how the model writes its answers, as JSON text in transformers' form; empty if not given.
         is_cleaned_up: whether spaces before punctuation are removed from text, as some models' configurations require.
     """
@@ -134,7 +134,7 @@ class Tokenizer:
         return cls(
             SlowBackend(model) if backend is None else backend,
             special_tokens=model.special_tokens_map,
-            chat_templates={_DEFAULT: templates} if isinstance(templates, str) else templates,
+            chat_templates={DEFAULT_TEMPLATE: templates} if isinstance(templates, str) else templates,
             is_cleaned_up=backend is None and bool(model.clean_up_tokenization_spaces),
         )
 
@@ -259,14 +259,13 @@ class Tokenizer:
                 template, and `none` means that there is no format.
             reasoning: name of the format of reasoning; `auto` and `none` as for `tools`.
         """
-        added = self._backend.get_added_tokens_decoder()
-        template = (self._sources.get(_WITH_TOOLS) or self._sources.get(_DEFAULT, "")) + self._response_template
+        template = (self._sources.get(_WITH_TOOLS) or self._sources.get(DEFAULT_TEMPLATE, "")) + self._response_template
         calls = tool_format_of(template, self._added_tokens()) if tools == AUTOMATIC else TOOL_FORMATS.get(tools)
         thoughts = reasoning_format_of(template) if reasoning == AUTOMATIC else REASONING_FORMATS.get(reasoning)
         texts = (*calls.variants, calls.prefix, calls.suffix, calls.quote) if calls else ()
         texts += (thoughts.begin, thoughts.end) if thoughts else ()
-        tags = {token.content: token_id for token_id, token in added.items() if token.special}
-        return AnswerFormat(calls, thoughts, {tag: tags[tag] for tag in tags if any(tag in text for text in texts)})
+        tags = {tag: token_id for tag, token_id in self._special_ids.items() if any(tag in text for text in texts)}
+        return AnswerFormat(calls, thoughts, tags)
 
     @cached_property
     def special_tokens(self) -> Mapping[int, str]:
@@ -340,7 +339,7 @@ class Tokenizer:
         """Return a stream for the text of one completion.
 
         Args:
-            prompt_ids: the tokens before the completion. The last ones determine whether it begins with a space.
+            prompt_ids: the tokens before the completion. The last ones determine whether the text begins with a space.
             shown: texts of the special tokens that are not left out of the text, by their ids.
         """
         return TextStream(self._decode, prompt_ids, CleanUp() if self._is_cleaned_up else None, shown)
@@ -371,7 +370,7 @@ class Tokenizer:
             from radixkv.service.text.chat_template import ChatTemplate
         except ModuleNotFoundError as error:
             raise MissingPackage(missing_package("jinja2", _EXTRA), name="jinja2") from error
-        name = _WITH_TOOLS if has_tools and _WITH_TOOLS in self._sources else _DEFAULT
+        name = _WITH_TOOLS if has_tools and _WITH_TOOLS in self._sources else DEFAULT_TEMPLATE
         if name not in self._sources:
             names = f"only {', '.join(sorted(self._sources))}" if self._sources else "none"
             raise ValueError(f"expected a tokenizer with a default chat template, got {names}")

@@ -12,7 +12,7 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 from tokenizers.models import BPE
 
-DEFAULT_TEMPLATE = "default"
+from radixkv.service.text import DEFAULT_TEMPLATE
 
 _TEMPLATES = "additional_chat_templates"
 
@@ -24,7 +24,7 @@ class TokenizerDirectory:
     Attributes:
         backend: the tokenizer of the package tokenizers.
         special_tokens: text of special tokens by name, such as `bos_token`.
-        chat_templates: templates by name; `default` is the unnamed one.
+        chat_templates: templates by name; the name of the unnamed one is `DEFAULT_TEMPLATE`.
         response_template: how the model writes its answers, as JSON text in transformers' form; empty if not given.
         is_cleaned_up: whether spaces before punctuation are removed from decoded text.
     """

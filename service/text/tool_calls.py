@@ -47,7 +47,7 @@ class ToolCall:
 class ToolCallText:
     """Separates the text of a completion, which arrives in pieces, from its calls.
 
-    Text that begins like a call but is none is returned as text. White space around calls is left out.
+    Text that begins like a call but is not one is returned as text. White space around calls is left out.
 
     >>> from radixkv.service.text.tool_formats import TOOL_FORMATS
     >>> text = ToolCallText(TOOL_FORMATS["hermes"], {})
@@ -69,7 +69,7 @@ class ToolCallText:
         self._begins = tuple({each.begin for each in self._variants if each.begin} | ({self._prefix} - {""}))
         self._bare_brackets = "".join(each.brackets for each in self._variants if not each.begin)
         self._held = ""
-        self._gap = ""  # white space that is text unless a call follows it
+        self._gap = ""  # white space that belongs to the text unless a call follows it
         self._reader: _CallReader | None = None  # reads a call at the beginning of the held text
         self._is_start = True  # whether there was only white space since the beginning, or since the last call
         self._is_after_call = False
@@ -230,7 +230,7 @@ class _CallReader:
         return end, self._calls(text[self._value_start : value_end])
 
     def _begin(self, text: str) -> bool:
-        """Find the variants that the text may follow, and return whether the text is long enough to tell."""
+        """Find the variants that the text may follow. Return False if the text is too short to decide."""
         at = 0
         if self._lead and text.startswith(self._lead):
             at = _skip_space(text, len(self._lead))
@@ -247,7 +247,7 @@ class _CallReader:
         return True
 
     def _begin_value(self, text: str) -> bool:
-        """Find the beginning of the arguments, or of the object or list with them. Return whether it is known."""
+        """Find the beginning of the arguments, or of the object or list with them. Return whether it has arrived."""
         at = _skip_space(text, self._start)
         if at == len(text):
             return False

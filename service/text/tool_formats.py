@@ -10,8 +10,8 @@ recognized in what a model writes. A variant has one of these placeholders:
 | `{name}`, `{arguments}` | the name, and the arguments: a JSON object, or what `argument` describes |
 | `{python}` | a list of calls in Python's notation, such as `[clock(), weather(city="Rome")]` |
 
-`{id}` is replaced by an identifier before the arguments, which the server ignores. White space next to a
-placeholder, and in place of a line break, may differ in what a model writes.
+`{id}` is replaced by an identifier before the arguments, which the server ignores. In what a model writes, the white
+space next to a placeholder, and in place of a line break, may differ from the variant.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ class ToolFormat:
     Attributes:
         name: its name in the configuration.
         variants: the text of a call, see above.
-        signs: sets of texts; a chat template that contains all texts of a set is one of this format.
+        signs: groups of texts; a chat template that contains all texts of one group uses this format.
         tokens: tokens that the tokenizer of such a model must have.
-        separator: between two calls.
-        prefix: before the first call.
-        suffix: after the last call.
+        separator: the text between two calls.
+        prefix: the text before the first call.
+        suffix: the text after the last call.
         argument: the text of an argument, with `{key}` and `{value}`, in formats whose arguments are not a JSON object.
             Values are JSON, but text is written without quotes.
         arguments_key: the key of the arguments in `{call}`.
-        quote: what encloses text in `{arguments}` instead of quotes, in formats whose keys have no quotes.
+        quote: the text that encloses strings in `{arguments}` instead of quotes, in formats whose keys have no quotes.
     """
 
     name: str
@@ -85,7 +85,7 @@ _MISTRAL = (
     "[TOOL_CALLS]{name}[CALL_ID]{id}[ARGS]{arguments}",
     "[TOOL_CALLS]{name}{arguments}",
 )
-# In the order in which they are looked for: a format whose signs contain those of another one comes first.
+# In the order in which they are tried: a format whose signs contain those of another one comes first.
 _FORMATS = (
     ToolFormat(
         "deepseek_v3",

@@ -18,7 +18,7 @@ def test_a_progress_bar_is_shown_if_requested_or_on_a_terminal(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
-    with progress_bar("Computed prompts", 3, wanted=wanted, stays=True) as advance:
+    with progress_bar("Computed prompts", 3, is_shown=wanted, is_kept=True) as advance:
         for _ in range(3):
             advance()
     shown = capsys.readouterr().err
@@ -27,6 +27,6 @@ def test_a_progress_bar_is_shown_if_requested_or_on_a_terminal(
 
 
 def test_a_bar_appears_after_a_delay(capsys: pytest.CaptureFixture[str]) -> None:
-    with progress_bar("Computed prompts", 3, wanted=True, delay_s=3600, stays=False) as advance:
+    with progress_bar("Computed prompts", 3, is_shown=True, delay_s=3600, is_kept=False) as advance:
         advance()
     assert "1/3" not in capsys.readouterr().err

@@ -111,7 +111,7 @@ def test_a_seed_has_no_unit():
 
 
 @pytest.mark.parametrize("text", ["1,2,3", "1, 2 ,3", "1 2 3", " 1\n2\t3\n"])
-def test_token_ids_stand_between_commas_or_spaces(text):
+def test_token_ids_are_separated_by_commas_or_spaces(text):
     assert token_ids(text) == [1, 2, 3]
 
 

@@ -46,7 +46,7 @@ def test_a_system_message_begins_each_conversation(capsys, monkeypatch):
     assert first == second != prompts(without)[0]
 
 
-def test_a_turn_that_fails_is_reported_and_forgotten(capsys, monkeypatch):
+def test_a_turn_that_fails_is_reported_and_removed(capsys, monkeypatch):
     _, code, out, err = converse(capsys, monkeypatch, ["hi", "again"], "--top-p", "2")
     assert (code, out) == (0, "")
     assert err == 2 * "radixkv: INVALID_ARGUMENT: top_p: expected more than 0 and at most 1, got 2.0\n"
@@ -62,6 +62,19 @@ def test_a_turn_that_fails_is_reported_and_forgotten(capsys, monkeypatch):
     monkeypatch.setattr(chat.ChatSession, "_print_answer", fail_first)
     converse(capsys, monkeypatch, ["hi", "again"])
     assert asked == [["hi"], ["again"]]
+
+
+def test_an_error_in_the_middle_of_an_answer_starts_on_a_new_line(capsys, monkeypatch):
+    def one_chunk(self):
+        if self.text:
+            raise InvalidArgument("no")
+        return original(self)
+
+    original = TextAnswer.__next__
+    monkeypatch.setattr(TextAnswer, "__next__", one_chunk)
+    _, code, out, err = converse(capsys, monkeypatch, ["hi"])
+    assert (code, out.endswith("\n"), len(out) > 1) == (0, True, True)
+    assert err == "radixkv: INVALID_ARGUMENT: no\n"
 
 
 def test_a_model_that_cannot_chat_ends_the_command(capsys, monkeypatch):

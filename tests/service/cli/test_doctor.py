@@ -13,6 +13,8 @@ from radixkv.model.tiny_files import write_tiny_files
 from radixkv.service.cli.main import main
 from tests.doctor.test_diagnosis import text_of
 from tests.free_port import free_port
+from tests.service.command_line import run_cli
+from tests.service.fake_engine import FakeEngine
 
 HEAD, TAIL, MORE = text_of(1, 400), text_of(2, 400), text_of(3, 400)
 IDS = ("4f2a9c1", "b07e55d", "9c3d0a2")
@@ -51,7 +53,7 @@ def found_in(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, A
     return json.loads(out)
 
 
-def test_a_person_reads_what_to_change_and_what_it_saves(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_the_text_has_the_advice_and_what_it_saves(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     log = log_of(tmp_path, *texts())
     code, out, err = run(capsys, log, "--bytes", "--price-per-million-tokens", "1000")
     assert (code, err) == (0, "")
@@ -207,6 +209,14 @@ def test_texts_without_a_tokenizer_and_a_server_are_refused(capsys: pytest.Captu
     code, _, err = run(capsys, log_of(tmp_path, *texts()), "--address", f"127.0.0.1:{free_port()}")
     assert code == 2
     assert err.startswith("radixkv: --tokenizer: expected a tokenizer for the texts of the log, got none; ")
+
+
+def test_texts_for_a_served_model_without_a_tokenizer_are_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    code, out, err = run_cli(capsys, FakeEngine(), "doctor", log_of(tmp_path, *texts()))
+    message = "the served model has no tokenizer; pass the tokenizer of the model, or --bytes for texts"
+    assert (code, out, err) == (2, "", f"radixkv: --tokenizer: {message}\n")
 
 
 def test_only_the_most_expensive_causes_are_replayed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ def caching(*texts: str) -> FakeEngine:
     return engine
 
 
-def test_a_person_reads_where_what_and_what_to_change(capsys):
+def test_the_text_has_the_position_the_difference_and_the_advice(capsys):
     engine = caching(SHARED + "At 10:32" + TAIL)
     engine.token_s = 0.01
     arguments = ("explain", "--bytes", "--text", SHARED + "At 10:41" + TAIL)
@@ -94,7 +94,7 @@ def test_a_prompt_that_differs_in_its_last_token_only_was_not_computed(capsys):
         (9, "The prompt does not diverge from any other cached prompt."),
     ],
 )
-def test_without_a_difference_the_prompt_is_not_blamed(left_at, end):
+def test_without_a_difference_there_is_no_advice(left_at, end):
     response = ExplainResponse(prompt_tokens=9, cached_tokens=left_at, left_at_token=left_at)
     assert explanation_text(response) == f"{left_at} of 9 tokens are cached. {end}"
 

@@ -34,7 +34,7 @@ def test_a_wrong_number_of_replicas_is_refused(replicas, capsys) -> None:
         ),
     ],
 )
-def test_numbers_by_role_come_together_and_alone(flags, message, capsys) -> None:
+def test_numbers_by_role_require_each_other_and_exclude_replicas(flags, message, capsys) -> None:
     assert main(["fleet", *flags]) == 2
     assert message in capsys.readouterr().err
 
@@ -83,12 +83,12 @@ def test_a_fleet_beyond_this_machine_needs_credentials(capsys) -> None:
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "node"])
-def test_replicas_beyond_this_machine_need_a_network_of_their_own(host, capsys) -> None:
+def test_replicas_beyond_this_machine_require_credentials_or_insecure(host, capsys) -> None:
     assert main(["fleet", "--replica-host", host]) == 2
     assert "--replica-host: expected 127.0.0.1" in capsys.readouterr().err
 
 
-def test_tokens_go_to_replicas_on_other_machines_by_tls_alone(tmp_path, capsys) -> None:
+def test_tokens_are_sent_to_replicas_on_other_machines_only_over_tls(tmp_path, capsys) -> None:
     credential_files = CredentialFiles(tmp_path)
     flags = ["--replica-host", "node", *(f"--set=server.{key}={value}" for key, value in credential_files.tls.items())]
     assert main(["fleet", *flags, "--insecure"]) == 2

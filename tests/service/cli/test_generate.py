@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-# The fake engine's answer to 7: the sum of all tokens before, 8 bits of it.
+# The fake engine's completion of 7: each token is the sum of all tokens before it, modulo 256.
 from radixkv.api.compression import Compression, CompressionPolicy
 from radixkv.errors import StepFailed
 from radixkv.service.cli.main import main
@@ -106,7 +106,7 @@ def test_a_string_ends_the_answer_and_is_not_printed(capsys):
     assert out.startswith("33 66\n"), "tokens are printed whole"
 
 
-def test_a_terminal_gets_no_orders_from_a_model(capsys, monkeypatch):
+def test_text_of_a_model_cannot_control_the_terminal(capsys, monkeypatch):
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     _, out, _ = run_cli(capsys, FakeEngine(), "generate", "--tokens", "7", "--max-new-tokens", "8", model_path="tiny")
     assert out.startswith(" ".join(map(str, BELLS)))

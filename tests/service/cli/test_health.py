@@ -101,7 +101,7 @@ def test_an_address_with_a_scheme_of_grpc_is_tried_with_tls_too(
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "unix:/nowhere"])
-def test_where_no_server_is_the_exit_code_is_1_and_one_line_says_why(
+def test_without_a_server_the_exit_code_is_1_and_one_line_says_why(
     capsys: pytest.CaptureFixture[str], address: str
 ) -> None:
     assert status_of()(address) == 1

@@ -153,7 +153,7 @@ def test_a_stats_table_shows_each_tier_and_whether_it_works():
     assert disk.endswith("205 saved, disabled")
 
 
-def test_a_name_can_not_give_orders_to_a_terminal():
+def test_a_name_cannot_control_the_terminal():
     stats = StatsResponse()
     stats.tenants.add(tenant="a\x1b[2J\nb")
     stats.tenants.add(tenant="Zoë")
@@ -162,7 +162,7 @@ def test_a_name_can_not_give_orders_to_a_terminal():
     assert second.startswith("tenant Zoë ")
 
 
-def test_a_table_of_nothing_divides_by_nothing():
+def test_a_table_of_zeros_does_not_divide_by_zero():
     assert "%" not in stats_table(StatsResponse())
 
 

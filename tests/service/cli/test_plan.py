@@ -105,7 +105,7 @@ decoding 128 tokens after 35, one attention layer
 
 
 def test_states_of_sequences_are_counted(capsys, tmp_path):
-    """LFM2 of 1.2 billion parameters: 6 layers attend, 10 keep two inputs of 2,048 numbers."""
+    """LFM2 with 1.2 billion parameters: 6 layers have attention, 10 keep two inputs of 2,048 numbers."""
     fields = {
         "conv_L_cache": 3,
         "full_attn_idxs": [2, 5, 8, 10, 12, 14],
@@ -140,13 +140,13 @@ states of sequences
 TIERS = ("--tier", "host=16GB,disk=200GB,redis=unbounded")
 
 
-def test_tiers_tell_their_tokens_and_whether_loading_pays(capsys):
+def test_tiers_have_tokens_and_whether_loading_is_faster(capsys):
     rates = ("--tier-gb-s", "host=25,redis=2.5", "--tier-ms", "disk=1,redis=20", "--prefill-tokens-per-s", "20000")
     out = plan(capsys, *LLAMA_8B, *TIERS, *rates)
     assert out.endswith(
         """\
 tiers, blocks of 64 tokens
-         tokens     load a block                           compute it  same time at      loading pays
+         tokens     load a block                           compute it  same time at      faster to load
   host   122,048    335.5 us, 25 GB/s                      3,200.0 us  190,735 tokens/s  always
   disk   1,525,120  2,796.2 us, 3 GB/s + 1 ms per call     3,200.0 us  22,888 tokens/s   from 192 tokens on
   redis  unbounded  3,355.4 us, 2.5 GB/s + 20 ms per call  3,200.0 us  19,073 tokens/s   never
@@ -174,7 +174,7 @@ def test_json_of_tiers(capsys):
     }
 
 
-def test_without_a_rate_of_prefills_tiers_tell_the_rate_below_which_loading_pays(capsys):
+def test_without_a_rate_of_prefills_tiers_have_the_rate_below_which_loading_is_faster(capsys):
     out = plan(capsys, *LLAMA_8B, "--tier", "host=16GB")
     assert re.search(r"^  host  122,048  209\.7 us, 40 GB/s  \? +305,176 tokens/s  below that rate$", out, re.MULTILINE)
     tree = plan_json(capsys, *LLAMA_8B, "--tier", "host=16GB")
@@ -263,7 +263,7 @@ def test_users_of_a_given_size(capsys, context, user_gb, users):
     assert tree["users"] == users
 
 
-def test_a_user_takes_whole_blocks(capsys):
+def test_a_user_occupies_whole_blocks(capsys):
     tree = plan_json(capsys, *LLAMA_8B, *CARD, "--context", "65")
     assert tree["user_bytes"] == 2 * 64 * 131_072
 
@@ -289,13 +289,13 @@ def test_dtypes_have_two_names(capsys, dtype, name):
     assert plan_json(capsys, *LLAMA_8B, "--dtype", dtype)["dtype"] == name
 
 
-def test_scales_count(capsys):
+def test_scales_are_counted(capsys):
     tree = plan_json(capsys, *LLAMA_8B, "--dtype", "int8", "--scales")
     assert (tree["token_bytes"], tree["has_scales"]) == (65_536 + 2048, True)
     assert "int8, a float32 scale per vector" in plan(capsys, *LLAMA_8B, "--dtype", "int8", "--scales")
 
 
-def test_a_model_directory_says_everything(capsys, model):
+def test_a_model_directory_has_all_sizes(capsys, model):
     tree = plan_json(capsys, "--model", str(model), "--context", "128Ki", "--memory-gib", "80", "--tp", "4")
     assert (tree["token_bytes"], tree["cache_gib"], tree["dtype"]) == (327_680, 40.0, "fp16")
     assert tree["rank_weights_bytes"] == 141_107_412_992 // 4
@@ -349,7 +349,7 @@ def test_layers_of_two_shapes_count_by_their_own_bytes(capsys, model):
     assert "can't be combined with a --model whose sliding layers" in refusal(capsys, *arguments, "--kv-heads", "4")
 
 
-def test_flags_win_over_the_model(capsys, model):
+def test_options_override_the_model(capsys, model):
     tree = plan_json(capsys, "--model", str(model / "config.json"), "--kv-heads", "64", "--dtype", "fp8")
     assert (tree["token_bytes"], tree["num_kv_heads"], tree["dtype"]) == (1_310_720, 64, "fp8")
 
@@ -366,7 +366,7 @@ def test_without_query_heads_there_is_nothing_to_compare(capsys):
     assert "mha_token_bytes" not in tree
 
 
-def test_a_latent(capsys):
+def test_the_latent_of_mla_is_counted(capsys):
     arguments = ("--layers", "61", "--mla-rank", "512", "--rope-dim", "64", "--query-heads", "128", "--head-dim", "128")
     tree = plan_json(capsys, *arguments, "--tp", "8")
     assert tree["token_bytes"] == tree["rank_token_bytes"] == tree["mla_token_bytes"] == 70_272

@@ -8,7 +8,7 @@ from radixkv.service.cli.plan_report import min_loaded_blocks
     ("latency_s", "least"),
     [(0.0, 1), (0.0009, 1), (0.0011, 2), (0.0101, 11), (0.0999, 100), (8.2, None)],
 )
-def test_a_load_pays_once_what_it_saves_is_more_than_its_latency(latency_s, least):
+def test_a_run_is_loaded_if_that_saves_more_than_its_latency(latency_s, least):
     """A block takes 1 ms to load and 2 ms to compute."""
     assert min_loaded_blocks(LoadTime(1e9, latency_s), 10**6, 16, tokens_per_s=8000) == least
 

@@ -19,8 +19,8 @@ from tests.service.serving import WITHOUT_ENGINE, serve_and_call
 from tests.service.text.tokenizers import byte_fallback, byte_level
 
 
-@pytest.mark.parametrize("text", ["hello", "é€", "a\udcffb"])  # the last is a byte that is no UTF-8, as argv has it
-def test_text_is_its_bytes_where_that_is_asked_for(capsys, text):
+@pytest.mark.parametrize("text", ["hello", "é€", "a\udcffb"])  # the last has a byte that is not UTF-8
+def test_the_bytes_of_a_text_are_its_token_ids_if_requested(capsys, text):
     engine = FakeEngine()
     assert run_cli(capsys, engine, "prefill", "--text", text, "--bytes", model_path="tiny")[0] == 0
     assert engine.params[0].tokens == b"".join(bytes([b, 0, 0, 0]) for b in os.fsencode(text))
@@ -52,7 +52,7 @@ def test_a_served_tokenizer_that_can_not_be_loaded_is_one_line(capsys, tmp_path)
     assert err.count("\n") == 1
 
 
-def test_another_tokenizer_wins(capsys, tmp_path):
+def test_the_option_tokenizer_overrides_the_served_tokenizer(capsys, tmp_path):
     write_tiny_files(tmp_path)
     engine = FakeEngine()
     assert run_cli(capsys, engine, "prefill", "--text", "~", "--tokenizer", str(tmp_path))[0] == 0
@@ -74,7 +74,7 @@ LONG = 5000 * "n"  # more than a name may have
         (["--text", "a", "--system", "s"], "--system: requires --chat"),
     ],
 )
-def test_options_that_do_not_go_together_are_one_line(capsys, arguments, message):
+def test_options_that_exclude_each_other_are_reported_in_one_line(capsys, arguments, message):
     code, _, err = run_cli(capsys, FakeEngine(), "generate", *arguments, model_path="tiny")
     assert (code, err) == (2, f"radixkv: {message}\n")
 
@@ -175,23 +175,23 @@ def test_a_file_that_is_not_there_is_one_line(capsys, option):
 
 @pytest.mark.parametrize("command", ["prefill", "generate"])
 @pytest.mark.parametrize(("option", "urgency"), [([], 50), (["--urgency", "90"], 90)])
-def test_urgency_is_the_place_in_the_queue(capsys, command, option, urgency):
+def test_urgency_reaches_the_engine(capsys, command, option, urgency):
     engine = FakeEngine()
     assert run_cli(capsys, engine, command, "--tokens", "1", *option)[0] == 0
     assert (engine.params[0].urgency, engine.params[0].retention) == (urgency, None)
 
 
-def test_a_generation_asks_for_a_retention_too(capsys):
+def test_a_generation_may_request_a_retention(capsys):
     engine = FakeEngine()
     assert run_cli(capsys, engine, "generate", "--tokens", "1", "--retention-priority", "80")[0] == 0
     assert engine.params[0].retention == Retention(80)
 
 
-def test_priority_alone_names_neither(capsys):
+def test_there_is_no_option_priority(capsys):
     assert "unrecognized arguments: --priority" in usage_error(capsys, "prefill", "--tokens", "1", "--priority", "9")
 
 
-def test_prefill_asks_for_a_retention_and_shows_the_grant(capsys):
+def test_prefill_requests_a_retention_and_shows_the_grant(capsys):
     engine = FakeEngine()
     code, out, _ = run_cli(capsys, engine, "prefill", "--tokens", "1", "--retention-priority", "80", "--ttl-s", "2.5")
     assert code == 0

@@ -4,7 +4,7 @@ from tests.service.command_line import run_cli
 from tests.service.fake_engine import FakeEngine
 
 
-def test_purge_names_what_it_forgets(capsys):
+def test_purge_prints_what_it_freed(capsys):
     engine = FakeEngine()
     code, out, _ = run_cli(capsys, engine, "purge", "--tenant", "acme", "--salt", "")
     assert (code, engine.purges) == (0, [("acme", None, "")])

@@ -58,7 +58,7 @@ def test_a_wrong_configuration_is_one_line_and_exit_code_2(capsys, monkeypatch, 
     assert err.count("\n") == 1
 
 
-def test_options_win_over_set_and_set_over_the_file(tmp_path, monkeypatch):
+def test_options_override_set_and_set_overrides_the_file(tmp_path, monkeypatch):
     seen = []
 
     def build_engine(config, observers, progress):
@@ -196,7 +196,7 @@ def test_the_last_line_of_a_start_comes_before_the_address():
     assert re.fullmatch(r"ready after \d+\.\d s", phases[-1])
 
 
-def test_the_log_is_lines_of_json_if_asked_for():
+def test_the_log_is_lines_of_json_if_requested():
     with fake_service("--log-format", "json") as (process, _):
         process.send_signal(signal.SIGTERM)
         _, err = process.communicate(timeout=PATIENCE_S)
@@ -274,7 +274,7 @@ def test_a_signal_drains_and_exits_0(number):
         wait_until(lambda: client.stats().requests.running == 1)
         process.send_signal(number)
         code = refusal_code(client)
-        process.send_signal(number)  # a second one changes nothing
+        process.send_signal(number)  # a second signal changes nothing
         process.send_signal(signal.SIGUSR1)
         caller.join(PATIENCE_S)
         out, err = process.communicate(timeout=PATIENCE_S)
@@ -299,7 +299,7 @@ def test_a_second_signal_does_not_interrupt_an_engine_that_stops(number):
 
 
 def refusal_code(client):
-    """The status of the first prefill that is refused."""
+    """Return the status of the first prefill that is refused."""
     for tries in range(20):
         try:
             client.prefill([5], timeout_s=0.02 * 1.5**tries)

@@ -30,7 +30,7 @@ similar in the cache.
 """
 
 
-def test_a_person_reads_what_happens_what_it_costs_and_what_to_change(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_text_has_the_causes_their_cost_and_the_advice(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = run_cli(capsys, diagnosed_engine("acme"), "doctor", "--price-per-million-tokens", "2")
     assert (code, err) == (0, "")
     assert out == EXPECTED

@@ -92,7 +92,7 @@ def test_simulate_prints_a_table_and_takes_a_block_size_and_a_limit(capsys, chat
     assert re.search(r"^adaptive +64,000 +0\.0000 ", out, re.MULTILINE)
 
 
-def test_simulate_takes_a_probation(capsys, tmp_path):
+def test_simulate_has_a_probation_share(capsys, tmp_path):
     path, ids = tmp_path / "flood.jsonl", [0, 0, 1, 2, 3, 4, 0]
     lines = ({"timestamp": 0, "input_length": 512, "output_length": 1, "hash_ids": [each]} for each in ids)
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -104,7 +104,7 @@ def test_simulate_takes_a_probation(capsys, tmp_path):
     assert found == [511, 2 * 511]
 
 
-def test_simulate_draws(capsys, chat_trace, tmp_path):
+def test_simulate_plots(capsys, chat_trace, tmp_path):
     pytest.importorskip("matplotlib")
     picture = tmp_path / "hits.png"
     arguments = ["--capacity-tokens", "2k,4k", "--policy", "lru", "--plot", str(picture), "--json"]
@@ -224,14 +224,14 @@ def test_a_time_model_that_plan_cannot_write_is_refused(capsys, tmp_path):
         ("68000000b", 512),
     ],
 )
-def test_a_tier_has_room_for_tokens_bytes_or_everything(capsys, loop_trace, size, tokens):
+def test_the_size_of_a_tier_is_in_tokens_in_bytes_or_unbounded(capsys, loop_trace, size, tokens):
     arguments = ["--capacity-tokens", "1024", "--tier", f"host={size}", *LLAMA_8B, "--json"]
     assert main(["simulate", loop_trace, *arguments]) == 0
     (result,) = json.loads(capsys.readouterr().out)
     assert [tier["capacity_tokens"] for tier in result["tiers"]] == [tokens]
 
 
-def test_simulate_draws_with_tiers(capsys, loop_trace, tmp_path):
+def test_simulate_plots_with_tiers(capsys, loop_trace, tmp_path):
     pytest.importorskip("matplotlib")
     picture = tmp_path / "hits.png"
     arguments = ["--capacity-tokens", "1k,2k", "--tier", "host=4k", "--plot", str(picture)]
@@ -285,7 +285,7 @@ def test_simulate_refuses_an_invalid_capacity(capsys, chat_trace, capacity):
         (["--plot", "hits.pdf"], "--plot: expected a file name ending in .png, got hits.pdf"),
     ],
 )
-def test_simulate_refuses_nonsense(capsys, chat_trace, options, message):
+def test_simulate_refuses_invalid_options(capsys, chat_trace, options, message):
     assert main(["simulate", chat_trace, "--capacity-tokens", "4k", *options]) == 2
     assert capsys.readouterr() == ("", f"radixkv: {message}\n")
 
@@ -297,14 +297,14 @@ def test_simulate_names_the_malformed_line(capsys, chat_trace):
     assert capsys.readouterr().err.startswith(f"radixkv: {chat_trace}:4: hash_ids: expected this field")
 
 
-def test_simulate_refuses_a_picture_in_the_place_of_a_directory(capsys, chat_trace, tmp_path):
+def test_simulate_refuses_a_plot_in_place_of_a_directory(capsys, chat_trace, tmp_path):
     (tmp_path / "hits.png").mkdir()
     assert main(["simulate", chat_trace, "--capacity-tokens", "4k", "--plot", str(tmp_path / "hits.png")]) == 2
     message = f"--plot: expected a file that can be written, got {tmp_path / 'hits.png'}"
     assert capsys.readouterr() == ("", f"radixkv: {message}\n")
 
 
-def test_simulate_says_which_extra_a_picture_needs(capsys, chat_trace, monkeypatch):
+def test_simulate_names_the_extra_that_a_plot_needs(capsys, chat_trace, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert main(["simulate", chat_trace, "--capacity-tokens", "4k", "--plot", "hits.png"]) == 2
     assert capsys.readouterr().err == (

@@ -34,7 +34,7 @@ def test_simulate_compares_routings_with_one_cache(capsys, trace):
     assert (prefix["routing"], turns["routing"]) == ("prefix", "round-robin")
     assert (prefix["replicas"], prefix["capacity_tokens"], prefix["tokens_per_s"]) == (3, 64_000, 10_000)
     assert prefix["share_of_single_cache"] == prefix["token_hit_rate"] / prefix["single_cache_hit_rate"] == 1.0
-    assert turns["share_of_single_cache"] == 1.0  # twelve conversations, three servers: each meets its own again
+    assert turns["share_of_single_cache"] == 1.0  # each conversation returns to the server that has its prefix
 
 
 def test_simulate_prints_a_table_of_fleets(capsys, trace):
@@ -65,6 +65,6 @@ def test_a_fleet_that_finds_nothing_finds_all_that_one_cache_finds(capsys, trace
         (["--replicas", "2", "--policy", "optimal"], "policy: expected one that replicas can have, got optimal"),
     ],
 )
-def test_options_that_make_no_sense_are_refused(capsys, trace, options, message):
+def test_options_that_do_not_apply_to_a_fleet_are_refused(capsys, trace, options, message):
     assert main(["simulate", trace, "--capacity-tokens", "64k", *options]) == 2
     assert message in capsys.readouterr().err

@@ -66,7 +66,7 @@ def test_a_watch_redraws_a_terminal_and_fits_into_it(capsys, monkeypatch, pauses
     assert [screen.count("\n") for screen in screens[1:]] == [4, 4, 4]
 
 
-def test_a_watch_as_json_is_an_object_a_line(capsys, pauses_s):
+def test_a_watch_as_json_prints_one_object_per_line(capsys, pauses_s):
     out = run_cli(capsys, FakeEngine(), "stats", "--watch", "--json")[1]
     assert [json.loads(line)["model"] for line in out.splitlines()] == ["fake"] * 3
 
@@ -76,7 +76,7 @@ def test_a_watch_ends_when_the_service_does(capsys):
     assert capsys.readouterr().err.startswith("radixkv: UNAVAILABLE: ")
 
 
-def test_a_tenant_is_shown_what_it_may_know(tmp_path, capsys):
+def test_a_tenant_sees_only_the_statistics_that_it_may_see(tmp_path, capsys):
     code, out, _ = run_cli(capsys, FakeEngine(), "stats", "--tenant", "a")
     assert code == 0
     assert re.search(r"^tenant a +3 blocks", out, re.MULTILINE)

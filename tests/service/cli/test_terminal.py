@@ -5,13 +5,13 @@ def test_columns_are_as_wide_as_their_widest_cell():
     assert align_columns([("a", "bcd", "e"), ("fgh", "i"), ("j",)]) == ["a    bcd  e", "fgh  i", "j"]
 
 
-def test_numbers_stand_at_the_right():
+def test_numbers_are_right_aligned():
     assert align_columns([("name", "n"), ("a", "100")], is_right=True) == ["name    n", "a     100"]
 
 
-def test_a_terminal_obeys_nothing_that_a_caller_chose():
+def test_text_of_callers_cannot_control_the_terminal():
     assert align_columns([("tenant \x1b[2J", "1"), ("é\n", "2")]) == ["tenant \\x1b[2J  1", "é\\n             2"]
 
 
-def test_a_share_of_nothing_is_not_shown():
+def test_a_share_of_zero_is_not_shown():
     assert (percent(1, 3), percent(0, 0)) == (" (33.3 %)", "")

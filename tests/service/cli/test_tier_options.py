@@ -15,13 +15,13 @@ def test_sizes_are_bytes_tokens_or_nothing():
     ]
 
 
-def test_numbers_have_names():
+def test_numbers_of_tiers_are_parsed_by_name():
     assert tier_numbers("host=40,disk=2.5") == {"host": 40.0, "disk": 2.5}
     with pytest.raises(argparse.ArgumentTypeError, match=r"^expected a positive number, got 0$"):
         tier_numbers("host=0")
 
 
-def test_only_bytes_ask_for_the_bytes_of_a_token():
+def test_only_sizes_in_bytes_need_the_bytes_per_token():
     asked = []
 
     def token_bytes_of(subject):

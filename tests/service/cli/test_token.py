@@ -30,6 +30,7 @@ def test_a_token_is_printed_once_and_only_its_hash_is_kept(capsys, tmp_path):
         (["--admin"], Identity('we"ird', Role.ADMIN)),
         (["--reader"], Identity('we"ird', Role.READER, frozenset())),
         (["--router", "all"], Identity('we"ird', Role.ROUTER)),
+        (["--router", "acme, globex"], Identity('we"ird', Role.ROUTER, frozenset({"acme", "globex"}))),
         (["--tenant", ""], Identity('we"ird', Role.TENANT, frozenset({""}))),
     ],
 )

@@ -45,7 +45,7 @@ def engine() -> FakeEngine:
     return engine
 
 
-def test_a_tenant_may_look_too(tmp_path, capsys, engine):
+def test_a_tenant_sees_its_own_statistics_in_top(tmp_path, capsys, engine):
     credential_files = CredentialFiles(tmp_path)
     file = tmp_path / "acme.token"
     file.write_text(TOKENS["acme"])
@@ -88,7 +88,7 @@ def test_screens_follow_each_other_where_there_is_no_terminal(capsys, engine, mo
     assert [json.loads(line)["stats"]["model"] for line in out.splitlines()] == ["fake"] * 3
 
 
-def test_a_service_that_is_not_there_is_one_line(capsys):
+def test_an_unreachable_service_is_reported_in_one_line(capsys):
     assert main(["top", "--address", "127.0.0.1:1", "--timeout-s", "5"]) == 1
     assert capsys.readouterr().err.startswith("radixkv: UNAVAILABLE: ")
 
@@ -202,7 +202,7 @@ def test_a_quiet_service_has_no_rates() -> None:
     assert line_of(screen(now, now), "first token")[2:] == ["-", "-"]
 
 
-def test_a_service_that_began_again_is_compared_with_nothing() -> None:
+def test_a_restarted_service_is_not_compared_with_its_past() -> None:
     lines = screen(sample(2.0, 100, 50, epoch=2), sample(100.0, 1000, 250))
     assert "since the start" in lines[3]
     assert line_of(lines, "prompt tokens")[2:] == ["50/s", "100"]
@@ -217,7 +217,7 @@ def test_the_bar_has_the_blocks_by_state(num_columns: int) -> None:
     assert [bar.count(mark) for mark in "#+."] == [cells * 50 // 100, cells * 10 // 100, cells * 40 // 100]
 
 
-def test_tenants_and_segments_stand_in_tables() -> None:
+def test_tenants_and_segments_are_in_tables() -> None:
     lines = screen(sample(1.0, 0, 0), None)
     assert line_of(lines, "ac") == ["ac\\x1bme", "30", "0", "0", "4", "75.0", "%"]
     assert "hottest segments: 1 of 9, 9 compared" in lines

@@ -47,7 +47,7 @@ def convert(texts: Path, tokenizer: Path, output: Path, *options: str) -> int:
 
 
 def count_hits(prompts: list[list[int]], step: int) -> int:
-    """Count the tokens that whole blocks of earlier prompts have, at most all but one."""
+    """Count the tokens in whole blocks that earlier prompts also have, at most all tokens but one."""
     seen: set[tuple[int, ...]] = set()
     total = 0
     for prompt in prompts:

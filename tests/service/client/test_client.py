@@ -131,7 +131,7 @@ def test_an_unknown_option_is_refused_by_name(call, option):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"urgency": "high"}, "urgency: expected whole numbers from 0 to 2**32 - 1, got 'high'"),
+        ({"urgency": "high"}, "urgency: expected a whole number from 0 to 2**32 - 1, got 'high'"),
         ({"tenant": 7}, "tenant: expected text in UTF-8, got 7"),
         ({"retention": 80}, "retention: expected a Retention, got 80"),
     ],
@@ -139,6 +139,22 @@ def test_an_unknown_option_is_refused_by_name(call, option):
 def test_an_option_of_a_wrong_type_is_refused_by_name(options, message):
     with Client("127.0.0.1:1") as client, pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
         client.prefill([1], **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"awaits": "rain"}, "awaits: expected a member of its enum, got 'rain'"),
+        (
+            {"stop_token_ids": [-1]},
+            "stop_token_ids: expected a sequence of which each item is a whole number from 0 to 2**32 - 1, got [-1]",
+        ),
+        ({"logit_bias": {1: "x"}}, "logit_bias: expected a mapping with keys and values of its types, got {1: 'x'}"),
+    ],
+)
+def test_an_option_with_a_wrong_value_is_refused_by_name(options, message):
+    with Client("127.0.0.1:1") as client, pytest.raises((TypeError, ValueError), match=f"^{re.escape(message)}$"):
+        client.generate([1], **options)
 
 
 @pytest.mark.parametrize(
@@ -225,7 +241,7 @@ def test_an_unreachable_server_is_unavailable():
 
 
 class Restarting(PrefillServiceServicer):
-    """Answers UNAVAILABLE a number of times, as a service that starts again."""
+    """Answers UNAVAILABLE a number of times, as a service that restarts."""
 
     def __init__(self, num_refusals):
         self.num_refusals = num_refusals
@@ -271,7 +287,7 @@ def test_unavailable_calls_are_retried_only_with_retries(retries, num_calls):
     assert servicer.num_calls == num_calls
 
 
-def test_a_long_prompt_is_tried_again_too():
+def test_a_call_with_a_long_prompt_is_retried():
     with (
         restarting(num_refusals=2) as (servicer, address),
         Client(address, timeout_s=PATIENCE_S, retries=4) as client,
@@ -280,7 +296,7 @@ def test_a_long_prompt_is_tried_again_too():
     assert servicer.num_calls == 3
 
 
-def test_the_awaited_client_tries_again_too():
+def test_the_async_client_retries():
     async def talk(address):
         async with AsyncClient(address, timeout_s=PATIENCE_S, retries=3) as client:
             return (await client.prefill([1])).next_token_id
@@ -289,7 +305,7 @@ def test_the_awaited_client_tries_again_too():
         assert asyncio.run(talk(address)) == 7
 
 
-def test_a_release_is_never_tried_again():
+def test_a_release_is_never_retried():
     with restarting(num_refusals=1) as (servicer, address):
         with Client(address, timeout_s=PATIENCE_S, retries=4) as client, pytest.raises(grpc.RpcError):
             client.release("lease")
@@ -339,7 +355,7 @@ def test_closing_the_client_cancels_its_calls_and_closing_again_does_nothing():
     assert asyncio.run(run())
 
 
-def test_channel_options_of_the_caller_win():
+def test_channel_options_of_the_caller_override_the_defaults():
     def talk(address):
         with Client(address, options=[("grpc.max_send_message_length", 100)]) as client:
             with pytest.raises(grpc.RpcError) as caught:

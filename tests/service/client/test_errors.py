@@ -215,7 +215,7 @@ def test_an_exception_can_be_sent_to_another_process(address: str) -> None:
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_nothing_that_listens(closed_address: str, call: Call) -> None:
+def test_an_address_without_a_server(closed_address: str, call: Call) -> None:
     error = error_of(call, closed_address)
     assert type(error) is ConnectError
     assert error.code() is grpc.StatusCode.UNAVAILABLE
@@ -240,7 +240,9 @@ def test_an_http_port_is_not_the_service(call: Call) -> None:
 
 
 @pytest.mark.parametrize("call", UNARY)
-def test_tls_that_does_not_fit(address: str, tls_address: str, credential_files: CredentialFiles, call: Call) -> None:
+def test_tls_that_does_not_match_the_server(
+    address: str, tls_address: str, credential_files: CredentialFiles, call: Call
+) -> None:
     ca, other_ca = credential_files.folder / "ca.pem", credential_files.folder / "client_ca.pem"
     cases = [
         (tls_address, None, "closed the connection; if the server uses TLS, connect with `tls_ca`"),
@@ -252,7 +254,7 @@ def test_tls_that_does_not_fit(address: str, tls_address: str, credential_files:
         assert type(error) is ConnectError
         assert words in str(error)
         assert where in str(error)
-    call(tls_address, (1,), {}, {"tls_ca": ca})  # what fits
+    call(tls_address, (1,), {}, {"tls_ca": ca})  # the right credentials
 
 
 @pytest.mark.parametrize("call", UNARY)
@@ -266,7 +268,7 @@ def test_a_certificate_for_another_name(credential_files: CredentialFiles, call:
 
 
 @pytest.mark.parametrize("call", UNARY)
-def test_a_server_that_wants_a_certificate(credential_files: CredentialFiles, call: Call) -> None:
+def test_a_server_that_requires_a_certificate(credential_files: CredentialFiles, call: Call) -> None:
     roots = (credential_files.folder / "client_ca.pem").read_bytes()
     with served(grpc.ssl_server_credentials([key_pair(credential_files)], roots, require_client_auth=True)) as (
         address,
@@ -299,7 +301,7 @@ def proxy(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.parametrize("call", UNARY)
 @pytest.mark.usefixtures("proxy")
-def test_a_proxy_in_the_way_is_named_without_its_password(call: Call) -> None:
+def test_the_proxy_in_use_is_named_without_its_password(call: Call) -> None:
     error = error_of(call, "kv.invalid:50051")
     assert type(error) is ConnectError
     assert "no connection to kv.invalid:50051 through the HTTP proxy that the environment variable http_proxy" in str(

@@ -29,7 +29,7 @@ CHAT = [{"role": "user", "content": "Hi"}]
 
 
 class Service(PrefillServiceServicer, CacheServiceServicer, ModelServiceServicer, FleetServiceServicer):
-    """Answers with a script, and keeps what it was asked.
+    """Answers with a script, and records the requests.
 
     Attributes:
         script: the messages of every generation; None for one that never answers.
@@ -153,7 +153,7 @@ def test_token_ids_are_sent_and_answered_as_they_are_without_a_tokenizer(service
     assert len(service.requests) == 2
 
 
-def test_the_tokenizer_is_asked_for_once_by_a_client(service, use):
+def test_a_client_fetches_the_tokenizer_once(service, use):
     asked = []
 
     def blocking(client):
@@ -179,7 +179,7 @@ def test_the_tokenizer_is_asked_for_once_by_a_client(service, use):
     assert asked[1] == 1 + 3
 
 
-def test_another_model_at_the_same_address_is_seen_when_asked_for(service, address, tmp_path):
+def test_another_model_at_the_same_address_is_noticed_by_tokenizer(service, address, tmp_path):
     with Client(address, timeout_s=PATIENCE_S) as client:
         before = client.tokenizer()
         (tmp_path / "tokenizer.json").write_text(byte_level().definition.replace("<|im_end|>", "<|other|>"))
@@ -221,6 +221,7 @@ def test_a_stop_string_is_not_part_of_the_text(service, use):
     ]
     request = service.requests[-1]
     assert (list(request.stop), request.max_new_tokens) == (["two!", "x"], 0)
+    assert use(lambda client: client.generate("a", stop=None, min_tokens=None).read()) == "one. two! three"
 
 
 def test_several_answers_have_texts_of_their_own(service, address):
@@ -259,7 +260,7 @@ def test_a_blank_at_the_start_is_that_of_the_answer(service, use):
     assert use(lambda client: client.generate("a").read()) == " the"
 
 
-def test_a_chat_is_put_into_the_template_of_the_model(service, use):
+def test_a_chat_is_rendered_by_the_template_of_the_model(service, use):
     service.script = result_of([*b"Hi"], [END])
     assert [chunk.text for chunk in use(lambda client: client.chat(CHAT, tenant="t", stop=["x"]))] == ["Hi", ""]
     assert service.prompts() == [byte_level().encode_chat(CHAT)]
@@ -331,7 +332,7 @@ def test_names_of_newer_services_are_their_numbers():
     assert (chunk.finish_reason, chunk.miss_reason) == ("9", "99")
 
 
-def test_the_package_hands_out_the_clients_and_stays_light():
+def test_the_package_exports_the_clients_without_importing_the_engine():
     program = (
         "import sys, radixkv\n"
         "assert not {'grpc', 'numpy', 'radixkv.service'} & set(sys.modules)\n"

@@ -58,7 +58,7 @@ def test_chat_templates_are_stored_in_their_own_folder(folder):
 
 def test_an_unwritable_cache_directory_is_replaced_by_a_temporary_one(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))  # no folder can be made in it, also by root
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))  # even root cannot create a folder in a file
     data = zip_of({"tokenizer.json": "{}"})
     directory = store(data)
     assert (directory / "tokenizer.json").read_text() == "{}"
@@ -78,7 +78,7 @@ def test_another_digest_is_refused(folder):
 
 
 @pytest.mark.parametrize("digest", ["", "0" * 63, "../" + "0" * 61, "0" * 63 + "\n", "A" * 64])
-def test_a_value_that_is_no_digest_names_no_folder(digest):
+def test_a_value_that_is_no_digest_is_refused(digest):
     with pytest.raises(ValueError, match="expected a digest of 64 hexadecimal digits"):
         stored_files(digest)
 

@@ -27,7 +27,7 @@ def failure(code: grpc.StatusCode, details: str = "refused", cause: Cause | None
 
 
 class FakeConnection:
-    """A connection whose replica answers what a test says."""
+    """A connection to a replica whose state a test sets."""
 
     in_flight = ReplicaConnection.in_flight
     metadata = (("authorization", "Bearer token"),)

@@ -40,7 +40,7 @@ class FleetProcess:
 
 @contextlib.contextmanager
 def running_fleet(*arguments: str, log: Path) -> Iterator[FleetProcess]:
-    """Run `radixkv fleet`. Afterwards none of its processes is there."""
+    """Run `radixkv fleet`. Afterwards, none of its processes is left."""
     command = [sys.executable, "-m", "radixkv.service", "fleet", *SMALL, *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with (

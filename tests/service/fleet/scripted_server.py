@@ -69,10 +69,10 @@ class ScriptedServer:
         finally:
             self.num_closed += 1
 
-    def run(self, before_the_last=lambda: True) -> EventSubscription:
-        """Follow until the streams are used up."""
+    def run(self, before_the_last=lambda: True) -> None:
+        """Follow the server until all streams are read."""
 
-        async def follow() -> EventSubscription:
+        async def follow() -> None:
             stream = EventSubscription("a", self, self.view, sleep=self._sleep, clock=lambda: self._now_s)
             task = asyncio.create_task(stream.run())
             over = asyncio.create_task(self._is_over.wait())
@@ -83,10 +83,9 @@ class ScriptedServer:
             await asyncio.gather(over, return_exceptions=True)
             with contextlib.suppress(asyncio.CancelledError):
                 await task
-            return stream
 
         self._check = before_the_last
-        return asyncio.run(follow())
+        asyncio.run(follow())
 
     async def _sleep(self, seconds: float) -> None:
         self.pauses.append(seconds)

@@ -34,7 +34,7 @@ def authorizer(tmp_path):
     return replica_auth(config, "secret").authorizer()
 
 
-def test_the_fleet_brings_calls_of_all_callers(authorizer) -> None:
+def test_the_fleet_may_act_for_all_tenants(authorizer) -> None:
     assert identity(authorizer, call("Bearer secret")) is FLEET
     assert (FLEET.role, FLEET.tenants, FLEET.is_anyone) == (Role.ADMIN, None, False)
 
@@ -54,5 +54,5 @@ def test_others_need_credentials_of_their_own(authorizer) -> None:
             identity(authorizer, call(*headers))
 
 
-def test_without_credentials_everybody_may_call() -> None:
+def test_without_credentials_every_caller_is_accepted() -> None:
     assert identity(replica_auth(ServerConfig(), "secret").authorizer(), call()).role is Role.ADMIN

@@ -82,7 +82,7 @@ def test_statistics_are_sums_and_those_of_each_replica() -> None:
     run(test)
 
 
-def test_a_replica_that_can_not_be_asked_is_named_and_not_counted() -> None:
+def test_an_unreachable_replica_is_named_and_not_counted() -> None:
     async def test() -> None:
         async with fleet(2) as served, AsyncClient(served.address) as client:
             connection = served.state.connections[1]
@@ -104,7 +104,7 @@ def test_a_replica_that_can_not_be_asked_is_named_and_not_counted() -> None:
     run(test)
 
 
-def test_callers_may_what_they_may_on_a_server(tmp_path) -> None:
+def test_callers_have_the_same_permissions_as_on_a_server(tmp_path) -> None:
     roles = {"own": 'role = "tenant"\ntenant = "acme"', "all": 'role = "admin"', "seen": 'role = "reader"'}
     credentials = [
         f'[[credentials]]\nname = "{name}"\n{role}\ntoken_sha256 = "{hashlib.sha256(name.encode()).hexdigest()}"\n'
@@ -153,7 +153,7 @@ def answer(scale: int, **fields) -> StatsResponse:
     )
 
 
-def test_counts_add_up_and_what_is_alike_stays() -> None:
+def test_counts_add_up_and_equal_values_stay() -> None:
     response = sum_stats([answer(1), answer(2)], 100)
     assert (response.model, response.device, response.block_size, response.block_bytes, response.model_fingerprint) == (
         "m", "cpu", 64, 4096, "f",
@@ -164,7 +164,7 @@ def test_counts_add_up_and_what_is_alike_stays() -> None:
     assert not response.HasField("first_tokens")
 
 
-def test_one_replica_is_its_own_sum_but_for_the_epoch() -> None:
+def test_the_sum_of_one_replica_equals_it_except_for_the_epoch() -> None:
     expected = answer(3, tenants=[TenantStats(tenant="a", cached_blocks=1)], tiers=[TierStats(tier="host", blocks=1)])
     response = sum_stats([expected], 100)
     expected.ClearField("epoch")
@@ -315,6 +315,17 @@ def test_statements_are_added_up_outside_of_the_event_loop(tmp_path, monkeypatch
             await client.statement()
             assert threads
             assert threading.get_ident() not in threads
+
+    run(test)
+
+
+def test_a_refusal_by_all_replicas_does_not_suggest_a_retry() -> None:
+    async def test() -> None:
+        async with fleet(2) as served, AsyncClient(served.address) as client:
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await client.statement()
+            assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED
+            assert refused.value.details().startswith("replicas: 2 of 2 failed: ")
 
     run(test)
 

@@ -35,7 +35,7 @@ ANSWER = [GenerateResponse(token_ids=[7], usage=Usage(prompt_tokens=3)), Generat
 
 
 class Replicas:
-    """Replicas of one role that are chosen in order, and what each of them answers, call by call."""
+    """Replicas of one role that are chosen in order, with the response of each to each call."""
 
     def __init__(self, **answers: list[Any]) -> None:
         self.answers = answers
@@ -96,7 +96,7 @@ class Call:
 
 
 class Split:
-    """A fleet of replicas that compute and of those that generate."""
+    """A fleet of prefill replicas and decode replicas."""
 
     def __init__(self, computing: Replicas, generating: Replicas) -> None:
         self.computing, self.generating = computing, generating
@@ -118,7 +118,7 @@ class Split:
 
     @property
     def sources(self) -> list[tuple[str, str]]:
-        """Replicas that generated, each with the lease."""
+        """Decode replicas that were called, each with the lease."""
         return [(name, request.kv_source.lease_id) for name, request in self.generating.requests]
 
 
@@ -126,7 +126,7 @@ def tokens_of(parts: list[GenerateResponse]) -> list[int]:
     return [token_id for part in parts for token_id in part.token_ids]
 
 
-def test_one_replica_computes_and_another_one_generates() -> None:
+def test_one_replica_prefills_and_another_one_decodes() -> None:
     split = Split(Replicas(p=["lease"]), Replicas(d=[ANSWER]))
     parts = split.answer()
     assert tokens_of(parts) == [7, 8]
@@ -149,14 +149,14 @@ def test_another_replica_decodes_from_the_same_lease_if_one_is_lost() -> None:
 
 
 @pytest.mark.parametrize("lost", [NO_LEASE, NO_SOURCE], ids=["restarted", "gone"])
-def test_a_prompt_whose_lease_is_lost_is_computed_elsewhere(lost: Exception) -> None:
+def test_a_prompt_whose_lease_is_lost_is_prefilled_by_another_replica(lost: Exception) -> None:
     split = Split(Replicas(p=["one"], q=["two"]), Replicas(d=[[lost], ANSWER]))
     assert tokens_of(split.answer()) == [7, 8]
     assert split.sources == [("d", "one"), ("d", "two")], "who generates is not to blame"
     assert split.computing.released == [("p", "one"), ("q", "two")]
 
 
-def test_a_source_that_is_silent_is_left() -> None:
+def test_a_source_that_fails_health_checks_is_abandoned() -> None:
     split = Split(Replicas(p=["one"], q=["two"]), Replicas(d=[ANSWER, ANSWER]))
     split.computing.connections["p"].is_lost = True
     split.computing.connections["p"].wait_for = first_only(split.computing.connections["p"])
@@ -166,7 +166,7 @@ def test_a_source_that_is_silent_is_left() -> None:
 
 
 def first_only(connection: FakeConnection) -> Any:
-    """Answers the prefill, and is silent from then on."""
+    """Return a `wait_for` of a replica that answers its first call, and then no longer answers health checks."""
     silent, num_calls = connection.wait_for, 0
 
     async def wait_for(awaitable: Any) -> Any:
@@ -177,7 +177,7 @@ def first_only(connection: FakeConnection) -> Any:
     return wait_for
 
 
-def test_without_replicas_that_compute_the_other_one_does() -> None:
+def test_without_prefill_replicas_the_decode_replica_prefills() -> None:
     full = failure(grpc.StatusCode.RESOURCE_EXHAUSTED, "in any words", Cause.HOLD_LEASE)
     for computing in (Replicas(), Replicas(p=[LOST]), Replicas(p=[""]), Replicas(p=[full])):
         split = Split(computing, Replicas(d=[ANSWER]))
@@ -187,7 +187,7 @@ def test_without_replicas_that_compute_the_other_one_does() -> None:
         assert not split.generating.requests[0][1].HasField("kv_source")
 
 
-def test_after_three_lost_leases_the_one_that_generates_computes() -> None:
+def test_after_three_lost_leases_the_decode_replica_prefills() -> None:
     computing = Replicas(**{name: [name] for name in "pqrs"})
     split = Split(computing, Replicas(d=[[NO_LEASE], [NO_LEASE], [NO_LEASE], ANSWER]))
     assert tokens_of(split.answer()) == [7, 8]
@@ -195,7 +195,7 @@ def test_after_three_lost_leases_the_one_that_generates_computes() -> None:
     assert [name for name, _ in computing.released] == ["p", "q", "r"]
 
 
-def test_an_answer_that_has_begun_is_not_begun_again() -> None:
+def test_a_completion_that_has_begun_is_not_retried() -> None:
     split = Split(Replicas(p=["lease"]), Replicas(d=[[ANSWER[0], LOST]], e=[ANSWER]))
     with pytest.raises(ReplicaRefusal, match="it was lost in the middle of the response"):
         split.answer()
@@ -203,7 +203,7 @@ def test_an_answer_that_has_begun_is_not_begun_again() -> None:
     assert split.computing.released == [("p", "lease")]
 
 
-def test_the_text_of_a_refusal_decides_nothing() -> None:
+def test_the_text_of_a_refusal_does_not_determine_whether_it_is_retried() -> None:
     full = failure(grpc.StatusCode.RESOURCE_EXHAUSTED, "hold_lease: expected at most 9 blocks in held leases, got 9")
     with pytest.raises(ReplicaRefusal, match="hold_lease"):
         Split(Replicas(p=[full]), Replicas(d=[ANSWER])).answer()
@@ -223,7 +223,7 @@ def test_refusals_are_returned_and_no_lease_stays_held(step: str) -> None:
     assert computing.released == ([] if step == "prefill" else [("p", "lease")])
 
 
-def test_a_reader_that_leaves_gives_the_lease_back() -> None:
+def test_a_client_that_cancels_releases_the_lease() -> None:
     split = Split(Replicas(p=["lease"]), Replicas(d=[ANSWER]))
 
     async def leave(num_parts: int) -> None:
@@ -264,7 +264,7 @@ def part(**fields) -> GenerateResponse:
     return GenerateResponse(usage=usage, timing=timing, miss_reason=NONE, **fields)
 
 
-def test_a_prompt_counts_as_it_was_computed_and_an_answer_as_it_was_generated() -> None:
+def test_usage_combines_the_prompt_and_the_completion_of_both_replicas() -> None:
     response = with_prefill_usage(part(finished=True), COMPUTED)
     expected = Usage()
     expected.CopyFrom(COMPUTED.usage)

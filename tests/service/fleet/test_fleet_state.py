@@ -77,8 +77,7 @@ def test_named_tenants_are_found_by_the_fleets_key() -> None:
         message = events_pb2.EventBatch(sequence_number=9, events=[events_pb2.CacheEvent(stored=stored)])
         message.snapshot.count = 1
         seen.connections["b"].batches.put_nowait(message)
-        assert await becomes_true(lambda: seen.state.is_up_to_date("b"))
-        assert not seen.state.is_up_to_date("a")
+        assert await becomes_true(seen.connections["b"].batches.empty)
         routed = seen.state.route(RoutingRequest(tokens(0), "acme"))
         assert (routed.name, routed.route.hits.total, routed.reason) == ("b", 40, RoutingReason.PREFIX)
         assert seen.state.route(RoutingRequest(tokens(0), "other")).route.hits.total == 0
@@ -87,7 +86,7 @@ def test_named_tenants_are_found_by_the_fleets_key() -> None:
     run(test)
 
 
-def test_a_silent_replica_gets_nothing_unless_it_is_the_last() -> None:
+def test_a_replica_that_is_not_up_gets_requests_only_if_it_is_the_last() -> None:
     async def test() -> None:
         seen = Seen("a", "b")
         home = seen.state.route(RoutingRequest(tokens(0))).name
@@ -148,7 +147,7 @@ def test_routing_without_replicas_or_tokens_is_refused() -> None:
     run(test)
 
 
-def test_a_slow_replica_gets_less() -> None:
+def test_a_slow_replica_gets_fewer_requests() -> None:
     async def test() -> None:
         seen = Seen("a", "b")
         for start in range(8):
@@ -164,7 +163,7 @@ def test_a_slow_replica_gets_less() -> None:
     run(test)
 
 
-def test_a_tenant_waits_for_its_share_alone() -> None:
+def test_a_tenant_waits_only_for_its_share() -> None:
     async def test() -> None:
         seen = Seen("a")
         for start in range(10):
@@ -176,7 +175,7 @@ def test_a_tenant_waits_for_its_share_alone() -> None:
     run(test)
 
 
-def test_one_replica_decodes_what_another_has_computed() -> None:
+def test_the_source_of_kv_is_chosen_only_if_it_is_the_last() -> None:
     async def test() -> None:
         seen = Seen("a", "b")
         home = seen.state.route(RoutingRequest(tokens(0))).name

@@ -34,7 +34,7 @@ class Handle:
         yield
 
 
-def test_the_ingress_listens_once_a_replica_is_there() -> None:
+def test_the_ingress_listens_as_soon_as_a_replica_is_available() -> None:
     async def test() -> None:
         handle = Handle()
         starting = asyncio.create_task(started(handle))

@@ -6,7 +6,7 @@ from types import ModuleType, SimpleNamespace
 from radixkv.service.fleet.ray_fleet import listen_on_loopback
 
 
-def test_only_the_address_of_all_is_changed(monkeypatch) -> None:
+def test_only_the_wildcard_address_is_replaced(monkeypatch) -> None:
     bound = []
     private = ModuleType("ray.serve._private")
     private.replica = SimpleNamespace(add_port_to_grpc_server=lambda server, address: bound.append((server, address)))

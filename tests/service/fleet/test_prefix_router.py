@@ -16,7 +16,7 @@ from radixkv.service.fleet.routing_request import RoutingRequest
 from tests.service.fleet.fake_connection import facts
 
 
-def test_a_question_is_answered_and_other_calls_go_anywhere() -> None:
+def test_a_routing_request_gets_its_result_and_other_calls_may_use_any_replica() -> None:
     async def test() -> None:
         router = object.__new__(PrefixRouter)
         router.initialize_state(routing="prefix", least_match_tokens=8, health_timeout_s=1.0, tls_ca=None, tls_name="")

@@ -62,7 +62,7 @@ def test_all_of_ray_listens_on_loopback(fleet) -> None:
     assert listening_elsewhere(fleet.pids()) == []
 
 
-def test_prompts_go_where_their_prefixes_are(fleet, client) -> None:
+def test_prompts_are_routed_to_their_prefixes(fleet, client) -> None:
     wait_until(lambda: has_all(fleet))
     homes = {}
     for own in range(3):
@@ -97,7 +97,7 @@ def test_all_replicas_are_counted_and_purged(fleet, client) -> None:
     assert "acme" not in [each.tenant for each in client.stats().tenants if each.cached_blocks]
 
 
-def test_a_killed_replica_costs_no_answer_and_is_restarted(fleet, client) -> None:
+def test_a_killed_replica_fails_no_call_and_is_restarted(fleet, client) -> None:
     wait_until(lambda: has_all(fleet))
     client.prefill(prompt(60))
     home = route(fleet, prompt(60)).address
@@ -129,7 +129,7 @@ def test_one_replica_decodes_what_another_one_has_computed(fleet, client) -> Non
         assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
-def test_a_paused_replica_costs_no_answer(fleet, client) -> None:
+def test_a_suspended_replica_fails_no_call(fleet, client) -> None:
     wait_until(lambda: has_all(fleet))
     client.prefill(prompt(80))
     home = route(fleet, prompt(80)).address
@@ -204,7 +204,7 @@ def test_a_shared_store_has_what_was_computed_and_a_fleet_ends_with_its_answers(
                 assert len(tokens_of([first, *chunks])) == 200
 
 
-def test_prompts_are_computed_by_some_and_answers_generated_by_others(tmp_path) -> None:
+def test_prompts_are_prefilled_and_decoded_on_different_replicas(tmp_path) -> None:
     ids = prompt(200)
     flags = ("--prefill-replicas", "1", "--decode-replicas", "1", "--set", f"fleet.start_timeout_s={PATIENCE_S}")
     with running_fleet(*flags, log=tmp_path / "log") as fleet:

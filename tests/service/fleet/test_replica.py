@@ -23,7 +23,7 @@ def test_a_replica_has_tls_if_the_ingress_knows_its_authorities() -> None:
 
 
 @pytest.mark.parametrize("max_calls", [1, 20, 2**31 - 1])
-def test_a_replica_takes_on_one_connection_what_the_ingress_takes_from_all_callers(max_calls) -> None:
+def test_a_replica_accepts_on_one_connection_what_the_ingress_accepts_from_all_callers(max_calls) -> None:
     replica = replica_server(Config(server=ServerConfig(max_calls=max_calls)), "127.0.0.1")
     assert min(replica.max_calls, replica.max_connection_calls) >= min(2 * max_calls + 1, 2**31 - 1)
 

@@ -162,7 +162,7 @@ def test_a_replica_that_refuses_health_checks_counts_as_up() -> None:
     run(test)
 
 
-def test_calls_keep_neither_health_nor_events_waiting() -> None:
+def test_calls_delay_neither_health_checks_nor_events() -> None:
     async def test() -> None:
         engine = FakeEngine(is_gated=True)
         engine.events = FakeSource()

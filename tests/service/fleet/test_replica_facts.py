@@ -8,7 +8,7 @@ SECRETS = FleetSecrets(bytes(range(32)), "the fleet's token")
 FACTS = ReplicaFacts("127.0.0.1:1", 7, "tiny", "fingerprint", 512, 4096, 16, "", 3600.0, SECRETS)
 
 
-def test_facts_travel_as_json() -> None:
+def test_facts_can_be_sent_as_json() -> None:
     assert ReplicaFacts.from_metadata(json.loads(json.dumps(FACTS.to_metadata()))) == FACTS
 
 

@@ -52,7 +52,7 @@ def test_later_answers_move_the_average_by_their_tokens() -> None:
 def test_prompts_that_are_computed_side_by_side_do_not_make_a_replica_slow() -> None:
     speeds = SpeedTrial()
     sent_s = speeds.now_s
-    for _ in range(5):  # all asked at once, each takes a second of its own
+    for _ in range(5):  # all are sent at once, and each takes a second of its own
         speeds.respond("busy", 1.0, sent_s=sent_s)
     assert speeds.compute_s("busy") == pytest.approx(0.01)
 

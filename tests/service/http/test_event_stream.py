@@ -12,7 +12,7 @@ from radixkv.service.http.event_stream import EventStream
 from tests.patience import PATIENCE_S
 
 
-def test_an_event_counts_as_sent_when_the_system_has_taken_it() -> None:
+def test_an_event_counts_as_sent_when_the_system_has_buffered_it() -> None:
     unsent_bytes: list[int] = []
 
     async def send(request: web.BaseRequest) -> web.StreamResponse:

@@ -1,4 +1,4 @@
-"""The HTTP port around a fake engine: credentials, limits, slow and leaving clients, and draining."""
+"""The HTTP port around a fake engine: credentials, limits, clients that are slow or disconnect, and draining."""
 
 from __future__ import annotations
 
@@ -224,7 +224,7 @@ def test_a_body_that_does_not_arrive_is_refused() -> None:
     assert b"only a part of it arrived within 0.1 s" in data
 
 
-def test_small_bodies_that_arrive_slowly_delay_no_other() -> None:
+def test_small_bodies_that_arrive_slowly_do_not_delay_others() -> None:
     async def main() -> list[int]:
         async with port_of(FakeEngine(), max_receiving_bytes=1) as (server, port):
             slow = [await asyncio.open_connection("127.0.0.1", port) for _ in range(8)]

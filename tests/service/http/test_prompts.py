@@ -23,7 +23,7 @@ def waits(event: threading.Event, running: list[int], most_running: list[int]) -
 
 
 @pytest.mark.parametrize("num_bytes", [SMALL, LARGE])
-def test_cancelled_calls_run_on_no_more_threads(num_bytes: int) -> None:
+def test_cancelled_calls_do_not_occupy_more_threads(num_bytes: int) -> None:
     may_end, running, most_running = threading.Event(), [], []  # type: ignore[var-annotated]
 
     async def main() -> None:
@@ -35,7 +35,7 @@ def test_cancelled_calls_run_on_no_more_threads(num_bytes: int) -> None:
                 await asyncio.sleep(0.01)
                 call.cancel()
             other = encoder.on_thread(LARGE if num_bytes == SMALL else SMALL, time.monotonic)
-            assert await other > 0  # the other class has places of its own
+            assert await other > 0  # the other class has threads of its own
             assert max(most_running) == 2
             last = asyncio.ensure_future(encoder.on_thread(num_bytes, lambda: "over"))
             await asyncio.sleep(0.01)
@@ -47,7 +47,7 @@ def test_cancelled_calls_run_on_no_more_threads(num_bytes: int) -> None:
     asyncio.run(asyncio.wait_for(main(), PATIENCE_S))
 
 
-def test_a_function_that_raises_leaves_its_place() -> None:
+def test_a_function_that_raises_releases_its_thread() -> None:
     def fails() -> None:
         raise KeyError("no")
 

@@ -131,7 +131,7 @@ def test_tools_are_refused_where_calls_have_no_known_format() -> None:
         ),
     ],
 )
-def test_reasoning_effort_is_what_the_template_can_do(
+def test_reasoning_effort_depends_on_the_template(
     variables: tuple[str, ...], reasoning: Any, effort: str, expected: Any
 ) -> None:
     tokenizer: Any = Template(*variables)

@@ -58,7 +58,7 @@ def test_no_requests_have_no_outputs() -> None:
 
 
 @pytest.mark.parametrize("max_unfinished", [1, 3])
-def test_at_most_some_requests_are_unfinished(max_unfinished: int) -> None:
+def test_the_number_of_unfinished_requests_is_bounded(max_unfinished: int) -> None:
     requests = Requests(FakeEngine(), RequestSlots(max_unfinished))
     most = 0
     start = requests.start
@@ -73,7 +73,7 @@ def test_at_most_some_requests_are_unfinished(max_unfinished: int) -> None:
     assert most == max_unfinished
 
 
-def test_a_full_queue_is_waited_for_if_own_requests_run() -> None:
+def test_a_call_waits_for_a_full_queue_while_its_requests_run() -> None:
     requests = Requests(FakeEngine())
     refused = 0
     start = requests.start
@@ -90,7 +90,7 @@ def test_a_full_queue_is_waited_for_if_own_requests_run() -> None:
     assert refused >= 4
 
 
-def test_a_full_queue_is_waited_for_without_own_requests() -> None:
+def test_a_call_without_requests_waits_for_a_full_queue() -> None:
     """Cancelled requests of an earlier call are in the queue until the next step."""
     requests = Requests(FakeEngine())
     start = requests.start
@@ -118,7 +118,7 @@ def test_calls_of_several_threads_share_what_may_be_unfinished() -> None:
     assert slots._num_taken == 0
 
 
-def test_a_request_that_has_ended_returns_its_slot_while_others_run() -> None:
+def test_a_request_that_has_ended_releases_its_slot_while_others_run() -> None:
     slots = RequestSlots(3)
     requests = Requests(FakeEngine(), slots)
     num_taken: list[int] = []
@@ -130,7 +130,7 @@ def test_a_request_that_has_ended_returns_its_slot_while_others_run() -> None:
     assert num_taken == [3, 2, 1]
 
 
-def test_a_call_that_fails_returns_its_slots() -> None:
+def test_a_call_that_fails_releases_its_slots() -> None:
     slots = RequestSlots(2)
     engine = FakeEngine()
     engine.refusal = Draining("engine: stopped")

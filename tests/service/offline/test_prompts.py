@@ -38,7 +38,7 @@ def test_a_single_prompt_becomes_a_list(prompts: Any, num_prompts: int) -> None:
     assert len(prompt_list(prompts)) == num_prompts
 
 
-def test_something_else_is_no_list_of_prompts() -> None:
+def test_other_types_are_refused_as_prompts() -> None:
     with pytest.raises(InvalidRequest, match="prompts: expected a prompt or a list of prompts, got int"):
         prompt_list(3)  # type: ignore[arg-type]
 

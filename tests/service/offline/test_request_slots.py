@@ -10,7 +10,7 @@ from radixkv.service.offline.request_slots import RequestSlots
 from tests.patience import PATIENCE_S
 
 
-def test_a_call_that_is_alone_takes_all_slots() -> None:
+def test_a_single_call_acquires_all_slots() -> None:
     with RequestSlots(3).call() as call:
         assert [call.take() for _ in range(4)] == [True, True, True, False]
         assert call.num_taken == 3
@@ -49,7 +49,7 @@ def test_calls_have_equal_shares() -> None:
         assert first.take(), "the other call has ended"
 
 
-def test_a_call_returns_its_slots_however_it_ends() -> None:
+def test_a_call_releases_its_slots_however_it_ends() -> None:
     slots = RequestSlots(2)
     for _ in range(3):
         with contextlib.suppress(KeyboardInterrupt), slots.call() as call:

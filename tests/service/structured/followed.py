@@ -8,7 +8,7 @@ END = 256
 
 
 def follows(grammar: GrammarText, text: str) -> bool:
-    """Whether a text is a whole answer that follows a grammar."""
+    """Return whether a text is a whole completion that follows a grammar."""
     from radixkv.service.structured.matcher import GrammarConstraint
     from radixkv.service.structured.vocabulary import Vocabulary
 

@@ -25,7 +25,7 @@ def constraint(compilation, limit_s=LIMIT_S):
     return asyncio.run(compilation.constraint(limit_s))
 
 
-def test_its_result_is_returned_each_time_however_late(compilation, clock):
+def test_a_result_is_returned_to_each_call_however_late(compilation, clock):
     compilation.begin()
     compilation.end("made")
     clock.now_s += 1000 * LIMIT_S
@@ -33,7 +33,7 @@ def test_its_result_is_returned_each_time_however_late(compilation, clock):
     assert compilation.is_over
 
 
-def test_waiting_calls_return_when_it_ends(compilation):
+def test_waiting_calls_return_when_the_compilation_ends(compilation):
     async def ask():
         waiting = [asyncio.create_task(compilation.constraint(PATIENCE_S)) for _ in range(3)]
         await asyncio.sleep(0)
@@ -58,13 +58,13 @@ def test_an_error_is_raised_each_time_and_does_not_grow(compilation):
     assert len(lengths) == 1
 
 
-def test_a_turn_that_does_not_come_is_not_the_fault_of_the_text(compilation):
+def test_a_grammar_that_stays_queued_is_refused_as_queue_full(compilation):
     with pytest.raises(QueueFull, match=r"^regex: other grammars were compiled for 0.01 s; try again later$"):
         constraint(compilation, 0.01)
     assert not compilation.is_over
 
 
-def test_the_time_to_compile_counts_from_its_turn_on(compilation, clock, monkeypatch):
+def test_the_time_to_compile_counts_from_its_beginning(compilation, clock, monkeypatch):
     waits_s = []
 
     async def wait(_, timeout):

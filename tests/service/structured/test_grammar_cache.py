@@ -21,7 +21,7 @@ def compiled(text):
 
 
 def kept_with(max_texts, **texts):
-    """Return what keeps the texts of the accounts with these names."""
+    """Return a cache with texts of tenants, by the name of the tenant."""
     kept = GrammarCache(max_texts)
     for name, own in texts.items():
         for text in own:
@@ -33,7 +33,7 @@ def left(kept, account):
     return "".join(text for text in "pqrstuvw" if kept.find(account, regex(text)) is not None)
 
 
-def test_a_text_is_found_by_the_account_that_wrote_it_alone():
+def test_a_text_is_found_only_by_its_quota_key():
     kept = kept_with(4, a="p")
     assert kept.find(A, regex("p")).text == regex("p")
     assert kept.find(B, regex("p")) is None
@@ -47,7 +47,7 @@ def test_the_oldest_text_is_evicted_first_and_a_found_one_is_the_latest():
     assert left(kept, A) == "prs"
 
 
-def test_the_account_with_most_texts_loses_one():
+def test_the_quota_key_with_most_texts_loses_one():
     kept = kept_with(4, b="p", a="pqr")
     kept.add(C, compiled("p"))
     assert [left(kept, each) for each in (A, B, C)] == ["qr", "p", "p"]
@@ -55,7 +55,7 @@ def test_the_account_with_most_texts_loses_one():
     assert (len(kept), left(kept, A)) == (4, "r")
 
 
-def test_of_equals_the_account_that_asked_longest_ago_loses_its_text():
+def test_of_equals_the_least_recently_used_quota_key_loses_its_text():
     kept = kept_with(2, a="p", b="p")
     kept.find(A, regex("p"))
     kept.add(C, compiled("p"))

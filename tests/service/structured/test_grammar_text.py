@@ -45,7 +45,7 @@ def test_an_invalid_schema_is_refused_by_name(schema: str, got: str) -> None:
     assert got in str(refused.value)
 
 
-def test_any_json_follows_a_schema_that_says_nothing() -> None:
+def test_an_empty_schema_allows_any_json() -> None:
     for schema in ("true", "{}"):
         assert answers(text("json_schema", schema), "1", "[1, {}]", '"a"', "nul", "", "{") == ["1", "[1, {}]", '"a"']
 
@@ -76,7 +76,7 @@ def test_no_choices_are_refused_by_name() -> None:
         GrammarText.of_choices("choice", [])
 
 
-def test_a_regex_is_about_the_whole_answer() -> None:
+def test_a_regex_matches_the_whole_completion() -> None:
     assert answers(text("regex", r"a/b\d+|^x$"), "a/b12", "x", "xx", "ya/b1", "a/b") == ["a/b12", "x"]
 
 

@@ -32,13 +32,13 @@ def grammars(model_path: str | None = "tiny") -> Grammars:
 
 @pytest.fixture(autouse=True)
 def patience(monkeypatch):
-    """Give texts the time that a busy machine takes."""
+    """Allow texts the time to compile that a busy machine needs."""
     monkeypatch.setattr(module, "MAX_COMPILE_S", PATIENCE_S)
 
 
 @pytest.fixture
 def compiled(monkeypatch):
-    """Note what is compiled, in order. While the lock is taken, nothing gets further."""
+    """Record what is compiled, in order. While the lock is held, nothing is compiled."""
     texts, gate = [], threading.Lock()
     compile_text = Grammars._compile
 
@@ -53,7 +53,7 @@ def compiled(monkeypatch):
 
 @pytest.fixture
 def limits(monkeypatch):
-    """Note the limit of each wait that has begun."""
+    """Record the limit of each wait that has begun."""
     limits, constraint = [], Compilation.constraint
 
     async def note(self, limit_s):
@@ -69,7 +69,7 @@ def test_without_a_text_nothing_is_loaded(monkeypatch):
     assert asyncio.run(grammars().constrain(SAMPLING, None, MINE)) is SAMPLING
 
 
-def test_everything_else_stays_as_it_was():
+def test_the_other_sampling_options_are_unchanged():
     constrained = asyncio.run(grammars().constrain(SAMPLING, regex("a+"), MINE))
     assert constrained.constraint is not None
     assert (constrained.max_new_tokens, constrained.seed) == (5, 1)
@@ -104,7 +104,7 @@ def test_the_latest_texts_are_kept(compiled):
     assert len(made._cache) == MAX_CACHED
 
 
-def test_a_caller_that_leaves_cancels_nothing_for_others(compiled):
+def test_a_cancelled_caller_does_not_affect_others(compiled):
     async def ask():
         made = grammars()
         with compiled[1]:
@@ -205,7 +205,7 @@ def test_without_a_thread_a_text_is_refused_and_the_next_one_is_compiled(monkeyp
     assert "no thread can be started to compile it: can't start new thread" in caplog.text
 
 
-def test_too_many_that_wait_are_refused(compiled):
+def test_too_many_queued_grammars_are_refused(compiled):
     async def ask():
         made = grammars()
         with compiled[1]:
@@ -245,7 +245,7 @@ def test_waiting_texts_of_one_tenant_do_not_refuse_others_and_tenants_take_turns
     assert len(compiled[0]) == MAX_WAITING + 2
 
 
-def test_texts_of_one_tenant_push_out_its_own_and_not_those_of_others(compiled):
+def test_grammars_of_a_tenant_evict_its_own_and_not_those_of_others(compiled):
     async def ask():
         made = grammars()
         await made.constrain(SAMPLING, regex("mine"), MINE)
@@ -257,7 +257,7 @@ def test_texts_of_one_tenant_push_out_its_own_and_not_those_of_others(compiled):
     assert compiled[0].count("mine") == 1
 
 
-def test_a_text_is_compiled_for_each_tenant_so_that_none_learns_what_others_ask(compiled):
+def test_a_text_is_compiled_for_each_tenant_so_that_none_learns_those_of_others(compiled):
     async def ask():
         made = grammars()
         return [(await made.constrain(SAMPLING, regex("a+"), each)).constraint for each in (MINE, OTHERS, MINE)]

@@ -21,7 +21,7 @@ LETTERS = [b"a", b"b", b"c", "é".encode()[:1], "é".encode()[1:], "è".encode()
 NAMES = [*LETTERS, b"ab", b"bc", b"abc", b"aa", "é".encode(), "aé".encode(), b"a\xc3", b"bc", b"", b"<s>", b"</s>"]
 SPECIAL = frozenset({15, 16})
 VOCABULARY = Vocabulary.of_names(NAMES, SPECIAL)
-LONGEST = 6  # letters of the strings that are looked at
+LONGEST = 6  # letters of the strings that are examined
 
 PATTERNS = [
     "abc",
@@ -93,7 +93,7 @@ def test_only_stop_tokens_without_text_end_an_answer() -> None:
     assert set(np.flatnonzero(both.allowed()).tolist()) == {1, 15, 16}
 
 
-def test_answers_are_followed_by_themselves() -> None:
+def test_a_matcher_follows_the_texts_of_its_grammar() -> None:
     ready = constraint("ab|bc")
     first, second = ready.start(frozenset()), ready.start(frozenset())
     first.accept(0)
@@ -144,7 +144,7 @@ def test_a_grammar_that_no_text_can_follow_is_refused_by_name(kind: str, text: s
     assert "no_forcing" not in str(refused.value)
 
 
-def test_no_token_can_spell_it() -> None:
+def test_a_grammar_that_no_token_can_spell_is_refused() -> None:
     with pytest.raises(InvalidRequest, match=r"^regex: "):
         constraint("x")
 
@@ -169,7 +169,7 @@ def repeat_a(matcher: GrammarMatcher) -> None:
         matcher.accept(9)
 
 
-def test_a_token_that_may_not_come_is_followed_by_a_refusal() -> None:
+def test_after_a_token_that_is_not_allowed_the_matcher_refuses() -> None:
     matcher: GrammarMatcher = constraint("ab").start(frozenset())
     matcher.accept(2)
     assert not matcher.is_finished

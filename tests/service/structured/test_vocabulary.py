@@ -21,7 +21,7 @@ def allowed(vocabulary: Vocabulary, regex: str, stop_token_ids: frozenset[int] =
     return set(np.flatnonzero(matcher.allowed()).tolist())
 
 
-def test_tokens_stand_for_what_the_tokenizer_says(tokenizer):
+def test_tokens_have_the_bytes_of_the_tokenizer(tokenizer):
     vocabulary = Vocabulary.of(tokenizer.definition, 512, ())
     assert vocabulary.without_text >= SPECIAL
     texts = {token_id: tokenizer.decode([token_id]) for token_id in range(512)}
@@ -44,7 +44,7 @@ def test_an_end_of_sequence_is_never_text(tokenizer):
 
 
 @pytest.mark.parametrize("vocab_size", [300, 512, 700])
-def test_a_model_may_have_more_tokens_than_its_tokenizer_or_less(tokenizer, vocab_size):
+def test_a_model_may_have_more_or_fewer_tokens_than_its_tokenizer(tokenizer, vocab_size):
     vocabulary = Vocabulary.of(tokenizer.definition, vocab_size, {2})
     assert vocabulary.vocab_size == vocab_size
     matcher = GrammarConstraint(GrammarText("regex", "regex", "(?s:.+)"), vocabulary).start(frozenset({2}))

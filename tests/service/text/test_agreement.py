@@ -162,7 +162,7 @@ def test_conversations_are_those_of_transformers(chatting, chat, add_generation_
         ("{{ messages.append(1) }}", [{"role": "user"}], "rejects these messages: access to attribute 'append'"),
     ],
 )
-def test_what_a_template_refuses_is_said_without_the_messages(source, messages, message):
+def test_the_error_of_a_template_does_not_contain_the_messages(source, messages, message):
     with pytest.raises(ValueError, match=message):
         ChatTemplate(source, {}).render(messages)
 
@@ -177,7 +177,7 @@ def test_templates_write_the_date_of_the_clock():
     assert template.render([{"role": "user"}]) == "03 Feb 2025"
 
 
-def test_messages_of_other_clients_are_taken_and_other_objects_refused():
+def test_messages_of_other_clients_are_accepted_and_other_objects_refused():
     message = SimpleNamespace(model_dump=lambda: {"role": "user", "content": "hi", "tool_calls": None})
     assert ChatTemplate("{{ messages }}", {}).render([message]) == "[{'role': 'user', 'content': 'hi'}]"
     with pytest.raises(TypeError, match="chat: expected text, numbers, lists and mappings, got object"):

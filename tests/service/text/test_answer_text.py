@@ -13,7 +13,7 @@ def sent(answer, token_ids, piece_size=1):
 
 def expected(tokenizer, token_ids, stops, min_tokens):
     """The text and the number of tokens by decoding all tokens again for each one, and the string that ends it."""
-    longest = 0  # a byte that lacks others makes those before it unreadable too, until they come
+    longest = 0  # an incomplete character makes the bytes before it unreadable too, until it is complete
     for count in range(1, len(token_ids) + 1):
         num_before, shown = longest, tokenizer.decode(token_ids[:count]).rstrip("\ufffd")
         longest = max(longest, len(shown))
@@ -75,7 +75,7 @@ def test_without_strings_all_text_is_sent_as_it_arrives():
     assert (answer.end(), answer.matched, answer.num_tokens) == ("\ufffd", None, 3)
 
 
-def test_what_is_said_before_special_tokens_may_end_with_text_after_them():
+def test_a_stop_string_may_begin_before_a_special_token_and_end_after_it():
     answer = AnswerText(byte_level().stream(), ["ab"])
     assert sent(answer, [*b"xa", 511, *b"bc"]) == "x"
     assert answer.num_tokens == 4

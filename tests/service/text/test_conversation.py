@@ -6,12 +6,12 @@ import pytest
 
 from radixkv.service.text.chat_template import ChatTemplate
 
-# As SmolLM2's: it writes whatever a message contains.
+# Like the template of SmolLM2: it writes whatever a message contains.
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}{{ message['content'] }}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-# As Qwen2.5's: tools, tool calls as JSON, answers of tools in messages of users.
+# Like that of Qwen2.5: tools, tool calls as JSON, results of tools in messages of users.
 QWEN = """{% if tools %}TOOLS {% for tool in tools %}{{ tool | tojson }}{% endfor %}
 
 {% endif %}
@@ -27,7 +27,7 @@ assistant: {% if message.content %}{{ message.content }}{% endif %}
 {% endif %}
 {% endfor %}
 {% if enable_thinking is defined and enable_thinking is false %}<think></think>{% endif %}"""
-# As DeepSeek-V3's: tool calls only where the content is null, and arguments as JSON text.
+# Like that of DeepSeek-V3: tool calls only where the content is null, and arguments as JSON text.
 DEEPSEEK = """{% for message in messages %}
 {% if message['role'] == 'assistant' and message['content'] is none %}
 {% for tool in message['tool_calls'] %}{{ '<call>' + tool['function']['name'] + tool['function']['arguments'] }}
@@ -35,12 +35,12 @@ DEEPSEEK = """{% for message in messages %}
 {% else %}{{ message['role'] + ': ' + message['content'] }}
 {% endif %}
 {% endfor %}"""
-# As Qwen2-VL's: contents are text or parts.
+# Like that of Qwen2-VL: contents are text or parts.
 PARTS = """{% for message in messages %}{{ message.role }}: {% if message.content is string %}{{ message.content }}
 {% else %}{% for part in message.content %}{{ part.text }}{% endfor %}{% endif %}
 
 {% endfor %}"""
-# As Qwen3's: contents that are no text are left out.
+# Like that of Qwen3: contents that are no text are left out.
 ONLY_TEXT = """{% for message in messages %}{{ message.role }}: {% if message.content is string %}{{ message.content }}
 {% endif %}
 
@@ -142,7 +142,7 @@ def test_what_a_template_would_drop_is_refused(template, messages, arguments, dr
         render(template, *messages, **arguments)
 
 
-def test_nothing_is_refused_that_says_nothing():
+def test_empty_arguments_and_contents_are_accepted():
     assert render(CHATML, USER, tools=[], documents=[], variables={"enable_thinking": None}) == render(CHATML, USER)
     assert render(QWEN, {"role": "system", "content": ""}, USER)
 

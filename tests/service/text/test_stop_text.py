@@ -61,7 +61,7 @@ def test_the_cut_of_the_text_does_not_matter(seed):
     cuts = sorted(dice.sample(range(41), 10))
     pieces = [whole[start:end] for start, end in zip([0, *cuts], [*cuts, 40], strict=True)]
     text, matched = shown(stops, pieces)
-    # The piece in which the first string ends decides.
+    # Strings that end after the first piece in which one ends are not considered.
     upto = next((end for end in [*cuts, 40] if any(stop in whole[:end] for stop in stops)), None)
     if upto is None:
         assert (text, matched) == (whole, None)

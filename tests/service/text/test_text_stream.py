@@ -44,7 +44,7 @@ def test_a_character_comes_whole_with_its_last_byte():
     assert pieces == ["a", "", "", "", "🎉", "b", "", "", "€", ""]
 
 
-def test_bytes_that_lack_others_at_the_end_are_given_at_the_end():
+def test_an_incomplete_character_is_returned_at_the_end():
     assert pieces_of(byte_level(), b"a\xe2\x82") == ["a", "", "", BROKEN]
 
 
@@ -84,7 +84,7 @@ def test_special_tokens_have_no_text_and_change_nothing():
     assert "".join(pieces_of(fallback, [HELLO, 2, 2, 1, WORLD])) == "Hello world"
 
 
-def test_the_prompt_is_not_given_again():
+def test_the_text_of_the_prompt_is_not_returned():
     tokenizer = byte_level()
     prompt = tokenizer.encode("a prompt that is long enough to be cut €")
     assert "".join(pieces_of(tokenizer, [*b"b"], prompt)) == "b"

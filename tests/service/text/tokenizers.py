@@ -25,7 +25,7 @@ SMALLEST = ["<unk>", "<s>", "</s>"]
 
 @functools.cache
 def byte_level() -> Tokenizer:
-    """The embedded model's: pieces of bytes."""
+    """The tokenizer of the embedded model: pieces of bytes."""
     with tempfile.TemporaryDirectory() as name:
         write_tiny_files(Path(name))
         return Tokenizer.load(name)
@@ -33,7 +33,7 @@ def byte_level() -> Tokenizer:
 
 @functools.cache
 def byte_fallback() -> Tokenizer:
-    """As Llama 2 has: words that begin with a blank, and a token for each byte of other characters."""
+    """A tokenizer like that of Llama 2: words that begin with a space, and tokens for the bytes of other characters."""
     words = [*SMALLEST, *(f"<0x{byte:02X}>" for byte in range(256))]
     words += ["▁", "▁Hello", "▁world", "Hello", ",", "a", "b", "▁a", "▁b", "é"]
     vocabulary = {word: token_id for token_id, word in enumerate(words)}
@@ -96,7 +96,7 @@ def write_llama3_like(directory: Path) -> Path:
 
 
 def write_bert_like(directory: Path) -> Path:
-    """Pieces of lower-case words, which are joined by blanks that are removed again."""
+    """Pieces of lower-case words. Decoding joins them with spaces, which it then removes."""
     rust = Rust(models.WordPiece(unk_token="[UNK]"))
     rust.normalizer = normalizers.BertNormalizer(lowercase=True)
     rust.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
@@ -111,7 +111,7 @@ def write_bert_like(directory: Path) -> Path:
 
 
 def write_unigram(directory: Path, prepend_scheme: str, *, byte_fallback: bool) -> Path:
-    """As SentencePiece makes them."""
+    """A tokenizer in the form that SentencePiece writes."""
     rust = Rust(models.Unigram())
     rust.normalizer = normalizers.NFKC()
     rust.pre_tokenizer = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme=prepend_scheme)
@@ -129,7 +129,7 @@ def write_unigram(directory: Path, prepend_scheme: str, *, byte_fallback: bool) 
 
 
 def write_llama2_like(directory: Path) -> Path:
-    """Words in BPE with a blank before the text by the normalizer, and bytes for other characters."""
+    """Words in BPE, whose normalizer adds a space before the text, and bytes for other characters."""
     bytes_ = [f"<0x{byte:02X}>" for byte in range(256)]
     rust = Rust(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
     rust.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
