@@ -15,8 +15,6 @@ such an error.
 from __future__ import annotations
 
 import argparse
-import shlex
-import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -86,9 +84,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
             f"CPU time {row['processor_ratio']:.4f}, of all prompts {row['processor_ratio_of_sums']:.4f}"
         )
     if args.json is not None:
-        command = shlex.join(["python", "-m", "bench.diagnosis_cost", *(arguments or sys.argv[1:])])
         examined = {"misses": counts.misses, "examined_misses": counts.examined_misses, "thread_share": share}
-        write_json(args.json, {"command": command, "seed": args.seed, **describe_run(), **examined, "rows": rows})
+        write_json(
+            args.json, {"seed": args.seed, **describe_run("bench.diagnosis_cost", arguments), **examined, "rows": rows}
+        )
 
 
 def _start_engine(stack: ExitStack, args: argparse.Namespace, share: float) -> Engine:

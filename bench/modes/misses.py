@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
-import shlex
 import sys
 import tempfile
 import time
@@ -73,9 +72,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows = [_row(name, sets) for name in names]
     print("\n".join([_HEADER, *map(_format_row, rows), f"{num_different} answers differ"]))
     if args.json is not None:
-        command = shlex.join(["python", "-m", "bench.modes.misses", *(arguments or sys.argv[1:])])
         sizes = {name: getattr(args, name) for name in ("sets", "requests", "prompt_tokens", "seed")}
-        result = {**describe_run(), "command": command, **sizes, "different_answers": num_different, "rows": rows}
+        result = {
+            **describe_run("bench.modes.misses", arguments),
+            **sizes,
+            "different_answers": num_different,
+            "rows": rows,
+        }
         write_json(args.json, result)
     return int(num_different > 0)
 
