@@ -39,7 +39,7 @@ def fake_engines(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return called
 
 
-def test_a_whole_run(
+def test_a_complete_run(
     fake_engines: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file, plot = tmp_path / "peers.json", tmp_path / "peers.svg"

@@ -168,7 +168,7 @@ def test_a_stage_out_of_time_is_killed_with_its_children_and_its_rows_are_kept(t
     assert not is_alive(pid_file.read_text())
 
 
-def test_a_run_that_is_ended_leaves_a_whole_file_and_no_process(tmp_path: Path) -> None:
+def test_a_terminated_run_leaves_a_complete_file_and_no_process(tmp_path: Path) -> None:
     pid_file, out = tmp_path / "pid", tmp_path / "out"
     program = (
         f"import sys; sys.path.insert(0, {str(ROOT)!r}); from bench.gpu import run; from bench.gpu.stage import Stage\n"
@@ -252,7 +252,7 @@ def test_a_real_stage_runs_dry_from_links_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_the_namespace_is_whole_without_an_installation(tmp_path: Path) -> None:
+def test_the_namespace_is_complete_without_an_installation(tmp_path: Path) -> None:
     wheel = tmp_path / "wheel"
     wheel.mkdir()
     folder = tmp_path / "links"
@@ -360,7 +360,7 @@ def test_a_trial_that_is_late_is_repeated_alone(monkeypatch: pytest.MonkeyPatch)
     assert (row["is_right"], row["is_repeated"]) == (False, False), "a wrong kernel is not tried again"
 
 
-def test_a_module_in_a_package_that_is_not_there_is_missing() -> None:
+def test_a_module_in_a_missing_package_is_missing() -> None:
     assert missing_imports(["json", "no_such_package.part", "no_such_module"]) == [
         "no_such_package.part",
         "no_such_module",

@@ -45,5 +45,5 @@ def test_an_attack_apart_is_sent_to_another_server():
     assert other_tenants - own_tenants
 
 
-def test_the_memory_of_a_process_is_what_linux_says():
+def test_the_memory_of_a_process_is_measured():
     assert resident_mb(os.getpid()) > 10

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bench.modes.misses import _ratios, _summary, _Times, main
+from bench.modes.misses import _summary, main
 
 
 @pytest.mark.long
@@ -44,19 +44,6 @@ def test_full_stores_receive_the_blocks_that_each_new_prompt_evicts(
     assert rows["no store"]["ttft_ratio"] == rows["no store"]["processor_ratio"] == itself
     assert all(row["ttft_ratio"]["mean"] > 0 for row in rows.values())
     assert "0 answers differ" in capsys.readouterr().out
-
-
-def test_a_store_is_compared_with_both_engines_without_one() -> None:
-    times = {"no store": [_Times(1.0, 2.0)] * 8, "no store again": [_Times(4.0, 2.0)] * 8}
-    times["host"] = [_Times(2.0, 3.0)] * 8
-    assert _ratios("host", times).tolist() == [1.0, 1.5]
-    assert _ratios("no store again", times).tolist() == [4.0, 1.0]
-
-
-def test_a_few_slow_requests_change_nothing() -> None:
-    equal = [_Times(1.0, 1.0)] * 16
-    slow = [*equal[4:], *[_Times(50.0, 50.0)] * 4]
-    assert _ratios("host", {"no store": equal, "no store again": equal, "host": slow}).tolist() == [1.0, 1.0]
 
 
 def test_the_standard_error_is_that_between_sets() -> None:
