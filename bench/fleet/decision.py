@@ -39,7 +39,7 @@ class DecisionTimes:
         known_blocks: distinct blocks that the router knew before the first decision.
         end_blocks: the same after the last decision. It may include blocks that were expected on a replica, but no
             longer are.
-        refused_blocks: number of blocks that the router's view refused because it was full.
+        refused_blocks: number of times that the router's view refused a block because it was full.
         block_size: tokens per block.
         prompt_tokens: length of each prompt.
         decisions: number of decisions.
