@@ -96,10 +96,10 @@ test: $(STAMP)
 test-long: $(STAMP)
 	$(PYTEST) -m "long and not slow"
 
-# '' in SETS is the package without extras, `engine@oldest` installs the oldest versions that pyproject.toml allows.
 release:
 	$(PYTHON) -m tests.install.release
 
+# '' in SETS is the package without extras, `engine@oldest` installs the oldest versions that pyproject.toml allows.
 install-matrix:
 	$(PYTHON) -m tests.install.matrix $(SETS)
 

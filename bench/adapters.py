@@ -9,8 +9,6 @@ measured in turn, and the shortest round of each kind is reported.
 from __future__ import annotations
 
 import argparse
-import shlex
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -72,8 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         shown = " ".join(f"{times_ms[mix]:12.2f} ms" for mix in _MIXES)
         print(f"{kind.num_requests:8} {kind.new_tokens:4} {kind.cached_tokens:6} {shown}  {rows[-1]['ratio']:.2f}")
     if options.json is not None:
-        command = shlex.join(["python", "-m", "bench.adapters", *(sys.argv[1:] if arguments is None else arguments)])
-        write_json(options.json, {"run": describe_run(), "command": command, "rank": options.rank, "rows": rows})
+        write_json(options.json, {**describe_run("bench.adapters", arguments), "rank": options.rank, "rows": rows})
 
 
 def _runner(rank: int) -> Runner:

@@ -12,9 +12,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
-import shlex
 import statistics
-import sys
 import time
 from collections.abc import AsyncIterable, Callable, Sequence
 from dataclasses import dataclass
@@ -186,9 +184,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         )
     if options.json:
         keys = ("model", "device", "settings", "requests", "prompt_tokens", "new_tokens", "rounds", "seed")
-        command = shlex.join(["python", "-m", "bench.batching", *(sys.argv[1:] if arguments is None else arguments)])
         parameters = {key: getattr(options, key) for key in keys}
-        write_json(options.json, {"rows": rows, **parameters, "command": command, **describe_run()})
+        write_json(options.json, {"rows": rows, **parameters, **describe_run("bench.batching", arguments)})
 
 
 if __name__ == "__main__":

@@ -12,9 +12,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
-import shlex
 import statistics
-import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -267,8 +265,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     bench = BookkeepingBench(runner, options.step_tokens, options.seed)
     bench.check(options.step_tokens + options.step_tokens // 2)
     parameters = {key: getattr(options, key) for key in ("shape", "layers", "dtype", "step_tokens", "rounds", "seed")}
-    command = shlex.join(["python", "-m", "bench.bookkeeping", *(sys.argv[1:] if arguments is None else arguments)])
-    result = {**parameters, "device": str(options.device), "command": command, **describe_run()}
+    result = {**parameters, "device": str(options.device), **describe_run("bench.bookkeeping", arguments)}
     rows: list[Row] = []
     for rows in measure(bench, cases, options.rounds):
         if options.json:

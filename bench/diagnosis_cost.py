@@ -15,18 +15,16 @@ such an error.
 from __future__ import annotations
 
 import argparse
-import shlex
-import sys
 import threading
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
 from bench.parts.environment import describe_run
+from bench.parts.paired_times import PromptTimes, middle_ratios
 from bench.parts.result_file import write_json
 from radixkv.api.params import PrefillParams
 from radixkv.config import Config
@@ -40,13 +38,6 @@ _HEAD_TOKENS, _MORE_TOKENS = 8, 32
 _TIMEOUT_S = 600.0
 
 
-class _Times(NamedTuple):
-    """Seconds of one prompt: time to first token, and CPU time of all threads until the profiler is idle."""
-
-    wall_s: float
-    processor_s: float
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the benchmark."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
@@ -57,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args(arguments)
     draw = np.random.default_rng(args.seed)
-    times: dict[str, dict[str, list[_Times]]] = {kind: {_OFF: [], _AGAIN: [], _ON: []} for kind in ("miss", "hit")}
+    times: dict[str, dict[str, list[PromptTimes]]] = {kind: {_OFF: [], _AGAIN: [], _ON: []} for kind in ("miss", "hit")}
     with ExitStack() as stack:
         engines = {name: _start_engine(stack, args, 0.02 if name == _ON else 0.0) for name in times["miss"]}
         vocab_size = engines[_ON].limits.vocab_size
@@ -86,9 +77,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
             f"CPU time {row['processor_ratio']:.4f}, of all prompts {row['processor_ratio_of_sums']:.4f}"
         )
     if args.json is not None:
-        command = shlex.join(["python", "-m", "bench.diagnosis_cost", *(arguments or sys.argv[1:])])
         examined = {"misses": counts.misses, "examined_misses": counts.examined_misses, "thread_share": share}
-        write_json(args.json, {"command": command, "seed": args.seed, **describe_run(), **examined, "rows": rows})
+        write_json(
+            args.json, {"seed": args.seed, **describe_run("bench.diagnosis_cost", arguments), **examined, "rows": rows}
+        )
 
 
 def _start_engine(stack: ExitStack, args: argparse.Namespace, share: float) -> Engine:
@@ -100,20 +92,18 @@ def _start_engine(stack: ExitStack, args: argparse.Namespace, share: float) -> E
     return engine
 
 
-def _prefill(engine: Engine, tokens: bytes) -> _Times:
+def _prefill(engine: Engine, tokens: bytes) -> PromptTimes:
     start_s, processor_s = time.perf_counter(), time.process_time()
     engine.prefill(PrefillParams(tokens)).result(_TIMEOUT_S)
     wall_s = time.perf_counter() - start_s
     while engine.misses is not None and engine.misses.is_busy:
         time.sleep(0.001)
-    return _Times(wall_s, time.process_time() - processor_s)
+    return PromptTimes(wall_s, time.process_time() - processor_s)
 
 
-def _row(kind: str, name: str, times: dict[str, list[_Times]]) -> dict[str, float | str]:
+def _row(kind: str, name: str, times: dict[str, list[PromptTimes]]) -> dict[str, float | str]:
     first, again, own = (np.array(times[each]) for each in (_OFF, _AGAIN, name))  # [num_prompts, 2]
-    ratios = np.sort(own / (first if name in (_OFF, _AGAIN) else np.sqrt(first * again)), axis=0)
-    num_cut = len(ratios) // 4  # other processes make some of them much longer
-    ttft_ratio, processor_ratio = ratios[num_cut : len(ratios) - num_cut].mean(axis=0).tolist()
+    ttft_ratio, processor_ratio = middle_ratios(name, times, (_OFF, _AGAIN)).tolist()
     # of all prompts, including those that were examined
     ratio_of_sums = own.sum(axis=0) / np.sqrt(first.sum(axis=0) * again.sum(axis=0))
     return {

@@ -14,8 +14,6 @@ that turn was cached with a fault.)
 from __future__ import annotations
 
 import argparse
-import shlex
-import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -209,8 +207,7 @@ def main() -> None:
             | {"found_share": each.found_share, "false_share": each.false_share, "gain_error": each.gain_error}
             for each in results
         ]
-        command = shlex.join(["python", "-m", "bench.doctor", *sys.argv[1:]])
-        write_json(arguments.json, {"command": command, "seed": arguments.seed, **describe_run(), "results": rows})
+        write_json(arguments.json, {"seed": arguments.seed, **describe_run("bench.doctor"), "results": rows})
 
 
 if __name__ == "__main__":

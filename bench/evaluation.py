@@ -20,7 +20,6 @@ import argparse
 import copy
 import random
 import re
-import shlex
 import statistics
 import sys
 import time
@@ -227,8 +226,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
     print(result["context_tokens"], f"accuracy {result['accuracy']:.3f}")
     if options.json is not None:
-        command = shlex.join(["python", "-m", "bench.evaluation", *(sys.argv[1:] if arguments is None else arguments)])
-        write_json(options.json, {"command": command, "model": options.model.name, **describe_run(), **result})
+        write_json(options.json, {"model": options.model.name, **describe_run("bench.evaluation", arguments), **result})
     return 0
 
 

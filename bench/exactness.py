@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import argparse
 import gc
-import shlex
 import statistics
-import sys
 import time
 from pathlib import Path
 
@@ -120,8 +118,7 @@ def main() -> None:
         "device": str(options.device),
         "rounds": options.rounds,
         "step_tokens": options.step_tokens,
-        "command": f"python -m bench.exactness {shlex.join(sys.argv[1:])}",
-        **describe_run(),
+        **describe_run("bench.exactness"),
     }
     longest = max(*options.prompts, 2048 + max(options.suffixes, default=0))
     for dtype in options.dtypes:

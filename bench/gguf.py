@@ -3,7 +3,7 @@
 python -m bench.gguf --json bench/results/gguf.json
 
 The files are SmolLM2 135M Instruct in Q4_1, and a copy of it that is requantized to Q8_0. Both engines run as servers
-with room for `--context-tokens` tokens of K/V, are loaded at the same time, and answer the same prompts in turn, in an
+with a K/V cache of `--context-tokens` tokens, are loaded at the same time, and answer the same prompts in turn, in an
 order that alternates. Times are medians that a client measures, and `cpu_ms` is the CPU time of all processes of an
 engine and its client. Memory is the resident memory of the server after the prompts, with the mapped pages of the file.
 """
@@ -11,7 +11,6 @@ engine and its client. Memory is the resident memory of the server after the pro
 from __future__ import annotations
 
 import argparse
-import shlex
 import statistics
 import sys
 from collections.abc import Sequence
@@ -77,7 +76,9 @@ def _ratio(by_engine: dict[str, float]) -> float | None:
     return by_engine[_OURS] / by_engine[_PEER] if _PEER in by_engine else None
 
 
-def _worker(engine: str, file: Path, threads: int, context_tokens: int, environments: Environments, cache: Path) -> Any:
+def _worker(
+    engine: str, file: Path, threads: int, context_tokens: int, environments: Environments, cache: Path
+) -> WorkerProcess:
     module, mode, environment = _WORKERS[engine]
     command = [str(environments.python(environment)), "-m", f"bench.parts.peers.workers.{module}"]
     command += ["--model", str(file), "--dtype", "auto", "--threads", str(threads), "--mode", mode]
@@ -94,7 +95,7 @@ def _files(options: argparse.Namespace, environments: Environments) -> list[Path
     requantized = models / small.name.replace("Q4_1", "Q8_0")
     if not requantized.is_file():
         partial = models / "partial.gguf"
-        environments.run(None, ["-m", "bench.parts.peers.gguf_requantized", small, partial], f"{requantized.name}")
+        environments.run(None, ["-m", "bench.parts.peers.gguf_requantized", small, partial], requantized.name)
         partial.replace(requantized)
     return [small, requantized]
 
@@ -111,7 +112,6 @@ def _line(row: Result) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print a line for each row, and write the result. Returns 1 if an engine is missing, else 0."""
     options = _parser().parse_args(arguments)
-    command = shlex.join(["python", "-m", "bench.gguf", *(sys.argv[1:] if arguments is None else arguments)])
     environments = Environments(options.cache, RECIPES)
     rows: list[Result] = []
     versions: dict[str, dict[str, str]] = {}
@@ -148,8 +148,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                         "new_tokens": options.new_tokens,
                         "context_tokens": options.context_tokens,
                         "repetitions": options.repetitions,
-                        "command": command,
-                        **describe_run(),
+                        **describe_run("bench.gguf", arguments),
                     },
                 )
     for engine, reason in skipped.items():

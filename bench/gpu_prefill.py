@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import gc
 import itertools
-import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -81,10 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "is_dry_run": options.dry_run,
         "copy_gb_per_s": rates.bytes_per_s / 1e9,
         **{key: getattr(options, key) for key in ("shape", "layers", "dtype", "step_tokens", "rounds")},
-        "command": shlex.join(
-            ["python", "-m", "bench.gpu_prefill", *(sys.argv[1:] if arguments is None else arguments)]
-        ),
-        **describe_run(),
+        **describe_run("bench.gpu_prefill", arguments),
         "rows": rows,
     }
     print(_HEADER)

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
-import shlex
 import statistics
 import sys
 import time
@@ -156,10 +155,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     if options.json:
-        argv = sys.argv[1:] if arguments is None else arguments
-        command = shlex.join(["python", "-m", "bench.http_calls", *argv])
         write_json(
-            options.json, {"rows": rows, "peer": RECIPES["vllm"].requirements, "command": command, **describe_run()}
+            options.json,
+            {"rows": rows, "peer": RECIPES["vllm"].requirements, **describe_run("bench.http_calls", arguments)},
         )
     return 0
 

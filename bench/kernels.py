@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
-import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -128,6 +127,7 @@ class KernelBench:
     """Measures kernels on one device.
 
     Args:
+        device: the device.
         sizes: sizes to measure.
         peers: names of the attention peers.
         sglang: folder of SGLang's unpacked wheel, or None.
@@ -293,10 +293,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "matrix_tflops": bench.rates.flops_per_s / 1e12,
             "copy_gb_per_s": bench.rates.bytes_per_s / 1e9,
             "cache_bytes": cache_bytes(device),
-            "command": shlex.join(
-                ["python", "-m", "bench.kernels", *(sys.argv[1:] if arguments is None else arguments)]
-            ),
-            **describe_run(),
+            **describe_run("bench.kernels", arguments),
             "rows": rows,
         }
         if options.dry_run:

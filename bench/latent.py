@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import shlex
 import statistics
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -57,7 +55,7 @@ class KVVariant(NamedTuple):
 
 
 class ExpandedStep:
-    """Passes heads whose values are shorter than their keys to a step that wants equal lengths.
+    """Passes heads whose values are shorter than their keys to a step that requires equal lengths.
 
     Args:
         step: the wrapped step, whose pool also stores the zeros after the values.
@@ -130,6 +128,13 @@ def variants_of(model: Model, num_tokens: int) -> dict[str, KVVariant]:
     }
 
 
+class Times(NamedTuple):
+    """Wall time and CPU time in milliseconds."""
+
+    wall: float
+    processor: float
+
+
 class Steps:
     """Computes one prompt in several steps.
 
@@ -192,13 +197,6 @@ def measure(model: Model, dtype: str, cached: int, new_counts: Sequence[int], ro
     return rows
 
 
-class Times(NamedTuple):
-    """Wall time and CPU time in milliseconds."""
-
-    wall: float
-    processor: float
-
-
 def _named(name: str, times: Times) -> dict[str, float]:
     return {f"{name}_ms": times.wall, f"{name}_processor_ms": times.processor}
 
@@ -239,8 +237,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 rows.append(row | {f"{name}_token_bytes": size for name, size in sizes.items()})
                 print(_line(row, sizes), flush=True)
     if options.json:
-        command = shlex.join(["python", "-m", "bench.latent", *(sys.argv[1:] if arguments is None else arguments)])
-        write_json(options.json, {"rows": rows, "command": command, **describe_run()})
+        write_json(options.json, {"rows": rows, **describe_run("bench.latent", arguments)})
 
 
 def _line(row: Mapping[str, Any], sizes: Mapping[str, int]) -> str:

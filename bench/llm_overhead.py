@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import argparse
 import random
-import shlex
 import statistics
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -88,9 +86,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     ratio_of_sums = sum(seconds["llm"]) / sum(seconds["engine"])
     print(f"LLM / engine: median {middle:.4f}, quartiles {low:.4f} to {high:.4f}, of all rounds {ratio_of_sums:.4f}")
     if args.json is not None:
-        command = shlex.join(["python", "-m", "bench.llm_overhead", *(arguments or sys.argv[1:])])
         figures = {"median": middle, "quartiles": [low, high], "of_all_rounds": ratio_of_sums, "ratios": ratios}
-        write_json(args.json, {"command": command, "seed": args.seed, **describe_run(), **figures})
+        write_json(args.json, {"seed": args.seed, **describe_run("bench.llm_overhead", arguments), **figures})
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import shlex
 import signal
 import sys
 import time
@@ -40,7 +39,7 @@ class PeerComparison:
 
     Attributes:
         rows: results so far.
-        engines: versions and notes of each engine, by setting.
+        engines: versions and notes, by engine.
         skipped: engines that could not be installed, each with its reason.
         failures: engines that crashed or failed at a task.
         machines: rates of arithmetic and memory of the machine, by setting.
@@ -112,9 +111,7 @@ class PeerComparison:
         """Start and stop the engines one at a time, in an order that alternates."""
         workers = self._build(setting)
         samples: dict[str, list[PeerSample]] = {engine: [] for engine in workers}
-        for number in range(
-            -1, self._repetitions
-        ):  # the first repetition fills compilation caches on disk, and is not counted
+        for number in range(-1, self._repetitions):  # the first one fills caches on disk, such as compiled kernels
             for engine in list(workers) if number % 2 else list(workers)[::-1]:
                 start_s = time.monotonic()
                 try:
@@ -204,7 +201,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print a table, write JSON and draw. Returns 1 if an engine failed at something, else 0."""
     options = parse_options(arguments)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that every worker is stopped
-    command = shlex.join(["python", "-m", "bench.peers", *(sys.argv[1:] if arguments is None else arguments)])
     comparison = PeerComparison(options.cache, options.engines, options.repetitions)
     start_s = time.monotonic()
 
@@ -218,8 +214,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "repetitions": options.repetitions,
             "seconds": time.monotonic() - start_s,
             "load": os.getloadavg()[0],
-            "command": command,
-            **describe_run(),
+            **describe_run("bench.peers", arguments),
         }
 
     try:

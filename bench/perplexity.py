@@ -3,8 +3,8 @@
 python -m bench.perplexity --model MODEL --json bench/results/perplexity.json
 
 The model reads held-out texts with each format (`model.weights`, `model.dtype`). The reference has the weights as the
-model stores them, and computes in float32, as the other formats do except bfloat16. Measure directories: the linear
-layers of a GGUF file may be quantized already. `radixkv convert` converts a GGUF file to a directory.
+model stores them. All formats compute in float32, except bfloat16. Measure directories: the linear layers of a GGUF
+file may be quantized already. `radixkv convert` converts a GGUF file to a directory.
 
 `int8`, with inputs of 8 bits, is refused on processors whose int8 sums may saturate. There, a directory is measured
 with the same numbers, multiplied in another way.
@@ -35,7 +35,7 @@ def load_format(path: str, weights: str, dtype: str) -> Model:
     """Load a model with its weights in a format.
 
     Raises:
-        ConfigError: see `load`; or this processor multiplies no int8, and the model is a GGUF file.
+        ConfigError: see `load`; or int8 sums may saturate on this processor, and the model is a GGUF file.
     """
     if weights != "int8" or adds_integers_exactly():
         return load(path, weights=weights, dtype=dtype)

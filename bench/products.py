@@ -14,9 +14,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import shlex
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -45,7 +43,6 @@ Multiply = Callable[[torch.Tensor], torch.Tensor]
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print a line for each number of rows, and write the result."""
     options = _parser().parse_args(arguments)
-    command = shlex.join(["python", "-m", "bench.products", *(sys.argv[1:] if arguments is None else arguments)])
     torch.set_num_threads(options.threads)
     native_library()  # loads our kernels
     rows: list[dict[str, Any]] = []
@@ -55,7 +52,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.json is not None:
         write_json(
             options.json,
-            {"rows": rows, "threads": options.threads, "rounds": options.rounds, "command": command, **describe_run()},
+            {
+                "rows": rows,
+                "threads": options.threads,
+                "rounds": options.rounds,
+                **describe_run("bench.products", arguments),
+            },
         )
 
 

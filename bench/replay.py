@@ -14,7 +14,6 @@ import contextlib
 import functools
 import math
 import secrets
-import shlex
 import signal
 import sys
 import tempfile
@@ -84,13 +83,12 @@ class ReplayPasses:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark and print a table. Returns the exit status."""
     options = parse_options(arguments)
-    command = shlex.join(["python", "-m", "bench.replay", *(sys.argv[1:] if arguments is None else arguments)])
     # SIGTERM unwinds the stack as Ctrl-C does, so that the server that was started here is stopped. SIGINT gets a
     # handler because a shell starts its background jobs with SIGINT ignored.
     handlers = {signal.SIGTERM: _exit_on_signal, signal.SIGINT: signal.default_int_handler}
     previous_handlers = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
-        return run(options, command)
+        return run(options, arguments)
     except RadixKVError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -102,15 +100,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
             signal.signal(number, handler)
 
 
-def run(options: ReplayOptions, command: str) -> int:
+def run(options: ReplayOptions, arguments: Sequence[str] | None) -> int:
     """Measure, print the table, write the JSON file and the plot if requested, and return the exit status.
+
+    Args:
+        options: the parsed command line.
+        arguments: the command line for the report; None for that of this process.
 
     Raises:
         ConfigError: the trace can't be read, the server can't be started or reached, or no request was answered or
             failed before the run ended.
     """
     budget = TimeBudget(options.time_limit_s)
-    environment: Summary = {"command": command, **describe_run()}
+    environment: Summary = describe_run("bench.replay", arguments)
     items = options.build_items()
     # Everything is built before anything is timed.
     messages = [build_message(item.token_ids) for item in items]

@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
-import shlex
 import statistics
 import sys
 import time
@@ -247,13 +246,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
-    command = shlex.join(["python", "-m", "bench.rpc", *(sys.argv[1:] if arguments is None else arguments)])
     print(_HEADING)
     rows = asyncio.run(run(options))
     if options.json:
         keys = ("rounds", "seconds", "seed", "settings")
         parameters = {key: getattr(options, key) for key in keys}
-        write_json(options.json, {"rows": rows, **parameters, "command": command, **describe_run()})
+        write_json(options.json, {"rows": rows, **parameters, **describe_run("bench.rpc", arguments)})
 
 
 if __name__ == "__main__":

@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import shlex
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -153,12 +151,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
             flush=True,
         )
     if options.json:
-        command = shlex.join(
-            ["python", "-m", "bench.shared_prefix", *(sys.argv[1:] if arguments is None else arguments)]
-        )
         shape = dict(zip(("num_query_heads", "num_kv_heads", "head_dim"), options.heads, strict=True))
         write_json(
-            options.json, {"rows": rows, **shape, "own_tokens": options.own, "command": command, **describe_run()}
+            options.json,
+            {"rows": rows, **shape, "own_tokens": options.own, **describe_run("bench.shared_prefix", arguments)},
         )
 
 

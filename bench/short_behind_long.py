@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import random
-import shlex
 import statistics
 import sys
 import time
@@ -163,9 +162,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         f"{samples[0].alone_s:.2f} s alone: {result['over_two_steps_and_alone']}"
     )
     if options.json:
-        argv = sys.argv[1:] if arguments is None else arguments
-        command = shlex.join(["python", "-m", "bench.short_behind_long", *argv])
-        write_json(options.json, {**result, "command": command, **describe_run()})
+        write_json(options.json, {**result, **describe_run("bench.short_behind_long", arguments)})
     return 0 if max(sample.ratio for sample in samples) <= 1 else 1
 
 

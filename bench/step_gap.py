@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import shlex
 import statistics
-import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -66,7 +64,7 @@ class IdleRunner:
         return lambda _: self._start(chunks)
 
     def start(self, chunks: Sequence[Chunk]) -> Wait:
-        """Start the step; lay it out and plan it first if it is not prepared."""
+        """Lay the step out, plan its attention, and start it."""
         return self.prepare(chunks)(pack_tokens(chunks))
 
     def _start(self, chunks: Sequence[Chunk]) -> Wait:
@@ -155,9 +153,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             flush=True,
         )
     if options.json:
-        command = shlex.join(["python", "-m", "bench.step_gap", *(sys.argv[1:] if arguments is None else arguments)])
         parameters = {"steps": options.steps, "rounds": options.rounds}
-        write_json(options.json, {"rows": rows, **parameters, "command": command, **describe_run()})
+        write_json(options.json, {"rows": rows, **parameters, **describe_run("bench.step_gap", arguments)})
 
 
 if __name__ == "__main__":

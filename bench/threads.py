@@ -14,7 +14,6 @@ import argparse
 import contextlib
 import itertools
 import random
-import shlex
 import statistics
 import subprocess
 import sys
@@ -132,7 +131,7 @@ def other_work(num_processes: int) -> Iterator[None]:
 
 
 def run(settings: Sequence[ThreadSetting], rounds: int, num_busy: int, new_tokens: int) -> list[dict[str, Any]]:
-    """Measure all settings in turn. Returns a row of medians per setting, condition and kind of work."""
+    """Measure all settings in turn. Returns the median times of each setting, condition and row of the table."""
     samples: dict[tuple[ThreadSetting, str, str], list[float]] = {}
     with contextlib.ExitStack() as stack:
         small = stack.enter_context(tempfile.TemporaryDirectory())
@@ -140,8 +139,8 @@ def run(settings: Sequence[ThreadSetting], rounds: int, num_busy: int, new_token
             save_small_model(Path(small))
         clients: dict[ThreadSetting, Client] = {}
         for setting in settings:
-            keys = ("model.dtype=bfloat16", "cache.capacity_tokens=65536")
-            command = serve_command(small if setting.model == "small" else "tiny", "cpu", keys)
+            options = ("model.dtype=bfloat16", "cache.capacity_tokens=65536")
+            command = serve_command(small if setting.model == "small" else "tiny", "cpu", options)
             if setting.checkout is None:
                 command += ["--threads", str(setting.threads)]
             else:
@@ -213,8 +212,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     print(table(rows, settings))
     if options.json:
-        command = shlex.join(["python", "-m", "bench.threads", *(sys.argv[1:] if arguments is None else arguments)])
-        write_json(options.json, {"rows": rows, "command": command, **describe_run()})
+        write_json(options.json, {"rows": rows, **describe_run("bench.threads", arguments)})
     return 0
 
 

@@ -2,15 +2,14 @@
 
     python -m bench.tree --trace conversation.jsonl [--sglang UNPACKED_WHEEL] [--json FILE]
 
-Each operation replays the whole trace in a separate pass, in one process, with the same prompts and block size, so that
-all implementations find the same cold memory. Results are medians.
+Inserts and matches replay the whole trace in separate passes, with the same prompts and block size, so that all
+implementations find the same cold memory. Hits and evictions are measured on generated trees. Results are medians.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
-import shlex
 import statistics
 import sys
 import time
@@ -51,10 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         gc.enable()
     print(_table(report))
     if options.json:
-        report |= {
-            "command": shlex.join(["python", "-m", "bench.tree", *(sys.argv[1:] if arguments is None else arguments)]),
-            **describe_run(),
-        }
+        report |= describe_run("bench.tree", arguments)
         options.json.parent.mkdir(parents=True, exist_ok=True)
         write_json(options.json, report)
     return 0
@@ -133,8 +129,8 @@ def measure_events(prompts: Sequence[bytes], block_size: int) -> dict[str, float
         publishes += _times(lambda _: feeds[1].publish(), [None])
     names = ("insert_without_log", "insert_with_log_unread", "insert_recorded")
     times = {name: _median_us(each) for name, each in zip(names, inserts, strict=True)}
-    a_block = sum(publishes) / feeds[1].log.num_blocks
-    return times | {"publish": _median_us(publishes), "publish_a_block": round(a_block * 1e6, 3)}
+    block_s = sum(publishes) / feeds[1].log.num_blocks
+    return times | {"publish": _median_us(publishes), "publish_a_block": round(block_s * 1e6, 3)}
 
 
 def measure_sglang(
@@ -188,8 +184,8 @@ def measure_hit(block_size: int) -> dict[str, float]:
 def measure_evict(num_leaves: int) -> dict[str, float]:
     """Measure eviction and use of one leaf among many siblings of one block each."""
     cache = PrefixCache(num_leaves + 1, 1)
-    trunk = np.uint32(1).tobytes()
-    leaves = [trunk + np.uint32(n + 2).tobytes() for n in range(num_leaves)]
+    shared = np.uint32(1).tobytes()
+    leaves = [shared + np.uint32(n + 2).tobytes() for n in range(num_leaves)]
     for leaf in leaves:
         with cache.lease(_NAMESPACE, leaf) as lease:
             lease.commit(2)
@@ -198,7 +194,7 @@ def measure_evict(num_leaves: int) -> dict[str, float]:
     def touch(leaf: bytes) -> None:
         cache.lease(_NAMESPACE, leaf).close()
 
-    cache.evict(2)  # room for the block of the lease
+    cache.evict(2)  # so that each lease finds a free block
     touches = _times(touch, [leaves[n] for n in picked])
     evictions = _times(lambda _: cache.evict(1), range(_SAMPLES))
     assert cache.num_evicted_blocks == _SAMPLES + 2

@@ -11,6 +11,8 @@
    computes up to 200 of these answers again, as a reference.
 4. As a control, one token of each prompt is changed. If this did not change the answers, wrong K/V would not either.
 
+The exit status is 1 if an answer is different or wrong.
+
 vLLM's CPU build is installed from PyPI into a virtual environment of its own, once; `--python` uses another one.
 """
 
@@ -20,14 +22,13 @@ import argparse
 import json
 import os
 import random
-import shlex
 import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +42,9 @@ _DISK_BYTES = 8 << 30
 _KILL_DISK_BYTES = 1 << 30
 _MAX_DELAY_S = 0.4
 _VERIFIED_PROMPTS = 12
-# So few that running requests are preempted.
-_FEW_BLOCKS = 100
+_OLDEST_PROMPTS = 6  # of the verified ones; the others are chosen at random
+_REUSABLE_TOKENS = 1472  # the whole blocks of a long prompt, whose last token is always computed
+_FEW_BLOCKS = 100  # so few that running requests are preempted
 _LOST_READS = 0.2
 _MAX_RECOMPUTED = 200
 _VLLM = RECIPES["vllm"]
@@ -109,7 +111,7 @@ class Worker:
         return answer
 
 
-def measure_restart(worker: Worker, model: Path, folder: Path, num_prompts: int) -> dict[str, object]:
+def measure_restart(worker: Worker, model: Path, folder: Path, num_prompts: int) -> dict[str, Any]:
     """Compare hits in vLLM's own cache with hits in the disk tier after a restart."""
     tier = {"disk_path": str(folder), "disk_bytes": _DISK_BYTES}
     task = {"model": str(model), "tier": tier, "prompts": list(range(num_prompts))}
@@ -150,7 +152,7 @@ def measure_restart(worker: Worker, model: Path, folder: Path, num_prompts: int)
     }
 
 
-def measure_kills(worker: Worker, model: Path, folder: Path, num_kills: int, seed: int) -> dict[str, object]:
+def measure_kills(worker: Worker, model: Path, folder: Path, num_kills: int, seed: int) -> dict[str, Any]:
     """Kill vLLM while it saves, and verify the answers after each restart."""
     rng = random.Random(seed)
     first_answers: dict[int, Answer] = {}
@@ -158,7 +160,7 @@ def measure_kills(worker: Worker, model: Path, folder: Path, num_kills: int, see
     num_wrong = num_verified = num_hits = num_cut = 0
     for _ in range(num_kills):
         known = sorted(first_answers)
-        verified = known[:6] + rng.sample(known, min(len(known), _VERIFIED_PROMPTS - 6))
+        verified = known[:_OLDEST_PROMPTS] + rng.sample(known, min(len(known), _VERIFIED_PROMPTS - _OLDEST_PROMPTS))
         task = {
             "model": str(model),
             "tier": {"disk_path": str(folder), "disk_bytes": _KILL_DISK_BYTES},
@@ -179,7 +181,7 @@ def measure_kills(worker: Worker, model: Path, folder: Path, num_kills: int, see
                 num_cut += answer["cached"] < expected["reusable"]
                 num_wrong += answer["tokens"] != expected["tokens"]
             elif "prompt" in answer:
-                first_answers[answer["prompt"]] = {**answer, "reusable": 1472}
+                first_answers[answer["prompt"]] = {**answer, "reusable": _REUSABLE_TOKENS}
                 first_endless = 1 - answer["prompt"]
                 if kill_s == float("inf"):
                     kill_s = time.monotonic() + rng.random() * _MAX_DELAY_S
@@ -212,8 +214,14 @@ def _median_ms(answers: list[Answer]) -> float:
     return round(1000 * statistics.median(seconds), 2)
 
 
-def main() -> None:
-    """Run the comparison, print it, and write it as JSON."""
+def has_wrong_answers(restart: Mapping[str, Any], kill: Mapping[str, Any]) -> bool:
+    """Whether the result of `measure_restart` or of `measure_kills` counts different or wrong answers."""
+    counts = {**restart, **restart["all_at_once"], **kill}
+    return any(count for name, count in counts.items() if name.startswith(("different_", "wrong_")))
+
+
+def main() -> int:
+    """Run the comparison, print it, and write it as JSON. Returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompts", type=int, default=1000)
     parser.add_argument("--kills", type=int, default=100)
@@ -228,10 +236,7 @@ def main() -> None:
     python = arguments.python or environments.python("vllm-tier")
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        for name in (
-            "bench",
-            "radixkv",
-        ):  # not the whole checkout, since vLLM looks for packages named like its folders
+        for name in ("bench", "radixkv"):  # vLLM looks for packages that are named like other folders of the checkout
             (folder / name).symlink_to(_ROOT / name)
         environment = {**os.environ, "PYTHONPATH": str(folder)}
         model = arguments.model or folder / "model"
@@ -239,18 +244,15 @@ def main() -> None:
             command = [str(python), "-m", "bench.parts.vllm_tier_worker", "--save", str(model)]
             subprocess.run(command, check=True, env=environment)
         worker = Worker(python, environment, folder / "log")
-        result = {
-            "command": shlex.join(["python", "-m", "bench.vllm_tier", *sys.argv[1:]]),
-            **describe_run(),
-            "vllm": _VLLM.requirements[0],
-            "restart": measure_restart(worker, model, folder / "tiers", arguments.prompts),
-            "kill": measure_kills(worker, model, folder / "killed tiers", arguments.kills, arguments.seed),
-        }
+        restart = measure_restart(worker, model, folder / "tiers", arguments.prompts)
+        kill = measure_kills(worker, model, folder / "killed tiers", arguments.kills, arguments.seed)
         worker.close()
-    print(json.dumps({name: result[name] for name in ("restart", "kill")}, indent=2))
+    result = {"restart": restart, "kill": kill}
+    print(json.dumps(result, indent=2))
     if arguments.json:
-        write_json(arguments.json, result)
+        write_json(arguments.json, {**describe_run("bench.vllm_tier"), "vllm": _VLLM.requirements[0], **result})
+    return int(has_wrong_answers(restart, kill))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,4 +1,4 @@
-"""Test doubles for the device side of adapters. The name of a directory stands for its content."""
+"""Test doubles for the device side of adapters. The name of a directory represents its content."""
 
 from __future__ import annotations
 

@@ -13,14 +13,14 @@ from radixkv.errors import InvalidRequest
 
 @dataclass(frozen=True)
 class Rising:
-    """Makes each token larger than the one before, by `most` at most, and the first less than `most`.
+    """Requires that each token is larger than the previous one, by at most `most`; the first is less than `most`.
 
-    After the largest token nothing may come.
+    No token is allowed after the largest one.
 
     Attributes:
         vocab_size: number of tokens.
-        most: how far apart two tokens may be.
-        ends: tokens that may come anywhere, and end an answer.
+        most: maximum difference of two successive tokens.
+        ends: tokens that are allowed everywhere, and end an answer.
         refuses_after: number of tokens after which computing the mask fails.
     """
 
@@ -38,7 +38,7 @@ class RisingMatcher:
 
     Attributes:
         num_asked: number of masks that were requested.
-        accepted: the tokens that it was given.
+        accepted: the tokens so far.
     """
 
     def __init__(self, constraint: Rising, ends: Set[int]) -> None:
@@ -55,7 +55,7 @@ class RisingMatcher:
     def allowed(self) -> npt.NDArray[np.bool_]:
         self.num_asked += 1
         if self.is_at_a_loss:
-            raise InvalidRequest("rising: expected a token that may come, got none")
+            raise InvalidRequest("rising: expected an allowed token, got none")
         last = self.accepted[-1] if self.accepted else -1
         allowed = np.zeros(self._constraint.vocab_size, dtype=np.bool_)
         allowed[last + 1 : last + 1 + self._constraint.most] = True

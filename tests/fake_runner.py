@@ -20,7 +20,7 @@ Seen = tuple[str, bytes]  # an adapter, and tokens up to a position
 
 class FakeRunner:
     """Writes each computed token's adapter and whole prefix into its slot, and reads back what a real model would
-    attend to. A state is the prefix that it stands for; once `has_states` is set, each chunk has to go on from its own.
+    attend to. A state is represented by its prefix; with `has_states`, each chunk must continue from its own state.
 
     The logits after a prompt are one-hot at `next_token(prompt, adapter)`.
     """
@@ -97,11 +97,11 @@ class FakeRunner:
         self.content = [[None] * self._block_size for _ in self.content]
 
     def _read_states(self, chunks: Sequence[Chunk]) -> None:
-        """Read all states, and then write those that are left."""
+        """Read the states from which chunks continue, and then write those that they leave."""
         for chunk in chunks if self.has_states else ():
             assert chunk.state is not None
             source = chunk.state.source
-            assert (source is None) == (chunk.start == 0), "a chunk begins with no state, and goes on from one"
+            assert (source is None) == (chunk.start == 0), "only the first chunk of a prompt has no state"
             if source is not None:
                 assert self.states[source] == _seen(chunk, chunk.start - 1), "a slot holds another prefix's state"
         written = [(slot, _seen(chunk, at - 1)) for chunk in chunks if chunk.state for at, slot in chunk.state.writes]
@@ -113,7 +113,7 @@ class FakeRunner:
 
 
 def with_tokens(chunks: Sequence[Chunk], input_ids: torch.Tensor) -> list[Chunk]:
-    """Chunks that were prepared, with the tokens that come when they are started."""
+    """Return prepared chunks with the tokens that are known only when they are started."""
     completed, start = [], 0
     for chunk in chunks:
         mine = tokens(input_ids[start : start + chunk.num_tokens].tolist())
@@ -144,5 +144,5 @@ def one_hot(token_id: int) -> torch.Tensor:
 
 
 def tokens(ids: Sequence[int] | range) -> bytes:
-    """Return token ids as the engine takes them."""
+    """Return token ids as the engine expects them: little-endian uint32."""
     return np.asarray(list(ids), dtype="<u4").tobytes()

@@ -15,7 +15,7 @@ MODEL = Namespace("model")
 
 
 def spell(text: str) -> bytes:
-    """Make a prompt with one token a character."""
+    """Make a prompt with one token per character."""
     return np.array([ord(character) for character in text], dtype="<u4").tobytes()
 
 
@@ -40,7 +40,7 @@ def lease_text(cache: PrefixCache, text: str, namespace: Namespace = MODEL) -> L
 
 
 def cached(cache: PrefixCache, text: str, namespace: Namespace = MODEL) -> int:
-    """Count the tokens of `text` that are cached, the last one too."""
+    """Count the tokens of `text` that are cached, including the last one."""
     return cache.match(namespace, spell(text + "\0")).cached_tokens
 
 

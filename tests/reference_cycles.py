@@ -10,7 +10,7 @@ from typing import Any
 
 @contextlib.contextmanager
 def uncollected() -> Iterator[list[Any]]:
-    """Yield a list, which has at the end all that only the garbage collector could free."""
+    """Yield a list, which at the end has all objects that only the garbage collector could free."""
     found: list[Any] = []
     gc.collect()
     gc.disable()

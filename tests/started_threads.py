@@ -3,10 +3,9 @@ from collections.abc import Callable
 
 
 def started_threads() -> Callable[[str], list[threading.Thread]]:
-    """Return what lists the living threads of a name that have started since this call.
+    """Return a function that lists the running threads with a name that were started after this call.
 
-    A test that looks at all threads of the process also sees those of other tests, such as a server that several tests
-    share.
+    Other threads may belong to other tests, such as those of a server that several tests share.
     """
     before = set(threading.enumerate())
 

@@ -17,7 +17,7 @@ def test_a_file_is_created_and_replaced_for_its_owner_only(tmp_path: Path) -> No
     assert os.listdir(tmp_path) == ["day.json"]
 
 
-def test_a_write_that_fails_leaves_the_former_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_write_that_fails_leaves_the_previous_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "day.json"
     replace_file(path, b"first")
 
@@ -29,7 +29,7 @@ def test_a_write_that_fails_leaves_the_former_file(tmp_path: Path, monkeypatch: 
         with pytest.raises(OSError, match="No space left"):
             replace_file(path, b"second")
     assert path.read_bytes() == b"first"
-    replace_file(path, b"third")  # also over the part that is left
+    replace_file(path, b"third")  # also over the incomplete file that was left
     assert path.read_bytes() == b"third"
 
 

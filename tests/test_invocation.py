@@ -11,7 +11,7 @@ from tests.fake_runner import tokens
 IDS = [5, 0, MAX_INVOKED_VOCAB - 1, 7]
 
 
-def test_tokens_before_the_invocation_are_as_they_were() -> None:
+def test_tokens_before_the_invocation_are_unchanged() -> None:
     marks = InvocationMarks()
     marks.add("one")
     marked = marks.invocation("one", 2).marked(tokens(IDS))

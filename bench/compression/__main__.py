@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 
-from bench.compression.reading import Read, Readings
+from bench.compression.reading import ReadResult, TextReader
 from bench.parts.quality import Command, Comparison, Row, held_out_texts, load, row_of
 from radixkv.api.compression import Compression, CompressionPolicy
 from radixkv.errors import ConfigError
@@ -39,10 +39,10 @@ def measure(
     if any(window is not None for window in model.windows):
         raise ConfigError(f"{model.name}: compression is refused for models with sliding windows")
     texts = held_out_texts(path, num_texts, num_prompt_tokens + num_new_tokens)
-    readings = Readings(model, texts, num_prompt_tokens)
-    uncompressed = readings.read(None)
+    reader = TextReader(model, texts, num_prompt_tokens)
+    uncompressed = reader.read(None)
 
-    def row(policy: str, positions: str, max_tokens: int | None, read: Read) -> Row:
+    def row(policy: str, positions: str, max_tokens: int | None, read: ReadResult) -> Row:
         comparison = Comparison()
         for logits, reference, ids in zip(read.logits, uncompressed.logits, texts, strict=True):
             comparison.add(logits, reference, ids[-num_new_tokens:])
@@ -53,18 +53,18 @@ def measure(
             positions=positions,
             max_tokens=max_tokens,
             blocks=read.blocks,
-            kv_bytes=read.blocks * readings.block_bytes,
+            kv_bytes=read.blocks * reader.block_bytes,
             tokens_per_s=num_texts * num_new_tokens / read.seconds,
         )
 
     yield row("none", "true", None, uncompressed)
     for budget in budgets:
         for policy in CompressionPolicy:
-            yield row(policy, "true", budget, readings.read(Compression(policy, budget)))
+            yield row(policy, "true", budget, reader.read(Compression(policy, budget)))
         streaming = Compression(CompressionPolicy.STREAMING_LLM, budget)
-        yield row(streaming.policy, "renumbered", budget, readings.read(streaming, is_renumbered=True))
+        yield row(streaming.policy, "renumbered", budget, reader.read(streaming, is_renumbered=True))
         alone = Compression(CompressionPolicy.STREAMING_LLM, budget, num_sinks=0)
-        yield row("window without sinks", "true", budget, readings.read(alone))
+        yield row("window without sinks", "true", budget, reader.read(alone))
 
 
 COMMAND = Command(

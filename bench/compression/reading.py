@@ -25,7 +25,7 @@ _CHUNK_TOKENS = 512
 
 
 @dataclass(frozen=True, slots=True)
-class Read:
+class ReadResult:
     """The outcome of reading.
 
     Attributes:
@@ -39,7 +39,7 @@ class Read:
     blocks: int
 
 
-class Readings:
+class TextReader:
     """Computes the prompts of some texts once, and reads the rest of the texts with each compression.
 
     Args:
@@ -64,7 +64,7 @@ class Readings:
                 end = min(num_prompt_tokens, start + _CHUNK_TOKENS)
                 self._runner.run([self._prompt(index, start, end)])
 
-    def read(self, compression: Compression | None, *, is_renumbered: bool = False) -> Read:
+    def read(self, compression: Compression | None, *, is_renumbered: bool = False) -> ReadResult:
         """Read all texts to their ends, as one batch.
 
         Args:
@@ -74,16 +74,16 @@ class Readings:
         """
         num_new_tokens = self._num_tokens - self._num_prompt_tokens
         rule = rule_of(compression) if compression is not None else KeepRule(self._num_tokens, 0, 0, 0, False, False)
-        most = (
+        max_entries = (
             rule.num_entries
             if compression is None
             else compression.max_entries(self._num_prompt_tokens, num_new_tokens + 1)
         )
-        num_blocks = -(-min(most, self._num_tokens) // BLOCK_SIZE)
+        num_blocks = -(-min(max_entries, self._num_tokens) // BLOCK_SIZE)
         rows = []
-        started_s = time.perf_counter()
+        start_s = time.perf_counter()
         readers = [
-            _Reader(
+            _OneTextReader(
                 self._runner,
                 rule,
                 self._prompt(index, 0, self._num_prompt_tokens),
@@ -96,7 +96,7 @@ class Readings:
             rows.append(self._runner.run([reader.next_chunk() for reader in readers]).logits.clone())
             for reader in readers:
                 reader.note()
-        return Read(torch.stack(rows, dim=1), time.perf_counter() - started_s, num_blocks)
+        return ReadResult(torch.stack(rows, dim=1), time.perf_counter() - start_s, num_blocks)
 
     def _block_ids(self, number: int) -> BlockIds:
         return np.arange(number * self._num_blocks, (number + 1) * self._num_blocks, dtype=np.int32)
@@ -105,7 +105,7 @@ class Readings:
         return Chunk(self._texts[index], start, end, self._block_ids(index), None, wants_logits=False)
 
 
-class _Reader:
+class _OneTextReader:
     """Reads one text, in the same way as `Compressions` does for a request."""
 
     def __init__(
@@ -123,7 +123,7 @@ class _Reader:
             self._shift(-self._num_dropped)
 
     def next_chunk(self) -> Chunk:
-        """Make room for the next token, and return the chunk to compute."""
+        """Drop an entry if the kept ones fill the budget, and return the chunk of the next token."""
         if self._kept.is_full:
             self._kept.drop()
             self._num_dropped += 1
@@ -150,7 +150,7 @@ class _Reader:
         self._num_read += 1
 
     def _shift(self, by: int) -> None:
-        """Rotate the keys of all entries but the first tokens' as if they had other positions."""
+        """Rotate the keys of all entries except the sinks as if they had other positions."""
         pool = self._runner.storage.pool
         frequencies = self._runner.model.module.model.rotary_emb.inv_freq
         angles = torch.cat((frequencies, frequencies)) * by

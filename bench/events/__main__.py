@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import random
-import shlex
 import subprocess
 import sys
 import time
@@ -21,6 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from bench.parts.environment import describe_run
+from bench.parts.peers.process_tree import resident_bytes
 from bench.parts.report import distribution
 from bench.parts.result_file import write_json
 from bench.parts.server_process import ServerProcess, serve_command
@@ -50,7 +50,7 @@ class EventMeasurement:
 
 @contextmanager
 def callers(address: str, count: int) -> Iterator[tuple[int, int]]:
-    """Run callers in another process; yields how many were accepted, and how many refused."""
+    """Run callers in another process. Yields how many were accepted, and how many refused."""
     if count == 0:
         yield 0, 0
         return
@@ -66,16 +66,12 @@ def callers(address: str, count: int) -> Iterator[tuple[int, int]]:
 
 
 def resident_mib(pid: int) -> float | None:
-    """Return the resident memory of a process in MiB; None without /proc."""
-    try:
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    except OSError:
-        return None
-    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith("VmRSS:"))
+    """Return the resident memory of a process in MiB; None if it has ended, or without /proc."""
+    return resident_bytes([pid]) / 2**20 or None
 
 
 def prefill_times_ms(client: Client, count: int, num_tokens: int, rng: random.Random) -> list[float]:
-    """Prefill fresh prompts one after another; returns the time that each took."""
+    """Prefill new prompts one after another. Returns the time of each."""
     times_ms = []
     for _ in range(count):
         prompt = rng.choices(range(VOCAB_SIZE), k=num_tokens)
@@ -124,9 +120,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         print(f"{each.callers:7} {each.accepted:9} {each.refused:8} {p50:12.1f} {p99:12.1f} {memory:11.0f}")
     if options.json:
-        command = shlex.join(["python", "-m", "bench.events", *(sys.argv[1:] if arguments is None else arguments)])
         result = {"requests": options.requests, "tokens": options.tokens, "passes": [asdict(each) for each in passes]}
-        write_json(options.json, {**result, "command": command, **describe_run()})
+        write_json(options.json, {**result, **describe_run("bench.events", arguments)})
     return 0
 
 

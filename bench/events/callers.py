@@ -24,12 +24,12 @@ CALLERS_PER_CONNECTION = 50
 _OPTIONS = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_receive_message_length", -1)]
 
 
-class ClosedLoopCallers:
-    """A number of callers, each with a task.
+class SubscribeCallers:
+    """Clients that call `Subscribe`, each in a task.
 
     Args:
         stubs: stubs of EventService, one per connection; callers are spread evenly over them.
-        count: callers.
+        count: number of callers.
 
     Attributes:
         num_accepted, num_refused: callers by the result of their first call.
@@ -93,7 +93,7 @@ async def _run(address: str, count: int) -> None:
     num_connections = -(-count // CALLERS_PER_CONNECTION)
     channels = [grpc.aio.insecure_channel(address, options=_OPTIONS) for _ in range(num_connections)]
     stubs = [events_pb2_grpc.EventServiceStub(channel) for channel in channels]  # type: ignore[no-untyped-call]
-    callers = ClosedLoopCallers(stubs, count)
+    callers = SubscribeCallers(stubs, count)
     await callers.wait_for_answers()
     print(callers.num_accepted, callers.num_refused, flush=True)
     await asyncio.to_thread(sys.stdin.read)

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
-import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -59,8 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows = [row for name, requests in traces.items() for row in _simulate(name, requests[: options.limit], options)]
     times = [_time(block_size, prompt_tokens, options) for block_size, prompt_tokens in _DECISIONS]
     if options.json is not None:
-        command = shlex.join(["python", "-m", "bench.fleet", *(sys.argv[1:] if arguments is None else arguments)])
-        write_json(options.json, {"run": describe_run(), "command": command, "rows": rows, "decisions": times})
+        write_json(options.json, {**describe_run("bench.fleet", arguments), "rows": rows, "decisions": times})
     return int(any(row["is_missed"] for row in rows))
 
 

@@ -39,7 +39,7 @@ class DecisionTimes:
         known_blocks: distinct blocks that the router knew before the first decision.
         end_blocks: the same after the last decision. It may include blocks that were expected on a replica, but no
             longer are.
-        refused_blocks: number of times that the router's view had no room for a block.
+        refused_blocks: number of times that the router's view refused a block because it was full.
         block_size: tokens per block.
         prompt_tokens: length of each prompt.
         decisions: number of decisions.
@@ -89,8 +89,8 @@ def time_decisions(
     """Fill a router's view by events, then time decisions while events continue.
 
     Seven of ten requests continue a conversation of which a replica has cached the earlier turns, apart from evicted
-    blocks; the other requests share only the system prompt. After each decision, the events of one
-    request are read: the blocks that its replica stored, and as many that it removed.
+    blocks; the other requests share only the system prompt. After each decision, the events of one request are read:
+    the blocks that its replica stored, and as many that it removed.
 
     Args:
         replicas: number of replicas.
@@ -110,8 +110,8 @@ def time_decisions(
     times_us, remember_us, event_us = [], [], []
     in_flight: list[Route] = []
     for turn in range(decisions):
-        goes_on = draw.random() < _CONTINUED_SHARE
-        conversation = draw.choice(held[draw.choice(names)].conversations) if goes_on else known + turn
+        is_continued = draw.random() < _CONTINUED_SHARE
+        conversation = draw.choice(held[draw.choice(names)].conversations) if is_continued else known + turn
         tokens = conversations.prompt(conversation, 1)
         start_s = time.thread_time()
         route = router.route(_NAMESPACE, tokens)
@@ -179,8 +179,8 @@ def _snapshot(hashes: Sequence[int], block_size: int) -> Iterator[EventBatch]:
 def _batch_of(router: Router, name: str, held: ReplicaBlocks, conversation: int, hashes: Sequence[int]) -> EventBatch:
     """Return the events of a replica after a request: blocks stored, and as many others removed."""
     new = held.hold(conversation, hashes)
-    gone = BlocksRemoved(np.array(held.evict(len(new)), "<u8").tobytes(), "")
-    return EventBatch(router.view.number_of(name) + 1, 0.0, (gone, _stored(new, router.view.block_size)))
+    removed = BlocksRemoved(np.array(held.evict(len(new)), "<u8").tobytes(), "")
+    return EventBatch(router.view.number_of(name) + 1, 0.0, (removed, _stored(new, router.view.block_size)))
 
 
 def _stored(hashes: Sequence[int], block_size: int) -> BlocksStored:

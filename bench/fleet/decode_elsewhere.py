@@ -13,7 +13,6 @@ import argparse
 import contextlib
 import random
 import secrets
-import shlex
 import statistics
 import sys
 import tempfile
@@ -58,8 +57,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         f"{speeds['bare_mb_per_s']:.0f} MB/s: {ratio:.2f}"
     )
     if args.json is not None:
-        command = shlex.join(["python", "-m", "bench.fleet.decode_elsewhere", *(arguments or sys.argv[1:])])
-        write_json(args.json, {**describe_run(), "command": command, **answers, **speeds, "ratio": ratio})
+        write_json(
+            args.json, {**describe_run("bench.fleet.decode_elsewhere", arguments), **answers, **speeds, "ratio": ratio}
+        )
     return int(answers["different"] > 0)
 
 

@@ -3,7 +3,8 @@
 python -m bench.fleet.demo
 
 Starts two replicas of the embedded model and their ingress on loopback, and stops them at the end. The exit status is 0
-if every prompt was answered, 1 if not, and 2 if a process did not start.
+if every prompt was answered, decoding on the other replica gave the same tokens, and the killed replica was replaced; 1
+if not; and 2 if a process did not start.
 """
 
 from __future__ import annotations

@@ -122,7 +122,8 @@ def ask_one(
     token_ids: list[int] = []
     try:
         for chunk in client.generate(prompt, tenant=_TENANT, max_new_tokens=new_tokens, ignore_eos=True):
-            first_s = first_s or time.monotonic()
+            if chunk.token_ids:
+                first_s = first_s or time.monotonic()
             token_ids += chunk.token_ids
             cached_tokens = max(cached_tokens, chunk.usage.cached_tokens)
     except grpc.RpcError as failure:

@@ -34,10 +34,9 @@ def kill_one(
         The result of `judge_kill`; `all_back_s`, the seconds from the kill until all replicas respond again, None if
         they did not; and the counts of the pass.
     """
-    victim, start_s = fleet.replicas()[0], time.monotonic()
+    victim, *others = fleet.replicas()
     killed_s: list[float] = []
     back_s: list[float] = []
-    others = set(fleet.replicas()) - {victim}
 
     def watch() -> None:
         while time.monotonic() - killed_s[0] < MAX_RESTART_S:
@@ -54,6 +53,7 @@ def kill_one(
             fleet.kill(victim)
             watcher.start()
 
+    start_s = time.monotonic()
     after = run_pass(fleet.address, prompts, geometry.new_tokens, concurrency, on_outcome)
     watcher.join()
     comparison = judge_kill(before, after, killed_s[0] - start_s)

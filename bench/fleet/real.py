@@ -4,7 +4,7 @@ python -m bench.fleet.real [--json FILE] [--geometry 83x3,150x5] [--replicas 2] 
     [--rates 0.5,0.8,1.0,1.2,1.4]
 
 The replicas serve the embedded model. The traffic is that of llm-d's benchmark, scaled down: groups of prompts with a
-common prefix, in random order. The cache of each replica has room for some of the groups. Two fleets, one per routing
+common prefix, in random order. The cache of each replica can hold some of the groups. Two fleets, one per routing
 policy, are measured in turn, and both caches are purged before each pass:
 
 1. Capacity: prompts per second in a closed loop.
@@ -21,7 +21,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import re
-import shlex
 import statistics
 import sys
 import time
@@ -66,12 +65,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         kill_result["wrong_answers"] or kill_result["failed_before_first_token"]
     )
     if options.json is not None:
-        command = shlex.join(["python", "-m", "bench.fleet.real", *(sys.argv[1:] if arguments is None else arguments)])
         write_json(
             options.json,
             {
-                "run": describe_run(),
-                "command": command,
+                **describe_run("bench.fleet.real", arguments),
                 "rows": rows,
                 "ratios": ratios(rows),
                 "kill": kill_result,
@@ -168,7 +165,7 @@ def _wait_for_all(fleet: FleetProcess, replicas: int) -> None:
 
 
 def _settings(geometry: Geometry, routing: str, options: argparse.Namespace) -> list[str]:
-    """Return the settings of engines whose caches have room for some of the groups, and for the requests in flight."""
+    """Return the settings of engines whose caches can hold some of the groups, and the requests in flight."""
     each = geometry.prefix_tokens + geometry.question_tokens + geometry.new_tokens
     held_tokens = round(options.capacity_share * geometry.groups * geometry.prefix_tokens)
     in_flight_tokens = options.concurrency * (each + 2 * _BLOCK_TOKENS)
@@ -235,7 +232,7 @@ def _parser() -> argparse.ArgumentParser:
         "--capacity-share",
         type=float,
         default=0.6,
-        help="share of all prefixes that the cache of a replica has room for",
+        help="share of all prefixes that the cache of a replica can hold",
     )
     parser.add_argument("--calls", type=positive, default=200, help="calls that time the ingress")
     parser.add_argument("--seed", type=int, default=0)

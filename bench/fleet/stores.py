@@ -2,10 +2,10 @@
 
     python -m bench.fleet.stores [--groups 40] [--prompts 10] [--rounds 3] [--json FILE]
 
-Two servers of the embedded model each have a pool with room for a few of the prefixes, and host memory with room for
-all of them. Groups of prompts with a common prefix arrive in random order, several at a time, and are routed by the
-events of the servers. A router that also receives the events of stores is compared, in turn, with one that receives
-only those of devices; both start with empty servers. The exit status is 0 if all prompts were answered.
+Two servers of the embedded model each have a pool for a few of the prefixes, and host memory for all of them. Groups of
+prompts with a common prefix arrive in random order, several at a time, and are routed by the events of the servers. A
+router that also receives the events of stores is compared, in turn, with one that receives only those of devices; both
+start with empty servers. The exit status is 0 if all prompts were answered.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import argparse
 import asyncio
 import contextlib
 import random
-import shlex
 import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
@@ -52,14 +51,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command = serve_command("tiny", "cpu", settings)
     with ServerProcess(command) as one, ServerProcess(command) as two:
         rows = asyncio.run(_measure([one, two], options))
-    least = options.groups * options.prefix_tokens + options.groups * options.prompts * options.question_tokens
+    min_computed = options.groups * (options.prefix_tokens + options.prompts * options.question_tokens)
     computed = {name: sum(row["computed"] for row in rows if row["router knows"] == name) for name in _KNOWS_STORES}
     ratio = computed["stores"] / computed["devices"]
-    print(f"computed tokens, stores over devices: {ratio:.2f}; at least {least} per round must be computed")
+    print(f"computed tokens, stores over devices: {ratio:.2f}; at least {min_computed} per round must be computed")
     if options.json is not None:
-        words = shlex.join(["python", "-m", "bench.fleet.stores", *(arguments or sys.argv[1:])])
-        result = {"rows": rows, "least_computed_tokens": least, "ratio": ratio}
-        write_json(options.json, {**describe_run(), "command": words, **result})
+        result = {"rows": rows, "least_computed_tokens": min_computed, "ratio": ratio}
+        write_json(options.json, {**describe_run("bench.fleet.stores", arguments), **result})
     return 0
 
 

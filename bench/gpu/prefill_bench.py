@@ -39,7 +39,7 @@ class PrefillBench:
     """An engine core and one long prompt. Each measured prefix is a prefix of this prompt.
 
     Args:
-        runner: a runner with room for the longest prompt twice.
+        runner: a runner whose pool can hold the longest prompt twice.
         longest_prefix: tokens of the long prompt.
         step_tokens: maximum number of tokens per forward pass.
         rates: rates of this device.

@@ -79,13 +79,12 @@ def lay_out(folder: Path, sglang: Path | None) -> None:
 def main(arguments: Sequence[str] | None = None, parts: Mapping[str, Sequence[Stage]] = PARTS) -> int:
     """Run the parts, print their output and a table of each. Returns 0 if all stages but optional ones succeeded."""
     options = _parse(arguments, parts)
-    argv = sys.argv[1:] if arguments is None else arguments
     options.out.mkdir(parents=True, exist_ok=True)
     is_good = True
     for part in options.part or parts:
         stages = _choose_stages(parts[part], options.only)
         if stages:
-            run = _PartRun(part, shlex.join(["python", "-m", "bench.gpu", *argv]), options)
+            run = _PartRun(part, arguments, options)
             is_good &= run.run(stages)
     return 0 if is_good else 1
 
@@ -108,7 +107,7 @@ def _choose_stages(stages: Sequence[Stage], only: Sequence[str] | None) -> list[
 class _PartRun:
     """A run of one part, and its file."""
 
-    def __init__(self, part: str, command: str, options: argparse.Namespace) -> None:
+    def __init__(self, part: str, arguments: Sequence[str] | None, options: argparse.Namespace) -> None:
         self._options = options
         self._file: Path = options.out / f"{part}.json"
         self._passed_kernels = PassedKernels()
@@ -119,8 +118,7 @@ class _PartRun:
             "is_dry_run": options.dry_run,
             "is_finished": False,
             "missing_imports": missing_imports((*ENGINE_IMPORTS, *REPORTED_IMPORTS)),
-            "command": command,
-            **describe_run(),
+            **describe_run("bench.gpu", arguments),
             "stages": {},
         }
         write_json(self._file, self._report)

@@ -18,7 +18,6 @@ import asyncio
 import contextlib
 import dataclasses
 import os
-import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -57,14 +56,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.apart and any(ATTACKS[name].is_http for name in options.attacks):
         parser.error("--apart: expected attacks on the gRPC port, since both servers would have the same HTTP port")
-    command = shlex.join(["python", "-m", "bench.hostile", *(sys.argv[1:] if arguments is None else arguments)])
     parameters = {name: vars(options)[name] for name in ("seconds", "settings", "apart", "equal_priority", "step_ms")}
     print(_HEADING)
     rows: list[dict[str, Any]] = []
     for name in options.attacks:
         rows.append(_row(name, options))
         if options.json:
-            write_json(options.json, {"rows": rows, **parameters, "command": command, **describe_run()})
+            write_json(options.json, {"rows": rows, **parameters, **describe_run("bench.hostile", arguments)})
     return 1 if any(row["broken"] for row in rows) else 0
 
 

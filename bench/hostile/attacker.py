@@ -67,7 +67,12 @@ class AttackerProcess:
     async def _line(self, timeout_s: float) -> Figures:
         assert self._process.stdout is not None, "it was started with a pipe"
         async with asyncio.timeout(timeout_s):
-            figures: Figures = json.loads(await self._process.stdout.readline())
+            line = await self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(
+                f"attacker {self._arguments[0]}: expected a line, but it ended; its stderr has the reason"
+            )
+        figures: Figures = json.loads(line)
         return figures
 
 

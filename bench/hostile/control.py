@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -42,12 +41,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
-    command = shlex.join(["python", "-m", "bench.hostile.control", *(sys.argv[1:] if arguments is None else arguments)])
     rows = []
     for name in options.attacks:
         rows.append(_row(name, options.seconds, has_low_priority=not options.equal_priority))
         if options.json:
-            write_json(options.json, {"rows": rows, "seconds": options.seconds, "command": command, **describe_run()})
+            write_json(
+                options.json,
+                {"rows": rows, "seconds": options.seconds, **describe_run("bench.hostile.control", arguments)},
+            )
 
 
 def _row(name: str, seconds: float, *, has_low_priority: bool) -> dict[str, Any]:

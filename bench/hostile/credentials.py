@@ -20,7 +20,6 @@ import asyncio
 import hashlib
 import json
 import secrets
-import shlex
 import statistics
 import sys
 import tempfile
@@ -187,9 +186,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--calls", type=int, default=200, help="calls of each round to each server; default 200")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
-    command = shlex.join(
-        ["python", "-m", "bench.hostile.credentials", *(sys.argv[1:] if arguments is None else arguments)]
-    )
     rows = asyncio.run(measure(options.rounds, options.calls))
     print(f"{'arm':<12} {'calls':>6} {'call us':>8} {'added to tls':>13} {'server cpu us':>14}")
     for row in rows:
@@ -198,8 +194,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"{row['server_cpu_us'] or 0:14.0f}"
         )
     if options.json:
-        parameters = {"rounds": options.rounds, "calls": options.calls, "command": command}
-        write_json(options.json, {"rows": rows, **parameters, **describe_run()})
+        parameters = {"rounds": options.rounds, "calls": options.calls}
+        write_json(options.json, {"rows": rows, **parameters, **describe_run("bench.hostile.credentials", arguments)})
     added = [row["added_to_tls_us"] for row in rows if row["arm"] in ("token", "certificate")]
     return int(max(added) >= MAX_ADDED_US)
 

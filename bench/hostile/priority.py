@@ -6,7 +6,7 @@ import os
 
 
 def yield_to_others(pid: int) -> None:
-    """Give a process, and the threads that it starts later, only CPU time that no process of normal priority wants.
+    """Give a process, and the threads that it starts later, only CPU time that no process of normal priority needs.
 
     Real attackers have their own machines. On one machine, an attacker of equal priority takes CPU time from the server
     and from the well-behaved client, and the resulting wait is no fault of the server.

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol
 
 import aiohttp
@@ -18,6 +16,7 @@ import numpy.typing as npt
 
 from bench.hostile.attacker import AttackerProcess
 from bench.hostile.attacks.attack import Figures, Target
+from bench.parts.peers.process_tree import resident_bytes
 from radixkv.service.client import AsyncClient
 from radixkv.v1.cache_pb2 import StatsResponse
 
@@ -122,7 +121,7 @@ class _Prompts(Protocol):
 async def _prompts_of(target: Target) -> AsyncIterator[_Prompts]:
     if target.http_address:
         timeout = aiohttp.ClientTimeout(_TIMEOUT_S)
-        # Each prompt has a new connection, so that a crowd at the port delays it.
+        # Each prompt has a new connection, so that it is delayed if other clients occupy the port.
         connector = aiohttp.TCPConnector(limit=0, force_close=True)
         async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
             yield _HttpPrompts(session, target.http_address)
@@ -211,9 +210,8 @@ class Peak:
 
 
 def resident_mb(pid: int) -> float:
-    """Return the resident set size of a process, as Linux reports it."""
-    pages = int(Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
+    """Return the resident memory of a process; 0 if it has ended."""
+    return resident_bytes([pid]) / 1e6
 
 
 async def _seconds_to_idle(address: str) -> float | None:

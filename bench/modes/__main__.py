@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
-import shlex
 import statistics
 import sys
 import tempfile
@@ -57,18 +56,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
     options = parser.parse_args(arguments)
-    least = next(number for number in itertools.count(1) if all(each.has_room for each in _kinds(options, number)))
-    if options.documents < least:
-        why = "so that each pool has room for a request"
-        parser.error(f"--documents: expected at least {least}, {why}, got {options.documents}")
+    minimum = next(number for number in itertools.count(1) if all(each.has_room for each in _kinds(options, number)))
+    if options.documents < minimum:
+        why = "so that each pool can hold a request"
+        parser.error(f"--documents: expected at least {minimum}, {why}, got {options.documents}")
     rows = [
         row
         for traffic in _kinds(options, options.documents)
         for row in _measure(traffic, options.device, options.seed, options.redis, options.mooncake)
     ]
     if options.json is not None:
-        command = shlex.join(["python", "-m", "bench.modes", *(sys.argv[1:] if arguments is None else arguments)])
-        write_json(options.json, {"run": describe_run(), "command": command, "rows": rows})
+        write_json(options.json, {**describe_run("bench.modes", arguments), "rows": rows})
     if options.plot is not None:
         draw_modes(options.plot, rows)
     return int(any(row["different_answers"] for row in rows))

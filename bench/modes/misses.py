@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
-import shlex
 import sys
 import tempfile
 import time
@@ -32,6 +31,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bench.parts.environment import describe_run
+from bench.parts.paired_times import PromptTimes, middle_ratios
 from bench.parts.result_file import write_json
 from radixkv.api.params import PrefillParams
 from radixkv.config import Config
@@ -48,17 +48,10 @@ _MAX_RATIO = 1.02  # maximum ratio for a miss
 _HEADER = f"{'':16} {'TTFT p50':>11} {'of no store':>12} {'std. error':>11} {'processor time':>15} {'std. error':>11}"
 
 
-class _Times(NamedTuple):
-    """Seconds of one prompt: time to first token, and CPU time of all threads until the stores are idle."""
-
-    wall_s: float
-    processor_s: float
-
-
 class _Set(NamedTuple):
     """Times of each prompt by engine, of engines that were started once, and the number of blocks that they saved."""
 
-    times: Mapping[str, Sequence[_Times]]
+    times: Mapping[str, Sequence[PromptTimes]]
     saved_blocks: Mapping[str, dict[str, int]]
     num_different: int = 0
 
@@ -73,9 +66,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows = [_row(name, sets) for name in names]
     print("\n".join([_HEADER, *map(_format_row, rows), f"{num_different} answers differ"]))
     if args.json is not None:
-        command = shlex.join(["python", "-m", "bench.modes.misses", *(arguments or sys.argv[1:])])
         sizes = {name: getattr(args, name) for name in ("sets", "requests", "prompt_tokens", "seed")}
-        result = {**describe_run(), "command": command, **sizes, "different_answers": num_different, "rows": rows}
+        result = {
+            **describe_run("bench.modes.misses", arguments),
+            **sizes,
+            "different_answers": num_different,
+            "rows": rows,
+        }
         write_json(args.json, result)
     return int(num_different > 0)
 
@@ -87,7 +84,7 @@ def _measure_set(
     with tempfile.TemporaryDirectory(dir=disk) as folder, contextlib.ExitStack() as stack:
         engines = _engines(stack, Path(folder), prompt_tokens, draw.permutation(names).tolist())
         vocab_size = engines[_WITHOUT].limits.vocab_size
-        times: dict[str, list[_Times]] = {name: [] for name in names}
+        times: dict[str, list[PromptTimes]] = {name: [] for name in names}
         num_different = 0
         for number in range(-_POOL_PROMPTS - _STORED_PROMPTS, num_requests):
             prompt = draw.integers(0, vocab_size, prompt_tokens).astype("<u4").tobytes()
@@ -144,13 +141,13 @@ def _running_engine(settings: Sequence[str]) -> Iterator[Engine]:
         engine.stop()
 
 
-def _ask(engine: Engine, prompt: bytes) -> tuple[int, _Times]:
+def _ask(engine: Engine, prompt: bytes) -> tuple[int, PromptTimes]:
     """Return the next token and the times, after the stores have become idle."""
     start_s, processor_s = time.perf_counter(), time.process_time()
     answer = engine.prefill(PrefillParams(prompt)).result(_TIMEOUT_S)
     wall_s = time.perf_counter() - start_s
     engine.purge(tenant="unknown").result(_TIMEOUT_S)  # completes after all earlier operations of the stores
-    seconds = _Times(wall_s, time.process_time() - processor_s)
+    seconds = PromptTimes(wall_s, time.process_time() - processor_s)
     if answer.usage.cached_tokens > _ALIKE_TOKENS:
         raise RuntimeError(
             f"engine: expected a prompt that is not cached, got {answer.usage.cached_tokens} cached tokens"
@@ -163,7 +160,7 @@ def _num_saved(engine: Engine) -> dict[str, int]:
 
 
 def _row(name: str, sets: Sequence[_Set]) -> dict[str, Any]:
-    ratios = np.array([_ratios(name, each.times) for each in sets])  # [num_sets, 2]
+    ratios = np.array([middle_ratios(name, each.times, (_WITHOUT, _AGAIN)) for each in sets])  # [num_sets, 2]
     saved = Counter[str]()
     for each in sets:
         saved.update(each.saved_blocks[name])
@@ -174,16 +171,6 @@ def _row(name: str, sets: Sequence[_Set]) -> dict[str, Any]:
         "ttft_ratio": _summary(ratios[:, 0]),
         "processor_ratio": _summary(ratios[:, 1]),
     }
-
-
-def _ratios(name: str, times: Mapping[str, Sequence[_Times]]) -> npt.NDArray[np.float64]:
-    """Return the ratios of an engine's times to first token and CPU times to those without a store, for one set."""
-    first, again = np.array(times[_WITHOUT]), np.array(times[_AGAIN])  # [num_requests, 2]
-    without = first if name in (_WITHOUT, _AGAIN) else np.sqrt(first * again)
-    values = np.sort(np.array(times[name]) / without, axis=0)
-    num_cut = len(values) // 4  # other processes make some of them much longer
-    middle: npt.NDArray[np.float64] = values[num_cut : len(values) - num_cut].mean(axis=0)
-    return middle
 
 
 def _summary(of_sets: npt.NDArray[np.float64]) -> dict[str, Any]:

@@ -94,7 +94,7 @@ def all_modes(folder: Path, redis_url: str | None = None, mooncake_master: str |
 
 
 def memory_bytes(engine: Engine) -> int:
-    """Return the bytes of K and V that an engine keeps on the device, in host memory and on disk."""
+    """Return the bytes of K and V that an engine keeps on the device, and in the tiers that report their size."""
     stats = engine.stats().result(_TIMEOUT_S)
     blocks = stats.load.blocks
     below = () if engine.offload is None else engine.offload.stats()

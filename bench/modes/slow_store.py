@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import shlex
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -57,9 +56,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             row["is_left_alone"] = not tiers[row["store"]].is_working
     print("\n".join([_HEADER, *map(_format_row, rows), f"{num_different} answers differ"]))
     if args.json is not None:
-        command = shlex.join(["python", "-m", "bench.modes.slow_store", *(arguments or sys.argv[1:])])
         sizes = {name: getattr(args, name) for name in ("requests", "prompt_tokens", "at_once", "delay_s", "seed")}
-        result = {**describe_run(), "command": command, **sizes, "different_answers": num_different, "rows": rows}
+        result = {
+            **describe_run("bench.modes.slow_store", arguments),
+            **sizes,
+            "different_answers": num_different,
+            "rows": rows,
+        }
         write_json(args.json, result)
     return int(num_different > 0 or not all(row["is_within_bound"] for row in rows))
 

@@ -33,7 +33,7 @@ class ModeTraffic(NamedTuple):
 
     @property
     def has_room(self) -> bool:
-        """Whether the device has room for one request, and for a copy of the block in which its prompt ends."""
+        """Whether the pool can hold one request, and a copy of the block in which its prompt ends."""
         block_size = CacheConfig().block_size
         num_tokens = self.document_tokens + self.question_tokens + self.new_tokens
         return num_tokens <= (self.pool_tokens // block_size - 1) * block_size

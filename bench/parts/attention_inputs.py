@@ -144,7 +144,7 @@ def expected_answer(inputs: AttentionInputs) -> torch.Tensor:
 
 
 def room_of(device: torch.device, head_dim: int) -> DeviceRoom:
-    """Return the room that a device has for attention programs; on a CPU that of a Hopper GPU."""
+    """Describe how many attention programs a device runs at once. A CPU counts as a Hopper GPU."""
     if device.type == "cpu":
         return HOPPER
     return DeviceRoom(torch.cuda.get_device_properties(device).multi_processor_count, head_dim)

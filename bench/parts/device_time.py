@@ -15,9 +15,9 @@ Call = Callable[[], object]
 _MIN_SAMPLES, _MAX_SAMPLES = 10, 50
 _SAMPLING_S = 0.1
 
-# The device waits this number of cycles, at most half a second at 2 GHz, while the host enqueues launches.
-_CYCLES_PER_S = 2e9
+# While the host enqueues launches, the device waits, at most this long. The wait is given in cycles of a 2 GHz clock.
 _MAX_WAIT_S = 0.5
+_CYCLES_PER_S = 2e9
 
 # The two buffers of the copy are much larger than the cache; the matmul is large enough for the library's best kernel.
 _COPY_BYTES = {"cuda": 1 << 30, "cpu": 1 << 20}

@@ -8,6 +8,7 @@ import random
 import statistics
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
@@ -50,11 +51,10 @@ def time_first_tokens(url: str, address: str, model: str, num_calls: int) -> Fir
     gateway: list[float] = []
     direct: list[float] = []
     connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=_TIMEOUT_S)
-    with Client(address, timeout_s=_TIMEOUT_S) as client:
+    with closing(connection), Client(address, timeout_s=_TIMEOUT_S) as client:
         for _ in range(_WARM_UP_CALLS + num_calls):
             gateway.append(_seconds_over_gateway(connection, model, [*prefix, *_ids(generator, _SUFFIX_TOKENS)]))
             direct.append(_seconds_of_server(client, [*prefix, *_ids(generator, _SUFFIX_TOKENS)]))
-    connection.close()
     return FirstTokens(_median_ms(gateway), _median_ms(direct))
 
 

@@ -238,7 +238,9 @@ def _parser() -> argparse.ArgumentParser:
     baseline.add_argument("--no-baseline", action="store_true", help="skip the pass without cache")
     server = parser.add_argument_group("server")
     server.add_argument("--address", metavar="HOST:PORT", help="a running server; default: start one for this run")
-    server.add_argument("--model", metavar="M", help="tiny, or a directory")
+    server.add_argument(
+        "--model", metavar="M", help="as for `radixkv serve`; with --adapters, tiny (the default) or a directory"
+    )
     server.add_argument("--device", choices=("auto", "cpu", "cuda"))
     server.add_argument("--set", dest="settings", action="append", default=[], metavar="A.B=V", help="may be repeated")
     output = parser.add_argument_group("output")

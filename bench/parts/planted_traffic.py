@@ -16,7 +16,8 @@ _SYLLABLES = (
     *("ka", "lo", "mi", "ter", "ran", "vel", "so", "ni", "per", "du", "ba", "gre", "sti", "mon", "fa", "ri", "che"),
     *("tol", "we", "nas", "pro", "cul", "den", "hi", "jo"),
 )
-_END_TOKENS = 2  # the end of a message: the last generated token is not cached, and the template writes the other
+# `<|im_end|>`, the last generated token, which is not cached, and a newline, which the template writes.
+_END_TOKENS = 2
 _NAMESPACE = Namespace("model", "acme")
 _MIN_MESSAGES = 5  # before the request, so that a fault has something to lose
 _RULES = (

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import shlex
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
@@ -203,7 +202,6 @@ class Command:
         options = parser.parse_args()
         print(f"{'model':>28} {self.header} {'perplexity':>10} {'change':>8} {'KL':>8} {'same top':>8}")
         sizes = {name: getattr(options, name) for name in ("texts", *self.sizes)}
-        command = shlex.join(["python", "-m", f"bench.{self.name}", *sys.argv[1:]])
         rows = []
         try:
             for path in options.model:
@@ -211,7 +209,7 @@ class Command:
                     rows.append(row)
                     print(f"{row['model']:>28}", (self.columns + _QUALITY_COLUMNS).format(**row), flush=True)
                 if options.json:
-                    write_json(options.json, {"rows": rows, **sizes, "command": command, **describe_run()})
+                    write_json(options.json, {"rows": rows, **sizes, **describe_run(f"bench.{self.name}")})
         except ConfigError as error:
             print(f"error: {error}", file=sys.stderr)
             return 2

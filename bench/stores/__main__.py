@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import shlex
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -38,10 +37,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         speeds = f"{row.store_gb_s:.2f} | {row.peer_gb_s:.2f}"
         print(f"| {row.name} | {row.direction} | {row.ratio:.2f} | {verified} | {speeds} |")
     if args.json is not None:
-        command = shlex.join(["python", "-m", "bench.stores", *(sys.argv[1:] if arguments is None else arguments)])
         sizes = {"payload_bytes": args.payload_bytes, "blocks": args.blocks, "rounds": args.rounds}
         sizes |= {"calls": args.calls, "seed": args.seed}
-        result = {**describe_run(), "command": command, **sizes, "rows": [dataclasses.asdict(row) for row in rows]}
+        result = {**describe_run("bench.stores", arguments), **sizes, "rows": [dataclasses.asdict(row) for row in rows]}
         write_json(args.json, result)
     return 0
 

@@ -49,7 +49,7 @@ class BenchedStore:
 def host(block_format: BlockFormat, object_bytes: int, num_blocks: int) -> Iterator[BenchedStore]:
     """Open host memory. Its peer copies into and out of memory that is already allocated."""
     payload_bytes = block_format.payload_bytes
-    room = (object_bytes + 64) * num_blocks
+    capacity_bytes = (object_bytes + 64) * num_blocks
     arena = np.frombuffer(map_memory(num_blocks * payload_bytes), np.uint8).reshape(num_blocks, payload_bytes)
 
     def write(sources: Buffers) -> None:
@@ -60,7 +60,7 @@ def host(block_format: BlockFormat, object_bytes: int, num_blocks: int) -> Itera
         for row, target in zip(arena, targets, strict=True):
             np.frombuffer(target, np.uint8)[:] = row
 
-    backend = open_backend("host", StoreOptions(block_format, object_bytes, room, native=native_copies()))
+    backend = open_backend("host", StoreOptions(block_format, object_bytes, capacity_bytes, native=native_copies()))
     yield BenchedStore("host", backend, write, read)
 
 
@@ -79,12 +79,12 @@ def disk(block_format: BlockFormat, object_bytes: int, num_blocks: int, folder: 
     def read(targets: Buffers) -> None:
         for number, target in enumerate(targets):
             if os.preadv(bare, [target], number * size) != size:
-                raise OSError("bare file: expected a whole read, got a part")
+                raise OSError("bare file: expected a complete read, got a partial one")
 
     def verify(targets: Buffers) -> None:
         for number, target in enumerate(targets):
             if os.preadv(bare, [target], number * size) != size:
-                raise OSError("bare file: expected a whole read, got a part")
+                raise OSError("bare file: expected a complete read, got a partial one")
             xxh3_128_digest(target)
 
     def forget() -> None:
@@ -94,8 +94,10 @@ def disk(block_format: BlockFormat, object_bytes: int, num_blocks: int, folder: 
             os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
             os.close(file)
 
-    room = SlotSizes.of(object_bytes, size).slot_bytes * num_blocks
-    backend = open_backend("disk", StoreOptions(block_format, object_bytes, room, str(folder), native_copies()))
+    capacity_bytes = SlotSizes.of(object_bytes, size).slot_bytes * num_blocks
+    backend = open_backend(
+        "disk", StoreOptions(block_format, object_bytes, capacity_bytes, str(folder), native_copies())
+    )
     try:
         yield BenchedStore("disk", backend, write, read, forget, copies=False, verify=verify)
     finally:
@@ -136,8 +138,8 @@ def mooncake(block_format: BlockFormat, object_bytes: int, master: str) -> Itera
 
     def write(sources: Buffers) -> None:
         for number, source in enumerate(sources):
-            if client.upsert(f"bare-{number}", source):
-                raise OSError("mooncake: expected room, got none")
+            if code := client.upsert(f"bare-{number}", source):
+                raise OSError(f"mooncake: expected to store a value, got code {code}")
 
     def read(targets: Buffers) -> None:
         for start in range(0, len(targets), 16):

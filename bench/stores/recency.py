@@ -2,15 +2,14 @@
 
 python -m bench.stores.recency --redis redis://127.0.0.1:6379/0 --json recency.json
 
-One server computes requests that share a prefix and have different suffixes, with many times more blocks than Redis has
-room for. Then a second server looks up the prefix. The benchmark empties the database, and changes its `maxmemory` and
+One server computes requests that share a prefix and have different suffixes, with many times more blocks than Redis can
+hold. Then a second server looks up the prefix. The benchmark empties the database, and changes its `maxmemory` and
 eviction policy while it runs.
 """
 
 from __future__ import annotations
 
 import argparse
-import shlex
 import sys
 import time
 from collections.abc import Sequence
@@ -46,9 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name, number in row.items():
         print(f"{name:24} {number}")
     if args.json is not None:
-        options = sys.argv[1:] if arguments is None else arguments
-        command = shlex.join(["python", "-m", "bench.stores.recency", *options])
-        write_json(args.json, {**describe_run(), "command": command, **row})
+        write_json(args.json, {**describe_run("bench.stores.recency", arguments), **row})
     return 0
 
 

@@ -9,8 +9,6 @@ bigram model keeps learning while it reads; the weights of the embedded model do
 from __future__ import annotations
 
 import argparse
-import shlex
-import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -87,8 +85,9 @@ def main() -> None:
         each = ", ".join(f"{title} {bits:.3f}" for title, bits in row.bits_per_byte.items())
         print(f"{row.predictor:>16} {known:>24}: {row.all:.3f} bits per byte ({each})", flush=True)
     if options.json:
-        command = shlex.join(["python", "-m", "bench.training.bits_per_byte", *sys.argv[1:]])
-        write_json(options.json, {"rows": [asdict(row) for row in rows], "command": command, **describe_run()})
+        write_json(
+            options.json, {"rows": [asdict(row) for row in rows], **describe_run("bench.training.bits_per_byte")}
+        )
 
 
 if __name__ == "__main__":

@@ -12,16 +12,8 @@ from transformers import PreTrainedTokenizerBase
 from bench.training.corpus import Document
 
 STEP_TOKENS = 2048
-_LENGTHS = (
-    256,
-    256,
-    256,
-    256,
-    512,
-    512,
-    1024,
-    2048,
-)  # possible row lengths of a step; repeated ones are chosen more often
+# Possible row lengths of a step. Repeated ones are chosen more often.
+_LENGTHS = (256, 256, 256, 256, 512, 512, 1024, 2048)
 _CHAT_PERIOD = 4  # of the rows of the shortest length, every fourth one is made of chats
 _MAX_TURN_CHARS = 400
 _GOLDEN_RATIO = (5**0.5 - 1) / 2

@@ -10,8 +10,6 @@ The answers must be bitwise identical. Nothing is timed.
 from __future__ import annotations
 
 import argparse
-import shlex
-import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -130,9 +128,9 @@ def measure(model: Model, num_tokens: int, block_size: int, step_tokens: int) ->
     groups = LayerGroups.of(model.windows, model.max_tokens)
     reach = Reach.of_window(groups.window)
     num_blocks = 2 * -(-num_tokens // block_size)
-    least = min_parts(reach, block_size, step_tokens)
+    num_parts = min_parts(reach, block_size, step_tokens)
     one_pool = WindowedServer(model, num_blocks, block_size, step_tokens, None)
-    two_pools = WindowedServer(model, num_blocks, block_size, step_tokens, least)
+    two_pools = WindowedServer(model, num_blocks, block_size, step_tokens, num_parts)
     random = np.random.default_rng(0)
     prompt = random.integers(0, _VOCAB_SIZE, num_tokens).tolist()
     fresh = random.integers(0, _VOCAB_SIZE, 64).tolist()
@@ -171,7 +169,7 @@ def measure(model: Model, num_tokens: int, block_size: int, step_tokens: int) ->
         "windowed_layers": groups.num_windowed,
         "layers": len(groups.are_windowed),
         "one_pool_blocks": -(-num_tokens // block_size),
-        "windowed_pool_blocks": least,
+        "windowed_pool_blocks": num_parts,
         "bound_blocks": -(-(groups.window - 1 + step_tokens) // block_size) + 1,
         "hit_blocks": -(-(groups.window - 1) // block_size),
         "one_pool_bytes": one_pool.storage.num_bytes,
@@ -206,8 +204,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 f"pool, {row['most_needed_blocks']:3} blocks needed  {row['miss_reason']}"
             )
     if options.json:
-        command = shlex.join(["python", "-m", "bench.windows", *(sys.argv[1:] if arguments is None else arguments)])
-        write_json(options.json, {"rows": results, "command": command, **describe_run()})
+        write_json(options.json, {"rows": results, **describe_run("bench.windows", arguments)})
 
 
 if __name__ == "__main__":

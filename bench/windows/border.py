@@ -1,9 +1,9 @@
-"""Counts the tokens that prompts reuse if windowed layers share memory with the other layers, or are in one pool.
+"""Compares the tokens that prompts reuse with one pool for all layers, and with two pools that share the same memory.
 
 python -m bench.windows.border --json bench/results/window_border.json
 
 All caches have the same memory. Only the cache runs, without a model. With `--before FILE`, a result of an earlier
-version, the table and the result have another column with the tokens that this version reused by default.
+version, the table and the result also have the share of the tokens that the earlier version reused by default.
 """
 
 from __future__ import annotations
@@ -11,8 +11,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import shlex
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -115,9 +113,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         rows.append({"traffic": key, "window": traffic.shape.window, "reused": reused})
         print(f"{key:58}", ", ".join(f"{rule} {share:.3f}" for rule, share in reused.items()), flush=True)
     if options.json:
-        argv = sys.argv[1:] if arguments is None else arguments
-        command = shlex.join(["python", "-m", "bench.windows.border", *argv])
-        write_json(options.json, {"rows": rows, "seeds": options.seeds, "command": command, **describe_run()})
+        write_json(
+            options.json, {"rows": rows, "seeds": options.seeds, **describe_run("bench.windows.border", arguments)}
+        )
 
 
 def _defaults_of(result: Path) -> dict[str, float]:

@@ -22,6 +22,7 @@ from radixkv.doctor.prompt_log import LoggedPrompt, PromptLog, SegmentOf, TokenS
 from radixkv.errors import CapacityError
 from radixkv.explain.realignment import MIN_EQUAL_TOKENS, Tokens
 from radixkv.namespace import Namespace
+from radixkv.planning.trace import MIN_STEP_S
 from radixkv.tokens import TOKEN_BYTES, prefix_fingerprint
 
 MIN_LOST_TOKENS = 64
@@ -32,7 +33,6 @@ _MIN_FIXED_TOKENS = 8  # a fixed cause is not removed where it loses fewer token
 _MAX_GROWTH = 4  # the replacements may multiply the tokens of the log by this factor at most
 _MAX_NAMESPACES = 32  # namespaces that are compared, of prompts with the same beginning
 _MAX_FORMER = 3  # a prompt is compared with this many former prompts of its session
-_MIN_STEP_S = 1e-5
 
 
 class PromptExaminer(Protocol):
@@ -172,7 +172,7 @@ class Replay:
     def _step(self, index: int) -> ReplayedPrompt:
         prompt = self._log.prompts[index]
         tokens, answer = self._log.tokens(index)
-        self._now_s = max(self._now_s + _MIN_STEP_S, prompt.time_s or 0.0)
+        self._now_s = max(self._now_s + MIN_STEP_S, prompt.time_s or 0.0)
         namespace, changed, finding, num_cached = self._changed_prompt(prompt, tokens)
         self._num_units += len(changed) // TOKEN_BYTES
         if finding is not None and finding.lost_tokens < self._min_lost_tokens:

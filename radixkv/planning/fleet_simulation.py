@@ -18,7 +18,7 @@ from radixkv.events.event_log import EventLog
 from radixkv.events.tree_feed import TreeFeed
 from radixkv.namespace import Namespace
 from radixkv.planning.simulate import OPTIMAL, check_simulation
-from radixkv.planning.trace import TOKENS_PER_ID, TraceRequest, prompt_tokens
+from radixkv.planning.trace import MIN_STEP_S, TOKENS_PER_ID, TraceRequest, prompt_tokens
 from radixkv.routing.candidate import TokenTimes
 from radixkv.routing.fleet_load import FleetLoad
 from radixkv.routing.fleet_view import FleetView
@@ -28,7 +28,6 @@ from radixkv.routing.router import Route, Router
 from radixkv.tokens import TOKEN_BYTES
 
 _VOCAB_SIZE = 2**32
-_MIN_STEP_S = 1e-5  # so that time advances in a trace without timestamps
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,7 +311,7 @@ class _FleetReplay:
 
     def send(self, index: int, request: TraceRequest) -> None:
         """Route a request at its arrival time."""
-        self.run_until(max(self.now_s + _MIN_STEP_S, request.timestamp_ms / 1000))
+        self.run_until(max(self.now_s + MIN_STEP_S, request.timestamp_ms / 1000))
         tokens = prompt_tokens(request, vocab_size=_VOCAB_SIZE).tobytes()
         route = self.router.route(self._namespace, tokens)
         self.router.remember()

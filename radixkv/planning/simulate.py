@@ -24,14 +24,13 @@ from radixkv.errors import ConfigError
 from radixkv.namespace import Namespace
 from radixkv.planning.tiers import SimulatedTiers, TierCapacity, TierUsage, VirtualClock, check_tiers
 from radixkv.planning.time_model import TimeModel
-from radixkv.planning.trace import TOKENS_PER_ID, TraceRequest, prompt_tokens, sequence_tokens
+from radixkv.planning.trace import MIN_STEP_S, TOKENS_PER_ID, TraceRequest, prompt_tokens, sequence_tokens
 from radixkv.scheduling.request import Request
 
 OPTIMAL = "optimal"
 SIMULATED_POLICIES = (*EVICTION_POLICIES, OPTIMAL)
 NO_HINTS, STOP, STOP_AND_END = HINTS = ("none", "stop", "stop+end")
 _VOCAB_SIZE = 2**32
-_MIN_STEP_S = 1e-5  # so that time advances in a trace without timestamps
 _NEVER = np.iinfo(np.int32).max
 _TIMELY_FACTOR = 1.1  # maximum ratio of the TTFT of a timely return to that of a ready one
 
@@ -235,7 +234,7 @@ class _CacheReplay:
     def step(self, index: int) -> None:
         """Replay the request at `index`."""
         request = self._requests[index]
-        now_s = max(self._clock.now_s + _MIN_STEP_S, request.timestamp_ms / 1000)
+        now_s = max(self._clock.now_s + MIN_STEP_S, request.timestamp_ms / 1000)
         if self.tiers:
             self.tiers.advance(now_s)
         else:

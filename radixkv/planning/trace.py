@@ -35,6 +35,7 @@ from radixkv.planning.trace_records import read_records
 TOKENS_PER_ID = 512
 AUTO = "auto"
 MAX_TRACE_IDS = 2**28  # 2 GiB of references
+MIN_STEP_S = 1e-5  # minimum time between two requests of a replay, so that time advances without timestamps
 
 # splitmix64 (Steele, Lea, Flood: "Fast splittable pseudorandom number generators", OOPSLA 2014).
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)

@@ -89,7 +89,7 @@ class FakeService(prefill_pb2_grpc.PrefillServiceServicer, cache_pb2_grpc.CacheS
 
 @contextlib.contextmanager
 def serving(service: FakeService, num_threads: int = 16) -> Iterator[str]:
-    """Serve in the background; yields the address."""
+    """Serve in the background. Yields the address."""
     with ThreadPoolExecutor(num_threads) as threads:
         server = grpc.server(threads)
         prefill_pb2_grpc.add_PrefillServiceServicer_to_server(service, server)

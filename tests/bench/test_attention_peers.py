@@ -1,4 +1,4 @@
-"""Stand-ins in torch for peers that are not installed: each gets what its documentation asks for."""
+"""Stand-ins in torch for peers that are not installed: each gets what its documentation requires."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ def test_cudnns_two_parts_are_joined_by_their_shares(inputs: AttentionInputs, mo
 
 
 @pytest.mark.parametrize("prefix_tokens", [43, 0])
-def test_cudnn_is_given_what_is_visible(prefix_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With any back end, since cuDNN is not here: the mask is what is tested."""
+def test_cudnn_gets_a_mask_of_the_visible_keys(prefix_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests only the mask, with any back end, since cuDNN is not available."""
     monkeypatch.setattr(attention_peers, "_require_gpu", lambda inputs: None)
     monkeypatch.setattr(attention_peers, "sdpa_kernel", lambda backend: contextlib.nullcontext())
     inputs = make_inputs(AttentionCase(20, prefix_tokens), HEADS, 1, torch.device("cpu"))

@@ -33,7 +33,6 @@ def bench() -> PrefillBench:
     return PrefillBench(runner, 200, step_tokens=64, rates=DeviceRates(1e12, 1e9))
 
 
-@pytest.mark.long
 def test_it_measures_all_variants_in_both_modes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "prefill.json"
     assert main(["--dry-run", "--json", str(file)]) == 0
@@ -53,12 +52,12 @@ def test_it_measures_all_variants_in_both_modes(tmp_path: Path, capsys: pytest.C
 
 
 def measured(bench: PrefillBench, suffix_tokens: int, prefix_tokens: int, rounds: int = 1) -> dict[str, Any]:
-    """Return the row when it is whole."""
+    """Return the complete row."""
     *_, row = bench.measure(suffix_tokens, prefix_tokens, rounds)
     return row
 
 
-def test_our_own_time_is_there_before_any_other_variant(bench: PrefillBench) -> None:
+def test_our_own_time_is_reported_before_any_other_variant(bench: PrefillBench) -> None:
     known = [{key for key in row if key.endswith("_ms")} for row in bench.measure(9, 77, rounds=1)]
     assert known == [
         {"ttft_ms"},
@@ -84,7 +83,7 @@ def test_a_long_suffix_is_also_computed_in_short_steps(monkeypatch: pytest.Monke
     assert "short_steps_ms" not in measured(bench, 32, 77)
 
 
-def test_a_way_that_fails_says_why_and_the_others_are_timed(
+def test_a_variant_that_fails_has_a_reason_and_the_others_are_timed(
     bench: PrefillBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ask = PrefillBench.ask
@@ -103,7 +102,7 @@ def test_a_way_that_fails_says_why_and_the_others_are_timed(
     assert row["ttft_ms"] > 0 < row["transformers_ms"]
 
 
-def test_captured_steps_are_timed_and_others_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_are_also_timed_without_cuda_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Runner, "has_graphs", True)
     runner = build_runner("tiny", 1, torch.float32, torch.device("cpu"), 1024, is_exact=True)
     bench = PrefillBench(runner, 200, step_tokens=64, rates=DeviceRates(1e12, 1e9))
@@ -130,7 +129,7 @@ def test_a_hit_that_changes_the_answer_is_not_timed(bench: PrefillBench, monkeyp
     assert row == {"is_right": False, "error": 1e-6, "reason": "the cache changes the answer: off by 1e-06"}
 
 
-def test_transformers_may_fail_and_says_why(bench: PrefillBench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_of_transformers_has_a_reason(bench: PrefillBench, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object) -> None:
         raise RuntimeError("no kernel")
 
@@ -142,7 +141,6 @@ def test_transformers_may_fail_and_says_why(bench: PrefillBench, monkeypatch: py
     assert row["recompute_ms"] > 0
 
 
-@pytest.mark.long
 def test_transformers_runs_without_our_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Our kernels would raise here, because nothing interprets them."""
     with monkeypatch.context() as patch:
@@ -173,7 +171,7 @@ def test_the_cache_of_transformers_grows_with_the_prefix() -> None:
         np.testing.assert_allclose(in_parts.logits(tokens[:3], 40), expected, rtol=1e-3, atol=1e-5)
 
 
-def test_weights_are_read_but_for_the_embeddings(bench: PrefillBench) -> None:
+def test_all_weights_except_the_embeddings_are_read(bench: PrefillBench) -> None:
     module = bench._model.module
     numbers = sum(parameter.numel() for parameter in module.parameters()) - module.get_input_embeddings().weight.numel()
     assert bench.weights_ms == pytest.approx(numbers * 4 / 1e9 * 1e3)

@@ -25,7 +25,6 @@ from bench.parts.device_time import measure
 from bench.parts.peers.sglang_attention import load_extend_attention
 from radixkv.kernels import reference
 from radixkv.kernels.scoring import Scoring
-from tests.fakes import FakeClock
 
 CPU = torch.device("cpu")
 HEADS = Heads(4, 2, 32, 16)
@@ -134,20 +133,6 @@ def test_input_sets_are_larger_than_the_cache_and_all_take_their_turn() -> None:
     turns: list[int] = []
     measure([lambda: turns.append(0), lambda: turns.append(1)], CPU)
     assert turns == [0, 1, 0, 1]
-
-
-class FakeEvent:
-    """An event of a device that finishes everything at once."""
-
-    def __init__(self, clock: FakeClock, enable_timing: bool) -> None:
-        assert enable_timing
-        self._clock = clock
-
-    def record(self) -> None:
-        self.time_s = self._clock.now_s
-
-    def elapsed_time(self, end: FakeEvent) -> float:
-        return (end.time_s - self.time_s) * 1e3
 
 
 def test_the_expected_answer_does_not_depend_on_its_pieces(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,8 +20,8 @@ MODES = {"radixkv": "", "vllm": "differs", "transformers": "late", "transformers
 
 @pytest.fixture
 def fake_engines(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The engines in the order in which they are asked."""
-    asked: list[str] = []
+    """The engines in the order in which they are called."""
+    called: list[str] = []
 
     def build(name: str, setting: PeerSetting, *_: Any) -> WorkerProcess:
         if name == "openvino":
@@ -29,17 +29,17 @@ def fake_engines(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return fake_process(name, MODES[name], setting.threads)
 
     def run(self: WorkerProcess, *given: Any) -> Any:
-        asked.append(self.name)
+        called.append(self.name)
         return answer(self, *given)
 
     answer = WorkerProcess.run
     monkeypatch.setattr(peers, "build_worker", build)
     monkeypatch.setattr(peers, "measure_machine", lambda dtype, threads: Machine(1e10, threads * 1e11, 4))
     monkeypatch.setattr(WorkerProcess, "run", run)
-    return asked
+    return called
 
 
-def test_a_whole_run(
+def test_a_complete_run(
     fake_engines: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file, plot = tmp_path / "peers.json", tmp_path / "peers.svg"

@@ -14,6 +14,6 @@ def test_fewer_bits_change_more() -> None:
         assert 0 < rows["q8", "float32"]["kl"] < rows["q4", "float32"]["kl"]
 
 
-def test_a_model_that_is_not_there_is_refused() -> None:
+def test_a_missing_model_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"missing\.gguf, which does not exist"):
         next(perplexity.measure("missing.gguf", 1, 40))

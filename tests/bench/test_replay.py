@@ -31,7 +31,7 @@ from tests.patience import PATIENCE_S, wait_until
 ROOT = Path(__file__).parents[2]
 SMALL = ["--workload", "shared-prefix", "--requests", "12", "--prefix-tokens", "37", "--suffix-tokens", "17"]
 
-# The names that scripts and acceptance checks are written against.
+# Names that scripts read.
 PASS_FIELDS = {
     "requests",
     "errors",
@@ -159,7 +159,7 @@ def pass_over(*indices: int) -> Pass:
     return Pass(tuple(CallOutcome(index, "OK", 0.0, 0.0, 0.1) for index in indices), 1.0, 0.1, num_planned=1000)
 
 
-def test_the_pass_without_the_cache_sends_what_came_back_with_it() -> None:
+def test_the_pass_without_the_cache_sends_the_requests_that_ended_with_it() -> None:
     assert sorted(choose_baseline(parse_options(SMALL), pass_over(*range(10), 12))) == [*range(10), 12]
     assert choose_baseline(parse_options([*SMALL, "--no-baseline"]), pass_over(0, 1)) == []
 

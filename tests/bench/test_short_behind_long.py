@@ -69,23 +69,3 @@ def test_a_prompt_is_timed_from_call_to_answer(clock: FakeClock) -> None:
         return await ask(Client(clock, []), [1, 2, 3])
 
     assert asyncio.run(call()) == (5, 1)
-
-
-class QuickClient:
-    """Answers every prompt at once, also the long one."""
-
-    def __init__(self, address: str, *, timeout_s: float) -> None:
-        pass
-
-    async def __aenter__(self) -> QuickClient:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        return None
-
-    async def prefill(self, ids: list[int], **_: object) -> SimpleNamespace:
-        await asyncio.sleep(0)
-        return SimpleNamespace(usage=SimpleNamespace(computed_tokens=len(ids)))
-
-    async def probe(self, ids: list[int]) -> None:
-        await asyncio.sleep(0.001)

@@ -13,7 +13,7 @@ import pytest
 
 from bench import vllm_tier
 from bench.parts.vllm_tier_worker import prompt_of
-from bench.vllm_tier import Worker, measure_kills, measure_restart
+from bench.vllm_tier import Worker, has_wrong_answers, measure_kills, measure_restart
 
 
 class StandIn:
@@ -63,13 +63,17 @@ def test_restarts_without_differences(tmp_path: Path) -> None:
     assert result["prompt_tokens_cached_by_vllm"] == 20 * 32
     assert {result[name] for name in result if name.startswith("different")} == {0}
     assert result["control_changed_answers"] == "20 of 20"
+    assert not has_wrong_answers(result, {"wrong_answers": 0})
+    assert has_wrong_answers(result, {"wrong_answers": 1})
 
 
 def test_different_answers_after_a_restart_are_counted(tmp_path: Path) -> None:
     result = measure_restart(cast("Worker", StandIn(wrong={3, 7})), tmp_path, tmp_path, 20)
     assert result["different_tokens_after_restart"] == 2
     assert result["different_tokens_without_tier"] == 0
-    assert cast("dict[str, int]", result["all_at_once"])["different_tokens"] == 2
+    assert result["all_at_once"]["different_tokens"] == 2
+    assert has_wrong_answers(result, {})
+    assert has_wrong_answers({"all_at_once": result["all_at_once"]}, {})
 
 
 @pytest.mark.parametrize("wrong", [set(), {-1}])

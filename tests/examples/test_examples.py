@@ -1,4 +1,4 @@
-"""Every file of docs/examples is run, and every line of grpcurl is made, against one server."""
+"""All programs of docs/examples are run, and the calls of all grpcurl commands are made, against one server."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ OUTPUTS = {
     "purge.py": ["2 blocks freed", "0 tokens would be reused"],
     "events.py": ["begins with a snapshot: True", "stored tokens up to 363"],
 }
-# What a model says may differ between processors, since their last bits do.
+# The model's answers may differ between processors, since the last bits of logits do.
 TEXTS = {
     "text.py": [
         r"And the Lord said unto Moses,.+",
@@ -95,14 +95,14 @@ def test_an_example_prints_what_it_should(address: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", TEXTS)
-def test_an_example_with_text_prints_what_a_model_says(address: str, name: str, tmp_path: Path) -> None:
+def test_an_example_with_text_prints_the_models_answer(address: str, name: str, tmp_path: Path) -> None:
     lines = output_of(name, address, XDG_CACHE_HOME=str(tmp_path))
     assert len(lines) == len(TEXTS[name])
     for pattern, line in zip(TEXTS[name], lines, strict=True):
         assert re.fullmatch(pattern, line), line
 
 
-def test_the_example_of_tls_is_let_in_as_its_tenant_and_no_other(tmp_path: Path) -> None:
+def test_the_tls_example_is_admitted_as_its_tenant_only(tmp_path: Path) -> None:
     credential_files = CredentialFiles(tmp_path)
     settings = [
         part for key, value in credential_files.tls.items() for part in ("--set", f"server.{key}={json.dumps(value)}")
@@ -113,7 +113,7 @@ def test_the_example_of_tls_is_let_in_as_its_tenant_and_no_other(tmp_path: Path)
 
 
 @pytest.mark.parametrize("arguments", [(), ("localhost:50051", "ca.pem")], ids=["no arguments", "no token"])
-def test_the_example_of_tls_says_what_it_needs(arguments: tuple[str, ...]) -> None:
+def test_the_tls_example_names_missing_arguments(arguments: tuple[str, ...]) -> None:
     without_token = {name: value for name, value in os.environ.items() if name != "RADIXKV_TOKEN"}
     done = subprocess.run(
         [sys.executable, str(FOLDER / "tls_token.py"), *arguments],
@@ -129,7 +129,7 @@ def test_the_example_of_tls_says_what_it_needs(arguments: tuple[str, ...]) -> No
 
 
 async def statuses_of(address: str) -> dict[str, grpc.StatusCode]:
-    """Make the call of each line of grpcurl, as its options say, by what reflection describes."""
+    """Make the call of each grpcurl command, with the message types that reflection describes."""
     found = {}
     async with grpc.aio.insecure_channel(address) as channel:
         methods = {method.path: method for method in await described_methods(channel)}
@@ -147,7 +147,7 @@ async def statuses_of(address: str) -> dict[str, grpc.StatusCode]:
     return found
 
 
-def test_each_line_of_grpcurl_is_a_call_that_the_server_answers(address: str) -> None:
+def test_the_call_of_each_grpcurl_command_is_answered(address: str) -> None:
     statuses = asyncio.run(asyncio.wait_for(statuses_of(address), PATIENCE_S))
     assert set(statuses.values()) == {grpc.StatusCode.OK}, statuses
     assert len(statuses) == len(LINES) - 1 == 10
@@ -155,7 +155,7 @@ def test_each_line_of_grpcurl_is_a_call_that_the_server_answers(address: str) ->
 
 @pytest.mark.skipif(shutil.which("grpcurl") is None, reason="grpcurl is not on PATH")
 @pytest.mark.parametrize("line", LINES, ids=lambda line: line.rpartition("/")[2])
-def test_each_line_is_answered_through_grpcurl_itself(address: str, line: str) -> None:
+def test_each_grpcurl_command_is_answered(address: str, line: str) -> None:
     command = shlex.split(line.replace("127.0.0.1:50051", address))
     is_endless = line.endswith("/Subscribe")
     deadline = ["-max-time", "3"] if is_endless else []

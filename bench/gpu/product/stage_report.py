@@ -11,7 +11,7 @@ from typing import Any
 
 from bench.parts.result_file import write_json
 
-_MAX_REASON_CHARACTERS = 300
+_MAX_REASON_CHARACTERS = 500  # more than a message of `ProductServer` that ends with its log
 
 
 class StageReport:

@@ -37,15 +37,15 @@ class TierSizes:
         prompt_tokens: tokens of each prompt.
         to_host: prompts that fill the pool twice over.
         to_disk: prompts after which the host tier has evicted some blocks to disk.
-        wanted: number of prompts to load from each tier.
-        asked: maximum number of prompts to send again until `wanted` of them were loaded.
+        loaded: number of prompts to load from each tier.
+        max_sent: maximum number of prompts to send again until so many of them were loaded.
     """
 
     prompt_tokens: int
     to_host: int
     to_disk: int
-    wanted: int
-    asked: int
+    loaded: int
+    max_sent: int
 
 
 _SIZES = TierSizes(4096, 32, 48, 3, 12)
@@ -73,12 +73,12 @@ class TierTraffic:
         self._client = client
         self._prompts = prompts
         self._sizes = sizes
-        self._asked: list[tuple[Prompt, TimedAnswer]] = []
+        self._answered: list[tuple[Prompt, TimedAnswer]] = []
 
     @property
     def recompute_s(self) -> float:
         """Median seconds until a prompt that was not cached was answered."""
-        return statistics.median(first.seconds for _, first in self._asked)
+        return statistics.median(first.seconds for _, first in self._answered)
 
     async def fill(self, count: int) -> dict[str, float]:
         """Prefill new prompts until there are this many. Returns the seconds that it took, and what was saved."""
@@ -88,9 +88,9 @@ class TierTraffic:
 
         async def one(prompt: Prompt) -> None:
             async with slots:
-                self._asked.append((prompt, await self.ask(prompt)))
+                self._answered.append((prompt, await self.ask(prompt)))
 
-        new_prompts = self._prompts.draw_many(count - len(self._asked), self._sizes.prompt_tokens)
+        new_prompts = self._prompts.draw_many(count - len(self._answered), self._sizes.prompt_tokens)
         await asyncio.gather(*(one(prompt) for prompt in new_prompts))
         took_s = time.monotonic() - start_s
         after = await self._client.stats()
@@ -114,7 +114,7 @@ class TierTraffic:
         loads: list[TimedAnswer] = []
         hits: list[TimedAnswer] = []
         num_asked, first_difference = 0, ""
-        for prompt, first in self._asked[: self._sizes.asked]:
+        for prompt, first in self._answered[: self._sizes.max_sent]:
             again = await self.ask(prompt)
             num_asked += 1
             first_difference = first_difference or describe_difference(first.answer, again.answer)
@@ -123,7 +123,7 @@ class TierTraffic:
             loads.append(again)
             hits.append(await self.ask(prompt))
             first_difference = first_difference or describe_difference(first.answer, hits[-1].answer)
-            if len(loads) == self._sizes.wanted:
+            if len(loads) == self._sizes.loaded:
                 break
         after = await self._client.stats()
         computed = tier_stats(after, tier).computed_blocks - tier_stats(before, tier).computed_blocks

@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # imported inside the stage, which times the import
 _STAGE_S, _DRY_STAGE_S = 57.0, 1100.0  # slightly less than the stage's limit, so that every trial is reported
 
 _CHECKPOINT = "radixkv-bench-llama-3b"
-_CHECKPOINT_BYTES = 8_000_000_000  # 5.8 GB, and room for other files
+_CHECKPOINT_BYTES = 8_000_000_000  # 5.8 GB, and space for other files
 _MEMORY_FILE_SYSTEM = Path("/dev/shm")
 
 _COPY_BYTES, _DRY_COPY_BYTES = 256 << 20, 1 << 20

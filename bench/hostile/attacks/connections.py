@@ -35,7 +35,7 @@ async def stalled(target: Target) -> Figures:
 
 
 async def unread(target: Target) -> Figures:
-    """Ask for logits 300 times on each of ten connections, and read none."""
+    """Request logits 300 times on each of ten connections, and read none."""
     message = prefill_pb2.PrefillRequest(token_ids=range(1, 100), tenant="unread", return_logits=True)
     num_calls = target.part_of(300)
     async with _connections(target.address, 10) as connections:
@@ -47,7 +47,7 @@ async def unread(target: Target) -> Figures:
 
 
 async def unread_streams(target: Target) -> Figures:
-    """Ask for streams with log probabilities on 50 connections, and read nothing, as `http_unread` does over HTTP."""
+    """Request streams with log probabilities on 50 connections, and read nothing, as `http_unread` does over HTTP."""
     message = prefill_pb2.GenerateRequest(max_new_tokens=400, ignore_eos=True, logprobs=20)
     message.prefill.CopyFrom(prefill_pb2.PrefillRequest(token_ids=[65], tenant="hostile"))
     num_connections = target.part_of(50)

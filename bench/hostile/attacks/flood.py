@@ -46,7 +46,7 @@ async def flood(target: Target, path: str, make: Callable[[], bytes], num_at_onc
     """Repeat a call until the time is over, with one connection for each call in flight.
 
     Returns:
-        How often each status came.
+        The number of calls by status.
     """
     clock = asyncio.get_running_loop().time
     end_s = clock() + target.seconds
@@ -66,7 +66,7 @@ async def send_all(address: str, path: str, messages: Iterator[bytes], num_at_on
     """Send each message once, on one connection.
 
     Returns:
-        How often each status came.
+        The number of calls by status.
     """
     observed: Counter[str] = Counter()
     async with open_channel(address) as channel:

@@ -63,7 +63,7 @@ class RawConnection:
             self._writer.write(data)
 
     async def drain(self) -> None:
-        """Wait until the server has taken most of what was written. Raises ConnectionError if it has disconnected."""
+        """Wait until most of what was written has been sent. Raises ConnectionError if the server has disconnected."""
         if self._writer.transport.is_closing():
             raise ConnectionResetError
         await self._writer.drain()

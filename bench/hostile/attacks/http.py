@@ -42,7 +42,7 @@ async def slow_bodies(target: Target) -> Figures:
 
 
 async def unread(target: Target) -> Figures:
-    """Ask for streams with log probabilities on 50 connections, and read nothing."""
+    """Request streams with log probabilities on 50 connections, and read nothing."""
     async with _connections(target, target.part_of(50)) as writers:
         for writer in writers:
             writer.write(_request({"prompt": [65], **_UNREAD}))
@@ -89,7 +89,7 @@ async def _drip(target: Target, number: int, at_once: bytes, slowly: bytes) -> F
 
 
 async def _repeat(target: Target, num_at_once: int, requests: Sequence[bytes]) -> Figures:
-    """Send requests, each on a new connection, until the time is over. Returns how often each status came."""
+    """Send requests, each on a new connection, until the time is over. Returns the number of responses by status."""
     clock = asyncio.get_running_loop().time
     end_s = clock() + target.seconds
     observed: Counter[str] = Counter()

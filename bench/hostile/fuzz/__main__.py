@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import dataclasses
-import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -32,7 +31,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
-    command = shlex.join(["python", "-m", "bench.hostile.fuzz", *(sys.argv[1:] if arguments is None else arguments)])
     process = ServerProcess([sys.executable, "-m", "bench.parts.null_service", "engine"])
     with process as address:
         assert process.pid is not None, "a server that listens has a process"
@@ -42,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"undocumented statuses: {result.undocumented or 'none'}")
     print(f"memory: {result.warm_mb:.0f} MB after the warm-up, {result.end_mb:.0f} MB at the end")
     if options.json:
-        write_json(options.json, {**dataclasses.asdict(result), "command": command, **describe_run()})
+        write_json(options.json, {**dataclasses.asdict(result), **describe_run("bench.hostile.fuzz", arguments)})
     return int(bool(result.undocumented) or result.end_mb > result.warm_mb + MAX_GROWTH_MB)
 
 

@@ -100,10 +100,8 @@ async def _status(channel: grpc.aio.Channel, method: str, message: bytes) -> str
             return "OK"
         call = channel.unary_stream(method, None, None)(message, timeout=_TIMEOUT_S)
         try:
-            await asyncio.wait_for(
-                call.read(), _STREAM_OPEN_S
-            )  # a stream that sends nothing is open: the message was accepted
-        except TimeoutError:
+            await asyncio.wait_for(call.read(), _STREAM_OPEN_S)
+        except TimeoutError:  # the stream is open, so the message was accepted
             pass
         finally:
             call.cancel()

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import dataclasses
-import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -33,8 +32,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
-    argv = sys.argv[1:] if arguments is None else arguments
-    command = shlex.join(["python", "-m", "bench.hostile.isolation", *argv])
     cache_result = search(options.trials, options.seed)
     print(cache_result, flush=True)
     with ServerProcess(serve_command("tiny", "cpu", [])) as address:
@@ -42,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(timing_result)
     if options.json:
         outcome = {"cache": dataclasses.asdict(cache_result), "timing": dataclasses.asdict(timing_result)}
-        write_json(options.json, {**outcome, "command": command, **describe_run()})
+        write_json(options.json, {**outcome, **describe_run("bench.hostile.isolation", arguments)})
     leaks_nothing = not cache_result.cross_hits and not timing_result.cross_hits and timing_result.p_other > _MIN_P
     detects_hits = cache_result.control_hits == cache_result.controls and timing_result.p_own < _MIN_P
     return 0 if leaks_nothing and detects_hits else 1

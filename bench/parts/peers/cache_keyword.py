@@ -1,4 +1,7 @@
-"""Finds the keyword argument with which a transformers model takes a cache, which depends on the version."""
+"""Finds the keyword argument with which a transformers model takes a cache, which depends on the version.
+
+`cache_name` in radixkv does the same. Workers of other engines do not import radixkv, because their start is timed.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Subscribers keep their places, and refused ones retry."""
+"""Accepted callers keep their streams, and refused ones retry."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import grpc.aio
 import pytest
 
 from bench.events import callers
-from bench.events.callers import ClosedLoopCallers
+from bench.events.callers import SubscribeCallers
 
 REFUSED = grpc.aio.AioRpcError(grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.aio.Metadata(), grpc.aio.Metadata())
 
@@ -29,7 +29,7 @@ class Call:
         return False
 
     async def wait_for_connection(self) -> None:
-        self.service.num_dead += 1
+        self.service.num_stalled += 1
 
     async def __aiter__(self) -> Any:
         for _ in range(2):
@@ -41,11 +41,11 @@ class Call:
 class Service:
     def __init__(self, accepts: bool) -> None:
         self.accepts = accepts
-        self.num_asked = self.num_dead = self.num_read = 0
+        self.num_calls = self.num_stalled = self.num_read = 0
 
     def Subscribe(self, request: Any) -> Call:  # noqa: N802
         assert request.start_sequence_number == 0
-        self.num_asked += 1
+        self.num_calls += 1
         return Call(self)
 
 
@@ -55,16 +55,16 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(callers, "READ_PERIOD_S", 0)
 
 
-def test_the_refused_ask_again() -> None:
+def test_refused_callers_retry() -> None:
     async def test() -> None:
         service = Service(accepts=False)
-        crowd = ClosedLoopCallers([service], 3)
-        await crowd.wait_for_answers()
-        assert (crowd.num_accepted, crowd.num_refused) == (0, 3)
-        while service.num_asked < 9:
+        subscribers = SubscribeCallers([service], 3)
+        await subscribers.wait_for_answers()
+        assert (subscribers.num_accepted, subscribers.num_refused) == (0, 3)
+        while service.num_calls < 9:
             await asyncio.sleep(0)
-        await crowd.stop()
-        assert (crowd.num_accepted, crowd.num_refused) == (0, 3), "counted once"
+        await subscribers.stop()
+        assert (subscribers.num_accepted, subscribers.num_refused) == (0, 3), "counted once"
 
     asyncio.run(test())
 
@@ -72,13 +72,13 @@ def test_the_refused_ask_again() -> None:
 def test_every_other_client_reads_and_resubscribes_after_falling_behind() -> None:
     async def test() -> None:
         service = Service(accepts=True)
-        crowd = ClosedLoopCallers([service], 4)
-        await crowd.wait_for_answers()
-        assert (crowd.num_accepted, crowd.num_refused) == (4, 0)
+        subscribers = SubscribeCallers([service], 4)
+        await subscribers.wait_for_answers()
+        assert (subscribers.num_accepted, subscribers.num_refused) == (4, 0)
         while service.num_read < 8:
             await asyncio.sleep(0)
-        await crowd.stop()
-        assert service.num_dead == 2
-        assert service.num_asked >= 6
+        await subscribers.stop()
+        assert service.num_stalled == 2
+        assert service.num_calls >= 6
 
     asyncio.run(test())

@@ -19,8 +19,8 @@ def test_three_passes_on_one_server_are_printed_and_written(tmp_path: Path, caps
     counts = ["--requests", "3", "--warm-up", "1", "--tokens", "32", "--readers", "4", "--callers", "70"]
     assert main([*counts, "--model", "tiny", "--json", str(file)]) == 0
     written = json.loads(file.read_text())
-    asked = [(each["callers"], each["accepted"], each["refused"]) for each in written["passes"]]
-    assert asked == [(0, 0, 0), (4, 4, 0), (70, 64, 6)]
+    calls = [(each["callers"], each["accepted"], each["refused"]) for each in written["passes"]]
+    assert calls == [(0, 0, 0), (4, 4, 0), (70, 64, 6)]
     assert all(0 < each["ttft_ms"]["p50"] <= each["ttft_ms"]["p99"] for each in written["passes"])
     assert written["command"] == f"python -m bench.events {' '.join(counts)} --model tiny --json {file}"
     assert len(capsys.readouterr().out.splitlines()) == 4

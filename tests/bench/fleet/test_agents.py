@@ -26,8 +26,8 @@ def test_requests_are_in_order_and_fill_their_blocks() -> None:
         )
 
 
-def test_the_statistics_are_those_that_are_written_down() -> None:
-    assert 5500 < len(TRACE) <= 8000  # the sessions of the last minutes go on after the end
+def test_the_statistics_are_the_documented_ones() -> None:
+    assert 5500 < len(TRACE) <= 8000  # the sessions of the last minutes continue after the end
     seen: set[tuple[int, ...]] = set()
     sessions = 0
     added = Counter[int]()

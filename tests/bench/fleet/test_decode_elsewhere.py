@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from bench.fleet import decode_elsewhere
-from bench.fleet.bare_stream import METHOD
 
 pytestmark = [pytest.mark.usefixtures("forked_servers"), pytest.mark.long]
 
@@ -34,7 +33,3 @@ def test_other_answers_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(decode_elsewhere, "_generate", lambda client, prompt, options: ([client.token_id], 0))
     assert decode_elsewhere._compare(Server(1), Server(2), "a:1", 3, 0)["different"] == 3  # type: ignore[arg-type]
-
-
-def test_the_bare_stream_has_a_name_of_its_own() -> None:
-    assert METHOD == "/bare/Stream"

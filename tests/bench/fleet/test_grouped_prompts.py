@@ -10,7 +10,7 @@ import pytest
 from bench.fleet.grouped_prompts import Geometry, PromptOutcome, ask_one, random_arrivals, summarize
 
 
-def test_prompts_of_a_group_begin_alike_and_no_others() -> None:
+def test_only_prompts_of_a_group_share_a_prefix() -> None:
     prompts = Geometry(4, 3, 20, 5, 1).make_prompts(seed=1)
     assert sorted(len(prompt) for prompt in prompts) == [25] * 12
     assert len({tuple(prompt[:20]) for prompt in prompts}) == 4
@@ -19,7 +19,7 @@ def test_prompts_of_a_group_begin_alike_and_no_others() -> None:
     assert prompts != Geometry(4, 3, 20, 5, 1).make_prompts(seed=2)
 
 
-def test_prompts_arrive_at_a_rate_whenever_they_like() -> None:
+def test_arrivals_are_a_poisson_process_with_the_given_rate() -> None:
     arrivals_s = random_arrivals(10_000, rate=4.0, seed=1)
     assert arrivals_s == sorted(arrivals_s)
     assert arrivals_s[-1] == pytest.approx(2500, rel=0.05)
@@ -39,7 +39,16 @@ def test_the_time_to_a_first_token_begins_when_a_prompt_arrives() -> None:
     assert outcomes.ttft_s >= 8
 
 
-def test_a_pass_is_summed_up() -> None:
+def test_a_chunk_without_tokens_has_no_first_token() -> None:
+    class Client:
+        def generate(self, *_: object, **__: object):
+            yield SimpleNamespace(token_ids=[], usage=SimpleNamespace(cached_tokens=3))
+
+    outcome = ask_one(Client(), [1], 1)
+    assert (outcome.ttft_s, outcome.token_ids, outcome.cached_tokens) == (None, (), 3)
+
+
+def test_a_pass_is_summarized() -> None:
     outcomes = [
         PromptOutcome(0.0, 0.1, 0.3, (1, 2), 5),
         PromptOutcome(1.0, 0.3, 0.5, (1,), 0),

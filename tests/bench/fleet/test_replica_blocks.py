@@ -15,7 +15,7 @@ def test_the_least_recently_used_conversation_is_evicted_first_from_its_end() ->
     assert held.hold(1, [10, 11, 12]) == [12]
 
 
-def test_the_conversation_that_was_used_last_stays() -> None:
+def test_the_most_recently_used_conversation_is_not_evicted() -> None:
     held = ReplicaBlocks()
     held.hold(1, [10])
     held.hold(2, [20, 21])

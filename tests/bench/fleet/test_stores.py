@@ -10,13 +10,13 @@ from bench.fleet import stores
 pytestmark = pytest.mark.usefixtures("forked_servers")
 
 
-def test_both_routers_ask_for_all_prompts_and_reuse_is_reported(
+def test_both_routers_send_all_prompts_and_their_reuse_is_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "result.json"
     sizes = ["--groups", "3", "--prompts", "2", "--prefix-tokens", "128", "--question-tokens", "16"]
-    room = ["--pool-tokens", "512", "--host-bytes", "100000000", "--rounds", "1", "--concurrency", "2"]
-    assert stores.main([*sizes, *room, "--json", str(file)]) == 0
+    capacities = ["--pool-tokens", "512", "--host-bytes", "100000000", "--rounds", "1", "--concurrency", "2"]
+    assert stores.main([*sizes, *capacities, "--json", str(file)]) == 0
     result = json.loads(file.read_text(encoding="utf-8"))
     assert result["least_computed_tokens"] == 3 * 128 + 6 * 16
     assert [row["router knows"] for row in result["rows"]] == ["devices", "stores"]
@@ -26,7 +26,7 @@ def test_both_routers_ask_for_all_prompts_and_reuse_is_reported(
     assert capsys.readouterr().out.splitlines()[-1].endswith("; at least 480 per round must be computed")
 
 
-def test_a_prompt_of_a_group_begins_as_the_others_do_and_each_round_has_its_own() -> None:
+def test_prompts_of_a_group_share_a_prefix_and_each_round_has_new_ones() -> None:
     options = stores._parser().parse_args(["--groups", "2", "--prompts", "3", "--prefix-tokens", "5"])
     prompts = stores._prompts(options, 0)
     assert len({tuple(prompt[:5]) for prompt in prompts}) == 2

@@ -27,7 +27,7 @@ def test_each_answer_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert (good_row["question"], good_row["is_right"], good_row["answer"]) == ("good", True, {"answer": 42})
 
 
-def test_programs_that_are_not_there_hang_or_fail_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_hanging_and_failing_programs_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     assert output_of([sys.executable, "-c", "print(7)"]) == "7"
     assert ask("?", lambda: output_of(["no-such-program"]))["reason"] == "FileNotFoundError: no-such-program: not found"
     with pytest.raises(subprocess.CalledProcessError):
@@ -37,6 +37,6 @@ def test_programs_that_are_not_there_hang_or_fail_say_so(monkeypatch: pytest.Mon
         output_of([sys.executable, "-c", "import time; time.sleep(3600)"])
 
 
-def test_a_module_that_is_there_and_does_not_import_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_module_that_exists_but_fails_to_import_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(first_look, "_IMPORTS", "raise ModuleNotFoundError('No module named httpx')")
     assert ask("imports", first_look._imports)["reason"] == ("RuntimeError: ModuleNotFoundError: No module named httpx")

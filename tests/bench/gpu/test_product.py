@@ -12,6 +12,7 @@ from bench.gpu.parts import PARTS
 from bench.gpu.product.bits import BitsCase, describe_difference
 from bench.gpu.product.decode import TimedGeneration, num_different, summarize
 from bench.gpu.product.oom import SMALLER_STEP, relative_error
+from bench.gpu.product.product_server import ProductServer
 from bench.gpu.product.replay import judge_replay
 from bench.gpu.product.stage_report import StageReport
 from bench.gpu.product.start import CAPTURED_STEPS, DROPPED_STEP, read_start
@@ -69,6 +70,20 @@ def test_an_exception_is_the_reason_of_a_row_and_fails_the_stage(tmp_path: Path)
     right, broken = json.loads((tmp_path / "rows.json").read_text(encoding="utf-8"))["rows"]
     assert (right["is_right"], right["is_goal_met"]) == (True, False)
     assert (broken["is_right"], broken["reason"]) == (False, "RuntimeError: server E is not running")
+
+
+def test_the_reason_of_a_server_that_does_not_start_has_the_end_of_its_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("server_E.out").touch()
+    Path("server_E.log").write_text(f"{'x' * 1000}\nout of memory\n", encoding="utf-8")
+    report = StageReport(tmp_path / "rows.json", is_dry_run=False)
+    with report.row("server E"):
+        ProductServer("E", pid=-1, address="", metrics_url="", start_time=0.0).wait_until_listening(0.0)
+    [row] = json.loads((tmp_path / "rows.json").read_text(encoding="utf-8"))["rows"]
+    assert row["reason"].startswith("RuntimeError: the server ended before it listened: xxx")
+    assert row["reason"].endswith("x | out of memory")
 
 
 def test_a_stage_without_rows_fails_and_a_missed_target_does_not() -> None:

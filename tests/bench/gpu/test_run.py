@@ -42,7 +42,7 @@ pathlib.Path("PID_FILE.partial").write_text(str(child.pid))
 os.replace("PID_FILE.partial", "PID_FILE")
 time.sleep(3600)
 """
-# Leaves successfully once its first row stands in the file of the run.
+# Ends successfully as soon as its first row is in the file of the run.
 WATCH = f"""{WRITE}
 import time
 end_s = time.monotonic() + {PATIENCE_S}
@@ -69,7 +69,7 @@ sys.meta_path.insert(0, Blocker())
 
 @pytest.fixture
 def no_transformers(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let no process that is started find transformers."""
+    """Hide transformers from all processes that are started."""
     folder = tmp_path_factory.mktemp("blocker")
     (folder / "sitecustomize.py").write_text(BLOCKER, encoding="utf-8")
     monkeypatch.setenv("PYTHONPATH", str(folder))
@@ -128,20 +128,20 @@ def test_a_run_is_good_without_what_is_optional(tmp_path: Path) -> None:
     assert run(tmp_path, stage("optional", "raise SystemExit(3)", is_optional=True))[0] == 1
 
 
-def test_the_trials_that_a_stage_rests_on_run_with_it(tmp_path: Path) -> None:
+def test_the_trials_that_a_stage_depends_on_run_with_it(tmp_path: Path) -> None:
     rows = [{"kernels": SPECIALIZED, "mode": "fast", "is_right": True}]
     tries = f"import json, sys; json.dump({{'rows': {rows!r}}}, open(sys.argv[2], 'w'))"
     stages = [
         stage("trials", tries, tries_kernels=True),
         stage("apart", WRITE),
         stage("limited", f"import os; print(os.environ[{VARIABLE!r}])", uses_passed_kernels=True),
-        stage("resting", WRITE, needs_kernels=(SPECIALIZED,)),
+        stage("dependent", WRITE, needs_kernels=(SPECIALIZED,)),
         stage("late trials", tries, tries_kernels=True),
         stage("last", WRITE, needs_kernels=(SPECIALIZED,)),
     ]
     assert list(run(tmp_path, *stages, options=("--only", "last"))[1]["stages"]) == ["trials", "late trials", "last"]
     assert list(run(tmp_path, *stages, options=("--only", "apart"))[1]["stages"]) == ["apart"]
-    assert list(run(tmp_path, *stages, options=("--only", "resting"))[1]["stages"]) == ["trials", "resting"]
+    assert list(run(tmp_path, *stages, options=("--only", "dependent"))[1]["stages"]) == ["trials", "dependent"]
     status, report = run(tmp_path, *stages, options=("--only", "limited"))
     assert status == 0
     refused = report["stages"]["limited"]["output"]
@@ -158,7 +158,7 @@ def test_a_row_is_in_the_file_of_the_run_while_its_stage_runs(tmp_path: Path) ->
 
 def test_a_stage_out_of_time_is_killed_with_its_children_and_its_rows_are_kept(tmp_path: Path) -> None:
     pid_file, budget_s = tmp_path / "pid", 1
-    while not pid_file.exists():  # a busy machine takes longer to get there
+    while not pid_file.exists():  # a busy machine takes longer to write it
         budget_s *= 2
         slow = stage("slow", HANG.replace("PID_FILE", str(pid_file)), budget_s=budget_s)
         status, report = run(tmp_path, slow, stage("next", WRITE))
@@ -168,7 +168,7 @@ def test_a_stage_out_of_time_is_killed_with_its_children_and_its_rows_are_kept(t
     assert not is_alive(pid_file.read_text())
 
 
-def test_a_run_that_is_ended_leaves_a_whole_file_and_no_process(tmp_path: Path) -> None:
+def test_a_terminated_run_leaves_a_complete_file_and_no_process(tmp_path: Path) -> None:
     pid_file, out = tmp_path / "pid", tmp_path / "out"
     program = (
         f"import sys; sys.path.insert(0, {str(ROOT)!r}); from bench.gpu import run; from bench.gpu.stage import Stage\n"
@@ -252,7 +252,7 @@ def test_a_real_stage_runs_dry_from_links_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_the_namespace_is_whole_without_an_installation(tmp_path: Path) -> None:
+def test_the_namespace_is_complete_without_an_installation(tmp_path: Path) -> None:
     wheel = tmp_path / "wheel"
     wheel.mkdir()
     folder = tmp_path / "links"
@@ -360,7 +360,7 @@ def test_a_trial_that_is_late_is_repeated_alone(monkeypatch: pytest.MonkeyPatch)
     assert (row["is_right"], row["is_repeated"]) == (False, False), "a wrong kernel is not tried again"
 
 
-def test_a_module_in_a_package_that_is_not_there_is_missing() -> None:
+def test_a_module_in_a_missing_package_is_missing() -> None:
     assert missing_imports(["json", "no_such_package.part", "no_such_module"]) == [
         "no_such_package.part",
         "no_such_module",

@@ -1,6 +1,6 @@
 """A short form of one attack: no well-behaved call is refused, memory stays bounded, and the server becomes idle.
 
-Attackers do not yield to others here: a busy machine may leave them nothing for minutes.
+Attackers have normal priority here: with low priority, a busy machine could leave them no CPU time for minutes.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from radixkv.service.client import Client
 
 pytestmark = pytest.mark.usefixtures("forked_servers")
 
-MOST_MB = 800  # beyond idle; without bounds, large messages alone took 2,700
+MAX_MB = 800  # beyond idle; without bounds, large messages alone took 2,700
 
 
 @pytest.mark.long
-def test_an_attack_gets_no_other_client_refused_and_leaves_nothing():
+def test_an_attack_causes_no_refusals_of_another_client_and_leaves_nothing():
     process = ServerProcess([sys.executable, "-m", "bench.parts.null_service", "engine"])
     with process as address:
         trial = asyncio.run(measure("large_packed", Target(address, 0.5), process.pid, has_low_priority=False))
     assert (trial.under_attack.calls, trial.under_attack.refusals) == (10, 0)
-    assert trial.peak_mb < trial.idle_mb + MOST_MB
+    assert trial.peak_mb < trial.idle_mb + MAX_MB
     assert trial.idle_after_s is not None
     assert trial.observed.keys() == {"RESOURCE_EXHAUSTED"}
 
@@ -45,5 +45,5 @@ def test_an_attack_apart_is_sent_to_another_server():
     assert other_tenants - own_tenants
 
 
-def test_the_memory_of_a_process_is_what_linux_says():
+def test_the_memory_of_a_process_is_measured():
     assert resident_mb(os.getpid()) > 10

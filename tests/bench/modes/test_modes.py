@@ -78,7 +78,7 @@ def test_traffic_asks_about_each_document_in_each_round() -> None:
     assert len({prompt[:32] for prompt in once.prompts(100, seed=1)}) == 6
 
 
-def test_a_pool_has_room_for_a_request_and_the_copy_of_a_block() -> None:
+def test_a_pool_must_hold_a_request_and_the_copy_of_a_block() -> None:
     block_size = CacheConfig().block_size
     traffic = traffics(1, 1, 2 * block_size - 10, 9, 1)[0]
     pools = [traffic._replace(pool_tokens=num) for num in (2 * block_size, 3 * block_size - 1, 3 * block_size)]

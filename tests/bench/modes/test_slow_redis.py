@@ -20,14 +20,14 @@ def prompt_store() -> Iterator[RedisStore]:
         store.close()
 
 
-def test_it_has_nothing_whatever_it_was_given(prompt_store: RedisStore) -> None:
+def test_it_accepts_blocks_but_stores_none(prompt_store: RedisStore) -> None:
     assert prompt_store.put([block(1), block(2)]).outcomes == (PutOutcome.STORED,) * 2
     assert prompt_store.get([key_of(1), key_of(2)]) == [None, None]
     assert prompt_store.exists([key_of(1), key_of(2)]) == [False, False]
     assert prompt_store.delete([key_of(1)]) == 0
 
 
-def test_one_that_never_answers_hears_what_it_is_asked() -> None:
+def test_a_server_that_never_responds_receives_the_commands() -> None:
     with SlowRedis(None) as server:
         store = RedisStore(server.url, OBJECT_BYTES, timeout_s=0.2)
         with pytest.raises(StoreUnavailable, match="got TimeoutError"):

@@ -10,7 +10,9 @@ from bench.modes.slow_store import _row, main
 
 
 @pytest.mark.long
-def test_engines_are_asked_in_turn_and_answer_alike(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_engines_are_called_in_turn_and_give_the_same_answers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     result = tmp_path / "slow.json"
     sizes = ["--requests", "6", "--prompt-tokens", "80", "--at-once", "3"]
     assert main([*sizes, "--json", str(result)]) in (0, 1)  # the times are this machine's

@@ -12,6 +12,14 @@ def test_outside_of_git_the_environment_names_the_commit(monkeypatch: pytest.Mon
     assert describe_run()["commit"] == "def"
 
 
+def test_a_run_is_described_with_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["rpc.py", "--rounds", "2"])
+    assert describe_run("bench.rpc")["command"] == "python -m bench.rpc --rounds 2"
+    assert describe_run("bench.rpc", [])["command"] == "python -m bench.rpc"
+    assert describe_run("bench.rpc", ["--json", "a b"])["command"] == "python -m bench.rpc --json 'a b'"
+    assert "command" not in describe_run()
+
+
 CPUINFO = """processor\t: 0
 vendor_id\t: AuthenticAMD
 cpu family\t: 25

@@ -15,11 +15,11 @@ from radixkv.errors import ConfigError
 pytestmark = pytest.mark.usefixtures("forked_servers")
 
 HAS_GATEWAY = (sys.platform, platform.machine()) == ("linux", "x86_64")
-needs_gateway = pytest.mark.skipif(not HAS_GATEWAY, reason="the gateway is built for Linux on x86-64 alone")
+needs_gateway = pytest.mark.skipif(not HAS_GATEWAY, reason="the gateway is built for Linux on x86-64 only")
 
 
 @needs_gateway
-def test_every_server_and_the_tokenizer_are_there_inside_the_block() -> None:
+def test_every_server_and_the_tokenizer_are_ready_inside_the_block() -> None:
     with ServerProcess(serve_command("tiny", "cpu", ("gateway.enabled=true", "gateway.model_name=chat"))) as address:
         gateway = GatewayProcess([address])
         with gateway as url:
@@ -31,7 +31,7 @@ def test_every_server_and_the_tokenizer_are_there_inside_the_block() -> None:
 
 
 @needs_gateway
-def test_servers_that_never_come_are_an_error_with_the_log() -> None:
+def test_servers_that_never_start_are_an_error_with_the_log() -> None:
     gateway = GatewayProcess(["127.0.0.1:1"], start_timeout_s=1)
     with pytest.raises(ConfigError, match=r"(?s)expected 1 healthy servers, got 0 within 1 s; its log:\n.+"), gateway:
         pass

@@ -30,7 +30,7 @@ def test_texts_come_from_all_parts_of_the_held_out_documents() -> None:
     assert len({tuple(text.tolist()) for text in texts}) == 4
 
 
-def test_a_tokenizer_that_is_not_there_is_refused() -> None:
+def test_a_missing_tokenizer_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"--model: .*missing\.gguf"):
         held_out_texts("missing.gguf", 1, 50)
 

@@ -67,7 +67,7 @@ def test_errors_are_counted_by_status() -> None:
     assert summary["errors_by_status"] == {"INTERNAL": 2, "RESOURCE_EXHAUSTED": 1, "WRONG_ANSWER": 1}
 
 
-def test_a_pass_that_ended_early_says_how_many_of_how_many() -> None:
+def test_a_pass_that_ended_early_reports_how_many_requests_were_planned() -> None:
     summary = summarize(Pass((answered(0.1),), 1.0, 0.1, num_planned=50, ended_by=Ending.TIME_LIMIT))
     assert (summary["requests"], summary["requests_planned"], summary["ended_by"]) == (1, 50, "time limit")
 
@@ -109,7 +109,7 @@ def test_without_the_second_pass_nothing_is_compared() -> None:
     assert (comparison.compared, comparison.different, comparison.speedup) == (0, 0, None)
 
 
-def test_answers_are_compared_where_both_came() -> None:
+def test_only_requests_that_were_answered_in_both_passes_are_compared() -> None:
     with_cache = passed(
         answered(1, next_token_id=1, index=0), answered(1, next_token_id=2, index=1), failed("INTERNAL", 2)
     )

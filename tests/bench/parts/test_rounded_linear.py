@@ -13,7 +13,7 @@ def layer(bias: bool) -> torch.nn.Linear:
 
 @needs_exact_int8
 @pytest.mark.parametrize("bias", [False, True])
-def test_it_has_the_numbers_that_are_served(bias: bool) -> None:
+def test_it_has_the_bits_of_the_served_layer(bias: bool) -> None:
     linear, rows = layer(bias), torch.randn(17, 300)
     assert torch.equal(RoundedLinear(linear)(rows), int8_linear(rows, pack_int8(linear.weight), linear.bias))
 

@@ -62,7 +62,7 @@ def test_trace_arrivals_are_in_order_and_sped_up() -> None:
     assert [int(item.token_ids[0]) for item in items] == [1, 2, 3, 0]
 
 
-def test_poisson_arrivals_have_the_rate_asked_for() -> None:
+def test_poisson_arrivals_have_the_requested_rate() -> None:
     items = at(*[0.0] * 20_000)
     arrivals_s = np.array([item.arrival_s for item in poisson_arrivals(items, rate_per_s=50, seed=1)])
     gaps_s = np.diff(arrivals_s)

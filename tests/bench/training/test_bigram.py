@@ -26,7 +26,7 @@ def test_it_learns_while_it_reads_as_it_learns_before() -> None:
             assert read.probability(previous, token) == learned.probability(previous, token)
 
 
-def test_nothing_known_costs_the_whole_vocabulary() -> None:
+def test_before_any_text_all_tokens_are_equally_likely() -> None:
     assert Bigram(VOCABULARY).bits([0, 1]) == pytest.approx(math.log2(VOCABULARY))
 
 

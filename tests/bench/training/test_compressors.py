@@ -16,7 +16,7 @@ def test_text_that_was_read_before_takes_fewer_bits(bits) -> None:  # type: igno
     assert bits(TEXT, BEFORE) < 1.01 * bits(TEXT, b"")
 
 
-def test_gzip_can_be_read_again_and_sees_its_window_alone() -> None:
+def test_gzip_has_the_size_of_zlib_and_sees_only_its_window() -> None:
     assert abs(gzip_bits(TEXT) - 8 * len(zlib.compress(TEXT, 9))) < 100
     assert gzip_bits(TEXT, TEXT + bytes(40_000)) > 0.5 * gzip_bits(TEXT)
 

@@ -22,4 +22,6 @@ def test_the_text_is_five_novels_and_65_books() -> None:
     assert [sum(document.source == source for document in documents) for source in ("austen", "king_james")] == [5, 65]
     assert sum(len(document.text) for document in documents) > 7_500_000
     assert documents[0].paragraphs[0] == "EMMA"
-    assert all(not set(document.text) & set("_+\f\r\t") for document in documents), "merges stand between these"
+    assert all(not set(document.text) & set("_+\f\r\t") for document in documents), (
+        "these separate merges and documents"
+    )

@@ -8,7 +8,7 @@ from bench.training.model_bits import model_bits
 
 
 class Counting:
-    """Predicts the next number, the surer the more it has read. Notes the windows."""
+    """Predicts the next number with a logit that exceeds the others by `surplus`; records the lengths of windows."""
 
     def __init__(self, surplus: float) -> None:
         self.surplus = surplus

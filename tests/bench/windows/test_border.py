@@ -11,7 +11,7 @@ def named(name: str) -> Traffic:
     return next(traffic for traffic in TRAFFICS if traffic.name == name)
 
 
-def test_prompts_asked_whole_or_in_half_reuse_more_than_in_one_pool() -> None:
+def test_prompts_matched_whole_or_in_half_reuse_more_than_in_one_pool() -> None:
     for name in "13 prompts matched again", "their first halves matched":
         traffic = named(name)
         assert reused_share(traffic, SHARED, 1) > reused_share(traffic, ONE_POOL, 1)

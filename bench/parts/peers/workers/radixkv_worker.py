@@ -39,9 +39,8 @@ class RadixKV:
 
     def run(self, task: Task) -> Done:
         """Send the prompts."""
-        from radixkv.service.client.client import (
-            Client,
-        )  # imported only when the server is ready: the import is not part of a measured start
+        # Imported only when the server is ready, because the import is not part of a measured start.
+        from radixkv.service.client.client import Client
 
         while len(self._clients) < task.at_once:
             client = Client(self._address, options=[("grpc.use_local_subchannel_pool", 1)], timeout_s=_START_TIMEOUT_S)

@@ -17,7 +17,7 @@ from tests.service.serving import becomes_true
 pytestmark = pytest.mark.usefixtures("forked_servers")
 
 SETTINGS = (*LARGE_POOL, "engine.held_lease_ttl_s=0.5", "server.send_timeout_s=0.2")
-RIGHT = {"OK", "RESOURCE_EXHAUSTED", "INVALID_ARGUMENT", "CANCELLED", "status 0", "status 3", "status 8"}
+DOCUMENTED = {"OK", "RESOURCE_EXHAUSTED", "INVALID_ARGUMENT", "CANCELLED", "status 0", "status 3", "status 8"}
 HTTP_STATUSES = {"status 200", "status 400", "status 431", "closed"}
 FIGURES = {"connections", "calls", "frames", "streams"}
 
@@ -37,7 +37,7 @@ def address(http_address):
 
 @pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize("name", ATTACKS)
-def test_an_attack_sees_right_statuses_and_leaves_nothing(address, http_address, name):
+def test_an_attack_gets_documented_statuses_and_leaves_nothing(address, http_address, name):
     attack = ATTACKS[name]
     target = Target(address, 0.2, 0.005, http_address if attack.is_http else "")
 
@@ -47,12 +47,12 @@ def test_an_attack_sees_right_statuses_and_leaves_nothing(address, http_address,
         return await attack.run(target)
 
     observed = {}
-    while not observed:  # on a busy machine, an attack of 0.2 s may end before anything comes back
+    while not observed:  # on a busy machine, an attack of 0.2 s may end before a call has ended
         observed = asyncio.run(run())
     if attack.is_http:
         assert set(observed) <= HTTP_STATUSES | FIGURES
     else:
-        assert set(observed) <= RIGHT | FIGURES | {"status 12"}  # UNIMPLEMENTED, as raw connections report it
+        assert set(observed) <= DOCUMENTED | FIGURES | {"status 12"}  # UNIMPLEMENTED, as raw connections report it
     with Client(address) as client:
 
         def is_idle():
@@ -65,7 +65,7 @@ def test_an_attack_sees_right_statuses_and_leaves_nothing(address, http_address,
         assert asyncio.run(becomes_idle())
 
 
-def test_a_prompt_that_is_cut_has_more_nodes(address):
+def test_a_prompt_that_is_split_has_more_nodes(address):
     attack = ATTACKS["deep_retain"]
     assert attack.prepare is not None
     figures = asyncio.run(attack.prepare(Target(address, 0.2, 0.01)))

@@ -9,7 +9,7 @@ from bench.parts.server_process import ServerProcess
 pytestmark = pytest.mark.usefixtures("forked_servers")
 
 
-def test_mutated_messages_and_raw_bytes_get_right_statuses_only():
+def test_mutated_messages_and_raw_bytes_get_documented_statuses_only():
     process = ServerProcess([sys.executable, "-m", "bench.parts.null_service", "engine"])
     with process as address:
         fuzzed = asyncio.run(fuzz(address, process.pid, 600, 100, 5))

@@ -5,7 +5,7 @@ from tests.service.fake_engine import FakeEngine
 from tests.service.serving import serving
 
 
-def test_nothing_that_should_miss_begins_as_a_prompt_of_the_callers_own():
+def test_prompts_that_should_miss_share_no_prefix_with_the_callers_own():
     engine = FakeEngine()
 
     async def run():
@@ -14,8 +14,8 @@ def test_nothing_that_should_miss_begins_as_a_prompt_of_the_callers_own():
 
     asyncio.run(run())
     own = [params.tokens for params in engine.params if params.caller.tenant == "attacker" and params.write_cache]
-    asked = [params.tokens for params in engine.params if not params.write_cache]
-    misses = [tokens for tokens in asked if tokens not in own]
+    timed = [params.tokens for params in engine.params if not params.write_cache]
+    misses = [tokens for tokens in timed if tokens not in own]
     assert (len(own), len(misses)) == (60, 120)
     assert {tokens[:4] for tokens in misses}.isdisjoint(tokens[:4] for tokens in own)
 

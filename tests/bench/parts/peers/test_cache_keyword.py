@@ -17,7 +17,7 @@ class OfNewVersions:
     def forward(self, input_ids: object, cache: object = None) -> None: ...
 
 
-def test_a_model_is_given_the_keyword_that_it_takes() -> None:
+def test_the_keyword_is_a_parameter_of_the_models_forward() -> None:
     assert cache_keyword(OfOldVersions()) == "past_key_values"
     assert cache_keyword(OfNewVersions()) == "cache"
     assert (

@@ -20,7 +20,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("small")
-def test_both_types_hold_the_same_numbers() -> None:
+def test_both_dtypes_have_the_same_numbers() -> None:
     whole, half = (checkpoint.build("llama", dtype).state_dict() for dtype in ("float32", "bfloat16"))
     for name, weight in whole.items():
         assert weight.dtype == torch.float32

@@ -12,8 +12,8 @@ from bench.parts.peers.environments import NotInstalled
 SETTING = PeerSetting("tiny", "bfloat16", 2)
 
 
-class Kitchen:
-    """Environments that record what is made in them."""
+class RecordingEnvironments:
+    """Environments that record the commands that are run in them."""
 
     def __init__(self) -> None:
         self.made: list[tuple[str | None, list[str]]] = []
@@ -33,25 +33,25 @@ class Kitchen:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_each_engine_reads_its_own_form(engine: str, tmp_path: Path) -> None:
-    kitchen = Kitchen()
-    checkpoints = Checkpoints(tmp_path / "models", kitchen)  # type: ignore[arg-type]
-    worker = build_worker(engine, SETTING, kitchen, checkpoints, tmp_path)  # type: ignore[arg-type]
+def test_each_engine_reads_its_own_format(engine: str, tmp_path: Path) -> None:
+    environments = RecordingEnvironments()
+    checkpoints = Checkpoints(tmp_path / "models", environments)  # type: ignore[arg-type]
+    worker = build_worker(engine, SETTING, environments, checkpoints, tmp_path)  # type: ignore[arg-type]
     command = worker._command
     expected = {"openvino": "tiny-openvino", "llama.cpp": "tiny-bfloat16.gguf"}.get(engine, "tiny-bfloat16")
     assert command[0] == f"/{ENGINES[engine].environment}/python"
     assert command[command.index("--model") + 1] == str(tmp_path / "models" / expected)
     assert command[command.index("--threads") + 1] == "2"
     assert (tmp_path / "models" / expected).exists()
-    made = len(kitchen.made)
-    build_worker(engine, SETTING, kitchen, checkpoints, tmp_path)  # type: ignore[arg-type]
-    assert len(kitchen.made) == made
+    num_made = len(environments.made)
+    build_worker(engine, SETTING, environments, checkpoints, tmp_path)  # type: ignore[arg-type]
+    assert len(environments.made) == num_made
 
 
-def test_half_a_checkpoint_is_none(tmp_path: Path) -> None:
-    kitchen = Kitchen()
-    kitchen.is_broken = True
-    checkpoints = Checkpoints(tmp_path, kitchen)  # type: ignore[arg-type]
+def test_an_incomplete_checkpoint_gets_no_name(tmp_path: Path) -> None:
+    environments = RecordingEnvironments()
+    environments.is_broken = True
+    checkpoints = Checkpoints(tmp_path, environments)  # type: ignore[arg-type]
     with pytest.raises(NotInstalled, match="checkpoint tiny-bfloat16: no"):
         checkpoints.transformers(SETTING)
     assert not (tmp_path / "tiny-bfloat16").exists()

@@ -9,7 +9,7 @@ from bench.parts.peers.worker_process import PeerMeasurement
 from bench.parts.peers.workers.task import Done, Task
 
 ROWS = build_rows()
-ASKED = [name for name, row in ROWS.items() if row.unit != "start"]
+WITH_PROMPTS = [name for name, row in ROWS.items() if row.unit != "start"]
 
 
 def answer(task: Task) -> PeerMeasurement:
@@ -19,7 +19,7 @@ def answer(task: Task) -> PeerMeasurement:
     )
 
 
-@pytest.mark.parametrize("name", ASKED)
+@pytest.mark.parametrize("name", WITH_PROMPTS)
 def test_a_seed_always_makes_the_same_prompts(name: str) -> None:
     row = ROWS[name]
     [task] = row.tasks("a")[-1:]
@@ -31,7 +31,7 @@ def test_a_seed_always_makes_the_same_prompts(name: str) -> None:
     assert {len(prompt) for prompt in task.prompts} == {row.shared_tokens + row.own_tokens}
 
 
-@pytest.mark.parametrize("name", ASKED)
+@pytest.mark.parametrize("name", WITH_PROMPTS)
 def test_prompts_share_exactly_what_fills_the_cache(name: str) -> None:
     row, filling = ROWS[name], ROWS[name].filling_task()
     prompts = [prompt for seed in "ab" for task in row.tasks(seed) for prompt in task.prompts]

@@ -39,7 +39,7 @@ def test_a_task_that_fails_leaves_the_worker_running() -> None:
         assert worker.run(Task([[2]], 1)).done.token_ids == [[2]]
 
 
-def test_a_worker_that_dies_says_its_last_words() -> None:
+def test_the_stderr_of_a_worker_that_dies_is_reported() -> None:
     with fake_process(mode="dies") as worker:
         worker.wait_until_ready()
         with pytest.raises(WorkerFailed, match=r"(?s)ended with exit status 7; .*out of memory"):
@@ -49,14 +49,14 @@ def test_a_worker_that_dies_says_its_last_words() -> None:
             worker.run(Task([[1]], 1))
 
 
-def test_other_numbers_of_tokens_than_asked_for_are_refused() -> None:
+def test_a_wrong_number_of_tokens_is_refused() -> None:
     with fake_process(mode="many") as worker:
         worker.wait_until_ready()
         with pytest.raises(WorkerFailed, match="the number of tokens of a prompt is not 2"):
             worker.run(Task([[1]], 2))
 
 
-def test_a_worker_that_says_nothing_is_killed() -> None:
+def test_a_worker_that_prints_nothing_is_killed() -> None:
     command = [sys.executable, "-c", "import time; time.sleep(3600)"]
     with WorkerProcess("x", command, dict(os.environ), timeout_s=0.1) as worker:
         with pytest.raises(WorkerFailed, match=r"x: expected a line within 0.1 s, got none"):

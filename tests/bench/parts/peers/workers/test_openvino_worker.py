@@ -37,12 +37,12 @@ class Handle:
 
 
 class Pipeline:
-    """Gives each request one token a step, its prompt's first one."""
+    """Gives each request one token per step: the first token of its prompt."""
 
     def __init__(self, *given: Any) -> None:
         self.given = given
         self.handles = []
-        self.most = 0
+        self.max_running = 0
 
     def add_request(self, number: int, prompt: Any, config: Any) -> Handle:
         assert number == len(self.handles)
@@ -50,7 +50,7 @@ class Pipeline:
         return self.handles[-1]
 
     def step(self) -> None:
-        self.most = max(self.most, sum(handle.left > 0 for handle in self.handles))
+        self.max_running = max(self.max_running, sum(handle.left > 0 for handle in self.handles))
         for handle in self.handles:
             handle.step()
 
@@ -74,7 +74,7 @@ def test_no_more_requests_than_allowed_run_at_the_same_time(monkeypatch: pytest.
     engine = openvino_worker.OpenVino(OPTIONS)
     done = engine.run(Task([[5, 1], [6, 1], [7, 1]], 3, at_once=2))
     assert done.token_ids == [[5] * 3, [6] * 3, [7] * 3]
-    assert engine._pipeline.most == 2
+    assert engine._pipeline.max_running == 2
     assert all(0 <= each <= done.wall_s for each in done.first_s)
     assert engine.run(Task([[8]], 1)).token_ids == [[8]]
     engine.close()
