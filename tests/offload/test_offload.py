@@ -680,7 +680,7 @@ def test_objects_that_a_store_did_not_take_count_as_refused() -> None:
     assert (stats.computed_blocks, stats.dropped_blocks) == (5, 7)
 
 
-def test_a_store_that_did_nothing_has_room() -> None:
+def test_a_store_that_did_nothing_has_no_counts() -> None:
     store = SteppedStore(3)
     tier = Tier("host", store, PAYLOAD_BYTES)
     stats = stats_of(tier, 0, 0)

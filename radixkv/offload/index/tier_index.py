@@ -66,7 +66,7 @@ class EvictionOrder:
         level -1  [ a  b ]      level 50  [ c  d  e ]      level 90  [ f ]
                     evicted first                                     evicted last
 
-    All methods take at most O(levels).
+    Complexity: O(levels), except for the iteration over all keys.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""The nodes that requests used recently, for stores that can't see uses of the blocks on the device."""
+"""The nodes that requests used recently, for shared stores, which do not see that blocks are used on the device."""
 
 from __future__ import annotations
 

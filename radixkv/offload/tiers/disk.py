@@ -133,7 +133,7 @@ class DiskDirectory:
         for path in (self.path, *self.path.iterdir()):
             mode = path.lstat().st_mode
             if not (stat.S_ISDIR(mode) if path == self.path else stat.S_ISREG(mode)):
-                raise StoreUnavailable(f"tiers.disk_path: expected a file that this server made, got another: {path}")
+                raise StoreUnavailable(f"tiers.disk_path: expected a directory of regular files only, got {path}")
 
     def _acquire(self) -> None:
         """Lock the directory. Write the format of its blocks, or require the one that is written there."""
@@ -395,7 +395,7 @@ class DiskStore(StoreBackend):
             if not new:
                 self._next_growth_s = self._clock() + _FULL_PAUSE_S
                 size = self._files.num_slots * self._sizes.slot_bytes
-                _log.warning("tiers.disk_path: the disk is full; continuing with %d bytes of %s", size, self.path)
+                _log.warning("tiers.disk_path: the disk is full; %s continues with %d bytes", self.path, size)
 
     def _read_index(self) -> tuple[SlotTable, int]:
         """Read the index, and clear its invalid lines. Of two lines with the same key, the one written last is valid.

@@ -76,7 +76,7 @@ def require_backend(name: str) -> None:
         known = ", ".join(sorted(entry_points(group=ENTRY_POINTS).names)) or "none"
         raise ConfigError(
             f"{_key_of(name)}: expected the name of an installed package's entry point in the group {ENTRY_POINTS} "
-            f"({known}; our own stores are keys of tiers), got {name!r}"
+            f"(installed: {known}; radixkv's own stores are keys of tiers), got {name!r}"
         )
 
 
