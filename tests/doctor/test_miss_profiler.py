@@ -20,15 +20,11 @@ from radixkv.namespace import Namespace
 from tests.fakes import FakeClock
 from tests.patience import wait_until
 
-ACME = Namespace("model", "acme")
+from .logs import ACME, characters
 
 
 def packed(text: str) -> bytes:
     return np.array([ord(each) for each in text], "<u4").tobytes()
-
-
-def characters(token_ids: Sequence[int]) -> str:
-    return "".join(map(chr, token_ids))
 
 
 BODY = "".join(f"line {number} of a manual that all prompts have; " for number in range(60))

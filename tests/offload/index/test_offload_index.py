@@ -17,7 +17,7 @@ from radixkv.offload.index.tier_index import TierIndex, TierShares
 from tests.fake_runner import tokens
 from tests.fakes import FakeClock
 
-from ..tiered_bench import TieredBench
+from ..tiered_bench import PROMPT, TieredBench, emptied
 
 BLOCK = 4
 ACME = Namespace("model", "acme")
@@ -342,14 +342,6 @@ def test_a_victim_that_is_evicted_again_is_rewritten_if_it_has_a_part_now() -> N
 
 
 NAMESPACE = Namespace("fake")
-PROMPT = range(13)  # three whole blocks and a token
-
-
-def emptied(bench: TieredBench) -> TieredBench:
-    """A bench whose prompt was computed and evicted."""
-    bench.prefill(PROMPT)
-    bench.evict(4)
-    return bench
 
 
 def test_a_prompt_is_retained_on_the_device_and_in_stores() -> None:
