@@ -15,7 +15,7 @@ from radixkv.explain.realignment import MIN_EQUAL_TOKENS, Realignment, Tokens, n
 
 _MIN_REORDERED_TOKENS = 8  # shorter spans are never in another order
 _REORDERED_SHARE = 0.9  # of the tokens of the longer span, which both spans must have
-_GRAM_TOKENS = 8  # windows of a span that are searched on the other side
+_GRAM_TOKENS = 8  # length of the windows of a span that are searched on the other side
 _MOVED_SHARE = 0.8  # of these windows, which the other side must have
 _MAX_MOVED_TOKENS = 16_384  # of each side that are searched for moved parts
 _MAX_SHIFT_TOKENS = 16  # by which other tokens for the same text may make one side longer
@@ -61,7 +61,7 @@ HEX = re.compile(r"[0-9a-f]+|[0-9A-F]+")
 _NUMBERED = re.compile(r"([A-Za-z]*)(\d+)([A-Za-z]*)")
 _SHORT_HEX = re.compile(r"[a-f]\d\d+")
 _MIN_HEX = 3  # such as the build suffix in the first line of the system prompts of a coding agent
-_MIN_ID = 8  # characters of an id that is not hexadecimal
+_MIN_ID = 8  # characters of an id, unless both sides have equally many hexadecimal digits
 _MIN_ID_CHARS = 5  # different ones
 
 

@@ -64,7 +64,9 @@ class UsedNodes:
         self._end_bytes.pop(node, None)
 
     def take(self, max_blocks: int) -> list[bytes]:
-        """Return the keys of used blocks, and forget their uses; oldest uses first, until there are `max_blocks` keys.
+        """Return the keys of used blocks, and forget their uses.
+
+        The oldest uses are taken first, until there are at least `max_blocks` keys.
 
         Returns:
             The keys of whole blocks, without duplicates. A block comes before all blocks that precede it in a prompt.

@@ -89,7 +89,8 @@ def _pages(num_bytes: int) -> mmap.mmap:
 class DiskDirectory:
     """The directory of one block format below the configured one, named by the fingerprint of the format.
 
-    Only the current user can read it. The process locks it; the kernel releases the lock if the process is killed.
+    It is created so that only the current user can read it. The process locks it; the kernel releases the lock if the
+    process is killed.
 
     Args:
         parent: the configured directory; created if it does not exist.
@@ -97,7 +98,7 @@ class DiskDirectory:
         must_be_private: whether to refuse a directory that other users can write.
 
     Raises:
-        ConfigError: other users can write to the directory or to its parent.
+        ConfigError: the directory must be private and is not; see `require_private`.
         StoreUnavailable: the directory is not writable, is locked by another process, has another format, or contains
             something other than regular files.
     """

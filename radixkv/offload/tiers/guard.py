@@ -84,7 +84,9 @@ class CircuitState(enum.Enum):
 
 
 class CircuitBreaker:
-    """Opens after consecutive failures, and allows one call after each pause. Each pause is twice the previous one.
+    """Opens after consecutive failures, and allows one call after each pause.
+
+    Each pause is twice the previous one, up to `max_pause_s`.
 
         CLOSED ── failures in a row ──▶ OPEN ── pause ──▶ TRYING ── answer ──▶ CLOSED
                                           ▲── failure ──────┘
