@@ -49,7 +49,7 @@ ADVICE = {
     ),
     MissCause.THINKING_STRIPPED: Advice(
         "the reasoning of earlier turns was removed",
-        "Keep the reasoning in later prompts, or let the server not cache it (write_generated=False, docs/AGENTS.md).",
+        "Keep the reasoning in later prompts, or do not cache it (write_generated=False, docs/AGENTS.md).",
     ),
     MissCause.RETOKENIZED: Advice(
         "the text is the same, but its tokens differ",
@@ -60,7 +60,7 @@ ADVICE = {
         "Let all programs use the same chat template with the same options, and the same token at the beginning.",
     ),
     MissCause.REPLACED: Advice(
-        "a passage changes", "Move what changes to the end of the prompt, behind everything that stays the same."
+        "a passage changes", "Move what changes to the end of the prompt, after everything that stays the same."
     ),
     MissCause.HEAD_CHANGED: Advice(
         "the beginning of the session's previous prompt was changed",

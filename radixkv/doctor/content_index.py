@@ -59,8 +59,8 @@ class ContentIndex:
         """
         keys = self._sampled_keys(tokens[start:], seed)
         candidates: dict[int, None] = {}
-        for holders, number in ((self._last, MAX_CANDIDATES - _MAX_FIRST), (self._first, _MAX_FIRST)):
-            counts = Counter(holders[each] for each in keys if each in holders)
+        for prompts, number in ((self._last, MAX_CANDIDATES - _MAX_FIRST), (self._first, _MAX_FIRST)):
+            counts = Counter(prompts[each] for each in keys if each in prompts)
             candidates |= dict.fromkeys(heapq.nlargest(number, counts, key=lambda each: (counts[each], each)))
         return list(candidates)
 

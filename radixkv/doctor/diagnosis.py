@@ -20,7 +20,8 @@ class LogDiagnosis:
         num_prompts: prompts of the log.
         prompt_tokens: tokens of these prompts.
         cached_tokens: tokens that were reused in the replay.
-        first_prompts: prompts that reused nothing because nothing like them was sent before.
+        first_prompts: prompts that reused nothing and have no finding: nothing similar was sent before, or reusing it
+            would have saved too little.
         groups: what prompts lost, the most expensive cause first.
         num_other_groups: number of groups whose savings were not measured, and which are not in `groups`.
         findings: what each prompt of the log lost, without `replacements`; None if nothing.

@@ -81,8 +81,8 @@ class Examiner:
     ) -> Finding | None:
         """Return why a prompt could not reuse more of earlier ones; None if the loss is too small or unexplained.
 
-        The most similar earlier prompt decides. If it shows only that a passage was replaced, a less similar one that
-        shows what kind of text was replaced takes precedence.
+        The most similar earlier prompt that explains the loss decides. If it shows only that a passage was replaced, a
+        less similar one that shows what kind of text was replaced takes precedence.
 
         Args:
             prompt: the prompt.

@@ -74,8 +74,8 @@ class _TenantProfile:
 class MissProfile:
     """Groups the misses of a period by tenant and cause. Not thread-safe.
 
-    Memory: about 1.5 MB, for at most 512 tenants and 256 groups. If there is no room for a new group, the tenant with
-    the most groups loses the group with the fewest lost tokens; a tenant that has 64 groups loses one of its own.
+    Memory: about 1.5 MB, for at most 512 tenants and 256 groups. If a new group exceeds the limit, the tenant with the
+    most groups loses its group with the fewest lost tokens; a tenant that has 64 groups loses one of its own.
     Tenants after the first 512 are counted together as `(others)`, without groups.
     """
 
@@ -147,7 +147,7 @@ def report_of(
 
 
 def _shorten(finding: Finding) -> Finding:
-    """Return a finding without the parts that may take much memory."""
+    """Return a finding without the parts that may take much memory, and with short texts."""
     sample = finding.sample
     if sample is not None:
         sample = replace(

@@ -104,7 +104,7 @@ class Branches(NamedTuple):
 
 
 FindBranches = Callable[[Sequence[int], str, str], "Future[Branches]"]
-"""Finds the branches that contain segments. Arguments: places of the segments, tenant, and session or ''."""
+"""Finds the branches that contain segments. Arguments: numbers of the segments, tenant, and session or ''."""
 
 
 class _Miss(NamedTuple):
@@ -129,7 +129,7 @@ class MissProfiler:
     A prompt is compared with the cached branches of its own tenant that contain the same passages, in any namespace.
     These are found by a table with a sample of the windows of the segments that were published last.
 
-    The thread is given a share of the time of the steps that compute prompts. While it has used that up, misses are
+    The thread may use a share of the time of the steps that compute prompts. While this time is used up, misses are
     counted but not examined. Its work for new segments, about 10 ns per token, is not counted. All memory is bounded:
     the table, the queue, the profile, and what is compared at a time.
 
@@ -216,7 +216,7 @@ class MissProfiler:
                 return
             if self._credit_s <= 0 or not profile.knows(tenant) or compared.num_missed_tokens < MIN_MISSED_TOKENS:
                 return
-            if self._reserve_room(len(compared.tokens)):
+            if self._reserve_bytes(len(compared.tokens)):
                 self._queue.put(_Miss(compared, num_missed, self._num_forgotten))
 
     def add_segment(self, tenant: str, tokens: bytes, place: int) -> None:
@@ -225,10 +225,10 @@ class MissProfiler:
         Args:
             tenant: the tenant that published them.
             tokens: little-endian uint32 bytes.
-            place: place of the segment.
+            place: number of the segment; see `Node.place`.
         """
         with self._lock:
-            if self._reserve_room(len(tokens)):
+            if self._reserve_bytes(len(tokens)):
                 self._queue.put(_Segment(tenant, tokens, place))
 
     def forget(self, tenant: str | None) -> None:
@@ -256,8 +256,8 @@ class MissProfiler:
             self._profiles = [MissProfile(), former]
         return self._profiles[0]
 
-    def _reserve_room(self, num_bytes: int) -> bool:
-        """Reserve room in the queue. Returns whether there was any. The lock must be held."""
+    def _reserve_bytes(self, num_bytes: int) -> bool:
+        """Reserve memory for an item of the queue. Returns whether it is within the limit. The lock must be held."""
         if self._num_waiting_bytes and self._num_waiting_bytes + num_bytes > _MAX_WAITING_BYTES:
             return False
         self._num_waiting_bytes += num_bytes

@@ -43,7 +43,7 @@ class LoggedPrompt:
         session: name of the conversation; empty if it is not known.
         time_s: seconds since the start of the log; None if the log has no times.
         segment_of: returns the name of the segment that contains a position; None without segments.
-        retention: the retention that the request asked for; None if it asked for none.
+        retention: the requested retention; None if none was requested.
         reported: what a server reported; None if the log does not contain it.
     """
 
@@ -89,7 +89,8 @@ class PromptLog:
     """The prompts of a log in the order in which they were sent.
 
     Args:
-        tokens_per_unit: how many tokens each token of the log stands for. A trace of block ids has one token per id.
+        tokens_per_unit: how many tokens of a prompt each number of the log represents: 1, or the tokens of a block for
+            a trace, which has one number per block.
 
     Attributes:
         tokens_per_unit: see `Args`.

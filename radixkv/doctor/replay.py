@@ -57,7 +57,7 @@ class ReplayedPrompt(NamedTuple):
         num_tokens: tokens of the prompt, which differ from the log if a cause was fixed.
         cached_tokens: number of reused tokens.
         finding: what the prompt lost, and why; None if nothing.
-        is_first: whether the prompt reused nothing, and could not have reused an earlier one.
+        is_first: whether the prompt reused nothing, and no loss that is large enough was found.
     """
 
     num_tokens: int

@@ -28,7 +28,7 @@ class Comparison(NamedTuple):
     Attributes:
         kind: what kind of span differs.
         place: where both sides are equal again; None if no such place was found.
-        texts: the text around the differing spans; None without a tokenizer, or if a span is too long to decode.
+        texts: the text around the differing spans; None without a tokenizer, or if a span or its text is too long.
     """
 
     kind: DifferenceKind

@@ -13,18 +13,18 @@ import numpy.typing as npt
 from radixkv.api.explanation import DifferenceKind
 from radixkv.explain.realignment import MIN_EQUAL_TOKENS, Realignment, Tokens, num_equal_tokens, realign, window_hashes
 
-_MIN_REORDERED_TOKENS = 8
-_REORDERED_SHARE = 0.9
-_GRAM_TOKENS = 8
-_MOVED_SHARE = 0.8
-_MAX_MOVED_TOKENS = 16_384
-_MAX_SHIFT_TOKENS = 16
-_MAX_ENDS = 64
-_REPLACED_FACTOR = 4
-_MAX_READ_TOKENS = 4096
-_MAX_RESPLIT_SHARE = 0.06
-_MIN_INSERTED_TOKENS = 16
-_NUM_EDGE_TOKENS = 2
+_MIN_REORDERED_TOKENS = 8  # shorter spans are never in another order
+_REORDERED_SHARE = 0.9  # of the tokens of the longer span, which both spans must have
+_GRAM_TOKENS = 8  # length of the windows of a span that are searched on the other side
+_MOVED_SHARE = 0.8  # of these windows, which the other side must have
+_MAX_MOVED_TOKENS = 16_384  # of each side that are searched for moved parts
+_MAX_SHIFT_TOKENS = 16  # by which other tokens for the same text may make one side longer
+_MAX_ENDS = 64  # examined ends of spans in another order
+_REPLACED_FACTOR = 4  # a span is short if this many times as many tokens are equal after it
+_MAX_READ_TOKENS = 4096  # of each side, whose words are compared
+_MAX_RESPLIT_SHARE = 0.06  # of the tokens of both sides, which only one side may have in its spans
+_MIN_INSERTED_TOKENS = 16  # spans at least this long may have other tokens for the same text at their edges
+_NUM_EDGE_TOKENS = 2  # at both edges together
 _MIN_RETOKENIZED_CHARS = 8
 # Dates, times and ids are searched up to this distance from a difference. A regular expression that searched a whole
 # text would hold the GIL for too long.
@@ -61,7 +61,7 @@ HEX = re.compile(r"[0-9a-f]+|[0-9A-F]+")
 _NUMBERED = re.compile(r"([A-Za-z]*)(\d+)([A-Za-z]*)")
 _SHORT_HEX = re.compile(r"[a-f]\d\d+")
 _MIN_HEX = 3  # such as the build suffix in the first line of the system prompts of a coding agent
-_MIN_ID = 8
+_MIN_ID = 8  # characters of an id, unless both sides have equally many hexadecimal digits
 _MIN_ID_CHARS = 5  # different ones
 
 

@@ -37,7 +37,7 @@ class Deleter:
         self._calls = RetriedCalls[_Keys](wake)
 
     def delete(self, name: str, keys: Sequence[bytes]) -> Future[int | None]:
-        """Delete blocks from a tier. Returns the number of deleted blocks, None if the call fails."""
+        """Delete blocks from a tier. Returns a future of the number of deleted blocks; None if the call fails."""
         deleted = self._tiers[name].delete(keys)
         self._calls.start(_Keys(name, keys), deleted)
         return deleted
@@ -74,6 +74,6 @@ class Deleter:
             self.delete_unknown(name, list(unique))
 
     def finish(self, limit_s: float) -> bool:
-        """Retry failed deletions and wait for all calls. Returns whether everything is deleted."""
+        """Retry failed deletions, and wait for all calls, at most `limit_s`. Returns whether everything is deleted."""
         self.retry()
         return self._calls.wait(limit_s)

@@ -129,7 +129,7 @@ class Loader:
     """Loads blocks while their requests wait and others compute.
 
         begin ──▶ stores ──▶ ready: the request waits for admission ─▶ fill: copied into its blocks, published
-                                     └ over before that ──▶ released     └ copy is complete ──▶ released
+                                     └ aborted ──▶ released              └ copy is complete ──▶ released
 
     Requests for the same blocks share a load. The time limit of the stores bounds the wait. Blocks that are not loaded
     are computed.
@@ -234,7 +234,7 @@ class Loader:
         return earlier, self._usable_prefix(namespace, tokens, earlier, offload_index.find(namespace, tokens, earlier))
 
     def take(self, request: Request, fetched: FetchedBlocks) -> None:
-        """Use blocks that were fetched from another server for a request."""
+        """Make blocks that were fetched from another server the load of a request, so that `fill` copies them."""
         run = [StoredBlock(block, REMOTE) for block in fetched.blocks]
         payloads = zip(run, fetched.payloads, strict=True)
         blocks = {each.block.key: LoadedBlock(payload, Loan(payload)) for each, payload in payloads}
@@ -255,7 +255,7 @@ class Loader:
             self._choice.note_end(tier, num_blocks, ended_s - load.started_s if blocks.is_timed else None)
             self._index.lost(tier, blocks.lost)
             partless = [key for key, each in blocks.blocks.items() if not self._mover.has_part(each.payload)]
-            if partless and tier in self._tiers:
+            if partless:
                 self._index.note_partless(tier, partless)
             if load.is_ended:
                 ready += load.requests & self._waiting

@@ -52,7 +52,7 @@ class Offload:
         offload_index: listens to the cache.
         tiers: the tiers, one for each in the index.
         mover: copies blocks between the pool and host memory.
-        max_bytes: bound of copies that wait to be stored, and of loaded blocks that wait for their request.
+        max_bytes: bound of the copies that wait to be stored, and likewise of the loaded blocks that wait for requests.
         keys: computes the keys of blocks.
         choice: decides between loading and computing.
         record: records for the next process what the tier `disk` holds; None without a disk.

@@ -1,4 +1,4 @@
-"""Loads prompts from the tiers to the device before a request asks for them."""
+"""Loads prompts from the tiers to the device before a request needs them."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class Prefetcher:
 
     Attributes:
         num_loaded_tokens: tokens that were loaded so far.
-        num_dropped: prefetches for which there was no room, whose blocks no tier had any more, or whose session is no
-            longer known.
+        num_dropped: prefetches that loaded nothing: too few blocks were available, no tier had the blocks any more, the
+            session was no longer known, or the namespace was purged.
     """
 
     def __init__(self, cache: PrefixCache, offload: Offload, num_running: Callable[[], int]) -> None:
@@ -54,7 +54,7 @@ class Prefetcher:
 
         A session is loaded only while nothing else is, into free blocks or into blocks whose contents are needed later
         than the session; see `PrefixCache.has_idle_blocks`. Whether it is loaded or not, it is examined again later,
-        until ten minutes have passed: there may be room then, or its blocks may have been evicted.
+        until ten minutes have passed: blocks may have become available for it, or its own may have been evicted.
 
         Complexity: O(1) while no return is due, otherwise a match and a hash of the prompt of one session.
         """
@@ -87,8 +87,8 @@ class Prefetcher:
             session_id: the session that it belongs to; empty for none.
 
         Returns:
-            The number of tokens that are loaded; 0 if the tiers have no more of the prompt than the device, or if too
-            many prompts are being loaded, in total or of this tenant.
+            The number of tokens that will be loaded; 0 if the tiers have no more of the prompt than the device, or if
+            too many prompts are being loaded, in total or of this tenant.
         """
         num_of_tenant = sum(each.tenant == namespace.tenant for each in self._loading)
         if len(self._loading) >= _MAX_LOADING or num_of_tenant >= _MAX_TENANT_LOADING:

@@ -134,12 +134,12 @@ def _sums(deletions: Sequence[Deletion]) -> dict[str, int | None]:
 class LocalPurger:
     """Purges the tiers that only this server uses.
 
-    Victims are purged, too: blocks that the index has removed to make room for another block, but that the store may
-    still have. The store evicts a victim when it saves the other block. If it then has room for both, it keeps the
-    victim, and the `Deleter` deletes it:
+    Victims are purged, too: blocks that the index has removed in favor of other blocks, but that the store may still
+    have. The store evicts a victim when it saves the block that replaces it. If it has enough space for both, it keeps
+    the victim, and the `Deleter` deletes it:
 
         in the index ── removed: a victim ─┬─ evicted by the store, for the block that replaces it
-                                           └─ kept by the store, which had room ──▶ deleted by the `Deleter`
+                                           └─ kept by the store, which had space ──▶ deleted by the `Deleter`
 
     Args:
         offload_index: knows the stored blocks, and the victims whose replacement is not being saved yet.
@@ -196,7 +196,7 @@ class SharedPurger:
         self._calls = RetriedCalls[_Purge](wake)
 
     def purge(self, tenant: str | None, adapter: str | None, salt: str | None) -> dict[str, Future[int | None]]:
-        """Purge each tier. Returns the number of deleted blocks, None if the call fails."""
+        """Purge each tier. Returns by tier a future of the number of deleted blocks; None if the call fails."""
         return {tier: self._start(_Purge(tier, tenant, adapter, salt)) for tier in self._tiers}
 
     @property
@@ -212,9 +212,10 @@ class SharedPurger:
         )
 
     def is_purging_any(self, tier: str, blocks: Iterable[KeyedBlock]) -> bool:
-        """Whether a tier may still hold purged blocks of any owner of some blocks.
+        """Whether a tier may still hold purged blocks of any namespace that owns one of these blocks.
 
-        A prompt that invokes an adapter has two owners: the base model, and the adapter from its invocation on.
+        The blocks of a prompt that invokes an adapter are in two namespaces: from the invocation on, in that of the
+        adapter.
         """
         return any(self.is_purging(tier, owner) for owner in {block.namespace for block in blocks})
 

@@ -144,12 +144,15 @@ class ShutdownSave:
         self._record = record
 
     def run(self, limit_s: float, *, knows_disk: bool = True) -> bool:
-        """Save as many blocks as the time limit allows. Returns whether all saves succeeded.
+        """Save as many blocks as the time limit allows.
 
         Args:
             limit_s: time limit in seconds.
             knows_disk: whether the disk was scanned. If not, the priorities that earlier processes stored are kept
                 unchanged.
+
+        Returns:
+            Whether all saves ended within the limit, and no block was dropped for lack of memory.
         """
         deadline_s = time.monotonic() + limit_s
         num_dropped_blocks = self._saver.num_dropped_blocks.total()
@@ -171,7 +174,7 @@ class ShutdownSave:
         """Save at most `num_left` blocks. Saving more would evict the first ones again.
 
         Returns:
-            The keys of the blocks in the order in which they were saved, and whether the disk has stored all.
+            The keys of the blocks in the order in which they were saved, and whether all saves ended within the limit.
         """
         saved: list[list[bytes]] = []
         for node, start, end in self._runs():

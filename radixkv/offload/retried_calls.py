@@ -60,7 +60,7 @@ class RetriedCalls(Generic[T]):
         return failed
 
     def wait(self, limit_s: float) -> bool:
-        """Wait for the calls in flight. Returns whether all calls have succeeded."""
+        """Wait for the calls in flight, at most `limit_s`. Returns whether all calls have succeeded."""
         ended, in_flight = wait(list(self._in_flight), limit_s)  # callbacks may run after `wait` has returned
         return not in_flight and not self.has_failed and all(map(_has_succeeded, ended))
 

@@ -66,7 +66,7 @@ class DayFiles:
         raise ConfigError(f"server.statement_path: {_MAX_REPLICAS} replicas use {directory}")
 
     def close(self) -> None:
-        """Let other processes use the directory."""
+        """Release the lock of the directory."""
         os.close(self._lock)
 
     def read(self, day: int) -> DayUse | None:
@@ -82,7 +82,7 @@ class DayFiles:
             return None
         except OSError as error:
             raise StoreUnavailable(f"statements: {path} cannot be read: {error.strerror}") from error
-        except (ValueError, RecursionError) as error:
+        except (ValueError, OverflowError, RecursionError) as error:
             new_path = _free_path(path)
             _log.error(
                 "statements: %s is damaged (%s); it is now %s, and its day is missing", path, error, new_path.name
@@ -144,7 +144,11 @@ def _lock_directory(directory: Path) -> int | None:
 
 
 def _parse_day(data: bytes) -> DayUse:
-    """Parse a file. Raises ValueError, whose message names no tenant."""
+    """Parse a file.
+
+    Raises:
+        ValueError, OverflowError, RecursionError: the file is damaged. The message names no tenant.
+    """
     tree = json.loads(data)
     if not isinstance(tree, dict) or tree.get("format") != _FORMAT:
         raise ValueError(f"expected format {_FORMAT}")

@@ -111,8 +111,8 @@ class QuotaShadow:
     `2**k`; this is the spatially hashed sampling of SHARDS. A hit that occurs only in the larger shadow counts as
     `2**k` blocks. The difference between the shadows is more accurate than the hit rate of either: it does not matter
     whether blocks that both have, such as system prompts, are in the sample. The partly filled block at the end of a
-    prompt takes the room of a whole one, until a longer prompt replaces it; it is in the sample if the block before it
-    is.
+    prompt takes as much capacity as a whole one, until a longer prompt replaces it; it is in the sample if the block
+    before it is.
 
     Source: Waldspurger et al.: "Efficient MRC construction with SHARDS", FAST 2015.
 

@@ -122,8 +122,8 @@ class StatementBook:
                 uses[key] = uses.get(key, Use()).plus(use.tenants[name])
             if len(uses) > MAX_LINES:
                 raise InvalidRequest(
-                    f"statement: expected at most {MAX_LINES} lines, got more in {len(days)} days; ask for fewer days, "
-                    "for months, or for one tenant"
+                    f"statement: expected at most {MAX_LINES} lines, got more in {len(days)} days; request fewer days, "
+                    "months instead of days, or one tenant"
                 )
         lines = (StatementLine(period, name, use) for (period, name), use in sorted(uses.items()))
         return Statement(days, covered_s, tuple(lines))

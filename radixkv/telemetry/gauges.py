@@ -142,7 +142,7 @@ class EngineGauges(Collector):
             "radixkv_prefetched_tokens", "Tokens loaded before a request needed them.", stats.prefetched_tokens
         )
         yield CounterMetricFamily(
-            "radixkv_dropped_prefetches", "Prefetches without room, or without blocks.", stats.dropped_prefetches
+            "radixkv_dropped_prefetches", "Prefetches that loaded nothing.", stats.dropped_prefetches
         )
 
     def _aliases(self, load: EngineLoad) -> Iterable[Metric]:

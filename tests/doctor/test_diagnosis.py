@@ -182,7 +182,7 @@ def test_segments_name_the_place_and_separate_groups() -> None:
     }
 
 
-def test_evicted_tokens_are_told_by_whose_prompts_evicted_them() -> None:
+def test_evictions_are_attributed_to_the_tenant_itself_or_to_others() -> None:
     blocks = [text_of(seed, 128) for seed in range(10)]
     size = CacheSize(capacity_tokens=4 * 128, block_size=16, policy="lru", probation_share=1.0)
     log = log_of(blocks[0], *blocks[1:5], blocks[0], *((each, OTHER) for each in blocks[5:9]), blocks[0])

@@ -100,7 +100,7 @@ def test_further_tenants_are_counted_together_and_have_no_groups() -> None:
     assert not report(profile, tenant=OTHER_TENANTS).groups
 
 
-def test_a_forgotten_tenant_leaves_room() -> None:
+def test_a_forgotten_tenant_frees_its_groups_for_others() -> None:
     profile = MissProfile()
     for tenant in range(MAX_GROUPS // 4):
         for number in range(4):

@@ -20,15 +20,11 @@ from radixkv.namespace import Namespace
 from tests.fakes import FakeClock
 from tests.patience import wait_until
 
-ACME = Namespace("model", "acme")
+from .logs import ACME, characters
 
 
 def packed(text: str) -> bytes:
     return np.array([ord(each) for each in text], "<u4").tobytes()
-
-
-def characters(token_ids: Sequence[int]) -> str:
-    return "".join(map(chr, token_ids))
 
 
 BODY = "".join(f"line {number} of a manual that all prompts have; " for number in range(60))
@@ -153,7 +149,9 @@ def test_a_cause_that_the_cache_knows_needs_no_comparison(bench: Bench, reason: 
 
 
 @pytest.mark.parametrize(("by_self", "cause"), [(True, MissCause.EVICTED_BY_OWN), (False, MissCause.EVICTED_BY_OTHERS)])
-def test_evictions_are_told_apart_by_whom_they_made_room_for(bench: Bench, by_self: bool, cause: MissCause) -> None:
+def test_evictions_for_the_tenant_itself_and_for_others_are_distinguished(
+    bench: Bench, by_self: bool, cause: MissCause
+) -> None:
     prompt = AdmittedPrompt(ACME, "", packed(PROMPT), 0, MissReason.EVICTED, by_self)
     bench.profiler.add_prompt(prompt)
     assert bench.causes() == [(cause, 1)]
@@ -254,7 +252,7 @@ def test_the_time_of_the_engines_thread_counts(make_bench: Callable[..., Bench])
     assert bench.profiler.report(None, 10).counts.examined_misses == 1
 
 
-def test_a_long_queue_takes_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_queue_accepts_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(miss_profiler, "_MAX_WAITING_BYTES", 3 * len(packed(PROMPT)))
     profiler = MissProfiler(1.0)  # whose thread is not started
     for _ in range(10):

@@ -15,5 +15,5 @@ class AlwaysLoad(LoadOrCompute):
         return LoadDecision(len(stores), None, None)
 
     def is_lookup_worthwhile(self, store: str, start_token: int, num_tokens: int) -> bool:
-        """Always ask."""
+        """Always look up."""
         return True

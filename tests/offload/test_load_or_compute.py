@@ -124,7 +124,7 @@ def test_without_stored_blocks_nothing_is_loaded() -> None:
     assert measured().choose(0, []) == LoadDecision(0, None, None)
 
 
-def test_a_shared_store_is_asked_if_computing_takes_longer_than_its_answer() -> None:
+def test_blocks_are_looked_up_if_computing_takes_longer_than_the_lookup() -> None:
     load_or_compute = measured()
     assert load_or_compute.is_lookup_worthwhile("redis", 0, 1)
     load_or_compute.note_lookup("redis", 0.1)

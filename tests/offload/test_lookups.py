@@ -13,11 +13,9 @@ from radixkv.offload import offload
 from tests.core_bench import purge_at_once
 from tests.fake_runner import next_token, tokens
 
-from .tiered_bench import SteppedStore, TieredBench
+from .tiered_bench import FLOOD, PROMPT, SteppedStore, TieredBench
 
 NAMESPACE = Namespace("fake")
-PROMPT = range(13)  # three whole blocks and a token
-FLOOD = range(100, 115)  # all four blocks of the device
 
 
 def remote(result: PrefillResult) -> int:

@@ -31,12 +31,10 @@ from tests.core_bench import purge_at_once
 from tests.fake_runner import next_token, tokens
 from tests.patience import PATIENCE_S
 
-from .tiered_bench import BLOCK_SIZE, PAYLOAD_BYTES, FakeMover, SteppedStore, TieredBench
+from .tiered_bench import BLOCK_SIZE, FLOOD, PAYLOAD_BYTES, PROMPT, FakeMover, SteppedStore, TieredBench, emptied
 
 NAMESPACE = Namespace("fake")
 WITHOUT_LOADS = (5, 10)  # seeds of small stores
-PROMPT = range(13)  # three whole blocks and a token
-FLOOD = range(100, 115)  # all four blocks of the device
 
 
 def loaded(result: PrefillResult) -> tuple[int, int, int]:
@@ -45,13 +43,6 @@ def loaded(result: PrefillResult) -> tuple[int, int, int]:
     assert usage.device_tokens + usage.host_tokens + usage.disk_tokens == usage.cached_tokens
     assert usage.cached_tokens + usage.computed_tokens == usage.prompt_tokens
     return usage.device_tokens, usage.host_tokens, usage.disk_tokens
-
-
-def emptied(bench: TieredBench) -> TieredBench:
-    """A bench whose prompt was computed and evicted."""
-    bench.prefill(PROMPT)
-    bench.evict(4)
-    return bench
 
 
 def test_an_evicted_prompt_is_loaded_and_not_computed() -> None:
@@ -680,7 +671,7 @@ def test_objects_that_a_store_did_not_take_count_as_refused() -> None:
     assert (stats.computed_blocks, stats.dropped_blocks) == (5, 7)
 
 
-def test_a_store_that_did_nothing_has_room() -> None:
+def test_a_store_that_did_nothing_has_no_counts() -> None:
     store = SteppedStore(3)
     tier = Tier("host", store, PAYLOAD_BYTES)
     stats = stats_of(tier, 0, 0)

@@ -63,7 +63,7 @@ def test_the_prompt_of_a_session_that_has_ended_is_not_loaded(bench: TieredBench
     assert cached_tokens(bench, PROMPT) == (0 if has_ended else 12)
 
 
-def test_one_session_is_loaded_at_a_time_although_a_shared_store_has_to_be_asked() -> None:
+def test_one_session_is_loaded_at_a_time_while_a_shared_store_looks_it_up() -> None:
     bench = TieredBench(num_blocks=8, session_prompt_bytes=10_000, redis=100)
     for session_id, prompt in (("s", PROMPT), ("t", OTHER)):
         with bench.cache.lease(NAMESPACE, tokens(prompt), session_id=session_id) as lease:
@@ -94,7 +94,7 @@ def test_directives_before_one_that_is_wrong_have_their_effect(bench: TieredBenc
     assert hint(bench, "kv.retain", OTHER, priority=10**400).status is HintStatus.REFUSED
 
 
-def test_waiting_is_no_use(bench: TieredBench) -> None:
+def test_waiting_for_a_tool_does_not_count_as_a_use(bench: TieredBench) -> None:
     bench.prefill(OTHER)
     (node,) = bench.cache.nodes()
     before_s = node.last_used_s

@@ -31,7 +31,7 @@ def test_a_purge_is_over_when_the_last_store_has_answered() -> None:
     assert whole.result(0) == Purged(2, 1, {"host": 7, "disk": 0})
 
 
-def test_a_purge_reports_stores_that_could_not_be_asked() -> None:
+def test_a_purge_reports_stores_that_could_not_be_called() -> None:
     purge, (first, second, third) = begun("host", "host", "disk")
     whole = when_deleted(purge)
     first.set_result(None)
@@ -40,21 +40,21 @@ def test_a_purge_reports_stores_that_could_not_be_asked() -> None:
     assert whole.result(0).stored_blocks == {"host": None, "disk": None}
 
 
-def test_a_purge_that_fails_fails() -> None:
+def test_the_failure_of_a_purge_is_passed_on() -> None:
     purge: Future[PendingPurge] = Future()
     purge.set_exception(Draining("engine: stopped"))
     with pytest.raises(Draining):
         when_deleted(purge).result(0)
 
 
-def test_a_purge_that_is_cancelled_is_cancelled() -> None:
+def test_cancelling_a_purge_cancels_its_result() -> None:
     purge: Future[PendingPurge] = Future()
     whole = when_deleted(purge)
     purge.cancel()
     assert whole.cancelled()
 
 
-def test_a_store_that_does_not_answer_holds_a_purge_for_a_limited_time() -> None:
+def test_a_store_that_does_not_answer_delays_a_purge_for_a_limited_time() -> None:
     purge, (first, second) = begun("host", "redis")
     whole = when_deleted(purge, limit_s=0.05)
     first.set_result(4)

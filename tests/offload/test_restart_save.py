@@ -151,7 +151,7 @@ def test_the_shutdown_save_reports_dropped_blocks(monkeypatch: pytest.MonkeyPatc
     assert saved_last(bench) == (False, [])
 
 
-def test_without_a_disk_only_what_has_left_is_saved() -> None:
+def test_without_a_disk_only_evicted_blocks_are_saved() -> None:
     bench = TieredBench(num_blocks=12, host=PromptStore(100))
     used(bench, 100)
     bench.cache.evict(1)

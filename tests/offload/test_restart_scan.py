@@ -27,12 +27,12 @@ ACME = Namespace("model", "acme")
 class FakeRecord:
     """Returns its blocks when the test says so."""
 
-    def __init__(self, error: Exception | None = None, *, has_wishes: bool = False) -> None:
+    def __init__(self, error: Exception | None = None, *, has_hints: bool = False) -> None:
         self.may_answer = threading.Event()
         self.deleted: list[bytes] = []
         self.tidied: list[list[Namespace]] = []
         self._error = error
-        self._has_wishes = has_wishes
+        self._has_hints = has_hints
 
     def tidy(self, stored: NamespaceKeys) -> None:
         self.tidied.append(list(stored))
@@ -42,10 +42,10 @@ class FakeRecord:
         if self._error is not None:
             raise self._error
         hints = [(b"a", RetentionHint(90, None)), (b"gone", RetentionHint(90, None))]
-        return FoundOnDisk([(b"a", ACME), (b"b", ACME)], hints if self._has_wishes else [])
+        return FoundOnDisk([(b"a", ACME), (b"b", ACME)], hints if self._has_hints else [])
 
 
-def earlier(record: Any, num_blocks: int = 10) -> tuple[DiskScan, TierIndex]:
+def scan_of(record: Any, num_blocks: int = 10) -> tuple[DiskScan, TierIndex]:
     tier_index = TierIndex("disk", num_blocks)
     return DiskScan(record, tier_index, StoredRetention({"disk": tier_index}), deleted_by(record)), tier_index
 
@@ -54,9 +54,9 @@ def deleted_by(record: FakeRecord) -> Callable[[Sequence[bytes]], None]:
     return record.deleted.extend
 
 
-def test_blocks_are_known_once_they_are_read_and_taken() -> None:
+def test_blocks_are_known_after_they_are_read_and_taken() -> None:
     record = FakeRecord()
-    blocks, tier_index = earlier(record)
+    blocks, tier_index = scan_of(record)
     reading = blocks.reading()
     assert next(reading) is None
     blocks.take()
@@ -70,7 +70,7 @@ def test_blocks_are_known_once_they_are_read_and_taken() -> None:
 
 def test_blocks_stored_during_the_scan_are_evicted_after_earlier_ones() -> None:
     record = FakeRecord()
-    blocks, tier_index = earlier(record)
+    blocks, tier_index = scan_of(record)
     tier_index.add(b"new", ACME)
     record.may_answer.set()
     assert set(blocks.reading()) <= {None}
@@ -79,8 +79,8 @@ def test_blocks_stored_during_the_scan_are_evicted_after_earlier_ones() -> None:
 
 
 def test_blocks_that_were_retained_are_evicted_last() -> None:
-    record = FakeRecord(has_wishes=True)
-    blocks, tier_index = earlier(record)
+    record = FakeRecord(has_hints=True)
+    blocks, tier_index = scan_of(record)
     record.may_answer.set()
     assert set(blocks.reading()) <= {None}
     blocks.take()
@@ -91,7 +91,7 @@ def test_blocks_that_were_retained_are_evicted_last() -> None:
 def test_a_failed_scan_is_logged_and_finds_nothing(caplog: pytest.LogCaptureFixture) -> None:
     record = FakeRecord(StoreUnavailable("gone"))
     with caplog.at_level(logging.ERROR):
-        blocks, tier_index = earlier(record)
+        blocks, tier_index = scan_of(record)
         record.may_answer.set()
         assert set(blocks.reading()) <= {None}
     assert list(tier_index) == []
@@ -101,7 +101,7 @@ def test_a_failed_scan_is_logged_and_finds_nothing(caplog: pytest.LogCaptureFixt
 
 def test_namespaces_are_forgotten_only_after_the_scan(caplog: pytest.LogCaptureFixture) -> None:
     record = FakeRecord()
-    blocks, _ = earlier(record)
+    blocks, _ = scan_of(record)
     blocks.take()
     assert record.tidied == []
     record.may_answer.set()
@@ -109,7 +109,7 @@ def test_namespaces_are_forgotten_only_after_the_scan(caplog: pytest.LogCaptureF
     blocks.take()
     assert record.tidied == [[ACME]]
     broken = FakeRecord(StoreUnavailable("gone"))
-    blocks, _ = earlier(broken)
+    blocks, _ = scan_of(broken)
     broken.may_answer.set()
     assert set(blocks.reading()) <= {None}
     blocks.take()
@@ -118,7 +118,7 @@ def test_namespaces_are_forgotten_only_after_the_scan(caplog: pytest.LogCaptureF
 
 def test_namespaces_of_blocks_found_during_the_scan_are_kept() -> None:
     record = FakeRecord()
-    blocks, _ = earlier(record)
+    blocks, _ = scan_of(record)
     is_alive = blocks._reader.is_alive
 
     def ends_now() -> bool:
@@ -137,7 +137,7 @@ def test_namespaces_of_blocks_found_during_the_scan_are_kept() -> None:
 
 def test_shutdown_waits_for_the_scan() -> None:
     record = FakeRecord()
-    blocks, tier_index = earlier(record)
+    blocks, tier_index = scan_of(record)
     assert not blocks.finish(0.0)
     assert list(tier_index) == []
     threading.Timer(0.01, record.may_answer.set).start()
@@ -153,7 +153,7 @@ def test_shutdown_does_not_wait_longer_than_its_limit(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(DiskScan, "_add_in_slices", add_slowly)
     record = FakeRecord()
-    blocks, _ = earlier(record)
+    blocks, _ = scan_of(record)
     record.may_answer.set()
     blocks._reader.join(PATIENCE_S)
     assert not blocks.finish(0.05)
@@ -161,7 +161,7 @@ def test_shutdown_does_not_wait_longer_than_its_limit(monkeypatch: pytest.Monkey
 
 
 def refusing(record: FakeRecord) -> DiskScan:
-    """Return a result that can't be added to the index."""
+    """Return a scan whose blocks do not all fit into the index, and whose deletions fail."""
 
     def delete(_: object) -> None:
         raise StoreUnavailable("gone")
@@ -195,7 +195,7 @@ def test_shutdown_reports_a_failure_to_index_blocks(caplog: pytest.LogCaptureFix
 
 def test_blocks_without_room_in_the_index_are_deleted() -> None:
     record = FakeRecord()
-    blocks, tier_index = earlier(record, num_blocks=1)
+    blocks, tier_index = scan_of(record, num_blocks=1)
     record.may_answer.set()
     assert set(blocks.reading()) <= {None}
     assert list(tier_index) == [b"b"]
@@ -204,8 +204,8 @@ def test_blocks_without_room_in_the_index_are_deleted() -> None:
 
 def test_blocks_and_priorities_are_taken_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(restart, "_TAKEN_AT_ONCE", 1)
-    record = FakeRecord(has_wishes=True)
-    blocks, tier_index = earlier(record)
+    record = FakeRecord(has_hints=True)
+    blocks, tier_index = scan_of(record)
     record.may_answer.set()
     blocks._reader.join(PATIENCE_S)
     seen = []

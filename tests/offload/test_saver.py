@@ -12,9 +12,8 @@ from radixkv.errors import StoreLate, StorePaused, StoreUnavailable
 from radixkv.offload.saver import Saver
 from tests.core_bench import purge_at_once
 
-from .tiered_bench import PAYLOAD_BYTES, TieredBench
+from .tiered_bench import PAYLOAD_BYTES, PROMPT, TieredBench
 
-PROMPT = range(13)  # three whole blocks and a token
 OTHER = range(100, 113)
 
 

@@ -24,8 +24,8 @@ def keys_of(bench: TieredBench, prompt: range) -> list[bytes]:
     return [block.key for block in bench.index.key_blocks(NAMESPACE, tokens(prompt))]
 
 
-def ask(bench: TieredBench, suffix: int) -> None:
-    """Ask a question about the hot prefix."""
+def prefill_hot(bench: TieredBench, suffix: int) -> None:
+    """Prefill the hot prefix with a suffix of its own."""
     bench.prefill([*HOT[:32], *range(1000 * suffix, 1000 * suffix + 5)])
 
 
@@ -75,7 +75,7 @@ def test_blocks_that_the_store_has_lost_are_written_again() -> None:
     bench.prefill(HOT)
     hot = keys_of(bench, HOT)
     lose(store, hot[2:5])
-    ask(bench, 1)
+    prefill_hot(bench, 1)
     assert store.memory.exists(hot) == [True] * 8
     assert bench.offload.stats()[0].rewritten_blocks == 3
     other = TieredBench(num_blocks=40, redis=store)
@@ -119,10 +119,10 @@ def test_a_failed_touch_writes_nothing() -> None:
     bench.prefill(HOT)
     lose(store, keys_of(bench, HOT))
     store.error = StoreLate("late")
-    ask(bench, 1)
+    prefill_hot(bench, 1)
     store.error = None
     assert bench.offload.stats()[0].rewritten_blocks == 0
-    ask(bench, 2)
+    prefill_hot(bench, 2)
     assert bench.offload.stats()[0].rewritten_blocks == 8
 
 
@@ -135,7 +135,7 @@ def test_a_store_that_is_too_small_is_not_written_to_endlessly(monkeypatch: pyte
     for suffix in range(1, 9):
         gone = [key for key, is_there in zip(hot, store.memory.exists(hot), strict=True) if is_there]
         lose(store, gone)
-        ask(bench, suffix)
+        prefill_hot(bench, suffix)
     assert bench.offload.stats()[0].rewritten_blocks == 4
 
 
@@ -145,7 +145,7 @@ def test_the_beginning_is_written_first_when_not_all_may_be(monkeypatch: pytest.
     bench.prefill(HOT)
     hot = keys_of(bench, HOT)
     lose(store, hot)
-    ask(bench, 1)
+    prefill_hot(bench, 1)
     assert store.memory.exists(hot) == [True] * 3 + [False] * 5
 
 

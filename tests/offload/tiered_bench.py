@@ -36,6 +36,8 @@ STEP_TOKENS = 8
 SHARED = ("redis", "mooncake")
 FORMAT = BlockFormat("fake", "float32", "fp32", "fake", BLOCK_SIZE, PAYLOAD_BYTES, "cpu")
 OBJECT_BYTES = object_bytes(BLOCK_SIZE, PAYLOAD_BYTES)
+PROMPT = range(13)  # three whole blocks and a token
+FLOOD = range(100, 115)  # all blocks of a device with four
 
 
 class FakeMover:
@@ -220,3 +222,10 @@ class TieredBench(Bench):
             num_quiet = num_quiet + 1 if is_idle and rest_s is None else 0
             if is_idle:
                 self.clock.now_s += rest_s or 0.0
+
+
+def emptied(bench: TieredBench) -> TieredBench:
+    """Compute `PROMPT` on a bench, and evict it to the stores."""
+    bench.prefill(PROMPT)
+    bench.evict(4)
+    return bench

@@ -50,6 +50,7 @@ def test_a_day_is_read_as_it_was_written(files: DayFiles, tmp_path: Path) -> Non
         '{"format": 1, "covered_s": 0}',
         '{"format": 1, "tenants": {}}',
         '{"format": 1, "covered_s": NaN, "tenants": {}}',
+        '{"format": 1, "covered_s": 1' + 400 * "0" + ', "tenants": {}}',
         '{"format": 1, "covered_s": 0, "tenants": {"secret": 7}}',
         '{"format": 1, "covered_s": 0, "tenants": {"secret": {"requests": -1}}}',
         '{"format": 1, "covered_s": 0, "tenants": {"secret": {"requests": true}}}',

@@ -172,7 +172,7 @@ def test_a_directory_that_cannot_be_written_is_logged_once_and_tried_again(
     assert desk.files.read(DAY) == DayUse(DAY_S - 100.0, {"a": Use(requests=1)})
 
 
-def test_an_engine_that_takes_no_calls_is_asked_again_later(desk: Desk) -> None:
+def test_an_engine_that_refuses_calls_is_called_again_later(desk: Desk) -> None:
     def refuse(_: Callable[[], Any]) -> Future[Any]:
         raise Draining("engine: stopped")
 
@@ -191,7 +191,5 @@ def test_a_statement_that_is_too_long_is_refused(desk: Desk, monkeypatch: pytest
     for day in range(DAY - 3, DAY):
         desk.files.write(day, DayUse(50.0, {"a": Use(requests=1), "b": Use(requests=1)}))
     assert len(desk.lines(is_daily=True, tenant="a")) == 3
-    with pytest.raises(
-        InvalidRequest, match="expected at most 3 lines, got more in 30 days; ask for fewer days, for mo"
-    ):
+    with pytest.raises(InvalidRequest, match="expected at most 3 lines, got more in 30 days; request fewer days, mo"):
         desk.lines(is_daily=True)

@@ -26,7 +26,7 @@ def test_bytes_are_those_of_the_tensor(kv_dtype: str, shape: KVShape) -> None:
 @pytest.mark.parametrize(
     ("kv_dtype", "token_bytes"), [("auto", 2 * 8), ("fp8", 8 + 4), ("int8", 8 + 4), ("k8v4", 6 + 4)]
 )
-def test_a_token_has_two_vectors_a_layer_and_head(kv_dtype: str, token_bytes: int) -> None:
+def test_a_token_has_two_vectors_per_layer_and_head(kv_dtype: str, token_bytes: int) -> None:
     assert SHAPE.stored_as(kv_dtype).token_bytes == 3 * 2 * 2 * token_bytes
 
 

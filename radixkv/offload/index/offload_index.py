@@ -180,7 +180,7 @@ class OffloadIndex(Listener):
         pairs = list(zip(blocks, block_ids, strict=True))
         for block, block_id in reversed(pairs):  # tiers also evict the end of a prompt first
             part_id = self._part_of(block_id)
-            names = [name for name in tier_names if self._wants(self.tiers[name], block, part_id)]
+            names = [name for name in tier_names if self._admit(self.tiers[name], block, part_id)]
             if names:
                 self._evicted_blocks.append(
                     EvictedBlock(block, block_id, names, None if part_id == NO_PART else part_id)
@@ -329,8 +329,12 @@ class OffloadIndex(Listener):
             del self._victims[name][key]
         return chosen
 
-    def _wants(self, tier_index: TierIndex, block: KeyedBlock, part_id: int | None) -> bool:
-        """Whether a tier should store a block: it lacks the block, or the part that the block has now."""
+    def _admit(self, tier_index: TierIndex, block: KeyedBlock, part_id: int | None) -> bool:
+        """Add an evicted block to a tier's index if the tier lacks the block, or the part that the block has now.
+
+        Returns:
+            Whether the tier must store the block. If so, the block is pending, and a victim was queued if needed.
+        """
         priority = self.retention.priority_of(block.key)
         has_part = part_id is not None and part_id != NO_PART
         if block.key in tier_index:

@@ -66,7 +66,7 @@ class EvictionOrder:
         level -1  [ a  b ]      level 50  [ c  d  e ]      level 90  [ f ]
                     evicted first                                     evicted last
 
-    All methods take at most O(levels).
+    Complexity: O(levels), except for the iteration over all keys.
     """
 
     def __init__(self) -> None:
@@ -268,7 +268,9 @@ class TierIndex:
             self._listener.stored(self.name, key)
 
     def add_found(self, blocks: Iterable[tuple[bytes, Namespace]]) -> list[bytes]:
-        """Add blocks of an earlier process, most recently used first. They are evicted before all present blocks.
+        """Add blocks of an earlier process, most recently used first.
+
+        They get the default priority, and are evicted before the present blocks with this priority.
 
         Returns:
             The keys that were not added, because the tier is full or their tenant has reached its ceiling.

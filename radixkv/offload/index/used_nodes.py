@@ -1,4 +1,4 @@
-"""The nodes that requests used recently, for stores that can't see uses of the blocks on the device."""
+"""The nodes that requests used recently, for shared stores, which do not see that blocks are used on the device."""
 
 from __future__ import annotations
 
@@ -64,7 +64,9 @@ class UsedNodes:
         self._end_bytes.pop(node, None)
 
     def take(self, max_blocks: int) -> list[bytes]:
-        """Return the keys of used blocks, and forget their uses; oldest uses first, until there are `max_blocks` keys.
+        """Return the keys of used blocks, and forget their uses.
+
+        The oldest uses are taken first, until there are at least `max_blocks` keys.
 
         Returns:
             The keys of whole blocks, without duplicates. A block comes before all blocks that precede it in a prompt.

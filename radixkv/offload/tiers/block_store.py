@@ -105,9 +105,9 @@ class BlockStore(Protocol):
 
         Args:
             objects: their payloads must never change after this call.
-            victims: keys to evict first, in this order, if room is needed. Objects that are being read are not evicted;
-                if the next victim is being read, the new object is not stored. After the victims, the least recently
-                used objects are evicted.
+            victims: keys to evict first, in this order, if space is needed. Objects that are being read are not
+                evicted; if the next victim is being read, the new object is not stored. After the victims, the least
+                recently used objects are evicted.
         """
 
     def get(self, keys: Sequence[bytes]) -> Future[list[Loan | None]]:

@@ -89,7 +89,8 @@ def _pages(num_bytes: int) -> mmap.mmap:
 class DiskDirectory:
     """The directory of one block format below the configured one, named by the fingerprint of the format.
 
-    Only the current user can read it. The process locks it; the kernel releases the lock if the process is killed.
+    It is created so that only the current user can read it. The process locks it; the kernel releases the lock if the
+    process is killed.
 
     Args:
         parent: the configured directory; created if it does not exist.
@@ -97,7 +98,7 @@ class DiskDirectory:
         must_be_private: whether to refuse a directory that other users can write.
 
     Raises:
-        ConfigError: other users can write to the directory or to its parent.
+        ConfigError: the directory must be private and is not; see `require_private`.
         StoreUnavailable: the directory is not writable, is locked by another process, has another format, or contains
             something other than regular files.
     """
@@ -133,7 +134,7 @@ class DiskDirectory:
         for path in (self.path, *self.path.iterdir()):
             mode = path.lstat().st_mode
             if not (stat.S_ISDIR(mode) if path == self.path else stat.S_ISREG(mode)):
-                raise StoreUnavailable(f"tiers.disk_path: expected a file that this server made, got another: {path}")
+                raise StoreUnavailable(f"tiers.disk_path: expected a directory of regular files only, got {path}")
 
     def _acquire(self) -> None:
         """Lock the directory. Write the format of its blocks, or require the one that is written there."""
@@ -395,7 +396,7 @@ class DiskStore(StoreBackend):
             if not new:
                 self._next_growth_s = self._clock() + _FULL_PAUSE_S
                 size = self._files.num_slots * self._sizes.slot_bytes
-                _log.warning("tiers.disk_path: the disk is full; continuing with %d bytes of %s", size, self.path)
+                _log.warning("tiers.disk_path: the disk is full; %s continues with %d bytes", self.path, size)
 
     def _read_index(self) -> tuple[SlotTable, int]:
         """Read the index, and clear its invalid lines. Of two lines with the same key, the one written last is valid.

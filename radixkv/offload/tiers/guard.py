@@ -84,7 +84,9 @@ class CircuitState(enum.Enum):
 
 
 class CircuitBreaker:
-    """Opens after consecutive failures, and allows one call after each pause. Each pause is twice the previous one.
+    """Opens after consecutive failures, and allows one call after each pause.
+
+    Each pause is twice the previous one, up to `max_pause_s`.
 
         CLOSED ── failures in a row ──▶ OPEN ── pause ──▶ TRYING ── answer ──▶ CLOSED
                                           ▲── failure ──────┘
@@ -250,7 +252,7 @@ class GuardedStore:
     def _call(self, start: Callable[[], Future[_T]], limit_s: float) -> Future[_T]:
         outer: Future[_T] = Future()
         if not self._circuit.lets_through():
-            outer.set_exception(StorePaused(f"store {self._name}: expected one that works, got a pause"))
+            outer.set_exception(StorePaused(f"store {self._name}: not called, since it failed recently"))
             return outer
         _GuardedCall(self, outer, start()).begin(self._timers, limit_s)
         return outer

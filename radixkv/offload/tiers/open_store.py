@@ -24,7 +24,8 @@ class StoreOptions:
     Attributes:
         block_format: format of the blocks.
         object_bytes: size of the largest object.
-        max_bytes: capacity in bytes; None if the store has its own limit.
+        max_bytes: capacity in bytes, or, for Mooncake, the memory that this process contributes; None for the default
+            of the store.
         place: a directory, a URL or an address; empty for none.
         native: copy functions in C++ for radixkv's own backends; None for backends of other packages, or to use Python.
         map_memory: returns host memory of a size, pinned if the blocks are on a GPU; raises MemoryError if there is
@@ -76,7 +77,7 @@ def require_backend(name: str) -> None:
         known = ", ".join(sorted(entry_points(group=ENTRY_POINTS).names)) or "none"
         raise ConfigError(
             f"{_key_of(name)}: expected the name of an installed package's entry point in the group {ENTRY_POINTS} "
-            f"({known}; our own stores are keys of tiers), got {name!r}"
+            f"(installed: {known}; radixkv's own stores are keys of tiers), got {name!r}"
         )
 
 

@@ -118,7 +118,7 @@ class RedisStore(StoreBackend):
             if not int(cursor):
                 return num_deleted
             if time.monotonic() >= end_s:
-                raise StoreUnavailable(f"SCAN: expected its end within {self._purge_timeout_s:g} s, got more keys")
+                raise StoreUnavailable(f"tiers.redis_url: SCAN did not end within {self._purge_timeout_s:g} s")
 
     def size(self) -> StoreSize:
         """Return unknown sizes: only the server knows them."""

@@ -29,11 +29,12 @@ class ThreadedStore:
     Args:
         backend: does the work, with `num_readers` concurrent reads. It is closed with this store.
         max_waiting: maximum number of queued reads, and of queued writes.
-        name: name of the threads.
+        name: name of the store, for its threads and the log.
     """
 
     def __init__(self, backend: StoreBackend, *, max_waiting: int = 64, name: str = "store") -> None:
         self._backend = backend
+        self._name = name
         self._reads = _Executor(f"{name}-read", backend.num_readers, max_waiting)
         self._writes = _Executor(f"{name}-write", 1, max_waiting)
         self._is_closed = False
@@ -78,7 +79,11 @@ class ThreadedStore:
         if all(executor.join(end_s) for executor in executors):
             self._backend.close()
         else:
-            _log.warning("store: a call is blocked, so the backend is left open")
+            _log.warning(
+                "store %s: a call is blocked for more than %g s, so the store stays open until the process ends",
+                self._name,
+                _CLOSE_PATIENCE_S,
+            )
 
 
 class _Executor:
@@ -102,11 +107,9 @@ class _Executor:
         future: Future[_T] = Future()
         with self._lock:
             if self._is_closed:
-                future.set_exception(StoreClosed("store: expected an open one, got a closed one"))
+                future.set_exception(StoreClosed("store: closed before the call"))
             elif self._num_waiting >= self._max_waiting:  # cancelled calls count until a thread dequeues them
-                future.set_exception(
-                    StoreBusy(f"store: expected fewer than {self._max_waiting} queued calls, got as many")
-                )
+                future.set_exception(StoreBusy(f"store: the queue is full, with {self._num_waiting} calls"))
             else:
                 self._num_waiting += 1
                 self._calls.put(lambda: self._answer(future, call))
@@ -138,7 +141,7 @@ class _Executor:
             return
         try:
             if is_closed:
-                raise StoreClosed("store: expected an open one, got a closed one")
+                raise StoreClosed("store: closed before the call")
             result = call()
         except StoreError as error:
             future.set_exception(error)

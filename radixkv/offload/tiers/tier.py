@@ -142,7 +142,6 @@ class Tier:
         Objects that cannot be used are deleted, so that they are not read again, except objects in a shared store that
         another server may have encrypted with its own key.
         """
-
         start_s = time.monotonic()
 
         def open_loans(loans: list[Loan | None]) -> list[LoadedBlock | Miss]:

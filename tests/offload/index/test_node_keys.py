@@ -32,16 +32,16 @@ LONG = 200  # blocks
 class CheckedIndex(OffloadIndex):
     """Compares all keys that it makes with those that are computed from the start of the prompt."""
 
-    def leave(self, node: Node, start: int, end: int, tier_indexes: Iterable[str]) -> list[bytes]:
+    def queue(self, node: Node, start: int, end: int, tier_names: Iterable[str]) -> list[bytes]:
         num_before = len(self._evicted_blocks)
-        keys = super().leave(node, start, end, tier_indexes)
+        keys = super().queue(node, start, end, tier_names)
         expected = self.from_the_start(node)[start:end]
         assert keys == [each.key for each in expected]
         assert all(each.block in expected for each in self._evicted_blocks[num_before:])
         return keys
 
     def from_the_start(self, node: Node) -> list[KeyedBlock]:
-        """Key the blocks of a node; none of a public prefix, and none below a prefix that is no longer registered."""
+        """Return the keyed blocks of a node; none for a public prefix, or below one that is no longer registered."""
         namespace = node.owner.namespace
         prefix_tokens = None if namespace.tenant == PUBLIC_TENANT else self._tokens_of_prefix(namespace)
         if prefix_tokens is None:

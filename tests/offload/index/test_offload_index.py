@@ -17,7 +17,7 @@ from radixkv.offload.index.tier_index import TierIndex, TierShares
 from tests.fake_runner import tokens
 from tests.fakes import FakeClock
 
-from ..tiered_bench import TieredBench
+from ..tiered_bench import PROMPT, TieredBench, emptied
 
 BLOCK = 4
 ACME = Namespace("model", "acme")
@@ -48,8 +48,8 @@ class Cached:
         with self.cache.lease(namespace, tokens(ids)) as lease:
             lease.commit(len(ids))
 
-    def departed(self) -> list[tuple[int, bytes]]:
-        """The block ids and tokens of the evicted blocks."""
+    def take_evicted(self) -> list[tuple[int, bytes]]:
+        """Return the block ids and tokens of the blocks that were evicted since the last call."""
         evicted_blocks, _ = self.index.take_evicted_blocks()
         return [(each.block_id, each.block.tokens) for each in evicted_blocks]
 
@@ -65,15 +65,15 @@ def test_evicted_blocks_are_queued_the_last_one_first() -> None:
     cached.put(range(12))
     block_ids = cached.cache.match(ACME, tokens(range(13))).block_ids.tolist()
     cached.cache.evict(2)
-    assert cached.departed() == [(block_ids[2], tokens(range(8, 12))), (block_ids[1], tokens(range(4, 8)))]
-    assert cached.departed() == []
+    assert cached.take_evicted() == [(block_ids[2], tokens(range(8, 12))), (block_ids[1], tokens(range(4, 8)))]
+    assert cached.take_evicted() == []
 
 
 def test_a_block_that_is_filled_in_part_is_not_stored() -> None:
     cached = Cached()
     cached.put(range(10))
     cached.cache.evict(4)
-    assert [own for _, own in cached.departed()] == [tokens(range(4, 8)), tokens(range(4))]
+    assert [own for _, own in cached.take_evicted()] == [tokens(range(4, 8)), tokens(range(4))]
 
 
 def test_stored_blocks_are_found_behind_the_cached_ones_up_to_a_gap() -> None:
@@ -115,10 +115,10 @@ def test_stored_blocks_are_not_stored_again() -> None:
     cached = Cached()
     cached.put(range(8))
     cached.cache.evict(2)
-    assert len(cached.departed()) == 2
+    assert len(cached.take_evicted()) == 2
     cached.put(range(8))
     cached.cache.evict(2)
-    assert cached.departed() == []
+    assert cached.take_evicted() == []
 
 
 def test_each_tier_gets_the_blocks_that_it_does_not_hold() -> None:
@@ -152,7 +152,7 @@ def test_a_purge_forgets_stored_and_queued_blocks() -> None:
     assert {key: sorted(gone) for key, gone in cached.index.purge("acme", None, None).items()} == {"host": keys}
     assert cached.find(range(9)) == []
     assert len(cached.find(range(9), namespace=OTHER)) == 2
-    assert len(cached.departed()) == 2
+    assert len(cached.take_evicted()) == 2
 
 
 @pytest.mark.parametrize("names", [("acme", "x", None), ("acme", None, "x"), ("unknown", None, None), (None, "x", "")])
@@ -172,7 +172,7 @@ def test_blocks_below_a_public_prefix_are_found_by_the_whole_prompt() -> None:
     cached.cache.public.activate(prefix)
     cached.put(range(16))
     assert cached.cache.evict(8) == 2  # what is public stays
-    assert [own for _, own in cached.departed()] == [tokens(range(12, 16)), tokens(range(8, 12))]
+    assert [own for _, own in cached.take_evicted()] == [tokens(range(12, 16)), tokens(range(8, 12))]
     found = cached.find(range(17), 2)
     assert [each.block.namespace for each in found] == [ACME, ACME]
     assert [each.block.tokens for each in found] == [tokens(range(8, 12)), tokens(range(12, 16))]
@@ -187,7 +187,7 @@ def test_blocks_below_an_unregistered_prefix_are_not_stored() -> None:
     cached.put(range(16))
     cached.cache.public.unregister("system")
     cached.cache.evict(8)
-    assert cached.departed() == []
+    assert cached.take_evicted() == []
     assert cached.index.is_empty
 
 
@@ -196,7 +196,7 @@ def test_public_blocks_are_not_stored() -> None:
     with cached.cache.lease(Namespace("model", PUBLIC_TENANT, salt="1"), tokens(range(8))) as lease:
         lease.commit(8)
     cached.cache.evict(2)
-    assert cached.departed() == []
+    assert cached.take_evicted() == []
 
 
 def test_without_tiers_nothing_is_queued() -> None:
@@ -251,10 +251,10 @@ def test_a_block_that_no_tier_has_room_for_is_not_stored() -> None:
     cached = Cached(tier_index)
     cached.put(range(8))
     cached.cache.evict(2)
-    cached.departed()
+    cached.take_evicted()
     cached.put(range(100, 108), OTHER)
     cached.cache.evict(2)
-    assert cached.departed() == []
+    assert cached.take_evicted() == []
 
 
 def test_a_purge_forgets_retained_blocks() -> None:
@@ -274,7 +274,7 @@ def test_a_purge_forgets_retained_blocks() -> None:
     }
 
 
-def test_keys_tell_what_can_be_stored_and_can_be_put_last() -> None:
+def test_queue_returns_keys_and_note_evicted_moves_blocks_to_the_end() -> None:
     cached = Cached(num_blocks=8)
     cached.put(range(14))
     cached.put(range(100, 108))
@@ -289,7 +289,7 @@ def test_keys_tell_what_can_be_stored_and_can_be_put_last() -> None:
     assert list(tier_index) == [*reversed(keys), left]
 
 
-def leave_with(cached: Cached, *parts: int) -> list[tuple[int | None, bytes]]:
+def evict_with(cached: Cached, *parts: int) -> list[tuple[int | None, bytes]]:
     """Evict a prompt of two blocks with these parts. Returns the parts and tokens of the evicted blocks."""
     cached.put(range(8))
     block_ids = cached.cache.match(ACME, tokens(range(9))).block_ids.tolist()
@@ -301,23 +301,23 @@ def leave_with(cached: Cached, *parts: int) -> list[tuple[int | None, bytes]]:
 
 def test_a_block_is_evicted_with_its_part_or_without() -> None:
     cached = Cached()
-    assert leave_with(cached, 7, NO_PART) == [(None, tokens(range(4, 8))), (7, tokens(range(4)))]
+    assert evict_with(cached, 7, NO_PART) == [(None, tokens(range(4, 8))), (7, tokens(range(4)))]
     assert [each.has_part for each in cached.find(range(9))] == [True, False]
 
 
 def test_a_block_that_is_stored_without_its_part_is_stored_again_with_it() -> None:
     cached = Cached()
-    leave_with(cached, NO_PART, NO_PART)
+    evict_with(cached, NO_PART, NO_PART)
     cached.find(range(9))
-    assert leave_with(cached, NO_PART, 3) == [(3, tokens(range(4, 8)))]
+    assert evict_with(cached, NO_PART, 3) == [(3, tokens(range(4, 8)))]
     assert len(cached.index.find(ACME, tokens(range(9)), 0)) == 1, "the second is on its way"
     assert [each.has_part for each in cached.find(range(9))] == [False, True]
-    assert leave_with(cached, NO_PART, 3) == []
+    assert evict_with(cached, NO_PART, 3) == []
 
 
 def test_a_block_that_was_loaded_without_its_part_is_known_to_lack_it() -> None:
     cached = Cached()
-    leave_with(cached, 1, 2)
+    evict_with(cached, 1, 2)
     _, second = cached.find(range(9))
     cached.index.note_partless("host", [second.block.key, b"gone"])
     assert [each.has_part for each in cached.find(range(9))] == [True, False]
@@ -342,14 +342,6 @@ def test_a_victim_that_is_evicted_again_is_rewritten_if_it_has_a_part_now() -> N
 
 
 NAMESPACE = Namespace("fake")
-PROMPT = range(13)  # three whole blocks and a token
-
-
-def emptied(bench: TieredBench) -> TieredBench:
-    """A bench whose prompt was computed and evicted."""
-    bench.prefill(PROMPT)
-    bench.evict(4)
-    return bench
 
 
 def test_a_prompt_is_retained_on_the_device_and_in_stores() -> None:

@@ -13,7 +13,7 @@ def test_an_unknown_block_has_the_default_priority() -> None:
     assert RetentionHints().of(b"a") == 50
 
 
-def test_a_priority_is_raised_and_not_lowered_unless_it_is_set() -> None:
+def test_raise_to_does_not_lower_a_priority_and_set_does() -> None:
     known = RetentionHints()
     known.raise_to(b"a", ACME, RetentionHint(80, None))
     known.raise_to(b"a", ACME, RetentionHint(60, None))
@@ -51,7 +51,7 @@ def test_a_later_hint_replaces_the_expiry_of_an_earlier_one() -> None:
     assert known.expire(20.0) == [b"a"]
 
 
-def test_the_same_priority_for_less_time_leaves_the_later_end() -> None:
+def test_the_same_priority_for_less_time_keeps_the_later_expiry() -> None:
     known = RetentionHints()
     for key, ends_s in ((b"a", (20.0, 10.0)), (b"b", (None, 10.0)), (b"c", (10.0, None))):
         for end_s in ends_s:

@@ -13,7 +13,7 @@ ACME = Namespace("model", "acme")
 OTHER = Namespace("model", "other")
 
 
-def shelf_of(*keys: bytes, num_blocks: int = 3) -> TierIndex:
+def index_of(*keys: bytes, num_blocks: int = 3) -> TierIndex:
     tier_index = TierIndex("host", num_blocks)
     for key in keys:
         assert tier_index.add(key, ACME) is None
@@ -21,20 +21,20 @@ def shelf_of(*keys: bytes, num_blocks: int = 3) -> TierIndex:
 
 
 def test_the_block_that_left_the_device_first_is_evicted_first() -> None:
-    tier_index = shelf_of(b"a", b"b", b"c")
+    tier_index = index_of(b"a", b"b", b"c")
     assert tier_index.add(b"d", ACME) == b"a"
     assert list(tier_index) == [b"b", b"c", b"d"]
     assert b"a" not in tier_index
 
 
 def test_a_block_that_leaves_the_device_again_is_evicted_last() -> None:
-    tier_index = shelf_of(b"a", b"b", b"c")
+    tier_index = index_of(b"a", b"b", b"c")
     tier_index.note_evicted(b"a")
     assert tier_index.add(b"d", ACME) == b"b"
 
 
 def test_blocks_that_are_also_on_the_device_are_evicted_first() -> None:
-    tier_index = shelf_of(b"a", b"b", b"c")
+    tier_index = index_of(b"a", b"b", b"c")
     tier_index.note_loaded(b"c")
     tier_index.note_loaded(b"b")
     assert list(tier_index) == [b"c", b"b", b"a"]
@@ -42,14 +42,14 @@ def test_blocks_that_are_also_on_the_device_are_evicted_first() -> None:
 
 
 def test_a_block_that_left_the_device_again_is_not_evicted_first() -> None:
-    tier_index = shelf_of(b"a", b"b", b"c")
+    tier_index = index_of(b"a", b"b", b"c")
     tier_index.note_loaded(b"c")
     tier_index.note_evicted(b"c")
     assert list(tier_index) == [b"a", b"b", b"c"]
 
 
 def test_blocks_of_an_earlier_process_are_evicted_before_those_of_this_one() -> None:
-    tier_index = shelf_of(b"new", num_blocks=4)
+    tier_index = index_of(b"new", num_blocks=4)
     assert tier_index.add_found([(b"old", OTHER), (b"new", OTHER)]) == []
     assert tier_index.add_found([(b"older", OTHER), (b"oldest", OTHER)]) == []
     assert list(tier_index) == [b"oldest", b"older", b"old", b"new"]
@@ -57,13 +57,13 @@ def test_blocks_of_an_earlier_process_are_evicted_before_those_of_this_one() -> 
 
 
 def test_of_too_many_found_blocks_the_most_recent_are_kept() -> None:
-    tier_index = shelf_of(b"new", num_blocks=2)
+    tier_index = index_of(b"new", num_blocks=2)
     assert tier_index.add_found([(b"old", OTHER), (b"older", OTHER)]) == [b"older"]
     assert list(tier_index) == [b"old", b"new"]
 
 
 def test_a_namespace_is_forgotten_as_a_whole() -> None:
-    tier_index = shelf_of(b"a", b"b")
+    tier_index = index_of(b"a", b"b")
     tier_index.add(b"c", OTHER)
     assert sorted(tier_index.remove_all(ACME)) == [b"a", b"b"]
     assert list(tier_index.owned) == [OTHER]
@@ -85,14 +85,14 @@ def test_a_store_may_hold_an_earlier_object_of_a_block_that_is_written_again() -
 
 
 def test_forgetting_an_absent_block_has_no_effect() -> None:
-    tier_index = shelf_of(b"a")
+    tier_index = index_of(b"a")
     tier_index.remove(b"b")
     tier_index.remove(b"a")
     assert len(tier_index) == 0
     assert list(tier_index.owned) == []
 
 
-def test_a_tenant_with_its_share_gives_up_its_own() -> None:
+def test_a_tenant_at_its_ceiling_evicts_its_own_blocks() -> None:
     tier_index = TierIndex("host", 6, shares_of=lambda tenant: TierShares(ceiling=0.5 if tenant == "acme" else None))
     for key in (b"o", b"p"):
         tier_index.add(key, OTHER)
@@ -195,7 +195,7 @@ def test_a_tenant_below_its_floor_takes_from_others_and_else_the_oldest_of_all()
     assert tier_index.owned.num_by_tenant == {"acme": 2, "other": 2}
 
 
-def test_where_floors_take_all_the_room_others_have_none() -> None:
+def test_floors_that_cover_the_tier_leave_no_space_to_others() -> None:
     tier_index = TierIndex("host", 2, shares_of=lambda tenant: TierShares(floor=1.0 if tenant == "acme" else 0.0))
     for key in (b"a", b"b"):
         tier_index.add(key, ACME)
@@ -206,7 +206,7 @@ def test_where_floors_take_all_the_room_others_have_none() -> None:
 
 
 def test_a_page_reports_the_retained_blocks_of_each_namespace() -> None:
-    tier_index = shelf_of(b"a", num_blocks=9)
+    tier_index = index_of(b"a", num_blocks=9)
     for key, namespace, priority in ((b"b", ACME, 90), (b"c", ACME, 60), (b"d", ACME, 50), (b"e", OTHER, 51)):
         tier_index.add(key, namespace, priority)
     assert [(each.num_blocks, each.num_retained_blocks) for each in tier_index.page(0, None, 9).namespaces] == [
@@ -289,7 +289,7 @@ def test_a_random_walk_evicts_only_allowed_victims(seed: int) -> None:
 
 
 def test_a_block_that_is_written_again_cannot_be_loaded_meanwhile() -> None:
-    tier_index = shelf_of(b"a")
+    tier_index = index_of(b"a")
     tier_index.note_stored(b"a")
     tier_index.partless.add(b"a")
     tier_index.expect(b"a")

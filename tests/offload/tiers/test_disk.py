@@ -264,7 +264,7 @@ def test_links_and_pipes_in_the_directory_are_refused(tmp_path: Path, make: Call
     disk_at(tmp_path, 9).close()
     (directory_of(tmp_path) / name).unlink(missing_ok=True)
     make(directory_of(tmp_path) / name)
-    with pytest.raises(StoreUnavailable, match="expected a file that this server made, got another"):
+    with pytest.raises(StoreUnavailable, match="expected a directory of regular files only, got"):
         disk_at(tmp_path, 9)
 
 
@@ -273,7 +273,7 @@ def test_a_link_in_place_of_the_directory_is_refused(tmp_path: Path) -> None:
     own = directory_of(tmp_path / "disk")
     own.rename(tmp_path / "elsewhere")
     own.symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(StoreUnavailable, match="expected a file that this server made, got another"):
+    with pytest.raises(StoreUnavailable, match="expected a directory of regular files only, got"):
         disk_at(tmp_path / "disk", 9)
 
 

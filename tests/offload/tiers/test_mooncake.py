@@ -96,11 +96,11 @@ def test_a_master_that_stops_answering_stops_neither_other_threads_nor_the_end()
         assert store.put([block(1)]).outcomes == (PutOutcome.STORED,)
         found: list[list[bool]] = []
         with suspended(pids[0]):
-            question = threading.Thread(target=lambda: found.append(store.exists([key_of(1)])))
-            question.start()  # waits without the GIL, so this thread continues
+            lookup = threading.Thread(target=lambda: found.append(store.exists([key_of(1)])))
+            lookup.start()  # waits without the GIL, so this thread continues
             store.close()
             assert not found
-        question.join(PATIENCE_S)
+        lookup.join(PATIENCE_S)
         assert found == [[True]]
 
 

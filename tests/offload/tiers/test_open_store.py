@@ -47,7 +47,7 @@ def test_a_plug_in_store_is_opened_by_its_entry_point(monkeypatch: pytest.Monkey
     assert backend.put([block(1)]).outcomes == (PutOutcome.STORED,)
     with pytest.raises(
         ConfigError,
-        match=r"^stores\.drawer: expected the name of an .* radixkv\.stores \(shelf; our own .*, got 'drawer'$",
+        match=r"^stores\.drawer: expected the name of an .* \(installed: shelf; radixkv's own .*\), got 'drawer'$",
     ):
         open_backend("drawer", StoreOptions(FORMAT, OBJECT_BYTES))
 
@@ -71,9 +71,7 @@ def test_a_package_that_can_not_be_imported_says_why(monkeypatch: pytest.MonkeyP
 def test_names_and_packages_are_checked_without_opening_a_store(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(open_store, "entry_points", lambda **wanted: EntryPoints([]).select(**wanted))
     require_backend("host")
-    with pytest.raises(
-        ConfigError, match=r"^stores\.shelf: .* \(none; our own stores are keys of tiers\), got 'shelf'$"
-    ):
+    with pytest.raises(ConfigError, match=r"^stores\.shelf: .* \(installed: none; radixkv's own .*\), got 'shelf'$"):
         require_backend("shelf")
 
 

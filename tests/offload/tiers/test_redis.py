@@ -57,7 +57,7 @@ def test_a_scan_that_never_ends_is_aborted(server: RedisServer, monkeypatch: pyt
         return b"7", []
 
     monkeypatch.setattr(store._client, "execute_command", endless)
-    with pytest.raises(StoreUnavailable, match=r"SCAN: expected its end within 0\.05 s, got more keys"):
+    with pytest.raises(StoreUnavailable, match=r"SCAN did not end within 0\.05 s"):
         store.purge(KEYS.scope(None, None, None))
     assert scans
 

@@ -140,7 +140,7 @@ def test_an_answer_that_can_not_be_used_is_a_miss(answer: object, caplog: pytest
 
 
 @pytest.mark.parametrize("error", [StoreBusy("full"), StorePaused("paused")])
-def test_a_store_that_was_not_asked_is_known_to_have_nothing(error: StoreError) -> None:
+def test_blocks_of_a_call_that_was_not_made_are_known_to_be_absent(error: StoreError) -> None:
     store, tier = pending()
     saving = tier.save([block(1), block(2)])
     store.answer.set_exception(error)
@@ -154,7 +154,7 @@ def test_cancelling_a_load_cancels_the_stores_call() -> None:
     assert store.answer.cancelled()
 
 
-def test_an_answer_that_comes_after_the_cancellation_ends_its_loans() -> None:
+def test_an_answer_after_the_cancellation_releases_its_loans() -> None:
     store, tier = pending()
     released: list[bool] = []
     store.answer.set_running_or_notify_cancel()
