@@ -24,7 +24,6 @@ import argparse
 import asyncio
 import itertools
 import random
-import shlex
 import statistics
 import sys
 import tempfile
@@ -304,11 +303,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     medians = medians_of(rounds)
     print(f"medians: {medians}")
     if options.json:
-        argv = sys.argv[1:] if arguments is None else arguments
         result = {"pool_tokens": pool_tokens(options, options.pool_share), "medians": medians, "rounds": rounds}
-        write_json(
-            options.json, {**result, "command": shlex.join(["python", "-m", "bench.agents", *argv]), **describe_run()}
-        )
+        write_json(options.json, {**result, **describe_run("bench.agents", arguments)})
     return 0
 
 

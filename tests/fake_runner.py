@@ -128,6 +128,14 @@ def next_token(tokens: bytes, adapter: str = "") -> int:
     return (sum(tokens) + sum(adapter.encode())) % VOCAB_SIZE
 
 
+def continuation(ids: Sequence[int], count: int) -> tuple[int, ...]:
+    """Return the tokens that the fake model generates after a prompt."""
+    path = list(ids)
+    for _ in range(count):
+        path.append(next_token(tokens(path)))
+    return tuple(path[len(ids) :])
+
+
 def _seen(chunk: Chunk, position: int) -> Seen:
     adapter = _adapter_at(chunk, position)
     return f"{adapter}@{chunk.adapter_from}" if adapter else "", bytes(chunk.tokens[: (position + 1) * 4])

@@ -155,8 +155,8 @@ class CacheServiceServicer(object):
 
     def Explain(self, request, context):
         """Say where a prompt diverges from what is cached in its namespace, what differs there, and how much more would have been
-        reused without this difference. Computes and changes nothing. Between two steps of the engine it takes four look-ups
-        of the prompt, and examines at most 1,026 other nodes of its tree.
+        reused without this difference. Computes and changes nothing. Between two steps of the engine it looks the prompt up
+        at most four times, and examines at most 1,026 other nodes of its tree.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -239,8 +239,7 @@ class CacheServiceServicer(object):
 
     def Diagnose(self, request, context):
         """Say why recent prompts were not reused: what a sample of the misses in this hour and the one before it lost, grouped by
-        cause.
-        UNIMPLEMENTED if server.diagnosed_share is 0, and on decode replicas.
+        cause. UNIMPLEMENTED if server.diagnosed_share is 0, and on decode replicas.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

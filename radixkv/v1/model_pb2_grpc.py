@@ -46,7 +46,8 @@ class ModelServiceServicer(object):
 
     def GetTokenizer(self, request, context):
         """Stream the files of the model's own tokenizer as one zip: tokenizer.json, tokenizer_config.json, config.json and
-        others if they exist, without directories. NOT_FOUND if the model has no tokenizer.
+        others if they exist. Only additional chat templates have a directory in their names, additional_chat_templates.
+        NOT_FOUND if the model has no tokenizer.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

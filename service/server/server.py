@@ -75,7 +75,7 @@ class Server:
     Args:
         engine: answers requests.
         config: addresses, limits and the drain timeout.
-        model_path: `tiny` or the directory with the model's tokenizer; None for a model without files.
+        model_path: the model whose tokenizer is served, see `ModelTokenizer`; None for a model without files.
         services: functions that add further services; see `optional_services`.
         gateway_tenant: the tenant that owns the gateway's data.
         count_refusal: is called with the exception of each call that the server itself refuses, not the engine.

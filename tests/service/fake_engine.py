@@ -435,6 +435,14 @@ def next_token_of(ids) -> int:
     return int(np.sum(ids, dtype=np.int64)) % VOCAB_SIZE
 
 
+def continuation(ids, count) -> list[int]:
+    """Return the tokens that a generation of `count` tokens returns."""
+    path = list(ids)
+    for _ in range(count):
+        path.append(next_token_of(path))
+    return path[len(ids) :]
+
+
 def _retained(retention) -> Retained:
     return Retained(Grant(3, 2, 1), None if retention.ttl_s is None else time.time() + retention.ttl_s)
 

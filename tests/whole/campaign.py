@@ -28,6 +28,7 @@ from pathlib import Path
 import grpc
 import xxhash
 
+from bench.hostile.trial import resident_mb
 from radixkv.api.retention import Retention
 from radixkv.service.client import AsyncClient, Client
 from tests.patience import PATIENCE_S
@@ -100,7 +101,7 @@ class Caller:
             (self._purge, 1),
         ]
 
-    async def call_for_ever(self) -> None:
+    async def call_until_killed(self) -> None:
         """Make calls until the process is killed."""
         while True:
             calls, weights = zip(*self._kinds, strict=True)
@@ -195,10 +196,10 @@ class Caller:
         return "purged"
 
 
-async def be_a_worker(address: str, seed: int) -> None:
+async def run_worker(address: str, seed: int) -> None:
     known = [Known(**fields) for fields in json.loads(sys.stdin.readline())]
     async with AsyncClient(address) as client:
-        await asyncio.gather(*(Caller(client, known, seed * 1000 + i).call_for_ever() for i in range(CONCURRENCY)))
+        await asyncio.gather(*(Caller(client, known, seed * 1000 + i).call_until_killed() for i in range(CONCURRENCY)))
 
 
 @contextmanager
@@ -225,8 +226,8 @@ class Report:
 
     outcomes: Counter[str]
     num_killed: int
-    resident_mib: list[float]  # of the server, through the campaign
-    last_words: str
+    resident_mb: list[float]  # of the server, through the campaign
+    last_output: str
     left_behind: dict[str, int]
     pressure: dict[str, int]
     seconds: float
@@ -236,8 +237,8 @@ class Report:
         """Everything that must not have happened; empty after a successful campaign."""
         found = [outcome for outcome in self.outcomes if outcome.startswith(("WRONG", "UNEXPECTED"))]
         found += [f"{count} {name} left" for name, count in self.left_behind.items() if count]
-        if self.last_words != "check passed, 0 leased, 0 pinned":
-            found.append(f"the server ended with {self.last_words!r}")
+        if self.last_output != "check passed, 0 leased, 0 pinned":
+            found.append(f"the server ended with {self.last_output!r}")
         return found
 
 
@@ -304,11 +305,11 @@ def run_campaign(num_calls: int, seed: int = 0, calls_per_kill: int = 2500) -> R
     start_s = time.monotonic()
     with checked_server() as (server, address):
         workers = Workers(address, ask_without_cache(address, make_prompts(seed)), seed)
-        resident_mib: list[float] = []
+        resident: list[float] = []
         while workers.outcomes.total() < num_calls and server.poll() is None:
             time.sleep(0.05)
-            if workers.outcomes.total() >= num_calls * (len(resident_mib) + 1) / 10:
-                resident_mib.append(resident_mib_of(server.pid))
+            if workers.outcomes.total() >= num_calls * (len(resident) + 1) / 10:
+                resident.append(resident_mb(server.pid))
             if workers.outcomes.total() >= calls_per_kill * (workers.num_killed + 1):
                 workers.kill_one()
         workers.stop()
@@ -322,13 +323,13 @@ def run_campaign(num_calls: int, seed: int = 0, calls_per_kill: int = 2500) -> R
         }
         server.terminate()
         assert server.stdout is not None
-        last_words = server.stdout.read().strip()
+        last_output = server.stdout.read().strip()
         server.wait(PATIENCE_S)
     return Report(
         workers.outcomes,
         workers.num_killed,
-        resident_mib,
-        last_words,
+        resident,
+        last_output,
         left_behind,
         pressure,
         time.monotonic() - start_s,
@@ -356,14 +357,6 @@ def wait_until_idle(address: str) -> dict[str, int]:
             time.sleep(0.1)
 
 
-def resident_mib_of(pid: int) -> float:
-    """Return the resident memory of a process."""
-    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-        if line.startswith("VmRSS:"):
-            return int(line.split()[1]) / 1024
-    return 0.0
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description="Make many calls, and kill callers in the middle of theirs.")
     parser.add_argument("--calls", type=int, default=50_000)
@@ -371,11 +364,11 @@ def main() -> int:
     parser.add_argument("--worker", metavar="ADDRESS", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
-        asyncio.run(be_a_worker(options.worker, options.seed))
+        asyncio.run(run_worker(options.worker, options.seed))
     report = run_campaign(options.calls, options.seed)
     print(f"{report.outcomes.total()} calls in {report.seconds:.0f} s, {report.num_killed} callers killed")
     print(json.dumps(dict(report.outcomes.most_common()), indent=2))
-    print(f"server's memory in MiB: {[round(mib) for mib in report.resident_mib]}; {report.last_words}")
+    print(f"server's memory in MB: {[round(each) for each in report.resident_mb]}; {report.last_output}")
     print(report.pressure)
     for mistake in report.mistakes:
         print(f"MISTAKE: {mistake}")

@@ -56,7 +56,7 @@ _SAMPLE_S = 10.0
 _REDIS_RESTART_S = 120.0
 _KILL_S = 60.0
 _CALLERS = 6
-_NUM_ASKED = 4  # prompts that questions are about
+_NUM_ASKED = 4  # prompts with which questions are asked
 _NEW_TOKENS = 4
 _NUM_ADAPTERS = 2
 _TENANT, _GATEWAY_TENANT = "soak", "gate"
@@ -130,7 +130,7 @@ class Report:
     samples: list[Sample] = field(default_factory=list)
     warm: list[Sample] = field(default_factory=list)
     left_behind: dict[str, int] = field(default_factory=dict)
-    last_words: str = ""
+    last_output: str = ""
 
     @property
     def growth_bytes(self) -> float:
@@ -142,8 +142,8 @@ class Report:
         """Everything that must not have happened; empty after a successful soak."""
         found = [f"{count} {each}" for each, count in self.outcomes.items() if each.startswith(("WRONG", "UNEXPECTED"))]
         found += [f"{count} {name} left" for name, count in self.left_behind.items() if count]
-        if self.last_words != "check passed, 0 leased, 0 pinned":
-            found.append(f"the server ended with {self.last_words!r}")
+        if self.last_output != "check passed, 0 leased, 0 pinned":
+            found.append(f"the server ended with {self.last_output!r}")
         if len(self.warm) < 10:
             found.append(f"expected at least 10 samples after the warm-up, got {len(self.warm)}")
         elif self.growth_bytes > MAX_GROWTH_BYTES:
@@ -201,7 +201,7 @@ class Mix:
         ]
 
     async def ask_without_cache(self) -> None:
-        """Learn the answers to all questions, to which later ones must be equal."""
+        """Collect the answers to all questions without the cache. Later answers must be equal to them."""
         async with AsyncClient(self._address, timeout_s=PATIENCE_S) as client:
             questions = [(kind, index) for kind in _QUESTIONS for index in range(_NUM_ASKED)]
             for start in range(0, len(questions), _CALLERS):
@@ -241,7 +241,7 @@ class Mix:
         return "fresh" if usage.cached_tokens + usage.computed_tokens == len(ids) else f"WRONG usage {usage}"
 
     async def _visitor(self, client: AsyncClient) -> str:
-        """Come as a tenant, or with a salt, that never comes again."""
+        """Send a request as a tenant, or with a salt, that no other request has."""
         self._num_visitors += 1
         known, name = self._random.choice(self._known), f"visitor-{self._num_visitors}"
         tenant, salt = (name, "") if self._random.random() < 0.5 else (_TENANT, name)
@@ -353,7 +353,7 @@ def _settings(folder: Path, adapters: list[str], redis: RedisServer | None) -> l
 def run_soak(
     minutes: float, warm_up_minutes: float, seed: int = 0, on_sample: Callable[[Sample], None] = lambda _: None
 ) -> Report:
-    """Make mixed calls for so many minutes; `on_sample` is called for each sample of the server's memory."""
+    """Make mixed calls for some minutes, and call `on_sample` with each sample of the server's memory."""
     report = Report()
     with tempfile.TemporaryDirectory() as name, _redis(Path(name)) as redis:
         folder = Path(name)
@@ -393,7 +393,7 @@ def run_soak(
             report.left_behind = wait_until_idle(address)
             server.terminate()
             assert server.stdout is not None
-            report.last_words = server.stdout.read().strip()
+            report.last_output = server.stdout.read().strip()
             server.wait(PATIENCE_S)
     return report
 
@@ -419,7 +419,7 @@ def main() -> int:
     report = run_soak(options.minutes, options.warm_up_minutes, options.seed, _show)
     print(f"{report.outcomes.total():,} calls in {report.seconds:.0f} s, {report.num_killed} callers killed")
     print(json.dumps(dict(report.outcomes.most_common()), indent=2))
-    print(f"Redis was restarted {report.num_redis_restarts} times; {report.last_words}")
+    print(f"Redis was restarted {report.num_redis_restarts} times; {report.last_output}")
     print(f"anonymous memory after the warm-up: {report.growth_bytes / 1e6:+.3f} MB per 10,000 calls")
     for mistake in report.mistakes:
         print(f"MISTAKE: {mistake}")

@@ -58,4 +58,4 @@ def test_no_call_leaks_and_no_answer_is_wrong(num_calls: int) -> None:
     }
     assert {event for event in happened if not report.outcomes[event]} == set()
     assert report.pressure["evicted blocks"] > 0
-    assert report.resident_mib[-1] < 1.1 * report.resident_mib[2]
+    assert report.resident_mb[-1] < 1.1 * report.resident_mb[2]

@@ -143,7 +143,7 @@ def test_several_completions_and_the_async_client(client: Client, address: str) 
     answers = asyncio.run(talk())
     by_index = [[t for each in answers if each.index == index for t in each.token_ids] for index in range(3)]
     alone = list(client.generate(prompt, max_new_tokens=40, ignore_eos=True, compression=EACH[1], seed=1))
-    assert by_index == [[t for each in alone for t in each.token_ids]] * 3  # all take the most likely token
+    assert by_index == [[t for each in alone for t in each.token_ids]] * 3  # all sample the most likely token
     assert is_idle(client)
 
 

@@ -51,9 +51,9 @@ def test_lost_tokens_are_reused_if_the_span_is_that_of_the_cached_prompt(client:
     found = client.explain(prompt)
     start, lost = found.left_at_token, found.difference.lost_tokens
     shared_end = start + found.difference.branch_span_tokens
-    mended = cached[:shared_end] + prompt[start + found.difference.prompt_span_tokens :]
+    corrected = cached[:shared_end] + prompt[start + found.difference.prompt_span_tokens :]
     assert lost >= 32
-    assert client.probe(mended).cached_tokens == min(shared_end + lost, len(mended) - 1)
+    assert client.probe(corrected).cached_tokens == min(shared_end + lost, len(corrected) - 1)
 
 
 def test_a_prompt_that_was_reused_has_nothing_to_explain(client: Client) -> None:

@@ -77,7 +77,7 @@ def test_a_slow_replica_gets_fewer_requests_and_none_fails(tmp_path) -> None:
         slow = client.route([1]).address
         other = client.route([1], avoid=[slow]).address
         with slowed(listener_of(slow, fleet.pids())):
-            assert ask_all(client, range(100, 106), 2) == [NEW_TOKENS] * 6  # by which it is found slow
+            assert ask_all(client, range(100, 106), 2) == [NEW_TOKENS] * 6  # by which it is detected as slow
             before = num_finished(slow), num_finished(other)
             assert ask_all(client, range(200, 230), 2) == [NEW_TOKENS] * 30
             by_slow, by_other = num_finished(slow) - before[0], num_finished(other) - before[1]

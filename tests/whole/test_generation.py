@@ -12,15 +12,7 @@ from radixkv.api.retention import Retention
 from radixkv.cache.tenants import Quota
 from radixkv.errors import DeadlinePassed, OutOfBlocks, StepFailed
 from tests.core_bench import BLOCK_SIZE, Bench, purge_at_once
-from tests.fake_runner import next_token, tokens
-
-
-def continuation(ids: list[int] | range, count: int) -> tuple[int, ...]:
-    """Return the tokens that the fake model generates."""
-    path = list(ids)
-    for _ in range(count):
-        path.append(next_token(tokens(path)))
-    return tuple(path[len(ids) :])
+from tests.fake_runner import continuation
 
 
 def generated(future: Future[GenerateResult]) -> tuple[int, ...]:

@@ -85,7 +85,7 @@ def test_calls_are_forced_and_read_in_each_api(gpt: Any, claude: Any) -> None:
     assert streamed.function.model_dump() == call.function.model_dump()
     assert not any(chunk.delta.content for chunk in chunks)
 
-    result = {"role": "tool", "tool_call_id": call.id, "content": "12"}  # the template wants an id of 9 characters
+    result = {"role": "tool", "tool_call_id": call.id, "content": "12"}  # the template requires an id of 9 characters
     turn = {**options, "messages": [*QUESTION, whole.message.model_dump(exclude_none=True), result], "max_tokens": 3}
     (second,) = gpt.chat.completions.create(tool_choice="none", **turn).choices
     assert second.message.tool_calls is None

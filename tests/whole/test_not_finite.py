@@ -9,18 +9,10 @@ import pytest
 
 from radixkv.errors import NotFinite
 from tests.core_bench import BLOCK_SIZE, Bench
-from tests.fake_runner import next_token, tokens
+from tests.fake_runner import continuation, tokens
 
 PROMPT = list(range(10))
 OTHER = list(range(50, 60))
-
-
-def continuation(ids: list[int], count: int) -> list[int]:
-    """Return the tokens that the fake model generates."""
-    path = list(ids)
-    for _ in range(count):
-        path.append(next_token(tokens(path)))
-    return path[len(ids) :]
 
 
 def assert_failed_alone(bench: Bench, bad: Future[Any], good: Future[Any]) -> None:
@@ -72,14 +64,14 @@ def test_a_generation_fails_at_the_token_with_nan_after_sending_those_before_it(
     num_good: int, options: dict[str, Any]
 ) -> None:
     bench = Bench(max_step_tokens=64)
-    bench.runner.logits_scale = 100.0  # so that what is drawn is the most likely token
+    bench.runner.logits_scale = 100.0  # so that the most likely token is sampled
     sent = continuation(PROMPT, num_good)
     bench.runner.not_finite = tokens([*PROMPT, *sent])
     bad, good = bench.generate(PROMPT, 12, **options), bench.generate(OTHER, 12, **options)
     bench.run()
     assert_failed_alone(bench, bad, good)
-    assert bad.streamed == sent
-    assert list(good.result(0).token_ids) == continuation(OTHER, 12)
+    assert bad.streamed == [*sent]
+    assert good.result(0).token_ids == continuation(OTHER, 12)
     bench.runner.not_finite = None
     whole_blocks = (len(PROMPT) + num_good - 1) // BLOCK_SIZE * BLOCK_SIZE
     cached = bench.prefill([*PROMPT, *sent, 255]).usage.cached_tokens
@@ -94,4 +86,4 @@ def test_only_the_completion_with_nan_fails() -> None:
     bench.run()
     assert_failed_alone(bench, bad, good)
     assert bad.streamed == [77]
-    assert list(good.result(0).token_ids) == continuation(PROMPT, 5)
+    assert good.result(0).token_ids == continuation(PROMPT, 5)

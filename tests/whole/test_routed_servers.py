@@ -89,7 +89,7 @@ async def visit(one: str, two: str, kill_one) -> None:
                 assert (supposed, cached >= supposed) == (PREFIX_TOKENS if own else 0, True)
         assert set(homes.values()) == {one, two}
 
-        await fleet.clients[two].prefill(prompt(100, 0))  # behind the router's back
+        await fleet.clients[two].prefill(prompt(100, 0))  # without the router
         assert await becomes_true(lambda: fleet.known_tokens(two, prompt(100, 1)) == PREFIX_TOKENS)
         assert (await fleet.ask(prompt(100, 1)))[0] == two
 

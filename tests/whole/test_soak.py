@@ -19,7 +19,7 @@ PASSED = "check passed, 0 leased, 0 pinned"
 
 
 def samples(bytes_per_call: float, *, noise: int = 0, more_threads: int = 0) -> list[Sample]:
-    """Samples of a server that keeps so many bytes of each call, with peaks now and then."""
+    """Return samples of a server that leaks a number of bytes per call, with occasional peaks."""
     return [
         Sample(
             10.0 * index,
@@ -38,7 +38,7 @@ def samples(bytes_per_call: float, *, noise: int = 0, more_threads: int = 0) -> 
 def test_growth_is_found_in_spite_of_peaks(bytes_per_call: int) -> None:
     grown = growth_per_10k_calls(samples(bytes_per_call, noise=20_000_000))
     assert grown == pytest.approx(10_000 * bytes_per_call, abs=50_000)
-    report = Report(warm=samples(bytes_per_call, noise=20_000_000), last_words=PASSED)
+    report = Report(warm=samples(bytes_per_call, noise=20_000_000), last_output=PASSED)
     assert (report.growth_bytes > MAX_GROWTH_BYTES) == bool(report.mistakes) == (bytes_per_call == 3000)
 
 
@@ -47,7 +47,7 @@ def test_wrong_answers_and_what_is_left_are_mistakes() -> None:
         outcomes=Counter({"prefilled": 9, "WRONG n of prompt 3": 2, "UNEXPECTED UNAVAILABLE x": 1}),
         warm=samples(0, more_threads=9),
         left_behind={"held leases": 0, "pinned blocks": 4},
-        last_words="check failed",
+        last_output="check failed",
     )
     assert report.mistakes == [
         "2 WRONG n of prompt 3",
@@ -56,7 +56,7 @@ def test_wrong_answers_and_what_is_left_are_mistakes() -> None:
         "the server ended with 'check failed'",
         "9 threads left",
     ]
-    assert Report(last_words=PASSED).mistakes == ["expected at least 10 samples after the warm-up, got 0"]
+    assert Report(last_output=PASSED).mistakes == ["expected at least 10 samples after the warm-up, got 0"]
 
 
 class ScriptedClient:

@@ -22,7 +22,7 @@ PROMPT = "You are a helpful assistant. Hello"
 IM_END = 511  # the end of a turn, by which the embedded model ends an answer
 
 SCHEMA = {
-    "x-guidance": {"whitespace_flexible": False},  # where blanks may stand, a model of books goes on with empty lines
+    "x-guidance": {"whitespace_flexible": False},  # a model trained on books writes empty lines where it may
     "type": "object",
     "properties": {
         "id": {"type": "integer", "minimum": 0, "maximum": 500},

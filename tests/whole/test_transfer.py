@@ -279,7 +279,7 @@ def test_only_configured_sources_are_contacted_and_an_unreachable_one_is_reporte
     away = KVSource(address="127.0.0.1:1", lease_id=source.lease_id)
     code, details = refusal(pair.decode, prompt(107), away)
     assert code is grpc.StatusCode.UNAVAILABLE
-    assert details.startswith("kv_source: FetchKV failed there with UNAVAILABLE: ")
+    assert details.startswith("kv_source: FetchKV failed on the source with UNAVAILABLE: ")
     assert refusal(pair.prefill, prompt(108), source)[0] is grpc.StatusCode.INVALID_ARGUMENT
 
 

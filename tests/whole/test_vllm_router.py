@@ -100,7 +100,7 @@ class Routed:
     def wait_for_all_events(self, prompts: Iterator[list[int]]) -> None:
         """Wait until the router has read all published events, with a fresh prompt for each message."""
         for index, server in enumerate(self.servers):
-            for _ in range(20):  # the first ones may come before it has subscribed
+            for _ in range(20):  # the first ones may arrive before it has subscribed
                 last = next(prompts)
                 server.prefill(last)
                 if self._hears_of(last, index):
@@ -182,7 +182,7 @@ def routed() -> Iterator[Routed]:
         with ThreadPoolExecutor(2) as threads:  # they load at the same time
             addresses = list(threads.map(stack.enter_context, servers))
         clients = [stack.enter_context(Client(address, timeout_s=PATIENCE_S)) for address in addresses]
-        for number, prompt in enumerate(EARLY):  # before the router comes
+        for number, prompt in enumerate(EARLY):  # before the router starts
             clients[number % 2].prefill(prompt)
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="radixkv-router-")))
         url, metrics_url = stack.enter_context(started_router(folder, options))
@@ -198,7 +198,7 @@ def prompts() -> Iterator[list[int]]:
 def test_the_server_that_has_the_prompt_is_chosen(routed: Routed, prompts: Iterator[list[int]]) -> None:
     held = list(itertools.islice(prompts, 12))
     routed.wait_for_all_events(prompts)
-    for number, prompt in enumerate(held):  # behind the router's back
+    for number, prompt in enumerate(held):  # without the router
         routed.servers[number % 2].prefill(prompt)
     routed.wait_for_all_events(prompts)
     assert [routed.ask(prompt) for prompt in held] == [(0, True), (1, True)] * 6

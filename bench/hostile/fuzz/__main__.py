@@ -15,10 +15,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench.hostile.fuzz.run import fuzz
+from bench.hostile.fuzz.run import fuzz, make_server
 from bench.parts.environment import describe_run
 from bench.parts.result_file import write_json
-from bench.parts.server_process import ServerProcess
 
 MAX_GROWTH_MB = 64
 
@@ -31,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(arguments)
-    process = ServerProcess([sys.executable, "-m", "bench.parts.null_service", "engine"])
+    process = make_server()
     with process as address:
         assert process.pid is not None, "a server that listens has a process"
         result = asyncio.run(fuzz(address, process.pid, options.calls, options.connections, options.seed))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import sys
 from collections import Counter
 from dataclasses import dataclass
 
@@ -12,9 +13,10 @@ import grpc.aio
 
 from bench.hostile.attacks.flood import open_channel
 from bench.hostile.attacks.frames import RawConnection
-from bench.hostile.fuzz.mutations import Mutations
+from bench.hostile.fuzz.mutations import METHODS, Mutations
 from bench.hostile.fuzz.raw_bytes import KINDS
 from bench.hostile.trial import resident_mb
+from bench.parts.server_process import ServerProcess
 from radixkv.service.client import AsyncClient
 
 DOCUMENTED_STATUSES = frozenset(
@@ -23,7 +25,6 @@ DOCUMENTED_STATUSES = frozenset(
 )
 # 13 (INTERNAL) is what gRPC itself returns for a message that gzip cannot decompress.
 DOCUMENTED_RAW = frozenset({"0", "3", "4", "5", "8", "12", "13", "unreadable", "closed", "silent"})
-_STREAMS = ("/radixkv.v1.PrefillService/Generate", "/radixkv.v1.EventService/Subscribe")
 _STREAM_OPEN_S = 0.05
 _NUM_AT_ONCE = 32
 _READ_TIMEOUT_S = 0.03
@@ -52,6 +53,11 @@ class FuzzResult:
     def undocumented(self) -> list[str]:
         """Statuses that the service does not document for invalid calls."""
         return sorted(self.statuses.keys() - DOCUMENTED_STATUSES | self.raw.keys() - DOCUMENTED_RAW)
+
+
+def make_server() -> ServerProcess:
+    """Return the server to fuzz, which has the services of one server and of the gateway."""
+    return ServerProcess([sys.executable, "-m", "bench.parts.null_service", "engine", "--set", "gateway.enabled=true"])
 
 
 async def fuzz(address: str, pid: int, num_calls: int, num_connections: int, seed: int) -> FuzzResult:
@@ -95,7 +101,7 @@ async def _send(
 
 async def _status(channel: grpc.aio.Channel, method: str, message: bytes) -> str:
     try:
-        if method not in _STREAMS:
+        if not METHODS[method].server_streaming:
             await channel.unary_unary(method, None, None)(message, timeout=_TIMEOUT_S)
             return "OK"
         call = channel.unary_stream(method, None, None)(message, timeout=_TIMEOUT_S)

@@ -278,7 +278,7 @@ class Authorizer:
         if caller.role not in self._roles:
             expected, actual = ("admin_port", "port") if caller.role in OPERATORS else ("port", "admin_port")
             raise NotPermitted(
-                f"credential of role {caller.role.value}: expected on server.{expected}, got on {actual}"
+                f"credential of role {caller.role.value}: expected on server.{expected}, got on server.{actual}"
             )
         rule.require_permission(caller, self._gateway_tenant)
         return Authorization(method, rule, caller, self._gateway_tenant)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Callable
+from functools import partial
 from typing import Any
 
 import grpc.aio
@@ -21,6 +22,7 @@ from radixkv.service.server.receive.parsing import PIECE_BYTES, parse_in_pieces
 from radixkv.service.server.receive.receive_slots import ReceiveSlots
 from radixkv.service.server.receive.response_bytes import response_bytes
 from radixkv.service.server.receive.unsent_responses import UnsentResponses
+from radixkv.service.server.thread_call import call_on_thread
 
 _MIN_SLOTS = 4
 _MAX_WAITING = 1024
@@ -76,20 +78,38 @@ class InFlightCall:
         calls.take(self._caller, 1)
         current_call().add_done_callback(self._end)
 
+    def hold_unparsed(self, num_bytes: int) -> None:
+        """Charge a request whose tenant is not known yet to the caller, until `hold_request` replaces the charge.
+
+        Raises:
+            QueueFull: too many bytes are held for this caller.
+        """
+        self._charge(self._caller, num_bytes)
+
     def hold_request(self, tenant: str | None, num_bytes: int, reserved_bytes: int) -> None:
         """Charge the request, and the memory that its response will need, to the tenant, or else to the caller.
 
         Raises:
             QueueFull: too many bytes are held for this tenant or caller.
         """
-        self._owner = self._caller if tenant is None else QuotaKey.of_tenant(tenant)
-        self._hold(num_bytes + reserved_bytes)
+        self._charge(self._caller if tenant is None else QuotaKey.of_tenant(tenant), num_bytes + reserved_bytes)
         self._reserved_bytes = reserved_bytes
 
     def hold_response(self, num_bytes: int) -> None:
         """Charge the bytes of a serialized response that exceed those reserved for it. Raises as `hold_request`."""
         if num_bytes > self._reserved_bytes:
             self._hold(num_bytes - self._reserved_bytes)
+
+    def _charge(self, owner: QuotaKey, num_bytes: int) -> None:
+        """Charge bytes to a quota key, in place of those that were charged before."""
+        self._release()
+        self._owner = owner
+        self._hold(num_bytes)
+
+    def _release(self) -> None:
+        if self._owner is not None and self._held_bytes:
+            self._receiver.held_bytes.release(self._owner, self._held_bytes)
+            self._held_bytes = 0
 
     def _hold(self, num_bytes: int) -> None:
         assert self._owner is not None, "a call holds bytes only after its request was received"
@@ -98,8 +118,7 @@ class InFlightCall:
 
     def _end(self, _: object) -> None:
         self._calls.release(self._caller, 1)
-        if self._owner is not None and self._held_bytes:
-            self._receiver.held_bytes.release(self._owner, self._held_bytes)
+        self._release()
         self._receiver.forget(self)
 
 
@@ -179,7 +198,7 @@ class Receiver:
             InvalidRequest: there is no message, it cannot be parsed, or it is large although it carries no prompt.
             NotPermitted: the caller may not act for the tenant that the request names.
             QueueFull: too many calls wait, the request arrived slowly while others waited, or too much is held for its
-                tenant.
+                caller or tenant.
             DeadlinePassed: the request did not arrive within `server.receive_timeout_s`.
         """
         data = await self.receive_bytes(call)
@@ -189,6 +208,8 @@ class Receiver:
 
     async def receive_bytes(self, call: InFlightCall, declared_bytes: int | None = None) -> bytes:
         """Receive the request of a call without parsing it. Raises as `receive`, apart from NotPermitted.
+
+        A request that is larger than a flow-control window is charged to the caller until `hold` charges its owner.
 
         Args:
             call: returned by `begin`.
@@ -205,6 +226,8 @@ class Receiver:
             raise InvalidRequest("request: the call has no message")
         if not authorization.rule.has_prompts:
             _require_small(data)
+        if len(data) > WINDOW_BYTES:
+            call.hold_unparsed(len(data))
         if not call.is_endless:
             self.in_flight.add(call)
         return data
@@ -229,7 +252,7 @@ class Receiver:
 
         Raises:
             NotPermitted: the caller may not act for the tenant that the request names.
-            QueueFull: too much is held for the tenant.
+            QueueFull: too much is held for the tenant, or for the caller if the request belongs to no single tenant.
         """
         tenant = call.authorization.bind_tenant(request)
         call.hold_request(tenant, num_bytes, response_bytes(request, self._vocab_size))
@@ -288,8 +311,8 @@ class Receiver:
         try:
             if len(data) <= PIECE_BYTES:
                 return parse(data)
-            async with self._parsing:
-                return await asyncio.to_thread(parse_in_pieces, parse(b""), data)
+            await self._parsing.acquire()
+            return await call_on_thread(partial(parse_in_pieces, parse(b""), data), self._parsing.release)
         except DecodeError as error:
             raise InvalidRequest(f"request: expected a protobuf message, got {len(data)} other bytes") from error
 

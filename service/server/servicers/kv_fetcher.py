@@ -344,4 +344,4 @@ def _translate(error: grpc.aio.AioRpcError) -> Exception:
     if code in _INVALID:
         return InvalidRequest(f"kv_source: {details}", cause=Cause.KV_SOURCE)
     kind = KVSourceUnusable if code in _UNUSABLE else KVSourceError
-    return kind(f"kv_source: FetchKV failed there with {code.name}: {details}")
+    return kind(f"kv_source: FetchKV failed on the source with {code.name}: {details}")

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import io
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 
 from radixkv.api.result import TokenLogprobs
+from radixkv.service.server.thread_call import call_on_thread
 from radixkv.v1 import prefill_pb2
 
 # Number of log probabilities that are serialized at once, in less than 1 ms. Responses with no more than this are
@@ -44,9 +46,7 @@ class ResponseWriter:
             pieces: an iterable that serializes one piece at a time; it is iterated on the thread.
         """
         await self._writing.acquire()
-        written = asyncio.get_running_loop().run_in_executor(None, _join, pieces)
-        written.add_done_callback(lambda _: self._writing.release())
-        return await asyncio.shield(written)  # the thread continues even if the call was cancelled
+        return await call_on_thread(partial(_join, pieces), self._writing.release)
 
 
 def _join(pieces: Iterable[bytes]) -> bytes:

@@ -116,7 +116,7 @@ class TokenStream:
         await self._has_update.wait()
         await self._turns.wait(self._key)
         self._has_update.clear()
-        self._require_room()
+        self._raise_refusal()
         updated = self._updated
         ended = self._ended
         self._updated = {}
@@ -127,7 +127,7 @@ class TokenStream:
 
     def unsent(self, index: int) -> UnsentTokens:
         """Return the tokens of a completion that were not taken. Later tokens are added to them. Raises as `get`."""
-        self._require_room()
+        self._raise_refusal()
         return self._unsent.setdefault(index, UnsentTokens())
 
     def take(self, index: int) -> UnsentTokens:
@@ -136,7 +136,7 @@ class TokenStream:
         Raises:
             QueueFull: too much is held for the quota key.
         """
-        self._require_room()
+        self._raise_refusal()
         taken = self._unsent.pop(index, None) or UnsentTokens()
         self._updated.pop(index, None)
         self._unsent_bytes -= taken.num_bytes
@@ -175,7 +175,7 @@ class TokenStream:
         self._ended.append(index)
         self._has_update.set()
 
-    def _require_room(self) -> None:
+    def _raise_refusal(self) -> None:
         if self._refusal is not None:
             raise self._refusal
 

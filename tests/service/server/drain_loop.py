@@ -30,7 +30,7 @@ from tests.service.fake_engine import FakeEngine
 
 _OWN_CONNECTION = [("grpc.use_local_subchannel_pool", 1)]
 _MAX_BEFORE_S = 0.4
-_PAUSE_S = 0.001  # after a refusal, so that callers without a server do not take all processor time
+_PAUSE_S = 0.001  # after a refusal, so that callers without a server do not use all processor time
 
 Statuses = Counter[tuple[str, str, str]]
 

@@ -90,7 +90,7 @@ def test_a_method_that_does_not_exist_is_unimplemented(path: str) -> None:
     assert asyncio.run(run()) is grpc.StatusCode.UNIMPLEMENTED
 
 
-def test_calls_beyond_the_limit_are_refused_and_leave_room_when_they_end() -> None:
+def test_calls_beyond_the_limit_are_refused_until_others_end() -> None:
     async def run() -> list[grpc.StatusCode]:
         release = asyncio.Event()
 

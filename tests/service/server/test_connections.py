@@ -26,24 +26,24 @@ from tests.service.serving import refusal_of, serving
 
 
 @contextlib.asynccontextmanager
-async def long_line(address: str) -> AsyncIterator[SimpleNamespace]:
-    """Yield a line to `address` on which, once `is_long` is set, nothing arrives at the caller until `is_short` is.
+async def stalling_proxy(address: str) -> AsyncIterator[SimpleNamespace]:
+    """Yield a proxy in front of `address`. From `is_stalled` until `is_resumed`, the caller receives nothing from it.
 
-    Attributes of the line:
-        address: the caller's end.
-        has_spoken: set when the server has sent something, or its end, that is kept from the caller.
+    Attributes of the proxy:
+        address: where callers connect.
+        has_response: set when the proxy holds back bytes of the server, or the end of its connection.
     """
-    line = SimpleNamespace(is_long=asyncio.Event(), is_short=asyncio.Event(), has_spoken=asyncio.Event())
+    proxy = SimpleNamespace(is_stalled=asyncio.Event(), is_resumed=asyncio.Event(), has_response=asyncio.Event())
     connections = set()
 
-    async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, is_answer: bool) -> None:
+    async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, is_response: bool) -> None:
         with contextlib.suppress(OSError):
             piece = b"begin"
             while piece:
                 piece = await reader.read(65_536)
-                if is_answer and line.is_long.is_set():
-                    line.has_spoken.set()
-                    await line.is_short.wait()
+                if is_response and proxy.is_stalled.is_set():
+                    proxy.has_response.set()
+                    await proxy.is_resumed.wait()
                 writer.write(piece)
             writer.write_eof()
 
@@ -51,14 +51,16 @@ async def long_line(address: str) -> AsyncIterator[SimpleNamespace]:
         connections.add(asyncio.current_task())
         far_reader, far_writer = await asyncio.open_connection(*address.rsplit(":", 1))
         with contextlib.suppress(asyncio.CancelledError):  # the test is over
-            await asyncio.gather(copy(reader, far_writer, is_answer=False), copy(far_reader, writer, is_answer=True))
+            await asyncio.gather(
+                copy(reader, far_writer, is_response=False), copy(far_reader, writer, is_response=True)
+            )
         writer.transport.abort()
         far_writer.transport.abort()
 
     server = await asyncio.start_server(connect, "127.0.0.1", 0)
-    line.address = "{}:{}".format(*server.sockets[0].getsockname())
+    proxy.address = "{}:{}".format(*server.sockets[0].getsockname())
     try:
-        yield line
+        yield proxy
     finally:
         server.close()
         for connection in connections:
@@ -72,7 +74,9 @@ async def generate(client: AsyncClient) -> None:
 
 
 @pytest.mark.parametrize("method", ["Prefill", "Generate", "Stats"])
-def test_a_call_that_crosses_the_end_of_the_server_is_unavailable(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_that_arrives_while_the_server_stops_is_unavailable(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It arrives after the server has begun to stop, and before its caller can know that: gRPC would cancel it."""
     monkeypatch.setattr(server_module, "_FLUSH_S", PATIENCE_S)
     calls = {
@@ -84,16 +88,16 @@ def test_a_call_that_crosses_the_end_of_the_server_is_unavailable(method: str, m
     async def run() -> grpc.StatusCode:
         async with (
             serving(FakeEngine()) as (server, address),
-            long_line(address) as line,
-            AsyncClient(line.address) as client,
+            stalling_proxy(address) as proxy,
+            AsyncClient(proxy.address) as client,
         ):
             await client.prefill([1], timeout_s=PATIENCE_S)
-            line.is_long.set()
+            proxy.is_stalled.set()
             draining = asyncio.create_task(server.drain())
-            await asyncio.wait_for(line.has_spoken.wait(), PATIENCE_S)
+            await asyncio.wait_for(proxy.has_response.wait(), PATIENCE_S)
             calling = asyncio.create_task(refusal_of(calls[method](client)))
-            await asyncio.sleep(0.1)  # the call passes the line
-            line.is_short.set()
+            await asyncio.sleep(0.1)  # the call passes the proxy
+            proxy.is_resumed.set()
             await draining
             return (await calling).code()
 
@@ -115,7 +119,7 @@ def test_after_a_drain_streams_without_an_end_are_unavailable_and_so_are_new_con
     assert asyncio.run(run()) == (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.UNAVAILABLE)
 
 
-def test_a_caller_that_does_not_hang_up_does_not_hold_up_the_drain(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_that_keeps_its_connection_open_does_not_delay_the_drain(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_module, "_FLUSH_S", 0.05)
 
     async def run() -> str:

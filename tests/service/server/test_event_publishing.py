@@ -21,7 +21,7 @@ def test_a_missing_package_names_the_extra(monkeypatch):
         require_publishable(EventsConfig(zmq_endpoint=ANYWHERE))
 
 
-def test_a_replay_needs_something_to_replay():
+def test_a_replay_endpoint_requires_an_endpoint():
     with pytest.raises(ConfigError, match=r"^events\.replay_endpoint: requires events\.zmq_endpoint"):
         require_publishable(EventsConfig(replay_endpoint=ANYWHERE))
 
@@ -71,7 +71,7 @@ OTHERS = ("tcp://*:*", "tcp://0.0.0.0:*", "tcp://0:*", "tcp://[::]:*", "tcp://0x
 
 @pytest.mark.parametrize("key", ["zmq_endpoint", "replay_endpoint"])
 @pytest.mark.parametrize("endpoint", OTHERS)
-def test_addresses_that_other_machines_reach_need_insecure(key, endpoint, caplog):
+def test_addresses_that_other_machines_reach_require_insecure(key, endpoint, caplog):
     config = EventsConfig(**{"zmq_endpoint": ANYWHERE, key: endpoint})
     with pytest.raises(ConfigError, match=rf"^events\.{key}: expected an address of this machine.* got .*--insecure"):
         require_publishable(config)
@@ -89,13 +89,13 @@ def test_a_host_name_counts_as_what_it_resolves_to(monkeypatch):
 
 
 @pytest.mark.parametrize("endpoint", LOCAL)
-def test_addresses_of_this_machine_need_no_key(endpoint, caplog):
+def test_addresses_of_this_machine_require_no_key(endpoint, caplog):
     require_publishable(EventsConfig(zmq_endpoint=endpoint))
     assert not caplog.text
     require_publishable(EventsConfig(zmq_endpoint=endpoint), has_tokens=True)
     assert "there is no events.curve_key_file" in caplog.text
 
 
-def test_a_key_needs_an_address():
+def test_a_key_requires_an_address():
     with pytest.raises(ConfigError, match=r"^events\.curve_key_file: requires events\.zmq_endpoint"):
         require_publishable(EventsConfig(curve_key_file="server.key_secret"))

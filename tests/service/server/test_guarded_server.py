@@ -85,7 +85,7 @@ def test_calls_that_their_caller_may_not_make_are_counted_and_others_not(tmp_pat
     assert counted(talk, **credential_files.tls) == [InvalidCredential, NotPermitted, NotPermitted]
 
 
-def test_messages_that_can_not_be_parsed_and_those_without_room_are_counted():
+def test_messages_that_can_not_be_parsed_and_those_beyond_a_limit_are_counted():
     engine = FakeEngine(is_gated=True)
 
     async def talk(address):

@@ -62,7 +62,7 @@ def test_posting_to_a_closed_loop_does_nothing():
     assert called == []
 
 
-def test_a_call_that_raises_does_not_hold_up_the_others():
+def test_a_call_that_raises_does_not_delay_the_others():
     async def run() -> tuple[list[int], list[str]]:
         complaints: list[str] = []
         loop = asyncio.get_running_loop()

@@ -97,7 +97,7 @@ def test_a_service_that_starts_is_alive_and_not_ready():
         assert scrape(address)["radixkv_up"] == 1
 
 
-def test_a_scrape_can_ask_for_some_metrics_by_name():
+def test_a_scrape_can_select_metrics_by_name():
     with telemetry("server.metrics_port=0").serving(FakeEngine()) as address:
         _, text, _ = get(address, "/metrics?name[]=radixkv_blocks&name[]=radixkv_evicted_blocks_total")
         _, histogram, _ = get(address, "/metrics?name[]=radixkv_step_seconds")
@@ -289,7 +289,7 @@ def test_callers_that_send_no_request_do_not_block_others(tmp_path, monkeypatch,
             assert answer[0] == 200
 
 
-def test_a_request_that_comes_byte_by_byte_has_the_time_of_one(monkeypatch):
+def test_a_request_that_arrives_byte_by_byte_has_the_timeout_of_one(monkeypatch):
     monkeypatch.setattr(metrics_port, "_REQUEST_S", 0.2)
     with (
         telemetry("server.metrics_port=0").serving(FakeEngine()) as address,
@@ -309,7 +309,7 @@ def test_a_request_that_comes_byte_by_byte_has_the_time_of_one(monkeypatch):
         assert has_ended
 
 
-def test_a_connection_that_has_asked_is_answered_whatever_silent_ones_come(monkeypatch):
+def test_a_connection_that_has_sent_a_request_is_answered_however_many_silent_ones_follow(monkeypatch):
     monkeypatch.setattr(metrics_port, "_REQUEST_S", PATIENCE_S)
     asked, may_answer = threading.Event(), threading.Event()
 

@@ -16,7 +16,7 @@ def test_the_files_of_a_directory_are_where_they_are(tmp_path):
     assert tmp_path.is_dir()
 
 
-def test_the_files_of_the_embedded_model_are_made_for_the_time():
+def test_the_files_of_the_embedded_model_are_temporary():
     with files_of_model("tiny") as directory:
         assert sorted(path.name for path in directory.iterdir()) == [
             "config.json",

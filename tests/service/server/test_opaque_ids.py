@@ -26,7 +26,7 @@ def test_the_first_page_has_no_token_and_the_last_one_gives_none() -> None:
     assert tokens.token(None) == ""
 
 
-def test_a_token_does_not_show_its_place() -> None:
+def test_a_token_does_not_reveal_its_position() -> None:
     tokens = PageTokens(7)
     issued = [tokens.token(place) for place in (1, 2, 3)]
     assert {len(token) for token in issued} == {32}
@@ -47,7 +47,7 @@ def test_another_token_is_refused() -> None:
             tokens.position_of(token)
 
 
-def test_an_id_belongs_to_a_place_and_reveals_nothing_about_it():
+def test_an_id_belongs_to_a_position_and_reveals_nothing_about_it():
     ids, again, other = SegmentIds(b"secret"), SegmentIds(b"secret"), SegmentIds(b"another")
     numbers = [ids.of(place) for place in range(10_000)]
     assert len(set(numbers)) == 10_000
@@ -61,5 +61,5 @@ def test_no_segment_has_the_number_zero():
     assert SegmentIds().of(None) == 0
 
 
-def test_servers_of_one_process_give_the_same_numbers():
+def test_servers_of_one_process_return_the_same_numbers():
     assert SegmentIds().of(7) == SegmentIds().of(7)

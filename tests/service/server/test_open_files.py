@@ -50,7 +50,7 @@ def test_the_limit_is_raised_to_what_the_connections_need(limited, caplog, hard)
     assert not caplog.text
 
 
-def test_open_files_suffice_for_the_connections_to_each_port_that_limits_them(limited) -> None:
+def test_the_limit_of_open_files_covers_the_connections_of_each_port(limited) -> None:
     limits = limited(Limits(1024, INFINITY))
     config = ServerConfig(metrics_port=0, http_port=0, admin_port=0)
     raise_open_files(config)
@@ -61,7 +61,7 @@ def test_open_files_suffice_for_the_connections_to_each_port_that_limits_them(li
 
 
 @pytest.mark.parametrize("soft", [50_000, INFINITY])
-def test_a_limit_that_suffices_stays(limited, caplog, soft) -> None:
+def test_a_sufficient_limit_is_kept(limited, caplog, soft) -> None:
     limits = limited(Limits(soft, soft))
     raise_open_files(ServerConfig())
     assert limits.soft == soft

@@ -21,22 +21,22 @@ class Thing:
     pass
 
 
-def num_walked(things):
-    """Count the objects that the next full collection looks at."""
+def num_traversed(things):
+    """Count the objects that the next full collection traverses."""
     return len({id(each) for each in things} & {id(each) for each in gc.get_objects()})
 
 
 def test_objects_that_survive_a_full_collection_are_not_traversed_again():
     with frozen_survivors():
         things = [Thing() for _ in range(1000)]
-        assert num_walked(things) == 1000
+        assert num_traversed(things) == 1000
         gc.collect(1)
-        assert num_walked(things) == 1000
+        assert num_traversed(things) == 1000
         gc.collect()
-        assert num_walked(things) == 0
+        assert num_traversed(things) == 0
 
 
-def test_the_nodes_of_a_cache_are_walked_once_and_freed_when_evicted():
+def test_the_nodes_of_a_cache_are_traversed_once_and_freed_when_evicted():
     with frozen_survivors():
         cache = PrefixCache(256, block_size=2)
         for number in range(100):
@@ -68,33 +68,33 @@ def test_nothing_stays_frozen_at_the_end_not_even_after_an_error():
 
 
 @pytest.fixture
-def pythons_own_s():
-    """Python's own turn, in seconds, which is set again afterwards."""
+def default_interval_s():
+    """The GIL switch interval in seconds, which is restored afterwards."""
     before_s = sys.getswitchinterval()
     sys.setswitchinterval(0.005)
     yield 0.005
     sys.setswitchinterval(before_s)
 
 
-def test_turns_take_1_ms_until_the_end(pythons_own_s):
+def test_the_gil_switch_interval_is_1_ms_until_the_end(default_interval_s):
     with contextlib.suppress(KeyError), short_gil_switch_interval():
         assert sys.getswitchinterval() == pytest.approx(0.001)
         raise KeyError
-    assert sys.getswitchinterval() == pytest.approx(pythons_own_s)
+    assert sys.getswitchinterval() == pytest.approx(default_interval_s)
 
 
-def test_shorter_turns_stay(pythons_own_s):
+def test_a_shorter_gil_switch_interval_is_kept(default_interval_s):
     sys.setswitchinterval(0.0002)
-    asked_s = sys.getswitchinterval()  # a microsecond less, where it is rounded
+    interval_s = sys.getswitchinterval()  # a microsecond less, where it is rounded
     with short_gil_switch_interval():
-        assert sys.getswitchinterval() == asked_s < 0.0005 < pythons_own_s
+        assert sys.getswitchinterval() == interval_s < 0.0005 < default_interval_s
 
 
-def test_a_server_that_runs_has_short_turns(pythons_own_s):
+def test_a_server_that_runs_has_a_short_gil_switch_interval(default_interval_s):
     def start():
         assert sys.getswitchinterval() == pytest.approx(0.001)
         raise KeyError
 
     with pytest.raises(KeyError):
         run(cast("Engine", SimpleNamespace(start=start)), ServerConfig())
-    assert sys.getswitchinterval() == pytest.approx(pythons_own_s)
+    assert sys.getswitchinterval() == pytest.approx(default_interval_s)

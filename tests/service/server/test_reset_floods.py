@@ -15,7 +15,7 @@ def test_a_connection_that_only_resets_must_be_closed_once() -> None:
     assert not floods.note_reset("a")
 
 
-def test_answers_make_up_for_resets() -> None:
+def test_answered_calls_compensate_for_resets() -> None:
     floods = ResetFloods()
     for _ in range(10 * MAX_RESETS):
         assert not floods.note_reset("a")
@@ -31,7 +31,7 @@ def test_a_flood_is_over_when_the_last_connection_is_forgotten() -> None:
     assert [floods.forget("b"), floods.forget("a")] == [False, True]
 
 
-def test_few_connections_are_remembered() -> None:
+def test_the_number_of_remembered_connections_is_bounded() -> None:
     floods = ResetFloods()
     for index in range(10_000):
         floods.note_reset(f"peer {index}")

@@ -53,7 +53,7 @@ def test_objects_from_before_serving_are_not_traversed_by_garbage_collection(mon
     assert frozen[0] > 10_000
 
 
-def test_an_unknown_service_has_no_health_and_asking_is_no_error_of_ours(caplog):
+def test_an_unknown_service_has_no_health_and_a_check_of_it_logs_no_error(caplog):
     async def run():
         async with serving(FakeEngine()) as (_, address), grpc.aio.insecure_channel(address) as channel:
             request = health_pb2.HealthCheckRequest(service="nothing")
@@ -81,7 +81,7 @@ def test_health_follows_the_engine(monkeypatch):
 
 
 def test_an_engine_whose_thread_ends_ends_the_process_after_its_last_answer(monkeypatch):
-    """An error that is not one of configuration: the exit code is 1, after which a supervisor starts it again."""
+    """It is no configuration error: the exit code is 1, after which a supervisor restarts the server."""
     monkeypatch.setattr(server_module, "_HEALTH_PERIOD_S", 0.01)
 
     async def run():
@@ -149,7 +149,7 @@ def test_two_servers_do_not_share_a_port():
     asyncio.run(run())
 
 
-def test_junk_on_the_socket_does_not_stop_the_server():
+def test_invalid_bytes_on_the_socket_do_not_stop_the_server():
     async def run():
         async with serving(FakeEngine()) as (_, address), AsyncClient(address) as client:
             _, writer = await asyncio.open_connection("127.0.0.1", int(address.rpartition(":")[2]))
@@ -161,7 +161,7 @@ def test_junk_on_the_socket_does_not_stop_the_server():
     assert asyncio.run(run()) == 5
 
 
-def test_drain_turns_health_refuses_new_requests_and_finishes_running_ones():
+def test_drain_changes_health_refuses_new_requests_and_finishes_running_ones():
     async def run():
         engine = FakeEngine(is_gated=True)
         async with serving(engine) as (server, address), AsyncClient(address, timeout_s=PATIENCE_S) as client:
@@ -178,7 +178,7 @@ def test_drain_turns_health_refuses_new_requests_and_finishes_running_ones():
     assert asyncio.run(run()) == ({NOT_SERVING}, grpc.StatusCode.UNAVAILABLE, 7, True)
 
 
-def test_health_turns_before_the_engine_refuses(monkeypatch):
+def test_health_changes_before_the_engine_refuses(monkeypatch):
     async def run():
         engine = FakeEngine()
         seen = []
@@ -209,7 +209,7 @@ def test_requests_that_outlast_the_drain_are_cancelled_with_a_status():
     assert asyncio.run(run()) == (False, grpc.StatusCode.UNAVAILABLE)
 
 
-def test_answers_known_as_the_drain_ends_still_leave(monkeypatch):
+def test_responses_that_are_ready_when_the_drain_ends_are_still_sent(monkeypatch):
     monkeypatch.setattr(server_module, "_FLUSH_S", PATIENCE_S)
 
     async def run():
@@ -233,7 +233,7 @@ def test_answers_known_as_the_drain_ends_still_leave(monkeypatch):
     assert asyncio.run(run()) == list(range(5))
 
 
-def test_a_drain_says_if_an_answer_did_not_leave(monkeypatch):
+def test_a_drain_reports_whether_a_response_was_not_sent(monkeypatch):
     monkeypatch.setattr(server_module, "_FLUSH_S", 0.05)
 
     async def run():
@@ -245,7 +245,7 @@ def test_a_drain_says_if_an_answer_did_not_leave(monkeypatch):
     assert asyncio.run(run()) == (True, False)
 
 
-def test_a_drain_is_not_held_up_by_health_watchers(monkeypatch):
+def test_a_drain_does_not_wait_for_health_watchers(monkeypatch):
     monkeypatch.setattr(server_module, "_FLUSH_S", 0.05)
     engine, has_seen = FakeEngine(), threading.Event()
     monkeypatch.setattr(engine, "drain", lambda timeout_s: has_seen.wait(PATIENCE_S))

@@ -79,7 +79,7 @@ def test_no_line_of_the_table_repeats_its_parent():
         assert inherited is not code, kind
 
 
-def test_a_new_error_takes_the_status_of_its_nearest_ancestor():
+def test_a_new_error_has_the_status_of_its_nearest_ancestor():
     class Nearly(errors.UnknownLease):
         pass
 

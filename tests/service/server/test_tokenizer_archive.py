@@ -15,7 +15,7 @@ def names_in(archive):
     return zipfile.ZipFile(io.BytesIO(archive)).namelist()
 
 
-def test_it_holds_what_a_tokenizer_is_loaded_from_and_nothing_else(tmp_path):
+def test_the_archive_has_what_a_tokenizer_is_loaded_from_and_nothing_else(tmp_path):
     for name in NAMES:
         (tmp_path / name).write_text(name)
     for other in ("model.safetensors", "modeling_mine.py", "README.md"):
@@ -44,7 +44,7 @@ def test_equal_files_give_equal_bytes_whatever_their_times_and_modes(tmp_path):
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer.model", "vocab.txt", "vocab.json"])
 def test_one_vocabulary_is_enough(tmp_path, name):
-    """Files that can't be converted are handed out as they are."""
+    """Files that can't be converted are sent unchanged."""
     (tmp_path / name).write_text("{}")
     assert names_in(tokenizer_archive(tmp_path)) == [name]
 
@@ -58,7 +58,7 @@ def test_a_directory_without_a_vocabulary_is_refused(tmp_path, names):
         tokenizer_archive(tmp_path)
 
 
-def test_templates_for_special_cases_are_in_it(tmp_path):
+def test_templates_for_special_cases_are_in_the_archive(tmp_path):
     (tmp_path / "additional_chat_templates").mkdir()
     for name in ("tokenizer.json", "additional_chat_templates/tool_use.jinja", "additional_chat_templates/code.py"):
         (tmp_path / name).write_text("x")
@@ -75,7 +75,7 @@ def test_a_tokenizer_without_tokenizer_json_is_converted(tmp_path):
     assert converted.encode_chat(chat) == byte_level().encode_chat(chat)
 
 
-def test_a_tokenizer_that_can_not_be_converted_is_handed_out_with_a_warning(tmp_path, monkeypatch, caplog):
+def test_a_tokenizer_that_can_not_be_converted_is_sent_unchanged_with_a_warning(tmp_path, monkeypatch, caplog):
     (tmp_path / "vocab.txt").write_text("x")
     monkeypatch.setattr("radixkv.service.server.tokenizer_archive.converted_files", lambda _: None)
     assert names_in(tokenizer_archive(tmp_path)) == ["vocab.txt"]

@@ -1,20 +1,30 @@
 import asyncio
-import sys
+from pathlib import Path
 
 import pytest
 
-from bench.hostile.fuzz.run import FuzzResult, fuzz
-from bench.parts.server_process import ServerProcess
+from bench.hostile.fuzz.mutations import METHODS, SEEDS
+from bench.hostile.fuzz.run import FuzzResult, fuzz, make_server
+
+PROTO = Path(__file__).parents[4] / "proto"
 
 pytestmark = pytest.mark.usefixtures("forked_servers")
 
 
+def test_all_methods_except_drain_are_fuzzed():
+    assert len(METHODS) == sum(path.read_text().count("\n  rpc ") for path in PROTO.rglob("*.proto"))
+    assert METHODS.keys() - SEEDS.keys() == {"/radixkv.v1.CacheService/Drain"}
+    assert {path: each.DESCRIPTOR.full_name for path, each in SEEDS.items()} == {
+        path: METHODS[path].input_type.full_name for path in SEEDS
+    }
+
+
 def test_mutated_messages_and_raw_bytes_get_documented_statuses_only():
-    process = ServerProcess([sys.executable, "-m", "bench.parts.null_service", "engine"])
+    process = make_server()
     with process as address:
-        fuzzed = asyncio.run(fuzz(address, process.pid, 600, 100, 5))
+        fuzzed = asyncio.run(fuzz(address, process.pid, 1200, 100, 5))
     assert fuzzed.undocumented == []
-    assert sum(fuzzed.statuses.values()) == 600
+    assert sum(fuzzed.statuses.values()) == 1200
     assert sum(fuzzed.raw.values()) == 100
     assert {"OK", "INVALID_ARGUMENT"} <= fuzzed.statuses.keys()
     assert fuzzed.served >= 2

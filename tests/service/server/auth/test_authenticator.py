@@ -33,7 +33,7 @@ def test_the_scheme_is_written_in_any_case():
         assert callers().identify_call(call).name == "acme credential"
 
 
-def test_a_credential_is_taken_until_it_expires():
+def test_a_credential_is_accepted_until_it_expires():
     text = entry_of("acme", 'tenant = "a"') + "expires = 2001-09-09T01:46:40Z\n"
     header = f"Bearer {TOKENS['acme']}"
     assert callers(text, now_s=1e9 - 1).identify_header(header).name == "acme credential"
@@ -51,13 +51,13 @@ def test_a_certificate_is_known_by_its_uri_its_dns_name_or_its_common_name(kind)
     )
 
 
-def test_other_names_of_a_certificate_say_nothing():
+def test_other_names_of_a_certificate_identify_no_caller():
     known = callers(entry_of_certificate("a", 'role = "admin"'), has_certificates=True)
     with pytest.raises(InvalidCredential, match="certificate: its names match no credential"):
         known.identify_call(Call(peer_email=["a"], x509_subject=["a"]))
 
 
-def test_a_certificate_counts_for_nothing_where_grpc_checks_none():
+def test_a_certificate_is_ignored_where_grpc_verifies_none():
     with pytest.raises(InvalidCredential, match="expected one bearer token, got none"):
         callers(entry_of_certificate("a", 'role = "admin"')).identify_call(Call(x509_common_name=["a"]))
 

@@ -153,7 +153,7 @@ def test_a_reader_counts_and_lists_all_tenants_and_does_nothing_else(credential_
     assert purges == []
 
 
-def test_a_lease_is_given_back_by_its_tenant_only(credential_files):
+def test_a_lease_is_released_by_its_tenant_only(credential_files):
     async def talk(engine, clients):
         held = await clients["acme"].prefill([1, 2], hold_lease=True)
         refusal = await refusal_of(clients["globex"].release(held.lease_id))
@@ -185,7 +185,7 @@ def test_two_tokens_in_one_call_are_refused(credential_files):
     assert talking(credential_files, talk) is grpc.StatusCode.UNAUTHENTICATED
 
 
-def test_a_message_of_a_stranger_is_not_parsed(credential_files):
+def test_a_message_of_an_unauthenticated_caller_is_not_parsed(credential_files):
     async def run():
         credentials = grpc.ssl_channel_credentials(credential_files.ca_file.read_bytes())
         async with (

@@ -29,11 +29,11 @@ def test_a_token_identifies_the_caller():
 
 
 @pytest.mark.parametrize("token", ["", "x", TOKENS["acme"] + "x", hashlib.sha256(TOKENS["acme"].encode()).hexdigest()])
-def test_other_texts_say_nothing_the_hash_of_a_token_neither(token):
+def test_other_texts_and_the_hash_of_a_token_identify_no_caller(token):
     assert parse_credentials(FILE).of_token(token) is None
 
 
-def test_a_certificate_with_the_names_of_two_credentials_says_nothing():
+def test_a_certificate_with_the_names_of_two_credentials_identifies_no_caller():
     credentials = parse_credentials(
         entry_of_certificate("a", 'role = "admin"') + entry_of_certificate("b", 'tenant = "b"')
     )

@@ -48,7 +48,7 @@ def test_a_changed_file_is_read_at_the_next_check_and_an_unchanged_one_never_aga
     assert (words.get(), len(reads)) == ("second", 2)
 
 
-def test_a_file_that_is_put_in_place_of_another_is_read(file):
+def test_a_file_that_replaces_another_is_read(file):
     clock = FakeClock()
     words = reloaded(file, clock)
     other = file.with_name("other")

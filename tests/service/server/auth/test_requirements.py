@@ -23,24 +23,26 @@ def test_other_hosts_are_refused_without_credentials(host):
         require_secure(ServerConfig(host=host))
 
 
-def test_tls_alone_does_not_open_a_host(credential_files):
+def test_tls_alone_does_not_allow_a_host(credential_files):
     keys = {key: credential_files.tls[key] for key in ("tls_certificate", "tls_key")}
     with pytest.raises(ConfigError, match=r"server\.host"):
         require_secure(ServerConfig(host="0.0.0.0", **keys))
 
 
-def test_tls_and_tokens_open_a_host(credential_files):
+def test_tls_and_tokens_allow_a_host(credential_files):
     require_secure(ServerConfig(host="0.0.0.0", **credential_files.tls))
     require_secure(ServerConfig(host="0.0.0.0", **credential_files.mutual_tls))
 
 
-def test_insecure_opens_a_host_and_says_to_whom(caplog):
+def test_insecure_allows_a_host_and_logs_who_can_reach_it(caplog):
     require_secure(ServerConfig(host="0.0.0.0", insecure=True))
     assert "anyone who can reach 0.0.0.0 may make every call" in caplog.text
 
 
 @pytest.mark.parametrize(("host", "is_in_container"), [("127.0.0.1", True), ("127.0.0.1", False), ("0.0.0.0", True)])
-def test_a_server_on_the_loopback_of_a_container_says_how_to_let_others_in(caplog, tmp_path, host, is_in_container):
+def test_a_server_on_the_loopback_of_a_container_logs_how_to_admit_other_clients(
+    caplog, tmp_path, host, is_in_container
+):
     mark = tmp_path / ".dockerenv"
     if is_in_container:
         mark.touch()
@@ -50,12 +52,12 @@ def test_a_server_on_the_loopback_of_a_container_says_how_to_let_others_in(caplo
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
-def test_tokens_are_not_taken_in_the_clear(credential_files, host):
+def test_tokens_without_tls_are_refused(credential_files, host):
     with pytest.raises(ConfigError, match=r"server\.tokens_file: requires server\.tls_certificate"):
         require_secure(ServerConfig(host=host, tokens_file=credential_files.tls["tokens_file"]))
 
 
-def test_behind_a_proxy_that_ends_tls_tokens_are_still_asked_for(credential_files, caplog):
+def test_behind_a_proxy_that_terminates_tls_tokens_are_still_required(credential_files, caplog):
     require_secure(ServerConfig(host="0.0.0.0", tokens_file=credential_files.tls["tokens_file"], insecure=True))
     assert "anyone" not in caplog.text
 
@@ -69,7 +71,7 @@ def test_behind_a_proxy_that_ends_tls_tokens_are_still_asked_for(credential_file
         ({"client_ca", "tls_certificate", "tls_key"}, r"server\.client_ca: requires server\.tokens_file"),
     ],
 )
-def test_keys_that_need_others_are_refused_alone(credential_files, left, message):
+def test_keys_that_require_others_are_refused_alone(credential_files, left, message):
     with pytest.raises(ConfigError, match=message):
         require_secure(ServerConfig(**{key: credential_files.mutual_tls[key] for key in left}))
 

@@ -272,7 +272,7 @@ def test_a_missing_file_is_named_by_its_key(credential_files, key):
         Tls(ServerConfig(**{**credential_files.mutual_tls, key: str(credential_files.folder / "none.pem")}))
 
 
-def test_authorities_that_are_none_are_refused(credential_files):
+def test_files_without_certificate_authorities_are_refused(credential_files):
     (credential_files.folder / "client_ca.pem").write_text("nothing")
     with pytest.raises(ConfigError, match=r"server\.client_ca: the file contains no readable certificates"):
         Tls(ServerConfig(**credential_files.mutual_tls))

@@ -75,7 +75,7 @@ def test_a_pool_beyond_the_numbers_of_the_message():
     assert (load.num_used_tokens, load.max_total_num_tokens, load.token_usage) == (2**31 - 1, 2**31 - 1, 1.0)
 
 
-def test_a_load_is_the_same_asked_for_and_in_a_stream():
+def test_a_load_is_the_same_in_a_response_and_in_a_stream():
     load = loads_of(with_blocks(free=1, leased=2, published=7, pinned=3))
     answer, record = loads_response(load), load_record(load, 4)
     assert (answer.dp_rank_count, list(answer.loads)) == (1, [load])

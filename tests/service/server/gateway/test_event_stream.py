@@ -150,7 +150,7 @@ def test_an_unknown_sequence_number_is_refused_before_metadata(number):
     assert dict(metadata) == {}, "a status with metadata before it is a broken stream to the gateway"
 
 
-def test_metadata_come_at_once_though_nothing_happens():
+def test_metadata_arrive_at_once_even_without_events():
     async def talk(subscribe, source, _):
         source.switch_on()
         call = subscribe(source.log.last)
@@ -164,7 +164,7 @@ def test_the_stream_of_a_gateway_that_falls_behind_ends_with_data_loss():
     async def talk(subscribe, source, _):
         call = subscribe()
         await next_batch(call)
-        for start in range(100):  # in one turn of the event loop
+        for start in range(100):  # in one iteration of the event loop
             source.store(*range(4 * start, 4 * start + 4))
 
         async def read_to_the_end():

@@ -71,7 +71,7 @@ def test_every_option_is_read():
     assert sampling.prompt_logprobs == 0
 
 
-def test_an_absent_temperature_is_one_and_zero_takes_the_most_likely():
+def test_an_absent_temperature_is_one_and_zero_means_greedy_decoding():
     assert sampling_of().temperature == 1.0
     assert sampling_of(temperature=0.0).temperature == 0.0
 
@@ -98,7 +98,7 @@ def test_without_a_length_the_answer_is_as_long_as_fits():
     assert sampling_of(max_tokens=5).max_new_tokens == 5
 
 
-def test_a_prompt_that_leaves_no_room_requests_one_token_so_that_the_engine_refuses_it():
+def test_a_prompt_of_the_maximum_length_requests_one_token_so_that_the_engine_refuses_it():
     full = generation_of(tenant="bounded", tokenized=TokenizedInput(input_ids=[1] * 40))
     assert full.sampling.max_new_tokens == 1
 

@@ -7,7 +7,6 @@ import sys
 import threading
 
 import grpc
-import numpy as np
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
@@ -20,7 +19,7 @@ from radixkv.gateway.vllm_engine_pb2_grpc import VllmEngineStub
 from radixkv.service.server.model_tokenizer import ModelTokenizer
 from radixkv.service.server.optional_services import optional_services
 from tests.patience import PATIENCE_S
-from tests.service.fake_engine import FakeEngine, next_token_of
+from tests.service.fake_engine import FakeEngine, continuation
 from tests.service.serving import becomes_true, deadline_refusal, serving
 
 SERVICE = "vllm.grpc.engine.VllmEngine"
@@ -56,13 +55,6 @@ def request(ids=(1, 2, 3), *, stream=False, request_id="req", **sampling):
     )
 
 
-def continuation(ids, count):
-    path = list(ids)
-    for _ in range(count):
-        path.append(next_token_of(np.array(path)))
-    return path[len(ids) :]
-
-
 async def read(call):
     return [response async for response in call]
 
@@ -81,7 +73,7 @@ def test_an_answer_as_a_whole_is_one_message():
     assert (complete.finish_reason, complete.prompt_tokens, complete.completion_tokens) == ("length", 3, 4)
 
 
-def test_a_streamed_answer_comes_in_chunks_of_news_and_ends_with_the_last_of_them():
+def test_a_streamed_completion_has_chunks_of_new_tokens_and_ends_with_the_last_of_them():
     responses = talking(lambda stub, *_: read(stub.Generate(request(stream=True, logprobs=1))))
     *chunks, last = responses
     assert last.WhichOneof("response") == "complete"
@@ -97,7 +89,7 @@ def test_a_streamed_answer_comes_in_chunks_of_news_and_ends_with_the_last_of_the
 
 @pytest.mark.parametrize("max_tokens", [1, 4])
 @pytest.mark.parametrize("stream", [False, True])
-def test_log_probabilities_of_the_prompt_come_once(stream, max_tokens):
+def test_log_probabilities_of_the_prompt_are_sent_once(stream, max_tokens):
     asked = request(stream=stream, n=2, prompt_logprobs=1, max_tokens=max_tokens)
     responses = talking(lambda stub, *_: read(stub.Generate(asked)))
     messages = [getattr(response, response.WhichOneof("response")) for response in responses]
@@ -113,7 +105,7 @@ def test_log_probabilities_of_the_prompt_come_once(stream, max_tokens):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_very_many_log_probabilities_of_the_prompt_arrive_too(stream):
+def test_a_large_number_of_log_probabilities_of_the_prompt_arrives_too(stream):
     prompt = [1 + number % 200 for number in range(700)]
     asked = request(prompt, stream=stream, prompt_logprobs=3, max_tokens=2)
     first = talking(lambda stub, *_: read(stub.Generate(asked)))[0]
@@ -243,7 +235,7 @@ def test_an_abort_while_the_tokenizer_is_loaded_is_not_forgotten(monkeypatch):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_gateway_that_leaves_cancels_its_requests(stream):
+def test_a_gateway_that_disconnects_cancels_its_requests(stream):
     async def talk(stub, engine, _):
         call = stub.Generate(request(n=2, stream=stream))
         assert await becomes_true(lambda: len(engine.futures) == 2)
@@ -359,14 +351,14 @@ def test_descriptions_come_over_the_wire():
     assert loads.loads[0].token_usage == 0.3
 
 
-def test_the_tokenizer_is_handed_out_with_the_digest_of_the_whole_at_its_end():
+def test_the_tokenizer_is_sent_with_the_digest_of_the_whole_archive_at_the_end():
     chunks = talking(lambda stub, *_: read(stub.GetTokenizer(engine_common_pb2.GetTokenizerRequest())))
     archive = b"".join(chunk.data for chunk in chunks)
     assert archive == ModelTokenizer("tiny").archive()[0]
     assert [chunk.sha256 for chunk in chunks] == [""] * (len(chunks) - 1) + [hashlib.sha256(archive).hexdigest()]
 
 
-def test_a_flush_forgets_the_gateways_tenant_alone():
+def test_a_flush_purges_the_gateways_tenant_alone():
     async def talk(stub, engine, _):
         return await stub.FlushCache(engine_common_pb2.FlushCacheRequest(timeout_s=3)), engine.purges
 

@@ -149,6 +149,7 @@ def test_a_browser_draws_what_the_engine_holds(address, engine, tmp_path):
     assert f"{blocks.free} free" in page.texts["states"]
     assert "bounded" not in page.texts["tenants"]
     assert "a 3 2 2 4 60.0 %" in page.texts["tenants"]
+    assert page.texts["largest"] == f"the {len(stats.tenants)} largest of {stats.known_tenants:,}"
     assert page.texts["wait"].startswith("Time to first token 67 ms")
     assert "alert" in page.hidden
 

@@ -53,7 +53,7 @@ def test_at_most_twice_the_bytes_are_held():
     assert num_refused == 100_100 - 2000
 
 
-def test_more_than_all_is_taken_only_while_nothing_is_held():
+def test_more_than_the_limit_is_taken_only_while_nothing_is_held():
     held = FairShares(10, "bytes")
     held.take(tenant("a"), 100)
     with pytest.raises(QueueFull):
@@ -61,7 +61,7 @@ def test_more_than_all_is_taken_only_while_nothing_is_held():
     assert held.used == 100
 
 
-def test_bytes_that_were_given_back_can_be_taken_again():
+def test_released_bytes_can_be_taken_again():
     held = FairShares(100, "bytes")
     held.take(tenant("a"), 100)
     held.release(tenant("a"), 100)
@@ -79,16 +79,16 @@ def test_a_refusal_takes_nothing():
     assert held.used == 0
 
 
-def test_accounts_of_two_kinds_with_one_name_have_two_shares():
+def test_keys_of_two_kinds_with_one_name_have_two_shares():
     shares = FairShares(10, "calls")
     shares.take(QuotaKey(QuotaKind.CONNECTION, ""), 10)
     shares.take(tenant(""), 5)
-    for account in (QuotaKey(QuotaKind.CONNECTION, ""), tenant("")):
-        with pytest.raises(QueueFull, match=f"equal share of 10 calls for this {account.kind.name.lower()}, got"):
-            shares.take(account, 1)
+    for key in (QuotaKey(QuotaKind.CONNECTION, ""), tenant("")):
+        with pytest.raises(QueueFull, match=f"equal share of 10 calls for this {key.kind.name.lower()}, got"):
+            shares.take(key, 1)
 
 
-def test_the_room_of_an_account_is_all_that_is_free_and_then_what_its_share_lacks():
+def test_all_free_bytes_are_available_to_a_key_or_those_up_to_its_share():
     held = FairShares(100, "bytes")
     assert held.available(tenant("a")) == 100
     held.take(tenant("a"), 70)
@@ -100,14 +100,14 @@ def test_the_room_of_an_account_is_all_that_is_free_and_then_what_its_share_lack
     assert [held.available(tenant(name)) for name in "abcd"] == [0, 0, 0, 0]
 
 
-def test_no_more_is_taken_than_there_is_room_for_and_so_much_always():
+def test_exactly_the_available_bytes_can_be_taken():
     held = FairShares(97, "bytes")
-    accounts = [tenant(str(number)) for number in range(7)]
-    for account in accounts * 3:
-        if room := held.available(account):
-            held.take(account, room)
+    keys = [tenant(str(index)) for index in range(7)]
+    for key in keys * 3:
+        if number := held.available(key):
+            held.take(key, number)
         assert held.used <= 2 * 97
-        assert held.available(account) == 0
+        assert held.available(key) == 0
 
 
 CONNECTION = "ipv4:10.0.0.1:40000"

@@ -16,7 +16,7 @@ def test_the_largest_message_follows_the_longest_prompt():
     assert max_message_bytes(ServerConfig(), SHORT) == 1000 * 5 + 2**19
 
 
-def test_a_size_in_the_configuration_is_taken():
+def test_a_size_in_the_configuration_is_used():
     assert max_message_bytes(ServerConfig(max_message_bytes=2048), SHORT) == 2048
 
 
@@ -35,7 +35,7 @@ def test_every_bound_is_passed_to_grpc():
 
 
 @pytest.mark.parametrize("max_calls", [2**29, 2**30, 2**31 - 1])
-def test_a_server_takes_every_number_of_calls_that_the_configuration_takes(max_calls):
+def test_a_server_accepts_every_number_of_calls_that_the_configuration_accepts(max_calls):
     async def run():
         async with serving(FakeEngine(), max_calls=max_calls) as (_, address), AsyncClient(address) as client:
             return (await client.prefill([1, 2])).next_token_id

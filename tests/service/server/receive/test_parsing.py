@@ -66,7 +66,7 @@ def outcome(parse, data):
         return DecodeError
 
 
-def test_random_bytes_are_judged_as_the_whole_would_be():
+def test_random_bytes_are_accepted_or_refused_as_by_parsing_at_once():
     numbers = random.Random(0)
     for _ in range(3000):
         data = bytearray(numbers.choice([TAIL, *MESSAGES.values()][:5])[: numbers.randrange(1, 300)])
@@ -82,7 +82,7 @@ def test_a_message_that_is_cut_off_is_refused(cut):
         parse_in_pieces(PrefillRequest(), MESSAGES["unpacked"][:-cut] if cut < 100 else MESSAGES["packed"][:cut])
 
 
-def test_messages_in_messages_without_end_are_refused_like_the_whole():
+def test_deeply_nested_messages_are_refused_as_by_parsing_at_once():
     number = GenerateRequest.DESCRIPTOR.fields_by_name["prefill"].number
     data = unpacked(20_000)
     for _ in range(200):

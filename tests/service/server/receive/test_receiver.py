@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 
 import grpc
 import grpc.aio
@@ -15,6 +16,8 @@ from bench.hostile.attacks.flood import PREFILL, open_channel
 from radixkv.errors import QueueFull
 from radixkv.service.client import AsyncClient
 from radixkv.service.server.receive import grpc_options
+from radixkv.service.server.receive import receiver as receiver_module
+from radixkv.service.server.receive.parsing import parse_in_pieces
 from radixkv.v1.prefill_pb2 import PrefillRequest
 from tests.events.fake_source import FakeSource
 from tests.patience import PATIENCE_S
@@ -56,7 +59,7 @@ def test_a_call_without_a_message_is_refused():
     assert asyncio.run(run()) == (grpc.StatusCode.INVALID_ARGUMENT, "request: the call has no message")
 
 
-def test_a_message_that_comes_when_no_new_calls_are_taken_is_refused():
+def test_a_message_that_arrives_when_no_new_calls_are_accepted_is_refused():
     async def run():
         engine = FakeEngine()
         async with serving(engine) as (server, address):
@@ -77,7 +80,7 @@ def test_callers_that_send_nothing_do_not_block_others():
             serving(FakeEngine(), max_message_bytes=2048, max_receiving_bytes=8192) as (_, address),
             AsyncClient(address) as client,
         ):
-            stalled = [await begun(address) for _ in range(12)]  # three for each place
+            stalled = [await begun(address) for _ in range(12)]  # three per slot
             answer = await client.prefill([3], timeout_s=PATIENCE_S)
             for channel, call in stalled:
                 call.cancel()
@@ -103,6 +106,60 @@ def test_a_tenant_that_holds_too_much_is_refused_and_others_are_not():
             return refusal.code(), dict(tuple(refusal.trailing_metadata())).get("retry-after-ms")
 
     assert asyncio.run(run()) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "1000")
+
+
+class BlockedParsing:
+    """Replaces `parse_in_pieces` by a function that waits for `open` to be set."""
+
+    def __init__(self, monkeypatch):
+        self.open = threading.Event()
+        self.num_running = self.max_running = 0
+        self._lock = threading.Lock()
+        monkeypatch.setattr(receiver_module, "parse_in_pieces", self._parse)
+
+    def _parse(self, message, data):
+        with self._lock:
+            self.num_running += 1
+            self.max_running = max(self.max_running, self.num_running)
+        assert self.open.wait(PATIENCE_S)
+        with self._lock:
+            self.num_running -= 1
+        return parse_in_pieces(message, data)
+
+
+def test_a_large_message_counts_as_held_before_it_is_parsed(monkeypatch):
+    parsing, prompt = BlockedParsing(monkeypatch), np.ones(50_000, dtype=np.uint32)
+
+    async def run():
+        async with serving(FakeEngine(), max_held_bytes=350_000) as (server, address), AsyncClient(address) as client:
+            first = asyncio.create_task(client.prefill(prompt, tenant="first", timeout_s=PATIENCE_S))
+            assert await becomes_true(lambda: parsing.num_running == 1)
+            refusal = await refusal_of(client.prefill(prompt, tenant="second", timeout_s=PATIENCE_S))
+            parsing.open.set()
+            answer = await first
+            assert await becomes_true(lambda: server.receiver.held_bytes.used == 0)
+            return refusal.code(), answer.usage.prompt_tokens
+
+    assert asyncio.run(run()) == (grpc.StatusCode.RESOURCE_EXHAUSTED, 50_000)
+
+
+def test_cancelled_calls_occupy_no_further_threads_that_parse(monkeypatch):
+    parsing, prompt = BlockedParsing(monkeypatch), np.ones(50_000, dtype=np.uint32)
+
+    async def run():
+        async with serving(FakeEngine()) as (server, address), AsyncClient(address) as client:
+            cancelled = [asyncio.create_task(client.prefill(prompt)) for _ in range(2)]
+            assert await becomes_true(lambda: parsing.num_running == 2)
+            for call in cancelled:
+                call.cancel()
+            assert await becomes_true(lambda: server.receiver.held_bytes.used == 0)
+            third = asyncio.create_task(client.prefill(prompt, timeout_s=PATIENCE_S))
+            assert await becomes_true(lambda: server.receiver.held_bytes.used > 0)
+            await asyncio.sleep(0.05)
+            parsing.open.set()
+            return (await third).usage.prompt_tokens
+
+    assert (asyncio.run(run()), parsing.max_running) == (50_000, 2)
 
 
 def test_log_probabilities_of_a_prompt_count_as_held_before_they_are_known():
@@ -171,7 +228,7 @@ def retry_after_ms(refusal):
     return dict(tuple(refusal.trailing_metadata())).get("retry-after-ms")
 
 
-def test_endless_streams_have_places_of_their_own_and_leave_those_of_calls():
+def test_endless_streams_have_a_limit_of_their_own_and_do_not_count_as_calls():
     kinds = []
 
     async def run():
@@ -210,7 +267,7 @@ def test_endless_streams_have_places_of_their_own_and_leave_those_of_calls():
     assert set(kinds) == {QueueFull}
 
 
-def test_watches_of_strangers_keep_no_router_from_its_events():
+def test_unauthenticated_watches_keep_no_router_from_its_events():
     async def run():
         engine = FakeEngine()
         engine.events = FakeSource()
@@ -290,7 +347,7 @@ def test_connections_of_one_credential_share_its_calls(tmp_path):
     )
 
 
-def test_a_conversation_ends_when_its_time_is_over():
+def test_a_reflection_stream_ends_after_its_timeout():
     async def run():
         async with (
             serving(FakeEngine(), receive_timeout_s=0.3) as (_, address),
@@ -302,7 +359,7 @@ def test_a_conversation_ends_when_its_time_is_over():
     assert asyncio.run(run()) is grpc.StatusCode.DEADLINE_EXCEEDED
 
 
-def test_messages_that_bring_no_prompt_are_small():
+def test_messages_without_a_prompt_must_be_small():
     async def run():
         async with serving(FakeEngine()) as (_, address), grpc.aio.insecure_channel(address) as channel:
             check = health_pb2_grpc.HealthStub(channel).Check

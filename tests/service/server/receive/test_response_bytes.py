@@ -30,7 +30,7 @@ def of_gateway(**sampling):
         (of_gateway(logprobs=4), 0),
     ],
 )
-def test_requested_values_count_three_times_and_generated_tokens_when_they_exist(request_, num_bytes):
+def test_requested_values_count_for_three_copies_and_generated_tokens_when_they_exist(request_, num_bytes):
     assert response_bytes(request_, 1000) == num_bytes
 
 

@@ -53,7 +53,7 @@ def test_a_call_that_is_over_may_be_discarded_again():
     assert asyncio.run(run()) == []
 
 
-def test_an_answer_that_left_while_the_loop_was_busy_closes_nothing():
+def test_a_response_that_was_sent_while_the_loop_was_busy_closes_nothing():
     async def run():
         closed = []
         unsent = UnsentResponses(0.02, lambda peers: closed.append(peers) or 0)
@@ -72,7 +72,7 @@ def test_an_answer_that_left_while_the_loop_was_busy_closes_nothing():
     assert asyncio.run(run()) == [{"ipv4:1.1.1.1:2"}]
 
 
-def test_a_stream_whose_late_part_has_left_is_not_closed_for_its_next_one():
+def test_a_stream_whose_late_message_was_sent_is_not_closed_for_its_next_one():
     async def run():
         closed = []
         unsent = UnsentResponses(0.02, lambda peers: closed.append(peers) or 0)
@@ -86,9 +86,9 @@ def test_a_stream_whose_late_part_has_left_is_not_closed_for_its_next_one():
         late_s = loop.time() + 0.05
         unsent.add(stream)
         unsent.add(unread)
-        while loop.time() < late_s:  # both are late at the first look
+        while loop.time() < late_s:  # both are late at the first check
             pass
-        loop.call_later(0.05, go_on)  # between the two looks: timers run in the order in which they are due
+        loop.call_later(0.05, go_on)  # between the two checks: timers run in the order in which they are due
         assert await becomes_true(lambda: bool(closed))
         return closed[0]
 

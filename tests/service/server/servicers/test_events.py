@@ -188,7 +188,7 @@ def test_a_slow_reader_gets_data_loss_and_others_continue():
     run(test)
 
 
-def test_callers_that_read_nothing_hold_up_neither_requests_nor_the_drain():
+def test_callers_that_read_nothing_delay_neither_requests_nor_the_drain():
     async def test():
         engine = with_events()
         engine.events.store(*range(8000))
@@ -211,7 +211,7 @@ def test_callers_that_read_nothing_hold_up_neither_requests_nor_the_drain():
     run(test)
 
 
-def test_a_caller_that_leaves_is_forgotten():
+def test_a_caller_that_disconnects_is_forgotten():
     async def test():
         engine = with_events()
         async with serving(engine) as (_, address), AsyncClient(address) as client:

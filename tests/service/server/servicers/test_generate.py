@@ -5,7 +5,6 @@ import concurrent.futures
 import dataclasses
 
 import grpc
-import numpy as np
 import pytest
 
 from radixkv.api.caller import Caller
@@ -18,15 +17,8 @@ from radixkv.service.structured.grammars import Grammars
 from radixkv.v1.prefill_pb2 import COLD, LENGTH, STOP, GenerateRequest
 from radixkv.v1.prefill_pb2_grpc import PrefillServiceStub
 from tests.patience import PATIENCE_S
-from tests.service.fake_engine import FakeEngine, next_token_of
+from tests.service.fake_engine import FakeEngine, continuation
 from tests.service.serving import becomes_true, deadline_refusal, serve_and_call, serving
-
-
-def continuation(ids, count):
-    path = list(ids)
-    for _ in range(count):
-        path.append(next_token_of(np.array(path)))
-    return path[len(ids) :]
 
 
 def calling(talk, engine=None):
@@ -125,7 +117,7 @@ def test_each_token_has_its_log_probabilities():
 
 @pytest.mark.parametrize("max_new_tokens", [1, 3])
 @pytest.mark.parametrize("count", [0, 2])
-def test_log_probabilities_of_the_prompt_come_once(max_new_tokens, count):
+def test_log_probabilities_of_the_prompt_are_sent_once(max_new_tokens, count):
     async def talk(client, engine):
         answers = await read(client.generate([1, 2, 3], max_new_tokens=max_new_tokens, prompt_logprobs=count, n=2))
         return answers, [sampling.prompt_logprobs for sampling in engine.samplings]
@@ -139,7 +131,7 @@ def test_log_probabilities_of_the_prompt_come_once(max_new_tokens, count):
     assert [len(each.top) for each in with_prompt.prompt_logprobs] == [count, count]
 
 
-def test_very_many_log_probabilities_of_the_prompt_arrive_too():
+def test_a_large_number_of_log_probabilities_of_the_prompt_arrives_too():
     prompt = [1 + number % 200 for number in range(700)]
 
     async def talk(client, _):
@@ -180,7 +172,7 @@ def test_grammars_are_compiled_for_each_tenant(monkeypatch):
     assert compiled == ["a+"] * 2
 
 
-def test_answers_to_one_prompt_are_distinguished_and_draw_with_seeds_of_their_own():
+def test_completions_of_one_prompt_are_distinguished_and_sample_with_seeds_of_their_own():
     async def talk(client, engine):
         answers = await read(client.generate([1, 2], max_new_tokens=6, n=3, seed=2**64 - 2, request_id="r"))
         return answers, [sampling.seed for sampling in engine.samplings]
@@ -205,7 +197,7 @@ def test_answers_to_one_prompt_are_distinguished_and_draw_with_seeds_of_their_ow
         Compression(CompressionPolicy.SNAPKV, 64),
     ],
 )
-def test_a_compression_arrives_as_it_was_asked_for(compression):
+def test_a_compression_reaches_the_engine_as_requested(compression):
     async def talk(client, engine):
         await read(client.generate([1], compression=compression))
         return engine.samplings
@@ -237,7 +229,7 @@ def test_a_number_of_answers_out_of_range_is_refused(n, message):
     assert not samplings
 
 
-def test_a_caller_that_leaves_cancels_all_its_answers():
+def test_a_caller_that_disconnects_cancels_all_its_completions():
     async def talk(client, engine):
         stream = client.generate([1], max_new_tokens=50, n=4)
         await anext(stream)
@@ -294,7 +286,7 @@ def test_a_stop_token_ends_a_generation():
     assert answers[-1].finish_reason == STOP
 
 
-def test_one_token_is_one_answer():
+def test_one_token_is_one_response():
     async def talk(client, _):
         return await read(client.generate([1], max_new_tokens=1))
 

@@ -101,7 +101,7 @@ class FakeStores:
 
 
 class FakeTransfer:
-    """Gives and takes blocks whose K and V are their index. `faults` says what to do instead, call by call."""
+    """Sends and receives blocks whose K and V are their index. `faults` says what to do instead, call by call."""
 
     block_format, object_bytes = FORMAT, object_bytes(SIZE, PAYLOAD_BYTES)
     layer_bytes = LayerBytes(5, PAYLOAD_BYTES // 5, 0)
@@ -184,20 +184,20 @@ def fetched(sending: FakeTransfer, lease_id: str = "a lease", stores: FakeStores
     return asyncio.run(run())
 
 
-def test_blocks_come_as_they_are_and_give_their_room_back() -> None:
+def test_blocks_arrive_unchanged_and_release_their_memory() -> None:
     assert fetched(FakeTransfer()) == ((0, list(range(NUM_BLOCKS))), NUM_BLOCKS * PAYLOAD_BYTES)
 
 
-def test_no_more_is_fetched_than_there_is_room_for() -> None:
+def test_no_more_is_fetched_than_the_memory_limit_allows() -> None:
     assert fetched(FakeTransfer(), max_fetching_bytes=4 * PAYLOAD_BYTES + 2) == ((0, [0, 1]), 2 * PAYLOAD_BYTES)
 
 
-def test_without_room_for_a_block_nothing_is_fetched() -> None:
+def test_without_memory_for_a_block_nothing_is_fetched() -> None:
     assert fetched(FakeTransfer(), max_fetching_bytes=2 * PAYLOAD_BYTES - 1) == (None, 0)
 
 
 def test_queued_generations_of_a_tenant_do_not_keep_other_tenants_from_fetching() -> None:
-    """FetchedBlocks K/V stays until the engine copies it."""
+    """Fetched K/V stays in memory until the engine has copied it."""
 
     async def run() -> Any:
         source, target = FakeEngine(), FakeEngine()
@@ -212,23 +212,25 @@ def test_queued_generations_of_a_tenant_do_not_keep_other_tenants_from_fetching(
             return [None if each is None else len(each.blocks) for each in fetched_blocks], fetcher._fetched.used
 
     received, taken = asyncio.run(run())
-    assert received == [NUM_BLOCKS, NUM_BLOCKS, None, NUM_BLOCKS, None, 4], "all, half, and a third of half of the room"
+    assert received == [NUM_BLOCKS, NUM_BLOCKS, None, NUM_BLOCKS, None, 4], (
+        "all, half, and a third of half of the limit"
+    )
     assert taken <= 4 * NUM_BLOCKS * PAYLOAD_BYTES
 
 
-def test_missing_blocks_return_their_room_at_once() -> None:
+def test_missing_blocks_release_their_memory_at_once() -> None:
     sending = FakeTransfer()
     sending.faults = [lambda found: LeaseBlocks(found.blocks[:4], found.block_ids[:4])]
     assert fetched(sending) == ((0, [0, 1, 2, 3]), 4 * PAYLOAD_BYTES)
 
 
-def test_large_blocks_come_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_blocks_arrive_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_sender, "_MAX_DATA_BYTES", 999)
     assert fetched(FakeTransfer())[0] == (0, list(range(NUM_BLOCKS)))
 
 
 def test_an_interrupted_stream_is_resumed_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_sender, "_SLICE_BYTES", PAYLOAD_BYTES)  # a block a call
+    monkeypatch.setattr(kv_sender, "_SLICE_BYTES", PAYLOAD_BYTES)  # one block per call
     sending = FakeTransfer()
     sending.faults = [None, None, None, RuntimeError("broken")]
     assert fetched(sending)[0] == (0, list(range(NUM_BLOCKS)))
@@ -252,7 +254,7 @@ def test_a_lease_that_ends_meanwhile_is_reported(monkeypatch: pytest.MonkeyPatch
     assert caught.value.cause is Cause.KV_SOURCE
 
 
-def test_a_block_that_is_changed_on_the_way_is_found() -> None:
+def test_a_block_that_is_modified_on_the_way_is_detected() -> None:
     def damaged(objects: list[BlockObject]) -> list[Any]:
         class Changed:
             def pieces(self) -> list[bytes]:
@@ -335,7 +337,7 @@ def test_no_block_that_a_peer_alters_is_used(num_cases: int, seed: int) -> None:
     assert outcomes["computed"] > num_cases // 2
 
 
-def test_a_lease_of_another_prompt_is_an_error_that_no_retry_cures() -> None:
+def test_a_lease_of_another_prompt_is_an_error_that_a_retry_does_not_fix() -> None:
     sending = FakeTransfer()
     others = [BlockObject(bytes(32), bytes(32), 0, each.tokens, payload_of(0)) for each in blocks()]
     sending.faults = [None, lambda _: others]
@@ -356,7 +358,7 @@ def test_a_lease_of_another_prompt_is_an_error_that_no_retry_cures() -> None:
         (Draining("expected another server"), "UNAVAILABLE"),
     ],
 )
-def test_clients_retry_only_what_may_pass(refusal: RadixKVError, status: str) -> None:
+def test_clients_retry_only_temporary_errors(refusal: RadixKVError, status: str) -> None:
     """Clients retry UNAVAILABLE, so it is for refusals that end by themselves."""
     sending = FakeTransfer()
     sending.faults = [refusal] * 3
@@ -392,7 +394,7 @@ def test_a_store_that_only_one_side_has_is_not_used() -> None:
     assert fetched(sending, stores=stores)[0] == (0, list(range(NUM_BLOCKS)))
 
 
-def test_a_handle_of_another_block_is_found() -> None:
+def test_a_handle_of_another_block_is_detected() -> None:
     sending = FakeTransfer()
     sending.stores = FakeStores(reported=range(NUM_BLOCKS))
     other = [each._replace(key=bytes(32)) for each in blocks()]

@@ -90,14 +90,14 @@ def test_files_that_can_not_be_used_are_named(tmp_path: Path) -> None:
             KVSources({"a": KVSourceConfig(HERE, token_file=str(tmp_path / name))})
 
 
-def test_a_token_does_not_leave_this_machine_in_the_clear(tmp_path: Path) -> None:
+def test_a_token_is_not_sent_to_another_machine_without_tls(tmp_path: Path) -> None:
     (tmp_path / "token").write_text("secret-token")
     with pytest.raises(ConfigError, match=r"kv_sources\.a: token: requires tls_ca") as caught:
         require_sources({"a": KVSourceConfig("10.0.0.1:50051", token_file=str(tmp_path / "token"))})
     assert "secret" not in str(caught.value)
 
 
-def test_certificates_that_can_not_be_used_are_refused_before_anyone_asks(tmp_path: Path) -> None:
+def test_certificates_that_can_not_be_used_are_refused_before_the_first_call(tmp_path: Path) -> None:
     (tmp_path / "none.pem").write_text("no certificate")
     messages = {"absent": r"a\.tls_ca: expected a file of certificates", "none.pem": "a: tls_ca: the file contains no"}
     for name, message in messages.items():
@@ -105,7 +105,7 @@ def test_certificates_that_can_not_be_used_are_refused_before_anyone_asks(tmp_pa
             require_sources({"a": KVSourceConfig(HERE, tls_ca=str(tmp_path / name))})
 
 
-def test_two_sections_of_one_address_are_refused() -> None:
+def test_two_sections_with_one_address_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"^kv_sources\.b\.address: kv_sources\.a has the same address"):
         require_sources({"a": KVSourceConfig(HERE), "b": KVSourceConfig(HERE)})
 

@@ -43,7 +43,7 @@ def test_the_embedded_model_has_a_tokenizer():
     assert hashlib.sha256(b"".join(chunk.data for chunk in chunks)).hexdigest() == chunks[-1].sha256
 
 
-def test_the_digest_can_be_asked_for_alone():
+def test_the_digest_can_be_requested_alone():
     async def ask(stub):
         request = GetTokenizerRequest(digest_only=True)
         return [chunk async for chunk in stub.GetTokenizer(request, timeout=PATIENCE_S)]

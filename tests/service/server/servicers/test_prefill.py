@@ -89,7 +89,7 @@ def test_the_cache_is_read_and_written_unless_the_request_says_no():
     assert params.retention is None
 
 
-def test_a_request_id_is_made_when_there_is_none_and_echoed_when_there_is():
+def test_a_request_id_is_generated_if_absent_and_otherwise_returned():
     async def talk(client, engine):
         return [(await client.prefill([1], request_id=name)).request_id for name in ("", "", "mine")]
 
@@ -100,7 +100,7 @@ def test_a_request_id_is_made_when_there_is_none_and_echoed_when_there_is():
     assert mine == "mine"
 
 
-def test_an_answer_carries_all_the_engine_said():
+def test_a_response_has_everything_that_the_engine_returned():
     async def talk(client, engine):
         await client.prefill([1, 2, 3])
         return await client.prefill([1, 2, 4, 5], top_logprobs=2, return_logits=True)
@@ -181,7 +181,7 @@ def test_probe_says_what_would_be_reused():
     assert (miss.cached_tokens, miss.prompt_tokens, miss.miss_reason) == (0, 3, COLD)
 
 
-def test_stats_carry_all_the_engine_said():
+def test_stats_have_everything_that_the_engine_returned():
     async def talk(client, engine):
         await client.prefill([1], hold_lease=True)
         return await client.stats()
@@ -246,7 +246,7 @@ def test_a_retention_without_a_priority_is_refused():
 
 
 @pytest.mark.parametrize("nanos", [-1, 10**9])
-def test_a_duration_that_is_none_is_refused(nanos):
+def test_an_invalid_duration_is_refused(nanos):
     async def talk(client, engine):
         retention = RetentionMessage(priority=80, ttl=Duration(seconds=1, nanos=nanos))
         retain = CacheServiceStub(client._channel).Retain
@@ -278,7 +278,7 @@ def test_a_retention_that_cannot_be_sent_names_its_field(retention, message):
     assert calling(talk) == []
 
 
-def test_an_end_of_nothing_is_not_the_end_of_the_prompt():
+def test_an_end_token_of_zero_is_not_the_end_of_the_prompt():
     async def talk(client, engine):
         await client.prefill([1], retention=Retention(80, ttl_s=1.9999999999, end=0))
         return engine.params[0].retention
@@ -463,7 +463,7 @@ def test_a_message_above_the_limit_is_refused():
     assert calling(talk, max_message_bytes=2048) == (grpc.StatusCode.RESOURCE_EXHAUSTED, 3)
 
 
-def test_stop_tokens_are_counted_before_they_are_looked_at():
+def test_stop_tokens_are_counted_before_they_are_validated():
     async def talk(client, engine):
         refusal = await refusal_of(anext(client.generate([3], stop_token_ids=[5] * 1025)))
         return refusal.code(), refusal.details()
@@ -479,7 +479,7 @@ def test_an_answer_may_be_larger_than_a_message_that_is_accepted():
     assert calling(talk, FakeEngine(num_logits=10_000), max_message_bytes=2048) == 40_000
 
 
-def test_the_engine_judges_prompts():
+def test_the_engine_validates_prompts():
     async def talk(client, engine):
         return [(await refusal_of(client.prefill(ids))).code() for ids in ([], [VOCAB_SIZE])]
 
@@ -534,7 +534,7 @@ class BusyEngine(FakeEngine):
         self.futures[0].set_result(answered.result())
 
 
-def test_a_lease_is_given_back_at_once_if_its_caller_has_gone():
+def test_a_lease_is_released_at_once_if_its_caller_has_disconnected():
     async def run():
         engine, released = BusyEngine(), []
         engine.release = lambda lease_id, caller: released.append((lease_id, caller.tenant))

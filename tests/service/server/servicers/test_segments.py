@@ -68,7 +68,7 @@ def test_ids_reveal_nothing_about_the_segments_of_other_tenants(engine):
     assert own.parent_id == 0
 
 
-def test_a_salt_is_not_reported(engine):
+def test_a_salt_is_not_returned(engine):
     def talk(address):
         with Client(address, timeout_s=PATIENCE_S) as client:
             return client.segments()
@@ -92,7 +92,7 @@ def test_a_tenant_sees_its_own_and_no_total(engine):
     assert list(nobodys.segments) == []
 
 
-def test_the_hottest_come_first_with_pins_and_retention(engine):
+def test_the_hottest_segments_are_listed_first_with_pins_and_retention(engine):
     cache = engine.cache
     namespace = Namespace("model", "a")
     cache.retain(namespace, spell("abcdefgh"), Retention(80, ttl_s=1000.0))
@@ -148,7 +148,7 @@ def test_inconsistent_requests_are_refused(engine):
     assert [text.partition(":")[0] for _, text in refusals] == ["page_size"] * 3 + ["page_token"] * 3 + ["tenant"]
 
 
-def test_a_wrong_type_is_named_before_anything_is_sent():
+def test_a_wrong_type_is_refused_by_name_before_anything_is_sent():
     client = Client("127.0.0.1:1")
     with pytest.raises(TypeError, match="page_size: expected whole numbers from 0"):
         client.segments(page_size="many")

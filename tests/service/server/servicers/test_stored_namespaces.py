@@ -57,7 +57,7 @@ def test_a_tenant_sees_its_own_alone_in_a_bounded_number_of_calls(engine, monkey
     assert not second.HasField("total_segments")
 
 
-def test_a_store_that_is_not_there_is_named(engine):
+def test_a_store_that_does_not_exist_is_named(engine):
     def talk(address):
         with Client(address, timeout_s=PATIENCE_S) as client:
             details = []

@@ -96,7 +96,7 @@ def test_tokens_that_arrive_while_others_are_sent_are_sent_with_them():
     assert (list(answers), ended) == ([], [])
 
 
-def test_of_an_answer_that_ended_what_is_unread_stays_to_be_taken():
+def test_unsent_tokens_of_a_completion_that_ended_can_still_be_taken():
     async def run():
         line = Line()
         await line.receive(0, chunk_of(1, 0))
@@ -146,7 +146,7 @@ def test_tokens_count_as_held_until_they_are_sent(num_top):
     assert asyncio.run(run()) == [2 * one, 2 * one, 3 * one, one, 0]
 
 
-def test_an_account_that_leaves_too_much_unread_loses_the_call_and_others_do_not():
+def test_only_the_call_of_a_key_that_leaves_too_much_unread_ends():
     async def run():
         line = Line(10 * unsent_bytes(1, 101))
         other = Line(account=OTHER, held=line.held)
@@ -178,7 +178,7 @@ def test_tokens_after_the_end_are_not_held():
     assert asyncio.run(run()) == 0
 
 
-def test_of_what_was_dropped_no_part_is_taken():
+def test_dropped_tokens_are_not_taken_in_part():
     async def run():
         line = Line(2 * unsent_bytes(1, 1))
         await line.receive(0, chunk_of(1, 0))
