@@ -22,21 +22,17 @@ _INSTRUCTION_SETS = (
 )
 
 
-def describe_run(module: str | None = None, arguments: Sequence[str] | None = None) -> dict[str, object]:
+def describe_run(module: str, arguments: Sequence[str] | None = None) -> dict[str, object]:
     """Describe the run that produced a result: its command, commit, date, machine and versions.
 
     Outside a git checkout, the environment variable RADIXKV_COMMIT names the commit.
 
     Args:
-        module: the benchmark, such as `bench.rpc`; None leaves the command out.
+        module: the benchmark, such as `bench.rpc`.
         arguments: its arguments; None for those of this process.
     """
-    command: dict[str, object] = {}
-    if module is not None:
-        words = sys.argv[1:] if arguments is None else arguments
-        command["command"] = shlex.join(["python", "-m", module, *words])
     return {
-        **command,
+        "command": shlex.join(["python", "-m", module, *(sys.argv[1:] if arguments is None else arguments)]),
         "commit": current_commit(Path(__file__).parent) or os.environ.get("RADIXKV_COMMIT"),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "machine": describe_machine(),

@@ -520,7 +520,7 @@ def main() -> int:
     parser.add_argument("--tiers", action="append", choices=STORES, default=[], help="may be repeated")
     options = parser.parse_args()
     start_s, counts, first, rows = time.perf_counter(), Counter[str](), "", []
-    run = describe_run()
+    run = describe_run("tests.model.exact.exact_cases")
     models = _models(options)
     with ProcessPoolExecutor(options.jobs, get_context("spawn")) as pool:
         for row in pool.map(_try_model, [options] * len(models), models):
