@@ -269,7 +269,7 @@ class StateSlots:
     Attributes:
         block_size, num_snapshots, every_tokens: the arguments.
         table: int32 `[num_blocks]`, the slot of each block's snapshot; -1 where there is none. Read-only for callers.
-        num_given_up: snapshots evicted so far.
+        num_evicted: snapshots evicted so far.
         num_recomputed_tokens: cached tokens that were computed again so far, because the last snapshot was before them.
     """
 
@@ -280,7 +280,7 @@ class StateSlots:
         self.num_snapshots = num_snapshots
         self.every_tokens = max(1, every_tokens // block_size) * block_size
         self.table: npt.NDArray[np.int32] = np.full(num_blocks, _NO_SLOT, dtype=np.int32)
-        self.num_given_up = 0
+        self.num_evicted = 0
         self.num_recomputed_tokens = 0
         self.num_slots = num_requests + num_snapshots
         self._free = list(range(self.num_slots - 1, -1, -1))
@@ -298,7 +298,7 @@ class StateSlots:
 
     def stats(self) -> StateStats:
         """Count the snapshots. Complexity: O(1)."""
-        return StateStats(self.num_kept, self.num_snapshots, self.num_given_up, self.num_recomputed_tokens)
+        return StateStats(self.num_kept, self.num_snapshots, self.num_evicted, self.num_recomputed_tokens)
 
     def num_reusable_tokens(self, block_ids: BlockIds, num_tokens: int) -> int:
         """Find how much of a cached prompt can be reused.
@@ -374,7 +374,7 @@ class StateSlots:
             ):
                 return None
             self._order.evict(lowest)
-            self.num_given_up += 1
+            self.num_evicted += 1
             self._detach(lowest)
         self._num_pending += 1
         return self._free.pop()

@@ -337,9 +337,9 @@ class WindowedLayers:
             return None
         return PartStats(
             free=sum(pool.num_free for pool in self.pools),
-            needed=sum(pool.num_needed for pool in self.pools),
-            kept=sum(pool.num_waiting for pool in self.pools),
-            given_up=sum(pool.num_given_up for pool in self.pools),
+            needed=sum(pool.num_pinned for pool in self.pools),
+            kept=sum(pool.num_unpinned for pool in self.pools),
+            given_up=sum(pool.num_evicted for pool in self.pools),
             shortened_hits=self._num_shortened_hits,
             lost_tokens=self._num_lost_tokens,
         )

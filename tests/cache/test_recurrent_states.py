@@ -187,7 +187,7 @@ def test_without_room_a_request_keeps_what_it_can() -> None:
     lease = lease_of(slots, 41)
     assert compute(lease, 0, 20) == [16]
     assert compute(lease, 20, 41) == [32]
-    assert (slots.num_given_up, slots.num_reusable_tokens(BLOCKS, 41)) == (1, 32)
+    assert (slots.num_evicted, slots.num_reusable_tokens(BLOCKS, 41)) == (1, 32)
 
 
 def test_a_request_reads_a_snapshot_once_and_then_its_own_slot() -> None:
@@ -249,7 +249,7 @@ def test_a_freed_block_gives_its_snapshot_back() -> None:
     slots = slots_of()
     publish(slots, 8, 20)
     slots.free_snapshots(SLOT_BLOCKS[3:])
-    assert (slots.num_reusable_tokens(SLOT_BLOCKS, 31), slots.num_kept, slots.num_given_up) == (8, 1, 0)
+    assert (slots.num_reusable_tokens(SLOT_BLOCKS, 31), slots.num_kept, slots.num_evicted) == (8, 1, 0)
     slots.check(SLOT_BLOCKS[3:])
 
 
@@ -259,7 +259,7 @@ def test_the_snapshot_with_the_lowest_score_is_evicted() -> None:
     publish(slots, 20, saved_tokens=8)
     publish(slots, 28, saved_tokens=16)
     assert [slots.num_reusable_tokens(SLOT_BLOCKS, tokens) for tokens in (31, 27)] == [28, 8]
-    assert slots.num_given_up == 1
+    assert slots.num_evicted == 1
     assert slots.take(1) is None, "all others are score more"
     slots.check(NONE_FREE)
 

@@ -34,11 +34,11 @@ def test_a_long_request_needs_no_more_than_its_reach_and_its_step() -> None:
     most = 0
     for start in range(0, 32, 4):
         holder.cover(BLOCKS, start, start + 4)
-        most = max(most, pool.num_needed)
+        most = max(most, pool.num_pinned)
         holder.settle(start + 4)
-        assert pool.num_needed == 2  # three tokens before an even position lie in two blocks
+        assert pool.num_pinned == 2  # three tokens before an even position lie in two blocks
     assert most == 4
-    assert pool.num_given_up == 4  # sixteen blocks were written, and there are twelve parts
+    assert pool.num_evicted == 4  # sixteen blocks were written, and there are twelve parts
 
 
 def test_the_table_holds_what_is_within_reach() -> None:
@@ -75,7 +75,7 @@ def test_a_step_that_is_not_all_computed_is_settled_where_it_ended() -> None:
     holder.cover(BLOCKS, 0, 8)
     holder.settle(3)
     assert sorted(holder.needed) == [10, 11]
-    assert pool.num_waiting == 2
+    assert pool.num_unpinned == 2
 
 
 def test_a_copied_block_is_kept_until_the_copy_is_made() -> None:
@@ -146,7 +146,7 @@ def test_closing_releases_reserved_parts_once() -> None:
     holder.cover(BLOCKS, 0, 4)
     holder.close()
     holder.close()
-    assert (pool.num_reserved, pool.num_needed, pool.num_waiting) == (0, 0, 2)
+    assert (pool.num_reserved, pool.num_pinned, pool.num_unpinned) == (0, 0, 2)
 
 
 def received(pool: WindowPool) -> tuple[WindowLease, list[int]]:
@@ -188,7 +188,7 @@ def test_parts_from_which_others_may_continue_outlast_passed_ones() -> None:
         holder.cover(BLOCKS, start, start + 4)
         holder.settle(start + 4)
     holder.close()
-    assert pool.num_given_up == 8
+    assert pool.num_evicted == 8
     assert with_part(pool)[:2] == [12, 13]
 
 
@@ -406,12 +406,12 @@ def test_every_token_within_reach_is_what_was_computed(groups: WindowedLayers) -
         assert walk.events[each] > 10, each
     if groups.pools[0].num_parts < 60:
         assert walk.events["cut short"] > 10
-        assert min(pool.num_given_up for pool in groups.pools) > 100
+        assert min(pool.num_evicted for pool in groups.pools) > 100
     for running in walk.running:
         for holder in running.holders:
             holder.close()
     groups.check([], np.array(walk.free, dtype=np.int32))
-    assert all(pool.num_needed == pool.num_reserved == 0 for pool in groups.pools)
+    assert all(pool.num_pinned == pool.num_reserved == 0 for pool in groups.pools)
 
 
 @pytest.mark.parametrize(
@@ -570,12 +570,12 @@ def test_a_held_lease_keeps_what_its_prompt_needs_to_be_found() -> None:
     lease.hold()
     cache.check()
     pool = cache.windows.pools[0]
-    assert (pool.num_lasting, pool.num_reserved, pool.num_needed) == (2, 2, 2)
+    assert (pool.num_lasting, pool.num_reserved, pool.num_pinned) == (2, 2, 2)
     for text in "0123":
         publish(cache, text * 60)
     assert found(cache, ALPHABET) == 23
     lease.close()
-    assert (pool.num_lasting, pool.num_reserved, pool.num_needed) == (0, 0, 0)
+    assert (pool.num_lasting, pool.num_reserved, pool.num_pinned) == (0, 0, 0)
 
 
 def test_held_leases_leave_a_request_its_parts() -> None:
@@ -642,7 +642,7 @@ def test_parts_are_counted_by_owner() -> None:
         stats = cache.windows.stats()
         assert stats is not None
         assert (stats.needed, stats.kept, stats.free) == (len(holder.needed), 6 - len(holder.needed), 8)
-        assert stats.given_up == pool.num_given_up == 0
+        assert stats.given_up == pool.num_evicted == 0
 
 
 def test_a_cache_without_parts_counts_none() -> None:

@@ -1258,7 +1258,7 @@ PART_MUTANTS = (
         "start = -(-(base + first * stride) // page) * page",
         "start = (base + first * stride) // page * page",
     ),
-    Mutant("cache/window_pool.py", "        self.num_given_up += 1\n", ""),
+    Mutant("cache/window_pool.py", "        self.num_evicted += 1\n", ""),
     Mutant("cache/window_pool.py", "self.num_parts - self.num_step_parts - self.num_reserved", "self.num_parts"),
     Mutant("cache/window_pool.py", "(num_parts - min_num_parts) // 2", "num_parts - min_num_parts"),
     Mutant(

@@ -94,7 +94,7 @@ def test_an_evicted_prompt_is_loaded_with_its_bits(model: str, kv_dtype: str, tm
 
 def test_blocks_outside_every_window_are_loaded_without_their_windowed_part(engine: Engine) -> None:
     ask(engine, tokens(1))
-    assert engine._core.cache.windows.pools[0].num_given_up > 0
+    assert engine._core.cache.windows.pools[0].num_evicted > 0
     evict(engine)
     assert engine.offload is not None
     assert engine.offload.index.tiers["host"].partless
