@@ -28,8 +28,8 @@ def secret_of(config: TiersConfig) -> bytes:
     secret = read_named("tiers.secret_file", config.secret_file).strip()
     if len(secret) < _MIN_SECRET_BYTES:
         raise ConfigError(
-            "tiers.secret_file: expected 32 random bytes or more, such as from `openssl rand -hex 32`, got "
-            f"{len(secret)}"
+            f"tiers.secret_file: expected at least {_MIN_SECRET_BYTES} bytes, such as the output of "
+            f"`openssl rand -hex 32`, got {len(secret)}"
         )
     return blake2b(secret, digest_size=MAX_SECRET_BYTES).digest()
 

@@ -48,11 +48,11 @@ def test_a_key_makes_ciphers(tmp_path: Path) -> None:
         ),
         (
             TiersConfig(secret_file="EMPTY"),
-            "tiers.secret_file: expected 32 random bytes or more, such as from `openssl rand -hex 32`, got 0",
+            "tiers.secret_file: expected at least 16 bytes, such as the output of `openssl rand -hex 32`, got 0",
         ),
         (
             TiersConfig(secret_file="SHORT"),
-            "tiers.secret_file: expected 32 random bytes or more, such as from `openssl rand -hex 32`, got 15",
+            "tiers.secret_file: expected at least 16 bytes, such as the output of `openssl rand -hex 32`, got 15",
         ),
         (
             TiersConfig(encryption_key_file="/nowhere"),
