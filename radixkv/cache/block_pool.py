@@ -51,9 +51,9 @@ class BlockPool:
     The pool scans again when the known runs have too few blocks, or when none is long enough and at least a sixteenth
     of the free blocks is outside them.
 
-    Every method takes or returns int32 arrays of distinct ids, costs O(len) and has no Python loop over blocks. Only a
-    scan costs more: O(free log free) if few blocks are free, otherwise a pass over the states (0.16 to 0.7 ms for a
-    million). A method that raises has changed nothing.
+    `acquire`, `release`, `publish` and `unpublish` take or return int32 arrays of distinct ids, cost O(len) and have no
+    Python loop over blocks. Only a scan costs more: O(free log free) if few blocks are free, otherwise a pass over the
+    states (0.16 to 0.7 ms for a million). A method that raises has changed nothing.
 
     Args:
         num_blocks: number of all blocks.

@@ -30,7 +30,7 @@ _MAX_NODES = 1024
 class PublicPrefix:
     """Tokens that an operator made public.
 
-    registered ── computed ──▶ matched by prompts ── unregistered ──▶ draining ── the last lease closes ──▶ gone
+        registered ── computed ──▶ matched by prompts ── unregistered ──▶ draining ── the last lease closes ──▶ freed
 
     Attributes:
         name: given by the operator.
@@ -204,7 +204,8 @@ class PublicPrefixes:
 
         Raises:
             UnknownPublicPrefix: it was unregistered in the meantime, and its blocks are free.
-            OutOfBlocks: the pools of windowed layers have no room for it. Call `abandon` to free its blocks.
+            OutOfBlocks, QuotaExceeded: the pools of windowed layers have no room for it, or the tenant of public
+                prefixes is at its ceiling. Call `abandon` to free its blocks.
             InvariantViolation: it is not completely cached. Call `abandon` to free the cached blocks.
         """
         if not self.is_registered(prefix):

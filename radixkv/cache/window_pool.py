@@ -98,10 +98,10 @@ class WindowPool:
     Unpinned parts stay, because another prompt may continue there, and are evicted in the order of a `PartQueue` when
     parts run out.
 
-              pin            unpin_passed, unpin_ends          evicted, for another block
+              pin            unpin_passed, unpin_ends          evicted for another block
         free ──────▶ pinned ◀─────────────────▶ unpinned, in a queue ──────────────▶ pinned
              ◀──────────────────────────────────
-                   freed, with its block
+                   freed with its block, or evicted so that blocks can use its memory
 
     With a `PartMemory`, parts and blocks share one memory. A part takes the memory of free blocks, which meanwhile are
     withheld from leases; a lease takes the memory of unpinned parts. `Evictor.make_room` decides what is evicted, and

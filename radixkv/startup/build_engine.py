@@ -322,8 +322,8 @@ def _open_statements(
 ) -> tuple[TenantLedger | None, StatementBook | None, QuotaShadows | None]:
     """Return the ledger, the statement book and the quota shadows; all None without `server.statement_path`.
 
-    The shadows are None if no tenant has a ceiling. The files and the shadows are added to
-    `opened`, which closes them if the start fails.
+    The shadows are None if no tenant has a ceiling. The files and the shadows are added to `opened`, which closes them
+    if the start fails.
     """
     path = config.server.statement_path
     if path is None:
