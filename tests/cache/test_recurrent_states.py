@@ -16,7 +16,7 @@ def test_the_snapshot_that_saves_the_fewest_tokens_has_the_lowest_score() -> Non
     assert order.lowest() == 4
 
 
-def test_a_use_counts_as_much_as_the_making() -> None:
+def test_a_use_adds_the_saved_tokens_to_the_score() -> None:
     order = SnapshotOrder()
     order.add(1, 100)
     order.add(2, 250)
@@ -69,7 +69,7 @@ def test_the_order_is_that_of_a_plain_list_whatever_happens() -> None:
 
 
 @pytest.mark.parametrize("is_used", [False, True])
-def test_outdated_entries_take_no_more_room_than_current_ones(is_used: bool) -> None:
+def test_outdated_entries_take_no_more_memory_than_current_ones(is_used: bool) -> None:
     order = SnapshotOrder()
     for slot in range(1000):
         order.add(slot % 7, slot)
@@ -116,7 +116,7 @@ def compute(
         (41, 60, [16, 32, 40]),
     ],
 )
-def test_a_prompt_keeps_its_end_its_branch_and_a_state_every_so_often(
+def test_a_prompt_saves_states_at_its_end_its_branch_and_at_regular_distances(
     num_tokens: int, found_tokens: int, expected: list[int]
 ) -> None:
     assert compute(lease_of(slots_for_leases(), num_tokens, found_tokens), 0, num_tokens) == expected
@@ -245,7 +245,7 @@ def test_a_block_keeps_its_first_snapshot() -> None:
     slots.check(NONE_FREE)
 
 
-def test_a_freed_block_gives_its_snapshot_back() -> None:
+def test_the_snapshot_of_a_freed_block_is_freed() -> None:
     slots = slots_of()
     publish(slots, 8, 20)
     slots.free_snapshots(SLOT_BLOCKS[3:])
@@ -277,7 +277,7 @@ def test_a_snapshot_that_a_request_reads_is_not_evicted() -> None:
     slots.check(NONE_FREE)
 
 
-def test_a_slot_whose_block_is_freed_is_kept_for_those_that_read_it() -> None:
+def test_a_slot_whose_block_is_freed_is_kept_until_it_is_read() -> None:
     slots = slots_of(num_snapshots=1)
     publish(slots, 8)
     first, second = (slots.open(SLOT_BLOCKS, 8, 31, 31) for _ in range(2))
@@ -327,7 +327,7 @@ def test_a_used_snapshot_is_not_retracted() -> None:
 
 
 @pytest.mark.parametrize("harm", ["lost", "free block", "pending"])
-def test_the_check_sees_what_does_not_add_up(harm: str) -> None:
+def test_the_check_detects_inconsistencies(harm: str) -> None:
     slots = slots_of()
     publish(slots, 8)
     if harm == "lost":

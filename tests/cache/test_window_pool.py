@@ -64,9 +64,9 @@ def test_passed_parts_are_evicted_before_those_where_a_prompt_ended() -> None:
     pool.unpin_ends([1])
     pool.unpin_passed({3: 0, 2: 0}, 1)
     pool.pin([6])
-    assert with_part(pool) == [1, 2, 4, 5, 6], "the one that was passed first is gone"
+    assert with_part(pool) == [1, 2, 4, 5, 6], "the one that was passed first was evicted"
     pool.pin([7, 8])
-    assert with_part(pool) == [4, 5, 6, 7, 8], "the end goes last"
+    assert with_part(pool) == [4, 5, 6, 7, 8], "the end is evicted last"
     assert (pool.num_evicted, pool.num_pinned, pool.num_free) == (3, 5, 0)
 
 
@@ -147,7 +147,7 @@ def test_a_pool_that_is_too_small_for_one_request_is_refused() -> None:
         pool_of(4)
 
 
-def test_more_needs_than_parts_are_a_bug_of_the_caller() -> None:
+def test_pinning_more_parts_than_there_are_is_a_bug_of_the_caller() -> None:
     pool = pool_of(5)
     with pytest.raises(InvariantViolation, match="expected one that no request needs, got 5 needed ones"):
         pool.pin(range(6))

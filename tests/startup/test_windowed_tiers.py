@@ -77,7 +77,7 @@ def ask_warm(engine: Engine, prompt: bytes) -> tuple[int, int]:
 
 
 def evict(engine: Engine, num_blocks: int = NUM_BLOCKS) -> None:
-    """Let blocks leave the device, and wait until the stores have them."""
+    """Evict blocks from the device, and wait until the stores have them."""
     engine._call(lambda: engine._core.cache.evict(num_blocks)).result(PATIENCE_S)
     settle(engine)
 
