@@ -173,7 +173,7 @@ class PublicPrefixes:
 
         Raises:
             SwitchedOff: the model has recurrent states.
-            InvalidRequest: the name is empty or taken, or the tokens are fewer than a block.
+            InvalidRequest: the name is empty or in use, or the tokens are fewer than a block.
             OutOfBlocks: public prefixes would take too many blocks, or too many parts of windowed layers.
         """
         if self._state.state_slots is not None:
@@ -341,7 +341,7 @@ class PublicPrefixes:
             self._free(prefix)
 
     def tokens_of(self, namespace: Namespace) -> bytes | None:
-        """Return the tokens of the public prefix above a namespace's tree; None if the prefix is gone.
+        """Return the tokens of the public prefix above a namespace's tree; None if the prefix no longer exists.
 
         Complexity: O(public prefixes) if the tree is below a prefix, otherwise O(1).
         """

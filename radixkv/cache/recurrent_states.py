@@ -145,7 +145,7 @@ class StateLease:
         self._num_prompt_tokens = num_prompt_tokens
         size = slots.block_size
         whole_tokens = (num_prompt_tokens - 1) // size * size
-        self._wanted = {whole_tokens, min(found_tokens // size * size, whole_tokens)}
+        self._requested = {whole_tokens, min(found_tokens // size * size, whole_tokens)}
         self._pending: dict[int, _Pending] = {}  # by position
         self._last_of_completion: _Last | None = None
         self._is_closed = False
@@ -160,13 +160,13 @@ class StateLease:
         """Slots of snapshots that are not published yet."""
         return [each.slot for each in self._pending.values()]
 
-    def want(self, position: int) -> bool:
+    def request_snapshot(self, position: int) -> bool:
         """Request a snapshot at the end of a block, because another request waits to continue there.
 
         Returns:
             Whether the pool keeps snapshots.
         """
-        self._wanted.add(position)
+        self._requested.add(position)
         return self._slots.num_snapshots > 0
 
     def writes(self, start: int, end: int, *, keeps: bool) -> list[tuple[int, int]]:
@@ -193,11 +193,11 @@ class StateLease:
         return [*kept, (end, self.slot)]
 
     def _positions(self, start: int, end: int) -> list[int]:
-        """List the ends of blocks after `start`, up to `end`, where snapshots are wanted."""
+        """List the ends of blocks after `start`, up to `end`, where snapshots are saved."""
         size, every = self._slots.block_size, self._slots.every_tokens
         upto = min(end, self._num_prompt_tokens - 1)
         positions = {*range((start // every + 1) * every, upto + 1, every)}
-        positions |= {position for position in (*self._wanted, *self._pending) if start < position <= end}
+        positions |= {position for position in (*self._requested, *self._pending) if start < position <= end}
         newest = end // size * size
         if newest > max(start, self._num_prompt_tokens - 1):
             positions.add(newest)

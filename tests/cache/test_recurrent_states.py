@@ -133,7 +133,7 @@ def test_chunks_keep_the_same_states(size: int) -> None:
 def test_a_state_that_another_request_waits_for_is_kept() -> None:
     lease = lease_of(slots_for_leases(), 41)
     assert compute(lease, 0, 10) == []
-    assert lease.want(12)
+    assert lease.request_snapshot(12)
     assert compute(lease, 10, 20) == [12, 16]
 
 
