@@ -1,4 +1,4 @@
-"""Prefix-caching prefill: a radix tree of token segments over reference-counted KV blocks.
+"""Prefix-caching prefill for LLMs: radix trees of tokens over blocks of K/V memory.
 
 In this process, without a server (docs/LIBRARY.md):
 

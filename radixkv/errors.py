@@ -174,7 +174,7 @@ class TooManyReaders(CapacityError):
 
 
 class QuotaExceeded(CapacityError):
-    """The tenant is at its ceiling."""
+    """The tenant has as many blocks, held leases or blocks in held leases as its quota allows."""
 
 
 class LifecycleError(RadixKVError):

@@ -77,8 +77,8 @@ class StepCounter(Observer):
     def step_done(self, seconds: float, num_requests: int, num_prefill_tokens: int, num_decode_tokens: int) -> None:
         """Count the blocks of windowed layers."""
         for pool in self._cache.windows.pools:
-            self.needed.append(pool.num_needed)
-            self.cached.append(pool.num_waiting)
+            self.needed.append(pool.num_pinned)
+            self.cached.append(pool.num_unpinned)
 
 
 class WindowedServer:

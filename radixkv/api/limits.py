@@ -110,7 +110,11 @@ class Limits:
         )
 
     def require_retention(self, tokens: bytes, retention: Retention) -> None:
-        """Reject a prompt that `require_tokens` rejects, and a retention whose range is not within the prompt."""
+        """Reject a prompt that `require_tokens` rejects, and a retention that is invalid or not within the prompt.
+
+        Raises:
+            InvalidRequest, PromptTooLong: the message names the field.
+        """
         self.require_tokens(tokens)
         retention.range_in(len(tokens) // TOKEN_BYTES)
 

@@ -24,7 +24,8 @@ class Segment(NamedTuple):
         num_uses: number of prompts that contained the whole segment. A segment that grows keeps the number. After a
             split both parts keep it, and the prompt that caused the split counts for the first part.
         idle_s: seconds since a request last began or ended here.
-        heat: `num_uses + 1`, halved for each `HEAT_HALF_LIFE_S` in `idle_s`. No segment is hotter than its parent.
+        heat: `num_uses + 1`, halved for each `HEAT_HALF_LIFE_S` in `idle_s`. No segment is hotter than its parent,
+            except on paths of more than 24 segments.
         num_leases: leases that keep it from eviction.
         priority: 0 to 100, set by a retention.
         is_retained: whether it counts as retained, because of its own priority or that of a later segment.

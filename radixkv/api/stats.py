@@ -213,7 +213,7 @@ class EngineLoad:
     Attributes:
         blocks: blocks by state.
         requests: requests by state.
-        namespaces: namespaces with at least one cached token.
+        namespaces: radix trees: one per namespace with cached tokens, and further ones below public prefixes.
         held_leases: held leases.
         evicted_blocks: total since the start.
         evicted_probation_blocks: evicted blocks that were on probation.

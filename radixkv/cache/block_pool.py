@@ -51,9 +51,9 @@ class BlockPool:
     The pool scans again when the known runs have too few blocks, or when none is long enough and at least a sixteenth
     of the free blocks is outside them.
 
-    Every method takes or returns int32 arrays of distinct ids, costs O(len) and has no Python loop over blocks. Only a
-    scan costs more: O(free log free) if few blocks are free, otherwise a pass over the states (0.16 to 0.7 ms for a
-    million). A method that raises has changed nothing.
+    `acquire`, `release`, `publish` and `unpublish` take or return int32 arrays of distinct ids, cost O(len) and have no
+    Python loop over blocks. Only a scan costs more: O(free log free) if few blocks are free, otherwise a pass over the
+    states (0.16 to 0.7 ms for a million). A method that raises has changed nothing.
 
     Args:
         num_blocks: number of all blocks.
@@ -190,7 +190,7 @@ class BlockPool:
             self._set_known_runs(self._find_free())
             longest = self._lengths.argmax()
         self._use_run(int(longest))
-        # The run may be the room of another lease, so a caller that asks for room skips at most half of the rest.
+        # The run may be the room of another lease, so a caller that requests room skips at most half of the rest.
         skipped = max(0, min(room, (self._end - self._start - num_blocks) // 2))
         self._start += skipped
         self._num_outside_runs += skipped
@@ -202,15 +202,15 @@ class BlockPool:
         ends = np.cumsum(self._lengths[order])
         num_runs = int(np.searchsorted(ends, num_blocks)) + 1
         if num_runs <= order.size:
-            taken = self._lengths[order[:num_runs]]
-            taken[-1] -= ends[num_runs - 1] - num_blocks
+            num_used = self._lengths[order[:num_runs]]
+            num_used[-1] -= ends[num_runs - 1] - num_blocks
             chosen = np.argsort(order[:num_runs])
-            runs, taken = order[chosen], taken[chosen]
-            firsts = self._starts[runs] - (np.cumsum(taken) - taken)
-            block_ids = np.repeat(firsts, taken) + np.arange(num_blocks)
+            runs, num_used = order[chosen], num_used[chosen]
+            firsts = self._starts[runs] - (np.cumsum(num_used) - num_used)
+            block_ids = np.repeat(firsts, num_used) + np.arange(num_blocks)
             if not self._states[block_ids].any():
-                self._starts[runs] += taken
-                self._lengths[runs] -= taken
+                self._starts[runs] += num_used
+                self._lengths[runs] -= num_used
                 self._use_run(self._current)
                 return block_ids.astype(np.int32)
         self._set_known_runs(self._find_free())  # now the known runs have all free blocks, and no others

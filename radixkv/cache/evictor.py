@@ -218,17 +218,17 @@ class Evictor:
         runs: list[bytes] = []
         while num_freed < num_blocks and (leaf := next_leaf()) is not None:
             usage = leaf.owner.usage
-            wanted = num_blocks - num_freed
+            num_needed = num_blocks - num_freed
             if leaf.owner.namespace.tenant != tenant:
-                wanted = min(wanted, usage.num_blocks_for_others)
+                num_needed = min(num_needed, usage.num_blocks_for_others)
             num_offered_blocks = self._policy.num_offered_blocks(leaf)
-            num_taken = min(wanted, num_offered_blocks)
+            num_taken = min(num_needed, num_offered_blocks)
             if with_dead_ends:
                 num_taken = self._num_blocks_with_dead_end(leaf, num_taken)
                 if leaf.owner.namespace.tenant != tenant:
                     num_taken = min(num_taken, usage.num_blocks_for_others)
             runs.append(self._take(leaf, num_taken, by_self=leaf.owner.namespace.tenant == tenant))
-            if wanted >= num_offered_blocks:
+            if num_needed >= num_offered_blocks:
                 self._queue.requeue(leaf)
             num_freed += len(runs[-1]) // BLOCK_ID_BYTES
         self._free(runs)

@@ -57,8 +57,8 @@ class Lease:
         node_used_s: time of the last use of `node` before this lease.
         root_prefix: the part of a public prefix above the tree; empty for most leases.
         public_tokens: tokens of `cached_tokens` that come from a public prefix.
-        found_tokens: tokens that were cached; more than `cached_tokens` if windowed layers lack the K/V of some of
-            them, or if there was no room to reuse all of them.
+        found_tokens: tokens that were cached; more than `cached_tokens` if there was no room to reuse all of them, if
+            windowed layers lack the K/V of some, or if there is no snapshot of a recurrent state at their end.
         num_expected_tokens: length that the lease will probably reach; adjacent blocks are left free for that.
         num_nodes: nodes that were visited to find what is reused.
         is_resumed: whether the request had a lease of the same prompt before.
@@ -393,6 +393,7 @@ class Lease:
             num_tokens: number of tokens for which to allocate blocks.
 
         Raises:
+            LeaseClosed: the lease is closed.
             OutOfBlocks, QuotaExceeded: free and evictable blocks together are too few. Nothing has changed.
         """
         self._require_open()
@@ -408,6 +409,9 @@ class Lease:
 
         Args:
             num_dropped_tokens: tokens of the prompt whose K/V were not copied.
+
+        Raises:
+            LeaseClosed: the lease is closed.
         """
         self._require_open()
         private_block_ids = self.private_block_ids
@@ -526,8 +530,8 @@ class Lease:
 class OpenLeases:
     """The open leases of a cache, by the names of their namespaces.
 
-    acme   { ("", ""): { lease, lease }, ("", "salt"): { lease } }
-    other  { ("", ""): { lease } }
+        acme   { ("", ""): { lease, lease }, ("", "salt"): { lease } }
+        other  { ("", ""): { lease } }
 
     Args:
         state: the pool, the trees and the evictor, which all leases of the cache use.

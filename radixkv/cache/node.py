@@ -210,7 +210,7 @@ class Node:
         retired_block_ids: packed ids of blocks that were replaced in this node while leases could still use them; they
             are freed when the node is unpinned.
         last_used_s: when a lease of this node or below last began or ended. Far above the end of that lease's path, the
-            time is only updated when the node is unpinned.
+            time is only updated when the first lease pins the node and when the last one unpins it.
         awaits: what the session of the last lease that ended here, or below, waits for. A lease whose session waits
             for nothing leaves it unchanged in nodes that have other children, or that do not belong to the session. A
             split copies it to both halves.

@@ -252,7 +252,7 @@ def _has_other_continuations(node: Node) -> bool:
 
 
 def _touch(node: Node, now_s: float) -> None:
-    """Record a use of a pinned node and its nearest ancestors. Nodes further up are updated when they are unpinned."""
+    """Record a use of a node and its nearest ancestors. Nodes further up are updated when pinned or unpinned."""
     for _ in range(NUM_FOLLOWED_NODES):
         if node.parent is None:
             return

@@ -269,7 +269,7 @@ class PrefixCache:
 
     @property
     def num_namespaces(self) -> int:
-        """Namespaces with at least one cached token."""
+        """Trees with at least one cached token: one per namespace, and further ones below public prefixes."""
         return len(self._trees)
 
     def nodes(self) -> Iterator[Node]:
@@ -735,9 +735,11 @@ class PrefixCache:
 
     def _drop(self, match: _TreeMatch, tokens: bytes, start: int, *, evicts: bool) -> tuple[int, int]:
         """Drop what is cached of a prompt in one tree; see `drop`."""
-        tree, node, size = self._trees.get(match.namespace), match.node, self.block_size
+        tree, size = self._trees.get(match.namespace), self.block_size
+        # `match.node` is None if nothing can be reused.
+        node, num_bytes, *_ = (None, 0) if tree is None else tree.match(tokens)
         first_block = -(-max(start, match.root_tokens) // size)
-        if tree is None or node is None or match.found_bytes // TOKEN_BYTES <= first_block * size:
+        if tree is None or node is None or num_bytes // TOKEN_BYTES <= first_block * size:
             return 0, 0
         num_path_blocks = node.start_bytes // (size * TOKEN_BYTES) + node.num_blocks
         top = self._retained.cut_range(node, first_block, num_path_blocks)[0]
@@ -869,12 +871,14 @@ class PrefixCache:
         Returns:
             The number of cached tokens after `start`.
 
-        Complexity: O(nodes of the path that no lease uses).
+        Complexity: that of `match`, and O(log leaves) for each node of the path that no lease uses.
         """
         match = self._find(namespace, tokens)
-        if match.node is not None:
-            self._pins.set_awaits_of_path(match.node, awaits, start * TOKEN_BYTES)
-        return max(0, min(match.found_bytes, len(tokens)) // TOKEN_BYTES - start)
+        tree = self._trees.get(match.namespace)
+        node = None if tree is None else tree.match(tokens)[0]  # `match.node` is None if nothing can be reused
+        if node is not None:
+            self._pins.set_awaits_of_path(node, awaits, start * TOKEN_BYTES)
+        return max(0, match.found_bytes // TOKEN_BYTES - start)
 
     def end_session(self, tenant: str, session_id: str) -> int | None:
         """End a session: the blocks that only it has used are evicted before all others, until they are used again.

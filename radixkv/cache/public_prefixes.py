@@ -30,7 +30,7 @@ _MAX_NODES = 1024
 class PublicPrefix:
     """Tokens that an operator made public.
 
-    registered ── computed ──▶ matched by prompts ── unregistered ──▶ draining ── the last lease closes ──▶ gone
+        registered ── computed ──▶ matched by prompts ── unregistered ──▶ draining ── the last lease closes ──▶ freed
 
     Attributes:
         name: given by the operator.
@@ -173,7 +173,7 @@ class PublicPrefixes:
 
         Raises:
             SwitchedOff: the model has recurrent states.
-            InvalidRequest: the name is empty or taken, or the tokens are fewer than a block.
+            InvalidRequest: the name is empty or in use, or the tokens are fewer than a block.
             OutOfBlocks: public prefixes would take too many blocks, or too many parts of windowed layers.
         """
         if self._state.state_slots is not None:
@@ -204,7 +204,8 @@ class PublicPrefixes:
 
         Raises:
             UnknownPublicPrefix: it was unregistered in the meantime, and its blocks are free.
-            OutOfBlocks: the pools of windowed layers have no room for it. Call `abandon` to free its blocks.
+            OutOfBlocks, QuotaExceeded: the pools of windowed layers have no room for it, or the tenant of public
+                prefixes is at its ceiling. Call `abandon` to free its blocks.
             InvariantViolation: it is not completely cached. Call `abandon` to free the cached blocks.
         """
         if not self.is_registered(prefix):
@@ -340,7 +341,7 @@ class PublicPrefixes:
             self._free(prefix)
 
     def tokens_of(self, namespace: Namespace) -> bytes | None:
-        """Return the tokens of the public prefix above a namespace's tree; None if the prefix is gone.
+        """Return the tokens of the public prefix above a namespace's tree; None if the prefix no longer exists.
 
         Complexity: O(public prefixes) if the tree is below a prefix, otherwise O(1).
         """

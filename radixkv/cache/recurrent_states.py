@@ -145,7 +145,7 @@ class StateLease:
         self._num_prompt_tokens = num_prompt_tokens
         size = slots.block_size
         whole_tokens = (num_prompt_tokens - 1) // size * size
-        self._wanted = {whole_tokens, min(found_tokens // size * size, whole_tokens)}
+        self._requested = {whole_tokens, min(found_tokens // size * size, whole_tokens)}
         self._pending: dict[int, _Pending] = {}  # by position
         self._last_of_completion: _Last | None = None
         self._is_closed = False
@@ -160,13 +160,13 @@ class StateLease:
         """Slots of snapshots that are not published yet."""
         return [each.slot for each in self._pending.values()]
 
-    def want(self, position: int) -> bool:
+    def request_snapshot(self, position: int) -> bool:
         """Request a snapshot at the end of a block, because another request waits to continue there.
 
         Returns:
             Whether the pool keeps snapshots.
         """
-        self._wanted.add(position)
+        self._requested.add(position)
         return self._slots.num_snapshots > 0
 
     def writes(self, start: int, end: int, *, keeps: bool) -> list[tuple[int, int]]:
@@ -193,11 +193,11 @@ class StateLease:
         return [*kept, (end, self.slot)]
 
     def _positions(self, start: int, end: int) -> list[int]:
-        """List the ends of blocks after `start`, up to `end`, where snapshots are wanted."""
+        """List the ends of blocks after `start`, up to `end`, where snapshots are saved."""
         size, every = self._slots.block_size, self._slots.every_tokens
         upto = min(end, self._num_prompt_tokens - 1)
         positions = {*range((start // every + 1) * every, upto + 1, every)}
-        positions |= {position for position in (*self._wanted, *self._pending) if start < position <= end}
+        positions |= {position for position in (*self._requested, *self._pending) if start < position <= end}
         newest = end // size * size
         if newest > max(start, self._num_prompt_tokens - 1):
             positions.add(newest)
@@ -269,7 +269,7 @@ class StateSlots:
     Attributes:
         block_size, num_snapshots, every_tokens: the arguments.
         table: int32 `[num_blocks]`, the slot of each block's snapshot; -1 where there is none. Read-only for callers.
-        num_given_up: snapshots evicted so far.
+        num_evicted: snapshots evicted so far.
         num_recomputed_tokens: cached tokens that were computed again so far, because the last snapshot was before them.
     """
 
@@ -280,7 +280,7 @@ class StateSlots:
         self.num_snapshots = num_snapshots
         self.every_tokens = max(1, every_tokens // block_size) * block_size
         self.table: npt.NDArray[np.int32] = np.full(num_blocks, _NO_SLOT, dtype=np.int32)
-        self.num_given_up = 0
+        self.num_evicted = 0
         self.num_recomputed_tokens = 0
         self.num_slots = num_requests + num_snapshots
         self._free = list(range(self.num_slots - 1, -1, -1))
@@ -298,7 +298,7 @@ class StateSlots:
 
     def stats(self) -> StateStats:
         """Count the snapshots. Complexity: O(1)."""
-        return StateStats(self.num_kept, self.num_snapshots, self.num_given_up, self.num_recomputed_tokens)
+        return StateStats(self.num_kept, self.num_snapshots, self.num_evicted, self.num_recomputed_tokens)
 
     def num_reusable_tokens(self, block_ids: BlockIds, num_tokens: int) -> int:
         """Find how much of a cached prompt can be reused.
@@ -374,7 +374,7 @@ class StateSlots:
             ):
                 return None
             self._order.evict(lowest)
-            self.num_given_up += 1
+            self.num_evicted += 1
             self._detach(lowest)
         self._num_pending += 1
         return self._free.pop()

@@ -91,35 +91,6 @@ class RetainedNodes(Listener):
         left = self.max_blocks - self.num_blocks
         return left if own is None else min(left, own - usage.num_retained_blocks)
 
-    def grant_range(
-        self,
-        node: Node,
-        start: int,
-        end: int,
-        priority: int,
-        expires_s: float | None,
-        *,
-        renew_s: float | None = None,
-        only_raise: bool,
-    ) -> list[Node]:
-        """Give the blocks `[start, end)` of a node's path a priority, as many from `start` on as may be retained.
-
-        A path of more than 256 nodes is not split; only whole nodes of it get the priority.
-
-        Returns:
-            The nodes that have the priority now, in order.
-
-        Complexity: `grant` for each node of the range, and two cuts.
-        """
-        granted: list[Node] = []
-        for each in self.nodes_in_range(node, start, end):
-            has_priority = self.grant(each, priority, expires_s, renew_s=renew_s, only_raise=only_raise)
-            if has_priority is not None:
-                granted.append(has_priority)
-            if has_priority is not each:
-                break
-        return granted
-
     def grant_tokens(
         self,
         tree: RadixTree | None,
@@ -131,7 +102,9 @@ class RetainedNodes(Listener):
         only_raise: bool,
         renew_s: float | None = None,
     ) -> tuple[Grant, list[Node]]:
-        """Give the cached tokens in `[start, end)` of a prompt a priority, as many as may be retained.
+        """Give the cached tokens in `[start, end)` of a prompt a priority, as many from `start` on as may be retained.
+
+        A path of more than 256 nodes is not split; only whole nodes of it get the priority.
 
         Args:
             tree: where to look; None if the namespace has no tree.
@@ -140,7 +113,9 @@ class RetainedNodes(Listener):
             priority, expires_s, only_raise, renew_s: as in `grant`.
 
         Returns:
-            What was granted, and the nodes that have the priority now.
+            What was granted, and the nodes that have the priority now, in order.
+
+        Complexity: `grant` for each node of the range, and two cuts.
         """
         node, num_bytes, *_ = (None, 0) if tree is None else tree.match(tokens[: end * TOKEN_BYTES])
         cached_upto = num_bytes // TOKEN_BYTES
@@ -148,7 +123,13 @@ class RetainedNodes(Listener):
             return Grant(0, 0, end - start), []
         block_size = tree.owner.block_size
         first, last = start // block_size, -(-cached_upto // block_size)
-        granted = self.grant_range(node, first, last, priority, expires_s, renew_s=renew_s, only_raise=only_raise)
+        granted: list[Node] = []
+        for each in self.nodes_in_range(node, first, last):
+            has_priority = self.grant(each, priority, expires_s, renew_s=renew_s, only_raise=only_raise)
+            if has_priority is not None:
+                granted.append(has_priority)
+            if has_priority is not each:
+                break
         num_blocks = first + sum(each.num_blocks for each in granted)
         granted_tokens = max(0, min(cached_upto, num_blocks * block_size) - start)
         ends_s = [each.expiry_entry[0] for each in granted if each.expiry_entry is not None]

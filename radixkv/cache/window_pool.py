@@ -98,10 +98,10 @@ class WindowPool:
     Unpinned parts stay, because another prompt may continue there, and are evicted in the order of a `PartQueue` when
     parts run out.
 
-              pin            unpin_passed, unpin_ends          evicted, for another block
+              pin            unpin_passed, unpin_ends          evicted for another block
         free ──────▶ pinned ◀─────────────────▶ unpinned, in a queue ──────────────▶ pinned
              ◀──────────────────────────────────
-                   freed, with its block
+                   freed with its block, or evicted so that blocks can use its memory
 
     With a `PartMemory`, parts and blocks share one memory. A part takes the memory of free blocks, which meanwhile are
     withheld from leases; a lease takes the memory of unpinned parts. `Evictor.make_room` decides what is evicted, and
@@ -129,7 +129,7 @@ class WindowPool:
         num_reserved: parts that are reserved for requests, and for leases that outlive them.
         num_lasting: reserved parts that outlive their request.
         max_lasting: maximum of `num_lasting`.
-        num_given_up: parts evicted so far.
+        num_evicted: parts evicted so far.
 
     Raises:
         InvariantViolation: there are too few parts for a single request.
@@ -158,7 +158,7 @@ class WindowPool:
         if memory is not None:
             max_bytes = num_blocks * memory.block_bytes // 8 if memory.block_bytes else num_parts * memory.part_bytes
             self.max_lasting = min(self.max_lasting, max_bytes // memory.part_bytes)
-        self.num_given_up = 0
+        self.num_evicted = 0
         self.num_withheld_blocks = 0
         self.share = None if memory is None else PartShare(num_blocks, block_size, memory)
         self._memory = memory
@@ -178,12 +178,12 @@ class WindowPool:
         return len(self._free)
 
     @property
-    def num_needed(self) -> int:
+    def num_pinned(self) -> int:
         """Parts that open leases pin."""
         return len(self._needs)
 
     @property
-    def num_waiting(self) -> int:
+    def num_unpinned(self) -> int:
         """Parts that no lease pins."""
         return len(self._unpinned)
 
@@ -384,7 +384,7 @@ class WindowPool:
             raise InvariantViolation(f"parts: expected one that no request needs, got {self.num_parts} needed ones")
         part = int(self.table[block_id])
         self.table[block_id] = NO_PART
-        self.num_given_up += 1
+        self.num_evicted += 1
         return part
 
     def _num_blocks(self, num_parts: int) -> int:

@@ -110,12 +110,12 @@ class WindowLease:
         """
         size = self._pool.block_size
         first, last = self._first_block(start), -(-end // size)
-        wanted = dict(zip(block_ids[first:last].tolist(), range(first, last), strict=True))
+        to_pin = dict(zip(block_ids[first:last].tolist(), range(first, last), strict=True))
         num_written_blocks = -(-start // size)
         if copy is not None:
-            wanted[copy.source] = _COPIED
+            to_pin[copy.source] = _COPIED
             num_written_blocks -= 1
-        self._move(wanted, num_written_blocks)
+        self._move(to_pin, num_written_blocks)
         table = self._pool.table
         part_ids = np.zeros(last, dtype=np.int32)
         part_ids[first:] = table[block_ids[first:last]]
@@ -133,9 +133,9 @@ class WindowLease:
             The positions of the blocks that got a part, which the caller has to fill.
         """
         first = self._first_block(num_blocks * self._pool.block_size)
-        wanted = dict(zip(block_ids[first:num_blocks].tolist(), range(first, num_blocks), strict=True))
-        lacking = {block_id: at for block_id, at in wanted.items() if self._pool.table[block_id] == NO_PART}
-        self._move({block_id: at for block_id, at in wanted.items() if block_id not in lacking}, num_blocks)
+        to_pin = dict(zip(block_ids[first:num_blocks].tolist(), range(first, num_blocks), strict=True))
+        lacking = {block_id: at for block_id, at in to_pin.items() if self._pool.table[block_id] == NO_PART}
+        self._move({block_id: at for block_id, at in to_pin.items() if block_id not in lacking}, num_blocks)
         self._pool.pin(lacking)  # last, so that this evicts none of the parts that are needed
         self._needed.update(lacking)
         self._num_found_blocks = num_blocks
@@ -188,15 +188,15 @@ class WindowLease:
     def _first_block(self, upto: int) -> int:
         return 0 if self._keeps_all else self._pool.reach.first_token(upto) // self._pool.block_size
 
-    def _move(self, wanted: dict[int, int], num_written_blocks: int) -> None:
+    def _move(self, to_pin: dict[int, int], num_written_blocks: int) -> None:
         """Pin the parts of exactly these blocks. Those before `num_written_blocks` must have one."""
         needed, table = self._needed, self._pool.table
-        more = {block_id: at for block_id, at in wanted.items() if block_id not in needed}
+        more = {block_id: at for block_id, at in to_pin.items() if block_id not in needed}
         if any(at < num_written_blocks and table[block_id] == NO_PART for block_id, at in more.items()):
             raise InvariantViolation("windowed layers: expected each block in the window to have its part, got none")
-        self._unpin([block_id for block_id in needed if block_id not in wanted])  # first, so that there are enough
+        self._unpin([block_id for block_id in needed if block_id not in to_pin])  # first, so that there are enough
         self._pool.pin(more)
-        needed.update(wanted)
+        needed.update(to_pin)
 
     def _unpin(self, block_ids: list[int]) -> None:
         ends: list[int] = []
@@ -337,9 +337,9 @@ class WindowedLayers:
             return None
         return PartStats(
             free=sum(pool.num_free for pool in self.pools),
-            needed=sum(pool.num_needed for pool in self.pools),
-            kept=sum(pool.num_waiting for pool in self.pools),
-            given_up=sum(pool.num_given_up for pool in self.pools),
+            needed=sum(pool.num_pinned for pool in self.pools),
+            kept=sum(pool.num_unpinned for pool in self.pools),
+            given_up=sum(pool.num_evicted for pool in self.pools),
             shortened_hits=self._num_shortened_hits,
             lost_tokens=self._num_lost_tokens,
         )

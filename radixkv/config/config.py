@@ -185,9 +185,7 @@ def _require_table(path: str, values: object) -> Mapping[str, Any]:
 
 
 def _merge(lower: Mapping[str, Any], upper: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge two trees of tables. Where both have a key, `upper` wins; if both values are tables, they are
-    merged.
-    """
+    """Merge two trees of tables. If both have a key, `upper` wins, unless both values are tables: these are merged."""
     joined = {
         key: _merge(lower[key], value)
         for key, value in upper.items()

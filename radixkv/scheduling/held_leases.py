@@ -46,7 +46,7 @@ class HeldLeases:
         """Refuse a request that could not hold its lease if those of all running requests were held as well.
 
         Args:
-            request: asks to hold its lease; it has none yet.
+            request: the request, which has `hold_lease` and no lease yet.
             path: its blocks.
             running: requests that have blocks.
 

@@ -93,7 +93,7 @@ class SingleFlight:
         if leader.state is not None:
             position = usable // self._block_bytes * self._block_bytes // TOKEN_BYTES
             reusable_tokens = cached_tokens if reusable_tokens is None else reusable_tokens
-            if position <= max(reusable_tokens, leader.computed_upto) or not leader.state.want(position):
+            if position <= max(reusable_tokens, leader.computed_upto) or not leader.state.request_snapshot(position):
                 return False
             upto = position * TOKEN_BYTES
         elif usable <= cached_tokens * TOKEN_BYTES:

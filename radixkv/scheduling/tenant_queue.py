@@ -125,11 +125,11 @@ class TenantQueues:
         if not self.by_tenant:
             return
         weights = 0.0
-        least_served = float("inf")
+        min_served = float("inf")
         for queue in self.by_tenant.values():
             weights += queue.weight
-            least_served = min(least_served, queue.served)
-        self._fair_share = max(self._fair_share + tokens / weights, least_served)
+            min_served = min(min_served, queue.served)
+        self._fair_share = max(self._fair_share + tokens / weights, min_served)
 
     def _remember(self, queue: TenantQueue) -> None:
         if queue.served > self._fair_share:

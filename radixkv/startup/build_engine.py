@@ -322,8 +322,8 @@ def _open_statements(
 ) -> tuple[TenantLedger | None, StatementBook | None, QuotaShadows | None]:
     """Return the ledger, the statement book and the quota shadows; all None without `server.statement_path`.
 
-    The shadows are None if no tenant has a ceiling. The files and the shadows are added to
-    `opened`, which closes them if the start fails.
+    The shadows are None if no tenant has a ceiling. The files and the shadows are added to `opened`, which closes them
+    if the start fails.
     """
     path = config.server.statement_path
     if path is None:
@@ -365,10 +365,10 @@ def _quota(path: str, bounds: TenantConfig, config: Config) -> Quota:
         max_held_blocks=None if held is None else held // block_size,
         uses_public_prefixes=bounds.uses_public_prefixes,
     )
-    least = max(1, quota.floor_blocks)
-    if quota.ceiling_blocks is not None and quota.ceiling_blocks < least:
+    min_blocks = max(1, quota.floor_blocks)
+    if quota.ceiling_blocks is not None and quota.ceiling_blocks < min_blocks:
         raise ConfigError(
-            f"{path}.ceiling_tokens: expected room for at least {least} whole blocks of {block_size} tokens, "
+            f"{path}.ceiling_tokens: expected room for at least {min_blocks} whole blocks of {block_size} tokens, "
             f"got {ceiling}"
         )
     return quota

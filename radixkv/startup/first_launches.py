@@ -54,9 +54,9 @@ def _steps(group_sizes: Sequence[int]) -> Iterator[list[int]]:
     yield [1]
     for group_size in group_sizes:
         for tile_rows in _TILE_ROWS:
-            most_tokens = max(1, tile_rows // group_size)  # of one request, so that its rows fit into a tile
-            yield [most_tokens] * (_ALIGNMENT // math.gcd(_ALIGNMENT, most_tokens))
-            yield [most_tokens] if most_tokens % 2 else [most_tokens, 1]
+            max_tokens = max(1, tile_rows // group_size)  # of one request, so that its rows fit into a tile
+            yield [max_tokens] * (_ALIGNMENT // math.gcd(_ALIGNMENT, max_tokens))
+            yield [max_tokens] if max_tokens % 2 else [max_tokens, 1]
 
 
 def _chunks(query_lens: Sequence[int], block_size: int, max_sequence_tokens: int) -> list[Chunk]:

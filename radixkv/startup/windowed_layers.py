@@ -50,13 +50,13 @@ def divide_layers(config: Config, limits: EngineConfig, model: Model, num_blocks
     Raises:
         ConfigError: `cache.windowed_tokens` cannot be applied.
     """
-    wanted = config.cache.windowed_tokens
+    windowed_tokens = config.cache.windowed_tokens
     groups = LayerGroups.of(model.windows, model.max_tokens)
-    if wanted == 0 or (wanted is None and not groups.num_windowed):
+    if windowed_tokens == 0 or (windowed_tokens is None and not groups.num_windowed):
         return Division(None, num_blocks)
     if reason := _reason_against(config, model, groups):
-        if wanted is not None:
-            raise ConfigError(f"cache.windowed_tokens: expected none, or 0, for {reason}, got {wanted}")
+        if windowed_tokens is not None:
+            raise ConfigError(f"cache.windowed_tokens: expected none, or 0, for {reason}, got {windowed_tokens}")
         _log.info("windowed layers keep K/V of every token, because of %s", reason)
         return Division(None, num_blocks)
     token_bytes = _token_bytes(model.kv_shape.stored_as(config.cache.kv_dtype), groups)
@@ -68,7 +68,7 @@ def divide_layers(config: Config, limits: EngineConfig, model: Model, num_blocks
             num_dedicated_parts,
         )
         return Division(None, num_blocks)
-    if wanted is None:
+    if windowed_tokens is None:
         return Division(groups, num_more_blocks, num_blocks, num_dedicated_parts)
     return Division(groups, num_more_blocks, num_dedicated_parts)
 
@@ -85,21 +85,21 @@ def _token_bytes(shape: KVShape, groups: LayerGroups) -> _TokenBytes:
     return _TokenBytes(windowed, whole)
 
 
-def _num_dedicated_parts(config: Config, limits: EngineConfig, groups: LayerGroups, at_least: int | None) -> int:
+def _num_dedicated_parts(config: Config, limits: EngineConfig, groups: LayerGroups, lower_bound: int | None) -> int:
     """Return the number of parts with memory of their own: `cache.windowed_tokens`, or what one request needs.
 
-    In the second case, the number is at least `at_least`.
+    In the second case, the number is at least `lower_bound`.
     """
-    size, wanted = config.cache.block_size, config.cache.windowed_tokens
-    least = min_parts(Reach.of_window(groups.window), size, limits.step_tokens)
-    if wanted is None:
-        return least if at_least is None else max(least, at_least)
-    if wanted // size < least:
+    size, windowed_tokens = config.cache.block_size, config.cache.windowed_tokens
+    needed = min_parts(Reach.of_window(groups.window), size, limits.step_tokens)
+    if windowed_tokens is None:
+        return needed if lower_bound is None else max(needed, lower_bound)
+    if windowed_tokens // size < needed:
         raise ConfigError(
-            f"cache.windowed_tokens: expected at least {least * size}, for a window of {groups.window} tokens and "
-            f"steps of {limits.step_tokens}, got {wanted}"
+            f"cache.windowed_tokens: expected at least {needed * size}, for a window of {groups.window} tokens and "
+            f"steps of {limits.step_tokens}, got {windowed_tokens}"
         )
-    return wanted // size
+    return windowed_tokens // size
 
 
 def _num_blocks(token_bytes: _TokenBytes, num_blocks: int, num_parts: int) -> int:

@@ -26,11 +26,11 @@ def learned_from(kind: int, waits_s: list[float], num_unused: int) -> HitDensiti
     return densities
 
 
-def test_the_density_is_the_hits_in_the_best_period_divided_by_the_room_that_they_take() -> None:
+def test_the_density_is_the_hits_in_the_best_period_divided_by_its_block_seconds() -> None:
     densities = learned_from(OLD, [64.0] * 1000, num_unused=0)
     assert densities.density(OLD, 0.1) == pytest.approx(1 / 64, rel=0.3)
-    assert densities.density(OLD, 50.0) > 2 * densities.density(OLD, 0.1)  # the use comes nearer
-    assert densities.density(OLD, 100.0) < 1e-9  # it has not come
+    assert densities.density(OLD, 50.0) > 2 * densities.density(OLD, 0.1)  # the use is nearer
+    assert densities.density(OLD, 100.0) < 1e-9  # it did not happen
     halved = learned_from(OLD, [64.0] * 1000, num_unused=1000)
     assert halved.density(OLD, 0.1) == pytest.approx(0.5 / 64, rel=0.3)
 
@@ -109,7 +109,7 @@ def test_what_an_ended_session_used_is_evicted_first() -> None:
     assert [cached(cache, text) for text in ("aaaa", "bbbb", "cccc")] == [4, 0, 4]
 
 
-def test_it_begins_as_least_recently_used() -> None:
+def test_the_policy_begins_as_least_recently_used() -> None:
     cache, clock, _ = make_adaptive_cache()
     for text in ("aaaa", "bbbb", "aaaa"):
         clock.now_s += 1
@@ -139,7 +139,7 @@ def test_new_blocks_after_reused_ones_are_evicted_as_new_ones() -> None:
     assert policy.kind(node) != new_kind
 
 
-def test_what_it_remembers_is_bounded() -> None:
+def test_the_number_of_remembered_leaves_is_bounded() -> None:
     cache, clock, policy = make_adaptive_cache(8)
     for index in range(5000):
         clock.now_s += 1
@@ -150,7 +150,7 @@ def test_what_it_remembers_is_bounded() -> None:
 def test_a_leaf_that_returns_after_its_eviction_is_learned_from() -> None:
     cache, clock, policy = make_adaptive_cache(4)
     publish(cache, "aaaabbbb")
-    cache.evict(1)  # the leaf is shortened before it goes: both parts are remembered
+    cache.evict(1)  # the leaf is shortened first: both parts are remembered
     cache.evict(1)
     clock.now_s = 60
     publish(cache, "aaaabbbbcccc")

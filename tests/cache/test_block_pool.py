@@ -35,7 +35,7 @@ def test_acquired_blocks_are_distinct_and_leased() -> None:
     assert state(pool)[3] == [BlockState.LEASED] * 5
 
 
-def test_a_failed_acquire_takes_nothing_and_keeps_the_order() -> None:
+def test_a_failed_acquire_allocates_nothing_and_keeps_the_order() -> None:
     pool, untouched = BlockPool(4), BlockPool(4)
     for each in pool, untouched:
         each.acquire(1)
@@ -63,7 +63,7 @@ def test_a_released_block_is_free_and_can_be_acquired_again() -> None:
     assert sorted(pool.acquire(3).tolist()) == [0, 1, 2]
 
 
-def test_blocks_go_to_the_tree_and_back() -> None:
+def test_blocks_are_published_and_unpublished() -> None:
     pool = BlockPool(3)
     block_ids = pool.acquire(2)
     pool.publish(block_ids)
@@ -154,7 +154,7 @@ def test_check_recounts_the_free_blocks() -> None:
         pool.check(ids(), ids())
 
 
-def test_check_notices_a_free_block_that_no_look_would_find() -> None:
+def test_check_notices_a_free_block_that_no_scan_would_find() -> None:
     pool = BlockPool(3)
     pool.release(pool.acquire(3)[:2])
     pool.check(ids(2), ids())
@@ -182,29 +182,29 @@ def num_runs(block_ids: BlockIds) -> int:
     return 1 + int((np.diff(block_ids) > 1).sum())
 
 
-def test_a_fresh_pool_hands_out_one_run_after_the_other() -> None:
+def test_a_new_pool_allocates_one_run_after_the_other() -> None:
     pool = BlockPool(10)
     assert [pool.acquire(n).tolist() for n in (3, 0, 2, 5)] == [[0, 1, 2], [], [3, 4], [5, 6, 7, 8, 9]]
 
 
-def test_a_block_is_taken_after_the_callers_last_one() -> None:
+def test_a_block_is_allocated_after_the_last_one_of_its_lease() -> None:
     pool = BlockPool(10)
     first, other = pool.acquire(2, room=3), pool.acquire(2)
     assert other.tolist() == [5, 6]
     assert pool.acquire(1, after=int(first[-1])).tolist() == [2]
     assert pool.acquire(2, after=2).tolist() == [3, 4]
-    assert pool.acquire(1, after=4).tolist() == [7]  # the next one is taken
+    assert pool.acquire(1, after=4).tolist() == [7]  # the next one is leased
     assert pool.acquire(2, after=7).tolist() == [8, 9]  # up to the last block of the pool
     assert pool.num_free == 0
 
 
-def test_room_is_given_away_when_nothing_else_is_left() -> None:
+def test_the_room_of_leases_is_allocated_to_others_when_nothing_else_is_free() -> None:
     pool = BlockPool(12)
     pool.acquire(2, room=4), pool.acquire(2, room=4)
     assert pool.acquire(8).tolist() == [2, 3, 4, 5, 8, 9, 10, 11]
 
 
-def test_a_lease_that_comes_late_leaves_half_of_the_largest_room() -> None:
+def test_a_later_lease_leaves_half_of_the_largest_room() -> None:
     pool = BlockPool(12)
     pool.acquire(2, room=10)
     late = pool.acquire(2, room=10)
@@ -212,15 +212,15 @@ def test_a_lease_that_comes_late_leaves_half_of_the_largest_room() -> None:
     assert [pool.acquire(4, after=last).tolist() for last in (1, 7)] == [[2, 3, 4, 5], [8, 9, 10, 11]]
 
 
-def test_blocks_of_several_runs_are_ascending_and_the_longest_runs_are_taken() -> None:
+def test_blocks_of_several_runs_are_ascending_and_the_longest_runs_are_used() -> None:
     pool = BlockPool(16)
     pool.acquire(16)
     pool.release(ids(1, 2, 4, 6, 7, 8, 9, 11, 13, 14, 15))
-    assert pool.acquire(8).tolist() == [1, 6, 7, 8, 9, 13, 14, 15]  # of 1 and 2 only what is missing
+    assert pool.acquire(8).tolist() == [1, 6, 7, 8, 9, 13, 14, 15]  # of 1 and 2 only one block is needed
     assert pool.acquire(3).tolist() == [2, 4, 11]
 
 
-def test_blocks_that_others_took_from_a_known_run_are_left_out() -> None:
+def test_blocks_of_a_known_run_that_other_leases_have_are_left_out() -> None:
     pool = BlockPool(8)
     pool.acquire(8)
     pool.release(ids(2, 3, 4, 6, 7))
@@ -231,8 +231,8 @@ def test_blocks_that_others_took_from_a_known_run_are_left_out() -> None:
     assert pool.acquire(1).tolist() == [7]
 
 
-@pytest.mark.parametrize("num_blocks", [100, 5_000], ids=["all free ones are noted", "too many are free to note them"])
-def test_random_use_keeps_the_books_and_runs_merge_again(num_blocks: int) -> None:
+@pytest.mark.parametrize("num_blocks", [100, 5_000], ids=["all free ones are listed", "too many are free to list them"])
+def test_random_use_keeps_the_counts_right_and_runs_merge_again(num_blocks: int) -> None:
     pool, random = BlockPool(num_blocks), np.random.default_rng(0)
     held: list[BlockIds] = []
     for step in range(2_000):

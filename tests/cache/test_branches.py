@@ -53,7 +53,7 @@ def num_shared(first: str, second: str) -> int:
 
 
 @pytest.mark.parametrize("block_size", [1, 2, 4, 16])
-def test_a_new_prompt_leaves_the_tree_where_a_list_of_prompts_says(block_size: int) -> None:
+def test_a_new_prompt_diverges_from_the_tree_where_it_diverges_from_a_list_of_prompts(block_size: int) -> None:
     rng = random.Random(block_size)
     num_with_branches = 0
     for _ in range(150):
@@ -102,7 +102,7 @@ def test_an_empty_cache_has_no_branches() -> None:
     assert Published().divergence("abcdef") == Divergence(0)
 
 
-def test_a_prompt_that_continues_the_only_branch_leaves_none() -> None:
+def test_a_prompt_that_continues_the_only_branch_diverges_from_none() -> None:
     assert Published("abcdef").divergence("abcdefghij") == Divergence(6)
 
 
@@ -111,7 +111,7 @@ def test_a_prompt_that_was_found_again_is_not_explained() -> None:
     assert published.divergence("abcdefgh") == Divergence(8)
 
 
-def test_a_lone_prompt_leaves_no_branch() -> None:
+def test_the_only_prompt_diverges_from_no_branch() -> None:
     assert texts_of(Published("abcdefgh").divergence("abcdefgh")) == []
 
 
@@ -142,13 +142,13 @@ def test_a_branch_follows_one_of_the_ends_that_were_added_last() -> None:
     assert texts_of(published.divergence("abcX")) == ["defgh0016"]
 
 
-def test_a_branch_says_when_it_was_used() -> None:
+def test_a_branch_reports_when_it_was_used() -> None:
     published = Published("abcdefgh")
     published.clock.now_s += 7
     assert published.divergence("abX").branches[0].idle_s == 7
 
 
-def test_a_long_branch_is_cut_to_what_is_asked_for() -> None:
+def test_a_long_branch_is_cut_to_the_requested_length() -> None:
     (branch,) = Published("abcdefgh1111", "abcdefgh2222").divergence("abcX").branches
     assert [text_of(branch, length) for length in (0, 1, 7, 100)] == ["", "d", "defgh22", "defgh2222"]
 

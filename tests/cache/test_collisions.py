@@ -73,13 +73,13 @@ def test_nothing_is_reused_across_namespaces_in_a_million_operations() -> None:
 def test_an_engine_answers_each_request_as_if_it_were_alone_while_every_hash_collides() -> None:
     events: Counter[str] = Counter()
     for seed in range(1, 20):
-        if not make_world(seed).computes_once:  # who is taken for another does not wait for it, and computes the same
+        if not make_world(seed).computes_once:  # if all hashes are equal, only one leader is found
             events += walk_seed(seed)
     assert events["adapters changed"] > 0
     assert events["follows"] > 0
 
 
-def test_a_walk_sees_a_cache_that_takes_one_namespace_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_walk_detects_a_cache_that_confuses_namespaces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "radixkv.cache.namespace_trees.NamespaceTrees.get", lambda self, _: next(iter(self.values()), None)
     )
@@ -89,20 +89,20 @@ def test_a_walk_sees_a_cache_that_takes_one_namespace_for_another(monkeypatch: p
         walk._prefill()
         if walk.events["cross-namespace reuses"]:
             return
-    pytest.fail("nothing was seen")
+    pytest.fail("expected a reuse across namespaces, got none")
 
 
 def _first_wrong(num_operations: int = 3_000) -> str:
     """Walk until something is wrong. Returns what."""
     walk = CollisionWalk(0)
     for _ in range(num_operations // 100):
-        walk.take(100)
+        walk.perform(100)
         if wrong := [each for each in WRONG if walk.events[each]]:
             return wrong[0]
     return ""
 
 
-def test_a_walk_sees_a_tree_below_a_public_prefix_that_tenants_share(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_walk_detects_a_tree_below_a_public_prefix_that_tenants_share(monkeypatch: pytest.MonkeyPatch) -> None:
     roots = PublicPrefixes.roots
 
     def shared_roots(public: PublicPrefixes, namespace: Namespace, tokens: bytes) -> Iterator[PublicRoot]:
@@ -113,11 +113,11 @@ def test_a_walk_sees_a_tree_below_a_public_prefix_that_tenants_share(monkeypatch
     assert _first_wrong() == "cross-namespace reuses"
 
 
-def test_a_walk_sees_a_public_prefix_that_serves_other_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_walk_detects_a_public_prefix_that_serves_other_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PublicPrefixes, "_key", lambda _, namespace, tokens: (namespace.model, "", tokens[:16]))
     assert _first_wrong() == "cross-namespace reuses"
 
 
-def test_a_walk_sees_an_adapter_whose_tokens_have_no_mark(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_walk_detects_an_adapter_whose_tokens_have_no_mark(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(InvocationMarks, "invocation", lambda _, digest, start: Invocation(digest, start, 1 << 20))
     assert _first_wrong() == "cross-namespace reuses"

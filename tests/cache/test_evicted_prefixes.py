@@ -34,7 +34,7 @@ def test_the_latest_reason_counts() -> None:
     assert len(lost) == 1
 
 
-def test_a_memory_of_nothing_remembers_nothing() -> None:
+def test_a_capacity_of_zero_remembers_nothing() -> None:
     lost = EvictedPrefixes(0, InvocationMarks())
     lose(lost, 1, MissReason.EVICTED)
     assert lost.reason(1) is None

@@ -166,7 +166,7 @@ def test_adding_twice_and_discarding_twice_change_nothing() -> None:
     assert node not in queue
 
 
-def test_the_key_of_a_leaf_is_taken_when_it_is_added() -> None:
+def test_the_key_of_a_leaf_is_computed_when_it_is_added() -> None:
     queue, early, late = make_queue(), idle_node(1.0), idle_node(2.0)
     queue.add(early)
     queue.add(late)

@@ -66,7 +66,7 @@ def test_a_path_is_used_when_a_lease_begins_and_when_it_ends() -> None:
     assert (node.last_used_s, node.parent.last_used_s) == (20, 20)
 
 
-def test_leaves_used_at_the_same_time_go_in_the_order_they_fell_idle() -> None:
+def test_leaves_used_at_the_same_time_are_evicted_in_the_order_in_which_they_became_unused() -> None:
     line = Timeline()
     for text in ("aaaa", "bbbb", "cccc"):
         publish(line.cache, text)
@@ -91,7 +91,7 @@ def test_a_parent_is_as_recent_as_its_latest_child() -> None:
     assert line.left("aaaacccc", "aaaabbbb", "dddd") == [8, 4, 0]
 
 
-def test_a_leaf_is_evicted_from_its_end_and_no_more_than_asked() -> None:
+def test_a_leaf_is_evicted_from_its_end_and_no_more_than_requested() -> None:
     line = Timeline()
     line.publish("aaaabbbbccccdd")
     assert line.evict(1) == 1
@@ -109,14 +109,14 @@ def test_a_truncated_leaf_keeps_its_place() -> None:
     assert line.left("aaaabbbb", "cccc") == [0, 4]
 
 
-@pytest.mark.parametrize("asked", [0, 1, 2, 3, 4, 5, 6, 7, 100])
-def test_eviction_frees_what_was_asked_or_all_there_is(asked: int) -> None:
+@pytest.mark.parametrize("num_blocks", [0, 1, 2, 3, 4, 5, 6, 7, 100])
+def test_eviction_frees_the_requested_blocks_or_all_evictable_ones(num_blocks: int) -> None:
     line = Timeline()
     line.publish("aaaabbbb", "aaaacccc", "ddddeeee", "ffff")
     assert line.cache.num_evictable_blocks == 6
     num_free = line.cache.pool.num_free
-    freed = line.evict(asked)
-    assert freed == min(asked, 6)
+    freed = line.evict(num_blocks)
+    assert freed == min(num_blocks, 6)
     assert line.cache.pool.num_free == num_free + freed
     assert line.cache.num_evicted_blocks == freed
     assert line.cache.num_evictable_blocks == 6 - freed
@@ -138,7 +138,7 @@ def test_a_pinned_path_stays_and_its_idle_siblings_are_evicted() -> None:
     assert line.evict(100) == 2
 
 
-def test_a_long_path_whose_namespace_was_purged_gives_its_blocks_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_path_whose_namespace_was_purged_releases_its_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     line = Timeline()
     line.publish("aaaabbbbccccdddd", "aaaaZZZZ", "aaaabbbbZZZZ", "aaaabbbbccccZZZZ")
     monkeypatch.setattr("radixkv.cache.evictor.MAX_PATH_NODES", 2)
@@ -152,7 +152,7 @@ def test_a_long_path_whose_namespace_was_purged_gives_its_blocks_back(monkeypatc
     assert line.cache.pool.num_free == line.cache.pool.num_blocks
 
 
-def test_a_pinned_parent_falls_idle_after_its_children_went() -> None:
+def test_a_pinned_parent_is_evicted_after_its_children_when_its_lease_is_closed() -> None:
     line = Timeline()
     line.publish("aaaabbbb", "aaaacccc")
     lease = lease_text(line.cache, "aaaaX")

@@ -18,8 +18,8 @@ def make_cache(max_held_blocks: int = 8, quotas: dict[str, Quota] | None = None)
     return PrefixCache(32, 4, max_held_blocks=max_held_blocks, quotas=quotas)
 
 
-def keep(cache: PrefixCache, text: str, namespace: Namespace = MODEL) -> Lease:
-    """Cache a prompt and keep its lease."""
+def hold(cache: PrefixCache, text: str, namespace: Namespace = MODEL) -> Lease:
+    """Cache a prompt and hold its lease."""
     lease = lease_text(cache, text, namespace)
     lease.commit(len(text))
     lease.hold()
@@ -29,8 +29,8 @@ def keep(cache: PrefixCache, text: str, namespace: Namespace = MODEL) -> Lease:
 
 def test_a_shared_block_is_counted_once() -> None:
     cache = make_cache()
-    first, second = keep(cache, "aaaabbbbcccc"), keep(cache, "aaaabbbbXXXX")
-    again = keep(cache, "aaaabbbbcccc")
+    first, second = hold(cache, "aaaabbbbcccc"), hold(cache, "aaaabbbbXXXX")
+    again = hold(cache, "aaaabbbbcccc")
     assert cache.held.num_blocks == 4
     first.close()
     cache.check()
@@ -42,9 +42,9 @@ def test_a_shared_block_is_counted_once() -> None:
     cache.check()
 
 
-def test_a_kept_lease_has_no_tokens_and_no_ids_of_shared_blocks() -> None:
+def test_a_held_lease_has_no_tokens_and_no_ids_of_shared_blocks() -> None:
     cache = make_cache()
-    lease = keep(cache, "aaaabbbbcccc")
+    lease = hold(cache, "aaaabbbbcccc")
     assert (lease.tokens, lease.block_ids.size) == (b"", 0)
     private = cache.lease(MODEL, spell("ddddeeee"), read=False)
     private.hold()  # nothing was committed: its blocks are its own
@@ -55,7 +55,7 @@ def test_a_kept_lease_has_no_tokens_and_no_ids_of_shared_blocks() -> None:
     assert cache.pool.num_leased == 0
 
 
-def test_a_closed_lease_is_not_kept() -> None:
+def test_a_closed_lease_cannot_be_held() -> None:
     cache = make_cache()
     lease = lease_text(cache, "aaaa")
     lease.close()
@@ -63,9 +63,9 @@ def test_a_closed_lease_is_not_kept() -> None:
         lease.hold()
 
 
-def test_only_blocks_that_are_not_kept_yet_need_room() -> None:
+def test_only_blocks_that_are_not_held_yet_count() -> None:
     cache = make_cache()
-    keep(cache, "aaaabbbbcccc")
+    hold(cache, "aaaabbbbcccc")
     same, longer = lease_text(cache, "aaaabbbbcccc"), lease_text(cache, "aaaabbbbccccdddde")
     branch, foreign = lease_text(cache, "aaaabbbbX"), lease_text(cache, "aaaabbbbcccc", OTHER)
     assert cache.held.num_more([HeldPath.of(same)]) == 1  # its last block is a copy: the last token is computed again
@@ -74,9 +74,9 @@ def test_only_blocks_that_are_not_kept_yet_need_room() -> None:
     assert cache.held.num_more([HeldPath.of(foreign)]) == 3
 
 
-def test_a_tenant_may_keep_half_of_what_all_may() -> None:
+def test_a_tenant_may_hold_half_of_what_all_tenants_may() -> None:
     cache = make_cache(max_held_blocks=6)
-    keep(cache, "aaaabbbb")
+    hold(cache, "aaaabbbb")
     cache.held.require_room("", 1)
     message = r"^hold_lease: expected at most 3 blocks in held leases of this tenant, got 2 and 2 more$"
     with pytest.raises(QuotaExceeded, match=message) as caught:
@@ -84,23 +84,23 @@ def test_a_tenant_may_keep_half_of_what_all_may() -> None:
     assert caught.value.cause is Cause.HOLD_LEASE
 
 
-def test_a_quota_names_another_bound_and_all_together_have_theirs() -> None:
+def test_a_quota_sets_another_bound_within_that_of_all_tenants() -> None:
     cache = make_cache(max_held_blocks=4, quotas={"": Quota(max_held_blocks=4)})
-    keep(cache, "aaaabbbbcccc")
+    hold(cache, "aaaabbbbcccc")
     cache.held.require_room("", 1)
-    keep(cache, "aaaa", OTHER)
+    hold(cache, "aaaa", OTHER)
     cache.held.require_room("other", 1)
     with pytest.raises(OutOfBlocks, match="of all tenants, got more with the 1 of this one"):
         cache.held.require_room(None, 1)
 
 
-@pytest.mark.parametrize(("text", "num_kept_blocks"), [("aaaabb", 3), ("aaaabbbb", 2)])  # 3: a copy of the last block
-def test_blocks_that_are_added_to_a_held_path_are_not_held(text: str, num_kept_blocks: int) -> None:
+@pytest.mark.parametrize(("text", "num_held_blocks"), [("aaaabb", 3), ("aaaabbbb", 2)])  # 3: a copy of the last block
+def test_blocks_that_are_added_to_a_held_path_are_not_held(text: str, num_held_blocks: int) -> None:
     cache = make_cache()
-    lease, same = keep(cache, text), keep(cache, text)
+    lease, same = hold(cache, text), hold(cache, text)
     publish(cache, "aaaabbbbccccdddd")
     cache.check()
-    assert (cache.held.num_blocks, cache.num_pinned_blocks) == (num_kept_blocks, 2)
+    assert (cache.held.num_blocks, cache.num_pinned_blocks) == (num_held_blocks, 2)
     assert cache.evict(32) == 2
     lease.close()
     cache.check()
@@ -110,7 +110,7 @@ def test_blocks_that_are_added_to_a_held_path_are_not_held(text: str, num_kept_b
     assert cache.held.num_blocks == cache.pool.num_leased == 0
 
 
-def test_a_replaced_block_stays_while_it_is_kept() -> None:
+def test_a_replaced_block_stays_while_it_is_held() -> None:
     cache = make_cache()
     lease = lease_text(cache, "aaaabb")
     lease.commit(6)
@@ -124,7 +124,7 @@ def test_a_replaced_block_stays_while_it_is_kept() -> None:
     assert cache.pool.num_leased == 0
 
 
-def test_a_block_that_was_replaced_before_the_lease_was_kept_stays_too() -> None:
+def test_a_block_that_was_replaced_before_the_lease_was_held_stays_too() -> None:
     cache = make_cache()
     lease = lease_text(cache, "aaaabb")
     lease.commit(6)
@@ -139,11 +139,11 @@ def test_a_block_that_was_replaced_before_the_lease_was_kept_stays_too() -> None
     assert cache.pool.num_leased == 0
 
 
-def test_a_lease_keeps_no_more_of_a_node_than_it_uses() -> None:
+def test_a_held_lease_keeps_no_more_of_a_node_than_it_uses() -> None:
     cache = make_cache()
     publish(cache, "aaaabbbbccccdddd")
-    lease = keep(cache, "aaaabbbb")
-    inside = keep(cache, "aaaaX")
+    lease = hold(cache, "aaaabbbb")
+    inside = hold(cache, "aaaaX")
     assert cache.held.num_blocks == 3
     assert cache.num_pinned_blocks == 3
     lease.close()
@@ -159,9 +159,9 @@ def test_blocks_that_several_leases_would_share_are_counted_once() -> None:
     assert cache.held.num_more(paths) == 3 + 4
 
 
-def test_a_purge_gives_no_room_before_the_blocks_are_free() -> None:
+def test_purged_blocks_count_as_held_until_they_are_free() -> None:
     cache = make_cache()
-    lease = keep(cache, "aaaabbbbcccc")
+    lease = hold(cache, "aaaabbbbcccc")
     publish(cache, "aaaaX")
     cache.purge()
     cache.check()
@@ -173,7 +173,7 @@ def test_a_purge_gives_no_room_before_the_blocks_are_free() -> None:
 
 def test_check_notices_a_drifted_number() -> None:
     cache = make_cache()
-    lease = keep(cache, "aaaa")
+    lease = hold(cache, "aaaa")
     lease.usage.num_held_blocks += 1
     with pytest.raises(InvariantViolation, match="held blocks drifted"):
         cache.check()

@@ -29,10 +29,10 @@ def test_closing_releases_uncommitted_blocks(cache: PrefixCache) -> None:
     assert cached(cache, "abcdefghij") == 8
 
 
-class TestBlocksAreSpared:
+class TestHeadroom:
     """Numbers of blocks that are free or evictable after a lease."""
 
-    def test_as_many_as_there_are(self) -> None:
+    def test_as_many_blocks_as_there_are(self) -> None:
         cache = PrefixCache(8, 4)
         publish(cache, "aaaabbbbcccc")
         lease = cache.lease(MODEL, spell("11112222"), num_headroom_blocks=6)
@@ -41,7 +41,7 @@ class TestBlocksAreSpared:
         with pytest.raises(OutOfBlocks, match="got too few"):
             cache.lease(MODEL, spell("11112222"), num_headroom_blocks=7)
 
-    def test_of_a_long_path_what_is_not_reused(self) -> None:
+    def test_blocks_of_a_long_path_that_are_not_reused(self) -> None:
         cache = PrefixCache(8, 4)
         publish(cache, "aaaabbbbccccddddeeeeffff")
         lease = cache.lease(MODEL, spell("aaaabbbb1111"), num_headroom_blocks=5)
@@ -68,7 +68,7 @@ class TestBlocksAreSpared:
         with pytest.raises(QuotaExceeded):
             cache.lease(MODEL, spell("aaaabbbbccccdddd"), num_headroom_blocks=4)
 
-    def test_beside_what_floors_keep(self) -> None:
+    def test_in_addition_to_blocks_that_floors_protect(self) -> None:
         other = Namespace("model", tenant="other")
         cache = PrefixCache(8, 4, quotas={"other": Quota(floor_blocks=4)})
         publish(cache, "aaaabbbbccccdddd", other)
@@ -100,14 +100,14 @@ def test_a_closed_lease_commits_nothing(cache: PrefixCache) -> None:
     cache.check()
 
 
-def test_a_lease_closes_when_its_block_ends(cache: PrefixCache) -> None:
+def test_a_lease_closes_at_the_end_of_its_with_block(cache: PrefixCache) -> None:
     with lease_text(cache, "abcdef") as lease:
         assert not lease.is_closed
     assert lease.is_closed
     assert cache.pool.num_free == 32
 
 
-def test_a_lease_closes_when_its_holder_fails_and_lets_the_error_through(cache: PrefixCache) -> None:
+def test_a_lease_closes_when_its_owner_fails_and_the_error_propagates(cache: PrefixCache) -> None:
     lease = lease_text(cache, "abcdefghij")
 
     def fail() -> None:
@@ -159,7 +159,7 @@ def test_a_lease_keeps_its_tail_block_when_a_longer_copy_replaces_it(cache: Pref
 
 
 class TestAdjacentBlocks:
-    """Ids of the blocks that a lease gets while others take blocks too."""
+    """Ids of the blocks of a lease while others allocate blocks, too."""
 
     def test_a_lease_grows_into_its_room(self, cache: PrefixCache) -> None:
         first = cache.lease(MODEL, spell("abcdef"), num_expected_tokens=14)
@@ -184,7 +184,7 @@ class TestAdjacentBlocks:
 
 
 class TestReserve:
-    def test_the_blocks_are_there_when_the_tokens_come(self, cache: PrefixCache) -> None:
+    def test_reserved_blocks_are_used_by_later_tokens(self, cache: PrefixCache) -> None:
         lease = lease_text(cache, "abcd")
         lease.reserve(9)
         assert (lease.num_tokens, lease.block_ids.size, counts(cache)) == (4, 3, (29, 3, 0, 0))
@@ -195,7 +195,7 @@ class TestReserve:
         assert cached(cache, "abcdefghi") == 9
         cache.check()
 
-    def test_what_is_there_is_not_reserved_again(self, cache: PrefixCache) -> None:
+    def test_blocks_that_a_lease_has_are_not_reserved_again(self, cache: PrefixCache) -> None:
         lease = lease_text(cache, "abcdef")
         lease.commit(6)
         before = lease.block_ids.tolist(), counts(cache)
@@ -207,7 +207,7 @@ class TestReserve:
         lease.reserve(8)
         assert (lease.block_ids.tolist(), counts(cache)) == before
 
-    def test_without_the_tokens_the_blocks_go_back(self, cache: PrefixCache) -> None:
+    def test_reserved_blocks_without_tokens_are_released(self, cache: PrefixCache) -> None:
         lease = lease_text(cache, "abcdef")
         lease.reserve(12)
         lease.commit(6)
@@ -248,8 +248,8 @@ class TestReserve:
             lease.reserve(9)
 
 
-class TestGiveUp:
-    def test_the_last_blocks_go_back_and_others_come_in_their_place(self, cache: PrefixCache) -> None:
+class TestReleaseLast:
+    def test_the_last_blocks_are_released_and_others_are_allocated_in_their_place(self, cache: PrefixCache) -> None:
         lease = lease_text(cache, "abcdefghijkl")
         lease.commit(4)
         before = counts(cache)
@@ -267,7 +267,7 @@ class TestGiveUp:
         assert cached(cache, "abcdefghijklm") == 12
         cache.check()
 
-    def test_without_blocks_they_do_not_come_back(self) -> None:
+    def test_without_free_blocks_no_others_are_allocated(self) -> None:
         cache = PrefixCache(2, 4)
         lease = lease_text(cache, "abcdefgh")
         lease.release_last(1)
@@ -276,7 +276,7 @@ class TestGiveUp:
         lease.reserve(8)
         assert lease.block_ids.size == 2
 
-    def test_a_closed_lease_has_nothing_to_give_up(self, cache: PrefixCache) -> None:
+    def test_a_closed_lease_releases_nothing(self, cache: PrefixCache) -> None:
         lease = lease_text(cache, "abcd")
         lease.close()
         with pytest.raises(LeaseClosed):
@@ -312,7 +312,7 @@ class TestExtend:
         lease.extend(spell("hi"))
         lease.commit(9)
         assert cached(cache, "abcdefghi") == 9
-        assert cache.pool.states()[second] == BlockState.LEASED, "whoever read it still may, until the path is let go"
+        assert cache.pool.states()[second] == BlockState.LEASED, "leases of this path may still read it"
         lease.close()
         assert cache.pool.states()[second] == BlockState.FREE
         cache.check()
@@ -339,7 +339,7 @@ class TestExtend:
             lease.extend(spell("i"))
         assert lease.num_tokens == 8
 
-    def test_others_give_way(self) -> None:
+    def test_leaves_of_other_prompts_are_evicted(self) -> None:
         cache = PrefixCache(3, 4)
         publish(cache, "wxyz")
         lease = lease_text(cache, "abcdefgh")
@@ -348,7 +348,7 @@ class TestExtend:
         assert cache.num_evicted_blocks == 1
 
     @pytest.mark.parametrize("tokens", [b"", b"abc"])
-    def test_what_is_not_tokens_is_refused(self, cache: PrefixCache, tokens: bytes) -> None:
+    def test_bytes_that_are_not_tokens_are_refused(self, cache: PrefixCache, tokens: bytes) -> None:
         lease = lease_text(cache, "abcd")
         with pytest.raises(InvalidRequest, match=f"expected one or more uint32 token ids, got {len(tokens)} bytes"):
             lease.extend(tokens)

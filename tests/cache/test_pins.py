@@ -91,7 +91,7 @@ def test_a_prefix_that_the_cache_splits_keeps_what_its_session_waits_for() -> No
     assert awaits_of(cache, "aaaabbbb") == [Awaits.TOOL, Awaits.TOOL]
 
 
-def test_the_end_of_a_session_says_nothing_about_what_other_sessions_continued() -> None:
+def test_the_end_of_a_session_does_not_change_nodes_that_other_sessions_continued() -> None:
     cache, _ = make_cache()
     close(cache, "aaaabbbbccccdddd", Awaits.TOOL)
     close(cache, "aaaabbbbXXXXYYYY", Awaits.NOTHING)
@@ -99,7 +99,7 @@ def test_the_end_of_a_session_says_nothing_about_what_other_sessions_continued()
     assert awaits_of(cache, "aaaabbbbccccdddd") == [Awaits.TOOL, Awaits.TOOL]
 
 
-def test_a_session_that_ends_takes_the_end_of_its_earlier_prompt_for_its_own() -> None:
+def test_the_short_end_of_an_earlier_prompt_does_not_count_as_another_session() -> None:
     cache, _ = make_cache()
     close(cache, "aaaabbbbcc", Awaits.TOOL)
     close(cache, "aaaabbbbXXXXYYYY", Awaits.NOTHING)
@@ -133,10 +133,12 @@ def test_nodes_that_a_lower_priority_split_are_joined_again() -> None:
 
 
 @pytest.mark.parametrize(("policy", "is_one"), [("lru", True), ("lfu", False), ("slru", False), ("adaptive", True)])
-def test_nodes_become_one_after_a_branch_died_if_the_policy_sees_no_difference(policy: str, *, is_one: bool) -> None:
+def test_nodes_are_joined_after_a_branch_was_evicted_if_the_policy_finds_them_alike(
+    policy: str, *, is_one: bool
+) -> None:
     cache, clock = make_cache(policy)
     publish(cache, "aaaabbbb")
-    publish(cache, "aaaaXXXX")  # uses aaaa, and dies first
+    publish(cache, "aaaaXXXX")  # uses aaaa, and is evicted first
     lease = lease_text(cache, "aaaabbbbZ")
     cache.evict(1)
     assert cached(cache, "aaaaXXXX") == 4
@@ -145,7 +147,7 @@ def test_nodes_become_one_after_a_branch_died_if_the_policy_sees_no_difference(p
     assert runs(cache) == ([2] if is_one else [1, 1])
 
 
-def test_nothing_becomes_one_while_a_lease_ends_between() -> None:
+def test_nodes_are_not_joined_while_a_lease_ends_between_them() -> None:
     cache, clock = make_cache()
     publish(cache, "aaaabbbb")
     retain(cache, "aaaabbbb", Retention(priority=20, ttl_s=5, end=4))
@@ -159,7 +161,7 @@ def test_nothing_becomes_one_while_a_lease_ends_between() -> None:
     assert runs(cache) == [2]
 
 
-def test_nothing_becomes_one_in_a_purged_tree() -> None:
+def test_nodes_of_a_purged_tree_are_not_joined() -> None:
     cache, clock = make_cache()
     publish(cache, "aaaabbbb")
     retain(cache, "aaaabbbb", Retention(priority=20, ttl_s=5, end=4))
@@ -172,8 +174,8 @@ def test_nothing_becomes_one_in_a_purged_tree() -> None:
     assert runs(cache) == [1]
 
 
-def test_a_deep_path_is_used_to_its_end_and_forgotten_from_there() -> None:
-    """Only the last nodes of a deep path are followed one by one; what holds them and when they were used is right."""
+def test_only_the_last_nodes_of_a_deep_path_are_followed() -> None:
+    """Uses are counted for the last nodes only; pins and times of use are right for all."""
     cache, clock = make_cache("adaptive", num_blocks=512)
     trunk = "".join(chr(ord("a") + index % 20) * 4 for index in range(100))
     publish(cache, trunk)
@@ -195,7 +197,7 @@ def test_a_deep_path_is_used_to_its_end_and_forgotten_from_there() -> None:
     cache.check()
 
 
-def test_a_path_of_very_many_nodes_is_cut_no_further(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_path_of_very_many_nodes_is_not_split_further(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(retained_nodes, "_MAX_CUT_NODES", 3)
     cache, _ = make_cache()
     text = "aaaabbbbccccddddeeeeffff"
@@ -209,7 +211,7 @@ def test_a_path_of_very_many_nodes_is_cut_no_further(monkeypatch: pytest.MonkeyP
     assert runs(cache) == [1, 1, 1, 1, 2]
 
 
-def test_a_node_that_is_gone_by_a_join_has_no_place() -> None:
+def test_a_node_that_was_joined_into_another_has_no_place() -> None:
     cache, clock = make_cache()
     publish(cache, "aaaabbbbccccdddd")
     retain(cache, "aaaabbbbccccdddd", Retention(priority=20, ttl_s=5, start=4, end=8))
@@ -220,7 +222,7 @@ def test_a_node_that_is_gone_by_a_join_has_no_place() -> None:
     assert len(cache.segments) == 1
 
 
-def test_nodes_that_are_gone_by_a_join_are_freed_without_a_collection() -> None:
+def test_nodes_that_were_joined_into_another_are_freed_without_a_collection() -> None:
     cache, clock = make_cache()
     publish(cache, "aaaabbbbccccdddd")
     retain(cache, "aaaabbbbccccdddd", Retention(priority=20, ttl_s=5, start=4, end=8))

@@ -21,7 +21,7 @@ def make_cache(policy: str, num_blocks: int = 32) -> tuple[PrefixCache, FakeCloc
 
 
 def survivors(policy: str, *texts: str, evicted: int) -> list[str]:
-    """Publish texts a second apart, evict, and say which are still there whole."""
+    """Publish texts a second apart, evict, and return those that are still cached completely."""
     cache, clock = make_cache(policy)
     for text in texts:
         clock.now_s += 1
@@ -41,7 +41,7 @@ def test_every_name_of_the_configuration_makes_a_policy() -> None:
         cache.check()
 
 
-def test_lru_drops_what_was_not_used_for_longest() -> None:
+def test_lru_evicts_what_was_not_used_for_longest() -> None:
     assert survivors("lru", "aaaa", "aaaa", "bbbb", "cccc", evicted=2) == ["cccc"]
 
 
@@ -87,7 +87,7 @@ def test_the_half_that_is_not_shared_is_as_old_as_before() -> None:
     assert [cached(cache, text) for text in ("aaaabbbb", "cccc", "aaaadddd")] == [4, 4, 8]
 
 
-def test_a_policy_may_offer_a_leaf_piece_by_piece() -> None:
+def test_a_policy_may_offer_a_leaf_block_by_block() -> None:
     class OneByOne(EvictionPolicy):
         def key(self, node: Any) -> float:
             return -node.num_blocks  # the longest first

@@ -89,7 +89,7 @@ def test_a_prompt_is_one_or_more_whole_tokens(tokens: bytes) -> None:
 
 
 @pytest.mark.parametrize("field", Namespace._fields)
-def test_namespaces_never_meet(field: str) -> None:
+def test_namespaces_share_nothing(field: str) -> None:
     cache, mine = make_cache(), Namespace("model", "tenant", "adapter", "salt")
     other = mine._replace(**{field: "other"})
     publish(cache, "abcdefgh", mine)
@@ -100,7 +100,7 @@ def test_namespaces_never_meet(field: str) -> None:
     assert cached(cache, "abcdefgh", mine._replace()) == 8
 
 
-def test_names_that_join_to_the_same_text_never_meet() -> None:
+def test_names_that_join_to_the_same_text_share_nothing() -> None:
     cache = make_cache()
     publish(cache, "abcd", Namespace("model", "a", "bc"))
     assert cached(cache, "abcd", Namespace("model", "a", "bc")) == 4
@@ -239,7 +239,7 @@ def test_a_commit_of_reused_tokens_publishes_nothing() -> None:
         assert lease.commit(8) == 2
 
 
-def test_the_first_commit_lets_the_copied_block_go() -> None:
+def test_the_first_commit_unpins_the_copied_block() -> None:
     cache = make_cache()
     block_ids = publish(cache, "abcdefgh")
     with lease_text(cache, "abcdeXXXXX") as lease:
@@ -296,7 +296,7 @@ def test_blocks_published_first_by_another_lease_are_adopted() -> None:
         assert cache.pool.states()[int(block_id)] == BlockState.PUBLISHED
 
 
-def test_a_run_inserted_again_hands_back_exactly_its_duplicate_blocks() -> None:
+def test_a_run_inserted_again_releases_exactly_its_duplicate_blocks() -> None:
     cache = make_cache()
     publish(cache, "abcdefghij")
     num_free = cache.pool.num_free
@@ -367,7 +367,7 @@ def test_an_abandoned_lease_leaves_nothing_reachable() -> None:
     assert cache.match(MODEL, spell("abcdefghij")).block_ids.tolist() == block_ids
 
 
-def test_a_lease_evicts_only_what_it_is_short_of() -> None:
+def test_a_lease_evicts_only_the_blocks_that_it_lacks() -> None:
     cache = make_cache(num_blocks=4)
     publish(cache, "abcdefghijkl")
     with lease_text(cache, "XXXXYYYY"):
@@ -459,7 +459,7 @@ def test_the_last_block_of_a_full_pool_is_computed_again_rather_than_copied() ->
         assert cached(cache, "abcdefgh") == 4
 
 
-def test_a_node_matched_only_by_the_last_token_is_not_in_the_way() -> None:
+def test_a_node_matched_only_by_the_last_token_can_be_evicted() -> None:
     cache = make_cache(num_blocks=4)
     publish(cache, "abcdefgh")
     publish(cache, "abcdEFGH")
@@ -486,7 +486,7 @@ def test_a_pool_too_small_for_a_prompt_stays_too_small() -> None:
     assert cached(cache, "abcdefgh") == 8
 
 
-def test_a_prompt_as_large_as_the_pool_can_always_come_again() -> None:
+def test_a_prompt_as_large_as_the_pool_can_always_be_leased_again() -> None:
     cache = make_cache(num_blocks=3)
     for text in ("abcdefghijkl", "abcdefghijkl", "XbcdefghijkX", "abcdefghijkl"):
         assert len(publish(cache, text)) == 3

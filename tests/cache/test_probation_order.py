@@ -34,7 +34,7 @@ def publish_all(cache: PrefixCache, clock: FakeClock, *texts: str, namespace: Na
 
 
 @pytest.mark.parametrize("policy", EVICTION_POLICIES)
-def test_one_shots_do_not_push_out_what_was_reused(policy: str) -> None:
+def test_one_shot_prompts_do_not_evict_what_was_reused(policy: str) -> None:
     cache, clock = make_cache(0.5, policy)
     publish_all(cache, clock, "aaaa", "bbbb", "aaaa", "bbbb", *ONE_SHOTS)
     assert [cached(cache, text) for text in ("aaaa", "bbbb")] == [4, 4]
@@ -57,7 +57,7 @@ def test_within_their_share_leaves_on_probation_are_evicted_in_the_policys_order
     assert (cached(cache, "aaaa") == 0) is (num_others == 4)
 
 
-def test_among_themselves_one_shots_go_in_the_policys_order() -> None:
+def test_one_shot_prompts_are_evicted_in_the_policys_order() -> None:
     cache, clock = make_cache(0.0)
     publish_all(cache, clock, *ONE_SHOTS[:4])
     cache.evict(2)
@@ -96,7 +96,7 @@ def test_a_tenant_at_its_ceiling_keeps_what_it_reuses(is_named: bool) -> None:
     assert cache.tenants["a"].num_probation_blocks == 3
 
 
-def test_one_shots_below_a_floor_push_nothing_out() -> None:
+def test_one_shot_prompts_below_a_floor_evict_nothing() -> None:
     clock, safe = FakeClock(), Namespace("model", "a")
     cache = PrefixCache(8, 4, quotas={"a": Quota(floor_blocks=5)}, probation_share=0.5, clock=clock)
     publish_all(cache, clock, *ONE_SHOTS[:5], namespace=safe)
@@ -107,7 +107,7 @@ def test_one_shots_below_a_floor_push_nothing_out() -> None:
 
 @pytest.mark.parametrize("policy", ["lru", "slru", "lfu"])
 @pytest.mark.parametrize("share", [1.0, NEVER_OVER])
-def test_without_a_bound_leaves_go_in_the_order_of_the_policys_keys(policy: str, share: float) -> None:
+def test_without_a_bound_leaves_are_evicted_in_the_order_of_the_policys_keys(policy: str, share: float) -> None:
     cache, clock = make_cache(share, policy, num_blocks=24)
     key, dice = make_policy(policy, 24).key, random.Random(1)
     num_choices = 0
@@ -135,7 +135,7 @@ def flood() -> list[TraceRequest]:
     return [TraceRequest(index * 1000, 4 * TOKENS_PER_ID, 1, path) for index, path in enumerate(paths)]
 
 
-def test_a_flood_pushes_out_what_returns_only_without_probation() -> None:
+def test_a_flood_evicts_recurring_prompts_only_without_probation() -> None:
     def hits(policy: str, share: float = 1.0) -> int:
         capacity_tokens = 100 * TOKENS_PER_ID
         return simulate(flood(), policy=policy, capacity_tokens=capacity_tokens, probation_share=share).cached_tokens

@@ -151,7 +151,7 @@ def test_a_prefix_in_which_an_adapter_is_invoked_serves_the_model_up_to_there() 
     cache.check()
 
 
-def test_a_prompt_that_reads_nothing_computes_the_prefix_too() -> None:
+def test_a_prompt_that_does_not_read_the_cache_computes_the_prefix_too() -> None:
     cache = _cache()
     _make_public(cache, spell("abcdefgh"))
     assert _serve(cache, _ACME, spell("abcdefghij"), read=False) == (0, 0)
@@ -252,7 +252,7 @@ def test_a_purge_of_a_tenant_removes_the_trees_below_and_leaves_the_prefix() -> 
     cache.check()
 
 
-def test_a_full_pool_gives_up_the_copied_tokens_before_it_refuses() -> None:
+def test_a_full_pool_refuses_a_prompt_that_needs_a_block_after_the_prefix() -> None:
     cache = _cache(3, max_public_blocks=3)
     _make_public(cache, spell("abcdef"))
     with cache.lease(_ACME, spell("abcdefg")) as lease:
@@ -430,7 +430,7 @@ def cache() -> PrefixCache:
     return PrefixCache(16, _BLOCK, max_public_blocks=4)
 
 
-def test_a_prefix_takes_its_blocks_until_no_request_computes_it(cache: PrefixCache) -> None:
+def test_a_prefix_has_its_blocks_until_no_request_computes_it(cache: PrefixCache) -> None:
     prefix = cache.public.register("p", "model", "", spell("abcdefghijkl"))
     lease = cache.lease(prefix.namespace, prefix.tokens)
     lease.commit(8)
@@ -457,7 +457,7 @@ def test_a_prefix_that_was_unregistered_is_not_kept(cache: PrefixCache) -> None:
     cache.check()
 
 
-def test_a_prefix_that_can_not_be_computed_is_unregistered(cache: PrefixCache) -> None:
+def test_a_prefix_that_cannot_be_computed_is_unregistered(cache: PrefixCache) -> None:
     prefix = cache.public.register("p", "model", "", spell("abcdefgh"))
     with cache.lease(prefix.namespace, prefix.tokens) as lease:
         lease.commit(4)

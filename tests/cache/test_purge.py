@@ -104,7 +104,7 @@ def test_a_block_replaced_under_a_lease_is_freed_once() -> None:
     assert cache.pool.num_leased == 0
 
 
-def test_retained_blocks_go_as_well_and_give_their_budget_back() -> None:
+def test_purged_retained_blocks_no_longer_count_as_retained() -> None:
     cache = make_cache()
     cache.retain(TENANT, spell("aaaabbbbcc"), Retention(90, ttl_s=60))
     cache.retain(PLAIN, spell("aaaa"), Retention(90))
@@ -115,13 +115,13 @@ def test_retained_blocks_go_as_well_and_give_their_budget_back() -> None:
 
 
 class Untouchable(Namespace):
-    """A namespace of another tenant, at which a purge must not look."""
+    """A namespace of another tenant, which a purge must not examine."""
 
     def is_among(self, tenant: str | None, adapter: str | None, salt: str | None) -> bool:
-        raise AssertionError("looked at")
+        raise AssertionError("a purge examined a namespace of another tenant")
 
 
-def test_a_purge_looks_at_no_namespace_and_no_lease_of_another_tenant() -> None:
+def test_a_purge_examines_no_namespace_and_no_lease_of_another_tenant() -> None:
     cache = make_cache()
     other = Untouchable("model", "other")
     publish(cache, "aaaa", other)
@@ -130,7 +130,7 @@ def test_a_purge_looks_at_no_namespace_and_no_lease_of_another_tenant() -> None:
         assert cache.purge(tenant="acme") == Purged(12, 0)
 
 
-def test_a_lease_is_looked_at_once_for_all_and_once_for_its_own_namespace(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_purge_examines_each_lease_at_most_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     looks: Counter[str] = Counter()
     slot = Lease.__dict__["is_revoked"]
 
@@ -200,7 +200,7 @@ def test_leases_of_what_is_named_are_revoked_and_no_others(wanted: dict[str, str
         lease.close()
 
 
-def test_a_purge_in_slices_takes_namespaces_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_purge_in_slices_removes_namespaces_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("radixkv.cache.purge._MAX_REMOVED", 6)  # two namespaces
     cache = make_cache()
     purging = cache.purging()
@@ -210,7 +210,7 @@ def test_a_purge_in_slices_takes_namespaces_one_after_the_other(monkeypatch: pyt
     assert left(cache) == set()
 
 
-def test_a_large_tree_is_taken_in_slices_and_what_is_in_use_last(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_tree_is_removed_in_slices_and_what_is_in_use_last(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("radixkv.cache.purge._MAX_REMOVED", 4)
     cache = PrefixCache(128, 4, clock=FakeClock())
     texts = ["aaaa" + letter * 4 + end * 4 for letter in "bcdefghi" for end in "XYZ"]

@@ -14,7 +14,7 @@ from tests.fakes import make_tree, packed, spell
 
 
 class Planter:
-    """Inserts text with fresh block ids, and tells the tree's shape as text."""
+    """Inserts text with new block ids, and returns the shape of the tree as text."""
 
     def __init__(self, block_size: int = 4) -> None:
         self.tree = make_tree(block_size)
@@ -162,7 +162,7 @@ def test_a_split_keeps_the_old_object_as_the_lower_half() -> None:
     assert old.parent.eviction_entry is None
 
 
-def test_a_split_keeps_holds_and_last_use() -> None:
+def test_a_split_keeps_reference_counts_and_last_use() -> None:
     planter = Planter()
     old = planter.insert("abcdefghij").node
     old.ref_count, old.last_used_s = 3, 7.0  # three leases end there
@@ -223,7 +223,7 @@ def test_a_leaf_that_grows_inside_its_first_block_is_indexed_again() -> None:
 
 
 @pytest.mark.parametrize("text", ["a", "abc", "abcd", "abcdef", "abcdefgh", "abcdefghij"])
-def test_a_known_run_is_covered_and_takes_nothing(text: str) -> None:
+def test_a_known_run_is_covered_and_adds_no_block(text: str) -> None:
     planter = Planter()
     planter.insert("abcdefghij")
     insertion = planter.insert(text)
@@ -234,7 +234,7 @@ def test_a_known_run_is_covered_and_takes_nothing(text: str) -> None:
     assert insertion.replaced_block_ids == b""
 
 
-def test_a_known_run_through_two_nodes_hands_back_the_blocks_of_both() -> None:
+def test_a_known_run_through_two_nodes_returns_the_blocks_of_both() -> None:
     planter = Planter()
     planter.insert("abcdefghij")
     planter.insert("abcdXXXX")
@@ -243,7 +243,7 @@ def test_a_known_run_through_two_nodes_hands_back_the_blocks_of_both() -> None:
     assert insertion.is_covered
 
 
-def test_an_insert_below_an_inner_node_takes_only_its_unknown_blocks() -> None:
+def test_an_insert_below_an_inner_node_adds_only_its_unknown_blocks() -> None:
     planter = Planter()
     planter.insert("abcdefgh")  # 0 1
     planter.insert("abcdEFGH")  # 2 3
@@ -325,7 +325,7 @@ def test_a_fingerprint_depends_on_the_path_and_not_on_how_it_was_built() -> None
 
 
 @pytest.mark.parametrize("block_size", [1, 2, 3, 4, 7])
-def test_random_inserts_match_what_a_set_of_prefixes_says(block_size: int) -> None:
+def test_random_inserts_match_a_set_of_prefixes(block_size: int) -> None:
     dice, planter, known = random.Random(block_size), Planter(block_size), {""}
     for _ in range(200):
         text = "".join(dice.choices("ab", k=dice.randint(1, 4 * block_size + 2)))

@@ -16,7 +16,7 @@ def test_the_snapshot_that_saves_the_fewest_tokens_has_the_lowest_score() -> Non
     assert order.lowest() == 4
 
 
-def test_a_use_counts_as_much_as_the_making() -> None:
+def test_a_use_adds_the_saved_tokens_to_the_score() -> None:
     order = SnapshotOrder()
     order.add(1, 100)
     order.add(2, 250)
@@ -69,7 +69,7 @@ def test_the_order_is_that_of_a_plain_list_whatever_happens() -> None:
 
 
 @pytest.mark.parametrize("is_used", [False, True])
-def test_outdated_entries_take_no_more_room_than_current_ones(is_used: bool) -> None:
+def test_outdated_entries_take_no_more_memory_than_current_ones(is_used: bool) -> None:
     order = SnapshotOrder()
     for slot in range(1000):
         order.add(slot % 7, slot)
@@ -116,7 +116,7 @@ def compute(
         (41, 60, [16, 32, 40]),
     ],
 )
-def test_a_prompt_keeps_its_end_its_branch_and_a_state_every_so_often(
+def test_a_prompt_saves_states_at_its_end_its_branch_and_at_regular_distances(
     num_tokens: int, found_tokens: int, expected: list[int]
 ) -> None:
     assert compute(lease_of(slots_for_leases(), num_tokens, found_tokens), 0, num_tokens) == expected
@@ -133,7 +133,7 @@ def test_chunks_keep_the_same_states(size: int) -> None:
 def test_a_state_that_another_request_waits_for_is_kept() -> None:
     lease = lease_of(slots_for_leases(), 41)
     assert compute(lease, 0, 10) == []
-    assert lease.want(12)
+    assert lease.request_snapshot(12)
     assert compute(lease, 10, 20) == [12, 16]
 
 
@@ -187,7 +187,7 @@ def test_without_room_a_request_keeps_what_it_can() -> None:
     lease = lease_of(slots, 41)
     assert compute(lease, 0, 20) == [16]
     assert compute(lease, 20, 41) == [32]
-    assert (slots.num_given_up, slots.num_reusable_tokens(BLOCKS, 41)) == (1, 32)
+    assert (slots.num_evicted, slots.num_reusable_tokens(BLOCKS, 41)) == (1, 32)
 
 
 def test_a_request_reads_a_snapshot_once_and_then_its_own_slot() -> None:
@@ -245,11 +245,11 @@ def test_a_block_keeps_its_first_snapshot() -> None:
     slots.check(NONE_FREE)
 
 
-def test_a_freed_block_gives_its_snapshot_back() -> None:
+def test_the_snapshot_of_a_freed_block_is_freed() -> None:
     slots = slots_of()
     publish(slots, 8, 20)
     slots.free_snapshots(SLOT_BLOCKS[3:])
-    assert (slots.num_reusable_tokens(SLOT_BLOCKS, 31), slots.num_kept, slots.num_given_up) == (8, 1, 0)
+    assert (slots.num_reusable_tokens(SLOT_BLOCKS, 31), slots.num_kept, slots.num_evicted) == (8, 1, 0)
     slots.check(SLOT_BLOCKS[3:])
 
 
@@ -259,7 +259,7 @@ def test_the_snapshot_with_the_lowest_score_is_evicted() -> None:
     publish(slots, 20, saved_tokens=8)
     publish(slots, 28, saved_tokens=16)
     assert [slots.num_reusable_tokens(SLOT_BLOCKS, tokens) for tokens in (31, 27)] == [28, 8]
-    assert slots.num_given_up == 1
+    assert slots.num_evicted == 1
     assert slots.take(1) is None, "all others are score more"
     slots.check(NONE_FREE)
 
@@ -277,7 +277,7 @@ def test_a_snapshot_that_a_request_reads_is_not_evicted() -> None:
     slots.check(NONE_FREE)
 
 
-def test_a_slot_whose_block_is_freed_is_kept_for_those_that_read_it() -> None:
+def test_a_slot_whose_block_is_freed_is_kept_until_it_is_read() -> None:
     slots = slots_of(num_snapshots=1)
     publish(slots, 8)
     first, second = (slots.open(SLOT_BLOCKS, 8, 31, 31) for _ in range(2))
@@ -327,7 +327,7 @@ def test_a_used_snapshot_is_not_retracted() -> None:
 
 
 @pytest.mark.parametrize("harm", ["lost", "free block", "pending"])
-def test_the_check_sees_what_does_not_add_up(harm: str) -> None:
+def test_the_check_detects_inconsistencies(harm: str) -> None:
     slots = slots_of()
     publish(slots, 8)
     if harm == "lost":

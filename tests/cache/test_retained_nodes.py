@@ -72,7 +72,7 @@ def test_a_retained_leaf_is_evicted_when_nothing_else_is_left() -> None:
     assert shelf.reason("aaaaX") is MissReason.EVICTED
 
 
-def test_the_default_priority_takes_a_retention_back() -> None:
+def test_the_default_priority_ends_a_retention() -> None:
     shelf = Shelf()
     shelf.publish("aaaa", "bbbb")
     shelf.retain("aaaa", Retention(80))
@@ -373,7 +373,7 @@ def test_a_retention_that_only_raises_leaves_what_lasts_longer(
         (Retention(60, end=5), "retention.end_token: expected 1 to 4, got 5"),
     ],
 )
-def test_a_wrong_retention_names_its_field_and_changes_nothing(retention: Retention, message: str) -> None:
+def test_an_invalid_retention_is_refused_by_field_and_changes_nothing(retention: Retention, message: str) -> None:
     shelf = Shelf()
     shelf.publish("aaaa")
     with pytest.raises(InvalidRequest, match=message):

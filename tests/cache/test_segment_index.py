@@ -25,7 +25,7 @@ def cache(clock: FakeClock) -> PrefixCache:
 
 
 def listed(cache: PrefixCache, tenant: str | None = None) -> list[Segment]:
-    """All segments, three a page."""
+    """All segments, three per page."""
     found: list[Segment] = []
     start: int | None = 0
     while start is not None:
@@ -86,7 +86,7 @@ def test_a_tenant_is_listed_alone(cache: PrefixCache) -> None:
     assert len(listed(cache)) == 3
 
 
-def test_places_of_what_is_gone_are_taken_again(cache: PrefixCache) -> None:
+def test_places_of_removed_nodes_are_assigned_again(cache: PrefixCache) -> None:
     for tenant in "abc":
         publish(cache, "abcd", Namespace("model", tenant))
     cache.purge(tenant="a")
@@ -108,7 +108,7 @@ def test_a_page_passes_a_bounded_number_of_places(cache: PrefixCache, monkeypatc
 
 
 def test_segments_that_stay_are_listed_once_whatever_happens_between_pages(cache: PrefixCache) -> None:
-    """Prompts come, are cut and are evicted between the pages of many listings."""
+    """Prompts are published, split and evicted between the pages of many listings."""
     rng = random.Random(5)
     for _ in range(40):
         met: list[Node] = []
@@ -125,7 +125,7 @@ def test_segments_that_stay_are_listed_once_whatever_happens_between_pages(cache
         assert [met.count(node) for node in lived] == [1] * len(lived)
 
 
-def test_the_hottest_come_with_what_is_before_them(cache: PrefixCache, clock: FakeClock) -> None:
+def test_the_hottest_segments_are_listed_with_their_ancestors(cache: PrefixCache, clock: FakeClock) -> None:
     publish(cache, "abcdefgh")
     publish(cache, "abcdxyz")
     for _ in range(3):
@@ -155,7 +155,7 @@ def test_a_stride_skips_places_and_still_finds_the_parent(cache: PrefixCache) ->
     assert parent.place in {segment.place for segment in page.segments}
 
 
-def test_a_check_sees_a_lost_place(cache: PrefixCache) -> None:
+def test_check_notices_a_lost_place(cache: PrefixCache) -> None:
     publish(cache, "abcd")
     (node,) = cache.nodes()
     node.place = 7

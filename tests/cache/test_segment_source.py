@@ -10,7 +10,7 @@ from radixkv.errors import InvalidRequest
 from tests.fakes import FakeClock, publish
 
 
-def test_each_look_is_one_call() -> None:
+def test_each_listing_is_one_call() -> None:
     cache = PrefixCache(4, 4, clock=FakeClock())
     publish(cache, "abcdef")
     calls: list[Any] = []

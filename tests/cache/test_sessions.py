@@ -162,7 +162,7 @@ def test_a_session_knows_what_it_waits_for(cache: PrefixCache, clock: FakeClock)
         assert (session.awaits, session.num_leases) == (Awaits.UNKNOWN, 1)
 
 
-def test_loading_ahead_is_no_use_by_the_session(clock: FakeClock) -> None:
+def test_loading_ahead_does_not_count_as_a_use_by_the_session(clock: FakeClock) -> None:
     cache = PrefixCache(num_blocks=12, block_size=2, clock=clock, max_session_prompt_bytes=10_000)
     with opened(cache, "abcdef", "s") as lease:
         lease.commit(6)
@@ -282,7 +282,7 @@ def test_tokens_of_an_ended_session_that_are_shared_are_not_evicted_first(cache:
     assert [cached(cache, text) for text in ("abcd", "xy")] == [4, 0]
 
 
-def test_a_session_that_waits_for_nothing_says_nothing_about_what_it_shares(cache: PrefixCache) -> None:
+def test_the_end_of_a_session_does_not_change_the_nodes_that_it_shares(cache: PrefixCache) -> None:
     publish(cache, "abcd", "s")
     cache.share(MODEL, spell("ab"))
     with opened(cache, "abcdef", "s") as lease:
@@ -310,7 +310,7 @@ def test_a_very_long_path_is_not_split_to_share_it(cache: PrefixCache, monkeypat
     assert own(cache, "s") == ["cdefgh", "xy"]
 
 
-def test_what_other_prompts_continue_waits_for_something_still(cache: PrefixCache) -> None:
+def test_nodes_that_other_prompts_continue_keep_what_they_wait_for(cache: PrefixCache) -> None:
     publish(cache, "abwxyz")
     publish(cache, "abcdef")
     cache.set_awaits(MODEL, spell("abcdef"), Awaits.NOTHING)

@@ -17,7 +17,7 @@ def make_cache(num_blocks: int, **quotas: Quota) -> PrefixCache:
     return PrefixCache(num_blocks, 4, quotas=quotas, clock=FakeClock())
 
 
-def test_a_floor_keeps_a_tenants_blocks_from_the_others() -> None:
+def test_a_floor_protects_a_tenants_blocks_from_other_tenants() -> None:
     cache = make_cache(8, acme=Quota(floor_blocks=3))
     publish(cache, "aaaabbbbccccddddeeee", ACME)
     publish(cache, "11112222333344445555", OTHER)
@@ -69,7 +69,7 @@ def test_beyond_its_ceiling_a_tenant_is_refused_and_nothing_changes() -> None:
     cache.check()
 
 
-def test_other_tenants_do_not_feel_a_ceiling() -> None:
+def test_a_ceiling_does_not_affect_other_tenants() -> None:
     cache = make_cache(8, acme=Quota(ceiling_blocks=1))
     publish(cache, "aaaa", ACME)
     publish(cache, "11112222333344445555666677778888", OTHER)
@@ -90,7 +90,7 @@ def test_usage_is_counted_for_each_tenant() -> None:
     assert cache.tenants["other"].num_cached_blocks == 7
 
 
-def test_a_crowd_of_tenants_is_forgotten_but_not_those_that_hold_something() -> None:
+def test_idle_tenants_are_forgotten_but_not_those_that_have_blocks() -> None:
     tenants = Tenants({"quota": Quota(floor_blocks=1)})
     holder = tenants["holder"]
     holder.num_cached_blocks = 1
@@ -112,7 +112,7 @@ def test_the_oldest_idle_tenants_are_forgotten_first() -> None:
     assert recent.pop(str(MAX_IDLE_TENANTS + 9)) == 0
 
 
-def test_known_tenants_shrink_below_their_peak_once_they_hold_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_known_tenants_falls_when_they_have_no_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("radixkv.cache.tenants.MAX_IDLE_TENANTS", 10)
     tenants = Tenants({})
     crowd = []
@@ -131,7 +131,7 @@ def test_known_tenants_shrink_below_their_peak_once_they_hold_nothing(monkeypatc
     assert tenants.get("crowd 0") is crowd[0]
 
 
-def test_known_tenants_shrink_although_no_new_ones_come(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_known_tenants_falls_without_new_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     tenants = Tenants({})
     for number in range(100):
         tenants[str(number)]
@@ -153,14 +153,14 @@ def test_a_tenant_that_is_used_again_is_forgotten_later(monkeypatch: pytest.Monk
     assert tenants.get("1") is None
 
 
-def test_looking_a_tenant_up_makes_it_not_known() -> None:
+def test_a_lookup_does_not_make_a_tenant_known() -> None:
     tenants = Tenants({"quota": Quota(floor_blocks=1)})
     assert tenants.get("acme") is None
     assert len(tenants) == 1
     assert tenants.get("quota") is tenants["quota"]
 
 
-def test_the_largest_are_found_among_those_with_a_quota_and_those_used_last(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_largest_tenants_are_those_with_a_quota_and_those_used_last(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("radixkv.cache.tenants._MAX_COMPARED", 3)
     tenants = Tenants({"quota": Quota()})
     tenants["quota"].num_cached_blocks = 1

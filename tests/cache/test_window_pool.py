@@ -64,10 +64,10 @@ def test_passed_parts_are_evicted_before_those_where_a_prompt_ended() -> None:
     pool.unpin_ends([1])
     pool.unpin_passed({3: 0, 2: 0}, 1)
     pool.pin([6])
-    assert with_part(pool) == [1, 2, 4, 5, 6], "the one that was passed first is gone"
+    assert with_part(pool) == [1, 2, 4, 5, 6], "the one that was passed first was evicted"
     pool.pin([7, 8])
-    assert with_part(pool) == [4, 5, 6, 7, 8], "the end goes last"
-    assert (pool.num_given_up, pool.num_needed, pool.num_free) == (3, 5, 0)
+    assert with_part(pool) == [4, 5, 6, 7, 8], "the end is evicted last"
+    assert (pool.num_evicted, pool.num_pinned, pool.num_free) == (3, 5, 0)
 
 
 def test_a_part_that_is_needed_again_stays_the_same() -> None:
@@ -75,9 +75,9 @@ def test_a_part_that_is_needed_again_stays_the_same() -> None:
     pool.pin([1, 2])
     part = pool.table[1]
     pool.unpin_passed({1: 0}, 1)
-    assert (pool.num_waiting, pool.num_needed) == (1, 1)
+    assert (pool.num_unpinned, pool.num_pinned) == (1, 1)
     pool.pin([1])
-    assert (pool.table[1], pool.num_waiting) == (part, 0)
+    assert (pool.table[1], pool.num_unpinned) == (part, 0)
 
 
 def test_a_part_stays_needed_until_the_last_request_releases_it() -> None:
@@ -85,7 +85,7 @@ def test_a_part_stays_needed_until_the_last_request_releases_it() -> None:
     pool.pin([1])
     pool.pin([1])
     pool.unpin_ends([1])
-    assert pool.num_needed == 1
+    assert pool.num_pinned == 1
     pool.check(Counter({1: 1}), 0, ids(*range(2, 20)))
 
 
@@ -94,7 +94,7 @@ def test_the_part_of_a_block_is_freed_with_it() -> None:
     pool.pin([1, 2, 3])
     pool.unpin_passed({1: 0, 2: 1}, 2)
     pool.free_parts(ids(0, 1, 7))
-    assert (with_part(pool), pool.num_free, pool.num_waiting) == ([2, 3], 3, 1)
+    assert (with_part(pool), pool.num_free, pool.num_unpinned) == ([2, 3], 3, 1)
     with pytest.raises(InvariantViolation, match="whose part is pinned"):
         pool.free_parts(ids(3))
 
@@ -147,7 +147,7 @@ def test_a_pool_that_is_too_small_for_one_request_is_refused() -> None:
         pool_of(4)
 
 
-def test_more_needs_than_parts_are_a_bug_of_the_caller() -> None:
+def test_pinning_more_parts_than_there_are_is_a_bug_of_the_caller() -> None:
     pool = pool_of(5)
     with pytest.raises(InvariantViolation, match="expected one that no request needs, got 5 needed ones"):
         pool.pin(range(6))

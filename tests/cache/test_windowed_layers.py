@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
+from radixkv.api.awaits import Awaits
 from radixkv.api.miss_reason import MissReason
 from radixkv.blocks import BlockCopy, BlockIds
 from radixkv.cache.lease import Lease
@@ -34,11 +35,11 @@ def test_a_long_request_needs_no_more_than_its_reach_and_its_step() -> None:
     most = 0
     for start in range(0, 32, 4):
         holder.cover(BLOCKS, start, start + 4)
-        most = max(most, pool.num_needed)
+        most = max(most, pool.num_pinned)
         holder.settle(start + 4)
-        assert pool.num_needed == 2  # three tokens before an even position lie in two blocks
+        assert pool.num_pinned == 2  # three tokens before an even position lie in two blocks
     assert most == 4
-    assert pool.num_given_up == 4  # sixteen blocks were written, and there are twelve parts
+    assert pool.num_evicted == 4  # sixteen blocks were written, and there are twelve parts
 
 
 def test_the_table_holds_what_is_within_reach() -> None:
@@ -75,7 +76,7 @@ def test_a_step_that_is_not_all_computed_is_settled_where_it_ended() -> None:
     holder.cover(BLOCKS, 0, 8)
     holder.settle(3)
     assert sorted(holder.needed) == [10, 11]
-    assert pool.num_waiting == 2
+    assert pool.num_unpinned == 2
 
 
 def test_a_copied_block_is_kept_until_the_copy_is_made() -> None:
@@ -111,7 +112,7 @@ def test_parts_that_a_hit_needed_are_evicted_with_those_of_ends() -> None:
     assert 14 not in with_part(pool)
 
 
-def test_a_part_that_should_be_there_is_missed() -> None:
+def test_a_missing_part_in_the_window_is_detected() -> None:
     pool = pool_of()
     holder = WindowLease(pool, 0)
     with pytest.raises(InvariantViolation, match="each block in the window to have its part"):
@@ -120,7 +121,7 @@ def test_a_part_that_should_be_there_is_missed() -> None:
         holder.pin_hit(BLOCKS, 3)
 
 
-def test_one_that_keeps_all_passes_nothing() -> None:
+def test_a_lease_that_keeps_all_parts_passes_none() -> None:
     pool = pool_of(16)
     holder = WindowLease(pool, 0, keeps_all=True)
     for start in range(0, 20, 4):
@@ -146,7 +147,7 @@ def test_closing_releases_reserved_parts_once() -> None:
     holder.cover(BLOCKS, 0, 4)
     holder.close()
     holder.close()
-    assert (pool.num_reserved, pool.num_needed, pool.num_waiting) == (0, 0, 2)
+    assert (pool.num_reserved, pool.num_pinned, pool.num_unpinned) == (0, 0, 2)
 
 
 def received(pool: WindowPool) -> tuple[WindowLease, list[int]]:
@@ -188,7 +189,7 @@ def test_parts_from_which_others_may_continue_outlast_passed_ones() -> None:
         holder.cover(BLOCKS, start, start + 4)
         holder.settle(start + 4)
     holder.close()
-    assert pool.num_given_up == 8
+    assert pool.num_evicted == 8
     assert with_part(pool)[:2] == [12, 13]
 
 
@@ -200,7 +201,7 @@ def test_the_parts_that_compute_the_last_token_again_are_kept() -> None:
     assert sorted(holder.needed) == [12, 13, 14], "five to seven, before the last token, begin in the third block"
 
 
-SIZE = 4  # tokens a block
+SIZE = 4  # tokens per block
 NUM_BLOCKS = 200
 STEP_TOKENS = 11
 UNWRITTEN = ()
@@ -240,7 +241,7 @@ def test_a_prompt_is_found_as_far_as_every_group_has_what_it_needs() -> None:
     assert groups.num_reusable_tokens(ids, 16) == 0, "the second group reaches to 4, where the first has nothing"
 
 
-def test_one_group_without_room_leaves_the_others_as_they_are() -> None:
+def test_a_group_without_room_leaves_the_others_unchanged() -> None:
     groups = groups_of(Reach(4), Reach(30), num_parts=20)
     holders = opened(groups, np.empty(0, dtype=np.int32), 0, 100)
     assert [holder.num_reserved for holder in holders] == [4, 11]
@@ -406,12 +407,12 @@ def test_every_token_within_reach_is_what_was_computed(groups: WindowedLayers) -
         assert walk.events[each] > 10, each
     if groups.pools[0].num_parts < 60:
         assert walk.events["cut short"] > 10
-        assert min(pool.num_given_up for pool in groups.pools) > 100
+        assert min(pool.num_evicted for pool in groups.pools) > 100
     for running in walk.running:
         for holder in running.holders:
             holder.close()
     groups.check([], np.array(walk.free, dtype=np.int32))
-    assert all(pool.num_needed == pool.num_reserved == 0 for pool in groups.pools)
+    assert all(pool.num_pinned == pool.num_reserved == 0 for pool in groups.pools)
 
 
 @pytest.mark.parametrize(
@@ -493,7 +494,7 @@ def publish(cache: PrefixCache, text: str) -> list[int]:
         return lease.block_ids.tolist()
 
 
-def give_up(cache: PrefixCache, *block_ids: int) -> None:
+def free_parts(cache: PrefixCache, *block_ids: int) -> None:
     cache.windows.free_parts(np.array(block_ids, dtype=np.int32))
 
 
@@ -504,17 +505,17 @@ def found(cache: PrefixCache, text: str) -> int:
 def test_a_hit_needs_only_what_is_within_reach_of_its_end() -> None:
     cache = cache_of()
     blocks = publish(cache, ALPHABET)
-    give_up(cache, *blocks[:4])
+    free_parts(cache, *blocks[:4])
     assert found(cache, ALPHABET + "!") == 24
     assert found(cache, ALPHABET) == 23
     assert found(cache, ALPHABET[:22] + "!") == 22, "sixteen to twenty-two, in the last two blocks"
-    assert found(cache, ALPHABET[:21] + "!") == 0, "fifteen is in a block whose part is gone"
+    assert found(cache, ALPHABET[:21] + "!") == 0, "fifteen is in a block without a part"
 
 
 def test_a_hit_is_the_longest_one_whose_parts_are_there() -> None:
     cache = cache_of()
     blocks = publish(cache, ALPHABET)
-    give_up(cache, blocks[3])
+    free_parts(cache, blocks[3])
     assert found(cache, ALPHABET[:20] + "!") == 12
     with cache.lease(MODEL, spell(ALPHABET[:20] + "!")) as lease:
         assert (lease.cached_tokens, lease.copy) == (12, None)
@@ -525,10 +526,21 @@ def test_a_hit_is_the_longest_one_whose_parts_are_there() -> None:
     assert cache.windows.pools[0].table[blocks[3]] >= 0
 
 
+def test_tokens_that_cannot_be_reused_are_dropped_and_await_what_their_session_awaits() -> None:
+    cache = cache_of()
+    free_parts(cache, *publish(cache, ALPHABET))
+    assert found(cache, ALPHABET) == 0
+    assert cache.set_awaits(MODEL, spell(ALPHABET), Awaits.TOOL) == 24
+    assert [node.awaits for node in cache.nodes()] == [Awaits.TOOL]
+    assert cache.drop(MODEL, spell(ALPHABET), 8, evicts=False) == (16, 0)
+    assert [node.num_blocks for node in cache.nodes()] == [2]
+    cache.check()
+
+
 def test_a_miss_for_a_missing_part_has_a_reason_of_its_own() -> None:
     cache = cache_of()
     blocks = publish(cache, ALPHABET)
-    give_up(cache, blocks[3])
+    free_parts(cache, blocks[3])
     prompt = spell(ALPHABET[:20] + "!")
     assert cache.explain(MODEL, prompt, 12) is MissReason.NO_WINDOW
     assert cache.explain(MODEL, spell("abc!"), 3) is MissReason.NONE
@@ -546,15 +558,15 @@ def test_parts_that_a_lease_found_stay_until_it_is_closed() -> None:
     other = cache.lease(MODEL, spell("0" * 100))
     compute(other)
     other.close()
-    assert found(cache, ALPHABET + "!") == 24, "those that a request passed go before those where one ended"
+    assert found(cache, ALPHABET + "!") == 24, "parts that a request passed are evicted before those where one ended"
     cache.check()
 
 
 def test_less_of_a_prompt_has_other_parts_within_reach() -> None:
-    """In a full cache the block that is shared in part is given up, and so is what can't be used without it."""
+    """In a full cache, the block that is shared in part is not reused, nor what cannot be used without it."""
     cache = cache_of(num_blocks=6)
     blocks = publish(cache, ALPHABET)
-    give_up(cache, *blocks[2:4])
+    free_parts(cache, *blocks[2:4])
     prompt = spell(ALPHABET[:22] + "!!")
     assert cache.match(MODEL, prompt).cached_tokens == 22
     with cache.lease(MODEL, prompt) as lease:
@@ -570,12 +582,12 @@ def test_a_held_lease_keeps_what_its_prompt_needs_to_be_found() -> None:
     lease.hold()
     cache.check()
     pool = cache.windows.pools[0]
-    assert (pool.num_lasting, pool.num_reserved, pool.num_needed) == (2, 2, 2)
+    assert (pool.num_lasting, pool.num_reserved, pool.num_pinned) == (2, 2, 2)
     for text in "0123":
         publish(cache, text * 60)
     assert found(cache, ALPHABET) == 23
     lease.close()
-    assert (pool.num_lasting, pool.num_reserved, pool.num_needed) == (0, 0, 0)
+    assert (pool.num_lasting, pool.num_reserved, pool.num_pinned) == (0, 0, 0)
 
 
 def test_held_leases_leave_a_request_its_parts() -> None:
@@ -623,7 +635,7 @@ def test_a_public_prefix_for_which_there_are_too_few_parts_is_refused() -> None:
 def test_hits_that_lack_parts_are_counted_with_what_they_leave_out() -> None:
     cache = cache_of()
     blocks = publish(cache, ALPHABET)
-    give_up(cache, *blocks[2:4])
+    free_parts(cache, *blocks[2:4])
     with cache.lease(MODEL, spell(ALPHABET[:14] + "!")) as lease:
         assert lease.cached_tokens == 8
     with cache.lease(MODEL, spell(ALPHABET + "!")), cache.lease(MODEL, spell(ALPHABET[:14] + "!"), is_resumed=True):
@@ -642,14 +654,14 @@ def test_parts_are_counted_by_owner() -> None:
         stats = cache.windows.stats()
         assert stats is not None
         assert (stats.needed, stats.kept, stats.free) == (len(holder.needed), 6 - len(holder.needed), 8)
-        assert stats.given_up == pool.num_given_up == 0
+        assert stats.given_up == pool.num_evicted == 0
 
 
 def test_a_cache_without_parts_counts_none() -> None:
     assert PrefixCache(8, 4).windows.stats() is None
 
 
-def test_a_branch_is_found_once_two_prompts_have_parted_there() -> None:
+def test_a_branch_is_found_after_two_prompts_have_diverged_there() -> None:
     cache = cache_of(num_blocks=200, num_parts=16)
     for number, cached_tokens in ("1", 0), ("2", 0), ("3", 16), ("4", 16):
         text = ALPHABET[:16] + number * 120  # more blocks than there are parts

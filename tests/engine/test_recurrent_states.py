@@ -299,7 +299,7 @@ def walk(seed: int) -> Counter[str]:
         for token in answer:
             assert token == next_token(tokens(ids))
             ids = [*ids, token]
-    counts["given up"] += states_of(bench).num_given_up
+    counts["given up"] += states_of(bench).num_evicted
     counts["recomputed"] += states_of(bench).num_recomputed_tokens
     return counts
 

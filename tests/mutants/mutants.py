@@ -113,7 +113,7 @@ CACHE_MUTANTS = (
         'if num_blocks > self.num_free:\n            raise OutOfBlocks(f"block pool: expected {num_blocks} free blocks, got',
         'if False:\n            raise OutOfBlocks(f"block pool: expected {num_blocks} free blocks, got',
     ),
-    Mutant("cache/block_pool.py", "                self._lengths[runs] -= taken\n", ""),
+    Mutant("cache/block_pool.py", "                self._lengths[runs] -= num_used\n", ""),
     Mutant("cache/block_pool.py", "if not self._states[block_ids].any():", "if True:"),
     Mutant("cache/block_pool.py", "left = min(room, spare)", "left = 0"),
     Mutant("cache/block_pool.py", "            self._free_list.frombytes(block_ids.tobytes())\n", ""),
@@ -439,7 +439,7 @@ ENGINE_MUTANTS = (
     Mutant("engine/sampler.py", "if not generation.sampling.takes_most_likely:", "if False:"),
     Mutant("engine/sampler.py", "_cumsum(probabilities) - probabilities >=", "_cumsum(probabilities) >="),
     Mutant("engine/sampler.py", "[requests[row].num_tokens for row in drawn]", "[0 for row in drawn]"),
-    Mutant("scheduling/tenant_queue.py", "max(self._fair_share + tokens / weights, least_served)", "least_served"),
+    Mutant("scheduling/tenant_queue.py", "max(self._fair_share + tokens / weights, min_served)", "min_served"),
     Mutant("scheduling/step_plan.py", "if num_free <= 0 or not queue.running:", "if True:"),
     Mutant("scheduling/step_plan.py", "if len(decoding) > max_decodes:", "if False:"),
     Mutant("scheduling/admission.py", " and self._can_fit(request) else", " else"),
@@ -1198,7 +1198,7 @@ STATE_MUTANTS = (
         "                    self._slots.retract(*self._last_of_completion)\n",
         "                    pass\n",
     ),
-    Mutant("cache/recurrent_states.py", "(*self._wanted, *self._pending)", "self._wanted"),
+    Mutant("cache/recurrent_states.py", "(*self._requested, *self._pending)", "self._requested"),
     Mutant("cache/recurrent_states.py", "            self._slots.drop(slot)\n", "            pass\n"),
     Mutant("cache/recurrent_states.py", "entry.saved_tokens * (1 + entry.num_uses)", "entry.saved_tokens"),
     Mutant(
@@ -1213,7 +1213,7 @@ STATE_MUTANTS = (
         "",
     ),
     Mutant("cache/prefix_cache.py", "                return MissReason.NO_STATE\n", "                pass\n"),
-    Mutant("scheduling/single_flight.py", " or not leader.state.want(position):", ":"),
+    Mutant("scheduling/single_flight.py", " or not leader.state.request_snapshot(position):", ":"),
     Mutant("cache/recurrent_states.py", "        return self._slots.num_snapshots > 0\n", "        return True\n"),
     Mutant("scheduling/single_flight.py", "position <= max(reusable_tokens, leader.computed_upto) or not", "not"),
     Mutant("engine/step.py", "request.params.write_cache and not request.is_revoked", "request.params.write_cache"),
@@ -1258,7 +1258,7 @@ PART_MUTANTS = (
         "start = -(-(base + first * stride) // page) * page",
         "start = (base + first * stride) // page * page",
     ),
-    Mutant("cache/window_pool.py", "        self.num_given_up += 1\n", ""),
+    Mutant("cache/window_pool.py", "        self.num_evicted += 1\n", ""),
     Mutant("cache/window_pool.py", "self.num_parts - self.num_step_parts - self.num_reserved", "self.num_parts"),
     Mutant("cache/window_pool.py", "(num_parts - min_num_parts) // 2", "num_parts - min_num_parts"),
     Mutant(
@@ -1284,7 +1284,7 @@ PART_MUTANTS = (
     Mutant("cache/windowed_layers.py", "        self._needed.update(lacking)\n", ""),
     Mutant(
         "cache/windowed_layers.py",
-        "for block_id, at in wanted.items() if block_id not in lacking}",
+        "for block_id, at in to_pin.items() if block_id not in lacking}",
         "for block_id, at in ()}",
     ),
     Mutant(

@@ -29,17 +29,17 @@ def _bench(**config: object) -> tuple[Bench, Future[PrefillResult]]:
     return bench, long
 
 
-def _steps_until_done(bench: Bench, future: Future[PrefillResult], most: int = 10) -> int:
-    for num_steps in range(1, most + 1):
+def _steps_until_done(bench: Bench, future: Future[PrefillResult], max_steps: int = 10) -> int:
+    for num_steps in range(1, max_steps + 1):
         bench.core.step()
         bench.cache.check()
         if future.done():
             return num_steps
-    pytest.fail(f"no answer after {most} steps")
+    pytest.fail(f"no answer after {max_steps} steps")
 
 
-def _ends_unhurt(bench: Bench, long: Future[PrefillResult]) -> None:
-    """Assert that the long prompt is answered in the end, and computed nothing twice."""
+def _assert_computed_once(bench: Bench, long: Future[PrefillResult]) -> None:
+    """Assert that the long prompt is answered, and that none of its tokens was computed twice."""
     bench.run()
     result = long.result(0)
     assert result.next_token_id == next_token(tokens(_LONG))
@@ -54,35 +54,35 @@ def test_a_short_prompt_does_not_wait_for_one_as_long_as_the_pool(config: dict[s
     assert _steps_until_done(bench, short) <= 2
     assert not long.done()
     assert short.result(0).next_token_id == next_token(tokens(range(100, 107)))
-    _ends_unhurt(bench, long)
+    _assert_computed_once(bench, long)
 
 
 def test_cached_tokens_of_a_short_prompt_need_no_borrowed_blocks() -> None:
     bench = Bench(num_blocks=85, max_step_tokens=8)
     bench.prefill(range(80), tenant="short")
-    with bench.cache.lease(Namespace("fake", "short"), tokens(range(80))):  # so that it stays
+    with bench.cache.lease(Namespace("fake", "short"), tokens(range(80))):  # keeps it cached
         long = bench.submit(_LONG, tenant="long")
         for _ in range(27):
             bench.core.step()
         short = bench.submit([*range(80), 90, 91], tenant="short")
         assert _steps_until_done(bench, short) <= 2
-    _ends_unhurt(bench, long)
+    _assert_computed_once(bench, long)
 
 
-def test_nor_does_a_short_prompt_of_the_same_tenant() -> None:
+def test_a_short_prompt_of_the_same_tenant_does_not_wait_either() -> None:
     bench, long = _bench()
     short = bench.submit(range(100, 107), tenant="long")
     assert _steps_until_done(bench, short) <= 3
-    _ends_unhurt(bench, long)
+    _assert_computed_once(bench, long)
 
 
 def test_a_borrowing_generation_has_all_its_blocks_from_the_beginning() -> None:
     bench, long = _bench()
     answer = bench.generate(range(100, 106), 9, tenant="short")
-    assert _steps_until_done(bench, answer, most=12) <= 12
+    assert _steps_until_done(bench, answer, max_steps=12) <= 12
     assert len(answer.result(0).token_ids) == 9
     assert not long.done()
-    _ends_unhurt(bench, long)
+    _assert_computed_once(bench, long)
 
 
 def test_many_short_prompts_borrow_in_sequence_and_at_the_same_time() -> None:
@@ -91,7 +91,7 @@ def test_many_short_prompts_borrow_in_sequence_and_at_the_same_time() -> None:
         futures = [bench.submit([200 + each, *range(first, first + 3)], tenant="short") for each in range(2)]
         assert max(_steps_until_done(bench, future) if not future.done() else 0 for future in futures) <= 3
     assert not long.done()
-    _ends_unhurt(bench, long)
+    _assert_computed_once(bench, long)
 
 
 def test_free_blocks_are_reclaimed_before_the_next_step() -> None:
@@ -110,7 +110,7 @@ def test_a_generation_that_would_run_too_long_does_not_borrow(max_new_tokens: in
     while not long.done():
         bench.core.step()
         assert answer.streamed == []  # type: ignore[attr-defined]
-    _ends_unhurt(bench, long)
+    _assert_computed_once(bench, long)
     assert len(answer.result(0).token_ids) == max_new_tokens
 
 
@@ -129,7 +129,7 @@ def test_a_prompt_that_needs_more_than_is_lent_waits_and_nothing_changes(monkeyp
     release_last = Mock()
     monkeypatch.setattr(Lease, "release_last", release_last)
     other = bench.submit(range(100, 240), tenant="short")
-    _ends_unhurt(bench, long)
+    _assert_computed_once(bench, long)
     assert not release_last.called
     assert other.result(0).usage.computed_tokens == 140
 
@@ -174,13 +174,13 @@ def test_blocks_for_the_next_tokens_of_generations_stay_free() -> None:
 @pytest.mark.parametrize(
     ("lender", "borrower"), [(Quota(), Quota(floor_blocks=8)), (Quota(ceiling_blocks=64), Quota())]
 )
-def test_no_request_borrows_blocks_that_would_not_return(lender: Quota, borrower: Quota) -> None:
+def test_no_request_borrows_blocks_that_could_not_be_reclaimed(lender: Quota, borrower: Quota) -> None:
     bench, long = _bench(quotas={"long": lender, "short": borrower})
     short = bench.submit(range(100, 107), tenant="short")
     while not long.done():
         assert not short.done()
         bench.core.step()
-    _ends_unhurt(bench, long)
+    _assert_computed_once(bench, long)
     assert short.result(0).usage.computed_tokens == 7
 
 
@@ -190,7 +190,7 @@ def test_a_public_prefix_borrows_nothing() -> None:
     while not long.done():
         assert not prefix.done()
         bench.core.step()
-    _ends_unhurt(bench, long)
+    _assert_computed_once(bench, long)
 
 
 def test_if_borrowing_fails_all_lent_blocks_are_reclaimed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,7 +202,7 @@ def test_if_borrowing_fails_all_lent_blocks_are_reclaimed(monkeypatch: pytest.Mo
     bench.core.step()
     assert not short.done()
     assert running.open_lease.block_ids.size == before
-    _ends_unhurt(bench, long)
+    _assert_computed_once(bench, long)
 
 
 def test_a_step_inspects_running_requests_a_bounded_number_of_times(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,10 +214,10 @@ def test_a_step_inspects_running_requests_a_bounded_number_of_times(monkeypatch:
     for _ in range(4):
         bench.core.step()
     assert 0 < spare.call_count <= 4 * 8
-    _ends_unhurt(bench, long)
+    _assert_computed_once(bench, long)
 
 
-def test_a_request_that_has_ended_is_no_lender() -> None:
+def test_a_request_that_has_ended_does_not_lend() -> None:
     bench, _ = _bench()
     (long,) = bench.core._scheduler.running
     _steps_until_done(bench, bench.submit(range(100, 107), tenant="short"))

@@ -41,7 +41,7 @@ def test_a_burst_is_accepted_and_the_next_call_is_refused_until_the_given_time()
     assert retry_after_s(rates) == pytest.approx(0.5)
 
 
-def test_no_more_is_saved_than_the_burst() -> None:
+def test_unused_capacity_is_limited_to_the_burst() -> None:
     clock = FakeClock()
     rates = rates_of(clock, max_calls_per_s=2, rate_burst_s=2)
     clock.now_s += 1000
@@ -112,7 +112,7 @@ class TestAdmissionControl:
             admission.enter(self.request(3), lambda _: submitted.append(2))
         assert submitted == [1]
 
-    def test_a_full_queue_takes_no_call_from_the_rate(self) -> None:
+    def test_calls_that_a_full_queue_refuses_do_not_count_against_the_rate(self) -> None:
         rates = rates_of(FakeClock(), max_calls_per_s=2, rate_burst_s=1)
         admission = AdmissionControl(EngineConfig(max_tenant_requests=1), rates)
         first = self.request(3)

@@ -16,17 +16,17 @@ from tests.fake_runner import next_token, tokens
 
 
 class SmallDevice:
-    """Limits a bench's runner to `most_tokens` tokens per step."""
+    """Limits a bench's runner to `max_tokens` tokens per step."""
 
-    def __init__(self, bench: Bench, most_tokens: int) -> None:
-        self.most_tokens = most_tokens
+    def __init__(self, bench: Bench, max_tokens: int) -> None:
+        self.max_tokens = max_tokens
         self.tried: list[int] = []
         self._run = bench.runner.run
         bench.runner.run = self.run  # type: ignore[method-assign]
 
     def run(self, chunks: Sequence[Chunk]) -> StepResult:
         self.tried.append(sum(chunk.num_tokens for chunk in chunks))
-        if self.tried[-1] > self.most_tokens:
+        if self.tried[-1] > self.max_tokens:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return self._run(chunks)
 
@@ -63,7 +63,7 @@ def test_a_request_without_memory_for_one_token_fails_and_others_continue() -> N
     assert isinstance(refused.exception(0), OutOfMemory)
     assert device.tried == [16, 8, 4, 2, 1]
     assert bench.core.num_failed_steps == 1
-    device.most_tokens = 512
+    device.max_tokens = 512
     bench.run()
     assert behind.result(0).next_token_id == next_token(tokens(range(20, 28)))
     assert bench.core.num_failed_steps == 0

@@ -28,7 +28,7 @@ class FakeAdmitter:
     Attributes:
         outcomes: the outcome of each request that is not admitted.
         cached_tokens, num_nodes: the result of a lookup.
-        tried: the requests that asked for blocks, in order.
+        tried: the requests of all calls of `admit`, in order.
         worked_s: the CPU time of all admissions and lookups.
         admit_s, lookup_s: the CPU time of one admission, and of one lookup.
     """
@@ -59,7 +59,7 @@ class FakeAdmitter:
         return self.outcomes.get(request, Admission.ADMITTED)
 
 
-class Desk:
+class PlanBench:
     """The queues and the running requests between steps, and an admitter."""
 
     def __init__(self, max_tokens: int = 16, max_running_requests: int = 8, **weights: float) -> None:
@@ -95,7 +95,7 @@ class Desk:
         return request
 
     def refuse(self, refused: Request) -> None:
-        """Have a request refused, and removed as the engine does, as soon as it is tried."""
+        """Refuse a request as soon as it is tried, and remove it, as the engine does."""
         admit = self.admitter.admit
         self.admitter.outcomes[refused] = Admission.ENDED
 
@@ -125,200 +125,200 @@ class Desk:
 
 
 def test_decoding_requests_come_first_and_prompts_get_the_rest() -> None:
-    desk = Desk(max_tokens=16)
-    decoding, waiting = desk.run(9, 8), desk.wait(20)
-    assert desk.plan() == [Slice(decoding, 8, 9), Slice(waiting, 0, 15)]
-    assert list(desk.running) == [decoding, waiting]
-    assert desk.queues[""].served == 16
+    bench = PlanBench(max_tokens=16)
+    decoding, waiting = bench.run(9, 8), bench.wait(20)
+    assert bench.plan() == [Slice(decoding, 8, 9), Slice(waiting, 0, 15)]
+    assert list(bench.running) == [decoding, waiting]
+    assert bench.queues[""].served == 16
 
 
 def test_a_step_has_no_more_tokens_than_its_budget() -> None:
-    desk = Desk(max_tokens=3)
-    decoding = [desk.run(9, 8) for _ in range(5)]
-    assert [part.request for part in desk.plan()] == decoding[:3]
-    assert list(desk.running) == [*decoding[3:], *decoding[:3]], "the others are the next"
+    bench = PlanBench(max_tokens=3)
+    decoding = [bench.run(9, 8) for _ in range(5)]
+    assert [part.request for part in bench.plan()] == decoding[:3]
+    assert list(bench.running) == [*decoding[3:], *decoding[:3]], "the others are the next"
 
 
 def test_tokens_that_prompts_do_not_need_go_to_decoding_requests() -> None:
-    desk = Desk(max_tokens=8)
-    decoding, short = [desk.run(9, 8) for _ in range(6)], desk.wait(2)
-    assert {part.request for part in desk.plan()} == {*decoding, short}
+    bench = PlanBench(max_tokens=8)
+    decoding, short = [bench.run(9, 8) for _ in range(6)], bench.wait(2)
+    assert {part.request for part in bench.plan()} == {*decoding, short}
 
 
 class TestNoPlaceForACompressedGeneration:
     """Two of four places are reserved for requests that can be preempted."""
 
-    def desk(self) -> Desk:
-        desk = Desk(max_tokens=64, max_running_requests=4)
+    def bench(self) -> PlanBench:
+        bench = PlanBench(max_tokens=64, max_running_requests=4)
         for _ in range(2):
-            desk.run(9, 8, "other", COMPRESSION)
-        return desk
+            bench.run(9, 8, "other", COMPRESSION)
+        return bench
 
     def test_other_requests_of_its_tenant_pass_it(self) -> None:
-        desk = self.desk()
-        compressed, plain = desk.wait(20, "acme", COMPRESSION), desk.wait(5, "acme")
-        assert [part.request for part in desk.plan()][2:] == [plain]
-        assert list(desk.queues["acme"].waiting) == [compressed]
-        assert desk.admitter.tried == [plain]
+        bench = self.bench()
+        compressed, plain = bench.wait(20, "acme", COMPRESSION), bench.wait(5, "acme")
+        assert [part.request for part in bench.plan()][2:] == [plain]
+        assert list(bench.queues["acme"].waiting) == [compressed]
+        assert bench.admitter.tried == [plain]
 
     def test_requests_behind_many_compressed_ones_pass_them_the_longest_prefix_first(self) -> None:
-        desk = self.desk()
+        bench = self.bench()
         for _ in range(20):
-            desk.wait(20, "acme", COMPRESSION)
-        plain = [desk.wait(100, "acme") for _ in range(3)]
-        desk.admitter.cached_tokens[plain[1]] = 8
-        desk.plan()
-        assert desk.admitter.tried == [plain[1]]
+            bench.wait(20, "acme", COMPRESSION)
+        plain = [bench.wait(100, "acme") for _ in range(3)]
+        bench.admitter.cached_tokens[plain[1]] = 8
+        bench.plan()
+        assert bench.admitter.tried == [plain[1]]
 
     def test_it_gets_the_next_place(self) -> None:
-        desk = self.desk()
-        compressed, plain = [desk.wait(2, "acme", COMPRESSION) for _ in range(2)], desk.wait(5, "acme")
-        ended = next(iter(desk.running))
-        desk.queues["other"].running.remove(ended)
-        del desk.running[ended]
-        assert [part.request for part in desk.plan()][1:] == [compressed[0], plain]
+        bench = self.bench()
+        compressed, plain = [bench.wait(2, "acme", COMPRESSION) for _ in range(2)], bench.wait(5, "acme")
+        ended = next(iter(bench.running))
+        bench.queues["other"].running.remove(ended)
+        del bench.running[ended]
+        assert [part.request for part in bench.plan()][1:] == [compressed[0], plain]
 
 
 def test_after_2_ms_of_work_a_turn_admits_one_request_and_no_more() -> None:
-    desk = Desk(max_tokens=256, max_running_requests=16)
-    crowd, other = [desk.wait(1, "crowd") for _ in range(5)], desk.wait(1, "other")
-    desk.admitter.admit_s = 0.0015
-    assert [part.request for part in desk.plan()] == [*crowd[:2], other]
+    bench = PlanBench(max_tokens=256, max_running_requests=16)
+    crowd, other = [bench.wait(1, "crowd") for _ in range(5)], bench.wait(1, "other")
+    bench.admitter.admit_s = 0.0015
+    assert [part.request for part in bench.plan()] == [*crowd[:2], other]
 
 
 def test_tenants_are_charged_by_weight() -> None:
-    desk = Desk(max_tokens=256, a=3.0)
+    bench = PlanBench(max_tokens=256, a=3.0)
     for tenant in "ab":
-        desk.wait(1000, tenant)
-    assert {part.request.tenant: part.end for part in desk.plan()} == {"a": 192, "b": 64}
-    assert desk.queues["a"].served == desk.queues["b"].served == 64
+        bench.wait(1000, tenant)
+    assert {part.request.tenant: part.end for part in bench.plan()} == {"a": 192, "b": 64}
+    assert bench.queues["a"].served == bench.queues["b"].served == 64
 
 
 def test_the_longest_cached_prefix_is_admitted_first() -> None:
-    desk = Desk(max_tokens=10)
-    first, hit = desk.wait(10), desk.wait(10)
-    desk.admitter.cached_tokens[hit] = 8
-    assert desk.plan() == [Slice(hit, 8, 10), Slice(first, 0, 8)]
-    assert desk.queues[""].num_passed_over == 0, "the first one was admitted as well"
+    bench = PlanBench(max_tokens=10)
+    first, hit = bench.wait(10), bench.wait(10)
+    bench.admitter.cached_tokens[hit] = 8
+    assert bench.plan() == [Slice(hit, 8, 10), Slice(first, 0, 8)]
+    assert bench.queues[""].num_passed_over == 0, "the first one was admitted as well"
 
 
 def test_no_request_is_looked_up_while_all_fit() -> None:
-    desk = Desk(max_tokens=100)
-    requests = [desk.wait(10) for _ in range(4)]
-    assert [part.request for part in desk.plan()] == requests
-    assert desk.admitter.num_lookups == 0
+    bench = PlanBench(max_tokens=100)
+    requests = [bench.wait(10) for _ in range(4)]
+    assert [part.request for part in bench.plan()] == requests
+    assert bench.admitter.num_lookups == 0
 
 
 def test_a_request_that_waits_for_blocks_blocks_others_in_later_steps_too() -> None:
-    desk = Desk(max_tokens=16)
-    blocked, other = desk.wait(20), desk.wait(20)
-    desk.admitter.outcomes[blocked] = Admission.NO_ROOM
+    bench = PlanBench(max_tokens=16)
+    blocked, other = bench.wait(20), bench.wait(20)
+    bench.admitter.outcomes[blocked] = Admission.NO_ROOM
     for _ in range(2):
-        assert desk.plan() == []
-        assert desk.blocked is blocked
-    assert desk.admitter.tried == [blocked, blocked]
-    desk.admitter.outcomes.clear()
-    assert desk.plan() == [Slice(blocked, 0, 16)]
-    assert desk.blocked is None
-    assert other in desk.queues[""].waiting
+        assert bench.plan() == []
+        assert bench.blocked is blocked
+    assert bench.admitter.tried == [blocked, blocked]
+    bench.admitter.outcomes.clear()
+    assert bench.plan() == [Slice(blocked, 0, 16)]
+    assert bench.blocked is None
+    assert other in bench.queues[""].waiting
 
 
 def test_a_short_prefill_passes_a_request_that_waits_for_blocks() -> None:
-    desk = Desk(max_tokens=16)
-    blocked, short = desk.wait(20), desk.wait(5)
-    desk.admitter.outcomes[blocked] = Admission.NO_ROOM
-    assert desk.plan() == [Slice(short, 0, 5)]
-    assert desk.blocked is blocked
+    bench = PlanBench(max_tokens=16)
+    blocked, short = bench.wait(20), bench.wait(5)
+    bench.admitter.outcomes[blocked] = Admission.NO_ROOM
+    assert bench.plan() == [Slice(short, 0, 5)]
+    assert bench.blocked is blocked
 
 
 @pytest.mark.parametrize("outcome", [Admission.FOLLOWS, Admission.ENDED])
 def test_a_request_that_follows_or_is_refused_delays_no_other(outcome: Admission) -> None:
-    desk = Desk(max_tokens=100)
-    aside, other = desk.wait(10), desk.wait(10)
-    desk.admitter.outcomes[aside] = outcome
+    bench = PlanBench(max_tokens=100)
+    aside, other = bench.wait(10), bench.wait(10)
+    bench.admitter.outcomes[aside] = outcome
     if outcome is Admission.ENDED:
-        desk.refuse(aside)
-    assert [part.request for part in desk.plan()] == [other]
-    assert (aside in desk.queues[""].following) == (outcome is Admission.FOLLOWS)
+        bench.refuse(aside)
+    assert [part.request for part in bench.plan()] == [other]
+    assert (aside in bench.queues[""].following) == (outcome is Admission.FOLLOWS)
 
 
 def test_a_tenant_over_its_quota_delays_only_its_own_requests() -> None:
-    desk = Desk(max_tokens=200)
-    over, own, other = desk.wait(150, "a"), desk.wait(150, "a"), desk.wait(10, "b")
-    desk.admitter.outcomes[over] = Admission.OVER_QUOTA
-    assert [part.request for part in desk.plan()] == [other]
-    assert desk.blocked is None
-    assert own in desk.queues["a"].waiting
+    bench = PlanBench(max_tokens=200)
+    over, own, other = bench.wait(150, "a"), bench.wait(150, "a"), bench.wait(10, "b")
+    bench.admitter.outcomes[over] = Admission.OVER_QUOTA
+    assert [part.request for part in bench.plan()] == [other]
+    assert bench.blocked is None
+    assert own in bench.queues["a"].waiting
 
 
 def test_a_place_is_left_for_a_tenant_without_running_requests() -> None:
-    desk = Desk(max_tokens=100, max_running_requests=2)
-    desk.run(9, 8, "a")
-    mine, other = desk.wait(10, "a"), desk.wait(10, "b")
-    assert other in {part.request for part in desk.plan()}
-    assert mine in desk.queues["a"].waiting
+    bench = PlanBench(max_tokens=100, max_running_requests=2)
+    bench.run(9, 8, "a")
+    mine, other = bench.wait(10, "a"), bench.wait(10, "b")
+    assert other in {part.request for part in bench.plan()}
+    assert mine in bench.queues["a"].waiting
 
 
 def test_finding_a_deep_path_is_charged_and_uses_tokens_of_the_step() -> None:
-    desk = Desk(max_tokens=300)
-    deep = [desk.wait(4) for _ in range(4)]
+    bench = PlanBench(max_tokens=300)
+    deep = [bench.wait(4) for _ in range(4)]
     for request in deep:
-        desk.admitter.num_nodes[request] = 32 * 100
-    assert desk.plan() == [Slice(request, 0, 4) for request in deep[:3]]
-    assert desk.queues[""].served == 3 * 104
+        bench.admitter.num_nodes[request] = 32 * 100
+    assert bench.plan() == [Slice(request, 0, 4) for request in deep[:3]]
+    assert bench.queues[""].served == 3 * 104
 
 
 def test_a_request_whose_path_costs_more_than_a_step_is_served_and_charged_in_full() -> None:
-    desk = Desk(max_tokens=16)
-    deep, other = desk.wait(4, "deep"), desk.wait(4, "other")
-    desk.admitter.num_nodes[deep] = 32 * 1000
-    assert Slice(deep, 0, 4) in desk.plan()
-    assert desk.queues["deep"].served == 1004
-    desk.queues["deep"].running.clear()
-    desk.running.clear()
-    assert Slice(other, 0, 4) in desk.plan()
+    bench = PlanBench(max_tokens=16)
+    deep, other = bench.wait(4, "deep"), bench.wait(4, "other")
+    bench.admitter.num_nodes[deep] = 32 * 1000
+    assert Slice(deep, 0, 4) in bench.plan()
+    assert bench.queues["deep"].served == 1004
+    bench.queues["deep"].running.clear()
+    bench.running.clear()
+    assert Slice(other, 0, 4) in bench.plan()
 
 
 def test_deep_paths_reduce_the_number_of_lookups() -> None:
-    desk = Desk(max_tokens=8)
+    bench = PlanBench(max_tokens=8)
     for _ in range(16):
-        request = desk.wait(20)
-        desk.admitter.num_nodes[request] = 64 * 31
-    desk.plan()
-    assert desk.admitter.num_lookups == 2
+        request = bench.wait(20)
+        bench.admitter.num_nodes[request] = 64 * 31
+    bench.plan()
+    assert bench.admitter.num_lookups == 2
 
 
 def test_after_half_a_millisecond_of_lookups_no_more_requests_are_looked_up() -> None:
-    desk = Desk(max_tokens=8)
+    bench = PlanBench(max_tokens=8)
     for _ in range(16):
-        desk.wait(20)
-    desk.admitter.lookup_s = 0.0002
-    desk.plan()
-    assert desk.admitter.num_lookups == 3, "0.6 ms: the last one began before"
+        bench.wait(20)
+    bench.admitter.lookup_s = 0.0002
+    bench.plan()
+    assert bench.admitter.num_lookups == 3, "0.6 ms: the last one began before"
 
 
 @pytest.mark.parametrize("num_requests", [1, 2])
 def test_a_refusal_is_charged_whether_or_not_its_tenant_has_more_requests(num_requests: int) -> None:
-    desk = Desk(max_tokens=300)
-    refused, *_ = [desk.wait(4, "refused") for _ in range(num_requests)]
-    desk.wait(1000, "stays")
-    desk.admitter.num_nodes[refused] = 32 * 1000
-    desk.refuse(refused)
-    desk.plan()
-    assert desk.queues.open("refused").served == 1001
+    bench = PlanBench(max_tokens=300)
+    refused, *_ = [bench.wait(4, "refused") for _ in range(num_requests)]
+    bench.wait(1000, "stays")
+    bench.admitter.num_nodes[refused] = 32 * 1000
+    bench.refuse(refused)
+    bench.plan()
+    assert bench.queues.open("refused").served == 1001
 
 
 @pytest.mark.parametrize("is_blocked", [False, True])
 def test_the_refusal_of_a_request_that_would_overtake_others_is_charged(is_blocked: bool) -> None:
-    desk = Desk(max_tokens=300)
-    desk.run(2000, 100)
+    bench = PlanBench(max_tokens=300)
+    bench.run(2000, 100)
     if is_blocked:
-        desk.blocked = desk.wait(5000, "other")
-        desk.admitter.outcomes[desk.blocked] = Admission.NO_ROOM
-    refused = desk.wait(4)
-    desk.admitter.num_nodes[refused] = 32 * 10
-    desk.refuse(refused)
-    slices = desk.plan()
-    assert desk.admitter.tried[:1] == [refused]
+        bench.blocked = bench.wait(5000, "other")
+        bench.admitter.outcomes[bench.blocked] = Admission.NO_ROOM
+    refused = bench.wait(4)
+    bench.admitter.num_nodes[refused] = 32 * 10
+    bench.refuse(refused)
+    slices = bench.plan()
+    assert bench.admitter.tried[:1] == [refused]
     assert sum(part.end - part.start for part in slices) == 300 - 11
-    assert desk.queues[""].served == 300
+    assert bench.queues[""].served == 300

@@ -4,7 +4,7 @@
 
 Each life is a process of its own, forked from one that has loaded all code and computed nothing. The next one must
 start on what the last one left, and serve. Exit status: 0 if no answer was different, no life failed or left anything
-behind, and blocks came from the disk.
+behind, and blocks were loaded from the disk.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from pathlib import Path
 from tests.patience import PATIENCE_S
 from tests.startup.life import Case, Pipe, live, prepare, read_cases
 
-# Moments of a kill: after which line it is drawn, and the line before which it usually comes.
+# Moments of a kill: the line after which its time is drawn, and the line before which it usually happens.
 MOMENTS = {
     "at once": ("", ""),
     "start": ("", "ready"),
@@ -66,12 +66,12 @@ class Report:
     host_tokens: int = 0
     blocks_found_by_restarts: int = 0
     blocks_found_without_owner: int = 0
-    purges_that_held: int = 0  # the next life found nothing of it
+    purges_that_held: int = 0  # the next life found none of the purged tokens
     seconds: float = 0.0
 
     @property
     def is_good(self) -> bool:
-        """Whether all answers were right, all lives went well, and the disk was of use."""
+        """Whether all answers were right, no life failed, and tokens were loaded from the disk."""
         return not self.different and not self.failed_lives and self.disk_tokens > 0
 
 
@@ -79,7 +79,7 @@ class Child:
     """A process that was forked to run a function.
 
     Args:
-        run: what it does.
+        run: the function.
     """
 
     def __init__(self, run: Callable[[Pipe], None]) -> None:
@@ -93,7 +93,7 @@ class Child:
         self._rest = b""
 
     def read(self, until_s: float) -> list[list[str]] | None:
-        """Return the words of the lines that it says next; none if that time comes first, None after its end."""
+        """Return the words of its next lines; an empty list if there are none until then, None after its end."""
         if not select.select([self._reader], [], [], max(0.0, until_s - time.monotonic()))[0]:
             return []
         data = os.read(self._reader, 1 << 16)
@@ -103,7 +103,7 @@ class Child:
         return [line.decode().split() for line in whole]
 
     def kill(self) -> None:
-        """Kill it; it may be over."""
+        """Kill it, unless it has ended."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
 
@@ -121,7 +121,7 @@ class Life:
     Attributes:
         started_s: its start, by `time.monotonic()`.
         moment: of its kill; "" for none.
-        seen_s: times at which it said each word last; "" for its start.
+        seen_s: times at which it last wrote each word; "" for its start.
     """
 
     started_s: float
@@ -138,7 +138,7 @@ class Campaign:
 
     Args:
         folder: holds the checkpoint, the cases, and the disk of all lives.
-        seed: of all that is drawn.
+        seed: seed of all random choices.
 
     Attributes:
         report: what was seen.
@@ -156,7 +156,7 @@ class Campaign:
         self._is_after_kill = False
 
     def run(self, num_kills: int) -> None:
-        """Prepare, live and kill, and end with a life that is whole."""
+        """Prepare, start and kill lives, and end with one that is not killed."""
         start_s = time.monotonic()
         child = Child(lambda _: prepare(self._folder, self._seed))
         assert child.end() == 0, "expected a process that answers all cases alone, got one that failed"
@@ -192,7 +192,7 @@ class Campaign:
         return self._chance.uniform(0.0, 0.9 * usual_s)
 
     def note(self, life: Life, line: list[str]) -> None:
-        """Count what a life says."""
+        """Count what a life reports."""
         report, word = self.report, line[0]
         life.seen_s[word] = time.monotonic()
         if word == "answer":
@@ -216,9 +216,9 @@ class Campaign:
             report.checked_lives += 1
 
     def end(self, life: Life, status: int) -> None:
-        """Count how a life ended: killed as was meant, by itself as it should, or in any other way, which is a failure.
+        """Count how a life ended: killed as planned, by itself, or in any other way, which is a failure.
 
-        One that was faster than its kill is whole.
+        One that ended before its kill counts as whole.
         """
         report = self.report
         report.restarts_after_a_kill_that_served += self._is_after_kill and life.num_answers > 0
@@ -242,7 +242,7 @@ def _outcome_of(run: Callable[[Pipe], None], pipe: Pipe) -> int:
     """Run the child's function. Returns its exit status."""
     try:
         run(pipe)
-    except BaseException:  # noqa: BLE001 - the parent must never go on in the child
+    except BaseException:  # noqa: BLE001 - the child must never run the code of the parent
         traceback.print_exc()
         return 1
     return 0

@@ -56,7 +56,7 @@ class Case:
 
 
 class Pipe:
-    """The way from a life to those who watch it."""
+    """The pipe through which a life reports to the campaign."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -98,21 +98,21 @@ def read_cases(folder: Path) -> list[Case]:
 
 
 def live(folder: Path, cases: list[Case], num_requests: int, purged: set[int], seed: int, pipe: Pipe) -> None:
-    """Start, serve, purge perhaps, check that nothing is left behind, stop. Raises whatever goes wrong.
+    """Start an engine, serve, purge in some lives, check that nothing leaks, and stop. Raises if anything is wrong.
 
     Args:
-        num_requests: to serve.
+        num_requests: number of requests to serve.
         purged: numbers of callers of whom nothing may be cached.
     """
     torch.set_num_threads(1)
     rng, loans = random.Random(seed), OpenLoans()
-    _tell_of_the_disk(pipe)
+    _report_disk(pipe)
     engine = build_engine(config(folder, has_tiers=True))
     assert engine.offload is not None
     assert set(engine.offload.tiers) == {"host", "disk"}
     engine.start()
     pipe.say("ready")
-    if purged or rng.random() < 0.5:  # else it serves while it reads the disk
+    if purged or rng.random() < 0.5:  # otherwise it serves while it reads the disk
         engine.purge(tenant="unknown").result(PATIENCE_S)
     for number in sorted(purged):
         _require_nothing_cached(engine, cases, CALLERS[number])
@@ -132,7 +132,7 @@ def live(folder: Path, cases: list[Case], num_requests: int, purged: set[int], s
 
 
 class OpenLoans:
-    """Counts the loans of host memory and disk that are not given back."""
+    """Counts the loans of host memory and disk that were not returned."""
 
     def __init__(self) -> None:
         self.num_open = 0
@@ -158,7 +158,7 @@ class OpenLoans:
 
 
 def _first_turns(rng: random.Random) -> list[Case]:
-    """Draw prompts that begin with one of some documents, or a part of it, of all callers."""
+    """Draw prompts of all callers that begin with a document or a part of one."""
     draw = np.random.default_rng(rng.getrandbits(32))
     documents = [draw.integers(0, VOCAB_SIZE, length) for length in (48, 83, 112, 144)]
     cases = []
@@ -224,11 +224,11 @@ def _require_nothing_cached(engine: Engine, cases: list[Case], caller: Caller) -
     for case in cases:
         if case.caller == caller:
             params = PrefillParams(case.tokens, caller, write_cache=False)
-            assert engine.prefill(params).result(PATIENCE_S).usage.cached_tokens == 0, "expected nothing of a purge"
+            assert engine.prefill(params).result(PATIENCE_S).usage.cached_tokens == 0, "purged tokens are cached"
 
 
 def _check(engine: Engine, loans: OpenLoans) -> None:
-    """Check every invariant, and that all blocks are free or published and all loans given back."""
+    """Check every invariant, and that all blocks are free or published and all loans returned."""
 
     def is_idle() -> bool:  # what was cancelled ends with its step
         requests = engine.load().result(PATIENCE_S).requests
@@ -242,10 +242,10 @@ def _check(engine: Engine, loans: OpenLoans) -> None:
     wait_until(lambda: loans.num_open == 0)
 
 
-def _tell_of_the_disk(pipe: Pipe) -> None:
+def _report_disk(pipe: Pipe) -> None:
     """Report when the disk was opened, and what it contained, as the log does."""
 
-    class Telling(logging.Handler):
+    class DiskReporter(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             if record.msg.startswith("tier %s has room") and record.args[0] == "disk":  # type: ignore[index]
                 pipe.say("opened")
@@ -254,4 +254,4 @@ def _tell_of_the_disk(pipe: Pipe) -> None:
 
     logger = logging.getLogger("radixkv")
     logger.setLevel(logging.INFO)
-    logger.addHandler(Telling())
+    logger.addHandler(DiskReporter())

@@ -21,7 +21,7 @@ def running(engine: Engine) -> Iterator[Engine]:
 
 
 def settle(engine: Engine) -> None:
-    """Wait until the stores have what has left the device, and the engine knows."""
+    """Wait until the stores have all evicted blocks, and the engine has been notified."""
     assert engine.offload is not None
     engine.purge(tenant="unknown").result(PATIENCE_S)  # completes after all earlier operations of the stores
     engine._call(engine.offload._saver.flush).result(PATIENCE_S)

@@ -56,7 +56,7 @@ def test_batch_dependent_bits_with_latents_are_detected(
 def test_our_kernels_pass(
     kind: AttentionKind, dtype: torch.dtype, kv_dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Their answers are compared: none would pass a bound below its rounding."""
+    """With a negative tolerance the check fails, so results are really compared."""
     kernels, of_kind = TorchKernels(), use(dtype, kv_dtype, kind=kind)
     check_attention(kernels, of_kind)
     monkeypatch.setitem(attention_check._TOLERANCE, dtype, -1.0)
@@ -67,7 +67,7 @@ def test_our_kernels_pass(
 @pytest.mark.parametrize("head_dim", [80, 256])
 @pytest.mark.parametrize("kv_dtype", ["auto", "k8v4"])
 def test_rounding_stays_far_below_the_bound(kv_dtype: str, head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that no model is refused for it."""
+    """No correct model may be refused because of rounding."""
     of_eight_heads = use(torch.bfloat16, kv_dtype, kind=AttentionKind(8, None, None), head_dim=head_dim)
     monkeypatch.setitem(attention_check._TOLERANCE, torch.bfloat16, 0.015)
     check_attention(TorchKernels(), of_eight_heads)
@@ -96,7 +96,7 @@ def test_kernels_that_fail_to_run_are_named(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_gpu_joins_rows_of_the_parts_with_those_of_another_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In exact mode too: the shared prefix of its trial is longer than a split."""
+    """This also holds in exact mode, since the shared prefix of the trial is longer than a split."""
     batches: list[PagedBatch] = []
     attend = TorchKernels.paged_attention
 

@@ -33,7 +33,7 @@ KIND = AttentionKind(4, window=None, softcap=None)
 
 
 class Broken(TorchKernels):
-    """Right until `spoil` is overridden. Counts its calls."""
+    """Correct kernels unless `spoil` is overridden. Counts its calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,8 +90,8 @@ class ReadsPastTheEnd(Broken):
         return rows + 0 * pool.values[last_block, 0, 1].sum()
 
 
-class OtherBitsInCompany(Broken):
-    """A rounding apart, as another order of sums would be."""
+class BatchDependentBits(Broken):
+    """Results differ by a rounding, as with another order of summation."""
 
     def spoil(self, rows: torch.Tensor, pool: KVPool, batch: PagedBatch, window: int | None) -> torch.Tensor:
         return rows * (1 + 2**-7) if batch.num_requests > 1 else rows
@@ -121,7 +121,7 @@ def test_the_first_correct_kernel_serves(caplog: pytest.LogCaptureFixture) -> No
         (OneNaN(), "expected a relative distance of at most 0.03 from the reference, got nan"),
         (WrongForTwoRequests(), "expected a relative distance of at most 0.03 from the reference, got 0.5"),
         (ReadsPastTheEnd(), "expected a relative distance of at most 0.03 from the reference, got nan"),
-        (OtherBitsInCompany(), "expected bitwise identical results in one step and in parts, got different ones"),
+        (BatchDependentBits(), "expected bitwise identical results in one step and in parts, got different ones"),
     ],
     ids=lambda value: type(value).__name__,
 )
@@ -143,7 +143,7 @@ def test_each_kind_of_layer_is_tried(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_batch_dependent_bits_are_accepted_in_fast_mode() -> None:
-    broken = OtherBitsInCompany()
+    broken = BatchDependentBits()
     assert choose(broken, TorchKernels(), is_exact=False) is broken
 
 

@@ -40,7 +40,7 @@ def campaign(tmp_path: Path) -> Campaign:
 
 
 def end_life(campaign: Campaign, *lines: str, moment: str = "", status: int = 0) -> None:
-    """Let a life say something and end."""
+    """Let a life report lines and end."""
     life = Life(0.0, moment)
     for line in (*lines, "opened", "found 0 0", "ready", "served", "checked", "stopped"):
         campaign.note(life, line.split())

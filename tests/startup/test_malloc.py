@@ -77,5 +77,5 @@ def test_a_c_library_without_the_setting_is_left_alone(monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     ("what", "environment", "expected"), [("huge", {}, True), ("huge", OFF, False), ("", {}, False)]
 )
-def test_large_tensors_ask_for_huge_pages(what: str, environment: dict[str, str], *, expected: bool) -> None:
+def test_large_tensors_request_huge_pages(what: str, environment: dict[str, str], *, expected: bool) -> None:
     assert run([sys.executable, "-c", _PAGES, what], environment).split() == [str(expected)]

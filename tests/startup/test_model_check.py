@@ -52,7 +52,7 @@ def test_an_ignored_attention_feature_is_detected(lost: str, tmp_path: Path, mon
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision_passes(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its answers are compared: none would pass a bound below its rounding."""
+    """With a negative tolerance the check fails, so logits are really compared."""
     model = load_model(ModelConfig(dtype=dtype, device="cpu"))
     check_model(model, TorchKernels(), 16)
     monkeypatch.setitem(model_check.LOGITS_TOLERANCE, model.kv_shape.dtype, -1.0)
@@ -60,8 +60,8 @@ def test_half_precision_passes(dtype: str, monkeypatch: pytest.MonkeyPatch) -> N
         check_model(model, TorchKernels(), 16)
 
 
-def model_that_is_away(distance: float) -> Model:
-    """In bfloat16, this relative distance from transformers' eager attention."""
+def model_at_distance(distance: float) -> Model:
+    """Return a model in bfloat16 whose logits have this relative distance from those of eager attention."""
     model = load_model(ModelConfig(dtype="bfloat16", device="cpu"))
 
     def move(_: object, arguments: object, keywords: dict[str, Any], output: Any) -> None:
@@ -78,8 +78,8 @@ def model_that_is_away(distance: float) -> Model:
 def test_the_tolerance_is_the_distance_between_two_transformers_implementations(
     own: float, may_serve: bool, ours: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """But never further than twice the tolerance."""
-    model = model_that_is_away(ours)
+    """It is never more than twice the usual tolerance."""
+    model = model_at_distance(ours)
     own_logits = model_check._own_logits
 
     def moved(model: Model, tokens: bytes, ends: list[int], attention: str = "eager") -> torch.Tensor:
@@ -95,7 +95,7 @@ def test_the_tolerance_is_the_distance_between_two_transformers_implementations(
 
 
 def test_a_model_whose_second_implementation_fails_reports_its_distance(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = model_that_is_away(0.07)
+    model = model_at_distance(0.07)
     monkeypatch.setattr(type(model.module), "_supports_sdpa", False)
     with pytest.raises(UnsupportedModel, match=r"expected a relative distance of at most 0\.05, got 0\.0[678]"):
         check_model(model, TorchKernels(), 16)

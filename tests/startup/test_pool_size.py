@@ -32,7 +32,7 @@ def model() -> Model:
 
 
 class Watched(TorchKernels):
-    """Notes the steps that it attends for."""
+    """Records the steps for which it computes attention."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +58,8 @@ def test_the_largest_step_has_every_token_and_request_and_the_longest_sequence(m
     run_largest_step(model, kernels, one_block(model), ENGINE)
     assert model.max_tokens is not None
     kv_lens = (model.max_tokens, 1, 1, 1)
-    assert kernels.lens == {((21, 1, 1, 1), kv_lens), ((1, 1, 1, 1), kv_lens)}  # the last layer has answers alone
+    # The last layer only computes the rows whose logits are needed.
+    assert kernels.lens == {((21, 1, 1, 1), kv_lens), ((1, 1, 1, 1), kv_lens)}
 
 
 def test_a_step_may_have_fewer_tokens_than_there_may_be_requests(model: Model) -> None:
@@ -201,7 +202,7 @@ def test_ceilings_must_hold_a_block_and_the_floor(settings: list[str], message: 
         build_engine(config)
 
 
-def test_floors_must_fit_into_the_pool_that_there_is() -> None:
+def test_floors_must_fit_into_the_pool() -> None:
     settings = ["model.device=cpu", "tenants.acme.floor_tokens=131000", "tenants.other.floor_tokens=100"]
     with pytest.raises(ConfigError, match=r"tenants\.\*\.floor_tokens: .* pool's 2048 blocks in all, got 2049"):
         build_engine(Config.load(None, settings))

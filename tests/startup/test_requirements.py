@@ -17,7 +17,7 @@ def test_settings_without_requirements_are_usable(tmp_path: Path) -> None:
     require_usable(Config.load(None, [f"model.adapter_directory={tmp_path}", "model.max_adapters=1"]))
 
 
-def test_other_machines_need_not_be_there() -> None:
+def test_other_machines_need_not_be_reachable() -> None:
     settings = ["tiers.redis_url=redis://127.0.0.1:1/0", "tiers.disk_path=/dev/null/x", "tiers.trusted=true"]
     require_usable(Config.load(None, settings))
 

@@ -154,7 +154,7 @@ def test_stores_and_the_pool_are_given_copies_in_cpp(
     assert all(native.num_done.values())
 
 
-def test_the_choice_that_an_engine_is_given_decides(checkpoint: Path) -> None:
+def test_an_engine_uses_the_choice_between_loading_and_computing_that_is_passed_to_it(checkpoint: Path) -> None:
     choice = LoadOrCompute(BLOCK_SIZE)
     for num_blocks in (1, 5):
         choice.note_start("host", num_blocks)
@@ -191,7 +191,7 @@ def test_a_floor_and_a_retention_hold_in_stores(checkpoint: Path) -> None:
 
 
 def test_a_restart_finds_cached_blocks(checkpoint: Path, tmp_path: Path) -> None:
-    """It finds what had left the device, and what was on it at the end."""
+    """It finds blocks that were evicted, and those that were on the device at the end."""
     disk = f"tiers.disk_path={tmp_path}"
     with engine(checkpoint, disk, "tiers.disk_bytes=10000000") as served:
         before = [ask(served, seed).logits for seed in range(6)]
@@ -241,7 +241,7 @@ def test_after_a_restart_the_disk_evicts_in_lru_order(checkpoint: Path, tmp_path
 
 
 def test_retention_survives_a_restart(checkpoint: Path, tmp_path: Path) -> None:
-    """The disk, of 25 blocks, gives up the rest for what comes then."""
+    """The disk, of 25 blocks, evicts other blocks for those of later prompts."""
     block_bytes = object_bytes(BLOCK_SIZE, BLOCK_SIZE * 3 * 2 * 2 * 16 * 4) + 4096
     disk = (f"tiers.disk_path={tmp_path}", f"tiers.disk_bytes={25 * block_bytes}")
     with engine(checkpoint, *disk) as served:
@@ -359,7 +359,7 @@ def test_a_second_server_runs_without_the_directory(
         assert ask(first, 1).usage.computed_tokens == PROMPT_TOKENS
 
 
-def test_room_without_a_directory_is_refused(checkpoint: Path) -> None:
+def test_a_disk_size_without_a_directory_is_refused(checkpoint: Path) -> None:
     with pytest.raises(ConfigError, match=r"tiers\.disk_path: expected a directory with tiers\.disk_bytes"):
         build_engine(config(checkpoint, "tiers.disk_bytes=1000"))
 
@@ -565,7 +565,7 @@ def open_shelf(options: StoreOptions) -> StoreBackend:
 
 
 class Nameless(HostStore):
-    """Says no room, and can't be purged."""
+    """Reports no capacity, and cannot be purged."""
 
     def size(self) -> StoreSize:
         return StoreSize(None, None, None)
@@ -616,7 +616,7 @@ def test_without_tiers_there_are_no_stores(checkpoint: Path) -> None:
 def test_a_process_with_other_numerics_finds_no_blocks(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its libraries may have been chosen otherwise, for the same model on the same machine."""
+    """Libraries may have chosen other kernels for the same model on the same machine."""
     monkeypatch.setattr("radixkv.model.model.native_library", lambda: None)
     disk = f"tiers.disk_path={tmp_path}"
     with engine(checkpoint, disk) as served:

@@ -168,7 +168,7 @@ def test_a_turn_hits_although_parts_before_its_window_were_released(engines: tup
     for engine in engines:
         assert prefill(engine, prompt).usage.cached_tokens == 0
     books = divided._core.cache.windows.pools[0]
-    assert books.num_given_up > 0
+    assert books.num_evicted > 0
     turn = prompt + tokens(2, 20)
     first, second = prefill(divided, turn), prefill(whole, turn)
     assert first.usage.cached_tokens == second.usage.cached_tokens == 480

@@ -77,7 +77,7 @@ def ask_warm(engine: Engine, prompt: bytes) -> tuple[int, int]:
 
 
 def evict(engine: Engine, num_blocks: int = NUM_BLOCKS) -> None:
-    """Let blocks leave the device, and wait until the stores have them."""
+    """Evict blocks from the device, and wait until the stores have them."""
     engine._call(lambda: engine._core.cache.evict(num_blocks)).result(PATIENCE_S)
     settle(engine)
 
@@ -94,7 +94,7 @@ def test_an_evicted_prompt_is_loaded_with_its_bits(model: str, kv_dtype: str, tm
 
 def test_blocks_outside_every_window_are_loaded_without_their_windowed_part(engine: Engine) -> None:
     ask(engine, tokens(1))
-    assert engine._core.cache.windows.pools[0].num_given_up > 0
+    assert engine._core.cache.windows.pools[0].num_evicted > 0
     evict(engine)
     assert engine.offload is not None
     assert engine.offload.index.tiers["host"].partless

@@ -53,11 +53,11 @@ GPU = torch.device("cuda")
 
 
 class Launches:
-    """Notes the key of each launch.
+    """Records the key of each launch.
 
     Attributes:
-        phase: name of what goes on.
-        phases: the phases of each kernel and key, in their order.
+        phase: name of the current phase.
+        phases: the phases of the launches of each kernel and key, in order.
         count: launches.
     """
 
@@ -67,16 +67,16 @@ class Launches:
         self.count = 0
 
     def new_in(self, phase: str) -> list[str]:
-        """Kernels with keys that came first in a phase."""
+        """Return the kernels with keys that were first launched in a phase."""
         return [name for (name, _), phases in self.phases.items() if phases[0] == phase]
 
     def only_in(self, phase: str) -> list[str]:
-        """Kernels with keys that came in this phase and in no other."""
+        """Return the kernels with keys that were launched in this phase only."""
         return [name for (name, _), phases in self.phases.items() if set(phases) == {phase}]
 
     @contextlib.contextmanager
     def traced(self) -> Iterator[Launches]:
-        """Note launches instead of compiling and launching."""
+        """Record launches instead of compiling and launching."""
         original_run, keys = JITFunction.run, []
 
         def keep(*, key: Any, **_: Any) -> bool:
@@ -100,7 +100,7 @@ class Launches:
 
 
 class _NoDevice:
-    """The part of a triton driver that binding asks for."""
+    """The part of a Triton driver that the binder needs."""
 
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", 90, 32)
@@ -113,7 +113,7 @@ class _NoDevice:
 
 
 class TracedService:
-    """A service on the books of a GPU: the model's parts, pool and engine, as `build_engine` makes them.
+    """A service as on a GPU: the layers of the model, the pool and the engine, as `build_engine` makes them.
 
     Args:
         patch: undone at the end of a test.
@@ -164,14 +164,14 @@ class TracedService:
         self._stems = [self._fresh(9000), self._fresh(3000), self._fresh(700)]
 
     def serve(self, num_requests: int) -> None:
-        """Answer requests, some together and some alone: suffixes of stems, and some that go on to decode."""
+        """Answer requests, some together and some alone: suffixes of stems, and some that also decode."""
         while num_requests:
             num_together = min(num_requests, int(self._random.choice((1, 2, 5, 30, 64))))
             num_requests -= num_together
             self.ask([self._prompt(num_together) for _ in range(num_together)], int(self._random.choice((0, 2))))
 
     def ask(self, prompts: Sequence[np.ndarray[Any, Any]], num_new: int) -> None:
-        """Answer prompts that come together."""
+        """Answer prompts that arrive together."""
         futures: list[Future[Any]] = []
         for prompt in prompts:
             futures.append(Future())
@@ -249,7 +249,7 @@ def _stand_in(patch: pytest.MonkeyPatch, is_exact: bool) -> None:
     patch.setattr(model_module, "make_exact", exact)
     patch.setattr(model_module, "padded_tokens", lambda num_tokens, _: exactness.padded_tokens(num_tokens, GPU))
     patch.setattr(runner_module, "_read", read)
-    if not is_exact:  # torch's products, most of the time of a test
+    if not is_exact:  # PyTorch's matmuls take most of the time of a test
 
         def product(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
             return rows.new_zeros(*rows.shape[:-1], weight.shape[0])

@@ -40,7 +40,7 @@ from radixkv.errors import CapacityError, InvalidRequest, LeaseClosed, RadixKVEr
 from radixkv.namespace import PUBLIC_TENANT, Namespace, PromptKey
 from radixkv.tokens import shared_bytes
 from tests.cache.walk.oracle import STEP_TOKENS, Holder, Oracle
-from tests.cache.walk.retention_oracle import Ask
+from tests.cache.walk.retention_oracle import RetentionRequest
 from tests.cache.walk.use_oracle import UseOracle
 from tests.events.event_oracle import WatchedCache
 from tests.fakes import FakeClock
@@ -73,7 +73,7 @@ class World:
     parts: tuple[tuple[int, Reach], ...] = ()  # how many each group has, and what it needs
     memory: PartMemory | None = None  # that parts share with blocks
     max_path_nodes: int = 512
-    keeps: bool = False  # whether leases are held after their requests
+    holds: bool = False  # whether leases are held after their requests
     public_texts: tuple[str, ...] = ()  # digits, which are made public and private again
     hints: bool = False  # whether prompts, sessions and namespaces are dropped, shared and retained
 
@@ -174,17 +174,17 @@ BORDERED = [
         max_leases=3,
         parts=((26, Reach(5)), (24, Reach(2))),
         memory=PartMemory(part_bytes=1, block_bytes=3, num_dedicated_parts=14),
-        keeps=True,
+        holds=True,
     ),
 ]
 DEEP = [
-    World(block_size=1, num_blocks=40, max_tokens=14, max_retained_blocks=6, max_path_nodes=2, keeps=True),
-    World(block_size=4, num_blocks=30, max_tokens=36, num_namespaces=1, max_path_nodes=2, keeps=True),
+    World(block_size=1, num_blocks=40, max_tokens=14, max_retained_blocks=6, max_path_nodes=2, holds=True),
+    World(block_size=4, num_blocks=30, max_tokens=36, num_namespaces=1, max_path_nodes=2, holds=True),
 ]
 PUBLIC = [
     World(block_size=1, num_blocks=16, max_tokens=13, max_leases=3, public_texts=("0100", "1101", "11011")),
     World(block_size=4, num_blocks=12, max_tokens=44, max_leases=2, public_texts=("010011" * 3, "01001110")),
-    World(block_size=2, num_blocks=16, max_tokens=26, max_leases=3, keeps=True, public_texts=("010011", "1" * 9)),
+    World(block_size=2, num_blocks=16, max_tokens=26, max_leases=3, holds=True, public_texts=("010011", "1" * 9)),
     World(block_size=16, num_blocks=10, max_tokens=144, num_namespaces=1, max_leases=2, public_texts=("01" * 32,)),
     World(
         block_size=2,
@@ -297,7 +297,7 @@ class Walk:
             self.commit: 10,
             self.extend: 4,
             self.close: 6,
-            self.keep: world.keeps,
+            self.hold: world.holds,
             self.evict: world.evicts,
             self.retain: 2 * world.evicts * (not self.texts),
             self.publish_text: 3 * bool(self.texts),
@@ -399,11 +399,11 @@ class Walk:
             )
         except CapacityError as error:
             is_for_parts = "parts of" in str(error)
-            assert is_for_parts or num_reused is None, f"it has room at {place}"
+            assert is_for_parts or num_reused is None, f"there is room at {place}"
             if not self.holders:
                 assert not is_for_parts, "one request always has the parts that it may need"
                 num_root_blocks = max(place.root_tokens for place in places) // self.world.block_size
-                assert num_blocks - num_root_blocks > self._num_at_most(namespace.tenant), "it fits when nothing runs"
+                assert num_blocks - num_root_blocks > self._max_blocks(namespace.tenant), "it fits when nothing runs"
                 self.events["refused although nothing runs"] += 1
             assert self._counts() == before
             self.events["refused for its parts"] += is_for_parts
@@ -434,7 +434,7 @@ class Walk:
         return holder
 
     def publish_text(self) -> None:
-        """Make a text public, or no longer."""
+        """Make a text public, or private again."""
         text = self.random.choice(self.texts)
         prefix = self.public.pop(text, None)
         if prefix is not None:
@@ -474,7 +474,7 @@ class Walk:
         end = max(whole, lease.committed_tokens)
         publishes = end > lease.committed_tokens
         if publishes:
-            holder.begin()  # whoever commits has made the copy
+            holder.begin()  # the copy is made before a commit
         if holder.is_revoked:
             counts = self._counts()
             assert lease.commit(upto) == 0
@@ -510,9 +510,11 @@ class Walk:
             dtype="<u4",
         ).tobytes()
         is_published = lease.committed_tokens == lease.num_tokens
-        goes_on_in_a_copy = lease.num_tokens % block_size > 0 and lease.num_published_blocks == lease.block_ids.size
-        assert is_published or not goes_on_in_a_copy
-        num_blocks = -(-(lease.num_tokens + len(tokens) // 4) // block_size) - lease.block_ids.size + goes_on_in_a_copy
+        continues_in_a_copy = lease.num_tokens % block_size > 0 and lease.num_published_blocks == lease.block_ids.size
+        assert is_published or not continues_in_a_copy
+        num_blocks = (
+            -(-(lease.num_tokens + len(tokens) // 4) // block_size) - lease.block_ids.size + continues_in_a_copy
+        )
         before, num_takeable = self._counts(), self._num_takeable(lease.namespace.tenant)
         floors = self._floors(lease.namespace.tenant)
         try:
@@ -523,9 +525,9 @@ class Walk:
             self.events["extensions refused"] += 1
             return
         self._verify_floors(floors)
-        assert (lease.copy is not None) >= goes_on_in_a_copy
+        assert (lease.copy is not None) >= continues_in_a_copy
         self.events["extensions"] += 1
-        self.events["extensions in a copy"] += goes_on_in_a_copy
+        self.events["extensions in a copy"] += continues_in_a_copy
 
     def close(self) -> None:
         if self.holders:
@@ -545,11 +547,11 @@ class Walk:
                     holder.lease.commit(holder.lease.num_tokens)
                 assert self._counts() == before
 
-    def keep(self) -> None:
-        kept, holder = self.cache.held, self._holder()
-        if holder is not None and kept.num_blocks + kept.num_more([HeldPath.of(holder.lease)]) <= kept.max_blocks:
-            holder.keep()
-            self.events["leases kept"] += 1
+    def hold(self) -> None:
+        held, holder = self.cache.held, self._holder()
+        if holder is not None and held.num_blocks + held.num_more([HeldPath.of(holder.lease)]) <= held.max_blocks:
+            holder.hold()
+            self.events["leases held"] += 1
 
     def evict(self) -> None:
         num_blocks, num_segments = self.random.randint(1, 5), len(self.cache.segments)
@@ -564,7 +566,7 @@ class Walk:
             now = self._leaves()
             shrunk = [priority for leaf, (priority, size) in leaves.items() if now.get(leaf, (0, 0))[1] < size]
             whole = [priority for leaf, (priority, size) in leaves.items() if now.get(leaf, (0, 0))[1] == size]
-            assert max(shrunk, default=0) <= min(whole, default=100), "a leaf went before one of lower priority"
+            assert max(shrunk, default=0) <= min(whole, default=100), "a leaf was evicted before one of lower priority"
 
     def retain(self) -> None:
         runs = self.oracle.runs()
@@ -577,11 +579,11 @@ class Walk:
         start, ttl_s = self.random.randrange(end), self.random.choice((None, 1.0, 7.0))
         priority = self.random.choice((0, 20, 50, 51, 80, 80, 100))
         only_raise = self.random.random() < 0.5
-        ask = Ask(start, end, priority, math.inf if ttl_s is None else now_s + ttl_s, only_raise)
-        expected = self.oracle.retention.retain(identities, ask)
+        request = RetentionRequest(start, end, priority, math.inf if ttl_s is None else now_s + ttl_s, only_raise)
+        expected = self.oracle.retention.retain(identities, request)
         before = self._counts()
         grant = self.cache.retain(namespace, tokens, Retention(priority, ttl_s, start, end), only_raise=only_raise)
-        assert grant[:3] == expected[:3], f"{ask}: expected {expected}, got {grant}"
+        assert grant[:3] == expected[:3], f"{request}: expected {expected}, got {grant}"
         assert self._counts() == before
         self.events["retained tokens"] += grant.granted_tokens
         self.events["refused tokens"] += grant.refused_tokens
@@ -683,8 +685,8 @@ class Walk:
                 continue
             tokens = self.cache._trees[node.owner.namespace].path_tokens(node)
             identities = self.oracle.identities(node.owner.namespace, tokens).tolist()
-            ask = Ask(start, start + num_tokens, priority, expires_s, only_raise=False)
-            expected = expected.joined(self.oracle.retention.retain(identities, ask))
+            request = RetentionRequest(start, start + num_tokens, priority, expires_s, only_raise=False)
+            expected = expected.joined(self.oracle.retention.retain(identities, request))
         before = self._counts()
         grant = all_slices(self.cache.retaining(tenant, Retention(priority, ttl_s), adapter=adapter, salt=salt))
         assert grant[:3] == expected[:3], f"expected {expected}, got {grant}"
@@ -767,7 +769,7 @@ class Walk:
 
     def _holder(self) -> Holder | None:
         """Choose a holder that may still write."""
-        writing = [holder for holder in self.holders if holder.kept_block_ids is None]
+        writing = [holder for holder in self.holders if holder.held_block_ids is None]
         return self.random.choice(writing) if writing else None
 
     def _namespace(self) -> Namespace:
@@ -830,7 +832,7 @@ class Walk:
             whole = max(place.root_tokens, self.oracle.num_with_parts(self.cache, place.namespace, tokens, whole))
         return whole if place.num_needed_blocks(whole, num_blocks, size) <= takeable else None
 
-    def _num_at_most(self, tenant: str) -> float:
+    def _max_blocks(self, tenant: str) -> float:
         """Count the blocks that one lease of a tenant can have beyond public prefixes when nothing else runs."""
         ceiling = self.world.quota_of(tenant).ceiling_blocks
         num_blocks = self.world.num_blocks - self.cache.public.num_kept_blocks - self._num_kept_from(tenant)
@@ -838,7 +840,7 @@ class Walk:
 
     def _leaves(self) -> dict[Node, tuple[int, int]]:
         """Priority and blocks of each leaf that may be evicted."""
-        self.cache.check()  # priorities whose time has come are taken back
+        self.cache.check()  # resets priorities that have expired
         nodes = (node for tree in self.cache._trees.values() for node in tree.nodes())
         leaves = (node for node in nodes if node.is_leaf and not node.ref_count)
         return {
@@ -875,7 +877,7 @@ class Walk:
         return self.cache.pool.num_withheld - self._num_reserved_blocks()
 
     def _num_reserved_blocks(self, num_tokens: int = 0) -> int:
-        """Count the blocks whose memory the parts take that holders have reserved, and one more of so many tokens."""
+        """Count the blocks whose memory is reserved for parts of all holders, and of one more with so many tokens."""
         memory, size, num_blocks = self.world.memory, self.world.block_size, 0
         for group, pool in enumerate(self.parts.pools):
             if memory is not None and memory.block_bytes:
@@ -936,7 +938,7 @@ def walk(world: World, policy: str, dice: Iterable[int]) -> Counter[str]:
 def shortest_failing(is_failing: Callable[[list[int]], bool], dice: list[int]) -> list[int]:
     """Leave out steps as long as the walk still fails: halves first, then quarters, down to single steps.
 
-    What a step does depends on its number and on what is there, so the others mean the same without it.
+    What a step does depends only on its number and on the state of the cache, so a walk can be repeated without it.
 
     Source: Zeller, Hildebrandt: "Simplifying and isolating failure-inducing input", 2002.
     """

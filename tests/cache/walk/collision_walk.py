@@ -70,14 +70,14 @@ WANTED = (
     "right reuses of public tokens",
     "right reuses below public tokens",
     "right reuses by an invoked adapter",
-    "public prefixes refused for want of room",
+    "public prefixes refused for lack of blocks",
     "public prefixes unregistered",
     "public prefixes failed",
     "public prefixes that drain",
 )
 
 _OPTED_OUT = ("a", "é")
-_BLOCK_SIZE, _NUM_BLOCKS, _NUM_PROMPTS, _MOST_TOKENS = 4, 600, 24, 30
+_BLOCK_SIZE, _NUM_BLOCKS, _NUM_PROMPTS, _MAX_TOKENS = 4, 600, 24, 30
 
 
 class _ConstantHash:
@@ -125,13 +125,13 @@ class _Prompt(NamedTuple):
 class CollisionWalk:
     """A cache, and for each slot of its blocks the namespace and the prefix whose K/V it holds.
 
-    All namespaces are asked for the same few prompts, so that whatever is reused across two of them would fit. Some of
-    their beginnings are public for a time. Adapters are invoked in some prompts of the base model: what comes before
+    The same few prompts are used in all namespaces, so that a reuse across two of them would be possible. Some of their
+    beginnings are public for a time. Adapters are invoked in some prompts of the base model: what comes before
     has one number, what follows has another for each adapter.
 
     Args:
         seed: of what is random.
-        num_namespaces: namespaces that are asked for prompts.
+        num_namespaces: number of namespaces.
         listeners, marks: of the cache.
 
     Attributes:
@@ -150,9 +150,9 @@ class CollisionWalk:
         of_base = [each for each in NAMESPACES if (each.model, each.adapter) == ("model", "")]
         chosen = self.random.sample(NAMESPACES, num_namespaces // 2) + self.random.sample(of_base, num_namespaces // 2)
         self.namespaces = list(dict.fromkeys(chosen))
-        stems = [self._ids(_MOST_TOKENS) for _ in range(4)]
+        stems = [self._ids(_MAX_TOKENS) for _ in range(4)]
         self.prompts = [
-            (self.random.choice(stems)[: self.random.randrange(_MOST_TOKENS)] + self._ids(9))[:_MOST_TOKENS]
+            (self.random.choice(stems)[: self.random.randrange(_MAX_TOKENS)] + self._ids(9))[:_MAX_TOKENS]
             for _ in range(_NUM_PROMPTS)
         ]
         quotas = {tenant: Quota(uses_public_prefixes=False) for tenant in _OPTED_OUT}
@@ -176,18 +176,18 @@ class CollisionWalk:
         ] = {}  # of a path, by that of the one before and its last step
 
     def run(self, num_operations: int) -> None:
-        """Do random things, and take everything back."""
-        self.take(num_operations)
+        """Perform random operations, and release everything."""
+        self.perform(num_operations)
         self.cache.check()
-        self._let_go(0)
+        self._close_leases(0)
         for name in list(self.public):
             self._unregister(name)
         self.cache.purge()
         self.cache.check()
         self.events["lost blocks"] += _NUM_BLOCKS - self.cache.pool.num_free
 
-    def take(self, num_operations: int) -> None:
-        """Do random things."""
+    def perform(self, num_operations: int) -> None:
+        """Perform random operations."""
         things = (self._prefill, self._match, self._evict, self._retain, self._purge, self._drain, self._register)
         for thing in self.random.choices((*things, self._unregister), (70, 20, 4, 4, 1, 1, 3, 1), k=num_operations):
             thing()
@@ -205,9 +205,9 @@ class CollisionWalk:
         self._write(lease, prompt.numbers)
         lease.commit(self.random.choice((len(prompt.numbers), self.random.randint(0, len(prompt.numbers)))))
         self._held.append((lease, self._read(lease.block_ids, lease.num_tokens).copy()))
-        self._let_go(self.random.choice((0, 4, 12, 12, 24)))
+        self._close_leases(self.random.choice((0, 4, 12, 12, 24)))
 
-    def _let_go(self, num_leases: int) -> None:
+    def _close_leases(self, num_leases: int) -> None:
         """Close all open leases but the latest ones. No other lease may have written their blocks."""
         while len(self._held) > num_leases:
             lease, held = self._held.popleft()
@@ -257,7 +257,7 @@ class CollisionWalk:
             model, adapter = prompt.namespace.model, prompt.namespace.adapter
             prefix = self.cache.public.register(name, model, adapter, prompt.tokens, invoked=prompt.invoked)
         except (CapacityError, InvalidRequest) as error:
-            self.events["public prefixes refused for want of room"] += isinstance(error, CapacityError)
+            self.events["public prefixes refused for lack of blocks"] += isinstance(error, CapacityError)
             return
         fate = self.random.choice(("kept", "kept", "kept", "unregistered", "failed"))
         try:
@@ -297,7 +297,7 @@ class CollisionWalk:
     def _drain(self) -> None:
         digest = self.random.choice((DIGEST, DIGEST, *INVOKED))
         if digest in INVOKED:
-            self._let_go(0)  # what held leases use would stay
+            self._close_leases(0)  # what held leases use would stay
         all_slices(self.cache.purging_adapter(digest))
         self.public = {name: each for name, each in self.public.items() if each.adapter != digest}
         left = {each.adapter for each in self.namespaces if self._num_tokens(each)}
@@ -307,7 +307,7 @@ class CollisionWalk:
         self.events["wrong purges"] += [each.name for each in self.cache.public] != list(self.public)
 
     def _num_tokens(self, namespace: Namespace) -> int:
-        """Count what is cached for a namespace, in its tree and in those that hang below public prefixes."""
+        """Count what is cached for a namespace, in its tree and in those below public prefixes."""
         trees = [tree for each, tree in self.cache._trees.items() if each._replace(public_prefix="") == namespace]
         return sum(len(node.tokens) // 4 for tree in trees for node in tree.nodes())
 
@@ -333,8 +333,8 @@ class CollisionWalk:
         path = [(token, invoked if place >= start else "") for place, token in enumerate(ids)]
         return _Prompt(namespace, tokens, invoked, path, self._chain(index, path))
 
-    def _ids(self, most_tokens: int) -> list[int]:
-        return [self.random.randrange(2) for _ in range(self.random.randint(1, most_tokens))]
+    def _ids(self, max_tokens: int) -> list[int]:
+        return [self.random.randrange(2) for _ in range(self.random.randint(1, max_tokens))]
 
     def _chain(self, writer: int | str, path: list[tuple[int, str]]) -> list[int]:
         """Return the number of each prefix of a path that is written in a namespace, or by an operator (a serial)."""

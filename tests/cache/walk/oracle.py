@@ -51,7 +51,7 @@ class Oracle:
     def identities(self, namespace: Namespace, tokens: bytes) -> Identities:
         """Return the number of each prefix of a prompt."""
         numbers = []
-        before: object = tuple(namespace)  # not the cache's word for which namespaces are equal
+        before: object = tuple(namespace)  # so that namespaces are not compared as in the cache
         for token in np.frombuffer(tokens, dtype="<u4").tolist():
             before = self._identities.setdefault((before, token), len(self._identities))
             numbers.append(before)
@@ -129,7 +129,7 @@ class Oracle:
             self.retention.published(numbers)
 
     def forget_evicted(self, cache: PrefixCache) -> int:
-        """Take over from the cache what an eviction has left. Returns the number of tokens that are gone."""
+        """Copy from the cache what an eviction has left. Returns the number of evicted tokens."""
         num_before = len(self._published)
         runs, self._longest, self._published = self.runs(), {}, set()
         for namespace, tokens in runs:
@@ -157,7 +157,7 @@ class Oracle:
             assert expected == {node.priority}, f"expected priorities {expected}, got {node.priority}"
 
     def hand_out(self, block_ids: npt.NDArray[np.int32]) -> None:
-        """Fill blocks with poison, as they have a new owner."""
+        """Fill blocks that have a new owner with poison."""
         self.content[block_ids] = UNWRITTEN
         self._handed_out.update(block_ids.tolist())
 
@@ -187,11 +187,11 @@ class Holder:
     contents: Identities
     num_written: int = 0
     is_revoked: bool = False
-    kept_block_ids: npt.NDArray[np.int32] | None = None  # once it only keeps them
-    num_kept_tokens: int = 0
+    held_block_ids: npt.NDArray[np.int32] | None = None  # while the lease is held
+    num_held_tokens: int = 0
 
     def receive(self) -> None:
-        """Take a lease over: assert that the reused blocks hold the right K/V, and fill the new ones with poison."""
+        """Assert that the reused blocks of a new lease hold the right K/V, and fill the new ones with poison."""
         oracle, lease = self.oracle, self.lease
         self.num_written = lease.cached_tokens
         num_whole = lease.cached_tokens // oracle.block_size
@@ -234,7 +234,7 @@ class Holder:
         self.num_written = upto
 
     def begin(self) -> None:
-        """Copy the block that the lease asks to copy, if there is one."""
+        """Make the pending block copy of the lease, if there is one."""
         if self.lease.copy is not None and self.lease.windows:
             self.write_parts(self.num_written)
         self.copy_block()
@@ -259,21 +259,21 @@ class Holder:
     @property
     def num_matchable(self) -> int:
         """Count the tokens that the lease keeps in the tree."""
-        return self.lease.committed_tokens if self.kept_block_ids is None else self.num_kept_tokens
+        return self.lease.committed_tokens if self.held_block_ids is None else self.num_held_tokens
 
-    def keep(self) -> None:
-        """Only keep the blocks from now on. One that was extended into a copy is kept as that copy."""
+    def hold(self) -> None:
+        """Only hold the blocks from now on. A block that continues in a copy is held as that copy."""
         self.begin()
-        self.kept_block_ids = self.lease.block_ids.copy()
-        self.num_kept_tokens = self.lease.num_published_blocks * self.oracle.block_size
-        self.num_kept_tokens = min(self.num_kept_tokens, self.lease.committed_tokens)
+        self.held_block_ids = self.lease.block_ids.copy()
+        self.num_held_tokens = self.lease.num_published_blocks * self.oracle.block_size
+        self.num_held_tokens = min(self.num_held_tokens, self.lease.committed_tokens)
         self.lease.hold()
 
     def verify(self) -> None:
         """Assert that everything reused or written until now is in place."""
         block_ids, copy = self.lease.block_ids, self.lease.copy
-        if self.kept_block_ids is not None:
-            block_ids = self.kept_block_ids
+        if self.held_block_ids is not None:
+            block_ids = self.held_block_ids
         if copy is not None:
             block_ids = np.where(block_ids == copy.target, np.int32(copy.source), block_ids)
         self.oracle.verify(block_ids, self.contents[: self.num_written])

@@ -14,7 +14,7 @@ from radixkv.api.retention import DEFAULT_PRIORITY, Grant
 
 
 @dataclass(frozen=True)
-class Ask:
+class RetentionRequest:
     """A retention of published tokens and the time when it ends; `math.inf` for none."""
 
     start: int
@@ -24,7 +24,7 @@ class Ask:
     only_raise: bool
 
 
-class Kept(NamedTuple):
+class Retained(NamedTuple):
     path: tuple[int, ...]
     priority: int
     expires_s: float
@@ -36,7 +36,7 @@ class RetentionOracle:
     def __init__(self, block_size: int, max_blocks: int) -> None:
         self.block_size = block_size
         self.max_blocks = max_blocks
-        self._kept: dict[int, Kept] = {}
+        self._kept: dict[int, Retained] = {}
 
     def path(self, identities: list[int]) -> tuple[int, ...]:
         """Return the last number of each block of a run."""
@@ -54,27 +54,29 @@ class RetentionOracle:
         """Return the blocks above the default priority, and all blocks before them."""
         return {block for kept in self._kept.values() if kept.priority > DEFAULT_PRIORITY for block in kept.path}
 
-    def retain(self, identities: list[int], ask: Ask) -> Grant:
+    def retain(self, identities: list[int], request: RetentionRequest) -> Grant:
         """Retain a published run as the cache should."""
-        path = self.path(identities[: ask.end])
-        num_granted_blocks = first = ask.start // self.block_size
+        path = self.path(identities[: request.end])
+        num_granted_blocks = first = request.start // self.block_size
         for index in range(first, len(path)):
             block, before = path[index], path[: index + 1]
-            if ask.only_raise and self._lasts_longer(block, ask):
+            if request.only_raise and self._lasts_longer(block, request):
                 num_granted_blocks += 1
                 continue
-            if ask.priority > DEFAULT_PRIORITY and len(self.retained().union(before)) > self.max_blocks:
+            if request.priority > DEFAULT_PRIORITY and len(self.retained().union(before)) > self.max_blocks:
                 break
-            self._kept[block] = Kept(before, ask.priority, ask.expires_s)
+            self._kept[block] = Retained(before, request.priority, request.expires_s)
             num_granted_blocks += 1
-        num_tokens = max(0, min(ask.end, num_granted_blocks * self.block_size) - ask.start)
-        return Grant(num_tokens, ask.end - ask.start - num_tokens, 0)
+        num_tokens = max(0, min(request.end, num_granted_blocks * self.block_size) - request.start)
+        return Grant(num_tokens, request.end - request.start - num_tokens, 0)
 
-    def _lasts_longer(self, block: int, ask: Ask) -> bool:
+    def _lasts_longer(self, block: int, request: RetentionRequest) -> bool:
         kept = self._kept.get(block)
         if kept is None:
-            return ask.priority <= DEFAULT_PRIORITY
-        return kept.priority > ask.priority or (kept.priority == ask.priority and kept.expires_s >= ask.expires_s)
+            return request.priority <= DEFAULT_PRIORITY
+        return kept.priority > request.priority or (
+            kept.priority == request.priority and kept.expires_s >= request.expires_s
+        )
 
     def published(self, identities: list[int]) -> None:
         """Note a run as published. A partly filled block that it continues grows, so its last number changes."""
@@ -83,7 +85,7 @@ class RetentionOracle:
             if number in self._kept and index + 1 < end:
                 kept = self._kept.pop(number)
                 grown = identities[end - 1]
-                self._kept[grown] = Kept((*kept.path[:-1], grown), kept.priority, kept.expires_s)
+                self._kept[grown] = Retained((*kept.path[:-1], grown), kept.priority, kept.expires_s)
 
     def forget_all_but(self, published: Container[int]) -> None:
         self._kept = {block: kept for block, kept in self._kept.items() if block in published}

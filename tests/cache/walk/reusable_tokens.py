@@ -16,10 +16,10 @@ def count_reusable_tokens(prompts: Sequence[Sequence[int]]) -> list[int]:
         prompts: lists, tuples or arrays of token ids, each at least one token.
 
     Returns:
-        one count for each prompt.
+        One count for each prompt.
 
     Complexity:
-        O(log n) prompt comparisons a prompt. Among sorted prompts, the longest common prefix is with a neighbor.
+        O(log n) prompt comparisons per prompt. Among sorted prompts, the longest common prefix is with a neighbor.
     """
     counts: list[int] = []
     earlier: list[bytes] = []  # sorted
