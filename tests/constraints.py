@@ -48,13 +48,13 @@ class RisingMatcher:
         self._ends = ends
 
     @property
-    def is_at_a_loss(self) -> bool:
+    def refuses(self) -> bool:
         """Whether computing the mask fails."""
         return len(self.accepted) == self._constraint.refuses_after
 
     def allowed(self) -> npt.NDArray[np.bool_]:
         self.num_asked += 1
-        if self.is_at_a_loss:
+        if self.refuses:
             raise InvalidRequest("rising: expected an allowed token, got none")
         last = self.accepted[-1] if self.accepted else -1
         allowed = np.zeros(self._constraint.vocab_size, dtype=np.bool_)

@@ -1,4 +1,4 @@
-"""Admission control: accepts requests while there is room, and keeps track of those that are unfinished."""
+"""Admission control: bounds the number of unfinished requests, and keeps track of them."""
 
 from __future__ import annotations
 

@@ -19,8 +19,9 @@ class FairCallQueue(Generic[_C]):
         acme   [ call | call | call | ... ]
         other  [ call ]                          take: acme, other, acme, acme ...
 
-    A tenant whose last call was taken starts again behind all other tenants. When the queue is full, the newest call of
-    the tenant with the most calls makes room, so no set of tenants can keep another one out.
+    A tenant whose last call was taken starts again behind all other tenants. When the queue is full, a new call of a
+    tenant replaces the newest call of the tenant with the most calls, if that has at least two more. So fewer than
+    `max_calls` tenants cannot keep another one out.
 
     Args:
         max_calls: calls that may wait.
@@ -45,7 +46,8 @@ class FairCallQueue(Generic[_C]):
             The call that was removed to make room; None if there was room.
 
         Raises:
-            QueueFull: too many calls of this tenant wait, or the queue is full and no other tenant has more calls.
+            QueueFull: too many calls of this tenant wait, or the queue is full and no other tenant has at least two
+                more calls.
 
         Complexity: O(1).
         """

@@ -1,4 +1,4 @@
-"""Cancellation: ends requests that are cancelled, exceed their deadline, are finished by their caller, or fail."""
+"""Cancellation: collects requests that are cancelled, late, finished early by their caller, or that must fail."""
 
 from __future__ import annotations
 

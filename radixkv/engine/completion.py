@@ -98,7 +98,7 @@ class RequestCompleter:
             self._publish(result)
 
     def finish(self, request: Request) -> None:
-        """End a generation, which may be preempted, with the tokens that it has."""
+        """End a running or preempted generation with the tokens that it has."""
         assert request.generation is not None, "only generations can be finished by their caller"
         request.generation.is_finished = True
         if request.lease is not None and request.computed_upto > request.lease.committed_tokens:
@@ -289,7 +289,7 @@ class RequestCompleter:
         )
 
     def _retain(self, request: Request, lease: Lease | None) -> Retained | None:
-        """Apply the retention that a request asks for.
+        """Apply the retention of a request.
 
         A priority below the default applies only to tokens that this request published; tokens that other requests
         published keep their priority. Without a lease it is unknown who published them, so no priority is lowered.

@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 class Compressor:
     """Moves a generation into private blocks once its prompt is published, and drops K/V entries of these blocks.
 
-        prompt computed, published ─▶ chosen entries copied ─▶ lease of the prompt closed ─▶ decode, drop, decode ...
+        prompt computed, published ─▶ chosen entries copied ─▶ its blocks released ─▶ decode, drop, decode ...
 
     Args:
         runner: holds the K/V.

@@ -224,8 +224,8 @@ class EngineCore:
     def step(self) -> None:
         """Compute one step if there is anything to compute. In any case, publish the cache events since the last call.
 
-            schedule: sweep, allocate, admit ─▶ wait ─▶ advance ───────▶ publish: commit, stream tokens, answer
-                                              └ prepare the next step └ start it
+            schedule: end due requests, allocate, admit ─▶ wait ─▶ advance ───────▶ publish: commit, stream, answer
+                                                         └ prepare the next step └ start it
 
         The next step is prepared and started ahead only on a device that computes asynchronously, and only while all
         requests decode. The device then computes it while tokens are published and after this method returns.
@@ -313,7 +313,8 @@ class EngineCore:
     def look_up(self, namespace: Namespace, tokens: bytes, former: Sequence[PromptKey] = ()) -> LookUp:
         """Return what `explain` of `radixkv.explain` needs of a prompt. Changes nothing. `former` is as in `Request`.
 
-        Complexity: at most four look-ups of the prompt, and at most `MAX_EXAMINED_NODES` other nodes.
+        Complexity: at most five look-ups of the prompt and one of each former key, and at most `MAX_EXAMINED_NODES`
+        other nodes.
         """
         cached_tokens = self.cache.match(namespace, tokens).cached_tokens
         miss_reason = self.cache.explain(namespace, tokens, cached_tokens, former)

@@ -211,7 +211,7 @@ class Engine:
             RateExceeded: the tenant exceeds its rate of requests or tokens.
             BeyondCeiling: the request needs more blocks than its tenant may ever hold.
             Draining, StepHangs: the engine accepts no requests.
-            Later, through the future: OutOfBlocks, OutOfMemory, QuotaExceeded, DeadlinePassed, StepFailed.
+            Later, through the future: OutOfBlocks, OutOfMemory, QuotaExceeded, DeadlinePassed, StepFailed, Draining.
         """
         future: Future[PrefillResult] = Future()
         prompt = None
@@ -236,7 +236,8 @@ class Engine:
                 It must return quickly; if it raises, the request fails.
             fetched: blocks of the prompt from another server, if the engine has a `transfer`.
 
-        Raises the same errors as `prefill`, at the same times.
+        Raises the same errors as `prefill`, at the same times, and SwitchedOff if the model does not support
+        `sampling.compression`.
         """
         future = GenerationFuture()
         prompt = None
@@ -322,7 +323,7 @@ class Engine:
     ) -> Future[Purged]:
         """Purge the namespaces with these names (None: any) on the device and in all tiers.
 
-        Also forgets the causes of all misses of the tenant. Raises UnknownAdapter.
+        Also forgets the causes of all misses of the tenant, or of all tenants. Raises UnknownAdapter.
         """
         digest = None if adapter is None else self.adapters.digest_of(adapter)
 

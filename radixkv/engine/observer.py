@@ -24,7 +24,7 @@ class Observer:
         """A step was computed. All tokens except those of decoding requests count as prefill tokens."""
 
     def step_failed(self, seconds: float, num_requests: int) -> None:
-        """A step raised."""
+        """A step raised an exception."""
 
     def request_preempted(self, request: Request) -> None:
         """A running request was preempted: it released its blocks and waits to be admitted again."""
@@ -59,7 +59,7 @@ class CompositeObserver(Observer):
         self._notify(lambda observer: observer.step_done(seconds, num_requests, num_prefill_tokens, num_decode_tokens))
 
     def step_failed(self, seconds: float, num_requests: int) -> None:
-        """A step raised."""
+        """A step raised an exception."""
         self._notify(lambda observer: observer.step_failed(seconds, num_requests))
 
     def request_preempted(self, request: Request) -> None:

@@ -24,8 +24,8 @@ class OverlapScheduler:
 
     Args:
         runner: computes steps.
-        scheduler, cancellations, held_leases: tell which other work is due between two steps.
-        has_pending_calls: whether any request or call waits to run between two steps.
+        scheduler, cancellations, held_leases: determine which other work is due between two steps.
+        has_pending_work: whether new requests, calls or results of tiers wait for the time between two steps.
         clock: seconds, monotonic.
     """
 
@@ -35,14 +35,14 @@ class OverlapScheduler:
         scheduler: Scheduler,
         cancellations: Cancellations,
         held_leases: HeldLeases,
-        has_pending_calls: Callable[[], bool],
+        has_pending_work: Callable[[], bool],
         clock: Callable[[], float],
     ) -> None:
         self._runner = runner
         self._scheduler = scheduler
         self._cancellations = cancellations
         self._held_leases = held_leases
-        self._has_pending_calls = has_pending_calls
+        self._has_pending_work = has_pending_work
         self._clock = clock
 
     def prepare(self, step: Step) -> PreparedStep | None:
@@ -83,7 +83,7 @@ class OverlapScheduler:
         scheduler = self._scheduler
         if len(scheduler.running) > len(slices):
             return True
-        if not scheduler.is_full and (scheduler.num_waiting or self._has_pending_calls()):
+        if not scheduler.is_full and (scheduler.num_waiting or self._has_pending_work()):
             return True
         now_s = self._clock()
         expires_s = self._held_leases.next_expiry_s()

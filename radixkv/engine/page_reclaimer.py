@@ -30,7 +30,7 @@ class PageReclaimer(Observer):
         addresses    blocks  [ used | free ...........................)   parts  [ used | free ......)
         memory               [ used )                                            [ used )              together bounded
 
-    This happens at the end of a step, when evicted blocks have been copied to the tiers, so that nothing in the memory
+    This happens at the end of a step, when evicted blocks have been copied for the tiers, so that nothing in the memory
     of free blocks and parts is still needed.
 
     Args:

@@ -29,7 +29,7 @@ _CUMSUM_ROWS = 16
 
 
 class Prediction(NamedTuple):
-    """The next token of a request, with the values of the model that the request asked for.
+    """The next token of a request, with the values of the model that its caller requested.
 
     Attributes:
         next_token_id: the most likely token, or the one that was sampled.
@@ -91,7 +91,7 @@ def _allowed(generation: Generation) -> Allowed:
 def predict(
     logits: torch.Tensor, most_likely: Sequence[int], requests: Sequence[Request], allowed: Mapping[int, Allowed]
 ) -> list[Prediction]:
-    """Choose the next token of each request, and read the log probabilities and logits that it asks for.
+    """Choose the next token of each request, and read the log probabilities and logits that its caller requested.
 
     All rows are processed together, but the result of a row does not depend on the others. One copy from the device
     returns all sampled tokens and log probabilities, and another one all requested rows of logits.

@@ -25,7 +25,7 @@ from radixkv.scheduling.held_leases import HeldLeases
 from radixkv.scheduling.request import Outcome, Request
 from radixkv.scheduling.scheduler import Scheduler
 
-# Upper bounds of the histogram's buckets, from 0.5 ms to two minutes, each 1.25 times the previous one. An estimated
+# Upper bounds of the histogram's buckets, from 0.5 ms to 107 s, each 1.25 times the previous one. An estimated
 # quantile is therefore at most 25 % too high, or 20 % too low.
 _BOUNDS_S = tuple(0.0005 * 1.25**index for index in range(56))
 

@@ -103,7 +103,7 @@ class Step:
     def _results_with_prompt_logprobs(
         self, step: StepResult, are_last: Sequence[bool], last: Sequence[Request], allowed: Mapping[int, Allowed]
     ) -> list[SliceResult]:
-        """Return the results of a step in which some requests asked for the log probabilities of their prompts."""
+        """Return the results of a step that also computes log probabilities of prompts."""
         row_ends = list(itertools.accumulate(map(_num_logit_rows, self.slices)))
         row_starts = (0, *row_ends)
         rows = [end - 1 for end, is_last in zip(row_ends, are_last, strict=True) if is_last]
@@ -240,7 +240,7 @@ def _prompt_logprobs(token_slice: Slice, logits: torch.Tensor) -> LogprobRows | 
         return None
     upto = min(end, request.num_prompt_tokens - 1)
     next_tokens = np.frombuffer(request.params.tokens, dtype="<u4")[start + 1 : upto + 1]
-    assert generation.sampling.prompt_logprobs is not None, "the request asked for them"
+    assert generation.sampling.prompt_logprobs is not None, "they were requested"
     return read_logprob_rows(logits[: len(next_tokens)], next_tokens.tolist(), generation.sampling.prompt_logprobs)
 
 

@@ -40,7 +40,7 @@ def require_exact_gpu(device: torch.device) -> None:
     shared_bytes: int = gpu.shared_memory_per_block_optin  # type: ignore[attr-defined]  # missing in the annotations
     if shared_bytes < _SHARED_BYTES:
         raise ConfigError(
-            f"model.exactness: expected a GPU with {_SHARED_BYTES} bytes of shared memory a block for exact, got "
+            f"model.exactness: expected a GPU with {_SHARED_BYTES} bytes of shared memory per block for exact, got "
             f'{gpu.name} with {shared_bytes}; model.exactness = "fast" serves the model there'
         )
 

@@ -33,7 +33,7 @@ _NO_LONGROPE = 'model.longrope: expected "short" for a model without longrope, g
 
 
 def load_model(config: ModelConfig, report: Report = report_nothing) -> Model:
-    """Load a model, see `radixkv.model_files.model_location`, or make the embedded model. Logs what it does.
+    """Load a model, see `radixkv.model_files.model_location`, or create the embedded model. Logs the result.
 
     Args:
         config: the section `model` of the configuration.

@@ -261,7 +261,8 @@ class _Metadata:
         value = self._value(key, float if "epsilon" in key else int, None)
         if value is None or value <= 0:
             raise ConfigError(
-                f"{self._file.path}: {self._prefix}{key}: expected a positive number, got {value or 'none'}"
+                f"{self._file.path}: {self._prefix}{key}: expected a positive number, got "
+                f"{'none' if value is None else value}"
             )
         return value
 

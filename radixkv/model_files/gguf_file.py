@@ -62,7 +62,7 @@ _AGAIN = "download the file again"
 
 
 def has_magic(path: Path) -> bool:
-    """Whether a file is a regular file that begins with the magic number of GGUF. False if it cannot be read."""
+    """Whether a file begins with the magic number of GGUF. False if it cannot be read."""
     try:
         with open(path, "rb") as file:
             return file.read(4) == _MAGIC

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)  # tokenizer.ggml.token_type
 _SPACE = "\u2581"  # in vocabularies of SentencePiece
-_ELSEWHERE = "serve the model from a directory of Hugging Face"
+_REMEDY = "serve the model from a directory of Hugging Face"
 
 _WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 _OTHERS = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -81,7 +81,7 @@ def tokenizer_files(file: GgufFile) -> dict[str, bytes]:
     if kind in ("none", "no_vocab"):
         return {}
     if kind not in ("gpt2", "llama"):
-        raise ConfigError(f"{file.path}: tokenizer.ggml.model: expected gpt2 or llama, got {kind}: {_ELSEWHERE}")
+        raise ConfigError(f"{file.path}: tokenizer.ggml.model: expected gpt2 or llama, got {kind}: {_REMEDY}")
     try:
         vocabulary = _GgufVocabulary(file, values)
         tokenizer = vocabulary.byte_level() if kind == "gpt2" else vocabulary.sentencepiece()
@@ -92,7 +92,7 @@ def tokenizer_files(file: GgufFile) -> dict[str, bytes]:
     except ModuleNotFoundError as error:
         raise ConfigError(f"{file.path}: to read its tokenizer, {missing_package('tokenizers', 'text')}") from error
     except Exception as error:  # the package tokenizers raises plain Exception
-        raise ConfigError(f"{file.path}: its tokenizer is damaged: {str(error)[:200]}: {_ELSEWHERE}") from error
+        raise ConfigError(f"{file.path}: its tokenizer is damaged: {str(error)[:200]}: {_REMEDY}") from error
     settings = json.dumps(vocabulary.settings(), ensure_ascii=False, indent=1)
     return {"tokenizer.json": text.encode(), "tokenizer_config.json": settings.encode(), **_templates(file)}
 
@@ -208,7 +208,7 @@ class _GgufVocabulary:
         if name not in _PRE_TOKENIZERS:
             raise ConfigError(
                 f"{self._file.path}: tokenizer.ggml.pre: expected one of {', '.join(_PRE_TOKENIZERS)}, got "
-                f"{name or 'none'}: {_ELSEWHERE}, or convert it to GGUF again"
+                f"{name or 'none'}: {_REMEDY}, or convert it to GGUF again"
             )
         return _PRE_TOKENIZERS[name]
 

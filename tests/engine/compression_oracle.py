@@ -16,7 +16,7 @@ _H2O_QUERIES = 64
 
 @dataclass
 class Layer:
-    """Entries of one layer, by KV head: positions, and the attention that each got."""
+    """Entries of one layer, by KV head: positions, and the attention that each one has received."""
 
     positions: list[list[int]]
     masses: list[list[float]] = field(default_factory=list)
@@ -58,7 +58,7 @@ def oracle_logits(model: PreTrainedModel, ids: list[int], answer: list[int], ask
 
 
 def _of_prompt(weights: torch.Tensor, cache: DynamicCache, asked: Compression) -> Layer:
-    """Choose what is kept of a prompt, given `[num_query_heads, num_tokens, num_tokens]`."""
+    """Choose the kept entries of a prompt, given its attention weights `[num_query_heads, num_tokens, num_tokens]`."""
     num_tokens = weights.shape[-1]
     num_kv_heads = cache.layers[0].keys.shape[1]
     num_kept = min(asked.max_tokens, num_tokens)
@@ -93,7 +93,7 @@ def _drop(layer: Layer, next_position: int, asked: Compression) -> None:
 
 
 def _take(cache: DynamicCache, index: int, held: list[list[int]], wanted: list[list[int]]) -> None:
-    """Leave in a layer of the cache what is wanted of the positions that are held."""
+    """Remove all positions but the wanted ones from a layer of the cache, which holds the positions `held`."""
     layer = cache.layers[index]
     places = torch.tensor([[row.index(p) for p in want] for row, want in zip(held, wanted, strict=True)])
     layer.keys, layer.values = (

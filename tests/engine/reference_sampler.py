@@ -24,16 +24,16 @@ def penalize(
     """Apply the constraint, the biases, the minimum length and the penalties of a generation, in this order.
 
     Args:
-        logits: float32 `[num_logits]`. A model may read more tokens than it writes: ids without a logit change nothing.
+        logits: float32 `[num_logits]`. Ids without a logit are ignored: a model may have more input tokens than logits.
         sampling: the options.
-        prompt_ids: the different tokens of the prompt; only a repetition penalty reads them.
+        prompt_ids: the distinct tokens of the prompt; only a repetition penalty uses them.
         token_ids: tokens generated so far.
         stop_token_ids: tokens that would end the generation. If no other token is allowed, the minimum length is
             ignored.
-        allowed: tokens that may come, bool `[at least num_logits]`; None for all.
+        allowed: the tokens that the constraint allows, bool `[at least num_logits]`; None for all.
 
     Returns:
-        New logits. Tokens that must not come have -inf.
+        New logits, with -inf for tokens that must not be sampled.
     """
     logits, num_logits = logits.clone(), len(logits)
     stop_ids: list[int] = []
@@ -71,17 +71,16 @@ def penalize(
 def draw(logits: torch.Tensor, sampling: Sampling, position: int) -> torch.Tensor:
     """Draw a token, without waiting for the device.
 
-    Uses the exponential race: each token is the one with the least `exponential / probability` with its own
-    probability. The noise depends on the seed and the position alone, and each row is drawn by itself, so that the
-    batch changes nothing.
+    Uses the exponential race: the token with the smallest `exponential / probability` is distributed by these
+    probabilities. The noise depends only on the seed and the position.
 
     Args:
         logits: float32 `[vocab_size]`, finite or -inf, and not all -inf.
-        sampling: temperature above 0, top_k, top_p, min_p and seed. Each narrows the choice of those before it.
+        sampling: temperature above 0, top_k, top_p, min_p, applied in this order, and seed.
         position: index of the drawn token in its sequence.
 
     Returns:
-        Its id, int64 `[]`, where the logits are.
+        The token id, int64 `[]`, on the device of the logits.
     """
     scores = (logits - logits.max()).double() / sampling.temperature
     if sampling.top_p < 1 or sampling.top_k:

@@ -69,7 +69,7 @@ def test_the_newest_call_of_the_tenant_with_the_most_makes_room_for_one_with_few
     assert len(queue) == 6
 
 
-def test_no_tenants_keep_another_one_out_and_counts_stay_correct_in_random_walks() -> None:
+def test_few_tenants_do_not_keep_another_one_out_and_counts_stay_correct_in_random_walks() -> None:
     rng = random.Random(1)
     queue, waiting = FairCallQueue[int](40, 16), dict.fromkeys("abcdefg", 0)
     for number in range(20_000):

@@ -111,7 +111,7 @@ def test_a_low_priority_does_not_apply_to_tokens_that_others_published(length: i
     assert again.retained.grant == Grant(length, 0, 0)
     bench.prefill(range(90, 94))
     bench.cache.evict(2)
-    assert bench.prefill(range(90, 94)).usage.cached_tokens == 3  # the older ones went first
+    assert bench.prefill(range(90, 94)).usage.cached_tokens == 3  # the older ones were evicted first
 
 
 def test_a_waiting_request_publishes_nothing_after_a_purge() -> None:
@@ -394,7 +394,7 @@ def test_priorities_that_expire_together_expire_over_the_following_steps() -> No
     assert bench.cache._retained.num_blocks == 0
 
 
-class TestWaysOut:
+class TestEndsOfRequests:
     def test_a_cancelled_request_releases_its_blocks_between_chunks(self) -> None:
         bench = Bench(max_step_tokens=4)
         future = bench.submit(range(12))
@@ -428,7 +428,7 @@ class TestWaysOut:
         bench = Bench(max_step_tokens=4)
         in_time, late = bench.submit(range(12), deadline_s=20.0), bench.submit(range(12), deadline_s=10.0)
         bench.core.step()
-        in_time.cancel(), late.cancel()  # the second by a server that minds the deadline as well
+        in_time.cancel(), late.cancel()  # the second by a server that enforces the deadline as well
         bench.clock.now_s = 10.0
         bench.core.step()
         ended = bench.core.stats.load().requests

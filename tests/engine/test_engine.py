@@ -187,7 +187,7 @@ def test_an_idle_engine_expires_held_leases(engine: Engine) -> None:
         engine.release(held.lease_id).result(PATIENCE_S)
 
 
-def test_draining_finishes_what_runs_and_refuses_what_comes(engine: Engine, runner: GatedRunner) -> None:
+def test_draining_finishes_running_requests_and_refuses_new_ones(engine: Engine, runner: GatedRunner) -> None:
     runner.gate.clear()
     running = engine.prefill(params(range(20)))
     assert runner.entered.wait(PATIENCE_S)
@@ -363,7 +363,7 @@ def test_a_drain_does_not_wait_for_a_step_that_hangs(runner: GatedRunner, clock:
     engine.stop()
 
 
-def test_a_drain_does_not_wait_for_those_that_are_cancelled_meanwhile(runner: GatedRunner) -> None:
+def test_a_drain_does_not_wait_for_requests_that_are_cancelled_meanwhile(runner: GatedRunner) -> None:
     engine = Engine(runner, PrefixCache(NUM_BLOCKS, BLOCK_SIZE), EngineConfig())
     engine.start()
     runner.gate.clear()
@@ -398,7 +398,7 @@ def test_a_thread_that_dies_fails_all_requests_and_calls(
     with pytest.raises(Draining):
         engine.prefill(params(range(4)))
     clock.now_s += 2
-    time.sleep(0.2)  # the watchdog looks each 0.05 s
+    time.sleep(0.2)  # the watchdog checks every 0.05 s
     (record,) = caplog.records  # the step that raised is over
     assert record.message.startswith("the engine's thread failed")
     assert "ZeroDivisionError" in caplog.text
@@ -455,7 +455,7 @@ def test_a_call_that_blocks_the_engine_is_detected_like_a_step_that_hangs(
 
 
 def test_requests_that_arrive_during_a_step_are_in_the_next_one(engine: Engine, runner: GatedRunner) -> None:
-    """A step that is started ahead would leave it out."""
+    """A step that is started ahead would leave them out."""
 
     def close_gate(chunk: GeneratedTokens) -> None:
         if chunk.usage.generated_tokens == 4:
@@ -473,7 +473,7 @@ def test_requests_that_arrive_during_a_step_are_in_the_next_one(engine: Engine, 
     assert [len(step) for step in runner.steps[num_steps : num_steps + 3]] == [1, 2, 1]
 
 
-def test_a_deadline_that_is_none_is_refused(engine: Engine) -> None:
+def test_a_deadline_that_is_not_finite_is_refused(engine: Engine) -> None:
     with pytest.raises(InvalidRequest, match="deadline_s: expected a finite time, got nan"):
         engine.prefill(params(range(4), deadline_s=float("nan")))
 

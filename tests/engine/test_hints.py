@@ -80,7 +80,7 @@ def test_an_action_may_address_an_adapter_or_a_salt(
     assert hinted.cache.num_evicted_blocks == (3 * len(gone) if action_type == "kv.demote" else 0)
 
 
-def test_what_requests_use_of_an_adapter_stays(hinted: Hinted) -> None:
+def test_blocks_of_an_adapter_that_requests_use_stay(hinted: Hinted) -> None:
     with hinted.cache.lease(LORA, spell(TEXT)):
         outcome = hinted.apply("kv.release", adapter="sql")
         assert outcome == HintOutcome("1", HintStatus.CLIPPED, "some tokens stay, because requests use them", 12)

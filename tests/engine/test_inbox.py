@@ -159,7 +159,7 @@ def test_a_call_that_makes_room_for_another_tenant_is_refused_and_earlier_ones_r
     assert refusal.retry_after_s > 0
     assert "acme" not in str(refusal)
     crowd[2].cancel()
-    sixth = inbox.call(lambda: ran.append("other"), OTHER)  # the one that makes room has gone already
+    sixth = inbox.call(lambda: ran.append("other"), OTHER)  # the call that makes room has been removed already
     inbox.run_all()
     assert ran == [0, "other", 1, "other"]
     assert (fifth.done(), sixth.done(), inbox.is_empty) == (True, True, True)

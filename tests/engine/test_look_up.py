@@ -1,4 +1,4 @@
-"""What the engine knows of a prompt, for its explanation."""
+"""What the engine knows about a prompt, for its explanation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.fake_runner import tokens
 FAKE = Namespace("fake")
 
 
-def test_a_look_up_has_what_a_probe_has_and_the_place_where_the_prompt_leaves_the_tree() -> None:
+def test_a_look_up_has_what_a_probe_has_and_where_the_prompt_diverges_from_the_tree() -> None:
     bench = Bench()
     bench.prefill(range(10))
     prompt = tokens([0, 1, 2, 3, 4, 5, 99, 98])

@@ -1,4 +1,4 @@
-"""What the engine passes to the profiler of misses, and what that finds then."""
+"""What the engine passes to the profiler of misses, and what the profiler finds."""
 
 from __future__ import annotations
 
@@ -152,17 +152,20 @@ def profiler() -> Iterator[MissProfiler]:
     profiler.close()
 
 
-def test_the_profiler_finds_what_differs_from_what_the_engine_has_cached(profiler: MissProfiler) -> None:
-    feed = MissFeed(profiler)
-    bench = Bench(num_blocks=400, max_step_tokens=64, observers=[feed], listeners=[feed])
-    feed.cache = bench.cache
-
+def start(profiler: MissProfiler, bench: Bench) -> None:
     def find_branches(places: Sequence[int], tenant: str, session_id: str) -> Future[Branches]:
         future: Future[Branches] = Future()
         future.set_result(bench.core.branches_at(places, tenant, session_id))
         return future
 
     profiler.start(find_branches)
+
+
+def test_the_profiler_finds_what_differs_from_what_the_engine_has_cached(profiler: MissProfiler) -> None:
+    feed = MissFeed(profiler)
+    bench = Bench(num_blocks=400, max_step_tokens=64, observers=[feed], listeners=[feed])
+    feed.cache = bench.cache
+    start(profiler, bench)
     body = [*range(1000, 1500)]
     for head, tenant in ((1, "a"), (2, "a"), (3, "b"), (4, "a")):
         profiler.add_step(1.0)
@@ -185,13 +188,7 @@ def test_a_shared_passage_is_found_after_the_prompt_that_brought_it_was_evicted(
     feed = MissFeed(profiler)
     bench = Bench(num_blocks=400, observers=[feed], listeners=[feed])
     feed.cache = bench.cache
-
-    def find_branches(places: Sequence[int], tenant: str, session_id: str) -> Future[Branches]:
-        future: Future[Branches] = Future()
-        future.set_result(bench.core.branches_at(places, tenant, session_id))
-        return future
-
-    profiler.start(find_branches)
+    start(profiler, bench)
     body = [*range(1000, 1600)]
     bench.prefill([*body, *range(100)])
     bench.prefill([*body, *range(200, 300)])

@@ -25,7 +25,7 @@ class Activations:
     """Memory that a forward pass allocates."""
 
 
-class Diary:
+class EventLog:
     """Records the events that a bench's runner and its callers see, in order."""
 
     def __init__(self, bench: Bench) -> None:
@@ -57,13 +57,13 @@ class Diary:
         return list(self.entries)
 
 
-def decoding(bench: Bench, count: int = 30) -> tuple[Future[GenerateResult], Diary]:
+def decoding(bench: Bench, count: int = 30) -> tuple[Future[GenerateResult], EventLog]:
     """A request that has streamed two tokens, and a running step that computes the third."""
-    diary = Diary(bench)
-    future = bench.generate(PROMPT, count, on_tokens=lambda _: diary.entries.append("stream"))
-    assert diary.of_next_step() == ["start", "wait", "stream"]
-    assert diary.of_next_step() == ["start", "prepare", "wait", "start", "stream"]
-    return future, diary
+    log = EventLog(bench)
+    future = bench.generate(PROMPT, count, on_tokens=lambda _: log.entries.append("stream"))
+    assert log.of_next_step() == ["start", "wait", "stream"]
+    assert log.of_next_step() == ["start", "prepare", "wait", "start", "stream"]
+    return future, log
 
 
 def expected(count: int) -> tuple[int, ...]:
@@ -75,10 +75,10 @@ def expected(count: int) -> tuple[int, ...]:
 
 def test_the_device_has_its_next_step_before_a_token_is_streamed() -> None:
     bench = Bench()
-    future, diary = decoding(bench)
+    future, log = decoding(bench)
     for _ in range(27):
-        assert diary.of_next_step() == ["prepare", "wait", "start", "stream"]
-    assert diary.of_next_step() == ["wait"], "its length is known before"
+        assert log.of_next_step() == ["prepare", "wait", "start", "stream"]
+    assert log.of_next_step() == ["wait"], "its length is known before"
     assert future.result(0).token_ids == expected(30)
     assert bench.runner.steps == [[(0, 10)], *[[(n, n + 1)] for n in range(10, 39)]], (
         "and no token is computed without need"
@@ -87,13 +87,13 @@ def test_the_device_has_its_next_step_before_a_token_is_streamed() -> None:
 
 def test_the_blocks_of_requests_that_end_are_free_before_the_next_step() -> None:
     bench = Bench()
-    diary = Diary(bench)
+    log = EventLog(bench)
     last = expected(4)[-1]
     short, long = bench.generate(PROMPT, 9, stop_token_ids=frozenset({last})), bench.generate(range(50, 60), 8)
-    assert diary.of_next_step() == ["start", "wait"]
-    assert diary.of_next_step() == ["start", "prepare", "wait", "start"]
-    assert diary.of_next_step() == ["prepare", "wait", "start"]
-    assert diary.of_next_step() == ["prepare", "wait"]
+    assert log.of_next_step() == ["start", "wait"]
+    assert log.of_next_step() == ["start", "prepare", "wait", "start"]
+    assert log.of_next_step() == ["prepare", "wait", "start"]
+    assert log.of_next_step() == ["prepare", "wait"]
     assert short.result(0).token_ids == expected(4)
     bench.run()
     assert long.done()
@@ -123,14 +123,14 @@ def test_a_step_takes_from_its_start_until_it_was_waited_for() -> None:
             seconds.append(took_s)
 
     bench = Bench(observers=[Stopwatch()])
-    _, diary = decoding(bench)
+    _, log = decoding(bench)
     for number in range(1, 5):
         bench.clock.now_s += number
-        assert diary.of_next_step() == ["prepare", "wait", "start", "stream"]
+        assert log.of_next_step() == ["prepare", "wait", "start", "stream"]
     assert seconds == [0, 0, 1, 2, 3, 4]
 
 
-class TestAStepIsPreparedInVain:
+class TestAPreparedStepIsDiscarded:
     """Something happens while the step before it is computed."""
 
     def while_it_is_computed(self, bench: Bench, happens: Callable[[], object]) -> None:
@@ -145,17 +145,17 @@ class TestAStepIsPreparedInVain:
 
     def test_after_a_cancel(self) -> None:
         bench = Bench()
-        future, diary = decoding(bench)
+        future, log = decoding(bench)
         self.while_it_is_computed(bench, future.cancel)
-        assert diary.of_next_step() == ["prepare", "wait", "stream"]
+        assert log.of_next_step() == ["prepare", "wait", "stream"]
         bench.core.step()
         assert bench.cache.pool.num_leased == 0
 
     def test_after_an_arrival(self) -> None:
         bench = Bench()
-        future, diary = decoding(bench)
+        future, log = decoding(bench)
         self.while_it_is_computed(bench, lambda: setattr(bench, "has_pending_calls", True))
-        assert diary.of_next_step() == ["prepare", "wait", "stream"]
+        assert log.of_next_step() == ["prepare", "wait", "stream"]
         second = bench.submit(range(50, 60))
         bench.run()
         assert second.done()
@@ -167,9 +167,9 @@ class TestAStepIsPreparedInVain:
         last = expected(3)[-1]
         short = bench.generate(PROMPT, 9, stop_token_ids=frozenset({last}))
         long = bench.generate(range(50, 60), 6)
-        diary = Diary(bench)
+        log = EventLog(bench)
         while not short.done():
-            entries = diary.of_next_step()
+            entries = log.of_next_step()
             bench.cache.check()
         assert entries == ["prepare", "wait"]
         bench.run()
@@ -178,16 +178,16 @@ class TestAStepIsPreparedInVain:
 
     def test_when_values_are_not_finite(self) -> None:
         bench = Bench()
-        future, diary = decoding(bench)
+        future, log = decoding(bench)
         bench.runner.not_finite = tokens([*PROMPT, *expected(2)])
-        assert diary.of_next_step() == ["prepare", "wait"]
+        assert log.of_next_step() == ["prepare", "wait"]
         assert isinstance(future.exception(0), StepFailed)
 
     def test_when_a_step_fails(self) -> None:
         bench = Bench()
-        future, diary = decoding(bench)
+        future, log = decoding(bench)
         bench.runner.fail_next = RuntimeError("device lost")
-        assert diary.of_next_step() == ["prepare", "wait"]
+        assert log.of_next_step() == ["prepare", "wait"]
         assert isinstance(future.exception(0), StepFailed)
         assert not bench.core.has_work
         assert bench.cache.pool.num_leased == 0
@@ -195,14 +195,14 @@ class TestAStepIsPreparedInVain:
 
 def test_a_step_that_cannot_be_prepared_is_scheduled_as_usual(caplog: pytest.LogCaptureFixture) -> None:
     bench = Bench()
-    future, diary = decoding(bench)
+    future, log = decoding(bench)
 
     def fail(chunks: Sequence[Chunk]) -> Launch:
         raise RuntimeError("no pinned memory")
 
     bench.runner.prepare = fail  # type: ignore[method-assign]
-    assert diary.of_next_step() == ["wait", "stream"]
-    assert diary.of_next_step() == ["start", "wait", "stream"]
+    assert log.of_next_step() == ["wait", "stream"]
+    assert log.of_next_step() == ["start", "wait", "stream"]
     assert "a step of 1 requests could not be prepared" in caplog.text
     bench.run()
     assert future.result(0).token_ids == expected(30)
@@ -211,68 +211,68 @@ def test_a_step_that_cannot_be_prepared_is_scheduled_as_usual(caplog: pytest.Log
 class TestNoStepIsStartedAhead:
     def test_of_a_prompt(self) -> None:
         bench = Bench(max_step_tokens=8)
-        diary = Diary(bench)
+        log = EventLog(bench)
         bench.submit(range(20))
-        assert [diary.of_next_step() for _ in range(3)] == 3 * [["start", "wait"]]
+        assert [log.of_next_step() for _ in range(3)] == 3 * [["start", "wait"]]
 
     def test_while_calls_are_pending(self) -> None:
         bench = Bench()
-        _, diary = decoding(bench)
+        _, log = decoding(bench)
         bench.has_pending_calls = True
-        assert diary.of_next_step() == ["wait", "stream"]
-        assert diary.of_next_step() == ["start", "wait", "stream"]
+        assert log.of_next_step() == ["wait", "stream"]
+        assert log.of_next_step() == ["start", "wait", "stream"]
 
     def test_while_a_request_waits(self) -> None:
         bench = Bench(num_blocks=8, max_running_requests=2)
-        _, diary = decoding(bench)
+        _, log = decoding(bench)
         waiting = bench.submit(range(100, 100 + 6 * BLOCK_SIZE))
-        assert diary.of_next_step() == ["wait", "stream"]
-        assert diary.of_next_step() == ["start", "wait", "stream"]
+        assert log.of_next_step() == ["wait", "stream"]
+        assert log.of_next_step() == ["start", "wait", "stream"]
         assert not waiting.done()
 
     def test_while_a_request_is_passed_over(self) -> None:
         """Three requests decode in steps of two tokens."""
         bench = Bench(max_step_tokens=2)
         futures = [bench.generate([number], 9) for number in range(3)]
-        diary = Diary(bench)
+        log = EventLog(bench)
         while min(len(future.streamed) for future in futures) < 2:
-            assert diary.of_next_step() == ["start", "wait"]
+            assert log.of_next_step() == ["start", "wait"]
 
     def test_after_a_cancel(self) -> None:
         bench = Bench()
-        future, diary = decoding(bench)
+        future, log = decoding(bench)
         future.cancel()
-        assert diary.of_next_step() == ["wait", "stream"]
+        assert log.of_next_step() == ["wait", "stream"]
         bench.core.step()
         assert not bench.core.has_work
 
     def test_after_a_deadline(self) -> None:
         bench = Bench()
-        _, diary = decoding(bench)
+        _, log = decoding(bench)
         late = bench.generate(range(50, 60), 9, deadline_s=5.0)
         while len(late.streamed) < 3:
             bench.core.step()
         bench.clock.now_s = 5.0
-        assert diary.of_next_step() == ["wait", "stream"]
+        assert log.of_next_step() == ["wait", "stream"]
         bench.core.step()
         assert late.done()
 
     def test_after_a_held_lease_expired(self) -> None:
         bench = Bench(held_lease_ttl_s=5.0)
         bench.prefill(range(50, 60), hold_lease=True)
-        _, diary = decoding(bench)
+        _, log = decoding(bench)
         bench.clock.now_s = 5.0
-        assert diary.of_next_step() == ["wait", "stream"]
+        assert log.of_next_step() == ["wait", "stream"]
         bench.core.step()
         assert len(bench.core.held_leases) == 0
 
     def test_that_needs_a_preemption(self, caplog: pytest.LogCaptureFixture) -> None:
         bench = Bench(num_blocks=10)
-        diary = Diary(bench)
+        log = EventLog(bench)
         futures = [bench.generate(range(start, start + 10), 20) for start in (0, 50)]
         steps = []
         while not bench.core.stats.load().requests.pauses:
-            steps.append(diary.of_next_step())
+            steps.append(log.of_next_step())
         assert steps[-1] == ["start", "wait"], "the step in which a request was preempted"
         assert steps[-2] == ["wait"], "the step before, after which there was no block for both"
         assert not caplog.records, "and nothing is wrong with that"
@@ -281,41 +281,41 @@ class TestNoStepIsStartedAhead:
 
     def test_of_tokens_that_are_recomputed(self) -> None:
         bench = Bench(num_blocks=12, max_step_tokens=8)
-        diary = Diary(bench)
+        log = EventLog(bench)
         futures = [bench.generate(range(start, start + 10), 24, read_cache=False) for start in (0, 50)]
         while not bench.core.stats.load().requests.pauses:
             bench.core.step()
         while not futures[0].done():
             bench.core.step()
         bench.runner.steps.clear()
-        assert diary.of_next_step() == ["start", "wait"]
+        assert log.of_next_step() == ["start", "wait"]
         assert bench.runner.steps == [[(0, 8)]], "the first part of many tokens"
-        assert diary.of_next_step() == ["start", "wait"]
+        assert log.of_next_step() == ["start", "wait"]
         bench.run()
         assert len(futures[1].result(0).token_ids) == 24
 
     def test_by_a_synchronous_device(self) -> None:
         bench = Bench()
         bench.runner.is_asynchronous = False
-        diary = Diary(bench)
+        log = EventLog(bench)
         future = bench.generate(PROMPT, 5)
         while not future.done():
-            assert diary.of_next_step() == ["start", "wait"]
+            assert log.of_next_step() == ["start", "wait"]
 
 
-class TestAllPlacesAreTaken:
+class TestTheMaximumNumberOfRequestsRuns:
     """No request is admitted before another one ends, so arrivals and waiting requests change nothing until then."""
 
     def test_waiting_requests_do_not_delay_the_next_step(self) -> None:
         bench = Bench(max_running_requests=1)
-        future, diary = decoding(bench)
+        future, log = decoding(bench)
         waiting = bench.generate(range(50, 60), 3)
         bench.has_pending_calls = True
         for _ in range(27):
-            assert diary.of_next_step() == ["prepare", "wait", "start", "stream"]
-        assert diary.of_next_step() == ["wait"]
+            assert log.of_next_step() == ["prepare", "wait", "start", "stream"]
+        assert log.of_next_step() == ["wait"]
         assert future.result(0).token_ids == expected(30)
-        assert diary.of_next_step() == ["start", "wait"], "the prompt of the request that waited"
+        assert log.of_next_step() == ["start", "wait"], "the prompt of the request that waited"
         bench.run()
         assert waiting.done()
 
@@ -333,12 +333,12 @@ class TestAllPlacesAreTaken:
     def test_a_tenant_that_has_none_gets_one_of_them(self) -> None:
         bench = Bench(max_running_requests=2)
         futures = [bench.generate([number], 40, tenant="a") for number in range(2)]
-        diary = Diary(bench)
+        log = EventLog(bench)
         while len(futures[1].streamed) < 3:
             bench.core.step()
         other = bench.submit(range(50, 60), tenant="b")
-        assert diary.of_next_step() == ["wait"]
-        assert diary.of_next_step() == ["start", "wait"]
+        assert log.of_next_step() == ["wait"]
+        assert log.of_next_step() == ["start", "wait"]
         assert other.done()
         assert bench.core.stats.load().requests.pauses == 1
 
@@ -346,11 +346,11 @@ class TestAllPlacesAreTaken:
 @pytest.mark.parametrize("fails_at", ["start", "wait"])
 def test_a_step_started_ahead_fails_after_the_last_token_was_streamed(fails_at: str) -> None:
     bench = Bench()
-    future, diary = decoding(bench)
+    future, log = decoding(bench)
     start = bench.runner.begin
 
     def fail(chunks: Sequence[Chunk]) -> Wait:
-        diary.entries.append("fail")
+        log.entries.append("fail")
         if fails_at == "start":
             raise RuntimeError("device lost")
 
@@ -360,7 +360,7 @@ def test_a_step_started_ahead_fails_after_the_last_token_was_streamed(fails_at: 
         return wait
 
     bench.runner.begin = fail  # type: ignore[method-assign]
-    assert diary.of_next_step() == ["prepare", "wait", "fail", "stream"]
+    assert log.of_next_step() == ["prepare", "wait", "fail", "stream"]
     bench.runner.begin = start  # type: ignore[method-assign]
     bench.core.step()
     assert isinstance(future.exception(0), StepFailed)
@@ -458,9 +458,9 @@ def test_a_step_that_runs_when_the_engine_stops_is_discarded() -> None:
 
 def test_no_step_is_started_ahead_of_one_that_is_finished() -> None:
     bench = Bench()
-    future, diary = decoding(bench)
+    future, log = decoding(bench)
     future.finish()
-    assert "start" not in diary.of_next_step(), "the running step is the last one"
+    assert "start" not in log.of_next_step(), "the running step is the last one"
     bench.run()
     assert future.result(0).token_ids == expected(3)
     assert bench.cache.pool.num_leased == 0

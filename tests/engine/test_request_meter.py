@@ -11,7 +11,7 @@ from tests.fake_runner import tokens
 
 
 class RecordingShadows(QuotaShadows):
-    """Shadows that keep what they were sent."""
+    """Shadows that record the requests that they receive."""
 
     def __init__(self, ceilings: dict[str, int], block_size: int) -> None:
         self.requests: list[ShadowRequest] = []

@@ -27,10 +27,10 @@ from tests.model.exact.checkpoints import CONFIGS, write_checkpoint
 from tests.model.exact.exact_cases import MODELS, models_for, run_cases
 from tests.processor import needs_exact_int8, skip_without_kernels_for
 
-# All but one of the two with latents, which slow tests ask, too.
+# All models but one of the two with latents; slow tests run both.
 QUICK = [name for name in MODELS if name != "deepseek_v2"]
 
-# Quick tests ask every model and every dtype of a model and of a pool; slow ones all of them together.
+# Quick tests cover every model and every dtype of a model and of a pool; slow tests cover all combinations.
 POOLS = [("float32", "bf16"), ("bfloat16", "fp8"), ("float32", "int8"), ("bfloat16", "k8v4")]
 DIVIDED = [("float32", "auto"), ("bfloat16", "int8")]
 
@@ -56,7 +56,7 @@ def each(models: list[str], choices: list[tuple[str, ...]], *, num_long: int = 1
 
 @pytest.fixture(autouse=True)
 def _two_threads() -> Iterator[None]:
-    """One thread adds up everything in the same order; with more, who adds what depends on how much there is."""
+    """One thread adds up everything in the same order; with more, the division of the work depends on its size."""
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     yield
@@ -69,7 +69,7 @@ def test_no_bit_depends_on_the_cache(model: str, dtype: str) -> None:
     assert first_difference == ""
     assert counts["cases"] == 12
     assert counts["partial hits"] >= 6
-    assert counts["hits inside a block"] >= (0 if model == "lfm2" else 5)  # a state is of the end of a block
+    assert counts["hits inside a block"] >= (0 if model == "lfm2" else 5)  # states are kept at the ends of blocks
     assert counts["turns"] >= 2
 
 
@@ -191,7 +191,7 @@ def test_no_bit_of_float16_depends_on_the_cache() -> None:
     assert counts["partial hits"] >= 4
 
 
-def test_the_cases_see_what_depends_on_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cases_detect_results_that_depend_on_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     forward = Model.forward
 
     def depend_on_the_batch(
@@ -243,7 +243,7 @@ def test_a_matmul_that_is_not_batch_invariant_is_rejected_by_name(
 def test_torch_adds_up_a_row_in_the_same_order_from_two_rows_on(
     dtype: torch.dtype, function: Callable[[torch.Tensor], torch.Tensor], num_columns: int
 ) -> None:
-    """Functions that exact mode leaves to torch. The numbers of a row cancel, so that the order of a sum shows."""
+    """Functions that exact mode leaves to torch. The inputs are sensitive to the order of summation."""
     rows, weight, _ = sensitive_linear(torch.empty(1, num_columns, dtype=dtype), None, 600)
     rows = rows * weight
     whole = function(rows[None])[0]

@@ -27,7 +27,7 @@ from radixkv.model_files.gguf_config import ARCHITECTURES
 from radixkv.model_files.gguf_file import GgufFile
 from radixkv.storage.device_pool import KVStorage
 from tests.model.test_model import assert_agree, blocks, chunk
-from tests.model_files.gguf_models import DTYPE_CODES, VOCAB_SIZE, random_model, write_gguf
+from tests.model_files.gguf_models import KINDS, VOCAB_SIZE, random_model, write_gguf
 from tests.processor import skip_without_kernels_for
 
 # transformers reads the others as other models: without biases, sizes of heads, RoPE scaling, windows or soft caps.
@@ -35,7 +35,7 @@ READ_BY_TRANSFORMERS = ("llama", "mistral", "qwen2")
 
 
 def test_every_architecture_has_a_case():
-    assert {architecture for architecture, *_ in DTYPE_CODES.values()} == set(ARCHITECTURES)
+    assert {architecture for architecture, *_ in KINDS.values()} == set(ARCHITECTURES)
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +43,7 @@ def cache(tmp_path_factory, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
 
 
-@pytest.mark.parametrize("kind", DTYPE_CODES)
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_file_is_served_as_the_model_it_was_made_from(tmp_path, kind):
     """Cold, warm and with a hit inside a block; and hits change no bit."""
     oracle = random_model(kind)

@@ -33,12 +33,12 @@ TOKENS = np.random.default_rng(0).integers(0, VOCAB_SIZE, 100).astype("<u4").tob
 
 def make(config: PretrainedConfig, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     torch.manual_seed(0)
-    own = copy.deepcopy(config)  # making a model writes into it
+    own = copy.deepcopy(config)  # creating a model changes its configuration
     return AutoModelForCausalLM.from_config(own, attn_implementation=ATTENTION_NAME, dtype=dtype)
 
 
 def chunks(*, wants_logits: bool = True) -> list[Chunk]:
-    """Of three requests: the first one's end, the second one's middle, and two chunks that are asked for."""
+    """Chunks of three requests: with the logits of the last token, without logits, and with those of all tokens."""
     tables = np.arange(21, dtype=np.int32).reshape(3, 7)
     return [
         Chunk(TOKENS, 0, 33, tables[0], None, wants_logits),
@@ -48,7 +48,7 @@ def chunks(*, wants_logits: bool = True) -> list[Chunk]:
 
 
 def computed(model: Model, of: list[Chunk]) -> tuple[torch.Tensor, torch.Tensor, list[bool]]:
-    """Logits, the bytes of the pool, and what is finite."""
+    """Return the logits, the bytes of the pool, and which chunks are finite."""
     storage = KVStorage(21, BLOCK_SIZE, model.kv_shape, CPU)
     storage.pool.blocks.zero_()
     result = Runner(model, storage, TorchKernels()).run(of)
@@ -105,7 +105,7 @@ def test_non_finite_rows_without_logits_are_detected_by_their_keys(bad: int) -> 
 
 
 def test_an_answer_that_is_not_finite_fails_its_request() -> None:
-    """Keys are finite in all layers: what is not comes after the last ones."""
+    """Keys are finite in all layers: infinite values arise only after the last keys."""
     model = Model("llama", make(ALL["llama"]), CPU, is_exact=False, is_fused=False)
     down = model.module.model.layers[-1].mlp.down_proj
     down.register_forward_hook(lambda _, __, rows: rows.index_fill(1, torch.tensor([0]), float("inf")))

@@ -135,7 +135,7 @@ def test_float16_on_a_cpu_logs_that_it_is_slow(dtype: str, num_warnings: int, ca
 
 
 class TestFilesThatDisagree:
-    """A model that is served otherwise than its files say is reported at start."""
+    """A warning is logged if a model is served in another way than its files state."""
 
     def load(self, directory: Path, caplog: pytest.LogCaptureFixture, **files: dict[str, object]) -> list[str]:
         write_checkpoint(CONFIGS["llama"], directory, max_shard_size="10MB")

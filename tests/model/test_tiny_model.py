@@ -42,7 +42,7 @@ def tokenizer() -> PreTrainedTokenizerBase:
 
 @pytest.fixture(scope="module")
 def known_words() -> set[str]:
-    """Words of the training text that come at least twice."""
+    """Words that occur at least twice in the training text."""
     words = re.findall(r"[a-z]+", " ".join(document.text for document in training_documents()).lower())
     names, counts = np.unique(words, return_counts=True)
     return set(names[counts > 1].tolist())

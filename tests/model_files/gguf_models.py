@@ -12,7 +12,7 @@ import torch
 from gguf.quants import quantize
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from radixkv.model.tiny_files import SPECIAL_TOKENS, merges
+from radixkv.model.tiny_files import SPECIAL_TOKENS, _letters_of_bytes, merges
 from radixkv.model_files.gguf_file import FLOAT_TYPES
 
 VOCAB_SIZE = 512
@@ -33,8 +33,8 @@ _SIZES = {
     "initializer_range": 0.2,
 }
 _GEMMA = {"tie_word_embeddings": True, "head_dim": 48, "query_pre_attn_scalar": 48, "sliding_window": 24}
-# Models by name: the architecture in the file, the model type, and what differs.
-DTYPE_CODES: dict[str, tuple[str, str, dict[str, Any]]] = {
+# Kinds of models by name: the architecture in the file, the model type, and what differs.
+KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("llama", "llama", {}),
     "llama-tied-with-biases": (
         "llama",
@@ -116,7 +116,7 @@ DTYPE_CODES: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 def random_model(kind: str, **others: Any) -> PreTrainedModel:
     """Return a model of a kind in float32, with eager attention, and norms that are not 1."""
-    _, model_type, differences = DTYPE_CODES[kind]
+    _, model_type, differences = KINDS[kind]
     config = AutoConfig.for_model(model_type, **{**_SIZES, **differences, **others})
     torch.manual_seed(5)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
@@ -130,7 +130,7 @@ def random_model(kind: str, **others: Any) -> PreTrainedModel:
 
 def vocabulary() -> dict[str, Any]:
     """Return the values of the embedded model's tokenizer."""
-    pieces = [*_letters(), *("".join(pair).replace("_", "\u0120") for pair in merges()), *SPECIAL_TOKENS]
+    pieces = [*_letters_of_bytes(), *("".join(pair).replace("_", "\u0120") for pair in merges()), *SPECIAL_TOKENS]
     return {
         "model": "gpt2",
         "pre": "gpt-2",
@@ -166,7 +166,7 @@ def write_gguf(
         mixed: other types of matrices, by a part of their names.
         metadata: further values; `None` leaves a value out. Two underscores stand for a dot.
     """
-    architecture = DTYPE_CODES[kind][0]
+    architecture = KINDS[kind][0]
     writer = gguf.GGUFWriter(path, architecture)
     values = {**_hyperparameters(model, architecture)}
     values |= {f"tokenizer.ggml.{key}": value for key, value in vocabulary().items()}
@@ -268,9 +268,3 @@ def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
         tuple: writer.add_array,
     }
     kinds[type(value)](key, value)
-
-
-def _letters() -> list[str]:
-    printable = {*range(ord("!"), 127), *range(161, 173), *range(174, 256)}
-    spare = iter(range(256, 512))
-    return [chr(byte if byte in printable else next(spare)) for byte in range(256)]

@@ -121,7 +121,7 @@ def test_hyperparameters_that_are_not_served_are_refused_by_name(values, message
     ("values", "message"),
     [
         ({"block_count": None}, "llama.block_count: expected a positive number, got none"),
-        ({"embedding_length": 0}, "llama.embedding_length: expected a positive number, got none"),
+        ({"embedding_length": 0}, "llama.embedding_length: expected a positive number, got 0"),
         ({"block_count": "2"}, "llama.block_count: expected int, got '2'"),
         ({"block_count": 2**31}, "llama.block_count: expected at most 1000, got 2147483648"),
         ({"attention__head_count": 128}, "llama.attention.key_length: expected 1 to 4096, got 0"),

@@ -527,7 +527,7 @@ ENGINE_MUTANTS = (
     Mutant("engine/sampler.py", "        elif len(stop_ids) == num_logits:\n", "        elif False:\n"),
     Mutant("engine/sampler.py", "len(token_ids) < sampling.min_tokens", "len(token_ids) <= sampling.min_tokens"),
     Mutant("engine/sampler.py", "sampling.presence_penalty + sampling.frequency_penalty", "sampling.frequency_penalty"),
-    Mutant("engine/overlap.py", " or self._has_pending_calls()", ""),
+    Mutant("engine/overlap.py", " or self._has_pending_work()", ""),
     Mutant(
         "engine/completion.py", "prompt_logprobs.put(start, ", "prompt_logprobs.put(len(generation.prompt_logprobs), "
     ),

@@ -238,7 +238,7 @@ def test_on_a_gpu_the_service_tries_kernels_that_suit_gpu_and_pool(monkeypatch: 
     model.is_exact = False
     kernels = attention_kernels(model, shape.stored_as("int8"), 64, lambda *_: None)
     assert isinstance(kernels, TritonKernels)
-    assert kernels._dequantizes_first == "if it pays"
+    assert kernels._dequantizes_first == "if faster"
     assert kernels._room == DeviceRoom(114, head_dim=64)
 
 

@@ -86,7 +86,7 @@ class StepGraphs:
 
     @property
     def shapes(self) -> list[StepShape]:
-        """Shapes of the captured steps, those with the least room first."""
+        """Shapes of the captured steps, the smallest first."""
         return list(self._replays)
 
     def drop(self, shape: StepShape) -> None:
@@ -107,7 +107,7 @@ class StepGraphs:
         batch, dtype = layout.batch, self._model.kv_shape.dtype
         if len(layout.logit_rows) > batch.num_requests:
             return None  # captured steps compute one row of logits per request
-        least_rows = self._kernels.tile_rows(self._group_size * batch.max_query_len, dtype)
+        min_rows = self._kernels.tile_rows(self._group_size * batch.max_query_len, dtype)
         num_kv_heads = self._model.kv_shape.num_kv_heads
         preferred_rows = max(
             self._kernels.tile_rows_for(batch, num_query_heads // num_kv_heads, dtype, window)
@@ -115,7 +115,7 @@ class StepGraphs:
         )
         plans: dict[int, Plans] = {}  # by the rows of a tile: the plans depend on nothing else
         for shape in sorted(self._replays, key=lambda shape: shape.tile_rows < preferred_rows):
-            if shape.tile_rows < least_rows or not shape.has_room(batch):
+            if shape.tile_rows < min_rows or not shape.has_room(batch):
                 continue
             if shape.tile_rows not in plans:
                 plans[shape.tile_rows] = self._plan(batch, shape.tile_rows)

@@ -1,4 +1,4 @@
-"""The shapes of steps that are captured as CUDA graphs: which steps are captured, and the room that each graph has."""
+"""The shapes of steps that are captured as CUDA graphs: which steps are captured, and the capacity of each graph."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from radixkv.kernels.gpu.attention_plan import AttentionPlan
 from radixkv.model.attention.interface import PlanningKernels
 
 _MIN_PROMPT_TOKENS = 16
-_MOST_REQUESTS = 64
+_MAX_REQUESTS = 64
 
 # Minimum and maximum number of tokens of the largest captured step.
 _CAPTURED_TOKENS = (128, 512)
@@ -32,7 +32,7 @@ _EXACT_PARTIALS = (80, 320)
 
 @dataclass(frozen=True, slots=True, order=True)
 class StepShape:
-    """Room for the tokens of a step and for the plans of its attention. Shapes with less room sort first.
+    """The capacity of a captured step: its tokens, and the plans of its attention. Shapes are ordered by their fields.
 
     Attributes:
         num_tokens: new tokens of all requests together.
@@ -112,25 +112,25 @@ def step_shapes(
         few and with many requests. In exact mode each is captured for three lengths of context.
     """
     group_size = num_query_heads // num_kv_heads
-    max_requests = min(max_requests, _MOST_REQUESTS)
+    max_requests = min(max_requests, _MAX_REQUESTS)
     sizes = [(number, number, 1) for number in _sizes(1, max_requests)]  # tokens, requests, max tokens per request
     for number in _sizes(_MIN_PROMPT_TOKENS, max_tokens):
-        sizes += [(number, min(number, most, max_requests), number) for most in (_FEW_REQUESTS, max_requests)]
+        sizes += [(number, min(number, limit, max_requests), number) for limit in (_FEW_REQUESTS, max_requests)]
     shapes = set()
-    for (num_tokens, num_requests, most), least_partials in itertools.product(sizes, (0, *_EXACT_PARTIALS)):
-        tile_rows = kernels.tile_rows(group_size * most, dtype)
+    for (num_tokens, num_requests, max_query_len), min_partials in itertools.product(sizes, (0, *_EXACT_PARTIALS)):
+        tile_rows = kernels.tile_rows(group_size * max_query_len, dtype)
         num_tiles = num_requests + num_tokens * group_size // tile_rows
         num_partials = kernels.max_partials(num_requests, num_kv_heads, tile_rows)
         if kernels.is_exact:
-            num_partials = max(num_partials, least_partials)
+            num_partials = max(num_partials, min_partials)
         shapes.add(StepShape(num_tokens, num_requests, num_partials, tile_rows, num_tiles))
     return sorted(shapes)
 
 
-def _sizes(least: int, most: int) -> list[int]:
-    """List `least` and its doubles up to `most`."""
+def _sizes(smallest: int, largest: int) -> list[int]:
+    """List `smallest` and its doubles up to `largest`."""
     sizes = []
-    while least <= most:
-        sizes.append(least)
-        least *= 2
+    while smallest <= largest:
+        sizes.append(smallest)
+        smallest *= 2
     return sizes

@@ -124,7 +124,7 @@ class AdapterNames:
         At most `max_adapters` contents may have names, and at most twice as many may have names or drain.
 
         Raises:
-            TooManyAdapters: the message names the key of the configuration.
+            TooManyAdapters: the message names `model.max_adapters`.
         """
         with self._lock:
             named = {each for each, content in self._contents.items() if content.names.keys() - {name}} | {digest}
@@ -134,7 +134,8 @@ class AdapterNames:
                 )
             if digest not in self._contents and len(self._contents) >= 2 * self.max_adapters:
                 raise TooManyAdapters(
-                    f"adapters: expected at most {self.max_adapters} that drain next to those loaded, got one more"
+                    f"adapters: expected at most {2 * self.max_adapters} loaded and draining ones, twice "
+                    "model.max_adapters, got one more; it can be loaded when one of them has drained"
                 )
 
     def assign(self, name: str, files: AdapterWeights) -> str | None:

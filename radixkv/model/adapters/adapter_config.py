@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,7 @@ from radixkv.invocation import MAX_INVOKED_VOCAB
 T = TypeVar("T")
 
 CONFIG_FILE, TENSOR_FILE = "adapter_config.json", "adapter_model.safetensors"
-_LARGEST_FILE = 2**20  # bytes
+_MAX_FILE_BYTES = 2**20
 
 # Fields about training or naming, which do not change outputs. The tensors show which layers are adapted.
 _WITHOUT_EFFECT = frozenset(
@@ -124,9 +125,9 @@ def missing_file(name: str) -> InvalidAdapter:
 def _read_tree(file: Path) -> dict[str, Any]:
     try:
         size = file.stat().st_size
-        if size > _LARGEST_FILE:
-            raise InvalidAdapter(f"{CONFIG_FILE}: expected at most {_LARGEST_FILE} bytes, got {size}")
-        tree = json.loads(read_regular(file, _LARGEST_FILE).decode())
+        if size > _MAX_FILE_BYTES:
+            raise InvalidAdapter(f"{CONFIG_FILE}: expected at most {_MAX_FILE_BYTES} bytes, got {size}")
+        tree = json.loads(read_regular(file, _MAX_FILE_BYTES).decode())
     except FileNotFoundError:
         raise missing_file(CONFIG_FILE) from None
     except OSError as error:
@@ -155,7 +156,8 @@ def _is_count(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    # An integer beyond the largest float would make `math.isfinite` raise an OverflowError.
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def _patterns(tree: Mapping[str, Any], name: str, *, is_count: bool) -> dict[str, Any]:
@@ -183,7 +185,9 @@ def _invocation(tree: Mapping[str, Any], vocab_size: int) -> tuple[int, ...] | N
         return None
     name = "alora_invocation_tokens"
     if vocab_size > MAX_INVOKED_VOCAB:
-        raise InvalidAdapter(f"{CONFIG_FILE} {name}: expected a model of at most {MAX_INVOKED_VOCAB} token ids")
+        raise InvalidAdapter(
+            f"{CONFIG_FILE} {name}: expected a model of at most {MAX_INVOKED_VOCAB} token ids, got {vocab_size}"
+        )
     holds = isinstance(tokens, list) and bool(tokens)
     _require(tree, name, holds, "at least one token id")
     are_ids = all(isinstance(each, int) and not isinstance(each, bool) and 0 <= each < vocab_size for each in tokens)

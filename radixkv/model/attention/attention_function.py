@@ -66,7 +66,8 @@ def _attention_forward(
             raise UnsupportedModel(f"{layer}: passes `{name}` to its attention, which is not supported")
     if s_aux is not None and (s_aux.shape != query.shape[1:2] or softcap is not None):
         raise UnsupportedModel(
-            f"{layer}: expected `s_aux` of one sink per query head, no `softcap`, got {tuple(s_aux.shape)}, {softcap}"
+            f"{layer}: expected `s_aux` with one sink per query head, and no `softcap`, got sinks of shape "
+            f"{tuple(s_aux.shape)} and softcap {softcap}"
         )
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     scoring = Scoring(scale, sliding_window, softcap, s_aux)

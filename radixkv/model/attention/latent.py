@@ -141,7 +141,7 @@ def _heads(part: Any, tuner: GemmTuner | None) -> LatentHeads:
     rank, key_dim, rope_dim, value_dim = (size if isinstance(size, int) else 0 for size in sizes)
     is_known = type(layer) is nn.Linear and layer.bias is None and min(rank, key_dim, rope_dim, value_dim) > 0
     if not is_known or layer.in_features != rank or layer.out_features % (key_dim + value_dim):
-        raise UnsupportedModel(f"{name}: expected {CHILD} to make keys and values of latents, got {layer}")
+        raise UnsupportedModel(f"{name}: expected {CHILD} to compute keys and values from latents, got {layer}")
     by_head = layer.weight.detach().view(-1, key_dim + value_dim, rank)
     make = _batched_matmul if tuner is None else partial(_matmul_per_head, name=f"{name}.{CHILD}", tuner=tuner)
     return LatentHeads(rank, make(by_head[:, :key_dim].mT), make(by_head[:, key_dim:]), rope_dim)

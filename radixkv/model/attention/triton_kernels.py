@@ -56,7 +56,7 @@ class TritonKernels:
         *,
         is_exact: bool,
         is_specialized: bool = False,
-        dequantizes_first: Literal["never", "if it pays", "always"] = "never",
+        dequantizes_first: Literal["never", "if faster", "always"] = "never",
         joins: bool = True,
         has_idle_work: bool = False,
         room: DeviceRoom = HOPPER,
@@ -84,13 +84,13 @@ class TritonKernels:
         return TritonKernels(
             is_exact=self.is_exact,
             is_specialized=self._is_specialized,
-            dequantizes_first="never" if self._dequantizes_first == "never" else "if it pays",
+            dequantizes_first="never" if self._dequantizes_first == "never" else "if faster",
             room=self._room,
         )
 
     def variants(self) -> list[TritonKernels]:
         """Return all variants of the kernels that serve, each of which is compiled separately."""
-        if self._dequantizes_first != "if it pays":
+        if self._dequantizes_first != "if faster":
             return [self]
         always = TritonKernels(
             is_exact=False, is_specialized=self._is_specialized, dequantizes_first="always", room=self._room

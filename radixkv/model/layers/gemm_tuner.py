@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 
 _FILE = "gemms.json"
 _LOCK = "gemms.lock"  # held while the file is read and replaced
-_LARGEST_FILE = 2**20  # bytes; a shape takes 400
+_MAX_FILE_BYTES = 2**20  # a shape takes 400
 # Prefixes of environment variables that affect the results of libraries.
 _ENVIRONMENT = ("ATEN_", "DNNL_", "ONEDNN_", "MKL_", "OMP_", "KMP_")
 
@@ -137,7 +137,7 @@ class GemmTuner:
         """
         if backends is None:
             backends = self._candidates(weight, is_head, stored)
-        if backends[0] in QUANTIZED_BITS:  # nothing else is asked for, and it is batch-invariant
+        if backends[0] in QUANTIZED_BITS:  # the configured format, which is batch-invariant
             return GemmChoice(backends[0])
         key = self._key(weight, bias, backends, max_rows)
         if key not in self._known:
@@ -194,8 +194,8 @@ class GemmTuner:
 
     def _read(self) -> dict[str, Any]:
         try:
-            if self._file.stat().st_size > _LARGEST_FILE:
-                raise ValueError(f"it has more than {_LARGEST_FILE} bytes")
+            if self._file.stat().st_size > _MAX_FILE_BYTES:
+                raise ValueError(f"it has more than {_MAX_FILE_BYTES} bytes")
             tree = json.loads(self._file.read_text(encoding="utf-8"))
             if not isinstance(tree, dict):
                 raise ValueError("it holds no object")

@@ -19,7 +19,7 @@ OUTPUTS = StepOutputs(torch.zeros(1), torch.zeros(2))
 STORAGE: Any = SimpleNamespace()
 
 
-class Asked:
+class CudaCalls:
     """The calls of torch, in order."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,8 +59,8 @@ class Asked:
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
-    return Asked(monkeypatch)
+def cuda(monkeypatch: pytest.MonkeyPatch) -> CudaCalls:
+    return CudaCalls(monkeypatch)
 
 
 def capturer_of(device: str = "cuda", **engine: Any) -> GraphCapturer:
@@ -70,48 +70,48 @@ def capturer_of(device: str = "cuda", **engine: Any) -> GraphCapturer:
 
 
 def test_a_step_is_warmed_up_and_checked_for_synchronization_before_the_capture(
-    asked: Asked, monkeypatch: pytest.MonkeyPatch
+    cuda: CudaCalls, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     replays: list[Callable[[], StepOutputs]] = []
 
     def graphs(*_: object, capturer: Any, **__: object) -> str:
-        replays.extend((capturer(asked.compute), capturer(asked.compute)))
+        replays.extend((capturer(cuda.compute), capturer(cuda.compute)))
         return "graphs"
 
     monkeypatch.setattr(graph_capturer, "StepGraphs", graphs)
     assert capturer_of().capture(STORAGE, 128) == "graphs"
     one = [
-        ("aside waits for", asked.current),
-        ("enter", asked.aside),
+        ("aside waits for", cuda.current),
+        ("enter", cuda.aside),
         "compute",
         "compute, must not wait",
         "exit",
-        ("current waits for", asked.aside),
-        ("enter", asked.current),
-        ("enter", asked.graph, ("pool", "memory")),
+        ("current waits for", cuda.aside),
+        ("enter", cuda.current),
+        ("enter", cuda.graph, ("pool", "memory")),
         "compute",
         "exit",
         "exit",
     ]
-    assert asked.calls == ["new stream", *one, *one], "one stream is enough"
-    asked.calls.clear()
+    assert cuda.calls == ["new stream", *one, *one], "one stream is enough"
+    cuda.calls.clear()
     assert replays[0]() is OUTPUTS
-    assert asked.calls == ["replay"]
+    assert cuda.calls == ["replay"]
 
 
 def test_a_step_that_synchronizes_is_not_captured_and_not_tried_again(
-    asked: Asked, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    cuda: CudaCalls, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def waits() -> StepOutputs:
-        if asked.is_error_mode:
+        if cuda.is_error_mode:
             raise RuntimeError("called a synchronizing CUDA operation")
-        return asked.compute()
+        return cuda.compute()
 
     monkeypatch.setattr(graph_capturer, "StepGraphs", lambda *_, capturer, **__: capturer(waits))
     capturer = capturer_of()
     assert capturer.capture(STORAGE, 128) is None
-    assert not asked.is_error_mode, "the mode is as it was"
-    assert ("enter", asked.graph, ("pool", "memory")) not in asked.calls
+    assert not cuda.is_error_mode, "the mode is as it was"
+    assert ("enter", cuda.graph, ("pool", "memory")) not in cuda.calls
     assert capturer.capture(STORAGE, 128) is None
     assert caplog.messages == [
         "no step is captured as a CUDA graph: RuntimeError: called a synchronizing CUDA operation"

@@ -47,7 +47,7 @@ from radixkv.storage.device_pool import KVStorage
 from tests.kernels.gpu.interpreter import interpret_kernels
 from tests.model.exact.checkpoints import CONFIGS, LAGUNA, VOCAB_SIZE, write_checkpoint
 
-# Attention of padding is what its memory held before. The interpreter says so when that overflows; a GPU is silent.
+# The attention of padding is what its memory held before. The interpreter warns if that overflows; a GPU does not.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 BLOCK_SIZE = 16
@@ -93,7 +93,7 @@ class Capturer:
 
 
 def load(family: str, folder: Path, *, is_exact: bool = False) -> Model:
-    """A model of few layers, as it runs on a GPU; those of Gemma2 and Laguna differ."""
+    """Create a model of one layer, or of two that differ (Gemma2, Laguna), as it runs on a GPU."""
     config = copy.deepcopy(LAGUNA if family == "laguna" else CONFIGS[family])
     config.num_hidden_layers = 2 if family in ("gemma2", "laguna") else 1
     for name in ("layer_types", "mlp_layer_types", "num_attention_heads_per_layer"):
@@ -196,7 +196,7 @@ def test_in_exact_mode_captured_steps_are_bitwise_identical_to_launched_ones(tmp
 
 
 def test_captured_steps_join_rows_of_requests_that_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And a step after it that joins nothing finds nothing left over from it."""
+    """A later step that joins no rows is not affected by the joined rows of this step."""
     monkeypatch.setattr("radixkv.model.attention.triton_kernels._SPLIT_TOKENS", 64)
     model = load("llama", tmp_path, is_exact=True)
     storages, capturer = [poisoned(model), poisoned(model)], Capturer()
@@ -243,7 +243,7 @@ def test_a_step_with_more_rows_of_logits_than_requests_is_launched(tmp_path: Pat
 def test_a_step_may_be_prepared_before_its_tokens_are_known(
     is_captured: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While the one before is computed; and another one, that is never started, leaves nothing behind."""
+    """While the previous step is computed. A prepared step that is never started leaves nothing behind."""
     monkeypatch.setattr(Runner, "is_asynchronous", True)
     filled, fill = [], StepBuffers.fill
     monkeypatch.setattr(StepBuffers, "fill", lambda *args: (filled.append(args[1]), fill(*args)))
@@ -391,10 +391,10 @@ def test_long_contexts_have_room_in_steps_of_their_size(
     num_blocks = -(-(context + max(query_lens)) // 64)
     tables = list(np.arange(len(query_lens) * num_blocks, dtype=np.int32).reshape(-1, num_blocks))
     batch = PagedBatch.build(query_lens, [context + query_len for query_len in query_lens], tables, 64)
-    least_rows = kernels.tile_rows(4 * max(query_lens), dtype)
+    min_rows = kernels.tile_rows(4 * max(query_lens), dtype)
     for shape in shapes_of(dtype, is_exact=is_exact):
         plan = kernels.plan(batch, 32, 8, dtype, window=window, tile_rows=shape.tile_rows)
-        if shape.tile_rows >= least_rows and shape.has_room(batch) and shape.has_room_for(plan):
+        if shape.tile_rows >= min_rows and shape.has_room(batch) and shape.has_room_for(plan):
             break
     assert shape.num_tokens == num_tokens
     assert shape.has_room_for(plan)
@@ -436,7 +436,7 @@ def test_steps_that_share_long_contexts_fit_into_larger_tiles(
 
 
 def test_a_step_takes_larger_tiles_where_its_requests_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If there are any with room for it; or else it takes the smaller ones."""
+    """If a captured step with larger tiles has room for it; otherwise it takes smaller tiles."""
     model = load("llama", tmp_path)
     storage, kernels, taken = poisoned(model), TritonKernels(is_exact=False), []
     monkeypatch.setattr(TritonKernels, "tile_rows", lambda _, max_rows, dtype: 16 if max_rows <= 16 else 64)
@@ -455,7 +455,7 @@ def test_a_step_takes_larger_tiles_where_its_requests_share(tmp_path: Path, monk
 
 
 class _Launched:
-    """Stands in for the kernels, which ask the device nothing."""
+    """Stands in for the kernels, which do not wait for the device."""
 
     def write_kv(self, *_: object) -> None:
         pass
@@ -465,7 +465,7 @@ class _Launched:
 
 
 class _OnHost(TorchDispatchMode):
-    """Notes what brings a tensor of the host to the device. What brings a value to the host raises: there is none."""
+    """Records the functions that mix tensors of host and device. Functions that read a value raise: there is none."""
 
     def __init__(self) -> None:
         super().__init__()

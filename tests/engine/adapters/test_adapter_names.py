@@ -125,7 +125,9 @@ class TestRoom:
             names.require_room("a", str(number))
             names.assign("a", FakeFiles(str(number)))
         names.acquire("a")
-        with pytest.raises(TooManyAdapters, match="expected at most 2 that drain"):
+        with pytest.raises(
+            TooManyAdapters, match=r"expected at most 4 loaded and draining ones, twice model\.max_adapters"
+        ):
             names.require_room("a", "4")
         names.require_room("a", "1")
 

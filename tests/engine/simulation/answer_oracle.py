@@ -33,20 +33,20 @@ _ROUNDING_S = 1e-6  # results report times in whole microseconds
 
 
 @dataclass(eq=False)
-class Asked:
-    """A request, and everything that a caller and the runner have seen of it.
+class RequestRecord:
+    """A request, and everything that its caller and the runner have observed.
 
     Attributes:
         streamed: tokens that were passed to its callback.
         streamed_prompt_logprobs: log probabilities of the prompt that arrived with these tokens.
         num_computed: tokens that the runner computed for it.
-        upto: where its last chunk ended; None before the first.
+        upto: end of its last chunk; None before the first.
         num_recomputed, num_skipped: tokens in which its chunks overlap, and tokens between them.
         held: the receipt of a lease that it holds.
         written_at_purge: tokens that it had published when its namespace was purged; it publishes no more.
         may_end_early: its caller has called `finish`.
         num_streamed_at_finish: number of tokens streamed when its caller called `finish`; None if none, or not called.
-        must_fail: it was in a step that failed, or its callback raised.
+        must_fail: it was in a step that failed, or its callback raised an exception.
         num_ends: times that the engine has reported its end.
         reused: tokens that its lease reused when it began, and those of them that were public.
     """
@@ -76,9 +76,9 @@ class Asked:
         return continuation(self.ask.namespace, self.ask.path, self.ask.sampling)
 
     @property
-    def is_at_a_loss(self) -> bool:
+    def is_refused(self) -> bool:
         """Whether the constraint raises instead of allowing a next token."""
-        if not self.ask.rises or len(self.expected) != self.ask.at_a_loss_at:
+        if not self.ask.rises or len(self.expected) != self.ask.refuses_after:
             return False
         has_ended = self.expected[-1] in (VOCAB_SIZE - 1, *self.ask.stop_token_ids)
         return not has_ended and len(self.expected) < self.ask.max_new_tokens
@@ -113,7 +113,7 @@ class Asked:
         return [
             *self._counted_wrong(chunk.usage),
             *_wrong(
-                streamed == expected[: len(streamed)] and len(streamed) < len(expected) + self.is_at_a_loss,
+                streamed == expected[: len(streamed)] and len(streamed) < len(expected) + self.is_refused,
                 "a streamed token is not the next one",
             ),
             *_wrong(not self.request.is_over, "a token was streamed after the end"),
@@ -166,14 +166,14 @@ class Asked:
         return self.request.times.received_s + timing.total_us / 1e6
 
     def _judge_error(self, error: BaseException, now_s: float, is_closed: bool) -> None:
-        """Whether blocks were really missing is checked when the engine reports it."""
+        """Check an error. `EngineOracle` checks whether blocks were really missing, when the engine reports the end."""
         if isinstance(error, DeadlinePassed):
             assert self.ask.deadline_s is not None
             assert self.ask.deadline_s <= now_s
         elif isinstance(error, StepFailed):
             assert self.must_fail
         elif isinstance(error, InvalidRequest):
-            assert self.is_at_a_loss
+            assert self.is_refused
             assert tuple(self.streamed) == self.expected
         else:
             assert isinstance(error, CapacityError | Draining), f"unexpected: {error!r}"
@@ -198,7 +198,7 @@ class Asked:
         else:
             assert streamed == result.token_ids[:-1]
             assert num_tokens == len(self.expected), "a generation ended early, and its last tokens were streamed late"
-            assert not self.is_at_a_loss
+            assert not self.is_refused
         most_tokens = num_tokens if self.num_streamed_at_finish is None else self.num_streamed_at_finish + 1
         assert num_tokens <= most_tokens, "a generation continued that was to be stopped"
         is_stopped = is_early or result.token_ids[-1] in self.ask.stop_token_ids or self._has_risen(result)

@@ -209,10 +209,10 @@ def samples_by_the_position_in_the_batch(patch: pytest.MonkeyPatch) -> None:
     ) -> list[Prediction]:
         draw = sampler.draw
 
-        def draw_elsewhere(rows: Any, samplings: list[Sampling], positions: list[int]) -> Any:
+        def draw_at_another_position(rows: Any, samplings: list[Sampling], positions: list[int]) -> Any:
             return draw(rows, samplings, [position + len(requests) for position in positions])
 
-        patch.setattr(sampler, "draw", draw_elsewhere)
+        patch.setattr(sampler, "draw", draw_at_another_position)
         predictions = predict(logits, most_likely, requests, allowed)
         patch.setattr(sampler, "draw", draw)
         return predictions
@@ -340,7 +340,7 @@ def refuses_requests_that_only_have_to_wait(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Admitter, "_can_fit", lambda *_: False)
 
 
-def lets_all_tenants_hang_in_one_tree(patch: pytest.MonkeyPatch) -> None:
+def puts_all_tenants_into_one_tree(patch: pytest.MonkeyPatch) -> None:
     roots = PublicPrefixes.roots
 
     def shared_roots(public: PublicPrefixes, namespace: Namespace, tokens: bytes) -> Iterator[PublicRoot]:
@@ -458,7 +458,7 @@ BREAKS: tuple[Breaks, ...] = (
     fails_requests_that_fit_into_a_smaller_step,
     retries_steps_without_memory_at_the_same_size,
     refuses_requests_that_only_have_to_wait,
-    lets_all_tenants_hang_in_one_tree,
+    puts_all_tenants_into_one_tree,
     uses_public_prefixes_for_tenants_that_opted_out,
     uses_the_public_prefixes_of_other_adapters,
     frees_public_prefixes_that_are_used,

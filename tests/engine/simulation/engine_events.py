@@ -70,14 +70,14 @@ class Ask(_Value):
     Attributes:
         key: the name that other events use for it.
         adapter: name of its adapter; empty for the model itself.
-        digest, invoked_by: what the name stood for when it was asked, and the token by which that is invoked; the
-            simulation fills them in.
+        digest, invoked_by: the digest to which the name mapped when the request was sent, and the token that invokes
+            the adapter; the simulation fills them in.
         max_new_tokens: of a generation; 0 for a prefill.
         rises: how far apart its rising tokens may be; 0 if they need not rise.
-        at_a_loss_at: the number of rising tokens after which the constraint raises; 0 for never.
-        penalty: of presence, and what a repetition penalty is above 1.
-        raises_at, cancels_at, finishes_at: the callback raises, cancels, or wants no more tokens, when it takes the
-            token of this number; 0 for never.
+        refuses_after: the number of rising tokens after which the constraint raises; 0 for never.
+        penalty: the presence penalty, and the repetition penalty less 1.
+        raises_at, cancels_at, finishes_at: the number of streamed tokens at which the callback raises an exception,
+            cancels the request, or finishes it; 0 for never.
     """
 
     at_s: float
@@ -99,7 +99,7 @@ class Ask(_Value):
     penalty: float = 0.0
     min_tokens: int = 0
     rises: int = 0
-    at_a_loss_at: int = 0
+    refuses_after: int = 0
     raises_at: int = 0
     cancels_at: int = 0
     finishes_at: int = 0
@@ -117,7 +117,7 @@ class Ask(_Value):
 
     @property
     def path(self) -> bytes:
-        """The tokens, each with what computes it; see `path_of`."""
+        """The tokens, each with the adapter that computes it; see `path_of`."""
         return _invoking(self.tokens, self.digest, self.invoked_by)
 
     @property
@@ -132,7 +132,7 @@ class Ask(_Value):
             presence_penalty=self.penalty,
             min_tokens=self.min_tokens,
             prompt_logprobs=None if self.reads else 1,
-            constraint=Rising(VOCAB_SIZE, self.rises, refuses_after=self.at_a_loss_at or None) if self.rises else None,
+            constraint=Rising(VOCAB_SIZE, self.rises, refuses_after=self.refuses_after or None) if self.rises else None,
         )
 
 

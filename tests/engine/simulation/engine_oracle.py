@@ -15,7 +15,7 @@ from radixkv.engine.observer import Observer
 from radixkv.errors import CapacityError, OutOfBlocks, OutOfMemory, QuotaExceeded
 from radixkv.namespace import PUBLIC_TENANT
 from radixkv.scheduling.request import Outcome, Request
-from tests.engine.simulation.answer_oracle import Asked
+from tests.engine.simulation.answer_oracle import RequestRecord
 from tests.engine.simulation.engine_events import World
 from tests.engine.simulation.public_oracle import PublicOracle
 from tests.engine.simulation.simulated_model import Part, SimulatedRunner, content_of, path_in_tree
@@ -32,7 +32,7 @@ class EngineOracle(Observer):
     Attributes:
         events: kinds of events, each with its count.
         is_closed: whether the engine was closed.
-        public: judges what is public.
+        public: checks public prefixes.
     """
 
     core: EngineCore
@@ -46,58 +46,58 @@ class EngineOracle(Observer):
         self._cache = cache
         self._runner = runner
         self._clock = clock
-        self._asked: dict[Request, Asked] = {}
+        self._records: dict[Request, RequestRecord] = {}
         self._num_waits = 0  # of the engine for steps
-        self._waits_before = self._num_preemptions = self._news_before = 0  # when the engine's step began
+        self._waits_before = self._num_preemptions = self._changes_before = 0  # when the engine's step began
         self._was_idle = False
-        self._news = 0  # how often anything came or ended
-        self._steps_without_news = 0
+        self._num_changes = 0  # requests that arrived or ended, and other events
+        self._steps_without_change = 0
         self._following: set[Request] = set()  # in the last step
         self._most_tokens = world.max_step_tokens  # of the next step
 
-    def asked(self, asked: Asked) -> None:
-        self._asked[asked.request] = asked
-        self._news += 1
+    def submitted(self, record: RequestRecord) -> None:
+        self._records[record.request] = record
+        self._num_changes += 1
 
-    def cancelling(self, asked: Asked) -> None:
-        asked.is_cancelled = asked.is_cancelled or not asked.future.done()
-        self._news += 1
+    def cancelling(self, record: RequestRecord) -> None:
+        record.is_cancelled = record.is_cancelled or not record.future.done()
+        self._num_changes += 1
 
-    def finishing(self, asked: Asked) -> None:
-        if asked.streamed and not asked.future.done() and asked.num_streamed_at_finish is None:
-            asked.num_streamed_at_finish = len(asked.streamed)
-        asked.may_end_early = True
-        self._news += 1
+    def finishing(self, record: RequestRecord) -> None:
+        if record.streamed and not record.future.done() and record.num_streamed_at_finish is None:
+            record.num_streamed_at_finish = len(record.streamed)
+        record.may_end_early = True
+        self._num_changes += 1
 
     def purged(self, tenant: str | None, salt: str | None) -> None:
         """Assert that no purged prefix is found."""
-        self._news += 1
-        for asked in self._asked.values():
-            if asked.request.namespace.is_among(tenant, None, salt):
-                if asked.written_at_purge is None:
-                    asked.written_at_purge = asked.request.written_tokens
-                cached_tokens = self._cache.match(asked.ask.namespace, asked.request.prompt_tokens).cached_tokens
-                left = self.public.reuse(asked.ask.namespace, asked.request.prompt_tokens)
+        self._num_changes += 1
+        for record in self._records.values():
+            if record.request.namespace.is_among(tenant, None, salt):
+                if record.written_at_purge is None:
+                    record.written_at_purge = record.request.written_tokens
+                cached_tokens = self._cache.match(record.ask.namespace, record.request.prompt_tokens).cached_tokens
+                left = self.public.reuse(record.ask.namespace, record.request.prompt_tokens)
                 assert cached_tokens == left.cached_tokens == left.public_tokens, "purged and found"
 
     def started(self, request: Request) -> None:
         """Record what a request that got its blocks reuses."""
-        asked, lease = self._asked[request], request.open_lease
-        self.events["preemptions below public prefixes"] += asked.num_computed > 0 and bool(lease.root_prefix.tokens)
-        if not asked.num_computed:
-            asked.reused = lease.cached_tokens, lease.public_tokens
+        record, lease = self._records[request], request.open_lease
+        self.events["preemptions below public prefixes"] += record.num_computed > 0 and bool(lease.root_prefix.tokens)
+        if not record.num_computed:
+            record.reused = lease.cached_tokens, lease.public_tokens
 
-    def check_chunk(self, asked: Asked, chunk: GeneratedTokens) -> None:
+    def check_chunk(self, record: RequestRecord, chunk: GeneratedTokens) -> None:
         """Check a streamed chunk. Errors are reported at the end of the step: here they would count as the caller's."""
-        self._runner.violations += asked.add_chunk(chunk)
+        self._runner.violations += record.add_chunk(chunk)
 
-    def computing(self, parts: Sequence[Part], broken: Sequence[Part]) -> list[Asked]:
+    def computing(self, parts: Sequence[Part], broken: Sequence[Part]) -> list[RequestRecord]:
         """Note that a step computes, whose parts `broken` will fail. Returns its requests."""
         computing = []
-        for part, asked in self._computing(parts):
-            computing.append(asked)
-            asked.computed(part.chunk)
-            asked.must_fail |= any(part is each for each in broken)
+        for part, record in self._computing(parts):
+            computing.append(record)
+            record.computed(part.chunk)
+            record.must_fail |= any(part is each for each in broken)
         following = set(self.core._flights._waits)
         self.events["follows"] += len(following - self._following)
         self._following = following
@@ -112,8 +112,8 @@ class EngineOracle(Observer):
         num_tokens = self._num_tokens(parts)
         self._most_tokens = max(1, num_tokens // 2)
         if num_tokens == 1:
-            for _, asked in self._computing(parts):
-                asked.must_fail = True
+            for _, record in self._computing(parts):
+                record.must_fail = True
 
     def _num_tokens(self, parts: Sequence[Part]) -> int:
         num_tokens = sum(part.chunk.num_tokens for part in parts)
@@ -121,12 +121,12 @@ class EngineOracle(Observer):
             self._runner.violations.append("a step has too many tokens")
         return num_tokens
 
-    def _computing(self, parts: Sequence[Part]) -> Iterator[tuple[Part, Asked]]:
+    def _computing(self, parts: Sequence[Part]) -> Iterator[tuple[Part, RequestRecord]]:
         """Find the requests of these parts. The engine's own try is left out."""
         by_lease = {request.lease: request for request in self.core._scheduler.running}
         for part in parts:
             if part.lease in by_lease:
-                yield part, self._asked[by_lease[part.lease]]
+                yield part, self._records[by_lease[part.lease]]
 
     def step_done(self, seconds: float, num_requests: int, num_prefill_tokens: int, num_decode_tokens: int) -> None:
         self._num_waits += 1
@@ -142,17 +142,17 @@ class EngineOracle(Observer):
 
     def request_ended(self, request: Request, outcome: Outcome, error: Exception | None, now_s: float) -> None:
         """Assert that a request refused because of missing blocks could not get them. Errors of observers are kept."""
-        self._news += 1
+        self._num_changes += 1
         if isinstance(error, CapacityError) and (mistake := self._mistake_of_refusal(request, error)):
             self._runner.violations.append(mistake)
 
     def ended(self, request: Request) -> None:
-        self._asked[request].num_ends += 1
+        self._records[request].num_ends += 1
 
     def begin_step(self) -> None:
         self._waits_before = self._num_waits
         self._num_preemptions = self.events["preemptions"]
-        self._news_before = self._news
+        self._changes_before = self._num_changes
 
     def end_step(self) -> None:
         """Check a step."""
@@ -161,10 +161,10 @@ class EngineOracle(Observer):
         self._verify_contents()
         self._verify_requests()
         self._verify_progress()
-        for asked in self._asked.values():
-            if asked.future.done() and not asked.is_judged:
-                asked.is_judged = True
-                self.events += asked.judge(self._clock.now_s, is_closed=self.is_closed)
+        for record in self._records.values():
+            if record.future.done() and not record.is_judged:
+                record.is_judged = True
+                self.events += record.judge(self._clock.now_s, is_closed=self.is_closed)
         for tenant, quota in self._world.quotas:
             usage = self._cache.tenants[tenant]
             assert quota.ceiling_blocks is None or (
@@ -173,19 +173,19 @@ class EngineOracle(Observer):
 
     def _verify_progress(self) -> None:
         """Assert progress: a step computes, ends or preempts a request; after a preemption the next one computes."""
-        is_same = self._news == self._news_before
+        is_same = self._num_changes == self._changes_before
         is_idle = is_same and self._num_waits == self._waits_before
         if self.core.has_work and is_idle:
             assert self.events["preemptions"] > self._num_preemptions, "a step did nothing, although there is work"
             assert not self._was_idle, "two steps in a row did nothing, although there is work"
         self._was_idle = is_idle
-        self._steps_without_news = self._steps_without_news + 1 if is_same and self.core.has_work else 0
+        self._steps_without_change = self._steps_without_change + 1 if is_same and self.core.has_work else 0
         num_left = sum(
-            asked.request.num_tokens + asked.ask.max_new_tokens
-            for asked in self._asked.values()
-            if not asked.request.is_over
+            record.request.num_tokens + record.ask.max_new_tokens
+            for record in self._records.values()
+            if not record.request.is_over
         )
-        assert self._steps_without_news <= 4 + _STEPS_PER_TOKEN * num_left, "no request makes progress"
+        assert self._steps_without_change <= 4 + _STEPS_PER_TOKEN * num_left, "no request makes progress"
 
     def _verify_contents(self) -> None:
         """Check that the blocks of the trees and of held leases have the right contents."""
@@ -197,15 +197,15 @@ class EngineOracle(Observer):
                 expected = content_of(namespace, path_in_tree(tokens, self._cache.marks))[-(len(node.tokens) // 4) :]
                 held = self._runner.read(np.frombuffer(node.block_ids, dtype=np.int32), expected.size)
                 assert np.array_equal(held, expected), "a published block holds another prefix's K/V"
-        for asked in self._asked.values():
-            if asked.held is not None and asked.held.lease_id not in self.core.held_leases._held:
-                asked.held = None
-            if asked.held is not None:
-                expected = content_of(asked.ask.namespace, asked.ask.path)
-                held = self._runner.read(asked.held.block_table, expected.size)
+        for record in self._records.values():
+            if record.held is not None and record.held.lease_id not in self.core.held_leases._held:
+                record.held = None
+            if record.held is not None:
+                expected = content_of(record.ask.namespace, record.ask.path)
+                held = self._runner.read(record.held.block_table, expected.size)
                 assert np.array_equal(held, expected), "a held block was written"
-                own = self.core.held_leases._held[asked.held.lease_id].lease
-                self._runner.verify_writers(asked.held.block_table, expected.size, own.namespace)
+                own = self.core.held_leases._held[record.held.lease_id].lease
+                self._runner.verify_writers(record.held.block_table, expected.size, own.namespace)
                 self.events["leases held below public prefixes"] += bool(own.namespace.public_prefix)
 
     def _verify_requests(self) -> None:
@@ -220,7 +220,7 @@ class EngineOracle(Observer):
         public = [lease for lease in self._cache.leases if lease.namespace.tenant == PUBLIC_TENANT]
         assert {*leases, *kept, *public} == set(self._cache.leases)
         assert all(request.lease is None for request in scheduler.idle_requests())
-        unfinished = {request for request in self._asked if not request.is_over}
+        unfinished = {request for request in self._records if not request.is_over}
         assert set(scheduler.requests()) == unfinished, "a request is forgotten"
         following = {request for queue in scheduler._queues for request in queue.following}
         assert set(flights._waits) == following, "a request follows without a leader"
@@ -235,7 +235,7 @@ class EngineOracle(Observer):
     def _mistake_of_refusal(self, request: Request, error: CapacityError) -> str:
         """Whether a request can't run because held leases and other tenants' floors leave too few blocks."""
         if isinstance(error, OutOfMemory):
-            return "" if self._asked[request].must_fail else "a request was refused although a smaller step may fit"
+            return "" if self._records[request].must_fail else "a request was refused although a smaller step may fit"
         tenant, block_size = request.tenant, self._world.block_size
         root_tokens = 0
         if request.params.read_cache:
@@ -282,9 +282,9 @@ class EngineOracle(Observer):
         self.end_step()
         core, world = self.core, self._world
         assert not core.has_work
-        for asked in self._asked.values():
-            assert asked.future.done(), "a request waits forever"
-            assert asked.num_ends == 1
+        for record in self._records.values():
+            assert record.future.done(), "a request waits forever"
+            assert record.num_ends == 1
         flights, queues = core._flights, core._scheduler._queues
         left = [flights._waits, flights._leads, flights._followers, flights._leaders, flights._first_blocks]
         left += [queues.by_tenant, core._cancellations._deadlines, core._cancellations._failed]
@@ -309,7 +309,7 @@ class EngineOracle(Observer):
         self.events["evicted blocks"] = stats.load.evicted_blocks
         requests = stats.load.requests
         assert (requests.waiting, requests.running, requests.following, requests.paused) == (0, 0, 0, 0)
-        assert requests.finished + requests.failed + requests.cancelled == len(self._asked)
+        assert requests.finished + requests.failed + requests.cancelled == len(self._records)
         assert requests.finished == self.events["answered"]
         assert requests.pauses == self.events["preemptions"]
         assert stats.tokens.cached == self.events["cached tokens"]
@@ -318,11 +318,11 @@ class EngineOracle(Observer):
 
     def _verify_computed_once(self) -> None:
         prefixes = {
-            (asked.ask.namespace, asked.ask.tokens[: end + 4])
-            for asked in self._asked.values()
-            for end in range(0, len(asked.ask.tokens), 4)
+            (record.ask.namespace, record.ask.tokens[: end + 4])
+            for record in self._records.values()
+            for end in range(0, len(record.ask.tokens), 4)
         }
-        num_decoded = sum(len(asked.streamed) for asked in self._asked.values())
+        num_decoded = sum(len(record.streamed) for record in self._records.values())
         num_again = self._runner.num_tokens - len(prefixes) - num_decoded
         max_lost = self.events["preemptions"] * (self._world.block_size - 1)  # only full blocks were published
         assert 0 <= num_again <= max_lost, "a token was computed twice"

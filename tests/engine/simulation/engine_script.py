@@ -152,7 +152,7 @@ class _Author:
             penalty=0.0 if is_greedy else float(key % 2),
             min_tokens=0 if is_greedy else min(max_new_tokens, key % 3),
             rises=0 if is_greedy or key % 5 < 3 else 10 + 10 * (key % 7),
-            at_a_loss_at=4 if key % 6 == 3 else 0,
+            refuses_after=4 if key % 6 == 3 else 0,
             raises_at=rng.randint(1, 6) if self._chance(trouble / 4) else 0,
             cancels_at=rng.randint(1, 6) if self._chance(trouble / 4) else 0,
             finishes_at=self._finishes.randint(1, 6) if self._finishes.random() < trouble / 2 else 0,

@@ -23,13 +23,13 @@ class Reuse(NamedTuple):
 
 
 @dataclass(eq=False)
-class Known:
+class PublicPrefixRecord:
     """A public prefix that an operator registered.
 
     Attributes:
         serial: the salt of its namespace.
         adapter, invoked: digests of the adapter that computes it, or of one that is invoked in it.
-        is_found: prompts find it: it is computed.
+        is_found: it is computed, so that prompts match it.
         is_registered: it has not been unregistered.
         is_over: the request that computes it has ended.
     """
@@ -45,12 +45,12 @@ class Known:
 
 
 class PublicOracle:
-    """Judges leases by what is cached, and the list of public prefixes by what operators did.
+    """Checks leases against the cached tokens, and the list of public prefixes against the events of operators.
 
     Args:
-        cache: what is judged.
+        cache: the cache to check.
         max_blocks: blocks that public prefixes may take.
-        opted_out: tenants that use none.
+        opted_out: tenants that use no public prefixes.
         events: counts what happened.
     """
 
@@ -59,49 +59,49 @@ class PublicOracle:
         self._max_blocks = max_blocks
         self._opted_out = opted_out
         self._events = events
-        self._known: dict[str, Known] = {}  # by serial
+        self._records: dict[str, PublicPrefixRecord] = {}  # by serial
 
-    def registered(self, name: str, namespace: Namespace, tokens: bytes) -> Known:
+    def registered(self, name: str, namespace: Namespace, tokens: bytes) -> PublicPrefixRecord:
         """Record that a prefix is being computed from now on."""
-        known = self._known[namespace.salt] = Known(
+        record = self._records[namespace.salt] = PublicPrefixRecord(
             name, namespace.salt, namespace.adapter, self._cache.marks.digest_of(tokens), tokens
         )
         self._events["public prefixes"] += 1
-        return known
+        return record
 
-    def computed(self, known: Known) -> None:
+    def computed(self, record: PublicPrefixRecord) -> None:
         """Record that prompts match a prefix, unless it was unregistered."""
-        known.is_over, known.is_found = True, known.is_registered
-        self._events["public prefixes computed"] += known.is_found
+        record.is_over, record.is_found = True, record.is_registered
+        self._events["public prefixes computed"] += record.is_found
 
-    def failed(self, known: Known) -> None:
+    def failed(self, record: PublicPrefixRecord) -> None:
         """Record that a prefix is no longer registered because it could not be computed."""
-        self._events["public prefixes that failed"] += known.is_registered
-        known.is_over, known.is_registered = True, False
+        self._events["public prefixes that failed"] += record.is_registered
+        record.is_over, record.is_registered = True, False
 
     def has_room(self, num_tokens: int) -> bool:
         """Whether a prefix of this length may be registered: the others, with those in use or computed, leave room."""
         used = set(self._used())
         taking = [
-            each for each in self._known.values() if each.is_registered or not each.is_over or each.serial in used
+            each for each in self._records.values() if each.is_registered or not each.is_over or each.serial in used
         ]
         num_blocks = sum(self._num_blocks(len(each.tokens) // TOKEN_BYTES) for each in taking)
         return num_blocks + self._num_blocks(num_tokens) <= self._max_blocks
 
-    def by_name(self, name: str) -> Known | None:
+    def by_name(self, name: str) -> PublicPrefixRecord | None:
         """Find a prefix that is registered under a name."""
-        return next((each for each in self._known.values() if each.is_registered and each.name == name), None)
+        return next((each for each in self._records.values() if each.is_registered and each.name == name), None)
 
-    def unregistered(self, known: Known) -> None:
+    def unregistered(self, record: PublicPrefixRecord) -> None:
         """Record that prompts no longer match a prefix."""
         self._events["public prefixes unregistered"] += 1
-        self._events["public prefixes unregistered while they are computed"] += not known.is_over
-        self._events["public prefixes that drain"] += known.serial in set(self._used())
-        known.is_found = known.is_registered = False
+        self._events["public prefixes unregistered while they are computed"] += not record.is_over
+        self._events["public prefixes that drain"] += record.serial in set(self._used())
+        record.is_found = record.is_registered = False
 
     def adapter_gone(self, adapter: str) -> None:
         """Record that the prefixes of an adapter are unregistered with it."""
-        for each in self._known.values():
+        for each in self._records.values():
             if each.is_registered and adapter in (each.adapter, each.invoked):
                 self._events["public prefixes gone with an adapter"] += 1
                 self.unregistered(each)
@@ -109,7 +109,7 @@ class PublicOracle:
     def tokens_of(self, namespace: Namespace) -> bytes:
         """Return the tokens before all those of a namespace's tree."""
         serial, _, num_tokens = namespace.public_prefix.partition(":")
-        return self._known[serial].tokens[: int(num_tokens) * TOKEN_BYTES] if serial else b""
+        return self._records[serial].tokens[: int(num_tokens) * TOKEN_BYTES] if serial else b""
 
     def reuse(self, namespace: Namespace, tokens: bytes) -> Reuse:
         """Compute what a prompt reuses if there is room, by looking at everything that is cached."""
@@ -156,7 +156,7 @@ class PublicOracle:
             return lease
         assert public == expected.public_tokens, f"{expected.public_tokens} tokens are public, {public} were counted"
         self._events["opted out of public prefixes"] += namespace.tenant in self._opted_out and any(
-            each.is_found and tokens.startswith(each.tokens[: self._block_bytes]) for each in self._known.values()
+            each.is_found and tokens.startswith(each.tokens[: self._block_bytes]) for each in self._records.values()
         )
         self._events["public tokens"] += public
         num_plain = self._cache.marks.num_plain(tokens)
@@ -170,7 +170,7 @@ class PublicOracle:
     def verify(self, listed: list[PublicPrefixStatus]) -> None:
         """Assert that the list is right, that blocks are within bounds, and that public trees hold nothing else."""
         users = Counter(self._used())
-        names = [each for each in self._known.values() if each.is_registered]
+        names = [each for each in self._records.values() if each.is_registered]
         assert [(each.name, each.num_tokens, each.is_computed, each.num_users) for each in listed] == [
             (each.name, len(each.tokens) // TOKEN_BYTES, each.is_found, users[each.serial]) for each in names
         ], "the list of public prefixes is wrong"
@@ -179,12 +179,12 @@ class PublicOracle:
         for namespace, tree in self._cache._trees.items():
             self._events["trees below public prefixes"] += bool(namespace.public_prefix)
             if namespace.tenant == PUBLIC_TENANT:
-                known = self._known[namespace.salt]
-                assert known.is_registered or not known.is_over or users[known.serial], "an unused prefix is kept"
-                assert all(known.tokens.startswith(tree.path_tokens(node)) for node in tree.nodes())
+                record = self._records[namespace.salt]
+                assert record.is_registered or not record.is_over or users[record.serial], "an unused prefix is kept"
+                assert all(record.tokens.startswith(tree.path_tokens(node)) for node in tree.nodes())
 
-    def _usable(self, namespace: Namespace) -> Iterator[Known]:
-        for each in self._known.values():
+    def _usable(self, namespace: Namespace) -> Iterator[PublicPrefixRecord]:
+        for each in self._records.values():
             is_theirs = namespace.tenant not in self._opted_out | {PUBLIC_TENANT}
             if each.is_found and is_theirs and each.adapter == namespace.adapter:
                 yield each

@@ -28,7 +28,7 @@ from radixkv.scheduling.request import Generation, Request
 from radixkv.tokens import TOKEN_BYTES
 from tests.adapter_doubles import FakeDevice
 from tests.core_bench import purge_at_once
-from tests.engine.simulation.answer_oracle import Asked
+from tests.engine.simulation.answer_oracle import RequestRecord
 from tests.engine.simulation.engine_events import (
     Ask,
     Cancel,
@@ -47,24 +47,24 @@ from tests.engine.simulation.engine_events import (
     tokens_of,
 )
 from tests.engine.simulation.engine_oracle import EngineOracle
-from tests.engine.simulation.public_oracle import Known
+from tests.engine.simulation.public_oracle import PublicPrefixRecord
 from tests.engine.simulation.simulated_model import Part, SimulatedRunner, broken_part
 from tests.events.event_oracle import WatchedCache
 from tests.fakes import FakeClock
 
 _FAILED_STEPS_TO_TRY = 3  # as `Engine` does
-_EVENT_BLOCK_SIZE = 3  # no part of a block, nor a multiple
+_EVENT_BLOCK_SIZE = 3  # neither a divisor nor a multiple of the block size
 
 
-class CallerBroke(Exception):
+class CallbackFailed(Exception):
     """A caller's callback raised, as the script demands."""
 
 
 class SimulatedEngine:
     """One engine, its callers and the oracle.
 
-    time     ── step ──┬── step ──────────┬── step ──▶       the clock is moved on by the runner alone, or, when there
-    events      cancel ┘ ask, purge, ...  ┘ cancel           is nothing to do, to what happens next
+    time     ── step ──┬── step ──────────┬── step ──▶       only the runner advances the clock; if there is nothing
+    events      cancel ┘ ask, purge, ...  ┘ cancel           to compute, the clock skips to the next event
     """
 
     def __init__(self, world: World, events: Iterable[Event]) -> None:
@@ -111,7 +111,7 @@ class SimulatedEngine:
             key=lambda event: event.at_s,
         )
         self._closes_at = min((step for event in events if (step := _closes_at(event)) is not None), default=None)
-        self._asked: dict[int, Asked] = {}
+        self._records: dict[int, RequestRecord] = {}
         self._registering: tuple[str, Ask] | None = None
         self._apply: dict[type, Callable[..., None]] = {
             Ask: self._ask,
@@ -188,8 +188,8 @@ class SimulatedEngine:
             self._happen(during_step=True)
             return
         computing = self.oracle.computing(parts, broken)
-        for asked in computing if failure == "cancelled" else ():
-            self._give_up(asked)
+        for record in computing if failure == "cancelled" else ():
+            self._cancel_request(record)
         self._happen(during_step=True)
 
     def _ask(self, ask: Ask) -> None:
@@ -199,8 +199,8 @@ class SimulatedEngine:
             self.oracle.events["unknown adapters"] += 1
             return
         ask = dataclasses.replace(ask, digest=digest, invoked_by=invoked_by)
-        asked = Asked(ask, GenerationFuture() if ask.max_new_tokens else Future())
-        self._asked[ask.key] = asked
+        record = RequestRecord(ask, GenerationFuture() if ask.max_new_tokens else Future())
+        self._records[ask.key] = record
         params = PrefillParams(
             tokens=ask.tokens,
             caller=Caller(ask.tenant, ask.adapter, ask.salt),
@@ -217,16 +217,16 @@ class SimulatedEngine:
         generation = None
         if ask.max_new_tokens:
             stop_token_ids = frozenset(ask.stop_token_ids)
-            generation = Generation(ask.sampling, stop_token_ids, lambda chunk: self._take(asked, chunk))
+            generation = Generation(ask.sampling, stop_token_ids, lambda chunk: self._take(record, chunk))
         prompt = self.adapters.acquire(params.caller, params.tokens)
         assert prompt.namespace == ask.namespace
-        asked.request = prompt.request(params, asked.future, generation)
-        asked.request.times.received_s = self.clock()
-        self.oracle.asked(asked)
-        self.core.submit(asked.request)
+        record.request = prompt.request(params, record.future, generation)
+        record.request.times.received_s = self.clock()
+        self.oracle.submitted(record)
+        self.core.submit(record.request)
 
     def _find(self, name: str) -> tuple[str, int | None]:
-        """Return what an adapter's name stands for, and the token by which that is invoked, if it is."""
+        """Return the digest to which an adapter's name maps, and the token that invokes the adapter, if one does."""
         found = self.adapters._names.find(name)
         invocation = None if found.files is None else found.files.invocation_token_ids
         return found.digest, invocation[0] if invocation else None
@@ -258,20 +258,20 @@ class SimulatedEngine:
         assert self._registering is not None
         name, ask = self._registering
         known = self.oracle.public.registered(name, request.namespace, request.prompt_tokens)
-        asked = Asked(dataclasses.replace(ask, salt=request.namespace.salt), request.future)
-        asked.request = request
+        record = RequestRecord(dataclasses.replace(ask, salt=request.namespace.salt), request.future)
+        record.request = request
         request.times.received_s = self.clock()
         request.future.add_done_callback(lambda done: self._public_has_ended(known, request, done))
-        self.oracle.asked(asked)
+        self.oracle.submitted(record)
         self.core.submit(request)
 
-    def _public_has_ended(self, known: Known, request: Request, done: Future[Any]) -> None:
+    def _public_has_ended(self, known: PublicPrefixRecord, request: Request, done: Future[Any]) -> None:
         if done.cancelled() or done.exception(0) is not None:
             self._posted.append(lambda: self._public_has_failed(known, request))
         else:
             self.oracle.public.computed(known)
 
-    def _public_has_failed(self, known: Known, request: Request) -> None:
+    def _public_has_failed(self, known: PublicPrefixRecord, request: Request) -> None:
         """Record that a prefix is no longer registered, as soon as no request computes it."""
         if request.is_over:
             self.oracle.public.failed(known)
@@ -332,41 +332,41 @@ class SimulatedEngine:
         assert {tree.owner.namespace.adapter for tree in self.cache._trees.values()} <= {"", *named}
         self.oracle.events["adapters drained"] += sum(what == "remove" for what, _ in self.device.calls)
 
-    def _take(self, asked: Asked, chunk: GeneratedTokens) -> None:
-        self.oracle.check_chunk(asked, chunk)
-        if len(asked.streamed) == asked.ask.cancels_at:
-            self._give_up(asked)
-        if len(asked.streamed) == asked.ask.finishes_at:
-            self._want_no_more(asked)
-        if len(asked.streamed) == asked.ask.raises_at:
-            asked.must_fail = True
-            raise CallerBroke
+    def _take(self, record: RequestRecord, chunk: GeneratedTokens) -> None:
+        self.oracle.check_chunk(record, chunk)
+        if len(record.streamed) == record.ask.cancels_at:
+            self._cancel_request(record)
+        if len(record.streamed) == record.ask.finishes_at:
+            self._finish_generation(record)
+        if len(record.streamed) == record.ask.raises_at:
+            record.must_fail = True
+            raise CallbackFailed
 
     def _cancel(self, cancel: Cancel) -> None:
-        if cancel.key in self._asked:
-            self._give_up(self._asked[cancel.key])
+        if cancel.key in self._records:
+            self._cancel_request(self._records[cancel.key])
 
-    def _give_up(self, asked: Asked) -> None:
-        self.oracle.cancelling(asked)
-        asked.future.cancel()
+    def _cancel_request(self, record: RequestRecord) -> None:
+        self.oracle.cancelling(record)
+        record.future.cancel()
 
     def _finish(self, finish: Finish) -> None:
-        if finish.key in self._asked:
-            self._want_no_more(self._asked[finish.key])
+        if finish.key in self._records:
+            self._finish_generation(self._records[finish.key])
 
-    def _want_no_more(self, asked: Asked) -> None:
-        if isinstance(asked.future, GenerationFuture):
-            self.oracle.finishing(asked)
-            asked.future.finish()
+    def _finish_generation(self, record: RequestRecord) -> None:
+        if isinstance(record.future, GenerationFuture):
+            self.oracle.finishing(record)
+            record.future.finish()
 
     def _release(self, release: Release) -> None:
-        asked = self._asked.get(release.key)
-        if asked is None or asked.held is None:
+        record = self._records.get(release.key)
+        if record is None or record.held is None:
             return
-        held, asked.held = asked.held, None
-        self.core.held_leases.release(held.lease_id, asked.ask.tenant)
+        held, record.held = record.held, None
+        self.core.held_leases.release(held.lease_id, record.ask.tenant)
         try:
-            self.core.held_leases.release(held.lease_id, asked.ask.tenant)
+            self.core.held_leases.release(held.lease_id, record.ask.tenant)
         except UnknownLease:
             self.oracle.events["leases released"] += 1
         else:

@@ -83,13 +83,13 @@ def logits_of(content: Content) -> npt.NDArray[np.float32]:
 
 @lru_cache(maxsize=20_000)
 def continuation(namespace: Namespace, prompt: bytes, sampling: Sampling) -> tuple[int, ...]:
-    """Return the tokens generated after a prompt's path: up to a stop token, or the number that was asked for."""
+    """Return the tokens generated after a prompt's path: up to a stop token, or the requested number."""
     tokens, token_ids = prompt, list[int]()
     mark = int.from_bytes(prompt[-4:], "little") >> _ID_BITS << _ID_BITS
     constraint = cast(Rising | None, sampling.constraint)
     matcher = None if constraint is None else constraint.start(sampling.stop_token_ids)
     while len(token_ids) < sampling.max_new_tokens and not set(token_ids[-1:]) & sampling.stop_token_ids:
-        if matcher is not None and (matcher.is_finished or matcher.is_at_a_loss):
+        if matcher is not None and (matcher.is_finished or matcher.refuses):
             break
         row = torch.from_numpy(logits_of(content_of(namespace, tokens)))
         if sampling.changes_logits:
@@ -123,13 +123,13 @@ class Part(NamedTuple):
 
 
 class SimulatedRunner:
-    """Computes chunks over slots of digests, takes virtual time for it, and fails where the script says.
+    """Computes chunks over slots of digests, which takes virtual time, and fails where the script demands.
 
     The engine would take its errors for failed steps, so violations that it sees are kept in `violations`.
 
     Args:
         cache: the owners of blocks.
-        clock: is moved on by each step.
+        clock: is advanced by each step.
         step_s, token_s: virtual seconds of a step, and of each of its tokens.
         failures: how a step fails, by its index: `before` it has done anything, `after` it has scribbled over all that
             it was to write, with values that are `not finite` in one chunk, or because there was `no memory` for them.

@@ -65,7 +65,7 @@ INTERESTING = {
     "steps without memory",
 }
 
-# Seeds that notice most of the broken engines, short walks first. In the worlds of the last three much is public.
+# Seeds that detect most of the broken engines, short walks first. The last three have many public prefixes.
 _TELLING = (5, 2, 16, 38, 4, 37, 23, 20)
 
 # Walks that failed once, and why.
@@ -156,7 +156,7 @@ def test_a_request_preempted_below_a_public_prefix_resumes_there() -> None:
     asks = [Ask(9.0, key, ((1, 4), (key, 1)), f"tenant {key}", max_new_tokens=10) for key in (2, 3)]
     events = walk_or_report(world, [Register(0.0, "p", ((1, 4),)), *asks])
     assert events["preemptions below public prefixes"] > 0
-    assert events["public tokens"] > 8  # those who began, and again those who went on
+    assert events["public tokens"] > 8  # of requests that began, and again of those that resumed
 
 
 @pytest.mark.parametrize("seed", [1, pytest.param(13, marks=pytest.mark.slow)])

@@ -24,7 +24,7 @@ PROMPT = range(3 * BLOCK_SIZE + 2)
 
 
 class Exporting:
-    """An engine core that holds leases, and what gives their K/V."""
+    """An engine core that holds leases, and the exporter of their K/V."""
 
     def __init__(self, num_blocks: int = 16) -> None:
         self.bench = TieredBench(num_blocks)
@@ -35,7 +35,7 @@ class Exporting:
         self.exports = LeaseExporter(self.bench.cache, core.held_leases, mover, keys, layers)  # type: ignore[arg-type]
 
     def make_public(self, ids: range) -> None:
-        """Compute a prefix that is public from then on."""
+        """Register and compute a public prefix."""
         cache = self.bench.cache
         prefix = cache.public.register("system", "fake", "", tokens(ids))
         future: Future[PrefillResult] = Future()
@@ -44,7 +44,7 @@ class Exporting:
         cache.public.activate(prefix)
 
     def payloads(self, lease_id: str, tenant: str) -> list[bytes]:
-        """All that a tenant gets of its lease."""
+        """Return the exported blocks of a tenant's lease."""
         found = self.exports.blocks_of(lease_id, tenant)
         objects = self.exports.objects(lease_id, tenant, found, range(len(found.blocks)))
         return [bytes(each.payload) for each in objects]

@@ -25,8 +25,8 @@ from tests.model.exact.exact_cases import MODELS
 BLOCK_SIZE = 16
 NUM_BLOCKS = 128
 
-# The linear layers of experts are no modules: peft adapts them as parameters, which is refused. Nor is `kv_b_proj` a
-# product of a step's rows.
+# The linear layers of experts are not modules: peft adapts them as parameters, which is refused. `kv_b_proj` is not
+# applied to rows either, but absorbed into queries and attention outputs.
 _LATENT_TARGETS = ["kv_a_proj_with_mqa", "o_proj"]
 _TARGETS = {
     "mixtral": ["q_proj", "k_proj", "v_proj", "o_proj"],
@@ -66,7 +66,7 @@ class Adapted:
 
     Attributes:
         model, runner: as served.
-        files: what was read of the adapters.
+        files: the adapters that were read.
         oracles: transformers' model, then peft's of each adapter.
     """
 
@@ -76,7 +76,7 @@ class Adapted:
     oracles: list[PreTrainedModel]
 
     def digest(self, number: int) -> str:
-        """Return the digest of an adapter by its place in `oracles`."""
+        """Return the digest of an adapter by its index in `oracles`."""
         return "" if number == 0 else self.files[number - 1].digest
 
     def expected(self, number: int, tokens: np.ndarray) -> torch.Tensor:

@@ -87,7 +87,7 @@ def test_a_model_without_adapters_refuses_them(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_an_activated_adapter_agrees_with_peft(family: str, tmp_path: Path) -> None:
-    """Rows before the last invocation are the base model's; what is generated is the adapter's, or never is."""
+    """Rows before the last invocation use the base model, and later rows the adapter; without one, all use the base."""
     served = serve(family, tmp_path, [{"alora_invocation_tokens": [7, 8]}])
     tokens = prompt(50)
     tokens[[10, 11, 30, 31]] = 7, 8, 7, 8

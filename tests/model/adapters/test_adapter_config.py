@@ -50,6 +50,8 @@ def test_patterns_match_the_end_of_a_name(tmp_path: Path) -> None:
         ({"r": 0}, "r: expected a positive integer, got 0"),
         ({"r": True}, "r: expected a positive integer, got true"),
         ({"lora_alpha": "x"}, "lora_alpha: expected a number, got x"),
+        ({"lora_alpha": 10**400}, "lora_alpha: expected a number, got 10000"),
+        ({"lora_alpha": float("inf")}, "lora_alpha: expected a number, got Infinity"),
         ({"rank_pattern": {"q": 0}}, "rank_pattern: expected positive integers keyed by regular expressions"),
         ({"alpha_pattern": [1]}, "alpha_pattern: expected numbers keyed by regular expressions, got list of 1"),
         ({"rank_pattern": {"(": 2}}, r"rank_pattern: expected regular expressions, got '\('"),
@@ -66,7 +68,9 @@ def test_unsupported_fields_are_rejected_by_name(tmp_path: Path, fields: dict[st
 def test_activated_adapters_need_a_vocabulary_that_leaves_room_for_marks(tmp_path: Path) -> None:
     written = read(tmp_path, alora_invocation_tokens=[1])
     assert written.invocation_token_ids == (1,)
-    with pytest.raises(InvalidAdapter, match="alora_invocation_tokens: expected a model of at most 1048576 token ids"):
+    with pytest.raises(
+        InvalidAdapter, match="alora_invocation_tokens: expected a model of at most 1048576 token ids, got 1048577"
+    ):
         read_config(tmp_path, 2**20 + 1)
 
 

@@ -39,7 +39,7 @@ def written(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def changed(written: Path, directory: Path, tensors: dict[str, Any] | None = None, **fields: Any) -> Path:
-    """Copy an adapter with some tensors and fields replaced; None takes a tensor out."""
+    """Copy an adapter with some tensors and fields replaced; None removes a tensor."""
     directory.mkdir(exist_ok=True)
     held = {**load_file(written / "adapter_model.safetensors"), **(tensors or {})}
     save_file({name: each for name, each in held.items() if each is not None}, directory / "adapter_model.safetensors")

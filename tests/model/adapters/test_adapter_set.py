@@ -12,7 +12,7 @@ def files(digest: str, num_bytes: int = 10) -> AdapterFiles:
 
 
 class Device:
-    """A device that remembers what was brought to it."""
+    """A device that records the adapters that are packed for it."""
 
     def __init__(self) -> None:
         self.brought: list[str] = []

@@ -61,19 +61,19 @@ def num_bytes(packed: Any) -> int:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_kernel_agrees_with_the_matmuls(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    by_products = serve(family, has_kernels=False)
+    by_matmuls = serve(family, has_kernels=False)
     interpret_kernels(monkeypatch)
     by_kernels = serve(family, has_kernels=True)
     prompts, blocks = [prompt(length, seed=length) for length in (3, 20, 7, 2, 5)], tables(5, num_blocks=2)
     answers = []
-    for served in (by_products, by_kernels):
+    for served in (by_matmuls, by_kernels):
         chunks = [
             served.chunk(number, tokens, 0, len(tokens), table % 64)
             for number, tokens, table in zip((1, 0, 2, 1, 3), prompts, blocks, strict=True)
         ]
         answers.append(served.runner.run(chunks).logits)
     torch.testing.assert_close(*answers, rtol=0, atol=1e-4)
-    for served in (by_products, by_kernels):
+    for served in (by_matmuls, by_kernels):
         held = served.model.adapted.adapters
         assert sum(each.num_bytes for each in served.files) < held.device_bytes
         laid_out = [held._on_device[each.digest] for each in served.files]

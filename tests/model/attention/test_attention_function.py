@@ -64,7 +64,7 @@ def test_sinks_are_scored() -> None:
     ids=["by token", "softcap"],
 )
 def test_sinks_of_another_kind_are_refused(options: dict[str, object]) -> None:
-    with pytest.raises(UnsupportedModel, match="expected `s_aux` of one sink per query head, no `softcap`"):
+    with pytest.raises(UnsupportedModel, match="expected `s_aux` with one sink per query head, and no `softcap`"):
         call(radix_step=Recorder(), **options)
 
 

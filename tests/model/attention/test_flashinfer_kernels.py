@@ -36,7 +36,7 @@ HOPPER, AMPERE = (9, 0), (8, 0)
 
 
 class Ours(TritonKernels):
-    """Computes what it is asked for on a CPU, and counts."""
+    """Computes attention on a CPU, and counts its calls."""
 
     def __init__(self) -> None:
         super().__init__(is_exact=False)

@@ -94,7 +94,7 @@ def _choosing(part: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (_with_bias, r"DeepseekV3Attention: expected kv_b_proj to make keys and values of latents, got Linear"),
+        (_with_bias, r"DeepseekV3Attention: expected kv_b_proj to compute keys and values from latents, got Linear"),
         (_scaled, r"DeepseekV3Attention: expected expand_kv to apply only kv_b_proj, got more"),
         (_choosing, r"DeepseekV3Attention: expected attention to all latents, got an indexer that chooses some"),
     ],

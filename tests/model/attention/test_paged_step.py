@@ -28,7 +28,7 @@ def test_a_non_finite_key_is_detected_even_if_no_query_attends_to_it(bad: float,
 
 
 def test_values_are_hadamard_transformed_before_int4_quantization() -> None:
-    """Numbers that are large in a few places of each value cost the others less than without a rotation."""
+    """Large numbers in a few dimensions of each value cost the others less precision than without the transform."""
     num_tokens = 24
     batch = PagedBatch.build([num_tokens], [num_tokens], [np.arange(2, dtype=np.int32)], 16)
     query, key, value = torch.randn(3, num_tokens, 2, 64).unbind(0)

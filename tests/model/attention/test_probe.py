@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 SCORING = Scoring(0.25, None, None)
 
 
-def asking(*layers: tuple[int, int, torch.dtype, Scoring]) -> Callable[..., object]:
+def forward_of(*layers: tuple[int, int, torch.dtype, Scoring]) -> Callable[..., object]:
     """A forward pass whose layers have an index, a width of values, a dtype and a scoring each."""
 
     def forward(ids: torch.Tensor, _: torch.Tensor, step: Any, __: torch.Tensor) -> None:
@@ -34,7 +34,7 @@ def asking(*layers: tuple[int, int, torch.dtype, Scoring]) -> Callable[..., obje
 
 def test_shape_and_kinds_match_the_layers() -> None:
     windowed = Scoring(0.25, 8, 30.0)
-    forward = asking(*((layer, 16, torch.float32, windowed if layer == 1 else SCORING) for layer in range(3)))
+    forward = forward_of(*((layer, 16, torch.float32, windowed if layer == 1 else SCORING) for layer in range(3)))
     shape, kinds = probe_attention("Some", forward, CPU, 3)
     assert shape == KVShape(3, 2, 16, torch.float32)
     full = AttentionKind(4, None, None)
@@ -60,7 +60,7 @@ def test_shape_and_kinds_match_the_layers() -> None:
 )
 def test_layers_that_do_not_fit_are_refused(layers: list[tuple[int, int, torch.dtype, Scoring]], message: str) -> None:
     with pytest.raises(UnsupportedModel, match=message):
-        probe_attention("Some", asking(*layers), CPU, 2)
+        probe_attention("Some", forward_of(*layers), CPU, 2)
 
 
 def unlike(ids: torch.Tensor, _: torch.Tensor, step: Any, __: torch.Tensor) -> None:

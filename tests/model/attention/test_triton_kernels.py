@@ -202,14 +202,14 @@ def pools_attended(
     ("dequantizes_first", "query_lens", "expected"),
     [
         ("never", [2048], torch.int8),
-        ("if it pays", [2048], torch.bfloat16),
-        ("if it pays", [200, 200, 100, 1], torch.bfloat16),
-        ("if it pays", [200], torch.int8),
-        ("if it pays", [1, 1], torch.int8),
+        ("if faster", [2048], torch.bfloat16),
+        ("if faster", [200, 200, 100, 1], torch.bfloat16),
+        ("if faster", [200], torch.int8),
+        ("if faster", [1, 1], torch.int8),
         ("always", [1, 1], torch.bfloat16),
     ],
 )
-def test_blocks_are_dequantized_first_where_it_pays(
+def test_blocks_are_dequantized_first_where_that_is_faster(
     dequantizes_first: Any, query_lens: list[int], expected: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kernels = TritonKernels(is_exact=False, dequantizes_first=dequantizes_first)
@@ -224,13 +224,13 @@ def test_dequantization_is_planned_once_for_each_window(monkeypatch: pytest.Monk
         return plan_dequantize(*inputs, window=window, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr("radixkv.model.attention.triton_kernels.plan_dequantize", plan)
-    kernels = TritonKernels(is_exact=False, dequantizes_first="if it pays")
+    kernels = TritonKernels(is_exact=False, dequantizes_first="if faster")
     dtypes = pools_attended(kernels, [2048], monkeypatch, windows=(None, 100))
     assert dtypes == 2 * [torch.bfloat16] + 2 * [torch.int8]
     assert plans == [None, 100]
 
 
-def test_blocks_are_dequantized_first_only_if_it_pays_and_was_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_are_dequantized_first_only_if_that_is_faster_and_was_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     tried = TritonKernels(is_exact=False, is_specialized=True, dequantizes_first="always").for_service()
     assert pools_attended(tried, [2048], monkeypatch, windows=(None,)) == 2 * [torch.bfloat16]
     assert pools_attended(tried, [1], monkeypatch, windows=(None,)) == 2 * [torch.int8]
@@ -241,7 +241,7 @@ def test_blocks_are_dequantized_first_only_if_it_pays_and_was_tried(monkeypatch:
 
 def test_exact_mode_does_not_dequantize_first() -> None:
     with pytest.raises(AssertionError):
-        TritonKernels(is_exact=True, dequantizes_first="if it pays")
+        TritonKernels(is_exact=True, dequantizes_first="if faster")
 
 
 POINTERS, SPECIALIZED = "attention through pointers", "warp-specialized attention"

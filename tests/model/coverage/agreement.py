@@ -29,7 +29,7 @@ class Agreement:
 
     Args:
         model: the checkpoint as we loaded it.
-        directory: where it was loaded from.
+        directory: the directory of the checkpoint.
     """
 
     def __init__(self, model: Model, directory: Path) -> None:
@@ -62,7 +62,7 @@ class Agreement:
         if self._runner.states is None:
             copy = BlockCopy(int(cold[whole]), int(inside[whole]))
             self._compare("mid-block", [(self._second, _SHARED, self._second.size, inside, copy)])
-        else:  # a state is of the end of a block
+        else:  # states are kept at the ends of blocks
             start = whole * BLOCK_SIZE
             self._slots[id(self._second), start] = self._slots[id(self._first), start]
             self._compare("after two blocks", [(self._second, start, self._second.size, inside, None)])
@@ -87,7 +87,7 @@ class Agreement:
         return np.array([next(self._free) for _ in range(count)], dtype=np.int32)
 
     def _state(self, tokens: np.ndarray, start: int, end: int) -> ChunkState | None:
-        """Go on from the state at `start`, if the model keeps any, and keep those that later parts go on from."""
+        """Continue from the state at `start`, if the model keeps any, and keep the states that later parts need."""
         if self._runner.states is None:
             return None
         kept = sorted({end, *(position for position in _KEPT if start < position < end)})

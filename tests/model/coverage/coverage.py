@@ -25,7 +25,7 @@ class Coverage:
     Attributes:
         model_type: as config.json names it.
         engines: which of vLLM and SGLang serve its class.
-        attention: what its layers ask of attention, in words; empty if it is refused.
+        attention: the kinds of attention of its layers, in words; empty if it is refused.
         refusal: why it is not served; None if it is.
     """
 

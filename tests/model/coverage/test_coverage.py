@@ -1,4 +1,4 @@
-"""docs/MODELS.md says what trials of small checkpoints say. The whole table is tried where slow tests run."""
+"""docs/MODELS.md agrees with trials of small checkpoints. Slow tests try the whole table."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ LINES = {match[1]: match[0] for match in re.finditer(r"^\| `(\w+)` \|.*$", PAGE,
 # One for each kind: softcap, learned positions, experts called by functions of torch, heads that are rotated in part,
 # layers that pass no keywords on, routers whose weight is read, layers that share K/V, layers without positions,
 # latents rotated as complex numbers, latents of two attentions a layer, states, K/V of two shapes, narrow values.
-DTYPE_CODES = [
+SERVED = [
     *("gemma2", "gpt2", "dbrx", "glm4_moe", "nemotron", "hunyuan_v1_moe", "gemma3n_text", "cohere2"),
     *("deepseek_v2", "longcat_flash", "lfm2", "gemma4_text", "mimo_v2_flash"),
 ]
 REFUSED = ["bloom", "deepseek_v32", "hrm_text", "llama4_text", "mamba2"]
 
-# Types whose cosines and sines are float32 in any dtype, with one that rotates pairs; and one whose are not.
+# Types whose cosines and sines are float32 in any dtype, among them one that rotates pairs; and llama, whose are not.
 HALF = ["olmo", "olmo2", "olmo3", "flex_olmo", "ernie4_5", "llama"]
 
 needs_the_version_of_the_page = pytest.mark.skipif(
@@ -43,14 +43,14 @@ needs_the_version_of_the_page = pytest.mark.skipif(
 
 @pytest.mark.sampled(one_in=3)
 @needs_the_version_of_the_page
-@pytest.mark.parametrize("model_type", [*DTYPE_CODES, *REFUSED])
+@pytest.mark.parametrize("model_type", [*SERVED, *REFUSED])
 def test_the_page_agrees_with_a_trial(model_type: str, tmp_path: Path) -> None:
     assert line_of(cover(model_type, tmp_path)) == LINES[model_type]
 
 
 @pytest.mark.slow
 @needs_the_version_of_the_page
-@pytest.mark.parametrize("model_type", sorted(set(LINES) - {*DTYPE_CODES, *REFUSED}))
+@pytest.mark.parametrize("model_type", sorted(set(LINES) - {*SERVED, *REFUSED}))
 def test_the_rest_of_the_page_agrees_with_trials(model_type: str, tmp_path: Path) -> None:
     assert line_of(cover(model_type, tmp_path)) == LINES[model_type]
 

@@ -1,4 +1,4 @@
-"""Random cases of one question: does a hit change a single bit of the answer?
+"""Random cases that check whether a cache hit changes a single bit of the answer.
 
     python -m tests.model.exact.exact_cases --cases 10000 --dtype float32 --kv-dtype int8
     OMP_NUM_THREADS=1 python -m tests.model.exact.exact_cases --cases 18000 --tiers host --leaving-share 1 --jobs 2
@@ -165,9 +165,9 @@ class Cases:
         kv_dtype: see `CacheConfig`.
         seed: of everything random.
         num_adapters: adapters that requests may have. The device has room for all but one.
-        places: of stores for blocks that leave the device; host memory has room for some of them.
+        places: the locations of stores for evicted blocks; host memory has room for some of them.
         is_divided: whether windowed layers have a pool of their own, for little more than a step.
-        leaving_share: part of the cases before which all that is cached leaves for stores.
+        leaving_share: the share of cases before which all cached blocks are evicted to the stores.
         has_gpu_shapes: whether blocks have the size that the attention kernels of a GPU are made for.
         usual_tokens: maximum number of tokens of most prompts, at least 60; below the default, of all prompts.
     """
@@ -278,7 +278,7 @@ class Cases:
         self.counts["host hits"] += usage.host_tokens > 0
         self.counts["disk hits"] += usage.disk_tokens > 0
         self.counts["remote hits"] += usage.remote_tokens > 0
-        self.counts["hits without all parts"] += self._has_given_up(
+        self.counts["hits without all parts"] += self._lacks_a_part(
             warm.blocks[: usage.cached_tokens // self.block_size]
         )
         self.counts["hits inside a block"] += usage.cached_tokens % self.block_size > 0
@@ -341,8 +341,8 @@ class Cases:
         core.held_leases.close()
         return Answer(result, kv, blocks)
 
-    def _has_given_up(self, block_ids: npt.NDArray[np.int32]) -> bool:
-        """Whether one of these blocks has no part any more."""
+    def _lacks_a_part(self, block_ids: npt.NDArray[np.int32]) -> bool:
+        """Whether the part of one of these blocks was released."""
         return any(bool((books.table[block_ids] == NO_PART).any()) for books in self.cache.windows.pools)
 
     def _stored(self, block_ids: torch.Tensor, num_tokens: int) -> torch.Tensor:
@@ -359,7 +359,7 @@ class Cases:
         kept = self._bytes_of(storage.part_pools, part_ids, num_tokens - start * self.block_size)
         kept[: first - start * self.block_size] = 0
         before = kept.new_zeros(start * self.block_size, *kept.shape[1:])
-        return _beside([torch.cat((before, kept)), whole])
+        return _side_by_side([torch.cat((before, kept)), whole])
 
     def _bytes_of(self, pools: Sequence[KVPool], block_ids: torch.Tensor, num_tokens: int) -> torch.Tensor:
         block_ids, by_pool = block_ids.to(self.model.device), []
@@ -367,7 +367,7 @@ class Cases:
             tensors = [pool.values] if pool.scales is None else [pool.values, pool.scales[..., None]]
             by_token = [tensor[block_ids].permute(0, 4, 1, 2, 3, 5).flatten(0, 1)[:num_tokens] for tensor in tensors]
             by_pool.append(torch.cat([tensor.flatten(2).contiguous().view(torch.uint8) for tensor in by_token], dim=2))
-        return _beside(by_pool)
+        return _side_by_side(by_pool)
 
     def _submit(
         self, core: EngineCore, ids: list[int], tenant: str, reads: bool, adapter: str, *, holds: bool
@@ -462,7 +462,7 @@ def _models(options: argparse.Namespace) -> list[str]:
     return options.models or models_for(options.models_of or options.device, options.tiers)
 
 
-def _beside(stored: Sequence[torch.Tensor]) -> torch.Tensor:
+def _side_by_side(stored: Sequence[torch.Tensor]) -> torch.Tensor:
     """Concatenate the layers of pools; those of fewer bytes are padded with zeros."""
     num_bytes = max(each.shape[2] for each in stored)
     return torch.cat([functional.pad(each, (0, num_bytes - each.shape[2])) for each in stored], dim=1)
@@ -502,7 +502,7 @@ def _try_model(options: argparse.Namespace, model: str) -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Ask whether a hit changes a bit of the answer.")
+    parser = argparse.ArgumentParser(description="Check whether a cache hit changes a bit of the answer.")
     parser.add_argument("--cases", type=int, default=1000)
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
     parser.add_argument("--kv-dtype", choices=KV_DTYPES, default="auto")
@@ -535,8 +535,8 @@ def main() -> int:
     print(f"{kinds}, {took_s:.0f} s: {dict(counts)}")
     if first:
         print(f"first difference: {first}")
-    least_share = 0.8 if options.leaving_share <= LEAVING_SHARE else 0.6  # host memory has no room for all that leaves
-    has_reused = counts["partial hits"] >= least_share * counts["cases"]
+    min_share = 0.8 if options.leaving_share <= LEAVING_SHARE else 0.6  # host memory cannot keep all evicted blocks
+    has_reused = counts["partial hits"] >= min_share * counts["cases"]
     return 0 if has_reused and (options.exactness == "fast" or not counts["different"]) else 1
 
 

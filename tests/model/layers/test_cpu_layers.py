@@ -53,7 +53,7 @@ KNOWN = {
 
 
 class Keep:
-    """A step whose attention is what the query says. Keeps what it is asked for."""
+    """A step whose attention output is the reversed query. Records its calls."""
 
     def __init__(self) -> None:
         self.heard: list[tuple[int, Scoring]] = []
@@ -87,7 +87,7 @@ def answer(model: Model, num_tokens: int) -> tuple[torch.Tensor, Keep]:
 
 
 @pytest.fixture(params=["C++", "torch"])
-def between_products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def between_matmuls(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Norms, rotations and gates in C++, or by torch."""
     if request.param == "torch":
         monkeypatch.setattr("radixkv.model.model.native_library", lambda: None)
@@ -97,12 +97,12 @@ def between_products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("backend", ["native", "plain"])
 @pytest.mark.parametrize("family", list(MODELS))
-@pytest.mark.usefixtures("between_products")
+@pytest.mark.usefixtures("between_matmuls")
 def test_a_single_row_is_padded_unless_all_its_operations_are_batch_invariant(
     family: str, backend: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if backend == "native" and not multiplies(torch.empty(1, 1)):
-        pytest.skip("there are no products in C++ on this machine")
+        pytest.skip("there are no matmuls in C++ on this machine")
     monkeypatch.setattr("radixkv.model.layers.gemm_tuner.gemm_backends", lambda _: (backend,))
     model = Model(family, make(family), CPU, is_exact=True)
     num_rows: list[int] = []
@@ -115,7 +115,7 @@ def test_a_single_row_is_padded_unless_all_its_operations_are_batch_invariant(
 
 @pytest.mark.parametrize("is_exact", [True, False])
 @pytest.mark.parametrize("family", list(MODELS))
-@pytest.mark.usefixtures("between_products")
+@pytest.mark.usefixtures("between_matmuls")
 def test_answers_match_the_original_model(family: str, *, is_exact: bool) -> None:
     model = Model(family, make(family), CPU, is_exact=is_exact)
     prefix = "model.layers.0"
@@ -138,7 +138,7 @@ def test_answers_match_the_original_model(family: str, *, is_exact: bool) -> Non
 @pytest.mark.sampled(one_in=2)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("family", ["qwen3", "gemma2"])
-@pytest.mark.usefixtures("between_products")
+@pytest.mark.usefixtures("between_matmuls")
 def test_half_precision_passes_the_checks(family: str, dtype: torch.dtype) -> None:
     model = Model(family, make(family, dtype), CPU)
     assert replaced(model.module) == replaced(Model(family, make(family), CPU).module)
@@ -146,7 +146,7 @@ def test_half_precision_passes_the_checks(family: str, dtype: torch.dtype) -> No
 
 
 def swap_class(part: nn.Module, forward: Callable[..., Any]) -> None:
-    """Make a part another class's, which computes something else."""
+    """Give a part another class, which computes something else."""
     own = type(part)
     part.__class__ = type(f"Odd{own.__name__}", (own,), {"forward": forward})
 
@@ -161,7 +161,7 @@ def scaled_attention(self: Any, *args: Any, **kwargs: Any) -> tuple[torch.Tensor
     return 1.01 * output, weights
 
 
-def without_residual(self: Any, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+def with_less_residual(self: Any, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
     return super(type(self), self).forward(hidden_states, **kwargs) - 0.01 * hidden_states
 
 
@@ -171,7 +171,7 @@ def without_residual(self: Any, hidden_states: torch.Tensor, **kwargs: Any) -> t
         ("layers.0.input_layernorm", scaled),
         ("layers.0.mlp", scaled),
         ("layers.0.self_attn", scaled_attention),
-        ("layers.0", without_residual),
+        ("layers.0", with_less_residual),
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -22,8 +22,8 @@ ATTENTION = FusedAttention(0, nn.Identity(), 2, 1, 8, (), rotate_heads, nn.Ident
 
 
 @pytest.fixture(params=["C++", "torch"], autouse=True)
-def between_products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Norms, rotations and gates in C++, or by torch; products by torch."""
+def between_matmuls(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Norms, rotations and gates in C++, or by torch; matmuls by torch."""
     monkeypatch.setattr("radixkv.model.layers.gemm_tuner.gemm_backends", lambda _: ("plain",))
     if request.param == "torch":
         monkeypatch.setattr("radixkv.model.model.native_library", lambda: None)

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(not GATING, reason="no library multiplies bfloat
 
 
 def made(*, bias: bool = False, activation: str = "silu", dtype: torch.dtype = torch.bfloat16) -> Any:
-    """A layer's MLP with random weights, as a child of a module that has an output layer to ask for."""
+    """The MLP of a layer, with random weights."""
     torch.manual_seed(0)
     mlp = LlamaMLP(LlamaConfig(**WIDTHS, mlp_bias=bias, hidden_act=activation)).eval().requires_grad_(False).to(dtype)
     for parameter in mlp.parameters():

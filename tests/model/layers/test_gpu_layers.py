@@ -32,7 +32,7 @@ from radixkv.startup.model_check import check_model
 from radixkv.storage.device_pool import KVStorage
 from tests.kernels.gpu.interpreter import interpret_kernels
 from tests.model.exact.checkpoints import SHAPE, VOCAB_SIZE
-from tests.model.layers.test_cpu_layers import replaced, scaled, swap_class
+from tests.model.layers.test_cpu_layers import replaced, scaled, swap_class, with_less_residual
 
 # Two layers: a row in the interpreter takes a millisecond.
 SMALL = {**SHAPE, "num_hidden_layers": 2, "sliding_window": 8}
@@ -49,8 +49,8 @@ NORMS = {"input_layernorm", "post_attention_layernorm"}
 OUTER_NORMS = {"pre_feedforward_layernorm", "post_feedforward_layernorm"}
 HEAD_NORMS = {"self_attn.q_norm", "self_attn.k_norm"}
 
-# What is known of the first layer, "" for the layer itself. Gemma gates with GELU and norms what it adds; Phi3 has one
-# product for gate and up, and dropout before it adds.
+# Parts of the first layer that are replaced, "" for the layer itself. Gemma gates with GELU, and normalizes the outputs
+# of attention and MLP before it adds them; Phi3 has one matmul for gate and up, and dropout before the residual sum.
 KNOWN = {
     "llama": {"", "mlp"} | NORMS,
     "qwen3": {"", "mlp"} | NORMS | HEAD_NORMS,
@@ -212,7 +212,7 @@ def with_another_eps(self: Any, rows: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.rms_norm(rows, self.weight.shape, self.weight, 1.5 * self.variance_epsilon)
 
 
-def turned_around(self: Any, rows: torch.Tensor) -> torch.Tensor:
+def exchanging_gate_and_up(self: Any, rows: torch.Tensor) -> torch.Tensor:
     return self.down_proj(self.act_fn(self.up_proj(rows)) * self.gate_proj(rows))
 
 
@@ -224,11 +224,7 @@ def without_the_mask(self: Any, hidden_states: torch.Tensor, **kwargs: Any) -> t
     return super(type(self), self).forward(hidden_states, **{**kwargs, "attention_mask": None})
 
 
-def with_less_residual(self: Any, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-    return super(type(self), self).forward(hidden_states, **kwargs) - 0.01 * hidden_states
-
-
-def at_odds_with_a_trial(self: Any, rows: torch.Tensor) -> torch.Tensor:
+def failing_in_a_trial(self: Any, rows: torch.Tensor) -> torch.Tensor:
     raise KeyError("what it wants")
 
 
@@ -242,8 +238,8 @@ def at_odds_with_a_trial(self: Any, rows: torch.Tensor) -> torch.Tensor:
         ("norm", with_another_eps, "it computes something else"),
         ("norm", with_a_pair, "it computes something else"),
         ("layers.0.mlp", scaled, "it computes something else"),
-        ("layers.0.mlp", turned_around, "it computes something else"),
-        ("layers.0.mlp", at_odds_with_a_trial, "KeyError: 'what it wants'"),
+        ("layers.0.mlp", exchanging_gate_and_up, "it computes something else"),
+        ("layers.0.mlp", failing_in_a_trial, "KeyError: 'what it wants'"),
         ("layers.0", without_the_mask, "it computes something else"),
         ("layers.0", with_less_residual, "it computes something else"),
     ],

@@ -33,8 +33,8 @@ NUM_LAYERS = 2
 
 
 @pytest.fixture(autouse=True)
-def native_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All products are in C++, whatever is faster here."""
+def native_matmuls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All matmuls are in C++, whatever is faster here."""
     if native_library() is None:
         pytest.skip("there are no kernels in C++ on this machine")
     monkeypatch.setattr("radixkv.model.layers.gemm_tuner.gemm_backends", lambda _: ("native",))
@@ -153,7 +153,7 @@ def test_a_decoder_that_does_more_computes_layer_by_layer(monkeypatch: pytest.Mo
 
 def test_a_step_with_padded_rows_runs_its_own_attention(calls: list[int]) -> None:
     module = make("llama")
-    swap_class(module.model.norm, scaled)  # is left to torch, which computes a lone row otherwise
+    swap_class(module.model.norm, scaled)  # is left to torch, which computes a single row differently
     model = Model("padded", module, CPU)
     calls.clear()
     got = answers(model, ((100, 1),))
