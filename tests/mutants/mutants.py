@@ -556,7 +556,7 @@ KERNEL_MUTANTS = (
         "in_table = np.minimum(places, (kv_lens - 1) // block_size)",
         "in_table = places",
     ),
-    Mutant("kernels/cpu/attention_plan.py", "return 0 if demand.is_whole else", "return"),
+    Mutant("kernels/cpu/attention_plan.py", "return 0 if spec.is_whole else", "return"),
     Mutant(
         "kernels/cpu/attention_plan.py", "first_piece = int(num_units[first]) + first_own", "first_piece = first_own"
     ),
@@ -1675,7 +1675,12 @@ INTEGRATION_MUTANTS = (
     ),
     Mutant(
         "integrations/transformers/block_tiers.py",
-        "        self._store.touch([block.key for block in reversed(blocks)])  # the end of the prompt is evicted first\n",
+        "        self._store.touch(keys[::-1])  # the end of the sequence is evicted first\n",
+        "",
+    ),
+    Mutant(
+        "integrations/transformers/prompt_cache.py",
+        "            del row.saved_keys[row.published_tokens // self._store.block_size :]\n",
         "",
     ),
     Mutant(
