@@ -25,7 +25,7 @@ from torch.nn import functional
 from bench.attention_peers import NAMES, peer
 from bench.gpu.attention_variants import CHOICES, QUANTIZED, Permissions, first_case, variants
 from bench.gpu.dry_run import interpreted
-from bench.parts.attention_inputs import AttentionCase, Heads, expected_answer, make_inputs, room_of, worst_error
+from bench.parts.attention_inputs import AttentionCase, Heads, capacity_of, expected_answer, make_inputs, worst_error
 from bench.parts.copy_inputs import BlockCopies, TokenWrites
 from bench.parts.device_time import DeviceRates, cache_bytes, measure_rates
 from bench.parts.environment import describe_run
@@ -220,8 +220,8 @@ class KernelBench:
         """Measure kernels that join the rows of requests, and the same kernels without joining."""
         sizes = self._sizes
         inputs = SharedDecodes(decodes, sizes.heads, cache_bytes(self._device), self._device, sizes.num_layers)
-        room = room_of(self._device, sizes.heads.head_dim)
-        ours, apart = (partial(inputs.contestant, decodes.kernels(room, joins=joins)) for joins in (True, False))
+        capacity = capacity_of(self._device, sizes.heads.head_dim)
+        ours, apart = (partial(inputs.contestant, decodes.kernels(capacity, joins=joins)) for joins in (True, False))
         work = KernelWork(inputs.flops, inputs.num_bytes, _TOLERANCE)
         return measure_row(work, ours, {"ours, not joined": apart}, self.rates, self._device)
 
@@ -246,7 +246,7 @@ class KernelBench:
             is_exact=case.is_exact,
             is_specialized=case.is_specialized,
             dequantizes_first="always" if case.is_dequantized_first else "never",
-            room=room_of(self._device, sizes.heads.head_dim),
+            capacity=capacity_of(self._device, sizes.heads.head_dim),
         )
 
         def own(layer: int) -> torch.Tensor:

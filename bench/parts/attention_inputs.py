@@ -9,7 +9,7 @@ import torch
 from bench.parts.device_time import num_input_sets
 from radixkv.kernels import reference
 from radixkv.kernels.batch import PagedBatch
-from radixkv.kernels.gpu.attention_splits import HOPPER, DeviceRoom
+from radixkv.kernels.gpu.attention_splits import HOPPER, DeviceCapacity
 from radixkv.kernels.kv_pool import KVPool
 from radixkv.kernels.quantization import is_quantized
 from radixkv.kernels.scoring import Scoring
@@ -143,11 +143,11 @@ def expected_answer(inputs: AttentionInputs) -> torch.Tensor:
     return torch.cat(parts)
 
 
-def room_of(device: torch.device, head_dim: int) -> DeviceRoom:
-    """Describe how many attention programs a device runs at once. A CPU counts as a Hopper GPU."""
+def capacity_of(device: torch.device, head_dim: int) -> DeviceCapacity:
+    """Return how many attention programs a device runs at once; on a CPU, how many a Hopper GPU runs."""
     if device.type == "cpu":
         return HOPPER
-    return DeviceRoom(torch.cuda.get_device_properties(device).multi_processor_count, head_dim)
+    return DeviceCapacity(torch.cuda.get_device_properties(device).multi_processor_count, head_dim)
 
 
 def worst_error(got: torch.Tensor, expected: torch.Tensor) -> float:

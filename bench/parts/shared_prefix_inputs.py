@@ -13,7 +13,7 @@ from bench.parts.device_time import num_input_sets
 from bench.parts.kernel_row import Contestant
 from radixkv.kernels import reference
 from radixkv.kernels.batch import PagedBatch
-from radixkv.kernels.gpu.attention_splits import DeviceRoom
+from radixkv.kernels.gpu.attention_splits import DeviceCapacity
 from radixkv.kernels.kv_pool import KVPool
 from radixkv.kernels.scoring import Scoring
 from radixkv.model.attention.interface import AttentionKernels
@@ -45,9 +45,9 @@ class SharedPrefix:
         exact = replace(self, is_exact=True)
         return [self, exact, *[replace(exact, is_specialized=True)] * may_specialize]
 
-    def kernels(self, room: DeviceRoom, *, joins: bool) -> TritonKernels:
+    def kernels(self, capacity: DeviceCapacity, *, joins: bool) -> TritonKernels:
         """Return the kernels for a device, which join rows or do not."""
-        return TritonKernels(is_exact=self.is_exact, is_specialized=self.is_specialized, joins=joins, room=room)
+        return TritonKernels(is_exact=self.is_exact, is_specialized=self.is_specialized, joins=joins, capacity=capacity)
 
 
 class SharedDecodes:

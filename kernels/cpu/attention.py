@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch.nn.functional import pad
 
-from radixkv.kernels.cpu.attention_plan import ROWS_MULTIPLE, SUM_MULTIPLE, Demand, Group, Strip, Tails
+from radixkv.kernels.cpu.attention_plan import ROWS_MULTIPLE, SUM_MULTIPLE, AttentionSpec, Group, Strip, Tails
 from radixkv.kernels.cpu.row_pieces import ELEMENTS_PER_CALL, VECTOR_ELEMENTS
 from radixkv.kernels.kv_pool import KVPool
 from radixkv.kernels.scoring import Scoring
@@ -30,7 +30,7 @@ _SOFTCAP_SCORES = 1 << 24
 _fused_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
-def demand_of(query: torch.Tensor, pool: KVPool, scoring: Scoring) -> Demand:
+def spec_of(query: torch.Tensor, pool: KVPool, scoring: Scoring) -> AttentionSpec:
     """Return the properties of a layer that its plan depends on.
 
     Args:
@@ -39,7 +39,7 @@ def demand_of(query: torch.Tensor, pool: KVPool, scoring: Scoring) -> Demand:
         scoring: how scores are computed, and which keys a query attends to.
     """
     _, num_query_heads, head_dim = query.shape
-    return Demand(
+    return AttentionSpec(
         group_size=num_query_heads // pool.num_kv_heads,
         row_numbers=pool.num_kv_heads * head_dim,
         dtype=query.dtype,
@@ -62,7 +62,7 @@ def paged_attention(
             bfloat16 or float16. K and V are rounded to this dtype.
         pool: the K/V; the suffix is already written.
         layer: index into the pool's layers.
-        groups: `plan_cpu_attention` of the batch, for `demand_of` these arguments.
+        groups: `plan_cpu_attention` of the batch, for `spec_of` these arguments.
         scoring: how scores are computed, and which keys a query attends to.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Plans paged attention on a CPU, once per step for all layers with the same `Demand`.
+"""Plans paged attention on a CPU, once per step for all layers with the same `AttentionSpec`.
 
 The keys of a row are split into pieces at fixed positions, independent of the batch and of the cache:
 
@@ -42,7 +42,7 @@ ROWS_MULTIPLE = 16
 SUM_MULTIPLE = 32
 
 
-class Demand(NamedTuple):
+class AttentionSpec(NamedTuple):
     """Properties that the layers of a plan have in common.
 
     Attributes:
@@ -194,43 +194,43 @@ class _Members(NamedTuple):
     first_rows: npt.NDArray[np.int64]
 
 
-def plan_cpu_attention(batch: PagedBatch, demand: Demand) -> list[Group]:
-    """Plan the attention of one step for the layers with the same `Demand`.
+def plan_cpu_attention(batch: PagedBatch, spec: AttentionSpec) -> list[Group]:
+    """Plan the attention of one step for the layers with the same `AttentionSpec`.
 
     Args:
         batch: the token rows of the step. The block size divides `TILE_TOKENS`.
-        demand: the properties that the layers have in common.
+        spec: the properties that the layers have in common.
     """
-    tiles = [*_tiles(batch, demand)]
-    num_parts = np.array([_num_parts(tile, demand) for tile in tiles])
+    tiles = [*_tiles(batch, spec)]
+    num_parts = np.array([_num_parts(tile, spec) for tile in tiles])
     tables = batch.host_tables[[tile.request for tile in tiles]]
     order, same_parts = prefix_order(tables, num_parts, PART_TOKENS // batch.block_size)
     tiles, tables, num_parts = [tiles[i] for i in order], tables[order], num_parts[order]
     groups = []
-    for first, end in _cut_into_groups(tiles, demand):
+    for first, end in _cut_into_groups(tiles, spec):
         own = slice(first, end)
-        num_rows = [(tile.end - tile.start) * demand.group_size for tile in tiles[own]]
+        num_rows = [(tile.end - tile.start) * spec.group_size for tile in tiles[own]]
         first_rows = np.cumsum([0, *num_rows])
         members = _Members(tiles[own], tables[own], num_parts[own], same_parts[first : end - 1], first_rows)
-        groups.append(_group(batch, demand, members))
+        groups.append(_group(batch, spec, members))
     return groups
 
 
-def _tiles(batch: PagedBatch, demand: Demand) -> Iterator[_QueryTile]:
+def _tiles(batch: PagedBatch, spec: AttentionSpec) -> Iterator[_QueryTile]:
     for i, kv_len in enumerate(batch.kv_lens):
         first_token, end_token = batch.query_starts[i], batch.query_starts[i + 1]
         prefix_len = kv_len - (end_token - first_token)
         for tile_start in range(prefix_len // TILE_TOKENS * TILE_TOKENS, kv_len, TILE_TOKENS):
             start, tile_end = max(tile_start, prefix_len), min(tile_start + TILE_TOKENS, kv_len)
             whole = _QueryTile(i, tile_start, start, tile_end, first_token + start - prefix_len)
-            step = max(1, _GROUP_NUMBERS // (_numbers_per_row(whole, demand) * demand.group_size))
+            step = max(1, _GROUP_NUMBERS // (_numbers_per_row(whole, spec) * spec.group_size))
             for at in range(start, tile_end, step):
                 yield _QueryTile(i, tile_start, at, min(at + step, tile_end), first_token + at - prefix_len)
 
 
-def _num_parts(tile: _QueryTile, demand: Demand) -> int:
+def _num_parts(tile: _QueryTile, spec: AttentionSpec) -> int:
     """Return the number of whole parts before a tile, those inside units included."""
-    return 0 if demand.is_whole else tile.tile_start // PART_TOKENS
+    return 0 if spec.is_whole else tile.tile_start // PART_TOKENS
 
 
 def _num_pieces(num_parts: int) -> int:
@@ -238,17 +238,17 @@ def _num_pieces(num_parts: int) -> int:
     return num_parts // _PARTS_PER_UNIT + num_parts % _PARTS_PER_UNIT
 
 
-def _numbers_per_row(tile: _QueryTile, demand: Demand) -> int:
+def _numbers_per_row(tile: _QueryTile, spec: AttentionSpec) -> int:
     """Return the elements of the pieces of a row, or of its mask, whichever are more."""
-    pieces = _num_pieces(_num_parts(tile, demand)) + 1
-    return max(pieces * demand.row_numbers, _num_keys(tile, demand))
+    pieces = _num_pieces(_num_parts(tile, spec)) + 1
+    return max(pieces * spec.row_numbers, _num_keys(tile, spec))
 
 
-def _cut_into_groups(tiles: Sequence[_QueryTile], demand: Demand) -> Iterator[tuple[int, int]]:
+def _cut_into_groups(tiles: Sequence[_QueryTile], spec: AttentionSpec) -> Iterator[tuple[int, int]]:
     """Split tiles, in order, into groups of bounded size, `[first, end)`."""
     first, rows, max_numbers = 0, 0, 0
     for i, tile in enumerate(tiles):
-        own_rows, own_numbers = (tile.end - tile.start) * demand.group_size, _numbers_per_row(tile, demand)
+        own_rows, own_numbers = (tile.end - tile.start) * spec.group_size, _numbers_per_row(tile, spec)
         all_rows, max_numbers = rows + own_rows, max(max_numbers, own_numbers)
         if rows and (all_rows > _GROUP_ROWS or all_rows * max_numbers > _GROUP_NUMBERS):
             yield first, i
@@ -257,11 +257,11 @@ def _cut_into_groups(tiles: Sequence[_QueryTile], demand: Demand) -> Iterator[tu
     yield first, len(tiles)
 
 
-def _group(batch: PagedBatch, demand: Demand, members: _Members) -> Group:
+def _group(batch: PagedBatch, spec: AttentionSpec, members: _Members) -> Group:
     tokens = np.concatenate([tile.first_token + np.arange(tile.end - tile.start) for tile in members.tiles])
     is_range = bool((tokens == tokens[0] + np.arange(len(tokens))).all())
-    strips = [*_strips(batch.block_size, demand, members)] if members.num_parts.any() else []
-    tails, tail_rows = _tails(batch, demand, members)
+    strips = [*_strips(batch.block_size, spec, members)] if members.num_parts.any() else []
+    tails, tail_rows = _tails(batch, spec, members)
     return Group(
         int(tokens[0]),
         len(tokens),
@@ -273,13 +273,13 @@ def _group(batch: PagedBatch, demand: Demand, members: _Members) -> Group:
     )
 
 
-def _strips(block_size: int, demand: Demand, members: _Members) -> Iterator[Strip]:
+def _strips(block_size: int, spec: AttentionSpec, members: _Members) -> Iterator[Strip]:
     _, tables, num_parts, same_parts, first_rows = members
     num_units = num_parts // _PARTS_PER_UNIT
     for first_unit, end_unit, first, end in runs_in_order(num_units.tolist(), (same_parts // _PARTS_PER_UNIT).tolist()):
         blocks = tables[first, first_unit * UNIT_TOKENS // block_size : end_unit * UNIT_TOKENS // block_size]
         rows = int(first_rows[first]), int(first_rows[end])
-        yield from _strips_of_run(blocks, first_unit, UNIT_TOKENS, rows, block_size, demand)
+        yield from _strips_of_run(blocks, first_unit, UNIT_TOKENS, rows, block_size, spec)
     # Tiles with a different number of units do not share parts, even if they share the blocks.
     same_parts = np.where(num_units[1:] == num_units[:-1], same_parts, 0)
     for first_part, end_part, first, end in runs_in_order(num_parts.tolist(), same_parts.tolist()):
@@ -289,7 +289,7 @@ def _strips(block_size: int, demand: Demand, members: _Members) -> Iterator[Stri
             blocks = tables[first, first_own * PART_TOKENS // block_size : end_part * PART_TOKENS // block_size]
             first_piece = int(num_units[first]) + first_own - parts_in_units
             rows = int(first_rows[first]), int(first_rows[end])
-            yield from _strips_of_run(blocks, first_piece, PART_TOKENS, rows, block_size, demand)
+            yield from _strips_of_run(blocks, first_piece, PART_TOKENS, rows, block_size, spec)
 
 
 def _strips_of_run(
@@ -298,13 +298,13 @@ def _strips_of_run(
     unit_tokens: int,
     rows: tuple[int, int],
     block_size: int,
-    demand: Demand,
+    spec: AttentionSpec,
 ) -> Iterator[Strip]:
     """Split a run of units into strips of adjacent blocks, read in place, and strips of copied blocks."""
     blocks_per_unit = unit_tokens // block_size
     by_unit = blocks.reshape(-1, blocks_per_unit)
     num_units = len(by_unit)
-    is_in_place = np.full(num_units, demand.reads_in_place)
+    is_in_place = np.full(num_units, spec.reads_in_place)
     is_in_place &= (by_unit[:, 1:] - by_unit[:, :-1] == 1).all(axis=1)
     follows = (by_unit[1:, 0] - by_unit[:-1, -1] == 1) & is_in_place[1:]
     max_copied = max(1, _COPIED_TOKENS // unit_tokens)
@@ -322,18 +322,18 @@ def _strips_of_run(
         first = end
 
 
-def _tails(batch: PagedBatch, demand: Demand, members: _Members) -> tuple[tuple[Tails, ...], torch.Tensor | None]:
+def _tails(batch: PagedBatch, spec: AttentionSpec, members: _Members) -> tuple[tuple[Tails, ...], torch.Tensor | None]:
     first_rows = members.first_rows
     by_shape: dict[tuple[int, int], list[int]] = {}  # tiles by their number of rows and of keys
     for i, tile in enumerate(members.tiles):
         num_rows = -(-int(first_rows[i + 1] - first_rows[i]) // ROWS_MULTIPLE) * ROWS_MULTIPLE
-        by_shape.setdefault((num_rows, _num_keys(tile, demand)), []).append(i)
+        by_shape.setdefault((num_rows, _num_keys(tile, spec)), []).append(i)
     tails, tail_rows, num_before = [], np.empty(int(first_rows[-1]), dtype=np.int64), 0
     for (num_rows, num_keys), indices in by_shape.items():
         max_tiles = max(1, _COPIED_TOKENS // num_keys)
         for start in range(0, len(indices), max_tiles):
             chosen = indices[start : start + max_tiles]
-            tails.append(_tails_of_shape(batch, demand, members, chosen, num_rows, num_keys))
+            tails.append(_tails_of_shape(batch, spec, members, chosen, num_rows, num_keys))
             for i in chosen:
                 tail_rows[first_rows[i] : first_rows[i + 1]] = num_before + np.arange(first_rows[i + 1] - first_rows[i])
                 num_before += num_rows
@@ -341,32 +341,32 @@ def _tails(batch: PagedBatch, demand: Demand, members: _Members) -> tuple[tuple[
     return tuple(tails), None if are_rows else torch.from_numpy(tail_rows)
 
 
-def _num_keys(tile: _QueryTile, demand: Demand) -> int:
+def _num_keys(tile: _QueryTile, spec: AttentionSpec) -> int:
     """Return the number of keys in the tail of a tile."""
-    return tile.tile_start + TILE_TOKENS - _first_key(tile, demand)
+    return tile.tile_start + TILE_TOKENS - _first_key(tile, spec)
 
 
-def _first_key(tile: _QueryTile, demand: Demand) -> int:
+def _first_key(tile: _QueryTile, spec: AttentionSpec) -> int:
     """Return the position of the first key in the tail of a tile."""
-    if not demand.is_whole:
+    if not spec.is_whole:
         return tile.tile_start // PART_TOKENS * PART_TOKENS
-    return _first_visible(tile.tile_start, demand) // SUM_MULTIPLE * SUM_MULTIPLE
+    return _first_visible(tile.tile_start, spec) // SUM_MULTIPLE * SUM_MULTIPLE
 
 
-def _first_visible(position: int, demand: Demand) -> int:
+def _first_visible(position: int, spec: AttentionSpec) -> int:
     """Return the first position that a token attends to."""
-    return 0 if demand.window is None else max(0, position + 1 - demand.window)
+    return 0 if spec.window is None else max(0, position + 1 - spec.window)
 
 
 def _tails_of_shape(
-    batch: PagedBatch, demand: Demand, members: _Members, chosen: Sequence[int], num_rows: int, num_keys: int
+    batch: PagedBatch, spec: AttentionSpec, members: _Members, chosen: Sequence[int], num_rows: int, num_keys: int
 ) -> Tails:
     block_size, tiles = batch.block_size, [members.tiles[i] for i in chosen]
-    first_keys = np.array([_first_key(tile, demand) for tile in tiles])  # [num_tiles]
+    first_keys = np.array([_first_key(tile, spec) for tile in tiles])  # [num_tiles]
     own_tokens = np.array([tile.end - tile.start for tile in tiles])[:, None]
     starts = np.array([tile.start for tile in tiles])[:, None]
-    positions = starts + np.minimum(np.arange(num_rows) // demand.group_size, own_tokens - 1)
-    own_rows = np.minimum(np.arange(num_rows), own_tokens * demand.group_size - 1)
+    positions = starts + np.minimum(np.arange(num_rows) // spec.group_size, own_tokens - 1)
+    own_rows = np.minimum(np.arange(num_rows), own_tokens * spec.group_size - 1)
     rows = members.first_rows[list(chosen)][:, None] + own_rows
 
     first_key = int(first_keys[0]) % block_size
@@ -376,7 +376,7 @@ def _tails_of_shape(
     in_table = np.minimum(places, (kv_lens - 1) // block_size)
     slots = (first_keys // block_size * block_size)[:, None] + np.arange(blocks_per_tile * block_size)
     # If the first rows of a tile are not computed, the keys that only they attend to may have been dropped.
-    first_visible = np.array([_first_visible(tile.start, demand) for tile in tiles])[:, None]
+    first_visible = np.array([_first_visible(tile.start, spec) for tile in tiles])[:, None]
     is_written = (slots < kv_lens) & (slots >= first_visible)
     tails = Tails(
         torch.from_numpy(rows.reshape(-1)) if len(members.tiles) > 1 else None,
@@ -391,7 +391,5 @@ def _tails_of_shape(
         None,
     )
     return (
-        replace(tails, kept_mask=tails.mask(demand.window, demand.dtype))
-        if rows.size * num_keys <= _KEPT_MASK
-        else tails
+        replace(tails, kept_mask=tails.mask(spec.window, spec.dtype)) if rows.size * num_keys <= _KEPT_MASK else tails
     )

@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 
 from radixkv.kernels.batch import Ints, PagedBatch, repeat_indices
-from radixkv.kernels.gpu.attention_splits import HOPPER, KEY_ALIGNMENT_TOKENS, DeviceRoom, Splits, even_splits
+from radixkv.kernels.gpu.attention_splits import HOPPER, KEY_ALIGNMENT_TOKENS, DeviceCapacity, Splits, even_splits
 from radixkv.kernels.gpu.joined_rows import Joins, join_rows, may_join, unit_tokens
 from radixkv.kernels.staging import to_device
 
@@ -110,7 +110,7 @@ def plan_attention(
     tile_rows: int | None = None,
     split_tokens: int | None = None,
     joins: bool = True,
-    room: DeviceRoom = HOPPER,
+    capacity: DeviceCapacity = HOPPER,
 ) -> AttentionPlan:
     """Plan the attention of one step for layers with the same number of query heads and the same window.
 
@@ -127,7 +127,7 @@ def plan_attention(
         split_tokens: maximum number of keys per program, a multiple of 64; None distributes the keys evenly over the
             device, see `even_splits`.
         joins: whether rows of requests that share K/V are joined. They are not if the window hides any key.
-        room: the device that `even_splits` distributes the keys over.
+        capacity: how many programs the device runs at once, for `even_splits`.
 
     Returns:
         A plan whose tensors are on the device of `batch.block_tables`.
@@ -151,7 +151,7 @@ def plan_attention(
     if batch_joins is not None:
         tiles.kv_start[tiles.last] = batch_joins.end_keys
     if split_tokens is None:
-        splits = _even_splits(tiles, batch_joins, num_kv_heads, tile_rows, room)
+        splits = _even_splits(tiles, batch_joins, num_kv_heads, tile_rows, capacity)
     else:
         splits = Splits(split_tokens, is_even=False)
     work, merges, joined_rows, num_partial_rows = _cut(tiles, batch_joins, group_size, tile_rows, splits)
@@ -192,14 +192,16 @@ def _tiles(batch: PagedBatch, group_size: int, tile_rows: int, window: int | Non
 
 
 def _joins(batch: PagedBatch, tiles: _Tiles, group_size: int, tile_rows: int, unit_tokens: int) -> Joins | None:
-    """Join the last tiles of requests. Full tiles are not joined: a program has no room for more rows."""
+    """Join the last tiles of requests. Full tiles are not joined: a program can hold no more rows."""
     last = tiles.last
     _, _, _, num_prefix_tokens, first_row = tiles.rows[:, last]
     positions = num_prefix_tokens + first_row // group_size
     return join_rows(batch, tiles.num_rows[last] % tile_rows, positions, tile_rows, unit_tokens)
 
 
-def _even_splits(tiles: _Tiles, joins: Joins | None, num_kv_heads: int, tile_rows: int, room: DeviceRoom) -> Splits:
+def _even_splits(
+    tiles: _Tiles, joins: Joins | None, num_kv_heads: int, tile_rows: int, capacity: DeviceCapacity
+) -> Splits:
     """Distribute the keys of all tiles over the device, including those of joined rows."""
     num_keys, num_rows = tiles.kv_end - tiles.kv_start, tiles.num_rows
     if joins is not None:
@@ -210,8 +212,8 @@ def _even_splits(tiles: _Tiles, joins: Joins | None, num_kv_heads: int, tile_row
         num_rows,
         num_kv_heads=num_kv_heads,
         tile_rows=tile_rows,
-        max_partials=room.max_partials(tiles.last.size, num_kv_heads, tile_rows),
-        room=room,
+        max_partials=capacity.max_partials(tiles.last.size, num_kv_heads, tile_rows),
+        capacity=capacity,
     )
 
 

@@ -59,10 +59,10 @@ _COSTS = {16: TileCost(4, 1.44, 1.44), 64: TileCost(2, 0.475, 0.8), 128: TileCos
 
 
 @dataclass(frozen=True, slots=True)
-class DeviceRoom:
+class DeviceCapacity:
     """How many attention programs a device runs at once.
 
-    >>> [DeviceRoom(132).num_programs(tile_rows) for tile_rows in (16, 64, 128)]
+    >>> [DeviceCapacity(132).num_programs(tile_rows) for tile_rows in (16, 64, 128)]
     [528, 264, 132]
 
     Attributes:
@@ -90,7 +90,7 @@ class DeviceRoom:
         It is the number of programs that the device runs at once, but at least two per multiprocessor, divided by the
         KV heads, plus two per request. Joined rows, see `joined_rows.py`, have further ones.
 
-        >>> [DeviceRoom(132).max_partials(4, 8, tile_rows) for tile_rows in (16, 64, 128)]
+        >>> [DeviceCapacity(132).max_partials(4, 8, tile_rows) for tile_rows in (16, 64, 128)]
         [74, 41, 41]
         """
         num_programs = max(self.num_programs(tile_rows), 2 * self.num_multiprocessors)
@@ -98,7 +98,7 @@ class DeviceRoom:
 
 
 # An H100 or H200 (SXM): the default.
-HOPPER = DeviceRoom(132)
+HOPPER = DeviceCapacity(132)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +131,7 @@ class Splits:
 
 
 def even_splits(
-    num_keys: Ints, num_rows: Ints, *, num_kv_heads: int, tile_rows: int, max_partials: int, room: DeviceRoom
+    num_keys: Ints, num_rows: Ints, *, num_kv_heads: int, tile_rows: int, max_partials: int, capacity: DeviceCapacity
 ) -> Splits:
     """Choose how many keys a program reads, so that by an estimate the step ends earliest.
 
@@ -148,16 +148,16 @@ def even_splits(
         tile_rows: rows of a tile.
         max_partials: maximum number of partial results per KV head. A tile whose keys are not split has none, so it is
             always possible to split nothing.
-        room: the device.
+        capacity: how many programs the device runs at once.
 
     Complexity: O(sizes * tiles); sizes are left out so that this product is at most about 16,000.
     """
     key_tiles = _key_tiles_of(num_keys)
-    sizes = _sizes(int(key_tiles.max()), 4 * room.num_programs(tile_rows) // num_kv_heads, key_tiles.size)
+    sizes = _sizes(int(key_tiles.max()), 4 * capacity.num_programs(tile_rows) // num_kv_heads, key_tiles.size)
     counts = -(-key_tiles // sizes[:, None])  # [num_sizes, num_tiles]
-    took_us = _attention_us(-(-key_tiles // counts), counts, num_kv_heads, room, tile_rows)
+    took_us = _attention_us(-(-key_tiles // counts), counts, num_kv_heads, capacity, tile_rows)
     partials = np.where(counts > 1, counts, 0)
-    bytes_moved = 2 * 4 * room.head_dim * num_kv_heads * (partials * num_rows).sum(1)
+    bytes_moved = 2 * 4 * capacity.head_dim * num_kv_heads * (partials * num_rows).sum(1)
     took_us += np.where(partials.any(1), _MERGE_US + _PARTIAL_US * counts.max(1) + bytes_moved / _BYTES_PER_US, 0.0)
     is_allowed = partials.sum(1) <= max_partials
     is_allowed[0] = True
@@ -169,16 +169,16 @@ def _key_tiles_of(num_keys: Ints) -> Ints:
     return -(-num_keys // KEY_ALIGNMENT_TOKENS)
 
 
-def _sizes(longest: int, most_splits: int, num_tiles: int) -> Ints:
+def _sizes(longest: int, max_splits: int, num_tiles: int) -> Ints:
     """List sizes of splits, in key tiles: the whole range of keys, a half, a third and so on."""
-    num_splits = np.arange(1, max(1, min(most_splits, longest // _MIN_SPLIT_KEY_TILES)) + 1)
+    num_splits = np.arange(1, max(1, min(max_splits, longest // _MIN_SPLIT_KEY_TILES)) + 1)
     sizes = np.unique(-(-longest // num_splits))[::-1]
     stride = -(-sizes.size * num_tiles // _MAX_ESTIMATES)
     return sizes[::stride]
 
 
 def _attention_us(
-    split_key_tiles: Ints, counts: Ints, num_kv_heads: int, room: DeviceRoom, tile_rows: int
+    split_key_tiles: Ints, counts: Ints, num_kv_heads: int, capacity: DeviceCapacity, tile_rows: int
 ) -> npt.NDArray[np.float64]:
     """Estimate how long all programs take if the longest ones start first, `[num_sizes]`.
 
@@ -188,12 +188,12 @@ def _attention_us(
         split_key_tiles: key tiles of each split of a tile, `[num_sizes, num_tiles]`.
         counts: splits of each tile, `[num_sizes, num_tiles]`.
     """
-    cost = room.cost(tile_rows)
+    cost = capacity.cost(tile_rows)
     num_programs = num_kv_heads * counts.sum(1, keepdims=True)
-    num_residents = np.clip(-(-num_programs // room.num_multiprocessors), 1, cost.programs)
+    num_residents = np.clip(-(-num_programs // capacity.num_multiprocessors), 1, cost.programs)
     order = np.argsort(-split_key_tiles, axis=1, kind="stable")
     split_us = _PROGRAM_US + np.take_along_axis(split_key_tiles, order, 1) * cost.key_tile_us(num_residents)
     ends = num_kv_heads * np.take_along_axis(counts, order, 1).cumsum(1)
-    waves = -(-ends // (room.num_multiprocessors * num_residents))
+    waves = -(-ends // (capacity.num_multiprocessors * num_residents))
     took_us: npt.NDArray[np.float64] = (split_us * np.diff(waves, axis=1, prepend=0)).sum(1)
     return took_us

@@ -21,10 +21,11 @@ from radixkv.kernels.gpu.attention_plan import first_key
 from radixkv.kernels.kv_pool import KVPool
 from radixkv.kernels.staging import to_device
 
-# Minimum number of query rows per key, on average, for which dequantizing first pays; each token has one row per query
-# head of a group. This is an estimate, not a measurement. For 64 keys of 128 dimensions in 8 bits, each tile of 128
-# rows saves 206 instructions per warp, which take 412 cycles. Dequantizing reads and writes 64 KiB more, which takes
-# 4,900 cycles at a multiprocessor's share of 3 TB/s. So it would pay from 1,500 rows on; the launches have a cost, too.
+# Minimum number of query rows per key, on average, from which dequantizing first is faster; each token has one row per
+# query head of a group. This is an estimate, not a measurement. For 64 keys of 128 dimensions in 8 bits, each tile of
+# 128 rows saves 206 instructions per warp, which take 412 cycles. Dequantizing reads and writes 64 KiB more, which
+# takes 4,900 cycles at a multiprocessor's share of 3 TB/s. So it would be faster from 1,500 rows on; the launches take
+# time, too.
 _MIN_ROWS = 1600
 
 # Steps of at most this number of tokens never dequantize first, so their launches do not depend on the blocks that they
@@ -69,10 +70,10 @@ def plan_dequantize(
         num_query_heads: query heads of these layers, a multiple of the pool's KV heads.
         dtype: dtype of the queries, and of plain blocks.
         window: number of tokens that a query sees, including its own; None for all.
-        is_forced: whether to dequantize first even if it does not pay.
+        is_forced: whether to dequantize first even if it is slower.
 
     Returns:
-        A plan whose tensors live on the device of `batch.block_tables`. None if the pool is not quantized, the queries
+        A plan whose tensors are on the device of `batch.block_tables`. None if the pool is not quantized, the queries
         are float32 or, unless forced, the step is short, too few rows see each key, or plain blocks would take more
         than 512 MiB.
     """

@@ -107,7 +107,7 @@ class Joins:
 
 
 def may_join(batch: PagedBatch, window: int | None) -> bool:
-    """Whether any requests begin with the same block, and the window of the layers hides no key from any request."""
+    """Return whether requests begin with the same block, and the window of the layers hides no key from any request."""
     if window is not None and window < max(batch.kv_lens):
         return False
     first_blocks = batch.host_tables[:, 0].tolist()

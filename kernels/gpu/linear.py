@@ -31,7 +31,7 @@ _GROUP_TILES = 8
 
 _TMA_ALIGNMENT_BYTES = 16  # of addresses and strides
 
-_TRIED_ROWS = 300  # three tiles, the last one partly empty
+_TRIED_ROWS = 300  # three tiles of 128 rows, the last one partly empty
 
 
 def linear(

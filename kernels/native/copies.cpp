@@ -155,11 +155,11 @@ int64_t write_body(int file, int64_t position, const uint8_t* head, int64_t head
   return 0;
 }
 
-// Writes records of `room` bytes, adjacent ones in one call. Returns 0, or -errno.
-int64_t write_records(int file, uint8_t* records, int64_t room, const int64_t* positions, int64_t num_records) {
+// Writes records of `record_bytes` each, adjacent ones in one call. Returns 0, or -errno.
+int64_t write_records(int file, uint8_t* records, int64_t record_bytes, const int64_t* positions, int64_t num_records) {
   for (int64_t start = 0, end = 1; start < num_records; start = end++) {
-    while (end < num_records && positions[end] == positions[end - 1] + room) ++end;
-    iovec part = {records + start * room, static_cast<size_t>((end - start) * room)};
+    while (end < num_records && positions[end] == positions[end - 1] + record_bytes) ++end;
+    iovec part = {records + start * record_bytes, static_cast<size_t>((end - start) * record_bytes)};
     if (const int64_t failure = write_all(file, &part, 1, positions[start])) return failure;
   }
   return 0;
@@ -194,8 +194,8 @@ extern "C" int64_t radixkv_read_checked(int heads, int bodies, int64_t head_byte
                                         const int64_t* sizes, uint8_t* const* targets, int64_t* counts,
                                         uint8_t* digests) {
   const Files files = {heads, bodies, head_bytes};
-  const int64_t room = std::max(kReadPiece, head_bytes + kStripe);
-  uint8_t* const piece = static_cast<uint8_t*>(aligned_alloc(kStripe, room));
+  const int64_t piece_bytes = std::max(kReadPiece, head_bytes + kStripe);
+  uint8_t* const piece = static_cast<uint8_t*>(aligned_alloc(kStripe, piece_bytes));
   if (piece == nullptr) return -ENOMEM;
   int64_t failure = 0;
   for (int64_t i = 0; i < num_objects && failure == 0; ++i) {
@@ -215,17 +215,17 @@ extern "C" int64_t radixkv_write_checked(int heads, int bodies, int64_t head_byt
                                          const int64_t* head_positions, const int64_t* body_positions,
                                          const uint8_t* const* head_parts, const uint8_t* const* body_parts,
                                          const int64_t* body_bytes) {
-  const int64_t room = whole_pages(head_bytes + xxh3::kDigestBytes);
-  uint8_t* const records = static_cast<uint8_t*>(aligned_alloc(kPage, std::max(kPage, num_objects * room)));
+  const int64_t record_bytes = whole_pages(head_bytes + xxh3::kDigestBytes);
+  uint8_t* const records = static_cast<uint8_t*>(aligned_alloc(kPage, std::max(kPage, num_objects * record_bytes)));
   if (records == nullptr) return -ENOMEM;
-  memset(records, 0, num_objects * room);
+  memset(records, 0, num_objects * record_bytes);
   int64_t failure = 0;
   for (int64_t i = 0; i < num_objects && failure == 0; ++i) {
-    uint8_t* const record = records + i * room;
+    uint8_t* const record = records + i * record_bytes;
     memcpy(record, head_parts[i], head_bytes);
     failure = write_body(bodies, body_positions[i], record, head_bytes, body_parts[i], body_bytes[i], record + head_bytes);
   }
-  if (failure == 0) failure = write_records(heads, records, room, head_positions, num_objects);
+  if (failure == 0) failure = write_records(heads, records, record_bytes, head_positions, num_objects);
   free(records);
   return failure;
 }

@@ -55,7 +55,7 @@ def load_library(
     Args:
         directory: the cache directory. Its subdirectory `kernels` keeps the eight compiled libraries used last.
         environment: environment variables: `CXX` names the compiler, and `PATH` is searched for it.
-        variants: the variants to choose from, the preferred ones first; None takes `runnable_variants`.
+        variants: the variants to choose from, the preferred ones first; None for `runnable_variants`.
 
     Raises:
         NotCompiled: no variant can be found, compiled or loaded.

@@ -41,6 +41,6 @@ def processor_flags(cpuinfo: Path = _CPUINFO) -> frozenset[str]:
 
 
 def processor_capability() -> str:
-    """Return what kernels may use: AMX, AVX512, AVX2, or DEFAULT for none of them. ATEN_CPU_CAPABILITY can limit it."""
+    """Return AMX, AVX512 or AVX2, or another name if kernels may use none of them. ATEN_CPU_CAPABILITY can limit it."""
     capability = torch.backends.cpu.get_cpu_capability()
     return "AMX" if capability == "AVX512" and torch.cpu._is_amx_tile_supported() else capability

@@ -67,7 +67,7 @@ class Pool {
   static Pool& get();
 
   void run(int64_t num_items, int64_t num_threads, Work work, void* context) {
-    if (is_taken_.test_and_set(std::memory_order_acquire)) {  // by another thread, or by a caller of this one
+    if (is_in_use_.test_and_set(std::memory_order_acquire)) {  // by another thread, or by a caller of this one
       Items items(num_items);
       return work(context, items);
     }
@@ -80,7 +80,7 @@ class Pool {
     if (num_sleeping_.load() > 0) futex_wake(epoch_, INT_MAX);  // a futex does not know which worker has which index
     compute();
     wait_until_done();
-    is_taken_.clear(std::memory_order_release);
+    is_in_use_.clear(std::memory_order_release);
   }
 
   // Claims a range. Returns its number, or -1 if none is left.
@@ -124,7 +124,8 @@ class Pool {
     }
   }
 
-  // Spins until a condition holds. Returns false if it does not hold within the time for which spinning pays.
+  // Spins until a condition holds. Returns false if it does not hold within `kQuietSpinNs`, or `kBusySpinNs` after a
+  // preemption.
   template <class Condition>
   bool spin_until(Condition&& holds) {
     if (holds()) return true;
@@ -174,7 +175,7 @@ class Pool {
     }
   }
 
-  std::atomic_flag is_taken_ = ATOMIC_FLAG_INIT;
+  std::atomic_flag is_in_use_ = ATOMIC_FLAG_INIT;
   int64_t num_workers_ = 0;
   bool can_start_ = true;
   Work work_ = nullptr;  // of the current loop, as are the next two

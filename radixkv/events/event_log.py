@@ -93,14 +93,15 @@ class EventLog:
         """Return the batch after a number; None if it does not exist yet.
 
         Raises:
-            EventsLost: the batch was dropped, since the reader was too slow.
+            EventsLost: the batch was dropped, because the reader was too slow.
         """
         if number >= self.last:
             return None
         batch = self._ring[(number + 1) % len(self._ring)]
         if batch is None or batch.sequence_number != number + 1:
             raise EventsLost(
-                f"events: expected a reader that is at most {len(self._ring)} batches behind, got one further behind"
+                f"events: the next batch was dropped, since the log keeps at most {len(self._ring)} batches with at "
+                f"most {self._max_blocks} blocks; subscribe again from 0"
             )
         return batch
 

@@ -20,7 +20,7 @@ from radixkv.events.tree_feed import TreeFeed
 MAX_BATCHES_PER_S = 1000
 _MAX_BATCHES_AT_ONCE = 32
 
-# Readers per loop. There are few routers, and a thousand readers would overload the loop.
+# Readers of one `EventSource`. There are few routers, and a thousand readers would overload an event loop.
 MAX_READERS = 64
 
 
@@ -85,12 +85,12 @@ class EventReader:
 
     Args:
         batches: the batches.
-        leave: unregisters the reader; called once.
+        unregister: unregisters the reader; called once.
     """
 
-    def __init__(self, batches: AsyncGenerator[EventBatch, None], leave: Callable[[], None]) -> None:
+    def __init__(self, batches: AsyncGenerator[EventBatch, None], unregister: Callable[[], None]) -> None:
         self._batches = batches
-        self._leave: Callable[[], None] | None = leave
+        self._unregister: Callable[[], None] | None = unregister
 
     def __aiter__(self) -> EventReader:
         return self
@@ -108,9 +108,9 @@ class EventReader:
         await self._batches.aclose()
 
     def _end(self) -> None:
-        leave, self._leave = self._leave, None
-        if leave is not None:
-            leave()
+        unregister, self._unregister = self._unregister, None
+        if unregister is not None:
+            unregister()
 
 
 class EventReaders:
@@ -147,7 +147,7 @@ class EventReaders:
             too far behind, or Draining when the service stops.
 
         Raises:
-            TooManyReaders: there are `MAX_READERS` readers.
+            TooManyReaders: the source has `MAX_READERS` readers.
             UnknownEventNumber: `start` is from before a restart, or the batches after it were dropped; subscribe again
                 from 0.
         """
@@ -156,9 +156,9 @@ class EventReaders:
         if self._source.num_readers >= MAX_READERS:
             raise TooManyReaders(f"events: expected at most {MAX_READERS} readers, got one more")
         self._source.num_readers += 1
-        return EventReader(self._read(start), self._leave)
+        return EventReader(self._read(start), self._unregister)
 
-    def _leave(self) -> None:
+    def _unregister(self) -> None:
         self._source.num_readers -= 1
 
     async def _read(self, number: int) -> AsyncGenerator[EventBatch, None]:

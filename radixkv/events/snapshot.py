@@ -65,19 +65,19 @@ class Snapshot:
         Complexity: O(nodes + tokens) for the first access, from any thread.
         """
         parts: list[list[Event]] = [[AllCleared()]]
-        num_blocks, room = 0, MAX_PART_BLOCKS
+        num_blocks, num_left = 0, MAX_PART_BLOCKS  # blocks in all parts; space for blocks in the last part
         known: set[bytes] = set()
         for run in self._runs:
             position, end = _num_known(run, known), len(run.hashes) // HASH_BYTES
             num_blocks += end - position
             while position < end:
-                if not room:
+                if not num_left:
                     parts.append([])
-                    room = MAX_PART_BLOCKS
-                piece = self._piece(run, position, min(end, position + room))
+                    num_left = MAX_PART_BLOCKS
+                piece = self._piece(run, position, min(end, position + num_left))
                 parts[-1].append(piece)
                 position += piece.num_blocks
-                room -= piece.num_blocks
+                num_left -= piece.num_blocks
         parts += ([piece] for piece in self._stored_pieces())
         return tuple(
             EventBatch(self.sequence_number, self._time_s, tuple(events), SnapshotPart(index, len(parts), num_blocks))

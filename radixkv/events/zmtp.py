@@ -105,7 +105,7 @@ class ZmtpConnection:
         return self._security.is_ready
 
     def feed(self, data: bytes) -> None:
-        """Take bytes of the peer, at most `READ_BYTES`, once `read` has returned False."""
+        """Take bytes of the peer, at most `READ_BYTES`, after `read` has returned False."""
         self._buffer += data
 
     def read(self) -> list[bytes] | bool:

@@ -98,11 +98,16 @@ class Evaluator:
         """Return the log probability of each text after the prefix token.
 
         A text that is longer than the model allows is divided into windows of the maximum length, as in
-        lm-evaluation-harness. Each token is predicted once; the last window begins with tokens of the previous one.
+        lm-evaluation-harness. Each token is predicted once; each window but the first begins with tokens of the
+        previous one.
+
+        Raises:
+            InvalidRequest: a text is not valid Unicode. The message names the request.
         """
         windows: list[tuple[int, _Scored]] = []
         for index, text in enumerate(texts):
-            windows += [(index, each) for each in self._windows(self.encode(text))]
+            with _name_request(index):
+                windows += [(index, each) for each in self._windows(self.encode(text))]
         totals = [0.0] * len(texts)
         params = self._params(prompt_logprobs=0, max_tokens=1, detokenize=False)
         outputs = self._llm.generate(
@@ -194,14 +199,14 @@ class Evaluator:
             raise InvalidRequest(
                 "expected options of generate_until and fields of SamplingParams, got " + ", ".join(options)
             ) from error
-        room = self._llm.max_model_len - max_tokens
-        if room < 1:
+        max_context_tokens = self._llm.max_model_len - max_tokens
+        if max_context_tokens < 1:
             raise InvalidRequest(
                 f"max_gen_toks: expected fewer than {self._llm.max_model_len}, the longest sequence of the "
                 f"model, got {max_tokens}"
             )
         tokens = self.encode(context) if context else [self.prefix_token_id]
-        return tokens[-room:], params, until
+        return tokens[-max_context_tokens:], params, until
 
     def _params(self, **options: Any) -> Any:
         from radixkv import SamplingParams

@@ -1,4 +1,4 @@
-"""An event source without an engine: a cache whose changes are published when the test says so."""
+"""An event source without an engine: a cache whose changes the test publishes."""
 
 from __future__ import annotations
 

@@ -63,28 +63,28 @@ async def many_subscriptions(peer: Peer) -> None:
 
 
 async def endless_message(peer: Peer) -> None:
-    """Send a message whose last frame never comes."""
+    """Send a message without its last frame."""
     await peer.send(hello(b"DEALER"))
     while True:
         await peer.send(frame(bytes(200), MORE) * 100)
 
 
 async def malformed_requests(peer: Peer) -> None:
-    """Ask for replays without end, with a sequence that is too short."""
+    """Request replays endlessly, with a sequence number that is too short."""
     await peer.send(hello(b"DEALER"))
     while True:
         await peer.send((frame(b"", MORE) + frame(b"123")) * 100)
 
 
 async def unread_replays(peer: Peer) -> None:
-    """Ask for all replays without end, and read nothing."""
+    """Request all replays endlessly, and read nothing."""
     await peer.send(hello(b"DEALER"))
     while True:
         await peer.send((frame(b"", MORE) + frame(bytes(8))) * 100)
 
 
 async def read_replays(peer: Peer) -> None:
-    """Ask for all replays without end, and read them."""
+    """Request all replays endlessly, and read them."""
     await peer.send(hello(b"DEALER") + (frame(b"", MORE) + frame(bytes(8))) * 10)
     while await peer.reader.read(65_536):
         await peer.send(frame(b"", MORE) + frame(bytes(8)))

@@ -154,7 +154,7 @@ def test_readers_share_each_batch_and_one_snapshot() -> None:
     run(test)
 
 
-def test_one_reader_too_many_is_refused_until_a_place_is_given_back() -> None:
+def test_one_reader_too_many_is_refused_until_another_one_closes() -> None:
     async def test() -> None:
         source = FakeSource()
         readers = EventReaders(source)

@@ -64,7 +64,7 @@ class Reader:
 
 
 class Watched:
-    """A cache with stores that take what the test says, and a reader of its events."""
+    """A cache with stores whose contents the test sets, and a reader of its events."""
 
     def __init__(
         self, *tier_indexes: TierIndex, num_blocks: int = 4, event_block_size: int = EVENT, is_on: bool = True
@@ -86,8 +86,8 @@ class Watched:
         with self.cache.lease(namespace, prompt(ids)) as lease:
             lease.commit(len(ids))
 
-    def leave(self, num_blocks: int) -> list[bytes]:
-        """Evict blocks. Returns the keys of what is to be stored."""
+    def evict(self, num_blocks: int) -> list[bytes]:
+        """Evict blocks from the device. Returns the keys of those to store."""
         self.cache.evict(num_blocks)
         return [each.block.key for each in self.index.take_evicted_blocks()[0]]
 
@@ -127,7 +127,7 @@ def test_a_stored_block_is_reported_with_the_hash_that_it_had_on_the_device() ->
     watched.put(range(12))
     on_device = set(watched.publish().of(DEVICE))
     assert on_device == watched.hashes(range(12))
-    keys = watched.leave(2)
+    keys = watched.evict(2)
     assert watched.publish().blocks == {DEVICE: watched.hashes(range(4))}
     watched.index.stored("host", keys)
     assert watched.feed.has_backlog
@@ -138,7 +138,7 @@ def test_a_stored_block_is_reported_with_the_hash_that_it_had_on_the_device() ->
 def test_readers_of_the_device_get_no_store_events() -> None:
     watched = Watched()
     watched.put(range(8))
-    watched.index.stored("host", watched.leave(1))
+    watched.index.stored("host", watched.evict(1))
     watched.feed.publish()
     batch = watched.log.after(watched.number)
     assert batch is not None
@@ -146,13 +146,15 @@ def test_readers_of_the_device_get_no_store_events() -> None:
     assert {event.tier for event in batch.device_events if not isinstance(event, AllCleared)} == {DEVICE}
 
 
-def test_a_block_that_a_store_gives_up_or_never_got_is_forgotten() -> None:
+def test_a_block_that_a_store_dropped_or_never_got_is_forgotten() -> None:
     watched = Watched(TierIndex("host", 2), TierIndex("disk", 3))
     watched.put(range(16))
-    keys = watched.leave(4)
+    keys = watched.evict(4)
     for name in ("host", "disk"):
         watched.index.stored(name, [key for key in keys if key in watched.index.tiers[name]])
-    assert watched.publish().of("host") == watched.hashes(range(8)), "ends leave first, and are given up for beginnings"
+    assert watched.publish().of("host") == watched.hashes(range(8)), (
+        "the last blocks are evicted first, and dropped for the first ones"
+    )
     assert watched.reader.of("disk") == watched.hashes(range(12))
     watched.index.lost("host", keys)
     assert (watched.publish().of("host"), len(watched.reader.of("disk"))) == (set(), 6)
@@ -164,7 +166,7 @@ def test_a_block_that_a_store_gives_up_or_never_got_is_forgotten() -> None:
 def test_blocks_of_an_earlier_process_are_reported_when_a_prompt_finds_them() -> None:
     watched = Watched(is_on=False)
     watched.put(range(12))
-    watched.index.stored("host", watched.leave(2))
+    watched.index.stored("host", watched.evict(2))
     watched.feed.switch_on(watched.cache.nodes)
     assert watched.publish().of("host") == set()
     assert len(watched.index.find(BASE, prompt(range(13)), 1)) == 2
@@ -176,7 +178,7 @@ def test_a_snapshot_lists_the_stores_in_parts_of_their_own(monkeypatch) -> None:
     watched = Watched(TierIndex("host", 100), TierIndex("disk", 100))
     for namespace in (BASE, ACME):
         watched.put(range(8), namespace)
-        keys = watched.leave(2)
+        keys = watched.evict(2)
         watched.index.stored("host", keys)
         watched.index.stored("disk", keys[:1])
     watched.put(range(4))
@@ -187,7 +189,7 @@ def test_a_snapshot_lists_the_stores_in_parts_of_their_own(monkeypatch) -> None:
         late.read(batch)
     assert late.blocks == watched.publish().blocks
     assert len(late.of("host")) == 8
-    assert len(batches) == 1 + 4 + 2, "what is on the device, and two blocks a part of each store and namespace"
+    assert len(batches) == 1 + 4 + 2, "the device, and parts of two blocks for each store and namespace"
     assert batches[0].snapshot is not None
     assert batches[0].snapshot.num_blocks == 2, "those of the device"
 
@@ -195,7 +197,7 @@ def test_a_snapshot_lists_the_stores_in_parts_of_their_own(monkeypatch) -> None:
 def test_a_purge_that_empties_the_device_leaves_the_stores_of_others() -> None:
     watched = Watched()
     watched.put(range(8))
-    watched.index.stored("host", watched.leave(2))
+    watched.index.stored("host", watched.evict(2))
     watched.put(range(8), ACME)
     watched.cache.purge(tenant="acme")
     watched.index.purge("acme", None, None)
@@ -208,7 +210,7 @@ def test_blocks_of_invoked_adapters_are_not_published() -> None:
     watched = Watched()
     ids = [*range(4), *range(1000, 1008)]
     watched.put(ids)
-    keys = watched.leave(3)
+    keys = watched.evict(3)
     assert len(keys) == 3
     watched.index.stored("host", keys)
     assert watched.publish().of("host") == watched.hashes(range(4))
@@ -217,7 +219,7 @@ def test_blocks_of_invoked_adapters_are_not_published() -> None:
 def test_stores_are_not_reported_if_event_blocks_do_not_divide_those_of_the_pool() -> None:
     watched = Watched(event_block_size=3)
     watched.put(range(12))
-    watched.index.stored("host", watched.leave(2))
+    watched.index.stored("host", watched.evict(2))
     assert set(watched.publish().blocks) == {DEVICE}
 
 
@@ -227,7 +229,7 @@ def test_a_large_change_is_published_in_pieces_before_a_snapshot() -> None:
     watched.put(range(64 * BLOCK))
     while watched.feed.has_backlog:
         watched.publish()
-    watched.index.stored("host", watched.leave(64))
+    watched.index.stored("host", watched.evict(64))
     answer: Future[Snapshot] = Future()
     watched.feed.request_snapshot(answer)
     num_batches = 0
@@ -240,7 +242,7 @@ def test_a_large_change_is_published_in_pieces_before_a_snapshot() -> None:
 
 
 def test_events_match_the_contents_of_stores_after_random_operations() -> None:
-    """Evictions, saves that succeed, fail or come late, stores that give up, purges and finds."""
+    """Evictions, saves that succeed, fail or are late, blocks that stores lose, purges and finds."""
     for seed in range(20):
         draw = random.Random(seed)
         watched = Watched(TierIndex("host", 5), TierIndex("disk", 9), num_blocks=8)
@@ -251,9 +253,9 @@ def test_events_match_the_contents_of_stores_after_random_operations() -> None:
             ids = range(first := 100 * draw.randrange(3), first + length)
             if kind < 4:
                 watched.put(ids, namespace)
-                waiting += watched.leave(0)
+                waiting += watched.evict(0)
             elif kind < 7:
-                waiting += watched.leave(draw.randrange(1, 5))
+                waiting += watched.evict(draw.randrange(1, 5))
             elif kind == 7:
                 watched.index.find(namespace, prompt(ids), 0)
             elif kind == 8:

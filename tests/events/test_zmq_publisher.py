@@ -49,7 +49,7 @@ def receive(reader: zmq.Socket[bytes]) -> tuple[int, list[Any]]:
 
 
 def replayed(reader: zmq.Socket[bytes], start: int) -> list[tuple[int, list[Any]]]:
-    """Ask for the batches from `start` on, and return all answers before the end marker."""
+    """Request the batches from `start` on, and return all answers before the end marker."""
     reader.send_multipart([b"", start.to_bytes(8, "big")])
     answers = []
     while True:
@@ -131,7 +131,7 @@ def test_a_replay_is_longer_than_a_queue() -> None:
         assert [number for number, _ in replayed(reader, 0)] == list(range(4000))
 
 
-def test_a_request_that_is_none_is_left_unanswered(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_malformed_request_is_not_answered(caplog: pytest.LogCaptureFixture) -> None:
     source = FakeSource()
     with published(source) as publisher, connected(zmq.DEALER, publisher.replay_endpoint) as reader:
         source.store(1, 2, 3, 4)
@@ -203,7 +203,7 @@ def test_an_address_that_can_not_be_bound_is_named(key: str, endpoint: str) -> N
         pass
 
 
-def test_a_taken_address_is_named() -> None:
+def test_an_address_in_use_is_reported() -> None:
     with (
         published(FakeSource()) as publisher,
         pytest.raises(ConfigError, match="Address already in use"),

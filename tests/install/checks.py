@@ -50,10 +50,10 @@ def radixkv(*arguments: str) -> str:
     return done.stdout
 
 
-def expect(is_so: bool, otherwise: str) -> None:
-    """Fail the check unless something is so. Python's own assert could be switched off."""
-    if not is_so:
-        raise AssertionError(otherwise)
+def expect(condition: bool, message: str) -> None:
+    """Fail the check with a message unless a condition is true. Python's own assert could be switched off."""
+    if not condition:
+        raise AssertionError(message)
 
 
 @contextlib.contextmanager
@@ -132,9 +132,9 @@ def engine(folder: Path) -> None:
             if hasattr(health, "List"):  # grpcio-health-checking 1.85
                 statuses = health.List(health_pb2.HealthListRequest(), timeout=PATIENCE_S).statuses
                 expect("radixkv.v1.PrefillService" in statuses, f"health: got the services {sorted(statuses)}")
-            ask = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo
+            reflect = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo
             request = reflection_pb2.ServerReflectionRequest(list_services="")
-            names = {each.name for each in next(ask(iter([request]))).list_services_response.service}
+            names = {each.name for each in next(reflect(iter([request]))).list_services_response.service}
             expect({"radixkv.v1.PrefillService", "grpc.health.v1.Health"} <= names, f"reflection: got {names}")
         for path in ("readyz", "metrics"):
             with urllib.request.urlopen(f"http://127.0.0.1:{metrics_port}/{path}", timeout=PATIENCE_S) as page:
@@ -277,7 +277,7 @@ def mooncake(folder: Path) -> None:
         raise Skipped(WHY_NOT)
     with mooncake_master(free_port()) as master:
         settings = (f"tiers.mooncake_master={master}", "tiers.trusted=true")
-        # What a server has lent to the store goes with it, so both run at the same time.
+        # The memory that a server contributes to the store leaves with it, so both run at the same time.
         with serving(*settings) as first, serving(*settings) as second:
             answers = [_answer_once_saved(first), _answer_once_saved(second)]
     expect(answers[1].usage.remote_tokens > 0, f"remote_tokens: expected some, got {answers[1].usage}")

@@ -46,12 +46,12 @@ class Failed(Exception):
 
 @dataclass(slots=True)
 class Row:
-    """What became of one set.
+    """The result of one set of extras.
 
     Attributes:
-        name: of the set.
+        name: name of the set.
         outcomes: what was done, failed or was skipped, in order.
-        versions: of its main packages, by name.
+        versions: versions of its main packages, by name.
         num_bytes: size of the environment, without pip.
         num_bytes_served: the same after the engine was installed as well; None where it was not.
         seconds: how long all of it took.
@@ -72,7 +72,7 @@ class Environment:
 
     Args:
         place: the folder that becomes the environment.
-        wheel: of radixkv.
+        wheel: the wheel of radixkv.
         tools: a folder whose links are the packages `bench` and `tests` of the checkout, for the checks.
     """
 
@@ -84,7 +84,7 @@ class Environment:
         self._python = str(place / "bin" / "python")
 
     def install(self, extras: Iterable[str], constraints: Iterable[str] = ()) -> None:
-        """Install radixkv with some extras. Raises Failed with pip's words."""
+        """Install radixkv with some extras. Raises Failed with pip's output."""
         file = self._place / "constraints.txt"
         file.write_text("".join(f"{constraint}\n" for constraint in constraints))
         names = ",".join(extras)
@@ -274,11 +274,11 @@ def _own_packages(extras: Iterable[str]) -> list[str]:
 
 
 def _run(command: Sequence[str], summary: str = "") -> str:
-    """Run a command in the checkout; return its output. Raises Failed with all that it said."""
+    """Run a command in the checkout; return its output. Raises Failed with its output."""
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
     if done.returncode:
-        said = (done.stdout + done.stderr).strip()[-_SHOWN_CHARS:]
-        raise Failed(f"{summary or ' '.join(command)}: exit status {done.returncode}\n{said}")
+        output = (done.stdout + done.stderr).strip()[-_SHOWN_CHARS:]
+        raise Failed(f"{summary or ' '.join(command)}: exit status {done.returncode}\n{output}")
     return done.stdout
 
 

@@ -1,4 +1,4 @@
-"""Release: builds what an index takes, checks it, and writes down what it was built from.
+"""Release: builds what an index takes, checks it, and records what it was built from.
 
     python -m tests.install.release [--out dist]
 

@@ -85,13 +85,13 @@ def wrong_answers_to_threads(radix: RadixCache, model: Any) -> list[int]:
     expected = [model.generate(ids, **GREEDY) for ids in prompts]
     wrong: list[int] = []
 
-    def ask(first: int) -> None:
+    def generate(first: int) -> None:
         for turn in range(9):
             index = (first + turn) % len(prompts)
             if not same(radix.generate(prompts[index], **GREEDY), expected[index]):
                 wrong.append(index)
 
-    threads = [threading.Thread(target=ask, args=(first,)) for first in range(3)]
+    threads = [threading.Thread(target=generate, args=(first,)) for first in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:

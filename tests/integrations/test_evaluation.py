@@ -113,7 +113,7 @@ def test_requests_with_a_common_prefix_follow_each_other_so_that_a_small_cache_s
         evaluator = Evaluator(llm)
         evaluator.loglikelihood(pairs)
         sizes = [len(llm.get_tokenizer().encode(each)) for each in shots]
-    assert sum(sizes) > 2 * 192, "the cache has no room for all prefixes"
+    assert sum(sizes) > 2 * 192, "the cache is too small for all prefixes"
     computed = evaluator.num_prompt_tokens - evaluator.num_cached_tokens
     assert computed < sum(sizes) + 12 * 20
 
@@ -198,6 +198,11 @@ def test_options_that_cannot_be_followed_are_refused(
 def test_an_empty_continuation_is_refused(evaluator: Evaluator) -> None:
     with pytest.raises(InvalidRequest, match=r"requests\[1\]: expected a continuation of at least one token"):
         evaluator.loglikelihood([("a", " b"), ("a", "")])
+
+
+def test_an_invalid_text_is_named(evaluator: Evaluator) -> None:
+    with pytest.raises(InvalidRequest, match=r"requests\[1\]: expected text in Unicode"):
+        evaluator.loglikelihood_rolling(["a", "\ud800"])
 
 
 def test_a_bos_token_in_a_text_is_not_added_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, llm: LLM) -> None:

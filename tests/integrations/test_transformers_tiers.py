@@ -13,8 +13,10 @@ from radixkv.errors import ConfigError, InvalidRequest, StoreError
 from radixkv.integrations.tiers.byte_store import ByteStore
 from radixkv.integrations.transformers import RadixCache
 from radixkv.integrations.transformers.kv_slots import KVSlots
+from radixkv.integrations.transformers.model_requirements import cache_name
 from radixkv.kernels.quantization import INT4, dequantize, quantize
 from radixkv.kernels.reference import hadamard_transform
+from radixkv.offload.block_keys import BlockKeys
 from radixkv.offload.tiers.block_object import object_bytes
 from tests.integrations.generations import (
     GREEDY,
@@ -350,6 +352,33 @@ def test_a_full_tier_evicts_the_end_of_a_prompt_before_its_beginning(llama: Any)
     assert radix.cache_for(prompt(2, 20)).num_cached_tokens == (19,)
     assert radix.cache_for(prompt(1, 12, 12)).num_cached_tokens[0] >= 12
     radix.close()
+
+
+def test_each_block_of_a_generation_is_hashed_once_to_save_it(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    hashed: list[bytes] = []
+    child = BlockKeys.child
+
+    def counting(keys: BlockKeys, parent: bytes, tokens: bytes) -> bytes:
+        hashed.append(tokens)
+        return child(keys, parent, tokens)
+
+    with RadixCache(llama, 1024, block_size=4, tiers={"host_bytes": BYTES}) as radix:
+        cache = radix.cache_for(prompt(1, 41))
+        monkeypatch.setattr(BlockKeys, "child", counting)
+        llama.generate(prompt(1, 41), **{cache_name(llama): cache}, **GREEDY | {"max_new_tokens": 60})
+        assert len(hashed) == 100 // 4
+        assert len(set(hashed)) == len(hashed)
+
+
+def test_blocks_after_a_crop_are_saved(llama: Any, tmp_path: Path) -> None:
+    ids = prompt(1, 40)
+    with with_disk(llama, tmp_path) as radix, radix.cache_for(ids) as cache:
+        forward(llama, cache, ids)
+        forward(llama, cache, prompt(2, 8))
+        cache.crop(-8)
+        forward(llama, cache, prompt(3, 8))
+    with with_disk(llama, tmp_path) as radix:
+        assert radix.cache_for(torch.cat([ids, prompt(3, 8), prompt(4, 1)], dim=1)).num_cached_tokens == (48,)
 
 
 def test_a_prompt_of_whole_blocks_that_is_cached_reads_nothing(llama: Any) -> None:

@@ -83,11 +83,11 @@ def make_step(
 
 
 def share(step: Step, shared_blocks: Mapping[int, tuple[int, int]]) -> Step:
-    """Let requests begin with the blocks of others, in this order.
+    """Let requests begin with blocks of others, one request after the other.
 
     Args:
         step: requests that share nothing.
-        shared_blocks: by request, whose first blocks it takes and their number.
+        shared_blocks: by request, the request whose first blocks it gets, and their number.
     """
     batch = step.batch
     tables = batch.host_tables.copy()
@@ -159,7 +159,7 @@ RAGGED = {
 
 
 def attention_by_num_rows(sums_over: Literal["keys", "head_dim"]) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-    """Make a fused attention that adds up the other way round from 64 rows on, as some processors' libraries do.
+    """Make a fused attention that adds up in reverse order from 64 rows on, as some processors' libraries do.
 
     Args:
         sums_over: which of its sums.

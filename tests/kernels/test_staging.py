@@ -14,21 +14,21 @@ def test_on_a_cpu_the_memory_is_shared() -> None:
 
 
 def test_copies_to_a_gpu_do_not_block_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[object] = []
+    calls: list[object] = []
 
     def pin_memory(tensor: torch.Tensor) -> torch.Tensor:
-        asked.append("pinned")
+        calls.append("pinned")
         return tensor.clone()
 
     def to(tensor: torch.Tensor, device: torch.device, *, non_blocking: bool) -> torch.Tensor:
-        asked.append((device, non_blocking))
+        calls.append((device, non_blocking))
         return tensor
 
     monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
     monkeypatch.setattr(torch.Tensor, "to", to)
     device = torch.device("cuda", 1)
     assert to_device(torch.arange(3), device).tolist() == [0, 1, 2]
-    assert asked == ["pinned", (device, True)]
+    assert calls == ["pinned", (device, True)]
 
 
 def test_refilled_arrays_are_copied_together() -> None:
@@ -40,7 +40,9 @@ def test_refilled_arrays_are_copied_together() -> None:
             arrays.host["table"][1] = 10 * number
             arrays.upload(num_rows)
             if num_rows == 1:
-                assert arrays.device["table"][1].tolist() == [10 * (number - 1)] * 5, "what is not asked for stays"
+                assert arrays.device["table"][1].tolist() == [10 * (number - 1)] * 5, (
+                    "rows that are not uploaded keep their values"
+                )
         assert arrays.device["bytes"].tolist() == [0, number, 0]
         assert arrays.device["table"].tolist() == [[0] * 5, [10 * number] * 5]
     assert [tensor.data_ptr() for tensor in arrays.device.values()] == addresses
@@ -59,15 +61,15 @@ def test_the_next_arrays_are_filled_while_the_last_ones_are_copied() -> None:
 
 
 def test_a_gpu_fills_from_pinned_memory_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[object] = []
+    calls: list[object] = []
     zeros = torch.zeros
 
     def pinned(num_bytes: int, *, dtype: torch.dtype, pin_memory: bool) -> torch.Tensor:
-        asked.append("pinned" if pin_memory else "pageable")
+        calls.append("pinned" if pin_memory else "pageable")
         return zeros(num_bytes, dtype=dtype)
 
     def on_device(region: torch.Tensor, *, device: torch.device) -> torch.Tensor:
-        asked.append(device.type)
+        calls.append(device.type)
         return region.clone()
 
     monkeypatch.setattr(torch, "zeros", pinned)
@@ -75,8 +77,8 @@ def test_a_gpu_fills_from_pinned_memory_without_waiting(monkeypatch: pytest.Monk
     arrays = StagedArrays({"ids": ((3,), torch.int64)}, torch.device("cuda"))
 
     def copy(target: torch.Tensor, source: torch.Tensor, *, non_blocking: bool) -> None:
-        asked.append((target.numel(), source.numel(), non_blocking))
+        calls.append((target.numel(), source.numel(), non_blocking))
 
     monkeypatch.setattr(torch.Tensor, "copy_", copy)
     arrays.upload(3)
-    assert asked == ["pinned", "pinned", "cuda", (24, 24, True)]
+    assert calls == ["pinned", "pinned", "cuda", (24, 24, True)]

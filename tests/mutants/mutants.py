@@ -556,7 +556,7 @@ KERNEL_MUTANTS = (
         "in_table = np.minimum(places, (kv_lens - 1) // block_size)",
         "in_table = places",
     ),
-    Mutant("kernels/cpu/attention_plan.py", "return 0 if demand.is_whole else", "return"),
+    Mutant("kernels/cpu/attention_plan.py", "return 0 if spec.is_whole else", "return"),
     Mutant(
         "kernels/cpu/attention_plan.py", "first_piece = int(num_units[first]) + first_own", "first_piece = first_own"
     ),
@@ -627,8 +627,8 @@ KERNEL_MUTANTS = (
     Mutant("kernels/native/copies.cpp", "if (count < wanted) return at;", "if (count < wanted) return num_bytes;"),
     Mutant("kernels/native/copies.cpp", "return std::min(of_record, head_bytes);", "return of_record;"),
     Mutant("kernels/native/copies.cpp", "whole_pages(upto) - upto", "0"),
-    Mutant("kernels/native/copies.cpp", "positions[end] == positions[end - 1] + room", "true"),
-    Mutant("kernels/native/copies.cpp", "  memset(records, 0, num_objects * room);\n", ""),
+    Mutant("kernels/native/copies.cpp", "positions[end] == positions[end - 1] + record_bytes", "true"),
+    Mutant("kernels/native/copies.cpp", "  memset(records, 0, num_objects * record_bytes);\n", ""),
     Mutant("kernels/native/copies.cpp", "std::min(upto, before_end - head_bytes)", "upto / kStripe * kStripe"),
     Mutant("kernels/native/copies.py", " or address % _ALIGNMENT", ""),
     Mutant("kernels/native/copies.py", " or (addresses % _ALIGNMENT).any()", ""),
@@ -1675,7 +1675,12 @@ INTEGRATION_MUTANTS = (
     ),
     Mutant(
         "integrations/transformers/block_tiers.py",
-        "        self._store.touch([block.key for block in reversed(blocks)])  # the end of the prompt is evicted first\n",
+        "        self._store.touch(keys[::-1])  # the end of the sequence is evicted first\n",
+        "",
+    ),
+    Mutant(
+        "integrations/transformers/prompt_cache.py",
+        "            del row.saved_keys[row.published_tokens // self._store.block_size :]\n",
         "",
     ),
     Mutant(

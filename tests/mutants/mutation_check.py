@@ -45,7 +45,7 @@ from tests.mutants.mutants import (
 )
 
 ROOT = Path(__file__).parents[2]
-_MOST_S = 120
+_MAX_S = 120
 CACHE_TESTS = (
     "tests/cache/test_block_pool.py",
     "tests/test_tokens.py",
@@ -309,11 +309,9 @@ def is_caught(mutant: Mutant, tests: tuple[str, ...]) -> bool:
         command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests]
         environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
         try:
-            ended = subprocess.run(
-                command, cwd=copy, env=environment, capture_output=True, timeout=_MOST_S, check=False
-            )
-        except subprocess.TimeoutExpired:  # an endless loop, or a machine too busy to tell
-            print(f"no end after {_MOST_S} s: ", end="")
+            ended = subprocess.run(command, cwd=copy, env=environment, capture_output=True, timeout=_MAX_S, check=False)
+        except subprocess.TimeoutExpired:  # an endless loop, or a machine that is too busy
+            print(f"no end after {_MAX_S} s: ", end="")
             return True
         return ended.returncode == 1  # tests ran and failed; anything else is a mistake of the check itself
 

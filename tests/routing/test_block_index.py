@@ -99,7 +99,7 @@ def test_blocks_without_room_are_not_added() -> None:
     assert (index.num_blocks, index.holders_of(4)) == (3, one)
 
 
-def test_sets_say_the_same_after_random_steps() -> None:
+def test_the_index_agrees_with_sets_after_random_steps() -> None:
     draw = random.Random(3)
     index = BlockIndex(10_000)
     oracle: dict[int, set[int]] = {}

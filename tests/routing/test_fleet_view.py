@@ -27,7 +27,7 @@ NAMESPACES = (Namespace("m"), Namespace("m", tenant="acme"), Namespace("m", salt
 
 
 class WatchedReplica:
-    """A cache whose events reach a view when the test says so."""
+    """A cache whose events reach a view when the test calls `send_batches`."""
 
     def __init__(self, name: str, num_blocks: int = 24) -> None:
         self.name = name
@@ -48,8 +48,8 @@ class WatchedReplica:
         self.cache.purge(tenant=tenant)
         self.feed.publish()
 
-    def tell(self, view: FleetView, most: int = 2**30) -> None:
-        """Send batches after those that the view has, or a snapshot where it asks for one."""
+    def send_batches(self, view: FleetView, max_batches: int = 2**30) -> None:
+        """Send batches after those that the view has, preceded by a snapshot if it needs one."""
         number = view.number_of(self.name)
         if not number:
             answer: Future[Snapshot] = Future()
@@ -58,7 +58,7 @@ class WatchedReplica:
             for batch in answer.result(0).batches:
                 assert view.read(self.name, batch)
             number = view.number_of(self.name)
-        for _ in range(most):
+        for _ in range(max_batches):
             batch_or_none = self.log.after(number)
             if batch_or_none is None:
                 return
@@ -98,13 +98,13 @@ def view_of(*names: str, clock: FakeClock | None = None, max_blocks: int = 1000)
     return view
 
 
-def test_a_random_fleet_is_known_as_it_is() -> None:
+def test_the_view_of_a_random_fleet_agrees_with_its_caches() -> None:
     """Caches that evict and are purged, replicas that leave and come, streams that lag, break and heal."""
     for seed in range(12):
         draw = random.Random(seed)
         view = FleetView(SIZE)
         replicas = [WatchedReplica(name) for name in "abc"]
-        there = set()
+        joined = set()
         prompts = [
             (draw.choice(NAMESPACES), prompt(*(draw.randrange(3) for _ in range(draw.randrange(1, 40)))))
             for _ in range(40)
@@ -117,17 +117,17 @@ def test_a_random_fleet_is_known_as_it_is() -> None:
             elif step == 6:
                 replica.purge(draw.choice((None, "acme", "unknown")))
             elif step == 7:
-                (view.leave if replica.name in there else view.join)(replica.name)
-                there ^= {replica.name}
-            elif step == 8 and replica.name in there and view.is_up_to_date(replica.name):
+                (view.leave if replica.name in joined else view.join)(replica.name)
+                joined ^= {replica.name}
+            elif step == 8 and replica.name in joined and view.is_up_to_date(replica.name):
                 gap = batch(view.number_of(replica.name) + 2, stored(draw.randrange(9)))
                 assert not view.read(replica.name, gap)
-            elif replica.name in there:
-                replica.tell(view, draw.choice((1, 2**30)))
+            elif replica.name in joined:
+                replica.send_batches(view, draw.choice((1, 2**30)))
         for replica in replicas:
-            if replica.name not in there:
+            if replica.name not in joined:
                 view.join(replica.name)
-            replica.tell(view)
+            replica.send_batches(view)
         for namespace, tokens in prompts:
             hits = view.match(blocks(tokens, namespace), [replica.name for replica in replicas])
             for replica, found in zip(replicas, hits, strict=True):
@@ -135,7 +135,7 @@ def test_a_random_fleet_is_known_as_it_is() -> None:
                 assert found == Hits(device=cached)
 
 
-def test_a_match_takes_each_block_from_the_nearest_place_and_ends_at_a_gap() -> None:
+def test_a_match_counts_each_block_in_its_fastest_tier_and_ends_at_a_gap() -> None:
     view = view_of("a", "b", "c")
     assert view.read("a", batch(2, stored(1, 2), stored(2, 3, tier="host"), stored(4, tier="disk")))
     assert view.read("b", batch(2, stored(1, 3, 4), stored(5, 6, tier="redis"), stored(7, tier="another package's")))
@@ -170,16 +170,16 @@ def test_a_snapshot_replaces_what_was_known_of_all_tiers() -> None:
     assert view.match([1, 2, 3], ["a"]) == [Hits(device=4, disk=4)]
 
 
-def test_blocks_of_stores_leave_room_for_those_of_devices() -> None:
+def test_blocks_of_stores_are_refused_before_those_of_devices() -> None:
     view = view_of("a", max_blocks=8)
     view.read("a", batch(2, stored(*range(10, 14), tier="disk"), stored(10, 11, 20, 21, tier="host")))
     view.read("a", batch(3, stored(1, 2, 3, 4)))
     assert view.match([1, 2, 3, 4], ["a"]) == [Hits(device=16)]
-    assert view.match([10, 11, 12, 13], ["a"]) == [Hits(host=8, disk=8)], "what is known takes no room"
+    assert view.match([10, 11, 12, 13], ["a"]) == [Hits(host=8, disk=8)], "known blocks are not counted again"
     assert view.match([20], ["a"]) == [Hits()]
 
 
-def test_a_gap_asks_for_a_snapshot_and_the_snapshot_heals_it() -> None:
+def test_after_a_gap_a_snapshot_is_needed_and_makes_the_view_up_to_date() -> None:
     view = view_of("a")
     assert view.read("a", batch(2, stored(1, 2)))
     assert not view.read("a", batch(4, removed(2)))
@@ -191,7 +191,7 @@ def test_a_gap_asks_for_a_snapshot_and_the_snapshot_heals_it() -> None:
     assert view.match([9], ["a"]) == [Hits()]
 
 
-def test_a_replica_that_leaves_is_forgotten_and_returns_with_nothing() -> None:
+def test_a_replica_that_leaves_is_forgotten_and_returns_without_blocks() -> None:
     view = view_of("a", "b")
     for name in "ab":
         view.read(name, batch(2, stored(1, 2)))
@@ -245,7 +245,7 @@ def test_a_block_that_is_evicted_is_no_longer_expected() -> None:
     assert view.match([1, 2], ["a"]) == [Hits(device=4)]
 
 
-def test_a_snapshot_leaves_what_is_being_computed_expected_and_a_purge_does_not() -> None:
+def test_a_snapshot_keeps_expected_blocks_and_a_purge_does_not() -> None:
     view = view_of("a")
     view.expect("a", [1])
     view.read("a", snapshot(9))
@@ -266,7 +266,7 @@ def test_a_number_that_the_replica_does_not_know_is_dropped() -> None:
     assert (view.number_of("a"), view.is_up_to_date("a")) == (0, False)
 
 
-def test_blocks_without_room_shorten_matches() -> None:
+def test_blocks_above_the_maximum_shorten_matches() -> None:
     view = view_of("a", max_blocks=3)
     view.read("a", batch(2, stored(1, 2, 3, 4)))
     assert view.match([1, 2, 3, 4], ["a"]) == [Hits(device=12)]

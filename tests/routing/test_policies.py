@@ -79,7 +79,7 @@ def test_a_part_of_the_recently_computed_tokens_counts_as_a_queue() -> None:
     assert chosen([replica("a", recent=5), replica("b", recent=4), replica("c", recent=9)]) == "b"
 
 
-def test_a_prefix_gets_another_home_when_more_is_wanted_than_its_homes_can_serve() -> None:
+def test_a_prefix_gets_another_home_when_demand_exceeds_what_its_homes_can_serve() -> None:
     candidates = [replica("a", 900, queue=10), replica("b", queue=5), replica("c", queue=20)]
     assert chosen(candidates, RoutedPrompt(1000, demand=0.8)) == "a"
     choice = choose(RoutedPrompt(1000, demand=0.81), candidates, WEIGHTS)

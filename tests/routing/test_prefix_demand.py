@@ -10,7 +10,7 @@ from radixkv.routing.prefix_demand import PrefixDemand
 def test_demand_is_the_replicas_that_its_requests_keep_busy() -> None:
     now_s = 0.0
     demand = PrefixDemand(memory_s=60, clock=lambda: now_s)
-    for _ in range(6000):  # two seconds of work a second
+    for _ in range(6000):  # two seconds of work per second
         demand.add(1, 0.2)
         now_s += 0.1
     assert demand.of(1) == pytest.approx(2, rel=0.01)
@@ -26,7 +26,7 @@ def test_demand_that_ends_is_forgotten() -> None:
     assert demand.of(1) == pytest.approx(math.exp(-2))
 
 
-def test_the_prefix_that_was_not_asked_for_the_longest_makes_room() -> None:
+def test_the_prefix_without_requests_for_the_longest_time_is_forgotten() -> None:
     demand = PrefixDemand(max_prefixes=2, clock=lambda: 0.0)
     for key in (1, 2, 1, 3):
         demand.add(key, 6)

@@ -26,7 +26,7 @@ BASE, SALTED = Namespace("m"), Namespace("m", salt="x")
 
 
 class Fleet:
-    """A router on a clock that the test moves, and replicas that have what the test says."""
+    """A router on a clock that the test moves, and replicas with the prompts that the test gives them."""
 
     def __init__(self, *names: str) -> None:
         self.now_s = 0.0
@@ -65,14 +65,14 @@ def prompt(prefix: int, own: int, prefix_tokens: int = 4096, own_tokens: int = 6
     return np.concatenate((shared, np.full(own_tokens, 5_000_000 + own, "<u4"))).tobytes()
 
 
-def test_requests_follow_what_events_tell() -> None:
+def test_requests_follow_the_events() -> None:
     fleet = Fleet("a", "b")
     fleet.join("c", prompt(1, 0))
     route = fleet.route(prompt(1, 1))
     assert (route.name, route.hits) == ("c", Hits(device=4096))
 
 
-def test_requests_follow_what_was_just_sent_before_events_tell() -> None:
+def test_requests_follow_prompts_that_were_just_sent_before_their_events() -> None:
     fleet = Fleet("a", "b", "c", "d")
     names = {fleet.route(prompt(1, own)).name for own in range(20)}
     assert len(names) == 1
@@ -114,7 +114,7 @@ def test_prefixes_spread_over_the_fleet() -> None:
 
 
 def test_a_replica_does_not_get_everything_after_its_snapshot() -> None:
-    """It has all the prefixes that are asked for, the others have none, and no event comes in between."""
+    """It has the prefixes of all requests, the others have none, and no event arrives in between."""
     fleet = Fleet("a", "b", "c")
     fleet.join("d", *(prompt(prefix, 0) for prefix in range(100)))
     counted = Counter(fleet.route(prompt(prefix, 1, own_tokens=2048)).name for prefix in range(100))
@@ -122,7 +122,7 @@ def test_a_replica_does_not_get_everything_after_its_snapshot() -> None:
     assert all(counted[name] >= 5 for name in "abc")
 
 
-def test_a_newcomer_with_nothing_does_not_get_everything() -> None:
+def test_a_new_replica_without_blocks_does_not_get_everything() -> None:
     fleet = Fleet("a", "b", "c")
     for prefix in range(90):
         fleet.router.finished(fleet.route(prompt(prefix, 0)))
@@ -132,7 +132,7 @@ def test_a_newcomer_with_nothing_does_not_get_everything() -> None:
 
 
 def serve(fleet: Fleet, num_requests: int, every_s: float) -> list[Route]:
-    """Send requests for one prefix; replicas compute what they should, one after the other."""
+    """Send requests for one prefix. Each replica computes its requests one after the other."""
     routes, ends = [], []
     free_s: dict[str, float] = {}
     for own in range(num_requests):

@@ -11,7 +11,7 @@ import torch
 from radixkv.errors import UnsupportedModel
 from radixkv.kernels.batch import PagedBatch
 from radixkv.kernels.gpu import hopper_attention
-from radixkv.kernels.gpu.attention_splits import DeviceRoom
+from radixkv.kernels.gpu.attention_splits import DeviceCapacity
 from radixkv.kernels.gpu.dequantize_blocks import dequantize_blocks
 from radixkv.kernels.kv_pool import KVPool
 from radixkv.kernels.scoring import Scoring
@@ -239,7 +239,7 @@ def test_on_a_gpu_the_service_tries_kernels_that_suit_gpu_and_pool(monkeypatch: 
     kernels = attention_kernels(model, shape.stored_as("int8"), 64, lambda *_: None)
     assert isinstance(kernels, TritonKernels)
     assert kernels._dequantizes_first == "if faster"
-    assert kernels._room == DeviceRoom(114, head_dim=64)
+    assert kernels._capacity == DeviceCapacity(114, head_dim=64)
 
 
 def model_on_a_cpu(dtype: torch.dtype) -> tuple[Any, KVShape]:

@@ -75,7 +75,7 @@ class _OpenTier:
 class ByteStore:
     """Values of one size in the configured tiers. Thread-safe.
 
-        save ──▶ every tier that does not hold the value and has room for its tenant
+        save ──▶ every tier that does not hold the value and has space for its tenant
         load ◀── the first tier that holds the value: host memory, disk, then Redis
 
     Only `purge` raises errors of stores, and only `purge`, `wait_for_writes` and `close` wait for stores: futures
@@ -90,7 +90,7 @@ class ByteStore:
         is_shared_only: whether to open only the stores that several processes share, to look up keys.
 
     Raises:
-        ConfigError: an option is invalid, or a store has no room for one value.
+        ConfigError: an option is invalid, or a store is too small for one value.
 
     Attributes:
         block_format, keys: see above.
@@ -154,16 +154,20 @@ class ByteStore:
         result: Future[list[bool]] = Future()
 
         def load(start: int) -> None:
-            if start >= len(values):
-                result.set_result(loaded)
-                return
-            calls: list[Future[list[LoadedBlock | Miss]]] = []
-            for each, indexes in self._parts(values, range(start, min(start + batch, len(values)))):
-                of_tier = [values[index] for index in indexes]
-                call = each.tier.load([self._wanted(each.tier, block) for block, _ in of_tier])
-                call.add_done_callback(partial(self._note_loaded, each, of_tier, indexes, loaded))
-                calls.append(call)
-            call_when_done(calls, lambda: load(start + batch))
+            while start < len(values):
+                calls: list[Future[list[LoadedBlock | Miss]]] = []
+                are_done = True
+                for each, indexes in self._parts(values, range(start, min(start + batch, len(values)))):
+                    of_tier = [values[index] for index in indexes]
+                    call = each.tier.load([self._wanted(each.tier, block) for block, _ in of_tier])
+                    are_done = call.done() and are_done
+                    call.add_done_callback(partial(self._note_loaded, each, of_tier, indexes, loaded))
+                    calls.append(call)
+                start += batch
+                if not are_done:  # if they are, the callbacks have run; a recursive call could exceed the stack
+                    call_when_done(calls, partial(load, start))
+                    return
+            result.set_result(loaded)
 
         load(0)
         return result
@@ -260,7 +264,7 @@ class ByteStore:
         """Return counts since the start.
 
         `loaded` and `missed` count values. The other counts are sums over the tiers: `saved` and `evicted` values;
-        values that were not saved, because a quota or the capacity left no room (`refused`), too many bytes waited
+        values that were not saved, because a quota or the capacity left no space (`refused`), too many bytes waited
         (`dropped`), their size was wrong (`wrong_size`) or the save failed (`failed`); and the misses of each tier by
         reason, such as `disk_damaged`.
         """

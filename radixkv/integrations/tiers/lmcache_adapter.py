@@ -90,7 +90,7 @@ class RadixKVL2Adapter(L2AdapterInterface):  # type: ignore[misc]  # LMCache is 
 
     def submit_lookup_and_lock_task(self, keys: list[Any], group_layout_descs: Mapping[int, Any]) -> int:
         """Look up keys. Nothing is locked."""
-        for layout in group_layout_descs.values():  # a shared store is asked only for sizes that are open
+        for layout in group_layout_descs.values():  # a shared store is queried only for sizes that are open
             self._stores.of_size(_size_of(layout))
         future = self._stores.exists([_name_of(key) for key in keys])
         return self._add_task(future, _bitmap_of, self._lookup_results, self._lookup_event)

@@ -8,7 +8,7 @@ _RANK_BYTES = 2
 
 
 def key_of_rank(key: bytes, rank: int) -> bytes:
-    """Return the key of one rank's part of a block. For that key and the same rank, this returns the key of the block.
+    """Return the key of one rank's part of a block; given that key and the same rank, return the key of the block.
 
     Ranks of one model keep different bytes for the same tokens, and may share a store.
     """

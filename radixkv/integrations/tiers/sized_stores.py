@@ -23,7 +23,7 @@ _log = logging.getLogger(__name__)
 
 # `host_bytes` and `disk_bytes` apply to each size, so the number of sizes is bounded.
 MAX_SIZES = 4
-# Room in a slot for the name and the layout of a value, in words of four bytes.
+# Space in a slot for the name and the layout of a value, in words of four bytes.
 _NAME_WORDS = 64
 
 

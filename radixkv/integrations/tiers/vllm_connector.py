@@ -5,7 +5,7 @@
         "kv_connector_extra_config": {"disk_path": "/var/lib/radixkv", "disk_bytes": 100000000000}}'
 
 vLLM creates one connector in the scheduler and one in each worker. The workers own the stores. When they start, and
-after each step, they report which blocks they hold, so that the scheduler finds prefixes without asking them.
+after each step, they report which blocks they hold, so that the scheduler finds prefixes without calling them.
 """
 
 from __future__ import annotations
@@ -282,7 +282,7 @@ class _Prompt:
         num_saved: number of these blocks that were passed to the workers.
         first_match: index of the first block after those that vLLM has.
         loading: blocks of vLLM that are being loaded.
-        has_failed: whether a load has failed. vLLM then asks again, and loading again could fail forever.
+        has_failed: whether a load has failed. vLLM then calls `match` again, and further loads could fail forever.
         answer: answer of the shared store about the blocks from `first_unknown` on; None without a query.
     """
 
@@ -338,7 +338,7 @@ class _SchedulerSide:
         while end < len(blocks) and self._index.holds(blocks[end].key):
             end += 1
         if self._shared is not None and end < len(blocks):
-            num_found = self._ask(self._shared, prompt, blocks, end)
+            num_found = self._query_shared(self._shared, prompt, blocks, end)
             if num_found is None:
                 return None
             end += num_found
@@ -416,7 +416,7 @@ class _SchedulerSide:
             blocks += self._prompt_keys.blocks(_namespace_of(request, self._epoch), tokens, parent)
         return blocks[:num_blocks]
 
-    def _ask(self, shared: ByteStore, prompt: _Prompt, blocks: Sequence[KeyedBlock], first: int) -> int | None:
+    def _query_shared(self, shared: ByteStore, prompt: _Prompt, blocks: Sequence[KeyedBlock], first: int) -> int | None:
         """Return how many blocks from `first` on all ranks have in the shared store; None while it has not answered."""
         if prompt.answer is None or prompt.first_unknown != first:
             keys = [key_of_rank(each.key, rank) for each in blocks[first:] for rank in range(self._num_ranks)]

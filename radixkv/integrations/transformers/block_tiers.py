@@ -15,6 +15,7 @@ from radixkv.integrations.tiers.options import TierOptions
 from radixkv.invocation import InvocationMarks
 from radixkv.namespace import Namespace
 from radixkv.offload.block_keys import BlockFormat, PromptKeys
+from radixkv.tokens import TOKEN_BYTES
 
 _log = logging.getLogger(__name__)
 
@@ -43,7 +44,7 @@ class BlockTiers:
         block_format: format of the blocks.
 
     Raises:
-        ConfigError: an option is invalid, or a tier has no room for one block.
+        ConfigError: an option is invalid, or a tier is too small for one block.
     """
 
     def __init__(self, options: TierOptions, block_format: BlockFormat) -> None:
@@ -78,22 +79,25 @@ class BlockTiers:
         self,
         namespace: Namespace,
         tokens: bytes,
-        first: int,
+        keys: list[bytes],
         read: Callable[[Sequence[int]], npt.NDArray[np.uint8]],
     ) -> None:
-        """Save the whole blocks of a prompt, from block `first` on, in each tier that does not hold them.
+        """Save the whole blocks of a sequence that follow the known keys, in each tier that does not hold them.
 
-        Does not wait until the blocks are written. Blocks before `first` are only marked as used.
+        Does not wait until the blocks are written. Blocks with known keys are only marked as used.
 
         Args:
-            namespace, tokens: the prompt.
-            first: index of a block in the prompt.
-            read: copies blocks, given their indexes in the prompt, to uint8 `[n, payload_bytes]`.
+            namespace, tokens: the sequence.
+            keys: the keys of its first blocks, which were saved before. The keys of the other blocks are appended.
+            read: copies blocks, given their indexes in the sequence, to uint8 `[n, payload_bytes]`.
 
-        Complexity: about 4 us per block of the prompt, and the copies.
+        Complexity: O(new tokens) to hash them, O(blocks) to mark the blocks as used, and the copies.
         """
-        blocks = list(self._prompt_keys.blocks(namespace, tokens))
-        is_saved = self._store.touch([block.key for block in blocks[first:]])
+        first = len(keys)
+        new_tokens = tokens[first * self._keys.format.block_size * TOKEN_BYTES :]
+        blocks = list(self._prompt_keys.blocks(namespace, new_tokens, keys[-1] if keys else None))
+        keys += [block.key for block in blocks]
+        is_saved = self._store.touch(keys[first:])
         unsaved = [index for index, is_everywhere in enumerate(is_saved, first) if not is_everywhere]
         for start in range(0, len(unsaved), self._num_staged):
             part = unsaved[start : start + self._num_staged]
@@ -102,8 +106,8 @@ class BlockTiers:
             except MemoryError as error:
                 _log.warning("no memory to copy %d blocks for the tiers, so they are not saved: %s", len(part), error)
                 break
-            self._store.save([(blocks[index], row.data) for index, row in zip(part, payloads, strict=True)])
-        self._store.touch([block.key for block in reversed(blocks)])  # the end of the prompt is evicted first
+            self._store.save([(blocks[index - first], row.data) for index, row in zip(part, payloads, strict=True)])
+        self._store.touch(keys[::-1])  # the end of the sequence is evicted first
 
     def purge(self, tenant: str | None, salt: str | None) -> None:
         """Delete the blocks that were computed under these names, and wait for the deletion; None matches any name.

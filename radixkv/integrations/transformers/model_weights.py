@@ -67,7 +67,7 @@ def describe_computation(model: Any, kv: Mapping[int, KV]) -> str:
 
     Args:
         model: the model.
-        kv: K/V of a test prompt by layer. A digest of them stands for hooks and for frequencies of RoPE.
+        kv: K/V of a test prompt by layer. A digest of them covers hooks and the frequencies of RoPE.
     """
     test = xxh3_128()
     for _, states in sorted(kv.items()):

@@ -127,7 +127,14 @@ class PrefixStore:
             yield [MatchedPrefix(self._slots, each.block_ids, each.cached_tokens) for each in matches]
 
     def publish(
-        self, namespace: Namespace, tokens: bytes, num_published: int, first: int, kv: ReadNewKV, epoch: int
+        self,
+        namespace: Namespace,
+        tokens: bytes,
+        num_published: int,
+        first: int,
+        kv: ReadNewKV,
+        epoch: int,
+        saved_keys: list[bytes],
     ) -> None:
         """Copy the K/V of a sequence that are not cached yet into blocks, so that other prompts can reuse them.
 
@@ -140,6 +147,8 @@ class PrefixStore:
             first: the first position whose K/V `kv` can return.
             kv: returns the K/V of a range of positions.
             epoch: the epoch in which the sequence was matched.
+            saved_keys: keys of the first blocks of the sequence, which earlier calls saved in the tiers. Those of the
+                blocks that this call saves are appended.
         """
         tokens = tokens[: self._max_tokens * TOKEN_BYTES]
         if len(tokens) <= num_published * TOKEN_BYTES:
@@ -163,7 +172,7 @@ class PrefixStore:
                     self._tiers.save(
                         namespace,
                         tokens,
-                        num_published // self.block_size,
+                        saved_keys,
                         lambda indexes: self._slots.read_blocks(block_ids[indexes]),
                     )
                 lease.commit(end)

@@ -46,11 +46,13 @@ class _Row:
         prompt: prompt of the sequence.
         tokens: the tokens whose K/V are computed or reused, without `PromptCache._unread_tokens`.
         published_tokens: number of tokens that this row has published; 0 until the prompt is published.
+        saved_keys: keys of the first blocks of the sequence, as far as this row has saved them in the tiers.
     """
 
     prompt: PaddedPrompt
     tokens: bytearray
     published_tokens: int = 0
+    saved_keys: list[bytes] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -255,6 +257,7 @@ class PromptCache(DynamicCache):  # type: ignore[misc]  # transformers has no ty
         for row in self._rows:
             del row.tokens[max(0, self._length - row.prompt.num_pads) * TOKEN_BYTES :]
             row.published_tokens = min(row.published_tokens, self._num_tokens(row))
+            del row.saved_keys[row.published_tokens // self._store.block_size :]
         for record in self._records.values():
             record.crop(self._length)
 
@@ -263,7 +266,9 @@ class PromptCache(DynamicCache):  # type: ignore[misc]  # transformers has no ty
         self._read_tokens()
         super().batch_repeat_interleave(repeats)
         self._rows = [
-            _Row(row.prompt, row.tokens[:], row.published_tokens) for row in self._rows for _ in range(repeats)
+            _Row(row.prompt, row.tokens[:], row.published_tokens, row.saved_keys[:])
+            for row in self._rows
+            for _ in range(repeats)
         ]
         self.num_cached_tokens = tuple(each for each in self.num_cached_tokens for _ in range(repeats))
         for record in self._records.values():
@@ -420,7 +425,7 @@ class PromptCache(DynamicCache):  # type: ignore[misc]  # transformers has no ty
             return kv
 
         first = max((0, *(each.start - num_pads for each in self._records.values())))
-        self._store.publish(self._namespace, tokens, row.published_tokens, first, read, self._epoch)
+        self._store.publish(self._namespace, tokens, row.published_tokens, first, read, self._epoch, row.saved_keys)
 
 
 def stored_layers(cache: DynamicCache) -> Iterator[tuple[int, Any]]:

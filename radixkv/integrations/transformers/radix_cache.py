@@ -73,8 +73,8 @@ class RadixCache:
     The cache is bound to the model object. Before each call it verifies that no parameter and no persistent buffer was
     replaced or changed in place, and otherwise drops everything. PyTorch's version counter does not count changes of
     `.data`, nor of weights that were created in `torch.inference_mode`: call `clear` after such changes. Active LoRA
-    adapters are a part of the namespace; a cache that was created with some adapters refuses forward
-    passes with others.
+    adapters are a part of the namespace; a `PromptCache` that was created with some adapters refuses forward passes
+    with others.
 
     Several threads may use the cache at the same time, on a GPU with the same CUDA stream, if the model allows this.
 
@@ -97,7 +97,7 @@ class RadixCache:
     Raises:
         UnsupportedModel: the model keeps other states than K/V. The message names the model and the reason.
         InvalidRequest: `capacity_tokens` or `block_size` is too small, or `kv_dtype` is unknown.
-        ConfigError: an option of the tiers is invalid, or they have no room for one block.
+        ConfigError: an option of the tiers is invalid, or a tier is too small for one block.
     """
 
     def __init__(

@@ -27,10 +27,11 @@ from radixkv.tokens import TOKEN_BYTES
 
 
 class LayerShape(NamedTuple):
-    """Features of a linear layer."""
+    """Features of a linear layer, and the dtype of its rows, which may differ from the model's, as in some routers."""
 
     in_features: int
     out_features: int
+    dtype: torch.dtype
 
 
 def adaptable_layers(module: PreTrainedModel) -> dict[str, LayerShape]:
@@ -49,11 +50,14 @@ def adaptable_layers(module: PreTrainedModel) -> dict[str, LayerShape]:
 
 
 def _shape_of(part: nn.Module) -> LayerShape | None:
-    if isinstance(part, (PackedLinear, PackedSlice)) or type(part) is nn.Linear:
-        return LayerShape(part.in_features, part.out_features)
+    if isinstance(part, (PackedLinear, PackedSlice)):
+        return LayerShape(part.in_features, part.out_features, part.dtype)
+    if type(part) is nn.Linear:
+        return LayerShape(part.in_features, part.out_features, part.weight.dtype)
     if type(part) is Conv1D:
-        in_features, out_features = map(int, part.get_parameter("weight").shape)
-        return LayerShape(in_features, out_features)
+        weight = part.get_parameter("weight")
+        in_features, out_features = map(int, weight.shape)
+        return LayerShape(in_features, out_features, weight.dtype)
     return None
 
 
@@ -81,8 +85,8 @@ class LowRank:
     """The low-rank update of a linear layer, which adds `up @ (down @ row)` to the output of each row.
 
     Attributes:
-        down: `[rank, in_features]` on the host, in the model's dtype.
-        up: `[out_features, rank]` on the host, in the model's dtype, multiplied by the adapter's scale.
+        down: `[rank, in_features]` on the host, in the layer's dtype.
+        up: `[out_features, rank]` on the host, in the layer's dtype, multiplied by the adapter's scale.
     """
 
     down: torch.Tensor
@@ -102,7 +106,7 @@ class AdapterFiles:
         digest: hexadecimal digest of everything that changes outputs: names, scales and tensors as they are in the
             file, and the invocation tokens. Adapters with equal digests give equal outputs.
         rank: the largest rank of its layers.
-        num_bytes: bytes of its tensors in the model's dtype.
+        num_bytes: bytes of its tensors, each in the dtype of its layer.
         invocation_token_ids: see `LoraFields`.
         layers: the updates, by the names of the adapted layers.
     """
@@ -163,7 +167,7 @@ def read_adapter(path: str | Path, model: AdaptableModel, max_bytes: int | None 
         if layer not in shapes:
             raise InvalidAdapter(f"{TENSOR_FILE} {layer}: expected {_expected_layer(model, layer)}")
         _require_shapes(layer, shapes[layer], config.rank_of(layer), down, up)
-        layers[layer] = _low_rank(layer, down, up, config.scale_of(layer), model.module.dtype)
+        layers[layer] = _low_rank(layer, down, up, config.scale_of(layer), shapes[layer].dtype)
     files = AdapterFiles(
         digest=_digest(config, pairs),
         rank=max(each.down.shape[0] for each in layers.values()),

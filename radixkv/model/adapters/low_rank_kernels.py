@@ -51,7 +51,7 @@ class LowRankKernels:
     def __init__(self, device: torch.device, *, is_exact: bool) -> None:
         self._device = device
         self._is_exact = is_exact
-        self._tried: set[tuple[int, ...]] = set()  # shapes
+        self._tried: set[tuple[object, ...]] = set()  # dtype and shapes
         self._launches: list[_Launch] = []
 
     def pack(self, sites: Mapping[int, Sequence[ColumnUpdate]]) -> PackedWeights:
@@ -108,8 +108,10 @@ class LowRankKernels:
         return wide_down.to(self._device), wide_up.to(self._device)
 
     def _try(self, down: torch.Tensor, up: torch.Tensor) -> None:
-        """Launch the kernel once for new shapes, which compiles it, and check batch invariance in exact mode."""
-        shape = (*down.shape, *up.shape)
+        """Launch the kernel once for new shapes or a new dtype, which compiles it. In exact mode, check that it is
+        batch-invariant.
+        """
+        shape = (down.dtype, *down.shape, *up.shape)
         if shape in self._tried:
             return
         if not low_rank_rows_agree(down, up) and self._is_exact:

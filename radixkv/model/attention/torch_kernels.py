@@ -9,7 +9,7 @@ import torch
 from radixkv.kernels import reference
 from radixkv.kernels.batch import PagedBatch
 from radixkv.kernels.cpu import attention
-from radixkv.kernels.cpu.attention_plan import Demand, Group, plan_cpu_attention
+from radixkv.kernels.cpu.attention_plan import AttentionSpec, Group, plan_cpu_attention
 from radixkv.kernels.kv_pool import KVPool
 from radixkv.kernels.scoring import Scoring
 from radixkv.model.attention.refused_attention import TORCH
@@ -31,7 +31,7 @@ class TorchKernels:
     hadamard_transform = staticmethod(reference.hadamard_transform)
 
     def __init__(self) -> None:
-        self._plans: deque[tuple[PagedBatch, dict[Demand, list[Group]]]] = deque(maxlen=MAX_BATCHES)
+        self._plans: deque[tuple[PagedBatch, dict[AttentionSpec, list[Group]]]] = deque(maxlen=MAX_BATCHES)
 
     def paged_attention(
         self, query: torch.Tensor, pool: KVPool, layer: int, batch: PagedBatch, scoring: Scoring
@@ -41,7 +41,7 @@ class TorchKernels:
         if plans is None:
             plans = {}
             self._plans.append((batch, plans))
-        demand = attention.demand_of(query, pool, scoring)
-        if demand not in plans:
-            plans[demand] = plan_cpu_attention(batch, demand)
-        return attention.paged_attention(query, pool, layer, plans[demand], scoring)
+        spec = attention.spec_of(query, pool, scoring)
+        if spec not in plans:
+            plans[spec] = plan_cpu_attention(batch, spec)
+        return attention.paged_attention(query, pool, layer, plans[spec], scoring)

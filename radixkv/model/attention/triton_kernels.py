@@ -10,7 +10,7 @@ import torch
 from radixkv.kernels.batch import PagedBatch
 from radixkv.kernels.gpu import attention, copy_blocks, hadamard, write_kv
 from radixkv.kernels.gpu.attention_plan import AttentionPlan, fitting_tile_rows, plan_attention, tile_rows_for
-from radixkv.kernels.gpu.attention_splits import HOPPER, DeviceRoom
+from radixkv.kernels.gpu.attention_splits import HOPPER, DeviceCapacity
 from radixkv.kernels.gpu.dequantize_blocks import dequantize_blocks
 from radixkv.kernels.gpu.dequantize_plan import DequantizePlan, plan_dequantize
 from radixkv.kernels.gpu.hopper_attention import supports
@@ -39,7 +39,7 @@ class TritonKernels:
             depends on the batch.
         joins: whether rows of requests that share K/V are joined; False for comparisons.
         has_idle_work: whether plans get work items without keys, like those of CUDA graphs; for trials.
-        room: the device, among whose programs the work is divided if splits are chosen for the batch.
+        capacity: how many programs the device runs at once; used if splits are chosen for the batch.
 
     Attributes:
         is_exact: whether tiles and splits are the same for every batch.
@@ -59,7 +59,7 @@ class TritonKernels:
         dequantizes_first: Literal["never", "if faster", "always"] = "never",
         joins: bool = True,
         has_idle_work: bool = False,
-        room: DeviceRoom = HOPPER,
+        capacity: DeviceCapacity = HOPPER,
     ) -> None:
         assert not is_exact or dequantizes_first == "never"
         self.is_exact = is_exact
@@ -67,7 +67,7 @@ class TritonKernels:
         self._dequantizes_first = dequantizes_first
         self._joins = joins
         self._has_idle_work = has_idle_work
-        self._room = room
+        self._capacity = capacity
         self._batch: PagedBatch | None = None
         self._plans: dict[PlanKey, AttentionPlan] = {}  # of `_batch`
         self._dequantize_plans: dict[PlanKey, DequantizePlan | None] = {}  # of `_batch`
@@ -85,7 +85,7 @@ class TritonKernels:
             is_exact=self.is_exact,
             is_specialized=self._is_specialized,
             dequantizes_first="never" if self._dequantizes_first == "never" else "if faster",
-            room=self._room,
+            capacity=self._capacity,
         )
 
     def variants(self) -> list[TritonKernels]:
@@ -93,7 +93,7 @@ class TritonKernels:
         if self._dequantizes_first != "if faster":
             return [self]
         always = TritonKernels(
-            is_exact=False, is_specialized=self._is_specialized, dequantizes_first="always", room=self._room
+            is_exact=False, is_specialized=self._is_specialized, dequantizes_first="always", capacity=self._capacity
         )
         return [self, always]
 
@@ -145,7 +145,7 @@ class TritonKernels:
 
     def max_partials(self, num_requests: int, num_kv_heads: int, tile_rows: int) -> int:
         """Maximum number of partial results of one KV head in a plan whose splits are chosen for the batch."""
-        return self._room.max_partials(num_requests, num_kv_heads, tile_rows)
+        return self._capacity.max_partials(num_requests, num_kv_heads, tile_rows)
 
     def plan(
         self,
@@ -167,7 +167,7 @@ class TritonKernels:
             tile_rows=tile_rows,
             split_tokens=_SPLIT_TOKENS if self.is_exact else None,
             joins=self._joins,
-            room=self._room,
+            capacity=self._capacity,
         )
         return plan.with_idle_work() if self._has_idle_work else plan
 
@@ -209,13 +209,17 @@ def candidates(
     kernels = {}
     dtype, shape, block_size, is_exact = use.dtype, use.shape, use.block_size, use.is_exact
     is_hopper = capability[0] == 9
-    room = DeviceRoom(num_multiprocessors, shape.head_dim)
+    capacity = DeviceCapacity(num_multiprocessors, shape.head_dim)
     if is_hopper and supports(dtype, shape.dtype, shape.head_dim, block_size):
-        kernels[SPECIALIZED] = TritonKernels(is_exact=is_exact, is_specialized=True, has_idle_work=True, room=room)
+        kernels[SPECIALIZED] = TritonKernels(
+            is_exact=is_exact, is_specialized=True, has_idle_work=True, capacity=capacity
+        )
     if not is_exact and is_quantized(shape.dtype) and dtype != torch.float32:
         if is_hopper and supports(dtype, dtype, shape.head_dim, block_size):
             kernels[SPECIALIZED_DEQUANTIZED] = TritonKernels(
-                is_exact=False, is_specialized=True, dequantizes_first="always", has_idle_work=True, room=room
+                is_exact=False, is_specialized=True, dequantizes_first="always", has_idle_work=True, capacity=capacity
             )
-        kernels[DEQUANTIZED] = TritonKernels(is_exact=False, dequantizes_first="always", has_idle_work=True, room=room)
-    return kernels | {POINTERS: TritonKernels(is_exact=is_exact, has_idle_work=True, room=room)}
+        kernels[DEQUANTIZED] = TritonKernels(
+            is_exact=False, dequantizes_first="always", has_idle_work=True, capacity=capacity
+        )
+    return kernels | {POINTERS: TritonKernels(is_exact=is_exact, has_idle_work=True, capacity=capacity)}

@@ -54,6 +54,7 @@ class Matmul:
         choice: the GEMM backend, and the row counts of its calls.
 
     Attributes:
+        dtype: dtype of the rows and of the output.
         addition: called with the rows and the output, to which it may add in place, as LoRA adapters do; None if
             nothing is added.
     """
@@ -64,6 +65,7 @@ class Matmul:
         backend = GEMM_BACKENDS[choice.backend]
         self.out_features = sum(map(len, weights))
         self.in_features = weights[0].shape[1]
+        self.dtype = weights[0].dtype
         self._packed = backend.pack(*weights)
         self._bias = bias
         self._multiply = backend.multiply
@@ -164,6 +166,7 @@ class PackedLinear(nn.Module):
         super().__init__()
         self.in_features = matmul.in_features
         self.out_features = matmul.out_features
+        self.dtype = matmul.dtype
         self.matmul = matmul
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
@@ -183,6 +186,7 @@ class PlainMatmul:
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self.out_features, self.in_features = weight.shape
+        self.dtype = weight.dtype
         self._weight = weight
         self._bias = bias
 
@@ -229,6 +233,7 @@ class PackedSlice(nn.Module):
         super().__init__()
         self.in_features = joined.matmul.in_features
         self.out_features = end - start
+        self.dtype = joined.matmul.dtype
         self.joined = joined
         self.start = start
         self.end = end

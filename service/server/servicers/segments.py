@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from radixkv.api.segments import Segment, StoredNamespace
+from radixkv.api.segments import Segment, SegmentPage, StoredNamespace, StoredPage
 from radixkv.cache.segment_index import MAX_SEGMENTS
 from radixkv.errors import InvalidRequest
 from radixkv.service.server.hottest_segments import HottestSegments
@@ -61,42 +61,31 @@ class SegmentLister:
                 raise InvalidRequest("page_token: can't be combined with hottest_first")
             return await self._list_hottest(tenant, page_size)
         position = self._page_tokens.position_of(request.page_token)
-        if request.store:
-            return await self._list_stored(request.store, position, tenant, page_size)
-        return await self._list_page(position, tenant, page_size)
+        return await self._list_page(request.store, position, tenant, page_size)
 
     async def _list_page(
-        self, position: int | None, tenant: str | None, page_size: int
-    ) -> cache_pb2.ListSegmentsResponse:
-        response = cache_pb2.ListSegmentsResponse()
-        for _ in range(MAX_CALLS):
-            assert position is not None
-            future = self._engine.segments.page(position, tenant, page_size - len(response.segments))
-            page = await result_of(self._engine, self._mailbox, future)
-            response.segments.extend(map(self._segment_message, page.segments))
-            response.compared_segments += page.num_compared
-            position = page.next_place
-            if tenant is None:
-                response.total_segments = page.num_segments
-            if position is None or len(response.segments) == page_size:
-                break
-        response.next_page_token = self._page_tokens.token(position)
-        return response
-
-    async def _list_stored(
         self, store: str, position: int | None, tenant: str | None, page_size: int
     ) -> cache_pb2.ListSegmentsResponse:
+        """List segments, or the namespaces in a store if its name is not empty."""
         response = cache_pb2.ListSegmentsResponse()
+        source, max_listed = self._engine.segments, page_size
         for _ in range(MAX_CALLS):
             assert position is not None
-            future = self._engine.segments.stored(store, position, tenant, page_size - len(response.stored))
-            page = await result_of(self._engine, self._mailbox, future)
-            response.stored.extend(map(self._stored_message, page.namespaces))
+            page: SegmentPage | StoredPage
+            if store:
+                page = await result_of(self._engine, self._mailbox, source.stored(store, position, tenant, max_listed))
+                response.stored.extend(map(self._stored_message, page.namespaces))
+                total = page.num_namespaces
+            else:
+                page = await result_of(self._engine, self._mailbox, source.page(position, tenant, max_listed))
+                response.segments.extend(map(self._segment_message, page.segments))
+                total = page.num_segments
             response.compared_segments += page.num_compared
             position = page.next_place
             if tenant is None:
-                response.total_segments = page.num_namespaces
-            if position is None or len(response.stored) == page_size:
+                response.total_segments = total
+            max_listed = page_size - len(response.segments) - len(response.stored)
+            if position is None or max_listed == 0:
                 break
         response.next_page_token = self._page_tokens.token(position)
         return response

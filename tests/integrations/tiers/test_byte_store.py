@@ -50,6 +50,14 @@ def test_saved_values_are_loaded_by_the_next_process(folder: Path) -> None:
     store.close()
 
 
+def test_any_number_of_missing_values_can_be_loaded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(byte_store, "_LOAD_BYTES", PAYLOAD_BYTES)  # a batch for each value
+    store = store_at(folder)
+    missing = named(store, "missing"), memoryview(bytearray(PAYLOAD_BYTES))
+    assert store.load_into([missing] * 2000).result(PATIENCE_S) == [False] * 2000
+    store.close()
+
+
 @pytest.mark.parametrize(
     "other",
     [

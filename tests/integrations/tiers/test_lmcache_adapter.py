@@ -24,7 +24,7 @@ from tests.patience import PATIENCE_S, wait_until
 
 HAS_LMCACHE = importlib.util.find_spec("lmcache") is not None
 SHAPE = torch.Size([2, 4, 16, 8])
-DOOR = "radixkv.integrations.tiers.lmcache_adapter"
+MODULE = "radixkv.integrations.tiers.lmcache_adapter"
 
 
 class Key(NamedTuple):
@@ -111,21 +111,21 @@ def stand_ins() -> dict[str, ModuleType]:
         "lmcache.v1.platform": {"create_event_notifier": Event},
     }
     modules = {name: ModuleType(name) for name in contents}
-    for name, module in modules.items():
-        vars(module).update(contents[name])
+    for name, stand_in in modules.items():
+        vars(stand_in).update(contents[name])
     return modules
 
 
 @pytest.fixture(scope="module")
-def door() -> Iterator[Any]:
+def module() -> Iterator[Any]:
     """Return the module of the adapter."""
     with pytest.MonkeyPatch.context() as patch:
         if not HAS_LMCACHE:
-            for name, module in stand_ins().items():
-                patch.setitem(sys.modules, name, module)
-        patch.delitem(sys.modules, DOOR, raising=False)
-        yield importlib.import_module(DOOR)
-        sys.modules.pop(DOOR, None)
+            for name, stand_in in stand_ins().items():
+                patch.setitem(sys.modules, name, stand_in)
+        patch.delitem(sys.modules, MODULE, raising=False)
+        yield importlib.import_module(MODULE)
+        sys.modules.pop(MODULE, None)
 
 
 @pytest.fixture
@@ -188,14 +188,14 @@ def load(adapter: Any, keys: list[Key], dtype: torch.dtype = torch.float32) -> l
 KEYS = [key_of(f"chunk {number}") for number in range(6)]
 
 
-def test_objects_are_found_after_a_restart(door: Any, options: dict[str, Any]) -> None:
-    adapter = door.RadixKVL2Adapter(options)
+def test_objects_are_found_after_a_restart(module: Any, options: dict[str, Any]) -> None:
+    adapter = module.RadixKVL2Adapter(options)
     assert lookup(adapter, KEYS) == [False] * 6
     num_bytes = SHAPE.numel() * 4
     assert store(adapter, KEYS[:4]) == 4 * num_bytes
     assert adapter.get_usage().total_bytes_used == 4 * num_bytes
     adapter.close()
-    adapter = door.RadixKVL2Adapter(options)
+    adapter = module.RadixKVL2Adapter(options)
     assert lookup(adapter, KEYS) == [True] * 4 + [False] * 2
     assert load(adapter, KEYS) == [True] * 4 + [False] * 2
     assert adapter.get_usage().total_bytes_used == 4 * num_bytes
@@ -204,8 +204,8 @@ def test_objects_are_found_after_a_restart(door: Any, options: dict[str, Any]) -
     adapter.close()
 
 
-def test_models_ranks_groups_and_salts_share_nothing(door: Any, options: dict[str, Any]) -> None:
-    adapter = door.RadixKVL2Adapter(options)
+def test_models_ranks_groups_and_salts_share_nothing(module: Any, options: dict[str, Any]) -> None:
+    adapter = module.RadixKVL2Adapter(options)
     store(adapter, [key_of("chunk")])
     others = [{"model_name": "other"}, {"kv_rank": 0x02010201}, {"object_group_id": 1}, {"cache_salt": "alice"}]
     keys = [key_of("chunk", **fields) for fields in others]
@@ -214,20 +214,20 @@ def test_models_ranks_groups_and_salts_share_nothing(door: Any, options: dict[st
     store(adapter, keys)
     assert load(adapter, [key_of("chunk"), *keys]) == [True] * 5
     adapter.close()
-    adapter = door.RadixKVL2Adapter(options)
+    adapter = module.RadixKVL2Adapter(options)
     assert load(adapter, [key_of("chunk"), *keys]) == [True] * 5
     adapter.close()
 
 
-def test_another_dtype_is_a_miss(door: Any, options: dict[str, Any]) -> None:
-    adapter = door.RadixKVL2Adapter(options)
+def test_another_dtype_is_a_miss(module: Any, options: dict[str, Any]) -> None:
+    adapter = module.RadixKVL2Adapter(options)
     store(adapter, KEYS[:1])
     assert load(adapter, KEYS[:1], torch.int32) == [False]
     adapter.close()
 
 
-def test_a_salt_cannot_exceed_its_quota(door: Any, options: dict[str, Any]) -> None:
-    adapter = door.RadixKVL2Adapter({**options, "tenants": {"alice": {"ceiling": 0.1}}})
+def test_a_salt_cannot_exceed_its_quota(module: Any, options: dict[str, Any]) -> None:
+    adapter = module.RadixKVL2Adapter({**options, "tenants": {"alice": {"ceiling": 0.1}}})
     for number in range(100):
         store(adapter, [key_of(f"{number}", cache_salt="alice")])
     usage = adapter.get_usage().bytes_by_cache_salt
@@ -237,8 +237,8 @@ def test_a_salt_cannot_exceed_its_quota(door: Any, options: dict[str, Any]) -> N
     adapter.close()
 
 
-def test_modified_objects_are_misses(door: Any, options: dict[str, Any]) -> None:
-    adapter = door.RadixKVL2Adapter(options)
+def test_modified_objects_are_misses(module: Any, options: dict[str, Any]) -> None:
+    adapter = module.RadixKVL2Adapter(options)
     store(adapter, KEYS)
     blocks = next(Path(options["disk_path"]).glob("*/blocks"))
     blocks.write_bytes(bytes(len(blocks.read_bytes())))
@@ -248,9 +248,9 @@ def test_modified_objects_are_misses(door: Any, options: dict[str, Any]) -> None
     adapter.close()
 
 
-def test_random_tasks_of_two_threads(door: Any, options: dict[str, Any]) -> None:
+def test_random_tasks_of_two_threads(module: Any, options: dict[str, Any]) -> None:
     """LMCache calls from a thread that stores and one that loads. `load` compares all values."""
-    adapter = door.RadixKVL2Adapter({**options, "disk_bytes": 20 * 12_288})
+    adapter = module.RadixKVL2Adapter({**options, "disk_bytes": 20 * 12_288})
     keys = [key_of(f"{number}", cache_salt=salt) for number in range(20) for salt in ("", "alice")]
 
     def store_some() -> None:
@@ -269,14 +269,14 @@ def test_random_tasks_of_two_threads(door: Any, options: dict[str, Any]) -> None
     adapter.close()
 
 
-def test_invalid_options_are_refused(door: Any) -> None:
+def test_invalid_options_are_refused(module: Any) -> None:
     with pytest.raises(ConfigError, match="disk_pth: unknown key; the nearest is disk_path"):
-        door.RadixKVL2Adapter({"disk_pth": "/tmp"})
+        module.RadixKVL2Adapter({"disk_pth": "/tmp"})
 
 
 @pytest.mark.skipif(HAS_LMCACHE, reason="LMCache is installed")
 def test_without_lmcache_the_error_says_what_to_install() -> None:
-    result = subprocess.run([sys.executable, "-c", f"import {DOOR}"], capture_output=True, text=True, check=False)
+    result = subprocess.run([sys.executable, "-c", f"import {MODULE}"], capture_output=True, text=True, check=False)
     assert "pip install lmcache" in result.stderr
 
 
@@ -287,7 +287,7 @@ def test_the_storage_manager_of_lmcache_finds_objects_after_a_restart(options: d
     from lmcache.v1.distributed.l2_adapters.plugin_l2_adapter import PluginL2AdapterConfig
     from lmcache.v1.distributed.storage_manager import StorageManager
 
-    plugin = {"module_path": DOOR, "class_name": "RadixKVL2Adapter", "adapter_params": options}
+    plugin = {"module_path": MODULE, "class_name": "RadixKVL2Adapter", "adapter_params": options}
     eviction = config.EvictionConfig("LRU")
     dram = {"tag": "_default", "size_gb": 0.01, "use_lazy": False}
     layout = api.MemoryLayoutDesc([SHAPE], [torch.float32])

@@ -19,7 +19,7 @@ from radixkv.errors import ConfigError
 from tests.offload.tiers.redis_server import SERVER, WHY_NOT, redis_server
 from tests.patience import PATIENCE_S
 
-DOOR = "radixkv.integrations.tiers.sglang_storage"
+MODULE = "radixkv.integrations.tiers.sglang_storage"
 PAGE = 4
 try:
     import sglang.srt.mem_cache.hicache_storage as real  # its packages may be missing even if SGLang is installed
@@ -59,21 +59,21 @@ def stand_ins() -> dict[str, ModuleType]:
         "sglang.version": {"__version__": "0.5.23"},
     }
     modules = {name: ModuleType(name) for name in contents}
-    for name, module in modules.items():
-        vars(module).update(contents[name])
+    for name, stand_in in modules.items():
+        vars(stand_in).update(contents[name])
     return modules
 
 
 @pytest.fixture(scope="module")
-def door() -> Iterator[Any]:
+def module() -> Iterator[Any]:
     """Return the module of the backend."""
     with pytest.MonkeyPatch.context() as patch:
         if real is None:
-            for name, module in stand_ins().items():
-                patch.setitem(sys.modules, name, module)
-        patch.delitem(sys.modules, DOOR, raising=False)
-        yield importlib.import_module(DOOR)
-        sys.modules.pop(DOOR, None)
+            for name, stand_in in stand_ins().items():
+                patch.setitem(sys.modules, name, stand_in)
+        patch.delitem(sys.modules, MODULE, raising=False)
+        yield importlib.import_module(MODULE)
+        sys.modules.pop(MODULE, None)
 
 
 @pytest.fixture
@@ -129,8 +129,8 @@ def config_of(options: dict[str, Any], **fields: Any) -> Any:
     return SimpleNamespace(**{**own, **fields})
 
 
-def storage_of(door: Any, options: dict[str, Any], pool: HostPool | None = None, **fields: Any) -> Any:
-    storage = door.RadixKVStorage(config_of(options, **fields), {})
+def storage_of(module: Any, options: dict[str, Any], pool: HostPool | None = None, **fields: Any) -> Any:
+    storage = module.RadixKVStorage(config_of(options, **fields), {})
     storage.register_mem_pool_host(pool or HostPool())
     return storage
 
@@ -161,12 +161,12 @@ def load(storage: Any, keys: list[str]) -> list[bool]:
 KEYS = [f"hash {number}" for number in range(6)]
 
 
-def test_pages_are_found_after_a_restart(door: Any, options: dict[str, Any]) -> None:
-    storage = storage_of(door, options)
+def test_pages_are_found_after_a_restart(module: Any, options: dict[str, Any]) -> None:
+    storage = storage_of(module, options)
     assert storage.batch_exists(KEYS) == 0
     assert save(storage, KEYS[:4]) == [True] * 4
     storage.close()
-    storage = storage_of(door, options)
+    storage = storage_of(module, options)
     assert storage.batch_exists(KEYS) == 4
     assert storage.batch_exists(KEYS[3:]) == 1
     assert storage.exists(KEYS[0])
@@ -176,8 +176,8 @@ def test_pages_are_found_after_a_restart(door: Any, options: dict[str, Any]) -> 
     storage.close()
 
 
-def test_single_pages_are_those_of_batches(door: Any, options: dict[str, Any]) -> None:
-    storage = storage_of(door, options)
+def test_single_pages_are_those_of_batches(module: Any, options: dict[str, Any]) -> None:
+    storage = storage_of(module, options)
     pool = storage.mem_pool_host
     assert storage.set(KEYS[0], pool.value(KEYS[0]))
     assert storage.batch_set(KEYS[1:3], [pool.value(key) for key in KEYS[1:3]])
@@ -195,18 +195,18 @@ def test_single_pages_are_those_of_batches(door: Any, options: dict[str, Any]) -
     "fields",
     [{"model_name": "other"}, {"tp_rank": 1, "tp_size": 2}, {"pp_rank": 1, "pp_size": 2}, {"dp_rank": 1}],
 )
-def test_other_models_and_ranks_share_nothing(door: Any, options: dict[str, Any], fields: dict[str, Any]) -> None:
-    storage = storage_of(door, options)
+def test_other_models_and_ranks_share_nothing(module: Any, options: dict[str, Any], fields: dict[str, Any]) -> None:
+    storage = storage_of(module, options)
     save(storage, KEYS)
     storage.close()
-    storage = storage_of(door, options, **fields)
+    storage = storage_of(module, options, **fields)
     assert storage.batch_exists(KEYS) == 0
     assert load(storage, KEYS) == [False] * 6
     storage.close()
 
 
-def test_another_dtype_or_layout_of_the_same_size_is_a_miss(door: Any, options: dict[str, Any]) -> None:
-    storage = storage_of(door, options)
+def test_another_dtype_or_layout_of_the_same_size_is_a_miss(module: Any, options: dict[str, Any]) -> None:
+    storage = storage_of(module, options)
     save(storage, KEYS[:2])
     storage.register_mem_pool_host(HostPool(dtype=torch.float16))
     assert load(storage, KEYS[:1]) == [False]
@@ -217,13 +217,13 @@ def test_another_dtype_or_layout_of_the_same_size_is_a_miss(door: Any, options: 
     storage.close()
 
 
-def test_pages_of_several_pools(door: Any, options: dict[str, Any]) -> None:
+def test_pages_of_several_pools(module: Any, options: dict[str, Any]) -> None:
     """The K/V of four pages are stored, the states of pool `all` of three, and those of pool `last` of two."""
-    storage = storage_of(door, options)
+    storage = storage_of(module, options)
     pools = {"kv": storage.mem_pool_host, "all": HostPool(1), "last": HostPool(2)}
     for name, pool in pools.items():
         storage.register_mem_host_pool_v2(pool, name)
-    policies = door.PoolHitPolicy
+    policies = module.PoolHitPolicy
     stored = {"kv": KEYS[:4], "all": KEYS[:3], "last": KEYS[:2]}
     for name, keys in stored.items():
         for page, key in enumerate(keys):
@@ -256,8 +256,8 @@ def transfer_of(name: str, keys: list[str], policy: Any = None) -> Any:
     return SimpleNamespace(name=name, keys=keys, host_indices=indices_of(list(range(len(keys)))), hit_policy=policy)
 
 
-def test_modified_pages_are_misses(door: Any, options: dict[str, Any]) -> None:
-    storage = storage_of(door, options)
+def test_modified_pages_are_misses(module: Any, options: dict[str, Any]) -> None:
+    storage = storage_of(module, options)
     save(storage, KEYS)
     blocks = next(Path(options["disk_path"]).glob("*/blocks"))
     blocks.write_bytes(bytes(len(blocks.read_bytes())))
@@ -267,12 +267,14 @@ def test_modified_pages_are_misses(door: Any, options: dict[str, Any]) -> None:
 
 
 @pytest.mark.skipif(SERVER is None, reason=WHY_NOT)
-def test_ranks_with_equal_kv_share_redis_and_refuse_a_disk(door: Any, options: dict[str, Any], tmp_path: Path) -> None:
+def test_ranks_with_equal_kv_share_redis_and_refuse_a_disk(
+    module: Any, options: dict[str, Any], tmp_path: Path
+) -> None:
     with pytest.raises(ConfigError, match="expected only redis_url"):
-        storage_of(door, options, is_mla_model=True, tp_size=2)
+        storage_of(module, options, is_mla_model=True, tp_size=2)
     with redis_server(tmp_path) as server:
         shared = {"redis_url": server.url, "trusted": True, "load_limit_s": PATIENCE_S}
-        first, second = (storage_of(door, shared, is_mla_model=True, tp_size=2, tp_rank=rank) for rank in range(2))
+        first, second = (storage_of(module, shared, is_mla_model=True, tp_size=2, tp_rank=rank) for rank in range(2))
         assert save(first, KEYS) == [True] * 6
         assert load(second, KEYS) == [True] * 6
         assert second.batch_exists(KEYS) == 6
@@ -282,14 +284,14 @@ def test_ranks_with_equal_kv_share_redis_and_refuse_a_disk(door: Any, options: d
         second.close()
 
 
-def test_options_are_required_by_name(door: Any) -> None:
+def test_options_are_required_by_name(module: Any) -> None:
     with pytest.raises(ConfigError, match="expected an object `tiers`"):
-        door.RadixKVStorage(config_of({}, extra_config={"backend_name": "radixkv"}))
+        module.RadixKVStorage(config_of({}, extra_config={"backend_name": "radixkv"}))
 
 
 @pytest.mark.skipif(real is not None, reason="SGLang is installed")
 def test_without_sglang_the_error_says_what_to_install() -> None:
-    result = subprocess.run([sys.executable, "-c", f"import {DOOR}"], capture_output=True, text=True, check=False)
+    result = subprocess.run([sys.executable, "-c", f"import {MODULE}"], capture_output=True, text=True, check=False)
     assert "pip install sglang" in result.stderr
 
 
@@ -297,7 +299,7 @@ def test_without_sglang_the_error_says_what_to_install() -> None:
 def test_sglang_creates_the_backend(options: dict[str, Any]) -> None:
     from sglang.srt.mem_cache.storage import StorageBackendFactory
 
-    extra = {"backend_name": "radixkv", "module_path": DOOR, "class_name": "RadixKVStorage", "tiers": options}
+    extra = {"backend_name": "radixkv", "module_path": MODULE, "class_name": "RadixKVStorage", "tiers": options}
     storage = StorageBackendFactory.create_backend("dynamic", config_of({}, extra_config=extra), None)
     assert not type(storage).__abstractmethods__
     storage.register_mem_pool_host(HostPool())

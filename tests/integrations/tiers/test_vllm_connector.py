@@ -72,19 +72,21 @@ def stand_ins() -> dict[str, ModuleType]:
 
 
 @pytest.fixture(scope="module")
-def door() -> Iterator[Any]:
+def module() -> Iterator[Any]:
     """Return the module of the connector."""
     with pytest.MonkeyPatch.context() as patch:
         if not HAS_VLLM:
-            for name, module in stand_ins().items():
-                patch.setitem(sys.modules, name, module)
+            for name, stand_in in stand_ins().items():
+                patch.setitem(sys.modules, name, stand_in)
         name = "radixkv.integrations.tiers.vllm_connector"
         patch.delitem(sys.modules, name, raising=False)
         yield importlib.import_module(name)
         sys.modules.pop(name, None)
 
 
-def config_of(door: Any, options: dict[str, Any], rank: int = 0, num_ranks: int = 1, policy: str = "recompute") -> Any:
+def config_of(
+    module: Any, options: dict[str, Any], rank: int = 0, num_ranks: int = 1, policy: str = "recompute"
+) -> Any:
     parallel = SimpleNamespace(
         rank=rank,
         world_size=num_ranks,
@@ -113,11 +115,11 @@ def config_of(door: Any, options: dict[str, Any], rank: int = 0, num_ranks: int 
     )
 
 
-def blocks_of(door: Any, spec: Any = None) -> Any:
+def blocks_of(module: Any, spec: Any = None) -> Any:
     if spec is None and HAS_VLLM:
-        spec = door.FullAttentionSpec(block_size=BLOCK_TOKENS, num_kv_heads=1, head_size=2, dtype=torch.float32)
+        spec = module.FullAttentionSpec(block_size=BLOCK_TOKENS, num_kv_heads=1, head_size=2, dtype=torch.float32)
     elif spec is None:
-        spec = door.FullAttentionSpec(BLOCK_TOKENS)
+        spec = module.FullAttentionSpec(BLOCK_TOKENS)
     return SimpleNamespace(num_blocks=NUM_BLOCKS, kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)])
 
 
@@ -145,12 +147,14 @@ def kv_of(tokens: list[int], end: int, layer: str, rank: int) -> list[float]:
 class Engine:
     """Calls the connectors as vLLM does: one in the scheduler, one per rank. It has no prefix cache of its own."""
 
-    def __init__(self, door: Any, options: dict[str, Any], num_ranks: int = 1) -> None:
-        kind = door.RadixKVConnector
-        roles = door.KVConnectorRole
-        self.scheduler = kind(config_of(door, options, 0, num_ranks), roles.SCHEDULER, kv_cache_config=blocks_of(door))
+    def __init__(self, module: Any, options: dict[str, Any], num_ranks: int = 1) -> None:
+        kind = module.RadixKVConnector
+        roles = module.KVConnectorRole
+        self.scheduler = kind(
+            config_of(module, options, 0, num_ranks), roles.SCHEDULER, kv_cache_config=blocks_of(module)
+        )
         self.workers = [
-            kind(config_of(door, options, rank, num_ranks), roles.WORKER, kv_cache_config=blocks_of(door))
+            kind(config_of(module, options, rank, num_ranks), roles.WORKER, kv_cache_config=blocks_of(module))
             for rank in range(num_ranks)
         ]
         self.kv = [{name: torch.zeros(NUM_BLOCKS, 1, BLOCK_TOKENS, 2) for name in NAMES} for _ in self.workers]
@@ -180,7 +184,7 @@ class Engine:
             request, SimpleNamespace(get_block_ids=lambda: (list(ids),)), num_matched
         )
         num_loaded = self.load(request, ids, num_matched) if num_matched else 0
-        if num_loaded < num_matched:  # vLLM asks again, and another load could fail forever
+        if num_loaded < num_matched:  # vLLM schedules it again, and repeated loads could fail forever
             assert self.scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
         request.num_computed_tokens = num_loaded
         self.verify(tokens, ids, num_loaded)
@@ -275,33 +279,33 @@ PROMPT = list(range(100, 118))  # four blocks and a half
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3])
-def test_prefixes_are_found_after_a_restart(door: Any, disk: dict[str, Any], num_ranks: int) -> None:
+def test_prefixes_are_found_after_a_restart(module: Any, disk: dict[str, Any], num_ranks: int) -> None:
     random = Random(0)
-    engine = Engine(door, disk, num_ranks)
+    engine = Engine(module, disk, num_ranks)
     assert engine.run(PROMPT, random) == 0
     engine.settle()
     assert engine.run(PROMPT, random) == 16
     engine.close()
-    engine = Engine(door, disk, num_ranks)
+    engine = Engine(module, disk, num_ranks)
     assert engine.run([*PROMPT[:9], 1, 2, 3, 4, 5], random) == 8
     assert engine.run(PROMPT[:16], random) == 12  # at least one token is computed
     assert engine.run([1, *PROMPT], random) == 0
     engine.close()
 
 
-def test_a_block_is_usable_only_if_all_ranks_have_it(door: Any, disk: dict[str, Any]) -> None:
-    engine = Engine(door, disk, 2)
+def test_a_block_is_usable_only_if_all_ranks_have_it(module: Any, disk: dict[str, Any]) -> None:
+    engine = Engine(module, disk, 2)
     engine.run(PROMPT, Random(0))
     engine.settle()
-    third = engine.scheduler._scheduler._blocks(door._Prompt(request_of("other", PROMPT)), 3)[2]
-    engine.workers[1]._worker._store.delete([door.key_of_rank(third.key, 1)])
+    third = engine.scheduler._scheduler._blocks(module._Prompt(request_of("other", PROMPT)), 3)[2]
+    engine.workers[1]._worker._store.delete([module.key_of_rank(third.key, 1)])
     engine.settle()
     assert engine.run(PROMPT, Random(0)) == 8
     engine.close()
 
 
-def test_tenants_and_salts_share_nothing(door: Any, disk: dict[str, Any]) -> None:
-    engine = Engine(door, disk)
+def test_tenants_and_salts_share_nothing(module: Any, disk: dict[str, Any]) -> None:
+    engine = Engine(module, disk)
     random = Random(0)
     for fields in ({}, {"cache_salt": "salt"}, {"kv_transfer_params": {"tenant": "alice"}}):
         assert engine.run(PROMPT, random, **fields) == 0
@@ -315,9 +319,9 @@ def test_tenants_and_salts_share_nothing(door: Any, disk: dict[str, Any]) -> Non
     [{"mm_features": [object()]}, {"lora_request": object()}, {"prompt_embeds": object()}, {"resumable": True}],
 )
 def test_requests_whose_kv_depend_on_more_than_tokens_use_no_tier(
-    door: Any, disk: dict[str, Any], fields: dict[str, Any]
+    module: Any, disk: dict[str, Any], fields: dict[str, Any]
 ) -> None:
-    engine = Engine(door, disk)
+    engine = Engine(module, disk)
     for _ in range(2):
         assert engine.run(PROMPT, Random(0), **fields) == 0
         engine.settle()
@@ -325,11 +329,11 @@ def test_requests_whose_kv_depend_on_more_than_tokens_use_no_tier(
     engine.close()
 
 
-def test_empty_steps_wait_for_a_load(door: Any, disk: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = Engine(door, disk)
+def test_empty_steps_wait_for_a_load(module: Any, disk: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(module, disk)
     engine.run(PROMPT, Random(0))
     engine.settle()
-    monkeypatch.setattr(door, "_IDLE_WAIT_S", PATIENCE_S)
+    monkeypatch.setattr(module, "_IDLE_WAIT_S", PATIENCE_S)
     steps: list[int] = []
     step = engine.step
     monkeypatch.setattr(engine, "step", lambda *args: steps.append(args[2]) or step(*args))
@@ -339,25 +343,25 @@ def test_empty_steps_wait_for_a_load(door: Any, disk: dict[str, Any], monkeypatc
 
 
 def test_without_memory_for_copies_nothing_fails(
-    door: Any, disk: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    module: Any, disk: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def no_memory(*_: object) -> Any:
         raise MemoryError("none left")
 
-    engine = Engine(door, disk)
+    engine = Engine(module, disk)
     with monkeypatch.context() as patch:
-        patch.setattr(door.KVLayers, "read", no_memory)
+        patch.setattr(module.KVLayers, "read", no_memory)
         assert engine.run(PROMPT, Random(0)) == 0
     engine.run(PROMPT, Random(0))
     engine.settle()
     with monkeypatch.context() as patch:
-        patch.setattr(door.np, "empty", no_memory)
+        patch.setattr(module.np, "empty", no_memory)
         assert engine.run(PROMPT, Random(0)) == 0
     engine.close()
 
 
-def test_what_was_stored_before_a_reset_is_not_used(door: Any, disk: dict[str, Any]) -> None:
-    engine = Engine(door, disk)
+def test_what_was_stored_before_a_reset_is_not_used(module: Any, disk: dict[str, Any]) -> None:
+    engine = Engine(module, disk)
     engine.run(PROMPT, Random(0))
     engine.settle()
     assert engine.scheduler.reset_cache()
@@ -365,13 +369,13 @@ def test_what_was_stored_before_a_reset_is_not_used(door: Any, disk: dict[str, A
     engine.settle()
     assert engine.run(PROMPT, Random(0)) == 16
     engine.close()
-    engine = Engine(door, disk)  # with the weights of the checkpoint again
+    engine = Engine(module, disk)  # with the weights of the checkpoint again
     assert engine.run(PROMPT, Random(0)) == 16
     engine.close()
 
 
-def test_vllm_can_log_what_the_tiers_count(door: Any, disk: dict[str, Any]) -> None:
-    engine = Engine(door, disk)
+def test_vllm_can_log_what_the_tiers_count(module: Any, disk: dict[str, Any]) -> None:
+    engine = Engine(module, disk)
     worker = engine.workers[0]
     engine.run(PROMPT, Random(0))
     engine.settle()
@@ -379,7 +383,7 @@ def test_vllm_can_log_what_the_tiers_count(door: Any, disk: dict[str, Any]) -> N
     assert worker.get_kv_connector_stats() is None
     engine.run(PROMPT, Random(0))
     stats = worker.get_kv_connector_stats()
-    again = door.RadixKVConnector.build_kv_connector_stats(stats.data)
+    again = module.RadixKVConnector.build_kv_connector_stats(stats.data)
     assert again.aggregate(stats).reduce() == {"loaded": 8}
     assert not stats.is_empty()
     stats.reset()
@@ -387,17 +391,17 @@ def test_vllm_can_log_what_the_tiers_count(door: Any, disk: dict[str, Any]) -> N
     engine.close()
 
 
-def test_another_model_finds_nothing(door: Any, disk: dict[str, Any]) -> None:
-    engine = Engine(door, disk)
+def test_another_model_finds_nothing(module: Any, disk: dict[str, Any]) -> None:
+    engine = Engine(module, disk)
     engine.run(PROMPT, Random(0))
     engine.close()
-    engine = Engine(door, {**disk, "model_id": "other weights"})
+    engine = Engine(module, {**disk, "model_id": "other weights"})
     assert engine.run(PROMPT, Random(0)) == 0
     engine.close()
 
 
-def test_a_block_that_cannot_be_loaded_is_computed_and_saved_again(door: Any, disk: dict[str, Any]) -> None:
-    engine = Engine(door, disk)
+def test_a_block_that_cannot_be_loaded_is_computed_and_saved_again(module: Any, disk: dict[str, Any]) -> None:
+    engine = Engine(module, disk)
     engine.run(PROMPT, Random(0))
     engine.settle()
     with next(Path(disk["disk_path"]).glob("*/blocks")).open("r+b") as file:
@@ -410,13 +414,13 @@ def test_a_block_that_cannot_be_loaded_is_computed_and_saved_again(door: Any, di
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_random_prompts_load_only_their_own_kv(door: Any, disk: dict[str, Any], seed: int) -> None:
+def test_random_prompts_load_only_their_own_kv(module: Any, disk: dict[str, Any], seed: int) -> None:
     """The disk is too small for all prompts, engines restart, and files are modified. `Engine.run` verifies all K/V."""
     random = Random(seed)
     prompts = [[random.randrange(3) for _ in range(random.randint(1, 30))] for _ in range(12)]
     num_loaded = 0
     for _ in range(4):
-        engine = Engine(door, {**disk, "disk_bytes": 30 * 8192}, 2)
+        engine = Engine(module, {**disk, "disk_bytes": 30 * 8192}, 2)
         for _ in range(12):
             prompt = random.choice(prompts) + [random.randrange(3) for _ in range(random.randint(1, 10))]
             num_loaded += engine.run(prompt, random, cache_salt=random.choice([None, "salt"]))
@@ -431,20 +435,20 @@ def test_random_prompts_load_only_their_own_kv(door: Any, disk: dict[str, Any], 
 
 
 @pytest.mark.skipif(SERVER is None, reason=WHY_NOT)
-def test_engines_share_redis(door: Any, tmp_path: Path) -> None:
+def test_engines_share_redis(module: Any, tmp_path: Path) -> None:
     with redis_server(tmp_path) as server:
         options = {"redis_url": server.url, "trusted": True}
-        first, second = Engine(door, options, 2), Engine(door, options, 2)
+        first, second = Engine(module, options, 2), Engine(module, options, 2)
         assert first.run(PROMPT, Random(0)) == 0
         first.settle()
         assert second.run(PROMPT, Random(0)) == 16
-        third = first.scheduler._scheduler._blocks(door._Prompt(request_of("other", PROMPT)), 3)[2]
-        part, store = door.key_of_rank(third.key, 1), first.workers[1]._worker._store
+        third = first.scheduler._scheduler._blocks(module._Prompt(request_of("other", PROMPT)), 3)[2]
+        part, store = module.key_of_rank(third.key, 1), first.workers[1]._worker._store
         store.delete([part])
         wait_until(lambda: store.exists([part]).result(PATIENCE_S) == [False])
-        other = Engine(door, options, 2)
+        other = Engine(module, options, 2)
         assert other.run(PROMPT, Random(0)) == 8  # not all ranks have their part of the third block
-        assert "redis_absent" not in other.workers[1]._worker._store.counts()  # it was not promised
+        assert "redis_absent" not in other.workers[1]._worker._store.counts()  # the third block was not found
         other.close()
         server.stop()
         assert second.run([7, *PROMPT], Random(0)) == 0
@@ -452,19 +456,19 @@ def test_engines_share_redis(door: Any, tmp_path: Path) -> None:
         second.close()
 
 
-def test_a_policy_that_fails_requests_is_refused(door: Any, disk: dict[str, Any]) -> None:
-    config = config_of(door, disk, policy="fail")
+def test_a_policy_that_fails_requests_is_refused(module: Any, disk: dict[str, Any]) -> None:
+    config = config_of(module, disk, policy="fail")
     with pytest.raises(ConfigError, match="kv_load_failure_policy: expected recompute"):
-        door.RadixKVConnector(config, door.KVConnectorRole.WORKER, kv_cache_config=blocks_of(door))
+        module.RadixKVConnector(config, module.KVConnectorRole.WORKER, kv_cache_config=blocks_of(module))
 
 
-def test_models_with_other_states_are_refused(door: Any, disk: dict[str, Any]) -> None:
+def test_models_with_other_states_are_refused(module: Any, disk: dict[str, Any]) -> None:
     class MambaSpec:
         pass
 
     with pytest.raises(UnsupportedModel, match="MambaSpec"):
-        door.RadixKVConnector(
-            config_of(door, disk), door.KVConnectorRole.WORKER, kv_cache_config=blocks_of(door, MambaSpec())
+        module.RadixKVConnector(
+            config_of(module, disk), module.KVConnectorRole.WORKER, kv_cache_config=blocks_of(module, MambaSpec())
         )
 
 
@@ -476,8 +480,8 @@ def test_without_vllm_the_error_says_what_to_install() -> None:
 
 
 @pytest.mark.skipif(not HAS_VLLM, reason="vLLM is not installed")
-def test_the_connector_implements_what_vllm_requires(door: Any) -> None:
+def test_the_connector_implements_what_vllm_requires(module: Any) -> None:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
-    assert issubclass(door.RadixKVConnector, KVConnectorBase_V1)
-    assert not door.RadixKVConnector.__abstractmethods__
+    assert issubclass(module.RadixKVConnector, KVConnectorBase_V1)
+    assert not module.RadixKVConnector.__abstractmethods__

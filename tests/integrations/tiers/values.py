@@ -25,7 +25,7 @@ def payload_of(name: str, tenant: str = "") -> bytes:
 
 
 def store_at(path: Path | None, block_format: BlockFormat = FORMAT, **values: Any) -> ByteStore:
-    """Open a store on a disk with room for 64 values."""
+    """Open a store on a disk that holds 64 values."""
     own = {"disk_path": str(path), "disk_bytes": 64 * SLOT_BYTES} if path is not None else {}
     options = TierOptions.of({"load_limit_s": PATIENCE_S, **own, **values})
     return ByteStore(options, block_format, store_keys(options, block_format))

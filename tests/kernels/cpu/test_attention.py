@@ -21,7 +21,7 @@ SEVEN = Heads(7, 1)
 
 
 def attend(query: torch.Tensor, pool: KVPool, batch: PagedBatch, scoring: Scoring) -> torch.Tensor:
-    groups = plan_cpu_attention(batch, attention.demand_of(query, pool, scoring))
+    groups = plan_cpu_attention(batch, attention.spec_of(query, pool, scoring))
     return attention.paged_attention(query, pool, LAYER, groups, scoring)
 
 
@@ -153,7 +153,9 @@ def test_chunking_a_sequence_does_not_change_a_bit(options: dict[str, float], he
 
 
 def with_cancelling(what: Literal["values", "scores"], heads: Heads, dtype: torch.dtype, head_dim: int = 64) -> Step:
-    """800 tokens whose sums cancel. Rounding to half precision hides the order of others but once in a million."""
+    """800 tokens whose sums cancel. Other sums rarely show their order, once in a million after rounding to half
+    precision.
+    """
     step = make_step([0], [800], heads, head_dim=head_dim, dtype=dtype)
     query, key, value = sensitive_attention(what, 800, heads.num_query_heads, heads.num_kv_heads, head_dim)
     reference.write_kv(key.to(dtype), value.to(dtype), step.batch.slots, step.pool, LAYER)
@@ -206,7 +208,7 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> list[tuple[torch.Size, torch.Size]
 def test_summation_lengths_are_the_same_on_all_processors(
     heads: Heads, prefix_len: int, num_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """a processor that computes all lengths in the same order would not show it in its bits."""
+    """A processor that computes all lengths in the same order would not show it in its bits."""
     calls = watch(monkeypatch)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     for window in (None, 300):
@@ -214,7 +216,9 @@ def test_summation_lengths_are_the_same_on_all_processors(
         assert error_against_reference(step, window=window) < TOLERANCE[torch.bfloat16]
     for (num_units, num_matrices, num_rows, head_dim), (_, _, num_keys, _) in calls:
         assert (num_rows % 16, num_keys % 32, head_dim % 32) == (0, 0, 0)
-        assert num_units * num_matrices > 1 or num_rows > 32  # a lone small product would be shared out among threads
+        assert (
+            num_units * num_matrices > 1 or num_rows > 32
+        )  # the library would divide a single small matmul among threads
     assert calls
 
 

@@ -6,13 +6,15 @@ import torch
 
 from radixkv.kernels.batch import PagedBatch
 from radixkv.kernels.cpu import attention_plan
-from radixkv.kernels.cpu.attention_plan import Demand, Group, plan_cpu_attention
+from radixkv.kernels.cpu.attention_plan import AttentionSpec, Group, plan_cpu_attention
 
 BLOCK = 16
 
 
-def demand(*, group_size: int = 3, window: int | None = None, reads_in_place: bool = True) -> Demand:
-    return Demand(group_size, 64, torch.float32, window, is_whole=window is not None, reads_in_place=reads_in_place)
+def spec(*, group_size: int = 3, window: int | None = None, reads_in_place: bool = True) -> AttentionSpec:
+    return AttentionSpec(
+        group_size, 64, torch.float32, window, is_whole=window is not None, reads_in_place=reads_in_place
+    )
 
 
 def batch_of(lengths: list[tuple[int, int]], tables: list[np.ndarray] | None = None) -> PagedBatch:
@@ -79,7 +81,7 @@ def test_each_row_attends_to_each_of_its_keys_once_in_order(window: int | None, 
             table[:100] = system
         tables.append(table)
     batch = batch_of(lengths, tables)
-    groups = plan_cpu_attention(batch, demand(window=window, reads_in_place=reads_in_place))
+    groups = plan_cpu_attention(batch, spec(window=window, reads_in_place=reads_in_place))
     keys = seen_keys(batch, groups, 3, window)
     assert sorted(keys) == [*range(3 * batch.num_tokens)]
     token = 0
@@ -95,7 +97,7 @@ def test_each_row_attends_to_each_of_its_keys_once_in_order(window: int | None, 
 def cuts(batch: PagedBatch) -> dict[tuple[int, int], int]:
     """The number of pieces of the strips of each row, and the keys of its tail."""
     found = {}
-    for group in plan_cpu_attention(batch, demand(group_size=1)):
+    for group in plan_cpu_attention(batch, spec(group_size=1)):
         tokens = [*range(group.first_token, group.first_token + group.num_tokens)]
         if group.tokens is not None:
             tokens = group.tokens.tolist()
@@ -121,7 +123,7 @@ def test_rows_that_share_blocks_are_in_one_strip() -> None:
     table = np.arange(200, dtype=np.int32)
     tables = [np.concatenate((table[:100], np.arange(200 + 10 * i, 210 + 10 * i, dtype=np.int32))) for i in range(4)]
     batch = batch_of([(1600, 1)] * 4, tables)
-    (group,) = plan_cpu_attention(batch, demand())
+    (group,) = plan_cpu_attention(batch, spec())
     (strip,) = group.strips
     assert (strip.num_units, strip.unit_tokens, strip.first_row, strip.end_row) == (3, 512, 0, 12)
     assert strip.first_block == 0
@@ -130,7 +132,7 @@ def test_rows_that_share_blocks_are_in_one_strip() -> None:
 def test_blocks_are_copied_only_where_they_are_not_adjacent() -> None:
     table = np.arange(130, dtype=np.int32)
     table[40:] += 1  # the second unit is broken, the third and the fourth are adjacent
-    (group,) = plan_cpu_attention(batch_of([(2060, 1)], [table]), demand())
+    (group,) = plan_cpu_attention(batch_of([(2060, 1)], [table]), spec())
     assert [(strip.first_piece, strip.num_units, strip.first_block) for strip in group.strips] == [
         (0, 1, 0),
         (1, 1, None),
@@ -139,7 +141,7 @@ def test_blocks_are_copied_only_where_they_are_not_adjacent() -> None:
 
 
 def test_masks_of_long_windows_are_not_kept_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    batch, of_window = batch_of([(1590, 20)]), demand(window=700)
+    batch, of_window = batch_of([(1590, 20)]), spec(window=700)
     (kept,) = plan_cpu_attention(batch, of_window)[0].tails
     monkeypatch.setattr(attention_plan, "_KEPT_MASK", 100)
     (made,) = plan_cpu_attention(batch, of_window)[0].tails
@@ -151,7 +153,7 @@ def test_masks_of_long_windows_are_not_kept_for_all_layers(monkeypatch: pytest.M
 def test_no_mask_is_larger_than_a_group_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention_plan, "_GROUP_NUMBERS", 50_000)
     batch = batch_of([(1500, 100)])
-    groups = plan_cpu_attention(batch, demand(window=1_000_000))
+    groups = plan_cpu_attention(batch, spec(window=1_000_000))
     sizes = [tails.num_tiles * tails.num_rows * tails.num_keys for group in groups for tails in group.tails]
     assert sum(group.num_tokens for group in groups) == 100
     assert max(sizes) <= 50_000 + 16 * 1664, "but for rows that fill up sixteen"

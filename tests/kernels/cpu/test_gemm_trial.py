@@ -20,7 +20,7 @@ def add(monkeypatch: pytest.MonkeyPatch, name: str, multiply: object) -> None:
 
 
 def tried(name: str, weight: torch.Tensor, **keywords: object) -> GemmChoice | None:
-    """Try one backend whose calls all take the same time, so that the machine has no say."""
+    """Try one backend whose calls all take the same time, so that the machine does not matter."""
     clock = map(float, itertools.count()).__next__
     return choose_gemm(weight, None, (name,), is_exact=True, clock=clock, **keywords)  # type: ignore[arg-type]
 

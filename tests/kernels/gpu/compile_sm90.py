@@ -1,6 +1,6 @@
 """Compiles kernels for sm_90 without a GPU, exactly as callers launch them, and inspects the machine code.
 
-Run as `python tests/kernels/gpu/compile_sm90.py [--all]` with TRITON_INTERPRET unset: one JSON object a line on stdout.
+Run as `python tests/kernels/gpu/compile_sm90.py [--all]` with TRITON_INTERPRET unset. Prints one JSON object per line.
 Each case calls a kernel's public function on small CPU tensors; launches compile and stop there. So the tile shapes,
 warps, stages and argument specializations are those of a real call.
 """
@@ -121,7 +121,7 @@ class AttentionCase:
 bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
 fp8, int8, int4 = torch.float8_e4m3fn, torch.int8, torch.int4
 
-# What every change is held to: each code path once, on the shapes of common models.
+# Tested with every change: each code path once, on the shapes of common models.
 ATTENTION_CASES = [
     AttentionCase(bf16, 128, 128, split=True),
     AttentionCase(bf16, 128, 128),
@@ -156,7 +156,7 @@ ATTENTION_CASES = [
     AttentionCase(bf16, 128, 128, num_tokens=3, is_shared=True),
 ]
 
-# With roles for warps: whatever these can do, and the same again for other tokens.
+# Specialized warps: all that they support, and one shape again for other numbers of tokens.
 SPECIALIZED_CASES = [
     AttentionCase(bf16, 128, 128, is_specialized=True),
     AttentionCase(bf16, 128, 128, window=4096, softcap=50.0, group_size=2, is_specialized=True),
@@ -189,7 +189,7 @@ ALL_ATTENTION_CASES = [
 
 @dataclass(frozen=True, slots=True)
 class LinearCase:
-    """One shape of the matrix product; `loads` names how the tiles are expected to come."""
+    """One shape of the matmul; `loads` is the expected way of loading tiles, "TMA" or "pointers"."""
 
     dtype: torch.dtype
     out_features: int
@@ -213,7 +213,7 @@ class LinearCase:
         linear(rows, weight, torch.empty(self.out_features, dtype=self.dtype))
 
 
-# Every tile shape with every way of loading. Odd features make the most addresses.
+# Every tile shape with every way of loading. Odd numbers of features compute the most addresses.
 LINEAR_CASES = [
     *(
         LinearCase(bf16, out_features, 4096, "TMA", is_transposed)
@@ -378,7 +378,7 @@ def compile_case(launch: Callable[[], None]) -> list[tuple[str, Any]]:
 
 
 class _NoDevice:
-    """The part of a triton driver that compiling asks for."""
+    """The part of a triton driver that compiling uses."""
 
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", 90, 32)
@@ -427,7 +427,7 @@ def _machine_code(cubin: bytes) -> bytes:
 
 
 def _disassembled(codes: Sequence[bytes]) -> list[list[str]]:
-    """Return the instructions of each function. The tool starts once for all: that takes it half a second."""
+    """Return the instructions of each function. The tool runs once for all, since its start takes half a second."""
     with tempfile.NamedTemporaryFile(suffix=".bin") as joined:
         joined.write(b"".join(codes))
         joined.flush()
@@ -439,7 +439,7 @@ def _disassembled(codes: Sequence[bytes]) -> list[list[str]]:
 
 
 def _longest_loop(instructions: Sequence[str]) -> int:
-    """Count the instructions of the longest loop without a loop in it: from where a branch goes back to, to there."""
+    """Count the instructions of the longest innermost loop: from the target of a backward branch to the branch."""
     loops, first = list[tuple[int, int]](), _address(instructions[0])
     for line in instructions:
         if branch := re.search(r"\bBRA\b.* 0x([0-9a-f]+)", line):
@@ -464,7 +464,7 @@ def _output_of(tool: str, *arguments: str) -> str:
 
 
 def main() -> None:
-    """Print one JSON line a compiled kernel."""
+    """Print one JSON line for each compiled kernel."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--all", action="store_true", help="every head_dim, block size and tile, not only the tested")
     parser.add_argument("--share", default="1/1", help="I/N: every Nth case, from the Ith on")

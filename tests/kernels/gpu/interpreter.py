@@ -95,7 +95,7 @@ def _get_np_dtype(kind: Any) -> Any:
 
 
 def _patch_lang(_: Any) -> Any:
-    """Replace the language once for a launch, in both modules that kernels and the functions they call have it from."""
+    """Replace the language once per launch, in both modules from which kernels and their functions import it."""
     return _original_patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
 
 
@@ -106,12 +106,12 @@ def _patch_builtin(package: Any, builder: Any, scope: Any) -> None:
 
 @cache
 def _builtins(package: Any) -> list[tuple[str, Any]]:
-    """List the functions to replace in a package. It is asked first when none of them is replaced."""
+    """List the functions to replace in a package. The first call comes before any is replaced."""
     return [(name, member) for name, member in inspect.getmembers(package) if tl.core.is_builtin(member)]
 
 
 def _patch_lang_tensor(tensor: Any, scope: Any) -> None:
-    """Let a value be the bound of a loop; triton 3.6 hands numpy an array of one dimension, which 2.4 refuses."""
+    """Let a value be the bound of a loop. triton 3.6 passes numpy an array of one dimension, which 2.4 rejects."""
     _original_patch_lang_tensor(tensor, scope)
     scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 

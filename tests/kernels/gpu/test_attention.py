@@ -78,7 +78,7 @@ def test_a_bf16_pool_serves_float32(kernel_device: str) -> None:
 def test_many_small_weights_times_small_scales_do_not_underflow(
     kv_dtype: torch.dtype, dtype: torch.dtype, kernel_device: str
 ) -> None:
-    """One key that takes nearly all, and 500 that share the rest of a value that the first has nothing of."""
+    """One key has nearly all the weight and a value of 0, so the result comes from 500 keys of tiny weights."""
     step = make_step([500], [4], MHA, dtype=dtype, kv_dtype=kv_dtype, device=kernel_device)
     key, value = torch.zeros(504, 2, 32), torch.full((504, 2, 32), 0.1)
     key[0], value[0] = 1.0, 0.0
@@ -148,7 +148,7 @@ def test_a_sink_is_counted_once_for_all_splits(
     assert error < TOLERANCE[dtype]
 
 
-@pytest.mark.filterwarnings("ignore:overflow encountered in exp2")  # the interpreter says so; a GPU is silent
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp2")  # in the interpreter
 def test_softcap_survives_scores_past_the_range_of_exp(kernel_device: str) -> None:
     step = make_step([5], [20], MHA, device=kernel_device)
     step.query.mul_(1e4)
@@ -199,7 +199,7 @@ LEVELS = {1: (0, 8), 2: (0, 18), 4: (3, 5)}
 
 @pytest.fixture
 def eager_joins(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Join rows wherever that reads fewer tiles, be they few."""
+    """Join rows wherever that reads fewer tiles, even only a few fewer."""
     monkeypatch.setattr(joined_rows, "_SAVED_KEYS_PER_ROW", 0.01)
 
 

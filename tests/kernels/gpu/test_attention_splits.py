@@ -1,36 +1,38 @@
 import numpy as np
 import pytest
 
-from radixkv.kernels.gpu.attention_splits import HOPPER, DeviceRoom, Splits, even_splits
+from radixkv.kernels.gpu.attention_splits import HOPPER, DeviceCapacity, Splits, even_splits
 
 from .waves import KV_HEADS, SHAPES, attention_us, batch_of, best_us, plan, split_tokens_before
 
-H100_PCIE = DeviceRoom(num_multiprocessors=114)
+H100_PCIE = DeviceCapacity(num_multiprocessors=114)
 
 
-@pytest.mark.parametrize("room", [HOPPER, H100_PCIE])
+@pytest.mark.parametrize("capacity", [HOPPER, H100_PCIE])
 @pytest.mark.parametrize("new_tokens", [16, 32, 64, 128])
-def test_a_short_suffix_takes_hardly_longer_than_with_the_best_split(new_tokens: int, room: DeviceRoom) -> None:
+def test_a_short_suffix_takes_hardly_longer_than_with_the_best_split(new_tokens: int, capacity: DeviceCapacity) -> None:
     batch = batch_of([(new_tokens, 8192)])
-    now = plan(batch, None, room)
-    assert attention_us(now, KV_HEADS, room) <= 1.1 * best_us(batch, room)
-    assert len(now.work) * KV_HEADS <= room.num_programs(now.tile_rows), "there is one wave"
+    now = plan(batch, None, capacity)
+    assert attention_us(now, KV_HEADS, capacity) <= 1.1 * best_us(batch, capacity)
+    assert len(now.work) * KV_HEADS <= capacity.num_programs(now.tile_rows), "there is one wave"
 
 
 @pytest.mark.parametrize(("new_tokens", "cached_tokens"), SHAPES)
 def test_no_shape_takes_longer_than_with_powers_of_two(new_tokens: int, cached_tokens: int) -> None:
-    room = HOPPER
+    capacity = HOPPER
     batch = batch_of([(new_tokens, cached_tokens)])
-    before = plan(batch, split_tokens_before(batch, room), room)
-    assert attention_us(plan(batch, None, room), KV_HEADS, room) <= attention_us(before, KV_HEADS, room)
+    before = plan(batch, split_tokens_before(batch, capacity), capacity)
+    assert attention_us(plan(batch, None, capacity), KV_HEADS, capacity) <= attention_us(before, KV_HEADS, capacity)
 
 
 def test_decoding_with_a_long_request_is_estimated_no_slower_than_with_powers_of_two() -> None:
-    room = HOPPER
+    capacity = HOPPER
     for lens in ([(1, 8192)], [(1, 500)] * 60 + [(1, 60000)], [(1, 1000 * n) for n in range(1, 20)]):
         batch = batch_of(lens)
-        before = plan(batch, split_tokens_before(batch, room), room)
-        assert attention_us(plan(batch, None, room), KV_HEADS, room) <= 1.05 * attention_us(before, KV_HEADS, room)
+        before = plan(batch, split_tokens_before(batch, capacity), capacity)
+        assert attention_us(plan(batch, None, capacity), KV_HEADS, capacity) <= 1.05 * attention_us(
+            before, KV_HEADS, capacity
+        )
 
 
 def test_splits_of_a_tile_are_equally_long() -> None:
@@ -54,17 +56,17 @@ def test_fixed_splits_begin_at_multiples_of_their_size() -> None:
 @pytest.mark.parametrize("tile_rows", [16, 64, 128])
 @pytest.mark.parametrize("num_kv_heads", [1, 8, 600])
 def test_partial_results_stay_within_their_bound(num_kv_heads: int, tile_rows: int) -> None:
-    room, generator = HOPPER, np.random.default_rng(0)
+    capacity, generator = HOPPER, np.random.default_rng(0)
     for num_tiles in (1, 2, 7, 40, 300):
         num_keys = generator.integers(1, 60000, num_tiles)
-        most = room.max_partials(1, num_kv_heads, tile_rows)
+        most = capacity.max_partials(1, num_kv_heads, tile_rows)
         splits = even_splits(
             num_keys,
             np.full(num_tiles, tile_rows),
             num_kv_heads=num_kv_heads,
             tile_rows=tile_rows,
             max_partials=most,
-            room=room,
+            capacity=capacity,
         )
         counts = splits.counts(np.zeros_like(num_keys), num_keys)
         assert counts[counts > 1].sum() <= most
@@ -73,4 +75,4 @@ def test_partial_results_stay_within_their_bound(num_kv_heads: int, tile_rows: i
 
 
 def test_large_heads_leave_room_for_fewer_programs() -> None:
-    assert DeviceRoom(132, head_dim=256).num_programs(64) == HOPPER.num_programs(128)
+    assert DeviceCapacity(132, head_dim=256).num_programs(64) == HOPPER.num_programs(128)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from radixkv.kernels.gpu.attention_splits import DeviceRoom
+from radixkv.kernels.gpu.attention_splits import DeviceCapacity
 from tests.patience import PATIENCE_S
 
 HARNESS = Path(__file__).with_name("compile_sm90.py")
@@ -67,16 +67,16 @@ def test_plans_know_the_programs_that_a_multiprocessor_runs(compiled: list[dict[
         if not row["kernel"].startswith("_attend_tile") or case is None or "float32" in row["case"]:
             continue
         head_dim, tile_rows = map(int, case.groups())
-        expected = DeviceRoom(132, head_dim).cost(tile_rows).programs
+        expected = DeviceCapacity(132, head_dim).cost(tile_rows).programs
         registers = -(-row["registers"] // 8) * 8 * row["num_warps"] * 32
         runs = min(65536 // registers, 233472 // (row["shared_bytes"] + 1024))
-        most = (2 * expected if head_dim == 64 else expected) + (tile_rows == 16)  # half of the registers, at best
-        is_k8v4 = "int4" in row["case"]  # takes more registers; the estimate is for the other formats
-        assert expected - (is_k8v4 and tile_rows == 16) <= runs <= most, row
+        max_runs = (2 * expected if head_dim == 64 else expected) + (tile_rows == 16)  # half of the registers, at best
+        is_k8v4 = "int4" in row["case"]  # needs more registers; the estimate is for the other formats
+        assert expected - (is_k8v4 and tile_rows == 16) <= runs <= max_runs, row
 
 
 @pytest.mark.parametrize(
-    ("case", "most_instructions"),
+    ("case", "max_instructions"),
     [
         ("rows16 block64 G4 split", 350),
         ("rows16 block64 G4 pool int4", 900),
@@ -87,7 +87,7 @@ def test_plans_know_the_programs_that_a_multiprocessor_runs(compiled: list[dict[
     ],
 )
 def test_the_loop_over_64_keys_has_few_instructions(
-    case: str, most_instructions: int, compiled: list[dict[str, Any]]
+    case: str, max_instructions: int, compiled: list[dict[str, Any]]
 ) -> None:
     loops = {
         row["loop_instructions"]
@@ -95,7 +95,7 @@ def test_the_loop_over_64_keys_has_few_instructions(
         if row["kernel"].startswith("_attend_tile") and row["case"].partition(", rows")[0] == f"bfloat16 D128 {case}"
     }
     assert loops
-    assert 100 < min(loops) <= max(loops) <= most_instructions
+    assert 100 < min(loops) <= max(loops) <= max_instructions
 
 
 def test_half_precision_attention_runs_on_tensor_cores(compiled: list[dict[str, Any]]) -> None:
@@ -117,8 +117,8 @@ def test_specialized_warps_either_load_or_multiply(compiled: list[dict[str, Any]
     assert specialized
     for row in specialized:
         instructions = row["instructions"]
-        assert row["num_warps"] == 12, row  # were there no roles, it would be the 4 that the launch asks for
-        assert instructions["USETMAXREG"], row  # those that load hand their registers to those that multiply
+        assert row["num_warps"] == 12, row  # without specialization it would be the 4 of the launch
+        assert instructions["USETMAXREG"], row  # warps that load give registers to warps that multiply
         assert instructions["UTMALDG"] == 4, row  # the queries of two groups of warps, keys and values
         assert instructions["HGMMA"], row
         assert not instructions["LDGSTS"], row
@@ -177,7 +177,7 @@ def test_one_binary_serves_any_row_count_and_alignment(
 ) -> None:
     codes: dict[str, list[str]] = {}
     for row in compiled:
-        if row["kernel"] == kernel:  # a split is no other code, nor is a sink for queries that are packed
+        if row["kernel"] == kernel:  # splits have the same code, and `_pack_rows` has the same with sinks
             case = row["case"].partition(", rows")[0].replace(" split", "")
             case = case.replace(" sinks", "") if kernel == "_pack_rows" else case
             codes.setdefault(case, []).append(row["code_sha256"])

@@ -1,4 +1,4 @@
-"""Blocks that are dequantized before attention, when it pays, and equal results over them and the quantized pool."""
+"""When blocks are dequantized before attention, and equal results over them and over the quantized pool."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def test_many_small_weights_do_not_underflow_in_float16(kv_dtype: torch.dtype, k
     torch.testing.assert_close(attend(step).float(), expected, rtol=0.02, atol=0)
 
 
-def does_it(
+def dequantizes_first(
     query_lens: list[int],
     prefix_lens: list[int],
     *,
@@ -161,49 +161,49 @@ def does_it(
 
 
 @pytest.mark.parametrize("kv_dtype", [FP8, INT8, INT4], ids=str)
-def test_dequantizing_pays_for_a_long_suffix(kv_dtype: torch.dtype) -> None:
-    assert does_it([450], [8192], kv_dtype=kv_dtype)
-    assert not does_it([350], [8192], kv_dtype=kv_dtype)
+def test_a_long_suffix_is_dequantized_first(kv_dtype: torch.dtype) -> None:
+    assert dequantizes_first([450], [8192], kv_dtype=kv_dtype)
+    assert not dequantizes_first([350], [8192], kv_dtype=kv_dtype)
 
 
 def test_the_gain_depends_on_query_heads_per_kv_head() -> None:
-    assert not does_it([512], [8192], heads=Heads(8, 8))
-    assert does_it([2048], [8192], heads=Heads(8, 8))
-    assert does_it([256], [8192], heads=Heads(32, 4))
+    assert not dequantizes_first([512], [8192], heads=Heads(8, 8))
+    assert dequantizes_first([2048], [8192], heads=Heads(8, 8))
+    assert dequantizes_first([256], [8192], heads=Heads(32, 4))
 
 
 def test_without_a_prefix_half_of_the_rows_attend_to_a_key() -> None:
-    assert does_it([900], [0])
-    assert not does_it([700], [0])
+    assert dequantizes_first([900], [0])
+    assert not dequantizes_first([700], [0])
 
 
-def test_keys_of_other_requests_count_against_it() -> None:
-    assert does_it([480, 1], [8192, 500])
-    assert not does_it([480, 1], [8192, 8192])
+def test_keys_of_other_requests_count_as_cost() -> None:
+    assert dequantizes_first([480, 1], [8192, 500])
+    assert not dequantizes_first([480, 1], [8192, 8192])
 
 
 def test_shared_keys_count_once() -> None:
-    assert does_it(8 * [64], 8 * [8192], shared_tokens=8192)
-    assert not does_it(8 * [64], 8 * [8192])
+    assert dequantizes_first(8 * [64], 8 * [8192], shared_tokens=8192)
+    assert not dequantizes_first(8 * [64], 8 * [8192])
 
 
 def test_with_a_window_few_rows_attend_to_a_key() -> None:
-    assert not does_it([2048], [8192], window=256)
-    assert does_it([2048], [8192], window=1024)
+    assert not dequantizes_first([2048], [8192], window=256)
+    assert dequantizes_first([2048], [8192], window=1024)
 
 
 def test_at_most_128_tokens_are_never_dequantized_first() -> None:
-    assert does_it([129], [8192], kv_dtype=INT4, heads=Heads(64, 1))
-    assert not does_it([128], [8192], kv_dtype=INT4, heads=Heads(64, 1))
-    assert not does_it([64, 64], [8192, 8192], kv_dtype=INT4, heads=Heads(64, 1))
+    assert dequantizes_first([129], [8192], kv_dtype=INT4, heads=Heads(64, 1))
+    assert not dequantizes_first([128], [8192], kv_dtype=INT4, heads=Heads(64, 1))
+    assert not dequantizes_first([64, 64], [8192, 8192], kv_dtype=INT4, heads=Heads(64, 1))
 
 
 def test_more_bytes_than_the_bound_are_not_dequantized(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert does_it([2048], [8192])
+    assert dequantizes_first([2048], [8192])
     monkeypatch.setattr(dequantize_plan, "_MAX_BYTES", 160 * 64 * 4096)
-    assert does_it([2048], [8192])
+    assert dequantizes_first([2048], [8192])
     monkeypatch.setattr(dequantize_plan, "_MAX_BYTES", 160 * 64 * 4096 - 1)
-    assert not does_it([2048], [8192])
+    assert not dequantizes_first([2048], [8192])
 
 
 @pytest.mark.parametrize(("dtype", "kv_dtype"), [(BF16, BF16), (FP32, INT8), (FP32, FP32)], ids=str)

@@ -29,7 +29,7 @@ def make(
 def assert_is_product(
     got: torch.Tensor, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> None:
-    """Hold it to one rounding of the exact result, bias included, but for what float32 sums lose."""
+    """Assert that it is the exact result, with the bias, after one rounding, up to the error of float32 sums."""
     exact = functional.linear(rows.double(), weight.double(), None if bias is None else bias.double())
     assert (got.shape, got.dtype) == (exact.shape, rows.dtype)
     assert got.is_contiguous()

@@ -33,7 +33,7 @@ FUNCTIONS = [row_mean, normalized]
 
 @pytest.mark.parametrize("num_columns", COLUMNS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_it_is_the_mean(dtype: torch.dtype, num_columns: int, kernel_device: str) -> None:
+def test_row_mean_is_the_mean(dtype: torch.dtype, num_columns: int, kernel_device: str) -> None:
     rows, _ = make(17, num_columns, dtype, kernel_device)
     got = row_mean(rows)
     assert (got.shape, got.dtype) == ((17, 1), dtype)
@@ -106,7 +106,7 @@ def test_a_row_does_not_depend_on_the_row_count_or_its_position(
     assert torch.equal(function(rows.t().contiguous().t()), whole)
 
 
-@pytest.mark.filterwarnings("ignore:invalid value encountered in multiply")  # inf * 0; a GPU is silent
+@pytest.mark.filterwarnings("ignore:invalid value encountered in multiply")  # inf * 0, in the interpreter
 @pytest.mark.parametrize("function", FUNCTIONS)
 @pytest.mark.parametrize("num_columns", [37, 128])
 def test_nan_stays_in_its_row(

@@ -59,7 +59,7 @@ def test_quantizes_to_the_same_bits_as_the_reference(
     assert torch.equal(step.pool.blocks, expected.blocks)
 
 
-@pytest.mark.filterwarnings("ignore:invalid value encountered")  # the interpreter says so; a GPU is silent
+@pytest.mark.filterwarnings("ignore:invalid value encountered")  # in the interpreter
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("kv_dtype", [torch.float8_e4m3fn, torch.int8, torch.int4], ids=str)
 def test_non_finite_values_give_a_non_finite_scale(kv_dtype: torch.dtype, bad: float, kernel_device: str) -> None:
@@ -95,13 +95,13 @@ def test_padding_is_not_written(kernel_device: str) -> None:
     assert torch.equal(step.pool.blocks, expected.blocks)
 
 
-@pytest.mark.filterwarnings("ignore:invalid value encountered")  # the interpreter says so; a GPU is silent
+@pytest.mark.filterwarnings("ignore:invalid value encountered")  # in the interpreter
 @pytest.mark.parametrize("kv_dtype", [None, torch.int4], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_largest_magnitude_is_recorded(
     dtype: torch.dtype, kv_dtype: torch.dtype | None, kernel_device: str
 ) -> None:
-    """A value that is not finite stays noted after later writes, and so does an earlier one."""
+    """A value that is not finite stays recorded after later writes, and so does an earlier larger one."""
     step = make_step([5], [37], GQA, head_dim=80, dtype=dtype, kv_dtype=kv_dtype, device=kernel_device)
     largest = torch.zeros(2, 37, 2, device=kernel_device)  # of the reference and of the kernel
     largest[:, 4, 1] = 1e6

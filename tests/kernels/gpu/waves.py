@@ -1,7 +1,7 @@
 """Simulates how long the programs of an attention plan keep a GPU's multiprocessors busy.
 
-Run as `python -m tests.kernels.gpu.waves` for a table: the plan, the rule before it, and the best of all fixed sizes.
-Costs are the estimates of `attention_splits`; what counts is the ratio.
+Run as `python -m tests.kernels.gpu.waves` for a table: the plan, the rule before `attention_splits`, and the best of
+all fixed sizes. Costs are the estimates of `attention_splits`; only their ratio matters.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 from radixkv.kernels.batch import PagedBatch
 from radixkv.kernels.gpu.attention_plan import AttentionPlan, plan_attention
-from radixkv.kernels.gpu.attention_splits import HOPPER, DeviceRoom
+from radixkv.kernels.gpu.attention_splits import HOPPER, DeviceCapacity
 
 _PROGRAM_US, _MERGE_US, _PARTIAL_US, _BYTES_PER_US = 3.0, 3.0, 0.5, 3e6
 _PROGRAMS_BEFORE = 264
@@ -50,12 +50,12 @@ class _Multiprocessor:
         self.now_us = to_us
 
 
-def attention_us(plan: AttentionPlan, num_kv_heads: int, room: DeviceRoom) -> float:
+def attention_us(plan: AttentionPlan, num_kv_heads: int, capacity: DeviceCapacity) -> float:
     """Simulate the programs of a plan in the order in which they start, and its merge."""
-    cost = room.cost(plan.tile_rows)
+    cost = capacity.cost(plan.tile_rows)
     work = plan.work.numpy()
     tiles = list(itertools.chain.from_iterable([(-(-(work[:, 6] - work[:, 5]) // 64)).tolist()] * num_kv_heads))[::-1]
-    units = [_Multiprocessor() for _ in range(room.num_multiprocessors)]
+    units = [_Multiprocessor() for _ in range(capacity.num_multiprocessors)]
     for _, unit in itertools.product(range(cost.programs), units):
         if tiles:
             unit.left.append([_PROGRAM_US, tiles.pop()])
@@ -93,38 +93,40 @@ def batch_of(lens: Iterable[tuple[int, int]]) -> PagedBatch:
     return PagedBatch.build(query_lens, kv_lens, tables, 64)
 
 
-def plan(batch: PagedBatch, split_tokens: int | None, room: DeviceRoom, tile_rows: int | None = None) -> AttentionPlan:
+def plan(
+    batch: PagedBatch, split_tokens: int | None, capacity: DeviceCapacity, tile_rows: int | None = None
+) -> AttentionPlan:
     """Plan for 32 query heads over 8 KV heads in bfloat16."""
     heads = {"num_query_heads": QUERY_HEADS, "num_kv_heads": KV_HEADS, "dtype": torch.bfloat16}
-    return plan_attention(batch, **heads, split_tokens=split_tokens, room=room, tile_rows=tile_rows)
+    return plan_attention(batch, **heads, split_tokens=split_tokens, capacity=capacity, tile_rows=tile_rows)
 
 
-def split_tokens_before(batch: PagedBatch, room: DeviceRoom, tile_rows: int | None = None) -> int:
-    """The rule until then: the power of two that cuts all keys into about 264 pieces, at least 256."""
-    work = plan(batch, 1 << 20, room, tile_rows).work
+def split_tokens_before(batch: PagedBatch, capacity: DeviceCapacity, tile_rows: int | None = None) -> int:
+    """The rule before `attention_splits`: the power of two that cuts all keys into about 264 pieces, at least 256."""
+    work = plan(batch, 1 << 20, capacity, tile_rows).work
     share = -(-int((work[:, 6] - work[:, 5]).sum()) * KV_HEADS // _PROGRAMS_BEFORE)
     return max(256, 1 << (share - 1).bit_length())
 
 
-def best_us(batch: PagedBatch, room: DeviceRoom, tile_rows: int | None = None) -> float:
+def best_us(batch: PagedBatch, capacity: DeviceCapacity, tile_rows: int | None = None) -> float:
     """The shortest time of all fixed sizes."""
     longest = max(batch.kv_lens)
     sizes = {*range(256, min(4096, longest) + 1, 64), *range(4096, longest, 512), -(-longest // 64) * 64}
-    return min(attention_us(plan(batch, size, room, tile_rows), KV_HEADS, room) for size in sizes)
+    return min(attention_us(plan(batch, size, capacity, tile_rows), KV_HEADS, capacity) for size in sizes)
 
 
 def main() -> None:
     """Print the table."""
-    room = HOPPER
+    capacity = HOPPER
     print("  new cached | rows programs before us | programs    us |  best us   loss before now")
     for (new, cached), tile_rows in itertools.product(SHAPES, (None, 128)):
         batch = batch_of([(new, cached)])
-        now = plan(batch, None, room, tile_rows)
-        if tile_rows is not None and now.tile_rows == plan(batch, None, room).tile_rows:
+        now = plan(batch, None, capacity, tile_rows)
+        if tile_rows is not None and now.tile_rows == plan(batch, None, capacity).tile_rows:
             continue
-        before = plan(batch, split_tokens_before(batch, room, tile_rows), room, tile_rows)
-        before_us, now_us = (attention_us(each, KV_HEADS, room) for each in (before, now))
-        least_us = best_us(batch, room, tile_rows)
+        before = plan(batch, split_tokens_before(batch, capacity, tile_rows), capacity, tile_rows)
+        before_us, now_us = (attention_us(each, KV_HEADS, capacity) for each in (before, now))
+        least_us = best_us(batch, capacity, tile_rows)
         print(
             f"{new:5} {cached:6} | {now.tile_rows:4} {len(before.work) * KV_HEADS:8} {before_us:9.1f} | "
             f"{len(now.work) * KV_HEADS:8} {now_us:5.1f} | {least_us:8.1f} {before_us / least_us - 1:8.0%} "

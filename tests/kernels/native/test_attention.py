@@ -142,7 +142,7 @@ def test_softcap_bounds_the_scores(window: int | None, attend: Attend) -> None:
 
 
 def test_a_window_reads_only_the_blocks_inside_it(attend: Attend) -> None:
-    step = make_step([430], [4], MHA)  # the first query sees from 422 on, and 384 begins what is read at once
+    step = make_step([430], [4], MHA)  # the first query sees keys from 422 on; its round starts at 384
     step.pool.blocks[step.batch.block_tables[0, :26].long()] = 0xFF
     step.pool.values[step.batch.block_tables[0, 26].long(), :, :, :, :6] = float("nan")
     assert torch.isfinite(attend(step.query, step.pool, step.batch, Scoring(1.0, window=9))).all()

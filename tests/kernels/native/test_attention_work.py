@@ -29,9 +29,9 @@ def plan(batch: PagedBatch, window: int | None = None, num_threads: int = 1, hea
     return plan_work(batch, group_size=7, num_kv_heads=2, head_dim=head_dim, window=window, num_threads=num_threads)
 
 
-def keys_met(work: AttentionWork, index: int) -> list[tuple[int, int]]:
-    """The ranges of keys that a token of the plan meets, in order."""
-    return [(step[2], step[3]) for step in work.rounds.tolist() if step[0] <= index < step[1]]
+def key_ranges(work: AttentionWork, index: int) -> list[tuple[int, int]]:
+    """The ranges of keys that a token of the plan attends to, in order."""
+    return [(each[2], each[3]) for each in work.rounds.tolist() if each[0] <= index < each[1]]
 
 
 @pytest.mark.parametrize("block_size", [1, 16, 64, 128])
@@ -41,19 +41,19 @@ def test_each_token_attends_to_all_its_keys_once_in_order(block_size: int) -> No
     assert sorted(work.tokens.tolist()) == list(range(batch.num_tokens))
     for index, (token, position) in enumerate(zip(work.tokens, work.positions, strict=True)):
         assert position == batch.positions[token]
-        ranges = keys_met(work, index)
+        ranges = key_ranges(work, index)
         assert ranges[0][0] == 0
         assert all(end == start for (_, end), (start, _) in itertools.pairwise(ranges))
         assert ranges[-1][0] <= position < ranges[-1][1]
 
 
-def test_a_shared_prefix_is_one_step_of_all_tokens_that_share_it() -> None:
+def test_a_shared_prefix_is_one_round_of_all_tokens_that_share_it() -> None:
     work = plan(build([1024] * 16, [1] * 16, shared_blocks=64))
     assert work.rounds[0, :4].tolist() == [0, 16, 0, 1024]
     assert Counter((first, end) for _, _, first, end, *_ in work.rounds.tolist()) == {(0, 1024): 1, (1024, 1025): 16}
 
 
-def test_a_prefix_shared_by_two_of_three_is_a_step_of_these_two() -> None:
+def test_a_prefix_shared_by_two_of_three_is_a_round_of_these_two() -> None:
     batch = build([512, 512, 512], [1, 1, 1], shared_blocks=8)
     tables = batch.host_tables.copy()
     tables[2, :24] = tables[0, :24]
@@ -62,7 +62,7 @@ def test_a_prefix_shared_by_two_of_three_is_a_step_of_these_two() -> None:
     assert sizes == {(0, 128): 3, (128, 384): 2}
 
 
-def test_steps_have_the_index_of_their_first_block() -> None:
+def test_rounds_have_the_index_of_their_first_block() -> None:
     work = plan(build([130, 700], [1, 1]))
     for token, _, first_key, _, _, place in work.rounds.tolist():
         table = work.blocks.reshape(2, -1)[work.tokens[token]]
@@ -83,12 +83,12 @@ def test_items_cover_each_row_of_each_head_once(num_threads: int) -> None:
     assert work.max_rows == max(end - first for _, first, end, *_ in work.items.tolist())
 
 
-def test_an_item_has_all_steps_of_its_rows() -> None:
+def test_an_item_has_all_rounds_of_its_rows() -> None:
     work = plan(build([1000, 700, 0], [3, 200, 70]))
-    for _, first_row, end_row, first_step, end_step in work.items.tolist():
+    for _, first_row, end_row, first_round, end_round in work.items.tolist():
         tokens = {row // 7 for row in range(first_row, end_row)}
-        own = {i for i, step in enumerate(work.rounds.tolist()) if tokens & set(range(step[0], step[1]))}
-        assert own <= set(range(first_step, end_step))
+        own = {i for i, each in enumerate(work.rounds.tolist()) if tokens & set(range(each[0], each[1]))}
+        assert own <= set(range(first_round, end_round))
 
 
 def test_more_threads_get_more_items() -> None:

@@ -20,7 +20,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # Features out and in: less than a vector and a panel, whole ones, more words than a cache holds at once, and panels
 # that are left when others are read together. The last two fill tiles.
 SHAPES = [(1, 2), (31, 34), (64, 16), (33, 1000), (96, 4866), (113, 50), (31, 32), (65, 2080)]
-# Rows: less than a tile, tiles of unlike sizes, and more than are laid out at once. Up to 4, or in AMX tiles 32, a
+# Rows: less than a tile, tiles of unlike sizes, and more than are packed at a time. Up to 4, or in AMX tiles 32, a
 # quantized weight is multiplied while it is dequantized.
 ROWS = [1, 2, 3, 4, 5, 6, 7, 11, 12, 13, 25, 33, 100, 258, 259, 516, 517, 1033]
 TOLERANCE = {
@@ -32,7 +32,7 @@ TOLERANCE = {
 
 @pytest.fixture(autouse=True)
 def in_use(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gemm, "_library", None)  # afterwards all is as it was
+    monkeypatch.setattr(gemm, "_library", None)  # restored after the test
     gemm.use(library)
 
 

@@ -19,7 +19,7 @@ from radixkv.kernels.native.variants import VARIANTS, Variant
 
 AMX, AVX512_BF16, AVX512, AVX2 = VARIANTS
 
-# A compiler that writes down what it is asked for, and makes what another one made: something that can be loaded.
+# A compiler that records its arguments and copies an existing library, which can be loaded.
 COMPILER = f"""#!/bin/sh
 echo "$@" >> "$(dirname "$0")/calls"
 for argument; do [ "$last" = -o ] && cp {_ctypes.__file__} "$argument"; last="$argument"; done

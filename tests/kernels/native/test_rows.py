@@ -31,7 +31,7 @@ def rows(library: ctypes.CDLL) -> NativeRows:
 
 @pytest.fixture
 def has_threads() -> Iterator[None]:
-    """A call of many numbers is shared out."""
+    """Several threads, among which large calls are divided."""
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     yield
@@ -131,11 +131,13 @@ def test_keys_and_values_are_written_as_by_the_reference(
     heads = torch.randn(11, 6, head_dim).to(dtype)
     key, value = heads[:, 1:3], heads[:, 4:]
     slots = torch.randperm(80)[:11]
-    written(rows, pool, key, value, slots)
+    assert_written(rows, pool, key, value, slots)
 
 
-def written(rows: NativeRows, pool: KVPool, key: torch.Tensor, value: torch.Tensor | None, slots: torch.Tensor) -> None:
-    """Write by both, and compare all bits of the pools and the magnitudes."""
+def assert_written(
+    rows: NativeRows, pool: KVPool, key: torch.Tensor, value: torch.Tensor | None, slots: torch.Tensor
+) -> None:
+    """Write with both, and compare all bits of the pools and the magnitudes."""
     assert has_adjacent_heads(key)
     expected, largest = clone_of(pool), torch.rand(len(slots), key.shape[1])
     expected_largest = largest.clone()
@@ -157,7 +159,7 @@ def clone_of(pool: KVPool) -> KVPool:
 
 def test_latents_are_written_once(rows: NativeRows) -> None:
     pool = poisoned_pool(3, 1, 16, 72, is_latent=True)
-    written(rows, pool, torch.randn(5, 1, 72), None, torch.tensor([3, 40, 0, 17, 18]))
+    assert_written(rows, pool, torch.randn(5, 1, 72), None, torch.tensor([3, 40, 0, 17, 18]))
 
 
 @pytest.mark.parametrize("spoiled", [float("inf"), float("-inf"), float("nan"), -float("nan")])

@@ -18,7 +18,7 @@ from tests.patience import PATIENCE_S
 
 @pytest.fixture(autouse=True)
 def in_use(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gemm, "_library", None)  # afterwards all is as it was
+    monkeypatch.setattr(gemm, "_library", None)  # restored after the test
     gemm.use(library)
 
 

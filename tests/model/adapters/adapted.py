@@ -19,6 +19,7 @@ from radixkv.model.loading import load_model
 from radixkv.model.model import Model
 from radixkv.storage.device_pool import KVStorage
 from tests.model.adapters.made_by_peft import load_adapted, write_adapter
+from tests.model.coverage.small_configs import small_config
 from tests.model.exact.checkpoints import VOCAB_SIZE, load_eager, write_checkpoint
 from tests.model.exact.exact_cases import MODELS
 
@@ -103,12 +104,12 @@ def serve(family: str, folder: Path, options: list[dict[str, Any]] | None = None
     """Write a checkpoint and adapters, and load them.
 
     Args:
-        family: a name of `MODELS`.
+        family: a name of `MODELS`, or a model type of transformers.
         folder: to write to.
         options: fields of each adapter.
         settings: of `ModelConfig`.
     """
-    checkpoint = write_checkpoint(MODELS[family], folder / "base")
+    checkpoint = write_checkpoint(MODELS.get(family) or small_config(family), folder / "base")
     model = load_model(ModelConfig(path=str(checkpoint), device="cpu", max_adapters=4, **settings))
     assert model.adapted is not None
     files, oracles = [], [load_eager(checkpoint)]

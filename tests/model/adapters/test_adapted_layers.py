@@ -85,6 +85,20 @@ def test_a_model_without_adapters_refuses_them(tmp_path: Path) -> None:
         served.runner.run([served.chunk(1, prompt(5), 0, 5, tables(1)[0])])
 
 
+def test_an_adapter_of_a_float32_router_in_a_half_precision_model_is_that_of_changed_weights(tmp_path: Path) -> None:
+    served = serve("hunyuan_v1_moe", tmp_path, [{"target_modules": ["wg"]}], dtype="bfloat16")
+    tokens, (table,) = prompt(40), tables(1)
+    base, logits = (served.runner.run([served.chunk(n, tokens, 0, 40, table)]).logits for n in (0, 1))
+    routers = dict(served.model.module.named_modules())
+    for name, each in served.files[0].layers.items():
+        assert each.down.dtype == each.up.dtype == routers[name].weight.dtype == torch.float32
+        routers[name].weight.data += each.up @ each.down
+    changed = served.runner.run([served.chunk(0, tokens, 0, 40, table)]).logits
+    largest = changed.abs().max()
+    assert (logits - changed).abs().max() < 0.02 * largest
+    assert (logits - base).abs().max() > 0.1 * largest
+
+
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_an_activated_adapter_agrees_with_peft(family: str, tmp_path: Path) -> None:
     """Rows before the last invocation use the base model, and later rows the adapter; without one, all use the base."""

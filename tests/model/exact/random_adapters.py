@@ -18,9 +18,9 @@ def random_adapter(model: Model, digest: str, rank: int = 4, seed: int = 0, shar
         seed: of the weights.
         share: of the layers that are adapted, chosen at random.
     """
-    generator, dtype = torch.Generator().manual_seed(seed), model.module.dtype
+    generator = torch.Generator().manual_seed(seed)
     layers = {}
-    for name, (in_features, out_features) in adaptable_layers(model.module).items():
+    for name, (in_features, out_features, dtype) in adaptable_layers(model.module).items():
         if torch.rand((), generator=generator) <= share:
             down, up = (
                 torch.randn(shape, generator=generator) for shape in ((rank, in_features), (out_features, rank))
