@@ -160,6 +160,7 @@ class _ReuseHistory:
         ghost: the record of the eviction of the node, or of its last blocks, while these are published again.
         num_returned_blocks: number of leading blocks that were published again or never evicted; `ghost` waits for the
             blocks after them.
+        prior_use_s: time of the last use, if blocks were loaded since ahead of the next one; None if not.
     """
 
     __slots__ = (
@@ -172,6 +173,7 @@ class _ReuseHistory:
         "num_new_blocks",
         "num_returned_blocks",
         "num_uses",
+        "prior_use_s",
     )
 
     def __init__(self) -> None:
@@ -184,20 +186,30 @@ class _ReuseHistory:
         self.marks: tuple[tuple[int, int], ...] = ()
         self.ghost: _Ghost | None = None
         self.num_returned_blocks = 0
+        self.prior_use_s: float | None = None
 
     def use(self, log_age: float, num_blocks: int) -> None:
         """Begin to wait again after a use of `num_blocks` blocks at this age."""
         self.log_pace += (log_age - self.log_pace) * (_PACE_STEP if self.num_uses else 1.0)
         self.num_uses += 1
         self.num_blocks, self.num_new_blocks = num_blocks, 0
-        self.marks, self.ghost = (), None
+        self.marks, self.ghost, self.prior_use_s = (), None, None
         self.kind = _NUM_NEW_KINDS + min(max(math.floor(self.log_pace) - _SHORTEST_LOG_PACE, 0), _NUM_PACES - 1)
+
+    def restore(self, before: _ReuseHistory, num_blocks: int, last_used_s: float) -> None:
+        """Wait for the same use as before the eviction, with the first `num_blocks` blocks."""
+        self.prior_use_s = last_used_s
+        self.kind, self.new_kind = before.kind, before.new_kind
+        self.num_uses, self.log_pace = before.num_uses, before.log_pace
+        self.num_blocks = min(num_blocks, before.num_blocks)
+        self.num_new_blocks = num_blocks - self.num_blocks
 
     def cut(self, num_blocks: int) -> _ReuseHistory:
         """Remove the first blocks, and return their history."""
         upper = _ReuseHistory()
         upper.kind, upper.new_kind = self.kind, self.new_kind
         upper.num_uses, upper.log_pace = self.num_uses, self.log_pace
+        upper.prior_use_s = self.prior_use_s
         upper.num_blocks = min(num_blocks, self.num_blocks)
         upper.num_new_blocks = num_blocks - upper.num_blocks
         self.num_blocks -= upper.num_blocks
@@ -246,6 +258,10 @@ class AdaptivePolicy(EvictionPolicy):
         self._num_events = 0
         self._ghosts: OrderedDict[int, _Ghost] = OrderedDict()
 
+    def key(self, node: Node) -> float:
+        """Return the time since which a node waits for its next use; at the beginning also the time of a later load."""
+        return _last_use_s(node, node.last_used_s) if self._has_learned else node.last_used_s
+
     def kind(self, node: Node) -> int:
         """Return the kind of the last block of a node."""
         history: _ReuseHistory = node.policy_note
@@ -261,9 +277,13 @@ class AdaptivePolicy(EvictionPolicy):
         """Return the expected hits per block second of a leaf. Complexity: O(1)."""
         if kind >= _NUM_KINDS * Awaits.NOTHING:
             return -1.0
-        if self._num_new_blocks < _REFILLS_TO_LEARN * self._num_blocks:
+        if not self._has_learned:
             return 1 / max(now_s - key, _SHORTEST_AGE_S)
         return self.densities.density(kind, now_s - key)
+
+    @property
+    def _has_learned(self) -> bool:
+        return self._num_new_blocks >= _REFILLS_TO_LEARN * self._num_blocks
 
     def are_alike(self, upper: Node, lower: Node) -> bool:
         """Return whether all blocks of the upper node and the first ones of the lower node are of one kind."""
@@ -275,14 +295,24 @@ class AdaptivePolicy(EvictionPolicy):
     def used(self, node: Node, num_bytes: int, now_s: float) -> None:
         """Record a use of the nodes of the path that were matched completely; see `used_nodes`."""
         for used in used_nodes(node, num_bytes):
-            self._use(used, now_s - used.last_used_s)
+            self._use(used, used.last_used_s, now_s)
         self._tick()
 
+    def loaded_ahead(self, node: Node, num_bytes: int) -> None:
+        """Keep the time of the last use."""
+        for loaded in used_nodes(node, num_bytes):
+            loaded.policy_note.prior_use_s = _last_use_s(loaded, loaded.last_used_s)
+
     def note_awaits(self, node: Node) -> None:
-        """Record what the last session that used a node waits for."""
+        """Record what the last session that used a node waits for.
+
+        After a tool call, new blocks at the end of reused ones are of the kind of these: the next prompt repeats both.
+        """
         history: _ReuseHistory = node.policy_note
         kind = history.kind % _NUM_KINDS + _NUM_KINDS * node.awaits
         new_kind = history.new_kind % _NUM_KINDS + _NUM_KINDS * node.awaits
+        if node.awaits is Awaits.TOOL and history.num_blocks:
+            new_kind = kind
         if history.num_blocks:
             self.densities.move(history.kind, kind, history.num_blocks)
         if history.num_new_blocks:
@@ -293,7 +323,7 @@ class AdaptivePolicy(EvictionPolicy):
         """Record a use of the upper half. The lower half still waits for its next use."""
         self.cut(lower)
         assert lower.parent is not None
-        self._use(lower.parent, now_s - last_used_s)
+        self._use(lower.parent, last_used_s, now_s)
 
     def cut(self, lower: Node) -> None:
         """Divide the policy's note between both halves."""
@@ -332,12 +362,12 @@ class AdaptivePolicy(EvictionPolicy):
         if not history.marks:
             history.marks = _marks(leaf)
         if num_blocks == leaf.num_blocks:
-            self._ghosts[leaf.fingerprint] = _Ghost(leaf.last_used_s, history)
+            self._ghosts[leaf.fingerprint] = _Ghost(_last_use_s(leaf, leaf.last_used_s), history)
             if len(self._ghosts) > max(_MIN_GHOSTS, self._num_blocks):
                 self._ghosts.popitem(last=False)
 
     def _return(self, leaf: Node, history: _ReuseHistory, now_s: float) -> None:
-        """Record a use of blocks that were evicted and are published again."""
+        """Record a use of blocks that were evicted and are published again; or continue to wait for it."""
         if history.ghost is None:
             return
         last_used_s, before = history.ghost
@@ -346,6 +376,9 @@ class AdaptivePolicy(EvictionPolicy):
         if num_blocks <= first:
             return
         history.num_returned_blocks = num_blocks
+        if now_s <= last_used_s:  # they were loaded ahead of their next use
+            history.restore(before, min(num_blocks, leaf.num_blocks), last_used_s)
+            return
         num_used = max(0, min(num_blocks, before.num_blocks) - first)
         log_age = self._hit(before.kind, num_used, now_s - last_used_s)
         self._hit(before.new_kind, num_blocks - first - num_used, now_s - last_used_s)
@@ -374,8 +407,10 @@ class AdaptivePolicy(EvictionPolicy):
         history.new_kind = _new_kind(leaf, history)
         self.densities.wait(history.new_kind, history.num_new_blocks)
 
-    def _use(self, node: Node, age_s: float) -> None:
+    def _use(self, node: Node, last_used_s: float, now_s: float) -> None:
         history: _ReuseHistory = node.policy_note
+        last_used_s = _last_use_s(node, last_used_s)
+        age_s = now_s - last_used_s
         num_used = min(history.num_blocks, node.num_blocks)
         log_age = self._hit(history.kind, num_used, age_s)
         self._hit(history.new_kind, node.num_blocks - num_used, age_s)
@@ -383,7 +418,7 @@ class AdaptivePolicy(EvictionPolicy):
         if history.marks:  # the last blocks were evicted, and may be published again by this request
             before = copy.copy(history)
             before.ghost = None
-            ghost = _Ghost(node.last_used_s, before)
+            ghost = _Ghost(last_used_s, before)
         history.use(log_age, node.num_blocks)
         history.ghost, history.num_returned_blocks = ghost, node.num_blocks
         node.num_uses += 1
@@ -401,6 +436,12 @@ class AdaptivePolicy(EvictionPolicy):
             self.densities.forget(_KEPT_PER_EVENT**self._events_per_update)
         if is_due or self._num_events.bit_count() == 1:
             self.densities.update()
+
+
+def _last_use_s(node: Node, last_used_s: float) -> float:
+    """Return the time of the last use of a node; `last_used_s` may be the later time when it was loaded ahead."""
+    history: _ReuseHistory = node.policy_note
+    return last_used_s if history.prior_use_s is None else history.prior_use_s
 
 
 def _new_kind(leaf: Node, history: _ReuseHistory) -> int:

@@ -23,10 +23,17 @@ class Listener:
         """
 
     def inserted(self, leaf: Node, now_s: float) -> None:
-        """A new leaf was published."""
+        """A new leaf was published.
+
+        `now_s` is the time of this use. If blocks are loaded ahead of a request, nothing has used them, and it is the
+        time of their last use.
+        """
 
     def grown(self, leaf: Node, num_new_blocks: int, now_s: float) -> None:
-        """A leaf has more tokens than before, in `num_new_blocks` more blocks; 0 if its last block had room."""
+        """A leaf has more tokens than before, in `num_new_blocks` more blocks; 0 if its last block had room.
+
+        `now_s` as in `inserted`.
+        """
 
     def split(self, lower: Node, last_used_s: float, now_s: float) -> None:
         """A node was split because a prompt shares only its upper half, which counts as a use of the upper half.

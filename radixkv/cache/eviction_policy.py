@@ -65,6 +65,13 @@ class EvictionPolicy(Listener):
         for used in used_nodes(node, num_bytes):
             used.num_uses += 1
 
+    def loaded_ahead(self, node: Node, num_bytes: int) -> None:
+        """A lease was opened that found the first `num_bytes` of the path, and only loads the blocks after them.
+
+        It is no use of the path, although it changes `last_used_s` after this call, so that the blocks wait for the
+        next use as long as if they had just been used.
+        """
+
     def split(self, lower: Node, last_used_s: float, now_s: float) -> None:
         """Count a use of the upper half."""
         assert lower.parent is not None

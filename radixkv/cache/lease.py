@@ -63,6 +63,8 @@ class Lease:
         num_nodes: nodes that were visited to find what is reused.
         is_resumed: whether the request had a lease of the same prompt before.
         is_prefetch: whether the lease only loads blocks for a later request and does not count as a use by its session.
+        prior_use_s: time of the last use of the prompt, if the lease prepares for the next one and is no use itself;
+            None if the lease counts as a use.
         session: the session that the request belongs to; None for none.
         windows: the lease of parts in each group of windowed layers.
         on_close: called when the lease no longer uses the public prefix.
@@ -105,6 +107,7 @@ class Lease:
         "num_expected_tokens",
         "num_nodes",
         "num_published_blocks",
+        "prior_use_s",
         "public_tokens",
         "root_prefix",
         "session",
@@ -134,6 +137,7 @@ class Lease:
         num_nodes: int = 0,
         is_resumed: bool = False,
         is_prefetch: bool = False,
+        prior_use_s: float | None = None,
         session: Session | None = None,
         windows: Sequence[WindowLease] = (),
         on_close: Callable[[], None] | None = None,
@@ -157,6 +161,7 @@ class Lease:
         self.num_nodes = num_nodes
         self.is_resumed = is_resumed
         self.is_prefetch = is_prefetch
+        self.prior_use_s = prior_use_s
         self.session = session
         self.windows = windows
         self.committed_tokens = cached_tokens
@@ -227,7 +232,10 @@ class Lease:
         if not packed.startswith(insertion.known_block_ids):
             self._adopt(np.frombuffer(insertion.known_block_ids, dtype=np.int32))
         if insertion.split is not None:
-            state.changes.split(insertion.split, self.node_used_s, state.clock())
+            if self.prior_use_s is None:
+                state.changes.split(insertion.split, self.node_used_s, state.clock())
+            else:
+                state.changes.cut(insertion.split)
         if insertion.is_covered:
             self.num_published_blocks = insertion.num_known_blocks
         else:
@@ -286,11 +294,11 @@ class Lease:
             state.pool.release(replaced)
             usage.take(-1)
         if num_old_blocks == 0:
-            state.changes.inserted(node, state.clock())
+            state.changes.inserted(node, state.clock() if self.prior_use_s is None else self.prior_use_s)
             state.queue.record_return(node, self.is_resumed)
             state.sessions.add_leaf(node, self.session)
             return
-        state.changes.grown(node, num_more_blocks, state.clock())
+        state.changes.grown(node, num_more_blocks, state.clock() if self.prior_use_s is None else self.prior_use_s)
         if node.held_ref_count and num_more_blocks:
             state.held.end_after(node, num_old_blocks)
             if node.ref_count == 0:

@@ -178,7 +178,7 @@ class PrefixCache:
         self._trees = NamespaceTrees(block_size)
         self._evicted = EvictedPrefixes(max_evicted_prefixes, self.marks)
         self._retained = RetainedNodes(self.max_retained_blocks, self._cut)
-        policy = policy or EvictionPolicy()
+        self._policy = policy = policy or EvictionPolicy()
         self._queue = EvictionQueue(policy, self.tenants, probation_share, num_blocks)
         part_shares = [pool.share for pool in self.windows.pools if pool.share is not None]
         probation_listeners = [self._queue] if self._queue.has_probation else []
@@ -473,6 +473,7 @@ class PrefixCache:
         num_expected_tokens: int = 0,
         is_resumed: bool = False,
         is_prefetch: bool = False,
+        prior_use_s: float | None = None,
         session_id: str = "",
         require_path: Callable[[HeldPath, int], None] | None = None,
     ) -> Lease:
@@ -496,6 +497,8 @@ class PrefixCache:
             is_prefetch: the lease only loads blocks for a later request. It does not count as a use by its session:
                 what is known of the session's waits and prompt stays, and an unknown session is not created. If the
                 session is unknown, the lease belongs to the session of the last cached node of the prompt, if any.
+            prior_use_s: time of the last use of the prompt, for a prefetch that does not count as a use: the policy
+                continues to wait for the next use as if no block had been evicted. None if the lease counts.
             session_id: the conversation that the request belongs to, a name chosen by the tenant; empty for none.
             require_path: for a lease that will be held after its request; called before the lease is opened, with the
                 blocks that the held lease would keep, and the number of nodes that were visited to find them. Raises
@@ -560,9 +563,12 @@ class PrefixCache:
             if self.sessions.num_nodes:
                 is_whole = node.start_bytes + len(node.tokens) <= match.found_bytes
                 self.sessions.record_use(node if is_whole else node.parent, session)
-            self._changes.used(node, match.found_bytes, now_s)
-            self._queue.record_hit(node, match.found_bytes, is_resumed)
-            self._retained.renew(node, match.found_bytes, now_s)
+            if prior_use_s is None:
+                self._changes.used(node, match.found_bytes, now_s)
+                self._queue.record_hit(node, match.found_bytes, is_resumed)
+                self._retained.renew(node, match.found_bytes, now_s)
+            else:
+                self._policy.loaded_ahead(node, match.found_bytes)
             self._pins.pin(node)
         num_shared_blocks, num_copied_tokens = divmod(cached_tokens, self.block_size)
         reused = np.frombuffer(packed, np.int32, num_shared_blocks + (num_copied_tokens > 0))
@@ -603,6 +609,7 @@ class PrefixCache:
             num_nodes=match.num_nodes,
             is_resumed=is_resumed,
             is_prefetch=is_prefetch,
+            prior_use_s=prior_use_s,
             session=session,
             windows=windows,
             on_close=on_close,

@@ -46,7 +46,7 @@ class Prefetcher:
         self._cache = cache
         self._offload = offload
         self._num_running = num_running
-        self._loading: set[Request] = set()
+        self._loading: dict[Request, float | None] = {}  # when the prompt of a session that will return was last used
         self._due: list[Request] = []  # those that did not have to wait, since their load had already ended
 
     def look_ahead(self, now_s: float) -> None:
@@ -70,7 +70,7 @@ class Prefetcher:
                 each.tenant == session.tenant and each.params.session_id == session.session_id for each in self._loading
             )
             if num_blocks and not is_loading and self._cache.has_idle_blocks(num_blocks, session):
-                self.begin(namespace, tokens, session.session_id)
+                self.begin(namespace, tokens, session.session_id, session.last_used_s)
             if (waited_s := now_s - session.last_used_s) < _MAX_WAIT_S:
                 sessions.expect(session, now_s + max(1.0, waited_s / 4))
 
@@ -79,12 +79,14 @@ class Prefetcher:
         return_s = None if self._offload.is_loading else self._cache.sessions.next_return_s
         return None if return_s is None else max(0.0, return_s - now_s)
 
-    def begin(self, namespace: Namespace, tokens: bytes, session_id: str = "") -> int:
+    def begin(self, namespace: Namespace, tokens: bytes, session_id: str = "", prior_use_s: float | None = None) -> int:
         """Start to load a prompt.
 
         Args:
             namespace, tokens: the prompt, in the form of the cache.
             session_id: the session that it belongs to; empty for none.
+            prior_use_s: when the session used it last, if it is loaded because the session will return; None if the
+                prefetch counts as a use.
 
         Returns:
             The number of tokens that will be loaded; 0 if the tiers have no more of the prompt than the device, or if
@@ -101,7 +103,7 @@ class Prefetcher:
         is_waiting = self._offload.begin(request)
         if not is_waiting and not self._offload.has_load(request):
             return 0
-        self._loading.add(request)
+        self._loading[request] = prior_use_s
         if not is_waiting:
             self._due.append(request)
         # Until a shared store has answered, assume that it has the whole prompt.
@@ -143,6 +145,7 @@ class Prefetcher:
                 request.prompt_tokens[: request.reuse.stored_upto * TOKEN_BYTES],
                 num_headroom_blocks=self._num_running(),
                 is_prefetch=True,
+                prior_use_s=self._loading[request],
                 session_id=session_id,
             )
         except CapacityError:
@@ -154,9 +157,9 @@ class Prefetcher:
         self.num_dropped += not num_loaded_tokens
         lease.close(is_used=False)
         self._offload.leave(request)
-        self._loading.discard(request)
+        del self._loading[request]
 
     def _drop(self, request: Request) -> None:
         self.num_dropped += 1
         self._offload.leave(request)
-        self._loading.discard(request)
+        self._loading.pop(request, None)

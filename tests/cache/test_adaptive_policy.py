@@ -139,6 +139,82 @@ def test_new_blocks_after_reused_ones_are_evicted_as_new_ones() -> None:
     assert policy.kind(node) != new_kind
 
 
+def test_new_blocks_of_a_session_that_waits_for_a_tool_are_of_the_kind_of_the_reused_ones() -> None:
+    kinds = []
+    for awaits in (Awaits.TOOL, Awaits.USER):
+        cache, _, policy = make_adaptive_cache()
+        publish(cache, "aaaabbbb")
+        with cache.lease(MODEL, spell("aaaabbbbcccc"), session_id="s") as lease:
+            lease.commit(12)
+            lease.awaits = awaits
+        (node,) = cache.nodes()
+        with_new = policy.kind(node)
+        cache.evict(1)
+        kinds.append((with_new, policy.kind(node)))
+    assert kinds[0][0] == kinds[0][1]
+    assert kinds[1][0] != kinds[1][1]
+
+
+def use_in_session(cache: PrefixCache, clock: FakeClock, text: str, now_s: float) -> None:
+    clock.now_s = now_s
+    with cache.lease(MODEL, spell(text), session_id="s") as lease:
+        lease.commit(len(text))
+        lease.awaits = Awaits.TOOL
+
+
+@pytest.mark.parametrize("num_evicted_blocks", [1, 2, 3, 4])
+@pytest.mark.parametrize("ends", [(16,), (4, 8, 12, 16)])
+def test_what_is_loaded_ahead_of_its_next_use_waits_as_if_it_had_stayed(
+    num_evicted_blocks: int, ends: tuple[int, ...]
+) -> None:
+    def learned(*, is_evicted: bool) -> tuple[object, ...]:
+        cache, clock, policy = make_adaptive_cache()
+        for now_s, length in ((1, 8), (3, 12), (9, 16)):
+            use_in_session(cache, clock, "aaaabbbbccccdddd"[:length], now_s)
+        clock.now_s = 12
+        publish(cache, "xxxx")
+        if is_evicted:
+            cache.evict(num_evicted_blocks)
+            clock.now_s = 20
+            with cache.lease(
+                MODEL, spell("aaaabbbbccccdddd"), is_prefetch=True, prior_use_s=9, session_id="s"
+            ) as lease:
+                for end in ends:
+                    lease.commit(end)
+        cache.check()
+        waiting = [(node.policy_note.num_uses, policy.kind(node)) for node in cache.nodes()]
+        use_in_session(cache, clock, "aaaabbbbccccddddeeee", 27)
+        used = [(node.last_used_s, node.policy_note.log_pace) for node in cache.nodes()]
+        return num_hits(policy), sum(policy.densities.block_waits), sorted(waiting), sorted(used)
+
+    assert learned(is_evicted=True) == learned(is_evicted=False)
+
+
+@pytest.mark.parametrize("has_learned", [True, False])
+def test_what_is_loaded_ahead_is_as_old_as_its_last_use_once_the_policy_has_learned(*, has_learned: bool) -> None:
+    cache, clock, policy = make_adaptive_cache(8)
+    for number in range(32 if has_learned else 0):
+        publish(cache, chr(1000 + number) * 4)
+    use_in_session(cache, clock, "aaaabbbb", 1)
+    clock.now_s = 5
+    cache.lease(MODEL, spell("aaaabbbb"), is_prefetch=True, prior_use_s=1, session_id="s").close()
+    (node,) = (each for each in cache.nodes() if each.session is not None)
+    assert policy.key(node) == (1 if has_learned else 5)
+
+
+def test_a_prefetch_does_not_renew_a_retention_ahead_of_the_next_use() -> None:
+    expiry_s = []
+    for prior_use_s in (None, 0.0):
+        cache, clock, _ = make_adaptive_cache()
+        publish(cache, "aaaabbbb")
+        cache.retain(MODEL, spell("aaaabbbb"), Retention(80, 10, renew=True))
+        clock.now_s = 8
+        cache.lease(MODEL, spell("aaaabbbb"), is_prefetch=True, prior_use_s=prior_use_s).close()
+        clock.now_s = 12
+        expiry_s.append(cache.num_retained_blocks)
+    assert expiry_s == [2, 0]
+
+
 def test_the_number_of_remembered_leaves_is_bounded() -> None:
     cache, clock, policy = make_adaptive_cache(8)
     for index in range(5000):
