@@ -160,7 +160,7 @@ def _fit_median(rows: npt.NDArray[np.float64], seconds: npt.NDArray[np.float64])
         coefficients = _non_negative_fit(rows * weights[:, None], seconds * weights)
         fitted = np.maximum(rows @ coefficients, 1e-9)
         weights = 1 / np.sqrt(fitted * np.maximum(np.abs(seconds - fitted), _MIN_RESIDUAL * fitted))
-    return coefficients.tolist()
+    return list(map(float, coefficients))
 
 
 def _non_negative_fit(rows: npt.NDArray[np.float64], values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
