@@ -97,9 +97,9 @@ class PrefillBench:
         """Measure one row, if the answers agree.
 
         Yields:
-            The same row several times: first with the time to first token, then with one more variant each time. Our
-            other variants are timed in turn with the cache. The ratio of a variant is its time divided by the time to
-            first token.
+            The same row several times: first with the time to first token, then with one more variant each time. Each
+            other variant of radixkv is timed alternately with the cached prompt. The ratio of a variant is its time
+            divided by the time to first token.
         """
         self.keep(prefix_tokens)
         row, prompt, logits = self._compare(suffix_tokens, prefix_tokens)
@@ -142,7 +142,7 @@ class PrefillBench:
         seconds: dict[str, list[float]],
         rounds: int,
     ) -> None:
-        """Time a variant in turn with the cache. Each gets its own prompt, since computed prompts are cached."""
+        """Time a variant alternately with the cached prompt. Each time has a new prompt, since prompts are cached."""
         for _ in range(rounds):
             seconds["ttft"].append(_seconds_until(functools.partial(self.ask, make())))
             took_s = timed(make())

@@ -1,4 +1,4 @@
-"""Reads regular files, which may be replaced while the service runs. Refuses FIFOs, sockets and devices at once."""
+"""Reads regular files, which may be replaced while the service runs. Refuses directories, FIFOs and devices at once."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from pathlib import Path
 def read_regular(path: str | Path, max_bytes: int | None = None) -> bytes:
     """Read a regular file, or the one that a symbolic link leads to.
 
-    A FIFO, a socket or a device is refused, because reading it may never end. A regular file of a file system that does
-    not respond, such as a mount whose server is gone, can still block: read it on a thread that nothing else needs.
+    A FIFO or a device is refused, because reading it may never end; a socket cannot be opened. A regular file of a file
+    system that does not respond, such as a mount whose server is gone, can still block: read it on a thread that
+    nothing else needs.
 
     Args:
         path: the file.
@@ -24,19 +25,17 @@ def read_regular(path: str | Path, max_bytes: int | None = None) -> bytes:
     """
     # With O_NONBLOCK, opening a FIFO does not wait for a writer.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
-    with open(descriptor, "rb") as file:
-        status = os.fstat(descriptor)
-        if stat.S_ISDIR(status.st_mode):
+    try:
+        mode = os.fstat(descriptor).st_mode
+        if stat.S_ISDIR(mode):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-        if not stat.S_ISREG(status.st_mode):
-            raise OSError(errno.EINVAL, f"not a regular file but {_kind(status.st_mode)}", str(path))
-        data = file.read() if max_bytes is None else file.read(max_bytes + 1)
+        if not stat.S_ISREG(mode):
+            kind = "a FIFO" if stat.S_ISFIFO(mode) else "a device"
+            raise OSError(errno.EINVAL, f"not a regular file but {kind}", str(path))
+        with open(descriptor, "rb", closefd=False) as file:
+            data = file.read() if max_bytes is None else file.read(max_bytes + 1)
+    finally:
+        os.close(descriptor)
     if max_bytes is not None and len(data) > max_bytes:
         raise OSError(errno.EFBIG, f"larger than {max_bytes} bytes", str(path))
     return data
-
-
-def _kind(mode: int) -> str:
-    if stat.S_ISFIFO(mode):
-        return "a FIFO"
-    return "a socket" if stat.S_ISSOCK(mode) else "a device"

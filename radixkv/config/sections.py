@@ -258,7 +258,7 @@ class ServerConfig:
         drain_timeout_s: seconds that running requests may take after SIGTERM.
         max_message_bytes: maximum size of a request message. Default: enough for the longest prompt that the engine
             accepts: 5 bytes per token, since each may be encoded with a tag of its own, and 512 KiB for the rest.
-        max_connections: maximum number of open connections; further ones are closed immediately.
+        max_connections: maximum number of open connections to each port; further ones are closed immediately.
         connection_idle_s: seconds after which a connection without calls is closed.
         max_connection_calls: maximum number of concurrent calls per connection; clients queue further ones.
         max_calls: maximum number of concurrent calls. Beyond it, callers that already have an equal share of them are

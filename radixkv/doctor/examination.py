@@ -13,7 +13,7 @@ from radixkv.doctor.finding import Finding, GroupKey, Replacement, Sample, Side,
 from radixkv.doctor.prompt_log import LoggedPrompt, SegmentOf
 from radixkv.explain.comparison import NUM_CONTEXT_TOKENS, Comparison, Decode, Decoder, compare
 from radixkv.explain.explanation import NUM_SHOWN_BEFORE, NUM_SHOWN_TOKENS
-from radixkv.explain.kinds import has_same_tokens, settled
+from radixkv.explain.kinds import end_of_reordering, has_same_tokens
 from radixkv.explain.realignment import Realignment, Tokens, num_equal_tokens, realign
 
 MAX_DIFFERENCES = 64
@@ -176,7 +176,9 @@ class Examiner:
                 places.append(_Place(ours, theirs, None))
                 break
             decoder = self._decoder(tokens, ours)
-            end = settled(tokens[ours:], other[theirs:], end, None if decoder is None else decoder.decode_with_context)
+            end = end_of_reordering(
+                tokens[ours:], other[theirs:], end, None if decoder is None else decoder.decode_with_context
+            )
             spans = tokens[ours : ours + end.prompt_span], other[theirs : theirs + end.branch_span]
             places.append(_Place(ours, theirs, end, has_same_tokens(*spans)))
             ours += end.prompt_span + end.equal_tokens

@@ -71,7 +71,7 @@ def compare(
 
     Args:
         prompt, branch: tokens from the difference on, uint32.
-        place: where they are equal again, as `realign` or `settled` returns it.
+        place: where they are equal again, as `realign` or `end_of_reordering` returns it.
         is_first: whether the difference is at the beginning of the prompt.
         decoder: decodes tokens at the difference; None without a tokenizer.
         vocab_size: number of token ids of the model; greater ids carry the mark of an invoked adapter.

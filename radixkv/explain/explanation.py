@@ -16,7 +16,7 @@ from radixkv.api.explanation import (
     segment_at,
 )
 from radixkv.explain.comparison import NUM_CONTEXT_TOKENS, Decode, Decoder, compare, plain_ids
-from radixkv.explain.kinds import settled
+from radixkv.explain.kinds import end_of_reordering
 from radixkv.explain.realignment import MAX_SPAN_TOKENS, Realignment, Tokens, realign
 from radixkv.tokens import TOKEN_BYTES
 
@@ -69,7 +69,7 @@ def _difference(look_up: LookUp, decode: Decode | None, vocab_size: int) -> Diff
     before = plain_ids(tokens[max(0, left_at - NUM_CONTEXT_TOKENS) : left_at], vocab_size)
     decoder = None if decode is None else Decoder(decode, before)
     if place is not None:
-        place = settled(prompt, branch, place, None if decoder is None else decoder.decode_with_context)
+        place = end_of_reordering(prompt, branch, place, None if decoder is None else decoder.decode_with_context)
     kind, _, _ = compare(prompt, branch, place, is_first=left_at == 0, decoder=decoder, vocab_size=vocab_size)
     lost_tokens = 0 if place is None else place.equal_tokens
     prompt_span, branch_span = (None, None) if place is None else (place.prompt_span, place.branch_span)

@@ -14,15 +14,15 @@ from radixkv.api.explanation import DifferenceKind
 from radixkv.explain.realignment import MIN_EQUAL_TOKENS, Realignment, Tokens, num_equal_tokens, realign, window_hashes
 
 _MIN_REORDERED_TOKENS = 8  # shorter spans are never in another order
-_REORDERED_SHARE = 0.9  # of the tokens of the longer span, which both spans must have
+_REORDERED_SHARE = 0.9  # minimum share of the longer span's tokens that both spans have
 _GRAM_TOKENS = 8  # length of the windows of a span that are searched on the other side
-_MOVED_SHARE = 0.8  # of these windows, which the other side must have
-_MAX_MOVED_TOKENS = 16_384  # of each side that are searched for moved parts
-_MAX_SHIFT_TOKENS = 16  # by which other tokens for the same text may make one side longer
+_MOVED_SHARE = 0.8  # minimum share of these windows that the other side has
+_MAX_MOVED_TOKENS = 16_384  # tokens of each side that are searched for moved parts
+_MAX_SHIFT_TOKENS = 16  # maximum difference in length if the same text is tokenized differently
 _MAX_ENDS = 64  # examined ends of spans in another order
-_REPLACED_FACTOR = 4  # a span is short if this many times as many tokens are equal after it
-_MAX_READ_TOKENS = 4096  # of each side, whose words are compared
-_MAX_RESPLIT_SHARE = 0.06  # of the tokens of both sides, which only one side may have in its spans
+_REPLACED_FACTOR = 4  # a span is short if at least this many times its length is equal after it
+_MAX_READ_TOKENS = 4096  # tokens of each side whose words are compared
+_MAX_RESPLIT_SHARE = 0.06  # maximum share of the tokens of both spans that only one span has
 _MIN_INSERTED_TOKENS = 16  # spans at least this long may have other tokens for the same text at their edges
 _NUM_EDGE_TOKENS = 2  # at both edges together
 _MIN_RETOKENIZED_CHARS = 8
@@ -120,7 +120,7 @@ def kind_of(
         prompt, branch: tokens from the difference on, uint32.
         place: where they are equal again; None if they are not.
         is_first: whether the difference is at the beginning of the prompt.
-        texts: the text around the differing spans; None without a tokenizer.
+        texts: the text around the differing spans; None without a tokenizer, or if the spans are too long.
     """
     if is_first and place is not None and max(place[:2]) == 1 and _is_without_text(texts):
         return DifferenceKind.FIRST_TOKEN
@@ -249,8 +249,8 @@ def _is_permutation(texts: TextPair) -> bool:
 def is_reordered(prompt: Tokens, branch: Tokens, place: Realignment) -> bool:
     """Whether the differing spans have the same content in another order.
 
-    This is so if both spans have the same tokens, or if the span of one side occurs later on the other side and is not
-    repeated on its own side.
+    This is so if both spans have the same tokens, or if most of the span of one side occurs later on the other side, at
+    least as often as on its own side.
     """
     if has_same_tokens(prompt[: place.prompt_span], branch[: place.branch_span]):
         return True
@@ -280,17 +280,18 @@ def end_of_permutation(prompt: Tokens, branch: Tokens, place: Realignment) -> Re
     return Realignment(span, span, after.size if after.all() else int((~after).argmax()))
 
 
-def settled(
+def end_of_reordering(
     prompt: Tokens, branch: Tokens, place: Realignment, text_of: Callable[[Sequence[int]], str] | None = None
 ) -> Realignment:
     """Return the end of spans that have the same parts in another order; `place` if there are no such spans.
 
-    Parts may have equal tokens at equal positions by chance, such as two JSON objects with the same keys. Therefore the
-    spans end where both sides have had the same tokens, except for a few: the same text may be split into other tokens,
-    which also makes one side a few tokens longer. Without such an end, `end_of_permutation` decides.
+    Parts may have equal tokens at equal positions by chance, such as two JSON objects with the same keys. Therefore
+    `place` may lie inside the reordered parts. They end at the first position up to which both sides have almost the
+    same tokens, in any order. A few tokens may differ, and one span may be slightly longer than the other, because the
+    same text can be tokenized differently. Without such a position, `end_of_permutation` decides.
 
-    If one side has skipped a passage, both sides have the same length again only after the other side has the passage,
-    too. A passage that was replaced by another one is not moved.
+    If a part was moved, the spans of `place` have different lengths. If a passage was replaced by another one, nothing
+    was moved, and `place` is returned.
 
     Args:
         prompt, branch: tokens from the difference on.

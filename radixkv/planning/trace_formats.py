@@ -5,7 +5,7 @@
 | `mooncake` | ms | `hash_ids` of the whole prompt, the last id covers the rest | 512, or the power of two that fits |
 | `bailian` | s | as for `mooncake` | 16 |
 | `dynamo` | ms | as for `mooncake`, or of complete blocks only | in the file, or the power of two that fits |
-| `weka` | s | of complete blocks only, local to a session | in the file, 64 |
+| `weka` | s | of complete blocks only, usually local to a session | in the file, or 64 |
 | `vllm` | s | hashes of blocks in BlockStored events | in the events |
 
 A reader turns records into `RecordedRequest`s. `radixkv/planning/trace.py` turns these into the requests of a
@@ -147,7 +147,7 @@ def _read_mooncake(records: Iterable[Record], unit: TimeUnit, *, trace: str) -> 
 
 
 def _measured(fields: dict[str, Any], input_length: int, where: str) -> MeasuredPrefill | None:
-    """Return what a server has measured; None if it was not this server that wrote the line."""
+    """Return what the server of radixkv that recorded the line has measured; None if the line has no `ttft_ms`."""
     if "ttft_ms" not in fields:
         return None
     cached_tokens = _integer(fields.get("cached_length", 0), "cached_length", 0, where, input_length)
@@ -163,7 +163,7 @@ def _is_bailian(value: Any) -> bool:
     return isinstance(value, dict) and "hash_ids" in value and "chat_id" in value
 
 
-# Dynamo: a log of its frontend; Mooncake's fields with sessions, also after a header
+# Dynamo: a log of its frontend; or Mooncake's fields with sessions, which may follow a header line
 
 
 _DYNAMO_FIELDS = frozenset({"session_id", "delay", "delay_ms", "created_time", "input_tokens", "output_tokens"})
@@ -285,7 +285,8 @@ def _weka_requests(
 ) -> Iterator[tuple[str, dict[str, Any], float | None]]:
     """Yield the requests of a session and of its sub-agents, with their times since the session's start.
 
-    Times of requests of a sub-agent are relative to its start, or, if none is before its start, to that of the session.
+    The times of a sub-agent's requests are relative to its start. If none of them is smaller than its start time, they
+    are relative to the same origin as that start time.
     """
     waiting = [(f"{where}: requests", requests, 0.0)]
     while waiting:

@@ -11,7 +11,7 @@ class LayerLocation(NamedTuple):
     """The pool of a layer, and its index there.
 
     Attributes:
-        pool: index of the pool in the list of the block pools, followed by the pools of parts.
+        pool: index in the list of all pools: first the block pools, then the pools of parts.
         layer: index of the layer among the layers of that pool.
     """
 

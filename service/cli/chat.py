@@ -99,6 +99,7 @@ class ChatSession:
 
         Raises:
             ConfigError: the model cannot chat.
+            ConnectError: the service cannot be reached.
         """
         from radixkv.service.client import ConnectError, ServiceError
 

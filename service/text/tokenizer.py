@@ -210,7 +210,7 @@ class Tokenizer:
     def encode_with_ends(self, text: str) -> tuple[list[int], list[int]]:
         """Return the token ids of a rendered conversation, and where the text of each token ends in it.
 
-        There are no ends if the tokenizer is one of transformers that is written in Python.
+        There are no ends with one of transformers' slow tokenizers, which are written in Python.
 
         Raises:
             ValueError: the text contains surrogates, which UTF-8 cannot encode.
@@ -287,10 +287,10 @@ class Tokenizer:
 
     @property
     def definition(self) -> str:
-        """The tokenizer as JSON, in the format of the package tokenizers.
+        """The tokenizer as JSON, in the format of the package `tokenizers`.
 
         Raises:
-            ValueError: the tokenizer is one of transformers that is written in Python.
+            ValueError: it is one of transformers' slow tokenizers, which are written in Python.
         """
         return str(self._backend.to_str())
 
@@ -300,7 +300,7 @@ class Tokenizer:
         return clean_up_tokenization(text) if self._is_cleaned_up else text
 
     def token_text(self, token_id: int) -> str:
-        """Return the text of a token after other text, including a leading space. Special tokens have no text.
+        """Return the text that a token adds after other text, with its leading space. Special tokens have no text.
 
         A part of a character is U+FFFD.
         """

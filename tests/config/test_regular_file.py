@@ -29,9 +29,23 @@ def test_a_path_that_is_not_a_regular_file_is_refused_at_once(tmp_path: Path) ->
             read_regular(path)
     with pytest.raises(OSError, match="not a regular file but a device"):
         read_regular("/dev/zero")
-    with pytest.raises(IsADirectoryError):
+    with pytest.raises(IsADirectoryError) as raised:
         read_regular(tmp_path)
+    assert raised.value.filename == str(tmp_path)
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(tmp_path / "socket"))
         with pytest.raises(OSError, match="No such device or address"):
             read_regular(tmp_path / "socket")
+
+
+def test_no_file_stays_open(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "file").write_bytes(b"content")
+    before = len(os.listdir("/proc/self/fd"))
+    assert read_regular(tmp_path / "file") == b"content"
+    for path in (tmp_path, tmp_path / "fifo"):
+        with pytest.raises(OSError):
+            read_regular(path)
+    with pytest.raises(OSError, match="larger"):
+        read_regular(tmp_path / "file", max_bytes=1)
+    assert len(os.listdir("/proc/self/fd")) == before

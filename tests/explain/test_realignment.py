@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from radixkv.explain import realignment
-from radixkv.explain.kinds import end_of_permutation, settled
+from radixkv.explain.kinds import end_of_permutation, end_of_reordering
 from radixkv.explain.realignment import MAX_SPAN_TOKENS, MIN_EQUAL_TOKENS, Realignment, realign
 
 
@@ -151,7 +151,7 @@ def test_another_id_before_moved_parts_is_not_a_part_of_them() -> None:
     branch = tokens_of([*range(2000, 2008), *rules, *second, *first, *rest])
     nearest = realign(prompt, branch)
     assert nearest == Realignment(9, 8, 60)
-    assert settled(prompt, branch, nearest) == nearest
+    assert end_of_reordering(prompt, branch, nearest) == nearest
 
 
 def test_moved_parts_end_where_both_sides_have_the_same_tokens() -> None:
@@ -162,11 +162,11 @@ def test_moved_parts_end_where_both_sides_have_the_same_tokens() -> None:
     branch = tokens_of([*parts[2], 4, *parts[0], 5, 6, *parts[1], 7, *rest])
     nearest = realign(prompt, branch)
     assert nearest is not None
-    assert settled(prompt, branch, nearest) == Realignment(123, 124, 100)
+    assert end_of_reordering(prompt, branch, nearest) == Realignment(123, 124, 100)
     other = tokens_of([*range(800, 840), 4, *parts[0], 5, 6, *parts[1], 7, *rest])
     nearest = realign(prompt, other)
     assert nearest is not None
-    assert settled(prompt, other, nearest) == nearest
+    assert end_of_reordering(prompt, other, nearest) == nearest
 
 
 def test_spans_are_permuted_if_nine_tenths_of_their_tokens_are_the_same() -> None:

@@ -100,7 +100,7 @@ def _summary(samples: Sequence[PeerSample]) -> Result:
 
 
 def _ratios(engines: Mapping[str, Result], key: str) -> tuple[str | None, dict[str, float]]:
-    """Return the best peer, and each of our modes' time divided by its."""
+    """Return the best peer, and for each of our modes its time divided by that of the best peer."""
     peers = {engine: each[key] for engine, each in engines.items() if not is_ours(engine)}
     best = min(peers, key=lambda engine: peers[engine], default=None)
     if best is None or not peers[best]:

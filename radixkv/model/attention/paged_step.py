@@ -157,7 +157,7 @@ class PaddedStep:
         """See `AttentionStep.attend`."""
         layer, query, key, value, scoring = call
         real = slice(self._num_tokens)
-        with torch._C.DisableTorchFunction():  # the kernels are exact by themselves
+        with torch._C.DisableTorchFunction():  # no `ExactFunctions`: the kernels are exact already
             real_value = None if value is None else value[real]
             attended = self._step.attend(AttentionCall(layer, query[real], key[real], real_value, scoring))
         if len(attended) == len(query):

@@ -68,8 +68,8 @@ class SlotSizes(NamedTuple):
 
     Attributes:
         head_bytes: bytes of the head of an object, a multiple of 64.
-        head_room: bytes of a slot in the file of heads, for the head and the checksum; whole pages.
-        body_room: bytes of a slot in the file of bodies; whole pages.
+        head_room: bytes of a slot in the file `heads`, for the head and the checksum; whole pages.
+        body_room: bytes of a slot in the file `blocks`, which has the bodies; whole pages.
     """
 
     head_bytes: int
@@ -286,7 +286,7 @@ class SlotFiles:
         return num_bytes, checksum_of(target[:num_bytes])
 
     def _positions(self, slot: int) -> tuple[int, int]:
-        """Return where a slot begins in the file of heads, and in the file of bodies."""
+        """Return where a slot begins in the file `heads`, and in the file `blocks`."""
         return slot * self._sizes.head_room, slot * self._sizes.body_room
 
 

@@ -90,7 +90,7 @@ class KeyWalk(CollisionWalk):
 
     def walk(self, num_operations: int) -> Counter[str]:
         for _ in range(num_operations // 10):
-            self.take(10)
+            self.perform(10)
             self.index.take_evicted_blocks()
             self.check()
         return self.seen.events + Counter({each: self.events[each] for each in WRONG})

@@ -394,9 +394,9 @@ def test_the_blocking_client_generates_and_closing_a_stream_cancels_the_generati
     [
         ({"seed": -1}, ValueError, "seed: expected a whole number from 0 to 2**64 - 1, got -1"),
         ({"seed": 2**64}, ValueError, f"seed: expected a whole number from 0 to 2**64 - 1, got {2**64}"),
-        ({"max_new_tokens": -1}, ValueError, "max_new_tokens: expected whole numbers from 0 to 2**32 - 1, got -1"),
-        ({"stop_token_ids": [2**32]}, ValueError, "stop_token_ids: expected whole numbers from 0 to 2**32 - 1, got ["),
-        ({"urgency": -1}, ValueError, "urgency: expected whole numbers from 0 to 2**32 - 1, got -1"),
+        ({"max_new_tokens": -1}, ValueError, "max_new_tokens: expected a whole number from 0 to 2**32 - 1, got -1"),
+        ({"stop_token_ids": [2**32]}, ValueError, "stop_token_ids: expected a sequence of which each item is a whole"),
+        ({"urgency": -1}, ValueError, "urgency: expected a whole number from 0 to 2**32 - 1, got -1"),
         ({"temperature": "hot"}, TypeError, "temperature: expected a number, got 'hot'"),
         ({"ignore_eos": "no"}, TypeError, "ignore_eos: expected true or false, got 'no'"),
         ({"tenant": 5}, TypeError, "tenant: expected text in UTF-8, got 5"),

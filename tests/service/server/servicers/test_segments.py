@@ -150,7 +150,7 @@ def test_inconsistent_requests_are_refused(engine):
 
 def test_a_wrong_type_is_refused_by_name_before_anything_is_sent():
     client = Client("127.0.0.1:1")
-    with pytest.raises(TypeError, match="page_size: expected whole numbers from 0"):
+    with pytest.raises(TypeError, match="page_size: expected a whole number from 0"):
         client.segments(page_size="many")
-    with pytest.raises(ValueError, match="page_size: expected whole numbers from 0"):
+    with pytest.raises(ValueError, match="page_size: expected a whole number from 0"):
         client.segments(page_size=-1)
