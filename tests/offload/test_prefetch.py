@@ -63,6 +63,22 @@ def test_the_prompt_of_a_session_that_has_ended_is_not_loaded(bench: TieredBench
     assert cached_tokens(bench, PROMPT) == (0 if has_ended else 12)
 
 
+@pytest.mark.parametrize("by_hint", [False, True])
+def test_only_a_hint_counts_as_a_use_of_what_is_still_cached(*, by_hint: bool) -> None:
+    bench = TieredBench(num_blocks=8, session_prompt_bytes=0 if by_hint else 10_000, redis=100)
+    bench.prefill(PROMPT, session_id="s", awaits=Awaits.TOOL)
+    bench.evict(2)
+    (node,) = bench.cache.nodes()
+    before = node.num_uses
+    bench.clock.now_s += 100
+    if by_hint:
+        hint(bench, "kv.prefetch", PROMPT)
+    bench.run()
+    assert cached_tokens(bench, PROMPT) == 12
+    (node,) = bench.cache.nodes()
+    assert node.num_uses == before + by_hint
+
+
 def test_one_session_is_loaded_at_a_time_while_a_shared_store_looks_it_up() -> None:
     bench = TieredBench(num_blocks=8, session_prompt_bytes=10_000, redis=100)
     for session_id, prompt in (("s", PROMPT), ("t", OTHER)):
