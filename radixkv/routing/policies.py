@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from xxhash import xxh3_64_intdigest
 
-from radixkv.errors import ConfigError, NoReplica
+from radixkv.errors import ConfigError
 from radixkv.routing.candidate import NO_HITS, Candidate, Hits
 
 
@@ -90,19 +90,14 @@ def choose(
 
     Args:
         prompt: the prompt of the request.
-        candidates: replicas that may get it. Their order does not matter.
+        candidates: replicas that may get it, at least one. Their order does not matter.
         weights: weights of the cost.
 
     Returns:
         The choice. Equal arguments give the same choice.
 
-    Raises:
-        NoReplica: there is no candidate.
-
     Complexity: O(candidates).
     """
-    if not candidates:
-        raise NoReplica("replicas: expected at least one that may get the request, got none")
     least_match_tokens = weights.least_match_tokens
     totals = [sum(each.hits) for each in candidates]
     useful = [each.hits for each in candidates]

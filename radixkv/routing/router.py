@@ -6,6 +6,7 @@ from collections.abc import Callable, Container
 from dataclasses import dataclass
 
 from radixkv.api.events import EventBatch
+from radixkv.errors import NoReplica
 from radixkv.events.block_identity import Identities
 from radixkv.namespace import Namespace
 from radixkv.routing.candidate import DEFAULT_TIMES, Candidate, Hits, TokenTimes
@@ -113,6 +114,8 @@ class Router:
         self.view.tidy()
         blocks = PromptBlocks(namespace, tokens, self.view.block_size, self._identities)
         names = [name for name in self.view.names if name not in avoid]
+        if not names:
+            raise NoReplica("replicas: expected at least one that may get the request, got none")
         candidates, prompt, most_tokens = self._candidates(blocks, names, namespace.tenant)
         choice = self._choose(prompt, candidates)
         name = names[choice.index]

@@ -124,7 +124,9 @@ class EngineGauges(Collector):
         draining = sum(each.is_draining for each in adapters)
         states = {"loaded": len(adapters) - draining, "draining": draining}
         yield _by_label("radixkv_adapters", "Different LoRA adapters, by state.", "state", states)
-        yield _by_label("radixkv_adapter_bytes", "Memory of adapter weights in bytes, by place.", "place", num_bytes)
+        yield _by_label(
+            "radixkv_adapter_bytes", "Bytes of adapter weights: on the device, or only on the host.", "place", num_bytes
+        )
 
     def _agents(self) -> Iterable[Metric]:
         """Report sessions, hints and prefetches. Any thread may read them."""
@@ -204,7 +206,11 @@ def _families(load: EngineLoad) -> Iterable[Metric]:
         "radixkv_paused_requests", "Preempted requests that are waiting to be resumed.", requests.paused
     )
     yield GaugeMetricFamily("radixkv_held_leases", "Leases that are held after their request ended.", load.held_leases)
-    yield GaugeMetricFamily("radixkv_namespaces", "Namespaces with cached tokens.", load.namespaces)
+    yield GaugeMetricFamily(
+        "radixkv_namespaces",
+        "Radix trees: namespaces with cached tokens, and tokens below public prefixes.",
+        load.namespaces,
+    )
     if (states := load.states) is not None:
         yield GaugeMetricFamily("radixkv_snapshots", "State snapshots in memory.", states.snapshots)
         yield GaugeMetricFamily("radixkv_max_snapshots", "Maximum number of state snapshots.", states.max_snapshots)

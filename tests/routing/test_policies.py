@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from radixkv.errors import ConfigError, NoReplica
+from radixkv.errors import ConfigError
 from radixkv.routing.candidate import Candidate, Hits, TokenTimes
 from radixkv.routing.policies import ROUTINGS, RoutedPrompt, RoutingWeights, choose, make_routing
 
@@ -140,11 +140,6 @@ def test_a_longer_match_never_makes_a_replica_lose() -> None:
         longer = Hits(device=winner.hits.total + draw.randrange(99))
         candidates[choice.index] = winner._replace(hits=longer)
         assert choose(RoutedPrompt(1000, key=7), candidates, WEIGHTS).index == choice.index
-
-
-def test_nowhere_to_go_is_an_error() -> None:
-    with pytest.raises(NoReplica, match="expected at least one"):
-        choose(RoutedPrompt(10), [])
 
 
 CANDIDATES = [

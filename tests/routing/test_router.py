@@ -14,7 +14,7 @@ from radixkv.namespace import Namespace
 from radixkv.routing.candidate import Hits, TokenTimes
 from radixkv.routing.fleet_load import FleetLoad
 from radixkv.routing.fleet_view import FleetView
-from radixkv.routing.policies import make_routing
+from radixkv.routing.policies import ROUTINGS, make_routing
 from radixkv.routing.prefix_demand import PrefixDemand
 from radixkv.routing.prompt_blocks import PromptBlocks
 from radixkv.routing.router import Route, Router
@@ -28,14 +28,14 @@ BASE, SALTED = Namespace("m"), Namespace("m", salt="x")
 class Fleet:
     """A router on a clock that the test moves, and replicas with the prompts that the test gives them."""
 
-    def __init__(self, *names: str) -> None:
+    def __init__(self, *names: str, routing: str = "prefix") -> None:
         self.now_s = 0.0
         times = TokenTimes(compute_s=COMPUTE_S)
         self.router = Router(
             FleetView(SIZE, clock=self.clock),
             FleetLoad(clock=self.clock),
             PrefixDemand(clock=self.clock),
-            make_routing("prefix"),
+            make_routing(routing),
             identities=IDENTITIES,
             times=lambda name: times,
         )
@@ -195,12 +195,16 @@ def test_a_replica_that_left_gets_nothing() -> None:
     assert fleet.route(prompt(1, 1)).name == "a"
 
 
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_without_a_replica_no_policy_routes(routing: str) -> None:
+    with pytest.raises(NoReplica, match="expected at least one"):
+        Fleet(routing=routing).route(prompt(1, 1))
+
+
 def test_a_request_that_is_refused_leaves_no_trace() -> None:
     fleet = Fleet("a")
     with pytest.raises(InvalidRequest):
         fleet.route(b"")
-    with pytest.raises(NoReplica):
-        Fleet().route(prompt(1, 1))
     assert fleet.router.load.waits(["a"], "", [0]) == [(0, 0)]
 
 
