@@ -233,8 +233,9 @@ class HintApplier:
         if priority is None:
             priority = payload.priority
         total = Grant(0, 0, 0)
-        reasons = []
-        for each in self._ranges(payload, tenant, prompt):
+        ranges, reason = self._ranges(payload, tenant, prompt)
+        reasons = [reason] if reason else []
+        for each in ranges:
             start = max(each.start, payload.get("start", int) or 0)
             retention = Retention(
                 priority, payload.ttl_s, start, payload.get("end", int), bool(payload.get("renew", bool))
@@ -325,7 +326,7 @@ class HintApplier:
             num_dropped, num_left = self._cache.drop_session(session, evicts=evicts) * size, session.num_blocks * size
         else:
             num_dropped, num_left = self._cache.drop(*_require_prompt(prompt), start, evicts=evicts)
-        return num_dropped, f"{num_left} tokens stay, because requests use them" if num_left else ""
+        return num_dropped, _left_reason(num_left) if num_left else ""
 
     def _share(self, payload: _Payload, tenant: str, prompt: PromptKey | None) -> tuple[int, str]:
         payload.allow("session_id", "end")
@@ -354,8 +355,8 @@ class HintApplier:
         session = self._session(payload, tenant)
         if session is not None:
             self._cache.sessions.set_awaits(session, awaits)
-        ranges = self._ranges(payload, tenant, prompt)
-        return sum(self._cache.set_awaits(each.namespace, each.tokens, awaits, each.start) for each in ranges), ""
+        ranges, reason = self._ranges(payload, tenant, prompt)
+        return sum(self._cache.set_awaits(each.namespace, each.tokens, awaits, each.start) for each in ranges), reason
 
     def _session(self, payload: _Payload, tenant: str) -> Session | None:
         """Return the session that an action addresses; None if it addresses a prompt."""
@@ -367,11 +368,14 @@ class HintApplier:
             raise NothingCached("payload.session_id: no such session of this tenant is cached")
         return session
 
-    def _ranges(self, payload: _Payload, tenant: str, prompt: PromptKey | None) -> list[_AddressedTokens]:
+    def _ranges(self, payload: _Payload, tenant: str, prompt: PromptKey | None) -> tuple[list[_AddressedTokens], str]:
+        """Return the tokens that an action addresses, and why these are not all; empty if they are."""
         session = self._session(payload, tenant)
         if session is None:
-            return [_AddressedTokens(*_require_prompt(prompt))]
-        return [self._own_range(session, end) for end in session.ends[:_MAX_ENDS]]
+            return [_AddressedTokens(*_require_prompt(prompt))], ""
+        ends = session.ends
+        reason = f"only {_MAX_ENDS} of the session's {len(ends)} branches are changed" if len(ends) > _MAX_ENDS else ""
+        return [self._own_range(session, end) for end in ends[:_MAX_ENDS]], reason
 
     def _own_range(self, session: Session, end: Any) -> _AddressedTokens:
         """Return the prompt up to a node, addressed from the first token that only this session has used."""
@@ -429,6 +433,10 @@ class _Payload:
         if priority is None:
             raise Refusal(f"{self.name}.priority: it is required, 0 to {MAX_PRIORITY}")
         return priority
+
+
+def _left_reason(num_tokens: int) -> str:
+    return f"{num_tokens} tokens stay, because requests use them, or because they are in more than 1,024 segments"
 
 
 def _over_share_reason(num_tokens: int) -> str:

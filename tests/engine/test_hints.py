@@ -11,6 +11,7 @@ from radixkv.api.hints import HintAction, HintOutcome, HintStatus
 from radixkv.cache import prefix_cache
 from radixkv.cache.prefix_cache import PrefixCache
 from radixkv.cache.purge import all_slices
+from radixkv.engine import hints
 from radixkv.engine.hints import HintApplier
 from radixkv.errors import UnknownAdapter
 from radixkv.invocation import InvocationMarks
@@ -180,6 +181,21 @@ def test_shared_tokens_belong_to_no_session(hinted: Hinted) -> None:
     assert outcome == HintOutcome("1", HintStatus.CLIPPED, "2 tokens are not cached", 10)
     assert cache.sessions.get("acme", "s") is None
     assert hinted.apply("kv.share", session_id="s").is_missing
+
+
+@pytest.mark.parametrize(
+    ("action_type", "payload"), [("kv.retain", {"priority": 60}), ("kv.await", {"awaits": "tool"})]
+)
+def test_a_session_with_too_many_branches_is_changed_in_part(
+    hinted: Hinted, monkeypatch: pytest.MonkeyPatch, action_type: str, payload: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(hints, "_MAX_ENDS", 2)
+    for text in ("xxxxaaaa", "xxxxbbbb", "xxxxcccc"):
+        with hinted.cache.lease(PLAIN, spell(text), session_id="s") as lease:
+            lease.commit(8)
+    outcome = hinted.apply(action_type, session_id="s", **payload)
+    assert outcome.status is HintStatus.CLIPPED
+    assert outcome.reason == "only 2 of the session's 3 branches are changed"
 
 
 def test_a_session_shares_what_only_it_has_used(hinted: Hinted) -> None:
