@@ -1,8 +1,8 @@
 """K/V cache events: blocks of tokens that were stored in the cache or a tier, and blocks that were removed.
 
-An event block is a run of `events.block_size` tokens at a multiple of that depth in the tree, independent of the block
-size of the pool. Its hash covers all tokens up to its end. Hashes and tokens are packed, so an event needs no object
-per token.
+An event block is a run of `events.block_size` tokens that begins at a multiple of this number in the prompt; the block
+size of the pool does not matter. Its hash covers all tokens up to its end. Hashes and tokens are packed, so an event
+needs no object per token.
 """
 
 from __future__ import annotations

@@ -66,8 +66,8 @@ class AgentStats(NamedTuple):
         hints: totals since the start, by action type and status, such as `("kv.pin", "clipped")`. Action types that do
             not exist count as `other`.
         prefetched_tokens: tokens that were loaded before a request needed them.
-        dropped_prefetches: prefetches for which there was no room, whose blocks no tier had any more, or whose
-            session was no longer known.
+        dropped_prefetches: prefetches that loaded nothing: there was no room, no tier had the blocks any more, the
+            session was no longer known, or the namespace was purged.
     """
 
     sessions: int

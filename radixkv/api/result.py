@@ -138,7 +138,7 @@ class PrefillResult:
 class FinishReason(enum.Enum):
     """Why a generation ended. Values are those of the protocol."""
 
-    STOP = 1  # at a stop token, which is the last token, at the end of its constraint, or finished by the caller
+    STOP = 1  # the last token is a stop token, the constraint allows no more text, or the caller finished it
     LENGTH = 2  # after `max_new_tokens`
 
 

@@ -37,8 +37,8 @@ def random_seed() -> int:
 class Sampling:
     """Options of a generation.
 
-    A sampled token depends only on the seed, the token's position and the logits. So the same seed gives the same
-    tokens in every batch, and after every preemption.
+    A sampled token depends only on the seed, the token's position and the logits. So with `model.exactness = "exact"`,
+    the same seed gives the same tokens in every batch, and after every preemption.
 
     Attributes:
         max_new_tokens: maximum number of tokens to generate, at least 1.

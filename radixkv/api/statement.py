@@ -28,9 +28,10 @@ class Use(NamedTuple):
         generated_tokens: tokens that were sampled.
         written_tokens: tokens that requests published on the device.
         device_hit_tokens, host_hit_tokens, disk_hit_tokens, remote_hit_tokens: prompt tokens that were not computed,
-            because they were cached there.
-        host_loaded_tokens, disk_loaded_tokens, remote_loaded_tokens: tokens that were copied from there to the device,
-            for requests or ahead of them.
+            because they were cached on the device, in host memory, on disk or remotely. Remote are all stores except
+            host memory and disk, and other servers.
+        host_loaded_tokens, disk_loaded_tokens, remote_loaded_tokens: tokens that were copied from host memory, disk or
+            a remote source to the device, for requests or ahead of them.
         device_evicted_by_self_tokens, host_evicted_by_self_tokens, disk_evicted_by_self_tokens: blocks of the tenant
             that were evicted to make room for its other blocks, or on its request; in tokens, as whole blocks.
         device_evicted_by_others_tokens, host_evicted_by_others_tokens, disk_evicted_by_others_tokens: blocks of the

@@ -15,7 +15,7 @@ DEFAULT_MAX_TENANTS = 100  # in statistics, unless the caller requests another n
 class BlockStats:
     """Blocks by state.
 
-    `total == free + withheld + leased + published`. `published` includes `pinned`, `retained` and `on_probation`.
+    `total == free + withheld + leased + published`. `pinned`, `retained` and `on_probation` are parts of `published`.
 
     Attributes:
         total: blocks of the pool.
@@ -23,10 +23,10 @@ class BlockStats:
         leased: blocks that belong to leases and to no tree.
         published: blocks that can be matched.
         pinned: published blocks that leases keep from eviction.
-        retained: published blocks with a retention priority above the default.
+        retained: published blocks with a retention priority above the default, and the blocks before them.
         retainable: maximum number of retained blocks.
         on_probation: blocks of prompts that were used only once and that no lease uses, if there is a probation.
-        withheld: blocks whose memory layers with sliding windows use.
+        withheld: blocks without an owner that cannot be allocated, since layers with sliding windows use their memory.
     """
 
     total: int
@@ -156,7 +156,7 @@ class SessionStats:
         tenant, session_id: its names.
         awaits: what it waits for since its last request ended.
         blocks: blocks on the device that only this session has used.
-        running_requests: its requests that hold a lease.
+        running_requests: its open leases: those of running requests, held ones, and those that only load blocks.
         idle_s: seconds since a request of it last began or ended.
     """
 
@@ -208,7 +208,7 @@ class PartStats:
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """The load of the engine: all statistics that need no traversal of the trees.
+    """The load of the engine: the statistics that are not about single tenants, and cheap to read.
 
     Attributes:
         blocks: blocks by state.

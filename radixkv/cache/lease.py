@@ -34,9 +34,10 @@ class Lease:
     `PrefixCache.lease` opens leases. A lease is a context manager: leaving it closes it. Blocks move between the pool,
     the lease and the tree; the evictor moves them from the tree back to the pool:
 
-        pool ── PrefixCache.lease, reserve, extend ──▶ lease ── commit ──▶ tree
-          ▲                                              │
-          └────── close, release_last ───────────────────┘   (and `commit`: own copies of blocks that the tree has)
+        pool ── PrefixCache.lease, reserve, extend, reserve_private ──▶ lease ── commit ──▶ tree
+          ▲                                                               │
+          └────── close, release_last, leave_shared ──────────────────────┘
+                  commit (the lease's own copies of blocks that the tree has already)
 
     A lease is in one of four states. `close` ends it in any of them:
 
@@ -70,7 +71,8 @@ class Lease:
         on_close: called when the lease no longer uses the public prefix.
 
     Attributes:
-        tokens: the prompt and its extensions; a bytearray after the first extension, empty while the lease is held.
+        tokens: the prompt and its extensions; a bytearray after the first extension or `leave_shared`, empty while the
+            lease is held.
         block_ids: int32, all blocks of the tokens in order, and then reserved ones. `commit` may exchange some for
             equal ones. A held lease lists only the blocks that no tree has.
         num_dropped_tokens: tokens whose K/V are no longer in the blocks; only a private lease drops tokens.

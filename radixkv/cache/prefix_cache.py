@@ -123,7 +123,7 @@ class PrefixCache:
         pool: the state of each block.
         windows, state_slots, ledger: see above.
         tenants: the bounds and the counters of each tenant.
-        leases: the open leases.
+        leases: the open leases, held ones included.
         held: the bounds and the counts of blocks that held leases keep.
         max_retained_blocks: blocks that may be retained.
         segments: an index of the nodes of all trees.
@@ -406,7 +406,10 @@ class PrefixCache:
         )
 
     def is_evicted_by_self(self, namespace: Namespace, tokens: bytes, cached_tokens: int) -> bool | None:
-        """Return whether the tokens after the cached ones were evicted for their own tenant; None if that is unknown.
+        """Return whether the tokens after the cached ones were evicted for their own tenant.
+
+        True if they were evicted to make room for other blocks of this tenant, or at its request; False if they were
+        evicted for another tenant; None if that is unknown.
 
         Args:
             namespace, tokens: the prompt.
@@ -754,7 +757,11 @@ class PrefixCache:
         return num_blocks * size, max(0, tree.match(tokens)[1] // TOKEN_BYTES - first_block * size)
 
     def drop_session(self, session: Session, *, evicts: bool) -> int:
-        """Drop the blocks that only a session has used and that no lease needs; see `drop`. Returns their number."""
+        """Drop the blocks that only a session has used and that no lease needs, 1,024 nodes at most; see `drop`.
+
+        Returns:
+            The number of blocks that were dropped.
+        """
         num_blocks = 0
         for node in sorted(session.nodes, key=lambda each: -each.start_bytes)[:_MAX_DROPPED_NODES]:
             if node.is_evictable:
@@ -930,7 +937,7 @@ class PrefixCache:
         """Remove whole namespaces in one call. No later request finds anything of them.
 
         Requests that use these namespaces continue with the blocks that they have, and publish nothing more. A filter
-        that is None matches any name.
+        that is None matches any name. Public prefixes stay.
         """
         return all_slices(self.purging(tenant=tenant, adapter=adapter, salt=salt))
 
@@ -943,10 +950,10 @@ class PrefixCache:
         return purged
 
     def purging_adapter(self, adapter: str) -> Generator[None, None, Purged]:
-        """Purge, in slices, what an adapter has computed, and remember it to explain misses. No request may use it.
+        """Purge, in slices, what an adapter has computed, and remember it to explain misses.
 
         Args:
-            adapter: digest of the adapter.
+            adapter: digest of the adapter, which no unfinished request uses.
         """
         self.public.unregister_all(adapter)
         if self.marks.has(adapter):

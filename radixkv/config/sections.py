@@ -135,10 +135,10 @@ class CacheConfig:
             attention store fewer tokens, the pool takes the same memory and the other layers store more. Default: on a
             GPU, as many as `memory_share` allows; on a CPU, 131,072, or fewer if these would take more than 1 GiB and
             more than twice the memory of the weights, or more than half of the available memory.
-        windowed_tokens: capacity, in tokens, of the separate pool for layers with sliding-window attention; rounded
-            down to whole blocks. 0: these layers store every token, like the others. Default: these layers share the
-            memory of the others as the traffic needs, but store every token if another feature requires it or if a
-            request could need the whole pool.
+        windowed_tokens: capacity, in tokens, of the separate pool for layers with sliding-window attention, on a CPU;
+            rounded down to whole blocks. 0: these layers store every token, like the others. Default: these layers
+            share the memory of the others as the traffic needs. They store every token on a GPU, and also on a CPU if
+            another feature requires it or if a request could need the whole pool.
         memory_share: fraction of a GPU's memory that weights, activations, the pool and other processes may use
             together, 0 to 1.
         kv_dtype: storage format of K and V: `auto` (the model's data type), `bf16`, `fp8`, `int8` or `k8v4` (keys in
@@ -195,8 +195,8 @@ class EngineConfig:
         max_step_tokens: maximum number of tokens per step; longer prompts are prefilled in chunks. Default: 512 on a
             CPU, 2048 on a GPU.
         max_running_requests: maximum number of running requests, which are those that hold blocks.
-        max_waiting_requests: maximum number of unfinished requests in addition to the running ones; further requests
-            are refused with RESOURCE_EXHAUSTED.
+        max_waiting_requests: maximum number of unfinished requests in addition to `max_running_requests`; further
+            requests are refused with RESOURCE_EXHAUSTED.
         max_tenant_requests: maximum number of unfinished requests per tenant.
         max_waiting_calls: maximum number of calls other than Prefill and Generate, such as Probe, Retain and Release,
             that wait for a step to end. A limit of the same size applies to the calls of administrators. Further calls
@@ -258,12 +258,14 @@ class ServerConfig:
         drain_timeout_s: seconds that running requests may take after SIGTERM.
         max_message_bytes: maximum size of a request message. Default: enough for the longest prompt that the engine
             accepts: 5 bytes per token, since each may be encoded with a tag of its own, and 512 KiB for the rest.
-        max_connections: maximum number of open connections to each port; further ones are closed immediately.
+        max_connections: maximum number of open connections to each port except the metrics port, or fewer if the system
+            allows fewer open files. The gRPC ports close further connections immediately. The HTTP port instead closes
+            the connection that was idle for longest, if any is idle.
         connection_idle_s: seconds after which a connection without calls is closed.
         max_connection_calls: maximum number of concurrent calls per connection; clients queue further ones.
         max_calls: maximum number of concurrent calls. Beyond it, callers that already have an equal share of them are
-            refused; at twice the number, all callers are refused. Health watches and event streams each have a limit
-            of their own, an eighth of this number.
+            refused; at twice the number, all callers are refused. Health watches have a limit of their own, an eighth
+            of this number; event streams and reflection calls together have another one of the same size.
         max_receiving_bytes: memory for messages that are being received, in bytes. Each message counts as
             `max_message_bytes`, and at least four are received at a time. Further messages wait, and connections take
             turns.
@@ -271,11 +273,12 @@ class ServerConfig:
         max_held_bytes: memory for the requests of concurrent calls and for unsent responses, in bytes. Beyond it,
             tenants that hold more than an equal share are refused.
         send_timeout_s: seconds that a client may leave a response unread before its connection is closed.
-        default_deadline_s: deadline of calls that have none, in seconds.
-        max_deadline_s: maximum deadline, in seconds; later deadlines are shortened to it.
+        default_deadline_s: deadline of Prefill and Generate calls that have none, in seconds.
+        max_deadline_s: maximum deadline of these calls, in seconds; later deadlines are shortened to it.
         tls_certificate: PEM file with the server's certificate chain; requires `tls_key`. Default: no TLS.
         tls_key: PEM file with the private key, without a password.
-        client_ca: PEM file with the certificate authorities of clients; every client then needs a certificate (mTLS).
+        client_ca: PEM file with the certificate authorities of clients; requires `tls_certificate` and `tokens_file`.
+            Every client of the gRPC ports then needs a certificate (mTLS).
         tokens_file: TOML file that maps bearer tokens and client certificates to tenants and roles. Default: every
             caller may make every call.
         insecure: whether to allow listening on a non-loopback address without TLS or authentication, and bearer tokens
@@ -344,7 +347,8 @@ class EventsConfig:
             blocks that may be matched by their tokens alone: those of `gateway.tenant` without an adapter and a salt.
         topic: first frame of each ZMQ message. Some routers read the server's name from it: `kv@SERVER@MODEL`.
         block_size: tokens per event block, independent of the block size of the pool.
-        buffer_steps: number of steps whose events are kept for readers that fall behind or connect again.
+        buffer_steps: number of steps whose events are kept for readers that fall behind or connect again; fewer steps
+            if these events have more than 500,000 blocks.
     """
 
     zmq_endpoint: str | None = None
@@ -465,8 +469,8 @@ class TiersConfig:
             ones are never used. Without it, anyone who can read a store can test whether a prompt is in it.
         encryption_key_file: file with 64 hexadecimal digits, from which a key is derived per tenant. Blocks are
             encrypted on disk and in shared stores, not in host memory; modified ones are never used.
-        trusted: whether to use shared stores, and a `disk_path` that other users can write, with neither of the two
-            files. Every process that can write there can then change the outputs of the model.
+        trusted: whether to use shared stores, and a `disk_path` that other users can write, without `secret_file` and
+            `encryption_key_file`. Every process that can write there can then change the outputs of the model.
     """
 
     host_bytes: _Bytes | None = None
@@ -590,9 +594,10 @@ class TenantConfig:
             tenants.
         weight: share of the computed tokens while tenants compete, relative to the default weight of 1.
         max_calls_per_s: maximum rate of Prefill, Generate, Hint and Explain calls, per second; further calls are
-            refused with RESOURCE_EXHAUSTED. Default: unlimited.
-        max_computed_tokens_per_s: maximum rate of computed tokens, per second; while it is exceeded, calls are refused.
-            Cached tokens do not count. Default: unlimited.
+            refused with RESOURCE_EXHAUSTED. A Generate call counts once per completion, and a
+            call with `explain` once more. Default: unlimited.
+        max_computed_tokens_per_s: maximum rate of computed prompt tokens and generated tokens together, per second;
+            while it is exceeded, calls are refused. Cached tokens do not count. Default: unlimited.
         rate_burst_s: burst size of both rates: unused capacity of this many seconds may be used at once.
     """
 

@@ -63,7 +63,8 @@ class Engine:
     """An `EngineCore` on a thread of its own.
 
     Any thread may call its methods. If a future is cancelled, its request ends and releases its blocks after the
-    current step.
+    current step. Other methods than `prefill` and `generate` that return a future also raise QueueFull if too many
+    calls wait, and Draining or StepHangs if the engine accepts no calls.
 
     Args:
         runner: model and K/V memory.
@@ -237,7 +238,7 @@ class Engine:
             fetched: blocks of the prompt from another server, if the engine has a `transfer`.
 
         Raises the same errors as `prefill`, at the same times, and SwitchedOff if the model does not support
-        `sampling.compression`.
+        `sampling.compression`. The future may also raise the RequestError of a constraint.
         """
         future = GenerationFuture()
         prompt = None

@@ -262,8 +262,8 @@ def is_reordered(prompt: Tokens, branch: Tokens, place: Realignment) -> bool:
 def end_of_permutation(prompt: Tokens, branch: Tokens, place: Realignment) -> Realignment:
     """Return the end of spans that have the same tokens in another order; `place` if there is no such end.
 
-    `realign` returns the shortest pair of spans, which ends before the first part that both sides have, so a part that
-    was moved would count as another difference later. After all moved parts, both sides have the same length again.
+    The spans that `realign` returns may end before a part that both sides have, so a part that was moved would count as
+    another difference later. After all moved parts, both sides have the same length again.
     """
     length = min(prompt.size, branch.size)
     is_equal = prompt[:length] == branch[:length]

@@ -51,15 +51,17 @@ class Checkpoint:
     Attributes:
         num_layers: `num_hidden_layers`, without layers of short convolutions; of LongCat-Flash twice its `num_layers`.
         num_query_heads: `num_attention_heads`.
-        num_kv_heads: `num_key_value_heads`, or `num_query_heads` without this field. If layers of sliding attention
-            differ, this and `head_dim` describe the layers of full attention.
+        num_kv_heads: `num_key_value_heads`, or `num_query_heads` without this field; 1 for an old Falcon with
+            `multi_query`. If layers of sliding attention differ, this and `head_dim` describe the layers of full
+            attention.
         head_dim: `head_dim`, or `hidden_size` divided by the query heads; `v_head_dim` of latent attention.
         mla_rank: `kv_lora_rank`.
         rope_dim: `qk_rope_head_dim` of latent attention.
         dtype: `dtype` or `torch_dtype`, by its name in `KVFormat`; None if K/V can't be stored in it.
         weights_bytes: the size in the safetensors index; without an index, the size of the files. For a GGUF file, the
             size in the memory of a CPU.
-        state_bytes: the last inputs of short convolutions (`conv_L_cache`) that a sequence keeps, in `dtype` or bf16.
+        state_bytes: size of the last inputs of short convolutions (`conv_L_cache`), which each sequence keeps in
+            `dtype` or bf16.
         window: tokens that a query of a windowed layer sees.
         num_windowed_layers: layers of `layer_types` with a window shorter than the longest sequence; in a Mistral with
             such a window, all layers. 0 if the files do not say which layers they are.

@@ -1,4 +1,4 @@
-"""Computes the size of a model's weights with quantized linear layers, from the header of a file."""
+"""Computes the size of a model's weights with quantized linear layers, from the headers of its files."""
 
 from __future__ import annotations
 

@@ -157,8 +157,8 @@ def simulate(
         on_request: called after each request.
 
     Raises:
-        ConfigError: the policy is unknown, the block size is below 1, a capacity is less than a block, or two tiers
-            have one name.
+        ConfigError: the policy or `hints` is unknown, the block size is below 1, a capacity is less than a block, or
+            two tiers have one name.
     """
     check_simulation(policy=policy, capacity_tokens=capacity_tokens, block_size=block_size, tiers=tiers, hints=hints)
     start_s = time.perf_counter()

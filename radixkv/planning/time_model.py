@@ -95,7 +95,8 @@ class TimeModel:
 
         The fit minimizes the sum of the absolute errors divided by the fitted times, with coefficients of at least 0,
         so that a few requests that waited long for others have little effect. What all requests waited is included in
-        the fitted times. Of more than 10,000 prefills, as many are used, at equal distances.
+        the fitted times. Of more than 10,000 prefills, every second one is used, or every third one and so on, so that
+        at most 10,000 are.
 
         Args:
             measured: at least one prefill.

@@ -84,8 +84,9 @@ def load_trace(
     tokens_per_id: int | None = None,
     timestamps: TimeUnit | None = None,
 ) -> list[TraceRequest]:
-    """Read a trace in the order of its timestamps, with a line in the log if that is not the order of the file.
+    """Read a trace in the order of its timestamps.
 
+    If a file that should be in this order is not, a warning is logged, as for requests without a timestamp.
     Blank lines are skipped. A request without a timestamp gets that of the request before it. Reading stops after
     `limit` requests, so damaged lines after that are not noticed; events of vLLM are always read completely. Integer
     ids below 2**64 are kept, unless they are local to a session; other ids are replaced by hashes.

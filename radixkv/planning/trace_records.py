@@ -48,7 +48,8 @@ class Record(NamedTuple):
 def read_records(path: Path) -> Iterator[Record]:
     """Yield the values of a file or of the files in a directory, without blank lines.
 
-    If the first value of a file is a list of objects, the objects are yielded one by one.
+    If the first value of a file, or any JSON document with several lines, is a list of objects, the objects are yielded
+    one by one.
 
     Raises:
         ConfigError: a file can't be read, unpacked or decoded, or a value is longer than `MAX_VALUE_BYTES`. The message

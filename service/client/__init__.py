@@ -1,4 +1,4 @@
-"""Python clients of the service. They need gRPC, protobuf and numpy, and for text the extra `text`, but not torch.
+"""Python clients of the service. They need radixkv without extras, for text the extra `text`, and never torch.
 
 `Client` is synchronous, `AsyncClient` is for asyncio. A prompt is text or token ids. Calls return protobuf messages;
 for a text prompt, `generate` and `chat` return chunks with text:

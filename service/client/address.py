@@ -16,7 +16,7 @@ _NO_PROXY_VARIABLES = ("no_grpc_proxy", "no_proxy")
 
 def require_address(address: str) -> str:
     """Check an address. Without this check, gRPC would use port 443 if the port is missing, and reduce larger ports
-    modulo 65536.
+    modulo 65536. An address with one of gRPC's schemes, such as `unix:` or `dns:`, is not checked.
 
     Returns:
         The address.
@@ -66,11 +66,10 @@ def is_on_this_machine(address: str) -> bool:
 def proxy_variable(address: str, options: ChannelOptions = ()) -> str:
     """Return the environment variable that names the HTTP proxy gRPC connects through; empty if it uses none.
 
-    Connections to this machine use no proxy, see `open_channel`.
-
     Args:
         address: address of the server.
-        options: options of the channel. If `grpc.enable_http_proxy` is 0, no proxy is used.
+        options: options of the channel. `grpc.enable_http_proxy` says whether a proxy may be used; by default it may,
+            unless the server is on this machine.
     """
     if not dict(options).get("grpc.enable_http_proxy", not is_on_this_machine(address)):
         return ""

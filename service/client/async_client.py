@@ -151,7 +151,7 @@ class AsyncClient:
     def generate(
         self, prompt: str | TokenIds, *, timeout_s: float | None = None, **options: Unpack[GenerateOptions]
     ) -> AsyncTextAnswer | AsyncIterator[GenerateResponse]:
-        """Generate a completion; see `Client.generate`. Read it with `async for`, which sends a text prompt."""
+        """Generate a completion; see `Client.generate`. A text prompt is sent when the completion is first read."""
         if not isinstance(prompt, str):
             return self._generate(generate_request(prompt, options), timeout_s)
         return self._generate_text(lambda tokenizer: tokenizer.encode(prompt), timeout_s, options)
@@ -166,7 +166,7 @@ class AsyncClient:
         timeout_s: float | None = None,
         **options: Unpack[GenerateOptions],
     ) -> AsyncTextAnswer:
-        """Generate the next message of a conversation; see `Client.chat`. Reading the answer sends the prompt."""
+        """Generate the next message of a conversation; see `Client.chat`. The first read sends the prompt."""
 
         def encode(tokenizer: Tokenizer) -> list[int]:
             return tokenizer.encode_chat(

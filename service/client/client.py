@@ -100,14 +100,14 @@ class Client:
         Args:
             address: `HOST:PORT` of the server.
             timeout_s: default deadline of calls in seconds; None for no deadline.
-            retries: maximum number of retries of a call that fails with UNAVAILABLE, 0 to 4. gRPC waits up to 0.1 s
-                before the first retry and twice as long before each further one; the deadline covers all attempts. The
+            retries: maximum number of retries of a call that fails with UNAVAILABLE, 0 to 4. gRPC waits about 0.1 s
+                before the first retry and twice as long before each further one; the deadline covers all attempts. Only
                 idempotent calls are retried: `prefill`, `generate` before its first tokens, `probe`, `renew`,
                 `retain`, `explain`, `stats`, `statement`, `diagnose`, `segments`, `adapters`, `public.list` and
                 `tokenizer`.
-            prefix_key_tokens: send the header `x-prefix-key` with prompts, a digest of tenant, adapter, salt and this
-                number of first tokens, so that a proxy that hashes it sends prompts with a common prefix to the same
-                server; 0 for no header.
+            prefix_key_tokens: number of first tokens of a prompt that its header `x-prefix-key` covers; 0 for no
+                header. The header is a digest of tenant, adapter, salt and these tokens. A proxy that hashes it sends
+                prompts with a common prefix to the same server.
             tls_ca: PEM file with the authorities that may have signed the server's certificate; None for a connection
                 without TLS.
             token: bearer token that authenticates the client. Requires `tls_ca`, unless the server is on this machine.
@@ -117,8 +117,8 @@ class Client:
         Raises:
             OSError: a file can't be read.
             TypeError: the address is not a string.
-            ValueError: the address has no port from 1 to 65535, `timeout_s` is not a positive number, `retries` or
-                `prefix_key_tokens` is out of range, or the credentials do not fit together.
+            ValueError: the address has no port from 1 to 65535, `timeout_s`, `retries` or `prefix_key_tokens` is out of
+                range, or the credentials are malformed or do not fit together.
         """
         self._connection = Connection(
             address,
@@ -194,8 +194,9 @@ class Client:
 
         Returns:
             For text, a `TextAnswer`: iterate over it for `TextChunk`s as they arrive, or call `read` for the whole
-            text. For token ids, an iterator over responses with new tokens; the first one has the usage of the prompt,
-            and the last one is `finished` and has the finish reason. Closing either cancels the request.
+            text. For token ids, an iterator over responses with new tokens; the first one of each completion has the
+            usage of the prompt, and the last one is `finished` and has the finish reason. Closing either cancels the
+            request.
 
         Raises:
             MissingPackage, TypeError, ValueError: as `prefill`; no prompt was sent.
@@ -291,12 +292,14 @@ class Client:
             tenant: the tenant of the lease, as in `release`.
             first_block: index of the first block to send.
             first_layer, num_layers: send only these layers of each block; 0 layers means all from the first one on.
-            stores: shared stores that the caller can read too. Blocks in them are sent as handles.
+            stores: shared stores that the caller can read too. Blocks in them are sent as handles. Can't be combined
+                with `first_layer` and `num_layers`.
             timeout_s: deadline of the whole call; None for the client's.
 
         Raises:
             NotFound: the lease has ended, or the server has restarted.
             InvalidArgument: the lease has no such block, or the model no such layers.
+            Unimplemented: `transfer.serve` is not set on the server, and its `transfer.role` is not `prefill`.
         """
         request = make_request(
             FetchKVRequest,
@@ -330,7 +333,8 @@ class Client:
         """Apply hints about the future use of cached tokens, and return the outcome of each. Raises like `prefill`.
 
         Args:
-            actions: dicts with `action_type`, `payload` and perhaps `action_id`; hints.proto has the table.
+            actions: dicts with `action_type`, `payload` and perhaps `action_id`; `KvHintsEnvelope` in hints.proto has
+                the table of actions.
             prompt: the prompt that the actions address; not needed if each payload has `session_id`, `adapter` or
                 `salt`.
         """
@@ -397,6 +401,8 @@ class Client:
     ) -> PurgeResponse:
         """Drop everything that is cached for a tenant, an adapter or a salt; None matches any.
 
+        With a tenant's credential, None as `tenant` means the tenant of the credential, also with `everything`.
+
         Raises:
             ValueError: both a name and `everything` were passed, or neither.
             ServiceError: the call failed; the subclass says how.
@@ -416,12 +422,14 @@ class Client:
         """List the cached segments page by page. Token ids are never returned. Raises like `prefill`.
 
         Args:
-            tenant: list segments of this tenant; None for all tenants.
+            tenant: list segments of this tenant. None for all tenants, or with a tenant's credential, for the tenant of
+                the credential.
             page_size: 1 to 1,000; None for 100. A page may have fewer segments, even if more pages follow.
-            page_token: `next_page_token` of the previous response, which is empty after the last page.
+            page_token: `next_page_token` of the previous response; on the last page it is empty.
             hottest_first: return the `page_size` hottest segments in one page; `page_size` is then at most 256.
             store: list the blocks of each namespace in this tier, such as `host`, instead of segments on the device.
-            session_id: list only segments that no other session than this one of `tenant` has used, in one page.
+            session_id: list only segments that no other session than this one of `tenant` has used, in one page of at
+                most 1,000.
         """
         request = make_request(
             ListSegmentsRequest,
@@ -442,8 +450,8 @@ class Client:
         Args:
             max_tenants: maximum number of tenants to list, those with the most blocks; None for 100. At most 128 are
                 listed, even if it is larger.
-            tenant: return only the statistics that this tenant may see; None for all. With a tenant's credential, only
-                the statistics that this tenant may see are returned in any case.
+            tenant: return only the statistics that this tenant may see. None for all statistics, or with a tenant's
+                credential, for those that the tenant of the credential may see.
             max_sessions: number of sessions to list, at most 100. Those used most recently are listed.
         """
         return self._call(
@@ -459,8 +467,8 @@ class Client:
             since: the first day, such as `2026-11-01`, or the month of the first days, such as `2026-11`, in UTC; by
                 default the first day of the month of the last day.
             until: the last day, or the month of the last days; by default today. A range has at most 400 days.
-            tenant: return only the lines of this tenant; None for all. With a tenant's credential, only the lines of
-                that tenant are returned in any case.
+            tenant: return only the lines of this tenant. None for all tenants, or with a tenant's credential, for the
+                tenant of the credential.
             by_day: return a line for each day instead of for each month.
 
         Raises:
@@ -479,14 +487,14 @@ class Client:
         """Return why recent prompts were not reused: the tokens that a sample of the misses lost, grouped by cause.
 
         Args:
-            tenant: return only the misses of this tenant; None for all. With a tenant's credential, only the misses of
-                that tenant are returned in any case.
+            tenant: return only the misses of this tenant. None for all tenants, or with a tenant's credential, for the
+                tenant of the credential.
             max_causes: number of causes to list, at most 100.
             omit_cached_text: leave the samples out, as the server does for admins and readers.
 
         Raises:
             InvalidArgument: `max_causes` is too large.
-            Unimplemented: `server.diagnosed_share` is 0.
+            Unimplemented: `server.diagnosed_share` is 0, or `transfer.role` is `decode`.
             ServiceError: the call failed; the subclass says how.
         """
         return self._call(
@@ -499,18 +507,20 @@ class Client:
 
         Args:
             name: name of the adapter in requests.
-            path: directory on the server, relative to `model.adapter_directory`.
+            path: directory on the server inside `model.adapter_directory`, as a relative or an absolute path.
 
         Raises:
             InvalidArgument: the name, the path or a file there is wrong.
-            ResourceExhausted: `model.max_adapters` adapters are loaded or draining.
+            ResourceExhausted: `model.max_adapters` adapters are loaded, or twice as many are loaded or draining.
             Unimplemented: the server has no adapters, or no directory for them.
             PermissionDenied: the client is not an admin.
         """
         return self._call(methods.LOAD_ADAPTER, make_request(LoadAdapterRequest, name=name, path=path))
 
     def unload_adapter(self, name: str) -> None:
-        """Unload an adapter. The tokens cached with it are freed, unless the adapter is also loaded under another name.
+        """Unload an adapter. Requests that already use it continue.
+
+        When they have ended, the tokens cached with it are freed, unless the adapter is also loaded under another name.
 
         Raises:
             NotFound: no adapter has this name.
@@ -561,6 +571,7 @@ class Client:
         Raises:
             MissingPackage: the extra `text` is not installed.
             ValueError: the response is not a zip of tokenizer files with its digest, or they can't be loaded.
+            OSError: the files can't be stored, not even in a temporary directory.
             NotFound: the served model has no tokenizer.
         """
         return self._served.load()

@@ -23,7 +23,7 @@ MAX_RETRIES = 4  # gRPC makes at most 5 attempts, whatever its service config sa
 
 _RETRY_BUFFER_BYTES = 2**31 - 1  # per call; by default gRPC does not retry requests of more than 256 KiB
 _MAX_TIMEOUT_S = 366 * 24 * 3600  # gRPC's own clock overflows far beyond it
-# By default gRPC refuses messages above 4 MiB, such as a million token ids or the logits of a large vocabulary.
+# By default gRPC refuses to receive messages above 4 MiB, such as the log probabilities of a long prompt.
 _UNLIMITED_MESSAGES = {"grpc.max_send_message_length": -1, "grpc.max_receive_message_length": -1}
 
 
@@ -78,7 +78,7 @@ class Connection:
         """Return the deadline of a call in seconds: `timeout_s`, or the default of the client if it is None.
 
         Raises:
-            ValueError: `timeout_s` is not a positive number.
+            ValueError: `timeout_s` is not a number above 0 and below 366 days.
         """
         return self._timeout_s if timeout_s is None else require_timeout(timeout_s)
 
@@ -101,7 +101,7 @@ def require_timeout(timeout_s: float | None) -> float | None:
         The deadline.
 
     Raises:
-        ValueError: it is not a positive number.
+        ValueError: it is not a number above 0 and below 366 days.
     """
     if timeout_s is not None and not (isinstance(timeout_s, int | float) and 0 < timeout_s < _MAX_TIMEOUT_S):
         raise ValueError(f"timeout_s: expected more than 0 and less than {_MAX_TIMEOUT_S} seconds, got {timeout_s!r}")
@@ -132,7 +132,8 @@ def server_name_options(server_name: str) -> ChannelOptions:
 def open_channel(address: str, credentials: grpc.ChannelCredentials | None, options: ChannelOptions) -> grpc.Channel:
     """Open a channel, with TLS if there are credentials. It connects with the first call.
 
-    A connection to a server on this machine uses no proxy, even if an environment variable such as `http_proxy` is set.
+    A connection to a server on this machine uses no proxy, even if an environment variable such as `http_proxy` is set,
+    unless the options enable it.
     """
     options = _without_proxy(address, options)
     if credentials is None:

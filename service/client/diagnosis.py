@@ -2,7 +2,7 @@
 
 gRPC reports a refused connection, a wrong certificate and a draining server with the same status and different texts.
 The patterns match these texts loosely, since they differ between versions (tested with 1.76 and 1.85). A text that
-matches no pattern is shown after the call and the address.
+matches no pattern becomes a part of the message.
 """
 
 from __future__ import annotations

@@ -43,7 +43,8 @@ class PromptOptions(TypedDict, total=False):
     """Keyword arguments of `Client.prefill`, `Client.generate` and `Client.chat`. All are optional.
 
     Attributes:
-        tenant, adapter, salt: the namespace, empty by default; only requests with equal ones share cached tokens.
+        tenant, adapter, salt: names of the namespace, empty by default. Apart from public prefixes, requests share
+            cached tokens only within one namespace. Names of the same adapter lead to the same namespace.
         request_id: returned in the response; the server generates one if it is empty.
         read_cache: reuse cached tokens; default true.
         write_cache: publish the computed tokens for later requests; default true.
@@ -83,7 +84,7 @@ class PrefillOptions(PromptOptions, total=False):
     Attributes:
         top_logprobs: number of most likely next tokens to return, at most 100; default 0.
         return_logits: return the logits of the next token, for `logits_of`; default false.
-        hold_lease: pin the prompt's blocks until `Client.release`; default false.
+        hold_lease: pin the prompt's blocks until `Client.release`, or until the lease expires; default false.
         return_block_table: return the physical ids of a held lease's blocks, for which the server requires the role
             admin; default false.
     """
@@ -107,7 +108,8 @@ class GenerateOptions(PromptOptions, total=False):
         stop: strings that end the completion; its last token is the one that completes a string. At most 16 of 1 to 256
             characters. The model needs a tokenizer. Default none.
         ignore_eos: continue after the model's end-of-sequence tokens; default false.
-        top_k: sample from this number of most likely tokens; default 0, all tokens.
+        top_k: sample from this number of most likely tokens, and from those that are as likely as the last of them;
+            default 0, all tokens.
         min_p: sample from tokens whose probability is at least this fraction of the most likely token's, 0 to 1;
             default 0.
         repetition_penalty: divides positive logits of tokens in the prompt or the completion, and multiplies negative
@@ -115,7 +117,8 @@ class GenerateOptions(PromptOptions, total=False):
         presence_penalty: subtracted from the logits of tokens in the completion, -2 to 2; default 0.
         frequency_penalty: subtracted from the logits of tokens in the completion once per occurrence, -2 to 2;
             default 0.
-        min_tokens: number of tokens before which no stop token is generated; default 0.
+        min_tokens: number of tokens before which no stop token or end-of-sequence token is generated, and no stop
+            string ends the completion; default 0.
         logit_bias: added to the logits of these token ids, at most 1,024 of them; -100 to 100, default none.
         logprobs: return the log probability of each generated token and of this number of most likely tokens, 0 to 100;
             default none.

@@ -37,7 +37,7 @@ class TextChunk:
 
     @property
     def usage(self) -> Usage:
-        """Token counts, such as `cached_tokens`; nonzero in the first and the last chunk of a completion."""
+        """Token counts, such as `cached_tokens`; set in the first and the last chunk of a completion."""
         return self.response.usage
 
     @property
