@@ -30,7 +30,7 @@ help:
 	@echo "make campaign  make CALLS=50000 calls that are cancelled, late or killed, and check for leaks and wrong responses"
 	@echo "make soak      make mixed calls for MINUTES=60 while a Redis is restarted, and check that memory does not grow after"
 	@echo "               10 minutes, no response is wrong and everything is freed"
-	@echo "make mutants   change cache and engine in small ways, and check that a test fails each time; about 20 minutes"
+	@echo "make mutants   change the code in small ways, and check that a test fails each time; some hours"
 	@echo "make bench     run replay, rpc, batching, bookkeeping and step_gap, into build/bench/; with TRACE=FILE also tree and a"
 	@echo "               replay of the trace"
 	@echo "make vllm-tier run vLLM's CPU build, which is installed once, with our disk tier: restarts, and KILLS=100 kills; 40"

@@ -17,7 +17,7 @@ from radixkv.errors import ConfigError
 
 _MAX_FITTED = 10_000  # prefills
 _NUM_ITERATIONS = 30
-_MIN_LOADED_TOKEN_S = 1e-12  # in place of 0, which would be an infinite rate
+_MIN_TOKEN_S = 1e-12  # in place of 0, which `TimeModel.read` refuses, and which would be an infinite rate
 _MIN_RESIDUAL = 1e-3  # of the fitted time; a smaller one gets no larger weight
 
 
@@ -111,8 +111,8 @@ class TimeModel:
         times = {}
         for index, name in enumerate(tiers):
             latency_s, loaded_token_s = loads[2 * index : 2 * index + 2]
-            times[name] = LoadTime(token_bytes / max(loaded_token_s, _MIN_LOADED_TOKEN_S), latency_s)
-        return cls(token_bytes, token_s, position_s, start_s, times)
+            times[name] = LoadTime(token_bytes / max(loaded_token_s, _MIN_TOKEN_S), latency_s)
+        return cls(token_bytes, max(token_s, _MIN_TOKEN_S), position_s, start_s, times)
 
     @classmethod
     def read(cls, path: Path) -> TimeModel:

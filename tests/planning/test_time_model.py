@@ -103,11 +103,13 @@ def test_equal_times_are_fitted_whatever_their_number(count: int) -> None:
     assert fitted.tiers == {}
 
 
-def test_no_fitted_number_is_negative() -> None:
+def test_no_fitted_number_is_negative(tmp_path: Path) -> None:
     # Longer prefills that take less time would make `token_s` negative.
     measured = [MeasuredPrefill(0, length, {"host": 64 * length}, 1 / length) for length in range(1, 50)]
     fitted = TimeModel.fit(measured)
     assert min(fitted.token_s, fitted.position_s, fitted.start_s, fitted.tiers["host"].latency_s) >= 0
+    fitted.write(tmp_path / "times.json")
+    assert TimeModel.read(tmp_path / "times.json") == fitted
     assert fitted.tiers["host"].bytes_per_s > 0
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # the engine needs torch; this module does not
     from radixkv.engine.engine import Engine
     from radixkv.engine.transfer.transfer import FleetAccess
 
-# A response of FetchKV has at most 1 MiB of a block. Clients accept larger messages by default, such as logits.
+# A response of FetchKV has at most 1 MiB of a block. Clients accept larger messages by default.
 _MAX_RESPONSE_BYTES = 4 << 20
 _OPTIONS = (("grpc.max_receive_message_length", _MAX_RESPONSE_BYTES),)
 
