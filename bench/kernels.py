@@ -76,7 +76,8 @@ class Sizes:
         linear_tokens: tokens of each step that computes a linear layer.
         attentions: suffix and prefix tokens of each request.
         shared: requests that decode after a shared prefix.
-        dequantized_suffix: suffix tokens from which attention is also measured over blocks dequantized first.
+        dequantized_suffix: minimum number of suffix tokens for which attention over blocks that are dequantized first
+            is measured, too.
     """
 
     heads: Heads

@@ -64,7 +64,7 @@ def variants(case: AttentionCase, choice: str, allowed: Permissions, dequantized
         case: the first case.
         choice: one of `CHOICES`.
         allowed: kernels that may be measured.
-        dequantized_suffix: suffix tokens from which blocks are also dequantized first.
+        dequantized_suffix: minimum number of suffix tokens for which blocks are also dequantized first.
     """
     cases: list[AttentionCase] = []
     quantized = [replace(case, kv_dtype=kv_dtype) for kv_dtype in QUANTIZED]

@@ -39,7 +39,7 @@ def learn_merges(texts: Iterable[str], num_merges: int = NUM_MERGES) -> list[tup
 
 
 def main() -> None:
-    """Print the merges in lines of 120 columns."""
+    """Print the merges in lines of at most 116 columns."""
     pairs = learn_merges(document.text for document in training_documents())
     print(
         textwrap.fill(" ".join("+".join(pair) for pair in pairs), 116, initial_indent="    ", subsequent_indent="    ")

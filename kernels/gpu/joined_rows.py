@@ -107,7 +107,7 @@ class Joins:
 
 
 def may_join(batch: PagedBatch, window: int | None) -> bool:
-    """Return whether requests begin with the same block, and the window of the layers hides no key from any request."""
+    """Return whether at least two requests begin with the same block, and the window hides no key from any request."""
     if window is not None and window < max(batch.kv_lens):
         return False
     first_blocks = batch.host_tables[:, 0].tolist()
@@ -174,7 +174,9 @@ def join_rows(batch: PagedBatch, num_rows: Ints, positions: Ints, tile_rows: int
 def _choose_runs(
     runs: Sequence[OrderedRun], num_rows: Ints, tile_rows: int, unit_tokens: int
 ) -> tuple[list[OrderedRun], Ints]:
-    """Choose the runs to join: units of keys that the same requests share. The keys before a join are joined as well.
+    """Choose the runs to join: units of keys that the same requests share.
+
+    If a run is chosen, the earlier runs of the same requests are chosen, too, even if joining them saves too little.
 
     Args:
         runs: from `runs_in_order`.

@@ -53,8 +53,8 @@ class Sampling:
             1e-6 to 1e6, 1 for none.
         presence_penalty: subtracted from the logits of tokens in the answer, -2 to 2.
         frequency_penalty: subtracted once for each occurrence of the token in the answer, -2 to 2.
-        min_tokens: number of tokens before which no stop token, including the model's end-of-sequence tokens, is
-            sampled, unless no other token is allowed.
+        min_tokens: none of the first `min_tokens` tokens is a stop token or an end-of-sequence token of the model,
+            unless no other token is allowed.
         logit_bias: `(token_id, bias)`, biases of -100 to 100, added to the logits.
         logprobs: number of most likely tokens whose log probabilities are returned with each generated token, in
             addition to the log probability of the token itself; None for no log probabilities.
@@ -152,10 +152,11 @@ class Sampling:
             raise InvalidRequest(
                 f"stop_token_ids: expected at most {MAX_STOP_TOKEN_IDS} of them, got {len(self.stop_token_ids)}"
             )
-        if any(not 0 <= token_id < vocab_size for token_id in self.stop_token_ids):
-            raise InvalidRequest(
-                f"stop_token_ids: expected ids below the vocabulary size {vocab_size}, got a larger one"
-            )
+        for token_id in self.stop_token_ids:
+            if not 0 <= token_id < vocab_size:
+                raise InvalidRequest(
+                    f"stop_token_ids: expected ids from 0 to below the vocabulary size {vocab_size}, got {token_id}"
+                )
         if self.min_tokens and len(self.stop_token_ids) >= vocab_size:
             raise InvalidRequest("min_tokens: expected a token that is not in stop_token_ids, got none")
         if self.compression is not None:
@@ -166,7 +167,9 @@ class Sampling:
             raise InvalidRequest(f"logit_bias: expected at most {MAX_BIASED_TOKENS} tokens, got {len(self.logit_bias)}")
         for token_id, bias in self.logit_bias:
             if not 0 <= token_id < vocab_size:
-                raise InvalidRequest(f"logit_bias: expected ids below the vocabulary size {vocab_size}, got {token_id}")
+                raise InvalidRequest(
+                    f"logit_bias: expected ids from 0 to below the vocabulary size {vocab_size}, got {token_id}"
+                )
             if not -MAX_LOGIT_BIAS <= bias <= MAX_LOGIT_BIAS:
                 raise InvalidRequest(
                     f"logit_bias: expected {-MAX_LOGIT_BIAS:g} to {MAX_LOGIT_BIAS:g} for token {token_id}, got {bias}"

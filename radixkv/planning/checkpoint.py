@@ -94,8 +94,8 @@ def read_checkpoint(path: str | Path, longrope: str = "short") -> Checkpoint:
         longrope: a value of `model.longrope`.
 
     Raises:
-        ConfigError: a file can't be read, a field has the wrong type or range, or layers store different K/V. The
-            message names the file and the field.
+        ConfigError: a file can't be read, a field has the wrong type or range, layers store different K/V, or
+            `longrope` is `long` for a model without longrope. The message names the file and the field.
     """
     file, top, weights_bytes = _read(path)
     text = top if top.get("text_config") is None else top["text_config"]

@@ -39,8 +39,8 @@ _TIMELY_FACTOR = 1.1  # maximum ratio of the TTFT of a timely return to that of 
 class Latency:
     """Times to the first token (TTFT) on a server that is otherwise idle: loading and computing, by a `TimeModel`.
 
-    A return is a request whose session last got an answer that ended in a tool call. A return can reuse the tokens that
-    it repeats of the previous prompt, in whole blocks and except for its own last token.
+    A return is a request of a session whose previous answer ended in a tool call. It can reuse the tokens that it
+    repeats of the previous prompt, in whole blocks and except for its own last token.
 
     Attributes:
         ttft_p50_s, ttft_p95_s: median and 95th percentile of the TTFT of all requests, in seconds.

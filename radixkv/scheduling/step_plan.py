@@ -29,9 +29,9 @@ _NODES_PER_LOOKUP = 64
 _MAX_LOOKUP_S = 0.0005
 # One token is charged for each of this many nodes that are searched for cached tokens.
 _NODES_PER_TOKEN = 32
-# After this much CPU time in a step, a turn ends with the request that it admits. Admitting a hit of 131,072 tokens
-# takes 0.3 ms. Next to 48 such requests, a short prompt takes 5 to 6 ms of the engine's time; without this bound, it
-# would take 15 to 18 ms.
+# After this much CPU time in a step, a turn ends with the request that it admits, apart from short prompts. Admitting
+# a hit of 131,072 tokens takes 0.3 ms. Next to 48 such requests, a short prompt takes 5 to 6 ms of the engine's time;
+# without this bound, it would take 15 to 18 ms.
 _MAX_ADMISSION_S = 0.002
 # Rows of logits that a step computes for the log probabilities of prompts, in addition to those of next tokens. A row
 # for a vocabulary of 150,000 tokens takes 0.6 MB.

@@ -63,8 +63,8 @@ class Grammars:
         there is no limit.
 
         Raises:
-            InvalidRequest: no completion can follow the grammar, the model has no suitable tokenizer, or llguidance is
-                not installed. The message names the field.
+            InvalidRequest: the grammar is too long or takes too long to compile, no completion can follow it, the model
+                has no suitable tokenizer, or llguidance is not installed. The message names the field.
             QueueFull: too many grammars are queued and this key has its share of them, earlier ones took too long, or
                 no thread can be started.
         """

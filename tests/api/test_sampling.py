@@ -34,7 +34,10 @@ VOCAB_SIZE = 300
             {"min_tokens": 1, "stop_token_ids": frozenset(range(VOCAB_SIZE))},
             "min_tokens: expected a token that is not in stop_token_ids, got none",
         ),
-        ({"logit_bias": ((VOCAB_SIZE, 1.0),)}, "logit_bias: expected ids below the vocabulary size 300, got 300"),
+        (
+            {"logit_bias": ((VOCAB_SIZE, 1.0),)},
+            "logit_bias: expected ids from 0 to below the vocabulary size 300, got 300",
+        ),
         ({"logit_bias": ((7, 100.5),)}, "logit_bias: expected -100 to 100 for token 7, got 100.5"),
         ({"logit_bias": ((7, math.nan),)}, "logit_bias: expected -100 to 100 for token 7, got nan"),
         (
@@ -46,7 +49,14 @@ VOCAB_SIZE = 300
         ({"seed": 2**64}, "seed: expected 0 to 2.*, got 18446744073709551616"),
         ({"seed": 7.0}, "seed: expected 0 to 2.*, got 7.0"),
         ({"seed": "7"}, "seed: expected 0 to 2.*, got '7'"),
-        ({"stop_token_ids": frozenset({5, VOCAB_SIZE})}, "stop_token_ids: expected ids below the vocabulary size 300"),
+        (
+            {"stop_token_ids": frozenset({5, VOCAB_SIZE})},
+            "stop_token_ids: expected ids from 0 to below the vocabulary size 300, got 300",
+        ),
+        (
+            {"stop_token_ids": frozenset({-1})},
+            "stop_token_ids: expected ids from 0 to below the vocabulary size 300, got -1",
+        ),
         (
             {"stop_token_ids": frozenset(range(MAX_STOP_TOKEN_IDS + 1))},
             f"stop_token_ids: expected at most {MAX_STOP_TOKEN_IDS} of them, got {MAX_STOP_TOKEN_IDS + 1}",

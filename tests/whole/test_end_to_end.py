@@ -547,7 +547,7 @@ def test_a_client_that_stops_reading_aborts_its_generation(client: Client, tenan
         ({"max_new_tokens": 0}, "max_new_tokens: expected at least 1, got 0"),
         ({"temperature": -1.0}, "temperature: expected a finite number from 0, got -1.0"),
         ({"top_p": 0.0}, "top_p: expected more than 0 and at most 1, got 0.0"),
-        ({"stop_token_ids": [600]}, "stop_token_ids: expected ids below the vocabulary size 512, got a larger one"),
+        ({"stop_token_ids": [600]}, "stop_token_ids: expected ids from 0 to below the vocabulary size 512, got 600"),
         (
             {"max_new_tokens": 131_072},
             "prefill.token_ids, max_new_tokens: expected at most 131008 tokens together, got",

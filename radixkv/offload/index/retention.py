@@ -42,7 +42,8 @@ class RetentionHints:
 
     Args:
         max_keys: maximum number of blocks. If there are more, the oldest block of the tenant with the most blocks gets
-            the default priority again; among tenants with equally many, the tenant that adds a block.
+            the default priority again. If several tenants have the most, this is the tenant that adds a block, if it is
+            one of them.
     """
 
     def __init__(self, max_keys: int = _MAX_KEYS) -> None:
@@ -90,7 +91,7 @@ class RetentionHints:
         return oldest
 
     def raise_to(self, key: bytes, namespace: Namespace, hint: RetentionHint) -> bytes | None:
-        """Raise the priority of a block, or extend its expiry. Returns the same as `set`."""
+        """Set the priority of a block, unless it already has a hint of a higher rank. Returns the same as `set`."""
         known = self._hints.get(key, hint)
         return self.set(key, namespace, max(known, hint, key=lambda each: each.rank))
 
@@ -160,7 +161,7 @@ class StoredRetention:
     def note_evicted(
         self, blocks: Sequence[KeyedBlock], hint: RetentionHint, first: int, path: Iterator[KeyedBlock]
     ) -> None:
-        """Keep the priority that blocks have when the device evicts them, unless they have a higher one; see `note`.
+        """Keep the priority that blocks have when the device evicts them, unless they have a hint of a higher one.
 
         If the block before them has the priority, all blocks before that have it too.
 
@@ -168,7 +169,8 @@ class StoredRetention:
             blocks: consecutive blocks of a prompt.
             hint: the priority.
             first: index of the first of them in the prompt.
-            path: yields the blocks of the prompt; not read if the blocks before need no priority, or have it.
+            path: yields the blocks of the prompt; not read if the priority is below the default, or if the block before
+                `blocks` already has this priority or a higher one.
         """
         before = self._retentions.hint_of(blocks[0].parent) if blocks else None
         have_it = before is not None and (before == hint or before.priority > hint.priority)
@@ -178,7 +180,9 @@ class StoredRetention:
             self.note(list(islice(path, first + len(blocks))), first, hint)
 
     def note(self, path: Sequence[KeyedBlock], start: int, hint: RetentionHint) -> None:
-        """Raise the priority of evicted blocks from `start` on, and of the blocks before them.
+        """Set the priority of evicted blocks from `start` on that have no hint of a higher rank.
+
+        A priority above the default also applies to the blocks before them.
 
         Args:
             path: the first blocks of a prompt.
@@ -213,7 +217,7 @@ class StoredRetention:
                 self._reorder(key)
 
     def granted(self, blocks: Sequence[KeyedBlock], priority: int) -> tuple[int, int]:
-        """Return the lengths of two prefixes: the blocks that are stored with a priority, and the stored blocks."""
+        """Count the first blocks that are stored with this priority, and the first ones that are stored at all."""
         stored = list(takewhile(self._is_stored, blocks))
         granted = takewhile(lambda block: self._has(block.key, priority), stored)
         return sum(1 for _ in granted), len(stored)

@@ -106,7 +106,7 @@ def test_an_assigned_value_is_checked_when_it_is_used() -> None:
     with pytest.raises(InvalidRequest, match="max_tokens"):
         params.require_valid(512)
     params.max_tokens, params.stop_token_ids = 4, [600]
-    with pytest.raises(InvalidRequest, match="stop_token_ids: expected ids below the vocabulary size 512"):
+    with pytest.raises(InvalidRequest, match="stop_token_ids: expected ids from 0 to below the vocabulary size 512"):
         params.require_valid(512)
 
 
