@@ -258,7 +258,10 @@ def test_a_hint_reaches_all_replicas_that_cache_the_prompt() -> None:
             with second.cache.lease(ACME, tokens(PROMPT)):
                 outcome = await hint(client, "kv.release")
             assert (outcome.status, outcome.tokens) == (HintStatus.HINT_CLIPPED, 12)
-            assert outcome.reason == "8 tokens stay, because requests use them"
+            assert (
+                outcome.reason
+                == "8 tokens stay, because requests use them, or because they are in more than 1,024 segments"
+            )
             assert [cached_tokens(engine) for engine in (first, second, third)] == [0, 8, 0]
 
     run(test)
