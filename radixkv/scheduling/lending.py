@@ -103,7 +103,7 @@ class Lending:
         return request.num_expected_tokens + num_copied_tokens
 
     def reclaim(self, request: Request) -> None:
-        """Reclaim as many lent blocks of a running request as are free, at least those that its next step needs.
+        """Reclaim as many lent blocks of a running request as are free or evictable, at least those for its next step.
 
         Raises:
             OutOfBlocks, QuotaExceeded: there are too few for the tokens of a step.
@@ -119,7 +119,7 @@ class Lending:
             self._lenders.discard(request)
 
     def reclaim_all(self) -> None:
-        """Reclaim as many lent blocks as are free, for the oldest request first."""
+        """Reclaim as many lent blocks as are free or evictable, for the oldest request first."""
         for lender in sorted(self._lenders, key=lambda request: request.arrival):
             if lender.lease is None:
                 self._lenders.discard(lender)

@@ -31,8 +31,9 @@ class SingleFlight:
         leader      [ published | being computed ............. | its own )
         follower    [ cached ...|... waits for this ...........| its own )
 
-    A leader is a running request that publishes after each chunk. It holds all its blocks, so it always makes progress,
-    and a follower that computed the same tokens itself would not have them earlier. So following costs no time.
+    A leader is a running request that publishes after each chunk. It holds the blocks that its next steps need, so it
+    makes progress, and a follower that computed the same tokens itself would not have them earlier. So following costs
+    no time.
 
     For a model with recurrent states, a follower resumes at the end of the last whole block that it shares. It waits if
     the leader has not passed that position yet; the leader then saves a snapshot of its state there.

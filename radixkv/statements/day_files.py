@@ -57,7 +57,7 @@ class DayFiles:
         """Open the first subdirectory, `replica-0`, `replica-1`, ..., that no other replica of a fleet uses.
 
         Raises:
-            ConfigError: the directory cannot be used.
+            ConfigError: the directory cannot be used, or 1,000 replicas use it.
         """
         for number in range(_MAX_REPLICAS):
             path = Path(directory) / f"replica-{number}"
