@@ -105,8 +105,8 @@ class Evictor:
     ) -> CapacityError:
         """Return the error for a tenant for which `num_missing_blocks` blocks are missing.
 
-        If other tenants have them, the message has no counts, not even `num_missing_blocks`, from which a tenant could
-        tell how many blocks others use. Statistics and metrics have the counts for operators.
+        If other tenants have them, the message contains neither `num_missing_blocks` nor another count from which a
+        tenant could tell how many blocks others use. Statistics and metrics have the counts for operators.
         """
         to_ceiling = usage.num_blocks_to_ceiling
         num_kept_blocks = self._tenants.num_blocks_kept_from(tenant)

@@ -22,10 +22,10 @@ class Lending:
 
         a long prompt   [ computed | what steps can compute until the borrower ends | lent ..... )
 
-    Therefore short requests can overtake a prompt as long as the pool. Each step first reclaims the lent blocks that
-    are free (`Preemptor`), and admissions leave as many free blocks as are lent. A borrower gets all blocks that it
-    will ever need. If it ends later than expected because other requests took its turns, and the prompt needs its
-    blocks, the youngest request is preempted as usual.
+    Therefore short requests can overtake a prompt as long as the pool. Before each step, `Preemptor` reclaims the lent
+    blocks that are free or evictable, and admissions leave as many of these as are lent. A borrower gets all blocks
+    that it will ever need. If it ends later than expected because other requests took its turns, and the prompt needs
+    its blocks, the youngest request is preempted as usual.
 
     Lent blocks must be returned. So a request does not borrow if other tenants could not evict its blocks afterwards.
     A request whose tenant has a ceiling does not lend, since other requests of the tenant could use the room below the

@@ -118,7 +118,7 @@ class SingleFlight:
         return self._release(leader, upto_tokens)
 
     def next_release(self, leader: Request) -> int | None:
-        """Return how many tokens a leader must publish until its first follower resumes; None without followers."""
+        """Return how many tokens a leader must have published until a follower resumes; None without followers."""
         return min((self._waits[follower].upto_tokens for follower in self._followers.get(leader, ())), default=None)
 
     def leave(self, request: Request) -> list[Request]:

@@ -97,7 +97,8 @@ class DayFiles:
         """Replace the file of a day atomically, also with respect to a power failure.
 
         Raises:
-            OSError: the file cannot be written. The former one is unchanged.
+            OSError: the file cannot be written, and the former one is unchanged; or only the directory could not be
+                synchronized.
         """
         tenants = {
             tenant: {name: number for name, number in each._asdict().items() if number}
