@@ -36,7 +36,7 @@ _WIDTHS_S = np.diff(_AGES_S, prepend=0.0)  # [num_ages]
 _SHORTEST_AGE_S = float(_AGES_S[0])
 _MIN_UNUSED_SHARE = 1e-3  # at least this share of blocks is assumed to be never reused
 
-_PRIOR_WAITS = 30  # of nodes; after so many, a kind has the geometric mean of its own and its group's density
+_PRIOR_WAITS = 30  # waits of nodes; after this many, a kind has the geometric mean of its own and its group's density
 _TINY_DENSITY = 1e-12
 
 _REFILLS_TO_LEARN = 4  # one refill is the insertion of as many blocks as the cache has

@@ -20,7 +20,7 @@ from radixkv.namespace import PromptKey
 MAX_SESSION_PROMPT_BYTES = 64 * 2**20
 """Memory of the prompts that a server with tiers remembers, to load them ahead: 160 prompts of 100,000 tokens."""
 
-_SESSION_BYTES = 1024  # of a remembered session besides the tokens of its prompt; measured: 940
+_SESSION_BYTES = 1024  # memory of a remembered session besides the tokens of its prompt; measured: 940
 
 _SHARE_OF_WAIT = 0.5  # the next turn is prepared for after this share of the usual wait
 _MAX_EXAMINED = 1024  # sessions in one slice, which takes 0.2 ms

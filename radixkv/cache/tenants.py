@@ -13,7 +13,7 @@ from radixkv.namespace import TRIAL_TENANT
 
 MAX_IDLE_TENANTS = 10_000
 _FORGOTTEN_AT_ONCE = 2
-# Work of one listing of tenants on the engine's thread: comparing takes 0.25 ms, reading 128 tenants 0.25 ms.
+# Work of one listing on the engine's thread: comparing 1,024 tenants takes 0.25 ms, and reading 128 takes 0.25 ms.
 _MAX_COMPARED = 1024
 _MAX_LISTED = 128
 

@@ -109,8 +109,8 @@ class WindowPool:
 
     Reservations prevent deadlocks: all requests together never reserve more parts than the pool has, and the memory of
     reserved parts is always withheld. The parts that outlive their request, those of held leases and public prefixes,
-    are at most half of the parts that one request of any length leaves; if parts share memory with blocks that take
-    any, they take at most the memory of an eighth of the blocks.
+    are at most half of the parts that one request of any length leaves; if the memory is shared, and blocks take any of
+    it, the lasting parts take at most the memory of an eighth of the blocks.
 
     Args:
         num_blocks: blocks of the block pool.
@@ -362,7 +362,8 @@ class WindowPool:
         """Evict an unpinned part, so that blocks can use its memory.
 
         Returns:
-            Whether a part was evicted. None is if all are pinned, or if all their memory is reserved for parts anyway.
+            Whether a part was evicted. False if all are pinned, or if blocks could not use the memory of another part,
+            because it is reserved.
         """
         if not self._unpinned or self.num_withheld_blocks <= self.num_reserved_blocks():
             return False

@@ -17,7 +17,7 @@ class TokenBucket:
 
     Args:
         per_s: units that it gains per second.
-        burst_s: its capacity in seconds of that rate; at least one unit.
+        burst_s: seconds in which it fills; they determine its capacity, which is at least one unit.
         now_s: the current time, at which the bucket is full.
     """
 

@@ -152,8 +152,7 @@ class Request:
         times: when it arrived, was admitted and had its first token.
         reuse: the part of its prompt that it reused.
         arrival: number of requests that arrived before it.
-        rank: its position among its tenant's requests, lowest first. One point of urgency counts as one second of
-            waiting.
+        rank: sort key among its tenant's requests, lowest first. One point of urgency counts as one second of waiting.
         lease: the lease of its blocks; None while it has none.
         state: the lease of its recurrent states; None while it does not run, and for a model without states.
         num_nodes: nodes of the tree that were visited to find reusable tokens, at the last admission.

@@ -46,7 +46,7 @@ class SingleFlight:
         self._block_bytes = block_size * TOKEN_BYTES
         # By the fingerprint of the prefix that a leader publishes next. Tokens are compared before a request follows.
         self._leaders: dict[int, Request] = {}
-        self._first_blocks: Counter[tuple[Namespace, bytes]] = Counter()  # of leaders
+        self._first_blocks: Counter[tuple[Namespace, bytes]] = Counter()  # number of leaders by these
         self._leads: dict[Request, _Lead] = {}
         self._waits: dict[Request, _Wait] = {}
         self._followers: dict[Request, list[Request]] = {}  # of each leader
