@@ -34,9 +34,9 @@ _NUM_AGES = 42 * _AGES_PER_OCTAVE
 _AGES_S = np.exp2(_SHORTEST_LOG_AGE + np.arange(_NUM_AGES) / _AGES_PER_OCTAVE)  # [num_ages], upper edges
 _WIDTHS_S = np.diff(_AGES_S, prepend=0.0)  # [num_ages]
 _SHORTEST_AGE_S = float(_AGES_S[0])
-_MIN_UNUSED_SHARE = 1e-3  # assumed share of blocks that are never reused
+_MIN_UNUSED_SHARE = 1e-3  # at least this share of blocks is assumed to be never reused
 
-_PRIOR_WAITS = 30  # of nodes; after so many, a kind has the geometric mean of its own and its group's density
+_PRIOR_WAITS = 30  # waits of nodes; after this many, a kind has the geometric mean of its own and its group's density
 _TINY_DENSITY = 1e-12
 
 _REFILLS_TO_LEARN = 4  # one refill is the insertion of as many blocks as the cache has
@@ -93,7 +93,8 @@ class HitDensities:
         """Compute the densities from the counts.
 
         The density of a kind at an age is the maximum, over all later ages, of the blocks that are used again between
-        the two ages divided by the block seconds that blocks waited in between.
+        the two ages divided by the block seconds that blocks waited in between. The fewer nodes of a kind have waited,
+        the more this is adjusted to the density of its group: the new or the reused nodes of the same `Awaits`.
 
         Complexity: constant; it takes 1 to 4 ms, depending on how many kinds and ages have been seen.
         """
@@ -231,10 +232,10 @@ class _Ghost(NamedTuple):
 class AdaptivePolicy(EvictionPolicy):
     """Evicts the leaf with the fewest expected hits per block second.
 
-    A leaf is of a kind: by what its session awaits, and by its pace (the mean time between its uses) or, if it was
-    never reused, by its parent's uses and its length. For each kind the policy records after how many seconds blocks
-    are used again, including those that were evicted too early; see `HitDensities`. Leaves of a session that has ended
-    are evicted before all others. Until the cache has been filled four times, the order is that of last use.
+    A leaf is of a kind: by what its session awaits, and by its pace (a moving average of the time between its uses) or,
+    if it was never reused, by its parent's uses and its length. For each kind the policy records after how many seconds
+    blocks are used again, including those that were evicted too early; see `HitDensities`. Leaves of a session that has
+    ended are evicted before all others. Until the cache has been filled four times, the order is that of last use.
 
     Memory: a record per evicted leaf, at most one per block of the cache, or 4,096 in a smaller cache.
 
@@ -259,7 +260,10 @@ class AdaptivePolicy(EvictionPolicy):
         self._ghosts: OrderedDict[int, _Ghost] = OrderedDict()
 
     def key(self, node: Node) -> float:
-        """Return the time since which a node waits for its next use; at the beginning also the time of a later load."""
+        """Return the time since which a node waits for its next use.
+
+        Until the policy has learned, blocks that are loaded ahead of their next use count as used at that time.
+        """
         return _last_use_s(node, node.last_used_s) if self._has_learned else node.last_used_s
 
     def kind(self, node: Node) -> int:
@@ -445,7 +449,7 @@ def _last_use_s(node: Node, last_used_s: float) -> float:
 
 
 def _new_kind(leaf: Node, history: _ReuseHistory) -> int:
-    """Return the kind of the new blocks of a leaf: by the uses of what is before them, and by their tokens."""
+    """Return the kind of a leaf's new blocks: by the number of uses of what is before them, and by their length."""
     assert leaf.parent is not None
     above: _ReuseHistory | None = history if history.num_blocks else leaf.parent.policy_note  # a root has none
     num_uses_above = 0 if above is None else min(above.num_uses, 2)
@@ -461,7 +465,7 @@ def _marks(leaf: Node) -> tuple[tuple[int, int], ...]:
 
 
 def _num_equal_blocks(leaf: Node, history: _ReuseHistory) -> int:
-    """Count the blocks of a leaf that are the same as before its eviction. The first one always is."""
+    """Estimate from the marks how many blocks of a leaf are those that it had before its eviction: at least one."""
     for place, (index, digest) in enumerate(history.marks):
         if _block_digest(leaf, index) == digest:
             return history.num_blocks + history.num_new_blocks if place == 0 else index + 1

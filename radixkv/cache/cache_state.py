@@ -31,7 +31,7 @@ class CacheState:
         state_slots: the slots of recurrent states and of their snapshots; None for a model without them.
         tenants: the bounds and the counters of each tenant.
         queue: the leaves that may be evicted.
-        retained: the nodes that have a priority.
+        retained: the priorities of nodes.
         held: counts the blocks of held leases.
         sessions: the sessions, and the nodes that only one of them has used.
         changes: notifies listeners of changes to the trees.

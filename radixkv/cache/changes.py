@@ -16,7 +16,7 @@ class Listener:
     """
 
     def used(self, node: Node, num_bytes: int, now_s: float) -> None:
-        """A lease was opened that found the first `num_bytes` of the path to the end of `node`.
+        """A lease, or a call of `touch`, found the first `num_bytes` of the path to the end of `node`.
 
         Called before `last_used_s` of the path changes. If `num_bytes` ends inside `node`, that node does not
         count as used: if the rest of the prompt is published, `node` is split, and `split` reports the use.
@@ -62,7 +62,7 @@ class Listener:
 
 
 class Changes(Listener):
-    """Notifies listeners of each change, in the order in which they are given.
+    """Notifies listeners of each change, in the order of `listeners`.
 
     Args:
         listeners: a listener is called only for the methods that its class overrides.

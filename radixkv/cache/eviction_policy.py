@@ -23,15 +23,15 @@ class EvictionPolicy(Listener):
     has_kinds = False
 
     def key(self, node: Node) -> Any:
-        """Return the sort key of a node. Called when the node becomes evictable.
+        """Return the sort key of a node. Called whenever the node is put into the eviction queue.
 
-        The keys of one policy must be comparable. Leaves with equal keys are evicted in the order in which they became
-        evictable. By default the key is the time of the last use, in seconds.
+        The keys of one policy must be comparable. Leaves with equal keys are evicted in the order in which they were
+        put into the queue. By default the key is the time of the last use, in seconds.
         """
         return node.last_used_s
 
     def kind(self, node: Node) -> int:
-        """Return the kind of a node. Called when the node becomes evictable."""
+        """Return the kind of a node. Called whenever the node is put into the eviction queue."""
         return 0
 
     def worth(self, kind: int, key: Any, now_s: float) -> float:

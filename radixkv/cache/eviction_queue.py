@@ -2,8 +2,8 @@
 
 Leaves of lower priority are evicted first; among leaves of equal priority the policy decides. Leaves that only an ended
 session has used count as leaves of priority 0, unless they are retained with a priority above the default. Leaves that
-were never reused are on probation: while they take more than their share of the pool, they are evicted before all
-others.
+were never reused can be on probation: while they take more than their share of the pool, they are evicted before all
+others, except those of lower priority.
 """
 
 from __future__ import annotations
@@ -55,8 +55,9 @@ class EvictionQueue(Listener):
 
     Memory: the fingerprints of the last evicted leaves, which together had as many blocks as the pool.
 
-    Complexity: O(log leaves + log tenants) to add, discard and requeue; O(tenants with a quota) to find the first leaf;
-    O(1), amortized, for each change; O(nodes whose probation ends) when a lease finds blocks.
+    Complexity: O(log leaves) to add, discard and requeue; O(tenants with a quota x kinds of the policy) to find the
+    first leaf; O(1), amortized, for each change, and a requeue for some splits; O(nodes whose probation ends) when a
+    lease finds blocks.
 
     Source: Johnson, Shasha: "2Q", VLDB 1994. In contrast to 2Q, the policy orders all leaves while those on probation
     take no more than their share.
@@ -191,7 +192,7 @@ class EvictionQueue(Listener):
         self._recount(lower)
 
     def evicted(self, leaf: Node, num_blocks: int, fingerprint: int, reason: MissReason, now_s: float) -> None:
-        """Count evicted blocks, and remember the leaf. A leaf that is evicted as a whole is discarded afterwards."""
+        """Count evicted blocks, and remember a leaf that is evicted as a whole, which is discarded afterwards."""
         self._num_evicted_blocks += num_blocks
         leaf.num_reused_blocks = min(leaf.num_reused_blocks, leaf.num_blocks - num_blocks)
         if num_blocks == leaf.num_blocks:

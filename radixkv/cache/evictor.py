@@ -105,8 +105,8 @@ class Evictor:
     ) -> CapacityError:
         """Return the error for a tenant for which `num_missing_blocks` blocks are missing.
 
-        If other tenants have them, the message has no counts, not even `num_missing_blocks`, from which a tenant could
-        tell how many blocks others use. Statistics and metrics have the counts for operators.
+        If other tenants have them, the message contains neither `num_missing_blocks` nor another count from which a
+        tenant could tell how many blocks others use. Statistics and metrics have the counts for operators.
         """
         to_ceiling = usage.num_blocks_to_ceiling
         num_kept_blocks = self._tenants.num_blocks_kept_from(tenant)
@@ -176,10 +176,10 @@ class Evictor:
         )
 
     def thin(self, end: Node, num_nodes: int) -> bool:
-        """Evict branches of a path with too many nodes, the least recently used first, 64 at most.
+        """Evict leaves of the branches of a path with too many nodes, the least recently used first, 64 at most.
 
-        Nodes of the path can then be joined, so a prompt from which thousands of others diverged stays fast to match.
-        Branches that leases use, or that have a priority above the default, are not evicted.
+        Nodes of the path without other branches can then be joined, so a prompt from which thousands of others diverged
+        stays fast to match. Leaves that leases use, or that have a priority above the default, are not evicted.
 
         Args:
             end: the end of the path, which is pinned.
@@ -197,7 +197,7 @@ class Evictor:
         return True
 
     def expire(self) -> None:
-        """Reset priorities that have expired. Complexity: O(depth + log leaves) for each of their nodes."""
+        """Reset expired priorities, 256 at most. Complexity: O(depth + log leaves) for each of their nodes."""
         for node in self._retained.expire(self._clock()):
             self._queue.requeue(node)
 
@@ -235,7 +235,7 @@ class Evictor:
         return num_freed
 
     def _free(self, runs: list[bytes]) -> None:
-        """Free blocks that were taken from leaves. Call it once for many leaves: a call costs as much as two leaves."""
+        """Free blocks that were taken from leaves. Call it once for many leaves: it takes as long as two of `_take`."""
         if runs:
             block_ids = np.frombuffer(b"".join(runs), dtype=np.int32)
             self._pool.unpublish(block_ids)

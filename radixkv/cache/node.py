@@ -133,13 +133,13 @@ class Session:
         tenant, session_id: its names. The tenant chooses the id.
         nodes: the nodes that only this session has used.
         num_leases: its open leases.
-        last_used_s: when a lease of it last began or ended.
+        last_used_s: when a lease of it last began or ended, apart from leases that only load blocks.
         awaits: what it has been waiting for since its last lease was closed.
         has_ended: whether the tenant has ended it.
         prompt: what was cached of the prompt of its last lease and of its generated tokens, to load it from the tiers
             before the next turn; None if it is not remembered.
-        tool_wait_s: how long it has waited for tools recently; None before its first wait.
-        return_entry: entry among the sessions whose next turn is expected; None while it waits for no tool.
+        tool_wait_s: moving average of how long it waited for tools; None before its first wait ended.
+        return_entry: entry among the sessions whose next turn is expected; None while no turn of it is expected.
     """
 
     __slots__ = (
@@ -205,15 +205,15 @@ class Node:
         ref_count: leases whose path ends in this node, plus children that are pinned. A node is pinned while this is
             above 0.
         held_ref_count: the same as `ref_count`, counting held leases only.
-        num_reused_blocks: blocks at the beginning that other requests have found, if probation is on.
+        num_reused_blocks: blocks at the beginning that count as reused, if probation is on; see `EvictionQueue`.
         num_probation_blocks: blocks of this node while it is in the eviction queue on probation; otherwise 0.
-        retired_block_ids: packed ids of blocks that were replaced in this node while leases could still use them; they
-            are freed when the node is unpinned.
-        last_used_s: when a lease of this node or below last began or ended. Far above the end of that lease's path, the
-            time is only updated when the first lease pins the node and when the last one unpins it.
-        awaits: what the session of the last lease that ended here, or below, waits for. A lease whose session waits
-            for nothing leaves it unchanged in nodes that have other children, or that do not belong to the session. A
-            split copies it to both halves.
+        retired_block_ids: packed ids of blocks that were replaced in this node, or purged with it, while leases could
+            still use them; they are freed when the node is unpinned.
+        last_used_s: when a lease of this node or below last began, published blocks or ended. Far above the end of that
+            lease's path, the time is only updated when the first lease pins the node and when the last one unpins it.
+        awaits: what the session of the last lease that ended here, or below, waits for. The end of a session
+            (`NOTHING`) is not recorded in nodes that other sessions probably use too; see `Pins.unpin`. A split copies
+            it to both halves.
         num_uses: leases that found all tokens of this node cached, except those whose path ends far below.
         policy_note: data of the eviction policy; None on a new node. A split copies it to both halves.
         eviction_entry: entry in the eviction queue; None while the node is not evictable.
@@ -225,7 +225,8 @@ class Node:
         num_retained_children: children that `RetainedNodes` counts as retained.
         place: position in the `SegmentIndex`; `NO_PLACE` outside.
         session: the session that is the only one to have used this node; None if there is no such session.
-        keys: keys of the first blocks in stores, as far as they were computed; None before that. See `NodeKeys`.
+        keys: the keys under which stores keep the first blocks of this node, as far as they were computed; None if none
+            was. See `NodeKeys`.
     """
 
     __slots__ = (

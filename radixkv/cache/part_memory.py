@@ -27,7 +27,7 @@ class PartMemory:
     num_dedicated_parts: int
 
     def num_blocks(self, num_parts: int) -> int:
-        """Return how many blocks would fit into the memory of the parts beyond those with their own."""
+        """Return how many blocks take the memory of the parts beyond those with memory of their own, rounded up."""
         if not self.block_bytes or num_parts <= self.num_dedicated_parts:
             return 0
         return -(-(num_parts - self.num_dedicated_parts) * self.part_bytes // self.block_bytes)

@@ -24,7 +24,7 @@ class PartQueue:
         windows of a prompt   [   )[   )[   )[   )[   )[   )[   )[ end )
         level                   3    4    3    5    3    4    3            an age counts as age / 2 ** level
 
-    Parts where a request or a hit ended are evicted when no passed parts are left, the least recently used first.
+    Parts where a request or a hit ended are evicted when no passed parts are left, the one unpinned longest ago first.
 
     Args:
         num_blocks: blocks of the block pool.

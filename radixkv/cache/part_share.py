@@ -11,8 +11,8 @@ from radixkv.cache.part_memory import PartMemory
 from radixkv.namespace import Namespace
 from radixkv.tokens import TOKEN_BYTES, prefix_fingerprint
 
-# With this initial share, passed parts take almost as much as in one pool of all layers. `bench/windows/border.py`
-# measures what prompts reuse then.
+# The initial share, relative to that of a pool in which every block has its part. `bench/windows/border.py` measures
+# what prompts reuse then.
 _FIRST_SHARE = 0.85
 # An eviction is remembered until blocks that take this share of the memory have been evicted after it.
 _SHADOW = 1 / 4

@@ -209,7 +209,7 @@ class Pins:
         Args:
             node: the deepest node that shares tokens.
             cached_tokens: tokens that could be reused.
-            num_surplus_blocks: blocks that the lease could take, minus those that the suffix takes.
+            num_surplus_blocks: blocks that the lease could take, minus those for the tokens after the reused ones.
             root_tokens: tokens of a public prefix above the tree, whose blocks are always pinned.
 
         Returns:

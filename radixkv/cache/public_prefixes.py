@@ -341,7 +341,7 @@ class PublicPrefixes:
             self._free(prefix)
 
     def tokens_of(self, namespace: Namespace) -> bytes | None:
-        """Return the tokens of the public prefix above a namespace's tree; None if the prefix no longer exists.
+        """Return the tokens above a namespace's tree: empty without a public prefix; None if it no longer exists.
 
         Complexity: O(public prefixes) if the tree is below a prefix, otherwise O(1).
         """

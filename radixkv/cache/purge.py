@@ -181,7 +181,7 @@ def purge_invoked(
 
 
 def all_slices(slices: Generator[None, None, _T]) -> _T:
-    """Run all slices of a purge at once, and return its result."""
+    """Run all slices of a generator at once, such as those of a purge, and return its result."""
     while True:
         try:
             next(slices)

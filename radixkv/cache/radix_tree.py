@@ -136,13 +136,13 @@ class RadixTree:
         """Make a run of tokens matchable. The tree takes ownership of the blocks that it did not hold before.
 
         Args:
-            tokens: the run, which begins with the tokens of the root, and at least one token more.
+            tokens: the run: the tokens of the root, followed by at least one token.
             block_ids: packed ids of all its blocks, `ceil(tokens / block_size)`.
             known_node: a node on the path of the run, at which matching starts. The caller guarantees that the tree
                 holds everything before this node, in the same blocks as `block_ids`.
 
-        Complexity: O(len(tokens)) memory comparison, one split or one new node at most; a dict look-up for each node of
-        the path from `known_node` on.
+        Complexity: O(len(tokens)) memory comparison, at most one split and one new leaf, and a dict look-up for each
+        node of the path from `known_node` on.
         """
         block_bytes = self._block_bytes
         node, position = self.root, self._start_bytes

@@ -362,8 +362,8 @@ class StateSlots:
             saved_tokens: tokens since the previous snapshot.
 
         Returns:
-            The pending slot; None if all snapshots have a higher score, a request still has to read the one with the
-            lowest score, or there is none.
+            The pending slot. None if no slot is free and no snapshot may be evicted: all have a higher score, a request
+            still has to read the one with the lowest score, or there are none.
         """
         if len(self._blocks) + self._num_pending + len(self._doomed) >= self.num_snapshots:
             lowest = self._order.lowest()
@@ -385,7 +385,7 @@ class StateSlots:
         self._free.append(slot)
 
     def publish(self, slot: int, block_id: int, saved_tokens: int) -> bool:
-        """Make a pending slot the snapshot of a published block. Returns False if the block has one already."""
+        """Make a pending slot the snapshot of a published block. If the block has one, free the slot, return False."""
         if self.table[block_id] != _NO_SLOT:
             self.drop(slot)
             return False

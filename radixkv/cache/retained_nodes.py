@@ -71,7 +71,8 @@ class RetainedNodes(Listener):
             only_raise: do not change a node that has a higher priority, or the same priority for at least as long.
 
         Returns:
-            The node that has the priority now; None if no more blocks may be retained.
+            The node that has the priority now (or a higher one, with `only_raise`); None if no more blocks may be
+            retained.
 
         Complexity: O(depth + log expiring nodes), and a cut.
         """

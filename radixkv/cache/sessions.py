@@ -20,7 +20,7 @@ from radixkv.namespace import PromptKey
 MAX_SESSION_PROMPT_BYTES = 64 * 2**20
 """Memory of the prompts that a server with tiers remembers, to load them ahead: 160 prompts of 100,000 tokens."""
 
-_SESSION_BYTES = 1024  # of a remembered session besides the tokens of its prompt; measured: 940
+_SESSION_BYTES = 1024  # memory of a remembered session besides the tokens of its prompt; measured: 940
 
 _SHARE_OF_WAIT = 0.5  # the next turn is prepared for after this share of the usual wait
 _MAX_EXAMINED = 1024  # sessions in one slice, which takes 0.2 ms
@@ -35,10 +35,10 @@ class Sessions(Listener):
         lease of session b    [ system prompt ][ other turn ]
         `Node.session`           None             a          a   ;   b
 
-    A node belongs to the session that published it, until a lease of another session, or of none, uses it, or until a
-    hint says that several sessions will use it. The nodes above it belong to the same session or to none, because they
-    have been used by the same leases and are shared with it. So a lease that finds a path visits only the nodes that
-    change their owner.
+    A node belongs to the session that published it, until a lease of another session, or of none, uses it, until a hint
+    says that several sessions will use it, or until the session ends. The nodes above it belong to the same session or
+    to none, because every lease that used this node used them as well. So a lease that finds a path visits only the
+    nodes that change their owner.
 
     With `max_prompt_bytes`, the last prompts of the sessions used most recently are remembered as well, even after all
     of their nodes were evicted.
@@ -135,7 +135,7 @@ class Sessions(Listener):
             self._drop_if_unused(session)
 
     def set_awaits(self, session: Session, awaits: Awaits) -> None:
-        """Set what a session has been waiting for since its last use."""
+        """Set what a session has been waiting for since its last use, and when its next turn is expected, if it is."""
         session.awaits = awaits
         expected_s = None
         if awaits is Awaits.TOOL and session.prompt is not None:

@@ -11,7 +11,7 @@ from radixkv.namespace import OTHER_TENANTS, PUBLIC_TENANT
 
 MAX_LISTED_TENANTS = 1000
 _MAX_CLOSED_DAYS = 31
-_TENANTS_IN_SLICE = 128  # reading one takes about 4 us
+_TENANTS_IN_SLICE = 128  # reading a tenant's use takes about 4 us
 
 DEVICE, HOST, DISK, REMOTE = range(4)
 _TIERS = {"host": HOST, "disk": DISK}

@@ -13,7 +13,7 @@ from radixkv.namespace import TRIAL_TENANT
 
 MAX_IDLE_TENANTS = 10_000
 _FORGOTTEN_AT_ONCE = 2
-# Work of one listing of tenants on the engine's thread: comparing takes 0.25 ms, reading 128 tenants 0.25 ms.
+# Work of one listing on the engine's thread: comparing 1,024 tenants takes 0.25 ms, and reading 128 takes 0.25 ms.
 _MAX_COMPARED = 1024
 _MAX_LISTED = 128
 
@@ -171,7 +171,7 @@ class Tenants:
 
     Args:
         quotas: the quotas by tenant.
-        default_quota: the bounds of every other tenant, without a floor. Not applied to the engine's own requests.
+        default_quota: the bounds of every other tenant, without a floor. Not applied to `TRIAL_TENANT`.
         ledger: accounts what tenants use; None without statements.
     """
 
@@ -213,7 +213,7 @@ class Tenants:
         return self.with_quota.get(tenant) or self._others.get(tenant)
 
     def items(self) -> list[tuple[str, TenantUsage]]:
-        """List all known tenants. Complexity: O(tenants), of which there may be as many as blocks."""
+        """List all known tenants. Complexity: O(tenants), of which there may be more than blocks."""
         return [*self.with_quota.items(), *self._others.items()]
 
     def largest(self, num_tenants: int) -> list[tuple[str, TenantUsage]]:

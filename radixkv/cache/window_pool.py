@@ -109,8 +109,8 @@ class WindowPool:
 
     Reservations prevent deadlocks: all requests together never reserve more parts than the pool has, and the memory of
     reserved parts is always withheld. The parts that outlive their request, those of held leases and public prefixes,
-    are at most half of the parts that one request of any length leaves; if the memory is shared, they take at most the
-    memory of an eighth of the blocks.
+    are at most half of the parts that one request of any length leaves; if the memory is shared, and blocks take any of
+    it, the lasting parts take at most the memory of an eighth of the blocks.
 
     Args:
         num_blocks: blocks of the block pool.
@@ -228,7 +228,7 @@ class WindowPool:
             lasts: whether they will outlive the request.
 
         Raises:
-            OutOfBlocks: other requests have reserved too many.
+            OutOfBlocks: other requests have reserved too many, or too many would outlive their requests.
         """
         if lasts:
             self.require_lasting_room(num_parts)
@@ -359,7 +359,12 @@ class WindowPool:
         self._withhold()
 
     def evict_part(self) -> bool:
-        """Evict an unpinned part, so that blocks can use its memory. Returns whether there was one."""
+        """Evict an unpinned part, so that blocks can use its memory.
+
+        Returns:
+            Whether a part was evicted. False if all are pinned, or if blocks could not use the memory of another part,
+            because it is reserved.
+        """
         if not self._unpinned or self.num_withheld_blocks <= self.num_reserved_blocks():
             return False
         self._free.append(self._evict())

@@ -72,14 +72,14 @@ class Admitter:
         self._loads = loads
 
     def look_up(self, request: Request) -> tuple[int, int]:
-        """Return how many tokens a request could reuse now, and how many nodes hold them. Complexity: one match."""
+        """Return how many tokens a request could reuse now, and how many nodes were visited. Complexity: one match."""
         if not request.params.read_cache:
             return 0, 0
         match = self._cache.match(request.namespace, request.tokens)
         return match.cached_tokens, match.num_nodes
 
     def urgent_tokens(self, request: Request) -> int:
-        """Return how many tokens a running request must compute until it ends or one of its followers resumes."""
+        """Return how many tokens a running request must compute until its next token, or until a follower resumes."""
         release = self._flights.next_release(request)
         return request.num_left if release is None else min(request.num_left, release - request.computed_upto)
 
@@ -88,8 +88,9 @@ class Admitter:
     ) -> Admission:
         """Allocate the blocks of a waiting request if there are enough and no other request computes the same tokens.
 
-        One free block is left for each running generation, so that the next step does not have to preempt the request.
-        If there are too few blocks, a request that ends early enough borrows blocks that long prompts need later.
+        Unless the request ends with this step, it leaves as many free or evictable blocks as prompts have lent, and one
+        more for each running generation that may grow, so that the next step does not have to preempt the request. If
+        there are too few blocks, a request that ends early enough borrows blocks that long prompts need later.
 
         Args:
             request: the waiting request.

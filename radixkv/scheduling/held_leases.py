@@ -26,7 +26,8 @@ class HeldLeases:
 
     Args:
         blocks: counts and bounds the blocks of held leases.
-        ttl_s: seconds until a lease expires. It is the same for all, so leases expire in the order in which they began.
+        ttl_s: seconds until a lease expires. It is the same for all, so leases expire in the order in which they were
+            held or last renewed.
         max_leases: leases that may be held.
         max_tenant_leases: leases that one tenant may hold.
     """
@@ -43,7 +44,7 @@ class HeldLeases:
         return len(self._held)
 
     def require_room(self, request: Request, path: HeldPath, running: Iterable[Request]) -> None:
-        """Refuse a request that could not hold its lease if those of all running requests were held as well.
+        """Refuse a request that could not hold its lease if all running requests with `hold_lease` held theirs as well.
 
         Args:
             request: the request, which has `hold_lease` and no lease yet.

@@ -22,10 +22,10 @@ class Lending:
 
         a long prompt   [ computed | what steps can compute until the borrower ends | lent ..... )
 
-    Therefore short requests can overtake a prompt as long as the pool. Each step first reclaims the lent blocks that
-    are free (`Preemptor`), and admissions leave as many free blocks as are lent. A borrower gets all blocks that it
-    will ever need. If it ends later than expected because other requests took its turns, and the prompt needs its
-    blocks, the youngest request is preempted as usual.
+    Therefore short requests can overtake a prompt as long as the pool. Before each step, `Preemptor` reclaims the lent
+    blocks that are free or evictable, and admissions leave as many of these as are lent. A borrower gets all blocks
+    that it will ever need. If it ends later than expected because other requests took its turns, and the prompt needs
+    its blocks, the youngest request is preempted as usual.
 
     Lent blocks must be returned. So a request does not borrow if other tenants could not evict its blocks afterwards.
     A request whose tenant has a ceiling does not lend, since other requests of the tenant could use the room below the
@@ -103,7 +103,7 @@ class Lending:
         return request.num_expected_tokens + num_copied_tokens
 
     def reclaim(self, request: Request) -> None:
-        """Reclaim as many lent blocks of a running request as are free, at least those that its next step needs.
+        """Reclaim as many lent blocks of a running request as are free or evictable, at least those for its next step.
 
         Raises:
             OutOfBlocks, QuotaExceeded: there are too few for the tokens of a step.
@@ -119,7 +119,7 @@ class Lending:
             self._lenders.discard(request)
 
     def reclaim_all(self) -> None:
-        """Reclaim as many lent blocks as are free, for the oldest request first."""
+        """Reclaim as many lent blocks as are free or evictable, for the oldest request first."""
         for lender in sorted(self._lenders, key=lambda request: request.arrival):
             if lender.lease is None:
                 self._lenders.discard(lender)

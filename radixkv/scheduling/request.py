@@ -136,8 +136,9 @@ class Request:
         namespace: the namespace whose requests may share its cached tokens.
         future: the result of a prefill, or of a generation if `generation` is set.
         generation: None for a prefill.
-        former: its keys before its adapter was replaced; they only explain a miss.
-        fetched: blocks of its prompt that were fetched from another server; None if there are none, or they are used.
+        former: the keys of its prompt with the former adapters of the same name; they only explain a miss.
+        fetched: blocks of its prompt that were fetched from another server; None if there are none, or once they were
+            used.
         invocation: where an invoked adapter begins; None if `namespace.adapter` computes the whole prompt.
         is_prefetch: whether it only loads stored blocks, for a later request; see `Prefetcher`.
         prompt_tokens: the prompt in the form of the cache, with the tokens of an invoked adapter marked; little-endian
@@ -151,15 +152,14 @@ class Request:
         times: when it arrived, was admitted and had its first token.
         reuse: the part of its prompt that it reused.
         arrival: number of requests that arrived before it.
-        rank: its position among its tenant's requests, lowest first. One point of urgency counts as one second of
-            waiting.
+        rank: sort key among its tenant's requests, lowest first. One point of urgency counts as one second of waiting.
         lease: the lease of its blocks; None while it has none.
         state: the lease of its recurrent states; None while it does not run, and for a model without states.
         num_nodes: nodes of the tree that were visited to find reusable tokens, at the last admission.
         has_computed: whether it has computed any token.
         computed_upto: tokens whose K/V exist, reused ones included.
         found_tokens: tokens whose K/V were cached at the last attempt to admit it; for a model with states including
-            those after the last snapshot.
+            those after the last snapshot. 0 if admission did not count them, because it could follow no request.
         written_tokens: tokens that it published.
         recomputed_tokens: tokens that were computed again after a preemption.
         is_revoked: whether its namespace was purged after it arrived; if so, it publishes nothing.

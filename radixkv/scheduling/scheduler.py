@@ -24,10 +24,11 @@ class Scheduler:
     (Sheng et al., Fairness in Serving Large Language Models, OSDI 2024). Cached tokens do not count, apart from the
     cost of finding them (see `StepPlan`), so a tenant's charge depends only on the work that was done for it.
 
-    Within a tenant: of the first 16 waiting requests with the urgency of the first one, the request with the longest
-    cached prefix is admitted next. The first one is passed over at most 16 times. While the running requests need more
-    than the turn, half of the turn is given to the requests with the fewest tokens left, including waiting ones. So a
-    short prompt does not wait for a long document, and the document takes at most twice as long.
+    Within a tenant: of the first 16 waiting requests, among those with the urgency of the first one, the request with
+    the longest cached prefix is admitted next. After 16 others were admitted before the first one, it is next. While
+    the running requests need the whole turn, up to half of it is given to the requests with the fewest tokens left,
+    including waiting ones. So a short prompt does not wait for a long document, and the document takes at most twice as
+    long.
 
     A request is admitted when the step has tokens for it, not earlier, so that it matches everything that was published
     before. If there are no blocks for it, only short prefills that end with the step are admitted before it. So no
@@ -124,7 +125,11 @@ class Scheduler:
         self._queues.close_if_empty(queue)
 
     def request_to_preempt(self) -> Request | None:
-        """Choose the request to preempt so that a waiting tenant without running requests can run one, if needed."""
+        """Choose the request to preempt so that a waiting tenant without running requests can run one.
+
+        Returns:
+            The request; None if no tenant needs that, or no request can be preempted for it.
+        """
         if len(self.running) < self._max_running_requests or not any(queue.is_left_out for queue in self._queues):
             return None
         preemptible = {queue: [each for each in queue.running if each.compression is None] for queue in self._queues}

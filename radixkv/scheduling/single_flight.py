@@ -31,8 +31,9 @@ class SingleFlight:
         leader      [ published | being computed ............. | its own )
         follower    [ cached ...|... waits for this ...........| its own )
 
-    A leader is a running request that publishes after each chunk. It holds all its blocks, so it always makes progress,
-    and a follower that computed the same tokens itself would not have them earlier. So following costs no time.
+    A leader is a running request that publishes after each chunk. It holds the blocks that its next steps need, so it
+    makes progress, and a follower that computed the same tokens itself would not have them earlier. So following costs
+    no time.
 
     For a model with recurrent states, a follower resumes at the end of the last whole block that it shares. It waits if
     the leader has not passed that position yet; the leader then saves a snapshot of its state there.
@@ -45,7 +46,7 @@ class SingleFlight:
         self._block_bytes = block_size * TOKEN_BYTES
         # By the fingerprint of the prefix that a leader publishes next. Tokens are compared before a request follows.
         self._leaders: dict[int, Request] = {}
-        self._first_blocks: Counter[tuple[Namespace, bytes]] = Counter()  # of leaders
+        self._first_blocks: Counter[tuple[Namespace, bytes]] = Counter()  # number of leaders by these
         self._leads: dict[Request, _Lead] = {}
         self._waits: dict[Request, _Wait] = {}
         self._followers: dict[Request, list[Request]] = {}  # of each leader
@@ -117,7 +118,7 @@ class SingleFlight:
         return self._release(leader, upto_tokens)
 
     def next_release(self, leader: Request) -> int | None:
-        """Return how many tokens a leader must publish until its first follower resumes; None without followers."""
+        """Return how many tokens a leader must have published until a follower resumes; None without followers."""
         return min((self._waits[follower].upto_tokens for follower in self._followers.get(leader, ())), default=None)
 
     def leave(self, request: Request) -> list[Request]:

@@ -20,8 +20,8 @@ class TenantQueue:
         tenant: its name.
         weight: its share in proportion to the other tenants' weights.
         serial: number of queues that were opened before.
-        served: its charge: the tokens that were charged to it, divided by its weight. A tenant that returns starts at
-            the fair share; see `TenantQueues`.
+        served: its charge: the tokens that were charged to it, divided by its weight. A tenant that arrives or returns
+            does not start at 0; see `TenantQueues`.
         waiting, running: requests without and with blocks, ordered by rank.
         following: requests that wait for tokens that a running request computes, or for blocks that are being loaded.
         num_passed_over: number of requests that were admitted before the first waiting one.
@@ -117,7 +117,7 @@ class TenantQueues:
             self._remember(queue)
 
     def advance(self, tokens: int) -> None:
-        """Raise the fair share by `tokens` that a step computes, shared exactly by weight.
+        """Raise the fair share by `tokens` that a step computes, shared exactly by weight, or to the lowest charge.
 
         New tenants do not start at the lowest charge of all tenants. If they did, each of many new tenants in turn
         would have the lowest charge, and the tenants that stay would wait for all of them.

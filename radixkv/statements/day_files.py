@@ -57,7 +57,7 @@ class DayFiles:
         """Open the first subdirectory, `replica-0`, `replica-1`, ..., that no other replica of a fleet uses.
 
         Raises:
-            ConfigError: the directory cannot be used.
+            ConfigError: the directory cannot be used, or 1,000 replicas use it.
         """
         for number in range(_MAX_REPLICAS):
             path = Path(directory) / f"replica-{number}"
@@ -97,7 +97,8 @@ class DayFiles:
         """Replace the file of a day atomically, also with respect to a power failure.
 
         Raises:
-            OSError: the file cannot be written. The former one is unchanged.
+            OSError: the file cannot be written, and the former one is unchanged; or only the directory could not be
+                synchronized.
         """
         tenants = {
             tenant: {name: number for name, number in each._asdict().items() if number}

@@ -16,9 +16,9 @@ import numpy.typing as npt
 from radixkv.cache.tenant_ledger import TenantLedger
 from radixkv.tokens import TOKEN_BYTES
 
-MAX_SAMPLED_BLOCKS = 16_384  # of the larger shadow of a tenant
+MAX_SAMPLED_BLOCKS = 16_384  # maximum capacity of the larger shadow of a tenant
 _MAX_WAITING_BYTES = 64 * 2**20
-_REQUEST_BYTES = 512  # of a queued request besides its tokens; measured: 280
+_REQUEST_BYTES = 512  # memory of a queued request besides its tokens; measured: 280
 _FIELD = "more_hit_tokens_at_twice_ceiling"
 
 _log = logging.getLogger(__name__)
