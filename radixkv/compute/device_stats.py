@@ -11,7 +11,7 @@ class DeviceStats:
 
     Attributes:
         attention: name of the attention kernels that serve.
-        captured_steps: sizes of steps that are captured as CUDA graphs.
+        captured_steps: CUDA graphs that are used, one for each captured shape of steps.
         dropped_steps: CUDA graphs that are not used, because they failed their check at start or could not be checked.
         used_bytes: used memory of the device, including that of other processes; None on a CPU.
         total_bytes: memory of the device; None on a CPU.

@@ -43,7 +43,9 @@ class ChunkState(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """The part `[start, end)` of one request's tokens, to be computed in one step. All tokens before it have K/V.
+    """The part `[start, end)` of one request's tokens, to be computed in one step.
+
+    All tokens before it have K/V, except for dropped ones.
 
     >>> chunk = Chunk(bytes(40), 4, 10, np.array([3], dtype=np.int32), None, wants_logits=True)
     >>> chunk.num_tokens
@@ -199,7 +201,7 @@ def _state_rows(chunks: Sequence[Chunk], starts: Sequence[int], states: StatePoo
     """Lay out the recurrent states of the chunks.
 
     Raises:
-        InvariantViolation: a chunk that continues a sequence has no state.
+        InvariantViolation: a chunk that continues a sequence has no state, or writes one outside of its positions.
     """
     sources, writes = [], []
     for index, chunk in enumerate(chunks):

@@ -28,7 +28,7 @@ class AdmissionControl:
 
     Args:
         config: how many requests may be unfinished, in total and per tenant.
-        rates: limits the rates of calls and computed tokens per tenant; None for no limits.
+        rates: limits the rates of calls, and of computed and generated tokens, per tenant; None for no limits.
     """
 
     def __init__(self, config: EngineConfig, rates: RateLimiter | None = None) -> None:

@@ -7,19 +7,21 @@ from typing import Generic, TypeVar
 
 from radixkv.errors import QueueFull
 
-# The duration of a few steps, between which calls run.
+# Seconds after which a refused caller should retry: the duration of a few steps, between which calls run.
 RETRY_AFTER_S = 0.1
 
 _C = TypeVar("_C")
 
 
 class FairCallQueue(Generic[_C]):
-    """Waiting calls of all tenants. Tenants take turns, one call each, so a tenant with many calls delays no other one.
+    """Waiting calls of all tenants.
+
+    Tenants take turns, one call each. So a tenant with many calls delays others by no more than a tenant with one.
 
         acme   [ call | call | call | ... ]
         other  [ call ]                          take: acme, other, acme, acme ...
 
-    A tenant whose last call was taken starts again behind all other tenants. When the queue is full, a new call of a
+    A tenant whose call was taken comes next after all other tenants. When the queue is full, a new call of a
     tenant replaces the newest call of the tenant with the most calls, if that has at least two more. So fewer than
     `max_calls` tenants cannot keep another one out.
 

@@ -68,7 +68,7 @@ class Cancellations:
                 yield request
 
     def take_due(self, now_s: float) -> Iterator[tuple[Request, RadixKVError | None]]:
-        """Yield the requests that must end now, each with its error, or None if it was cancelled before its deadline.
+        """Yield the requests that must end now, each with its error; None if it was cancelled and is not late.
 
         The engine must end each request before it takes the next one.
         """

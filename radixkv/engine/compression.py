@@ -16,8 +16,8 @@ from radixkv.scheduling.request import Request
 from radixkv.scheduling.scheduler import Scheduler
 from radixkv.scheduling.step_plan import Slice
 
-# H2O starts from the attention of this many last queries of the prompt. Using all queries would require computing the
-# prompt again.
+# H2O starts from the attention of at most this many last queries of the prompt. Using all queries would require
+# computing the prompt again.
 _H2O_QUERIES = 64
 
 _log = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ class Compressor:
         self._kept: weakref.WeakKeyDictionary[Request, KeptEntries] = weakref.WeakKeyDictionary()
 
     def prepare_step(self) -> None:
-        """Compress each generation that has its first token, and make room for the next token of compressed ones."""
+        """Compress generations that request it, once they have a token, and make room for the next token of each."""
         for request in list(self._scheduler.running):
             if request.compression is None or request.times.prefilled_s is None:
                 continue

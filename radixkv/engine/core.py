@@ -63,7 +63,8 @@ class EngineCore:
         stats: counts requests, tokens and blocks.
         observer: notifies all observers.
         hints: applies the hints of callers.
-        num_failed_steps: failed steps since the last successful one.
+        num_failed_steps: failed steps since the last successful one. A step without any finite result also counts; one
+            that is retried with fewer tokens does not.
     """
 
     def __init__(
@@ -137,8 +138,8 @@ class EngineCore:
             on_start: called with a request each time it is admitted.
             observers: are notified of requests and steps. Their exceptions are logged.
             weights: shares of each step by tenant; 1 for a tenant that is missing.
-            has_pending_calls: whether calls wait to run between two steps. Called before a step is prepared or started
-                ahead.
+            has_pending_calls: whether calls or new requests wait for the time between two steps. Called before a step
+                is prepared or started ahead.
             events: listens to the cache, and publishes after each step.
             offload: saves blocks that are evicted from the device, and loads them again; None to discard them.
             work_clock: CPU seconds of the calling thread.
@@ -211,7 +212,7 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        """Whether any request is unfinished."""
+        """Whether any request runs or waits to be admitted. Requests whose blocks are being loaded do not count."""
         return self._scheduler.has_work
 
     def submit(self, request: Request) -> None:
@@ -286,7 +287,7 @@ class EngineCore:
         return AgentStats(len(self.cache.sessions), counts, prefetcher.num_loaded_tokens, prefetcher.num_dropped)
 
     def close(self, error: RadixKVError) -> None:
-        """Fail every unfinished request with `error` and close every held lease."""
+        """Fail every unfinished request with `error`, and close all held leases, the tiers and the events."""
         self._started_step = None
         for request in self._scheduler.requests():
             self._completer.fail(request, error)
@@ -394,7 +395,7 @@ class EngineCore:
         assert slices == prepared.slices, "no other request has anything to compute"
 
     def _end_due_requests(self, now_s: float) -> None:
-        """Close expired leases, and end requests that are finished early, cancelled, past their deadline or failing."""
+        """Close expired leases, reset expired priorities, and end the requests that `Cancellations` collected."""
         self.held_leases.expire(now_s)
         self.cache.expire()
         if not self._cancellations.is_any_due(now_s):
@@ -434,7 +435,10 @@ class EngineCore:
         return results
 
     def _try_smaller(self, step: Step) -> None:
-        """Make the next steps smaller. The tokens of this step were not published and are computed again."""
+        """Make the next steps smaller, so that the tokens of this step are computed again in several steps.
+
+        If the step cannot be smaller, its requests fail.
+        """
         num_tokens = step.num_tokens
         _log.warning("the device has no memory for a step of %d tokens in %d requests", num_tokens, len(step.slices))
         for each in step.slices:

@@ -27,7 +27,7 @@ _RANGE_FIELDS = ("start", "end")
 _TTL_FIELDS = ("ttl_seconds", "duration")
 _RETAIN_FIELDS = ("priority", *_TTL_FIELDS, "renew", *_RANGE_FIELDS)
 _NAMESPACE_FIELDS = ("adapter", "salt")
-_MAX_ENDS = 64  # prompts of one session
+_MAX_ENDS = 64  # branches of a session that one action changes
 _MAX_NUMBER = 2**53  # up to which JSON's numbers are exact
 _TYPE_NAMES = {int: "a whole number", float: "a number", str: "a string", bool: "true or false", list: "a list"}
 

@@ -98,8 +98,8 @@ class Inbox:
     may be split into slices, between which other calls have their turns.
 
     Every accepted call runs, is cancelled, or is dropped with QueueFull to make room for a tenant with fewer calls.
-    After `close` no call is accepted, and `run_all` empties the inbox. If that raises, `abandon` fails the remaining
-    calls.
+    After `close` no call is accepted, and `run_all` empties the inbox. If that raises, `abandon` cancels or fails the
+    remaining calls.
 
     Args:
         max_waiting_calls: calls of each kind of caller that may wait.

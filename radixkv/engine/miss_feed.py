@@ -79,11 +79,11 @@ class MissFeed(Observer, Listener):
             self._new_from[leaf] = leaf.start_bytes + max(0, len(leaf.tokens) - num_new_bytes)
 
     def split(self, lower: Node, last_used_s: float, now_s: float) -> None:
-        """Note that the tokens of the upper half have another node."""
+        """Note that the tokens of the upper half belong to another node now."""
         self.cut(lower)
 
     def cut(self, lower: Node) -> None:
-        """Note that the tokens of the upper half have another node, which may be cached longer than the lower half."""
+        """Note that the tokens of the upper half belong to another node, which may be cached longer than `lower`."""
         assert lower.parent is not None
         self._new_from[lower.parent] = lower.parent.start_bytes
 

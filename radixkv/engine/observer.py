@@ -12,7 +12,10 @@ _log = logging.getLogger(__name__)
 
 
 class Observer:
-    """Receives events on the engine's thread and ignores them. Overriding methods must return quickly."""
+    """Receives events and ignores them, all but `request_refused` on the engine's thread.
+
+    Overriding methods must return quickly.
+    """
 
     def request_refused(self, error: RadixKVError) -> None:
         """A request was refused before it was queued. Called on the threads of callers, possibly concurrently."""

@@ -20,7 +20,8 @@ _log = logging.getLogger(__name__)
 class OverlapScheduler:
     """Prepares steps while all running requests decode, and decides whether they may start.
 
-    Used only for a device that computes asynchronously: the device then never waits for scheduling.
+    Used only for a device that computes asynchronously: between a step and a prepared one, the device waits until the
+    host knows the next tokens, but not for scheduling or publishing.
 
     Args:
         runner: computes steps.
@@ -49,9 +50,9 @@ class OverlapScheduler:
         """Prepare the next token of all requests while `step` is computed. Their leases reserve the blocks for it.
 
         Returns:
-            The prepared step. None if a request ends with the current step, if other work is due after it, if a request
-            would have to be preempted to allocate blocks, or if preparing fails. The next step is then scheduled as
-            usual.
+            The prepared step. None if a request does not decode, is compressed, or is known to end with the current
+            step, if other work is due after it, if there are no blocks for a request, or if preparing fails. The next
+            step is then scheduled as usual.
         """
         if self._is_anything_else_due(step.slices):
             return None
@@ -79,7 +80,10 @@ class OverlapScheduler:
         return not self._is_anything_else_due(prepared.slices)
 
     def _is_anything_else_due(self, slices: Sequence[Slice]) -> bool:
-        """Whether other work than these slices is due. Waiting requests do not count if none could be admitted."""
+        """Whether other work than these slices is due.
+
+        While no request could be admitted, neither waiting requests count nor what `has_pending_work` reports.
+        """
         scheduler = self._scheduler
         if len(scheduler.running) > len(slices):
             return True

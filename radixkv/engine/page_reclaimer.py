@@ -12,8 +12,8 @@ from radixkv.engine.observer import Observer
 from radixkv.storage.device_pool import KVStorage
 from radixkv.storage.pages import release_pages, use_small_pages
 
-# Pages are returned when the memory exceeds its bound by this share, since returning them takes a call per layer and
-# head.
+# Pages are returned when the memory exceeds its bound by this share, since returning them takes system calls for
+# each layer and head.
 _SLACK = 1 / 64
 
 _log = logging.getLogger(__name__)

@@ -41,13 +41,13 @@ class Preemptor:
     def prepare_step(self) -> None:
         """Allocate a block for each generation that needs one, and return lent blocks to prompts. Preempt if needed.
 
-        If blocks are missing, the youngest request is preempted. The oldest request can preempt all others. If it runs
-        alone and a block is still missing, it is preempted itself, which unpins the blocks that it does not need. It is
-        then admitted again with a block, or refused because held leases and other tenants' floors leave too few blocks.
-        Therefore it computes at least one token each time.
+        If blocks are missing, the youngest request that `_victim` allows is preempted. The oldest request can preempt
+        all of these. If no other one is left and a block is still missing, it is preempted itself, which unpins the
+        blocks that it does not need. It is then admitted again with a block, or refused because held leases and other
+        tenants' floors leave too few blocks. Therefore it computes at least one token each time.
 
         If a tenant has waiting requests and no running one while `max_running_requests` requests run, the youngest
-        request of the tenant with the most running requests is preempted for it.
+        request of the tenant with the most running requests is preempted for it. Compressed generations are excepted.
         """
         self._lending.begin_step()
         if not self._scheduler.running:
@@ -75,7 +75,8 @@ class Preemptor:
     def _victim(self, request: Request, error: CapacityError) -> Request:
         """Choose the youngest of the requests that hold the missing blocks. It may be `request` itself.
 
-        A compressed generation is never preempted. It needs no more blocks, so it always reaches its end.
+        If its tenant's ceiling is reached, only requests of the tenant are candidates. A compressed generation is never
+        preempted. It needs no more blocks, so it always reaches its end.
         """
         return max(
             (

@@ -61,8 +61,8 @@ class PublicPrefixRegistry:
         Raises:
             InvalidRequest, PromptTooLong: the tokens are not a valid prompt.
             Draining, StepHangs, QueueFull: the engine accepts no more calls.
-            Later, through the future: InvalidRequest, UnknownAdapter, OutOfBlocks, the errors of a prefill, and
-                UnknownPublicPrefix if it was unregistered in the meantime.
+            Later, through the future: SwitchedOff, InvalidRequest, UnknownAdapter, OutOfBlocks, the errors of a
+                prefill, and UnknownPublicPrefix if it was unregistered in the meantime.
         """
         self._limits.require_tokens(tokens)
         done: Future[PublicPrefixStatus] = Future()

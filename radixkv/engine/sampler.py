@@ -24,7 +24,7 @@ _log = logging.getLogger(__name__)
 Allowed = npt.NDArray[np.bool_] | RadixKVError
 """The tokens that a constraint allows next, bool `[vocab_size]`; or why the request fails."""
 
-# Rows of a cumulative sum on a GPU, whose order of additions depends on the number of rows.
+# Number of rows in each cumulative sum on a GPU, where the order of additions depends on the number of rows.
 _CUMSUM_ROWS = 16
 
 
@@ -32,7 +32,7 @@ class Prediction(NamedTuple):
     """The next token of a request, with the values of the model that its caller requested.
 
     Attributes:
-        next_token_id: the most likely token, or the one that was sampled.
+        next_token_id: the most likely token, or the one that was sampled; arbitrary if there is a refusal.
         logprobs: log probabilities of the token; empty unless requested.
         logits: float32 `[vocab_size]`; None unless requested.
         refusal: why no token may be chosen; None if one was chosen.
@@ -49,7 +49,7 @@ class LogitChanges(NamedTuple):
 
     Attributes:
         sampling: the bias, the minimum length and the penalties.
-        prompt_ids: the distinct tokens of the prompt, int64; only a repetition penalty uses them.
+        prompt_ids: the distinct tokens of the prompt, int64; empty without a repetition penalty.
         token_ids: tokens generated so far.
         stop_token_ids: tokens that would end the generation. If no other token is allowed, the minimum length is
             ignored.

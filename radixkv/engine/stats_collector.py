@@ -25,8 +25,8 @@ from radixkv.scheduling.held_leases import HeldLeases
 from radixkv.scheduling.request import Outcome, Request
 from radixkv.scheduling.scheduler import Scheduler
 
-# Upper bounds of the histogram's buckets, from 0.5 ms to 107 s, each 1.25 times the previous one. An estimated
-# quantile is therefore at most 25 % too high, or 20 % too low.
+# Upper bounds of the histogram's buckets, from 0.5 ms to 107 s, each 1.25 times the previous one. An estimated quantile
+# between them is therefore at most 25 % too high, or 20 % too low.
 _BOUNDS_S = tuple(0.0005 * 1.25**index for index in range(56))
 
 # The time per computed token is measured by requests that compute at least this many, since a step also takes time that
@@ -87,7 +87,7 @@ class StatsCollector:
         return None if time is None else time.seconds / time.tokens
 
     def count_tokens(self, tenant: str, usage: Usage, prefill_s: float) -> None:
-        """Count the tokens of a request that got its result `prefill_s` seconds after its admission."""
+        """Count the tokens of a finished request that had its first token `prefill_s` seconds after admission."""
         self._tokens = self._tokens.plus(usage)
         if usage.computed_tokens >= _MIN_TIMED_TOKENS:
             before = self._token_times.pop(tenant, _TokenTime(0.0, 0.0))
@@ -108,7 +108,7 @@ class StatsCollector:
         self._num_preemptions += 1
 
     def load(self) -> EngineLoad:
-        """Return the load of the engine. Complexity: O(waiting requests)."""
+        """Return the load of the engine. Complexity: O(requests that wait or follow others)."""
         pool = self._cache.pool
         states = self._cache.state_slots
         return EngineLoad(
@@ -148,7 +148,7 @@ class StatsCollector:
             max_tenants: number of tenants to report, the largest ones; see `Tenants.largest`.
             tenant: report only this tenant, if it is known or has blocks in tiers.
 
-        Complexity: O(waiting requests + tenants with a quota), regardless of the number of known tenants.
+        Complexity: that of `load`, and O(tenants with a quota), regardless of the number of known tenants.
         """
         tenants = self._cache.tenants
         if tenant is None:

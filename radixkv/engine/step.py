@@ -30,7 +30,8 @@ class SliceResult(NamedTuple):
 
     Attributes:
         token_slice: the slice.
-        is_finite: whether K, V, the last hidden states and the logits of its tokens are finite; see `StepResult`.
+        is_finite: whether K, V and the last hidden states of its tokens are finite, and the largest logit of each row;
+            see `StepResult`.
         prediction: the next token; None if the request has more tokens to compute before it.
         prompt_logprobs: log probabilities of the prompt tokens after each token of the slice; None unless requested.
     """
@@ -161,7 +162,10 @@ def start_step(
 
 
 def chunk_of(token_slice: Slice) -> Chunk:
-    """Return the chunk that computes a slice. Pins the parts of windowed layers that it reads or writes."""
+    """Return the chunk that computes a slice.
+
+    Pins the parts of windowed layers that it reads or writes, and allocates slots for the states that it saves.
+    """
     request, start, end = token_slice
     lease = request.lease
     assert lease is not None, "a running request holds a lease"

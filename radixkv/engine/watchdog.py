@@ -11,7 +11,7 @@ _MAX_PERIOD_S = 1.0
 
 
 class Watchdog:
-    """Calls a function when a step stalls.
+    """Calls a function when a step stalls. A step includes the calls that run before it.
 
         running  [ step ][ step ][ step ...............................
         watchdog                        └ timeout_s ┘ on_hang, once     └ is_hanging ends with the step

@@ -1,4 +1,4 @@
-"""Refuses model types whose attention or state the cache does not support, based on config.json only."""
+"""Refuses models whose attention or state the cache does not support, based on their class and config.json."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def check_architecture(model_class: type[PreTrainedModel], config: Any, device: 
         device: device on which the model will run.
 
     Raises:
-        UnsupportedModel: the message names the model and the reason.
+        UnsupportedModel: the cache or the device does not support its attention or its state.
     """
     text = config.get_text_config()
     name = model_class.__name__

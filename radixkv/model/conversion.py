@@ -1,4 +1,4 @@
-"""Writes a model directory from a GGUF file, or from a model in the local cache of Hugging Face."""
+"""Writes a model directory from a GGUF file, or from another directory, such as one in the cache of Hugging Face."""
 
 from __future__ import annotations
 

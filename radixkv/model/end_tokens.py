@@ -17,14 +17,16 @@ _SPECIAL_TOKENS, _TOKENIZER = "special_tokens_map.json", "tokenizer.json"
 
 
 def end_token_ids(directory: Path, vocab_size: int) -> frozenset[int]:
-    """Return all end-of-sequence tokens that the files in a directory name. Logs a warning if the files disagree.
+    """Return all end-of-sequence tokens that the files in a directory name.
+
+    Logs a warning if these are more than the tokens of the file that transformers prefers.
 
     Files of fine-tuned models often disagree: their tokenizer ends turns with another token than generation_config.json
     states. The model may emit any of these tokens, so all of them end a generation. Ids outside of the vocabulary are
     ignored: some models with a reduced vocabulary keep the id of the original vocabulary, or use -1 for none.
 
     Raises:
-        ConfigError: a file is not a JSON object.
+        ConfigError: a file cannot be read, or is not a JSON object.
     """
     ids_by_file = {
         source: frozenset(token_id for token_id in ids if 0 <= token_id < vocab_size)

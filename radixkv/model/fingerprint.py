@@ -1,7 +1,7 @@
 """Fingerprints of everything that K/V depend on. Namespaces, and K/V that other processes read, are identified by them.
 
 model       configuration with its RoPE settings, all weights and buffers, dtype, the format of weights, exact mode
-K/V         the model, the dtype of K and V in the pool, tokens per block
+K/V         the model, the dtype and the layout of K and V in the pool, tokens per block
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Loads the weights of a GGUF file into a model of transformers.
 
-On a CPU with compiled kernels, quantized weights of linear layers and embeddings stay quantized:
+On a CPU with compiled kernels and `model.weights = "auto"`, quantized weights of linear layers and embeddings stay
+quantized:
 
     in the file           in memory
     Q4_0, Q4_1, Q8_0      the same codes, scales and minima

@@ -46,14 +46,15 @@ class Model:
         module: a loaded model.
         device: device to which the model is moved.
         is_exact: whether the model runs in exact mode.
-        is_fused: whether linear layers are merged, unless there may be adapters, and known parts run as fused Triton
-            kernels. None is True on a GPU; on a CPU, None packs linear layers and fuses known parts with
+        is_fused: True runs known parts as fused Triton kernels, and merges linear layers unless adapters may be loaded;
+            False does neither. None is True on a GPU; on a CPU, None packs linear layers and fuses known parts with
             `FusedCpuLayers`.
         weights: `auto`, or on a CPU a quantized format; see `ModelConfig`.
         max_adapters: adapters that may be loaded. 0 disables adapters, which allows a GEMM library to fuse SwiGLU.
         adapter_bytes: bytes that adapters may take on the device.
         fingerprint: a fixed value for models of benchmarks, whose K/V is never stored; None to digest all weights.
-        directory: directory whose files name the end-of-sequence tokens; None to use the configurations of `module`.
+        directory: directory whose files name the end-of-sequence tokens. Without it, or if they name none, the
+            configurations of `module` determine these tokens.
         report: called with a description of each phase of the construction.
 
     Attributes:
@@ -183,8 +184,8 @@ class Model:
                 none. None computes all rows, and is required with adapters or if `can_shorten_last_layer` is False.
 
         Returns:
-            Logits, float32 `[n, vocab_size]`, and for each token whether its last hidden state is finite or not
-            computed, bool `[num_tokens]`.
+            Logits, float32 `[n, vocab_size]`, and bool `[num_tokens]`: whether the last hidden state of each token is
+            finite; True where it was not computed.
 
         Raises:
             UnsupportedModel: the model needs something that the attention kernels do not support.
@@ -241,7 +242,7 @@ class Model:
         """Check the matmuls of an adapter. May be called on any thread, so that the engine's thread does not wait.
 
         Raises:
-            InvalidAdapter: the matmuls are not batch-invariant on this machine.
+            InvalidAdapter: the matmuls are not batch-invariant on this machine, or a GPU does not support the rank.
         """
         if self.adapted is not None:
             self.adapted.try_out(files)

@@ -20,8 +20,8 @@ _FORMAT = 1  # incremented when this module writes other files
 def gguf_directory(path: Path) -> Path:
     """Return a directory with config.json, generation_config.json, the tokenizer and the chat template of a GGUF file.
 
-    The directory is created at the first call, in `$XDG_CACHE_HOME/radixkv/gguf`, or in a temporary directory if that
-    is not writable. If the file is replaced, a new directory is created.
+    The directory is created at the first call, in the subdirectory gguf of `cache_directory`, or in a temporary
+    directory if that is not writable. If the file is replaced, a new directory is created.
 
     Args:
         path: an existing file.

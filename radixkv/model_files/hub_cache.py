@@ -55,7 +55,10 @@ class HubName:
 
 
 def hub_cache() -> Path:
-    """Return the directory of the cache, as the variables HF_HUB_CACHE, HF_HOME and XDG_CACHE_HOME determine it."""
+    """Return the directory of the cache.
+
+    The variables HF_HUB_CACHE or HUGGINGFACE_HUB_CACHE, HF_HOME and XDG_CACHE_HOME determine it, in this order.
+    """
     environment = os.environ
     cache = environment.get("HF_HUB_CACHE") or environment.get("HUGGINGFACE_HUB_CACHE")
     if cache is None or not cache:

@@ -60,7 +60,7 @@ class StepBuffers:
             arrays[f"work {key}"] = (num_items, len(NO_WORK)), torch.int32
             arrays[f"merges {key}"] = (num_merges, len(NO_MERGE)), torch.int32
             arrays[f"joined rows {key}"] = (num_tokens * group_size, len(NO_ROW)), torch.int32
-        # The last array: only the rows of the step's requests are uploaded.
+        # This must be the last array, of which only the rows for the requests of a shape are uploaded.
         arrays["tables"] = (num_requests, table_blocks), torch.int32
         self._arrays = StagedArrays(arrays, device)
         self._arrays.host["slots"].fill_(_NO_SLOT)

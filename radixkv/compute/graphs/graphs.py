@@ -70,8 +70,8 @@ class StepGraphs:
         )
         table_blocks = -(-max_sequence_tokens // storage.block_size)
         self._buffers = StepBuffers(shapes, self._keys, num_kv_heads, table_blocks, storage.block_size, model.device)
-        # The largest steps are captured first, so that smaller ones fit into their memory. `prepare` tries the smallest
-        # step first.
+        # The largest steps are captured first, so that smaller ones fit into their memory. `prepare` tries smaller
+        # steps first.
         chosen = shapes[-1:] if only_largest else shapes
         captured = [(shape, capturer(self._computation_of(shape))) for shape in reversed(chosen)]
         self._replays = dict(reversed(captured))
@@ -96,6 +96,8 @@ class StepGraphs:
 
     def prepare(self, layout: StepLayout) -> Replay | None:
         """Prepare a step for the smallest captured step that has room for it. Does not wait for the device.
+
+        Captured steps whose tiles have fewer rows than the kernels prefer are tried last.
 
         Args:
             layout: the layout on the host. The previous step may still be running.

@@ -14,7 +14,7 @@ from radixkv.model.attention.interface import PlanningKernels
 _MIN_PROMPT_TOKENS = 16
 _MAX_REQUESTS = 64
 
-# Minimum and maximum number of tokens of the largest captured step.
+# Minimum and maximum of `max_captured_tokens`.
 _CAPTURED_TOKENS = (128, 512)
 
 # Estimates: 25 launches per layer take the host 30 us each, and a GPU performs 4e14 operations per second.
@@ -108,8 +108,8 @@ def step_shapes(
         max_requests: maximum number of requests of a step.
 
     Returns:
-        Shapes in order, with doubling sizes: 1 to 64 requests with one token each, and 16 to `max_tokens` tokens with
-        few and with many requests. In exact mode each is captured for three lengths of context.
+        Shapes in order, with doubling sizes: 1 to at most 64 requests with one token each, and 16 to `max_tokens`
+        tokens with few and with many requests. In exact mode each is captured for up to three lengths of context.
     """
     group_size = num_query_heads // num_kv_heads
     max_requests = min(max_requests, _MAX_REQUESTS)

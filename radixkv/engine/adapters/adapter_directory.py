@@ -33,7 +33,7 @@ class AdapterDirectory:
 
         Raises:
             SwitchedOff: there is no root.
-            InvalidRequest: the path is not below the root, or not a directory.
+            InvalidRequest: the path is empty, too long, can't be followed, leads out of the root, or is no directory.
         """
         if not self._root:
             raise SwitchedOff("LoadAdapter: switched off, since model.adapter_directory is empty")

@@ -69,7 +69,7 @@ class AdapterNames:
     A request keeps the content to which its name mapped when it arrived.
 
     Args:
-        max_adapters: distinct contents that may have names; the same number of further contents may drain.
+        max_adapters: distinct contents that may have names; at most twice as many may have names or drain.
     """
 
     def __init__(self, max_adapters: int) -> None:
@@ -124,7 +124,7 @@ class AdapterNames:
         At most `max_adapters` contents may have names, and at most twice as many may have names or drain.
 
         Raises:
-            TooManyAdapters: the message names `model.max_adapters`.
+            TooManyAdapters: one of these limits would be exceeded.
         """
         with self._lock:
             named = {each for each, content in self._contents.items() if content.names.keys() - {name}} | {digest}

@@ -73,7 +73,8 @@ class Adapters:
         """Return the cache key of a caller's prompt; the base model's key if the prompt does not invoke its adapter.
 
         Raises:
-            UnknownAdapter: no adapter has the caller's name for it.
+            UnknownAdapter: no adapter has the name that the caller gives.
+            InvalidRequest: the tenant's name is reserved.
         """
         return self._keyed(caller, tokens, self._names.find(caller.adapter))
 
@@ -114,7 +115,9 @@ class Adapters:
         Raises:
             SwitchedOff: the engine has no adapters.
             QueueFull: twice as many loads are unfinished as adapters may be loaded.
-            Later, through the future: SwitchedOff, InvalidRequest, InvalidAdapter, TooManyAdapters.
+            Draining: the engine has stopped.
+            Later, through the future: SwitchedOff, InvalidRequest, InvalidAdapter, TooManyAdapters, and QueueFull,
+                Draining or StepHangs if the engine accepts no calls.
         """
         source = self._require_on()
         if not self._room_to_load.acquire(blocking=False):
@@ -152,7 +155,7 @@ class Adapters:
         return self._names.max_adapters
 
     def close(self) -> None:
-        """Start no more loads. A load that is running ends by itself."""
+        """Start no more loads, and cancel the futures of those that wait. A load that is running ends by itself."""
         self._readers.shutdown(wait=False, cancel_futures=True)
 
     def _keyed(self, caller: Caller, tokens: bytes, resolved: ResolvedAdapter) -> KeyedPrompt:

@@ -32,7 +32,7 @@ class SharedStores:
         return [name for name, tier in self._tiers.items() if tier.is_working()]
 
     def names_for(self, blocks: Sequence[KeyedBlock]) -> list[str]:
-        """List the working stores from which none of the blocks is being purged. Only for the engine's thread."""
+        """List the working stores without purged blocks of an owner of the given ones. Only for the engine's thread."""
         return [name for name in self.names() if not self._is_purging_any(name, blocks)]
 
     def exists(self, name: str, blocks: Sequence[KeyedBlock]) -> Future[list[bool] | None]:

@@ -151,7 +151,7 @@ class Transfer:
         """List the whole blocks of a prompt that can be loaded instead of computed. The last token is always computed.
 
         Raises:
-            UnknownAdapter: no adapter has this name.
+            UnknownAdapter, InvalidRequest: as in `Adapters.keyed`.
 
         Complexity: about 1 us per block.
         """

@@ -82,7 +82,7 @@ class AdaptedLayers(Generic[P]):
         """Pack an adapter and discard the result, which checks matmuls of new shapes. May be called on any thread.
 
         Raises:
-            InvalidAdapter: its matmuls are not batch-invariant on this machine.
+            InvalidAdapter: its matmuls are not batch-invariant on this machine, or a GPU does not support its rank.
         """
         self._pack(files)
 

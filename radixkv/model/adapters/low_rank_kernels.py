@@ -58,7 +58,7 @@ class LowRankKernels:
         """Copy an adapter to the device. Kernels for new shapes are compiled and checked.
 
         Args:
-            sites: its updates by site: layers are not merged on a GPU, so each site has one update.
+            sites: its updates by site, one for each: on a GPU, no layers are merged if adapters may be loaded.
 
         Raises:
             InvalidAdapter: its rank is too large, or the kernel is not batch-invariant on this GPU.
