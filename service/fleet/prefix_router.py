@@ -48,6 +48,7 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]  # Ray is untyped here
         Raises:
             NoReplica: the request avoids all replicas.
             InvalidRequest: its prompt is empty.
+            UnknownLease: its source is not in the fleet.
         """
         argument = pending_request.args[0] if pending_request is not None and pending_request.args else None
         if isinstance(argument, ReplicaListing):
