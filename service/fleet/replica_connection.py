@@ -29,7 +29,7 @@ from radixkv.v1.model_pb2_grpc import ModelServiceStub
 from radixkv.v1.prefill_pb2_grpc import PrefillServiceStub
 
 _FINISH_POLL_S = 0.05  # between two checks whether a call is in flight
-# With any other status of a health check, the replica counts as alive.
+# A replica whose health check fails with any other status counts as alive.
 _NO_RESPONSE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 # A channel that is idle for this time closes its connection, because middleboxes may drop one that is idle for minutes.
 _IDLE_MS = 60_000

@@ -249,7 +249,7 @@ async def _abort_with(error: Exception, context: Context, method: str) -> None:
 async def _abort(
     context: Context, code: grpc.StatusCode, details: str, trailing_metadata: tuple[tuple[str, str], ...] = ()
 ) -> None:
-    """End a call, and clear the tracebacks of the exception that ends it: gRPC keeps it, and they refer to the call."""
+    """End a call. gRPC keeps the exception that ends it, so the tracebacks, which refer to the call, are cleared."""
     try:
         await context.abort(code, details, trailing_metadata)
     except BaseException as ending:

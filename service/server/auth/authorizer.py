@@ -57,7 +57,7 @@ class MethodRule:
 
     Attributes:
         permission: the permission that the caller needs.
-        tenant_of: name of the field of the request whose message has the field `tenant`; empty for the request itself.
+        tenant_of: name of the field with the message that has the field `tenant`; empty if the request itself has it.
             Only used with `Permission.TENANT` and `Permission.READ`.
         is_logged: whether the log names the caller.
         has_tokens: whether the request carries tokens that belong to no tenant.
@@ -196,7 +196,7 @@ RULES: dict[str, MethodRule] = {
 
 @dataclass(slots=True)
 class Authorization:
-    """A call that its caller may make, provided that its request names no other tenant.
+    """A call that its caller may make, unless its request names a tenant that the caller may not act for.
 
     Attributes:
         method: the path of the call.

@@ -28,8 +28,8 @@ _MIN_SLOTS = 4
 _MAX_WAITING = 1024
 # Large messages that are parsed at the same time; each occupies a thread.
 _MAX_PARSING = 2
-# Health watches may use this share of `max_calls`; event streams and reflection together may use the same share. The
-# limits are separate, because watches need no credentials and must not keep routers from their events.
+# Health watches may use this share of `max_calls`, and event streams and reflection together as much again. The limits
+# are separate, because watches need no credentials and must not keep routers from their events.
 _ENDLESS_SHARE = 1 / 8
 # Maximum size of a request that carries no prompt; names have at most 256 characters.
 _SMALL_BYTES = 4096
