@@ -56,7 +56,7 @@ def pack_token_ids(token_ids: npt.ArrayLike) -> bytes:
     '0100000002010000'
 
     Raises:
-        TypeError: `token_ids` holds anything but integers.
+        TypeError: `token_ids` is not a sequence, or holds anything but integers.
         ValueError: `token_ids` does not have one dimension, or an id is outside `[0, 2**32)`.
     """
     if isinstance(token_ids, str | bytes | bytearray | memoryview):
@@ -82,12 +82,12 @@ def pack_token_ids(token_ids: npt.ArrayLike) -> bytes:
 
 
 def write_token_ids(message: Tokens, packed: bytes) -> None:
-    """Append little-endian uint32 bytes to `message.token_ids`. Complexity: one copy."""
+    """Append little-endian uint32 bytes to `message.token_ids`. Complexity: two copies."""
     write_packed(message, _FIELD_NUMBER, packed)
 
 
 def write_packed(message: Message, field_number: int, packed: bytes) -> None:
-    """Append little-endian numbers to a field of packed fixed32 or fixed64. Complexity: one copy."""
+    """Append little-endian numbers to a field of packed fixed32 or fixed64. Complexity: two copies."""
     if packed:
         message.MergeFromString(length_head(field_number, len(packed)) + packed)
 

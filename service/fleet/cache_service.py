@@ -28,7 +28,7 @@ from radixkv.service.server.servicers.messages import read_caller, read_hints, r
 from radixkv.v1 import cache_pb2, hints_pb2
 
 _NAME_OF = {"tenants": "tenant", "tiers": "tier"}
-# Equal on all replicas.
+# Fields that are equal in all messages that are added up.
 _EQUAL = (
     "model",
     "device",
@@ -155,7 +155,7 @@ class FleetCacheService:
         return cache_pb2.HintResponse(hints=map(join_outcomes, outcomes))
 
     async def stats(self, request: cache_pb2.StatsRequest, context: Context) -> cache_pb2.StatsResponse:
-        """Return the sum of the statistics of all replicas, and the statistics of each."""
+        """Return the sum of the statistics of replicas that respond, and the statistics or error of each replica."""
         require_names(tenant=request.tenant)
         async with replica_errors_as_status(context):
             responses, failures = await self._call_all(
@@ -205,7 +205,11 @@ class FleetCacheService:
     async def _call_all(
         self, make_call: Callable[[ReplicaConnection], Awaitable[Any]], only: str = ""
     ) -> tuple[dict[str, Any], dict[str, grpc.aio.AioRpcError | ReplicaLost]]:
-        """Call each replica, or only one. Returns the responses and the failures by address."""
+        """Call each replica, or only one. Returns the responses and the failures by address.
+
+        Raises:
+            NoReplica: there is no replica, or not the one to call.
+        """
         connections = [each for each in await self._list_replicas() if only in ("", each.facts.address)]
         if not connections:
             raise NoReplica("replicas: none is available")
@@ -304,7 +308,7 @@ def sum_diagnoses(responses: Iterable[cache_pb2.DiagnoseResponse], max_causes: i
     """Add up the causes of misses of replicas. Each replica compares a prompt only with what it has cached itself.
 
     Args:
-        responses: the responses of the replicas.
+        responses: the responses of the replicas. Their causes are changed in place.
         max_causes: maximum number of causes to list.
     """
     total = cache_pb2.DiagnoseResponse()

@@ -100,7 +100,7 @@ class DisaggregatedPrefill:
                     self._release(lease)
 
     async def finish(self) -> None:
-        """Wait until all leases are released."""
+        """Wait until the release of each lease has succeeded or failed."""
         await asyncio.gather(*self._releases)
 
     async def _prefill(
@@ -211,13 +211,14 @@ def with_prefill_usage(
 ) -> prefill_pb2.GenerateResponse:
     """Attach the prefill usage and times to a response of the decode replica.
 
-    The client sees the fleet as one server: the prompt's tokens are counted as on the prefill replica, and times and
-    written tokens are the sums of both replicas.
+    The client sees the fleet as one server: the prompt's tokens are counted as on the prefill replica, and written
+    tokens are the sum of both replicas. So are the times, except that the decode replica's queue time counts as prefill
+    time.
 
     The first response also gets the explanation of the prefill replica, if there is one.
 
     Args:
-        part: response of the decode replica; changed in place.
+        part: response of the decode replica; changed in place if it is of completion 0 and has a usage.
         computed: response of the prefill replica, without its explanation afterwards; None if the decode replica
             computed the prompt.
 
@@ -241,7 +242,11 @@ def with_prefill_usage(
 
 
 def _can_disaggregate(request: prefill_pb2.GenerateRequest) -> bool:
-    """Return whether another replica may prefill the prompt: its K/V must be read from the cache and written to it."""
+    """Return whether another replica may prefill the prompt.
+
+    Its K/V must be read from the cache and written to it, and the request must not ask for log probabilities of the
+    prompt.
+    """
     prompt = request.prefill
     reads = not prompt.HasField("read_cache") or prompt.read_cache
     writes = not prompt.HasField("write_cache") or prompt.write_cache

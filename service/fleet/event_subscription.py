@@ -44,7 +44,7 @@ class EventSubscription:
               └── after a pause ─────────────┘ the connection ended
 
     While the connection is down, the view keeps the blocks of the server, because the server probably still has them.
-    They are removed 30 s after the last batch.
+    They are removed when the stream or an attempt to subscribe fails 30 s or more after the last batch.
 
     Args:
         name: name of the replica in the view.

@@ -160,7 +160,7 @@ class FleetState:
 
 
 def _log_failure(name: str, stream: asyncio.Task[None]) -> None:
-    """Log why the events of a replica can't be read. The router still knows which prompts it has sent to it."""
+    """Log why the events of a replica can't be read. The router still knows which prompts it sent there."""
     if not stream.cancelled() and stream.exception() is not None:
         _log.error("replica %s: its events can't be read", name, exc_info=stream.exception())
 

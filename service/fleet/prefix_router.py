@@ -1,4 +1,4 @@
-"""The request router of Ray Serve that chooses replicas by their caches."""
+"""The request router that chooses replicas in Ray Serve, by default by their caches."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from radixkv.service.fleet.routing_request import ReplicaListing, RoutingRequest
 
 
 class PrefixRouter(RequestRouter):  # type: ignore[misc]  # Ray is untyped here
-    """Chooses the replica with the lowest cost for a request, by the caches of the replicas.
+    """Chooses a replica for each request by the policy `fleet.routing`, by default from the caches of the replicas.
 
     Ray reports which replicas there are; everything else comes from the replicas over gRPC, see `FleetState`. If the
     first argument of a call is a `RoutingRequest` or a `ReplicaListing`, the result is stored in that argument. Any
@@ -48,6 +48,7 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]  # Ray is untyped here
         Raises:
             NoReplica: the request avoids all replicas.
             InvalidRequest: its prompt is empty.
+            UnknownLease: its source is not in the fleet.
         """
         argument = pending_request.args[0] if pending_request is not None and pending_request.args else None
         if isinstance(argument, ReplicaListing):

@@ -20,7 +20,7 @@ from radixkv.service.missing_package import MissingPackage
 _log = logging.getLogger(__name__)
 
 APPLICATION = "radixkv"
-_OBJECT_STORE_BYTES = 80 * 2**20  # unused; the minimum of Ray is 75 MiB
+_OBJECT_STORE_BYTES = 80 * 2**20  # the fleet stores nothing there; the minimum of Ray is 75 MiB
 _LOCAL = "127.0.0.1"
 _ALL, _LOOPBACK = "[::]:", "127.0.0.1:"
 _ROUTER = "radixkv.service.fleet.prefix_router:PrefixRouter"

@@ -29,9 +29,9 @@ from radixkv.v1.model_pb2_grpc import ModelServiceStub
 from radixkv.v1.prefill_pb2_grpc import PrefillServiceStub
 
 _FINISH_POLL_S = 0.05  # between two checks whether a call is in flight
-# With any other status of a health check, the replica counts as alive.
+# A replica whose health check fails with any other status counts as alive.
 _NO_RESPONSE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
-# Middleboxes may have dropped a connection that was idle for minutes.
+# A channel that is idle for this time closes its connection, because middleboxes may drop one that is idle for minutes.
 _IDLE_MS = 60_000
 
 _log = logging.getLogger(__name__)
@@ -83,7 +83,7 @@ class ReplicaConnection:
         is_up: whether the replica accepted requests at its last health check.
         num_calls: number of calls in flight, which callers count with `in_flight`.
         prefill, cache, model: stubs of the replica's services.
-        metadata: is sent with each call.
+        metadata: the fleet's token, for each call except health checks.
     """
 
     def __init__(

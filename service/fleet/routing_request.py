@@ -17,7 +17,7 @@ class RoutingReason(Enum):
     LOAD = fleet_pb2.ROUTED_BY_LOAD  # it has the lowest load; no replica has a useful prefix
     PREFIX = fleet_pb2.ROUTED_BY_PREFIX  # it has the longest useful prefix
     AWAY = fleet_pb2.ROUTED_AWAY  # the replica with the longest prefix is too busy
-    NEW_HOME = fleet_pb2.ROUTED_TO_NEW_HOME  # it also computes a prefix that is in high demand
+    NEW_HOME = fleet_pb2.ROUTED_TO_NEW_HOME  # the prefix is in high demand, so one more replica computes it
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,8 @@ class RoutedRequest:
         reason: why the replica was chosen.
         seconds: expected time until the prompt is computed.
         num_replicas: number of candidates.
-        finish: must be called at the end of the request: with the number of computed tokens, or with None if it failed.
+        finish: must be called at the end of the request: with the number of computed tokens, or with None if it failed
+            or the number is unknown. Further calls do nothing.
     """
 
     connection: ReplicaConnection

@@ -40,7 +40,7 @@ _Prompt = TypeVar(
 
 
 class FleetPrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
-    """Forwards prompts to the replica with the lowest cost.
+    """Forwards each prompt to the replica that the router chooses.
 
     Args:
         forwarder: forwards calls; if replicas have roles, to prefill replicas.
@@ -141,7 +141,7 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
         self._forwarder = forwarder
 
     async def Route(self, request: fleet_pb2.RouteRequest, context: Context) -> fleet_pb2.RouteResponse:  # noqa: N802
-        """Choose a replica. The prompt counts as load of this replica for the expected time of computing it."""
+        """Choose a replica. The prompt counts as load of this replica until it is expected to be computed."""
         prompt = routing_request(request)
         prompt.avoid.update(request.avoid)
         async with replica_errors_as_status(context):

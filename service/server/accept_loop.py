@@ -39,7 +39,7 @@ _logger = logging.getLogger(__name__)
 
 
 def make_server(options: Sequence[tuple[str, Any]], max_concurrent_calls: int) -> grpc.aio.Server:
-    """Return an asyncio gRPC server without services, like `grpc.aio.server`, which invalid paths do not shut down.
+    """Return a gRPC server without services, as `grpc.aio.server` does, but one that invalid paths do not shut down.
 
     Args:
         options: channel arguments of gRPC.

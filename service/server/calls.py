@@ -35,7 +35,7 @@ def _run(callback: Callable[[], object], _: object) -> None:
 
 
 class InFlightCalls:
-    """The calls that have begun and whose response gRPC has not written to the socket completely.
+    """The calls that a drain waits for: their request has arrived, and their response is not completely written yet.
 
     Not thread-safe: use it on one event loop.
     """
@@ -44,7 +44,7 @@ class InFlightCalls:
         self._calls: set[object] = set()
 
     def add(self, call: object) -> None:
-        """Add a call that begins."""
+        """Add a call whose request has arrived."""
         self._calls.add(call)
 
     def discard(self, call: object) -> None:

@@ -6,7 +6,7 @@ and every call that no handler has accepted yet. The client sees CANCELLED, whic
 41785). When a TCP connection is closed, every call on it that has no status yet fails with UNAVAILABLE instead. gRPC
 offers no way to do that, so this module finds the sockets by their port.
 
-`close_connections` closes the connections of callers that do not read their responses.
+`close_connections` closes the connections of callers that do not read their responses, or that reset too many calls.
 """
 
 from __future__ import annotations
@@ -117,7 +117,10 @@ class _SocketFinder:
 
 
 def _socket_fds() -> list[tuple[int, int]]:
-    """Return the file descriptors of this process that are sockets, with their inodes; none if none can be opened."""
+    """Return the file descriptors of this process that are sockets, with their inodes.
+
+    The list is empty if the process has no descriptor left to read its own descriptors.
+    """
     fds = []
     with contextlib.suppress(OSError):
         for fd in map(int, os.listdir("/proc/self/fd")):
@@ -129,7 +132,7 @@ def _socket_fds() -> list[tuple[int, int]]:
 
 
 def _stop_listening(fd: int, duplicate: socket.socket) -> None:
-    """Close the listening socket of gRPC, and give gRPC an idle socket that no client connects to in its place.
+    """Close the listening socket of gRPC, and replace it by an idle one, to which no client connects.
 
     If gRPC accepted from a socket that does not listen, it would log an error.
     """
@@ -165,7 +168,9 @@ def close_connections(peers: Set[str]) -> int:
         peers: as gRPC names them: `ipv4:127.0.0.1:40000`, `ipv6:%5B::1%5D:40000`.
 
     Returns:
-        Number of connections that were shut down. Complexity: O(open files).
+        Number of connections that were shut down.
+
+    Complexity: O(open files).
     """
     addresses = {_address(peer) for peer in peers}
     num_closed = 0

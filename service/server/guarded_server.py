@@ -28,7 +28,7 @@ if TYPE_CHECKING:  # generic in the stubs of gRPC only
     GenericHandler = grpc.GenericRpcHandler[Any, Any]
 CountRefusal = Callable[[RadixKVError], None]
 
-# Methods whose streams end only with the service. A drain ends these streams, even if clients do not read them.
+# Methods whose servicers never end a stream while the service runs. A drain does not wait for these streams.
 _ENDLESS = (
     "/grpc.health.v1.Health/Watch",
     "/radixkv.v1.EventService/Subscribe",
@@ -249,7 +249,7 @@ async def _abort_with(error: Exception, context: Context, method: str) -> None:
 async def _abort(
     context: Context, code: grpc.StatusCode, details: str, trailing_metadata: tuple[tuple[str, str], ...] = ()
 ) -> None:
-    """End a call. gRPC keeps the exception that ends it, so its tracebacks are cleared: they refer to the call."""
+    """End a call. gRPC keeps the exception that ends it, so the tracebacks, which refer to the call, are cleared."""
     try:
         await context.abort(code, details, trailing_metadata)
     except BaseException as ending:

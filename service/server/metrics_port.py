@@ -50,7 +50,7 @@ class Telemetry:
 
     Attributes:
         observers: the observers to pass to the engine.
-        count_refusal: counts a call that the server itself refuses, not the engine; None without a metrics port.
+        count_refusal: counts a call that is refused by the server, and not by the engine; None without a metrics port.
     """
 
     def __init__(self, config: Config, tracing: Observer | None = None) -> None:
@@ -281,7 +281,10 @@ class _WsgiServer(ThreadingMixIn, WSGIServer):
         return connection, address
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Handle a connection on a thread. At the limit, close the oldest connection whose request has not arrived."""
+        """Handle a connection on a thread. At the limit, another one is closed first; see `end_oldest`.
+
+        If the thread of that one does not end within a second, the new connection is closed.
+        """
         if not self._slots.acquire(blocking=False):
             self.connections.end_oldest()
             if not self._slots.acquire(timeout=_THREAD_END_S):

@@ -54,7 +54,7 @@ class SegmentIds:
         self._secret = secret
 
     def of(self, position: int | None) -> int:
-        """Return the number of the segment at a position: equal for equal positions, never 0; 0 for None."""
+        """Return the number of the segment at a position: at least 1, and equal for equal positions; 0 for None."""
         if position is None:
             return 0
         digest = hashlib.blake2b(position.to_bytes(8, "little"), key=self._secret, digest_size=_SEGMENT_ID_BYTES)

@@ -7,7 +7,8 @@ import resource
 
 from radixkv.config import ServerConfig
 
-# For files of libraries and tiers, up to 64 connections to the metrics port, and up to 512 to the event ports.
+# Open files that are reserved for libraries and tiers, for up to 64 connections to the metrics port, and for up to 512
+# to the event ports.
 RESERVED_FILES = 1024
 
 _logger = logging.getLogger(__name__)

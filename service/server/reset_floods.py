@@ -35,7 +35,7 @@ class ResetFloods:
         """Record that a connection has reset a call early.
 
         Returns:
-            Whether the connection must now be closed. True only once per connection.
+            Whether the connection must now be closed. True only once per connection, until `forget`.
         """
         number = self._num_resets.pop(peer, 0) + 1
         if peer in self._closed:

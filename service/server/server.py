@@ -78,7 +78,7 @@ class Server:
         model_path: the model whose tokenizer is served, see `ModelTokenizer`; None for a model without files.
         services: functions that add further services; see `optional_services`.
         gateway_tenant: the tenant that owns the gateway's data.
-        count_refusal: is called with the exception of each call that the server itself refuses, not the engine.
+        count_refusal: is called with the exception of each call that is refused by the server, and not by the engine.
         auth: authenticates and authorizes callers; by default as configured.
 
     Attributes:
@@ -87,7 +87,7 @@ class Server:
         http_address: `HOST:PORT` of the HTTP port, after `start`; None without an HTTP port.
 
     Raises:
-        ConfigError: a file of credentials or certificates, or the token of a source, cannot be used.
+        ConfigError: a file of credentials or certificates, or a section `kv_sources`, cannot be used.
     """
 
     def __init__(
@@ -187,7 +187,7 @@ class Server:
             `HOST:PORT` with the port that was bound.
 
         Raises:
-            ConfigError: the address cannot be bound; nothing is served.
+            ConfigError: one of the addresses cannot be bound; nothing is served.
         """
         port = self._bind(self._grpc, "server.port", self._config.port)
         if self._admin_grpc is not None and self._config.admin_port is not None:
@@ -208,7 +208,10 @@ class Server:
 
     @property
     def has_ended(self) -> bool:
-        """Whether gRPC stopped serving by itself, after an error of its own. The process should be restarted then."""
+        """Whether gRPC has stopped serving: after `drain`, or by itself, after an error of its own.
+
+        If it has stopped by itself, the process should be restarted.
+        """
         return any(termination.done() for termination in self._terminations)
 
     async def drain(self) -> bool:
@@ -218,8 +221,8 @@ class Server:
         are cancelled. Other calls, such as `Stats`, are answered until the last request has finished; then every call
         except health checks is refused.
 
-        After the last response, the TCP connections are closed directly and not by gRPC; see `connections`. So a client
-        receives every response, and a call that arrives too late fails with UNAVAILABLE.
+        On Linux, the TCP connections are closed directly after the last response, and not by gRPC; see `connections`.
+        So a client receives every response, and a call that arrives too late fails with UNAVAILABLE.
 
         Returns:
             Whether every request finished in time, and every response was sent.
@@ -277,13 +280,13 @@ def run(
 
     Starts the engine, and stops it in every case. Prints one line, `listening on HOST:PORT`, on stdout when ready.
     Until this function returns, long-lived objects are exempt from garbage collection, and the GIL switch interval is
-    1 ms.
+    at most 1 ms.
 
     Args:
         on_ready: is called once, just before the line is printed.
 
     Raises:
-        ConfigError: as `Server`, or the address cannot be bound.
+        ConfigError: as `Server` and `Server.start`.
         InvariantViolation: the engine's thread or gRPC's server ended. The process should be restarted.
     """
 

@@ -18,7 +18,7 @@ from radixkv.telemetry.otlp import require_exportable
 def require_startable(config: Config) -> None:
     """Check everything that a server needs from its configuration and this machine, except the model.
 
-    Raises the limit of open files if `server.max_connections` needs it.
+    The limit of open files is raised if `server.max_connections` needs it.
 
     Raises:
         ConfigError: the message names the key.

@@ -59,7 +59,7 @@ class AnonymousAuthenticator:
 
 
 class CredentialAuthenticator:
-    """Identifies callers by their credentials: by a bearer token if there is one, otherwise by a certificate.
+    """Identifies callers by a bearer token if there is one, and otherwise, over gRPC, by a certificate.
 
     Args:
         credentials: the valid credentials.

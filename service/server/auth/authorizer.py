@@ -35,8 +35,9 @@ class Permission(Enum):
     ADMIN         no             no               no                      no       yes
     ```
 
-    A request that names no tenant, and therefore applies to all tenants, requires the role admin with `TENANT`, and
-    the role admin or reader with `READ`.
+    A request that names no tenant applies to the caller's own tenant if the caller has the role tenant. Otherwise it
+    applies to the unnamed tenant, or, if the field `tenant` is optional, to all tenants. A request for all tenants
+    requires the role admin with `TENANT`, and the role admin or reader with `READ`.
     """
 
     OPEN = "open"
@@ -56,7 +57,7 @@ class MethodRule:
 
     Attributes:
         permission: the permission that the caller needs.
-        tenant_of: name of the field of the request whose message has the field `tenant`; empty for the request itself.
+        tenant_of: name of the field with the message that has the field `tenant`; empty if the request itself has it.
             Only used with `Permission.TENANT` and `Permission.READ`.
         is_logged: whether the log names the caller.
         has_tokens: whether the request carries tokens that belong to no tenant.
@@ -101,13 +102,15 @@ class MethodRule:
     def bind_tenant(self, caller: Identity | None, request: Any, gateway_tenant: str) -> str | None:
         """Write the caller's own tenant into a request that names none, and refuse a tenant it may not act for.
 
-        `omit_cached_text` is set in requests of operators, so that responses have no tokens that a tenant has cached.
+        `omit_cached_text` is set in requests of operators, so that responses have no tokens that a tenant has cached;
+        see `Identity.may_read_cached_text` for exceptions.
 
         Returns:
             The tenant that owns the request; None if no tenant does, or if the request applies to all tenants.
 
         Raises:
-            NotPermitted: the message never repeats the tenant that the request names.
+            NotPermitted: the caller may not act for the tenant, or the request requires the role admin. The message
+                never repeats the tenant that the request names.
         """
         if self.permission is Permission.GATEWAY:
             return gateway_tenant
@@ -193,7 +196,7 @@ RULES: dict[str, MethodRule] = {
 
 @dataclass(slots=True)
 class Authorization:
-    """A call that its caller may make, provided that its request names no other tenant.
+    """A call that its caller may make, unless its request names a tenant that the caller may not act for.
 
     Attributes:
         method: the path of the call.

@@ -86,7 +86,8 @@ def read_credentials(path: str | Path) -> Credentials:
     """Read a credentials file.
 
     Raises:
-        ConfigError: the file is invalid. The message names the entry and the key, and repeats no value.
+        ConfigError: the file cannot be read, or is invalid. The message names the entry and the key, and repeats no
+            value except the name of the entry.
     """
     try:
         text = read_named("server.tokens_file", path).decode()

@@ -26,9 +26,10 @@ class Identity:
     Attributes:
         name: name of the credential, for the log.
         role: the caller's role.
-        tenants: tenants that it may act for; None for all. Exactly one with the role `TENANT`, none with `READER`.
+        tenants: tenants that it may act for; None for all. One tenant with the role `TENANT`; empty with `READER`.
         is_anyone: whether this is the identity of every caller, because the server has no credentials.
-        is_ingress: whether this is the ingress of a fleet, which has authorized its callers itself.
+        is_ingress: whether this is the fleet of this server: its ingress, which has authorized its callers itself, or
+            another replica.
     """
 
     name: str
@@ -45,13 +46,14 @@ class Identity:
     def may_read_cached_text(self) -> bool:
         """Whether tokens that a tenant has cached may be returned to the caller, if it may act for this tenant.
 
-        An operator administers tenants without reading their prompts.
+        An operator administers tenants without reading their prompts. This does not apply to servers without
+        credentials, nor to the ingress of a fleet.
         """
         return self.role not in OPERATORS or self.is_anyone or self.is_ingress
 
     @property
     def own_tenant(self) -> str | None:
-        """The tenant that a request without a tenant applies to; None if such a request means the unnamed tenant."""
+        """The tenant that a request without a tenant applies to; None if that is the unnamed tenant, or all tenants."""
         if self.role is not Role.TENANT or self.tenants is None:
             return None
         (tenant,) = self.tenants

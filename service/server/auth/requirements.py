@@ -31,8 +31,8 @@ def require_secure(config: ServerConfig, container_marks: Sequence[Path] = _CONT
 
     Args:
         config: the addresses and credentials of the service.
-        container_marks: files of which one exists inside a container. The loopback interface is then local to the
-            container, and the log warns about it.
+        container_marks: files. If one of them exists, the process runs in a container, whose loopback interface cannot
+            be reached from outside, and the log warns about it.
 
     Raises:
         ConfigError: the message names the key.

@@ -34,10 +34,10 @@ class Tls:
     """The TLS of one server.
 
     Args:
-        config: has `tls_certificate` and `tls_key`.
+        config: has `tls_certificate` and `tls_key`, and may have `client_ca`.
 
     Raises:
-        ConfigError: the files cannot be read, or the key does not match the certificate.
+        ConfigError: a file cannot be read or used, or the key does not match the certificate.
     """
 
     def __init__(self, config: ServerConfig) -> None:

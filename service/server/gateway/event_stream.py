@@ -43,7 +43,10 @@ class GatewayEvents:
         self._samples = itertools.count(1)
 
     async def messages(self) -> AsyncGenerator[engine_common_pb2.KvEventBatch, None]:
-        """Yield batches as they arrive, and load records: one at first, then one per second. Raises as `batches`."""
+        """Yield batches as they arrive, and load records: one at first, then one per second. Raises as `batches`.
+
+        A load record is skipped before a sequence number is known, and while the engine accepts no calls.
+        """
         clock = asyncio.get_running_loop().time
         next_load_s = clock()
         next_batch = asyncio.ensure_future(anext(self._batches))
@@ -79,7 +82,9 @@ class GatewayEvents:
 
 
 def batch_message(batch: EventBatch, event_ids: itertools.count[int]) -> engine_common_pb2.KvEventBatch:
-    """Write a batch with the blocks that can be matched by tokens alone: those of the gateway's tenant without a salt.
+    """Write a batch with the blocks on the device that can be matched by tokens alone.
+
+    These are the blocks of the gateway's tenant without an adapter and a salt.
 
     A batch without such blocks is written as well, because the gateway expects consecutive sequence numbers.
     """

@@ -45,8 +45,8 @@ class Page:
     def answer(self, method: str, path: str) -> tuple[HTTPStatus, list[tuple[str, str]], bytes]:
         """Return the status, the headers and the body of the response to a request for one of `PATHS`.
 
-        The status is 405 for methods other than GET and HEAD, and 503 if the engine does not respond in time. Blocks
-        until the engine has responded, or for 5 s. Thread-safe.
+        The status is 405 for methods other than GET and HEAD. For the state, it is 503 if the engine accepts no calls
+        or does not respond in time; this method blocks until the engine has responded, or for 5 s. Thread-safe.
         """
         body: bytes | None
         if method not in ("GET", "HEAD"):

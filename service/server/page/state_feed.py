@@ -52,7 +52,7 @@ class StateFeed:
         self._fresh_until_s = -math.inf
 
     def state(self) -> bytes | None:
-        """Return the state as JSON; None if the engine does not respond in time. Thread-safe.
+        """Return the state as JSON; None if the engine accepts no calls or does not respond in time. Thread-safe.
 
         Concurrent calls share one computation, so that they do not wait for one timeout after the other.
         """

@@ -52,9 +52,9 @@ class QuotaKey(NamedTuple):
 class FairShares:
     """Divides `limit` units fairly among the quota keys that use some.
 
-    Below the limit, every request is granted. Above it, a key that already uses an equal share of the limit is refused,
-    while a key below its share is still granted units, as is the first request of a key, however large. At twice the
-    limit every request is refused, unless nothing is in use.
+    Up to the limit, every request for units is granted. Beyond it, a key is granted units only up to an equal share of
+    the limit, except that the first request of a key is granted, however large. Beyond twice the limit, every request
+    is refused, unless nothing is in use.
 
     Args:
         limit: units that can be used before shares are enforced.
@@ -73,7 +73,10 @@ class FairShares:
         return self._used
 
     def available(self, key: QuotaKey) -> int:
-        """Return the number of units that `take` would grant a key now: the free ones, or those up to its share."""
+        """Return the number of units that a key can take now: the free ones, or those up to its share if more.
+
+        `take` may grant more to a key that uses none.
+        """
         own = self._used_by.get(key, 0)
         up_to_share = self._share(own) - own
         return max(0, min(max(self._limit - self._used, up_to_share), 2 * self._limit - self._used))
@@ -82,7 +85,7 @@ class FairShares:
         """Charge units to a key.
 
         Raises:
-            QueueFull: the limit is exceeded, and this key uses its share of it.
+            QueueFull: the limit would be exceeded, and so would the share of this key, or twice the limit.
         """
         own = self._used_by.get(key, 0)
         after = self._used + number

@@ -48,7 +48,7 @@ def grpc_options(config: ServerConfig, limits: Limits) -> list[tuple[str, Any]]:
         ("grpc.max_send_message_length", -1),  # responses with logits may be large
         ("grpc.max_concurrent_streams", config.max_connection_calls),
         ("grpc.max_allowed_incoming_connections", max_connections(config)),
-        # Above 1,000 calls that no handler has accepted yet, gRPC would cancel new ones of any client at random.
+        # By default, gRPC cancels new calls of any client at random while more than 1,000 calls have no handler yet.
         ("grpc.server.max_pending_requests", config.max_calls),
         ("grpc.server.max_pending_requests_hard_limit", min(2 * config.max_calls, _MAX_INT32)),
         ("grpc.max_connection_idle_ms", round(config.connection_idle_s * 1000)),

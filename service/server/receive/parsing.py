@@ -23,7 +23,7 @@ def parse_in_pieces(message: Message, data: bytes) -> Message:
     """Parse a message piece by piece, with the same result as parsing it at once.
 
     Protobuf merges messages that are concatenated in one buffer, so a message may be cut between any two of its fields.
-    A single field that is not a message, such as packed tokens, is not cut.
+    A single field is cut only if it is a message that is neither repeated nor in a oneof. Packed tokens are not cut.
 
     Args:
         message: an empty message, which is filled.
@@ -75,7 +75,10 @@ def _mergeable_type(field: FieldDescriptor | None) -> Descriptor | None:
 def _field(data: memoryview, at: int) -> tuple[int, int, memoryview | None]:
     """Return where the field at this offset ends, its number, and its payload if it is length-delimited.
 
-    A group or an invalid field is taken to extend to the end of the data, and is left to protobuf.
+    A group, or a field with an invalid wire type, is taken to extend to the end of the data, and is left to protobuf.
+
+    Raises:
+        DecodeError: the field is incomplete, or a varint has more than 10 bytes.
     """
     key, after = _read_varint(data, at)
     kind = key & 7

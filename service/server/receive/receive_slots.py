@@ -25,7 +25,8 @@ class ReceiveSlots:
     loop.
 
     Args:
-        num_slots: messages that are received at once, at least 2; half of them in each class.
+        num_slots: messages that are received at once, at least 2; half of them in each class. An odd slot is for small
+            messages.
         max_waiting: calls that may wait for a slot, in each class.
         timeout_s: seconds that receiving a message may take.
     """

@@ -28,8 +28,8 @@ _MIN_SLOTS = 4
 _MAX_WAITING = 1024
 # Large messages that are parsed at the same time; each occupies a thread.
 _MAX_PARSING = 2
-# Health watches may use this share of `max_calls`; event streams and reflection together may use the same share. The
-# limits are separate, because watches need no credentials and must not keep routers from their events.
+# Health watches may use this share of `max_calls`, and event streams and reflection together as much again. The limits
+# are separate, because watches need no credentials and must not keep routers from their events.
 _ENDLESS_SHARE = 1 / 8
 # Maximum size of a request that carries no prompt; names have at most 256 characters.
 _SMALL_BYTES = 4096
@@ -43,8 +43,8 @@ class InFlightCall:
     """One call in flight. Until it ends, the call and the bytes of its request and unsent responses count as in use.
 
     Attributes:
-        context: gRPC's context of the call.
-        peer: the connection, as gRPC names it.
+        context: the context of the call: that of gRPC, or an `HttpCall`.
+        peer: name of the connection, as the context returns it.
         authorization: the caller and its permission.
         is_endless: whether the call is a health watch, an event stream or reflection, for which a drain does not wait.
     """
@@ -171,7 +171,8 @@ class Receiver:
 
         Raises:
             Draining: the server takes no new calls.
-            QueueFull: too many calls are in flight, and this caller has used its share of them.
+            QueueFull: too many calls are in flight, and this caller has used its share of them, or twice the limit are
+                in flight.
         """
         method = authorization.method
         self._require_accepting(method)
@@ -282,7 +283,7 @@ class Receiver:
         """Account for a serialized response that is passed to gRPC, and return it.
 
         Raises:
-            QueueFull: too many responses of this tenant are unread.
+            QueueFull: too many bytes are held for the tenant, or for the caller if the request belongs to no tenant.
         """
         call.hold_response(len(response))
         self._unsent.add(call.context)

@@ -56,7 +56,7 @@ class UnsentResponses:
             self._schedule_next()
 
     def _confirm(self, late: dict[Context, float]) -> None:
-        """Close the connections of calls whose late response is still unsent. A stream may have sent it since."""
+        """Close the connections of calls whose late response is still unsent. A stream may have continued."""
         unread = [context for context, since_s in late.items() if self._since_s.get(context) == since_s]
         if unread:
             peers = {context.peer() for context in unread}

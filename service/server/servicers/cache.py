@@ -1,4 +1,4 @@
-"""The gRPC service for operators: statistics, segments, adapters, public prefixes, retention, purges and draining."""
+"""The gRPC service that inspects and administers the cache, adapters and public prefixes, and drains the server."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ MAX_SESSIONS = 100
 
 
 class CacheServicer(cache_pb2_grpc.CacheServiceServicer):
-    """Serves operators.
+    """Serves operators and, for what belongs to them, tenants.
 
     Args:
         engine: the engine that is administered.

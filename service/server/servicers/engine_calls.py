@@ -64,7 +64,11 @@ def _metadata_value(context: Context, key: str) -> str:
 
 
 async def result_of(engine: Engine, mailbox: Mailbox, future: Future[Result]) -> Result:
-    """Await a future of the engine. If the awaiting task is cancelled, the future is cancelled as well."""
+    """Await a future of the engine. If the awaiting task is cancelled, the future is cancelled as well.
+
+    Raises:
+        Draining, StepHangs: the engine has cancelled the future. Other errors are those of the future.
+    """
     done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     future.add_done_callback(lambda _: mailbox.post(_set_done, done))
     try:

@@ -52,8 +52,8 @@ class Explainer:
 
         Raises:
             InvalidRequest: the prompt, a name or a segment is wrong.
-            QueueFull: too many explanations wait, and this tenant has its share of them.
-            RateExceeded, PromptTooLong, UnknownAdapter: as `Engine.look_up`.
+            QueueFull: too many explanations wait, and this tenant has its share of them; or as `Engine.look_up`.
+            RateExceeded, PromptTooLong, UnknownAdapter, Draining, StepHangs: as `Engine.look_up`.
         """
         caller, segments = read_caller(request), _read_segments(request)
         has_branch = not request.omit_cached_text

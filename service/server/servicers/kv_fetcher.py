@@ -47,7 +47,7 @@ _MAX_ATTEMPTS = 3
 # The missing blocks are computed.
 _MAX_BLOCK_S = 10.0
 _MAX_FETCH_S = 60.0
-# Errors of the other server that a retry does not fix: the request is invalid, or this server may not fetch.
+# Errors of the other server that a retry does not fix: the request is invalid, or this server cannot use the other one.
 _INVALID = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.OUT_OF_RANGE)
 _UNUSABLE = (
     grpc.StatusCode.FAILED_PRECONDITION,
@@ -93,8 +93,8 @@ class KVFetcher:
             authorization: the header `authorization` of the call. Calls of this server's fleet may name any source.
 
         Returns:
-            The blocks; None if there is no memory for any, the whole prompt is cached here, or the source has none of
-            the missing blocks.
+            The blocks, from the first missing one on; None if there is no memory for any, nothing is missing here, or
+            the first missing block did not arrive in time or intact.
 
         Raises:
             SwitchedOff: this server does not fetch K/V, or the source does not send any.
@@ -105,7 +105,7 @@ class KVFetcher:
             KVOfOtherPrompt: the lease is of another prompt.
             KVFormatDiffers: the source has another model, other dtypes, or another block size.
             KVSourceUnusable: the source refuses this server's credentials, or the certificates cannot be used.
-            KVSourceError: the source cannot be reached.
+            KVSourceError: the source cannot be reached, or sends other blocks than were requested.
         """
         transfer = self._engine.transfer
         if transfer is None:
@@ -186,7 +186,8 @@ class _Stream:
                 from its store is fetched from the source.
 
         Raises:
-            KVOfOtherPrompt: the first block, and so the lease, is of another prompt.
+            KVOfOtherPrompt: the first block, and so the lease, is of another prompt; or a handle is not of the block
+                that was expected.
         """
         is_late = await self._fetch_in_time([(0, len(self._wanted))], stores)
         await asyncio.gather(*(self._load(store) for store in stores))
@@ -240,6 +241,7 @@ class _Stream:
 
         Raises:
             TimeoutError: a block takes too long, or all of them together.
+            KVSourceError, KVFormatDiffers, KVOfOtherPrompt: the source sent something else than expected.
         """
         deadline_s = self._params.deadline_s
         responses = self._client.fetch_kv(

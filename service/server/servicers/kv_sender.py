@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # the engine needs torch; this module does not
     from radixkv.engine.transfer.transfer import Transfer
     from radixkv.storage.layer_bytes import Layers
 
-# Copied between two engine steps, in about 1 ms. A busy engine sends this much per step.
+# Bytes of K/V that are copied between two engine steps, in about 1 ms. A busy engine sends this much per step.
 _SLICE_BYTES = 8 << 20
 _MAX_DATA_BYTES = 1 << 20
 _MAX_STORES = 16

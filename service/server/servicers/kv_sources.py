@@ -25,7 +25,7 @@ _logger = logging.getLogger(__name__)
 
 
 def require_sources(configs: Mapping[str, KVSourceConfig]) -> None:
-    """Read all files that the sections `kv_sources` name once, before a model is loaded.
+    """Check the sections `kv_sources`, and read once all files that they name, before a model is loaded.
 
     Args:
         configs: the servers, by the names of their sections.
@@ -38,7 +38,9 @@ def require_sources(configs: Mapping[str, KVSourceConfig]) -> None:
 
 
 class KVSources:
-    """Connections to the configured servers, opened when they are first needed. For use on one event loop.
+    """Connections to the configured servers and to other members of this server's fleet. For use on one event loop.
+
+    A connection is opened when it is first needed.
 
     Args:
         configs: the servers, by the names of their sections.

@@ -33,7 +33,7 @@ async def add_logprobs(
         writer: serializes large responses.
         response: the response, complete except for log probabilities.
         logprobs: log probabilities of its tokens.
-        prompt_logprobs: log probabilities of the prompt, if they belong into this response.
+        prompt_logprobs: log probabilities of the prompt, if they belong in this response.
 
     Returns:
         The response, as bytes if it is large.

@@ -151,7 +151,7 @@ def read_hints(envelope: hints_pb2.KvHintsEnvelope) -> tuple[HintAction, ...]:
     """Read the actions of hints. Their types and payloads are checked when they are applied.
 
     Raises:
-        InvalidRequest: the version is unknown, or there are too many actions.
+        InvalidRequest: the version is unknown, there are too many actions, or an id or a type is too long.
     """
     if envelope.protocol_version.split(".")[0] not in ("0", "1"):
         got = envelope.protocol_version[:MAX_NAME_CHARS]

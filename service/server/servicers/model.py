@@ -20,7 +20,7 @@ class ModelServicer(model_pb2_grpc.ModelServiceServicer):
     async def GetTokenizer(  # noqa: N802
         self, request: model_pb2.GetTokenizerRequest, context: Context
     ) -> AsyncIterator[model_pb2.TokenizerChunk]:
-        """Stream the zip archive in chunks, with its digest in the last one."""
+        """Stream the zip archive in chunks, with its digest in the last one; or only the digest, if requested."""
         if request.digest_only:
             _, digest = await self._tokenizer.archived()
             yield model_pb2.TokenizerChunk(sha256=digest)

@@ -95,9 +95,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         Yields:
             The explanation, which is made while the prompt is computed; None if the request does not ask for it.
 
-        Raises:
-            QueueFull: too many explanations wait, and this tenant has its share of them.
-            RateExceeded: the tenant exceeds its rate of requests.
+        Raises the same errors as `Explainer.begin`.
         """
         if not request.explain:
             yield None

@@ -43,7 +43,7 @@ class SegmentLister:
         """Validate a request and answer it.
 
         Raises:
-            InvalidRequest: a field is out of range.
+            InvalidRequest: a field is invalid, or cannot be combined with another one.
             Draining, StepHangs: the engine accepts no calls.
         """
         require_names(tenant=request.tenant, store=request.store, session_id=request.session_id)

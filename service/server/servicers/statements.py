@@ -44,6 +44,7 @@ class StatementMaker:
             QueueFull: too many statements wait, and this tenant has its share of them.
             SwitchedOff: the server has no statements.
             StoreUnavailable: a file cannot be read.
+            Draining, StepHangs: the engine accepts no calls.
         """
         require_names(tenant=request.tenant)
         book = self._engine.statements

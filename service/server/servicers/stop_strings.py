@@ -31,7 +31,7 @@ class StopStrings:
         self._answers = answers
 
     def num_kept(self, index: int, token_ids: Sequence[int]) -> int:
-        """Add new tokens of a completion, and return how many of them to keep: those up to a complete stop string."""
+        """Add new tokens of a completion, and return how many of them to keep: all, or those up to a stop string."""
         answer = self._answers[index]
         before = answer.num_tokens
         answer.put(token_ids)

@@ -9,7 +9,7 @@ from radixkv.service.server.receive.fair_shares import QuotaKey
 
 
 class StreamTurns:
-    """Lets one token stream continue in each iteration of the event loop, so that other calls do not wait for all.
+    """Lets one token stream continue in each iteration of the event loop, so that calls do not wait for all streams.
 
     A step of the engine generates a token for every running completion, so all streams have new tokens at the same
     time. Without turns, each iteration of the event loop would send a chunk of every stream. A new call takes several
@@ -19,8 +19,8 @@ class StreamTurns:
         with      | a stream, call | a stream, call | a stream, call | ...
 
     Quota keys take turns, and so do the streams of one key. If a stream is cancelled before it has used its turn, the
-    next stream of the same key gets the turn. The tokens of a stream that waits accumulate and are sent as one chunk,
-    so the more streams there are, the fewer chunks are sent per token. For use on one event loop.
+    next stream of the same key gets the next turn. The tokens of a stream that waits accumulate and are sent as one
+    chunk, so the more streams there are, the fewer chunks are sent per token. For use on one event loop.
     """
 
     def __init__(self) -> None:
