@@ -14,7 +14,7 @@ _SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator
 _ANY = "/(?s:.*)/"
 _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 _FREE_KEY = r"/[A-Za-z_][A-Za-z0-9_]{0,63}/"
-_OTHER_TEXT = r"/\s*[^\s{\[](?s:.*)/"  # text that does not begin with a bracket, as calls without a tag do
+_OTHER_TEXT = r"/\s*[^\s{\[](?s:.*)/"  # text that begins with no bracket; calls without a tag begin with one
 _DEFINITIONS = ("$defs", "definitions")
 # Keys of schemas that do not constrain a value. They would take most of the maximum length of a grammar.
 _ANNOTATIONS = {"title", "description", "examples", "default", "deprecated", "readOnly", "writeOnly", "$comment"}
