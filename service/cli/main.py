@@ -6,7 +6,7 @@ line; an unexpected one, which is a bug, has a traceback.
 | exit code | meaning |
 |---|---|
 | 0 | success |
-| 1 | a call or the service failed, a service is not healthy, the output could not be written, or an unexpected error |
+| 1 | a call, the service or a health check failed, the output could not be written, or there was an unexpected error |
 | 2 | the command line or the configuration is wrong, or a package is missing |
 | 128 + N | `chat --model` was ended by the signal N |
 | 130 | interrupted by SIGINT, unless the command usually ends in this way, as `serve` and `top` |

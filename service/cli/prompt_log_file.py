@@ -37,7 +37,7 @@ GetTokenizer = Callable[[], "Tokenizer"]
 
 
 class RejectedConversation(Exception):
-    """The chat template of the tokenizer rejects a conversation. The message has its place and the reason."""
+    """A conversation is not valid, or the chat template rejects it. The message has its place and the reason."""
 
 
 class _EncodedPrompt(NamedTuple):
@@ -71,7 +71,7 @@ class PromptLogReader:
 
         Raises:
             ConfigError: the record has no prompt, or a field is wrong. The message names the line and the field.
-            RejectedConversation: the chat template rejects the conversation.
+            RejectedConversation: the conversation is not valid, or the chat template rejects it.
         """
         where, fields = record
         if not isinstance(fields, dict):

@@ -97,8 +97,8 @@ async def retained_chunks(
 ) -> AsyncGenerator[CompletionChunk, None]:
     """Yield the chunks of a completion, and retain ranges of its prompt.
 
-    The request itself carries one retention, that of the longest range. A shorter range is retained only for a longer
-    time: before the first chunk is yielded, because the prompt is cached when its first token is known.
+    The request itself carries one retention, that of the longest range. Shorter ranges with a longer time are retained
+    before the first chunk is yielded, because the prompt is cached when its first token is known.
 
     Args:
         chunks: chunks of the completion, which starts when the first one is requested.

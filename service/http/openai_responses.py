@@ -103,7 +103,7 @@ def finish_reason(chunk: CompletionChunk) -> str | None:
 
 
 def chat_logprobs(rows: Iterable[tuple[int, TokenLogprobs]], tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return the log probabilities of tokens, which come with their ids, in the form of a chat completion."""
+    """Return log probabilities in the form of a chat completion, for the ids and log probabilities of tokens."""
     content = [
         {
             **_chat_logprob(token_id, row.logprob, tokenizer),

@@ -63,9 +63,9 @@ class LLM:
             outputs = llm.generate(["Once upon a time", "In the beginning"], SamplingParams(max_tokens=20))
             print(outputs[0].outputs[0].text, outputs[0].num_cached_tokens)
 
-    Methods that vLLM's `LLM` also has take the same arguments and return the same results. Several threads may call
-    methods at the same time; their requests share steps and cached tokens. All prompts are validated before any of them
-    is computed; an error message names the index of the invalid prompt.
+    Methods that vLLM's `LLM` also has take its main arguments and return results of the same form. Several threads may
+    call methods at the same time; their requests share steps and cached tokens. All prompts are validated before any of
+    them is computed; an error message names the index of the invalid prompt.
 
     The number of threads of PyTorch is set, and from then on the process keeps freed memory and requests huge pages
     (`radixkv.startup.malloc`).

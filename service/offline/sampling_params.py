@@ -96,7 +96,8 @@ class SamplingParams:
             value; more than 0, at most 1.
         top_k: tokens are sampled from the `top_k` most likely ones; 0 or -1 for all.
         min_p: tokens are sampled from those whose probability is at least `min_p` times that of the most likely token.
-        seed: makes the completions reproducible; None for the next seed of the `LLM`.
+        seed: makes the completions reproducible, unless the `LLM` has `exactness="fast"`; None for the next seed of the
+            `LLM`.
         stop: texts that end a completion; at most 16 of at most 256 characters.
         stop_token_ids: tokens that end a completion.
         max_tokens: maximum number of tokens of a completion; None for as many as fit. A completion never exceeds what

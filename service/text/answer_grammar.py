@@ -77,7 +77,8 @@ def strict_calls(
     Args:
         form: the format of answers; `form.tool_format` is not None.
         functions: as for `forced_calls`.
-        is_parallel: whether there may be several calls. Otherwise, text after the first one is not constrained.
+        is_parallel: whether there may be several calls. Otherwise, the text after the first one cannot contain a
+            special token that begins a call, and is not constrained in another way.
         is_open: as for `forced_calls`.
     """
     assert form.tool_format is not None

@@ -450,7 +450,7 @@ def _python_string(literal: str) -> str:
 
 
 def _value_of(text: str, key: str, schema: Mapping[str, Any]) -> Any:
-    """Return the value of an argument: the text if the schema allows nothing else, or if it is no JSON and no constant."""
+    """Return the value of an argument: JSON and constants are parsed, unless the schema allows only text."""
     properties = schema.get("properties")
     declared = properties.get(key) if isinstance(properties, Mapping) else None
     if isinstance(declared, Mapping) and _is_text(declared):
