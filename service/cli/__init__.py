@@ -1,4 +1,4 @@
-"""The command line `radixkv`: one module for each group of commands, and what they print."""
+"""The command line `radixkv`: a module for each command, and modules that these import."""
 
 import os
 

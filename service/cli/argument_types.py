@@ -75,7 +75,7 @@ def _text_or_file(text: str, is_text: Callable[[str], bool], expected: str) -> s
 
 
 def _is_json(text: str) -> bool:
-    """Return whether a text is meant to be JSON; the service validates it."""
+    """Return whether a text is meant to be a JSON schema; the service validates it."""
     return text.lstrip().startswith("{") or text.strip() in ("true", "false")
 
 
@@ -132,7 +132,7 @@ def share(text: str) -> float:
 
 
 def number(text: str) -> Decimal:
-    """Parse a decimal number of at least 0."""
+    """Parse a decimal number from 0 to 2**50."""
     try:
         value = Decimal(text)
     except InvalidOperation:
@@ -161,7 +161,7 @@ def days(text: str) -> float:
 
 
 def processors(text: str) -> float:
-    """Parse a number of CPUs or GPUs of at least 0."""
+    """Parse a number of CPUs or GPUs, 0 to 10,000."""
     value = _float(text)
     if not 0 <= value <= _MAX_PROCESSORS:
         raise argparse.ArgumentTypeError(f"expected 0 to {_MAX_PROCESSORS}, got {text or 'an empty string'}")

@@ -6,9 +6,10 @@ line; an unexpected one, which is a bug, has a traceback.
 | exit code | meaning |
 |---|---|
 | 0 | success |
-| 1 | a call or the service failed, the output could not be written, or there was an unexpected error |
+| 1 | a call, the service or a health check failed, the output could not be written, or there was an unexpected error |
 | 2 | the command line or the configuration is wrong, or a package is missing |
-| 130 | interrupted by SIGINT |
+| 128 + N | `chat --model` was ended by the signal N |
+| 130 | interrupted by SIGINT, unless the command usually ends in this way, as `serve` and `top` |
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ COMMANDS = {
     "plan": "compute the memory and concurrency of a K/V cache",
 }
 
-# Top-level modules that the extra `engine` installs.
+# Top-level modules of the extra `engine` whose absence `main` reports in one line.
 _ENGINE_MODULES = frozenset(
     {
         "torch",
@@ -98,7 +99,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code.
 
     Raises:
-        SystemExit: after --help, --version, or an argument that does not parse.
+        SystemExit: after --help, --version, an argument that does not parse, or a command that ends with a code of its
+            own, such as `health` with 1 for a service that accepts no requests.
     """
     argv = sys.argv[1:] if argv is None else argv
     command_name = next((argument for argument in argv if not argument.startswith("-")), "")

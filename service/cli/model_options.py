@@ -129,7 +129,7 @@ def format_of(model: Checkpoint, arguments: argparse.Namespace) -> KVFormat:
     """Return the K/V format of a model.
 
     Raises:
-        ConfigError: no dtype is given, or the dtype has no scales.
+        ConfigError: no dtype is given, the dtype is unknown, or it has no scales.
     """
     if model.dtype is None:
         raise ConfigError("dtype: requires --dtype, or float32, bfloat16 or float16 in the config.json")

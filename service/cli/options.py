@@ -17,7 +17,7 @@ class Option(NamedTuple):
         name: such as `--tenant`; without dashes for a positional argument.
         metavar: name of the value in the help; None for argparse's default, such as the values of `choices`.
         type: function that parses the value, see `argument_types`; None to keep the text.
-        help: one line. The default is appended, unless it is None or the help already states it.
+        help: one line. The default is appended, unless it is None or a boolean, or the help already states it.
         default: value of an option that is not given.
         more: further arguments of `argparse.ArgumentParser.add_argument`.
     """

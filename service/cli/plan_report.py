@@ -60,7 +60,7 @@ def json_of(sections: Sequence[ReportSection]) -> str:
 
 
 def limit_section(limit: SequenceLimit, requested_tokens: int) -> ReportSection | None:
-    """Return the maximum length of a sequence; None if it is what the model states, and covers the requested length."""
+    """Return the maximum length of a sequence; None if there is none, or if it is as stated and covers the request."""
     if limit.max_tokens is None or not (limit.reason or requested_tokens > limit.max_tokens):
         return None
     rows = [("served", f"at most {limit.max_tokens:,} tokens")]

@@ -27,7 +27,7 @@ _TIMES = ("timestamp", "time", "created", "created_at", "ts")
 _SESSIONS = ("session_id", "session", "conversation_id")
 _ANSWERS = ("output_token_ids", "answer_token_ids")
 _SALTS = ("salt", "cache_salt")
-# Fields of a request to /v1/messages that are a part of the prompt.
+# Fields of a request to /v1/messages that its prompt is read from.
 _ANTHROPIC = ("model", "system", "messages", "tools", "tool_choice", "thinking")
 _BLOCKS = frozenset({"tool_use", "tool_result", "thinking", "redacted_thinking", "document"})
 _CLOCK_MS = 1e11  # later timestamps are in milliseconds
@@ -37,7 +37,7 @@ GetTokenizer = Callable[[], "Tokenizer"]
 
 
 class RejectedConversation(Exception):
-    """The chat template of the tokenizer rejects a conversation. The message has its place and the reason."""
+    """A conversation is not valid, or the chat template rejects it. The message has its place and the reason."""
 
 
 class _EncodedPrompt(NamedTuple):
@@ -71,7 +71,7 @@ class PromptLogReader:
 
         Raises:
             ConfigError: the record has no prompt, or a field is wrong. The message names the line and the field.
-            RejectedConversation: the chat template rejects the conversation.
+            RejectedConversation: the conversation is not valid, or the chat template rejects it.
         """
         where, fields = record
         if not isinstance(fields, dict):

@@ -86,7 +86,7 @@ class _Encoder:
             return None
 
     def count(self, answer: str | None) -> int:
-        """Return the number of tokens of an answer."""
+        """Return the number of tokens of an answer; 0 without an answer, or if it cannot be encoded."""
         try:
             return len(self._tokenizer.encode(answer)) if answer else 0
         except ValueError:

@@ -121,8 +121,8 @@ class _ResponseWriter:
         request: the request.
         chat: its conversation.
         model: the name of the model or adapter that answers.
-        diagnosis: why the prompt of an earlier message could not be reused; None if it was reused, or if the request
-            has no `diagnostics`.
+        diagnosis: how the prompt differs from that of an earlier message; None if it only continues that prompt, or if
+            the request names no earlier message.
     """
 
     def __init__(self, request: ApiRequest, chat: EncodedChat, model: str, diagnosis: PromptDifference | None) -> None:

@@ -30,7 +30,7 @@ class BodyTooLarge(InvalidRequest):
 
 
 def http_status_of(error: BaseException) -> int:
-    """Return the HTTP status of an exception; 500 for one that radixkv does not raise on purpose."""
+    """Return the HTTP status of an exception; 500 for an internal error, such as an unexpected exception."""
     if isinstance(error, BodyTooLarge):
         return 413
     return _STATUS.get(status_of(error), 500)

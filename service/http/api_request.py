@@ -56,7 +56,7 @@ class ApiRequest:
     Attributes:
         call: the argument `call`.
         num_bytes: size of the body.
-        request_id: from the header `x-request-id`, or random.
+        request_id: from the header `x-request-id`, or random; after `hold`, that of the held request if it has one.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class ApiRequest:
         The credential determines the tenant; a credential for several tenants requires the header `radixkv-tenant`.
 
         Raises:
-            InvalidRequest: the request id contains characters that a header cannot have.
+            InvalidRequest: the request id contains characters that are not printable.
             NotPermitted: the caller may not act for the tenant.
             QueueFull: the requests of the tenant hold too many bytes.
         """

@@ -36,7 +36,7 @@ class Breakpoint:
             for a position after the tools.
         num_parts: number of content parts of the last of these messages before the position. Tool calls are at the end
             of their message.
-        ttl_s: seconds of retention. They begin again with each later request that finds the prompt cached.
+        ttl_s: seconds of retention. This time starts again with each later request that finds the range on the device.
     """
 
     num_messages: int
@@ -97,8 +97,8 @@ async def retained_chunks(
 ) -> AsyncGenerator[CompletionChunk, None]:
     """Yield the chunks of a completion, and retain ranges of its prompt.
 
-    The request itself carries one retention, that of the longest range. The other ranges are retained before the first
-    chunk, because the prompt is cached when its first token is known.
+    The request itself carries one retention, that of the longest range. Shorter ranges with a longer time are retained
+    before the first chunk is yielded, because the prompt is cached when its first token is known.
 
     Args:
         chunks: chunks of the completion, which starts when the first one is requested.

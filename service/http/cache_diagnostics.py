@@ -55,7 +55,7 @@ class PromptDifference:
     """The first part of a prompt that differs from the previous one.
 
     Attributes:
-        kind: what differs, by its name in Anthropic's API.
+        kind: what differs, by its name in Anthropic's API, or `previous_message_not_found`.
         num_tokens: tokens of the previous prompt; None if it is not known.
     """
 
@@ -74,7 +74,7 @@ class PromptDifference:
 
 
 class CacheDiagnostics:
-    """Compares prompts with earlier ones of their tenant, of which it remembers a bounded number of digests.
+    """Compares prompts with earlier ones of the same tenant. It remembers digests of a bounded number of prompts.
 
         message 1 ─▶ digests ─────────────────────────────┐
         message 2, with previous_message_id ─▶ digests ─▶ compared ─▶ the first part that differs
@@ -98,7 +98,7 @@ class CacheDiagnostics:
             prompt: the prompt.
 
         Returns:
-            What differs; None if nothing differs, or if there is no previous prompt.
+            What differs, or that the previous prompt is not known; None if nothing differs, or without `previous_id`.
         """
         digests = _PromptDigests(
             prompt.model,

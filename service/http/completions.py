@@ -66,7 +66,7 @@ class CompletionChunk:
 
     @property
     def miss_reason(self) -> str | None:
-        """In the last chunk of a completion, why no more of its prompt was cached, such as `cold`; None if all was."""
+        """In the last chunk, why no more of the prompt was cached, such as `cold`; None if all but one token was."""
         reason = self.response.miss_reason
         return None if reason == MissReason.NONE else MissReason.Name(reason).lower()
 

@@ -20,7 +20,7 @@ class Connections:
     For use on one event loop.
 
     Args:
-        max_connections: maximum number of open connections.
+        max_connections: maximum number of open connections, without those that were accepted but not added yet.
         first_s: seconds within which the first request of a connection must arrive.
         idle_s: seconds after a response within which the next request must arrive.
     """

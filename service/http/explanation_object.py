@@ -8,7 +8,10 @@ from radixkv.v1.explain_pb2 import Difference, DifferenceKind, Excerpt, ExplainR
 
 
 def explanation_object(explanation: ExplainResponse) -> dict[str, Any]:
-    """Return an explanation with the field names of `ExplainResponse`, without `segment` and token ids."""
+    """Return an explanation with the field names of `ExplainResponse`.
+
+    The fields `segment`, `different_tokens` and those with token ids are left out.
+    """
     difference = explanation.difference if explanation.HasField("difference") else None
     return {
         "prompt_tokens": explanation.prompt_tokens,

@@ -91,7 +91,7 @@ class HttpConnection(web.RequestHandler):
         """Return the response to a request that could not be read, or whose handler failed; it ends the connection.
 
         Raises:
-            ConnectionError: a part of another response was sent.
+            ConnectionError: a part of a response was sent before.
         """
         super().handle_error(request, status, exc, message)  # raises, or returns plain text
         error = exc if status >= 500 and isinstance(exc, Exception) else _not_http(self.max_field_size)

@@ -81,8 +81,8 @@ class HttpPort:
         tls: TLS of the port; None without a certificate.
         is_healthy: returns whether the engine accepts requests.
         page: the page that draws the state of the engine.
-        count_refusal: is called with the exception of each request that `authorizer` or `receiver` refuses; None to
-            count nothing.
+        count_refusal: is called with the exception of each POST request that `authorizer` or `receiver` refuses, or
+            whose body is not a JSON object; None to count nothing.
 
     Attributes:
         address: `HOST:PORT` after `start`.

@@ -316,7 +316,7 @@ class _ResponseWriter:
         self._has_logprobs = options.generate.HasField("logprobs")
         self._choices: dict[int, _Choice] = {}
         self._usages: dict[int, tuple[Usage, str | None]] = {}  # by prompt
-        # Added to the usage. Of several prompts, the one whose first completion ended last has them.
+        # Added to the usage: of several prompts, the additions of the one whose first completion ended last.
         self._additions: dict[str, Any] = {}
 
     async def whole(

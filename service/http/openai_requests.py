@@ -416,8 +416,8 @@ def _read_cache_options(fields: Fields) -> tuple[bool, int | None, bool]:
     """Read `prompt_cache_options`.
 
     Returns:
-        Whether to cache the prompt without an answer, the time to live of breakpoints in seconds, and whether there is
-        no breakpoint at the end of the prompt.
+        Whether to cache the prompt without an answer, the time to live of breakpoints in seconds (None if not given),
+        and whether there is no breakpoint at the end of the prompt.
     """
     options = fields.inner("prompt_cache_options")
     if options is None:

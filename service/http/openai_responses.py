@@ -61,7 +61,7 @@ def usage_object(
     """Return the usage of a request.
 
     Args:
-        prompts: the usage of each prompt, and why no more of it was cached; None if all of it was.
+        prompts: the usage of each prompt, and why no more of it was cached; None if all but its last token was.
         num_generated: tokens of all completions.
         num_reasoning: how many of these tokens are reasoning; None if the model does not reason.
     """
@@ -103,7 +103,7 @@ def finish_reason(chunk: CompletionChunk) -> str | None:
 
 
 def chat_logprobs(rows: Iterable[tuple[int, TokenLogprobs]], tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return the log probabilities of tokens, each with its id, in the form of a chat completion."""
+    """Return log probabilities in the form of a chat completion, for the ids and log probabilities of tokens."""
     content = [
         {
             **_chat_logprob(token_id, row.logprob, tokenizer),
@@ -121,10 +121,10 @@ def _chat_logprob(token_id: int, logprob: float, tokenizer: Tokenizer) -> dict[s
 def completion_logprobs(
     rows: Sequence[tuple[int, TokenLogprobs]], tokenizer: Tokenizer, first_offset: int
 ) -> dict[str, Any]:
-    """Return the log probabilities of tokens, each with its id, in the form of a completion.
+    """Return the log probabilities of tokens in the form of a completion.
 
     Args:
-        rows: the tokens.
+        rows: the id and the log probabilities of each token.
         tokenizer: tokenizer of the model.
         first_offset: characters of the completion before these tokens.
     """

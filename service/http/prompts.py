@@ -23,7 +23,7 @@ _MAX_ENCODING = 2
 # Requests with a body of at most this size count as small. Their bodies are parsed on the event loop, which takes less
 # than 1 ms.
 _SMALL_BYTES = 65_536
-# Fields that messages about a prompt may begin with, besides the field that contains the prompt.
+# Fields with which an error message about a prompt may begin, besides the field that contains the prompt.
 _OTHER_FIELDS = ("tools: ", "documents: ", "chat_template_kwargs: ")
 
 
@@ -80,7 +80,7 @@ class PromptEncoder:
 
         Args:
             num_bytes: size of the body that contains the prompt.
-            field: the field that contains the prompt, for messages.
+            field: the field that contains the prompt, for error messages.
             encode: encodes the prompt; called on a thread.
 
         Raises:

@@ -26,8 +26,8 @@ from radixkv.service.http.tools import EncodedChat, Tools
 from radixkv.service.text.answer_format import AnswerPart, Reasoning
 from radixkv.service.text.tool_calls import ToolCall
 
-# The names of fields in this API, by their names in messages of this server and in the request for a chat completion as
-# which a request is read.
+# The names of fields in this API, by their names in error messages. Those are names of this server or of the API of
+# chat completions, because a request is read as one for a chat completion.
 NAMES = {
     "messages": "input",
     "max_completion_tokens": "max_output_tokens",

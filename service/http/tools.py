@@ -53,10 +53,11 @@ class Tools:
         return functions if names is None else [each for each in functions if each["name"] in names]
 
     def require_possible(self, generate: GenerateRequest) -> None:
-        """Refuse a request whose answer must be a call, but cannot be one.
+        """Refuse a request whose tools cannot be called as it requests.
 
         Raises:
-            InvalidRequest: the request constrains the answer in another way, or no tool that may be called is defined.
+            InvalidRequest: none of the tools that may be called is defined, or the answer must be a call and the
+                request constrains it in another way.
         """
         if self.may_be_called and not self.functions:
             raise InvalidRequest("tool_choice: expected a tool of this request, got another one")
@@ -140,16 +141,19 @@ class EncodedChat:
         return {token_id: tag for tag, token_id in self.form.tags.items()} if self.has_parts else {}
 
     def constrain(self, generate: GenerateRequest) -> EncodedChat:
-        """Add to the options of a request the grammar that its tools require. Returns the conversation.
+        """Add to the options of a request what its tools and its reasoning require, above all a grammar.
 
-        An answer that must be JSON may consist of calls instead, and may follow reasoning that the prompt begins. An
-        answer with another constraint is only text: the returned conversation has `is_text`.
+        An answer that must be JSON may consist of calls instead, and may follow reasoning that the prompt begins. If
+        neither is possible, and with any other constraint of the request, the answer is only text.
 
         Args:
             generate: the options of the request; changed.
 
+        Returns:
+            The conversation, with `is_text` if the answer is only text.
+
         Raises:
-            InvalidRequest: the schemas of the tools are too long for a grammar.
+            InvalidRequest: the schemas are too long for a grammar, or that of the answer is not a JSON schema.
         """
         tools = self.tools
         if tools.may_be_called and self.form.tool_format is not None:

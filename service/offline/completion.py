@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # the engine needs torch; this module does not
 class Completion:
     """Collects one completion of a prompt.
 
-        start ─▶ add, with every token but the last ─▶ end ─▶ output
+        start ─▶ add, with new tokens before the last one, if they are needed ─▶ end ─▶ request_output
 
     Args:
         index: index among the completions of the prompt.

@@ -63,9 +63,9 @@ class LLM:
             outputs = llm.generate(["Once upon a time", "In the beginning"], SamplingParams(max_tokens=20))
             print(outputs[0].outputs[0].text, outputs[0].num_cached_tokens)
 
-    Methods that vLLM's `LLM` also has take the same arguments and return the same results. Several threads may call
-    methods at the same time; their requests share steps and cached tokens. All prompts are validated before one of them
-    is computed; an error message names the index of the invalid prompt.
+    Methods that vLLM's `LLM` also has take its main arguments and return results of the same form. Several threads may
+    call methods at the same time; their requests share steps and cached tokens. All prompts are validated before any of
+    them is computed; an error message names the index of the invalid prompt.
 
     The number of threads of PyTorch is set, and from then on the process keeps freed memory and requests huge pages
     (`radixkv.startup.malloc`).
@@ -142,6 +142,7 @@ class LLM:
 
         Raises:
             InvalidRequest: the model has none that can be loaded.
+            MissingPackage: a package that its files need is not installed.
         """
         try:
             return self._tokenizer.load()
@@ -165,7 +166,7 @@ class LLM:
 
         Raises:
             StoreUnavailable: a tier did not confirm that it has deleted its blocks. The deletion is retried.
-            LifecycleError: the engine is stopping.
+            LifecycleError: this object was closed, before the call or during it, or a step hangs.
         """
         engine = self._running_engine()
         try:
@@ -195,15 +196,19 @@ class LLM:
                 `prompt_token_ids`, and perhaps `cache_salt`.
             sampling_params: the parameters of all prompts, or a list with the parameters of each prompt; None for the
                 defaults.
-            use_tqdm: whether to show a progress bar; None to show it on a terminal if it takes more than two seconds.
+            use_tqdm: whether to show a progress bar; None to show it on a terminal, if tqdm is installed and the call
+                takes more than two seconds.
             adapter: name of the adapter to use; empty for the base model.
 
         Returns:
             The completions of each prompt, in order.
 
         Raises:
-            RequestError: a prompt or a parameter is wrong, and nothing was computed. The message names the prompt.
-            RadixKVError: a request failed, and the others were cancelled.
+            RequestError: a prompt or a parameter is wrong, and nothing was computed. The message names the prompt if
+                the error concerns only one.
+            RadixKVError: this object was closed; or a request failed, for example because no token can follow its
+                grammar, and the others were cancelled.
+            MissingPackage: a package that the tokenizer needs is not installed.
         """
         prepared = []
         for index, prompt in enumerate(prompt_list(prompts)):
@@ -311,7 +316,7 @@ class LLM:
         """Compute the log probabilities of continuations of contexts, for example of the choices of a question.
 
         A context is computed once, and each continuation reuses it from the cache. Continuations are computed token by
-        token, all of them in the same steps. For a text of which each token should be scored,
+        token, with many of them in each step. For a text of which each token should be scored,
         `SamplingParams(prompt_logprobs=0, max_tokens=1)` needs fewer steps.
 
         A text is encoded together with its context, as lm-evaluation-harness does it: white space at the end of the

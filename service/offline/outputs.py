@@ -59,14 +59,15 @@ class RequestOutput:
 
     Attributes:
         request_id: the number of the prompt since the `LLM` was created, as text.
-        prompt: text of the prompt; None for a prompt of token ids.
+        prompt: text of the prompt; None for a prompt of token ids without text.
         prompt_token_ids: tokens of the prompt.
         prompt_logprobs: for each token of the prompt, its log probability and those of the most likely tokens, by token
             id; None for the first token. None unless requested.
         outputs: the completions.
         finished: true.
-        num_cached_tokens: tokens of the prompt that were not computed, but reused.
-        miss_reason: why no more tokens were reused, such as `COLD`; `NONE` if all were.
+        num_cached_tokens: tokens of the prompt that the first completion did not compute, but reused.
+        miss_reason: why no more tokens were reused, such as `COLD`; `NONE` if all but the last were, which is always
+            computed.
     """
 
     request_id: str
@@ -85,13 +86,14 @@ class PrefillOutput:
 
     Attributes:
         request_id: the number of the prompt since the `LLM` was created, as text.
-        prompt: text of the prompt; None for a prompt of token ids.
+        prompt: text of the prompt; None for a prompt of token ids without text.
         prompt_token_ids: tokens of the prompt.
         logits: logits of the next token, float32 `[vocab_size]`.
         next_token_id: the most likely next token.
         top_logprobs: `(token_id, logprob)` of the most likely next tokens, most likely first; empty unless requested.
         usage: how many tokens of the prompt were reused, computed and published.
-        miss_reason: why no more tokens were reused, such as `COLD`; `NONE` if all were.
+        miss_reason: why no more tokens were reused, such as `COLD`; `NONE` if all but the last were, which is always
+            computed.
     """
 
     request_id: str

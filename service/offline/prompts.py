@@ -16,7 +16,7 @@ from radixkv.service.text.tokenizer import Tokenizer
 from radixkv.service.token_ids import TokenIds, pack_token_ids
 
 _KEYS = {"prompt", "prompt_token_ids", "cache_salt"}
-# Names of fields in messages of the engine, and here.
+# The names of fields in this API, by their names in messages of the engine.
 _NAMES = prompt_field_names("prompt_token_ids", "max_tokens")
 
 
@@ -43,7 +43,7 @@ class PreparedPrompt:
     """A prompt as the engine reads it.
 
     Attributes:
-        text: text of the prompt; None for a prompt of token ids.
+        text: text of the prompt; None for a prompt of token ids without text.
         packed: token ids of the prompt as little-endian uint32 bytes.
         salt: prompts with different salts never share cached tokens.
     """

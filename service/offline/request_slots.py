@@ -71,7 +71,7 @@ class CallSlots:
         self.num_taken = 0
 
     def take(self) -> bool:
-        """Acquire a slot. If the call has none, wait until one is released.
+        """Acquire a slot. If the call has none and all are in use, wait until one is released.
 
         Returns:
             Whether a slot was acquired; if not, the call has its share, or all slots are in use.

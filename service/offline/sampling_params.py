@@ -47,7 +47,7 @@ class StructuredOutputsParams:
         json_object: whether the completion is any JSON object.
 
     Raises:
-        InvalidRequest: there is not exactly one field, or a value has another type.
+        InvalidRequest: there is not exactly one field, or `regex`, `choice` or `grammar` has another type.
     """
 
     json: str | Mapping[str, Any] | None = None
@@ -96,12 +96,14 @@ class SamplingParams:
             value; more than 0, at most 1.
         top_k: tokens are sampled from the `top_k` most likely ones; 0 or -1 for all.
         min_p: tokens are sampled from those whose probability is at least `min_p` times that of the most likely token.
-        seed: makes the completions reproducible; None for the next seed of the `LLM`.
+        seed: makes the completions reproducible, unless the `LLM` has `exactness="fast"`; None for the next seed of the
+            `LLM`.
         stop: texts that end a completion; at most 16 of at most 256 characters.
         stop_token_ids: tokens that end a completion.
         max_tokens: maximum number of tokens of a completion; None for as many as fit. A completion never exceeds what
             the model and the pool allow, see `LLM.max_model_len`.
-        min_tokens: number of tokens before which no completion ends.
+        min_tokens: number of tokens before which no stop string, stop token or end-of-sequence token ends a completion,
+            unless a grammar allows no other token.
         ignore_eos: whether to continue after the model's own end-of-sequence tokens.
         logprobs: number of most likely tokens whose log probabilities are returned with each token, in addition to
             the log probability of the token itself, 0 to 100; None for no log probabilities.
@@ -119,7 +121,7 @@ class SamplingParams:
         include_stop_str_in_output: whether the text includes the stop string or the stop token that ended it.
         skip_reading_prefix_cache: whether to compute the whole prompt, whatever is cached.
         allowed_token_ids, bad_words, best_of, extra_args, guided_decoding, logits_processors, logprob_token_ids,
-            repetition_detection, thinking_token_budget, truncate_prompt_tokens: not supported; None.
+            repetition_detection, thinking_token_budget, truncate_prompt_tokens: not supported; must be None.
 
     Raises:
         InvalidRequest: a value is out of range or not supported. The message names the field.
@@ -172,7 +174,7 @@ class SamplingParams:
         """What the completion must follow.
 
         Raises:
-            InvalidRequest: a mapping has other fields.
+            InvalidRequest: the value is not a mapping, or has other fields, or does not have exactly one of them.
         """
         outputs = self.structured_outputs
         if outputs is None or isinstance(outputs, StructuredOutputsParams):

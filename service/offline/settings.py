@@ -67,8 +67,8 @@ def config_of(
         file: a TOML file; None without one.
         settings: values of `--set`, which override the file.
         adapters: directories of adapters by name.
-        keys: keys of the sections model, cache and engine, which override all others; and arguments of vLLM with
-            values that change nothing.
+        keys: keys of the sections model, cache and engine, which override all others, except with the value None; and
+            arguments of vLLM with values that change nothing.
 
     Raises:
         ConfigError: an argument is unknown or wrong. The message names it.

@@ -49,7 +49,7 @@ class Compilation:
         self._outcome.set_result(outcome)
 
     async def constraint(self, limit_s: float) -> GrammarConstraint:
-        """Wait at most `limit_s` until compiling has begun, and then at most `limit_s` until it has ended.
+        """Wait at most `limit_s` until compiling has begun, and then until it has ended or has taken `limit_s`.
 
         Raises:
             InvalidRequest: compiling takes longer.

@@ -12,7 +12,8 @@ from radixkv.service.structured.grammar_text import GrammarText
 class GrammarCache:
     """Caches compilations per quota key, so that response times do not reveal the grammars of other tenants.
 
-    When the cache is full, the key with the most grammars loses its least recently used one that is compiled.
+    When the cache is full, a grammar whose compilation has ended is evicted: of the keys with such grammars, the one
+    with the most grammars in all loses the least recently used of them.
 
     Args:
         max_texts: maximum number of grammars over all keys. Grammars that are not compiled yet may exceed it.
@@ -46,7 +47,7 @@ class GrammarCache:
             pass
 
     def _evict_one(self) -> bool:
-        """Evict a compiled grammar. Returns whether there was one."""
+        """Evict a grammar whose compilation has ended. Returns whether there was one."""
         keys = [key for key, texts in self._by_key.items() if any(each.is_over for each in texts.values())]
         if not keys:
             return False

@@ -83,7 +83,8 @@ class GrammarText:
         """Translate the grammar to llguidance's Lark syntax, without validating the result.
 
         Raises:
-            InvalidRequest: a schema is not JSON, or a grammar cannot be translated. The message names the field.
+            InvalidRequest: a schema is neither a JSON object nor `true`, or a grammar cannot be translated. The message
+                names the field.
         """
         if self.kind == "json_schema":
             return f"start: {self.json_expression()}{_OPTIONS}"

@@ -63,10 +63,10 @@ class Grammars:
         there is no limit.
 
         Raises:
-            InvalidRequest: the grammar is too long or takes too long to compile, no completion can follow it, the model
-                has no suitable tokenizer, or llguidance is not installed. The message names the field.
-            QueueFull: too many grammars are queued and this key has its share of them, earlier ones took too long, or
-                no thread can be started.
+            InvalidRequest: the grammar is not valid, is too long or takes too long to compile, no completion can follow
+                it, the model has no suitable tokenizer, or llguidance is not installed. The message names the field.
+            QueueFull: too many grammars are queued, see `FairShares`; earlier ones took too long; or no thread can be
+                started.
         """
         if text is None:
             return sampling

@@ -27,10 +27,11 @@ class GrammarConstraint:
     Args:
         text: the grammar as the caller wrote it.
         vocabulary: the model's tokens.
-        clock: CPU seconds of the calling thread, so that a busy machine refuses no request.
+        clock: CPU seconds of the calling thread, so that no request is refused because the machine is busy.
 
     Raises:
-        InvalidRequest: no completion can follow the grammar. The message names the field and the reason.
+        InvalidRequest: the grammar is not valid, no completion can follow it, or its first token mask takes too long.
+            The message names the field and the reason.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class GrammarMatcher:
         ends: tokens without text that end the completion, int64.
         vocab_size: number of the model's tokens, which is llguidance's id for the end.
         field: name of the request's field, for error messages.
-        clock: CPU seconds of the calling thread, so that a busy machine refuses no request.
+        clock: CPU seconds of the calling thread, so that no request is refused because the machine is busy.
     """
 
     def __init__(
@@ -81,7 +82,12 @@ class GrammarMatcher:
         self._mask: tuple[npt.NDArray[np.bool_], bool] | InvalidRequest | None = None
 
     def allowed(self) -> npt.NDArray[np.bool_]:
-        """Return the mask of tokens that may follow."""
+        """Return the mask of tokens that may follow, bool `[vocab_size]`.
+
+        Raises:
+            InvalidRequest: the mask cannot be computed, takes too long, or allows no token where the completion may not
+                end.
+        """
         mask = self._cached_mask()
         if isinstance(mask, InvalidRequest):
             raise mask

@@ -14,7 +14,7 @@ _SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator
 _ANY = "/(?s:.*)/"
 _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 _FREE_KEY = r"/[A-Za-z_][A-Za-z0-9_]{0,63}/"
-_OTHER_TEXT = r"/\s*[^\s{\[](?s:.*)/"  # text that does not begin with a bracket, as calls without a tag do
+_OTHER_TEXT = r"/\s*[^\s{\[](?s:.*)/"  # text that begins with no bracket; calls without a tag begin with one
 _DEFINITIONS = ("$defs", "definitions")
 # Keys of schemas that do not constrain a value. They would take most of the maximum length of a grammar.
 _ANNOTATIONS = {"title", "description", "examples", "default", "deprecated", "readOnly", "writeOnly", "$comment"}
@@ -77,7 +77,8 @@ def strict_calls(
     Args:
         form: the format of answers; `form.tool_format` is not None.
         functions: as for `forced_calls`.
-        is_parallel: whether there may be several calls. Otherwise, text after the first one is not constrained.
+        is_parallel: whether there may be several calls. Otherwise, the text after the first one cannot contain a
+            special token that begins a call, and is not constrained in another way.
         is_open: as for `forced_calls`.
     """
     assert form.tool_format is not None

@@ -88,9 +88,10 @@ class ChatTemplate:
 
         A conversation is refused if the template would drop a part of it. To find out, the conversation is rendered
         again without the tools, without the documents, without the tool calls, and with other contents, and each
-        text must differ from the first. A part that the template has written is not checked again in conversations of
-        the same shape: those that have tools and documents or not, and whose messages, in any number, have the same
-        roles, types of contents, and types of tool calls. The messages have several forms, see
+        time the text must differ from the first, or rendering must fail. A part that the template has written is not
+        checked again in conversations of the same shape. Two conversations have the same shape if they agree in whether
+        there are tools, in whether there are documents, and in the roles, the types of contents and the types of the
+        arguments of tool calls that occur in their messages. The messages have several forms, see
         `radixkv.service.text.conversation`; the first form from which nothing is dropped is used.
 
         Args:
@@ -133,7 +134,7 @@ class ChatTemplate:
                 yield with_calls_as_text(form, self._write_calls)
 
     def has_variable(self, name: str) -> bool:
-        """Return whether the template reads a variable."""
+        """Return whether a variable of this name occurs in the template."""
         return name in self._names
 
     def _check_variables(self, variables: dict[str, Any]) -> dict[str, Any]:

@@ -50,8 +50,8 @@ class Conversation:
 
     Raises:
         TypeError: a message is not a mapping, or contains a value that has no JSON type.
-        ValueError: there is no message, a part of a content is not text, or the arguments of a tool call are not a
-            JSON object.
+        ValueError: there is no message, a content is neither text nor a list of texts, `tool_calls` is not a list of
+            objects, the arguments of a tool call are not a JSON object, or a message has a `function_call`.
     """
 
     def __init__(self, messages: Sequence[object]) -> None:
@@ -112,7 +112,7 @@ def without_tool_calls(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any
 
 
 def with_longer_content(messages: Sequence[dict[str, Any]], role: str) -> list[dict[str, Any]]:
-    """Return messages in which the contents of one role, see `Conversation.roles`, are one character longer."""
+    """Return messages in which each text in the contents of a role of `Conversation.roles` is one character longer."""
     return [_lengthen(each) if _is_checked(each) and each["role"] == role else each for each in messages]
 
 
@@ -215,7 +215,7 @@ def _dump_arguments(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_short_ids(message: dict[str, Any]) -> dict[str, Any]:
-    """Return a message in which a hash of 9 characters replaces each id of a tool call that has another length."""
+    """Return a message in which a hash replaces each id of a tool call that is not 9 letters and digits."""
     copy = dict(message)
     if "tool_call_id" in copy:
         copy["tool_call_id"] = _short_id(copy["tool_call_id"])

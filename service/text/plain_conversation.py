@@ -25,7 +25,7 @@ class Part(NamedTuple):
 def plain_parts(body: Mapping[str, Any]) -> list[Part]:
     """Return the parts of the body of a request to the API of OpenAI or Anthropic, in the order of a prompt.
 
-    Content that is not text, such as an image or a tool call, is written as JSON.
+    Content that is neither text nor reasoning, such as an image or a tool call, is written as JSON.
     """
     parts = [Part("system", _format_message("system", body["system"]))] if body.get("system") else []
     if body.get("tools"):

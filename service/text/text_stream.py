@@ -58,7 +58,7 @@ class TextStream:
     def put(self, token_id: int) -> str:
         """Add a token, and return the text that is complete; may be empty if a character takes several tokens.
 
-        Complexity: decodes at most `_MAX_IDS` tokens, usually two or three, twice.
+        Complexity: decodes at most `_MAX_IDS + 1` tokens, usually two or three, twice.
         """
         if token_id in self._shown:
             text = self.end() + self._shown[token_id]

@@ -226,8 +226,8 @@ class Tokenizer:
         A model that was trained on such conversations ends its answers with it.
 
         Returns:
-            The token; None if there is no template, if it refuses a short conversation, or if no special token comes
-            directly after the answer, apart from white space.
+            The token; None if jinja2 is not installed, if there is no template, if it refuses a short conversation, or
+            if no special token comes directly after the answer, apart from white space.
         """
         answer = "an answer that no template contains"
         messages = [{"role": "user", "content": "a question"}, {"role": "assistant", "content": answer}]
@@ -248,7 +248,12 @@ class Tokenizer:
         return bool(self._sources)
 
     def has_template_variable(self, name: str) -> bool:
-        """Return whether the chat template reads a variable, such as `enable_thinking`. Raises as `encode_chat`."""
+        """Return whether a variable, such as `enable_thinking`, occurs in the default chat template.
+
+        Raises:
+            MissingPackage: jinja2 is not installed.
+            ValueError: the model has no default chat template, or it is not valid.
+        """
         return self._template(has_tools=False).has_variable(name)
 
     def answer_format(self, tools: str = AUTOMATIC, reasoning: str = AUTOMATIC) -> AnswerFormat:

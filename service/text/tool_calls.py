@@ -388,7 +388,7 @@ def _strip_space(text: str, end: int) -> int:
 
 
 def _json(text: str) -> Any:
-    """Return the value of JSON text, which may have line breaks in strings. Raises ValueError."""
+    """Return the value of JSON text, whose strings may contain control characters. Raises ValueError."""
     try:
         parsed = json.loads(text, strict=False)
     except RecursionError as error:
@@ -398,7 +398,7 @@ def _json(text: str) -> Any:
 
 
 def _require_unicode(value: Any) -> None:
-    """Raise ValueError if a value contains infinite numbers or lone surrogates."""
+    """Raise ValueError if a value contains NaN, infinite numbers or lone surrogates."""
     json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
 
 
@@ -441,7 +441,7 @@ def _quoted_to_json(text: str, quote: str) -> str:
 
 
 def _python_string(literal: str) -> str:
-    """Return the text of a string in Python's notation. A backslash before any other character stands for itself."""
+    """Return the text of a string in Python's notation. Unknown escapes stay as they are, with their backslash."""
 
     def unescape(match: re.Match[str]) -> str:
         return chr(int(match[1][1:], 16)) if match[2] is None else _ESCAPES.get(match[2], match[0])
@@ -450,7 +450,7 @@ def _python_string(literal: str) -> str:
 
 
 def _value_of(text: str, key: str, schema: Mapping[str, Any]) -> Any:
-    """Return the value of an argument: parsed JSON if the schema allows more than text, or else the text."""
+    """Return the value of an argument: JSON and constants are parsed, unless the schema allows only text."""
     properties = schema.get("properties")
     declared = properties.get(key) if isinstance(properties, Mapping) else None
     if isinstance(declared, Mapping) and _is_text(declared):

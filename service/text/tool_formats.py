@@ -63,7 +63,7 @@ class ToolFormat:
         return (self.prefix + self.variants[0]).partition("{")[0].strip()
 
     def write(self, calls: Sequence[Mapping[str, Any]]) -> str | None:
-        """Return the text of calls, each with `name` and `arguments`; None if the format is not JSON between tags."""
+        """Return the text of calls, each with `name` and `arguments`; None if calls are not JSON objects with both."""
         objects = [
             json.dumps({"name": each["name"], self.arguments_key: each["arguments"]}, ensure_ascii=False)
             for each in calls

@@ -74,7 +74,7 @@ class SlowBackend:
         return token
 
     def get_added_tokens_decoder(self) -> Mapping[int, Any]:
-        """Return the added tokens by their ids; each has `content`, and `special` if it has no text."""
+        """Return the added tokens by their ids; each has `content`, and `special`: whether it has no text."""
         tokens: Mapping[int, Any] = self._model.added_tokens_decoder
         return tokens
 

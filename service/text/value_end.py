@@ -40,7 +40,7 @@ class ValueEnd:
             text: the text so far; it begins with the text of the previous call.
 
         Raises:
-            ValueError: the text is no value.
+            ValueError: the text is no value, or it is nested too deeply.
         """
         while self._end is None:
             run = _IN_STRING[self._quote] if self._quote else self._plain
